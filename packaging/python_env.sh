@@ -16,6 +16,8 @@ venv=$cache/venv
 # Oldest first; the newest is in requirements-test.txt.
 older='0.14.0 0.16.9 0.18.9'
 old=$cache/deepspeed-${older%% *}
+# Each in a folder of its own: its requirements would replace numpy and bring packages that HybridDeviceOptimizer does not need.
+megatron_core='0.12.3 0.14.0 0.16.1'
 
 main() {
     mkdir -p "$cache"
@@ -40,15 +42,22 @@ set_up() {
     "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
     for version in $older; do
-        folder=$cache/deepspeed-$version
-        [ ! -d "$folder" ] || continue
-        rm -rf "$folder.part"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-            --target "$folder.part" "deepspeed==$version"
-        mv "$folder.part" "$folder"
+        into_folder deepspeed "$version" --no-build-isolation
+    done
+    for version in $megatron_core; do
+        into_folder megatron-core "$version"
     done
     mkdir -p "$cache/torch_extensions"
     write_compiler
+}
+
+# Installs one version of a package, without what it requires, into the folder PACKAGE-VERSION of the cache.
+into_folder() {
+    folder=$cache/$1-$2
+    [ ! -d "$folder" ] || return 0
+    rm -rf "$folder.part"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder.part" "$1==$2" ${3:+"$3"}
+    mv "$folder.part" "$folder"
 }
 
 # The compiler of DeepSpeed's ops. DeepSpeed requests debug information, which doubles the time of a compilation and

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs the Python tests: of the package alone, and under DeepSpeed and torch.
+# Runs the Python tests: of the package alone, and under DeepSpeed, Megatron and torch.
 #
 #   packaging/python_tests.sh [OPTION...]               all files, two at a time; options go to pytest
 #   packaging/python_tests.sh --only FILE [OPTION...]   one file, in one process
@@ -16,4 +16,4 @@ if [ "${1:-}" = --only ]; then
     shift
     exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider "$@"
 fi
-exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider -n 2 --dist worksteal packaging/python/tests ffi_tests/deepspeed ffi_tests/torch ffi_tests/docs ffi_tests/model ffi_tests/counts "$@"
+exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider -n 2 --dist worksteal packaging/python/tests ffi_tests/deepspeed ffi_tests/megatron ffi_tests/torch ffi_tests/docs ffi_tests/model ffi_tests/counts "$@"

@@ -3,8 +3,9 @@
 `configuration.py` adds the files that read each variable. A test fails if the code reads a variable that is missing
 here, or if nothing reads a variable of this table."""
 
-LIBRARY, DEEPSPEED, PRELOAD, STORE, BUILD = ("The library", "The Python package under DeepSpeed", "The preload library",
-                                             "Paths in an object store", "Build and tests")
+LIBRARY, DEEPSPEED, MEGATRON, PRELOAD, STORE, BUILD = ("The library", "The Python package under DeepSpeed",
+                                                       "The Python package under Megatron", "The preload library",
+                                                       "Paths in an object store", "Build and tests")
 
 # group, name, values and default, effect
 VARIABLES = [
@@ -47,6 +48,9 @@ VARIABLES = [
      "With one rank, DeepSpeed's shared-memory collectives are not compiled."),
     (DEEPSPEED, "CXX", "a command; default: `c++`", "Without this compiler, DeepSpeed's shared-memory collectives are not compiled."),
     (DEEPSPEED, "PATH", "directories", "`python -m spillway.bench` adds the directory of its Python, where DeepSpeed looks for ninja."),
+    (MEGATRON, "SPILLWAY_MEGATRON", "`1` or `require`; default: off",
+     "`1` steps Megatron's CPU offload with Spillway in every Python process that inherits it. `require` also ends a process in which "
+     "the hook cannot be installed."),
     (PRELOAD, "SPILLWAY_PRELOAD_FORWARD", "`1`; default: off", "Every call goes to the real libaio."),
     (PRELOAD, "SPILLWAY_PRELOAD_ASYNC", "`1`; default: off", "Buffered transfers may still run after `io_submit` returns."),
     (STORE, "AWS_ENDPOINT_URL_S3", "a URL; default: `AWS_ENDPOINT_URL`, else Amazon's for the region", "Address of the store."),

@@ -1,5 +1,5 @@
 """Builds the wheel: the package, the library, the preload library, the command line tool, and the .pth file that activates
-the DeepSpeed hook.
+the hooks under DeepSpeed and Megatron.
 
 cargo builds the binaries in the repository around this folder, with object stores. Or they are the library that
 SPILLWAY_PREBUILT_LIB names and the two files beside it; with SPILLWAY_WHEEL_WITHOUT_TOOL=1 the tool may be missing.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _abi, _arrays, _deprecated, _native
 from ._arrays import Array
-from ._native_handle import _NativeHandle
+from ._native_handle import _NativeHandle, record
 from ._tier_options import number, payload_of
 from .errors import InternalError, InvalidArgumentError
 from .optim import Adam, StepStats
@@ -185,12 +185,12 @@ class Swap(_NativeHandle):
         self._call("spw_swap_fill", addresses)
 
     @_deprecated.keywords(stats="return_stats", uint16_as="uint16_dtype")
-    def step(self, optimizer: Adam, tensors: Sequence[Sequence[Array | None]], *, grad_scale: float = 1.0,
+    def step(self, optimizer: Adam | Sequence[Adam], tensors: Sequence[Sequence[Array | None]], *, grad_scale: float = 1.0,
              return_stats: bool = False, uint16_dtype: str | None = None) -> StepStats | None:
         """Runs one step over all subgroups. After a failure call rollback().
 
         Args:
-            optimizer: The Adam whose options the step uses.
+            optimizer: The Adam whose options the step uses, or one for each subgroup.
             tensors: For each subgroup a tuple of gradient and weight; see table().
             grad_scale: Factor of the gradients.
             return_stats: Return the statistics of the scaled gradients.
@@ -202,14 +202,23 @@ class Swap(_NativeHandle):
         Raises:
             InvalidArgumentError: An argument does not fit; nothing was written.
             IoError: A path failed, and no other path could take its data."""
-        if not isinstance(optimizer, Adam):
-            raise InvalidArgumentError(f"Swap.step: optimizer is a {type(optimizer).__name__}; pass a spillway.Adam")
+        adams = self._adams(optimizer)
         table = self.table(tensors, uint16_dtype)
-        options = optimizer.options_of_next_step(grad_scale)
+        rows = [adam.options_of_next_step(grad_scale) for adam in adams]
+        if not isinstance(optimizer, Adam):
+            for row, options in zip(table, rows):
+                row.options = ctypes.addressof(options)
         out: Any = _abi.sized(_abi.StepStats) if return_stats else None
-        self._call("spw_swap_adam_step", ctypes.byref(options), ctypes.addressof(table), len(table),
-                   ctypes.byref(out) if return_stats else None)
-        optimizer.step_count += 1
+        arguments = ctypes.byref(rows[0]), ctypes.addressof(table), len(table), ctypes.byref(out) if return_stats else None
+        status: list[int] = []
+        try:
+            self._through(lambda handle: record(status, _native.library().spw_swap_adam_step, handle, *arguments))
+            _native.check(status[0])
+        finally:
+            # Also if a signal handler raises after the call: its step is counted.
+            if status == [0]:
+                for adam in {id(adam): adam for adam in adams}.values():
+                    adam.step_count += 1
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
     def ds_step(self, optimizer_id: int, calls: Sequence[Any], table: Any,
@@ -325,6 +334,14 @@ class Swap(_NativeHandle):
         self._call("spw_swap_rollback")
 
     roll_back = _deprecated.attribute("Swap.roll_back", "rollback")
+
+    def _adams(self, optimizer: Adam | Sequence[Adam]) -> list[Adam]:
+        adams = [optimizer] if isinstance(optimizer, Adam) else list(optimizer) if isinstance(optimizer, (list, tuple)) else []
+        if not adams or not all(isinstance(adam, Adam) for adam in adams):
+            raise InvalidArgumentError(f"Swap.step: optimizer is a {type(optimizer).__name__}; pass a spillway.Adam, or a list of them")
+        if not isinstance(optimizer, Adam) and len(adams) != len(self):
+            raise InvalidArgumentError(f"Swap.step: optimizer has {len(adams)} entries for {len(self)} subgroups; pass one for each")
+        return adams
 
     def _floats(self, subgroup: int, parts: Sequence[Array | None], write: bool) -> list[int | None]:
         if not 0 <= subgroup < len(self):

@@ -17,7 +17,7 @@ def run(code, environment, **extra):
 def test_import_needs_neither_torch_nor_numpy_nor_the_library(child_environment):
     code = ("import sys\n"
             "for name in ('torch', 'numpy', 'deepspeed'): sys.modules[name] = None\n"
-            "import spillway, spillway.deepspeed\n"
+            "import spillway, spillway.deepspeed, spillway.megatron\n"
             "print('ok')")
     done = run(code, child_environment, SPILLWAY_LIBRARY="/nonexistent/libspillway.so")
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
@@ -57,30 +57,41 @@ def test_another_abi_version_is_refused_before_any_other_call(child_environment,
     assert "ABI version 4711" in done.stdout, done.stderr
 
 
-def test_the_pth_line_imports_nothing_when_off(repository, child_environment):
-    line = (repository / "packaging" / "python" / "spillway.pth").read_text().strip()
-    assert line.startswith("import ") and "\n" not in line
-    code = f"{line}\nimport sys; print('spillway' in sys.modules, 'spillway.deepspeed._hook' in sys.modules)"
-    off = {name: value for name, value in child_environment.items() if name != "SPILLWAY_DEEPSPEED"}
-    assert run(code, off).stdout == "False False\n"
-    assert run(code, off, SPILLWAY_DEEPSPEED="0").stdout == "False False\n"
-    assert run(code, off, SPILLWAY_DEEPSPEED="1").stdout == "True True\n"
+HOOKS = ("deepspeed", "megatron")
 
 
-def test_a_hook_that_cannot_be_installed_ends_a_process_that_requires_it(repository, child_environment, tmp_path):
-    line = (repository / "packaging" / "python" / "spillway.pth").read_text().strip()
+def pth_line(repository, framework):
+    """The line of the .pth file for a framework. Python runs each line by itself."""
+    lines = (repository / "packaging" / "python" / "spillway.pth").read_text().splitlines()
+    assert len(lines) == len(HOOKS) and all(line.startswith("import ") for line in lines)
+    return lines[HOOKS.index(framework)]
+
+
+@pytest.mark.parametrize("framework", HOOKS)
+def test_a_pth_line_imports_nothing_when_off(repository, child_environment, framework):
+    line, variable = pth_line(repository, framework), f"SPILLWAY_{framework.upper()}"
+    code = f"{line}\nimport sys; print('spillway' in sys.modules, 'spillway.{framework}._hook' in sys.modules, 'torch' in sys.modules)"
+    off = {name: value for name, value in child_environment.items() if name != variable}
+    assert run(code, off).stdout == "False False False\n"
+    assert run(code, off, **{variable: "0"}).stdout == "False False False\n"
+    assert run(code, off, **{variable: "1"}).stdout == "True True False\n"
+
+
+@pytest.mark.parametrize("framework", HOOKS)
+def test_a_hook_that_cannot_be_installed_ends_a_process_that_requires_it(repository, child_environment, tmp_path, framework):
+    line, variable = pth_line(repository, framework), f"SPILLWAY_{framework.upper()}"
     (tmp_path / "spillway").mkdir()
     (tmp_path / "spillway" / "__init__.py").write_text("raise OSError('half installed')")
     # Python runs the lines of such files in this way: it prints an error, and the process continues.
     code = (f"import traceback\ntry:\n    exec({line!r})\nexcept Exception:\n    traceback.print_exc()\n"
             "print('goes on')")
     broken = {**child_environment, "PYTHONPATH": str(tmp_path)}
-    asked = run(code, broken, SPILLWAY_DEEPSPEED="1")
+    asked = run(code, broken, **{variable: "1"})
     assert (asked.returncode, asked.stdout) == (0, "goes on\n") and "half installed" in asked.stderr
-    required = run(code, broken, SPILLWAY_DEEPSPEED="require")
+    required = run(code, broken, **{variable: "require"})
     assert (required.returncode, required.stdout) == (1, "")
-    assert "half installed" in required.stderr and "SPILLWAY_DEEPSPEED=require" in required.stderr
-    assert run(code, child_environment, SPILLWAY_DEEPSPEED="require").stdout == "goes on\n"
+    assert "half installed" in required.stderr and f"{variable}=require" in required.stderr
+    assert run(code, child_environment, **{variable: "require"}).stdout == "goes on\n"
 
 
 def test_the_oldest_python_that_the_package_asks_for_reads_every_module(repository):

@@ -277,3 +277,25 @@ def test_mistakes_name_themselves(folders):
                 mistake()
     with pytest.raises(spillway.InvalidArgumentError, match="closed"):
         tier.commit(1)
+
+
+def test_each_subgroup_may_have_an_adam_of_its_own(folders):
+    """Other options and step counts for each subgroup; the bits are those of as many Adams over arrays."""
+    rates = [1e-2 * (n + 1) for n in range(len(SIZES))]
+    mine, theirs = ([spillway.Adam(lr=rate, weight_decay=0.1 * (n % 2)) for n, rate in enumerate(rates)] for _ in range(2))
+    mine[3].step_count = theirs[3].step_count = 7
+    states = [[p, np.zeros_like(p), np.zeros_like(p)] for p in first()]
+    with open_tier(folders) as tier, open_swap(tier) as swap:
+        swap.fill([(p.copy(), None, None) for p in first()])
+        for number in range(1, 4):
+            step(swap, mine, number)
+            for adam, (p, m, v), g in zip(theirs, states, gradients(number)):
+                adam.step([(p, g, m, v)], grad_scale=0.5)
+        assert same(everything(swap), states)
+        assert [adam.step_count for adam in mine] == [adam.step_count for adam in theirs]
+        shared = spillway.Adam()
+        step(swap, [shared] * len(SIZES), 1)
+        assert shared.step_count == 1, "an Adam that several subgroups share has done one step"
+        for wrong in (mine[:2], [], [None] * len(SIZES), None, 3):
+            with pytest.raises(spillway.InvalidArgumentError, match="Swap.step: optimizer"):
+                step(swap, wrong, 1)

@@ -3,13 +3,14 @@
     python -m spillway.bench adam [--sizes 1Mi,16Mi,100Mi] [--rounds 7]
     python -m spillway.bench torch [--size 100Mi] [--rounds 9]
     python -m spillway.bench accumulate [--size 100Mi] [--rounds 15]
+    python -m spillway.bench megatron [--tensors 512] [--elements 1Mi] [--rounds 9]
     python -m spillway.bench io [--dir DIRECTORY] [--size 128Mi] [--rounds 7]
 
 Options of all: --json [FILE], --plot FILE.svg, --compare OLD.json. `spillway bench compare` compares two reports."""
 
 import argparse
 
-from . import _accumulate, _adam, _io, _output, _torch
+from . import _accumulate, _adam, _io, _megatron, _output, _torch
 
 
 def main():
@@ -19,7 +20,7 @@ def main():
 
 def _arguments():
     parser = argparse.ArgumentParser(prog="python -m spillway.bench", description=__doc__.splitlines()[0])
-    kinds = parser.add_subparsers(required=True, metavar="adam|torch|accumulate|io")
+    kinds = parser.add_subparsers(required=True, metavar="adam|torch|accumulate|megatron|io")
     adam = kinds.add_parser("adam", help="the optimizer step against DeepSpeed's op and torch")
     adam.set_defaults(measurement=_adam)
     adam.add_argument("--sizes", type=_sizes, default=_sizes("1Mi,16Mi,100Mi"))
@@ -30,6 +31,10 @@ def _arguments():
     accumulate = kinds.add_parser("accumulate", help="sums of gradients against torch's add_")
     accumulate.set_defaults(measurement=_accumulate)
     accumulate.add_argument("--size", type=_size, default=_size("100Mi"), help="elements of the tensors")
+    megatron = kinds.add_parser("megatron", help="Megatron's HybridDeviceOptimizer with Spillway and with torch")
+    megatron.set_defaults(measurement=_megatron)
+    megatron.add_argument("--tensors", type=_count, default=512)
+    megatron.add_argument("--elements", type=_size, default=_size("1Mi"), help="elements of each tensor")
     io = kinds.add_parser("io", help="files to and from memory against DeepSpeed's async_io op")
     io.set_defaults(measurement=_io)
     io.add_argument("--dir", default=".", help="where the test files are made")
@@ -37,7 +42,7 @@ def _arguments():
     io.add_argument("--tensor", type=_sizes, default=_sizes("128Mi,4Mi"), help="sizes of the tensors they are cut into")
     io.add_argument("--files", type=lambda text: [("one", "each").index(word) == 1 for word in text.split(",")],
                     default=[False], help="one,each: all tensors in one file, or a file each")
-    for kind, rounds in ((adam, 7), (torch, 9), (accumulate, 15), (io, 7)):
+    for kind, rounds in ((adam, 7), (torch, 9), (accumulate, 15), (megatron, 9), (io, 7)):
         kind.add_argument("--rounds", type=_count, default=rounds)
         _output.add_arguments(kind)
     return parser.parse_args()

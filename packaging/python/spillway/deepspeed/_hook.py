@@ -14,6 +14,8 @@ import sys
 import threading
 from collections.abc import Iterable
 
+from .._import_hook import ImportHook, Patches
+
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
 # Replaceable parts: the ops, and Python classes.
 PARTS = (*OPS, "superoffload", "swapper")
@@ -42,7 +44,8 @@ _FOLDERS = {"async_io": "aio"}
 _lock = threading.RLock()
 _installed = set()
 _undo_mode = None
-_undo = []
+_patches = Patches()
+_set = _patches.set
 _missing_builders = {}
 
 
@@ -74,11 +77,9 @@ def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> 
         raise ValueError(f"install: unknown ops {sorted(wanted - set(PARTS))}; the ops and parts are {', '.join(PARTS)}")
     with _lock:
         _installed.update(wanted)
-        if _finder not in sys.meta_path:
-            sys.meta_path.insert(0, _finder)
-        for name, module in list(sys.modules.items()):
-            if module is not None and _concerns(name):
-                _patch(module, name)
+        _finder.insert()
+        for name, module in _finder.imported():
+            _patch(module, name)
         for name, module in list(sys.modules.items()):
             if module is not None and _HOLDERS.fullmatch(name):
                 _replace_missing(module)
@@ -88,10 +89,8 @@ def uninstall() -> None:
     """Restores DeepSpeed's own builders; existing optimizers keep using Spillway."""
     with _lock:
         _installed.clear()
-        if _finder in sys.meta_path:
-            sys.meta_path.remove(_finder)
-        while _undo:
-            _undo.pop()()
+        _finder.remove()
+        _patches.revert()
 
 
 def undo_mode():
@@ -104,38 +103,12 @@ def installed():
     return frozenset(_installed)
 
 
-class _Finder:
-    """Finds a module by the other finders, and has it patched after it ran."""
-
-    def find_spec(self, name, path=None, target=None):
-        if not _concerns(name):
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader)
-                return spec
-        return None
+def _run(module):
+    with _lock:
+        _patch(module, module.__name__)
 
 
-class _Loader:
-    """Runs the module by its own loader, restores that loader, and patches the module."""
-
-    def __init__(self, loader):
-        self._loader = loader
-
-    def create_module(self, spec):
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module):
-        module.__loader__ = module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        with _lock:
-            _patch(module, module.__name__)
-
-
-_finder = _Finder()
+_finder = ImportHook(lambda name: _concerns(name), _run)
 
 
 def _concerns(name):
@@ -169,21 +142,6 @@ def _patch(module, name):
         module.compatible_ops.update(dict.fromkeys(_installed.intersection(OPS), True))
     elif hasattr(module, "_probe_compatible_ops"):
         _patch_report(module)
-
-
-def _set(owner, attribute, value):
-    """setattr that uninstall() reverts."""
-    missing = object()
-    before = vars(owner).get(attribute, missing)
-
-    def restore():
-        if before is missing:
-            delattr(owner, attribute)
-        else:
-            setattr(owner, attribute, before)
-
-    setattr(owner, attribute, value)
-    _undo.append(restore)
 
 
 def _patch_subgroups(optimizer):

@@ -48,6 +48,8 @@ class SpillwayOptimizer(OnTier):
     _sparse = False
     #: torch's class, whose step serves the other parameters.
     _torch_class: type[torch.optim.Optimizer]
+    #: Attribute of a parameter that holds its gradient.
+    _grad_name = "grad"
 
     max_norm: float | None = None
     process_group: Any = None
@@ -189,11 +191,12 @@ class SpillwayOptimizer(OnTier):
         rows, rest = [], []
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
-                if param.grad is None:
+                grad = getattr(param, self._grad_name, None)
+                if grad is None:
                     continue
                 name = name_of(group, number, index)
-                self._check_layout(param.grad, name)
-                if _is_torchs(group) or not is_served(param, param.grad, name):
+                self._check_layout(grad, name)
+                if _is_torchs(group) or not is_served(param, grad, name):
                     # States lie in the order of the parameters, as torch creates them.
                     self.state[param]
                     rest.append((number, index))
@@ -207,7 +210,7 @@ class SpillwayOptimizer(OnTier):
         check_memory(rows, self.param_groups)
         self._rest = rest
         return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic,
-                     master=self._precision.master_state[0])
+                     master=self._precision.master_state[0], grad_name=self._grad_name)
 
     def _check_layout(self, grad: torch.Tensor, name: str) -> None:
         """Raises an error for gradients that torch's class refuses too, so that it names the parameter."""
@@ -226,7 +229,11 @@ class SpillwayOptimizer(OnTier):
                                        "parameter")
             master = master_of(self._precision, param, self.state[param])
             check_state(local(param), master, key, name, (dtype,))
-        return Row(number, index, local(param), local(param.grad), states, master)
+        return Row(number, index, local(param), local(getattr(param, self._grad_name)), states, master, self._copy_of(param))
+
+    def _copy_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The 16-bit tensor to which a step of a float32 parameter also writes."""
+        return None
 
     def _new_options(self, place: tuple[int, int]) -> Any:
         options = _abi.sized(self._options_type)

@@ -32,6 +32,8 @@ class Row(NamedTuple):
     states: tuple[torch.Tensor, ...]
     #: The f32 weights that are stepped instead of a 16-bit parameter, which receives a copy; or int16 low bits of a split master.
     master: torch.Tensor | None = None
+    #: Receives the stepped float32 parameter, rounded to 16 bits.
+    copy: torch.Tensor | None = None
 
 
 def name_of(group: dict[str, Any], number: int, place: int) -> str:

@@ -19,7 +19,6 @@ from ._same import properties_of
 #: Most parameters of a slice.
 LENGTH = 256
 _data_ptr = torch.Tensor.data_ptr
-_grad = attrgetter("grad")
 _step = itemgetter("step")
 _version = attrgetter("_version")
 
@@ -34,13 +33,15 @@ class Slice:
         rows: The rows, in the order of the parameters.
         keys: Names of the states.
         first: Number of the first row in the table.
-        master: Name of the state that holds the rows' masters, if they have masters."""
+        master: Name of the state that holds the rows' masters, if they have masters.
+        grad_name: Attribute of a parameter that holds its gradient."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], mask: list[bool], rows: list[Row], keys: list[str],
-                 first: int, master: str | None):
+                 first: int, master: str | None, grad_name: str):
         self._params, self._mask = params, None if all(mask) else mask
+        self._grad = attrgetter(grad_name)
         self.rows = range(first, first + len(rows))
-        self._types = [type(param.grad) for param in params]
+        self._types = list(map(type, map(self._grad, params)))
         self.owners = list(compress(params, mask))
         self._distributed = [at for at, owner in enumerate(self.owners) if isinstance(owner, DTensor)]
         self.inner = [optimizer.state[owner] for owner in self.owners]
@@ -89,7 +90,7 @@ class Slice:
 
     def take_grads(self) -> bool | None:
         """Takes the present gradients. True if their addresses are new, None if they do not fit the rows."""
-        grads = list(map(_grad, self._params))
+        grads = list(map(self._grad, self._params))
         if self._mask is not None:
             # A gradient that came or went; without a mask, the comparison of properties finds it.
             if list(map(type, grads)) != self._types:

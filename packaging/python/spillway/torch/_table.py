@@ -33,23 +33,25 @@ class Table:
         keys: Names of the states, with the fields of the C struct.
         make_options: Makes a C options struct, of the group of a place.
         own_options: Each row has options of its own, else the rows of one group and step count share them.
-        master: Name of the state that holds masters."""
+        master: Name of the state that holds masters.
+        grad_name: Attribute of a parameter that holds its gradient."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rows: list[Row], keys: dict[str, str],
-                 make_options: Callable[[tuple[int, int]], Any], own_options: bool = False, master: str = ""):
+                 make_options: Callable[[tuple[int, int]], Any], own_options: bool = False, master: str = "", grad_name: str = "grad"):
         self._optimizer, self._master = optimizer, master
         # The rows themselves hold gradients and states, which must not live longer than their owners keep them.
         self.places = [(row.group, row.place) for row in rows]
+        self._copies = [row.copy for row in rows if row.copy is not None]
         self._lists = [list(group["params"]) for group in optimizer.param_groups]
         self._states = list(optimizer.state.values())
-        self._slices = self._cut(rows, list(keys))
+        self._slices = self._cut(rows, list(keys), grad_name)
         self.entries = (_abi.Tensor * len(rows))()
         self._words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS, device="cpu")
         self._fill(rows, list(keys.values()))
         self._gather_steps()
         self._make_options(make_options, own_options)
 
-    def _cut(self, rows: list[Row], keys: list[str]) -> list[Slice]:
+    def _cut(self, rows: list[Row], keys: list[str], grad_name: str) -> list[Slice]:
         params = [param for params in self._lists for param in params]
         places = [(number, place) for number, params in enumerate(self._lists) for place in range(len(params))]
         chosen = {place: row.master is not None for place, row in zip(self.places, rows)}
@@ -62,7 +64,7 @@ class Table:
             mask = [other is not None for other in kinds[:length]]
             end = first + sum(mask)
             slices.append(Slice(self._optimizer, params[at:at + length], mask, rows[first:end], keys, first,
-                                self._master if kind else None))
+                                self._master if kind else None, grad_name))
             first, at = end, at + length
         return slices
 
@@ -77,6 +79,8 @@ class Table:
             elif row.master is not None:
                 entry.param, entry.param_dtype = row.master.data_ptr(), _abi.DTYPE_F32
                 entry.param_copy, entry.copy_dtype = row.param.data_ptr(), CODES[row.param.dtype]
+            elif row.copy is not None:
+                entry.param_copy, entry.copy_dtype = row.copy.data_ptr(), CODES[row.copy.dtype]
             for field, state in zip(fields, row.states):
                 setattr(entry, field, state.data_ptr())
 

@@ -1,0 +1,117 @@
+"""A DistributedOptimizer of Megatron: with its CPU offload stepped by Spillway, and with its states in an OptimizerStateStore."""
+
+import copy
+
+import pytest
+import torch
+
+import spillway
+from spillway.megatron import OptimizerStateStore
+
+from distributed import Training, one_process
+from hybrid import same
+
+
+@pytest.fixture
+def job(cpu_as_gpu, tmp_path, monkeypatch):
+    """A job of one process."""
+    with one_process(tmp_path, monkeypatch.setattr):
+        yield
+
+
+OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True,
+             "overlap_cpu_optimizer_d2h_h2d": True}
+
+
+def close(one, other):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "not_overlapped"])
+def test_cpu_offload_has_the_weights_of_megatrons(installed, job, overlap):
+    options = {**OFFLOADED, "overlap_cpu_optimizer_d2h_h2d": overlap}
+    before = spillway.stats().adam_elements
+    ours = Training(with_float32=False, **options)
+    trained = ours.train(range(4))
+    assert spillway.stats().adam_elements - before == 4 * 2148
+    installed.uninstall()
+    close(trained, Training(with_float32=False, **options).train(range(4)))
+    assert spillway.stats().adam_elements - before == 4 * 2148
+
+
+def test_megatrons_state_dict_resumes_with_both(installed, job):
+    """DistributedOptimizer's state_dict has the step and the groups; its parameter state is read and set by its own methods."""
+    ours = Training(with_float32=False, **OFFLOADED)
+    ours.train(range(3))
+    kept, weights = copy.deepcopy(ours.optimizer.state_dict()), ours.weights()
+    states = [{key: value.detach().clone() for key, value in ours.optimizer._get_main_param_and_optimizer_states(param).items()}
+              for param in ours.model.parameters()]
+    assert {group["step"] for group in kept["optimizer"]["param_groups"]} == {3}
+    wanted = ours.train(range(3, 6))
+    for reader in (installed.install, installed.uninstall):
+        reader()
+        other = Training(with_float32=False, **OFFLOADED)
+        other.optimizer.load_state_dict(copy.deepcopy(kept))
+        other.set_weights(weights)
+        for param, state in zip(other.model.parameters(), states, strict=True):
+            other.optimizer._set_main_param_and_optimizer_states(
+                param, {key: value.clone() for key, value in state.items() if key != "step"})
+        other.optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
+        trained = other.train(range(3, 6))
+        close(trained, wanted)
+        assert reader is installed.uninstall or same(trained, wanted)
+
+
+def test_the_store_steps_a_distributed_optimizer(job, tmp_path):
+    theirs = Training()
+    wanted = theirs.train(range(4))
+    ours = Training()
+    with OptimizerStateStore.attach(ours.optimizer, [tmp_path], job="states", tier_options={"durability": "process"}) as store:
+        mains = [main for group in ours.optimizer.shard_fp32_from_float16_groups for main in group]
+        assert mains and all(main.untyped_storage().nbytes() == 0 for main in mains), "the masters' memory on the GPU is free"
+        before = spillway.stats().adam_elements
+        close(ours.train(range(4)), wanted)
+        assert spillway.stats().adam_elements - before == 4 * 2158 and store.steps == 4
+        assert ours.optimizer.state_dict() == ours.optimizer.sharded_state_dict({}) == {}
+        ours.optimizer.load_state_dict({})
+
+
+def test_a_resumed_store_has_the_weights_of_the_last_commit(job, tmp_path):
+    ours, wanted = Training(), {}
+    options = {"job": "states", "tier_options": {"durability": "process"}}
+    with OptimizerStateStore.attach(ours.optimizer, [tmp_path], **options) as store:
+        for step in range(5):
+            wanted[step + 1] = ours.train([step])
+            if step == 2:
+                store.commit()
+                store.save_to(tmp_path / "saved")
+    other = Training()
+    with OptimizerStateStore.attach(other.optimizer, [tmp_path], **options) as store:
+        assert store.resumed_step == store.steps == 3 and same(other.weights(), wanted[3])
+        assert same(other.train([3, 4]), wanted[5])
+    third = Training()
+    with OptimizerStateStore.attach(third.optimizer, [None], job="other") as store:
+        assert store.load_from(tmp_path / "saved") and same(third.weights(), wanted[3])
+        assert same(third.train([3, 4]), wanted[5])
+
+
+def test_new_model_weights_become_the_masters(job):
+    ours, other = Training(), Training()
+    other.set_weights([weight * 2 for weight in other.weights()])
+    other.optimizer.reload_model_params()
+    with OptimizerStateStore.attach(ours.optimizer, [None], job="one") as store, \
+            OptimizerStateStore.attach(other.optimizer, [None], job="two"):
+        ours.set_weights(other.weights())
+        ours.optimizer.reload_model_params()
+        assert all(main.untyped_storage().nbytes() == 0 for group in ours.optimizer.shard_fp32_from_float16_groups for main in group)
+        assert store.steps == 0 and same(ours.train(range(2)), other.train(range(2)))
+
+
+def test_optimizers_that_a_store_cannot_step(installed, job):
+    stepped = Training()
+    stepped.train([0])
+    for training, reason in [(stepped, "attach a store before its first step"),
+                             (Training(with_float32=False, **OFFLOADED), "use_precision_aware_optimizer")]:
+        with pytest.raises(spillway.UnsupportedError, match=reason):
+            OptimizerStateStore.attach(training.optimizer, [None], job="states")

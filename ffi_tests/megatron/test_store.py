@@ -1,0 +1,369 @@
+"""OptimizerStateStore: the bits of a step in memory, whatever the buckets; commits that survive kill -9; directories that other processes
+read."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import spillway
+from spillway.megatron import OptimizerStateStore, Shard
+from spillway.torch import AdamW
+
+from hybrid import BF16, F16, F32, same
+
+SIZES = {"a.weight": (1000, BF16), "a.bias": (17, F32), "b.weight": (4096, BF16), "b.bias": (33, F16), "c.weight": (777, BF16)}
+OPTIONS = {"betas": (0.9, 0.95), "eps": 1e-8}
+
+
+class Model:
+    """Weights, gradients and groups, with the shards of them."""
+
+    def __init__(self, names=tuple(SIZES)):
+        self.weights, self.grads = {}, {}
+        self.groups = [{"lr": 1e-2, "weight_decay": decay, **OPTIONS} for decay in (0.1, 0.0)]
+        for at, (name, (size, dtype)) in enumerate(SIZES.items()):
+            if name in names:
+                self.weights[name] = torch.randn(size, generator=torch.Generator().manual_seed(at)).to(dtype)
+        self.masters = {name: weight.float().clone() for name, weight in self.weights.items()}
+
+    def shards(self):
+        return [Shard(name, weight, self.groups[name.endswith("bias")], lambda name=name: self.grads.get(name), self.masters[name])
+                for name, weight in self.weights.items()]
+
+    def backward(self, step, dtype=BF16):
+        for at, (name, (size, _)) in enumerate(SIZES.items()):
+            if name in self.weights:
+                self.grads[name] = torch.randn(size, generator=torch.Generator().manual_seed(100 * step + at)).to(dtype)
+        for group in self.groups:
+            group["lr"] = 1e-2 / (1 + step)
+
+    def copies(self):
+        return [weight.clone() for weight in self.weights.values()]
+
+
+def stored(model, *paths, job="run", **options):
+    return OptimizerStateStore(model.shards(), paths or [None], job=job, tier_options={"durability": "process"}, **options)
+
+
+def train(store, model, steps, dtype=BF16):
+    for step in steps:
+        model.backward(step, dtype)
+        store.step()
+    return model.copies()
+
+
+def in_memory(steps, dtype=BF16, optimizer_class=AdamW):
+    """The weights of spillway.torch over float32 masters in memory."""
+    model = Model()
+    params = {name: torch.nn.Parameter(master) for name, master in model.masters.items()}
+    optimizer = optimizer_class([{"params": [param for name, param in params.items() if name.endswith("bias") is bias], **group}
+                                 for bias, group in zip((False, True), model.groups, strict=True)])
+    for step in steps:
+        model.backward(step, dtype)
+        for name, param in params.items():
+            param.grad = model.grads[name].float()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        optimizer.step()
+    return [params[name].detach().to(weight.dtype) for name, weight in model.weights.items()]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 5000, 64 << 20])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_bits_are_those_of_a_step_in_memory(tmp_path, bucket_bytes, dtype):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    model = Model()
+    with stored(model, tmp_path / "one", tmp_path / "two", bucket_bytes=bucket_bytes) as store:
+        assert same(train(store, model, range(5), dtype), in_memory(range(5), dtype))
+        assert store.steps == 5 and store.committed_step == 0
+
+
+def test_weight_decay_in_the_gradient():
+    model = Model()
+    with stored(model, decoupled=False) as store:
+        assert same(train(store, model, range(3)), in_memory(range(3), optimizer_class=spillway.torch.Adam))
+
+
+def test_gradients_are_scaled():
+    one, other = Model(), Model()
+    with stored(one) as store, stored(other, job="other") as scaled:
+        one.backward(0)
+        other.grads = {name: (grad.float() * 8).to(BF16) for name, grad in one.grads.items()}
+        for group in other.groups:
+            group["lr"] = one.groups[0]["lr"]
+        store.step()
+        scaled.step(grad_scale=1 / 8)
+        assert same(one.copies(), other.copies())
+
+
+def test_a_rollback_and_a_close_return_to_the_last_commit(tmp_path):
+    model = Model()
+    with stored(model, tmp_path) as store:
+        committed = train(store, model, range(3))
+        assert store.commit() == 3
+        train(store, model, [3])
+        store.rollback()
+        assert same(model.copies(), committed) and store.steps == 3
+        wanted = train(store, model, [3, 4])
+    other = Model()
+    with stored(other, tmp_path) as store:
+        assert (store.resumed_step, store.committed_step, store.steps) == (3, 3, 3) and same(other.copies(), committed)
+        assert same(train(store, other, [3, 4]), wanted)
+
+
+def test_shards_may_come_in_any_order(tmp_path):
+    model = Model()
+    with stored(model, tmp_path) as store:
+        wanted = dict(zip(model.weights, train(store, model, range(2)), strict=True))
+        store.commit()
+    other = Model()
+    with OptimizerStateStore(other.shards()[::-1], [tmp_path], job="run") as store:
+        assert store.resumed_step == 2 and all(torch.equal(other.weights[name], weight) for name, weight in wanted.items())
+
+
+def test_other_shards_are_refused(tmp_path):
+    with stored(Model(), tmp_path):
+        pass
+    renamed = Model()
+    shards = [shard._replace(name=f"x{shard.name}") for shard in renamed.shards()]
+    with pytest.raises(spillway.InvalidArgumentError, match="the states of other shards"):
+        OptimizerStateStore(shards, [tmp_path], job="run")
+    with pytest.raises(spillway.SpillwayError):
+        stored(Model(["a.weight"]), tmp_path)
+    with stored(Model(), tmp_path) as store:
+        assert store.resumed_step == 0, "the refusals let go of the tier"
+
+
+KILLED = """
+import sys, os
+sys.path[:0] = {paths!r}
+from test_store import Model, stored
+model = Model()
+store = stored(model, {folder!r})
+print(store.resumed_step, flush=True)
+for step in range(store.steps, 10**9):
+    model.backward(step)
+    store.step()
+    print("stepped", store.steps, flush=True)
+    if step % 2:
+        store.commit()
+        print("committed", store.steps, flush=True)
+"""
+
+
+def test_a_run_that_is_killed_resumes_at_its_last_commit_with_the_same_bits(tmp_path):
+    resumed, reached = None, 0
+    for round in range(6):
+        code = KILLED.format(paths=[str(pathlib.Path(__file__).parent), *sys.path], folder=str(tmp_path))
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+            lines = [child.stdout.readline()]
+            while len(lines) < 5 + 3 * round:
+                lines.append(child.stdout.readline())
+            os.kill(child.pid, signal.SIGKILL)
+            lines += child.stdout.readlines()
+        resumed = lines[0].strip()
+        assert resumed == ("None" if round == 0 else str(reached)), lines
+        said = [int(line.split()[1]) for line in lines[1:] if line.startswith("committed") and line.endswith("\n")]
+        model = Model()
+        with stored(model, tmp_path) as store:
+            reached = store.steps
+            # A commit may be complete before it is said.
+            assert reached in (said[-1], said[-1] + 2), (reached, lines)
+            assert same(model.copies(), in_memory(range(reached)))
+
+
+def test_a_directory_is_read_by_other_processes(tmp_path):
+    """Two processes write their parts; one process with all shards reads them, and three with other parts."""
+    parts, names = [], list(SIZES)
+    for rank, own in enumerate((names[:2], names[2:])):
+        model = Model(own)
+        with stored(model, job=f"run{rank}", rank=rank, world=2) as store:
+            train(store, model, range(3))
+            assert store.save_to(tmp_path / "saved") == 3
+        parts.append(own)
+    whole = Model()
+    with stored(whole) as store:
+        assert store.load_from(tmp_path / "saved") is True and (store.steps, store.committed_step) == (3, 3)
+        assert same(whole.copies(), in_memory(range(3)))
+        assert same(train(store, whole, [3, 4]), in_memory(range(5)))
+    wanted = dict(zip(SIZES, in_memory(range(5)), strict=True))
+    for rank, own in enumerate((names[::2], names[1::4], names[3::4])):
+        model = Model(own)
+        with stored(model, job=f"other{rank}", bucket_bytes=1000) as store:
+            store.load_from(tmp_path / "saved")
+            train(store, model, [3, 4])
+            assert all(torch.equal(weight, wanted[name]) for name, weight in model.weights.items())
+
+
+def test_a_saved_part_replaces_the_one_before_and_other_tools_read_it(tmp_path):
+    model = Model()
+    with stored(model) as store:
+        for step in range(3):
+            train(store, model, [step])
+            store.save_to(tmp_path / "saved")
+    assert sorted(os.listdir(tmp_path / "saved")) == ["rank-00000-step-3.safetensors", "rank-00000.json"]
+    safetensors = pytest.importorskip("safetensors.torch")
+    found = safetensors.load_file(tmp_path / "saved" / "rank-00000-step-3.safetensors")
+    assert len(found) == 3 * len(SIZES)
+    assert all(torch.equal(found[f"{name}.param"].to(weight.dtype), weight) for name, weight in model.weights.items())
+
+
+def test_directories_that_cannot_be_loaded_change_nothing(tmp_path):
+    model = Model()
+    with stored(model) as store:
+        before = train(store, model, range(2))
+        store.save_to(tmp_path / "saved")
+        with pytest.raises(spillway.NoStateError, match="no optimizer states"):
+            store.load_from(tmp_path / "nothing")
+        assert store.load_from(tmp_path / "nothing", allow_missing=True) is False
+        whole = tmp_path / "saved" / "rank-00000-step-2.safetensors"
+        content = whole.read_bytes()
+        for damaged in (content[:-1], content[:-7] + bytes([content[-7] ^ 1]) + content[-6:]):
+            whole.write_bytes(damaged)
+            with pytest.raises(spillway.CorruptError, match="does not match its checksum"):
+                store.load_from(tmp_path / "saved")
+            assert same(model.copies(), before) and store.steps == 2
+        (tmp_path / "saved" / "rank-00000.json").write_text('{"format": 1, "step": 2}')
+        with pytest.raises(spillway.CorruptError, match="rank-00000.json is damaged"):
+            store.load_from(tmp_path / "saved")
+        (tmp_path / "saved" / "rank-00000.json").write_text('{"format": 2}')
+        with pytest.raises(spillway.InvalidArgumentError, match="format 2"):
+            store.load_from(tmp_path / "saved")
+        assert same(train(store, model, [2]), in_memory(range(3)))
+
+
+def test_parts_of_different_steps_and_missing_shards_are_named(tmp_path):
+    names = list(SIZES)
+    for rank, (own, steps) in enumerate([(names[:2], 2), (names[2:4], 3)]):
+        model = Model(own)
+        with stored(model, job=f"run{rank}", rank=rank, world=2) as store:
+            train(store, model, range(steps))
+            store.save_to(tmp_path / "saved")
+    with stored(Model(names[:4])) as store, pytest.raises(spillway.InvalidArgumentError, match=r"shards of the steps \[2, 3\]"):
+        store.load_from(tmp_path / "saved")
+    with stored(Model()) as store, pytest.raises(spillway.NoStateError, match="no state of shard 'c.weight'"):
+        store.load_from(tmp_path / "saved")
+
+
+def test_refresh_sets_the_masters_and_keeps_the_moments():
+    model, other = Model(), Model()
+    with stored(model) as store, stored(other, job="other") as second:
+        train(store, model, range(2))
+        train(second, other, range(2))
+        with torch.no_grad():
+            for weight in model.weights.values():
+                weight.mul_(2)
+        store.refresh()
+        second.refresh({name: weight.float() for name, weight in model.weights.items()})
+        assert same(train(store, model, [2]), train(second, other, [2])) and not same(model.copies(), in_memory(range(3)))
+        with pytest.raises(spillway.InvalidArgumentError, match="no shard 'x'"):
+            store.refresh({"x": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("change, reason", [
+    (lambda shards: shards[:0], "there are no shards"),
+    (lambda shards: shards + shards[:1], "two shards have the name 'a.weight'"),
+    (lambda shards: [shards[0]._replace(name="")], "a shard's name is ''"),
+    (lambda shards: [shards[0]._replace(name=3)], "a shard's name is 3"),
+    (lambda shards: [shards[0]._replace(weight=torch.zeros(4, dtype=torch.float64))], "torch.float64 of shape"),
+    (lambda shards: [shards[0]._replace(weight=torch.zeros(4, 5).t(), master=None)], "pass a contiguous tensor"),
+    (lambda shards: [shards[0]._replace(weight=torch.zeros(0))], "with elements"),
+    (lambda shards: [shards[0]._replace(master=torch.zeros(3))], "float32 of 1000"),
+])
+def test_bad_shards(tmp_path, change, reason):
+    with pytest.raises(spillway.InvalidArgumentError, match=reason):
+        OptimizerStateStore(change(Model().shards()), [tmp_path], job="run")
+    assert os.listdir(tmp_path) == [], "nothing was opened"
+
+
+def test_a_missing_gradient_is_named_before_anything_is_stepped():
+    model = Model()
+    with stored(model) as store:
+        before = train(store, model, [0])
+        for wrong, reason in [(None, "no gradient"), (torch.zeros(3), "a gradient of 3 elements for 33")]:
+            model.backward(1)
+            model.grads["b.bias"] = wrong
+            with pytest.raises(spillway.InvalidArgumentError, match=rf"shard 'b.bias' has {reason}"):
+                store.step()
+            assert same(model.copies(), before) and store.steps == 1
+        assert same(train(store, model, [1]), in_memory(range(2)))
+
+
+def test_a_group_without_hyper_parameters_is_named():
+    model = Model()
+    with stored(model) as store:
+        for name, wrong in [("lr", "fast"), ("betas", None), ("eps", None)]:
+            model.backward(0)
+            right, model.groups[1][name] = model.groups[1][name], wrong
+            with pytest.raises(spillway.InvalidArgumentError, match="group of shard 'a.bias'"):
+                store.step()
+            model.groups[1][name] = right
+        del model.groups[1]["weight_decay"]
+        with pytest.raises(spillway.InvalidArgumentError, match="'weight_decay'"):
+            store.step()
+        model.groups[1]["weight_decay"] = 0.0
+        assert same(train(store, model, range(2)), in_memory(range(2)))
+
+
+def test_a_closed_store_a_copy_and_a_second_process(tmp_path):
+    import copy
+    model = Model()
+    store = stored(model, tmp_path)
+    with pytest.raises(spillway.TierLockedError):
+        stored(Model(), tmp_path)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(store)
+    child = os.fork()
+    if not child:
+        model.backward(0)
+        try:
+            store.step()
+        except spillway.UnsupportedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert same(train(store, model, range(2)), in_memory(range(2)))
+    store.close()
+    store.close()
+    with pytest.raises(spillway.InvalidArgumentError, match="closed"):
+        train(store, model, [2])
+
+
+def test_an_interrupt_leaves_a_store_that_counts_its_steps(tmp_path):
+    """Signals whose handler raises, at random moments of a step: afterwards the store steps on, or returns to its last commit."""
+    class Interrupt(Exception):
+        pass
+
+    def handler(*_):
+        raise Interrupt
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for tenth_ms in range(1, 40, 3):
+            model = Model()
+            with stored(model, job=f"run{tenth_ms}") as store:
+                store.commit()
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, tenth_ms / 10_000)
+                    for step in range(1000):
+                        model.backward(step)
+                        store.step()
+                        time.sleep(0)
+                except Interrupt:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                steps = store.steps
+                try:
+                    done = train(store, model, range(steps, steps + 2))
+                except spillway.SpillwayError:
+                    store.rollback()
+                    done, steps = train(store, model, range(2)), 0
+                assert same(done, in_memory(range(steps + 2)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

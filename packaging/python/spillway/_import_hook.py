@@ -1,0 +1,88 @@
+"""Changes classes of other packages after their modules were imported, and takes the changes back.
+
+A finder in front of sys.meta_path sees every import, also of a second copy of a module under another name. This module imports only the
+standard library, because .pth files run it in every Python process of a job."""
+
+from __future__ import annotations
+
+import sys
+
+
+class ImportHook:
+    """Calls a function after each import of chosen modules.
+
+    Args:
+        concerns: concerns(name) is True for the modules.
+        patch: patch(module) is called after the module ran."""
+
+    def __init__(self, concerns, patch):
+        self._concerns, self._patch = concerns, patch
+
+    def insert(self):
+        """Sees imports from now on. Idempotent."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def remove(self):
+        """Sees no further imports. Idempotent."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def imported(self):
+        """The chosen modules that were imported before, with their names."""
+        return [(name, module) for name, module in list(sys.modules.items()) if module is not None and self._concerns(name)]
+
+    def find_spec(self, name, path=None, target=None):
+        """Finds a module by the other finders, and has it patched after it ran."""
+        if not self._concerns(name):
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, self._patch)
+                return spec
+        return None
+
+
+class _Loader:
+    """Runs the module by its own loader, restores that loader, and patches the module."""
+
+    def __init__(self, loader, patch):
+        self._loader, self._patch = loader, patch
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._patch(module)
+
+
+class Patches:
+    """Attributes that were set, with what they replaced."""
+
+    def __init__(self):
+        self._restore = []
+
+    def set(self, owner, attribute, value):
+        """setattr that revert() takes back, unless another program has set the attribute since."""
+        missing = object()
+        before = vars(owner).get(attribute, missing)
+
+        def restore():
+            if vars(owner).get(attribute, missing) is not value:
+                return
+            if before is missing:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, before)
+
+        setattr(owner, attribute, value)
+        self._restore.append(restore)
+
+    def revert(self):
+        """Takes all changes back, the last one first."""
+        while self._restore:
+            self._restore.pop()()

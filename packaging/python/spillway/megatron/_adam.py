@@ -1,0 +1,66 @@
+"""The CPU optimizers inside of a HybridDeviceOptimizer: spillway.torch's classes with gradients and copies of other dtypes.
+
+torch accepts no 16-bit tensor as `grad` of a float32 parameter in all versions. So a gradient is in `decoupled_grad`, the attribute that
+Megatron uses for the same purpose. A step of a float32 parameter also writes its 16-bit copy, in the same pass over memory."""
+
+from __future__ import annotations
+
+import torch
+
+import spillway.torch
+
+from ..errors import UnsupportedError
+from ..torch._rows import name_of
+
+
+class _Offloaded:
+    """Mixed into spillway.torch's classes.
+
+    Attributes:
+        copies: The 16-bit copies that a step writes, by parameter."""
+
+    _grad_name = "decoupled_grad"
+
+    def __init__(self, params):
+        self.copies = {}
+        super().__init__(params)
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        for param in self.params():
+            if not hasattr(param, "decoupled_grad"):
+                param.decoupled_grad = None
+
+    def params(self):
+        """All parameters."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def __setstate__(self, state):
+        # The copies of a pickled optimizer belonged to the parameters of its HybridDeviceOptimizer.
+        self.__dict__.setdefault("copies", {})
+        super().__setstate__(state)
+
+    def _copy_of(self, param):
+        return self.copies.get(param)
+
+    def _build(self):
+        table = super()._build()
+        if self._rest:
+            number, index = self._rest[0]
+            raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} cannot be stepped by Spillway: its group has "
+                                   "amsgrad, capturable or differentiable, or its gradient is not contiguous; leave these out, or call "
+                                   "spillway.megatron.uninstall() before the optimizer is built")
+        return table
+
+
+class AdamW(_Offloaded, spillway.torch.AdamW):
+    """The AdamW of a HybridDeviceOptimizer."""
+
+
+class Adam(_Offloaded, spillway.torch.Adam):
+    """The Adam of a HybridDeviceOptimizer."""
+
+
+#: For each class that Megatron is given: torch's class, which checkpoints name, and Spillway's.
+CLASSES = {torch.optim.AdamW: (torch.optim.AdamW, AdamW), spillway.torch.AdamW: (torch.optim.AdamW, AdamW),
+           torch.optim.Adam: (torch.optim.Adam, Adam), spillway.torch.Adam: (torch.optim.Adam, Adam)}

@@ -1,0 +1,130 @@
+"""A DistributedOptimizer of Megatron whose states are in an OptimizerStateStore.
+
+Megatron keeps its own step: gradients, clipping, overflow, and the gathering of parameters. Only two calls inside of it are replaced on
+this one optimizer: the inner optimizer's step, and the copy of main parameters to the model, which the store's step has done. The store's
+states are in no state dict, since they are checkpointed by save_to() and load_from()."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ._shards import Shard
+
+
+def attach(store_class, optimizer, paths, *, job, prefix=None, **options):
+    """See OptimizerStateStore.attach. `prefix` begins the names of the shards; by default it has the model-parallel ranks."""
+    _check(optimizer)
+    if torch.distributed.is_initialized():
+        options = {"rank": torch.distributed.get_rank(), "world": torch.distributed.get_world_size(), **options}
+    options.setdefault("decoupled", getattr(optimizer.config, "decoupled_weight_decay", True))
+    shards = list(shards_of(optimizer, _model_parallel() if prefix is None else prefix))
+    store = store_class(shards, paths, job=job, **options)
+    names = {shard.master.data_ptr(): shard.name for shard in shards}
+    _bind(optimizer, store, [(main, names[main.data_ptr()]) for main in _mains(optimizer)])
+    _free(optimizer)
+    return store
+
+
+def _check(optimizer):
+    config, asked = optimizer.config, "call OptimizerStateStore.attach without it"
+    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "offload_optimizer_states", "reuse_grad_buf_for_mxfp8_param_ag"):
+        if getattr(config, name, False):
+            raise UnsupportedError(f"OptimizerStateStore: the optimizer has {name}; {asked}")
+    if optimizer.is_stub_optimizer:
+        raise UnsupportedError("OptimizerStateStore: the optimizer has no parameters; it needs no store")
+    if optimizer.optimizer.state:
+        raise UnsupportedError("OptimizerStateStore: the optimizer has states; attach a store before its first step, and before a load")
+    if getattr(optimizer.ddp_config, "use_megatron_fsdp", False):
+        raise UnsupportedError(f"OptimizerStateStore: the model uses Megatron FSDP; {asked}")
+    for group in optimizer.model_float16_groups:
+        for param in group:
+            if param.dtype not in (torch.bfloat16, torch.float16) or hasattr(param, "_fp8_attrs") or hasattr(param, "_quantizer"):
+                raise UnsupportedError(f"OptimizerStateStore: a parameter is stored in FP8; {asked}")
+
+
+def _model_parallel() -> str:
+    """The ranks of this process in the groups that divide the model: processes of other ranks have other parameters of the same name."""
+    from megatron.core import parallel_state
+    if not parallel_state.model_parallel_is_initialized():
+        return ""
+    ranks = {"tp": parallel_state.get_tensor_model_parallel_rank(), "pp": parallel_state.get_pipeline_model_parallel_rank(),
+             "ep": parallel_state.get_expert_model_parallel_rank()}
+    return "".join(f"{name}{rank}." for name, rank in ranks.items())
+
+
+def shards_of(optimizer: Any, prefix: str) -> Iterator[Shard]:
+    """The shards of this process. A name has the parameter and the elements of it that the shard has."""
+    names = {param: f"{prefix}chunk{number}.{name}" for number, chunk in enumerate(optimizer.model_chunks)
+             for name, param in chunk.named_parameters()}
+    groups = zip(optimizer.optimizer.param_groups, optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups,
+                 optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True)
+    for number, (_, halves, masters, floats, parts) in enumerate(groups):
+        group = _Group(optimizer, number)
+        for param, main in [*zip(halves, masters, strict=True), *zip(floats, parts, strict=True)]:
+            places = optimizer._get_model_param_range_map(param)
+            inside, world = places["param"], places["gbuf_world_in_bucket"]
+            buffer, _, bucket = optimizer.model_param_gbuf_map[param]
+            weight = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[world.start:world.end]
+            yield Shard(f"{names[param]}[{inside.start}:{inside.end}]", weight, group, _grad_of(main), main.detach())
+
+
+class _Group(dict):
+    """The hyper-parameters of a group as they are now: Megatron may replace its groups."""
+
+    def __init__(self, optimizer, number):
+        super().__init__()
+        self._optimizer, self._number = optimizer, number
+
+    def __getitem__(self, name):
+        return self._optimizer.optimizer.param_groups[self._number][name]
+
+
+def _grad_of(main):
+    return lambda: main.grad
+
+
+def _mains(optimizer):
+    return [main for group in optimizer.shard_fp32_from_float16_groups for main in group]
+
+
+def _free(optimizer):
+    """Frees the memory of the main parameters. Their gradients stay where Megatron puts them."""
+    for main in _mains(optimizer):
+        main.untyped_storage().resize_(0)
+
+
+def _bind(optimizer, store, named):
+    reload = optimizer.reload_model_params
+
+    def step(self, closure=None):
+        store.step()
+
+    def copied(self):
+        """The store's step wrote the model's parameters."""
+
+    def reload_model_params(self, *args, **kwargs):
+        for main in _mains(self):
+            main.untyped_storage().resize_(main.numel() * main.element_size())
+        try:
+            reload(*args, **kwargs)
+            store.refresh({name: main for main, name in named})
+        finally:
+            _free(self)
+
+    def state_dict(self, *args, **kwargs):
+        return {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
+
+    def load_state_dict(self, state_dict):
+        if self.grad_scaler and "grad_scaler" in state_dict:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+    for method in (reload_model_params, state_dict, load_state_dict):
+        setattr(optimizer, method.__name__, MethodType(method, optimizer))
+    optimizer.sharded_state_dict = MethodType(state_dict, optimizer)
+    optimizer._copy_main_params_to_model_params = MethodType(copied, optimizer)
+    optimizer.optimizer.step = MethodType(step, optimizer.optimizer)

@@ -1,0 +1,139 @@
+"""The shards of a process, in buckets: each bucket is a subgroup of the tier.
+
+A bucket has shards of one parameter group and one dtype of weights, in the order of their names. So its layout depends on names, sizes and
+groups only, and a resumed run has the same buckets in whatever order it passes its shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import InvalidArgumentError
+from ..torch._rows import CODES
+
+
+class Shard(NamedTuple):
+    """A part of a parameter whose optimizer state this process keeps.
+
+    Attributes:
+        name: Name of the shard, unique in the whole job. A checkpoint finds the shard by it.
+        weight: What the model computes with: a contiguous tensor of float32, bfloat16 or float16 on any device, which a step writes.
+        group: The parameter group. A step reads "lr", "betas", "eps" and "weight_decay" from it.
+        grad: Returns the gradient of the step, of the shard's number of elements; on any device.
+        master: The float32 values to begin with; None: those of `weight`."""
+
+    name: str
+    weight: torch.Tensor
+    group: dict[str, Any]
+    grad: Callable[[], torch.Tensor | None]
+    master: torch.Tensor | None = None
+
+
+class Bucket:
+    """Shards that are stepped as one subgroup."""
+
+    def __init__(self) -> None:
+        self.shards: list[Shard] = []
+        self.elements = 0
+        self._weights: torch.Tensor | None = None
+        self._grads: torch.Tensor | None = None
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group of all shards."""
+        return self.shards[0].group
+
+    def add(self, shard: Shard) -> None:
+        """Adds a shard at the end."""
+        self.shards.append(shard)
+        self.elements += shard.weight.numel()
+
+    def parts(self, flat: torch.Tensor) -> Iterable[tuple[Shard, torch.Tensor]]:
+        """Each shard with its part of a flat tensor."""
+        return zip(self.shards, flat.split([shard.weight.numel() for shard in self.shards]), strict=True)
+
+    def collect(self, source: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
+        """A flat float32 tensor in host memory, of a tensor of each shard."""
+        flat = torch.empty(self.elements, dtype=torch.float32, device="cpu")
+        for shard, part in self.parts(flat):
+            part.copy_(source(shard).detach().reshape(-1))
+        return flat
+
+    def start_grads(self) -> torch.Tensor:
+        """Starts the copies of the gradients to host memory, in their own dtype. Returns the flat tensor."""
+        grads = []
+        for shard in self.shards:
+            grad = shard.grad()
+            if grad is None or grad.numel() != shard.weight.numel():
+                given = "no gradient" if grad is None else f"a gradient of {grad.numel()} elements for {shard.weight.numel()}"
+                raise InvalidArgumentError(f"shard {shard.name!r} has {given}; every step needs a gradient of each shard, of zeros where "
+                                           "there is none")
+            grads.append(grad.detach())
+        dtypes = {grad.dtype for grad in grads}
+        dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= set(CODES) else torch.float32
+        if len(grads) == 1 and grads[0].is_cpu and grads[0].dtype is dtype and grads[0].is_contiguous():
+            return grads[0].reshape(-1)
+        if self._grads is None or self._grads.dtype is not dtype:
+            self._grads = torch.empty(self.elements, dtype=dtype, device="cpu", pin_memory=grads[0].is_cuda)
+        for (_, part), grad in zip(self.parts(self._grads), grads, strict=True):
+            part.copy_(grad.reshape(-1), non_blocking=True)
+        return self._grads
+
+    def weights(self) -> torch.Tensor | None:
+        """Where a step writes the 16-bit weights; None for float32 weights."""
+        weight = self.shards[0].weight
+        if weight.dtype is torch.float32:
+            return None
+        if self._weights is None:
+            self._weights = torch.empty(self.elements, dtype=weight.dtype, device="cpu", pin_memory=weight.is_cuda)
+        return self._weights
+
+    @torch.no_grad()
+    def publish(self, flat: torch.Tensor) -> None:
+        """Copies values of all shards to the model's weights."""
+        for shard, part in self.parts(flat):
+            shard.weight.copy_(part.view(shard.weight.shape), non_blocking=True)
+
+
+def buckets_of(shards: Iterable[Shard], bucket_bytes: int) -> list[Bucket]:
+    """Divides shards into buckets of at most `bucket_bytes` of float32 parameters, unless one shard is larger."""
+    given = sorted(shards, key=lambda shard: str(shard.name))
+    if not given:
+        raise InvalidArgumentError("OptimizerStateStore: there are no shards; a process without parameters needs no store")
+    for before, shard in zip([None, *given], given):
+        _check(shard, before)
+    groups: dict[int, int] = {}
+    filling: dict[tuple[int, torch.dtype], Bucket] = {}
+    buckets = []
+    for shard in given:
+        key = (groups.setdefault(id(shard.group), len(groups)), shard.weight.dtype)
+        bucket = filling.get(key)
+        if bucket is None or 4 * (bucket.elements + shard.weight.numel()) > bucket_bytes:
+            bucket = filling[key] = Bucket()
+            buckets.append(bucket)
+        bucket.add(shard)
+    return buckets
+
+
+def _check(shard: Shard, before: Shard | None) -> None:
+    if not isinstance(shard.name, str) or not shard.name:
+        raise InvalidArgumentError(f"OptimizerStateStore: a shard's name is {shard.name!r}; pass a string that is unique in the job")
+    if before is not None and before.name == shard.name:
+        raise InvalidArgumentError(f"OptimizerStateStore: two shards have the name {shard.name!r}; names are unique in the job")
+    weight = shard.weight
+    if weight.dtype not in CODES or not weight.is_contiguous() or not weight.numel():
+        raise InvalidArgumentError(f"OptimizerStateStore: the weight of shard {shard.name!r} is {weight.dtype} of shape {tuple(weight.shape)}; "
+                                   "pass a contiguous tensor of float32, bfloat16 or float16 with elements")
+    if shard.master is not None and (shard.master.dtype is not torch.float32 or shard.master.numel() != weight.numel()):
+        raise InvalidArgumentError(f"OptimizerStateStore: the master of shard {shard.name!r} is {shard.master.dtype} of "
+                                   f"{shard.master.numel()} elements; pass float32 of {weight.numel()}")
+
+
+def digest_of(buckets: list[Bucket]) -> str:
+    """What identifies the buckets: names, sizes and dtypes of their shards."""
+    layout = [[(shard.name, shard.weight.numel(), str(shard.weight.dtype)) for shard in bucket.shards] for bucket in buckets]
+    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()

@@ -40,11 +40,12 @@ def active() -> dict[str, Any]:
         "left_to_deepspeed" names the parts that do not fit this version of DeepSpeed, with the reason."""
     import spillway
 
-    from . import _engine, _ops, _undo
+    from . import _engine, _ops, _undo, _zenflow
     report = {op: _ops.served(op) for op in OPS if op in _hook.installed()}
     if report:
         report["kernel"] = spillway.kernel_name()
         report.update({"undo": recorded} if (recorded := _undo.report()) else {})
+        report.update({"zenflow": steps} if (steps := _zenflow.served()) else {})
     if "async_io" in report:
         report["io"] = _engine.describe()
     superoffload = sys.modules.get(f"{__name__}._superoffload")

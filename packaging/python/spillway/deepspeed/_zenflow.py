@@ -23,7 +23,7 @@ NOT_SERVED = {}
 
 _HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
 # The id on which hyper-parameters are checked; DeepSpeed counts its ids from 0.
-_CHECK_ID = -(1 << 31)
+_CHECK_ID = -1
 
 _handles = {}
 _numbers = itertools.count()

@@ -54,7 +54,7 @@ def test_a_spawned_worker_is_served(run, same_bits):
 
 
 def test_a_forked_child_steps_as_its_parent(run, same_bits):
-    (ours, _), (theirs, _) = run("forked"), run("forked", preload=False)
+    (ours, _), (theirs, _) = (run("forked", preload, OMP_NUM_THREADS="1", SPILLWAY_NUM_THREADS="2") for preload in (True, False))
     assert ours["sha256"] == ours["child"] == theirs["sha256"]
     assert ours["counts"] == [ours["calls"], ours["elements"], 0]
 

@@ -47,7 +47,7 @@ VARIABLES = [
      "With one rank, DeepSpeed's shared-memory collectives are not compiled."),
     (DEEPSPEED, "CXX", "a command; default: `c++`", "Without this compiler, DeepSpeed's shared-memory collectives are not compiled."),
     (DEEPSPEED, "PATH", "directories", "`python -m spillway.bench` adds the directory of its Python, where DeepSpeed looks for ninja."),
-    (PRELOAD, "SPILLWAY_PRELOAD_FORWARD", "`1`; default: off", "Every call goes to the real libaio."),
+    (PRELOAD, "SPILLWAY_PRELOAD_FORWARD", "`1`; default: off", "Every call goes to the real libaio, and to DeepSpeed's own compiled functions."),
     (PRELOAD, "SPILLWAY_PRELOAD_ASYNC", "`1`; default: off", "Buffered transfers may still run after `io_submit` returns."),
     (STORE, "AWS_ENDPOINT_URL_S3", "a URL; default: `AWS_ENDPOINT_URL`, else Amazon's for the region", "Address of the store."),
     (STORE, "AWS_ENDPOINT_URL", "a URL", "Address of the store, if `AWS_ENDPOINT_URL_S3` is not set."),

@@ -156,6 +156,24 @@ def fused():
     return {"sha256": digest(one + two), "calls": 6, "elements": 6 * 4096}
 
 
+def strangers():
+    """Calls from a library that is no op, as the first and beside an op; an empty tensor; many optimizers."""
+    preload, no_tensor = ctypes.CDLL(None), [ctypes.c_void_p(0)] * 4
+    step_of = preload["_Z12ds_adam_stepimfffffbRN2at6TensorES1_S1_S1_"]
+    numbers = [ctypes.c_size_t(1), *[ctypes.c_float(0.5)] * 5, ctypes.c_bool(True)]
+    foreign = [preload["_Z22destroy_adam_optimizeri"](3), step_of(3, *numbers, *no_tensor)]
+    op = adam()
+    step(op, 1, [torch.zeros(0) for _ in range(4)])
+    for number in range(2000):
+        op.create_adam(number % 500, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+        op.destroy_adam(number % 500)
+    foreign.append(step_of(3, *numbers, *no_tensor))
+    op.create_adam(1 << 20, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+    arrays = tensors(64)
+    op.adam_update(1 << 20, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, *arrays)
+    return {"foreign": foreign, "stepped": not torch.equal(arrays[0], tensors(64)[0])}
+
+
 def adam(number=3):
     from deepspeed.ops.op_builder import CPUAdamBuilder
     op = CPUAdamBuilder().load(verbose=False)

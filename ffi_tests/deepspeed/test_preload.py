@@ -96,12 +96,22 @@ def test_adagrad_and_lion_have_the_results_of_their_papers(run, compiled_oldest)
 
 
 def test_two_compiled_libraries_with_the_same_id_keep_their_own_state(run, same_bits):
-    (ours, _), (theirs, _) = run("fused"), run("fused", preload=False)
+    theirs, _ = run("fused", preload=False)
+    ours, _ = run("fused")
     assert ours["sha256"] == theirs["sha256"]
     assert ours["counts"] == [ours["calls"], ours["elements"], 0]
 
 
+def test_a_caller_that_is_no_op_gets_an_error(run):
+    """It has no function to which a call could be left. An id that Spillway cannot represent is DeepSpeed's."""
+    result, log = run("strangers")
+    assert result["foreign"] == [0, -1, -1] and result["stepped"]
+    assert result["counts"] == [1, 0, 3]
+    assert any("the optimizer id 1048576 is outside 0 to 1048575" in line for line in log)
+
+
 @pytest.mark.parametrize("extra, reason", [
+    ({"SPILLWAY_LIBRARY": str(PRELOAD)}, "does not have ABI version 2; install both libraries of one release"),
     ({"SPILLWAY_PRELOAD_FORWARD": "1"}, "SPILLWAY_PRELOAD_FORWARD=1"),
     ({"SPILLWAY_LIBRARY": "/no/such/library.so"}, "no libspillway.so is found; searched: /no/such/library.so")])
 def test_a_process_without_spillway_runs_on_deepspeeds_kernels(run, extra, reason):

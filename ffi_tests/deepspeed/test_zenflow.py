@@ -343,7 +343,7 @@ def test_steps_run_on_the_cores_of_the_worker_with_a_thread_for_each(op, monkeyp
     monkeypatch.setattr(_zenflow._Group, "publish", lambda _group: seen.append((os.sched_getaffinity(0), spillway.num_threads())))
     before = spillway.num_threads()
     for cores, expected in (([core], ({core}, 1)), ([core] * 3, ({core}, 3)), ([], (os.sched_getaffinity(0), 1)),
-                            ([1 << 20], (os.sched_getaffinity(0), 1))):
+                            ([(1 << 31) - 1, -5], (os.sched_getaffinity(0), 2))):
         ctrl = block(op, 1)
         handle = op.zenflow_adam_create(ID, cores)
         op.zenflow_adam_register_group(handle, *group(64))

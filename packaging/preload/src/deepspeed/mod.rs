@@ -30,7 +30,7 @@ mod steps;
 mod tensor;
 
 use std::ffi::{CStr, c_char};
-use std::mem::transmute;
+use std::mem::transmute_copy;
 
 use libc::c_int;
 
@@ -77,12 +77,10 @@ unsafe extern "C-unwind" fn create_adam(
 ) -> c_int {
     let op = Op::of(caller);
     steps::create_adam(op, id, beta1, beta2, adamw);
-    // SAFETY: the op's function has this type, by its C++ name; the caller guarantees the arguments.
-    match op.and_then(|op| op.own(Name::AdamCreate)) {
-        Some(own) => unsafe {
-            transmute::<usize, AdamCreate>(own)(id, lr, beta1, beta2, eps, weight_decay, adamw, log)
-        },
-        None => 0,
+    // SAFETY: the type is that of the C++ function; the caller guarantees the arguments.
+    unsafe {
+        let own: Option<AdamCreate> = own(op, Name::AdamCreate);
+        own.map_or(0, |own| own(id, lr, beta1, beta2, eps, weight_decay, adamw, log))
     }
 }
 
@@ -103,29 +101,11 @@ unsafe extern "C-unwind" fn adam_step(
 ) -> c_int {
     let op = Op::of(caller);
     let call = AdamArguments { id, step, lr, beta1, beta2, eps, weight_decay, bias_correction };
-    if steps::adam(op, &call, [param, grad, exp_avg, exp_avg_sq]) == Served::Yes {
-        return 0;
-    }
-    // SAFETY: as in `create_adam`.
-    match op.and_then(|op| op.own(Name::AdamStep)) {
-        Some(own) => unsafe {
-            let own = transmute::<usize, AdamStep>(own);
-            own(
-                id,
-                step,
-                lr,
-                beta1,
-                beta2,
-                eps,
-                weight_decay,
-                bias_correction,
-                param,
-                grad,
-                exp_avg,
-                exp_avg_sq,
-            )
-        },
-        None => FAILED,
+    let tensors = [param, grad, exp_avg, exp_avg_sq];
+    match steps::adam(op, &call, tensors) {
+        Served::Yes => 0,
+        // SAFETY: the caller guarantees the arguments.
+        _ => unsafe { own_adam(op, Name::AdamStep, &call, tensors) },
     }
 }
 
@@ -146,37 +126,17 @@ unsafe extern "C-unwind" fn adam_rollback(
 ) -> c_int {
     let op = Op::of(caller);
     let call = AdamArguments { id, step, lr, beta1, beta2, eps, weight_decay, bias_correction };
-    match steps::adam_rollback(op, &call, [param, grad, exp_avg, exp_avg_sq]) {
-        Served::Yes => return 0,
-        Served::Refused => return FAILED,
-        Served::No => {}
-    }
-    // SAFETY: as in `create_adam`.
-    match op.and_then(|op| op.own(Name::AdamRollback)) {
-        Some(own) => unsafe {
-            let own = transmute::<usize, AdamStep>(own);
-            own(
-                id,
-                step,
-                lr,
-                beta1,
-                beta2,
-                eps,
-                weight_decay,
-                bias_correction,
-                param,
-                grad,
-                exp_avg,
-                exp_avg_sq,
-            )
-        },
-        None => FAILED,
+    let tensors = [param, grad, exp_avg, exp_avg_sq];
+    match steps::adam_rollback(op, &call, tensors) {
+        Served::Yes => 0,
+        Served::Refused => FAILED,
+        // SAFETY: the caller guarantees the arguments.
+        Served::No => unsafe { own_adam(op, Name::AdamRollback, &call, tensors) },
     }
 }
 
 unsafe extern "C-unwind" fn destroy_adam(id: c_int, caller: usize) -> c_int {
-    // SAFETY: the caller guarantees the argument.
-    unsafe { destroy(Kind::Adam, Name::AdamDestroy, id, caller) }
+    destroy(Kind::Adam, Name::AdamDestroy, id, caller)
 }
 
 unsafe extern "C-unwind" fn create_adagrad(
@@ -190,9 +150,9 @@ unsafe extern "C-unwind" fn create_adagrad(
     let op = Op::of(caller);
     steps::create_stateless(op, Kind::Adagrad, id);
     // SAFETY: as in `create_adam`.
-    match op.and_then(|op| op.own(Name::AdagradCreate)) {
-        Some(own) => unsafe { transmute::<usize, AdagradCreate>(own)(id, lr, eps, weight_decay, log) },
-        None => 0,
+    unsafe {
+        let own: Option<AdagradCreate> = own(op, Name::AdagradCreate);
+        own.map_or(0, |own| own(id, lr, eps, weight_decay, log))
     }
 }
 
@@ -212,17 +172,14 @@ unsafe extern "C-unwind" fn adagrad_step(
         return 0;
     }
     // SAFETY: as in `create_adam`.
-    match op.and_then(|op| op.own(Name::AdagradStep)) {
-        Some(own) => unsafe {
-            transmute::<usize, AdagradStep>(own)(id, step, lr, eps, weight_decay, param, grad, exp_avg_sq)
-        },
-        None => FAILED,
+    unsafe {
+        let own: Option<AdagradStep> = own(op, Name::AdagradStep);
+        own.map_or(FAILED, |own| own(id, step, lr, eps, weight_decay, param, grad, exp_avg_sq))
     }
 }
 
 unsafe extern "C-unwind" fn destroy_adagrad(id: c_int, caller: usize) -> c_int {
-    // SAFETY: the caller guarantees the argument.
-    unsafe { destroy(Kind::Adagrad, Name::AdagradDestroy, id, caller) }
+    destroy(Kind::Adagrad, Name::AdagradDestroy, id, caller)
 }
 
 unsafe extern "C-unwind" fn create_lion(
@@ -237,9 +194,9 @@ unsafe extern "C-unwind" fn create_lion(
     let op = Op::of(caller);
     steps::create_stateless(op, Kind::Lion, id);
     // SAFETY: as in `create_adam`.
-    match op.and_then(|op| op.own(Name::LionCreate)) {
-        Some(own) => unsafe { transmute::<usize, LionCreate>(own)(id, lr, beta1, beta2, weight_decay, log) },
-        None => 0,
+    unsafe {
+        let own: Option<LionCreate> = own(op, Name::LionCreate);
+        own.map_or(0, |own| own(id, lr, beta1, beta2, weight_decay, log))
     }
 }
 
@@ -260,27 +217,51 @@ unsafe extern "C-unwind" fn lion_step(
         return 0;
     }
     // SAFETY: as in `create_adam`.
-    match op.and_then(|op| op.own(Name::LionStep)) {
-        Some(own) => unsafe {
-            transmute::<usize, LionStep>(own)(id, step, lr, beta1, beta2, weight_decay, param, grad, exp_avg)
-        },
-        None => FAILED,
+    unsafe {
+        let own: Option<LionStep> = own(op, Name::LionStep);
+        own.map_or(FAILED, |own| own(id, step, lr, beta1, beta2, weight_decay, param, grad, exp_avg))
     }
 }
 
 unsafe extern "C-unwind" fn destroy_lion(id: c_int, caller: usize) -> c_int {
-    // SAFETY: the caller guarantees the argument.
-    unsafe { destroy(Kind::Lion, Name::LionDestroy, id, caller) }
+    destroy(Kind::Lion, Name::LionDestroy, id, caller)
 }
 
-unsafe fn destroy(kind: Kind, name: Name, id: c_int, caller: usize) -> c_int {
+fn destroy(kind: Kind, name: Name, id: c_int, caller: usize) -> c_int {
     let op = Op::of(caller);
     steps::destroy(op, kind, id);
-    // SAFETY: as in `create_adam`.
-    match op.and_then(|op| op.own(name)) {
-        Some(own) => unsafe { transmute::<usize, Destroy>(own)(id) },
-        None => 0,
+    // SAFETY: the type is that of the three C++ functions, which take any number.
+    unsafe {
+        let own: Option<Destroy> = own(op, name);
+        own.map_or(0, |own| own(id))
     }
+}
+
+/// Calls the op's own step or rollback of Adam.
+///
+/// # Safety
+/// The tensors are living `at::Tensor`s.
+unsafe fn own_adam(op: Option<&Op>, name: Name, call: &AdamArguments, tensors: [AtTensor; 4]) -> c_int {
+    let AdamArguments { id, step, lr, beta1, beta2, eps, weight_decay, bias_correction } = *call;
+    let [param, grad, m, v] = tensors;
+    // SAFETY: the type is that of both C++ functions; the caller guarantees the tensors.
+    unsafe {
+        let own: Option<AdamStep> = own(op, name);
+        own.map_or(FAILED, |own| {
+            own(id, step, lr, beta1, beta2, eps, weight_decay, bias_correction, param, grad, m, v)
+        })
+    }
+}
+
+/// The op's own function of a name.
+///
+/// # Safety
+/// `F` is the function's type.
+unsafe fn own<F>(op: Option<&Op>, name: Name) -> Option<F> {
+    const { assert!(size_of::<F>() == size_of::<usize>()) };
+    let address = op?.own(name)?;
+    // SAFETY: the address is that of the function, whose library stays loaded; the caller guarantees the type.
+    Some(unsafe { transmute_copy(&address) })
 }
 
 /// For `spillway.deepspeed.active()`: writes the served calls of `op` in this process, their elements, and the calls that

@@ -24,6 +24,8 @@ NOT_SERVED = {}
 _HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
 # The id on which hyper-parameters are checked; DeepSpeed counts its ids from 0.
 _CHECK_ID = -1
+# Linux's mask of cores has as many bits as the largest core; larger numbers are no cores.
+_MOST_CORES = 1 << 16
 
 _handles = {}
 _numbers = itertools.count()
@@ -156,7 +158,7 @@ class _Worker:
         mask, threads = os.sched_getaffinity(0), spillway.num_threads()
         with contextlib.suppress(OSError):
             if self._cores:
-                os.sched_setaffinity(0, {core for core in self._cores if core >= 0} or mask)
+                os.sched_setaffinity(0, {core for core in self._cores if 0 <= core < _MOST_CORES} or mask)
         spillway.set_num_threads(max(1, len(self._cores)))
         try:
             yield

@@ -115,6 +115,15 @@ else
   ignore "MariaDB is missing: apt-get install mariadb-server-core mariadb-client-core"
 fi
 
+# DeepSpeed's compiled optimizers, with stand-ins for torch and the op.
+optimizers() {
+  preload env SPILLWAY_LOG=info "$work/optimizers" "$work" && grep -q "libop.so: cpu_adam is served by" "$work/out"
+}
+gcc -O1 -Wall -Wextra -Werror -shared -fPIC -DTORCH -Wl,-soname,libtorch_cpu.so -o "$work/libtorch_cpu.so" "$here/optimizers.c" &&
+  gcc -O1 -Wall -Wextra -Werror -shared -fPIC -DOP -o "$work/libop.so" "$here/optimizers.c" &&
+  gcc -O1 -Wall -Wextra -Werror -o "$work/optimizers" "$here/optimizers.c" -ldl || exit 1
+check "DeepSpeed's optimizers without torch" optimizers
+
 check "threads on one context, disk" preload timeout 60 "$work/threads" "$work/file"
 [ -z "$shm" ] || check "threads on one context, tmpfs" preload timeout 60 "$work/threads" "$shm/file"
 left_behind() {

@@ -4,6 +4,7 @@
 //
 //     LD_PRELOAD=libspillway_preload.so program FOLDER
 
+#define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdbool.h>
 #include <stddef.h>

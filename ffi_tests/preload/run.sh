@@ -119,9 +119,7 @@ fi
 optimizers() {
   preload env SPILLWAY_LOG=info "$work/optimizers" "$work" && grep -q "libop.so: cpu_adam is served by" "$work/out"
 }
-gcc -O1 -Wall -Wextra -Werror -shared -fPIC -DTORCH -Wl,-soname,libtorch_cpu.so -o "$work/libtorch_cpu.so" "$here/optimizers.c" &&
-  gcc -O1 -Wall -Wextra -Werror -shared -fPIC -DOP -o "$work/libop.so" "$here/optimizers.c" &&
-  gcc -O1 -Wall -Wextra -Werror -o "$work/optimizers" "$here/optimizers.c" -ldl || exit 1
+"$here/build_optimizers.sh" gcc "$work" || exit 1
 check "DeepSpeed's optimizers without torch" optimizers
 
 check "threads on one context, disk" preload timeout 60 "$work/threads" "$work/file"

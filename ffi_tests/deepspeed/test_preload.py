@@ -15,15 +15,23 @@ HERE = pathlib.Path(__file__).parent
 PRELOAD = pathlib.Path(os.environ["SPILLWAY_LIBRARY"]).with_name("libspillway_preload.so")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(compiled, oldest_deepspeed):
+    """Runs a case in a process of its own: its result, and the lines of the preload library. A case without the preload
+    library runs once."""
     compiled("cpu_adam")
+    kept = {}
 
-    def run(case, preload=True, log="warn", **extra):
+    def run(case, preload=True, **extra):
+        if preload:
+            return start(case, LD_PRELOAD=str(PRELOAD), **extra)
+        if case not in kept:
+            kept[case] = start(case, **extra)
+        return kept[case]
+
+    def start(case, log="warn", **extra):
         environment = {**os.environ, "OMP_NUM_THREADS": "2", "SPILLWAY_LOG": log, "SPILLWAY_OLD_DEEPSPEED": str(oldest_deepspeed),
                        "PYTHONPATH": str(HERE.parents[1] / "packaging" / "python"), "PYTHONWARNINGS": "ignore", **extra}
-        if preload:
-            environment["LD_PRELOAD"] = str(PRELOAD)
         done = subprocess.run([sys.executable, HERE / "preloaded.py", case], env=environment, capture_output=True, text=True,
                               timeout=500)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]

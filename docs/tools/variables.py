@@ -51,7 +51,7 @@ VARIABLES = [
     (MEGATRON, "SPILLWAY_MEGATRON", "`1` or `require`; default: off",
      "`1` steps Megatron's CPU offload with Spillway in every Python process that inherits it. `require` also ends a process in which "
      "the hook cannot be installed."),
-    (PRELOAD, "SPILLWAY_PRELOAD_FORWARD", "`1`; default: off", "Every call goes to the real libaio."),
+    (PRELOAD, "SPILLWAY_PRELOAD_FORWARD", "`1`; default: off", "Every call goes to the real libaio, and to DeepSpeed's own compiled functions."),
     (PRELOAD, "SPILLWAY_PRELOAD_ASYNC", "`1`; default: off", "Buffered transfers may still run after `io_submit` returns."),
     (STORE, "AWS_ENDPOINT_URL_S3", "a URL; default: `AWS_ENDPOINT_URL`, else Amazon's for the region", "Address of the store."),
     (STORE, "AWS_ENDPOINT_URL", "a URL", "Address of the store, if `AWS_ENDPOINT_URL_S3` is not set."),

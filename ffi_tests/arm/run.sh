@@ -168,6 +168,7 @@ longer_checks() {
     mutants
     listed 'every kernel and the host give the same digest through Python, in forked children too' digests
     listed 'the wheel installs into an Arm Python, and its optimizers come to the digest of the host' wheel
+    listed "the preload library serves DeepSpeed's functions" preload_optimizers
     listed 'instructions per element are within the table' "$root/ffi_tests/arm/icount.sh"
     c_programs
 }
@@ -281,6 +282,12 @@ golden_vectors() {
 
 golden_on() {
     SPILLWAY_VECTORS=$root/kernels arm "$1" -E LD_LIBRARY_PATH="$library" "$work/golden"
+}
+
+preload_optimizers() {
+    mkdir -p "$work/preload"
+    ffi_tests/preload/build_optimizers.sh aarch64-linux-gnu-gcc "$work/preload"
+    arm max -E LD_PRELOAD="$library/libspillway_preload.so" "$work/preload/optimizers" "$work/preload"
 }
 
 digests() {

@@ -115,6 +115,13 @@ else
   ignore "MariaDB is missing: apt-get install mariadb-server-core mariadb-client-core"
 fi
 
+# DeepSpeed's compiled optimizers, with stand-ins for torch and the op.
+optimizers() {
+  preload env SPILLWAY_LOG=info "$work/optimizers" "$work" && grep -q "libop.so: cpu_adam is served by" "$work/out"
+}
+"$here/build_optimizers.sh" gcc "$work" || exit 1
+check "DeepSpeed's optimizers without torch" optimizers
+
 check "threads on one context, disk" preload timeout 60 "$work/threads" "$work/file"
 [ -z "$shm" ] || check "threads on one context, tmpfs" preload timeout 60 "$work/threads" "$shm/file"
 left_behind() {

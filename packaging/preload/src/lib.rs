@@ -1,4 +1,7 @@
-//! Implements libaio's functions with io_uring, for compiled programs: `LD_PRELOAD=libspillway_preload.so`.
+//! Implements libaio's functions with io_uring, and DeepSpeed's compiled CPU optimizers with Spillway's kernels
+//! (`deepspeed`), for compiled programs: `LD_PRELOAD=libspillway_preload.so`.
+//!
+//! The rest of this text is about libaio.
 //!
 //! The definitions have no symbol version, so they satisfy every versioned reference. Signatures are those of
 //! `<libaio.h>` (LIBAIO_0.4 and 0.5, not the callback forms that LIBAIO_0.1 had for `io_getevents` and `io_cancel`).
@@ -24,10 +27,11 @@
 //!   libaio that it opened itself.
 //!
 //! Layers: `abi`, `memory` < `request`, `report`, `ring`, `table` < `context` < `registry`, `imports` < `forward` < this
-//! file.
+//! file. `deepspeed` uses `report` and the hook of panics in `registry`.
 
 mod abi;
 mod context;
+mod deepspeed;
 mod forward;
 mod imports;
 mod memory;

@@ -38,9 +38,18 @@ fn write() -> RwLockWriteGuard<'static, Contexts> {
     CONTEXTS.write().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// A panic in this library becomes a line in the log and an error to the caller, and never prints to stderr.
+pub fn log_panics() {
+    static HOOKED: Once = Once::new();
+    HOOKED.call_once(|| {
+        std::panic::set_hook(Box::new(|panic| {
+            report::say(Level::Error, || format!("internal error: {panic}"))
+        }));
+    });
+}
+
 fn prepare() {
-    // A panic in this library becomes a line in the log and an error to the caller, and never prints to stderr.
-    std::panic::set_hook(Box::new(|panic| report::say(Level::Error, || format!("internal error: {panic}"))));
+    log_panics();
     // SAFETY: the handlers are functions of this library, which is never unloaded.
     unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) };
 }

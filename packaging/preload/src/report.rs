@@ -23,6 +23,8 @@ pub enum Level {
     Error = 1,
     /// Reduced performance, or behaviour that the program may not expect.
     Warn = 2,
+    /// What is served.
+    Info = 3,
 }
 
 /// Writes `message()` if the level is enabled.

@@ -36,15 +36,17 @@ def active() -> dict[str, Any]:
 
     Returns:
         A dict: counters per replaced op, the active kernel ("kernel"), the I/O backend ("io"; None before the first
-        file operation), SuperOffload's speculative steps, the tiers, and steps that were recorded and rolled back.
+        file operation), SuperOffload's speculative steps, ZenFlow's steps ("zenflow"), the tiers, and steps that were
+        recorded and rolled back. "preload" has the counters of the preload library, if it is loaded.
         "left_to_deepspeed" names the parts that do not fit this version of DeepSpeed, with the reason."""
     import spillway
 
-    from . import _engine, _ops, _undo
+    from . import _engine, _ops, _preload, _undo, _zenflow
     report = {op: _ops.served(op) for op in OPS if op in _hook.installed()}
     if report:
         report["kernel"] = spillway.kernel_name()
         report.update({"undo": recorded} if (recorded := _undo.report()) else {})
+        report.update({"zenflow": steps} if (steps := _zenflow.served()) else {})
     if "async_io" in report:
         report["io"] = _engine.describe()
     superoffload = sys.modules.get(f"{__name__}._superoffload")
@@ -59,6 +61,8 @@ def active() -> dict[str, Any]:
     updates = sys.modules.get(f"{__name__}._interleave")
     if updates and updates.served():
         report["interleave"] = updates.served()
+    if (preload := _preload.served()) is not None:
+        report["preload"] = preload
     versions = sys.modules.get(f"{__name__}._versions")
     if versions and _hook.installed() and versions.left():
         report["left_to_deepspeed"] = versions.left()

@@ -6,14 +6,8 @@ from .. import _native
 from . import _call, _undo
 
 SERVED = ("create_adam", "adam_update", "adam_rollback", "destroy_adam")
-
-_ZENFLOW = "it is part of ZenFlow; train without ZenFlow, or unset SPILLWAY_DEEPSPEED"
 NOT_SERVED = {
-    "adam_update_copy": "it copies to a GPU and exists up to DeepSpeed 0.14.2; use adam_update and copy the parameter",
-    **dict.fromkeys(("zenflow_adam_create", "zenflow_adam_register_group", "zenflow_adam_destroy",
-                     "zenflow_adam_ctrl_size", "zenflow_adam_ctrl_init", "zenflow_adam_run_worker",
-                     "zenflow_adam_submit", "zenflow_adam_wait", "zenflow_adam_ctrl_exit"), _ZENFLOW),
-}
+    "adam_update_copy": "it copies to a GPU and exists up to DeepSpeed 0.14.2; use adam_update and copy the parameter"}
 
 
 def create_adam(optimizer_id, alpha, betta1, betta2, eps, weight_decay, adamw_mode, should_log, /):

@@ -40,6 +40,11 @@ def tensor(params, grads, **states):
     return made
 
 
+def no_elements():
+    """The C record of a tensor without elements."""
+    return _abi.Tensor(_SIZE)
+
+
 def adam_call(step, lr, beta1, beta2, eps, weight_decay, bias_correction):
     """The C record of the arguments of a step of DeepSpeed's Adam."""
     return _abi.DsAdamCall(_CALL_SIZE, bias_correction, step, lr, beta1, beta2, eps, weight_decay, 1.0)

@@ -5,24 +5,25 @@ They are module objects without __file__, because there is no compiled file."""
 import threading
 import types
 
-from . import _adagrad, _adam, _aio, _call, _engine, _gds, _lion, _pin
+from . import _adagrad, _adam, _aio, _call, _engine, _gds, _lion, _pin, _zenflow
 
 _lock = threading.Lock()
 _modules = {}
-_SOURCES = {"cpu_adam": _adam, "cpu_adagrad": _adagrad, "cpu_lion": _lion, "async_io": _aio, "gds": _gds,
-            "pin_memory": _pin}
+_SOURCES = {"cpu_adam": (_adam, _zenflow), "cpu_adagrad": (_adagrad,), "cpu_lion": (_lion,), "async_io": (_aio,),
+            "gds": (_gds,), "pin_memory": (_pin,)}
 
 
 def module(op):
     """The module of an op, one object per process."""
     with _lock:
         if op not in _modules:
-            made = types.ModuleType(f"spillway.deepspeed.{op}", _SOURCES[op].__doc__)
+            made = types.ModuleType(f"spillway.deepspeed.{op}", _SOURCES[op][0].__doc__)
             made.__spillway__ = True
-            for name in _SOURCES[op].SERVED:
-                setattr(made, name, getattr(_SOURCES[op], name))
-            for name, advice in _SOURCES[op].NOT_SERVED.items():
-                setattr(made, name, _refusal(op, name, advice))
+            for source in _SOURCES[op]:
+                for name in source.SERVED:
+                    setattr(made, name, getattr(source, name))
+                for name, advice in source.NOT_SERVED.items():
+                    setattr(made, name, _refusal(op, name, advice))
             _modules[op] = made
         return _modules[op]
 

@@ -1,0 +1,201 @@
+//! The functions of `libspillway.so` that step DeepSpeed's optimizers, and their structs, as in
+//! `<spillway/deepspeed.h>`.
+//!
+//! The library is opened at the first call, so that programs without DeepSpeed do not load it. In a Python process
+//! that imports `spillway` it is the same file, with the same thread pool.
+
+use std::ffi::{CStr, CString, OsString, c_char, c_void};
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use super::tensor::function;
+use crate::report::{self, Level};
+
+/// An `spw_dtype`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum DType {
+    F32 = 1,
+    F16 = 2,
+    BF16 = 3,
+}
+
+/// The fields of `spw_tensor` up to `options`.
+#[repr(C)]
+pub struct Tensor {
+    pub struct_size: u32,
+    pub param_dtype: u32,
+    pub state_dtype: u32,
+    pub grad_dtype: u32,
+    pub copy_dtype: u32,
+    pub reserved: u32,
+    pub n: u64,
+    pub param: *mut c_void,
+    pub grad: *const c_void,
+    pub exp_avg: *mut c_void,
+    pub exp_avg_sq: *mut c_void,
+    pub param_copy: *mut c_void,
+    pub options: *const c_void,
+}
+
+/// `spw_ds_adam_call`.
+#[repr(C)]
+pub struct AdamCall {
+    pub struct_size: u32,
+    pub bias_correction: u32,
+    pub step: u64,
+    pub lr: f32,
+    pub beta1: f32,
+    pub beta2: f32,
+    pub eps: f32,
+    pub weight_decay: f32,
+    pub grad_scale: f32,
+}
+
+/// `spw_undo_options`.
+#[repr(C)]
+pub struct UndoOptions {
+    pub struct_size: u32,
+    pub mode: u32,
+    pub elements: u64,
+    pub tensors: u64,
+}
+
+const _: () =
+    assert!(size_of::<Tensor>() == 80 && size_of::<AdamCall>() == 40 && size_of::<UndoOptions>() == 24);
+
+/// `SPW_ABI_VERSION` of the structs above.
+const ABI_VERSION: u32 = 2;
+
+/// An `spw_status`; 0 is success.
+type Status = i32;
+/// An `spw_undo`.
+pub type Undo = *mut c_void;
+
+type Create = unsafe extern "C" fn(i32) -> Status;
+type AdagradUpdate = unsafe extern "C" fn(i32, u64, f32, f32, f32, *const Tensor) -> Status;
+type LionUpdate = unsafe extern "C" fn(i32, u64, f32, f32, f32, f32, *const Tensor) -> Status;
+
+pub struct Spillway {
+    pub adam_create: unsafe extern "C" fn(i32, f32, f32, u32) -> Status,
+    pub adam_update: unsafe extern "C" fn(Undo, i32, *const AdamCall, *const Tensor) -> Status,
+    pub adam_rollback: unsafe extern "C" fn(Undo, i32, *const AdamCall, *const Tensor, *mut u32) -> Status,
+    pub adam_destroy: Create,
+    pub adagrad_create: Create,
+    pub adagrad_update: AdagradUpdate,
+    pub adagrad_destroy: Create,
+    pub lion_create: Create,
+    pub lion_update: LionUpdate,
+    pub lion_destroy: Create,
+    pub undo_open: unsafe extern "C" fn(*const UndoOptions, *mut Undo) -> Status,
+    pub undo_close: unsafe extern "C" fn(Undo),
+    last_error: unsafe extern "C" fn() -> *const c_char,
+    /// The file, for the log.
+    pub path: PathBuf,
+}
+
+impl Spillway {
+    /// The library; `None`, after one line in the log, if it cannot be used.
+    pub fn get() -> Option<&'static Spillway> {
+        static SPILLWAY: OnceLock<Option<Spillway>> = OnceLock::new();
+        let opened = SPILLWAY.get_or_init(|| {
+            if std::env::var_os("SPILLWAY_PRELOAD_FORWARD").is_some_and(|value| value == "1") {
+                report::say(Level::Warn, || {
+                    "DeepSpeed's ops are not served: SPILLWAY_PRELOAD_FORWARD=1".to_string()
+                });
+                return None;
+            }
+            open()
+                .inspect_err(|reason| {
+                    report::say(Level::Warn, || format!("DeepSpeed's ops are not served: {reason}"));
+                })
+                .ok()
+        });
+        opened.as_ref()
+    }
+
+    /// The message of this thread's last failed call.
+    pub fn last_error(&self) -> String {
+        // SAFETY: the function returns a string of this thread that is valid until its next call.
+        let message = unsafe { (self.last_error)() };
+        if message.is_null() {
+            return String::new();
+        }
+        // SAFETY: as above; the string ends with NUL.
+        unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned()
+    }
+}
+
+fn open() -> Result<Spillway, String> {
+    let candidates = candidates();
+    for path in &candidates {
+        let Ok(name) = CString::new(path.as_os_str().as_encoded_bytes()) else { continue };
+        // SAFETY: the name ends with NUL; the library's constructors do nothing.
+        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if let Some(library) = NonNull::new(library) {
+            // SAFETY: a library of this name is Spillway's.
+            return unsafe { bind(library, path) }.ok_or(format!(
+                "{} does not have ABI version {ABI_VERSION}; install both libraries of one release",
+                path.display()
+            ));
+        }
+    }
+    let searched: Vec<_> = candidates.iter().map(|path| path.display().to_string()).collect();
+    Err(format!("no libspillway.so is found; searched: {}; name it in SPILLWAY_LIBRARY", searched.join(", ")))
+}
+
+/// # Safety
+/// The library is Spillway's.
+unsafe fn bind(library: NonNull<c_void>, path: &Path) -> Option<Spillway> {
+    // SAFETY: each type is the one that Spillway's headers declare for the name in this ABI version.
+    unsafe {
+        let version: unsafe extern "C" fn() -> u32 = function(library, c"spw_abi_version")?;
+        if version() != ABI_VERSION {
+            return None;
+        }
+        Some(Spillway {
+            adam_create: function(library, c"spw_ds_adam_create")?,
+            adam_update: function(library, c"spw_ds_adam_update")?,
+            adam_rollback: function(library, c"spw_ds_adam_rollback")?,
+            adam_destroy: function(library, c"spw_ds_adam_destroy")?,
+            adagrad_create: function(library, c"spw_ds_adagrad_create")?,
+            adagrad_update: function(library, c"spw_ds_adagrad_update")?,
+            adagrad_destroy: function(library, c"spw_ds_adagrad_destroy")?,
+            lion_create: function(library, c"spw_ds_lion_create")?,
+            lion_update: function(library, c"spw_ds_lion_update")?,
+            lion_destroy: function(library, c"spw_ds_lion_destroy")?,
+            undo_open: function(library, c"spw_undo_open")?,
+            undo_close: function(library, c"spw_undo_close")?,
+            last_error: function(library, c"spw_last_error")?,
+            path: path.to_path_buf(),
+        })
+    }
+}
+
+/// `SPILLWAY_LIBRARY` alone, or the names of the library beside this one.
+fn candidates() -> Vec<PathBuf> {
+    if let Some(named) = std::env::var_os("SPILLWAY_LIBRARY").filter(|named| !named.is_empty()) {
+        return vec![named.into()];
+    }
+    let mut info = libc::Dl_info {
+        dli_fname: std::ptr::null(),
+        dli_fbase: std::ptr::null_mut(),
+        dli_sname: std::ptr::null(),
+        dli_saddr: std::ptr::null_mut(),
+    };
+    // SAFETY: the record is a local, and the address is in this library, whose name ends with NUL.
+    let own = unsafe {
+        if libc::dladdr(candidates as fn() -> Vec<PathBuf> as *const c_void, &raw mut info) == 0
+            || info.dli_fname.is_null()
+        {
+            return Vec::new();
+        }
+        PathBuf::from(OsString::from_vec(CStr::from_ptr(info.dli_fname).to_bytes().to_vec()))
+    };
+    // A relative name was meant from the folder in which the program started.
+    let own = own.canonicalize().unwrap_or(own);
+    let folder = own.parent().unwrap_or(Path::new("/"));
+    vec![folder.join("libspillway.so"), folder.join(format!("libspillway.so.{ABI_VERSION}"))]
+}

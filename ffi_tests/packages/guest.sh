@@ -1,0 +1,36 @@
+# Runs in the root without a compiler: see run.sh. The folder /packages has the packages.
+
+from_wheel() {
+    no_compiler
+    began=$(date +%s%N)
+    python3 /usr/share/python-wheels/pip-*.whl/pip install --quiet --no-index --break-system-packages /packages/*.whl
+    cd /tmp
+    python3 /packages/wheel.py >printed
+    echo "measured: from the wheel to the digest of the first steps: $((($(date +%s%N) - began) / 1000000)) ms"
+    cat printed
+    # Library, kernel, digest.
+    grep -q '^/usr/local/lib/python[0-9.]*/dist-packages/spillway/libspillway.so ' printed
+    spillway --version
+    test -f "$(spillway preload-path)"
+    spillway doctor --dir /tmp | grep 'kernel'
+}
+
+from_debian() {
+    no_compiler
+    ! /packages/adam
+    dpkg -i /packages/spillway_*.deb
+    /packages/adam | grep learned
+    spillway --version
+    LD_PRELOAD=libspillway_preload.so python3 -c 'import ctypes; ctypes.CDLL(None).io_submit'
+    dpkg --verify spillway
+    dpkg -r spillway
+    ! ls /usr/lib/*/libspillway* /usr/bin/spillway
+}
+
+no_compiler() {
+    for tool in cc gcc c++ g++ clang cargo rustc; do
+        if command -v "$tool"; then exit 1; fi
+    done
+}
+
+"$1"

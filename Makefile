@@ -4,6 +4,7 @@ PREFIX ?= /usr/local
 RELEASE = $(or $(CARGO_TARGET_DIR),target)/release
 
 DIR ?= .
+DIST ?=
 K ?=
 MINUTES ?= 10
 ROUNDS ?= 1000

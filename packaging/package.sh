@@ -11,7 +11,7 @@ set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 architecture=$1
-library=$2
+library=$(realpath "$2")
 dist=$3
 python=${PYTHON:-python3}
 preload=${library%.so}_preload.so

@@ -17,14 +17,14 @@ from_wheel() {
 
 from_debian() {
     no_compiler
-    ! /packages/adam
+    if /packages/adam; then exit 1; fi
     dpkg -i /packages/spillway_*.deb
     /packages/adam | grep learned
     spillway --version
     LD_PRELOAD=libspillway_preload.so python3 -c 'import ctypes; ctypes.CDLL(None).io_submit'
     dpkg --verify spillway
     dpkg -r spillway
-    ! ls /usr/lib/*/libspillway* /usr/bin/spillway
+    if ls /usr/lib/*/libspillway* /usr/bin/spillway; then exit 1; fi
 }
 
 no_compiler() {

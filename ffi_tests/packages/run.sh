@@ -63,7 +63,8 @@ in_root() {
         cp -r "$1/guest" "$1/copy/root/packages"
         mount -t proc proc "$1/copy/root/proc"
         exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root chroot "$1/copy/root" sh -eu /packages/guest.sh "$3"
-    ' sh "$work" "$debian" "$1" | tee "$work/said"
+    ' sh "$work" "$debian" "$1" >"$work/said" 2>&1 || { cat "$work/said"; return 1; }
+    cat "$work/said"
     sed -n 's|^/usr/local/lib/.*/libspillway.so [a-z0-9_]* ||p' "$work/said" >"$work/digest"
 }
 

@@ -67,7 +67,7 @@ class OptimizerStats(_typing.NamedTuple):
 
 
 def library_version() -> str:
-    """Returns the version of the loaded library, such as "0.1.0"."""
+    """Returns the version of the loaded library, such as "1.2.3"."""
     return _native.library().spw_version().decode()
 
 

@@ -105,7 +105,7 @@ from_source() {
     mkdir "$work/source"
     CARGO_NET_OFFLINE=true CARGO_PROFILE_DEV_OPT_LEVEL=0 SPILLWAY_CARGO_PROFILE=dev CARGO_TARGET_DIR=$work/target \
         "$("$root/packaging/dist_env.sh")/python" -m pip wheel --quiet --disable-pip-version-check --no-deps -w "$work/source" \
-        "$dist"/spillway-*[0-9].tar.gz
+        "$dist/spillway-$(sed -n 's/^version = "\(.*\)"$/\1/p' "$root/Cargo.toml" | head -n 1).tar.gz"
     expected=$(cat "$work/digest")
     rm "$work"/guest/*.whl
     cp "$work"/source/*.whl "$work/guest"

@@ -8,7 +8,8 @@ from_wheel() {
     python3 "$pip/pip" install --quiet --no-index --break-system-packages /packages/*.whl
     cd /tmp
     python3 /packages/wheel.py >printed
-    echo "measured: from the wheel to the digest of the first steps: $((($(date +%s%N) - began) / 1000000)) ms"
+    echo "measured: from the wheel to the digest of the first steps: $((($(date +%s%N) - began) / 1000000)) ms,"
+    echo "measured: of which processor time of user and system: $(times | tail -n 1)"
     cat printed
     # Library, kernel, digest.
     grep -q '^/usr/local/lib/python[0-9.]*/dist-packages/spillway/libspillway.so ' printed

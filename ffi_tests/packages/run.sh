@@ -62,7 +62,7 @@ in_root() {
         mount -t overlay overlay -o "lowerdir=$2,upperdir=$1/copy/upper,workdir=$1/copy/work" "$1/copy/root"
         cp -r "$1/guest" "$1/copy/root/packages"
         mount -t proc proc "$1/copy/root/proc"
-        exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root chroot "$1/copy/root" sh -eu /packages/guest.sh "$3"
+        exec env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root chroot "$1/copy/root" sh -eu /packages/guest.sh "$3"
     ' sh "$work" "$debian" "$1" >"$work/said" 2>&1 || { cat "$work/said"; return 1; }
     cat "$work/said"
     sed -n 's|^/usr/local/lib/.*/libspillway.so [a-z0-9_]* ||p' "$work/said" >"$work/digest"

@@ -9,7 +9,9 @@ from_wheel() {
     cd /tmp
     python3 /packages/wheel.py >printed
     echo "measured: from the wheel to the digest of the first steps: $((($(date +%s%N) - began) / 1000000)) ms,"
-    echo "measured: of which processor time of user and system: $(times | tail -n 1)"
+    # Not in a pipe: the times are those of the shell that calls it.
+    times >used
+    echo "measured: processor time of user and system in it: $(tail -n 1 used)"
     cat printed
     # Library, kernel, digest.
     grep -q '^/usr/local/lib/python[0-9.]*/dist-packages/spillway/libspillway.so ' printed

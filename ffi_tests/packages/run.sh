@@ -58,11 +58,11 @@ in_root() {
     cp "$root/ffi_tests/packages/guest.sh" "$work/guest/"
     unshare --mount --propagation private sh -eu -c '
         mount -t tmpfs tmpfs "$1/copy"
-        mkdir "$1/copy/upper" "$1/copy/work" "$1/copy/root"
-        mount -t overlay overlay -o "lowerdir=$2,upperdir=$1/copy/upper,workdir=$1/copy/work" "$1/copy/root"
-        cp -r "$1/guest" "$1/copy/root/packages"
-        mount -t proc proc "$1/copy/root/proc"
-        exec env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root chroot "$1/copy/root" sh -eu /packages/guest.sh "$3"
+        mkdir "$1/copy/upper" "$1/copy/work" "$1/copy/merged"
+        mount -t overlay overlay -o "lowerdir=$2,upperdir=$1/copy/upper,workdir=$1/copy/work" "$1/copy/merged"
+        cp -r "$1/guest" "$1/copy/merged/packages"
+        mount -t proc proc "$1/copy/merged/proc"
+        exec env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root chroot "$1/copy/merged" sh -eu /packages/guest.sh "$3"
     ' sh "$work" "$debian" "$1" >"$work/said" 2>&1 || { cat "$work/said"; return 1; }
     cat "$work/said"
     sed -n 's|^/usr/local/lib/.*/libspillway.so [a-z0-9_]* ||p' "$work/said" >"$work/digest"

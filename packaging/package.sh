@@ -36,7 +36,11 @@ main() {
     trap 'rm -rf "$stage"' EXIT
     archive
     wheel
-    "$root/packaging/deb.sh" "$architecture" "$glibc" "$dist" "$library" "$preload" $tool
+    if command -v dpkg-deb >/dev/null; then
+        "$root/packaging/deb.sh" "$architecture" "$glibc" "$dist" "$library" "$preload" $tool
+    else
+        echo "package: no Debian packages, because dpkg-deb is missing" >&2
+    fi
 }
 
 archive() {
@@ -49,10 +53,16 @@ wheel() {
     _PYTHON_HOST_PLATFORM=$tag SPILLWAY_PREBUILT_LIB=$library \
         "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps -w "$stage/wheel" "$root/packaging/python"
     file=$(ls "$stage"/wheel/*.whl)
-    # auditwheel also checks that no library besides those of every system is required.
+    # auditwheel also checks that no library besides those of every system is required. It does not know every version of
+    # glibc, and then names the next one.
+    case $glibc in
+        2.29 | 2.30) known=2_31 ;;
+        2.32 | 2.33) known=2_34 ;;
+        *) known=$(echo "$glibc" | tr . _) ;;
+    esac
     found=$("$python" -m auditwheel show "$file" | tr '\n' ' ')
     case $found in
-        *"\"$tag\""*) ;;
+        *"\"manylinux_${known}_$architecture\""*) ;;
         *) fail "auditwheel disagrees with the tag $tag: $found" ;;
     esac
     mv "$file" "$dist/"

@@ -4,15 +4,16 @@ PREFIX ?= /usr/local
 RELEASE = $(or $(CARGO_TARGET_DIR),target)/release
 
 DIR ?= .
+DIST ?=
 K ?=
 MINUTES ?= 10
 ROUNDS ?= 1000
 SECONDS ?= 3600
 
-.PHONY: help demo test quick py lib install dist docs bench tune soak kill model packages
+.PHONY: help demo test quick py lib install dist docs bench tune soak kill model packages packages-test
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: packages ## train a small GPT under DeepSpeed with Spillway's optimizer (STEPS=, SECONDS=, COMPARE=1)
 	ffi_tests/deepspeed/demo.sh
@@ -34,7 +35,7 @@ lib: ## the library, the preload library and the command line tool, in target/re
 install: lib ## libraries, headers and the command line tool below PREFIX=/usr/local
 	packaging/install.sh "$(PREFIX)" $(RELEASE)/libspillway.so $(RELEASE)/libspillway_preload.so $(RELEASE)/spillway
 
-dist: packages ## archives and wheels for x86-64 and Arm, in dist/
+dist: packages ## wheels, archives and Debian packages for x86-64 and Arm, and the sdist, in dist/
 	packaging/dist.sh
 
 # rustdoc warnings are errors.
@@ -64,3 +65,6 @@ model: lib packages ## random sequences of calls, signals, kills and attacks on 
 
 packages: ## install the system packages that tests and demo need
 	packaging/system_packages.sh
+
+packages-test: packages ## build the packages of this machine, and use them in a root without a compiler (DIST=folder of make dist)
+	ffi_tests/packages/run.sh $(DIST)

@@ -155,6 +155,33 @@ fn libraries_go_where_a_distribution_has_them() {
     assert!(config.contains("/../../include") && !config.contains('@'), "{config}");
 }
 
+/// What `cargo cinstall` reads: the same headers as `make install`, and a library version whose first number is in the
+/// SONAME.
+#[test]
+fn metadata_of_cargo_c_gives_the_same_headers_and_the_same_soname() {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]).current_dir(root());
+    let packages: serde_json::Value =
+        serde_json::from_str(&succeed(&mut cargo, TIMEOUT)).expect("it is JSON");
+    let packages = packages["packages"].as_array().expect("a list");
+    let package = packages.iter().find(|package| package["name"] == "spillway").expect("it is listed");
+    let capi = &package["metadata"]["capi"];
+    assert_eq!(capi["library"]["version"], "2.0.0", "libspillway.so.2");
+    assert_eq!(
+        (&capi["header"]["generation"], &capi["header"]["subdirectory"]),
+        (&false.into(), &false.into())
+    );
+    assert_eq!(
+        capi["install"]["include"]["asset"],
+        serde_json::json!([{ "from": "include/**/*", "to": "" }])
+    );
+    let files = |folder: &Path| {
+        let listed = succeed(Command::new("find").args([".", "-type", "f"]).current_dir(folder), TIMEOUT);
+        listed.lines().map(str::to_string).collect::<std::collections::BTreeSet<_>>()
+    };
+    assert_eq!(files(&root().join("include")), files(&prefix().join("include")));
+}
+
 #[test]
 fn a_wrong_call_of_the_installer_says_what_is_wrong() {
     let script = root().join("packaging/install.sh");

@@ -1,13 +1,17 @@
 """Builds the wheel: the package, the library, the preload library, the command line tool, and the .pth file that activates
 the hooks under DeepSpeed and Megatron.
 
-cargo builds the binaries in the repository around this folder, with object stores. Or they are the library that
-SPILLWAY_PREBUILT_LIB names and the two files beside it; with SPILLWAY_WHEEL_WITHOUT_TOOL=1 the tool may be missing.
-Everything is built in a scratch folder, so that the source tree stays as it is."""
+cargo builds the binaries with object stores: in the repository around this folder, or in the folder `rust` of a source
+distribution, which has a copy of its Rust sources. SPILLWAY_CARGO_PROFILE names another profile than `release`. Or the
+binaries are the library that SPILLWAY_PREBUILT_LIB names and the two files beside it; with SPILLWAY_WHEEL_WITHOUT_TOOL=1
+the tool may be missing. Everything is built in a scratch folder, so that the source tree stays as it is.
+
+The version is that of Cargo.toml."""
 
 import atexit
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -17,9 +21,17 @@ import tempfile
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 HERE = pathlib.Path(__file__).resolve().parent
-REPOSITORY = HERE.parent.parent
+RUST = HERE / "rust" if (HERE / "rust").is_dir() else HERE.parent.parent
+# What cargo needs: the crates of the workspace. It reads the manifests of all members.
+RUST_SOURCES = ("Cargo.toml", "Cargo.lock", "build.rs", "LICENSE", "src", "include", "kernels", "packaging/preload",
+                "ffi_tests/fakecuda", "ffi_tests/header")
+
+
+def version():
+    return re.search(r'^version = "(.*)"$', (RUST / "Cargo.toml").read_text(), re.MULTILINE)[1]
 
 
 class BuildWithLibrary(build_py):
@@ -31,6 +43,21 @@ class BuildWithLibrary(build_py):
         for file, name in binaries():
             shutil.copy2(file, root / "spillway" / name)
         shutil.copy2(HERE / "spillway.pth", root / "spillway.pth")
+        (root / "spillway" / "_version.py").write_text(f'"""The version."""\n\nVERSION = "{version()}"\n')
+
+
+class SourceDistribution(sdist):
+    """Adds the Rust sources."""
+
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        for name in RUST_SOURCES:
+            source, copy = RUST / name, pathlib.Path(base_dir) / "rust" / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, copy, ignore=shutil.ignore_patterns("target", "__pycache__"))
+            else:
+                shutil.copy2(source, copy)
 
 
 class PlatformWheel(bdist_wheel):
@@ -65,12 +92,14 @@ def library_path():
         if not os.path.isfile(prebuilt):
             sys.exit(f"SPILLWAY_PREBUILT_LIB names {prebuilt}, which is no file")
         return pathlib.Path(prebuilt)
-    if not (REPOSITORY / "Cargo.toml").is_file():
-        sys.exit(f"no Cargo.toml in {REPOSITORY}: build from a checkout, or name the library in SPILLWAY_PREBUILT_LIB")
-    target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target")
-    subprocess.run(["cargo", "build", "--release", "--package", "spillway", "--package", "spillway-preload",
-                    "--features", "spillway/s3", "--target-dir", str(target)], cwd=REPOSITORY, check=True)
-    return target / "release" / "libspillway.so"
+    if not (RUST / "Cargo.toml").is_file():
+        sys.exit(f"no Cargo.toml in {RUST}: build from a checkout, or name the library in SPILLWAY_PREBUILT_LIB")
+    profile = os.environ.get("SPILLWAY_CARGO_PROFILE") or "release"
+    target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or RUST / "target")
+    subprocess.run(["cargo", "build", "--locked", "--profile", profile, "--package", "spillway", "--package", "spillway-preload",
+                    "--features", "spillway/s3", "--target-dir", str(target)], cwd=RUST, check=True)
+    # The profile `dev` has a folder of another name.
+    return target / {"dev": "debug"}.get(profile, profile) / "libspillway.so"
 
 
 def scratch():
@@ -81,5 +110,6 @@ def scratch():
             "bdist_wheel": {"bdist_dir": os.path.join(folder, "wheel")}}
 
 
-setup(cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel}, distclass=BinaryDistribution,
+setup(version=version(),
+      cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel, "sdist": SourceDistribution}, distclass=BinaryDistribution,
       options=scratch())

@@ -94,8 +94,9 @@ pub fn call_ended(began: u64) {
 
 fn is_main_thread() -> bool {
     let loader = LOADED_BY.load(Ordering::Relaxed);
+    // The system call, because glibc has a function for it only since 2.30.
     // SAFETY: gettid takes nothing and cannot fail.
-    loader == process::id() && unsafe { libc::gettid() } as u32 == loader
+    loader == process::id() && unsafe { libc::syscall(libc::SYS_gettid) } as u32 == loader
 }
 
 /// The runtime, searched again until it is found: torch may be loaded after this library.

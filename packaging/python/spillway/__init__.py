@@ -25,7 +25,7 @@ import ctypes as _ctypes
 import typing as _typing
 from collections.abc import Callable as _Callable
 
-from . import _abi, _deprecated, _native
+from . import _abi, _deprecated, _native, _version
 from .errors import OLD_NAMES as _OLD_ERRORS
 from .errors import (BusyError, CorruptError, GpuError, InternalError, InvalidArgumentError, IoError, LibraryNotFoundError,
                      NoDeviceError, NoStateError, NoStepError, NotFoundError, OutOfOrderError, SpillwayError, SystemCallError,
@@ -37,7 +37,7 @@ from .speculate import Speculation
 from .swap import Swap
 from .tier import Tier, TierPath
 
-__version__ = "0.1.0"
+__version__ = _version.VERSION
 
 __all__ = ["Adagrad", "Adam", "BusyError", "CorruptError", "DeviceArray", "Event", "Gpu", "GpuError", "Interleave",
            "InternalError", "InvalidArgumentError", "IoError", "LibraryNotFoundError", "Lion", "NoDeviceError", "NoStateError",
@@ -67,7 +67,7 @@ class OptimizerStats(_typing.NamedTuple):
 
 
 def library_version() -> str:
-    """Returns the version of the loaded library, such as "0.1.0"."""
+    """Returns the version of the loaded library, such as "1.2.3"."""
     return _native.library().spw_version().decode()
 
 

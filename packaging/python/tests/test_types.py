@@ -49,6 +49,44 @@ def test_a_program_that_uses_the_package_is_checked(repository, tmp_path):
                      'error: Module has no attribute "Adamm"; maybe "Adam"?  [attr-defined]'], done.stdout
 
 
+STRICT = """
+from __future__ import annotations
+import numpy
+import spillway
+
+flat = numpy.zeros(8, numpy.float32)
+adam: spillway.Adam = spillway.Adam(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+stats: spillway.StepStats | None = adam.step([(flat, flat, flat, flat)], return_stats=True)
+prepared: spillway.Prepared = adam.prepare([(flat, flat, flat, flat)])
+with spillway.Recording(prepared) as recording:
+    recording.rollback()
+squares: float = spillway.grad_stats(flat).sum_squares
+with spillway.Tier(["paths"], job="types") as tier:
+    with spillway.Swap(tier, [8]) as swap:
+        swap.fill([(flat, None, None)])
+        stats = swap.step(adam, [(flat, None)], grad_scale=0.5)
+        swap.commit(1)
+        rounds: int = swap.stats().rounds
+with spillway.Speculation(1) as speculation:
+    speculation.begin(adam, max_norm=1.0)
+    speculation.submit(0, [(flat, flat, flat, flat)])
+version: str = spillway.__version__ + spillway.library_version() + spillway.kernel_name()
+try:
+    spillway.set_num_threads(2)
+except spillway.SpillwayError as error:
+    text: str = str(error)
+"""
+
+
+def test_a_program_under_strict_rules_needs_no_exception(repository, tmp_path):
+    """Under --strict a call of a function without annotations, or a name that is not exported, is an error."""
+    (tmp_path / "strict.py").write_text(STRICT)
+    done = subprocess.run([sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path, "--config-file=",
+                           "--follow-imports=silent", tmp_path / "strict.py"], cwd=repository / "packaging" / "python",
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def public():
     """Every public class and function, and the methods that a class defines itself."""
     for module in (spillway, errors, gpu, interleave, optim, recording, speculate, swap, tier, spillway.deepspeed, spillway.megatron):

@@ -1,0 +1,1 @@
+//! Arenas within one process.

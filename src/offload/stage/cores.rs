@@ -1,0 +1,101 @@
+//! The processors that the stages of a process share.
+//!
+//! Invariants:
+//! - The cores in use by stages never exceed the threads of the pool.
+//! - A free core goes to the waiting stage of the highest priority, and among equals to the first that came. A stage
+//!   that has cores keeps them to the end of its task.
+//! - A stage that waits for its event or for a verdict has no cores.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeSet;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::error::Result;
+use crate::sys::per_process::{PerProcessStatic, Shared};
+use crate::sys::{cap, threads};
+
+/// The state of the processors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cores {
+    /// Threads of the pool, the caller of a step included.
+    pub all: usize,
+    /// Cores that stages have now.
+    pub in_use: usize,
+    /// Stages that could run and wait for a core.
+    pub waiting: usize,
+    /// Threads that stages kept at work at one time: the most so far.
+    pub peak_threads: usize,
+}
+
+#[derive(Debug, Default)]
+struct Gate {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    in_use: usize,
+    next: u64,
+    /// Waiting tasks, the next one first: by falling priority, then by their numbers.
+    waiting: BTreeSet<(i64, u64)>,
+}
+
+/// A forked child has its own gate: its parent's tasks do not run there.
+static GATE: PerProcessStatic<Gate> = PerProcessStatic::empty();
+
+impl Gate {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The state of the processors now.
+pub fn cores() -> Result<Cores> {
+    let all = threads::count()?;
+    let gate = GATE.get_or_make(Gate::default);
+    let state = gate.lock();
+    let (_, peak_threads) = cap::running_and_peak();
+    Ok(Cores { all, in_use: state.in_use, waiting: state.waiting.len(), peak_threads })
+}
+
+/// Waits for a core, and calls `work` with as many as are free, up to `quota` (0: all of the pool).
+pub fn with_cores<R>(priority: i32, quota: usize, work: impl FnOnce() -> R) -> Result<R> {
+    let held = Held::wait(priority, quota)?;
+    Ok(cap::within(held.cores, work))
+}
+
+/// Cores that one task has.
+struct Held {
+    gate: Shared<Gate>,
+    cores: usize,
+}
+
+impl Held {
+    fn wait(priority: i32, quota: usize) -> Result<Held> {
+        let all = threads::count()?;
+        let quota = if quota == 0 { all } else { quota.min(all) };
+        let gate = GATE.get_or_make(Gate::default);
+        let mut state = gate.lock();
+        let mine = (-i64::from(priority), state.next);
+        state.next += 1;
+        state.waiting.insert(mine);
+        while state.waiting.first() != Some(&mine) || state.in_use >= all {
+            state = gate.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.waiting.remove(&mine);
+        let cores = quota.min(all - state.in_use);
+        state.in_use += cores;
+        drop(state);
+        // Another task may fit beside this one.
+        gate.changed.notify_all();
+        Ok(Held { gate, cores })
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.gate.lock().in_use -= self.cores;
+        self.gate.changed.notify_all();
+    }
+}

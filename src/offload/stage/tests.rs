@@ -1,0 +1,1 @@
+//! Stages with fake work.

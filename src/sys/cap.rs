@@ -72,3 +72,31 @@ pub fn running_and_peak() -> (usize, usize) {
     let counts = COUNTS.get_or_make(Counts::default);
     (counts.running.load(Ordering::Acquire), counts.peak.load(Ordering::Acquire))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::thread;
+
+    use super::super::threads;
+    use super::*;
+
+    #[test]
+    fn a_limited_call_uses_no_more_threads_and_the_next_one_is_free_again() {
+        for most in [1, 2] {
+            let seen = Mutex::new(std::collections::BTreeSet::new());
+            within(most, || {
+                assert_eq!(limit(), Some(most));
+                let note = |_: &mut u8| {
+                    seen.lock().unwrap().insert(format!("{:?}", thread::current().id()));
+                };
+                threads::each(&mut [0; 100], note).unwrap();
+                assert!(running_and_peak().0 >= 1);
+            });
+            assert!(seen.lock().unwrap().len() <= most);
+        }
+        assert_eq!(limit(), None);
+        let panicked = std::panic::catch_unwind(|| within(3, || panic!("inside")));
+        assert!(panicked.is_err() && limit().is_none());
+    }
+}

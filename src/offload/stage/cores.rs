@@ -8,10 +8,11 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeSet;
+use std::ops::Deref;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Result;
-use crate::sys::per_process::{PerProcessStatic, Shared};
+use crate::sys::per_process::PerProcessStatic;
 use crate::sys::{cap, threads};
 
 /// The state of the processors.
@@ -61,21 +62,19 @@ pub fn cores() -> Result<Cores> {
 
 /// Waits for a core, and calls `work` with as many as are free, up to `quota` (0: all of the pool).
 pub fn with_cores<R>(priority: i32, quota: usize, work: impl FnOnce() -> R) -> Result<R> {
-    let held = Held::wait(priority, quota)?;
+    let all = threads::count()?;
+    let held = Held::wait(GATE.get_or_make(Gate::default), all, priority, quota);
     Ok(cap::within(held.cores, work))
 }
 
 /// Cores that one task has.
-struct Held {
-    gate: Shared<Gate>,
+struct Held<G: Deref<Target = Gate>> {
+    gate: G,
     cores: usize,
 }
 
-impl Held {
-    fn wait(priority: i32, quota: usize) -> Result<Held> {
-        let all = threads::count()?;
-        let quota = if quota == 0 { all } else { quota.min(all) };
-        let gate = GATE.get_or_make(Gate::default);
+impl<G: Deref<Target = Gate>> Held<G> {
+    fn wait(gate: G, all: usize, priority: i32, quota: usize) -> Held<G> {
         let mut state = gate.lock();
         let mine = (-i64::from(priority), state.next);
         state.next += 1;
@@ -84,18 +83,67 @@ impl Held {
             state = gate.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.waiting.remove(&mine);
-        let cores = quota.min(all - state.in_use);
+        let free = all - state.in_use;
+        let cores = if quota == 0 { free } else { quota.min(free) };
         state.in_use += cores;
         drop(state);
         // Another task may fit beside this one.
         gate.changed.notify_all();
-        Ok(Held { gate, cores })
+        Held { gate, cores }
     }
 }
 
-impl Drop for Held {
+impl<G: Deref<Target = Gate>> Drop for Held<G> {
     fn drop(&mut self) {
         self.gate.lock().in_use -= self.cores;
         self.gate.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn free_cores_go_to_the_highest_priority_first() {
+        let (gate, order) = (Gate::default(), Mutex::new(Vec::new()));
+        std::thread::scope(|scope| {
+            let first = Held::wait(&gate, 2, i32::MIN, 0);
+            assert_eq!(first.cores, 2);
+            for (number, priority) in [(0, -5), (1, 0), (2, i32::MAX), (3, 0)] {
+                let (gate, order) = (&gate, &order);
+                scope.spawn(move || {
+                    let held = Held::wait(gate, 2, priority, 7);
+                    order.lock().unwrap().push((number, held.cores));
+                });
+                while gate.lock().waiting.len() <= number {
+                    std::thread::yield_now();
+                }
+            }
+            drop(first);
+        });
+        assert_eq!(*order.lock().unwrap(), [(2, 2), (1, 2), (3, 2), (0, 2)]);
+    }
+
+    #[test]
+    fn tasks_have_together_no_more_cores_than_there_are() {
+        let (gate, used) = (Gate::default(), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for quota in 0..16 {
+                let (gate, used) = (&gate, &used);
+                scope.spawn(move || {
+                    for _ in 0..200 {
+                        let held = Held::wait(gate, 3, 0, quota % 4);
+                        assert!(held.cores >= 1 && (quota % 4 == 0 || held.cores <= quota % 4));
+                        let before = used.fetch_add(held.cores, Ordering::SeqCst);
+                        assert!(before + held.cores <= 3);
+                        used.fetch_sub(held.cores, Ordering::SeqCst);
+                    }
+                });
+            }
+        });
+        assert_eq!(gate.lock().in_use, 0);
     }
 }

@@ -37,6 +37,7 @@ mod tests;
 
 use super::check;
 use crate::error::{Error, Result};
+use closed::Closed;
 use graph::{Graph, Operation};
 use memory::Change;
 use summary::Summary;
@@ -231,6 +232,8 @@ pub struct Plan {
     pub changes: Vec<Change>,
     /// Times, bubble ratios, peaks and counts.
     pub summary: Summary,
+    /// Times by the closed form, if all units cost the same and one is known.
+    pub closed: Option<Closed>,
 }
 
 /// Plans a pipeline. `units` has the costs of each unit, or of all units if it has one entry.
@@ -247,7 +250,20 @@ pub fn plan(shape: &Shape, units: &[Unit]) -> Result<Plan> {
     schedule.sort_by_device(&mut changes)?;
     let summary = summary::of(shape, &schedule.operations, &changes)?;
     let (operations, dependencies) = (schedule.operations, schedule.dependencies);
-    Ok(Plan { shape: *shape, operations, dependencies, changes, summary })
+    let closed = closed_form(shape, &units);
+    Ok(Plan { shape: *shape, operations, dependencies, changes, summary, closed })
+}
+
+fn closed_form(shape: &Shape, units: &[Unit]) -> Option<Closed> {
+    let Unit { forward, backward, recompute, .. } = units[0];
+    let same = |unit: &Unit| (unit.forward, unit.backward, unit.recompute) == (forward, backward, recompute);
+    let in_time = |unit: &Unit| unit.fetch == 0.0 && shape.latency == 0.0 && shape.seconds_per_byte == 0.0;
+    if !units.iter().all(|unit| same(unit) && in_time(unit)) {
+        return None;
+    }
+    let again = if shape.recompute { recompute } else { 0.0 };
+    let backward = (backward + again) * f64::from(shape.backward_split());
+    closed::passes(shape, forward * f64::from(shape.split), backward)
 }
 
 fn all_units(shape: &Shape, units: &[Unit]) -> Result<Vec<Unit>> {

@@ -45,6 +45,12 @@ def random_plan(seed):
                          latency=choose.choice([0.0, 0.2]), seconds_per_byte=choose.choice([0.0, 1e-6]))
 
 
+def fixed_plan():
+    """A plan in which every device has forward and backward passes."""
+    return pipeline.plan("decoupled", devices=DEVICES, micro_batches=4, stages=4, split=2,
+                         units=pipeline.Unit(param_bytes=100, grad_bytes=100, activation_bytes=100, input_bytes=100))
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_processes_run_a_random_plan_with_its_data_and_its_memory(fleet, seed):
     plan = random_plan(seed)
@@ -67,7 +73,7 @@ def test_processes_run_a_random_plan_with_its_data_and_its_memory(fleet, seed):
 
 
 def test_a_killed_process_is_reported_with_its_operation_and_all_end():
-    plan = random_plan(2)
+    plan = fixed_plan()
     pairs = {(operation.device, operation.peer) for operation in plan.operations if operation.kind.startswith("send")}
     fleet = Fleet(DEVICES, pairs, SlowBackend)
     ids = fleet.process_ids()
@@ -91,7 +97,7 @@ class SlowBackend(pipeline_light.LightBackend):
 
 
 def test_an_error_in_a_pass_is_reported_and_a_stopped_process_times_out():
-    plan = random_plan(2)
+    plan = fixed_plan()
     pairs = {(operation.device, operation.peer) for operation in plan.operations if operation.kind.startswith("send")}
     for backend, error, words in ((FailingBackend, pipeline.PipelineError, "device 1 .*backward of.*ZeroDivisionError"),
                                   (StoppedBackend, spillway.TimedOutError, "device 0: ")):
@@ -160,7 +166,8 @@ def test_figures_of_the_paper():
     assert round(mobius.passes_bubble_ratio, 4) == 0.2727 and round(sysx.passes_bubble_ratio, 4) == 0.1111
     gpipe = pipeline.plan("afab", devices=4, micro_batches=4, stages=4)
     dapple = pipeline.plan("1f1b", devices=4, micro_batches=4, stages=4)
-    assert gpipe.passes_bubble_ratio == dapple.passes_bubble_ratio == gpipe.closed_bubble_ratio == pytest.approx(3 / 7)
+    for found in (gpipe, dapple):
+        assert found.passes_bubble_ratio == pytest.approx(3 / 7) and found.closed_bubble_ratio == pytest.approx(3 / 7)
     assert pipeline.rollback_cost(iteration=10, rollback=4, exposed=1.3, every=100).mean == pytest.approx(0.0053)
 
 

@@ -80,10 +80,11 @@ class Executor:
         device: The device.
         backend: Does the work: see LightBackend of the tests, and TorchBackend.
         channels: The pipes to the other devices.
-        progress: Called with the number of an operation before each of its commands.
+        progress: Called with the number of an operation before each of its commands, and as progress(number, True) when
+            its pass begins; -1: the pass has ended.
         validate: Called with the device's verdict; returns a function that waits for the verdict of all devices."""
 
-    def __init__(self, plan: Plan, device: int, backend: Any, channels: Channels, progress: Callable[[int], None],
+    def __init__(self, plan: Plan, device: int, backend: Any, channels: Channels, progress: Callable[..., None],
                  validate: Callable[[bool], Callable[[], bool]]):
         self.plan, self.device, self.backend, self.channels = plan, device, backend, channels
         self.progress, self.validate = progress, validate
@@ -121,11 +122,13 @@ class Executor:
 
     def _computed(self, number: int, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
         def timed() -> Any:
+            self.progress(number, True)
             start = time.monotonic()
             try:
                 return work(*arguments)
             finally:
                 self._spans.append((number, start, time.monotonic()))
+                self.progress(-1, True)
         return self._passes.submit(timed)
 
     def _sum(self, first: int, units: int, name: str) -> int:

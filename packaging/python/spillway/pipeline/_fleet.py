@@ -152,7 +152,9 @@ class Fleet:
         return answers
 
     def _number(self, device: int) -> int:
-        return struct.unpack_from("<Q", self._progress.map, device * _worker.SLOT)[0] - 1
+        """The operation that a device is at: its pass, else the command that it waits for."""
+        command, computing = struct.unpack_from("<QQ", self._progress.map, device * _worker.SLOT)
+        return (computing or command) - 1
 
     def _present(self, device: int) -> str:
         return self._describe(self._number(device))

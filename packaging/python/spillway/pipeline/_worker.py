@@ -15,8 +15,9 @@ from typing import Any
 from ._channels import Channels, PeerGoneError
 from ._executor import Executor
 
-#: Bytes of a device in the shared table of progress: the number of the present operation plus 1, 0 between steps.
-SLOT = 8
+#: Bytes of a device in the shared table of progress: the number of the present command's operation plus 1, 0 between
+#: steps; and the same of the present pass, 0 without a pass.
+SLOT = 16
 
 
 class SharedMemory:
@@ -61,9 +62,10 @@ def main(device: int, control: Any, progress: SharedMemory, outgoing: dict[int, 
     threading.Thread(target=_listen, args=(control, orders, verdicts), daemon=True).start()
     present = [-1]
 
-    def record(number: int) -> None:
-        present[0] = number
-        struct.pack_into("<Q", progress.map, device * SLOT, number + 1)
+    def record(number: int, is_pass: bool = False) -> None:
+        if not is_pass:
+            present[0] = number
+        struct.pack_into("<Q", progress.map, device * SLOT + 8 * is_pass, number + 1)
 
     def validate(verdict: bool) -> Callable[[], bool]:
         control.send(("verdict", verdict))

@@ -58,6 +58,54 @@ pub enum Error {
     /// The GPU or its driver failed.
     #[error("{0}")]
     Gpu(Box<GpuError>),
+    /// An arena of shared memory cannot be used as requested.
+    #[error("{0}")]
+    Arena(Box<ArenaError>),
+}
+
+/// Kind of an arena failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ArenaKind {
+    /// A writer of the region ended in the middle of a write.
+    Torn,
+    /// The region was written while it was read.
+    Changed,
+    /// A process that the call depends on has ended.
+    PeerEnded,
+    /// The memory is no arena, or not one of a format that this version reads.
+    Format,
+    /// The memory belongs to another user.
+    Foreign,
+    /// An arena of this name exists.
+    Exists,
+    /// There is no arena of this name.
+    Missing,
+}
+
+/// An arena failure and its location.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ArenaError {
+    /// Kind of the failure.
+    pub kind: ArenaKind,
+    /// The arena, and the region or the process.
+    pub what: String,
+    /// Why, and what to do.
+    pub detail: String,
+}
+
+impl fmt::Display for ArenaError {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let words = match self.kind {
+            ArenaKind::Torn => "its writer ended in the middle of a write",
+            ArenaKind::Changed => "written while it was read",
+            ArenaKind::PeerEnded => "a process has ended",
+            ArenaKind::Format => "not an arena that this version reads",
+            ArenaKind::Foreign => "belongs to another user",
+            ArenaKind::Exists => "exists already",
+            ArenaKind::Missing => "does not exist",
+        };
+        write!(out, "{}: {words}: {}", self.what, self.detail)
+    }
 }
 
 /// Kind of a GPU or driver failure.
@@ -316,6 +364,11 @@ impl Error {
         matches!(self, Error::Io(error) if error.kind == IoKind::NoSpace || error.errno == libc::EFBIG)
     }
 
+    /// The kind of an arena failure; `None` for other errors.
+    pub fn arena_kind(&self) -> Option<ArenaKind> {
+        if let Error::Arena(error) = self { Some(error.kind) } else { None }
+    }
+
     /// The kind of a tier failure; `None` for other errors.
     pub fn tier_kind(&self) -> Option<TierKind> {
         match self {
@@ -375,6 +428,13 @@ impl From<TierError> for Error {
 impl From<IoError> for Error {
     fn from(error: IoError) -> Self {
         Error::Io(Box::new(error))
+    }
+}
+
+impl ArenaError {
+    /// An error of this kind.
+    pub fn of(kind: ArenaKind, what: impl Into<String>, detail: impl Into<String>) -> Error {
+        Error::Arena(Box::new(ArenaError { kind, what: what.into(), detail: detail.into() }))
     }
 }
 

@@ -8,7 +8,7 @@
 //! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`trace`], [`checksum`], [`plan`]: no dependency inside the crate |
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
-//! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver |
+//! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver; [`arena`]: memory that processes share |
 //! | L4 | [`tier`]: crash-safe storage of named extents over several paths |
 //! | L5 | [`offload`]: schedules: swapping, speculation and the interleaved update |
 //! | L6 | [`capi`]: the C interface: convert arguments, call one function, convert the result |
@@ -31,6 +31,7 @@ pub use spillway_kernels::dtype;
 pub mod optim;
 pub mod pool;
 
+pub mod arena;
 pub mod gpu;
 pub mod io;
 

@@ -41,6 +41,7 @@ fn defaults() -> Vec<Initial> {
         ("spw_lion_options", "weight_decay", number(lion.weight_decay)),
         ("spw_lion_options", "grad_scale", number(lion.grad_scale)),
         ("spw_io_request", "fd", "-1".to_string()),
+        ("spw_stage_options", "undo_mode", "1".to_string()),
         ("spw_ds_adam_call", "bias_correction", "1".to_string()),
         ("spw_ds_adam_call", "grad_scale", "1.0".to_string()),
     ]

@@ -14,7 +14,7 @@ const LAYERS: [&[&str]; 9] = [
     &["error", "dtype", "log", "stats", "trace", "checksum", "plan"],
     &["sys", "kernel"],
     &["optim", "pool"],
-    &["io", "gpu"],
+    &["io", "gpu", "arena"],
     &["tier"],
     &["offload"],
     &["capi"],

@@ -35,6 +35,10 @@ pub mod deepspeed;
 
 pub mod plan;
 
+pub mod arena;
+
+pub mod stage;
+
 pub use abi_struct::AbiStruct;
 
 /// Name, offset and size of each field of a struct.
@@ -101,5 +105,14 @@ pub fn visit_structs(mut visit: impl FnMut(&'static str, usize, usize, Fields)) 
         plan::spw_plan_bucket,
         plan::spw_plan_load,
         plan::spw_plan_probe,
+        arena::spw_arena_region,
+        arena::spw_arena_options,
+        arena::spw_arena_info,
+        arena::spw_arena_region_info,
+        arena::spw_arena_snapshot,
+        arena::spw_arena_verdict,
+        stage::spw_stage_options,
+        stage::spw_stage_target,
+        stage::spw_stage_cores,
     );
 }

@@ -3,4 +3,5 @@
 
 pub mod interleave;
 pub mod speculate;
+pub mod stage;
 pub mod swap;

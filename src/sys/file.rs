@@ -60,7 +60,7 @@ pub fn duplicate(fd: i32) -> io::Result<(File, bool)> {
 
 /// Duplicates the caller's descriptor under the lowest free number from `least` on. Any number may be passed: one that
 /// is not an open descriptor is EBADF.
-pub(super) fn duplicate_from(fd: i32, least: i32) -> io::Result<OwnedFd> {
+pub fn duplicate_from(fd: i32, least: i32) -> io::Result<OwnedFd> {
     // SAFETY: fcntl on any number is safe.
     let copy = Errno::result(unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, least) })?;
     // SAFETY: a descriptor that this call just made.

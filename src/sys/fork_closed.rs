@@ -63,8 +63,8 @@ impl ForkClosedFile {
             |slot: &AtomicI32| slot.compare_exchange(FREE, fd, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         let slot = TABLE.iter().position(take).ok_or_else(|| {
             io::Error::other(format!(
-                "this process holds {MAX_FILES} locks on directories of tiers, which is the limit; close a \
-                 tier first"
+                "this process holds {MAX_FILES} locks on directories of tiers and on arenas, which is the limit; \
+                 close one first"
             ))
         })?;
         Ok(ForkClosedFile { file: PerProcess::new(file), slot })

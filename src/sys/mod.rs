@@ -2,9 +2,11 @@
 
 pub mod arena;
 pub mod bell;
+pub mod cap;
 pub mod event;
 pub mod file;
-mod fork_closed;
+pub mod fork_closed;
+pub mod futex;
 pub mod host;
 pub mod lock;
 mod mapping_table;
@@ -14,7 +16,9 @@ pub mod per_process;
 pub mod private_files;
 pub mod process;
 pub mod profile;
+pub mod range_lock;
 pub mod reserve;
+pub mod shared_memory;
 pub mod shared_slice;
 pub mod span;
 mod spin;

@@ -62,12 +62,13 @@ impl Team {
         self.pool.current_num_threads()
     }
 
-    /// Applies `work` to every item, concurrently. A panic in any call resumes on the caller's thread.
-    pub fn each<T: Send>(&self, items: &mut [T], work: impl Fn(&mut T) + Sync) {
+    /// Applies `work` to every item, concurrently on at most `most` threads. A panic in any call resumes on the caller's
+    /// thread.
+    pub fn each<T: Send>(&self, most: usize, items: &mut [T], work: impl Fn(&mut T) + Sync) {
         let base = Base(items.as_mut_ptr());
         // SAFETY: `Shared` hands out each index below items.len() once, and the items stay borrowed during this call.
         let item = |index: usize| work(unsafe { &mut *base.at(index) });
-        let workers = self.workers().min(items.len().saturating_sub(1));
+        let workers = self.workers().min(items.len().saturating_sub(1)).min(most.saturating_sub(1));
         let shared = Arc::new(Shared::new(&item, items.len(), workers + 1, self.burst.goes_on()));
         let began = now();
         if workers == self.workers() && openmp::run(workers + 1, &|number| shared.run_in_region(number)) {
@@ -285,7 +286,7 @@ mod tests {
             for items in [0, 1, 2, 3, 7, 8, 9, 1000] {
                 for _ in 0..50 {
                     let mut counts = vec![0; items];
-                    team.each(&mut counts, |count| *count += 1);
+                    team.each(usize::MAX, &mut counts, |count| *count += 1);
                     assert!(counts.iter().all(|count| *count == 1), "{workers} workers, {items} items");
                 }
             }
@@ -306,7 +307,7 @@ mod tests {
         let caller = thread::current().id();
         for _ in 0..10 * MAX_QUEUED {
             let mut items = [None; 16];
-            team.each(&mut items, |item| *item = Some(thread::current().id()));
+            team.each(usize::MAX, &mut items, |item| *item = Some(thread::current().id()));
             assert!(items.iter().all(|item| *item == Some(caller)));
         }
         assert_eq!(team.queued.load(Ordering::Relaxed), MAX_QUEUED);
@@ -316,7 +317,7 @@ mod tests {
             thread::yield_now();
         }
         let together = Barrier::new(2);
-        team.each(&mut [(), ()], |()| {
+        team.each(usize::MAX, &mut [(), ()], |()| {
             together.wait();
         });
     }
@@ -326,7 +327,7 @@ mod tests {
         let (team, caller) = (Team::new(1, burst(0)).unwrap(), thread::current().id());
         let together = Barrier::new(2);
         let mut items = [false; 2];
-        team.each(&mut items, |item| {
+        team.each(usize::MAX, &mut items, |item| {
             together.wait();
             if thread::current().id() != caller {
                 thread::sleep(std::time::Duration::from_millis(50));
@@ -343,7 +344,7 @@ mod tests {
             let inside = AtomicUsize::new(0);
             let mut items: Vec<usize> = (0..64).collect();
             let attempt = AssertUnwindSafe(|| {
-                team.each(&mut items, |item| {
+                team.each(usize::MAX, &mut items, |item| {
                     assert!(*item != bad, "item {bad}");
                     inside.fetch_add(1, Ordering::Relaxed);
                     thread::yield_now();
@@ -364,8 +365,8 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..50 {
-                        team.each(&mut [0; 5], |_| {
-                            team.each(&mut [0; 5], |_| {
+                        team.each(usize::MAX, &mut [0; 5], |_| {
+                            team.each(usize::MAX, &mut [0; 5], |_| {
                                 total.fetch_add(1, Ordering::Relaxed);
                             });
                         });

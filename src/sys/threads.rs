@@ -15,6 +15,7 @@ use nix::sched::{CpuSet, sched_getaffinity};
 use nix::sys::signal::SigSet;
 use nix::unistd::Pid;
 
+use super::cap;
 use super::openmp;
 use super::per_process::{PerProcessStatic, Shared};
 use super::spin::{self, Burst};
@@ -36,11 +37,16 @@ static DECIDED: AtomicUsize = AtomicUsize::new(0);
 /// Whether calls follow each other closely, so that workers wait awake between them.
 static BURST: Burst = Burst::new();
 
-/// Applies `work` to every item, on the calling thread and on the workers that wake in time.
+/// Applies `work` to every item, on the calling thread and on the workers that wake in time: on as many threads as
+/// [`cap::within`] allows.
 pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()> {
+    let limit = cap::limit();
     match &*current()? {
-        Some(team) => team.each(items, work),
-        None => items.iter_mut().for_each(work),
+        Some(team) if limit.is_none() => team.each(usize::MAX, items, work),
+        Some(team) if limit > Some(1) => {
+            team.each(limit.unwrap_or(1), items, |item| cap::counted(item, &work));
+        }
+        _ => items.iter_mut().for_each(work),
     }
     Ok(())
 }

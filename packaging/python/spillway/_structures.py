@@ -377,6 +377,58 @@ class DsAdamState(Structure):
                 ("beta2", c_float), ("beta1_power", c_float), ("beta2_power", c_float)]
 
 
+class ArenaRegion(_Given):
+    c_name = "spw_arena_region"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("name", c_char_p), ("bytes", c_uint64)]
+
+
+class ArenaOptions(_Given):
+    c_name = "spw_arena_options"
+    _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("name", c_char_p), ("regions", c_void_p),
+                ("region_count", c_uint64), ("node", c_uint32), ("processes", c_uint32)]
+
+
+class ArenaInfo(Structure):
+    c_name = "spw_arena_info"
+    _fields_ = [("struct_size", c_uint32), ("fd", c_int32), ("base", c_void_p), ("bytes", c_uint64), ("id", c_uint64),
+                ("region_count", c_uint64), ("processes", c_uint32), ("owner_pid", c_uint32), ("owner_lives", c_uint32),
+                ("is_owner", c_uint32), ("writable", c_uint32), ("huge", c_uint32)]
+
+
+class ArenaRegionInfo(Structure):
+    c_name = "spw_arena_region_info"
+    _fields_ = [("struct_size", c_uint32), ("in_write", c_uint32), ("address", c_void_p), ("offset", c_uint64),
+                ("bytes", c_uint64), ("generation", c_uint64)]
+
+
+class ArenaSnapshot(_Given):
+    c_name = "spw_arena_snapshot"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("generation", c_uint64), ("sequence", c_uint64)]
+
+
+class ArenaVerdict(Structure):
+    c_name = "spw_arena_verdict"
+    _fields_ = [("struct_size", c_uint32), ("nonfinite", c_uint32), ("failed", c_uint32), ("reserved", c_uint32),
+                ("sum_squares", c_double)]
+
+
+class StageOptions(_Given):
+    c_name = "spw_stage_options"
+    _fields_ = [("struct_size", c_uint32), ("priority", c_int32), ("cores", c_uint32), ("undo_mode", c_uint32),
+                ("publish", c_uint32), ("reserved", c_uint32)]
+
+
+class StageTarget(_Given):
+    c_name = "spw_stage_target"
+    _fields_ = [("struct_size", c_uint32), ("region", c_uint32), ("arena", c_void_p), ("generation", c_uint64)]
+
+
+class StageCores(Structure):
+    c_name = "spw_stage_cores"
+    _fields_ = [("struct_size", c_uint32), ("threads", c_uint32), ("in_use", c_uint32), ("waiting", c_uint32),
+                ("peak_threads", c_uint32), ("reserved", c_uint32)]
+
+
 STRUCTURES = (ThreadOptions, Stats, Tensor, GradTensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
               SpecOptions, SpecStats, SpecEvent, SpecOutcome,
               InterleaveRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, PipelineOptions, PipelineUnit,
@@ -384,4 +436,6 @@ STRUCTURES = (ThreadOptions, Stats, Tensor, GradTensor, StepStats, AdamOptions, 
               InterleaveSubgroup, PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
               TierPath, TierOptions, TierTarget, TierStepsInfo, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierVerifyInfo,
               SwapOptions, SwapBudget, SwapStats, DsAdamCall, DsAdamState,
-              GpuDriver, GpuOptions, GpuInfo, GpuCopy, GpuLink)
+              GpuDriver, GpuOptions, GpuInfo, GpuCopy, GpuLink,
+              ArenaRegion, ArenaOptions, ArenaInfo, ArenaRegionInfo, ArenaSnapshot, ArenaVerdict,
+              StageOptions, StageTarget, StageCores)

@@ -166,6 +166,54 @@ class NoDeviceError(GpuError):
     status = 50
 
 
+class ArenaError(SpillwayError):
+    """An arena of shared memory cannot be used as requested."""
+
+    status = 63
+
+
+class TornError(ArenaError):
+    """The writer of a region ended in the middle of a write. A new writer must write the whole region."""
+
+    status = 60
+
+
+class ChangedError(ArenaError):
+    """The region was written while it was read. Read it again."""
+
+    status = 61
+
+
+class PeerEndedError(ArenaError):
+    """A process has ended: the owner of an arena, or one that has not posted its verdict."""
+
+    status = 62
+
+
+class ArenaFormatError(ArenaError):
+    """The memory is no arena, has a format version that this library does not read, or is truncated or damaged."""
+
+    status = 63
+
+
+class ArenaForeignError(ArenaError):
+    """The memory belongs to another user, is a link, or has a second name."""
+
+    status = 64
+
+
+class ArenaExistsError(ArenaError):
+    """An arena of this name exists; the message says whether its owner lives."""
+
+    status = 65
+
+
+class ArenaMissingError(ArenaError):
+    """There is no arena of this name, or its owner has not completed it."""
+
+    status = 66
+
+
 class LibraryNotFoundError(SpillwayError, ImportError):
     """libspillway.so is missing, cannot be loaded, or has another ABI version than this package."""
 
@@ -180,6 +228,8 @@ _BY_STATUS.update({kind.status: kind for kind in (NotFoundError, CorruptError, T
 _BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrderError))
 _BY_STATUS.update(dict.fromkeys(range(51, 58), GpuError))
 _BY_STATUS[NoDeviceError.status] = NoDeviceError
+_BY_STATUS.update({kind.status: kind for kind in (TornError, ChangedError, PeerEndedError, ArenaFormatError, ArenaForeignError,
+                                                  ArenaExistsError, ArenaMissingError)})
 
 
 def from_status(status: int, message: str) -> SpillwayError:

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 
-use crate::error::{Error, GpuKind, IoError, IoKind, RoundError, TierKind};
+use crate::error::{ArenaKind, Error, GpuKind, IoError, IoKind, RoundError, TierKind};
 
 /// Outcome of a call. Values are never renumbered or reused. Newer libraries may add values: treat an unknown value as
 /// a failure.
@@ -91,6 +91,21 @@ pub enum spw_status {
     SPW_ERR_GPU_FORKED = 56,
     /// A driver call failed. The message contains the driver's error text.
     SPW_ERR_GPU = 57,
+    /// The writer of a region of an arena ended in the middle of a write. The bytes are a mixture until a new writer has
+    /// written all of them.
+    SPW_ERR_ARENA_TORN = 60,
+    /// The region of an arena was written while it was read. Read it again.
+    SPW_ERR_ARENA_CHANGED = 61,
+    /// A process that the call depends on has ended: the owner of an arena, or one that has not posted its verdict.
+    SPW_ERR_ARENA_PEER_ENDED = 62,
+    /// The memory is no arena, has a format version that this library does not read, or is truncated or damaged.
+    SPW_ERR_ARENA_FORMAT = 63,
+    /// The memory belongs to another user, is a link, or has a second name.
+    SPW_ERR_ARENA_FOREIGN = 64,
+    /// An arena of this name exists. The message says whether its owner lives.
+    SPW_ERR_ARENA_EXISTS = 65,
+    /// There is no arena of this name, or its owner has not completed it.
+    SPW_ERR_ARENA_MISSING = 66,
 }
 
 thread_local! {
@@ -148,6 +163,15 @@ pub(in crate::capi) fn of(error: &Error) -> spw_status {
             GpuKind::Lost => spw_status::SPW_ERR_GPU_LOST,
             GpuKind::Forked => spw_status::SPW_ERR_GPU_FORKED,
             GpuKind::Refused => spw_status::SPW_ERR_GPU,
+        },
+        Error::Arena(error) => match error.kind {
+            ArenaKind::Torn => spw_status::SPW_ERR_ARENA_TORN,
+            ArenaKind::Changed => spw_status::SPW_ERR_ARENA_CHANGED,
+            ArenaKind::PeerEnded => spw_status::SPW_ERR_ARENA_PEER_ENDED,
+            ArenaKind::Format => spw_status::SPW_ERR_ARENA_FORMAT,
+            ArenaKind::Foreign => spw_status::SPW_ERR_ARENA_FOREIGN,
+            ArenaKind::Exists => spw_status::SPW_ERR_ARENA_EXISTS,
+            ArenaKind::Missing => spw_status::SPW_ERR_ARENA_MISSING,
         },
     }
 }
@@ -226,6 +250,13 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
         55 => c"SPW_ERR_GPU_LOST",
         56 => c"SPW_ERR_GPU_FORKED",
         57 => c"SPW_ERR_GPU",
+        60 => c"SPW_ERR_ARENA_TORN",
+        61 => c"SPW_ERR_ARENA_CHANGED",
+        62 => c"SPW_ERR_ARENA_PEER_ENDED",
+        63 => c"SPW_ERR_ARENA_FORMAT",
+        64 => c"SPW_ERR_ARENA_FOREIGN",
+        65 => c"SPW_ERR_ARENA_EXISTS",
+        66 => c"SPW_ERR_ARENA_MISSING",
         _ => c"SPW_ERR_UNKNOWN",
     };
     name.as_ptr()

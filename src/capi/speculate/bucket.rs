@@ -18,7 +18,7 @@ use crate::capi::speculate::engine::{Rules, spw_spec};
 use crate::error::{Error, Result, RoundError};
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
 use crate::kernel::Optimizer;
-use crate::offload::speculate::{Bucket, Lender, Progress, Tensors, Undo};
+use crate::offload::speculate::{Bucket, Lender, Progress, Publish, Tensors, Undo};
 use crate::optim::parallel::Job;
 use crate::stats::{self, OptimizerCounter};
 use crate::sys::event::{Event, Word};
@@ -123,12 +123,7 @@ pub unsafe extern "C" fn spw_spec_get_bucket(
     state_out: *mut u32,
 ) -> spw_status {
     guard(|| {
-        let state = match handle::get(spec)?.engine.progress(bucket)? {
-            Progress::Missing => spw_spec_state::SPW_SPEC_STATE_MISSING,
-            Progress::Pending => spw_spec_state::SPW_SPEC_STATE_PENDING,
-            Progress::Speculative => spw_spec_state::SPW_SPEC_STATE_SPECULATIVE,
-            Progress::Final => spw_spec_state::SPW_SPEC_STATE_FINAL,
-        };
+        let state = state_of(handle::get(spec)?.engine.progress(bucket)?);
         // SAFETY: the caller meets the callee's requirements.
         unsafe { output::write(state as u32, state_out, "state_out") }
     })
@@ -140,6 +135,15 @@ pub unsafe extern "C" fn spw_spec_get_bucket(
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_spec_wait(spec: Option<&spw_spec>, bucket: u32, timeout_ms: i64) -> spw_status {
     guard(|| handle::get(spec)?.engine.wait(bucket, timeout(timeout_ms)))
+}
+
+pub(in crate::capi) fn state_of(progress: Progress) -> spw_spec_state {
+    match progress {
+        Progress::Missing => spw_spec_state::SPW_SPEC_STATE_MISSING,
+        Progress::Pending => spw_spec_state::SPW_SPEC_STATE_PENDING,
+        Progress::Speculative => spw_spec_state::SPW_SPEC_STATE_SPECULATIVE,
+        Progress::Final => spw_spec_state::SPW_SPEC_STATE_FINAL,
+    }
 }
 
 /// Tensors of a bucket, whose spans the caller lent to the engine.
@@ -227,16 +231,31 @@ impl spw_spec {
         own: impl Fn(*const c_void) -> Result<R>,
         counter: &'static OptimizerCounter,
     ) -> Result<Box<dyn Bucket>> {
-        let own = |options| match own(options)? {
-            own if own.grad_scale() == rule.grad_scale() => Ok(own),
-            _ => Err(Error::invalid("options.grad_scale", "must be equal to the grad_scale of the round")),
-        };
-        // SAFETY: the caller meets the callees' requirements.
-        let (raw, jobs) =
-            unsafe { (tensor::read_all(tensors, count)?, table::jobs(tensors, count, &rule, own)?) };
-        tensor::check_shadows(&raw, self.undo == Undo::Shadow)?;
-        let rules = jobs.iter().map(|job| job.optimizer).collect();
-        let tensors = raw.into_iter().filter(|raw| raw.n > 0).collect();
-        Ok(Box::new(Tensors::new(Lent { tensors, rules }, self.undo, self.engine.publish(), counter)))
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { lent_bucket((self.undo, self.engine.publish()), rule, tensors, count, own, counter) }
     }
+}
+
+/// A bucket of tensors that the caller lends. Their options have the grad_scale of `rule`.
+///
+/// # Safety
+/// As `spw_spec_submit`.
+pub(in crate::capi) unsafe fn lent_bucket<R: Optimizer + 'static>(
+    (undo, publish): (Undo, Publish),
+    rule: R,
+    tensors: *const spw_tensor,
+    count: u64,
+    own: impl Fn(*const c_void) -> Result<R>,
+    counter: &'static OptimizerCounter,
+) -> Result<Box<dyn Bucket>> {
+    let own = |options| match own(options)? {
+        own if own.grad_scale() == rule.grad_scale() => Ok(own),
+        _ => Err(Error::invalid("options.grad_scale", "must be equal to the grad_scale of the round")),
+    };
+    // SAFETY: the caller meets the callees' requirements.
+    let (raw, jobs) = unsafe { (tensor::read_all(tensors, count)?, table::jobs(tensors, count, &rule, own)?) };
+    tensor::check_shadows(&raw, undo == Undo::Shadow)?;
+    let rules = jobs.iter().map(|job| job.optimizer).collect();
+    let tensors = raw.into_iter().filter(|raw| raw.n > 0).collect();
+    Ok(Box::new(Tensors::new(Lent { tensors, rules }, undo, publish, counter)))
 }

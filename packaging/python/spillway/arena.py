@@ -1,0 +1,391 @@
+"""EXPERIMENTAL: arenas, parameters that several processes of one machine share.
+
+One process creates an arena with named regions, and is its owner; the others map it by its name, or by the descriptor
+of a memfd. Each region has a generation, the number of the step whose values it holds. A reader gets the values of one
+whole step, waits, or gets an error.
+
+    with Arena.create("job-17", {"layers": 4096}) as arena:             # the owner
+        with arena.write("layers", generation=1):
+            arena.view("layers", "f32")[:] = 0.5
+
+    with Arena.open("job-17", timeout=10) as arena:                     # another process
+        generation, values = arena.read("layers", "f32", at_least=1, timeout=10)"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from . import _abi, _native
+from ._native_handle import _NativeHandle
+from .errors import BusyError, InvalidArgumentError
+from .optim import StepStats
+
+_HUGE, _BIND_NODE, _COLLECT = 1, 2, 4
+_WRITE, _ORPHAN = 1, 2
+_NUMPY = {"f32": "float32", "f16": "float16", "bf16": "uint16"}
+
+
+class ArenaInfo(NamedTuple):
+    """What a process knows about an arena.
+
+    Attributes:
+        fd: A descriptor of the memory, valid until close; it may be sent to other processes.
+        base: Address in this process.
+        bytes: Length of the mapping.
+        id: Random number of the arena.
+        regions: Number of regions.
+        processes: Number of processes that post verdicts.
+        owner_pid: Process id of the owner.
+        owner_lives: True if the owner has the arena open.
+        is_owner: True if this object created the arena.
+        writable: True if it is mapped for writing.
+        huge: True if reserved huge pages back it.
+        notes: What the arena got instead of what was asked for, and why; empty if it got everything."""
+
+    fd: int
+    base: int
+    bytes: int
+    id: int
+    regions: int
+    processes: int
+    owner_pid: int
+    owner_lives: bool
+    is_owner: bool
+    writable: bool
+    huge: bool
+    notes: str
+
+
+class Region(NamedTuple):
+    """A region of an arena.
+
+    Attributes:
+        name: Its name.
+        index: Its number.
+        address: Address in this process.
+        offset: Offset in the arena, the same in every process.
+        bytes: Length.
+        generation: The step whose values it holds; 0 before the first write.
+        in_write: True if a write has begun and has not ended."""
+
+    name: str
+    index: int
+    address: int
+    offset: int
+    bytes: int
+    generation: int
+    in_write: bool
+
+
+class Snapshot(NamedTuple):
+    """A region at the begin of a read in place.
+
+    Attributes:
+        generation: The step whose values it holds.
+        sequence: For `Arena.validate`."""
+
+    generation: int
+    sequence: int
+
+
+class Verdict(NamedTuple):
+    """The results of all processes together.
+
+    Attributes:
+        nonfinite: True if a gradient of any process is Inf or NaN.
+        failed: Number of processes that failed.
+        sum_squares: Sum of squares over all processes; NaN if `nonfinite`."""
+
+    nonfinite: bool
+    failed: int
+    sum_squares: float
+
+
+class Arena(_NativeHandle):
+    """Shared memory with named regions. Thread-safe. Make one by `Arena.create`, `Arena.open` or `Arena.open_fd`.
+
+    Views and tensors are memory of the arena itself. The arena stays mapped while one of them is alive: close() is a
+    BusyError then, and a `with` block that ends leaves the close to the last of them.
+
+    Example:
+        with Arena.create("job-17", {"layers": 4096}) as arena:
+            with arena.write("layers", generation=1):
+                arena.view("layers", "f32")[:] = 0.5"""
+
+    closer = "spw_arena_close"
+
+    def __init__(self, opener: str, *arguments: Any):
+        self._views: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._regions: dict[str, int] = {}
+        self._hold(opener, *arguments)
+
+    @classmethod
+    def create(cls, name: str | None, regions: Mapping[str, int], *, processes: int = 0, huge: bool = False,
+               node: int | None = None, collect: bool = False) -> Arena:
+        """Creates an arena, whose regions hold zeros in generation 0. This object is its owner: its close removes the name.
+
+        Args:
+            name: Letters, digits, dots, dashes and underscores; None: a memfd, which others open by a descriptor.
+            regions: For each name of a region its length in bytes.
+            processes: Number of processes that post verdicts.
+            huge: Try huge pages; `info().notes` says why there are none.
+            node: NUMA node to which the pages are bound.
+            collect: Remove an arena of this name whose owner has ended.
+
+        Raises:
+            ArenaExistsError: An arena of this name exists.
+            ArenaForeignError: The name belongs to another user, or is a link.
+            SystemCallError: There is no room."""
+        table = (_abi.ArenaRegion * len(regions))()
+        for row, (region, size) in zip(table, regions.items()):
+            row.struct_size = ctypes.sizeof(_abi.ArenaRegion)
+            row.name, row.bytes = region.encode(), size
+        options = _abi.sized(_abi.ArenaOptions)
+        options.name = None if name is None else name.encode()
+        options.flags = _HUGE * huge + _BIND_NODE * (node is not None) + _COLLECT * collect
+        options.regions = ctypes.cast(table, ctypes.c_void_p)
+        options.region_count, options.node, options.processes = len(table), node or 0, processes
+        return cls("spw_arena_create", ctypes.byref(options))
+
+    @classmethod
+    def open(cls, name: str, *, write: bool = False, orphan: bool = False, timeout: float | None = 0.0) -> Arena:
+        """Opens an arena by its name.
+
+        Args:
+            name: The name.
+            write: Map it for writing too.
+            orphan: Open it also if its owner has ended.
+            timeout: Seconds to wait for an arena that does not exist yet, or whose owner has ended; None: no limit.
+
+        Raises:
+            ArenaMissingError: There is none.
+            PeerEndedError: Its owner has ended.
+            ArenaFormatError: It is truncated, damaged, no arena, or of another version.
+            ArenaForeignError: It belongs to another user."""
+        return cls("spw_arena_open", name.encode(), _WRITE * write + _ORPHAN * orphan, _milliseconds(timeout))
+
+    @classmethod
+    def open_fd(cls, fd: int, *, write: bool = False, orphan: bool = False) -> Arena:
+        """Opens an arena without a name by a descriptor of its memory, which stays the caller's. Arguments and errors as
+        of `open`."""
+        return cls("spw_arena_open_fd", fd, _WRITE * write + _ORPHAN * orphan)
+
+    def info(self) -> ArenaInfo:
+        """Returns what this process knows about the arena."""
+        found, needed = _abi.sized(_abi.ArenaInfo), ctypes.c_uint64()
+        self._call("spw_arena_get_info", ctypes.byref(found))
+        self._call("spw_arena_get_notes", None, 0, ctypes.byref(needed))
+        notes = ctypes.create_string_buffer(needed.value)
+        self._call("spw_arena_get_notes", notes, needed.value, None)
+        return ArenaInfo(found.fd, found.base, found.bytes, found.id, found.region_count, found.processes, found.owner_pid,
+                         bool(found.owner_lives), bool(found.is_owner), bool(found.writable), bool(found.huge),
+                         notes.value.decode("utf-8", "replace"))
+
+    def fileno(self) -> int:
+        """Returns a descriptor of the memory, valid until close. It may be sent to other processes."""
+        return self.info().fd
+
+    def regions(self) -> list[Region]:
+        """Returns all regions."""
+        return [self._region(index) for index in range(self.info().regions)]
+
+    def region(self, name: str) -> Region:
+        """Returns the region of that name."""
+        return self._region(self._index(name))
+
+    def view(self, name: str, dtype: Any = "f32", shape: Any = None) -> Any:
+        """Returns the memory of a region as a numpy array, read-only if the arena is.
+
+        Other processes may write to it at any time: see `snapshot` and `validate`, or `read` for a copy.
+
+        Args:
+            name: The region.
+            dtype: "f32", "f16", "bf16" (as uint16), or a numpy dtype.
+            shape: Shape of the array, which begins at the region's first byte; None: flat, the whole region."""
+        import numpy
+        kind = numpy.dtype(_NUMPY.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+        memory = self._memory(name)
+        flat = numpy.frombuffer(memory, kind, len(memory) // kind.itemsize)
+        found = flat if shape is None else flat[:_count(shape)].reshape(shape)
+        if not self.info().writable:
+            found.flags.writeable = False
+        return found
+
+    def tensor(self, name: str, dtype: Any = None, shape: Any = None) -> Any:
+        """Returns the memory of a region as a torch tensor. A write to a tensor of a read-only arena ends the process with
+        SIGSEGV. Arguments as of `view`, with torch dtypes; None: torch.float32."""
+        import torch
+        known = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, None: torch.float32}
+        kind = dtype if isinstance(dtype, torch.dtype) else known.get(dtype)
+        if kind is None:
+            raise InvalidArgumentError(f"Arena.tensor: dtype is {dtype!r}; pass a torch dtype, \"f32\", \"f16\" or \"bf16\"")
+        memory = self._memory(name)
+        flat = torch.frombuffer(memory, dtype=kind, count=len(memory) // kind.itemsize)
+        return flat if shape is None else flat[:_count(shape)].reshape(shape)
+
+    def read(self, name: str, dtype: Any = "f32", *, at_least: int = 0, timeout: float | None = None) -> tuple[int, Any]:
+        """Returns the generation of a region and a copy of its values, all of that one step.
+
+        Args:
+            name: The region.
+            dtype: As of `view`.
+            at_least: Wait for this generation.
+            timeout: Longest wait in seconds; None: no limit.
+
+        Raises:
+            TornError: The writer ended in the middle of a write.
+            TimedOutError: The message names the writer, or the generation."""
+        import numpy
+        kind = numpy.dtype(_NUMPY.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+        copy = numpy.empty(self.region(name).bytes // kind.itemsize, kind)
+        return self.read_into(name, copy, at_least=at_least, timeout=timeout), copy
+
+    def read_into(self, name: str, to: Any, *, offset: int = 0, at_least: int = 0, timeout: float | None = None) -> int:
+        """Copies values of one whole step to a numpy array, torch tensor or bytearray; returns the generation.
+
+        Args:
+            name: The region.
+            to: Receives the bytes; its length counts.
+            offset: First byte in the region.
+            at_least: Wait for this generation.
+            timeout: Longest wait in seconds; None: no limit."""
+        from . import _arrays
+        address, size = _arrays.memory(to, "to", True)
+        generation = ctypes.c_uint64()
+        self._call("spw_arena_read", self._index(name), at_least, offset, address, size, _milliseconds(timeout),
+                   ctypes.byref(generation))
+        return generation.value
+
+    def snapshot(self, name: str, *, at_least: int = 0, timeout: float | None = None) -> Snapshot:
+        """Begins a read in place: waits until no writer is at work. What is read counts only after `validate`.
+
+        Args:
+            name: The region.
+            at_least: Wait for this generation.
+            timeout: Longest wait in seconds; None: no limit."""
+        found = _abi.sized(_abi.ArenaSnapshot)
+        self._call("spw_arena_read_begin", self._index(name), at_least, _milliseconds(timeout), ctypes.byref(found))
+        return Snapshot(found.generation, found.sequence)
+
+    def validate(self, name: str, snapshot: Snapshot) -> None:
+        """Raises ChangedError if the region was written since the snapshot."""
+        seen = _abi.sized(_abi.ArenaSnapshot)
+        seen.generation, seen.sequence = snapshot
+        self._call("spw_arena_read_validate", self._index(name), ctypes.byref(seen))
+
+    @contextlib.contextmanager
+    def write(self, name: str, generation: int) -> Iterator[bool]:
+        """A `with` block that writes a region as `generation`, which is above the present one. Readers wait meanwhile.
+
+        The value of the block is True if an earlier writer ended in the middle of a write: then every byte must be
+        written. An exception in the block leaves the region torn.
+
+        Raises:
+            BusyError: Another process or thread writes the region."""
+        torn = self.write_begin(name, generation)
+        try:
+            yield torn
+        except BaseException:
+            self.write_abort(name)
+            raise
+        self.write_end(name)
+
+    def write_begin(self, name: str, generation: int) -> bool:
+        """Begins a write; returns True if every byte must be written, because an earlier writer ended in a write."""
+        torn = ctypes.c_uint32()
+        self._call("spw_arena_write_begin", self._index(name), generation, ctypes.byref(torn))
+        return bool(torn.value)
+
+    def write_end(self, name: str) -> None:
+        """Ends a write: the region holds the whole of its new generation."""
+        self._call("spw_arena_write_end", self._index(name))
+
+    def write_abort(self, name: str, *, restored: bool = False) -> None:
+        """Ends a write without a new generation. The region is torn, unless `restored`: every byte is as before."""
+        self._call("spw_arena_write_abort", self._index(name), int(restored))
+
+    def join(self, process: int) -> None:
+        """Takes the number `process` for this object, before the first round, so that others notice its death."""
+        self._call("spw_arena_join", process)
+
+    def post(self, process: int, round: int, stats: StepStats | tuple[bool, float], *, failed: bool = False) -> None:
+        """Posts the local verdict of a round, each round once, after the round before was waited for.
+
+        Args:
+            process: The number that this object joined as.
+            round: Number of the round, from 1.
+            stats: The StepStats of this process.
+            failed: True if a stage of this process failed."""
+        given = _abi.sized(_abi.StepStats)
+        given.nonfinite, given.sum_squares = int(stats[0]), stats[1]
+        self._call("spw_arena_post", process, round, ctypes.byref(given), int(failed))
+
+    def wait_verdict(self, round: int, *, timeout: float | None = None) -> Verdict:
+        """Waits until every process has posted `round`; all get the same Verdict.
+
+        Args:
+            round: Number of the round.
+            timeout: Longest wait in seconds; None: no limit.
+
+        Raises:
+            PeerEndedError: A process ended before it posted. Roll back.
+            TimedOutError: The message names a process that has not posted."""
+        found = _abi.sized(_abi.ArenaVerdict)
+        self._call("spw_arena_wait_verdict", round, _milliseconds(timeout), ctypes.byref(found))
+        return Verdict(bool(found.nonfinite), found.failed, found.sum_squares)
+
+    def close(self) -> None:
+        """Unmaps the arena; the owner removes its name. BusyError while a view or tensor of it is alive."""
+        if self._views and self._cell:
+            raise BusyError(f"cannot close this Arena: {len(self._views)} views or tensors of it are alive; delete them first")
+        self._end()
+
+    def __exit__(self, *_: object) -> None:
+        if not self._views:
+            self.close()
+
+    def _index(self, name: str) -> int:
+        if name not in self._regions:
+            index = ctypes.c_uint32()
+            self._call("spw_arena_find", name.encode(), ctypes.byref(index))
+            self._regions[name] = index.value
+        return self._regions[name]
+
+    def _region(self, index: int) -> Region:
+        found, name = _abi.sized(_abi.ArenaRegionInfo), ctypes.create_string_buffer(65)
+        self._call("spw_arena_get_region", index, ctypes.byref(found), name, len(name), None)
+        return Region(name.value.decode(), index, found.address, found.offset, found.bytes, found.generation,
+                      bool(found.in_write))
+
+    def _memory(self, name: str) -> Any:
+        """The bytes of a region. They keep this arena alive, and mapped."""
+        found = self.region(name)
+        # A class of its own: plain ctypes arrays take no attribute and no weak reference.
+        memory = type("_Memory", (ctypes.c_char * found.bytes,), {}).from_address(found.address)
+        memory.arena = self
+        self._views.add(memory)
+        return memory
+
+
+def collect(name: str) -> None:
+    """Removes the name of an arena whose owner has ended. Processes that have it open keep their memory.
+
+    Raises:
+        ArenaExistsError: Its owner lives.
+        ArenaMissingError: There is none."""
+    _native.check(_native.library().spw_arena_collect(name.encode()))
+
+
+def _milliseconds(timeout: float | None) -> int:
+    return -1 if timeout is None else max(0, round(timeout * 1000))
+
+
+def _count(shape: Any) -> int:
+    count = 1
+    for length in (shape if isinstance(shape, (tuple, list)) else tuple(shape) if hasattr(shape, "__iter__") else (shape,)):
+        count *= int(length)
+    return count

@@ -1,0 +1,32 @@
+//! Arenas: parameters that several processes of one machine share.
+//!
+//! One process creates an arena with named regions; the others map it, by name or by descriptor, for reading only or
+//! for reading and writing (SysX section 4, "Offloading"). Regions are found by offset, so each process may map them
+//! at another address. Every region has a generation, the number of the step whose values it holds, and a sequence lock:
+//! a reader gets the values of one whole step, or an error.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `layout` | the format of the memory: header, regions, slots; pure |
+//! | `open` | creating, opening, closing and collecting |
+//! | `handle` | one process's access to an arena, and what it tells about it |
+//! | `write` | the writer of a region |
+//! | `read` | the readers of a region |
+//! | `verdict` | results that processes post and wait for |
+#![forbid(unsafe_code)]
+
+mod handle;
+mod layout;
+mod open;
+mod read;
+mod verdict;
+mod write;
+
+#[cfg(test)]
+mod tests;
+
+pub use handle::{Arena, Info, RegionInfo};
+pub use layout::{MAX_PROCESSES, MAX_REGIONS, NAME_BYTES, RegionSpec};
+pub use open::{Create, Open, collect};
+pub use read::Snapshot;
+pub use verdict::Verdict;

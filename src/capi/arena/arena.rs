@@ -1,0 +1,294 @@
+//! Creating, opening, closing and describing arenas.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{c_char, c_void};
+use std::ptr::null;
+use std::sync::Arc;
+
+use crate::arena::{Arena, Create, Open, RegionSpec, collect};
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self, Handle};
+use crate::capi::input::{self, timeout};
+use crate::capi::output;
+use crate::error::{Error, Result};
+use crate::sys::try_vec;
+
+/// How an arena is created. Flags are combined by addition.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_arena_flag {
+    /// Try huge pages: reserved ones for a memfd, transparent ones otherwise. `spw_arena_get_notes` says why there are
+    /// none.
+    SPW_ARENA_FLAG_HUGE = 1,
+    /// Bind the pages to the NUMA node `node`. A refused node is no error: `spw_arena_get_notes` has the reason.
+    SPW_ARENA_FLAG_BIND_NODE = 2,
+    /// Remove an arena of this name whose owner has ended. An arena with a live owner is never removed.
+    SPW_ARENA_FLAG_COLLECT = 4,
+}
+
+/// How an arena is opened. Flags are combined by addition.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_arena_open_flag {
+    /// Map it for reading and writing; else for reading only.
+    SPW_ARENA_OPEN_FLAG_WRITE = 1,
+    /// Open it also if its owner has ended.
+    SPW_ARENA_OPEN_FLAG_ORPHAN = 2,
+}
+
+/// A region to make. Regions begin at whole pages.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_arena_region {
+    /// `sizeof(spw_arena_region)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Name: 1 to 64 bytes of UTF-8, unique in the arena.
+    pub name: *const c_char,
+    /// Length in bytes, at least 1.
+    pub bytes: u64,
+}
+
+abi_struct!(spw_arena_region, 24: struct_size, reserved, name, bytes);
+
+/// An arena to create.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_arena_options {
+    /// `sizeof(spw_arena_options)`
+    pub struct_size: u32,
+    /// A sum of `spw_arena_flag`.
+    pub flags: u32,
+    /// Name: 1 to 200 letters, digits, dots, dashes and underscores; the file is /dev/shm/spillway-NAME. NULL: a memfd,
+    /// which other processes open by a descriptor.
+    pub name: *const c_char,
+    /// Regions, 1 to 65536.
+    pub regions: *const spw_arena_region,
+    /// Number of regions.
+    pub region_count: u64,
+    /// NUMA node for SPW_ARENA_FLAG_BIND_NODE.
+    pub node: u32,
+    /// Number of processes that post verdicts, at most 4096; 0 for none.
+    pub processes: u32,
+}
+
+abi_struct!(spw_arena_options, 40: struct_size, flags, name, regions, region_count, node, processes);
+
+/// What a process knows about an arena. `base`, `bytes` and `fd` describe the memory for a library that registers it,
+/// such as one for RDMA: they are valid until `spw_arena_close`, and `id` tells two arenas at one address apart.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_arena_info {
+    /// `sizeof(spw_arena_info)`
+    pub struct_size: u32,
+    /// A descriptor of the memory. It may be sent to other processes (SCM_RIGHTS); the arena closes it.
+    pub fd: i32,
+    /// Address in this process.
+    pub base: *mut c_void,
+    /// Length of the mapping.
+    pub bytes: u64,
+    /// A random number of the arena.
+    pub id: u64,
+    /// Number of regions.
+    pub region_count: u64,
+    /// Number of processes that post verdicts.
+    pub processes: u32,
+    /// Process id of the owner.
+    pub owner_pid: u32,
+    /// 1 if the owner has the arena open, else 0.
+    pub owner_lives: u32,
+    /// 1 if this handle created the arena, else 0.
+    pub is_owner: u32,
+    /// 1 if the arena is mapped for writing, else 0.
+    pub writable: u32,
+    /// 1 if reserved huge pages back it, else 0.
+    pub huge: u32,
+}
+
+abi_struct!(spw_arena_info, 64: struct_size, fd, base, bytes, id, region_count, processes, owner_pid, owner_lives,
+    is_owner, writable, huge);
+
+/// An arena that this process has mapped. Several threads may use it at once.
+pub struct spw_arena(pub(in crate::capi) Arc<Arena>);
+
+impl Handle for spw_arena {
+    const NAME: &'static str = "arena";
+
+    fn check_process(&self) -> Result<()> {
+        self.0.check_process()
+    }
+}
+
+/// Creates an arena. Its memory is allocated and zeroed, its regions have generation 0, and only processes of this user
+/// may open it. The handle is its owner: `spw_arena_close` removes the name.
+///
+/// - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives.
+/// - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
+/// - SPW_ERR_SYSTEM: there is no room, or /proc is not mounted.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes, `arena_out` to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_create(
+    options: *const spw_arena_options,
+    arena_out: *mut *mut spw_arena,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let create = parse(&abi_struct::read(options, "options")?)?;
+            let make = || Arena::create(&create).map_err(|error| error.within("options."));
+            handle::open(arena_out, || Ok(spw_arena(Arc::new(make()?))))
+        }
+    })
+}
+
+/// Opens an arena by its name, with `flags` (a sum of `spw_arena_open_flag`). Waits up to `timeout_ms` milliseconds for
+/// an arena that does not exist, is not complete, or whose owner has ended (0: does not wait; negative: without limit).
+///
+/// - SPW_ERR_ARENA_MISSING: it does not exist.
+/// - SPW_ERR_ARENA_PEER_ENDED: its owner has ended.
+/// - SPW_ERR_ARENA_FORMAT: it is truncated, damaged, no arena, or of another version.
+/// - SPW_ERR_ARENA_FOREIGN: it belongs to another user.
+///
+/// # Safety
+/// `name` is a C string, `arena_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_open(
+    name: *const c_char,
+    flags: u32,
+    timeout_ms: i64,
+    arena_out: *mut *mut spw_arena,
+) -> spw_status {
+    guard(|| {
+        let open = Open { timeout: timeout(timeout_ms), ..open_flags(flags)? };
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let name = input::text(name, "name")?;
+            handle::open(arena_out, || Ok(spw_arena(Arc::new(Arena::open(name, open)?))))
+        }
+    })
+}
+
+/// Opens an arena that was created without a name, by a descriptor of its memfd: received from its owner, or opened as
+/// /proc/PID/fd/FD. The descriptor stays the caller's. Errors as of `spw_arena_open`.
+///
+/// # Safety
+/// `arena_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_open_fd(fd: i32, flags: u32, arena_out: *mut *mut spw_arena) -> spw_status {
+    guard(|| {
+        let open = open_flags(flags)?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { handle::open(arena_out, || Ok(spw_arena(Arc::new(Arena::open_fd(fd, open)?)))) }
+    })
+}
+
+/// Unmaps the arena; addresses inside it become invalid once no stage uses it. The owner's close removes the name. A
+/// write that has not ended leaves its region torn. NULL does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_arena_close(arena: Option<Box<spw_arena>>) -> spw_status {
+    guard(|| {
+        drop(handle::close(arena));
+        Ok(())
+    })
+}
+
+/// Removes the name of an arena whose owner has ended. Processes that have it open keep their memory.
+/// SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none.
+///
+/// # Safety
+/// `name` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_collect(name: *const c_char) -> spw_status {
+    // SAFETY: the caller meets the callee's requirements.
+    guard(|| collect(unsafe { input::text(name, "name") }?))
+}
+
+/// Writes what this process knows about the arena.
+///
+/// # Safety
+/// `info_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_get_info(
+    arena: Option<&spw_arena>,
+    info_out: *mut spw_arena_info,
+) -> spw_status {
+    guard(|| {
+        let found = handle::get(arena)?.0.info()?;
+        let values = spw_arena_info {
+            struct_size: 0,
+            fd: found.fd,
+            base: found.span.as_ptr().cast(),
+            bytes: found.span.len() as u64,
+            id: found.id,
+            region_count: found.regions as u64,
+            processes: found.processes,
+            owner_pid: found.owner,
+            owner_lives: found.owner_lives.into(),
+            is_owner: found.is_owner.into(),
+            writable: found.writable.into(),
+            huge: found.huge.into(),
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&values, info_out, "info_out") }
+    })
+}
+
+/// Writes what the arena got instead of what was asked for, and why, as a text: empty if it got everything. `size` and
+/// `needed_out` as for every text output.
+///
+/// # Safety
+/// `text_out` has room for `size` bytes, or is NULL. `needed_out` points to a u64, or is NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_get_notes(
+    arena: Option<&spw_arena>,
+    text_out: *mut c_char,
+    size: usize,
+    needed_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let arena = handle::get(arena)?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write_text(arena.0.notes(), text_out, size, needed_out) };
+        Ok(())
+    })
+}
+
+unsafe fn parse(raw: &spw_arena_options) -> Result<Create> {
+    let flags = abi_struct::flags("options.flags", raw.flags, 7)?;
+    let has = |flag: spw_arena_flag| flags & flag as u32 != 0;
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        let named = |name: *const c_char| input::text(name, "options.name").map(str::to_string);
+        let given = abi_struct::read_all(raw.regions, raw.region_count, "options.regions")?;
+        let mut regions = try_vec::with_capacity("listing the regions", given.len())?;
+        for (index, region) in given.iter().enumerate() {
+            let at = |error: Error| error.without("name").within(&format!("options.regions[{index}].name"));
+            abi_struct::zero("options.regions.reserved", region.reserved)?;
+            let name = input::text(region.name, "name").map_err(at)?.to_string();
+            regions.push(RegionSpec { name, bytes: region.bytes });
+        }
+        Ok(Create {
+            name: (raw.name != null()).then(|| named(raw.name)).transpose()?,
+            regions,
+            processes: raw.processes,
+            huge: has(spw_arena_flag::SPW_ARENA_FLAG_HUGE),
+            node: has(spw_arena_flag::SPW_ARENA_FLAG_BIND_NODE).then_some(raw.node),
+            collect: has(spw_arena_flag::SPW_ARENA_FLAG_COLLECT),
+        })
+    }
+}
+
+fn open_flags(flags: u32) -> Result<Open> {
+    let flags = abi_struct::flags("flags", flags, 3)?;
+    let has = |flag: spw_arena_open_flag| flags & flag as u32 != 0;
+    Ok(Open {
+        write: has(spw_arena_open_flag::SPW_ARENA_OPEN_FLAG_WRITE),
+        orphan: has(spw_arena_open_flag::SPW_ARENA_OPEN_FLAG_ORPHAN),
+        timeout: None,
+    })
+}

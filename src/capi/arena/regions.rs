@@ -1,0 +1,237 @@
+//! Regions of an arena: their places, and how they are written and read.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{c_char, c_void};
+
+use crate::arena::Snapshot;
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::arena::arena::spw_arena;
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle;
+use crate::capi::input::{self, timeout};
+use crate::capi::output::{self, required};
+use crate::error::{Error, Result};
+
+/// A region of an arena.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_arena_region_info {
+    /// `sizeof(spw_arena_region_info)`
+    pub struct_size: u32,
+    /// 1 if a write has begun and has not ended, by a live writer or by one that ended; else 0.
+    pub in_write: u32,
+    /// Address in this process.
+    pub address: *mut c_void,
+    /// Offset in the arena, the same in every process.
+    pub offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// The step whose values the region holds; 0 before the first write.
+    pub generation: u64,
+}
+
+abi_struct!(spw_arena_region_info, 40: struct_size, in_write, address, offset, bytes, generation);
+
+/// A region at the begin of a read.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_arena_snapshot {
+    /// `sizeof(spw_arena_snapshot)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// The step whose values the region holds.
+    pub generation: u64,
+    /// For `spw_arena_read_validate`.
+    pub sequence: u64,
+}
+
+abi_struct!(spw_arena_snapshot, 24: struct_size, reserved, generation, sequence);
+
+/// Writes the index of the region of that name: its place in the list of the arena's options.
+///
+/// # Safety
+/// `name` is a C string, `region_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_find(
+    arena: Option<&spw_arena>,
+    name: *const c_char,
+    region_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let arena = handle::get(arena)?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let region = arena.0.find(input::text(name, "name")?)?;
+            output::write(region, region_out, "region_out")
+        }
+    })
+}
+
+/// Writes where a region is, its generation, and its name. `size` and `needed_out` as for every text output.
+///
+/// # Safety
+/// `info_out` points to a struct of `struct_size` bytes. `name_out` has room for `size` bytes, or is NULL. `needed_out`
+/// points to a u64, or is NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_get_region(
+    arena: Option<&spw_arena>,
+    region: u32,
+    info_out: *mut spw_arena_region_info,
+    name_out: *mut c_char,
+    size: usize,
+    needed_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let found = handle::get(arena)?.0.region(region)?;
+        let values = spw_arena_region_info {
+            struct_size: 0,
+            in_write: found.in_write.into(),
+            address: found.span.as_ptr().cast(),
+            offset: found.offset as u64,
+            bytes: found.span.len() as u64,
+            generation: found.generation,
+        };
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::write(&values, info_out, "info_out")?;
+            output::write_text(&found.name, name_out, size, needed_out);
+        }
+        Ok(())
+    })
+}
+
+/// Begins to write a region as `generation`, which is above the present one. Readers wait until `spw_arena_write_end`.
+/// `torn_out` (may be NULL) receives 1 if an earlier writer ended in the middle of a write, else 0. Every byte of a torn
+/// region must be written.
+///
+/// A process that ends before `spw_arena_write_end` leaves the region torn: readers get SPW_ERR_ARENA_TORN, and another
+/// process may write. SPW_ERR_BUSY while another handle or thread writes the region.
+///
+/// # Safety
+/// `torn_out` is NULL or points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_write_begin(
+    arena: Option<&spw_arena>,
+    region: u32,
+    generation: u64,
+    torn_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let torn = handle::get(arena)?.0.write_begin(region, generation)?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write_optional(u32::from(torn), torn_out) };
+        Ok(())
+    })
+}
+
+/// Ends a write: the region holds the whole of its new generation. Waiting readers of all processes go on.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_arena_write_end(arena: Option<&spw_arena>, region: u32) -> spw_status {
+    guard(|| handle::get(arena)?.0.write_end(region))
+}
+
+/// Ends a write without a new generation. `restored` 1: every byte is again as before `spw_arena_write_begin`, and the
+/// earlier generation stays. 0, or if the region was torn before: the region is torn.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_arena_write_abort(arena: Option<&spw_arena>, region: u32, restored: u32) -> spw_status {
+    guard(|| {
+        let restored = abi_struct::flag("restored", restored)?;
+        handle::get(arena)?.0.write_abort(region, restored)
+    })
+}
+
+/// Begins a read in place: waits until no writer is at work and the region has at least generation `at_least`, for up to
+/// `timeout_ms` milliseconds (0: polls; negative: without limit). What is read at the address of the region counts only
+/// after `spw_arena_read_validate` has returned SPW_OK for the snapshot.
+///
+/// - SPW_ERR_ARENA_TORN: the writer ended in the middle of a write.
+/// - SPW_ERR_TIMEOUT: the message names the writer, or the generation.
+///
+/// # Safety
+/// `snapshot_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_read_begin(
+    arena: Option<&spw_arena>,
+    region: u32,
+    at_least: u64,
+    timeout_ms: i64,
+    snapshot_out: *mut spw_arena_snapshot,
+) -> spw_status {
+    guard(|| {
+        required(snapshot_out, "snapshot_out")?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(snapshot_out, "snapshot_out")?;
+            let seen = handle::get(arena)?.0.read_begin(region, at_least, timeout(timeout_ms))?;
+            let Snapshot { generation, sequence } = seen;
+            let values = spw_arena_snapshot { struct_size: 0, reserved: 0, generation, sequence };
+            abi_struct::write(&values, snapshot_out, "snapshot_out")
+        }
+    })
+}
+
+/// Returns SPW_OK if the region was not written since the snapshot, else SPW_ERR_ARENA_CHANGED.
+///
+/// # Safety
+/// `snapshot` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_read_validate(
+    arena: Option<&spw_arena>,
+    region: u32,
+    snapshot: *const spw_arena_snapshot,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let seen = unsafe { abi_struct::read(snapshot, "snapshot") }?;
+        let seen = Snapshot { generation: seen.generation, sequence: seen.sequence };
+        handle::get(arena)?.0.read_validate(region, seen)
+    })
+}
+
+/// Copies `bytes` bytes from `offset` of a region to `to_out`, all of one generation, which is at least `at_least`.
+/// Waits as `spw_arena_read_begin`. After an error the bytes at `to_out` are unspecified. `generation_out` may be NULL.
+///
+/// # Safety
+/// `to_out` has room for `bytes` bytes outside the region. `generation_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_read(
+    arena: Option<&spw_arena>,
+    region: u32,
+    at_least: u64,
+    offset: u64,
+    to_out: *mut c_void,
+    bytes: u64,
+    timeout_ms: i64,
+    generation_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let arena = handle::get(arena)?;
+        let whole = arena.0.region(region)?.span.len() as u64;
+        if bytes > whole {
+            let reason = format!("is {bytes}, but the region has {whole} bytes");
+            return Err(Error::invalid("bytes", reason));
+        }
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let to = room(to_out, bytes)?;
+            let generation = arena.0.copy(region, at_least, offset, to, timeout(timeout_ms))?;
+            output::write_optional(generation, generation_out);
+        }
+        Ok(())
+    })
+}
+
+/// The caller's memory.
+///
+/// # Safety
+/// `to` is NULL or has room for `bytes` bytes, which no other code uses during `'a`.
+unsafe fn room<'a>(to: *mut c_void, bytes: u64) -> Result<&'a mut [u8]> {
+    if bytes == 0 {
+        return Ok(&mut []);
+    }
+    let to = required(to, "to_out")?;
+    // SAFETY: not NULL, and `bytes` is at most the length of a mapping.
+    Ok(unsafe { std::slice::from_raw_parts_mut(to.cast(), bytes as usize) })
+}

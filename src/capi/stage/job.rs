@@ -1,0 +1,278 @@
+//! A stage, its jobs and their verdicts.
+#![allow(non_camel_case_types)]
+
+use std::sync::Arc;
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::arena::arena::spw_arena;
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self, Handle};
+use crate::capi::input::timeout;
+use crate::capi::optim::adam::{self, spw_adam_options};
+use crate::capi::optim::tensor::{self, spw_dtype_size, spw_step_stats, spw_tensor};
+use crate::capi::output::{self, required};
+use crate::capi::speculate::bucket::{lent_bucket, parse_event, spw_spec_event, state_of};
+use crate::error::{Error, Result};
+use crate::offload::speculate::{Publish, Undo, Verdict};
+use crate::offload::stage::{Options, Stage, Target, cores};
+use crate::stats;
+
+/// Options of a stage.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_stage_options {
+    /// `sizeof(spw_stage_options)`
+    pub struct_size: u32,
+    /// A stage with a higher number gets free processors first. A running step is not interrupted.
+    pub priority: i32,
+    /// Most threads of a step; 0: all of the pool.
+    pub cores: u32,
+    /// An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA, or SPW_UNDO_MODE_SHADOW, where every tensor has shadow spans.
+    pub undo_mode: u32,
+    /// An `spw_spec_publish`, other than SPW_SPEC_PUBLISH_SPECULATIVE. SPW_SPEC_PUBLISH_FINAL: the 16-bit copies are
+    /// written after the verdict, and until then readers of the region use the earlier ones. SPW_SPEC_PUBLISH_STAGED:
+    /// they are written by the step, in one pass; readers wait from the step to the verdict.
+    pub publish: u32,
+    /// 0
+    pub reserved: u32,
+}
+
+abi_struct!(spw_stage_options, 24: struct_size, priority, cores, undo_mode, publish, reserved);
+
+/// The region of an arena that holds the 16-bit copies (param_copy) of a job's tensors.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_stage_target {
+    /// `sizeof(spw_stage_target)`
+    pub struct_size: u32,
+    /// Index of the region. Every param_copy of the job lies inside it.
+    pub region: u32,
+    /// Arena, mapped for writing. The handle may be closed after the call.
+    pub arena: *const spw_arena,
+    /// Generation that the region gets if the step is kept: above the present one.
+    pub generation: u64,
+}
+
+abi_struct!(spw_stage_target, 24: struct_size, region, arena, generation);
+
+/// The processors that the stages of this process share.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_stage_cores {
+    /// `sizeof(spw_stage_cores)`
+    pub struct_size: u32,
+    /// Threads of the pool.
+    pub threads: u32,
+    /// Threads that stages have now.
+    pub in_use: u32,
+    /// Stages that could run and wait for a thread.
+    pub waiting: u32,
+    /// Threads that worked on stages at one time, counted at work: the most so far.
+    pub peak_threads: u32,
+    /// 0
+    pub reserved: u32,
+}
+
+abi_struct!(spw_stage_cores, 24: struct_size, threads, in_use, waiting, peak_threads, reserved);
+
+/// A stage. It has one thread, which sleeps until its job may run, and then works with the thread pool.
+pub struct spw_stage {
+    stage: Stage,
+    undo: Undo,
+}
+
+impl Handle for spw_stage {
+    const NAME: &'static str = "stage";
+
+    fn check_process(&self) -> Result<()> {
+        self.stage.check_process()
+    }
+}
+
+/// Creates a stage.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes, `stage_out` to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_stage_open(
+    options: *const spw_stage_options,
+    stage_out: *mut *mut spw_stage,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let raw = unsafe { abi_struct::read(options, "options") }?;
+        abi_struct::zero("options.reserved", raw.reserved)?;
+        let undo = match raw.undo_mode {
+            1 => Undo::Delta,
+            2 => Undo::Shadow,
+            other => {
+                let reason = format!("is {other}, but must be SPW_UNDO_MODE_DELTA or SPW_UNDO_MODE_SHADOW");
+                return Err(Error::invalid("options.undo_mode", reason));
+            }
+        };
+        let publish = match raw.publish {
+            0 => Publish::Final,
+            1 => Publish::Staged,
+            other => {
+                let reason = format!("is {other}, but must be SPW_SPEC_PUBLISH_FINAL or SPW_SPEC_PUBLISH_STAGED");
+                return Err(Error::invalid("options.publish", reason));
+            }
+        };
+        let options = Options { priority: raw.priority, cores: raw.cores as usize, publish };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { handle::open(stage_out, || Ok(spw_stage { stage: Stage::open(options)?, undo })) }
+    })
+}
+
+/// Submits a job, and returns at once: one Adam step of `tensors` with `options`, with `options.grad_scale` (1 / loss
+/// scale) on the gradient, a check, and a record for an exact rollback, in one pass. The step starts when `event` has
+/// happened, or at once if `event` is NULL. `target` (may be NULL) is the region of the 16-bit copies.
+///
+/// Until `spw_stage_finish` has returned, the spans belong to the stage, and no other stage may use them.
+/// SPW_ERR_ROUND_OPEN while a job has no verdict, SPW_ERR_BUSY while the previous job is not over.
+///
+/// # Safety
+/// As `spw_spec_submit`. `target` is NULL or points to a struct of `struct_size` bytes with an open arena.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_stage_submit_adam(
+    stage: Option<&spw_stage>,
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    count: u64,
+    event: *const spw_spec_event,
+    target: *const spw_stage_target,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let stage = handle::get(stage)?;
+            let options = adam::parse(options)?;
+            let rule = adam::rule(&options)?;
+            let own = |own: *const std::ffi::c_void| adam::rule(&adam::parse(own.cast())?);
+            let work =
+                lent_bucket((stage.undo, stage.stage.publish()), rule, tensors, count, own, &stats::ADAM)?;
+            let event = parse_event(event)?;
+            let target = parse_target(target, tensors, count)?;
+            stage.stage.begin(options.grad_scale)?;
+            stage.stage.submit(work, event, target).inspect_err(|_| drop(stage.stage.rollback()))
+        }
+    })
+}
+
+/// Waits until the tensors are stepped, for up to `timeout_ms` milliseconds (0: polls; negative: without limit). Writes
+/// the local verdict: the finiteness and the sum of squares of the scaled gradients. If the job failed, the call returns
+/// its error: roll every stage back then.
+///
+/// # Safety
+/// `stats_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_stage_wait(
+    stage: Option<&spw_stage>,
+    timeout_ms: i64,
+    stats_out: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        required(stats_out, "stats_out")?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(stats_out, "stats_out")?;
+            tensor::write_stats(handle::get(stage)?.stage.wait(timeout(timeout_ms))?, stats_out)
+        }
+    })
+}
+
+/// Keeps the step: the verdict of all stages and processes is good. Returns at once; `spw_stage_finish` waits for the
+/// 16-bit copies. SPW_ERR_BUSY before the tensors are stepped.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_stage_commit(stage: Option<&spw_stage>) -> spw_status {
+    guard(|| handle::get(stage)?.stage.resolve(Verdict::Commit))
+}
+
+/// Rolls the step back and repeats it with the gradient factor `grad_scale`, rounded to f32: gradients are clipped after
+/// all. Otherwise as `spw_stage_commit`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_stage_redo(stage: Option<&spw_stage>, grad_scale: f64) -> spw_status {
+    guard(|| {
+        if !(grad_scale as f32).is_finite() {
+            return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32")));
+        }
+        handle::get(stage)?.stage.resolve(Verdict::Redo(grad_scale as f32))
+    })
+}
+
+/// Rolls the job back, whatever its state: a step that is done or running is rolled back to the bit, one that has not
+/// begun never begins. Returns at once; `spw_stage_finish` waits. Without an open job it does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_stage_rollback(stage: Option<&spw_stage>) -> spw_status {
+    guard(|| handle::get(stage)?.stage.rollback())
+}
+
+/// Waits until the job is over, for up to `timeout_ms` milliseconds (negative: without limit). After it all spans, and
+/// the word of the event, belong to the caller again. If the job failed, the call returns its error.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_stage_finish(stage: Option<&spw_stage>, timeout_ms: i64) -> spw_status {
+    guard(|| handle::get(stage)?.stage.finish(timeout(timeout_ms)))
+}
+
+/// Writes the state of the job, an `spw_spec_state`. If the job failed, the call returns its error.
+///
+/// # Safety
+/// `state_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_stage_get_state(stage: Option<&spw_stage>, state_out: *mut u32) -> spw_status {
+    guard(|| {
+        let state = state_of(handle::get(stage)?.stage.progress()?);
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write(state as u32, state_out, "state_out") }
+    })
+}
+
+/// Writes how the stages of this process use the processors.
+///
+/// # Safety
+/// `cores_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_stage_get_cores(cores_out: *mut spw_stage_cores) -> spw_status {
+    guard(|| {
+        let found = cores()?;
+        let values = spw_stage_cores {
+            struct_size: 0,
+            threads: found.all as u32,
+            in_use: found.in_use as u32,
+            waiting: found.waiting as u32,
+            peak_threads: found.peak_threads as u32,
+            reserved: 0,
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&values, cores_out, "cores_out") }
+    })
+}
+
+/// Closes the stage. It first rolls back a job without a verdict, and completes a job with one. NULL does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_stage_close(stage: Option<Box<spw_stage>>) -> spw_status {
+    guard(|| {
+        drop(handle::close(stage));
+        Ok(())
+    })
+}
+
+unsafe fn parse_target(
+    target: *const spw_stage_target,
+    tensors: *const spw_tensor,
+    count: u64,
+) -> Result<Option<Target>> {
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        let Some(raw) = abi_struct::read_optional(target, "target")? else { return Ok(None) };
+        let arena = &handle::get(raw.arena.as_ref()).map_err(|error| error.within("target."))?.0;
+        let tensors = tensor::read_all(tensors, count)?;
+        let copies = tensors.iter().filter(|tensor| tensor.n > 0 && !tensor.param_copy.is_null());
+        let copies = copies.map(|tensor| {
+            let bytes = tensor.n.saturating_mul(spw_dtype_size(tensor.copy_dtype));
+            (tensor.param_copy.addr(), usize::try_from(bytes).unwrap_or(usize::MAX))
+        });
+        Target::new(&Arc::clone(arena), raw.region, raw.generation, copies).map(Some)
+    }
+}

@@ -1,0 +1,143 @@
+//! Stages with fake work, and the write of a region around each task.
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::target::Published;
+use super::{Options, Stage, Target};
+use crate::arena::{Arena, Create, RegionSpec};
+use crate::error::{ArenaKind, Error, Result};
+use crate::offload::speculate::{Bucket, Progress, Publish, Recording, Task, Verdict};
+use crate::optim::StepStats;
+use crate::sys::event::{Event, EventFd};
+
+const SOON: Option<Duration> = Some(Duration::from_secs(60));
+const AT_ONCE: Option<Duration> = Some(Duration::ZERO);
+
+fn arena() -> Arc<Arena> {
+    let regions = vec![RegionSpec { name: "copies".to_string(), bytes: 100 }];
+    Arc::new(Arena::create(&Create { regions, ..Create::default() }).unwrap())
+}
+
+fn target(arena: &Arc<Arena>, generation: u64) -> Target {
+    Target::new(arena, 0, generation, std::iter::empty()).unwrap()
+}
+
+/// Notes its tasks, and whether the region was in a write at each.
+struct Fake {
+    arena: Option<Arc<Arena>>,
+    told: Arc<Mutex<Vec<(Task, bool)>>>,
+    fails: Option<Task>,
+}
+
+impl Bucket for Fake {
+    fn run(&mut self, task: Task, _: &mut Recording) -> Result<StepStats> {
+        let in_write = self.arena.as_ref().is_some_and(|arena| arena.region(0).unwrap().in_write);
+        self.told.lock().unwrap().push((task, in_write));
+        assert_ne!(self.fails, Some(task), "a task that panics");
+        Ok(StepStats { nonfinite: false, sum_squares: 1.0 })
+    }
+}
+
+fn fake(arena: Option<&Arc<Arena>>) -> (Box<Fake>, Arc<Mutex<Vec<(Task, bool)>>>) {
+    let told = Arc::default();
+    (Box::new(Fake { arena: arena.cloned(), told: Arc::clone(&told), fails: None }), told)
+}
+
+#[test]
+fn copies_are_written_only_in_a_write_and_every_end_has_its_generation() {
+    let redo = Task::Redo(0.5);
+    let cases: [(Publish, &[Task], &[bool], u64); 7] = [
+        (Publish::Final, &[Task::Speculate, Task::Commit], &[false, true], 3),
+        (Publish::Final, &[Task::Speculate, Task::Rollback], &[false, false], 0),
+        (Publish::Final, &[Task::Speculate, redo], &[false, true], 3),
+        (Publish::Final, &[Task::Measure, Task::Step(1.0)], &[false, true], 3),
+        (Publish::Staged, &[Task::Speculate, Task::Commit], &[true, true], 3),
+        (Publish::Staged, &[Task::Speculate, Task::Rollback], &[true, true], 0),
+        (Publish::Staged, &[Task::Speculate, redo], &[true, true], 3),
+    ];
+    for (publish, tasks, in_write, generation) in cases {
+        let arena = arena();
+        let (work, told) = fake(Some(&arena));
+        let mut bucket = Published::new(work, publish, target(&arena, 3));
+        for task in tasks {
+            bucket.run(*task, &mut Recording::default()).unwrap();
+        }
+        drop(bucket);
+        let wanted: Vec<_> = tasks.iter().copied().zip(in_write.iter().copied()).collect();
+        assert_eq!(*told.lock().unwrap(), wanted, "{publish:?}");
+        let seen = arena.read_begin(0, 0, AT_ONCE).map(|seen| seen.generation);
+        assert_eq!(seen, Ok(generation), "{publish:?} {tasks:?}");
+    }
+}
+
+#[test]
+fn a_task_that_panics_in_a_write_leaves_the_region_torn() {
+    let arena = arena();
+    let (mut work, _) = fake(Some(&arena));
+    work.fails = Some(Task::Speculate);
+    let stage = Stage::open(Options { priority: 0, cores: 0, publish: Publish::Staged }).unwrap();
+    stage.begin(1.0).unwrap();
+    stage.submit(work, None, Some(target(&arena, 1))).unwrap();
+    assert!(matches!(stage.wait(SOON), Err(Error::Internal(_))));
+    stage.rollback().unwrap();
+    assert!(stage.finish(SOON).is_err());
+    let torn = arena.read_begin(0, 0, SOON).unwrap_err();
+    assert_eq!(torn.arena_kind(), Some(ArenaKind::Torn));
+    stage.begin(1.0).unwrap();
+}
+
+#[test]
+fn a_target_that_cannot_be_is_refused() {
+    let arena = arena();
+    let start = arena.region(0).unwrap().span.address();
+    let new = |region, generation, copy| Target::new(&arena, region, generation, [copy].into_iter()).map(drop);
+    assert!(new(0, 1, (start, 100)).is_ok());
+    assert!(new(0, 1, (start, 101)).is_err() && new(0, 1, (start - 1, 1)).is_err());
+    assert!(new(0, 1, (start, usize::MAX)).is_err() && new(1, 1, (start, 1)).is_err());
+    assert!(new(0, 0, (start, 100)).is_err());
+}
+
+fn stage() -> Stage {
+    Stage::open(Options { priority: 0, cores: 0, publish: Publish::Staged }).unwrap()
+}
+
+#[test]
+fn a_stage_that_waits_for_its_event_leaves_the_cores_to_another() {
+    let (waiting, other, flag) = (stage(), stage(), EventFd::new().unwrap());
+    let ((slow, slow_told), (quick, _)) = (fake(None), fake(None));
+    waiting.begin(1.0).unwrap();
+    waiting.submit(slow, Some(Event::readable(flag.fd()).unwrap()), None).unwrap();
+    other.begin(1.0).unwrap();
+    other.submit(quick, None, None).unwrap();
+    assert_eq!(other.wait(SOON).unwrap().sum_squares, 1.0);
+    assert!(slow_told.lock().unwrap().is_empty());
+    assert!(matches!(waiting.wait(AT_ONCE), Err(Error::Timeout(_))));
+    flag.set();
+    waiting.wait(SOON).unwrap();
+    for stage in [&waiting, &other] {
+        stage.resolve(Verdict::Commit).unwrap();
+        stage.finish(SOON).unwrap();
+        assert_eq!(stage.progress(), Ok(Progress::Final));
+    }
+}
+
+#[test]
+fn a_job_is_rolled_back_in_any_state() {
+    let (stage, flag) = (stage(), EventFd::new().unwrap());
+    stage.rollback().unwrap();
+    let (never, told) = fake(None);
+    stage.begin(1.0).unwrap();
+    stage.submit(never, Some(Event::readable(flag.fd()).unwrap()), None).unwrap();
+    stage.rollback().unwrap();
+    stage.finish(SOON).unwrap();
+    assert!(told.lock().unwrap().is_empty());
+    let (work, told) = fake(None);
+    stage.begin(1.0).unwrap();
+    stage.submit(work, None, None).unwrap();
+    assert!(stage.begin(1.0).is_err());
+    stage.wait(SOON).unwrap();
+    drop(stage);
+    assert_eq!(*told.lock().unwrap(), [(Task::Speculate, false), (Task::Rollback, false)]);
+}

@@ -190,8 +190,8 @@ impl Arena {
     pub(super) fn described(&self, index: u32) -> Result<(usize, &Region)> {
         let count = self.layout.regions.len();
         let found = self.layout.regions.get(index as usize);
-        let region =
-            found.ok_or_else(|| Error::invalid("region", format!("is {index}, but there are {count} regions")))?;
+        let region = found
+            .ok_or_else(|| Error::invalid("region", format!("is {index}, but there are {count} regions")))?;
         Ok((index as usize, region))
     }
 

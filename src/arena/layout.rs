@@ -78,7 +78,11 @@ pub struct Identity {
 impl Layout {
     /// Places the regions. `whole` rounds the size of the arena up to pages. Errors: no or too many regions or
     /// processes; a name or a length that cannot be; more bytes than the address space.
-    pub fn new(specs: &[RegionSpec], processes: u32, whole: impl Fn(usize) -> Option<usize>) -> Result<Layout> {
+    pub fn new(
+        specs: &[RegionSpec],
+        processes: u32,
+        whole: impl Fn(usize) -> Option<usize>,
+    ) -> Result<Layout> {
         if !(1..=MAX_REGIONS).contains(&specs.len()) {
             let reason = format!("{} regions; an arena has 1 to {MAX_REGIONS}", specs.len());
             return Err(Error::invalid("region_count", reason));
@@ -144,7 +148,9 @@ impl Layout {
         }
         let stated = u64_at(header, 24);
         if stated != size {
-            return Err(format!("it has {size} bytes, but its header states {stated}: it was truncated or extended"));
+            return Err(format!(
+                "it has {size} bytes, but its header states {stated}: it was truncated or extended"
+            ));
         }
         let (regions, processes) = (u32_at(header, 12) as usize, u32_at(header, 16));
         let bytes = HEADER.saturating_add(regions.saturating_mul(DESCRIPTION));
@@ -167,7 +173,8 @@ impl Layout {
         let mut specs = Vec::new();
         for from in bytes[HEADER..].chunks_exact(DESCRIPTION) {
             let end = from[..NAME_BYTES].iter().position(|byte| *byte == 0).unwrap_or(NAME_BYTES);
-            let name = std::str::from_utf8(&from[..end]).map_err(|_| "a region's name is no text".to_string())?;
+            let name =
+                std::str::from_utf8(&from[..end]).map_err(|_| "a region's name is no text".to_string())?;
             specs.push(RegionSpec { name: name.to_string(), bytes: u64_at(from, 72) });
         }
         let total = u64_at(bytes, 24) as usize;

@@ -71,7 +71,8 @@ impl NamedFile {
     fn new(name: &str) -> Result<NamedFile> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if name.is_empty() || name.len() > MAX_NAME || !name.bytes().all(allowed) {
-            let reason = format!("{name:?} has not 1 to {MAX_NAME} letters, digits, dots, dashes and underscores");
+            let reason =
+                format!("{name:?} has not 1 to {MAX_NAME} letters, digits, dots, dashes and underscores");
             return Err(Error::invalid("name", reason));
         }
         let directory = GivenDirectory::open(Path::new(shared_memory::DIRECTORY))
@@ -81,7 +82,9 @@ impl NamedFile {
 
     fn open(&self, flags: OpenFlags) -> Result<File> {
         self.directory.open(&self.file_name, flags).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => self.error(ArenaKind::Missing, "create it first, or wait for its owner"),
+            io::ErrorKind::NotFound => {
+                self.error(ArenaKind::Missing, "create it first, or wait for its owner")
+            }
             _ if private_files::is_refusal(&error) => self.error(ArenaKind::Foreign, error.to_string()),
             _ => Error::system("opening shared memory", &error),
         })
@@ -93,7 +96,9 @@ impl NamedFile {
 
     fn is(&self, file: (u64, u64)) -> bool {
         let entry = self.directory.entry(&self.file_name);
-        entry.is_ok_and(|entry| entry.is_some_and(|found| (found.identity.device, found.identity.inode) == file))
+        entry.is_ok_and(|entry| {
+            entry.is_some_and(|found| (found.identity.device, found.identity.inode) == file)
+        })
     }
 }
 
@@ -140,10 +145,13 @@ impl Arena {
         let title = format!("the arena of descriptor {fd}");
         let given = File::from(file::duplicate_from(fd, 0).map_err(invalid)?);
         check_kind(&given, &title, true)?;
-        let file = shared_memory::reopen(given.as_raw_fd(), options.write).map_err(|error| match error.kind() {
-            io::ErrorKind::PermissionDenied => ArenaError::of(ArenaKind::Foreign, title.clone(), error.to_string()),
-            _ => Error::system("opening the descriptor of an arena anew by its name in /proc", &error),
-        })?;
+        let file =
+            shared_memory::reopen(given.as_raw_fd(), options.write).map_err(|error| match error.kind() {
+                io::ErrorKind::PermissionDenied => {
+                    ArenaError::of(ArenaKind::Foreign, title.clone(), error.to_string())
+                }
+                _ => Error::system("opening the descriptor of an arena anew by its name in /proc", &error),
+            })?;
         adopt(file, &title, true, options)
     }
 }
@@ -225,7 +233,8 @@ fn claim(named: &NamedFile, collect: bool) -> Result<(File, ForkClosedFile)> {
             return Ok((file, locks));
         }
         if !collect {
-            let detail = "its owner has ended and left it behind; collect it, or create it with the flag that does so";
+            let detail =
+                "its owner has ended and left it behind; collect it, or create it with the flag that does so";
             return Err(named.error(ArenaKind::Exists, detail));
         }
         remove_if_same(named, (found.dev(), found.ino()));
@@ -330,8 +339,10 @@ fn adopt(file: File, title: &str, sealed: bool, options: Open) -> Result<Arena> 
     let held = locks.file().map(|file| range_lock::is_held_elsewhere(file, OWNER_LOCK));
     let lives = held.transpose().map_err(|error| Error::system("looking at a lock of an arena", &error))?;
     if lives != Some(true) && !options.orphan {
-        let detail =
-            format!("its owner, process {}, has ended; open it with the flag for orphans, or collect it", identity.owner);
+        let detail = format!(
+            "its owner, process {}, has ended; open it with the flag for orphans, or collect it",
+            identity.owner
+        );
         return Err(ArenaError::of(ArenaKind::PeerEnded, title, detail));
     }
     let map = MapOptions { write: options.write, huge: false, node: None };
@@ -356,7 +367,8 @@ fn check_kind(file: &File, title: &str, sealed: bool) -> Result<u64> {
     let unknown = |error: io::Error| Error::system("looking at shared memory", &error);
     let owner = file.metadata().map_err(unknown)?.uid();
     if owner != private_files::user() {
-        let detail = format!("it is of user {owner}, and this process runs as user {}", private_files::user());
+        let detail =
+            format!("it is of user {owner}, and this process runs as user {}", private_files::user());
         return Err(ArenaError::of(ArenaKind::Foreign, title, detail));
     }
     let size = shared_memory::checked_size(file, sealed).map_err(unknown)?;

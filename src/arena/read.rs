@@ -85,12 +85,15 @@ impl Arena {
     ) -> Result<u64> {
         self.check_process()?;
         let (_, described) = self.described(region)?;
-        let fits = usize::try_from(offset).ok().filter(|offset| {
-            *offset <= described.bytes && to.len() <= described.bytes - *offset
-        });
+        let fits = usize::try_from(offset)
+            .ok()
+            .filter(|offset| *offset <= described.bytes && to.len() <= described.bytes - *offset);
         let Some(offset) = fits else {
             let (len, all) = (to.len(), described.bytes);
-            return Err(Error::invalid("bytes", format!("{offset}+{len} is not inside a region of {all} bytes")));
+            return Err(Error::invalid(
+                "bytes",
+                format!("{offset}+{len} is not inside a region of {all} bytes"),
+            ));
         };
         let deadline = Deadline::after(timeout);
         loop {

@@ -270,7 +270,10 @@ fn what_is_no_arena_of_this_version_is_refused() {
     std::fs::remove_file(&path).unwrap();
     let plain = std::fs::File::open("/proc/self/exe").unwrap();
     let descriptor = std::os::fd::AsRawFd::as_raw_fd(&plain);
-    assert!(matches!(kind(Arena::open_fd(descriptor, Open::default())), ArenaKind::Format | ArenaKind::Foreign));
+    assert!(matches!(
+        kind(Arena::open_fd(descriptor, Open::default())),
+        ArenaKind::Format | ArenaKind::Foreign
+    ));
     assert!(matches!(Arena::open_fd(-1, WRITE), Err(Error::InvalidArgument { .. })));
     let (pipe, _writer) = std::io::pipe().unwrap();
     assert_eq!(kind(Arena::open_fd(std::os::fd::AsRawFd::as_raw_fd(&pipe), WRITE)), ArenaKind::Format);

@@ -86,7 +86,8 @@ impl Arena {
         let deadline = Deadline::after(timeout);
         loop {
             let bell = self.mapping.load32(self.layout.verdict_bell(), Ordering::Acquire);
-            let Some(missing) = (0..self.layout.processes).find(|process| !self.has_posted(*process, round)) else {
+            let Some(missing) = (0..self.layout.processes).find(|process| !self.has_posted(*process, round))
+            else {
                 return self.total(round);
             };
             self.check_lives(missing, round)?;
@@ -115,7 +116,8 @@ impl Arena {
     }
 
     fn overtaken(&self, process: u32, round: u64, later: u64) -> Error {
-        let detail = format!("process {process} replaced its result by round {later}; every process waits each round");
+        let detail =
+            format!("process {process} replaced its result by round {later}; every process waits each round");
         self.error(ArenaKind::Changed, &format!(", verdict of round {round}"), detail)
     }
 
@@ -148,7 +150,8 @@ impl Arena {
         if self.has_posted(process, round) {
             return Ok(());
         }
-        let detail = format!("process {joined}, which joined as {process}, ended before it posted; roll back");
+        let detail =
+            format!("process {joined}, which joined as {process}, ended before it posted; roll back");
         Err(self.error(ArenaKind::PeerEnded, &format!(", verdict of round {round}"), detail))
     }
 

@@ -24,7 +24,10 @@ impl Arena {
         let control = self.layout.control(at);
         let busy = || {
             let writer = self.mapping.load64(control.writer(), Ordering::Relaxed);
-            Error::Busy(format!("{}, region {:?}: process {writer} is writing it", self.title, described.name))
+            Error::Busy(format!(
+                "{}, region {:?}: process {writer} is writing it",
+                self.title, described.name
+            ))
         };
         if generation == 0 {
             return Err(Error::invalid("generation", "is 0; generations are counted from 1"));
@@ -83,7 +86,10 @@ impl Arena {
         self.check_process()?;
         let (at, described) = self.described(region)?;
         match self.writing[at].generation.load(Ordering::Acquire) {
-            0 => Err(Error::invalid("region", format!("{:?} is not being written by this handle", described.name))),
+            0 => Err(Error::invalid(
+                "region",
+                format!("{:?} is not being written by this handle", described.name),
+            )),
             generation => Ok((at, generation)),
         }
     }

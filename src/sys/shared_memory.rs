@@ -269,7 +269,9 @@ pub fn whole_pages(bytes: usize, huge: bool) -> Option<usize> {
 pub fn no_huge_reason() -> Option<String> {
     const SETTING: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
     match std::fs::read_to_string(SETTING) {
-        Ok(text) if ["[always]", "[within_size]", "[advise]", "[force]"].iter().any(|on| text.contains(on)) => {
+        Ok(text)
+            if ["[always]", "[within_size]", "[advise]", "[force]"].iter().any(|on| text.contains(on)) =>
+        {
             None
         }
         Ok(text) => Some(format!("{SETTING} is \"{}\"", text.trim())),

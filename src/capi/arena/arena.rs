@@ -179,7 +179,11 @@ pub unsafe extern "C" fn spw_arena_open(
 /// # Safety
 /// `arena_out` points to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_open_fd(fd: i32, flags: u32, arena_out: *mut *mut spw_arena) -> spw_status {
+pub unsafe extern "C" fn spw_arena_open_fd(
+    fd: i32,
+    flags: u32,
+    arena_out: *mut *mut spw_arena,
+) -> spw_status {
     guard(|| {
         let open = open_flags(flags)?;
         // SAFETY: the caller meets the callee's requirements.

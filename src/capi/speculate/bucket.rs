@@ -253,7 +253,8 @@ pub(in crate::capi) unsafe fn lent_bucket<R: Optimizer + 'static>(
         _ => Err(Error::invalid("options.grad_scale", "must be equal to the grad_scale of the round")),
     };
     // SAFETY: the caller meets the callees' requirements.
-    let (raw, jobs) = unsafe { (tensor::read_all(tensors, count)?, table::jobs(tensors, count, &rule, own)?) };
+    let (raw, jobs) =
+        unsafe { (tensor::read_all(tensors, count)?, table::jobs(tensors, count, &rule, own)?) };
     tensor::check_shadows(&raw, undo == Undo::Shadow)?;
     let rules = jobs.iter().map(|job| job.optimizer).collect();
     let tensors = raw.into_iter().filter(|raw| raw.n > 0).collect();

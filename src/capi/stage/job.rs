@@ -115,7 +115,8 @@ pub unsafe extern "C" fn spw_stage_open(
             0 => Publish::Final,
             1 => Publish::Staged,
             other => {
-                let reason = format!("is {other}, but must be SPW_SPEC_PUBLISH_FINAL or SPW_SPEC_PUBLISH_STAGED");
+                let reason =
+                    format!("is {other}, but must be SPW_SPEC_PUBLISH_FINAL or SPW_SPEC_PUBLISH_STAGED");
                 return Err(Error::invalid("options.publish", reason));
             }
         };

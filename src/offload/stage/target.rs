@@ -37,7 +37,8 @@ impl Target {
             return Err(Error::invalid("target.arena", "is mapped for reading only"));
         }
         if generation <= found.generation {
-            let reason = format!("is {generation}, but region {:?} has {} already", found.name, found.generation);
+            let reason =
+                format!("is {generation}, but region {:?} has {} already", found.name, found.generation);
             return Err(Error::invalid("target.generation", reason));
         }
         let inside = |span: Span, (start, bytes): (usize, usize)| span.covers(start, bytes);

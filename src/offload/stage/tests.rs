@@ -92,7 +92,8 @@ fn a_task_that_panics_in_a_write_leaves_the_region_torn() {
 fn a_target_that_cannot_be_is_refused() {
     let arena = arena();
     let start = arena.region(0).unwrap().span.address();
-    let new = |region, generation, copy| Target::new(&arena, region, generation, [copy].into_iter()).map(drop);
+    let new =
+        |region, generation, copy| Target::new(&arena, region, generation, [copy].into_iter()).map(drop);
     assert!(new(0, 1, (start, 100)).is_ok());
     assert!(new(0, 1, (start, 101)).is_err() && new(0, 1, (start - 1, 1)).is_err());
     assert!(new(0, 1, (start, usize::MAX)).is_err() && new(1, 1, (start, 1)).is_err());

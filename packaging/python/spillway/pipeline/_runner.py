@@ -89,7 +89,7 @@ class Pipeline:
                                async_optimizer=async_optimizer)
         if check_finite and self.plan.async_optimizer:
             _refuse_without_rollback(optimizer)
-        self._sample, self._step = sample, 0
+        self._sample, self._step, self._steps = sample, 0, 0
         self._store = Store(self._units)
         pairs = {(one.device, one.peer) for one in self.plan.operations if one.kind.startswith("send") and one.peer is not None}
         try:
@@ -123,9 +123,10 @@ class Pipeline:
         orders = []
         for device in range(self.plan.devices):
             given = (parts[0] if device == self._input_device else [], parts[1] if device in self._target_devices else [])
-            orders.append(("step", self._step, pickle.dumps(tuple({number: one for number, one in enumerate(some)} for some in given))))
+            orders.append(("step", self._step, self._steps, pickle.dumps(tuple({number: one for number, one in enumerate(some)} for some in given))))
         answers = self._fleet.ask(orders, timeout)
-        self._step += 1
+        committed = all(backend[1] for _, backend in answers)
+        self._step, self._steps = self._step + 1, self._steps + committed
         losses: dict[int, float] = {}
         for _, backend in answers:
             losses.update(backend[0])
@@ -133,7 +134,7 @@ class Pipeline:
         spans = [span for (_, device_spans), _ in answers for span in device_spans]
         seconds = max(end for _, _, end in spans) - min(start for _, start, _ in spans)
         busy = sum(end - start for _, start, end in spans)
-        return StepReport(sum(ordered) / len(ordered), ordered, all(backend[1] for _, backend in answers), seconds,
+        return StepReport(sum(ordered) / len(ordered), ordered, committed, seconds,
                           1 - busy / (seconds * self.plan.devices), [[tuple(event) for event in events] for (events, _), _ in answers])
 
     def _divided(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -163,9 +164,12 @@ class Pipeline:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Copies the weights into the parameters of the units."""
-        if self._fleet.closed:
-            raise InvalidArgumentError("sync: the pipeline is closed, or its last step failed; its weights may be those of half a step")
+        """Copies the weights into the parameters of the units. Works after a step that failed too, if no optimizer of that
+        step had begun, or all had ended.
+
+        Raises:
+            TornError: The weights are those of half a step."""
+        self._store.check_whole(self._steps)
         for number, unit in enumerate(self._units):
             for ours, theirs in zip(self._store.tensors(number), unit.parameters()):
                 theirs.copy_(ours)
@@ -195,6 +199,7 @@ def measure(units: Sequence[torch.nn.Module], sample: torch.Tensor) -> list[Unit
     with torch.random.fork_rng(devices=[]):
         for number, original in enumerate(units):
             module = copy.deepcopy(original)
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             leaf = value.detach().clone().requires_grad_(number > 0 and value.is_floating_point())
             saved: dict[int, int] = {}
             own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()} | {leaf.untyped_storage().data_ptr()}
@@ -212,6 +217,9 @@ def measure(units: Sequence[torch.nn.Module], sample: torch.Tensor) -> list[Unit
                 if output.requires_grad:
                     output.backward(torch.zeros_like(output))
                 end = time.perf_counter()
+            for name, buffer in module.named_buffers():
+                if not torch.allclose(buffers[name], buffer, rtol=0, atol=0, equal_nan=True):
+                    raise _torch.changes_buffer(number, name)
             gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             costs.append(Unit(forward=middle - start, backward=end - middle, recompute=middle - start,
                               param_bytes=sum(parameter.nbytes for parameter in module.parameters()),

@@ -91,12 +91,13 @@ class TorchBackend:
                 trained = [parameter for parameter in owned if parameter.requires_grad]
                 self._optimizers[key[0]] = self._make_optimizer(trained) if trained else None
 
-    def begin(self, step: int, data: bytes) -> None:
-        """Begins a step with the inputs and targets that this device needs."""
-        self._step = step
+    def begin(self, step: int, steps: int, data: bytes) -> None:
+        """Begins step number `step`, after `steps` steps that were kept, with the inputs and targets that this device
+        needs."""
+        self._step, self._steps = step, steps
         self._inputs, self._targets = pickle.loads(data)
         self._finite: dict[int, bool] = {}
-        self._stepped: list[int] = []
+        self._stepped: list[tuple[int, range]] = []
         self._losses: dict[int, float] = {}
         self._go = True
 
@@ -134,12 +135,12 @@ class TorchBackend:
     # Parameters.
 
     def fetch(self, first: int, units: int) -> list[torch.Tensor]:
-        """Copies parameters from the shared memory into the device's modules."""
+        """Copies parameters from the arena into the device's modules."""
         copies = []
         for unit, module in zip(range(first, first + units), self._modules[first, units]):
-            for shared, parameter in zip(self._store.tensors(unit), module.parameters()):
-                parameter.data = shared.clone()
-                copies.append(parameter.data)
+            for copied, parameter in zip(self._store.copy(unit, self._steps), module.parameters()):
+                parameter.data = copied
+                copies.append(copied)
         return copies
 
     def release(self, first: int, units: int) -> None:
@@ -210,24 +211,30 @@ class TorchBackend:
         with self._lock:
             self._finite[first] = finite
 
-    def optimize(self, first: int, _units: int) -> None:
+    def optimize(self, first: int, units: int) -> None:
         """Steps a stage, unless its own gradients, or before asynchronous optimizers those of all stages, are refused."""
         if not (self._go and self._finite[first]) or self._optimizers[first] is None:
             return
+        stage = range(first, first + units)
+        self._store.begin(stage, self._steps + 1)
         self._optimizers[first].step()
-        with self._lock:
-            self._stepped.append(first)
+        if self._plan.async_optimizer:
+            with self._lock:
+                self._stepped.append((first, stage))
+        else:
+            self._store.end(stage, True)
 
     def verdict(self) -> bool:
         return all(self._finite.values())
 
     def validated(self, verdict: bool) -> None:
-        """Takes the verdict of all devices: rolls back what was stepped, or prevents the steps."""
+        """Takes the verdict of all devices: keeps what was stepped, or rolls it back; or prevents the steps."""
         self._go = verdict
-        if not verdict:
-            for first in self._stepped:
+        for first, stage in self._stepped:
+            if not verdict:
                 self._optimizers[first].rollback()
-            self._stepped.clear()
+            self._store.end(stage, verdict)
+        self._stepped.clear()
 
     def set_options(self, options: dict[str, Any]) -> None:
         """Sets options of all groups of all optimizers."""
@@ -246,6 +253,12 @@ class TorchBackend:
         for first, state in pickle.loads(data).items():
             if self._optimizers.get(first):
                 self._optimizers[first].load_state_dict(state)
+
+
+def changes_buffer(unit: int, name: str) -> UnsupportedError:
+    """The error of a unit that recomputation would change twice."""
+    return UnsupportedError(f"unit {unit} changes its buffer {name} in its forward pass, and recomputation would change it again; use eval() "
+                            "for this module, or one without running statistics")
 
 
 def _empty(module: torch.nn.Module) -> torch.nn.Module:
@@ -268,8 +281,7 @@ def _checked(unit: int, module: torch.nn.Module, value: torch.Tensor) -> torch.T
         raise UnsupportedError(f"unit {unit} returned a {type(output).__name__}; the output of a unit must be one tensor")
     for name, buffer, before in versions:
         if buffer._version != before:
-            raise UnsupportedError(f"unit {unit} changes its buffer {name} in its forward pass, and recomputation would change it again; "
-                                   "use eval() for this module, or one without running statistics")
+            raise changes_buffer(unit, name)
     if value._version != version:
         raise UnsupportedError(f"unit {unit} changes its input in place, which is a checkpoint; use inplace=False, or merge units")
     return output

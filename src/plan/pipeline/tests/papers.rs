@@ -138,27 +138,22 @@ fn figures_2_and_8_have_the_papers_ratios_in_the_accounting_of_the_iteration() {
     assert!(near(sysx.summary.passes_bubble_ratio, 3.0 / 27.0));
 }
 
-/// If fetch and offload of a unit take equally long, and all costs are multiples of a tenth, one pair of costs gives both
-/// ratios exactly (21 of 45 and 8 of 32). Without transfers, optimizer steps of no length give both printed percentages.
+/// If fetch and offload of a unit take equally long, the printed percentages leave a small range of costs, in which one pair
+/// is whole: 1 and 2. Without transfers, no optimizer step gives both percentages.
 #[test]
-fn the_costs_behind_figures_2_and_8_are_the_only_ones() {
-    let ratios = |transfer: f64, optimizer: f64| {
+fn the_costs_behind_figures_2_and_8_are_known_within_a_small_range() {
+    let prints_both = |transfer: f64, optimizer: f64| {
         let unit = Unit { fetch: transfer, offload: transfer, optimizer, ..FIGURES_2_AND_8 };
         let ratio = |schedule| planned(&shape(schedule, 4, 4, 8, 2), unit).summary.iteration_bubble_ratio;
-        (ratio(AFAB), ratio(SYSX))
+        (ratio(AFAB) * 100.0).round() == 47.0 && (ratio(SYSX) * 100.0).round() == 25.0
     };
-    let mut exact = Vec::new();
-    for (transfer, optimizer) in
-        (0..=20).flat_map(|t| (0..=60).map(move |o| (f64::from(t) / 10.0, f64::from(o) / 10.0)))
-    {
-        let (mobius, sysx) = ratios(transfer, optimizer);
-        if near(mobius, 21.0 / 45.0) && near(sysx, 0.25) {
-            exact.push((transfer, optimizer));
-        }
-        let printed = (mobius * 100.0).round() == 47.0 && (sysx * 100.0).round() == 25.0;
-        assert!(!(printed && transfer == 0.0), "optimizer {optimizer}: {mobius} and {sysx}");
-    }
-    assert_eq!(exact, [(1.0, 2.0)]);
+    let grid = (0..=40).flat_map(|t| (0..=120).map(move |o| (f64::from(t) / 20.0, f64::from(o) / 20.0)));
+    let found: Vec<(f64, f64)> =
+        grid.filter(|(transfer, optimizer)| prints_both(*transfer, *optimizer)).collect();
+    let near = |pair: &(f64, f64)| (0.8..1.15).contains(&pair.0) && (1.8..2.4).contains(&pair.1);
+    assert!(found.len() > 10 && found.iter().all(near), "{found:?}");
+    let whole: Vec<_> = found.iter().filter(|pair| pair.0.fract() == 0.0 && pair.1.fract() == 0.0).collect();
+    assert_eq!(whole, [&(1.0, 2.0)]);
 }
 
 /// Figure 7, in the setting of Figure 5(c): an optimizer of one backward stage is as long as its backward passes. The

@@ -9,7 +9,7 @@ import pytest
 
 import spillway
 import spillway.deepspeed
-from spillway import errors, gpu, interleave, optim, recording, speculate, swap, tier
+from spillway import errors, gpu, interleave, optim, pipeline, recording, speculate, swap, tier
 
 mypy = pytest.importorskip("mypy", reason="mypy is not installed: packaging/python_env.sh installs it")
 
@@ -50,7 +50,7 @@ def test_a_program_that_uses_the_package_is_checked(repository, tmp_path):
 
 def public():
     """Every public class and function, and the methods that a class defines itself."""
-    for module in (spillway, errors, gpu, interleave, optim, recording, speculate, swap, tier, spillway.deepspeed):
+    for module in (spillway, errors, gpu, interleave, optim, pipeline, recording, speculate, swap, tier, spillway.deepspeed):
         for name, value in vars(module).items():
             if name.startswith("_") or not getattr(value, "__module__", "").startswith("spillway"):
                 continue

@@ -55,9 +55,9 @@ tune: lib ## find the best I/O settings for DIR=. and save them where the librar
 soak: ## eight threads of verified reads and writes for MINUTES=10; fails if memory or files grow
 	SPILLWAY_SOAK_SECONDS=$$(($(MINUTES) * 60)) cargo test --test soak -- --nocapture
 
-kill: ## kill a process that steps a tier at random moments, ROUNDS=1000 times
-	SPILLWAY_KILL_ROUNDS=$(ROUNDS) cargo test --test c -- tier_kill
-	@cat target/*/c/tier_kill/counts.txt
+kill: ## kill a process that steps a tier, or writes an arena, at random moments, ROUNDS=1000 times
+	SPILLWAY_KILL_ROUNDS=$(ROUNDS) cargo test --test c -- tier_kill arena_kill
+	@cat target/*/c/tier_kill/counts.txt target/*/c/arena_kill/counts.txt
 
 model: lib packages ## random sequences of calls, signals, kills and attacks on files, against an oracle (SECONDS=3600)
 	eval "$$(packaging/python_env.sh --export)" && ffi_tests/model/run.sh $(SECONDS)

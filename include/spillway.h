@@ -3,7 +3,8 @@
 // The library updates parameters in host memory while the GPU computes. Optimizer state can lie in host memory, on
 // NVMe drives or in object stores; a step can be rolled back bit by bit. Results have the same bits on every processor.
 //
-// C++17 classes over these calls: spillway.hpp. Headers (each compiles alone; this one includes all but plan.h):
+// C++17 classes over these calls: spillway.hpp. Headers (each compiles alone; this one includes all that
+// are not experimental):
 //
 //   spillway/base.h         Statuses and error messages, versions, the log, the thread pool.
 //   spillway/optim.h        Adam, AdamW, Adagrad and Lion over parameters and states in host memory.
@@ -17,6 +18,8 @@
 //   spillway/interleave.h   An update divided between CPU and GPU.
 //   spillway/deepspeed.h    The optimizer ids of DeepSpeed.
 //   spillway/plan.h         Experimental: predictions of an update's time. Not frozen; include it yourself.
+//   spillway/arena.h        Experimental: parameters that several processes share.
+//   spillway/stage.h        Experimental: asynchronous optimizer jobs of a pipeline.
 //
 // Functions to begin with:
 //

@@ -4,17 +4,21 @@
 //! - Locks belong to a description of their own, whose descriptor forked children close and which leaves the process
 //!   never. Another descriptor of the arena, without locks, may be sent to other processes.
 //! - A forked child gets an error from every call. The mapping stays in the child: addresses that it inherited are valid.
+//! - Memory that can be written is pinned memory for transfers, which register it at its first use. A read-only mapping
+//!   cannot be registered.
 //! - The owner removes the name of the arena when it closes it. Memory that other processes have mapped stays mapped.
 #![forbid(unsafe_code)]
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::layout::{Identity, Layout, Region};
 use super::open::{self, NamedFile};
 use crate::error::{ArenaError, ArenaKind, Error, Result};
+use crate::pool;
 use crate::sys::fork_closed::ForkClosedFile;
 use crate::sys::process::OpeningProcess;
 use crate::sys::shared_memory::SharedMapping;
@@ -35,6 +39,8 @@ pub struct Arena {
     pub(super) layout: Layout,
     identity: Identity,
     pub(super) mapping: SharedMapping,
+    /// The memory as transfers to and from files and GPUs know it, if it can be written.
+    transfers: Option<Arc<pool::region::Region>>,
     pub(super) locks: ForkClosedFile,
     shared: File,
     /// The name that this process removes at close.
@@ -113,6 +119,7 @@ impl Arena {
         let Parts { title, layout, identity, mapping, locks, shared, is_owner, huge, notes } = parts;
         let writing = try_vec::from_fn("listing the regions", layout.regions.len(), |_| Writing::default())?;
         let joined = try_vec::from_fn("listing the processes", layout.processes as usize, |_| false.into())?;
+        let transfers = mapping.is_writable().then(|| pool::region::Region::adopt(mapping.memory(), false));
         let opener = OpeningProcess::current();
         Ok(Arena {
             opener,
@@ -120,6 +127,7 @@ impl Arena {
             layout,
             identity,
             mapping,
+            transfers,
             locks,
             shared,
             owned: None,
@@ -230,6 +238,9 @@ impl Drop for Arena {
     fn drop(&mut self) {
         if self.check_process().is_err() {
             return;
+        }
+        if let Some(region) = &self.transfers {
+            region.retire();
         }
         if let (Some(named), Ok(found)) = (&self.owned, self.shared.metadata()) {
             open::remove_if_same(named, (found.dev(), found.ino()));

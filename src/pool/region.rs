@@ -92,10 +92,15 @@ impl Region {
             log::write(Level::Warn, &message);
         }
         let locked = backing.lock && lock(&mapping);
+        Ok(Region::adopt(Arc::new(mapping), locked))
+    }
+
+    /// Adds memory that is already mapped to the index, so that transfers treat it as pinned memory.
+    pub fn adopt(mapping: Arc<Mapping>, locked: bool) -> Arc<Region> {
         let region = Arc::new(Region {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             opener: OpeningProcess::current(),
-            mapping: Arc::new(mapping),
+            mapping,
             locked,
             retired: AtomicBool::new(false),
             leases: Mutex::default(),
@@ -107,7 +112,7 @@ impl Region {
             index.insert(region.span().address(), Arc::clone(&region));
             Some(Arc::new(index))
         });
-        Ok(region)
+        region
     }
 
     /// Removes the region from the index and notifies the watchers. The memory is unmapped when the last reference is

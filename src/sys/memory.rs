@@ -1,4 +1,5 @@
-//! Anonymous memory for buffers: 2 MiB pages if possible, populated, locked, bound to a NUMA node.
+//! Memory for buffers: 2 MiB pages if possible, populated, locked, bound to a NUMA node. [`super::shared_memory`] maps
+//! memory that other processes share.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -33,7 +34,7 @@ impl PageKind {
     }
 }
 
-/// Private zeroed memory, unmapped on drop.
+/// Memory that this process mapped, unmapped on drop: private and zeroed, unless another module mapped it.
 #[derive(Debug)]
 pub struct Mapping {
     span: Span,
@@ -42,8 +43,8 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Takes ownership of a fresh mapping of base pages. On failure the range is unmapped.
-    fn of(span: Span) -> io::Result<Mapping> {
+    /// Takes ownership of a fresh mapping of base pages, which no other code unmaps. On failure the range is unmapped.
+    pub(super) fn of(span: Span) -> io::Result<Mapping> {
         // SAFETY: whole pages that were just mapped, and that no other code unmaps.
         match unsafe { MappingOwner::new(span.address(), span.len()) } {
             Some(owner) => Ok(Mapping { span: span.of(owner.id()), kind: PageKind::Base, _owner: owner }),

@@ -12,12 +12,12 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::futex;
-use super::mapping_table::MappingOwner;
-use super::memory::{self, BASE_PAGE, HUGE_PAGE};
+use super::memory::{self, BASE_PAGE, HUGE_PAGE, Mapping};
 use super::span::Span;
 
 /// The directory of POSIX shared memory.
@@ -142,7 +142,7 @@ pub struct MapOptions {
 pub struct SharedMapping {
     span: Span,
     write: bool,
-    _owner: MappingOwner,
+    mapping: Arc<Mapping>,
 }
 
 impl SharedMapping {
@@ -156,25 +156,25 @@ impl SharedMapping {
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: just mapped; the owner made below pins the mapping for every use of the span.
+        // SAFETY: just mapped; the mapping made from this span pins it for every use.
         let span = unsafe { Span::new(start.cast(), bytes) }.ok_or(io::ErrorKind::OutOfMemory)?;
-        // SAFETY: whole pages that were just mapped, and that no other code unmaps.
-        let Some(owner) = (unsafe { MappingOwner::new(span.address(), bytes) }) else {
-            // SAFETY: as above.
-            unsafe { libc::munmap(start, bytes) };
-            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
-        };
+        let mapping = Arc::new(Mapping::of(span)?);
         if options.huge {
             // SAFETY: the range is mapped. Without the advice the mapping has base pages.
             unsafe { libc::madvise(start, bytes, libc::MADV_HUGEPAGE) };
         }
         let bound = options.node.and_then(|node| memory::bind(span, node).err());
-        Ok((SharedMapping { span: span.of(owner.id()), write: options.write, _owner: owner }, bound))
+        Ok((SharedMapping { span: mapping.span(), write: options.write, mapping }, bound))
     }
 
     /// All bytes.
     pub fn span(&self) -> Span {
         self.span
+    }
+
+    /// The memory, which stays mapped as long as the result lives.
+    pub fn memory(&self) -> Arc<Mapping> {
+        Arc::clone(&self.mapping)
     }
 
     /// True if the mapping can be written.

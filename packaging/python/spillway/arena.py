@@ -364,8 +364,9 @@ class Arena(_NativeHandle):
     def _memory(self, name: str) -> Any:
         """The bytes of a region. They keep this arena alive, and mapped."""
         found = self.region(name)
-        # A class of its own: plain ctypes arrays take no attribute and no weak reference.
-        memory = type("_Memory", (ctypes.c_char * found.bytes,), {}).from_address(found.address)
+        # A class of its own: plain ctypes arrays take no attribute, no weak reference, and have no hash.
+        kind = type("_Memory", (ctypes.c_char * found.bytes,), {"__hash__": object.__hash__})
+        memory = kind.from_address(found.address)
         memory.arena = self
         self._views.add(memory)
         return memory

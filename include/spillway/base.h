@@ -112,6 +112,21 @@ typedef enum spw_status {
     SPW_ERR_GPU_FORKED = 56,
     // A driver call failed. The message contains the driver's error text.
     SPW_ERR_GPU = 57,
+    // The writer of a region of an arena ended in the middle of a write. The bytes are a mixture until a new writer has
+    // written all of them.
+    SPW_ERR_ARENA_TORN = 60,
+    // The region of an arena was written while it was read. Read it again.
+    SPW_ERR_ARENA_CHANGED = 61,
+    // A process that the call depends on has ended: the owner of an arena, or one that has not posted its verdict.
+    SPW_ERR_ARENA_PEER_ENDED = 62,
+    // The memory is no arena, has a format version that this library does not read, or is truncated or damaged.
+    SPW_ERR_ARENA_FORMAT = 63,
+    // The memory belongs to another user, is a link, or has a second name.
+    SPW_ERR_ARENA_FOREIGN = 64,
+    // An arena of this name exists. The message says whether its owner lives.
+    SPW_ERR_ARENA_EXISTS = 65,
+    // There is no arena of this name, or its owner has not completed it.
+    SPW_ERR_ARENA_MISSING = 66,
 } spw_status;
 
 // Returns the name of a status, or "SPW_ERR_UNKNOWN" for a value that this version does not define. The string is

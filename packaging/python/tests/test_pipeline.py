@@ -171,6 +171,16 @@ def test_figures_of_the_paper():
     assert pipeline.rollback_cost(iteration=10, rollback=4, exposed=1.3, every=100).mean == pytest.approx(0.0053)
 
 
+def test_the_picture_of_the_docs_is_that_of_its_plan(repository):
+    """SPILLWAY_BLESS=1 writes it anew."""
+    unit = pipeline.Unit(forward=0.5, backward=1, fetch=1, offload=1, optimizer=2)
+    text = pipeline.plan("decoupled", devices=4, micro_batches=4, stages=8, split=2, units=unit).to_svg()
+    picture = repository / "docs" / "pipeline.svg"
+    if os.environ.get("SPILLWAY_BLESS"):
+        picture.write_text(text)
+    assert picture.read_text() == text
+
+
 def test_a_plan_is_an_object_that_can_be_sent_and_drawn():
     plan = pipeline.plan("decoupled", devices=2, micro_batches=2, stages=2, split=2)
     assert pickle.loads(pickle.dumps(plan)) == plan

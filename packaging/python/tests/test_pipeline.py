@@ -126,6 +126,64 @@ class StoppedBackend(pipeline_light.LightBackend):
         return super().optimize(*arguments)
 
 
+class InterruptingBackend(pipeline_light.LightBackend):
+    def forward(self, *arguments):
+        if self.device == 1:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(1000)
+        return super().forward(*arguments)
+
+
+class ClosingBackend(pipeline_light.LightBackend):
+    """Tells the test that a pass has begun, and never ends it."""
+
+    def forward(self, *arguments):
+        os.kill(os.getppid(), signal.SIGUSR1)
+        time.sleep(1000)
+
+
+def started(backend):
+    plan = fixed_plan()
+    pairs = {(operation.device, operation.peer) for operation in plan.operations if operation.kind.startswith("send")}
+    fleet = Fleet(DEVICES, pairs, backend)
+    fleet.set_plan(plan, timeout=300)
+    return fleet, fleet.process_ids()
+
+
+def test_an_interrupt_and_a_close_by_a_handler_end_all_processes():
+    fleet, ids = started(InterruptingBackend)
+    with pytest.raises(KeyboardInterrupt):
+        fleet.ask([("step", 1)] * DEVICES, timeout=300)
+    assert fleet.closed and all(not alive(process) for process in ids)
+
+    fleet, ids = started(ClosingBackend)
+    before = signal.signal(signal.SIGUSR1, lambda *_: fleet.close())
+    try:
+        with pytest.raises(spillway.BusyError, match="closed"):
+            fleet.ask([("step", 1)] * DEVICES, timeout=300)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert all(not alive(process) for process in ids)
+
+
+def test_a_forked_child_can_neither_use_nor_end_the_processes():
+    fleet, ids = started(pipeline_light.LightBackend)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            fleet.ask([("step", 1)] * DEVICES)
+        except spillway.UnsupportedError:
+            fleet.close()
+            status = 7
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(fleet.ask([("step", 1)] * DEVICES, timeout=300)) == DEVICES
+    del fleet
+    assert all(not alive(process) for process in ids)
+
+
 def test_processes_end_with_a_parent_that_is_killed(tmp_path, child_environment):
     import subprocess
     import sys

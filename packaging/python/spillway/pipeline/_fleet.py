@@ -3,15 +3,20 @@
 Invariants:
 - A failure of one process ends all: they are killed and reaped before the exception is raised.
 - The first cause is reported. A process whose peer has ended is no cause.
-- Shared memory has no name, and processes end when the pipe to their parent closes, however the parent ends."""
+- Shared memory has no name, and processes end when the pipe to their parent closes, however the parent ends.
+- A forked child of the parent ends no process: multiprocessing does not know these processes, because it would end them
+  when such a child exits."""
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import struct
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection
 from typing import Any
@@ -36,6 +41,7 @@ class Fleet:
     def __init__(self, devices: int, pairs: Iterable[tuple[int, int]], make_backend: Callable[[int], Any]):
         context = multiprocessing.get_context("spawn")
         self._process_id = os.getpid()
+        self._asking, self._ending, self._closing = threading.Lock(), threading.RLock(), False
         self._plan: Plan | None = None
         self._processes: list[Any] = []
         self._controls: list[Any] = []
@@ -43,6 +49,8 @@ class Fleet:
         outgoing: list[dict[int, Any]] = [{} for _ in range(devices)]
         incoming: list[dict[int, Any]] = [{} for _ in range(devices)]
         ends = []
+        # Ends the processes when this object is forgotten, and at exit.
+        self._end = weakref.finalize(self, _end, self._process_id, self._processes, self._controls, self._progress)
         try:
             for sender, receiver in sorted(set(pairs)):
                 incoming[receiver][sender], outgoing[sender][receiver] = pipe = context.Pipe(duplex=False)
@@ -56,6 +64,7 @@ class Fleet:
                     args=(device, theirs, self._progress, outgoing[device], incoming[device], make_backend))
                 process.start()
                 self._processes.append(process)
+                getattr(multiprocessing.process, "_children", set()).discard(process)
         except BaseException:
             self.kill()
             raise
@@ -66,7 +75,7 @@ class Fleet:
     @property
     def closed(self) -> bool:
         """True after close() or a failure."""
-        return not self._processes
+        return not self._end.alive
 
     def process_ids(self) -> list[int]:
         """Returns the ids of the processes, by device."""
@@ -82,18 +91,25 @@ class Fleet:
 
         Raises:
             PipelineError: A process failed.
-            TimedOutError: Not all devices answered in time. All processes have ended."""
+            TimedOutError: Not all devices answered in time. All processes have ended.
+            BusyError: Another thread waits for answers, or the pipeline is closed. Nothing was done."""
         if self._process_id != os.getpid():
             raise UnsupportedError(f"this pipeline was opened by process {self._process_id} and is not usable in its forked child; open a "
                                    "new one in the child")
         if self.closed:
             raise BusyError("this pipeline is closed, because of close() or a failure; open a new one")
+        if not self._asking.acquire(blocking=False):
+            raise BusyError("another thread is in a call of this pipeline; use it from one thread at a time")
         try:
             return self._ask(orders, None if timeout is None else time.monotonic() + timeout)
-        except BaseException:
+        except BaseException as error:
             # A step that ended halfway cannot go on, whatever ended it.
             self.kill()
+            if self._closing and isinstance(error, Exception):
+                raise BusyError("another thread closed this pipeline during the call; its step did not end") from None
             raise
+        finally:
+            self._asking.release()
 
     def _ask(self, orders: Sequence[tuple[Any, ...]], deadline: float | None) -> list[Any]:
         for device, order in enumerate(orders):
@@ -170,22 +186,28 @@ class Fleet:
                              "pipeline from the last weights", device, doing)
 
     def kill(self) -> None:
-        """Ends and reaps all processes."""
-        if self._process_id != os.getpid():
-            return
-        processes, self._processes = self._processes, []
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-            process.close()
-        for control in self._controls:
-            control.close()
-        self._progress.close()
+        """Ends and reaps all processes. Does nothing in a forked child."""
+        if self._process_id == os.getpid():
+            with self._ending:
+                self._end()
 
     def close(self) -> None:
         """Ends all processes; a second call does nothing."""
+        self._closing = True
         self.kill()
+
+
+def _end(owner: int, processes: list[Any], controls: list[Any], progress: _worker.SharedMemory) -> None:
+    if owner != os.getpid():
+        return
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+        process.close()
+    for control in controls:
+        control.close()
+    progress.close()
 
 
 def _exit_words(code: int | None) -> str:

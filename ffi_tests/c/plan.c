@@ -145,8 +145,108 @@ static void refusals(void) {
     CHECK(result.exposed_seconds == 0 && result.gpu == 0);
 }
 
+// SysX: Figures 2 and 8, and an operation list that a program can follow.
+static void pipeline(void) {
+    spw_pipeline_options options = SPW_PIPELINE_OPTIONS_INIT;
+    options.devices = 4, options.micro_batches = 4, options.stages = 8, options.split = 2;
+    options.flags = SPW_PIPELINE_FLAG_RECOMPUTE;
+    spw_pipeline_unit unit = SPW_PIPELINE_UNIT_INIT;
+    unit.forward = 0.5, unit.backward = 1, unit.fetch = 1, unit.offload = 1, unit.optimizer = 2;
+    unit.param_bytes = 100, unit.input_bytes = 8;
+    spw_pipeline *mobius = NULL, *sysx = NULL;
+    CHECK_OK(spw_plan_pipeline(&options, &unit, 1, &mobius));
+    options.schedule = SPW_PIPELINE_SCHEDULE_DECOUPLED;
+    options.flags |= SPW_PIPELINE_FLAG_ASYNC_OPTIMIZER;
+    CHECK_OK(spw_plan_pipeline(&options, &unit, 1, &sysx));
+    spw_pipeline_result result = SPW_PIPELINE_RESULT_INIT;
+    CHECK_OK(spw_pipeline_get_result(mobius, &result));
+    CHECK(near(result.iteration_bubble_ratio, 21.0 / 45) && near(result.passes_bubble_ratio, 9.0 / 33));
+    CHECK(isnan(result.closed_bubble_ratio) && result.checkpoints == 0);
+    CHECK_OK(spw_pipeline_close(mobius));
+    CHECK_OK(spw_pipeline_get_result(sysx, &result));
+    CHECK(near(result.iteration_bubble_ratio, 0.25) && near(result.passes_bubble_ratio, 3.0 / 27));
+
+    // The structs of a newer caller are longer; the first one says how long.
+    typedef struct {
+        spw_pipeline_operation known;
+        uint64_t newer;
+    } longer;
+    longer *list = calloc((size_t)result.operations, sizeof *list);
+    uint32_t *before = calloc((size_t)result.dependencies, sizeof *before);
+    CHECK(list && before);
+    list[0].known.struct_size = sizeof *list;
+    CHECK_OK(spw_pipeline_get_operations(sysx, 0, result.operations, &list[0].known));
+    CHECK_OK(spw_pipeline_get_dependencies(sysx, 0, result.dependencies, before));
+    uint64_t forward = 0, fetched = 0;
+    for (uint64_t i = 0; i < result.operations; i++) {
+        const spw_pipeline_operation *one = &list[i].known;
+        CHECK(one->struct_size == sizeof *list && list[i].newer == 0);
+        forward += one->kind == SPW_PIPELINE_KIND_FORWARD;
+        fetched += one->kind == SPW_PIPELINE_KIND_FETCH ? one->bytes : 0;
+        for (uint64_t k = 0; k < one->dependencies; k++) {
+            const spw_pipeline_operation *needed = &list[before[one->first_dependency + k]].known;
+            CHECK(needed->begins < one->begins && needed->end <= one->end);
+        }
+    }
+    CHECK(forward == 8 * 4 && fetched == result.fetched_bytes);
+    spw_pipeline_change change = SPW_PIPELINE_CHANGE_INIT;
+    CHECK_OK(spw_pipeline_get_changes(sysx, 0, 1, &change));
+    CHECK(change.memory == SPW_PIPELINE_MEMORY_PARAMETERS && change.resident == 200 && !change.freed);
+    spw_pipeline_device device = SPW_PIPELINE_DEVICE_INIT;
+    CHECK_OK(spw_pipeline_get_device(sysx, 3, &device));
+    CHECK(near(device.busy, 24) && device.parameters == 400);
+    uint64_t needed = 0;
+    CHECK_OK(spw_pipeline_get_svg(sysx, 800, NULL, 0, &needed));
+    char *text = malloc((size_t)needed);
+    CHECK_OK(spw_pipeline_get_svg(sysx, 800, text, (size_t)needed, NULL));
+    CHECK(strstr(text, "</svg>"));
+    free(text);
+
+    INVALID(spw_pipeline_get_device(sysx, 4, &device), "device");
+    INVALID(spw_pipeline_get_operations(sysx, 1, result.operations, &list[0].known), "count");
+    INVALID(spw_pipeline_get_operations(sysx, UINT64_MAX, 2, &list[0].known), "count");
+    INVALID(spw_pipeline_get_operations(sysx, 0, 1, NULL), "operations_out");
+    list[0].known.struct_size = 4;
+    INVALID(spw_pipeline_get_operations(sysx, 0, 1, &list[0].known), "struct_size");
+    INVALID(spw_pipeline_get_changes(sysx, result.changes, 1, &change), "count");
+    INVALID(spw_pipeline_get_dependencies(sysx, 0, UINT64_MAX, before), "count");
+    INVALID(spw_pipeline_get_svg(sysx, 7, NULL, 0, NULL), "width");
+    INVALID(spw_pipeline_get_result(NULL, &result), "pipeline");
+    INVALID(spw_pipeline_get_result(sysx, NULL), "result_out");
+    free(list);
+    free(before);
+    CHECK_OK(spw_pipeline_close(sysx));
+    CHECK_OK(spw_pipeline_close(NULL));
+
+    spw_pipeline *none = NULL;
+    INVALID(spw_plan_pipeline(&options, &unit, 1, NULL), "pipeline_out");
+    INVALID(spw_plan_pipeline(NULL, &unit, 1, &none), "options");
+    INVALID(spw_plan_pipeline(&options, NULL, 1, &none), "units");
+    INVALID(spw_plan_pipeline(&options, &unit, 0, &none), "unit_count");
+    INVALID(spw_plan_pipeline(&options, &unit, UINT64_MAX, &none), "count");
+    unit.reserved = 1;
+    INVALID(spw_plan_pipeline(&options, &unit, 1, &none), "reserved");
+    unit.reserved = 0;
+    options.schedule = 3;
+    INVALID(spw_plan_pipeline(&options, &unit, 1, &none), "schedule");
+    options.schedule = SPW_PIPELINE_SCHEDULE_DECOUPLED;
+    options.flags = 8;
+    INVALID(spw_plan_pipeline(&options, &unit, 1, &none), "flags");
+    options.flags = SPW_PIPELINE_FLAG_RECOMPUTE;
+    options.stages = options.split = options.micro_batches = UINT32_MAX;
+    INVALID(spw_plan_pipeline(&options, &unit, 1, &none), "stages");
+    CHECK(none == NULL);
+
+    double event = 0, mean = 0;
+    CHECK_OK(spw_plan_rollback(10, 4, 1.3, 100, &event, &mean));
+    CHECK(near(event, 0.53) && near(mean, 0.0053));
+    INVALID(spw_plan_rollback(0, 4, 1.3, 100, &event, &mean), "iteration");
+    INVALID(spw_plan_rollback(10, 4, 1.3, 100, NULL, &mean), "per_event_out");
+}
+
 int main(void) {
     papers_figures();
+    pipeline();
     superoffload();
     trace();
     refusals();

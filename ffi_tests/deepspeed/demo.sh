@@ -1,7 +1,8 @@
 #!/bin/sh
 # Trains a small GPT under unmodified DeepSpeed with Spillway's ops, and checks that Spillway served them. The first
 # runs use ZeRO stages 2 and 3 with states in CPU memory. Then stage 3 runs with states, gradients and parameters in
-# files. At last it runs with states on a tier of two paths, and is killed and restarted.
+# files. Then it runs with states on a tier of two paths, and is killed and restarted. At last a GPT runs in a pipeline of
+# two processes, without DeepSpeed.
 #
 #   STEPS=150      steps per run; the run with files has a larger model and at most 20
 #   SECONDS=60     stop a run after this time
@@ -30,6 +31,7 @@ main() {
     done
     speculation
     tier
+    pipelined
     echo "demo: ok"
 }
 
@@ -65,6 +67,12 @@ tier() {
     [ "$(field gpt again sha256)" = "$(field gpt host sha256)" ] || fail "the run that was killed has other weights"
     echo "  went on at step $(field gpt again began_at); final weights equal, to the bit, to the run in host memory"
     rm -rf "$work/tier"
+}
+
+# Two processes with forward and backward passes of a stage in different ones, and one of them killed. DeepSpeed is not used.
+pipelined() {
+    echo "SysX's decoupled pipeline schedule"
+    env -u SPILLWAY_DEEPSPEED "$python" "$here/pipelined.py" --json "$work/pipelined.json"
 }
 
 # NAME ARGUMENTS...

@@ -161,6 +161,332 @@ enum spw_status spw_plan_share(const struct spw_interleave_rates *rates,
                                double *cpu_per_gpu_out,
                                double *share_out);
 
+// The order of the passes on the devices. Passed as `uint32_t`.
+typedef enum spw_pipeline_schedule {
+    // All forward passes, then all backward passes (GPipe). With more stages than devices: interleaved, as in Mobius.
+    SPW_PIPELINE_SCHEDULE_AFAB = 0,
+    // One forward pass, one backward pass (DAPPLE). With more stages than devices: Megatron's interleaved schedule.
+    SPW_PIPELINE_SCHEDULE_1F1B = 1,
+    // SysX: all forward passes, then fine-grained backward stages, each on the device that is free next.
+    SPW_PIPELINE_SCHEDULE_DECOUPLED = 2,
+} spw_pipeline_schedule;
+
+// Bits of `flags` in `spw_pipeline_options`.
+typedef enum spw_pipeline_flag {
+    // A forward pass keeps checkpoints only, and the backward pass recomputes the activations.
+    SPW_PIPELINE_FLAG_RECOMPUTE = 1,
+    // A checkpoint is sent right before the backward pass that needs it, and not after its forward pass.
+    SPW_PIPELINE_FLAG_LATE_CHECKPOINTS = 2,
+    // A stage's optimizer begins with its own gradients, and not when all gradients are in host memory.
+    SPW_PIPELINE_FLAG_ASYNC_OPTIMIZER = 4,
+} spw_pipeline_flag;
+
+// A pipeline: its devices, stages and rules. A model is a list of units. A forward stage has `split` of them; so has a
+// backward stage, unless the schedule is decoupled: then a backward stage has one.
+typedef struct spw_pipeline_options {
+    // `sizeof(spw_pipeline_options)`
+    uint32_t struct_size;
+    // An `spw_pipeline_schedule`.
+    uint32_t schedule;
+    // Number of devices, N_g, at most 4096.
+    uint32_t devices;
+    // Number of micro-batches, N_m.
+    uint32_t micro_batches;
+    // Number of forward stages, N_sf.
+    uint32_t stages;
+    // Units per forward stage, d; 0: 1. There are at most 2^20 forward passes and backward passes of units.
+    uint32_t split;
+    // Number of parameter sets that a device has room for; 0: 2. A set is the parameters of a stage.
+    uint32_t slots;
+    // Bits of `spw_pipeline_flag`. A decoupled schedule needs SPW_PIPELINE_FLAG_RECOMPUTE.
+    uint32_t flags;
+    // Seconds of a message between devices.
+    double latency;
+    // Further seconds of a message per byte.
+    double seconds_per_byte;
+} spw_pipeline_options;
+
+#define SPW_PIPELINE_OPTIONS_INIT \
+    { sizeof(spw_pipeline_options), 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0 }
+
+// Costs of a unit. Passes, activations and inputs are those of one micro-batch.
+typedef struct spw_pipeline_unit {
+    // `sizeof(spw_pipeline_unit)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Seconds of the forward pass.
+    double forward;
+    // Seconds of the backward pass.
+    double backward;
+    // Seconds of the recomputation.
+    double recompute;
+    // Seconds of the transfer of the parameters to a device.
+    double fetch;
+    // Seconds of the transfer of the gradients to host memory.
+    double offload;
+    // Seconds of the optimizer step on the CPU.
+    double optimizer;
+    // Bytes of the parameters, below 2^40, as all bytes here.
+    uint64_t param_bytes;
+    // Bytes of the gradients.
+    uint64_t grad_bytes;
+    // Bytes of the activations that the backward pass reads.
+    uint64_t activation_bytes;
+    // Bytes of the input, which is the output of the unit before.
+    uint64_t input_bytes;
+} spw_pipeline_unit;
+
+#define SPW_PIPELINE_UNIT_INIT \
+    { sizeof(spw_pipeline_unit), 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0 }
+
+// A planned pipeline. It never changes, and several threads and forked processes may use it.
+typedef struct spw_pipeline spw_pipeline;
+
+// Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. The handle
+// is given back to `spw_pipeline_close`.
+enum spw_status spw_plan_pipeline(const struct spw_pipeline_options *options,
+                                  const struct spw_pipeline_unit *units,
+                                  uint64_t unit_count,
+                                  struct spw_pipeline **pipeline_out);
+
+// Frees a plan. NULL is allowed.
+enum spw_status spw_pipeline_close(struct spw_pipeline *pipeline);
+
+// Computes the cost of rollbacks as fractions of an iteration's time (SysX section 5.6).
+//
+// - `iteration`: seconds of an iteration.
+// - `rollback`: seconds of a rollback.
+// - `exposed`: seconds of optimizer steps that no pass hides, and that would have been skipped.
+// - `every`: one of this many iterations is rolled back.
+// - `per_event_out` receives the cost of one rollback, `mean_out` (may be NULL) the mean over all iterations.
+enum spw_status spw_plan_rollback(double iteration,
+                                  double rollback,
+                                  double exposed,
+                                  double every,
+                                  double *per_event_out,
+                                  double *mean_out);
+
+// What an operation does. Passed as `uint32_t`.
+typedef enum spw_pipeline_kind {
+    // Forward pass of a stage.
+    SPW_PIPELINE_KIND_FORWARD = 0,
+    // Backward pass of a stage.
+    SPW_PIPELINE_KIND_BACKWARD = 1,
+    // Computing the activations of a backward stage again, from its checkpoint.
+    SPW_PIPELINE_KIND_RECOMPUTE = 2,
+    // Transfer of parameters to the device.
+    SPW_PIPELINE_KIND_FETCH = 3,
+    // Transfer of accumulated gradients to host memory.
+    SPW_PIPELINE_KIND_OFFLOAD = 4,
+    // Optimizer step on the CPU.
+    SPW_PIPELINE_KIND_OPTIMIZE = 5,
+    // Sending the output of a forward stage to the device of the next stage.
+    SPW_PIPELINE_KIND_SEND_ACTIVATION = 6,
+    // Its receipt.
+    SPW_PIPELINE_KIND_RECEIVE_ACTIVATION = 7,
+    // Sending the gradient of a backward stage's input to the device of the stage before.
+    SPW_PIPELINE_KIND_SEND_GRADIENT = 8,
+    // Its receipt.
+    SPW_PIPELINE_KIND_RECEIVE_GRADIENT = 9,
+    // Sending the input of a unit to the device of its backward pass.
+    SPW_PIPELINE_KIND_SEND_CHECKPOINT = 10,
+    // Its receipt.
+    SPW_PIPELINE_KIND_RECEIVE_CHECKPOINT = 11,
+    // Agreement of all devices that all gradients are finite: before the optimizers, or after asynchronous ones.
+    SPW_PIPELINE_KIND_VALIDATE = 12,
+} spw_pipeline_kind;
+
+// What memory on a device holds. Passed as `uint32_t`.
+typedef enum spw_pipeline_memory {
+    // Parameters.
+    SPW_PIPELINE_MEMORY_PARAMETERS = 0,
+    // Inputs of stages and units that recomputation needs.
+    SPW_PIPELINE_MEMORY_CHECKPOINTS = 1,
+    // Activations that a backward pass reads.
+    SPW_PIPELINE_MEMORY_ACTIVATIONS = 2,
+    // Accumulated gradients of parameters.
+    SPW_PIPELINE_MEMORY_GRADIENTS = 3,
+    // Activations and gradients in transfer between stages.
+    SPW_PIPELINE_MEMORY_MESSAGES = 4,
+} spw_pipeline_memory;
+
+// Predictions for an iteration. Two accountings of bubbles: from the first pass to the last (SysX Equation 3), and from
+// the first fetch to the last optimizer step (Figures 2 and 8).
+typedef struct spw_pipeline_result {
+    // `sizeof(spw_pipeline_result)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Seconds from the first pass to the last.
+    double passes_seconds;
+    // Seconds from the first fetch to the last operation.
+    double iteration_seconds;
+    // Seconds after the last pass.
+    double exposed_seconds;
+    // Idle time of the devices from the first pass to the last, as a fraction.
+    double passes_bubble_ratio;
+    // Idle time of the devices in the whole iteration, as a fraction.
+    double iteration_bubble_ratio;
+    // The same as passes_bubble_ratio by the closed form. NaN if none is known.
+    double closed_bubble_ratio;
+    // Number of operations.
+    uint64_t operations;
+    // Number of dependencies of all operations.
+    uint64_t dependencies;
+    // Number of changes of memory.
+    uint64_t changes;
+    // Number of fetches of parameters.
+    uint64_t fetches;
+    // Their bytes.
+    uint64_t fetched_bytes;
+    // Bytes of offloaded gradients.
+    uint64_t offloaded_bytes;
+    // Number of sent activations.
+    uint64_t activations;
+    // Their bytes.
+    uint64_t activation_bytes;
+    // Number of sent gradients.
+    uint64_t gradients;
+    // Their bytes.
+    uint64_t gradient_bytes;
+    // Number of sent checkpoints.
+    uint64_t checkpoints;
+    // Their bytes.
+    uint64_t checkpoint_bytes;
+} spw_pipeline_result;
+
+#define SPW_PIPELINE_RESULT_INIT \
+    { sizeof(spw_pipeline_result), 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+
+// An operation of a device. The positions of all begins and ends are one total order, which respects the dependencies.
+// A receipt begins and ends right behind its send.
+typedef struct spw_pipeline_operation {
+    // `sizeof(spw_pipeline_operation)`
+    uint32_t struct_size;
+    // An `spw_pipeline_kind`.
+    uint32_t kind;
+    // The device.
+    uint32_t device;
+    // The other device of a message, else UINT32_MAX.
+    uint32_t peer;
+    // The micro-batch; UINT32_MAX for parameters, accumulated gradients, optimizers and validations.
+    uint32_t micro_batch;
+    // First unit of the operation's stage. For a message, the first unit of the stage that receives.
+    uint32_t first_unit;
+    // Number of units of that stage; 1 for a checkpoint.
+    uint32_t units;
+    // Position of the begin.
+    uint32_t begins;
+    // Position of the end.
+    uint32_t ends;
+    // Number of dependencies.
+    uint32_t dependencies;
+    // Its first dependency in the list of `spw_pipeline_get_dependencies`.
+    uint64_t first_dependency;
+    // Bytes of a transfer or message.
+    uint64_t bytes;
+    // Seconds from the start of the iteration to the begin.
+    double start;
+    // Seconds from the start of the iteration to the end.
+    double end;
+} spw_pipeline_operation;
+
+#define SPW_PIPELINE_OPERATION_INIT \
+    { sizeof(spw_pipeline_operation), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0 }
+
+// A change of the bytes of one kind on one device: an allocation with the begin of an operation, or a release with the
+// end of one.
+typedef struct spw_pipeline_change {
+    // `sizeof(spw_pipeline_change)`
+    uint32_t struct_size;
+    // Number of the operation.
+    uint32_t operation;
+    // Its device.
+    uint32_t device;
+    // An `spw_pipeline_memory`.
+    uint32_t memory;
+    // 1: freed at the end of the operation. 0: allocated at its begin.
+    uint32_t freed;
+    // 0
+    uint32_t reserved;
+    // The bytes that are allocated or freed.
+    uint64_t bytes;
+    // The bytes of this kind on the device afterwards.
+    uint64_t resident;
+} spw_pipeline_change;
+
+#define SPW_PIPELINE_CHANGE_INIT \
+    { sizeof(spw_pipeline_change), 0, 0, 0, 0, 0, 0, 0 }
+
+// Predictions for a device.
+typedef struct spw_pipeline_device {
+    // `sizeof(spw_pipeline_device)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Seconds of passes.
+    double busy;
+    // Seconds from the start of the iteration to the first pass.
+    double first;
+    // Seconds from the start of the iteration to the end of the last pass.
+    double last;
+    // Number of operations.
+    uint64_t operations;
+    // Largest number of bytes at a time.
+    uint64_t peak_bytes;
+    // Largest number of bytes of parameters.
+    uint64_t parameters;
+    // Largest number of bytes of checkpoints.
+    uint64_t checkpoints;
+    // Largest number of bytes of activations.
+    uint64_t activations;
+    // Largest number of bytes of accumulated gradients.
+    uint64_t gradients;
+    // Largest number of bytes in transfer between stages.
+    uint64_t messages;
+} spw_pipeline_device;
+
+#define SPW_PIPELINE_DEVICE_INIT \
+    { sizeof(spw_pipeline_device), 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0 }
+
+// Writes the predictions for an iteration.
+enum spw_status spw_pipeline_get_result(const struct spw_pipeline *pipeline,
+                                        struct spw_pipeline_result *result_out);
+
+// Writes the predictions for a device.
+enum spw_status spw_pipeline_get_device(const struct spw_pipeline *pipeline,
+                                        uint32_t device,
+                                        struct spw_pipeline_device *device_out);
+
+// Writes `count` operations, from number `first` on. They are sorted by device, and for each device in the order in which
+// they begin. Only the first struct needs its `struct_size`; the call writes the others.
+enum spw_status spw_pipeline_get_operations(const struct spw_pipeline *pipeline,
+                                            uint64_t first,
+                                            uint64_t count,
+                                            struct spw_pipeline_operation *operations_out);
+
+// Writes `count` changes of memory, from number `first` on, in the order in which they happen. Only the first struct
+// needs its `struct_size`; the call writes the others.
+enum spw_status spw_pipeline_get_changes(const struct spw_pipeline *pipeline,
+                                         uint64_t first,
+                                         uint64_t count,
+                                         struct spw_pipeline_change *changes_out);
+
+// Writes the numbers of operations that others depend on: `count` entries of the list, from entry `first` on. Each
+// operation has a range of this list.
+enum spw_status spw_pipeline_get_dependencies(const struct spw_pipeline *pipeline,
+                                              uint64_t first,
+                                              uint64_t count,
+                                              uint32_t *dependencies_out);
+
+// Draws the timeline as an SVG picture of `width` pixels.
+enum spw_status spw_pipeline_get_svg(const struct spw_pipeline *pipeline,
+                                     uint32_t width,
+                                     char *text_out,
+                                     size_t size,
+                                     uint64_t *needed_out);
+
 // Seconds per bucket of each stage.
 typedef struct spw_plan_bucket {
     // `sizeof(spw_plan_bucket)`

@@ -284,6 +284,52 @@ class PlanProbe(_Given):
                 ("native_transfer", c_double), ("f32_step", c_double), ("native_step", c_double)]
 
 
+class PipelineOptions(_Given):
+    c_name = "spw_pipeline_options"
+    _fields_ = [("struct_size", c_uint32), ("schedule", c_uint32), ("devices", c_uint32), ("micro_batches", c_uint32),
+                ("stages", c_uint32), ("split", c_uint32), ("slots", c_uint32), ("flags", c_uint32),
+                ("latency", c_double), ("seconds_per_byte", c_double)]
+
+
+class PipelineUnit(_Given):
+    c_name = "spw_pipeline_unit"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("forward", c_double), ("backward", c_double),
+                ("recompute", c_double), ("fetch", c_double), ("offload", c_double), ("optimizer", c_double),
+                ("param_bytes", c_uint64), ("grad_bytes", c_uint64), ("activation_bytes", c_uint64), ("input_bytes", c_uint64)]
+
+
+class PipelineResult(Structure):
+    c_name = "spw_pipeline_result"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("passes_seconds", c_double),
+                ("iteration_seconds", c_double), ("exposed_seconds", c_double), ("passes_bubble_ratio", c_double),
+                ("iteration_bubble_ratio", c_double), ("closed_bubble_ratio", c_double), ("operations", c_uint64),
+                ("dependencies", c_uint64), ("changes", c_uint64), ("fetches", c_uint64), ("fetched_bytes", c_uint64),
+                ("offloaded_bytes", c_uint64), ("activations", c_uint64), ("activation_bytes", c_uint64),
+                ("gradients", c_uint64), ("gradient_bytes", c_uint64), ("checkpoints", c_uint64),
+                ("checkpoint_bytes", c_uint64)]
+
+
+class PipelineOperation(Structure):
+    c_name = "spw_pipeline_operation"
+    _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("device", c_uint32), ("peer", c_uint32),
+                ("micro_batch", c_uint32), ("first_unit", c_uint32), ("units", c_uint32), ("begins", c_uint32),
+                ("ends", c_uint32), ("dependencies", c_uint32), ("first_dependency", c_uint64), ("bytes", c_uint64),
+                ("start", c_double), ("end", c_double)]
+
+
+class PipelineChange(Structure):
+    c_name = "spw_pipeline_change"
+    _fields_ = [("struct_size", c_uint32), ("operation", c_uint32), ("device", c_uint32), ("memory", c_uint32),
+                ("freed", c_uint32), ("reserved", c_uint32), ("bytes", c_uint64), ("resident", c_uint64)]
+
+
+class PipelineDevice(Structure):
+    c_name = "spw_pipeline_device"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("busy", c_double), ("first", c_double),
+                ("last", c_double), ("operations", c_uint64), ("peak_bytes", c_uint64), ("parameters", c_uint64),
+                ("checkpoints", c_uint64), ("activations", c_uint64), ("gradients", c_uint64), ("messages", c_uint64)]
+
+
 class InterleaveOptions(_Given):
     c_name = "spw_interleave_options"
     _fields_ = [("struct_size", c_uint32), ("backend", c_uint32), ("transfer_dtype", c_uint32), ("fetch_gradients", c_uint32),
@@ -386,7 +432,8 @@ class StageCores(Structure):
 
 STRUCTURES = (ThreadOptions, Stats, Tensor, GradTensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
               SpecOptions, SpecStats, SpecEvent, SpecOutcome,
-              InterleaveRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, InterleaveOptions,
+              InterleaveRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, PipelineOptions, PipelineUnit,
+              PipelineResult, PipelineOperation, PipelineChange, PipelineDevice, InterleaveOptions,
               InterleaveSubgroup, PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
               TierPath, TierOptions, TierTarget, TierStepsInfo, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierVerifyInfo,
               SwapOptions, SwapBudget, SwapStats, DsAdamCall, DsAdamState,

@@ -10,7 +10,7 @@ import pytest
 import spillway
 import spillway.deepspeed
 import spillway.megatron
-from spillway import errors, gpu, interleave, optim, recording, speculate, swap, tier
+from spillway import errors, gpu, interleave, optim, pipeline, recording, speculate, swap, tier
 
 mypy = pytest.importorskip("mypy", reason="mypy is not installed: packaging/python_env.sh installs it")
 
@@ -89,7 +89,7 @@ def test_a_program_under_strict_rules_needs_no_exception(repository, tmp_path):
 
 def public():
     """Every public class and function, and the methods that a class defines itself."""
-    for module in (spillway, errors, gpu, interleave, optim, recording, speculate, swap, tier, spillway.deepspeed, spillway.megatron):
+    for module in (spillway, errors, gpu, interleave, optim, pipeline, recording, speculate, swap, tier, spillway.deepspeed, spillway.megatron):
         for name, value in vars(module).items():
             if name.startswith("_") or not getattr(value, "__module__", "").startswith("spillway"):
                 continue

@@ -13,6 +13,10 @@
 
 pub mod interleave;
 
+pub mod pipeline;
+
+pub mod pipeline_report;
+
 pub mod superoffload;
 
-pub use {interleave::*, superoffload::*};
+pub use {interleave::*, pipeline::*, pipeline_report::*, superoffload::*};

@@ -1,0 +1,231 @@
+"""Proves that spillway.pipeline trains torch modules to the bits of a serial run: forward and backward passes in other
+processes, recomputation with the same random numbers, gradients in the order of the micro-batches, and validated steps."""
+
+import functools
+import os
+import signal
+
+import pytest
+import torch
+
+import spillway
+from spillway import pipeline
+from spillway.torch import AdamW
+
+DIM = 16
+ADAMW = functools.partial(AdamW, lr=0.01, undo=True)
+
+
+class Noisy(torch.nn.Module):
+    def __init__(self, into, out):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(into, out), torch.nn.LayerNorm(out)
+        self.drop = torch.nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.drop(torch.nn.functional.gelu(self.norm(self.linear(x))))
+
+
+def model(units, seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(*(Noisy(DIM, DIM) for _ in range(units)))
+
+
+def batches(steps, micro_batches, seed=1):
+    random = torch.Generator().manual_seed(seed)
+    return [(torch.randn(3 * micro_batches, DIM, generator=random), torch.randn(3 * micro_batches, DIM, generator=random))
+            for _ in range(steps)]
+
+
+def serial(units, steps, micro_batches, stage, spoil=None):
+    """Trains without a pipeline, in one process. Returns the losses."""
+    optimizers = [ADAMW([p for unit in units[first:first + stage] for p in unit.parameters()]) for first in range(0, len(units), stage)]
+    losses = []
+    for step, (inputs, targets) in enumerate(steps):
+        for micro_batch, (x, target) in enumerate(zip(inputs.chunk(micro_batches), targets.chunk(micro_batches))):
+            for number, unit in enumerate(units):
+                torch.manual_seed(pipeline.seed_of(7, step, micro_batch, number))
+                x = unit(x)
+            loss = torch.nn.functional.mse_loss(x, target)
+            losses.append(loss.item())
+            (loss / micro_batches).backward()
+        for optimizer in optimizers:
+            if step != spoil:
+                optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+SHAPES = [("decoupled", {"devices": 2, "micro_batches": 3, "split": 2}, 8),
+          ("decoupled", {"devices": 3, "micro_batches": 2, "split": 1, "slots": 1}, 5),
+          ("afab", {"devices": 2, "micro_batches": 4, "split": 2, "recompute": True}, 8),
+          ("afab", {"devices": 2, "micro_batches": 2, "recompute": False}, 6),
+          ("1f1b", {"devices": 2, "micro_batches": 5, "recompute": False, "slots": 1}, 2),
+          ("1f1b", {"devices": 2, "micro_batches": 4, "recompute": True, "async_optimizer": True}, 4)]
+
+
+@pytest.mark.parametrize("schedule, options, count", SHAPES, ids=lambda value: str(value))
+def test_weights_and_losses_are_those_of_the_serial_run_to_the_bit(schedule, options, count):
+    micro_batches = options["micro_batches"]
+    steps = batches(3, micro_batches)
+    ours, theirs = model(count), model(count)
+    with pipeline.Pipeline(ours, torch.nn.functional.mse_loss, ADAMW, steps[0][0][:3], schedule=schedule, seed=7, **options) as runner:
+        reports = [runner.step(*step, timeout=300) for step in steps]
+        runner.sync()
+        for device, events in enumerate(reports[-1].memory):
+            assert events == [(change.operation, change.memory, change.freed, change.resident) for change in runner.plan.changes
+                              if change.device == device]
+        stage = runner.plan.backward_split
+    losses = serial(theirs, steps, micro_batches, stage)
+    assert [loss for report in reports for loss in report.losses] == losses
+    for left, right in zip(ours.parameters(), theirs.parameters()):
+        assert torch.equal(left, right)
+    assert all(report.committed and 0 <= report.bubble_ratio < 1 for report in reports)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_gradient_with_inf_changes_no_weight_of_any_stage(asynchronous):
+    steps = batches(3, 2)
+    steps[1][1][0, 0] = float("inf")
+    ours, theirs = model(4), model(4)
+    with pipeline.Pipeline(ours, torch.nn.functional.mse_loss, ADAMW, steps[0][0][:3], micro_batches=2, split=2, seed=7,
+                           async_optimizer=asynchronous) as runner:
+        committed = [runner.step(*step, timeout=300).committed for step in steps]
+        runner.sync()
+    assert committed == [True, False, True]
+    serial(theirs, steps, 2, 1, spoil=1)
+    assert all(torch.equal(left, right) for left, right in zip(ours.parameters(), theirs.parameters()))
+
+
+class Local(torch.nn.Module):
+    """Its gradient overflows in its own unit only: the other stages of the same step are finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x):
+        return x + Overflow.apply(self.weight) * 0
+
+
+class Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.full_like(gradient, float("inf"))
+
+
+def test_stages_that_stepped_are_rolled_back_when_another_device_finds_inf():
+    units = [*model(3), Local()]
+    before = [parameter.clone() for unit in units for parameter in unit.parameters()]
+    with pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2, split=2) as runner:
+        assert not runner.step(*batches(1, 2)[0], timeout=300).committed
+        runner.sync()
+    after = [parameter for unit in units for parameter in unit.parameters()]
+    assert all(torch.equal(left, right) for left, right in zip(before, after))
+
+
+class Kill(torch.nn.Module):
+    """Ends its process in a later pass of some process. The pass of the measurement does not count."""
+
+    def __init__(self, victim):
+        super().__init__()
+        self.linear, self.victim, self.parent = torch.nn.Linear(DIM, DIM), victim, os.getpid()
+
+    def forward(self, x):
+        if os.getpid() != self.parent and torch.is_grad_enabled():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.linear(x)
+
+
+def test_a_killed_stage_process_is_reported_and_nothing_is_left():
+    units = [*model(3), Kill(None)]
+    before = [parameter.clone() for unit in units for parameter in unit.parameters()]
+    names = set(os.listdir("/dev/shm"))
+    runner = pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2, split=2)
+    ids = runner.process_ids()
+    with pytest.raises(pipeline.PipelineError, match="device 0 .*recompute of unit 3 on micro-batch 0.*SIGKILL") as failure:
+        runner.step(*batches(1, 2)[0], timeout=300)
+    assert failure.value.device == 0
+    assert not any(os.path.exists(f"/proc/{process}") for process in ids)
+    assert {name for name in set(os.listdir("/dev/shm")) - names if "spillway" in name or "torch" in name} == set()
+    runner.sync()                                   # no optimizer had begun
+    with pytest.raises(spillway.BusyError):
+        runner.step(*batches(1, 2)[0])
+    runner.close()
+    after = [parameter for unit in units for parameter in unit.parameters()]
+    assert all(torch.equal(left, right) for left, right in zip(before, after))
+
+
+class KillInStep(AdamW):
+    """Ends its process in the second step, with half of the parameters written."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.state[self.param_groups[0]["params"][0]]["step"] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_weights_of_half_a_step_are_refused():
+    units, first = model(4), batches(2, 2)
+    make = functools.partial(KillInStep, lr=0.01, undo=True)
+    runner = pipeline.Pipeline(units, torch.nn.functional.mse_loss, make, torch.ones(3, DIM), micro_batches=2, split=2)
+    runner.step(*first[0], timeout=300)
+    runner.sync()
+    before = [parameter.clone() for parameter in units.parameters()]
+    with pytest.raises(pipeline.PipelineError, match="SIGKILL"):
+        runner.step(*first[1], timeout=300)
+    with pytest.raises(spillway.errors.TornError, match="half a step"):
+        runner.sync()
+    runner.close()
+    assert all(torch.equal(left, right) for left, right in zip(before, units.parameters()))
+
+
+class Statistics(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(DIM)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("unit, words", [
+    (Statistics(), "changes its buffer norm."), (torch.nn.InstanceNorm1d(3, track_running_stats=True), "changes its buffer running_mean"), (torch.nn.LSTM(DIM, DIM), "returned a tuple"),
+    (torch.nn.ReLU(inplace=True), "in place|leaf Variable")])
+def test_units_that_cannot_be_recomputed_are_refused(unit, words):
+    with pytest.raises((spillway.UnsupportedError, RuntimeError), match=words):
+        pipeline.Pipeline([*model(1), unit], torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM))
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    units, sample = model(4), torch.ones(3, DIM)
+    shared = torch.nn.Linear(DIM, DIM)
+    for arguments, words in [(([shared, shared], torch.nn.functional.mse_loss, ADAMW, sample), "belongs to unit 0 too"),
+                             (([], torch.nn.functional.mse_loss, ADAMW, sample), "0 units"),
+                             ((units, lambda *_: None, ADAMW, sample), "picklable"),
+                             ((units, torch.nn.functional.mse_loss, torch.optim.AdamW, sample), "cannot roll back")]:
+        with pytest.raises(spillway.InvalidArgumentError, match=words):
+            pipeline.Pipeline(*arguments)
+    with pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, sample, micro_batches=2, split=2) as runner:
+        with pytest.raises(spillway.InvalidArgumentError, match="multiple of 2"):
+            runner.step(torch.ones(3, DIM), torch.ones(3, DIM))
+        with pytest.raises(spillway.InvalidArgumentError, match="shape"):
+            runner.step(torch.ones(4, DIM), torch.ones(4, DIM))
+        runner.step(torch.ones(6, DIM), torch.ones(6, DIM), timeout=300)
+        state = runner.state_dict()
+        assert sorted(state) == [0, 1, 2, 3] and float(state[0]["state"][0]["step"]) == 1
+        runner.load_state_dict(state)
+        runner.set_options(lr=0.5)
+        assert runner.state_dict()[3]["param_groups"][0]["lr"] == 0.5

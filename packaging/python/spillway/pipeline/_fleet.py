@@ -1,0 +1,219 @@
+"""The processes of a pipeline, as their parent sees them.
+
+Invariants:
+- A failure of one process ends all: they are killed and reaped before the exception is raised.
+- The first cause is reported. A process whose peer has ended is no cause.
+- Shared memory has no name, and processes end when the pipe to their parent closes, however the parent ends.
+- A forked child of the parent ends no process: multiprocessing does not know these processes, because it would end them
+  when such a child exits."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.process
+import os
+import signal
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import connection
+from typing import Any
+
+from ..errors import BusyError, TimedOutError, UnsupportedError
+from . import _worker
+from ._plan import Plan
+from .errors import PipelineError
+
+#: Seconds in which the first cause may arrive after a process reported that its peer has ended.
+_CAUSE_SECONDS = 5.0
+
+
+class Fleet:
+    """Starts a process for each device.
+
+    Args:
+        devices: Number of devices.
+        pairs: The pairs (from, to) of devices that have a pipe.
+        make_backend: Called in each process with its device; can be pickled."""
+
+    def __init__(self, devices: int, pairs: Iterable[tuple[int, int]], make_backend: Callable[[int], Any]):
+        context = multiprocessing.get_context("spawn")
+        self._process_id = os.getpid()
+        self._asking, self._ending, self._closing = threading.Lock(), threading.RLock(), False
+        self._plan: Plan | None = None
+        self._processes: list[Any] = []
+        self._controls: list[Any] = []
+        self._progress = _worker.SharedMemory(devices * _worker.SLOT)
+        outgoing: list[dict[int, Any]] = [{} for _ in range(devices)]
+        incoming: list[dict[int, Any]] = [{} for _ in range(devices)]
+        ends = []
+        # Ends the processes when this object is forgotten, and at exit.
+        self._end = weakref.finalize(self, _end, self._process_id, self._processes, self._controls, self._progress)
+        try:
+            for sender, receiver in sorted(set(pairs)):
+                incoming[receiver][sender], outgoing[sender][receiver] = pipe = context.Pipe(duplex=False)
+                ends += pipe
+            for device in range(devices):
+                ours, theirs = context.Pipe()
+                self._controls.append(ours)
+                ends.append(theirs)
+                process = context.Process(
+                    target=_worker.main, name=f"spillway device {device}", daemon=True,
+                    args=(device, theirs, self._progress, outgoing[device], incoming[device], make_backend))
+                process.start()
+                self._processes.append(process)
+                getattr(multiprocessing.process, "_children", set()).discard(process)
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            for end in ends:
+                end.close()
+
+    @property
+    def closed(self) -> bool:
+        """True after close() or a failure."""
+        return not self._end.alive
+
+    def process_ids(self) -> list[int]:
+        """Returns the ids of the processes, by device."""
+        return [process.pid for process in self._processes]
+
+    def set_plan(self, plan: Plan, timeout: float | None = None) -> None:
+        """Makes all devices run another plan."""
+        self._plan = plan
+        self.ask([("plan", plan)] * len(self._processes), timeout)
+
+    def ask(self, orders: Sequence[tuple[Any, ...]], timeout: float | None = None) -> list[Any]:
+        """Gives each device an order, and returns their results.
+
+        Raises:
+            PipelineError: A process failed.
+            TimedOutError: Not all devices answered in time. All processes have ended.
+            BusyError: Another thread waits for answers, or the pipeline is closed. Nothing was done."""
+        if self._process_id != os.getpid():
+            raise UnsupportedError(f"this pipeline was opened by process {self._process_id} and is not usable in its forked child; open a "
+                                   "new one in the child")
+        if self.closed:
+            raise BusyError("this pipeline is closed, because of close() or a failure; open a new one")
+        if not self._asking.acquire(blocking=False):
+            raise BusyError("another thread is in a call of this pipeline; use it from one thread at a time")
+        try:
+            return self._ask(orders, None if timeout is None else time.monotonic() + timeout)
+        except BaseException as error:
+            # A step that ended halfway cannot go on, whatever ended it.
+            self.kill()
+            if self._closing and isinstance(error, Exception):
+                raise BusyError("another thread closed this pipeline during the call; its step did not end") from None
+            raise
+        finally:
+            self._asking.release()
+
+    def _ask(self, orders: Sequence[tuple[Any, ...]], deadline: float | None) -> list[Any]:
+        for device, order in enumerate(orders):
+            self._send(device, order)
+        results: dict[int, Any] = {}
+        verdicts: list[bool] = []
+        failures: list[tuple[int, int, bool, str]] = []
+        while len(results) < len(orders):
+            for device, answer in self._answers(results, deadline, failures):
+                if answer[0] == "verdict":
+                    verdicts.append(answer[1])
+                    if len(verdicts) == len(orders):
+                        for other in range(len(orders)):
+                            self._send(other, ("verdict", all(verdicts)))
+                elif answer[0] == "done":
+                    results[device] = answer[1]
+                else:
+                    failures.append((device, *answer[1:]))
+                    if not answer[2]:
+                        raise self._failure(*failures[-1])
+                    limit = time.monotonic() + _CAUSE_SECONDS
+                    deadline = limit if deadline is None else min(deadline, limit)
+        return [results[device] for device in range(len(orders))]
+
+    def _send(self, device: int, order: tuple[Any, ...]) -> None:
+        try:
+            self._controls[device].send(order)
+        except OSError:
+            # The process has ended; _answers() reports it.
+            pass
+
+    def _answers(self, results: dict[int, Any], deadline: float | None, failures: list[Any]) -> list[tuple[int, Any]]:
+        waiting = [device for device in range(len(self._processes)) if device not in results]
+        sources = {self._controls[device]: device for device in waiting}
+        ended = {process.sentinel: device for device, process in enumerate(self._processes)}
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = connection.wait([*sources, *ended], seconds)
+        if not ready:
+            if failures:
+                raise self._failure(*failures[0])
+            behind = "; ".join(f"device {device}: {self._present(device)}" for device in waiting)
+            raise TimedOutError(f"a pipeline step timed out, and its processes were ended. Without an answer: {behind}")
+        answers = []
+        for source in ready:
+            device = sources.get(source)
+            if device is not None:
+                try:
+                    answers.append((device, source.recv()))
+                except (EOFError, OSError):
+                    ended[source] = device
+        # An answer that a process gave before it ended comes first.
+        if not answers:
+            device = ended[ready[0]]
+            self._processes[device].join(1.0)
+            raise self._failure(device, self._number(device), False, _exit_words(self._processes[device].exitcode))
+        return answers
+
+    def _number(self, device: int) -> int:
+        """The operation that a device is at: its pass, else the command that it waits for."""
+        command, computing = struct.unpack_from("<QQ", self._progress.map, device * _worker.SLOT)
+        return (computing or command) - 1
+
+    def _present(self, device: int) -> str:
+        return self._describe(self._number(device))
+
+    def _describe(self, number: int) -> str:
+        if self._plan is None or number < 0:
+            return "between two steps"
+        return self._plan.operations[number].describe()
+
+    def _failure(self, device: int, number: int, _is_peer: bool, text: str) -> PipelineError:
+        doing = self._describe(number)
+        return PipelineError(f"the pipeline process of device {device} failed ({doing}): {text}. All its processes were ended; open a new "
+                             "pipeline from the last weights", device, doing)
+
+    def kill(self) -> None:
+        """Ends and reaps all processes. Does nothing in a forked child."""
+        if self._process_id == os.getpid():
+            with self._ending:
+                self._end()
+
+    def close(self) -> None:
+        """Ends all processes; a second call does nothing."""
+        self._closing = True
+        self.kill()
+
+
+def _end(owner: int, processes: list[Any], controls: list[Any], progress: _worker.SharedMemory) -> None:
+    if owner != os.getpid():
+        return
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+        process.close()
+    for control in controls:
+        control.close()
+    progress.close()
+
+
+def _exit_words(code: int | None) -> str:
+    if code is not None and code < 0:
+        try:
+            return f"ended by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"ended by signal {-code}"
+    return f"ended with exit status {code}"

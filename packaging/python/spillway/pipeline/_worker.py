@@ -1,0 +1,112 @@
+"""The process of a device: takes orders from the parent process, and ends with it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import signal
+import struct
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from ._channels import Channels, PeerGoneError
+from ._executor import Executor
+
+#: Bytes of a device in the shared table of progress: the number of the present command's operation plus 1, 0 between
+#: steps; and the same of the present pass, 0 without a pass.
+SLOT = 16
+
+
+class SharedMemory:
+    """Anonymous shared memory that child processes inherit. It has no name, so that nothing is left when all processes
+    have ended."""
+
+    def __init__(self, size: int):
+        self.size = max(size, 1)
+        self.fd = os.memfd_create("spillway-pipeline")
+        try:
+            os.ftruncate(self.fd, self.size)
+            self.map = mmap.mmap(self.fd, self.size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing import reduction
+        return _mapped, (reduction.DupFd(self.fd), self.size)
+
+    def close(self) -> None:
+        """Closes the descriptor. The mapping stays as long as arrays use it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _mapped(fd: Any, size: int) -> SharedMemory:
+    memory = SharedMemory.__new__(SharedMemory)
+    memory.size, memory.fd = size, fd.detach()
+    memory.map = mmap.mmap(memory.fd, size)
+    return memory
+
+
+def main(device: int, control: Any, progress: SharedMemory, outgoing: dict[int, Any], incoming: dict[int, Any],
+         make_backend: Callable[[int], Any]) -> None:
+    """Body of a process. An order is a tuple: ("plan", plan), ("step", inputs), ("call", name, arguments) or ("verdict",
+    verdict). Each but a verdict has one answer: ("done", result) or ("failed", operation, is_peer, text)."""
+    # Ctrl-C reaches every process of the terminal. The parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    orders, verdicts = queue.SimpleQueue[Any](), queue.SimpleQueue[bool]()
+    threading.Thread(target=_listen, args=(control, orders, verdicts), daemon=True).start()
+    present = [-1]
+
+    def record(number: int, is_pass: bool = False) -> None:
+        if not is_pass:
+            present[0] = number
+        struct.pack_into("<Q", progress.map, device * SLOT + 8 * is_pass, number + 1)
+
+    def validate(verdict: bool) -> Callable[[], bool]:
+        control.send(("verdict", verdict))
+        return verdicts.get
+
+    backend = executor = None
+    channels = Channels(outgoing, incoming)
+    while True:
+        kind, *rest = orders.get()
+        try:
+            backend = backend or make_backend(device)
+            result = None
+            if kind == "plan":
+                if executor is not None:
+                    executor.close()
+                backend.plan(rest[0])
+                executor = Executor(rest[0], device, backend, channels, record, validate)
+            elif kind == "step":
+                backend.begin(*rest)
+                result = (executor.run() if executor else None, backend.finish())
+            else:
+                result = getattr(backend, rest[0])(*rest[1])
+            control.send(("done", result))
+        except BaseException as error:
+            control.send(("failed", present[0], isinstance(error, PeerGoneError), _words(error)))
+        record(-1)
+
+
+def _words(error: BaseException) -> str:
+    last = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
+    return f"{type(error).__name__}: {error}\n{last}"
+
+
+def _listen(control: Any, orders: queue.SimpleQueue[Any], verdicts: queue.SimpleQueue[bool]) -> None:
+    while True:
+        try:
+            order = control.recv()
+        except (EOFError, OSError):
+            # The parent closed the pipeline, or has ended.
+            os._exit(0)
+        if order[0] == "verdict":
+            verdicts.put(order[1])
+        else:
+            orders.put(order)

@@ -1,0 +1,226 @@
+//! Schedules of pipeline parallelism with offloaded parameters.
+#![allow(non_camel_case_types)]
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self, Handle};
+use crate::capi::output::{self, required};
+use crate::error::{Error, Result};
+use crate::plan::pipeline::{Plan, Schedule, Shape, Unit, closed, plan};
+
+/// The order of the passes on the devices. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_pipeline_schedule {
+    /// All forward passes, then all backward passes (GPipe). With more stages than devices: interleaved, as in Mobius.
+    SPW_PIPELINE_SCHEDULE_AFAB = 0,
+    /// One forward pass, one backward pass (DAPPLE). With more stages than devices: Megatron's interleaved schedule.
+    SPW_PIPELINE_SCHEDULE_1F1B = 1,
+    /// SysX: all forward passes, then fine-grained backward stages, each on the device that is free next.
+    SPW_PIPELINE_SCHEDULE_DECOUPLED = 2,
+}
+
+/// Bits of `flags` in `spw_pipeline_options`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_pipeline_flag {
+    /// A forward pass keeps checkpoints only, and the backward pass recomputes the activations.
+    SPW_PIPELINE_FLAG_RECOMPUTE = 1,
+    /// A checkpoint is sent right before the backward pass that needs it, and not after its forward pass.
+    SPW_PIPELINE_FLAG_LATE_CHECKPOINTS = 2,
+    /// A stage's optimizer begins with its own gradients, and not when all gradients are in host memory.
+    SPW_PIPELINE_FLAG_ASYNC_OPTIMIZER = 4,
+}
+
+/// A pipeline: its devices, stages and rules. A model is a list of units. A forward stage has `split` of them; so has a
+/// backward stage, unless the schedule is decoupled: then a backward stage has one.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_pipeline_options {
+    /// `sizeof(spw_pipeline_options)`
+    pub struct_size: u32,
+    /// An `spw_pipeline_schedule`.
+    pub schedule: u32,
+    /// Number of devices, N_g, at most 4096.
+    pub devices: u32,
+    /// Number of micro-batches, N_m.
+    pub micro_batches: u32,
+    /// Number of forward stages, N_sf.
+    pub stages: u32,
+    /// Units per forward stage, d; 0: 1. There are at most 2^20 forward passes and backward passes of units.
+    pub split: u32,
+    /// Number of parameter sets that a device has room for; 0: 2. A set is the parameters of a stage.
+    pub slots: u32,
+    /// Bits of `spw_pipeline_flag`. A decoupled schedule needs SPW_PIPELINE_FLAG_RECOMPUTE.
+    pub flags: u32,
+    /// Seconds of a message between devices.
+    pub latency: f64,
+    /// Further seconds of a message per byte.
+    pub seconds_per_byte: f64,
+}
+
+abi_struct!(spw_pipeline_options, 48: struct_size, schedule, devices, micro_batches, stages, split, slots, flags,
+    latency, seconds_per_byte);
+
+/// Costs of a unit. Passes, activations and inputs are those of one micro-batch.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_pipeline_unit {
+    /// `sizeof(spw_pipeline_unit)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Seconds of the forward pass.
+    pub forward: f64,
+    /// Seconds of the backward pass.
+    pub backward: f64,
+    /// Seconds of the recomputation.
+    pub recompute: f64,
+    /// Seconds of the transfer of the parameters to a device.
+    pub fetch: f64,
+    /// Seconds of the transfer of the gradients to host memory.
+    pub offload: f64,
+    /// Seconds of the optimizer step on the CPU.
+    pub optimizer: f64,
+    /// Bytes of the parameters, below 2^40, as all bytes here.
+    pub param_bytes: u64,
+    /// Bytes of the gradients.
+    pub grad_bytes: u64,
+    /// Bytes of the activations that the backward pass reads.
+    pub activation_bytes: u64,
+    /// Bytes of the input, which is the output of the unit before.
+    pub input_bytes: u64,
+}
+
+abi_struct!(spw_pipeline_unit, 88: struct_size, reserved, forward, backward, recompute, fetch, offload, optimizer,
+    param_bytes, grad_bytes, activation_bytes, input_bytes);
+
+/// A planned pipeline. It never changes, and several threads and forked processes may use it.
+pub struct spw_pipeline(Plan);
+
+impl spw_pipeline {
+    pub(super) fn plan(&self) -> &Plan {
+        &self.0
+    }
+}
+
+impl Handle for spw_pipeline {
+    const NAME: &'static str = "pipeline";
+
+    fn check_process(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. The handle
+/// is given back to `spw_pipeline_close`.
+///
+/// # Safety
+/// `options` and each unit have `struct_size` bytes, `units` has `unit_count` entries, `pipeline_out` points to a
+/// pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_plan_pipeline(
+    options: *const spw_pipeline_options,
+    units: *const spw_pipeline_unit,
+    unit_count: u64,
+    pipeline_out: *mut *mut spw_pipeline,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            handle::open(pipeline_out, || {
+                let shape = read_shape(&abi_struct::read(options, "options")?)?;
+                shape.check().map_err(|error| error.within("options."))?;
+                let raw = abi_struct::read_all(units, unit_count, "units")?;
+                let units: Vec<Unit> = raw.iter().enumerate().map(read_unit).collect::<Result<_>>()?;
+                Ok(spw_pipeline(plan(&shape, &units)?))
+            })
+        }
+    })
+}
+
+/// Frees a plan. NULL is allowed.
+///
+/// # Safety
+/// `pipeline` is NULL, or a handle that is not used after this call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_pipeline_close(pipeline: Option<Box<spw_pipeline>>) -> spw_status {
+    guard(|| {
+        drop(handle::close(pipeline));
+        Ok(())
+    })
+}
+
+/// Computes the cost of rollbacks as fractions of an iteration's time (SysX section 5.6).
+///
+/// - `iteration`: seconds of an iteration.
+/// - `rollback`: seconds of a rollback.
+/// - `exposed`: seconds of optimizer steps that no pass hides, and that would have been skipped.
+/// - `every`: one of this many iterations is rolled back.
+/// - `per_event_out` receives the cost of one rollback, `mean_out` (may be NULL) the mean over all iterations.
+///
+/// # Safety
+/// `per_event_out` points to a double, `mean_out` to a double or is NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_plan_rollback(
+    iteration: f64,
+    rollback: f64,
+    exposed: f64,
+    every: f64,
+    per_event_out: *mut f64,
+    mean_out: *mut f64,
+) -> spw_status {
+    guard(|| {
+        let per_event_out = required(per_event_out, "per_event_out")?;
+        let found = closed::rollback(iteration, rollback, exposed, every)?;
+        // SAFETY: not NULL, and valid by the caller's promise.
+        unsafe {
+            per_event_out.write(found.per_event);
+            output::write_optional(found.mean, mean_out);
+        }
+        Ok(())
+    })
+}
+
+fn read_shape(raw: &spw_pipeline_options) -> Result<Shape> {
+    let schedule = match raw.schedule {
+        0 => Schedule::AllForwardAllBackward,
+        1 => Schedule::OneForwardOneBackward,
+        2 => Schedule::Decoupled,
+        other => {
+            let reason = format!("{other} is not an spw_pipeline_schedule");
+            return Err(Error::invalid("options.schedule", reason));
+        }
+    };
+    let flags = abi_struct::flags("options.flags", raw.flags, 7)?;
+    Ok(Shape {
+        schedule,
+        devices: raw.devices,
+        micro_batches: raw.micro_batches,
+        stages: raw.stages,
+        split: if raw.split == 0 { 1 } else { raw.split },
+        slots: if raw.slots == 0 { 2 } else { raw.slots },
+        recompute: flags & spw_pipeline_flag::SPW_PIPELINE_FLAG_RECOMPUTE as u32 != 0,
+        early_checkpoints: flags & spw_pipeline_flag::SPW_PIPELINE_FLAG_LATE_CHECKPOINTS as u32 == 0,
+        async_optimizer: flags & spw_pipeline_flag::SPW_PIPELINE_FLAG_ASYNC_OPTIMIZER as u32 != 0,
+        latency: raw.latency,
+        seconds_per_byte: raw.seconds_per_byte,
+    })
+}
+
+fn read_unit((index, raw): (usize, &spw_pipeline_unit)) -> Result<Unit> {
+    abi_struct::zero("reserved", raw.reserved).map_err(|error| error.within(&format!("units[{index}].")))?;
+    Ok(Unit {
+        forward: raw.forward,
+        backward: raw.backward,
+        recompute: raw.recompute,
+        fetch: raw.fetch,
+        offload: raw.offload,
+        optimizer: raw.optimizer,
+        param_bytes: raw.param_bytes,
+        grad_bytes: raw.grad_bytes,
+        activation_bytes: raw.activation_bytes,
+        input_bytes: raw.input_bytes,
+    })
+}

@@ -1,0 +1,121 @@
+//! The timeline of a schedule as an SVG picture: a row of passes for each device, and below it rows for parameters (p),
+//! gradients (g) and optimizer steps (o), if they take time.
+#![forbid(unsafe_code)]
+
+use std::fmt::Write;
+
+use super::Plan;
+use super::graph::{Kind, Operation};
+use crate::error::{Error, Result};
+
+/// Operations that a picture may have. More are too narrow to see.
+pub const MAX_DRAWN: usize = 1 << 14;
+const LEFT: f64 = 62.0;
+const ROW: f64 = 22.0;
+const LANE: f64 = 14.0;
+const FORWARD: [&str; 4] = ["#4e79a7", "#a0cbe8", "#2f5d8a", "#86b3d1"];
+const BACKWARD: [&str; 4] = ["#f1ce63", "#f28e2b", "#d4a017", "#b6672b"];
+
+/// Draws the plan with a width of `width` pixels.
+pub fn draw(plan: &Plan, width: u32) -> Result<String> {
+    if !(200..=20_000).contains(&width) {
+        return Err(Error::invalid("width", format!("{width} is not between 200 and 20000")));
+    }
+    let drawn = |operation: &&Operation| row_of(operation.kind).is_some() && operation.seconds > 0.0;
+    let operations: Vec<&Operation> = plan.operations.iter().filter(drawn).collect();
+    if operations.len() > MAX_DRAWN {
+        let reason = format!("has {} operations to draw, but the limit is {MAX_DRAWN}", operations.len());
+        return Err(Error::invalid("plan", reason));
+    }
+    let lanes: Vec<usize> =
+        (0..4).filter(|row| *row == 0 || operations.iter().any(|o| row_of(o.kind) == Some(*row))).collect();
+    let tops = |device: u32| 8.0 + f64::from(device) * (ROW + LANE * (lanes.len() - 1) as f64 + 10.0);
+    let span = plan.summary.iteration_seconds.max(f64::MIN_POSITIVE);
+    let scale = (f64::from(width) - LEFT - 8.0) / span;
+    let height = tops(plan.shape.devices) + 4.0;
+    let mut text = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height:.0}\" font-family=\"sans-serif\" \
+         font-size=\"9\">\n<rect width=\"{width}\" height=\"{height:.0}\" fill=\"#ffffff\"/>\n"
+    );
+    for device in 0..plan.shape.devices {
+        for (index, row) in lanes.iter().enumerate() {
+            let (top, high) = place(tops(device), index);
+            let label =
+                if *row == 0 { format!("GPU {device}") } else { ["", "p", "g", "o"][*row].to_string() };
+            let _ = writeln!(
+                text,
+                "<text x=\"{:.0}\" y=\"{:.1}\" text-anchor=\"end\">{label}</text>\n<rect x=\"{LEFT}\" y=\"{top:.1}\" \
+                 width=\"{:.1}\" height=\"{high:.1}\" fill=\"#f0f0f0\"/>",
+                LEFT - 6.0,
+                top + high - 4.0,
+                span * scale,
+            );
+        }
+    }
+    for operation in operations {
+        let index = lanes.iter().position(|row| Some(*row) == row_of(operation.kind)).unwrap_or(0);
+        let (top, high) = place(tops(operation.device), index);
+        add(&mut text, plan, operation, (top, high), scale);
+    }
+    text.push_str("</svg>\n");
+    Ok(text)
+}
+
+fn row_of(kind: Kind) -> Option<usize> {
+    match kind {
+        Kind::Forward | Kind::Backward | Kind::Recompute => Some(0),
+        Kind::Fetch => Some(1),
+        Kind::Offload => Some(2),
+        Kind::Optimize => Some(3),
+        _ => None,
+    }
+}
+
+/// Top and height of a device's row.
+fn place(top: f64, index: usize) -> (f64, f64) {
+    match index {
+        0 => (top, ROW - 2.0),
+        _ => (top + ROW + LANE * (index - 1) as f64, LANE - 2.0),
+    }
+}
+
+fn add(text: &mut String, plan: &Plan, operation: &Operation, (top, high): (f64, f64), scale: f64) {
+    let split = if operation.kind == Kind::Forward { plan.shape.split } else { plan.shape.backward_split() };
+    let chunk = (operation.first_unit / split / plan.shape.devices) as usize % 4;
+    let (letter, fill) = match operation.kind {
+        Kind::Forward => ("f", FORWARD[chunk]),
+        Kind::Backward => ("b", BACKWARD[chunk]),
+        Kind::Recompute => ("r", "#d0d0d0"),
+        Kind::Fetch => ("p", "#8cd17d"),
+        Kind::Offload => ("g", "#ff9da7"),
+        _ => ("o", "#59a14f"),
+    };
+    let (left, wide) = (LEFT + operation.start * scale, operation.seconds * scale);
+    let first = operation.first_unit;
+    let stage = match (operation.kind, plan.shape.split) {
+        (Kind::Forward, split) => (first / split).to_string(),
+        (_, 1) => first.to_string(),
+        (_, split) if operation.units == 1 => format!("{},{}", first / split, first % split),
+        (_, split) => (first / split).to_string(),
+    };
+    let micro_batch = match operation.kind.is_compute() {
+        true => format!(", micro-batch {}", operation.micro_batch),
+        false => String::new(),
+    };
+    let _ = writeln!(
+        text,
+        "<rect x=\"{left:.1}\" y=\"{top:.1}\" width=\"{:.1}\" height=\"{high:.1}\" fill=\"{fill}\">\
+         <title>{letter} {stage}{micro_batch}: {} to {}</title></rect>",
+        (wide - 0.6).max(0.2),
+        operation.start,
+        operation.end,
+    );
+    if wide > 7.0 * (1.0 + stage.len() as f64) {
+        let _ = writeln!(
+            text,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{letter}{stage}</text>",
+            left + wide / 2.0,
+            top + high - 4.0,
+        );
+    }
+}

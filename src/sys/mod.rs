@@ -1,7 +1,10 @@
 //! Operating system services: processors, threads, memory, files and events.
 
+pub mod affinity;
 pub mod arena;
 pub mod bell;
+pub mod bitmap;
+pub mod cpuset;
 pub mod event;
 pub mod file;
 mod fork_closed;
@@ -21,5 +24,6 @@ mod spin;
 mod team;
 pub mod threads;
 pub mod time_limit;
+pub mod topology;
 pub mod try_vec;
 pub mod usage;

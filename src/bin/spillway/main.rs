@@ -16,6 +16,7 @@ mod plan;
 mod plot;
 mod progress;
 mod report;
+mod topo;
 mod trace;
 mod tune;
 
@@ -40,6 +41,8 @@ enum Command {
     Tune(tune::Options),
     /// Plans an interleaved update: the processor of each subgroup, predicted seconds and bytes.
     Plan(plan::Options),
+    /// Draws processors, NUMA nodes, GPUs and drives, and says how a launcher binds ranks to them.
+    Topo(topo::Options),
     /// Writes the predicted timeline of one interleaved step as a trace.
     Trace(trace::Options),
 }
@@ -68,6 +71,7 @@ fn main() -> std::process::ExitCode {
         Command::Doctor(options) => doctor::run(&options),
         Command::Tune(options) => tune::run(&options),
         Command::Plan(options) => plan::run(&options),
+        Command::Topo(options) => topo::run(&options),
         Command::Trace(options) => trace::run(&options),
     };
     match outcome {

@@ -3,7 +3,7 @@
 // The library updates parameters in host memory while the GPU computes. Optimizer state can lie in host memory, on
 // NVMe drives or in object stores; a step can be rolled back bit by bit. Results have the same bits on every processor.
 //
-// C++17 classes over these calls: spillway.hpp. Headers (each compiles alone; this one includes all but plan.h):
+// C++17 classes over these calls: spillway.hpp. Headers (each compiles alone; this one includes all but plan.h and topo.h):
 //
 //   spillway/base.h         Statuses and error messages, versions, the log, the thread pool.
 //   spillway/optim.h        Adam, AdamW, Adagrad and Lion over parameters and states in host memory.
@@ -17,6 +17,7 @@
 //   spillway/interleave.h   An update divided between CPU and GPU.
 //   spillway/deepspeed.h    The optimizer ids of DeepSpeed.
 //   spillway/plan.h         Experimental: predictions of an update's time. Not frozen; include it yourself.
+//   spillway/topo.h         Experimental: processors, NUMA nodes and GPUs; bound workers. Not frozen, as plan.h.
 //
 // Functions to begin with:
 //

@@ -35,6 +35,8 @@ pub mod deepspeed;
 
 pub mod plan;
 
+pub mod topo;
+
 pub use abi_struct::AbiStruct;
 
 /// Name, offset and size of each field of a struct.
@@ -101,5 +103,11 @@ pub fn visit_structs(mut visit: impl FnMut(&'static str, usize, usize, Fields)) 
         plan::spw_plan_bucket,
         plan::spw_plan_load,
         plan::spw_plan_probe,
+        topo::spw_topo_options,
+        topo::spw_topo_info,
+        topo::spw_topo_node,
+        topo::spw_topo_gpu,
+        topo::spw_topo_rank_options,
+        topo::spw_topo_pages,
     );
 }

@@ -3,7 +3,8 @@
 //! `ffi_tests/abi/frozen/VERSION` stores the interface of SPW_ABI_VERSION on the day of its freeze: headers, exports,
 //! sizes and offsets, enum values, and programs. No test writes there. The tests compare it with the present headers
 //! and library, compile its programs with its headers, and run them with the present library. Further tests show that
-//! each rule refuses the changes that it must refuse. The experimental header plan.h is not frozen.
+//! each rule refuses the changes that it must refuse. The experimental headers plan.h and topo.h are not
+//! frozen.
 
 mod changes;
 mod face;

@@ -16,6 +16,7 @@ mod plan;
 mod plot;
 mod progress;
 mod report;
+mod resctrl;
 mod topo;
 mod trace;
 mod tune;
@@ -43,6 +44,9 @@ enum Command {
     Plan(plan::Options),
     /// Draws processors, NUMA nodes, GPUs and drives, and says how a launcher binds ranks to them.
     Topo(topo::Options),
+    /// Partitions of cache and memory bandwidth between trainer and optimizer (Arm MPAM, Intel RDT, AMD QoS).
+    #[command(subcommand)]
+    Resctrl(resctrl::Command),
     /// Writes the predicted timeline of one interleaved step as a trace.
     Trace(trace::Options),
 }
@@ -72,13 +76,16 @@ fn main() -> std::process::ExitCode {
         Command::Tune(options) => tune::run(&options),
         Command::Plan(options) => plan::run(&options),
         Command::Topo(options) => topo::run(&options),
+        Command::Resctrl(command) => return resctrl::run(&command),
         Command::Trace(options) => trace::run(&options),
     };
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("spillway: {error}");
-            std::process::ExitCode::FAILURE
-        }
+        Err(error) => fail(&error),
     }
+}
+
+fn fail(error: &spillway::error::Error) -> std::process::ExitCode {
+    eprintln!("spillway: {error}");
+    std::process::ExitCode::FAILURE
 }

@@ -53,7 +53,8 @@ impl Machine {
             meets.fold(Bitmap::new(), |all, package| all.or(&package.cpus))
         };
         let near = |reach: &dyn Fn(&Bitmap) -> Bitmap| {
-            let is_near = |node: u32| topology.node(node).is_some_and(|node| reach(&node.near_cpus).meets(cpus));
+            let is_near =
+                |node: u32| topology.node(node).is_some_and(|node| reach(&node.near_cpus).meets(cpus));
             let drives = topology.drives().filter(|drive| drive.node.is_some_and(is_near));
             drives.map(|drive| drive.name.as_str()).collect::<Vec<&str>>()
         };

@@ -18,7 +18,8 @@ pub fn bind(cpus: &Bitmap, cores: usize) -> Result<()> {
         return Err(Error::invalid("cpus", "names no processor"));
     }
     let refused = |reason: String| Error::invalid("cpus", format!("{cpus}: {reason}"));
-    let granted = cpuset::granted(cpus).map_err(|error| refused(format!("the system refuses them: {error}")))?;
+    let granted =
+        cpuset::granted(cpus).map_err(|error| refused(format!("the system refuses them: {error}")))?;
     let missing = cpus.minus(&granted);
     if !missing.is_empty() {
         return Err(refused(format!("processors {missing} are offline, or not in this process's cpuset")));
@@ -114,7 +115,8 @@ mod tests {
     #[test]
     fn processors_that_the_system_would_leave_out_are_refused_by_name() {
         let beyond = current().unwrap().or(&[1000].into_iter().collect());
-        for (cpus, words) in [(Bitmap::new(), "names no processor"), (beyond, "processors 1000 are offline")] {
+        for (cpus, words) in [(Bitmap::new(), "names no processor"), (beyond, "processors 1000 are offline")]
+        {
             let error = bind(&cpus, 1).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         }

@@ -196,7 +196,8 @@ mod tests {
         use std::collections::BTreeSet;
         let mut random = fastrand::Rng::with_seed(7);
         for _ in 0..500 {
-            let mut draw = |most: u32| (0..random.u32(0..40)).map(|_| random.u32(0..most)).collect::<BTreeSet<u32>>();
+            let mut draw =
+                |most: u32| (0..random.u32(0..40)).map(|_| random.u32(0..most)).collect::<BTreeSet<u32>>();
             let (one, two) = (draw(200), draw(90));
             let set = |of: &BTreeSet<u32>| of.iter().copied().collect::<Bitmap>();
             let (a, b) = (set(&one), set(&two));

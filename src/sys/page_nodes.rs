@@ -27,7 +27,8 @@ pub struct PageNodes {
 pub fn query(address: usize, bytes: usize, node: u32) -> Result<PageNodes> {
     // SAFETY: sysconf takes a constant and has no requirements.
     let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096).max(1);
-    let last = address.checked_add(bytes).ok_or_else(|| Error::invalid("bytes", "exceeds the address space"))?;
+    let last =
+        address.checked_add(bytes).ok_or_else(|| Error::invalid("bytes", "exceeds the address space"))?;
     let first = address / page;
     let pages = if bytes == 0 { 0 } else { (last - 1) / page - first + 1 };
     let samples = pages.min(MOST_PAGES);
@@ -59,7 +60,9 @@ pub fn query(address: usize, bytes: usize, node: u32) -> Result<PageNodes> {
 
 fn refused(error: &io::Error) -> Error {
     match error.raw_os_error() {
-        Some(libc::ENOSYS | libc::EPERM) => Error::Unsupported(format!("the system has no move_pages: {error}")),
+        Some(libc::ENOSYS | libc::EPERM) => {
+            Error::Unsupported(format!("the system has no move_pages: {error}"))
+        }
         _ => Error::system("asking for the nodes of pages", error),
     }
 }
@@ -73,7 +76,8 @@ mod tests {
     #[test]
     fn bound_pages_are_where_numa_maps_says() {
         let Some(text) = std::fs::read_to_string("/proc/self/numa_maps").ok() else { return };
-        let node = text.split_whitespace().find_map(|word| word.strip_prefix('N')?.split_once('=')?.0.parse().ok());
+        let node =
+            text.split_whitespace().find_map(|word| word.strip_prefix('N')?.split_once('=')?.0.parse().ok());
         let node: u32 = node.unwrap();
         let (mapping, refused) = Mapping::touched(64 * BASE_PAGE, false, Some(node)).unwrap();
         assert!(refused.is_none(), "{refused:?}");

@@ -78,7 +78,10 @@ impl Team {
         let workers = self.workers().min(items.len().saturating_sub(1));
         let shared = Arc::new(Shared::new(&item, items.len(), workers + 1, self.burst.goes_on()));
         let began = now();
-        if !self.bound && workers == self.workers() && openmp::run(workers + 1, &|number| shared.run_in_region(number)) {
+        if !self.bound
+            && workers == self.workers()
+            && openmp::run(workers + 1, &|number| shared.run_in_region(number))
+        {
             openmp::call_ended(began);
             self.burst.call_ended();
             return shared.resume_panic();

@@ -174,7 +174,9 @@ fn make() -> Result<Option<Team>> {
     let failed = |reason: String| Error::System { what: "starting worker threads", reason };
     match threads {
         1 => Ok(None),
-        _ => Team::new(threads - 1, &BURST, worker_start()).map(Some).map_err(|error| failed(error.to_string())),
+        _ => Team::new(threads - 1, &BURST, worker_start())
+            .map(Some)
+            .map_err(|error| failed(error.to_string())),
     }
 }
 
@@ -224,7 +226,10 @@ pub fn decide() -> Result<(usize, String)> {
     let local_ranks = env_number("LOCAL_WORLD_SIZE")?.unwrap_or(1);
     // A rank that its launcher has bound shares its processors with no other rank.
     if local_ranks > 1 && usable == affinity && affinity::is_narrower_than_parent() {
-        return Ok((usable.max(1), format!("{usable} processors, to which the launcher has bound this rank")));
+        return Ok((
+            usable.max(1),
+            format!("{usable} processors, to which the launcher has bound this rank"),
+        ));
     }
     Ok((
         (usable / local_ranks).max(1),
@@ -236,7 +241,10 @@ pub fn decide() -> Result<(usize, String)> {
 fn decide_bound(binding: &Binding) -> (usize, String) {
     let caller = affinity::current().is_some_and(|own| !own.is_subset(&binding.cpus));
     let threads = binding.cores + usize::from(caller);
-    (threads.clamp(1, MAX_THREADS), format!("{} cores of the bound processors {}", binding.cores, binding.cpus))
+    (
+        threads.clamp(1, MAX_THREADS),
+        format!("{} cores of the bound processors {}", binding.cores, binding.cpus),
+    )
 }
 
 /// Processors that the affinity mask and the cgroup quota allow.

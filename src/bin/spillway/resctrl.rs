@@ -150,7 +150,9 @@ fn apply(options: &Apply) -> Result<ExitCode> {
     }
     let mine = std::process::id();
     // Blocked before the first change: from here on a signal ends the command, and then the partitions.
-    let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGCHLD].into_iter().collect();
+    let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGCHLD]
+        .into_iter()
+        .collect();
     let block = signals.thread_block();
     block.map_err(|error| Error::system("blocking signals", &error.into()))?;
     resctrl::apply(&root, &partitions, mine)?;

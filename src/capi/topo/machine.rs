@@ -160,7 +160,8 @@ impl spw_topo {
         // Lists and addresses contain no NUL.
         let text = |list: String| CString::new(list).unwrap_or_default();
         let topology = &machine.topology;
-        let nodes = topology.nodes.iter().map(|node| [text(node.cpus.to_string()), text(node.near_cpus.to_string())]);
+        let nodes =
+            topology.nodes.iter().map(|node| [text(node.cpus.to_string()), text(node.near_cpus.to_string())]);
         let gpu = |ordinal: usize| {
             let pci = machine.visible.gpus[ordinal].map(|pci| pci.to_string());
             let node = machine.gpu_node(ordinal).and_then(|node| topology.node(node));
@@ -215,7 +216,10 @@ pub extern "C" fn spw_topo_close(topo: Option<Box<spw_topo>>) -> spw_status {
 /// # Safety
 /// `info_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_get_info(topo: Option<&spw_topo>, info_out: *mut spw_topo_info) -> spw_status {
+pub unsafe extern "C" fn spw_topo_get_info(
+    topo: Option<&spw_topo>,
+    info_out: *mut spw_topo_info,
+) -> spw_status {
     guard(|| {
         let topo = handle::get(topo)?;
         let topology = &topo.machine.topology;
@@ -248,10 +252,10 @@ pub unsafe extern "C" fn spw_topo_get_node(
     guard(|| {
         let topo = handle::get(topo)?;
         let nodes = &topo.machine.topology.nodes;
-        let (node, [cpus, near_cpus]) = nodes
-            .get(index as usize)
-            .zip(topo.nodes.get(index as usize))
-            .ok_or_else(|| Error::invalid("index", format!("is {index}, but there are {} nodes", nodes.len())))?;
+        let (node, [cpus, near_cpus]) =
+            nodes.get(index as usize).zip(topo.nodes.get(index as usize)).ok_or_else(|| {
+                Error::invalid("index", format!("is {index}, but there are {} nodes", nodes.len()))
+            })?;
         let values = spw_topo_node {
             struct_size: 0,
             node: node.id,
@@ -335,7 +339,8 @@ pub unsafe extern "C" fn spw_topo_get_json(
 ) -> spw_status {
     guard(|| {
         let topo = handle::get(topo)?;
-        let text = serde_json::to_string(&topo.machine).map_err(|error| Error::Internal(error.to_string()))?;
+        let text =
+            serde_json::to_string(&topo.machine).map_err(|error| Error::Internal(error.to_string()))?;
         // SAFETY: the caller meets the callee's requirements.
         unsafe { output::write_text(&text, text_out, size, needed_out) };
         Ok(())

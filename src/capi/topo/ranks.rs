@@ -198,7 +198,8 @@ pub unsafe extern "C" fn spw_topo_get_pages(
     guard(|| {
         // SAFETY: the caller meets the callee's requirements.
         unsafe { abi_struct::check_output(pages_out, "pages_out") }?;
-        let bytes = usize::try_from(bytes).map_err(|_| Error::invalid("bytes", "exceeds the address space"))?;
+        let bytes =
+            usize::try_from(bytes).map_err(|_| Error::invalid("bytes", "exceeds the address space"))?;
         let found = page_nodes::query(address as usize, bytes, node)?;
         let values = spw_topo_pages {
             struct_size: 0,

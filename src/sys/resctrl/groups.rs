@@ -24,7 +24,9 @@ pub(super) fn check_absent(root: &Root) -> Result<()> {
         None => Ok(()),
         Some(path) => {
             let path = path.display();
-            Err(Error::Busy(format!("{path} exists, and no run of this tool has made it; remove it with rmdir first")))
+            Err(Error::Busy(format!(
+                "{path} exists, and no run of this tool has made it; remove it with rmdir first"
+            )))
         }
     }
 }
@@ -86,14 +88,23 @@ pub(super) fn remove(root: &Root) -> Result<()> {
 
 fn write(root: &Root, path: &str, text: &str) -> Result<()> {
     let mut options = OpenOptions::new();
-    let options = options.write(true).create(true).truncate(true).mode(0o644).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-    let written = options.open(root.path(path)).and_then(|mut file| file.write_all(format!("{text}\n").as_bytes()));
+    let options = options
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o644)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    let written =
+        options.open(root.path(path)).and_then(|mut file| file.write_all(format!("{text}\n").as_bytes()));
     written.map_err(|error| failed(root, "writing", path, &error))
 }
 
 fn differs(root: &Root, folder: &str, what: &str) -> Error {
     let path = root.path(folder);
-    Error::System { what: "checking a resctrl group", reason: format!("{}: the kernel changed {what}", path.display()) }
+    Error::System {
+        what: "checking a resctrl group",
+        reason: format!("{}: the kernel changed {what}", path.display()),
+    }
 }
 
 /// An error with the kernel's own words, and what to do.

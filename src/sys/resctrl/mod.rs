@@ -40,7 +40,9 @@ pub fn apply(root: &Root, partitions: &[Partition], owner: u32) -> Result<()> {
     let place = owner::Place::lock(root)?;
     if let Some(before) = place.owner()? {
         if before.is_alive() {
-            return Err(Error::Busy(format!("{before} has partitions of resctrl already; end it or wait for its end")));
+            return Err(Error::Busy(format!(
+                "{before} has partitions of resctrl already; end it or wait for its end"
+            )));
         }
         groups::remove(root)?;
         place.clear()?;
@@ -61,7 +63,9 @@ pub fn restore(root: &Root, mine: Option<u32>, force: bool) -> Result<Restored> 
     let place = owner::Place::lock(root)?;
     let Some(owner) = place.owner()? else { return Ok(Restored::Nothing) };
     if owner.is_alive() && !force && Some(owner.pid()) != mine {
-        return Err(Error::Busy(format!("{owner} still uses the partitions of resctrl; --force removes them anyway")));
+        return Err(Error::Busy(format!(
+            "{owner} still uses the partitions of resctrl; --force removes them anyway"
+        )));
     }
     groups::remove(root)?;
     place.clear()?;

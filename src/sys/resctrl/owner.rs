@@ -82,7 +82,8 @@ impl Place {
             return Err(Error::System { what: "opening the state of resctrl", reason });
         }
         let mut options = OpenOptions::new();
-        let options = options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+        let options =
+            options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
         let file = options.open(folder.join("lock")).map_err(|error| failed(&error))?;
         let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock)
             .map_err(|_| Error::Busy("another run changes resctrl at this moment; try again".to_string()))?;
@@ -121,7 +122,9 @@ impl Place {
     pub fn clear(&self) -> Result<()> {
         let path = self.folder.join("owner");
         match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(system(&path.display().to_string(), &error)),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(system(&path.display().to_string(), &error))
+            }
             _ => Ok(()),
         }
     }

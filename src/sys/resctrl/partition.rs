@@ -42,7 +42,12 @@ pub const NAMES: [&str; 2] = ["spillway-trainer", "spillway-optimizer"];
 ///
 /// [`Error::Unsupported`] if the hardware divides neither the cache nor the bandwidth. [`Error::InvalidArgument`] if one
 /// of the sets is empty or they overlap.
-pub fn partitions(root: &Root, topology: &Topology, trainer: &Bitmap, optimizer: &Bitmap) -> Result<[Partition; 2]> {
+pub fn partitions(
+    root: &Root,
+    topology: &Topology,
+    trainer: &Bitmap,
+    optimizer: &Bitmap,
+) -> Result<[Partition; 2]> {
     super::support::mounted(root)?;
     if trainer.is_empty() || optimizer.is_empty() || trainer.meets(optimizer) {
         let reason = format!("trainer {trainer} and optimizer {optimizer} need processors of their own each");
@@ -64,12 +69,14 @@ pub fn partitions(root: &Root, topology: &Topology, trainer: &Bitmap, optimizer:
         let pairs: Vec<(u32, [String; 2])> =
             used.filter_map(|domain| Some((domain.0, values(domain)?))).collect();
         for (at, lines) in schemata.iter_mut().enumerate().filter(|_| !pairs.is_empty()) {
-            let list: Vec<String> = pairs.iter().map(|(domain, pair)| format!("{domain}={}", pair[at])).collect();
+            let list: Vec<String> =
+                pairs.iter().map(|(domain, pair)| format!("{domain}={}", pair[at])).collect();
             lines.push(format!("{resource}:{}", list.join(";")));
         }
     }
     if schemata[0].is_empty() {
-        let message = "this machine's resctrl divides neither the L3 cache nor the memory bandwidth by shares";
+        let message =
+            "this machine's resctrl divides neither the L3 cache nor the memory bandwidth by shares";
         return Err(Error::Unsupported(message.to_string()));
     }
     let [first, second] = schemata;

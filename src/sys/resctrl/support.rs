@@ -72,17 +72,16 @@ impl Support {
         let systems = root.text("proc/filesystems").unwrap_or_default();
         let number = |path: &str| root.number::<u64>(&format!("{MOUNT}/info/{path}"));
         let small = |path: &str| number(path).and_then(|number| u32::try_from(number).ok());
-        let groups = ["L3", "L3CODE", "MB"].iter().filter_map(|name| small(&format!("{name}/num_closids"))).min();
+        let groups =
+            ["L3", "L3CODE", "MB"].iter().filter_map(|name| small(&format!("{name}/num_closids"))).min();
         Support {
             processor,
             options: OPTIONS.iter().filter(is_set).map(ToString::to_string).collect(),
             kernel: systems.lines().any(|line| line.ends_with("resctrl")),
             mounted: mounted(root).is_ok(),
             cache: ["L3", "L3CODE"].iter().find_map(|name| cache(root, name)),
-            bandwidth: number("MB/min_bandwidth").map(|least| Bandwidth {
-                least,
-                step: number("MB/bandwidth_gran").unwrap_or(1).max(1),
-            }),
+            bandwidth: number("MB/min_bandwidth")
+                .map(|least| Bandwidth { least, step: number("MB/bandwidth_gran").unwrap_or(1).max(1) }),
             groups: groups.unwrap_or(0),
         }
     }

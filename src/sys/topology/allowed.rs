@@ -39,7 +39,11 @@ pub(super) fn read(root: &Root, online: &Bitmap) -> Allowed {
         (Some(one), Some(two)) => Some(one.and(&two)),
         (one, two) => one.or(two),
     };
-    Allowed { cpus: cpus.unwrap_or_else(|| cpuset.clone()), cpuset, nodes: nodes.filter(|nodes| !nodes.is_empty()) }
+    Allowed {
+        cpus: cpus.unwrap_or_else(|| cpuset.clone()),
+        cpuset,
+        nodes: nodes.filter(|nodes| !nodes.is_empty()),
+    }
 }
 
 /// Processors and memory nodes of the process's cpuset, as far as a mounted cgroup file system shows it.
@@ -58,17 +62,23 @@ fn group_sets(root: &Root) -> (Option<Bitmap>, Option<Bitmap>) {
     let old = root.text("proc/self/cpuset");
     for mount in mounts.lines() {
         let mut words = mount.split_whitespace().skip(1);
-        let (Some(point), Some(kind), Some(options)) = (words.next(), words.next(), words.next()) else { continue };
+        let (Some(point), Some(kind), Some(options)) = (words.next(), words.next(), words.next()) else {
+            continue;
+        };
         let option = |name: &str| options.split(',').any(|option| option == name);
         let (path, prefix) = match kind {
             "cgroup2" => (v2.or(old.as_deref()), "cpuset."),
-            "cgroup" if option("cpuset") => (v1.or(old.as_deref()), if option("noprefix") { "" } else { "cpuset." }),
+            "cgroup" if option("cpuset") => {
+                (v1.or(old.as_deref()), if option("noprefix") { "" } else { "cpuset." })
+            }
             "cpuset" => (v1.or(old.as_deref()), ""),
             _ => continue,
         };
         let Some(group) = path.and_then(|path| below(point, path.trim())) else { continue };
         let list = |name: &str| {
-            let of = |end: &str| root.list(&format!("{group}/{prefix}{name}{end}")).filter(|list| !list.is_empty());
+            let of = |end: &str| {
+                root.list(&format!("{group}/{prefix}{name}{end}")).filter(|list| !list.is_empty())
+            };
             of(".effective").or_else(|| of(""))
         };
         let found = (list("cpus"), list("mems"));

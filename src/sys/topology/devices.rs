@@ -117,7 +117,9 @@ fn device(root: &Root, name: &str) -> Option<Device> {
             uuid = field(&about, "GPU UUID:");
             memory_node = self::memory_node(root, &pci.to_string());
         }
-        DeviceKind::Nvme => device_name = root.names(&format!("{folder}/nvme")).into_iter().next().unwrap_or_default(),
+        DeviceKind::Nvme => {
+            device_name = root.names(&format!("{folder}/nvme")).into_iter().next().unwrap_or_default()
+        }
         DeviceKind::Amd => {}
     }
     Some(Device { kind, pci, model, name: device_name, uuid, node: None, memory_node })
@@ -161,7 +163,10 @@ pub(super) fn node_of(root: &Root, folder: &str, nodes: &[Node]) -> Option<u32> 
         if let Some(node) = stated.and_then(|stated| nodes.iter().find(|node| node.id == stated)) {
             return Some(nearest_with_cpus(node, nodes).unwrap_or(node.id));
         }
-        place = path.parent().filter(|parent| top.as_ref().is_some_and(|top| parent.starts_with(top))).map(Into::into);
+        place = path
+            .parent()
+            .filter(|parent| top.as_ref().is_some_and(|top| parent.starts_with(top)))
+            .map(Into::into);
     }
     let local = root.mask(&format!("{folder}/local_cpus"))?;
     let mut holders = with_cpus.iter().filter(|node| local.meets(&node.cpus));
@@ -176,5 +181,8 @@ fn nearest_with_cpus(node: &Node, nodes: &[Node]) -> Option<u32> {
     if !node.cpus.is_empty() {
         return Some(node.id);
     }
-    nodes.iter().find(|other| !other.cpus.is_empty() && node.near_cpus.meets(&other.cpus)).map(|other| other.id)
+    nodes
+        .iter()
+        .find(|other| !other.cpus.is_empty() && node.near_cpus.meets(&other.cpus))
+        .map(|other| other.id)
 }

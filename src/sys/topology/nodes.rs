@@ -188,7 +188,9 @@ fn kind(node: &Node, near: &[&Node], gpus: &[u32], devices: &Devices, nodes: &[N
     if bandwidth.is_some_and(|ratio| ratio >= FASTER) {
         return NodeKind::HighBandwidth;
     }
-    if bandwidth.is_some_and(|ratio| ratio <= LESS_BANDWIDTH) || latency.is_some_and(|ratio| ratio >= MORE_LATENCY) {
+    if bandwidth.is_some_and(|ratio| ratio <= LESS_BANDWIDTH)
+        || latency.is_some_and(|ratio| ratio >= MORE_LATENCY)
+    {
         return NodeKind::Slower;
     }
     // A lower number is a faster tier.
@@ -212,9 +214,12 @@ impl Devices {
         const DAX: &str = "sys/bus/dax/devices";
         for name in root.names(DAX) {
             let target = root.number::<u32>(&format!("{DAX}/{name}/target_node")).filter(|id| *id < LIMIT);
-            let (Some(target), Some(path)) = (target, root.resolved(&format!("{DAX}/{name}"))) else { continue };
+            let (Some(target), Some(path)) = (target, root.resolved(&format!("{DAX}/{name}"))) else {
+                continue;
+            };
             let below = |prefix: &str| {
-                path.components().any(|part| part.as_os_str().to_str().is_some_and(|part| part.starts_with(prefix)))
+                path.components()
+                    .any(|part| part.as_os_str().to_str().is_some_and(|part| part.starts_with(prefix)))
             };
             if below("ndbus") {
                 found.persistent.insert(target);

@@ -47,7 +47,13 @@ pub struct Rank {
 
 /// Places the ranks of this machine. `gpus` has the node of each visible GPU; rank r uses GPU r, and begins again at GPU 0
 /// if there are more ranks. `share` is the part of the cores that the workers get, as in [`split`].
-pub fn place(topology: &Topology, gpus: &[Option<u32>], ranks: u32, scope: Scope, share: f64) -> Result<Vec<Rank>> {
+pub fn place(
+    topology: &Topology,
+    gpus: &[Option<u32>],
+    ranks: u32,
+    scope: Scope,
+    share: f64,
+) -> Result<Vec<Rank>> {
     if ranks == 0 || ranks > MOST_RANKS {
         return Err(Error::invalid("ranks", format!("is {ranks}, but must be from 1 to {MOST_RANKS}")));
     }

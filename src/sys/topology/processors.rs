@@ -30,7 +30,7 @@ pub enum CacheKind {
 }
 
 /// A cache.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Cache {
     /// 1 is next to the core.
     pub level: u32,
@@ -124,7 +124,7 @@ fn caches(root: &Root, online: &Bitmap, cores: &[Bitmap]) -> Vec<Cache> {
             caches.extend(cache.filter(|cache| cache.cpus.first() == Some(cpu)));
         }
     }
-    caches.sort();
+    caches.sort_by_key(|cache: &Cache| (cache.level, cache.kind, cache.cpus.first()));
     caches.dedup_by(|one, two| (one.level, one.kind, &one.cpus) == (two.level, two.kind, &two.cpus));
     caches
 }

@@ -45,7 +45,8 @@ fn number(word: &str) -> Option<usize> {
 }
 
 fn by_uuid(word: &str, uuids: &[&str]) -> Option<Option<usize>> {
-    let mut matches = (0..uuids.len()).filter(|gpu| word.starts_with("GPU-") && uuids[*gpu].starts_with(word));
+    let mut matches =
+        (0..uuids.len()).filter(|gpu| word.starts_with("GPU-") && uuids[*gpu].starts_with(word));
     match (matches.next(), matches.next()) {
         (Some(only), None) => Some(Some(only)),
         _ => None,
@@ -68,7 +69,8 @@ mod tests {
     #[test]
     fn the_list_is_read_as_the_driver_reads_it() {
         let uuids = ["GPU-aa11", "GPU-ab22", "GPU-cc33", ""];
-        let numbers = |list: &str| visible(Some(list), &uuids).into_iter().map(|gpu| gpu.unwrap()).collect::<Vec<_>>();
+        let numbers =
+            |list: &str| visible(Some(list), &uuids).into_iter().map(|gpu| gpu.unwrap()).collect::<Vec<_>>();
         for (list, expected) in [
             ("2,0", &[2, 0][..]),
             (" 1 ,+3", &[1, 3]),

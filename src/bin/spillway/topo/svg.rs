@@ -49,14 +49,18 @@ fn draw(machine: &Machine, ranks: &[Placed], out: &mut String) -> Result<(), Box
         columns.push((title, own.into_iter().map(|node| block(machine, node, ranks)).collect()));
     }
     if !rest.is_empty() {
-        columns.push(("elsewhere".to_string(), rest.into_iter().map(|node| block(machine, node, ranks)).collect()));
+        columns.push((
+            "elsewhere".to_string(),
+            rest.into_iter().map(|node| block(machine, node, ranks)).collect(),
+        ));
     }
     let longest = |(title, blocks): &(String, Vec<Block>)| {
         let lines = blocks.iter().flat_map(|block| &block.lines).map(|line| line.chars().count());
         lines.chain([title.chars().count()]).max().unwrap_or(0) as i32 * LETTER + 4 * GAP
     };
     let widths: Vec<i32> = columns.iter().map(longest).collect();
-    let tall = |(_, blocks): &(String, Vec<Block>)| blocks.iter().map(|block| block.height() + GAP).sum::<i32>();
+    let tall =
+        |(_, blocks): &(String, Vec<Block>)| blocks.iter().map(|block| block.height() + GAP).sum::<i32>();
     let height = columns.iter().map(tall).max().unwrap_or(0) + LINE + 4 * GAP;
     let width = widths.iter().map(|width| width + GAP).sum::<i32>() + GAP;
     let area = SVGBackend::with_string(out, (width as u32, height as u32)).into_drawing_area();

@@ -14,7 +14,12 @@ pub fn machine(machine: &Machine) -> String {
     let topology = &machine.topology;
     let mut text = String::new();
     let (cores, online) = (topology.cores.len(), topology.online.len());
-    let _ = writeln!(text, "{online} processors, {cores} cores, {} usable: {}", topology.allowed.len(), topology.allowed);
+    let _ = writeln!(
+        text,
+        "{online} processors, {cores} cores, {} usable: {}",
+        topology.allowed.len(),
+        topology.allowed
+    );
     let mut shown = vec![false; topology.nodes.len()];
     for package in &topology.packages {
         let _ = writeln!(text, "package {}: processors {}", package.id, package.cpus);
@@ -72,7 +77,8 @@ pub fn node_line(node: &Node) -> String {
 pub fn describe(machine: &Machine, device: &Device) -> String {
     let ordinals = machine.visible.gpus.iter().enumerate().filter(|(_, gpu)| **gpu == Some(device.pci));
     let ordinals: Vec<String> = ordinals.map(|(ordinal, _)| ordinal.to_string()).collect();
-    let name = |otherwise: &str| if device.name.is_empty() { otherwise.to_string() } else { device.name.clone() };
+    let name =
+        |otherwise: &str| if device.name.is_empty() { otherwise.to_string() } else { device.name.clone() };
     let words = match device.kind {
         DeviceKind::Nvme => name("NVMe drive"),
         _ if ordinals.is_empty() => format!("{}, not visible", name("GPU")),

@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, ExitCode, ExitStatus};
 
-use nix::sys::signal::{SigSet, Signal, kill};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill};
 use nix::unistd::Pid;
 use spillway::error::{Error, Result};
 use spillway::gpu::machine::Machine;
@@ -149,14 +149,18 @@ fn apply(options: &Apply) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mine = std::process::id();
-    // Blocked before the first change: from here on a signal ends the command, and then the partitions.
+    // Blocked before the first change: a signal then ends the command first, and after it the partitions.
     let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGCHLD]
         .into_iter()
         .collect();
-    let block = signals.thread_block();
-    block.map_err(|error| Error::system("blocking signals", &error.into()))?;
+    let failed = |error: nix::Error| Error::system("changing the signal mask", &error.into());
+    let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK).map_err(failed)?;
     resctrl::apply(&root, &partitions, mine)?;
-    let ended = start(&options.command).and_then(|child| wait(child, &signals));
+    // The command inherits the mask, so it starts with the earlier one. A signal in this moment ends this process alone, as
+    // a kill does: `restore` removes what it left.
+    let started = before.thread_set_mask().map_err(failed).and_then(|()| start(&options.command));
+    let blocked = signals.thread_block().map_err(failed);
+    let ended = started.and_then(|child| blocked.and_then(|()| wait(child, &signals)));
     let restored = resctrl::restore(&root, Some(mine), false);
     let status = ended?;
     restored?;
@@ -164,7 +168,6 @@ fn apply(options: &Apply) -> Result<ExitCode> {
     Ok(ExitCode::from(code.clamp(0, 255) as u8))
 }
 
-/// The standard library unblocks all signals in the child.
 fn start(command: &[OsString]) -> Result<Child> {
     let (program, arguments) = command.split_first().ok_or_else(|| Error::invalid("command", "is empty"))?;
     std::process::Command::new(program).args(arguments).spawn().map_err(|error| Error::System {

@@ -20,6 +20,7 @@
 //   spillway/plan.h         Experimental: predictions of an update's time. Not frozen; include it yourself.
 //   spillway/arena.h        Experimental: parameters that several processes share.
 //   spillway/stage.h        Experimental: asynchronous optimizer jobs of a pipeline.
+//   spillway/topo.h         Experimental: processors, NUMA nodes and GPUs; bound workers.
 //
 // Functions to begin with:
 //

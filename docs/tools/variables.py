@@ -22,7 +22,11 @@ VARIABLES = [
      "threads of the process use a processor between the steps, because OpenMP's threads then occupy the processors of the "
      "workers. Only if OpenMP has as many threads as the library. `0`: never. `1`: always."),
     (LIBRARY, "LOCAL_WORLD_SIZE", "a number from 1, set by launchers; default: 1",
-     "Number of ranks on this machine, among which the usable processors are divided."),
+     "Number of ranks on this machine, among which the usable processors are divided, unless the launcher has bound the rank."),
+    (LIBRARY, "CUDA_VISIBLE_DEVICES", "numbers, UUIDs or MIG instances; default: all GPUs",
+     "The GPUs that `spillway topo` and `spw_topo_*` count, if the CUDA driver is not asked."),
+    (LIBRARY, "CUDA_DEVICE_ORDER", "`PCI_BUS_ID` or `FASTEST_FIRST`; default: `FASTEST_FIRST`",
+     "Order of those numbers. With GPUs of different models only `PCI_BUS_ID` makes it certain without the driver."),
     (LIBRARY, "SPILLWAY_LOG", "`error`, `warn`, `info` (or `1`) or `debug`; default: no output",
      "Log messages up to this level go to stderr, unless the program sets a log function."),
     (LIBRARY, "SPILLWAY_IO", "`uring` or `threads`; default: io_uring where the system allows it",
@@ -44,6 +48,8 @@ VARIABLES = [
      "Which steps are recorded, so that `adam_rollback` is exact. `auto`: SuperOffload's steps, and those of optimizers "
      "that were rolled back before."),
     (DEEPSPEED, "SPILLWAY_LIBRARY", "a file; default: `libspillway.so` in the package", "The library that the package loads."),
+    (DEEPSPEED, "LOCAL_RANK", "a number below `LOCAL_WORLD_SIZE`, set by launchers",
+     "Which processors `spillway.topo.split` gives to this rank, unless the launcher has bound it."),
     (DEEPSPEED, "WORLD_SIZE", "a number, set by launchers",
      "With one rank, DeepSpeed's shared-memory collectives are not compiled."),
     (DEEPSPEED, "CXX", "a command; default: `c++`", "Without this compiler, DeepSpeed's shared-memory collectives are not compiled."),

@@ -76,7 +76,8 @@ fn the_cpp_header_compiles_alone_and_twice_in_cpp_17_and_20() {
 fn every_initialiser_names_every_field() {
     for (compiler, language, standards) in compilers() {
         for standard in standards {
-            let mut text = "#include <spillway.h>\n#include <spillway/plan.h>\n#include <spillway/stage.h>\n"
+            let mut text = "#include <spillway.h>\n#include <spillway/plan.h>\n#include <spillway/stage.h>\n\
+                            #include <spillway/topo.h>\n"
                 .to_string();
             let mut count = 0;
             for header in headers() {
@@ -106,6 +107,7 @@ const PRELUDE: &str = "
 #include <spillway.h>
 #include <spillway/plan.h>
 #include <spillway/stage.h>
+#include <spillway/topo.h>
 #include <stdio.h>
 extern spw_adam_options adam;
 extern spw_tensor tensor, tensors[9];
@@ -121,6 +123,8 @@ extern const spw_gpu *gpu;
 extern spw_interleave_subgroup *subgroups;
 extern uint32_t placements[24];
 extern spw_interleave_rates rates;
+extern spw_pool_options pool_options;
+extern uint32_t local_rank;
 int example(void);
 int example(void) {
 ";

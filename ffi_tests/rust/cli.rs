@@ -3,6 +3,8 @@
 //! shape of JSON, which it plots and compares.
 
 mod support;
+#[path = "cli_topo.rs"]
+mod topo;
 
 use std::collections::HashMap;
 use std::process::Command;

@@ -39,6 +39,8 @@ pub mod arena;
 
 pub mod stage;
 
+pub mod topo;
+
 pub use abi_struct::AbiStruct;
 
 /// Name, offset and size of each field of a struct.
@@ -114,5 +116,11 @@ pub fn visit_structs(mut visit: impl FnMut(&'static str, usize, usize, Fields)) 
         stage::spw_stage_options,
         stage::spw_stage_target,
         stage::spw_stage_cores,
+        topo::spw_topo_options,
+        topo::spw_topo_info,
+        topo::spw_topo_node,
+        topo::spw_topo_gpu,
+        topo::spw_topo_rank_options,
+        topo::spw_topo_pages,
     );
 }

@@ -6,7 +6,7 @@
 //!   crash.
 //! - This file takes no lock and never closes the library: the framework may use the same library.
 
-use std::ffi::{CStr, CString, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::Arc;
 
 use arc_swap::ArcSwapOption;
@@ -49,6 +49,11 @@ impl Driver {
         CURRENT.store(Some(Arc::clone(&driver)));
         log::write(Level::Info, &format!("CUDA {} from {}", driver.version_text(), driver.library));
         Ok(driver)
+    }
+
+    /// The driver of this process if a call of this library has opened it already.
+    pub fn opened() -> Option<Arc<Driver>> {
+        CURRENT.load_full().filter(|driver| driver.opener.is_current())
     }
 
     /// Opens and initialises the library `library`.
@@ -105,6 +110,29 @@ impl Driver {
             )),
             some => Ok(some.max(0) as u32),
         }
+    }
+
+    /// PCI addresses of the visible devices, in the driver's order. The devices of several MIG instances on one GPU have
+    /// that GPU's address.
+    pub fn addresses(&self) -> Result<Vec<String>> {
+        let count = match self.device_count() {
+            Err(Error::Gpu(error)) if error.kind == GpuKind::NoDevice => 0,
+            count => count?,
+        };
+        let address = |ordinal| {
+            let (mut device, mut text) = (0, [0 as c_char; 32]);
+            // SAFETY: the driver is initialised; the pointer is valid.
+            let found = unsafe { (self.table.cuDeviceGet)(&raw mut device, ordinal as c_int) };
+            self.check_init(found, &|| format!("opening GPU {ordinal}"))?;
+            // SAFETY: the buffer has one byte more than passed, which stays 0.
+            let named = unsafe {
+                (self.table.cuDeviceGetPCIBusId)(text.as_mut_ptr(), text.len() as c_int - 1, device)
+            };
+            self.check_init(named, &|| format!("reading the address of GPU {ordinal}"))?;
+            // SAFETY: the last byte is 0.
+            Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
+        };
+        (0..count).map(address).collect()
     }
 
     /// The newest CUDA version that the driver supports: 12040 for 12.4.

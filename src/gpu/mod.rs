@@ -12,6 +12,7 @@
 //! | [`transfer`] | copies of gradients to the host and of parameters to the device |
 //! | [`watch`] | host threads wait for the framework's events |
 //! | [`link`], [`speeds`], [`profile`] | bandwidth of the link and speed of the CPU, measured once |
+//! | [`visible`], [`machine`] | the GPU behind each ordinal, and its place in the topology |
 //! | [`kernels`] | the kernels of kernels/*.cu: casts, sums of squares, Adam and its inverse |
 //!
 //! Types, constants and signatures of the driver come from cudarc's bindings. Spillway calls the driver through its own
@@ -27,12 +28,14 @@ pub mod device;
 pub mod driver;
 pub mod kernels;
 pub mod link;
+pub mod machine;
 pub mod memory;
 pub mod profile;
 pub mod speeds;
 pub mod steps;
 pub mod stream;
 pub mod transfer;
+pub mod visible;
 pub mod watch;
 
 #[cfg(test)]

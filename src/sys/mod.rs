@@ -1,8 +1,12 @@
 //! Operating system services: processors, threads, memory, files and events.
 
+pub mod affinity;
 pub mod arena;
 pub mod bell;
+pub mod binding;
+pub mod bitmap;
 pub mod cap;
+pub mod cpuset;
 pub mod event;
 pub mod file;
 pub mod fork_closed;
@@ -12,11 +16,13 @@ pub mod lock;
 mod mapping_table;
 pub mod memory;
 mod openmp;
+pub mod page_nodes;
 pub mod per_process;
 pub mod private_files;
 pub mod process;
 pub mod profile;
 pub mod range_lock;
+pub mod resctrl;
 pub mod reserve;
 pub mod shared_memory;
 pub mod shared_slice;
@@ -25,5 +31,6 @@ mod spin;
 mod team;
 pub mod threads;
 pub mod time_limit;
+pub mod topology;
 pub mod try_vec;
 pub mod usage;

@@ -37,6 +37,8 @@ pub struct Team {
     /// Where the workers wait awake, one seat for each.
     seats: Arc<[Seat<Shared>]>,
     burst: &'static Burst,
+    /// True if the workers have processors of their own: OpenMP's threads then never take their place.
+    bound: bool,
     /// Worker jobs that are queued and have not started yet, over all calls.
     queued: Arc<AtomicUsize>,
 }
@@ -47,14 +49,20 @@ const MAX_QUEUED: usize = 64;
 
 impl Team {
     /// Starts `workers` threads. The caller of [`Team::each`] works in addition to them. They wait awake for the next
-    /// call while `burst` goes on.
-    pub fn new(workers: usize, burst: &'static Burst) -> Result<Team, ThreadPoolBuildError> {
+    /// call while `burst` goes on. Each worker calls `start` first, which binds it.
+    pub fn new(
+        workers: usize,
+        burst: &'static Burst,
+        start: Option<Box<dyn Fn() + Send + Sync>>,
+    ) -> Result<Team, ThreadPoolBuildError> {
+        let bound = start.is_some();
         let pool = ThreadPoolBuilder::new()
             .num_threads(workers)
             .thread_name(|index| format!("spillway-{index}"))
+            .start_handler(move |_| start.iter().for_each(|start| start()))
             .build()?;
         let seats = (0..workers).map(|_| Seat::empty()).collect();
-        Ok(Team { pool, seats, burst, queued: Arc::default() })
+        Ok(Team { pool, seats, burst, bound, queued: Arc::default() })
     }
 
     /// Number of workers.
@@ -71,7 +79,10 @@ impl Team {
         let workers = self.workers().min(items.len().saturating_sub(1)).min(most.saturating_sub(1));
         let shared = Arc::new(Shared::new(&item, items.len(), workers + 1, self.burst.goes_on()));
         let began = now();
-        if workers == self.workers() && openmp::run(workers + 1, &|number| shared.run_in_region(number)) {
+        if !self.bound
+            && workers == self.workers()
+            && openmp::run(workers + 1, &|number| shared.run_in_region(number))
+        {
             openmp::call_ended(began);
             self.burst.call_ended();
             return shared.resume_panic();
@@ -282,7 +293,7 @@ mod tests {
     #[test]
     fn every_item_is_done_once_whatever_the_crew() {
         for workers in [1, 2, 3, 7] {
-            let team = Team::new(workers, burst(1_000_000)).unwrap();
+            let team = Team::new(workers, burst(1_000_000), None).unwrap();
             for items in [0, 1, 2, 3, 7, 8, 9, 1000] {
                 for _ in 0..50 {
                     let mut counts = vec![0; items];
@@ -296,7 +307,7 @@ mod tests {
     /// The only worker is blocked until `free`, so the caller processes all items.
     #[test]
     fn a_worker_that_does_not_come_is_not_waited_for() {
-        let team = Team::new(1, burst(0)).unwrap();
+        let team = Team::new(1, burst(0), None).unwrap();
         let (held, free) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
         let (theirs_held, theirs_free) = (Arc::clone(&held), Arc::clone(&free));
         team.pool.spawn(move || {
@@ -324,7 +335,7 @@ mod tests {
 
     #[test]
     fn a_worker_that_came_is_waited_for() {
-        let (team, caller) = (Team::new(1, burst(0)).unwrap(), thread::current().id());
+        let (team, caller) = (Team::new(1, burst(0), None).unwrap(), thread::current().id());
         let together = Barrier::new(2);
         let mut items = [false; 2];
         team.each(usize::MAX, &mut items, |item| {
@@ -339,7 +350,7 @@ mod tests {
 
     #[test]
     fn a_panic_on_any_thread_reaches_the_caller_when_all_have_left() {
-        let team = Team::new(3, burst(1_000_000)).unwrap();
+        let team = Team::new(3, burst(1_000_000), None).unwrap();
         for bad in 0..64 {
             let inside = AtomicUsize::new(0);
             let mut items: Vec<usize> = (0..64).collect();
@@ -359,7 +370,7 @@ mod tests {
 
     #[test]
     fn calls_inside_calls_and_from_many_threads_end() {
-        let team = Team::new(2, burst(1_000_000)).unwrap();
+        let team = Team::new(2, burst(1_000_000), None).unwrap();
         let total = AtomicUsize::new(0);
         thread::scope(|scope| {
             for _ in 0..4 {

@@ -5,16 +5,19 @@
 //! - A forked child has none of its parent's threads. The child leaves its parent's pool untouched (dropping it would
 //!   signal threads that do not exist) and creates its own.
 //! - No lock is taken that another thread could hold during a fork.
-//! - The caller's CPU affinity is read, never changed.
+//! - The caller's CPU affinity is read, never changed. A binding applies to threads that this library started.
 #![forbid(unsafe_code)]
 
+use std::cell::{Cell, RefCell};
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use nix::sched::{CpuSet, sched_getaffinity};
+use arc_swap::ArcSwapOption;
 use nix::sys::signal::SigSet;
-use nix::unistd::Pid;
 
+use super::affinity;
+use super::bitmap::Bitmap;
 use super::cap;
 use super::openmp;
 use super::per_process::{PerProcessStatic, Shared};
@@ -31,6 +34,27 @@ static POOL: PerProcessStatic<Option<Team>> = PerProcessStatic::empty();
 /// The number of threads that `configure` set; 0 decides automatically.
 static CONFIGURED: AtomicUsize = AtomicUsize::new(0);
 
+/// Where the workers run; `None`: where the thread that started them may run.
+static BINDING: ArcSwapOption<Binding> = ArcSwapOption::const_empty();
+/// Number of changes of the binding.
+static BINDINGS: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// True on threads that this library started, other than workers.
+    static IS_OWN: Cell<bool> = const { Cell::new(false) };
+    /// Value of [`BINDINGS`] that this thread follows, and its affinity before the first binding.
+    static FOLLOWED: RefCell<(usize, Option<Bitmap>)> = const { RefCell::new((0, None)) };
+}
+
+/// Processors of the workers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Binding {
+    /// The processors.
+    pub cpus: Bitmap,
+    /// Their number of cores.
+    pub cores: usize,
+}
+
 /// The number of threads when the settings were last read.
 static DECIDED: AtomicUsize = AtomicUsize::new(0);
 
@@ -41,6 +65,7 @@ static BURST: Burst = Burst::new();
 /// [`cap::within`] allows.
 pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()> {
     let limit = cap::limit();
+    follow_binding();
     match &*current()? {
         Some(team) if limit.is_none() => team.each(usize::MAX, items, work),
         Some(team) if limit > Some(1) => {
@@ -59,7 +84,7 @@ pub fn awake() -> Result<bool> {
         read_settings(decide()?.0)?;
     }
     let threads = DECIDED.load(Ordering::Relaxed);
-    Ok(BURST.goes_on() || (threads > 1 && openmp::is_awake(threads)))
+    Ok(BURST.goes_on() || (threads > 1 && BINDING.load().is_none() && openmp::is_awake(threads)))
 }
 
 /// Reports the end of work that asked [`awake`] and was not shared.
@@ -89,12 +114,54 @@ pub fn configure(threads: usize) -> Result<()> {
     Ok(())
 }
 
+/// Binds the workers, and the library's other threads that compute, from now on; `None`: as before the first binding. Work
+/// in flight finishes on its present workers.
+pub(super) fn set_binding(binding: Option<Binding>) {
+    BINDING.store(binding.map(Arc::new));
+    BINDINGS.fetch_add(1, Ordering::Release);
+    BURST.set_limit(None);
+    POOL.clear();
+}
+
+/// Where the workers run.
+pub fn binding() -> Option<Arc<Binding>> {
+    BINDING.load_full()
+}
+
+/// Applies a changed binding to the calling thread, if this library started it.
+fn follow_binding() {
+    let changes = BINDINGS.load(Ordering::Acquire);
+    if !IS_OWN.get() || FOLLOWED.with_borrow(|followed| followed.0 == changes) {
+        return;
+    }
+    FOLLOWED.with_borrow_mut(|(followed, before)| {
+        *followed = changes;
+        match (&*BINDING.load(), &before) {
+            (Some(binding), None) => {
+                *before = affinity::current();
+                bind_or_warn(&binding.cpus);
+            }
+            (Some(binding), Some(_)) => bind_or_warn(&binding.cpus),
+            (None, Some(before)) => bind_or_warn(before),
+            (None, None) => {}
+        }
+    });
+}
+
+/// Binds the calling thread of this library. The processors were granted earlier; the cpuset may have changed since.
+fn bind_or_warn(cpus: &Bitmap) {
+    if let Err(error) = affinity::bind_own_thread(cpus) {
+        log::write(log::Level::Warn, &format!("a thread is not bound to processors {cpus}: {error}"));
+    }
+}
+
 /// Starts a thread with all signals blocked. The program's handlers then never run on it, and a write past
 /// `RLIMIT_FSIZE` returns an error instead of raising SIGXFSZ.
 pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     std::thread::Builder::new().name(name.to_string()).spawn(move || {
         // Blocking all signals does not fail.
         let _ = SigSet::all().thread_block();
+        IS_OWN.set(true);
         work();
     })?;
     Ok(())
@@ -113,8 +180,16 @@ fn make() -> Result<Option<Team>> {
     let failed = |reason: String| Error::System { what: "starting worker threads", reason };
     match threads {
         1 => Ok(None),
-        _ => Team::new(threads - 1, &BURST).map(Some).map_err(|error| failed(error.to_string())),
+        _ => Team::new(threads - 1, &BURST, worker_start())
+            .map(Some)
+            .map_err(|error| failed(error.to_string())),
     }
+}
+
+/// What a worker does first, if the workers are bound.
+fn worker_start() -> Option<Box<dyn Fn() + Send + Sync>> {
+    let binding = BINDING.load_full()?;
+    Some(Box::new(move || bind_or_warn(&binding.cpus)))
 }
 
 /// Reads the settings for calls with this number of threads.
@@ -134,7 +209,8 @@ fn spin_limit(threads: usize) -> Result<u64> {
         return Ok(0);
     }
     let usable = usable_count();
-    let free = threads <= usable && affinity_count().is_none_or(|processors| processors <= usable);
+    let room = BINDING.load().as_ref().map_or(usable, |binding| binding.cpus.len() + 1);
+    let free = threads <= room && affinity_count().is_none_or(|processors| processors <= usable);
     Ok(if free { limit } else { 0 })
 }
 
@@ -147,14 +223,34 @@ pub fn decide() -> Result<(usize, String)> {
     if let Some(threads) = env_number("SPILLWAY_NUM_THREADS")? {
         return Ok((threads, "set by SPILLWAY_NUM_THREADS".to_string()));
     }
+    if let Some(binding) = &*BINDING.load() {
+        return Ok(decide_bound(binding));
+    }
     let usable = usable_count();
     let affinity = affinity_count().unwrap_or(usable);
-    let local_ranks = env_number("LOCAL_WORLD_SIZE")?.unwrap_or(1);
     let limit = if usable < affinity { "the cgroup quota" } else { "the affinity mask" };
+    let local_ranks = env_number("LOCAL_WORLD_SIZE")?.unwrap_or(1);
+    // A rank that its launcher has bound shares its processors with no other rank.
+    if local_ranks > 1 && usable == affinity && affinity::is_narrower_than_parent() {
+        return Ok((
+            usable.max(1),
+            format!("{usable} processors, to which the launcher has bound this rank"),
+        ));
+    }
     Ok((
         (usable / local_ranks).max(1),
         format!("{usable} processors allowed by {limit}, {local_ranks} local ranks"),
     ))
+}
+
+/// A worker for each core. The calling thread works too: it is one more if it may run on other processors.
+fn decide_bound(binding: &Binding) -> (usize, String) {
+    let caller = affinity::current().is_some_and(|own| !own.is_subset(&binding.cpus));
+    let threads = binding.cores + usize::from(caller);
+    (
+        threads.clamp(1, MAX_THREADS),
+        format!("{} cores of the bound processors {}", binding.cores, binding.cpus),
+    )
 }
 
 /// Processors that the affinity mask and the cgroup quota allow.
@@ -163,8 +259,7 @@ fn usable_count() -> usize {
 }
 
 fn affinity_count() -> Option<usize> {
-    let set = sched_getaffinity(Pid::from_raw(0)).ok()?;
-    Some((0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false)).count())
+    affinity::current().map(|cpus| cpus.len())
 }
 
 fn env_number(name: &'static str) -> Result<Option<usize>> {

@@ -10,6 +10,7 @@ from ._structures import *
 from ._structures import STRUCTURES
 
 ABI_VERSION = 2
+TOPO_NONE = 2**32 - 1
 
 DTYPE_NONE, DTYPE_F32, DTYPE_F16, DTYPE_BF16 = 0, 1, 2, 3
 DTYPES = {"float32": DTYPE_F32, "float16": DTYPE_F16, "bfloat16": DTYPE_BF16,
@@ -36,6 +37,18 @@ PROTOTYPES = {
     "spw_get_kernel": (_STATUS, [POINTER(c_char_p)]),
     "spw_dtype_size": (c_uint64, [c_uint32]),
     "spw_get_stats": (_STATUS, [POINTER(Stats)]),
+    "spw_topo_open": (_STATUS, [POINTER(TopoOptions), POINTER(c_void_p)]),
+    "spw_topo_close": (_STATUS, [c_void_p]),
+    "spw_topo_get_info": (_STATUS, [c_void_p, POINTER(TopoInfo)]),
+    "spw_topo_get_node": (_STATUS, [c_void_p, c_uint32, POINTER(TopoNode)]),
+    "spw_topo_get_gpu": (_STATUS, [c_void_p, c_uint32, POINTER(TopoGpu)]),
+    "spw_topo_get_path_node": (_STATUS, [c_void_p, c_char_p, POINTER(c_uint32)]),
+    "spw_topo_get_json": (_STATUS, [c_void_p, c_char_p, c_size_t, POINTER(c_uint64)]),
+    "spw_topo_get_rank_cpus": (_STATUS, [c_void_p, POINTER(TopoRankOptions), c_uint32, c_char_p, c_size_t, POINTER(c_uint64)]),
+    "spw_topo_bind_workers": (_STATUS, [c_void_p, c_char_p]),
+    "spw_topo_unbind_workers": (_STATUS, []),
+    "spw_topo_get_workers": (_STATUS, [c_char_p, c_size_t, POINTER(c_uint64)]),
+    "spw_topo_get_pages": (_STATUS, [c_void_p, c_uint64, c_uint32, POINTER(TopoPages)]),
     "spw_adam_step": (_STATUS, [POINTER(AdamOptions), *_STEP]),
     "spw_adagrad_step": (_STATUS, [POINTER(AdagradOptions), *_STEP]),
     "spw_lion_step": (_STATUS, [POINTER(LionOptions), *_STEP]),

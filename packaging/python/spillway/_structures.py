@@ -430,6 +430,41 @@ class StageCores(Structure):
                 ("peak_threads", c_uint32), ("reserved", c_uint32)]
 
 
+class TopoOptions(_Given):
+    c_name = "spw_topo_options"
+    _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("root", c_char_p)]
+
+
+class TopoInfo(Structure):
+    c_name = "spw_topo_info"
+    _fields_ = [("struct_size", c_uint32), ("processors", c_uint32), ("cores", c_uint32), ("packages", c_uint32),
+                ("nodes", c_uint32), ("gpus", c_uint32), ("drives", c_uint32), ("bound", c_uint32), ("allowed", c_char_p)]
+
+
+class TopoNode(Structure):
+    c_name = "spw_topo_node"
+    _fields_ = [("struct_size", c_uint32), ("node", c_uint32), ("kind", c_uint32), ("allowed", c_uint32),
+                ("memory_bytes", c_uint64), ("memory_side_cache_bytes", c_uint64), ("read_bandwidth", c_uint64),
+                ("read_latency_ns", c_uint64), ("cpus", c_char_p), ("near_cpus", c_char_p)]
+
+
+class TopoGpu(Structure):
+    c_name = "spw_topo_gpu"
+    _fields_ = [("struct_size", c_uint32), ("node", c_uint32), ("memory_node", c_uint32), ("reserved", c_uint32),
+                ("pci", c_char_p), ("cpus", c_char_p)]
+
+
+class TopoRankOptions(_Given):
+    c_name = "spw_topo_rank_options"
+    _fields_ = [("struct_size", c_uint32), ("ranks", c_uint32), ("rank", c_uint32), ("scope", c_uint32), ("share", c_double)]
+
+
+class TopoPages(Structure):
+    c_name = "spw_topo_pages"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("sampled", c_uint64), ("on_node", c_uint64),
+                ("elsewhere", c_uint64), ("absent", c_uint64)]
+
+
 STRUCTURES = (ThreadOptions, Stats, Tensor, GradTensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
               SpecOptions, SpecStats, SpecEvent, SpecOutcome,
               InterleaveRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, PipelineOptions, PipelineUnit,
@@ -439,4 +474,5 @@ STRUCTURES = (ThreadOptions, Stats, Tensor, GradTensor, StepStats, AdamOptions, 
               SwapOptions, SwapBudget, SwapStats, DsAdamCall, DsAdamState,
               GpuDriver, GpuOptions, GpuInfo, GpuCopy, GpuLink,
               ArenaRegion, ArenaOptions, ArenaInfo, ArenaRegionInfo, ArenaSnapshot, ArenaVerdict,
-              StageOptions, StageTarget, StageCores)
+              StageOptions, StageTarget, StageCores,
+              TopoOptions, TopoInfo, TopoNode, TopoGpu, TopoRankOptions, TopoPages)

@@ -16,6 +16,8 @@ mod plan;
 mod plot;
 mod progress;
 mod report;
+mod resctrl;
+mod topo;
 mod trace;
 mod tune;
 
@@ -40,6 +42,11 @@ enum Command {
     Tune(tune::Options),
     /// Plans an interleaved update: the processor of each subgroup, predicted seconds and bytes.
     Plan(plan::Options),
+    /// Draws processors, NUMA nodes, GPUs and drives, and says how a launcher binds ranks to them.
+    Topo(topo::Options),
+    /// Partitions of cache and memory bandwidth between trainer and optimizer (Arm MPAM, Intel RDT, AMD QoS).
+    #[command(subcommand)]
+    Resctrl(resctrl::Command),
     /// Writes the predicted timeline of one interleaved step as a trace.
     Trace(trace::Options),
 }
@@ -68,13 +75,17 @@ fn main() -> std::process::ExitCode {
         Command::Doctor(options) => doctor::run(&options),
         Command::Tune(options) => tune::run(&options),
         Command::Plan(options) => plan::run(&options),
+        Command::Topo(options) => topo::run(&options),
+        Command::Resctrl(command) => return resctrl::run(&command),
         Command::Trace(options) => trace::run(&options),
     };
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("spillway: {error}");
-            std::process::ExitCode::FAILURE
-        }
+        Err(error) => fail(&error),
     }
+}
+
+fn fail(error: &spillway::error::Error) -> std::process::ExitCode {
+    eprintln!("spillway: {error}");
+    std::process::ExitCode::FAILURE
 }

@@ -6,11 +6,12 @@ bit-identical for any order of arrival."""
 
 import ctypes
 import os
+import warnings
 import weakref
 from typing import NamedTuple
 
-from .. import _abi, _arrays, _native
-from ..errors import InvalidArgumentError
+from .. import _abi, _arrays, _native, topo
+from ..errors import InvalidArgumentError, SpillwayError
 from ..optim import Adam
 from ..speculate import Speculation
 from . import _call, _lifetime, _ops
@@ -34,8 +35,11 @@ class Call(NamedTuple):
 
 
 class SuperOffloadCPUOptimizer:
-    """Steps sub-groups in rounds; parameters as in DeepSpeed. cpuadam_cores_perc, max_grad_numel and pin_memory have no
-    effect: Spillway has its own threads, and reads gradients in place."""
+    """Steps sub-groups in rounds; parameters as in DeepSpeed. max_grad_numel and pin_memory have no effect: gradients are read
+    in place.
+
+    cpuadam_cores_perc is the share of this rank's cores to which the workers are bound; DeepSpeed gives the other cores to the
+    trainer. Here the trainer's affinity stays as it is."""
 
     def __init__(self, optimizer_config, cpuadam_cores_perc=0.8, max_grad_numel=1000000, pin_memory=True):
         if not 0 < cpuadam_cores_perc <= 1:
@@ -44,6 +48,7 @@ class SuperOffloadCPUOptimizer:
         if any(config.get("amsgrad") for config in configs):
             raise InvalidArgumentError("SuperOffload: amsgrad is not supported; set amsgrad to false")
         _lifetime.opened(self)
+        self._bound = _bind(cpuadam_cores_perc)
         self._powers = None
         self._engine, self._closed, self._open = None, False, False
         self._calls, self._submitted = {}, set()
@@ -122,6 +127,10 @@ class SuperOffloadCPUOptimizer:
         """Closes the engine; an open round is rolled back."""
         self._closed = True
         self._retire()
+        # Unless another engine or the program has bound the workers since.
+        if self._bound and topo.workers() == self._bound:
+            topo.unbind()
+        self._bound = ()
 
     def _retire(self):
         engine, self._engine, self._open = self._engine, None, False
@@ -129,6 +138,20 @@ class SuperOffloadCPUOptimizer:
             _engines.discard(engine)
             _add(_retired, engine.stats()._asdict())
             engine.close()
+
+
+def _bind(share):
+    """Binds the workers to their share of the cores. Returns their processors; none if the program has bound them already, or
+    if the system refuses."""
+    if topo.workers():
+        return ()
+    try:
+        workers = topo.split(share).workers
+        topo.bind(workers)
+    except SpillwayError as error:
+        warnings.warn(f"SuperOffload: the optimizer's threads are not bound to cores: {error}", RuntimeWarning, stacklevel=3)
+        return ()
+    return workers
 
 
 class _Powers:

@@ -1,7 +1,6 @@
 //! Checks of the machine: kernel, threads, memory, NUMA, cache partitions, GPUs.
 #![forbid(unsafe_code)]
 
-use std::path::Path;
 use std::sync::Arc;
 
 use spillway::dtype::{Floats, FloatsMut};
@@ -15,7 +14,9 @@ use spillway::optim::parallel::{Job, step_on};
 use spillway::optim::processor;
 use spillway::pool::region::{Backing, Region};
 use spillway::sys::memory::{PageKind, lock_limit};
+use spillway::sys::resctrl::support::Support;
 use spillway::sys::threads;
+use spillway::sys::topology::{NodeKind, Root, Topology};
 
 use super::{Finding, Verdict};
 
@@ -27,8 +28,9 @@ const ELEMENTS: usize = 10_007;
 pub fn findings() -> Vec<Finding> {
     let mut findings = vec![kernel(), workers()];
     findings.extend(memory());
-    findings.extend([nodes(), partitions()]);
-    findings.extend(gpus());
+    let topology = Topology::read(&Root::live());
+    findings.extend([nodes(&topology), partitions()]);
+    findings.extend(gpus(&topology));
     findings
 }
 
@@ -125,43 +127,60 @@ fn memory() -> [Finding; 2] {
     [pages, pinned]
 }
 
-fn nodes() -> Finding {
-    let is_node = |name: &str| name.strip_prefix("node").is_some_and(|rest| rest.parse::<u32>().is_ok());
-    let count = std::fs::read_dir("/sys/devices/system/node").map_or(0, |entries| {
-        entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_node)).count()
-    });
-    match count {
-        0 => Finding::new("NUMA", Verdict::None, "unknown: /sys/devices/system/node is missing"),
-        1 => Finding::ok("NUMA", "one node"),
-        _ => Finding::new(
-            "NUMA",
-            Verdict::Worse,
-            format!("{count} nodes: a process that runs on several nodes is slower"),
-        )
-        .fix(
-            "bind each rank to the processors of its GPU's node (numactl, or the launcher's \
-             --bind_cores_to_rank)",
-        ),
+fn nodes(topology: &Topology) -> Finding {
+    let places: Vec<u32> =
+        topology.nodes.iter().filter(|node| node.cpus.meets(&topology.allowed)).map(|node| node.id).collect();
+    let memory = |kind| topology.nodes.iter().filter(|node| node.kind == kind).count();
+    let mut found = match places.len() {
+        1 => format!("this process runs on node {} of {}", places[0], topology.nodes.len()),
+        count => {
+            format!("this process runs on {count} nodes: its memory may be on another node than its threads")
+        }
+    };
+    for (kind, words) in [
+        (NodeKind::Gpu, "of GPU memory"),
+        (NodeKind::HighBandwidth, "of high bandwidth"),
+        (NodeKind::Cxl, "behind CXL"),
+    ] {
+        if memory(kind) > 0 {
+            found = format!("{found}; {} nodes {words}", memory(kind));
+        }
+    }
+    match places.len() {
+        0 | 1 => Finding::ok("NUMA", found),
+        _ => Finding::new("NUMA", Verdict::Worse, found)
+            .fix("bind each rank to the processors of its GPU's node: spillway topo prints the commands"),
     }
 }
 
 fn partitions() -> Finding {
-    match Path::new("/sys/fs/resctrl/schemata").exists() {
-        true => Finding::ok("resctrl", "mounted: caches and memory bandwidth can be partitioned"),
-        false => Finding::new("resctrl", Verdict::None, "not mounted (optional)"),
+    let support = Support::read(&Root::live());
+    match (support.mounted, support.kernel, support.processor.is_empty()) {
+        (true, ..) => {
+            Finding::ok("resctrl", "mounted: spillway resctrl show prints partitions for this machine")
+        }
+        (false, true, false) => {
+            let features = support.processor.join(", ");
+            Finding::new(
+                "resctrl",
+                Verdict::None,
+                format!("not mounted (optional); the processor has {features}"),
+            )
+        }
+        _ => Finding::new("resctrl", Verdict::None, "not supported by this kernel or processor (optional)"),
     }
 }
 
-fn gpus() -> Vec<Finding> {
+fn gpus(topology: &Topology) -> Vec<Finding> {
     let found = Driver::get().and_then(|driver| {
         let count = driver.device_count()?;
-        Ok((0..count).map(|ordinal| gpu(&driver, ordinal)).collect::<Vec<_>>())
+        Ok((0..count).map(|ordinal| gpu(&driver, ordinal, topology)).collect::<Vec<_>>())
     });
     found.unwrap_or_else(|error| vec![Finding::new("GPU", Verdict::None, error.to_string())])
 }
 
 /// Opens one GPU and compiles the kernels for it.
-fn gpu(driver: &Arc<Driver>, ordinal: u32) -> Finding {
+fn gpu(driver: &Arc<Driver>, ordinal: u32, topology: &Topology) -> Finding {
     let tried = Device::open(Arc::clone(driver), ordinal).and_then(|device| {
         let info = device.info()?;
         Kernels::load(&device).map(|_| info)
@@ -169,8 +188,9 @@ fn gpu(driver: &Arc<Driver>, ordinal: u32) -> Finding {
     match tried {
         Err(error) => Finding::new("GPU", Verdict::Fails, format!("{ordinal}: {error}")),
         Ok(info) => {
-            let node = std::fs::read_to_string(format!("/sys/bus/pci/devices/{}/numa_node", info.pci));
-            let node = node.map_or_else(|_| "?".to_string(), |node| node.trim().to_string());
+            let address = info.pci.parse().ok();
+            let device = topology.devices.iter().find(|device| Some(device.pci) == address);
+            let node = device.and_then(|device| device.node).map_or("?".to_string(), |node| node.to_string());
             let (free, all) = (info.free_bytes >> 30, info.memory_bytes >> 30);
             let words =
                 format!("{ordinal}: {}, {free} of {all} GiB free, {}, NUMA node {node}", info.name, info.pci);

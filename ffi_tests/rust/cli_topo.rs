@@ -1,0 +1,161 @@
+//! Proves that `spillway topo` prints one machine in three forms, and that `spillway resctrl` undoes what it made: at the
+//! end of its command, on a signal, and after it was killed.
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+use super::support::{empty_dir, run, succeed};
+use super::{TIMEOUT, spillway};
+
+fn file(root: &Path, path: &str, text: &str) {
+    let path = root.join(path);
+    fs::create_dir_all(path.parent().expect("below the root")).expect("the target directory is writable");
+    fs::write(path, format!("{text}\n")).expect("the target directory is writable");
+}
+
+/// Two nodes of four processors with a GPU each, and a tree of resctrl.
+fn machine(name: &str) -> PathBuf {
+    let root = empty_dir(name);
+    file(&root, "sys/devices/system/cpu/online", "0-7");
+    for cpu in 0..8 {
+        let mask = if cpu < 4 { "0f" } else { "f0" };
+        file(&root, &format!("sys/devices/system/cpu/cpu{cpu}/topology/package_cpus"), mask);
+        let cache = format!("sys/devices/system/cpu/cpu{cpu}/cache/index3");
+        let id = (cpu / 4).to_string();
+        for (name, text) in
+            [("level", "3"), ("type", "Unified"), ("shared_cpu_map", mask), ("id", id.as_str())]
+        {
+            file(&root, &format!("{cache}/{name}"), text);
+        }
+    }
+    for node in 0..2 {
+        let cpus = if node == 0 { "0-3" } else { "4-7" };
+        file(&root, &format!("sys/devices/system/node/node{node}/cpulist"), cpus);
+        let gpu = format!("sys/bus/pci/devices/000{node}:01:00.0");
+        let node = node.to_string();
+        for (name, text) in
+            [("class", "0x030200"), ("vendor", "0x10de"), ("device", "0x2342"), ("numa_node", node.as_str())]
+        {
+            file(&root, &format!("{gpu}/{name}"), text);
+        }
+    }
+    for (name, text) in [
+        ("schemata", "L3:0=fff;1=fff\nMB:0=100;1=100"),
+        ("cpus_list", "0-7"),
+        ("info/L3/cbm_mask", "fff"),
+        ("info/MB/min_bandwidth", "10"),
+        ("info/MB/bandwidth_gran", "10"),
+    ] {
+        file(&root, &format!("sys/fs/resctrl/{name}"), text);
+    }
+    fs::create_dir(root.join("run")).expect("the target directory is writable");
+    root
+}
+
+fn groups(root: &Path) -> Vec<String> {
+    let entries = fs::read_dir(root.join("sys/fs/resctrl")).expect("it exists");
+    let names =
+        entries.map(|entry| entry.expect("it can be read").file_name().to_string_lossy().into_owned());
+    names.filter(|name| name.starts_with("spillway")).collect()
+}
+
+#[test]
+fn topo_prints_one_machine_as_text_json_and_svg() {
+    let root = machine("topo");
+    let svg = root.join("machine.svg");
+    let mut command = spillway();
+    command.env_remove("CUDA_VISIBLE_DEVICES").args(["topo", "--root"]).arg(&root);
+    let text = succeed(command.arg("--svg").arg(&svg), TIMEOUT);
+    for words in [
+        "8 processors, 8 cores, 8 usable: 0-7",
+        "package 1: processors 4-7",
+        "GPU 1: GPU at 0001:01:00.0",
+        "rank 1: GPU 1, node 1, trainer 4, workers 5-7",
+        "rank 0: numactl --physcpubind=0-3 --preferred=0",
+        "--bind_core_list 0-7",
+    ] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    let svg = fs::read_to_string(svg).expect("it was written");
+    assert!(svg.starts_with("<svg") && svg.contains("rank 1: trainer 4, workers 5-7"), "{svg}");
+    let json = succeed(command.arg("--json").env("CUDA_VISIBLE_DEVICES", "1"), TIMEOUT);
+    let report: Value = serde_json::from_str(&json).expect("it is JSON");
+    assert_eq!(report["visible"]["gpus"][0], "0001:01:00.0");
+    assert_eq!((&report["ranks"][0]["cpus"], &report["ranks"][1]), (&"4-7".into(), &Value::Null));
+    for wrong in
+        [["--ranks", "0"], ["--share", "0"], ["--share", "nan"], ["--scope", "core"], ["--root", "no/such"]]
+    {
+        assert_ne!(run(spillway().arg("topo").args(wrong), TIMEOUT).code, Some(0), "{wrong:?}");
+    }
+}
+
+#[test]
+fn resctrl_shows_partitions_and_removes_them_after_its_command() {
+    let root = machine("resctrl");
+    let shown = succeed(spillway().args(["resctrl", "show", "--share", "0.5", "--root"]).arg(&root), TIMEOUT);
+    assert!(shown.contains("echo 0-1,4-5 > ") && shown.contains("echo 'L3:0=ff0;1=ff0' > "), "{shown}");
+    assert!(shown.contains("echo 2-3,6-7 > ") && shown.contains("echo 'MB:0=20;1=20' > "), "{shown}");
+    assert_eq!(groups(&root).len(), 0);
+    let mut apply = spillway();
+    apply.args(["resctrl", "apply", "--root"]).arg(&root).args(["--", "sh", "-c"]);
+    apply.arg(format!("cat {}/sys/fs/resctrl/spillway-optimizer/schemata; exit 7", root.display()));
+    let ended = run(&mut apply, TIMEOUT);
+    assert_eq!(
+        (ended.code, ended.stdout.as_str()),
+        (Some(7), "L3:0=f;1=f\nMB:0=20;1=20\n"),
+        "{}",
+        ended.stderr
+    );
+    assert_eq!(groups(&root).len(), 0);
+    for wrong in [&["apply"][..], &["apply", "--owner", "999999999"], &["apply", "--", "/no/such/command"]] {
+        let (words, rest) = wrong.split_at(1);
+        let refused = run(spillway().arg("resctrl").args(words).arg("--root").arg(&root).args(rest), TIMEOUT);
+        assert!(refused.code != Some(0) && !refused.stderr.is_empty(), "{wrong:?}");
+        assert_eq!(groups(&root).len(), 0, "{wrong:?}");
+    }
+}
+
+/// Starts `apply` around a command that says when it runs, and then sleeps.
+fn applied(root: &Path) -> Child {
+    let mut command = spillway();
+    command.args(["resctrl", "apply", "--root"]).arg(root).args(["--", "sh", "-c", "echo x; exec sleep 60"]);
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("the tool starts");
+    let mut byte = [0];
+    child.stdout.as_mut().expect("piped").read_exact(&mut byte).expect("the command says something");
+    assert_eq!(groups(root).len(), 2);
+    child
+}
+
+#[test]
+fn partitions_end_with_a_signal_and_are_found_after_a_kill() {
+    let root = machine("resctrl-signals");
+    let restore = || run(spillway().args(["resctrl", "restore", "--root"]).arg(&root), TIMEOUT);
+    let mut child = applied(&root);
+    // Another run, while this one lives.
+    let second =
+        run(spillway().args(["resctrl", "apply", "--root"]).arg(&root).args(["--", "true"]), TIMEOUT);
+    assert!(
+        second.code == Some(1) && second.stderr.contains(&format!("process {}", child.id())),
+        "{}",
+        second.stderr
+    );
+    assert_eq!(restore().code, Some(1));
+    let pid = |child: &Child| Pid::from_raw(child.id() as i32);
+    kill(pid(&child), Signal::SIGTERM).expect("it lives");
+    assert_eq!(child.wait().expect("it ends").code(), Some(128 + Signal::SIGTERM as i32));
+    assert_eq!(groups(&root).len(), 0);
+
+    let mut child = applied(&root);
+    kill(pid(&child), Signal::SIGKILL).expect("it lives");
+    assert_eq!(child.wait().expect("it ends").signal(), Some(Signal::SIGKILL as i32));
+    assert_eq!(groups(&root).len(), 2);
+    assert_eq!((restore().stdout.as_str(), groups(&root).len()), ("partitions removed\n", 0));
+    assert_eq!(restore().stdout, "nothing to restore\n");
+}

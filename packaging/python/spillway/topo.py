@@ -1,0 +1,271 @@
+"""The topology of the machine, the processors of a rank, and workers that are bound to processors.
+
+Processors and nodes are the system's numbers. Only threads of the library are ever bound: the affinity of the program's own
+threads stays as it is.
+
+Example:
+    Leave a fifth of this rank's cores to the trainer, and bind the optimizer's workers to the others:
+
+        from spillway import topo
+
+        cores = topo.split(0.8)
+        topo.bind(cores.workers)"""
+
+from __future__ import annotations
+
+import ctypes as _ctypes
+import json as _json
+import os as _os
+from collections.abc import Iterable as _Iterable
+from dataclasses import dataclass as _dataclass
+from typing import Any as _Any
+
+from . import _abi, _arrays, _native
+from .errors import InvalidArgumentError
+
+_ALL, _TRAINER, _WORKERS = range(3)
+_SCOPES = {"node": 0, "package": 1}
+
+
+@_dataclass(frozen=True)
+class Package:
+    """A package (socket) and its online processors."""
+
+    id: int
+    cpus: tuple[int, ...]
+
+
+@_dataclass(frozen=True)
+class Cache:
+    """A cache: level, kind ("data", "instruction" or "unified"), its processors, size in bytes, the system's number."""
+
+    level: int
+    kind: str
+    cpus: tuple[int, ...]
+    bytes: int
+    id: int | None
+
+
+@_dataclass(frozen=True)
+class Node:
+    """A NUMA node. `kind` is "dram", "high_bandwidth", "cxl", "persistent", "gpu", "slower", "other" or "empty"; `near_cpus`
+    are the processors that reach the memory best. Bandwidth is in MB/s and latency in nanoseconds, if the firmware states
+    them."""
+
+    id: int
+    kind: str
+    cpus: tuple[int, ...]
+    near_cpus: tuple[int, ...]
+    memory_bytes: int
+    memory_side_cache_bytes: int
+    read_bandwidth: int | None
+    read_latency: int | None
+    tier: int | None
+    distances: dict[int, int]
+    allowed: bool
+
+
+@_dataclass(frozen=True)
+class Device:
+    """A GPU ("nvidia", "amd") or a drive ("nvme") on PCI. `memory_node` is the node that a GPU's own memory forms."""
+
+    kind: str
+    pci: str
+    model: int
+    name: str
+    uuid: str
+    node: int | None
+    memory_node: int | None
+
+
+@_dataclass(frozen=True)
+class Topology:
+    """The machine as one process sees it.
+
+    `online` are all processors, `cpuset` those of the process's cgroup, `allowed` those that the calling thread may use.
+    `bound` is True if a launcher has bound this process. `gpus` has the GPU behind each CUDA ordinal, None where it is not
+    known."""
+
+    online: tuple[int, ...]
+    cpuset: tuple[int, ...]
+    allowed: tuple[int, ...]
+    bound: bool
+    packages: tuple[Package, ...]
+    cores: tuple[tuple[int, ...], ...]
+    caches: tuple[Cache, ...]
+    nodes: tuple[Node, ...]
+    devices: tuple[Device, ...]
+    gpus: tuple[Device | None, ...]
+
+    def node(self, number: int) -> Node:
+        """Returns the node with this number.
+
+        Raises:
+            InvalidArgumentError: there is no such node."""
+        for node in self.nodes:
+            if node.id == number:
+                return node
+        raise InvalidArgumentError(f"node: there is no NUMA node {number}")
+
+
+@_dataclass(frozen=True)
+class Cores:
+    """Processors of a rank: all of them, those of the trainer, and those of the optimizer's workers."""
+
+    cpus: tuple[int, ...]
+    trainer: tuple[int, ...]
+    workers: tuple[int, ...]
+
+
+@_dataclass(frozen=True)
+class Pages:
+    """Pages of a range: looked at, on the node, on other nodes, and not in memory."""
+
+    sampled: int
+    on_node: int
+    elsewhere: int
+    absent: int
+
+
+class _Handle:
+    """An open topology of the library."""
+
+    def __init__(self, root: _Any = None, load_driver: bool = False) -> None:
+        options = _abi.sized(_abi.TopoOptions)
+        options.flags = int(load_driver)
+        options.root = None if root is None else _os.fsencode(root)
+        self.value = _ctypes.c_void_p()
+        _native.check(_native.library().spw_topo_open(_ctypes.byref(options), _ctypes.byref(self.value)))
+
+    def __enter__(self) -> _Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _native.library().spw_topo_close(self.value)
+
+    def text(self, function: _Any, *arguments: _Any) -> str:
+        return _text(function, self.value, *arguments)
+
+
+def read(root: str | _os.PathLike[str] | None = None, *, load_driver: bool = False) -> Topology:
+    """Reads the topology.
+
+    Args:
+        root: Directory of a recorded tree with `sys` and `proc`; None: this machine.
+        load_driver: Load the CUDA driver to learn the order of the GPUs. Processes that are forked later cannot use CUDA."""
+    with _Handle(root, load_driver) as handle:
+        found = _json.loads(handle.text(_native.library().spw_topo_get_json))
+    devices = tuple(Device(**device) for device in found["devices"])
+    by_address = {device.pci: device for device in devices}
+    return Topology(
+        online=_numbers(found["online"]), cpuset=_numbers(found["cpuset"]), allowed=_numbers(found["allowed"]),
+        bound=found["bound"], packages=tuple(Package(**_sets(package)) for package in found["packages"]),
+        cores=tuple(_numbers(core) for core in found["cores"]),
+        caches=tuple(Cache(**_sets(cache)) for cache in found["caches"]),
+        nodes=tuple(Node(**_sets(node, distances={int(to): far for to, far in node["distances"].items()}))
+                    for node in found["nodes"]),
+        devices=devices, gpus=tuple(by_address.get(pci) for pci in found["visible"]["gpus"]))
+
+
+def place(rank: int, ranks: int, share: float = 0.8, scope: str = "node", *, load_driver: bool = False,
+          root: str | _os.PathLike[str] | None = None) -> Cores:
+    """Returns the processors of a rank of this machine: those of the node of its GPU, shared by the ranks on that node.
+
+    Args:
+        rank: Number of the rank on this machine (LOCAL_RANK); it uses the GPU with this ordinal.
+        ranks: Number of ranks on this machine (LOCAL_WORLD_SIZE).
+        share: Share of the rank's cores for the workers, as DeepSpeed's cpuadam_cores_perc.
+        scope: "node", or "package" for all nodes of that node's package.
+        load_driver: As in `read`.
+        root: As in `read`.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range."""
+    return _cores(root, load_driver, ranks, rank, share, scope)
+
+
+def split(share: float = 0.8) -> Cores:
+    """Returns the processors of this process, divided between trainer and workers.
+
+    Under a launcher that has not bound its ranks, LOCAL_RANK and LOCAL_WORLD_SIZE first say which processors are this
+    rank's, as in `place`. Otherwise all processors that the calling thread may use are.
+
+    Raises:
+        InvalidArgumentError: `share` is not above 0 and at most 1."""
+    rank, ranks = _os.environ.get("LOCAL_RANK", ""), _os.environ.get("LOCAL_WORLD_SIZE", "")
+    launched = rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)
+    if launched and int(ranks) > 1 and not read().bound:
+        return place(int(rank), int(ranks), share)
+    return _cores(None, False, 0, 0, share, "node")
+
+
+def bind(cpus: _Iterable[int] | str) -> None:
+    """Binds the library's worker threads to processors, given as numbers or as a list such as "8-71".
+
+    Without a number from `set_num_threads` or SPILLWAY_NUM_THREADS there is a worker for each core.
+
+    Raises:
+        InvalidArgumentError: no processor is given, or one that is offline or not in the process's cpuset."""
+    text = cpus if isinstance(cpus, str) else ",".join(str(int(cpu)) for cpu in cpus)
+    with _Handle() as handle:
+        _native.check(_native.library().spw_topo_bind_workers(handle.value, text.encode()))
+
+
+def unbind() -> None:
+    """Undoes `bind`."""
+    _native.check(_native.library().spw_topo_unbind_workers())
+
+
+def workers() -> tuple[int, ...]:
+    """Returns the processors to which the workers are bound; none if they are not bound."""
+    return _numbers(_text(_native.library().spw_topo_get_workers))
+
+
+def node_of_path(path: str | _os.PathLike[str]) -> int | None:
+    """Returns the node of the drive that holds a file or directory; None if it is not known."""
+    node = _ctypes.c_uint32()
+    with _Handle() as handle:
+        _native.check(_native.library().spw_topo_get_path_node(handle.value, _os.fsencode(path), _ctypes.byref(node)))
+    return None if node.value == _abi.TOPO_NONE else node.value
+
+
+def pages(array: _Any, node: int) -> Pages:
+    """Counts the pages of a numpy array or torch tensor that are on a node."""
+    return pages_at(*_arrays.memory(array, "array", write=False), node)
+
+
+def pages_at(address: int, size: int, node: int) -> Pages:
+    """Counts the pages of `size` bytes from an address that are on a node. The memory is not touched."""
+    found = _abi.sized(_abi.TopoPages)
+    _native.check(_native.library().spw_topo_get_pages(address, size, node, _ctypes.byref(found)))
+    return Pages(found.sampled, found.on_node, found.elsewhere, found.absent)
+
+
+def _cores(root: _Any, load_driver: bool, ranks: int, rank: int, share: float, scope: str) -> Cores:
+    if scope not in _SCOPES:
+        raise InvalidArgumentError(f"scope is {scope!r}; pass one of {', '.join(_SCOPES)}")
+    if not 0 < share <= 1:
+        raise InvalidArgumentError(f"share is {share!r}; pass a number above 0 and at most 1")
+    options = _abi.sized(_abi.TopoRankOptions)
+    options.ranks, options.rank, options.scope, options.share = ranks, rank, _SCOPES[scope], share
+    with _Handle(root, load_driver) as handle:
+        function = _native.library().spw_topo_get_rank_cpus
+        return Cores(*(_numbers(handle.text(function, _ctypes.byref(options), which)) for which in (_ALL, _TRAINER, _WORKERS)))
+
+
+def _text(function: _Any, *arguments: _Any) -> str:
+    needed = _ctypes.c_uint64()
+    _native.check(function(*arguments, None, 0, _ctypes.byref(needed)))
+    room = _ctypes.create_string_buffer(needed.value)
+    _native.check(function(*arguments, room, needed.value, None))
+    return room.value.decode()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    ranges = (part.split("-") for part in text.split(",") if part)
+    return tuple(number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1))
+
+
+def _sets(fields: dict[str, _Any], **others: _Any) -> dict[str, _Any]:
+    lists = {name: _numbers(fields[name]) for name in ("cpus", "near_cpus") if name in fields}
+    return {**fields, **lists, **others}

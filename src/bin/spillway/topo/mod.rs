@@ -1,0 +1,96 @@
+//! `spillway topo`: draws the machine, and says how a launcher binds ranks to the nodes of their GPUs.
+#![forbid(unsafe_code)]
+
+mod launch;
+mod svg;
+mod text;
+
+use std::path::PathBuf;
+
+use spillway::error::{Error, Result};
+use spillway::gpu::machine::Machine;
+use spillway::gpu::visible::Ask;
+use spillway::sys::topology::Root;
+use spillway::sys::topology::placement::{Rank, Scope};
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Number of ranks on this machine; default: one for each visible GPU, else one.
+    #[arg(long)]
+    ranks: Option<u32>,
+    /// Processors of a rank: those of the node of its GPU, or of that node's package.
+    #[arg(long, default_value = "node", value_parser = scope)]
+    scope: Scope,
+    /// Share of a rank's cores for the optimizer's workers, as DeepSpeed's cpuadam_cores_perc.
+    #[arg(long, default_value_t = 0.8)]
+    share: f64,
+    /// Reads the GPUs' order from CUDA_VISIBLE_DEVICES and PCI, without loading the CUDA driver.
+    #[arg(long)]
+    no_driver: bool,
+    /// Reads a recorded tree with `sys` and `proc` below this directory instead of this machine.
+    #[arg(long, value_name = "DIR")]
+    root: Option<PathBuf>,
+    /// Prints one JSON object instead of text.
+    #[arg(long)]
+    json: bool,
+    /// Draws the machine in this SVG file too.
+    #[arg(long, value_name = "FILE.svg")]
+    svg: Option<PathBuf>,
+}
+
+/// A rank with what is near to it.
+#[derive(serde::Serialize)]
+struct Placed<'a> {
+    #[serde(flatten)]
+    rank: &'a Rank,
+    drives: Vec<&'a str>,
+}
+
+#[derive(serde::Serialize)]
+struct Report<'a> {
+    #[serde(flatten)]
+    machine: &'a Machine,
+    ranks: &'a [Placed<'a>],
+    launch: launch::Launch,
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    let root = options.root.as_ref().map_or_else(Root::live, Root::at);
+    if let Some(path) = options.root.as_ref().filter(|path| !path.join("sys").is_dir()) {
+        return Err(Error::invalid("--root", format!("{} has no directory sys", path.display())));
+    }
+    let machine = Machine::read(root, if options.no_driver { Ask::Never } else { Ask::Load })?;
+    let ranks = options.ranks.unwrap_or(machine.visible.gpus.len().max(1) as u32);
+    let ranks = machine.place(ranks, options.scope, options.share)?;
+    let placed = |rank| Placed { rank, drives: machine.drives_near(&rank.cpus) };
+    let placed: Vec<Placed> = ranks.iter().map(placed).collect();
+    let launch = launch::Launch::new(&machine, &ranks, options.scope);
+    if let Some(path) = &options.svg {
+        let failed = |reason| Error::System { what: "drawing the machine", reason };
+        let text = svg::svg(&machine, &placed).map_err(failed)?;
+        std::fs::write(path, text).map_err(|error| Error::System {
+            what: "writing the file of --svg",
+            reason: format!("{}: {error}", path.display()),
+        })?;
+    }
+    match options.json {
+        true => {
+            let report = Report { machine: &machine, ranks: &placed, launch };
+            println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
+        }
+        false => {
+            print!("{}", text::machine(&machine));
+            print!("{}", text::ranks(&placed));
+            print!("{}", launch.text());
+        }
+    }
+    Ok(())
+}
+
+fn scope(text: &str) -> std::result::Result<Scope, String> {
+    match text {
+        "node" => Ok(Scope::Node),
+        "package" => Ok(Scope::Package),
+        _ => Err("must be node or package".to_string()),
+    }
+}

@@ -1,0 +1,375 @@
+//! The topology.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{CString, c_char};
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self, Handle};
+use crate::capi::input;
+use crate::capi::output;
+use crate::error::{Error, IoError, IoKind, Result};
+use crate::gpu::machine::Machine;
+use crate::gpu::visible::Ask;
+use crate::sys::topology::{NodeKind, Root};
+
+/// A node or an ordinal that is not known.
+pub const SPW_TOPO_NONE: u32 = u32::MAX;
+
+/// Flags of `spw_topo_open`, combined by addition.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_topo_flag {
+    /// Load the CUDA driver to learn the order of the GPUs. Processes that are forked later cannot use CUDA. Without this
+    /// flag a driver that this library has loaded is asked, else CUDA_VISIBLE_DEVICES and PCI tell the order.
+    SPW_TOPO_FLAG_LOAD_DRIVER = 1,
+}
+
+/// Kind of a node's memory. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_topo_node_kind {
+    /// Memory beside processors.
+    SPW_TOPO_NODE_KIND_DRAM = 0,
+    /// Memory without processors, faster than theirs (HBM).
+    SPW_TOPO_NODE_KIND_HIGH_BANDWIDTH = 1,
+    /// Memory behind a CXL link.
+    SPW_TOPO_NODE_KIND_CXL = 2,
+    /// Persistent memory.
+    SPW_TOPO_NODE_KIND_PERSISTENT = 3,
+    /// Memory of a GPU.
+    SPW_TOPO_NODE_KIND_GPU = 4,
+    /// Memory without processors, slower than theirs, of no known kind.
+    SPW_TOPO_NODE_KIND_SLOWER = 5,
+    /// Memory without processors of which nothing is known.
+    SPW_TOPO_NODE_KIND_OTHER = 6,
+    /// No memory.
+    SPW_TOPO_NODE_KIND_EMPTY = 7,
+}
+
+/// What to read. Zero is a good default for every field but struct_size.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_topo_options {
+    /// `sizeof(spw_topo_options)`
+    pub struct_size: u32,
+    /// Sum of `spw_topo_flag`.
+    pub flags: u32,
+    /// Directory of a recorded tree, with `sys` and `proc` below it; NULL: this machine.
+    pub root: *const c_char,
+}
+
+abi_struct!(spw_topo_options, 16: struct_size, flags, root);
+
+/// Numbers of parts. The texts are valid until the topology is closed.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_topo_info {
+    /// `sizeof(spw_topo_info)`
+    pub struct_size: u32,
+    /// Online processors.
+    pub processors: u32,
+    /// Their cores.
+    pub cores: u32,
+    /// Packages.
+    pub packages: u32,
+    /// NUMA nodes, at least one.
+    pub nodes: u32,
+    /// GPUs that CUDA shows to this process.
+    pub gpus: u32,
+    /// NVMe drives.
+    pub drives: u32,
+    /// 1 if a launcher has bound this process: it may use fewer processors than its parent process.
+    pub bound: u32,
+    /// Processors that the calling thread of `spw_topo_open` may use.
+    pub allowed: *const c_char,
+}
+
+abi_struct!(spw_topo_info, 40: struct_size, processors, cores, packages, nodes, gpus, drives, bound, allowed);
+
+/// A NUMA node. The texts are valid until the topology is closed.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_topo_node {
+    /// `sizeof(spw_topo_node)`
+    pub struct_size: u32,
+    /// The system's number of the node.
+    pub node: u32,
+    /// An `spw_topo_node_kind`.
+    pub kind: u32,
+    /// 1 if this process may take memory from the node.
+    pub allowed: u32,
+    /// Bytes of memory; 0 if unknown.
+    pub memory_bytes: u64,
+    /// Bytes of a cache in front of the memory; 0 for none.
+    pub memory_side_cache_bytes: u64,
+    /// Read bandwidth from the nearest processors, in MB/s; 0 if unknown.
+    pub read_bandwidth: u64,
+    /// Read latency from the nearest processors, in nanoseconds; 0 if unknown.
+    pub read_latency_ns: u64,
+    /// Online processors of the node.
+    pub cpus: *const c_char,
+    /// Processors that reach the memory best.
+    pub near_cpus: *const c_char,
+}
+
+abi_struct!(spw_topo_node, 64: struct_size, node, kind, allowed, memory_bytes, memory_side_cache_bytes,
+    read_bandwidth, read_latency_ns, cpus, near_cpus);
+
+/// A GPU. The texts are valid until the topology is closed.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_topo_gpu {
+    /// `sizeof(spw_topo_gpu)`
+    pub struct_size: u32,
+    /// Node whose processors and memory are nearest; SPW_TOPO_NONE if the firmware does not state it.
+    pub node: u32,
+    /// Node that the GPU's own memory forms; SPW_TOPO_NONE for none.
+    pub memory_node: u32,
+    /// 0
+    pub reserved: u32,
+    /// PCI address, for example "0000:17:00.0"; empty if it is not known.
+    pub pci: *const c_char,
+    /// Processors of the node; empty if the node is not known.
+    pub cpus: *const c_char,
+}
+
+abi_struct!(spw_topo_gpu, 32: struct_size, node, memory_node, reserved, pci, cpus);
+
+/// A topology: a copy of what the system stated. A forked child may use its parent's.
+pub struct spw_topo {
+    pub(super) machine: Machine,
+    allowed: CString,
+    /// Processors and near processors of each node.
+    nodes: Vec<[CString; 2]>,
+    /// Address and processors of each visible GPU.
+    gpus: Vec<[CString; 2]>,
+}
+
+impl Handle for spw_topo {
+    const NAME: &'static str = "topo";
+
+    fn check_process(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl spw_topo {
+    fn new(machine: Machine) -> spw_topo {
+        // Lists and addresses contain no NUL.
+        let text = |list: String| CString::new(list).unwrap_or_default();
+        let topology = &machine.topology;
+        let nodes =
+            topology.nodes.iter().map(|node| [text(node.cpus.to_string()), text(node.near_cpus.to_string())]);
+        let gpu = |ordinal: usize| {
+            let pci = machine.visible.gpus[ordinal].map(|pci| pci.to_string());
+            let node = machine.gpu_node(ordinal).and_then(|node| topology.node(node));
+            [pci, node.map(|node| node.cpus.to_string())].map(|list| text(list.unwrap_or_default()))
+        };
+        spw_topo {
+            allowed: text(topology.allowed.to_string()),
+            nodes: nodes.collect(),
+            gpus: (0..machine.visible.gpus.len()).map(gpu).collect(),
+            machine,
+        }
+    }
+}
+
+/// Reads the topology. `options` NULL: this machine, without loading a driver. What the system does not state is
+/// unknown in the result; only a GPU driver that was asked can fail.
+///
+/// # Safety
+/// `options` is NULL or points to a struct of `struct_size` bytes, `topo_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_topo_open(
+    options: *const spw_topo_options,
+    topo_out: *mut *mut spw_topo,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let raw = unsafe { abi_struct::read_optional(options, "options") }?;
+        let (flags, root) = raw.map_or((0, std::ptr::null()), |raw| (raw.flags, raw.root));
+        let load = abi_struct::flags("options.flags", flags, 1)? != 0;
+        let root = match root.is_null() {
+            true => Root::live(),
+            // SAFETY: the caller meets the callee's requirements.
+            false => Root::at(unsafe { input::path(root, "options.root") }?),
+        };
+        let ask = if load { Ask::Load } else { Ask::Loaded };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { handle::open(topo_out, || Ok(spw_topo::new(Machine::read(root, ask)?))) }
+    })
+}
+
+/// Frees a topology.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_topo_close(topo: Option<Box<spw_topo>>) -> spw_status {
+    guard(|| {
+        drop(handle::close(topo));
+        Ok(())
+    })
+}
+
+/// Writes the numbers of parts.
+///
+/// # Safety
+/// `info_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_topo_get_info(
+    topo: Option<&spw_topo>,
+    info_out: *mut spw_topo_info,
+) -> spw_status {
+    guard(|| {
+        let topo = handle::get(topo)?;
+        let topology = &topo.machine.topology;
+        let values = spw_topo_info {
+            struct_size: 0,
+            processors: topology.online.len() as u32,
+            cores: topology.cores.len() as u32,
+            packages: topology.packages.len() as u32,
+            nodes: topology.nodes.len() as u32,
+            gpus: topo.gpus.len() as u32,
+            drives: topology.drives().count() as u32,
+            bound: topology.bound.into(),
+            allowed: topo.allowed.as_ptr(),
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&values, info_out, "info_out") }
+    })
+}
+
+/// Writes the node at `index`, which is below the number of nodes. Nodes are in ascending order of their numbers.
+///
+/// # Safety
+/// `node_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_topo_get_node(
+    topo: Option<&spw_topo>,
+    index: u32,
+    node_out: *mut spw_topo_node,
+) -> spw_status {
+    guard(|| {
+        let topo = handle::get(topo)?;
+        let nodes = &topo.machine.topology.nodes;
+        let (node, [cpus, near_cpus]) =
+            nodes.get(index as usize).zip(topo.nodes.get(index as usize)).ok_or_else(|| {
+                Error::invalid("index", format!("is {index}, but there are {} nodes", nodes.len()))
+            })?;
+        let values = spw_topo_node {
+            struct_size: 0,
+            node: node.id,
+            kind: kind(node.kind) as u32,
+            allowed: node.allowed.into(),
+            memory_bytes: node.memory_bytes,
+            memory_side_cache_bytes: node.memory_side_cache_bytes,
+            read_bandwidth: node.read_bandwidth.unwrap_or(0),
+            read_latency_ns: node.read_latency.unwrap_or(0),
+            cpus: cpus.as_ptr(),
+            near_cpus: near_cpus.as_ptr(),
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&values, node_out, "node_out") }
+    })
+}
+
+/// Writes the GPU with a CUDA ordinal of this process.
+///
+/// # Safety
+/// `gpu_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_topo_get_gpu(
+    topo: Option<&spw_topo>,
+    ordinal: u32,
+    gpu_out: *mut spw_topo_gpu,
+) -> spw_status {
+    guard(|| {
+        let topo = handle::get(topo)?;
+        let [pci, cpus] = topo.gpus.get(ordinal as usize).ok_or_else(|| {
+            Error::invalid("ordinal", format!("is {ordinal}, but {} GPUs are visible", topo.gpus.len()))
+        })?;
+        let machine = &topo.machine;
+        let device = machine.visible.device(&machine.topology, ordinal as usize);
+        let values = spw_topo_gpu {
+            struct_size: 0,
+            node: device.and_then(|device| device.node).unwrap_or(SPW_TOPO_NONE),
+            memory_node: device.and_then(|device| device.memory_node).unwrap_or(SPW_TOPO_NONE),
+            reserved: 0,
+            pci: pci.as_ptr(),
+            cpus: cpus.as_ptr(),
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&values, gpu_out, "gpu_out") }
+    })
+}
+
+/// Writes the node of the drive that holds a file or directory. SPW_TOPO_NONE if several drives of different nodes hold
+/// it, or if the node is not known. SPW_ERR_NOT_FOUND if the path does not exist.
+///
+/// # Safety
+/// `path` is a C string, `node_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_topo_get_path_node(
+    topo: Option<&spw_topo>,
+    path: *const c_char,
+    node_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let topo = handle::get(topo)?;
+        let node_out = output::required(node_out, "node_out")?;
+        // SAFETY: the caller meets the callee's requirements.
+        let path = unsafe { input::path(path, "path") }?;
+        let node = topo.machine.path_node(&path).map_err(|error| unreadable(&path, &error))?;
+        // SAFETY: not NULL, and valid by the caller's promise.
+        unsafe { node_out.write(node.unwrap_or(SPW_TOPO_NONE)) };
+        Ok(())
+    })
+}
+
+/// Writes everything as one JSON object, as `spillway topo --json` does without the ranks.
+///
+/// # Safety
+/// `text_out` has room for `size` bytes or is NULL. `needed_out` points to a u64 or is NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_topo_get_json(
+    topo: Option<&spw_topo>,
+    text_out: *mut c_char,
+    size: usize,
+    needed_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let topo = handle::get(topo)?;
+        let text =
+            serde_json::to_string(&topo.machine).map_err(|error| Error::Internal(error.to_string()))?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write_text(&text, text_out, size, needed_out) };
+        Ok(())
+    })
+}
+
+fn kind(kind: NodeKind) -> spw_topo_node_kind {
+    match kind {
+        NodeKind::Dram => spw_topo_node_kind::SPW_TOPO_NODE_KIND_DRAM,
+        NodeKind::HighBandwidth => spw_topo_node_kind::SPW_TOPO_NODE_KIND_HIGH_BANDWIDTH,
+        NodeKind::Cxl => spw_topo_node_kind::SPW_TOPO_NODE_KIND_CXL,
+        NodeKind::Persistent => spw_topo_node_kind::SPW_TOPO_NODE_KIND_PERSISTENT,
+        NodeKind::Gpu => spw_topo_node_kind::SPW_TOPO_NODE_KIND_GPU,
+        NodeKind::Slower => spw_topo_node_kind::SPW_TOPO_NODE_KIND_SLOWER,
+        NodeKind::Other => spw_topo_node_kind::SPW_TOPO_NODE_KIND_OTHER,
+        NodeKind::Empty => spw_topo_node_kind::SPW_TOPO_NODE_KIND_EMPTY,
+    }
+}
+
+fn unreadable(path: &std::path::Path, error: &std::io::Error) -> Error {
+    let errno = error.raw_os_error().unwrap_or(0);
+    IoError {
+        kind: IoKind::of_errno(errno),
+        doing: "opening",
+        path: path.display().to_string(),
+        offset: 0,
+        bytes: 0,
+        errno,
+        detail: String::new(),
+    }
+    .into()
+}

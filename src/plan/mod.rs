@@ -3,6 +3,7 @@
 
 pub mod cast;
 pub mod interleave;
+pub mod model;
 pub mod placement;
 pub mod split;
 pub mod tail;

@@ -16,6 +16,7 @@ pub mod process;
 pub mod profile;
 pub mod reserve;
 pub mod shared_slice;
+pub mod small_file;
 pub mod span;
 mod spin;
 mod team;

@@ -97,19 +97,26 @@ pub struct Outcome {
     pub cached_subgroups: u64,
     /// Buckets, or subgroups of an interleaved plan, that the GPU steps.
     pub gpu_steps: usize,
-    /// Seconds of forward passes.
-    pub forward_seconds: f64,
-    /// Seconds of backward passes.
-    pub backward_seconds: f64,
-    /// Other seconds of a step.
-    pub exposed_seconds: f64,
-    /// Seconds of a step.
-    pub step_seconds: f64,
-    /// Tokens per second of all ranks.
-    pub tokens_per_second: f64,
+    /// The times; `None` if host memory cannot hold even the buffers.
+    pub seconds: Option<Seconds>,
     /// The work of a step, for its timeline.
     #[serde(skip)]
     pub step: Option<Step>,
+}
+
+/// Seconds of a step.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Seconds {
+    /// Forward passes.
+    pub forward: f64,
+    /// Backward passes.
+    pub backward: f64,
+    /// The rest of the step, in which the GPU runs neither.
+    pub exposed: f64,
+    /// The whole step.
+    pub step: f64,
+    /// Tokens of all ranks per second.
+    pub tokens_per_second: f64,
 }
 
 /// What a path holds.
@@ -135,7 +142,8 @@ pub fn plan(model: &Model, machine: &Machine, run: &Workload, budget: &TierBudge
         }
     }
     let fitting = strategies.iter().filter(|outcome| outcome.fits);
-    let best = fitting.min_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds));
+    let timed = fitting.filter_map(|outcome| Some((outcome.strategy, outcome.seconds?.step)));
+    let best = timed.min_by(|a, b| a.1.total_cmp(&b.1));
     let efficiency = weights::efficiency(machine.flops, machine.h2d, run.tokens() as f64);
     let rates = case.rates();
     let gpu_share = share::gpu_share(&rates, 0.0, Balance::TwoSlots);
@@ -159,7 +167,7 @@ pub fn plan(model: &Model, machine: &Machine, run: &Workload, budget: &TierBudge
             parameters_per_second: share::throughput(&rates, 0.0, gpu_share, Balance::TwoSlots),
             serial_parameters_per_second: share::serial_throughput(&rates),
         },
-        best: best.map(|outcome| outcome.strategy.name()),
+        best: best.map(|(strategy, _)| strategy.name()),
         strategies,
     })
 }
@@ -219,11 +227,13 @@ fn outcome(case: &Case, strategy: Strategy) -> Result<Outcome> {
             Some(chosen) => chosen.plan.count_on(super::super::interleave::placements::Placement::Gpu),
             None => placed.tail as usize,
         },
-        forward_seconds: step.forward,
-        backward_seconds: step.backward,
-        exposed_seconds: step.exposed,
-        step_seconds: step.total,
-        tokens_per_second: tokens / step.total,
+        seconds: Some(Seconds {
+            forward: step.forward,
+            backward: step.backward,
+            exposed: step.exposed,
+            step: step.total,
+            tokens_per_second: tokens / step.total,
+        }),
         step: Some(step),
     })
 }
@@ -304,11 +314,7 @@ fn refused(strategy: Strategy, reason: String) -> Outcome {
         weights_on_host: 0.0,
         cached_subgroups: 0,
         gpu_steps: 0,
-        forward_seconds: 0.0,
-        backward_seconds: 0.0,
-        exposed_seconds: 0.0,
-        step_seconds: 0.0,
-        tokens_per_second: 0.0,
+        seconds: None,
         step: None,
     }
 }

@@ -58,8 +58,8 @@ pub struct Options {
     profile: Option<PathBuf>,
     /// The entry of the profile for the GPU's link; needed if the profile has several.
     #[arg(long, requires = "model")]
-    link: Option<String>,
-    /// A report of `spillway bench adam --json=FILE`: its fastest case with a 16-bit gradient.
+    profile_link: Option<String>,
+    /// A report of `spillway bench adam --json=FILE`: its fastest case.
     #[arg(long, requires = "model", value_name = "REPORT.json")]
     adam_report: Option<PathBuf>,
 }
@@ -182,20 +182,20 @@ fn profile(options: &Options) -> Result<Option<(PathBuf, Contents)>> {
 
 fn measured_link(options: &Options, path: &Path, contents: &Contents, found: &mut Found) -> Result<()> {
     let names: Vec<&String> = contents.links.keys().collect();
-    let name = match (&options.link, names.as_slice()) {
+    let name = match (&options.profile_link, names.as_slice()) {
         (Some(name), _) => name,
         (None, []) => return Ok(()),
         (None, [only]) => only,
         (None, _) => {
             return Err(Error::invalid(
-                "--link",
+                "--profile-link",
                 format!("is missing, and the profile has {} links: {names:?}", names.len()),
             ));
         }
     };
     let link = spillway::gpu::profile::find(path, name).ok_or_else(|| {
         Error::invalid(
-            "--link",
+            "--profile-link",
             format!("is {name:?}, but the profile has valid figures for none or for {names:?}"),
         )
     })?;

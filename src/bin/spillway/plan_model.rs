@@ -22,12 +22,12 @@ const MOST_BYTES: u64 = 1 << 20;
 
 /// A model, the machine and the run.
 #[derive(clap::Args)]
-#[group(id = "planner", conflicts_with = "interleaved")]
+#[group(id = "planner")]
 #[command(next_help_heading = "With MODEL")]
 pub struct Options {
     /// A config.json of transformers, a folder with one, a description, or a model of a paper; without MODEL, only an
     /// interleaved update is planned.
-    #[arg(help_heading = None)]
+    #[arg(help_heading = None, conflicts_with = "interleaved")]
     pub model: Option<String>,
     #[command(flatten)]
     pub machine: plan_machine::Options,

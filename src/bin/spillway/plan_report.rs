@@ -35,11 +35,15 @@ pub fn text(plan: &Plan, sources: &Sources) -> String {
             _ => ", too low to hide the loads: more tokens per micro-batch are needed",
         }
     ));
-    parts.push(match plan.best {
-        Some(best) => format!("best: {best}"),
-        None => "no strategy fits this machine".to_string(),
+    parts.push(match (plan.best, plan.fastest) {
+        (Some(best), Some(fastest)) if best != fastest => {
+            format!("best: {best}; {fastest} is faster, but rounds the moments")
+        }
+        (Some(best), _) => format!("best: {best}"),
+        (None, _) => "no strategy fits this machine".to_string(),
     });
-    parts.join("\n")
+    let text = parts.join("\n");
+    text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
 }
 
 fn model(plan: &Plan) -> String {
@@ -49,7 +53,7 @@ fn model(plan: &Plan) -> String {
         false => format!(", {} used by a token", model.active_parameters),
     };
     format!(
-        "{} ({}): {} parameters{active}, {} layers of width {}\nstates without offload: {}; {} ranks, {} subgroups each",
+        "{} ({}): {} parameters{active}, {} layers of width {}\nstates without offload: {}; ranks: {}, subgroups of each: {}",
         model.name,
         model.family,
         model.parameters,

@@ -81,7 +81,9 @@ fn draw(title: &str, step: &Step, text: &mut String) -> Result<(), Box<dyn Error
     let color = |work: &str| COLORS[kinds.iter().position(|kind| *kind == work).unwrap_or(0) % COLORS.len()];
     for bar in &bars {
         let middle = height(bar.row);
-        let corners = [(bar.start, middle - 0.35), (bar.end, middle + 0.35)];
+        // At least a pixel, so that no work is invisible.
+        let end = bar.end.max(bar.start + step.total / f64::from(WIDTH));
+        let corners = [(bar.start, middle - 0.35), (end, middle + 0.35)];
         chart.draw_series([Rectangle::new(corners, color(bar.work).filled())])?;
     }
     let top = 40 + rows * ROW + 50;

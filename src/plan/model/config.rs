@@ -121,18 +121,40 @@ mod tests {
         parse(text).unwrap_err().to_string()
     }
 
-    /// Counts that the models' publishers state to the last parameter in the index of their weights.
+    /// "Non-Embedding Params" of the model cards of Pythia: all parameters but the two matrices of the vocabulary.
     #[test]
     fn published_counts_are_met_exactly() {
-        assert_eq!(parse(LLAMA_2_7B).unwrap().parameters, 6_738_415_616);
-        let mixtral = r#"{"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096,
+        for (layers, hidden, published) in [
+            (6, 512, 18_915_328),
+            (12, 768, 85_056_000),
+            (24, 1024, 302_311_424),
+            (16, 2048, 805_736_448),
+            (24, 2048, 1_208_602_624),
+            (32, 2560, 2_517_652_480),
+        ] {
+            let text = format!(
+                r#"{{"model_type": "gpt_neox", "vocab_size": 50304, "hidden_size": {hidden},
+                    "num_hidden_layers": {layers}, "intermediate_size": {}}}"#,
+                4 * hidden
+            );
+            assert_eq!(parse(&text).unwrap().parameters - 2 * 50304 * hidden, published);
+        }
+    }
+
+    #[test]
+    fn a_mixture_counts_all_experts_and_those_of_a_token() {
+        let text = r#"{"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096,
             "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}"#;
-        let mixtral = parse(mixtral).unwrap();
-        assert_eq!((mixtral.parameters, mixtral.active_parameters), (46_702_792_704, 12_879_925_248));
-        let gpt2 = r#"{"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12,
-            "n_positions": 1024}"#;
-        assert_eq!(parse(gpt2).unwrap().parameters, 124_439_808);
+        let all = parse(text).unwrap();
+        let expert = 3 * 4096 * 14336;
+        assert_eq!(all.parameters - all.active_parameters, 32 * 6 * expert);
+        let one = parse(&text.replace("\"num_local_experts\": 8", "\"num_local_experts\": 2")).unwrap();
+        assert_eq!(one.parameters, one.active_parameters);
+        // The router has a column per expert.
+        assert_eq!(one.parameters + 32 * 6 * 4096, all.active_parameters);
+        let wrong = text.replace("\"num_experts_per_tok\": 2", "\"num_experts_per_tok\": 9");
+        assert!(refusal(&wrong).contains("num_experts_per_tok: is 9"));
     }
 
     #[test]
@@ -161,7 +183,7 @@ mod tests {
         for (field, value, words) in [
             ("hidden_size", "-4096", "hidden_size: is -4096"),
             ("hidden_size", "4096.5", "hidden_size: is 4096.5"),
-            ("hidden_size", "99999999999999999999999", "hidden_size: is 1e23"),
+            ("hidden_size", "99999999999999999999999", "hidden_size: is 1e+23"),
             ("hidden_size", "0", "hidden_size: is 0"),
             ("num_hidden_layers", "4294967296", "num_hidden_layers: is 4294967296"),
             ("tie_word_embeddings", "\"no\"", "tie_word_embeddings: is \"no\""),

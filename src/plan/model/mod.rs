@@ -26,3 +26,6 @@ pub mod presets;
 pub mod report;
 pub mod step;
 pub mod strategy;
+
+#[cfg(test)]
+mod tests;

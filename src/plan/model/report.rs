@@ -36,8 +36,10 @@ pub struct Plan {
     pub interleave: Interleave,
     /// All strategies.
     pub strategies: Vec<Outcome>,
-    /// Name of the strategy with the shortest step among those that fit.
+    /// Name of the strategy with the shortest step among those that fit, with moments in f32 if one of them does.
     pub best: Option<&'static str>,
+    /// Name of the strategy with the shortest step among all that fit.
+    pub fastest: Option<&'static str>,
 }
 
 /// Weights that are loaded from the host for each pass.
@@ -141,9 +143,8 @@ pub fn plan(model: &Model, machine: &Machine, run: &Workload, budget: &TierBudge
             strategies.push(outcome(&case, strategy)?);
         }
     }
-    let fitting = strategies.iter().filter(|outcome| outcome.fits);
-    let timed = fitting.filter_map(|outcome| Some((outcome.strategy, outcome.seconds?.step)));
-    let best = timed.min_by(|a, b| a.1.total_cmp(&b.1));
+    let fastest = quickest(&strategies, |_| true);
+    let best = quickest(&strategies, Strategy::is_exact).or(fastest);
     let efficiency = weights::efficiency(machine.flops, machine.h2d, run.tokens() as f64);
     let rates = case.rates();
     let gpu_share = share::gpu_share(&rates, 0.0, Balance::TwoSlots);
@@ -167,9 +168,17 @@ pub fn plan(model: &Model, machine: &Machine, run: &Workload, budget: &TierBudge
             parameters_per_second: share::throughput(&rates, 0.0, gpu_share, Balance::TwoSlots),
             serial_parameters_per_second: share::serial_throughput(&rates),
         },
-        best: best.map(|(strategy, _)| strategy.name()),
+        best,
+        fastest,
         strategies,
     })
+}
+
+/// The strategy with the shortest step among those that fit; of two, the earlier one.
+fn quickest(strategies: &[Outcome], counts: fn(Strategy) -> bool) -> Option<&'static str> {
+    let fitting = strategies.iter().filter(|outcome| outcome.fits && counts(outcome.strategy));
+    let timed = fitting.filter_map(|outcome| Some((outcome.strategy.name(), outcome.seconds?.step)));
+    timed.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(name, _)| name)
 }
 
 fn outcome(case: &Case, strategy: Strategy) -> Result<Outcome> {

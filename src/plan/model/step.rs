@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::super::interleave::schedule::Lane;
 use super::super::interleave::timeline::{Engine, Limits, Timeline};
-use super::strategy::{Case, Placement, Strategy};
+use super::strategy::{Case, Placement, Strategy, TierNeed};
 
 const HALF: f64 = 2.0;
 /// Bytes that adding a 16-bit gradient to an f32 sum moves, relative to the 28 of an Adam step.
@@ -94,33 +94,24 @@ pub fn predict(
     let offloads = strategy != Strategy::Gpu;
     work.earlier_batches(offloads);
     work.forward();
-    if strategy != Strategy::Interleave {
-        let buckets = work.buckets(strategy);
-        let tail = placed.tail as usize;
-        let grads =
-            work.backward(&buckets, if offloads { buckets.len() - tail.min(buckets.len()) } else { 0 });
-        match strategy {
-            Strategy::Gpu => work.gpu_step(case.shard),
-            Strategy::Speculation => {
-                work.gpu_step(buckets.iter().rev().take(tail).sum());
-                work.cpu_steps(&buckets, &grads, 1.0, false);
-            }
-            Strategy::HostBf16Moments => work.cpu_steps(&buckets, &grads, BF16_MOMENTS, true),
-            _ => match (placed.tier, paths) {
-                (Some(need), Some(paths)) => {
-                    let each = need.state_bytes as f64 / case.shard as f64;
-                    work.tier_steps(
-                        &buckets,
-                        &grads,
-                        need.cached as usize,
-                        need.buffers as usize,
-                        each,
-                        paths,
-                    );
-                }
-                _ => work.cpu_steps(&buckets, &grads, 1.0, true),
-            },
+    let buckets = work.buckets(strategy);
+    let tail = (placed.tail as usize).min(buckets.len());
+    let leaving = match strategy {
+        Strategy::Gpu => 0,
+        Strategy::Interleave => placed.leaving,
+        _ => buckets.len() - tail,
+    };
+    let grads = work.backward(&buckets, leaving);
+    match (strategy, placed.tier.zip(paths)) {
+        (Strategy::Gpu, _) => work.gpu_step(case.shard),
+        (Strategy::Speculation, _) => {
+            work.gpu_step(buckets.iter().rev().take(tail).sum());
+            work.cpu_steps(&buckets, &grads, 1.0, false);
         }
+        (Strategy::Interleave, _) => {}
+        (Strategy::HostBf16Moments, _) => work.cpu_steps(&buckets, &grads, BF16_MOMENTS, true),
+        (_, Some((need, paths))) => work.tier_steps(&buckets, &grads, &need, paths),
+        (_, None) => work.cpu_steps(&buckets, &grads, 1.0, true),
     }
     work.finish(placed)
 }
@@ -174,7 +165,7 @@ impl Work<'_> {
 
     /// Parameters of each bucket, in the order in which gradients arrive.
     fn buckets(&self, strategy: Strategy) -> Vec<u64> {
-        if strategy.is_tiered() {
+        if strategy.is_tiered() || strategy == Strategy::Interleave {
             return self.case.sizes.clone();
         }
         let (size, shard) = (self.case.bucket(), self.case.shard);
@@ -229,17 +220,10 @@ impl Work<'_> {
     }
 
     /// Steps of states on paths. The last `cached` subgroups are in memory and stay there.
-    fn tier_steps(
-        &mut self,
-        buckets: &[u64],
-        arrived: &[u32],
-        cached: usize,
-        buffers: usize,
-        bytes_each: f64,
-        paths: PathSeconds,
-    ) {
+    fn tier_steps(&mut self, buckets: &[u64], arrived: &[u32], need: &TierNeed, paths: PathSeconds) {
+        let (cached, bytes_each) = (need.cached as usize, need.state_bytes as f64 / self.case.shard as f64);
         let begin: Vec<u32> = arrived.last().copied().into_iter().collect();
-        let working = buffers.saturating_sub(cached).max(1);
+        let working = (need.buffers as usize).saturating_sub(cached).max(1);
         let mut flushed: Vec<u32> = Vec::new();
         for (nth, size) in buckets.iter().rev().enumerate() {
             if nth < cached {
@@ -267,15 +251,15 @@ impl Work<'_> {
             .collect();
         let mut total = spans.iter().map(|span| span.end).fold(0.0, f64::max);
         if let Some(chosen) = &placed.interleaved {
-            // The predicted pass has no loads: what they take beyond it delays the update.
-            let load = self.flow * HALF * case.weights() as f64 / case.machine.h2d;
-            let late = (load - case.backward()).max(0.0);
-            let begin = total + late;
+            let begin = total;
             spans.extend(chosen.prediction.spans.iter().filter_map(|span| {
-                let (row, work) = row_of(span.lane, span.work.map(|work| work.name()))?;
+                let (row, work) = row_of(span.lane, span.work?.name())?;
                 Some(Span { row, work, start: begin + span.ran.start, end: begin + span.ran.end })
             }));
-            total = begin + case.backward() + chosen.prediction.exposed;
+            total = begin + chosen.prediction.exposed;
+            // The last flushes end after the step.
+            spans.iter_mut().for_each(|span| span.end = span.end.min(total));
+            spans.retain(|span| span.end > span.start);
         }
         let batches = case.run.accumulation as f64;
         let (forward, backward) = (batches * case.forward(), batches * case.backward());
@@ -283,7 +267,7 @@ impl Work<'_> {
     }
 }
 
-fn row_of(lane: Lane, work: Option<&'static str>) -> Option<(&'static str, &'static str)> {
+fn row_of(lane: Lane, work: &'static str) -> Option<(&'static str, &'static str)> {
     let row = match lane {
         Lane::Model | Lane::Cast | Lane::Gpu | Lane::Resident => 0,
         Lane::D2h => 1,
@@ -291,5 +275,5 @@ fn row_of(lane: Lane, work: Option<&'static str>) -> Option<(&'static str, &'sta
         Lane::Cpu => 3,
         Lane::Caller => return None,
     };
-    Some((ROWS[row], work.unwrap_or("backward")))
+    Some((ROWS[row], work))
 }

@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::super::interleave::choose::{self, Choice, Mode};
 use super::super::interleave::memory;
+use super::super::interleave::placements::Placement as Where;
 use super::super::interleave::{GpuGrads, Rates, Shape, TransferDtype};
 use super::super::tail;
 use super::config::Model;
@@ -88,6 +89,11 @@ impl Strategy {
             Strategy::TierCache => "tier-cache",
             Strategy::TierSplitMaster => "tier-split-master",
         }
+    }
+
+    /// True if moments are f32, so that results do not depend on the strategy.
+    pub const fn is_exact(self) -> bool {
+        !matches!(self, Strategy::HostBf16Moments)
     }
 
     /// True for strategies that keep states on paths.
@@ -213,8 +219,10 @@ pub struct Placement {
     pub tier: Option<TierNeed>,
     /// The last buckets, which the GPU steps.
     pub tail: u64,
-    /// The interleaved plan.
+    /// The interleaved plan: the update phase alone, after the last gradient, because the norm needs all of them.
     pub interleaved: Option<Choice>,
+    /// Subgroups of the interleaved plan whose gradients leave the GPU.
+    pub leaving: usize,
 }
 
 impl<'a> Case<'a> {
@@ -338,6 +346,7 @@ impl<'a> Case<'a> {
             tier: None,
             tail: 0,
             interleaved: None,
+            leaving: 0,
         };
         match strategy {
             Strategy::Gpu => {
@@ -404,7 +413,7 @@ impl<'a> Case<'a> {
                 transfer_dtype: transfer,
                 gpu_grads,
             };
-            let chosen = choose::choose(&shape, &self.rates(), 0, self.backward(), Mode::Model)?;
+            let chosen = choose::choose(&shape, &self.rates(), 0, 0.0, Mode::Model)?;
             let bytes = memory::bytes(&shape, &chosen.plan);
             placed.gpu = GpuBytes {
                 states: bytes.slots + bytes.chunks,
@@ -420,6 +429,10 @@ impl<'a> Case<'a> {
             let earlier = HALF * self.shard * (self.run.accumulation - 1);
             placed.traffic =
                 Traffic { h2d: bytes.to_device, d2h: bytes.to_host + earlier, ..Traffic::default() };
+            placed.leaving = match gpu_grads {
+                GpuGrads::Kept => shape.count() - chosen.plan.count_on(Where::Gpu),
+                GpuGrads::Fetched => shape.count(),
+            };
             placed.interleaved = Some(chosen);
             if placed.gpu.total() + HALF * self.weights() <= self.machine.gpu_memory {
                 break;

@@ -167,12 +167,11 @@ def in_memory():
 
 def tiered():
     grads = [gradient(size) for size in sizes]
-    whole = [numpy.zeros(size, numpy.uint16) for size in sizes] if split else None
-    copies = whole or [numpy.ones(sizes[0], numpy.float16) for _ in range(2)]
+    weights = [numpy.zeros(size, numpy.uint16) if split else None for size in sizes]
     with spillway.Tier(folders, job="plan") as tier, \\
             spillway.Swap(tier, sizes, memory_budget=limit, huge_pages=False, pin_memory=False, split_master=split) as swap:
         swap.fill([(None, None, None)] * len(sizes))
-        rows = [(grad, copies[at if split else at % 2][:grad.size]) for at, grad in enumerate(grads)]
+        rows = list(zip(grads, weights))
         for _ in range(2):
             swap.step(adam, rows, uint16_dtype="bf16")
         before, steps = tier.paths(), 4
@@ -241,7 +240,9 @@ def test_memory_and_bytes_of_a_tiered_run_are_as_planned(layers, hidden, strateg
     seen = measured(child_environment, subgroups(found), [str(tmp_path / name) for name in ("a", "b")], plan["host"]["states"],
                     strategy == "tier-split-master")
     assert seen["cached"] == plan["cached_subgroups"] and (strategy == "tier") == (seen["cached"] == 0)
-    close = {"budget": plan["host"]["states"], "peak": plan["host_bytes"], "stored": sum(path["bytes"] for path in plan["paths"]),
+    # Without a split master the run writes no 16-bit weights, for which the plan has staging buffers.
+    staging = 0 if strategy == "tier-split-master" else plan["host"]["weights"]
+    close = {"budget": plan["host"]["states"], "peak": plan["host_bytes"] - staging, "stored": sum(path["bytes"] for path in plan["paths"]),
              "read": plan["traffic"]["path_read"], "written": plan["traffic"]["path_written"]}
     for name, expected in close.items():
         assert seen[name] == pytest.approx(expected, rel=0.1), (name, seen, plan)

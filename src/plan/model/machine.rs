@@ -3,11 +3,15 @@
 
 use serde::Serialize;
 
-use super::super::check;
 use crate::error::{Error, Result};
 
 /// Largest capacity in bytes. Plans add a few of them, and the sums stay within 64 bits.
 pub const MOST_BYTES: u64 = 1 << 60;
+
+/// Most paths of a tier.
+const MOST_PATHS: usize = 256;
+/// Range of a speed per second. Times of a step are then far from the limits of f64.
+const SPEEDS: std::ops::RangeInclusive<f64> = 1.0..=1e24;
 
 /// A path of the tier.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -61,21 +65,28 @@ fn is_infinite(value: &f64) -> bool {
 }
 
 impl Machine {
-    /// Fails unless all speeds are positive and all capacities at most [`MOST_BYTES`].
+    /// Fails unless all speeds are from 1 to 10^24 and all capacities at most [`MOST_BYTES`].
     pub fn check(&self) -> Result<()> {
-        for (name, speed) in [
+        let own = [
             ("machine.h2d", self.h2d),
             ("machine.d2h", self.d2h),
             ("machine.cpu", self.cpu),
             ("machine.gpu", self.gpu),
             ("machine.flops", self.flops),
-        ] {
-            check::positive(name, speed)?;
+        ];
+        let rounds = (self.downscale != f64::INFINITY).then_some(("machine.downscale", self.downscale));
+        let of_path = |path: &PathSpec| [("path.read", path.read), ("path.write", path.write)];
+        for (name, speed) in own.into_iter().chain(rounds).chain(self.paths.iter().flat_map(of_path)) {
+            if !SPEEDS.contains(&speed) {
+                return Err(Error::invalid(
+                    name,
+                    format!("is {speed} per second, but must be from 1 to 1e24"),
+                ));
+            }
         }
-        check::positive_or_infinite("machine.downscale", self.downscale)?;
-        for path in &self.paths {
-            check::positive("path.read", path.read)?;
-            check::positive("path.write", path.write)?;
+        if self.paths.len() > MOST_PATHS {
+            let reason = format!("there are {}, but the limit is {MOST_PATHS}", self.paths.len());
+            return Err(Error::invalid("paths", reason));
         }
         let capacities = self.paths.iter().map(|path| ("path.capacity", path.capacity));
         let memories = [("machine.gpu_memory", self.gpu_memory), ("machine.host_memory", self.host_memory)];

@@ -285,6 +285,13 @@ fn the_largest_numbers_are_planned_or_refused_without_overflow() {
     assert!(refused.contains("bytes of activations"), "{refused}");
     let fewer = Workload { micro_batch: 1, sequence: 1, ..most };
     assert!(plan(&model, &machine, &fewer, &need).unwrap().best.is_none());
+    // The slowest and the fastest machine have a finite time.
+    for speed in [1.0, 1e24] {
+        let edge =
+            Machine { h2d: speed, d2h: speed, cpu: speed, gpu: speed, flops: speed, ..machine.clone() };
+        let found = plan(&small().0, &edge, &run, &need).unwrap();
+        assert!(found.strategies.iter().all(|outcome| outcome.seconds.unwrap().step.is_finite()));
+    }
     for wrong in [
         Workload { ranks: 0, ..run },
         Workload { stage: 1, ..run },
@@ -299,6 +306,9 @@ fn the_largest_numbers_are_planned_or_refused_without_overflow() {
         Machine { cpu: 0.0, ..machine.clone() },
         Machine { host_memory: u64::MAX, ..machine.clone() },
         Machine { downscale: -1.0, ..machine.clone() },
+        Machine { downscale: f64::NEG_INFINITY, ..machine.clone() },
+        Machine { flops: 1e-3, ..machine.clone() },
+        Machine { paths: vec![machine.paths[0].clone(); 257], ..machine.clone() },
     ] {
         assert!(plan(&model, &wrong, &fewer, &need).is_err(), "{wrong:?}");
     }

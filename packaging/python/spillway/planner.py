@@ -23,7 +23,7 @@ _OPTIONS = ("machine", "ranks", "zero_stage", "micro_batch", "sequence", "accumu
 
 
 def plan_model(model: str | os.PathLike[str] | Mapping[str, Any] | Any, *, paths: Sequence[str | os.PathLike[str]] = (),
-               recompute: bool = True, **options: Any) -> dict[str, Any]:
+               recompute: bool = True, commits: bool = True, **options: Any) -> dict[str, Any]:
     """Returns the plan of a model's training on a machine.
 
     Args:
@@ -31,6 +31,7 @@ def plan_model(model: str | os.PathLike[str] | Mapping[str, Any] | Any, *, paths
             config.json, or a configuration of transformers.
         paths: Paths of the tier, each as "DIR" or "DIR:READ:WRITE:CAPACITY", with speeds in GB/s.
         recompute: Activations are recomputed from one checkpoint per layer.
+        commits: Steps are committed, so that the paths keep the last committed state beside the new one.
         options: Further options of the tool: machine, ranks, zero_stage, micro_batch, sequence, accumulation,
             sub_group_size, gpu_memory, host_memory, gpu_reserve, link_gbps, cpu_adam_gbps, gpu_adam_gbps, gpu_tflops,
             profile, profile_link, adam_report, svg and strategy. Memory is in bytes, or a text such as "80GB".
@@ -45,7 +46,7 @@ def plan_model(model: str | os.PathLike[str] | Mapping[str, Any] | Any, *, paths
     if unknown:
         raise InvalidArgumentError(f"plan_model: {unknown[0]} is not an option; pass one of {', '.join(_OPTIONS)}")
     given = ["--" + name.replace("_", "-") + "=" + _text(name, value) for name, value in options.items() if value is not None]
-    given += ["--path=" + os.fspath(path) for path in paths] + ["--no-recompute"] * (not recompute)
+    given += ["--path=" + os.fspath(path) for path in paths] + ["--no-recompute"] * (not recompute) + ["--no-commits"] * (not commits)
     if isinstance(model, (str, os.PathLike)):
         return _run(os.fspath(model), given)
     fields = model if isinstance(model, Mapping) else getattr(model, "to_dict", lambda: None)()

@@ -246,3 +246,21 @@ def test_memory_and_bytes_of_a_tiered_run_are_as_planned(layers, hidden, strateg
              "read": plan["traffic"]["path_read"], "written": plan["traffic"]["path_written"]}
     for name, expected in close.items():
         assert seen[name] == pytest.approx(expected, rel=0.1), (name, seen, plan)
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_the_space_of_a_path_is_as_planned(commits, tmp_path):
+    numpy = pytest.importorskip("numpy")
+    count, size = 16, 1 << 18
+    description = {"parameters": count * size, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 64}
+    found = spillway.plan_model(description, paths=[f"{tmp_path}:1:1:1GB"], sub_group_size=size, commits=commits)
+    plan, = outcome(found, "tier")["paths"]
+    adam, rows = spillway.Adam(), [(numpy.ones(size, numpy.float16), None)] * count
+    with spillway.Tier([tmp_path], job="space") as tier, spillway.Swap(tier, [size] * count, huge_pages=False, pin_memory=False) as swap:
+        swap.fill([(None, None, None)] * count)
+        for number in range(1, 5):
+            swap.step(adam, rows)
+            if commits:
+                swap.commit(number)
+        seen, = tier.paths()
+    assert seen.file_bytes == pytest.approx(plan["space_bytes"], rel=0.1)

@@ -44,7 +44,7 @@ enum Command {
     /// Finds the best I/O settings for a directory, and saves them in the profile that engines read.
     Tune(tune::Options),
     /// Plans the training of a model on a machine, or one interleaved update: bytes, seconds, and what is best.
-    Plan(plan_command::Options),
+    Plan(Box<plan_command::Options>),
     /// Writes the predicted timeline of one interleaved step as a trace.
     Trace(trace::Options),
 }

@@ -1,6 +1,7 @@
 //! `spillway plan MODEL`: reads the model's description and the machine's figures, and prints the plan.
 #![forbid(unsafe_code)]
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use bytesize::ByteSize;
@@ -52,6 +53,9 @@ pub struct Options {
     /// Parameters of a subgroup.
     #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.subgroup)]
     sub_group_size: u64,
+    /// No step is committed, so that the paths need not keep the earlier state.
+    #[arg(long, requires = "model")]
+    no_commits: bool,
     /// GPU memory that the plan leaves alone, such as 1GiB.
     #[arg(long, requires = "model", default_value_t = ByteSize::b(Workload::DEFAULT.gpu_reserve))]
     gpu_reserve: ByteSize,
@@ -83,6 +87,7 @@ pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
         accumulation: options.accumulation,
         recompute: !options.no_recompute,
         subgroup: options.sub_group_size,
+        commits: !options.no_commits,
         gpu_reserve: options.gpu_reserve.as_u64(),
     };
     let plan = plan(&model, &found.machine, &run, &tier_need)?;
@@ -100,8 +105,8 @@ pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
             .map_err(|error| Error::system("writing the plan", &error.into()))?,
         false => plan_report::text(&plan, &found.sources),
     };
-    println!("{}", text.trim_end());
-    Ok(())
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{}", text.trim_end()).map_err(|error| Error::system("writing to standard output", &error))
 }
 
 /// The model of a paper, or the file's.

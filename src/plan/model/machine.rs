@@ -116,6 +116,8 @@ pub struct Workload {
     pub recompute: bool,
     /// Parameters of a subgroup.
     pub subgroup: u64,
+    /// Steps are committed: the paths keep the last committed state beside the new one.
+    pub commits: bool,
     /// Bytes of each GPU that the plan leaves alone: context, workspaces, fragmentation.
     pub gpu_reserve: u64,
 }
@@ -130,6 +132,7 @@ impl Workload {
         accumulation: 1,
         recompute: true,
         subgroup: 100_000_000,
+        commits: true,
         gpu_reserve: 1 << 30,
     };
 

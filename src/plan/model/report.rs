@@ -130,6 +130,8 @@ pub struct PathUse {
     pub share: f64,
     /// Bytes of states.
     pub bytes: u64,
+    /// Bytes of the data file: also the earlier state that a commit keeps, or the subgroups in motion.
+    pub space_bytes: u64,
 }
 
 /// Plans `model` on `machine`. Fails where an argument is out of range; a strategy that does not fit is no error.
@@ -202,16 +204,16 @@ fn outcome(case: &Case, strategy: Strategy) -> Result<Outcome> {
         }
     }
     let specs = case.paths(strategy);
-    let stored = placed.stored * run.ranks;
+    let (stored, space) = (placed.stored * run.ranks, path_space(&placed, run));
     let (paths, seconds) = match strategy.is_tiered() {
         false => (Vec::new(), None),
-        true => match divide(&specs, stored) {
+        true => match divide(&specs, space) {
             Ok(shares) => {
                 let seconds = path_seconds(&specs, &shares, run.ranks);
-                (uses(&specs, &shares, stored), Some(seconds))
+                (uses(&specs, &shares, stored, space), Some(seconds))
             }
             Err(reason) => {
-                reasons.push(format!("the paths have no room for {stored} bytes: {reason}"));
+                reasons.push(format!("the paths have no room for {space} bytes: {reason}"));
                 let equal = vec![1.0 / specs.len() as f64; specs.len()];
                 (Vec::new(), Some(path_seconds(&specs, &equal, run.ranks)))
             }
@@ -280,20 +282,31 @@ fn place_weights(case: &Case, placed: &mut Placement, reasons: &mut Vec<String>)
     Ok(chosen.fraction)
 }
 
-/// Shares of the paths in `stored` bytes, by Eq. 1.
-fn divide(paths: &[&PathSpec], stored: u64) -> std::result::Result<Vec<f64>, String> {
+/// Bytes of the data files of all ranks. The tier never overwrites a committed state; without commits, the subgroups in
+/// motion have a second place.
+fn path_space(placed: &Placement, run: &Workload) -> u64 {
+    let in_motion = placed.tier.map_or(0, |need| {
+        let buffer = need.host_bytes.checked_div(need.buffers).unwrap_or(0);
+        (need.buffers - need.cached) * buffer
+    });
+    (placed.stored + if run.commits { placed.stored } else { in_motion }) * run.ranks
+}
+
+/// Shares of the paths in `space` bytes, by Eq. 1.
+fn divide(paths: &[&PathSpec], space: u64) -> std::result::Result<Vec<f64>, String> {
     let speeds: Vec<f64> = paths.iter().map(|path| path.speed()).collect();
-    let unit = (stored as f64 / UNITS as f64).max(1.0);
+    let unit = (space as f64 / UNITS as f64).max(1.0);
     let room: Vec<usize> = paths.iter().map(|path| (path.capacity as f64 / unit) as usize).collect();
     let parts = split::shares(UNITS, &speeds, &room).map_err(|error| error.to_string())?;
     Ok(parts.iter().map(|part| *part as f64 / UNITS as f64).collect())
 }
 
-fn uses(paths: &[&PathSpec], shares: &[f64], stored: u64) -> Vec<PathUse> {
+fn uses(paths: &[&PathSpec], shares: &[f64], stored: u64, space: u64) -> Vec<PathUse> {
     let of = |(path, share): (&&PathSpec, &f64)| PathUse {
         name: path.name.clone(),
         share: *share,
         bytes: (stored as f64 * share) as u64,
+        space_bytes: (space as f64 * share) as u64,
     };
     paths.iter().zip(shares).map(of).collect()
 }

@@ -211,6 +211,12 @@ fn bytes_of_every_strategy_are_those_of_the_sums() {
     assert_eq!(of(&ranks, Strategy::Host).host.states, 12 * shard);
     assert_eq!(of(&ranks, Strategy::Host).traffic.h2d, 2 * 250_000_000);
     assert_eq!(of(&ranks, Strategy::Tier).traffic.path_read, 12 * shard);
+    let space = |found: &Plan| {
+        of(found, Strategy::Tier).paths.iter().map(|path| path.space_bytes).sum::<u64>() as f64
+    };
+    close(space(&found), 24e9, 1e-6);
+    let scratch = plan(&model, &machine, &Workload { commits: false, ..run }, &need).unwrap();
+    close(space(&scratch), 12e9 + 5.0 * 1.2e9, 1e-6);
 }
 
 #[test]

@@ -92,6 +92,46 @@ fn plan_refuses_what_it_cannot_plan() {
     }
 }
 
+#[test]
+fn plan_of_a_model_is_a_table_json_and_a_timeline() {
+    let svg = empty_dir("plan-model").join("step.svg");
+    let model = ["plan", "mlp-offload-40b", "--machine", "mlp-offload-1", "--host-memory", "250GB"];
+    let table = succeed(spillway().args(model).arg("--svg").arg(&svg), TIMEOUT);
+    for words in ["40265318400 parameters", "tier-cache", "nvme 60 %", "host does not fit", "best: tier"] {
+        assert!(table.contains(words), "{words}: {table}");
+    }
+    let text = std::fs::read_to_string(&svg).expect("the timeline was written");
+    assert!(text.starts_with("<svg") && text.trim_end().ends_with("</svg>"), "{text}");
+    for words in ["paths", "fetch", "flush", "CPU step", "upload weights", "seconds"] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    let json = succeed(spillway().args(model).arg("--json"), TIMEOUT);
+    let report: Value = serde_json::from_str(&json).expect("it is JSON");
+    let best = report["best"].as_str().expect("a name");
+    let found = report["strategies"].as_array().expect("strategies");
+    let chosen = found.iter().find(|found| found["strategy"] == best).expect("the best");
+    assert!(chosen["fits"] == true && chosen["seconds"]["step"].as_f64() > Some(1.0), "{chosen}");
+    assert_eq!(report["sources"]["flops"], "assumed");
+}
+
+#[test]
+fn plan_of_a_model_refuses_options_without_effect() {
+    let model = ["plan", "dos-7b", "--machine", "dos-h100"];
+    for (wrong, words) in [
+        (&["--cpu", "2"][..], "cannot be used with"),
+        (&["--strategy", "tier"], "--svg"),
+        (&["--svg", "no/such/folder/step.svg"], "no/such/folder/step.svg"),
+        (&["--svg", "step.svg", "--strategy", "tier"], "tier has no timeline"),
+        (&["--path", "no/such/folder"], "spillway tune"),
+        (&["--machine-learning"], "unexpected argument"),
+    ] {
+        let refused = run(spillway().args(model).args(wrong), TIMEOUT);
+        assert!(refused.code != Some(0) && refused.stderr.contains(words), "{wrong:?}: {}", refused.stderr);
+    }
+    let alone = run(spillway().args(["plan", "--ranks", "4"]), TIMEOUT);
+    assert!(alone.code == Some(2) && alone.stderr.contains("<MODEL>"), "{}", alone.stderr);
+}
+
 /// Work of several kinds at the same time: the overlap that the trace shows.
 #[test]
 fn trace_is_json_in_which_engines_overlap() {

@@ -3,6 +3,7 @@
 
 pub mod cast;
 pub mod interleave;
+pub mod model;
 pub mod pipeline;
 pub mod placement;
 pub mod split;

@@ -26,6 +26,7 @@ pub mod resctrl;
 pub mod reserve;
 pub mod shared_memory;
 pub mod shared_slice;
+pub mod small_file;
 pub mod span;
 mod spin;
 mod team;

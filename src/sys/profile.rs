@@ -17,7 +17,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use arc_swap::ArcSwapOption;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::host;
+use super::{host, small_file};
 use crate::log::{self, Level};
 
 const VERSION: u32 = 2;
@@ -76,20 +76,7 @@ impl Default for Contents {
 impl Contents {
     /// The contents of the file at `path`; `None` if there is no file; an error text if the file is invalid.
     pub fn read(path: &Path) -> Result<Option<Contents>, String> {
-        // Does not wait for the other end of a FIFO.
-        let file = match fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
-            Ok(file) if !file.metadata().is_ok_and(|found| found.is_file()) => {
-                return Err("it is not a regular file".to_string());
-            }
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error.to_string()),
-        };
-        let mut bytes = Vec::new();
-        file.take(MOST_BYTES + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
-        if bytes.len() as u64 > MOST_BYTES {
-            return Err(format!("it is longer than {MOST_BYTES} bytes"));
-        }
+        let Some(bytes) = small_file::read(path, MOST_BYTES)? else { return Ok(None) };
         Contents::parse(&bytes).map(Some)
     }
 

@@ -33,6 +33,7 @@ from .errors import (BusyError, CorruptError, GpuError, InternalError, InvalidAr
 from .gpu import DeviceArray, Event, Gpu, Stream, gpu_count, pinned
 from .interleave import Interleave, Rates, Subgroup, plan
 from .optim import Adagrad, Adam, Lion, Prepared, Recording, StepStats, accumulate_, grad_stats
+from .planner import plan_model
 from .speculate import Speculation
 from .swap import Swap
 from .tier import Tier, TierPath
@@ -44,7 +45,7 @@ __all__ = ["Adagrad", "Adam", "BusyError", "CorruptError", "DeviceArray", "Event
            "NoStepError", "NotFoundError", "OptimizerStats", "OutOfOrderError", "Prepared", "Rates", "Recording", "Speculation",
            "SpillwayError", "StepStats", "Stream", "Subgroup", "Swap", "SystemCallError", "Tier", "TierError", "TierLockedError",
            "TierPath", "TimedOutError", "UnknownIdError", "UnsupportedError", "accumulate_", "gpu_count", "grad_stats", "kernel_name",
-           "library_path", "library_version", "num_threads", "pinned", "plan", "preload_path", "set_log", "set_num_threads", "stats"]
+           "library_path", "library_version", "num_threads", "pinned", "plan", "plan_model", "preload_path", "set_log", "set_num_threads", "stats"]
 
 library_path = _native.library_path
 preload_path = _native.preload_path

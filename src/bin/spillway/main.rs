@@ -13,6 +13,11 @@ mod measurement;
 mod memory;
 mod output;
 mod plan;
+mod plan_command;
+mod plan_machine;
+mod plan_model;
+mod plan_report;
+mod plan_svg;
 mod plot;
 mod progress;
 mod report;
@@ -40,8 +45,8 @@ enum Command {
     Bench(Bench),
     /// Finds the best I/O settings for a directory, and saves them in the profile that engines read.
     Tune(tune::Options),
-    /// Plans an interleaved update: the processor of each subgroup, predicted seconds and bytes.
-    Plan(plan::Options),
+    /// Plans the training of a model on a machine, or one interleaved update: bytes, seconds, and what is best.
+    Plan(Box<plan_command::Options>),
     /// Draws processors, NUMA nodes, GPUs and drives, and says how a launcher binds ranks to them.
     Topo(topo::Options),
     /// Partitions of cache and memory bandwidth between trainer and optimizer (Arm MPAM, Intel RDT, AMD QoS).
@@ -74,7 +79,7 @@ fn main() -> std::process::ExitCode {
         Command::Bench(Bench::Compare(options)) => compare::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Tune(options) => tune::run(&options),
-        Command::Plan(options) => plan::run(&options),
+        Command::Plan(options) => plan_command::run(&options),
         Command::Topo(options) => topo::run(&options),
         Command::Resctrl(command) => return resctrl::run(&command),
         Command::Trace(options) => trace::run(&options),

@@ -22,7 +22,8 @@ pub fn require(argument: &'static str, elements: usize, per_element: u64) -> Res
     }
 }
 
-fn available() -> Option<u64> {
+/// Bytes of memory that new processes can use; `None` if the system does not say.
+pub fn available() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)

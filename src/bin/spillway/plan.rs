@@ -1,4 +1,4 @@
-//! `spillway plan`: the model's predictions for an interleaved update and for the plans of other rules.
+//! `spillway plan` without a model: the predictions for an interleaved update and for the plans of other rules.
 #![forbid(unsafe_code)]
 
 use std::str::FromStr;
@@ -18,6 +18,8 @@ const WORD: f64 = 4.0;
 
 /// Options for the machine, the model and the planning rule.
 #[derive(clap::Args)]
+#[group(id = "interleaved")]
+#[command(next_help_heading = "Interleaved update")]
 pub struct Options {
     /// Parameters of this GPU's shard, in billions.
     #[arg(long, default_value_t = 5.0)]
@@ -67,9 +69,6 @@ pub struct Options {
     /// Planning rule: model, eq1, paper, stride=K or count=N.
     #[arg(long, default_value = "model", value_parser = mode)]
     pub mode: Mode,
-    /// Prints one JSON object instead of a table.
-    #[arg(long)]
-    pub json: bool,
 }
 
 #[derive(serde::Serialize)]
@@ -124,12 +123,13 @@ impl Options {
     }
 }
 
-pub fn run(options: &Options) -> Result<()> {
+/// Prints the plan; `json`: as one JSON object.
+pub fn run(options: &Options, json: bool) -> Result<()> {
     let (shape, rates) = (options.shape()?, options.rates());
     let chosen = options.choose(&shape, options.mode)?;
     let found = bytes(&shape, &chosen.plan);
     let serial = shape.total() as f64 / share::serial_throughput(&rates);
-    if options.json {
+    if json {
         let report = report(&shape, &rates, &chosen, &found, serial);
         println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
         return Ok(());

@@ -20,10 +20,12 @@ pub enum Engine {
     Gpu = 3,
     /// Time of the framework, which uses none of the other engines.
     Clock = 4,
+    /// The paths of a tier together.
+    Paths = 5,
 }
 
 /// Number of engines.
-pub const ENGINES: usize = 5;
+pub const ENGINES: usize = 6;
 
 /// Operations and their dependencies.
 #[derive(Debug, Default)]

@@ -1,0 +1,286 @@
+//! The machine of `spillway plan MODEL`: options, then measurements, then a machine of a paper, then assumptions.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use bytesize::ByteSize;
+use serde_json::Value;
+use spillway::error::{Error, Result};
+use spillway::io::profile as io_profile;
+use spillway::plan::model::machine::{Machine, PathSpec};
+use spillway::plan::model::presets;
+use spillway::sys::file::{file_system, free_bytes};
+use spillway::sys::profile::Contents;
+
+use super::measurement::Report;
+use super::memory;
+
+const GIGA: f64 = 1e9;
+/// Bytes that an Adam step moves per parameter, as `spillway bench adam` counts them.
+const ADAM_BYTES: f64 = 28.0;
+/// Bytes of a parameter on the link, in the profile's figures of 16-bit copies.
+const HALF: f64 = 2.0;
+
+/// Where each figure comes from.
+pub type Sources = BTreeMap<&'static str, String>;
+
+#[derive(clap::Args)]
+#[group(skip)]
+pub struct Options {
+    /// A machine of a paper: gh200, dos-h100, dos-v100, mlp-offload-1 or mlp-offload-2; without it, this machine.
+    #[arg(long, requires = "model")]
+    machine: Option<String>,
+    /// Memory of each GPU, such as 80GB.
+    #[arg(long, requires = "model")]
+    gpu_memory: Option<ByteSize>,
+    /// Host memory for the run, such as 512GB; default: what is available.
+    #[arg(long, requires = "model")]
+    host_memory: Option<ByteSize>,
+    /// Link of each GPU, GB/s in each direction.
+    #[arg(long, requires = "model")]
+    link_gbps: Option<f64>,
+    /// Adam on all processors together, in GB/s as `spillway bench adam` prints them: 28 bytes per parameter.
+    #[arg(long, requires = "model")]
+    cpu_adam_gbps: Option<f64>,
+    /// Adam on one GPU, in GB/s of 28 bytes per parameter.
+    #[arg(long, requires = "model")]
+    gpu_adam_gbps: Option<f64>,
+    /// Operations that forward and backward reach on one GPU, in 10^12 per second.
+    #[arg(long, requires = "model")]
+    gpu_tflops: Option<f64>,
+    /// A path of the tier, with GB/s of reads and writes and its capacity; may be repeated. Without the speeds, those
+    /// of `spillway tune`; without the capacity, the free space.
+    #[arg(long = "path", requires = "model", value_name = "DIR[:READ:WRITE[:CAPACITY]]")]
+    paths: Vec<String>,
+    /// Profile with measurements; default: the one that engines read, unless --machine is given.
+    #[arg(long, requires = "model")]
+    profile: Option<PathBuf>,
+    /// The entry of the profile for the GPU's link; needed if the profile has several.
+    #[arg(long, requires = "model")]
+    profile_link: Option<String>,
+    /// A report of `spillway bench adam --json=FILE`: its fastest case.
+    #[arg(long, requires = "model", value_name = "REPORT.json")]
+    adam_report: Option<PathBuf>,
+}
+
+/// A machine, the number of its GPUs, and where its figures come from.
+pub struct Found {
+    pub machine: Machine,
+    pub gpus: u64,
+    pub sources: Sources,
+}
+
+/// What is assumed where nothing is known: a GPU of 80 GB on PCIe 4, and the processors of a small server.
+fn assumed() -> Machine {
+    Machine {
+        gpu_memory: 80_000_000_000,
+        host_memory: memory::available().unwrap_or(64_000_000_000),
+        h2d: 25.0 * GIGA,
+        d2h: 25.0 * GIGA,
+        duplex: true,
+        cpu: 2.0 * GIGA,
+        downscale: f64::INFINITY,
+        gpu: 25.0 * GIGA,
+        flops: 150e12,
+        paths: Vec::new(),
+    }
+}
+
+const FIELDS: [&str; 7] = ["gpu_memory", "host_memory", "h2d", "d2h", "cpu", "gpu", "flops"];
+
+/// The machine that the options describe.
+pub fn machine(options: &Options) -> Result<Found> {
+    let mut found = base(options)?;
+    let contents = profile(options)?;
+    if let Some((path, contents)) = &contents {
+        measured_link(options, path, contents, &mut found)?;
+    }
+    if let Some(path) = &options.adam_report {
+        let report = Report::read("--adam-report", path)?;
+        found.machine.cpu = adam_of(&report)? * GIGA / ADAM_BYTES;
+        found.sources.insert("cpu", format!("report {}", path.display()));
+    }
+    let Found { machine, sources, .. } = &mut found;
+    let mut set = |names: &[&'static str]| {
+        names.iter().for_each(|name| drop(sources.insert(name, "option".to_string())))
+    };
+    if let Some(size) = options.gpu_memory {
+        machine.gpu_memory = size.as_u64();
+        set(&["gpu_memory"]);
+    }
+    if let Some(size) = options.host_memory {
+        machine.host_memory = size.as_u64();
+        set(&["host_memory"]);
+    }
+    if let Some(speed) = options.link_gbps {
+        (machine.h2d, machine.d2h) = (speed * GIGA, speed * GIGA);
+        set(&["h2d", "d2h"]);
+    }
+    if let Some(speed) = options.cpu_adam_gbps {
+        machine.cpu = speed * GIGA / ADAM_BYTES;
+        set(&["cpu"]);
+    }
+    if let Some(speed) = options.gpu_adam_gbps {
+        machine.gpu = speed * GIGA / ADAM_BYTES;
+        set(&["gpu"]);
+    }
+    if let Some(speed) = options.gpu_tflops {
+        machine.flops = speed * 1e12;
+        set(&["flops"]);
+    }
+    if !options.paths.is_empty() {
+        let contents = contents.as_ref().map(|(_, contents)| contents);
+        machine.paths = options.paths.iter().map(|text| path(text, contents)).collect::<Result<_>>()?;
+        sources.insert("paths", "option".to_string());
+    }
+    Ok(found)
+}
+
+/// The machine of a paper, or this machine before any measurement.
+fn base(options: &Options) -> Result<Found> {
+    let Some(name) = &options.machine else {
+        let mut sources: Sources = FIELDS.iter().map(|name| (*name, "assumed".to_string())).collect();
+        sources.insert("host_memory", "available".to_string());
+        return Ok(Found { machine: assumed(), gpus: 1, sources });
+    };
+    let preset = presets::machine(name).ok_or_else(|| {
+        let names = presets::machines().map(|preset| preset.name);
+        Error::invalid("--machine", format!("is {name:?}, but must be one of {}", names.join(", ")))
+    })?;
+    let source = |field: &&'static str| match preset.assumed.contains(field) {
+        true => (*field, "assumed".to_string()),
+        false => (*field, preset.source.to_string()),
+    };
+    let sources = FIELDS.iter().chain(&["paths"]).map(source).collect();
+    Ok(Found { machine: preset.machine(), gpus: preset.gpus, sources })
+}
+
+/// The profile: a named one must be there and valid, that of this machine may be absent or invalid.
+fn profile(options: &Options) -> Result<Option<(PathBuf, Contents)>> {
+    let path = match &options.profile {
+        Some(path) => path.clone(),
+        None if options.machine.is_some() => return Ok(None),
+        None => match io_profile::path() {
+            Some(path) => path,
+            None => return Ok(None),
+        },
+    };
+    match (Contents::read(&path), options.profile.is_some()) {
+        (Ok(Some(contents)), _) => Ok(Some((path, contents))),
+        (Ok(None), true) => {
+            Err(Error::invalid("--profile", format!("{}: there is no such file", path.display())))
+        }
+        (Err(reason), true) => Err(Error::invalid("--profile", format!("{}: {reason}", path.display()))),
+        (Err(reason), false) => {
+            eprintln!("spillway: the profile {} is ignored: {reason}", path.display());
+            Ok(None)
+        }
+        (Ok(None), false) => Ok(None),
+    }
+}
+
+fn measured_link(options: &Options, path: &Path, contents: &Contents, found: &mut Found) -> Result<()> {
+    let names: Vec<&String> = contents.links.keys().collect();
+    let name = match (&options.profile_link, names.as_slice()) {
+        (Some(name), _) => name,
+        (None, []) => return Ok(()),
+        (None, [only]) => only,
+        (None, _) => {
+            return Err(Error::invalid(
+                "--profile-link",
+                format!("is missing, and the profile has {} links: {names:?}", names.len()),
+            ));
+        }
+    };
+    let link = spillway::gpu::profile::find(path, name).ok_or_else(|| {
+        Error::invalid(
+            "--profile-link",
+            format!("is {name:?}, but the profile has valid figures for none or for {names:?}"),
+        )
+    })?;
+    found.machine.h2d = link.h2d_native * HALF;
+    found.machine.d2h = link.d2h_native * HALF;
+    found.machine.cpu = link.step_native;
+    for field in ["h2d", "d2h", "cpu"] {
+        found.sources.insert(field, format!("profile {}", path.display()));
+    }
+    Ok(())
+}
+
+/// The fastest case of a report of `bench adam`, in GB/s.
+fn adam_of(report: &Report) -> Result<f64> {
+    let rows = report.rows.iter().filter(|_| report.bench == "adam");
+    let speeds = rows.filter_map(|row| Some(row.figures.get("gb_per_s")?.median));
+    speeds.reduce(f64::max).ok_or_else(|| {
+        Error::invalid(
+            "--adam-report",
+            "has no case with gb_per_s; pass a report of spillway bench adam --json=FILE",
+        )
+    })
+}
+
+/// A path with its speeds, from the text or from the profile.
+fn path(text: &str, contents: Option<&Contents>) -> Result<PathSpec> {
+    let refuse = |reason: String| Error::invalid("--path", format!("{text}: {reason}"));
+    let parts: Vec<&str> = text.split(':').collect();
+    let number = |place: usize| parts.get(place).and_then(|part| part.parse::<f64>().ok());
+    let count = parts.len();
+    let with_capacity = count > 3 && number(count - 3).is_some() && number(count - 2).is_some();
+    let with_speeds = count > 2 && number(count - 2).is_some() && number(count - 1).is_some();
+    let (name, speeds, capacity) = match (with_capacity, with_speeds) {
+        (true, _) => {
+            let capacity = parts[count - 1].parse::<ByteSize>().map_err(refuse)?.as_u64();
+            (parts[..count - 3].join(":"), number(count - 3).zip(number(count - 2)), Some(capacity))
+        }
+        (false, true) => (parts[..count - 2].join(":"), number(count - 2).zip(number(count - 1)), None),
+        (false, false) => (text.to_string(), None, None),
+    };
+    let directory = Path::new(&name);
+    let (read, write) = match speeds {
+        Some(speeds) => speeds,
+        None => tuned(directory, contents).map_err(refuse)?,
+    };
+    let capacity = match capacity {
+        Some(capacity) => capacity,
+        None => free_bytes(directory)
+            .ok_or_else(|| refuse("its free space is unknown; add :CAPACITY".to_string()))?,
+    };
+    Ok(PathSpec { name, read: read * GIGA, write: write * GIGA, capacity })
+}
+
+/// GB/s of reads and writes that `spillway tune` stored for the file system of a directory.
+fn tuned(directory: &Path, contents: Option<&Contents>) -> std::result::Result<(f64, f64), String> {
+    let advice = "run spillway tune --dir, or give DIR:READ:WRITE:CAPACITY";
+    let file = std::fs::File::open(directory).map_err(|error| format!("{error}; {advice}"))?;
+    let system = file_system(&file).map_err(|error| error.to_string())?;
+    let entry = contents.and_then(|contents| contents.filesystems.get(&system.to_string()));
+    let figure = |name: &str| entry.and_then(|entry| entry.get(name)).and_then(Value::as_f64);
+    let both = figure("read_gb_per_s").zip(figure("write_gb_per_s"));
+    both.ok_or_else(|| format!("the profile has no speeds for its file system {system}; {advice}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_has_its_speeds_behind_its_name() {
+        let found = path("/mnt/a:6.9:5.3:3.2TB", None).unwrap();
+        assert_eq!((found.name.as_str(), found.read, found.write), ("/mnt/a", 6.9e9, 5.3e9));
+        assert_eq!(found.capacity, 3_200_000_000_000);
+        let store = path("s3://bucket/run:1:0.5:1GiB", None).unwrap();
+        assert_eq!((store.name.as_str(), store.write, store.capacity), ("s3://bucket/run", 0.5e9, 1 << 30));
+        let here = path(".:1:2", None).unwrap();
+        assert!(here.capacity > 0 && here.read == 1e9 && here.name == ".");
+        for (text, words) in [
+            (".", "has no speeds"),
+            ("no/such/folder", "spillway tune"),
+            ("no/such/folder:1:1", "free space is unknown"),
+            ("/mnt/a:1:1:many", "many"),
+        ] {
+            let reason = path(text, None).unwrap_err().to_string();
+            assert!(reason.contains(words), "{text}: {reason}");
+        }
+    }
+}

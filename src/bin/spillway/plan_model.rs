@@ -1,0 +1,162 @@
+//! `spillway plan MODEL`: reads the model's description and the machine's figures, and prints the plan.
+#![forbid(unsafe_code)]
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use bytesize::ByteSize;
+use spillway::error::{Error, Result};
+use spillway::offload::swap::budget;
+use spillway::offload::swap::encoding::Encoding;
+use spillway::plan::model::config::Model;
+use spillway::plan::model::machine::Workload;
+use spillway::plan::model::presets;
+use spillway::plan::model::report::{Outcome, Plan, plan};
+use spillway::plan::model::strategy::{Strategy, TierNeed};
+use spillway::sys::small_file;
+
+use super::plan_machine::{self, Sources};
+use super::{plan_report, plan_svg};
+
+/// Largest description of a model; those of transformers have a few kilobytes.
+const MOST_BYTES: u64 = 1 << 20;
+
+/// A model, the machine and the run.
+#[derive(clap::Args)]
+#[group(id = "planner")]
+#[command(next_help_heading = "With MODEL")]
+pub struct Options {
+    /// A config.json of transformers, a folder with one, a description, or a model of a paper; without MODEL, only an
+    /// interleaved update is planned.
+    #[arg(help_heading = None, conflicts_with = "interleaved")]
+    pub model: Option<String>,
+    #[command(flatten)]
+    pub machine: plan_machine::Options,
+    /// GPUs of the machine that train, one rank each; default: those of --machine, else 1.
+    #[arg(long, requires = "model")]
+    ranks: Option<u64>,
+    /// ZeRO stage: 3 shards the weights over the ranks, 2 does not.
+    #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.stage)]
+    zero_stage: u64,
+    /// Sequences of a micro-batch.
+    #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.micro_batch)]
+    micro_batch: u64,
+    /// Tokens of a sequence.
+    #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.sequence)]
+    sequence: u64,
+    /// Micro-batches of a step.
+    #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.accumulation)]
+    accumulation: u64,
+    /// Keeps all activations, instead of one checkpoint per layer.
+    #[arg(long, requires = "model")]
+    no_recompute: bool,
+    /// Parameters of a subgroup.
+    #[arg(long, requires = "model", default_value_t = Workload::DEFAULT.subgroup)]
+    sub_group_size: u64,
+    /// No step is committed, so that the paths need not keep the earlier state.
+    #[arg(long, requires = "model")]
+    no_commits: bool,
+    /// GPU memory that the plan leaves alone, such as 1GiB.
+    #[arg(long, requires = "model", default_value_t = ByteSize::b(Workload::DEFAULT.gpu_reserve))]
+    gpu_reserve: ByteSize,
+    /// Draws a step of the best strategy, or of --strategy, into this SVG file.
+    #[arg(long, requires = "model", value_name = "FILE.svg")]
+    svg: Option<PathBuf>,
+    /// The strategy that --svg draws, as the table names it.
+    #[arg(long, requires = "svg", value_parser = strategy)]
+    strategy: Option<Strategy>,
+}
+
+/// The JSON object: the plan, and where each figure of the machine comes from.
+#[derive(serde::Serialize)]
+struct Report<'a> {
+    #[serde(flatten)]
+    plan: &'a Plan,
+    sources: &'a Sources,
+}
+
+/// Plans `name` with these options.
+pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
+    let model = model(name)?;
+    let found = plan_machine::machine(&options.machine)?;
+    let run = Workload {
+        ranks: options.ranks.unwrap_or(found.gpus),
+        stage: options.zero_stage,
+        micro_batch: options.micro_batch,
+        sequence: options.sequence,
+        accumulation: options.accumulation,
+        recompute: !options.no_recompute,
+        subgroup: options.sub_group_size,
+        commits: !options.no_commits,
+        gpu_reserve: options.gpu_reserve.as_u64(),
+    };
+    let plan = plan(&model, &found.machine, &run, &tier_need)?;
+    if let Some(path) = &options.svg {
+        let drawn = drawn(&plan, options.strategy)?;
+        let svg =
+            plan_svg::svg(&plan, drawn).map_err(|reason| Error::System { what: "drawing --svg", reason })?;
+        std::fs::write(path, svg).map_err(|error| Error::System {
+            what: "writing the file of --svg",
+            reason: format!("{}: {error}", path.display()),
+        })?;
+    }
+    let text = match json {
+        true => serde_json::to_string_pretty(&Report { plan: &plan, sources: &found.sources })
+            .map_err(|error| Error::system("writing the plan", &error.into()))?,
+        false => plan_report::text(&plan, &found.sources),
+    };
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{}", text.trim_end()).map_err(|error| Error::system("writing to standard output", &error))
+}
+
+/// The model of a paper, or the file's.
+fn model(name: &str) -> Result<Model> {
+    if let Some(model) = presets::model(name) {
+        return Ok(model);
+    }
+    let path = Path::new(name);
+    let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
+    let refuse = |reason: String| Error::invalid("MODEL", format!("{}: {reason}", path.display()));
+    let bytes = small_file::read(&path, MOST_BYTES).map_err(refuse)?.ok_or_else(|| {
+        let names: Vec<String> = presets::model_names().collect();
+        refuse(format!("there is no such file, and the models of the papers are {}", names.join(", ")))
+    })?;
+    Model::parse(&path.display().to_string(), &bytes)
+}
+
+/// The memory of a tiered update, as the update computes it.
+fn tier_need(sizes: &[u64], split: bool, paths: usize, limit: Option<u64>) -> Result<TierNeed> {
+    let encoding = if split { Encoding::SplitMaster } else { Encoding::Full };
+    let limit = match limit {
+        Some(limit) => limit,
+        None => budget::plan(sizes, encoding, paths, u64::MAX / 2)?.working_bytes,
+    };
+    let found = budget::plan(sizes, encoding, paths, limit)?;
+    Ok(TierNeed {
+        host_bytes: found.host_bytes,
+        state_bytes: found.state_bytes,
+        step_bytes: found.step_bytes,
+        buffers: found.buffers as u64,
+        cached: found.cached as u64,
+    })
+}
+
+/// The outcome that --svg draws.
+fn drawn(plan: &Plan, asked: Option<Strategy>) -> Result<&Outcome> {
+    let name = asked
+        .map(Strategy::name)
+        .or(plan.best)
+        .ok_or_else(|| Error::invalid("--svg", "no strategy fits the machine; name one with --strategy"))?;
+    let outcome = plan.strategies.iter().find(|outcome| outcome.strategy.name() == name);
+    outcome.filter(|outcome| outcome.step.is_some()).ok_or_else(|| {
+        Error::invalid(
+            "--strategy",
+            format!("{name} has no timeline on this machine: it needs paths and buffers"),
+        )
+    })
+}
+
+fn strategy(text: &str) -> std::result::Result<Strategy, String> {
+    let found = Strategy::ALL.into_iter().find(|strategy| strategy.name() == text);
+    found.ok_or_else(|| format!("must be one of {}", Strategy::ALL.map(Strategy::name).join(", ")))
+}

@@ -1,0 +1,130 @@
+//! The plan of a model as text.
+#![forbid(unsafe_code)]
+
+use spillway::plan::model::report::{Outcome, Plan};
+
+use super::plan_machine::Sources;
+use super::report::{size, table};
+
+/// The text of a plan.
+pub fn text(plan: &Plan, sources: &Sources) -> String {
+    let mut parts = vec![model(plan), machine(plan, sources), strategies(plan)];
+    for outcome in &plan.strategies {
+        parts.extend(
+            outcome
+                .reasons
+                .iter()
+                .map(|reason| format!("{} does not fit: {reason}", outcome.strategy.name())),
+        );
+    }
+    if let Some(outcome) = plan.strategies.iter().rev().find(|outcome| !outcome.paths.is_empty()) {
+        let shares: Vec<String> = outcome
+            .paths
+            .iter()
+            .map(|path| format!("{} {:.0} % ({})", path.name, 100.0 * path.share, size(path.bytes)))
+            .collect();
+        parts.push(format!("paths of {}: {}", outcome.strategy.name(), shares.join(", ")));
+    }
+    let flow = &plan.weight_flow;
+    parts.push(format!(
+        "weights that flow: efficiency {:.1} %{}",
+        100.0 * flow.efficiency,
+        match (flow.hidden, flow.recommended) {
+            (_, true) => "",
+            (true, _) => ", below the recommended 60 %",
+            _ => ", too low to hide the loads: more tokens per micro-batch are needed",
+        }
+    ));
+    parts.push(match (plan.best, plan.fastest) {
+        (Some(best), Some(fastest)) if best != fastest => {
+            format!("best: {best}; {fastest} is faster, but rounds the moments")
+        }
+        (Some(best), _) => format!("best: {best}"),
+        (None, _) => "no strategy fits this machine".to_string(),
+    });
+    let text = parts.join("\n");
+    text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+}
+
+fn model(plan: &Plan) -> String {
+    let model = &plan.model;
+    let active = match model.active_parameters == model.parameters {
+        true => String::new(),
+        false => format!(", {} used by a token", model.active_parameters),
+    };
+    format!(
+        "{} ({}): {} parameters{active}, {} layers of width {}\nstates without offload: {}; ranks: {}, subgroups of each: {}",
+        model.name,
+        model.family,
+        model.parameters,
+        model.layers,
+        model.hidden,
+        size(plan.model_state_bytes),
+        plan.run.ranks,
+        plan.subgroups
+    )
+}
+
+fn machine(plan: &Plan, sources: &Sources) -> String {
+    let machine = &plan.machine;
+    let giga = |value: f64| format!("{:.2}", value / 1e9);
+    let mut table = table(["machine", "value", "source"]);
+    for (name, field, value) in [
+        ("GPU memory", "gpu_memory", size(machine.gpu_memory)),
+        ("host memory", "host_memory", size(machine.host_memory)),
+        ("to the GPU, GB/s", "h2d", giga(machine.h2d)),
+        ("to the host, GB/s", "d2h", giga(machine.d2h)),
+        ("Adam on the CPU, G parameters/s", "cpu", giga(machine.cpu)),
+        ("Adam on a GPU, G parameters/s", "gpu", giga(machine.gpu)),
+        ("forward and backward, 10^12/s", "flops", format!("{:.0}", machine.flops / 1e12)),
+    ] {
+        let source = sources.get(field).cloned().unwrap_or_default();
+        table.add_row([name.to_string(), value, source]);
+    }
+    for path in &machine.paths {
+        let speeds = format!("{} and {}", giga(path.read), giga(path.write));
+        let source =
+            format!("{}, {}", size(path.capacity), sources.get("paths").cloned().unwrap_or_default());
+        table.add_row([format!("path {}, GB/s", path.name), speeds, source]);
+    }
+    format!("\n{table}\n")
+}
+
+fn strategies(plan: &Plan) -> String {
+    let mut table = table([
+        "strategy",
+        "fits",
+        "GPU",
+        "host",
+        "paths",
+        "to GPU",
+        "to host",
+        "path I/O",
+        "exposed s",
+        "step s",
+    ]);
+    for outcome in &plan.strategies {
+        table.add_row(row(outcome));
+    }
+    format!("{table}\n")
+}
+
+fn row(outcome: &Outcome) -> [String; 10] {
+    let seconds = |pick: fn(&spillway::plan::model::report::Seconds) -> f64| {
+        outcome.seconds.as_ref().map_or("-".to_string(), |seconds| format!("{:.3}", pick(seconds)))
+    };
+    let flow = if outcome.weights_on_host > 0.0 { ", weights flow" } else { "" };
+    let stored: u64 = outcome.paths.iter().map(|path| path.bytes).sum();
+    [
+        format!("{}{flow}", outcome.strategy.name()),
+        if outcome.fits { "yes" } else { "no" }.to_string(),
+        size(outcome.gpu_bytes),
+        size(outcome.host_bytes),
+        size(stored),
+        size(outcome.traffic.h2d),
+        size(outcome.traffic.d2h),
+        size(outcome.traffic.path_read + outcome.traffic.path_written),
+        seconds(|seconds| seconds.exposed),
+        seconds(|seconds| seconds.step),
+    ]
+}

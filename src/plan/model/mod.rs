@@ -1,0 +1,31 @@
+//! The planner: what a model needs under each strategy on a machine, what a step moves and takes, and which is best.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `config` | a model's size and shape, from a config.json or a description |
+//! | `families` | the parameters of each family of transformers |
+//! | `fields` | fields of JSON, with limits |
+//! | `presets` | the models and machines of the papers |
+//! | `machine` | the machine and the run |
+//! | `strategy` | the strategies, and their bytes of memory and traffic |
+//! | `step` | the seconds of a step: its work on the simulator of `plan::interleave` |
+//! | `report` | the plan: every strategy, and the best |
+//!
+//! Limits of the model:
+//! - Forward and backward are the matrix products (SuperOffload section 4.2), without attention's products of queries
+//!   and keys, and without collectives between ranks.
+//! - Activations are estimates: one checkpoint per layer and the activations of one layer, or those of all layers.
+//! - A path serves a read or a write at a time, at the measured bandwidth of each.
+#![forbid(unsafe_code)]
+
+pub mod config;
+pub mod families;
+pub mod fields;
+pub mod machine;
+pub mod presets;
+pub mod report;
+pub mod step;
+pub mod strategy;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,465 @@
+//! The strategies, and the bytes that each allocates and moves.
+//!
+//! Bytes per parameter of a rank's shard: 2 for a 16-bit weight, 2 for its gradient, 12 for the f32 master and Adam's
+//! moments (SuperOffload section 2.2: 16 together). Gradients in host memory have 16 bits, or 32 where the host adds up
+//! micro-batches.
+#![forbid(unsafe_code)]
+
+use serde::Serialize;
+
+use super::super::interleave::choose::{self, Choice, Mode};
+use super::super::interleave::memory;
+use super::super::interleave::placements::Placement as Where;
+use super::super::interleave::{GpuGrads, Rates, Shape, TransferDtype};
+use super::super::tail;
+use super::config::Model;
+use super::machine::{Machine, PathSpec, Workload};
+use crate::error::{Error, Result};
+
+const HALF: u64 = 2;
+const WORD: u64 = 4;
+/// Master and moments in f32.
+const STATE: u64 = 12;
+/// Master in f32, moments in bf16.
+const BF16_STATE: u64 = 8;
+/// The undo log of a first step, its largest (docs/speculation.md); about 1.2 afterwards.
+const UNDO: u64 = 9;
+/// Parameters of a bucket: 64 MB of 16-bit gradients (SuperOffload section 4.3).
+const BUCKET: u64 = 32 << 20;
+/// Most buckets that are simulated one by one; larger shards have larger buckets.
+const MOST_BUCKETS: u64 = 1 << 10;
+/// Most subgroups of a plan.
+const MOST_SUBGROUPS: u64 = 1 << 12;
+/// Buffers through which 16-bit copies pass.
+const PAIR: u64 = 2;
+/// Bytes of a layer's activations per token and channel, in 16 bits and without attention's scores (Korthikanti et al.
+/// 2022, Eq. 2).
+const ACTIVATION: u64 = 34;
+/// Bytes of a logit: 16 bits, and f32 for the loss.
+const LOGIT: u64 = 6;
+
+/// Where states are and which processor steps them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Strategy {
+    /// States on the GPU: no offload.
+    Gpu,
+    /// States in host memory; the CPU steps after backward (ZeRO-Offload).
+    Host,
+    /// As `Host`, with moments in bf16.
+    HostBf16Moments,
+    /// States in host memory; the CPU steps during backward, the GPU steps the last buckets (SuperOffload).
+    Speculation,
+    /// States in host memory; CPU and GPU step subgroups at the same time (Deep Optimizer States).
+    Interleave,
+    /// States on the fastest path.
+    TierOnePath,
+    /// States on all paths (MLP-Offload).
+    Tier,
+    /// States on all paths; the rest of host memory caches subgroups.
+    TierCache,
+    /// As `TierCache`, with 10 bytes per parameter: the 16-bit weights in host memory imply the other two.
+    TierSplitMaster,
+}
+
+impl Strategy {
+    /// All strategies. Of two that take the same time, the earlier one is simpler.
+    pub const ALL: [Strategy; 9] = [
+        Strategy::Gpu,
+        Strategy::Host,
+        Strategy::HostBf16Moments,
+        Strategy::Speculation,
+        Strategy::Interleave,
+        Strategy::TierOnePath,
+        Strategy::Tier,
+        Strategy::TierCache,
+        Strategy::TierSplitMaster,
+    ];
+
+    /// The name, as in the report.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Strategy::Gpu => "gpu",
+            Strategy::Host => "host",
+            Strategy::HostBf16Moments => "host-bf16-moments",
+            Strategy::Speculation => "speculation",
+            Strategy::Interleave => "interleave",
+            Strategy::TierOnePath => "tier-one-path",
+            Strategy::Tier => "tier",
+            Strategy::TierCache => "tier-cache",
+            Strategy::TierSplitMaster => "tier-split-master",
+        }
+    }
+
+    /// True if moments are f32, so that results do not depend on the strategy.
+    pub const fn is_exact(self) -> bool {
+        !matches!(self, Strategy::HostBf16Moments)
+    }
+
+    /// True for strategies that keep states on paths.
+    pub const fn is_tiered(self) -> bool {
+        use Strategy::{Tier, TierCache, TierOnePath, TierSplitMaster};
+        matches!(self, TierOnePath | Tier | TierCache | TierSplitMaster)
+    }
+}
+
+/// The memory of a tiered update of one rank, as the update itself computes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TierNeed {
+    /// Bytes of host memory for states.
+    pub host_bytes: u64,
+    /// Bytes of all states.
+    pub state_bytes: u64,
+    /// Bytes read, and as many written, in a step.
+    pub step_bytes: u64,
+    /// Buffers.
+    pub buffers: u64,
+    /// Buffers that keep their subgroup from step to step.
+    pub cached: u64,
+}
+
+/// Computes a [`TierNeed`] from the sizes of the subgroups, whether masters are split, the number of paths, and the
+/// limit of host memory; without a limit, the least memory that keeps every path busy.
+pub type TierBudget<'a> = dyn Fn(&[u64], bool, usize, Option<u64>) -> Result<TierNeed> + 'a;
+
+/// Bytes of one GPU's memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct GpuBytes {
+    /// 16-bit weights that stay.
+    pub weights: u64,
+    /// Weights of the modules that are gathered or loaded for use.
+    pub window: u64,
+    /// 16-bit gradients.
+    pub gradients: u64,
+    /// Activations and logits of a micro-batch.
+    pub activations: u64,
+    /// States, slots and chunk buffers of GPU steps.
+    pub states: u64,
+    /// The reserve of the run.
+    pub reserve: u64,
+}
+
+impl GpuBytes {
+    /// The sum.
+    pub fn total(&self) -> u64 {
+        self.weights + self.window + self.gradients + self.activations + self.states + self.reserve
+    }
+}
+
+/// Bytes of host memory, of all ranks together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct HostBytes {
+    /// States, or the buffers and the cache of a tiered update.
+    pub states: u64,
+    /// Gradients.
+    pub gradients: u64,
+    /// 16-bit weights: those that flow, those of a split master, and staging buffers.
+    pub weights: u64,
+    /// The undo log.
+    pub undo: u64,
+}
+
+impl HostBytes {
+    /// The sum.
+    pub fn total(&self) -> u64 {
+        self.states + self.gradients + self.weights + self.undo
+    }
+
+    fn times(self, ranks: u64) -> HostBytes {
+        HostBytes {
+            states: self.states * ranks,
+            gradients: self.gradients * ranks,
+            weights: self.weights * ranks,
+            undo: self.undo * ranks,
+        }
+    }
+}
+
+/// Bytes that a step moves: over one GPU's link, and to and from the paths by all ranks together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Traffic {
+    /// Host to device.
+    pub h2d: u64,
+    /// Device to host.
+    pub d2h: u64,
+    /// Read from the paths.
+    pub path_read: u64,
+    /// Written to the paths.
+    pub path_written: u64,
+}
+
+/// A model on a machine.
+pub struct Case<'a> {
+    /// The model.
+    pub model: &'a Model,
+    /// The machine.
+    pub machine: &'a Machine,
+    /// The run.
+    pub run: &'a Workload,
+    /// The memory of a tiered update.
+    pub budget: &'a TierBudget<'a>,
+    /// Parameters of a rank's shard.
+    pub shard: u64,
+    /// Parameters of each subgroup of a rank.
+    pub sizes: Vec<u64>,
+}
+
+/// How a strategy places states, gradients and steps.
+#[derive(Debug, Clone)]
+pub struct Placement {
+    /// GPU memory without weights that stay.
+    pub gpu: GpuBytes,
+    /// Host memory of one rank without weights that flow.
+    pub host: HostBytes,
+    /// Bytes of the states on the paths, of one rank.
+    pub stored: u64,
+    /// Traffic of one rank, without weights that flow.
+    pub traffic: Traffic,
+    /// The memory of the tiered update.
+    pub tier: Option<TierNeed>,
+    /// The last buckets, which the GPU steps.
+    pub tail: u64,
+    /// The interleaved plan: the update phase alone, after the last gradient, because the norm needs all of them.
+    pub interleaved: Option<Choice>,
+    /// Subgroups of the interleaved plan whose gradients leave the GPU.
+    pub leaving: usize,
+}
+
+impl<'a> Case<'a> {
+    /// Checks the numbers, and divides the model over ranks and subgroups.
+    pub fn new(
+        model: &'a Model,
+        machine: &'a Machine,
+        run: &'a Workload,
+        budget: &'a TierBudget<'a>,
+    ) -> Result<Case<'a>> {
+        machine.check()?;
+        run.check()?;
+        let shard = model.parameters.div_ceil(run.ranks);
+        let size = run.subgroup.min(shard);
+        if shard.div_ceil(size) > MOST_SUBGROUPS {
+            let reason = format!(
+                "of {} divides a shard of {shard} parameters into {} subgroups, but the limit is {MOST_SUBGROUPS}",
+                run.subgroup,
+                shard.div_ceil(size)
+            );
+            return Err(Error::invalid("subgroup", reason));
+        }
+        let mut sizes = vec![size; (shard / size) as usize];
+        if !shard.is_multiple_of(size) {
+            sizes.push(shard % size);
+        }
+        Ok(Case { model, machine, run, budget, shard, sizes })
+    }
+
+    /// Parameters whose 16-bit weights each GPU needs.
+    pub fn weights(&self) -> u64 {
+        if self.run.stage == 3 { self.shard } else { self.model.parameters }
+    }
+
+    /// Rates of one rank.
+    pub fn rates(&self) -> Rates {
+        let (machine, ranks) = (self.machine, self.run.ranks as f64);
+        Rates {
+            cpu: machine.cpu / ranks,
+            downscale: machine.downscale / ranks,
+            gpu: machine.gpu,
+            h2d: machine.h2d / WORD as f64,
+            d2h: machine.d2h / WORD as f64,
+            cast: f64::INFINITY,
+            dram: f64::INFINITY,
+            duplex: machine.duplex,
+        }
+    }
+
+    /// Seconds of the forward pass of a micro-batch.
+    pub fn forward(&self) -> f64 {
+        2.0 * self.run.tokens() as f64 * self.model.active_parameters as f64 / self.machine.flops
+    }
+
+    /// Seconds of the backward pass of a micro-batch.
+    pub fn backward(&self) -> f64 {
+        let (parameters, tokens) = (self.model.active_parameters as f64, self.run.tokens() as f64);
+        tail::backward_seconds(parameters, tokens, self.machine.flops, self.run.recompute)
+    }
+
+    /// Parameters of a bucket.
+    pub fn bucket(&self) -> u64 {
+        BUCKET.max(self.shard.div_ceil(MOST_BUCKETS)).min(self.shard)
+    }
+
+    /// The paths that a strategy uses.
+    pub fn paths(&self, strategy: Strategy) -> Vec<&'a PathSpec> {
+        let all = self.machine.paths.iter();
+        match strategy {
+            Strategy::TierOnePath => all.max_by(|a, b| a.speed().total_cmp(&b.speed())).into_iter().collect(),
+            _ => all.collect(),
+        }
+    }
+
+    fn activations(&self) -> Result<u64> {
+        let (tokens, model) = (u128::from(self.run.tokens()), self.model);
+        let (hidden, layers) = (u128::from(model.hidden), u128::from(model.layers));
+        let layer = u128::from(ACTIVATION) * tokens * hidden;
+        let kept = if self.run.recompute {
+            u128::from(HALF) * tokens * hidden * layers + layer
+        } else {
+            layer * layers
+        };
+        let bytes = kept + u128::from(LOGIT) * tokens * u128::from(model.vocabulary);
+        u64::try_from(bytes).ok().filter(|bytes| *bytes < 1 << 62).ok_or_else(|| {
+            Error::invalid("micro_batch", format!("and sequence length need {bytes} bytes of activations"))
+        })
+    }
+
+    /// What a strategy places where. `host_left`: host memory of a rank. Fails where an argument is out of range, or
+    /// where the buffers of a tiered update do not fit into `host_left`.
+    pub fn place(&self, strategy: Strategy) -> Result<Placement> {
+        let run = self.run;
+        let shard = self.shard;
+        let gathers = run.stage == 3 && run.ranks > 1;
+        let accumulates = run.accumulation > 1;
+        let in_flight = (PAIR * self.bucket()).max(self.model.largest_module.min(shard));
+        let gradient = if accumulates { WORD } else { HALF };
+        let staging = PAIR * HALF * self.bucket();
+        let mut placed = Placement {
+            gpu: GpuBytes {
+                weights: 0,
+                window: if gathers { PAIR * HALF * self.model.largest_module } else { 0 },
+                gradients: HALF * in_flight,
+                activations: self.activations()?,
+                states: 0,
+                reserve: run.gpu_reserve,
+            },
+            host: HostBytes {
+                states: 0,
+                gradients: gradient * shard + if accumulates { staging } else { 0 },
+                weights: staging,
+                undo: 0,
+            },
+            stored: 0,
+            traffic: Traffic {
+                h2d: HALF * shard,
+                d2h: HALF * shard * run.accumulation,
+                ..Traffic::default()
+            },
+            tier: None,
+            tail: 0,
+            interleaved: None,
+            leaving: 0,
+        };
+        match strategy {
+            Strategy::Gpu => {
+                placed.gpu.gradients = HALF * shard;
+                placed.gpu.states = STATE * shard;
+                placed.host = HostBytes::default();
+                placed.traffic = Traffic::default();
+            }
+            Strategy::Host => placed.host.states = STATE * shard,
+            Strategy::HostBf16Moments => placed.host.states = BF16_STATE * shard,
+            Strategy::Speculation => self.speculate(&mut placed),
+            Strategy::Interleave => self.interleave(&mut placed)?,
+            Strategy::TierOnePath | Strategy::Tier => self.tier(&mut placed, strategy, false)?,
+            Strategy::TierCache | Strategy::TierSplitMaster => self.tier(&mut placed, strategy, true)?,
+        }
+        Ok(placed)
+    }
+
+    /// States in host memory but for the last buckets, as many as hide the CPU and as fit beside all weights.
+    fn speculate(&self, placed: &mut Placement) {
+        let size = self.bucket();
+        let count = self.shard.div_ceil(size);
+        let seconds = |bytes: u64, speed: f64| (bytes * size) as f64 / speed;
+        let rates = self.rates();
+        let bucket = tail::Bucket {
+            grad: seconds(HALF, self.machine.d2h),
+            step_cpu: size as f64 * (1.0 / rates.cpu + 1.0 / rates.downscale),
+            param: seconds(HALF, self.machine.h2d),
+            step_gpu: size as f64 / rates.gpu,
+            backward: self.backward() / count as f64,
+        };
+        let used = placed.gpu.total() + HALF * self.weights();
+        let free = self.machine.gpu_memory.saturating_sub(used);
+        let most = (free / ((STATE + HALF) * size)).min(count);
+        // The numbers are checked: positive, and no more buckets on the GPU than there are.
+        placed.tail = tail::buckets(&bucket, count as usize, most as usize).unwrap_or(0) as u64;
+        let kept = (placed.tail * size).min(self.shard);
+        let left = self.shard - kept;
+        placed.gpu.states = STATE * kept;
+        placed.gpu.gradients += HALF * kept;
+        placed.host.states = STATE * left;
+        placed.host.gradients = placed.host.gradients / self.shard.max(1) * left;
+        placed.host.undo = UNDO * left;
+        placed.traffic.h2d = HALF * left;
+        placed.traffic.d2h = HALF * left * self.run.accumulation;
+    }
+
+    /// The interleaved plan; gradients of GPU subgroups stay on the GPU if they fit beside all weights.
+    fn interleave(&self, placed: &mut Placement) -> Result<()> {
+        const CHUNK: u64 = 16 << 20;
+        let accumulates = self.run.accumulation > 1;
+        let transfer = if accumulates { TransferDtype::F32 } else { TransferDtype::Native };
+        let parts = |chunk: u64| self.sizes.iter().map(|size| size.div_ceil(chunk)).sum::<u64>();
+        let chunk = if parts(CHUNK) <= MOST_SUBGROUPS { CHUNK } else { u64::MAX };
+        let base = placed.gpu;
+        for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
+            if gpu_grads == GpuGrads::Kept && accumulates {
+                continue;
+            }
+            let shape = Shape {
+                sizes: self.sizes.clone(),
+                chunk,
+                slots: PAIR as usize,
+                transfer_dtype: transfer,
+                gpu_grads,
+            };
+            let chosen = choose::choose(&shape, &self.rates(), 0, 0.0, Mode::Model)?;
+            let bytes = memory::bytes(&shape, &chosen.plan);
+            placed.gpu = GpuBytes {
+                states: bytes.slots + bytes.chunks,
+                gradients: base.gradients + bytes.kept_grads,
+                ..base
+            };
+            placed.host = HostBytes {
+                states: bytes.host_states,
+                gradients: bytes.host_grads,
+                weights: bytes.stages,
+                undo: 0,
+            };
+            let earlier = HALF * self.shard * (self.run.accumulation - 1);
+            placed.traffic =
+                Traffic { h2d: bytes.to_device, d2h: bytes.to_host + earlier, ..Traffic::default() };
+            placed.leaving = match gpu_grads {
+                GpuGrads::Kept => shape.count() - chosen.plan.count_on(Where::Gpu),
+                GpuGrads::Fetched => shape.count(),
+            };
+            placed.interleaved = Some(chosen);
+            if placed.gpu.total() + HALF * self.weights() <= self.machine.gpu_memory {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn tier(&self, placed: &mut Placement, strategy: Strategy, caches: bool) -> Result<()> {
+        let split = strategy == Strategy::TierSplitMaster;
+        let largest = self.sizes.iter().copied().max().unwrap_or(0);
+        placed.host.weights = if split { HALF * self.shard } else { PAIR * HALF * largest };
+        let left = (self.machine.host_memory / self.run.ranks).saturating_sub(placed.host.total());
+        let paths = self.paths(strategy).len();
+        let need = (self.budget)(&self.sizes, split, paths, caches.then_some(left))?;
+        placed.host.states = need.host_bytes;
+        placed.stored = need.state_bytes;
+        placed.traffic.path_read = need.step_bytes * self.run.ranks;
+        placed.traffic.path_written = need.step_bytes * self.run.ranks;
+        placed.tier = Some(need);
+        Ok(())
+    }
+}
+
+impl Placement {
+    /// Host memory of all ranks.
+    pub fn host_of_all(&self, ranks: u64) -> HostBytes {
+        self.host.times(ranks)
+    }
+}

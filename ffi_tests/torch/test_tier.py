@@ -403,3 +403,42 @@ def test_a_tier_in_memory_and_a_disk_without_room(tmp_path):
     full = own.TierOptions([spillway.TierPath(tmp_path, limit_bytes=1 << 20)], part_elements=9000, pin_memory=False)
     with pytest.raises(spillway.SpillwayError, match="the states of the optimizer need 1.2 MB .*no room"):
         own.AdamW(params, tier=full, memory_budget=1 << 20)
+
+
+def test_large_values_of_a_state_dict_are_maps_of_files_without_a_name(tier, monkeypatch):
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    train(optimizer, params, [0])
+
+    def mapped(value):
+        with open("/proc/self/maps", encoding="utf-8") as lines:
+            spans = [(line.split("-")[0], line.split("-")[1].split()[0], line) for line in lines if "(deleted)" in line]
+        return any(int(start, 16) <= value.data_ptr() < int(end, 16) and str(tier.paths[0]) in line for start, end, line in spans)
+    state = optimizer.state_dict()["state"]
+    assert mapped(state[2]["exp_avg"]) and mapped(state[2]["master_param"]) and not mapped(state[0]["exp_avg"])
+    assert not [name for name in os.listdir(tier.paths[0]) if name.startswith("tmp")]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no room for 120004 bytes of a state dict, which is kept in files below the tier's first directory"):
+        optimizer.state_dict()
+    train(optimizer, params, [1])
+
+
+def test_a_step_whose_states_cannot_be_read_names_the_file(tmp_path):
+    params = [torch.nn.Parameter(torch.randn(60_000)) for _ in range(4)]
+    optimizer = own.AdamW(params, lr=1e-2, tier=own.TierOptions(tmp_path, part_elements=20_000, pin_memory=False))
+    assert optimizer._tier.swap.budget.cached < 12
+    train(optimizer, params, range(2))
+    optimizer.commit()
+    data = next(path for path in tmp_path.rglob("data") if path.is_file())
+    os.truncate(data, 4096)
+    random_grads(params, 2)
+    with pytest.raises(spillway.IoError, match=str(data)):
+        optimizer.step()
+    with pytest.raises(spillway.BusyError, match="the last step failed; roll back first"):
+        optimizer.step()
+    with pytest.raises(spillway.IoError, match=str(data)):
+        optimizer.rollback()
+    optimizer.close()

@@ -28,10 +28,9 @@ class Own(torch.optim.AdamW):
 
 
 def test_other_classes(installed):
-    sgd = dict(cpu_class=torch.optim.SGD, fused=False, betas=None, eps=None, momentum=0.9)
     only_megatron(installed, "its CPU optimizer is SGD", lambda params: hybrid.optimizer_class()(
         hybrid.groups(params), offload_fraction=1.0, cpu_optimizer_cls=torch.optim.SGD, gpu_optimizer_cls=torch.optim.SGD,
-        param_update_in_fp32=True, lr=sgd["lr"] if "lr" in sgd else 1e-2, momentum=0.9))
+        param_update_in_fp32=True, lr=1e-2, momentum=0.9))
     only_megatron(installed, "its CPU optimizer is Own", lambda params: build(params, cpu_class=Own))
 
 

@@ -76,7 +76,8 @@ def places(directory: str) -> dict[str, Place]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"{path} is damaged: {error!r}; use another checkpoint") from None
         if written != _FORMAT:
-            raise InvalidArgumentError(f"{path} has format {written!r}, and this Spillway reads {_FORMAT}; load it with the version that wrote it")
+            raise InvalidArgumentError(f"{path} has format {written!r}, and this Spillway reads {_FORMAT}; load it with the version that "
+                                       "wrote it")
     return found
 
 

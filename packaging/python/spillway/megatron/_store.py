@@ -275,8 +275,8 @@ class OptimizerStateStore:
         except (ValueError, KeyError, TypeError):
             raise InvalidArgumentError("OptimizerStateStore: the tier was written by another program; pass another job") from None
         if digest != self._digest:
-            raise InvalidArgumentError("OptimizerStateStore: the tier has the states of other shards, or in buckets of another bucket_bytes; pass "
-                                       "the same ones, or another job and load_from() a directory that save_to() wrote")
+            raise InvalidArgumentError("OptimizerStateStore: the tier has the states of other shards, or in buckets of another bucket_bytes; "
+                                       "pass the same ones, or another job and load_from() a directory that save_to() wrote")
         return steps
 
 
@@ -286,8 +286,8 @@ def _set_options(adam: Adam, bucket: Bucket) -> None:
         options.lr, options.eps, options.weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
         options.beta1, options.beta2 = map(float, group["betas"])
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"the group of shard {bucket.shards[0].name!r} lacks a hyper-parameter, or it is no number: {error!r}; set lr, "
-                                   "betas, eps and weight_decay") from None
+        raise InvalidArgumentError(f"the group of shard {bucket.shards[0].name!r} lacks a hyper-parameter, or it is no number: {error!r}; set "
+                                   "lr, betas, eps and weight_decay") from None
 
 
 def _read_bucket(bucket: Bucket, found: Mapping[str, _saved.Place], state: str) -> torch.Tensor:

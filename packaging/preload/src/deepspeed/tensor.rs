@@ -39,7 +39,7 @@ const CPU: i32 = 0;
 /// The memory of a tensor; `Err` says why Spillway cannot step it.
 ///
 /// # Safety
-/// `tensor` is the address of a living `at::Tensor`.
+/// `tensor` is null or the address of a living `at::Tensor`.
 pub unsafe fn span(tensor: AtTensor, name: &str) -> Result<Span, String> {
     static TORCH: OnceLock<Option<Torch>> = OnceLock::new();
     let torch = TORCH
@@ -47,6 +47,9 @@ pub unsafe fn span(tensor: AtTensor, name: &str) -> Result<Span, String> {
         .as_ref()
         .ok_or("libtorch_cpu.so has no C functions for tensors; torch 2.3 is the first with them")?;
     let failed = || format!("{name} cannot be taken apart");
+    if tensor.is_null() {
+        return Err(failed());
+    }
     // SAFETY: the caller guarantees the tensor; each function has the type of its declaration in torch's shim.h.
     unsafe {
         if get(torch.device, tensor).ok_or_else(failed)? != CPU {

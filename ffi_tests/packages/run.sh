@@ -65,7 +65,7 @@ in_root() {
         exec env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root chroot "$1/copy/merged" sh -eu /packages/guest.sh "$3"
     ' sh "$work" "$debian" "$1" >"$work/said" 2>&1 || { cat "$work/said"; return 1; }
     cat "$work/said"
-    sed -n 's|^/usr/local/lib/.*/libspillway.so [a-z0-9_]* ||p' "$work/said" >"$work/digest"
+    sed -n 's|^/usr/local/lib/.*/libspillway.so [a-z0-9_]* ||p' "$work/said" >"$work/digest.$1"
 }
 
 tag() {
@@ -106,11 +106,11 @@ from_source() {
     CARGO_NET_OFFLINE=true CARGO_PROFILE_DEV_OPT_LEVEL=0 SPILLWAY_CARGO_PROFILE=dev CARGO_TARGET_DIR=$work/target \
         "$("$root/packaging/dist_env.sh")/python" -m pip wheel --quiet --disable-pip-version-check --no-deps -w "$work/source" \
         "$dist/spillway-$(sed -n 's/^version = "\(.*\)"$/\1/p' "$root/Cargo.toml" | head -n 1).tar.gz"
-    expected=$(cat "$work/digest")
+    expected=$(cat "$work/digest.from_wheel")
     rm "$work"/guest/*.whl
     cp "$work"/source/*.whl "$work/guest"
     in_root from_wheel
-    [ "$(cat "$work/digest")" = "$expected" ]
+    [ "$(cat "$work/digest.from_wheel")" = "$expected" ]
 }
 
 main "$@"

@@ -318,7 +318,7 @@ fn check_room(layout: &Layout) -> Result<()> {
 }
 
 fn no_room(layout: &Layout, error: &io::Error) -> Error {
-    let reason = format!("{} bytes: {error}", layout.total);
+    let reason = format!("{} bytes: {error}", layout.total).replace("os error", "errno");
     Error::System { what: "allocating shared memory", reason }
 }
 

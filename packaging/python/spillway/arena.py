@@ -256,8 +256,8 @@ class Arena(_NativeHandle):
         from . import _arrays
         address, size = _arrays.memory(to, "to", True)
         generation = ctypes.c_uint64()
-        self._call("spw_arena_read", self._index(name), _number("at_least", at_least), _number("offset", offset), address, size, _milliseconds(timeout),
-                   ctypes.byref(generation))
+        self._call("spw_arena_read", self._index(name), _number("at_least", at_least), _number("offset", offset), address, size,
+                   _milliseconds(timeout), ctypes.byref(generation))
         return generation.value
 
     def snapshot(self, name: str, *, at_least: int = 0, timeout: float | None = None) -> Snapshot:

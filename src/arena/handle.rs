@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::layout::{Identity, Layout, Region};
-use super::open::{self, NamedFile};
+use super::name::NamedFile;
 use crate::error::{ArenaError, ArenaKind, Error, Result};
 use crate::pool;
 use crate::sys::fork_closed::ForkClosedFile;
@@ -243,7 +243,7 @@ impl Drop for Arena {
             region.retire();
         }
         if let (Some(named), Ok(found)) = (&self.owned, self.shared.metadata()) {
-            open::remove_if_same(named, (found.dev(), found.ino()));
+            named.remove_if((found.dev(), found.ino()));
         }
     }
 }

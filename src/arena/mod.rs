@@ -8,6 +8,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `layout` | the format of the memory: header, regions, slots; pure |
+//! | `name` | names of arenas in the directory of shared memory |
 //! | `open` | creating, opening, closing and collecting |
 //! | `handle` | one process's access to an arena, and what it tells about it |
 //! | `write` | the writer of a region |
@@ -17,6 +18,7 @@
 
 mod handle;
 mod layout;
+mod name;
 mod open;
 mod read;
 mod verdict;

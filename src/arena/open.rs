@@ -12,20 +12,18 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::handle::{Arena, OWNER_LOCK, Parts};
 use super::layout::{HEADER, Identity, Layout, MAGIC, RegionSpec};
+use super::name::NamedFile;
 use crate::error::{ArenaError, ArenaKind, Error, Result};
 use crate::sys::fork_closed::ForkClosedFile;
-use crate::sys::private_files::{self, GivenDirectory, OpenFlags};
+use crate::sys::private_files::{self, OpenFlags};
 use crate::sys::shared_memory::{self, MapOptions, SharedMapping};
 use crate::sys::{file, memory, process, range_lock, try_vec};
 
-/// Most bytes of a name.
-const MAX_NAME: usize = 200;
 /// Period at which an open looks for an arena that does not exist yet.
 const PERIOD: Duration = Duration::from_millis(2);
 /// Attempts to create a file that other processes create and remove at the same time.
@@ -59,57 +57,6 @@ pub struct Open {
     pub timeout: Option<Duration>,
 }
 
-/// A file of shared memory.
-#[derive(Debug)]
-pub(super) struct NamedFile {
-    directory: GivenDirectory,
-    file_name: String,
-    title: String,
-}
-
-impl NamedFile {
-    fn new(name: &str) -> Result<NamedFile> {
-        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-        if name.is_empty() || name.len() > MAX_NAME || !name.bytes().all(allowed) {
-            let reason =
-                format!("{name:?} has not 1 to {MAX_NAME} letters, digits, dots, dashes and underscores");
-            return Err(Error::invalid("name", reason));
-        }
-        let directory = GivenDirectory::open(Path::new(shared_memory::DIRECTORY))
-            .map_err(|error| Error::system("opening the directory of shared memory", &error))?;
-        Ok(NamedFile { directory, file_name: format!("spillway-{name}"), title: format!("arena {name:?}") })
-    }
-
-    fn open(&self, flags: OpenFlags) -> Result<File> {
-        self.directory.open(&self.file_name, flags).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => {
-                self.error(ArenaKind::Missing, "create it first, or wait for its owner")
-            }
-            _ if private_files::is_refusal(&error) => self.error(ArenaKind::Foreign, error.to_string()),
-            _ => Error::system("opening shared memory", &error),
-        })
-    }
-
-    fn error(&self, kind: ArenaKind, detail: impl Into<String>) -> Error {
-        ArenaError::of(kind, self.title.clone(), detail)
-    }
-
-    fn is(&self, file: (u64, u64)) -> bool {
-        let entry = self.directory.entry(&self.file_name);
-        entry.is_ok_and(|entry| {
-            entry.is_some_and(|found| (found.identity.device, found.identity.inode) == file)
-        })
-    }
-}
-
-/// Removes the name of an arena if it still stands for that file (device and inode).
-pub(super) fn remove_if_same(named: &NamedFile, file: (u64, u64)) {
-    if named.is(file) {
-        // A name that cannot be removed is left behind, for a later collection.
-        let _ = named.directory.remove_file(&named.file_name);
-    }
-}
-
 impl Arena {
     /// Creates an arena and its regions, which hold zeros in generation 0. This handle is its owner. Errors: an arena
     /// of this name exists; no room.
@@ -130,7 +77,7 @@ impl Arena {
         let began = Instant::now();
         loop {
             let flags = OpenFlags { read: true, write: options.write, ..OpenFlags::default() };
-            let outcome = named.open(flags).and_then(|file| adopt(file, &named.title, false, options));
+            let outcome = named.open(flags).and_then(|file| adopt(file, named.title(), false, options));
             let may_come = matches!(&outcome, Err(error) if
                 matches!(error.arena_kind(), Some(ArenaKind::Missing | ArenaKind::PeerEnded)));
             if !may_come || options.timeout.is_some_and(|limit| began.elapsed() >= limit) {
@@ -167,7 +114,7 @@ pub fn collect(name: &str) -> Result<()> {
         return Err(lives(&named, &file));
     }
     let found = file.metadata().map_err(|error| Error::system("looking at shared memory", &error))?;
-    remove_if_same(&named, (found.dev(), found.ino()));
+    named.remove_if((found.dev(), found.ino()));
     Ok(())
 }
 
@@ -202,7 +149,7 @@ fn create_named(named: NamedFile, layout: Layout, options: &Create) -> Result<Ar
     }
     let found = file.metadata().map_err(|error| Error::system("looking at shared memory", &error))?;
     let map = MapOptions { write: true, huge: options.huge, node: options.node };
-    let title = named.title.clone();
+    let title = named.title().to_string();
     let complete = || {
         file.set_len(layout.total as u64).map_err(|error| no_room(&layout, &error))?;
         let mapped = SharedMapping::map(&file, layout.total, map);
@@ -212,7 +159,7 @@ fn create_named(named: NamedFile, layout: Layout, options: &Create) -> Result<Ar
     match complete() {
         Ok(arena) => Ok(arena.owning(named)),
         Err(error) => {
-            remove_if_same(&named, (found.dev(), found.ino()));
+            named.remove_if((found.dev(), found.ino()));
             Err(error)
         }
     }
@@ -238,9 +185,9 @@ fn claim(named: &NamedFile, collect: bool) -> Result<(File, ForkClosedFile)> {
                 "its owner has ended and left it behind; collect it, or create it with the flag that does so";
             return Err(named.error(ArenaKind::Exists, detail));
         }
-        remove_if_same(named, (found.dev(), found.ino()));
+        named.remove_if((found.dev(), found.ino()));
     }
-    Err(Error::Busy(format!("{}: other processes create and remove it all the time", named.title)))
+    Err(Error::Busy(format!("{}: other processes create and remove it all the time", named.title())))
 }
 
 fn lives(named: &NamedFile, file: &File) -> Error {
@@ -318,7 +265,7 @@ fn check_room(layout: &Layout) -> Result<()> {
 }
 
 fn no_room(layout: &Layout, error: &io::Error) -> Error {
-    let reason = format!("{} bytes: {error}", layout.total);
+    let reason = format!("{} bytes: {error}", layout.total).replace("os error", "errno");
     Error::System { what: "allocating shared memory", reason }
 }
 

@@ -64,7 +64,7 @@ impl Arena {
         // What was read before this call is read before the sequence.
         fence(Ordering::SeqCst);
         let sequence = self.mapping.load64(self.layout.control(at).sequence(), Ordering::SeqCst);
-        match sequence == seen.sequence && sequence % 2 == 0 {
+        match sequence == seen.sequence && sequence.is_multiple_of(2) {
             true => Ok(()),
             false => {
                 let part = format!(", region {:?}", described.name);
@@ -120,7 +120,7 @@ impl Arena {
             let generation = self.mapping.load64(control.generation(), Ordering::Acquire);
             fence(Ordering::SeqCst);
             let same = || self.mapping.load64(control.sequence(), Ordering::SeqCst) == sequence;
-            if sequence % 2 == 0 {
+            if sequence.is_multiple_of(2) {
                 if !same() {
                     continue;
                 }

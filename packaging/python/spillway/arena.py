@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from . import _abi, _native
-from ._native_handle import _NativeHandle
-from .errors import BusyError, InvalidArgumentError
+from ._native_handle import _NativeHandle, record
+from .errors import BusyError, InvalidArgumentError, SpillwayError
 from .optim import StepStats
 
 _HUGE, _BIND_NODE, _COLLECT = 1, 2, 4
@@ -256,8 +256,8 @@ class Arena(_NativeHandle):
         from . import _arrays
         address, size = _arrays.memory(to, "to", True)
         generation = ctypes.c_uint64()
-        self._call("spw_arena_read", self._index(name), at_least, offset, address, size, _milliseconds(timeout),
-                   ctypes.byref(generation))
+        self._call("spw_arena_read", self._index(name), _number("at_least", at_least), _number("offset", offset), address, size,
+                   _milliseconds(timeout), ctypes.byref(generation))
         return generation.value
 
     def snapshot(self, name: str, *, at_least: int = 0, timeout: float | None = None) -> Snapshot:
@@ -268,7 +268,8 @@ class Arena(_NativeHandle):
             at_least: Wait for this generation.
             timeout: Longest wait in seconds; None: no limit."""
         found = _abi.sized(_abi.ArenaSnapshot)
-        self._call("spw_arena_read_begin", self._index(name), at_least, _milliseconds(timeout), ctypes.byref(found))
+        self._call("spw_arena_read_begin", self._index(name), _number("at_least", at_least), _milliseconds(timeout),
+                   ctypes.byref(found))
         return Snapshot(found.generation, found.sequence)
 
     def validate(self, name: str, snapshot: Snapshot) -> None:
@@ -286,18 +287,27 @@ class Arena(_NativeHandle):
 
         Raises:
             BusyError: Another process or thread writes the region."""
-        torn = self.write_begin(name, generation)
+        # A signal handler may raise between any two bytecodes: the outcome says whether a write has begun.
+        index, torn = self._index(name), ctypes.c_uint32()
+        outcome: list[int] = []
+        _number("generation", generation)
         try:
-            yield torn
+            self._through(lambda handle: record(outcome, _native.library().spw_arena_write_begin, handle, index, generation,
+                                                ctypes.byref(torn)))
+            _native.check(outcome[0])
+            yield bool(torn.value)
+            self._call("spw_arena_write_end", index)
         except BaseException:
-            self.write_abort(name)
+            if outcome == [0]:
+                # An error means that the write has ended already.
+                with contextlib.suppress(SpillwayError):
+                    self._call("spw_arena_write_abort", index, 0)
             raise
-        self.write_end(name)
 
     def write_begin(self, name: str, generation: int) -> bool:
         """Begins a write; returns True if every byte must be written, because an earlier writer ended in a write."""
         torn = ctypes.c_uint32()
-        self._call("spw_arena_write_begin", self._index(name), generation, ctypes.byref(torn))
+        self._call("spw_arena_write_begin", self._index(name), _number("generation", generation), ctypes.byref(torn))
         return bool(torn.value)
 
     def write_end(self, name: str) -> None:
@@ -322,7 +332,7 @@ class Arena(_NativeHandle):
             failed: True if a stage of this process failed."""
         given = _abi.sized(_abi.StepStats)
         given.nonfinite, given.sum_squares = int(stats[0]), stats[1]
-        self._call("spw_arena_post", process, round, ctypes.byref(given), int(failed))
+        self._call("spw_arena_post", process, _number("round", round), ctypes.byref(given), int(failed))
 
     def wait_verdict(self, round: int, *, timeout: float | None = None) -> Verdict:
         """Waits until every process has posted `round`; all get the same Verdict.
@@ -335,7 +345,7 @@ class Arena(_NativeHandle):
             PeerEndedError: A process ended before it posted. Roll back.
             TimedOutError: The message names a process that has not posted."""
         found = _abi.sized(_abi.ArenaVerdict)
-        self._call("spw_arena_wait_verdict", round, _milliseconds(timeout), ctypes.byref(found))
+        self._call("spw_arena_wait_verdict", _number("round", round), _milliseconds(timeout), ctypes.byref(found))
         return Verdict(bool(found.nonfinite), found.failed, found.sum_squares)
 
     def close(self) -> None:
@@ -381,8 +391,15 @@ def collect(name: str) -> None:
     _native.check(_native.library().spw_arena_collect(name.encode()))
 
 
+def _number(name: str, value: int) -> int:
+    """The value, if C can hold it; ctypes silently keeps only the lower 64 bits."""
+    if not isinstance(value, int) or not 0 <= value < 1 << 64:
+        raise InvalidArgumentError(f"Arena: {name} is {value!r}; pass a number from 0 to 2**64 - 1")
+    return value
+
+
 def _milliseconds(timeout: float | None) -> int:
-    return -1 if timeout is None else max(0, round(timeout * 1000))
+    return -1 if timeout is None else max(0, int(timeout * 1000 + 0.5))
 
 
 def _count(shape: Any) -> int:

@@ -223,6 +223,9 @@ def test_arguments_are_checked(name):
             arena.region("b")
         with pytest.raises(spillway.InvalidArgumentError, match="not inside a region of 10 bytes"):
             arena.read_into("a", bytearray(10), offset=1)
+        for number in (-1, 2**64 + 1):
+            with pytest.raises(spillway.InvalidArgumentError, match=r"pass a number from 0 to 2\*\*64"):
+                arena.write_begin("a", number)
         with pytest.raises(ValueError):
             arena.view("a", "f32", (4, 4))
         assert [region.name for region in arena.regions()] == ["a"]

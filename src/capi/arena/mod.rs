@@ -31,10 +31,10 @@
 //!
 //! docs/arenas.md explains arenas.
 
-pub mod arena;
+pub mod open;
 
 pub mod regions;
 
 pub mod verdict;
 
-pub use {arena::*, regions::*, verdict::*};
+pub use {open::*, regions::*, verdict::*};

@@ -2,7 +2,7 @@
 #![allow(non_camel_case_types)]
 
 use crate::capi::abi_struct::{self, abi_struct};
-use crate::capi::arena::arena::spw_arena;
+use crate::capi::arena::open::spw_arena;
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crate::capi::abi_struct::{self, abi_struct};
-use crate::capi::arena::arena::spw_arena;
+use crate::capi::arena::open::spw_arena;
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};

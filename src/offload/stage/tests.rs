@@ -24,10 +24,13 @@ fn target(arena: &Arc<Arena>, generation: u64) -> Target {
     Target::new(arena, 0, generation, std::iter::empty()).unwrap()
 }
 
+/// Tasks, each with whether the region was in a write.
+type Told = Arc<Mutex<Vec<(Task, bool)>>>;
+
 /// Notes its tasks, and whether the region was in a write at each.
 struct Fake {
     arena: Option<Arc<Arena>>,
-    told: Arc<Mutex<Vec<(Task, bool)>>>,
+    told: Told,
     fails: Option<Task>,
 }
 
@@ -40,8 +43,8 @@ impl Bucket for Fake {
     }
 }
 
-fn fake(arena: Option<&Arc<Arena>>) -> (Box<Fake>, Arc<Mutex<Vec<(Task, bool)>>>) {
-    let told = Arc::default();
+fn fake(arena: Option<&Arc<Arena>>) -> (Box<Fake>, Told) {
+    let told = Told::default();
     (Box::new(Fake { arena: arena.cloned(), told: Arc::clone(&told), fails: None }), told)
 }
 

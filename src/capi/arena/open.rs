@@ -2,7 +2,6 @@
 #![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_void};
-use std::ptr::null;
 use std::sync::Arc;
 
 use crate::arena::{Arena, Create, Open, RegionSpec, collect};
@@ -277,7 +276,7 @@ unsafe fn parse(raw: &spw_arena_options) -> Result<Create> {
             regions.push(RegionSpec { name, bytes: region.bytes });
         }
         Ok(Create {
-            name: (raw.name != null()).then(|| named(raw.name)).transpose()?,
+            name: (!raw.name.is_null()).then(|| named(raw.name)).transpose()?,
             regions,
             processes: raw.processes,
             huge: has(spw_arena_flag::SPW_ARENA_FLAG_HUGE),

@@ -4,7 +4,7 @@
 #   packaging/system_packages.sh [PACKAGE...]     PACKAGE: further packages
 set -eu
 
-wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake luajit git util-linux mount e2fsprogs abigail-tools $*"
+wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake luajit git util-linux mount e2fsprogs abigail-tools hwloc-nox $*"
 
 missing=""
 for package in $wanted; do

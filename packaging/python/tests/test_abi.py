@@ -22,7 +22,8 @@ _TEST_ONLY = {"spw_probe_panic"}
 _CONSTANTS = {"SPW_ABI_VERSION": _abi.ABI_VERSION,
               "SPW_DTYPE_NONE": _abi.DTYPE_NONE, "SPW_DTYPE_F32": _abi.DTYPE_F32, "SPW_DTYPE_F16": _abi.DTYPE_F16,
               "SPW_DTYPE_BF16": _abi.DTYPE_BF16,
-              "SPW_TOPO_NONE": _abi.TOPO_NONE,
+              # As an int, like the other values.
+              "SPW_TOPO_NONE": ctypes.c_int32(_abi.TOPO_NONE).value,
               **{f"SPW_WEIGHT_DECAY_{name.upper()}": value for name, value in _abi.WEIGHT_DECAY_MODES.items()},
               **{f"SPW_LOG_LEVEL_{name.upper()}": value for name, value in _abi.LOG_LEVELS.items()}}
 

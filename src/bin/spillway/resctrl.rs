@@ -78,7 +78,7 @@ pub fn run(command: &Command) -> ExitCode {
         Command::Apply(apply) => self::apply(apply),
         Command::Restore(restore) => self::restore(restore).map(|()| ExitCode::SUCCESS),
     };
-    outcome.unwrap_or_else(|error| crate::fail(&error))
+    outcome.unwrap_or_else(|error| super::fail(&error))
 }
 
 impl Plan {

@@ -6,8 +6,8 @@ use std::fmt::Write;
 use spillway::gpu::machine::Machine;
 use spillway::sys::topology::{Device, DeviceKind, Node, NodeKind};
 
+use super::super::report::size;
 use super::Placed;
-use crate::report::size;
 
 /// The machine as a tree: packages, their nodes, and the devices of each node.
 pub fn machine(machine: &Machine) -> String {

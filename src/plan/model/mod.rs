@@ -7,7 +7,8 @@
 //! | `fields` | fields of JSON, with limits |
 //! | `presets` | the models and machines of the papers |
 //! | `machine` | the machine and the run |
-//! | `strategy` | the strategies, and their bytes of memory and traffic |
+//! | `bytes` | bytes of memory and traffic, by part |
+//! | `strategy` | the strategies, and the bytes of each |
 //! | `step` | the seconds of a step: its work on the simulator of `plan::interleave` |
 //! | `report` | the plan: every strategy, and the best |
 //!
@@ -18,6 +19,7 @@
 //! - A path serves a read or a write at a time, at the measured bandwidth of each.
 #![forbid(unsafe_code)]
 
+pub mod bytes;
 pub mod config;
 pub mod families;
 pub mod fields;

@@ -1,5 +1,6 @@
 //! The papers' worked numbers, from the presets to the plan; and the bytes and times of every strategy against sums
 //! that are written out here.
+#![forbid(unsafe_code)]
 
 use super::config::Model;
 use super::machine::{Machine, PathSpec, Workload};

@@ -2,6 +2,7 @@
 processes, recomputation with the same random numbers, gradients in the order of the micro-batches, and validated steps."""
 
 import functools
+import gc
 import os
 import signal
 
@@ -149,21 +150,33 @@ class Kill(torch.nn.Module):
         return self.linear(x)
 
 
+def memory_files():
+    """Shared memory without a name that this process maps, or has open."""
+    with open("/proc/self/maps") as maps:
+        mapped = [line.split(maxsplit=5)[5].strip() for line in maps if "memfd:" in line]
+    found = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sorted(mapped + [os.readlink(path) for path in found if os.path.islink(path) and "memfd:" in os.readlink(path)])
+
+
 def test_a_killed_stage_process_is_reported_and_nothing_is_left():
     units = [*model(3), Kill(None)]
     before = [parameter.clone() for unit in units for parameter in unit.parameters()]
-    names = set(os.listdir("/dev/shm"))
+    shared = memory_files()
     runner = pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2, split=2)
     ids = runner.process_ids()
     with pytest.raises(pipeline.PipelineError, match="device 0 .*recompute of unit 3 on micro-batch 0.*SIGKILL") as failure:
         runner.step(*batches(1, 2)[0], timeout=300)
     assert failure.value.device == 0
     assert not any(os.path.exists(f"/proc/{process}") for process in ids)
-    assert {name for name in set(os.listdir("/dev/shm")) - names if "spillway" in name or "torch" in name} == set()
     runner.sync()                                   # no optimizer had begun
     with pytest.raises(spillway.BusyError):
         runner.step(*batches(1, 2)[0])
+    assert memory_files() != shared
     runner.close()
+    del runner, failure
+    gc.collect()
+    # The memory has no name, and this process maps it no longer: the system has freed it.
+    assert memory_files() == shared
     after = [parameter for unit in units for parameter in unit.parameters()]
     assert all(torch.equal(left, right) for left, right in zip(before, after))
 

@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <spillway/arena.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>

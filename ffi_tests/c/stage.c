@@ -22,7 +22,7 @@ static uint64_t elements(int stage) {
 
 static void open_all(uint32_t undo, uint32_t publish) {
     spw_arena_region regions[STAGES];
-    static char names[STAGES][16];
+    static char names[STAGES][32];
     for (int i = 0; i < STAGES; i++) {
         snprintf(names[i], sizeof names[i], "stage-%d", i);
         regions[i] = (spw_arena_region){sizeof *regions, 0, names[i], elements(i) * 2};

@@ -76,7 +76,8 @@ fn the_cpp_header_compiles_alone_and_twice_in_cpp_17_and_20() {
 fn every_initialiser_names_every_field() {
     for (compiler, language, standards) in compilers() {
         for standard in standards {
-            let mut text = "#include <spillway.h>\n#include <spillway/plan.h>\n#include <spillway/stage.h>\n".to_string();
+            let mut text = "#include <spillway.h>\n#include <spillway/plan.h>\n#include <spillway/stage.h>\n"
+                .to_string();
             let mut count = 0;
             for header in headers() {
                 let header = fs::read_to_string(include().join(header)).expect("headers are text");

@@ -22,7 +22,7 @@ use crate::error::{ArenaError, ArenaKind, Error, Result};
 use crate::sys::fork_closed::ForkClosedFile;
 use crate::sys::private_files::{self, GivenDirectory, OpenFlags};
 use crate::sys::shared_memory::{self, MapOptions, SharedMapping};
-use crate::sys::{file, process, range_lock, try_vec};
+use crate::sys::{file, memory, process, range_lock, try_vec};
 
 /// Most bytes of a name.
 const MAX_NAME: usize = 200;
@@ -117,6 +117,7 @@ impl Arena {
         let reserved = options.huge && options.name.is_none();
         let whole = |end| shared_memory::whole_pages(end, reserved);
         let layout = Layout::new(&options.regions, options.processes, whole)?;
+        check_room(&layout)?;
         match &options.name {
             None => create_anonymous(layout, options),
             Some(name) => create_named(NamedFile::new(name)?, layout, options),
@@ -302,8 +303,22 @@ fn complete(made: Made, mapped: io::Result<(SharedMapping, Option<io::Error>)>) 
     })
 }
 
+/// Refuses a size that the system would grant and that ends the process: a file above the limit of this process raises
+/// SIGXFSZ, and one above the machine's memory ends in the system's killer of processes.
+fn check_room(layout: &Layout) -> Result<()> {
+    let wanted = layout.total as u64;
+    let refused = |errno| Err(no_room(layout, &io::Error::from_raw_os_error(errno)));
+    if memory::file_size_limit().is_some_and(|limit| wanted > limit) {
+        return refused(libc::EFBIG);
+    }
+    if memory::machine_bytes().is_some_and(|all| wanted > all) {
+        return refused(libc::ENOMEM);
+    }
+    Ok(())
+}
+
 fn no_room(layout: &Layout, error: &io::Error) -> Error {
-    let reason = format!("{} bytes: {error}", layout.total);
+    let reason = format!("{} bytes: {error}", layout.total).replace("os error", "errno");
     Error::System { what: "allocating shared memory", reason }
 }
 

@@ -254,7 +254,7 @@ fn what_is_no_arena_of_this_version_is_refused() {
     file.write_all_at(&7_u32.to_le_bytes(), 8).unwrap();
     assert!(open().unwrap_err().to_string().contains("format version 7"));
     file.write_all_at(&whole, 0).unwrap();
-    for length in [0, 1, HEADER as u64 - 1, HEADER as u64, 4096, size - 1, size + 1] {
+    for length in [size + 1, size - 1, 4096, HEADER as u64, HEADER as u64 - 1, 1, 0] {
         file.set_len(length).unwrap();
         let wanted = if length == 0 { ArenaKind::Missing } else { ArenaKind::Format };
         assert_eq!(kind(open()), wanted, "{length} bytes");
@@ -302,6 +302,7 @@ fn regions_that_cannot_be_are_named() {
     let (name, path) = named("large");
     let huge = Create { name: Some(name), ..with(&[("a", 1 << 50)]) };
     assert!(matches!(Arena::create(&huge), Err(Error::System { .. })));
+    assert!(matches!(Arena::create(&with(&[("a", 1 << 50)])), Err(Error::System { .. })));
     assert!(!path.exists(), "what could not be created leaves no name");
     let layout = Layout::new(&specs(&[("a", 1 << 33)]), 0, Some).unwrap();
     assert_eq!(layout.regions[0].bytes, 1 << 33);

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from . import _abi, _native
-from ._native_handle import _NativeHandle
-from .errors import BusyError, InvalidArgumentError
+from ._native_handle import _NativeHandle, record
+from .errors import BusyError, InvalidArgumentError, SpillwayError
 from .optim import StepStats
 
 _HUGE, _BIND_NODE, _COLLECT = 1, 2, 4
@@ -286,13 +286,21 @@ class Arena(_NativeHandle):
 
         Raises:
             BusyError: Another process or thread writes the region."""
-        torn = self.write_begin(name, generation)
+        # A signal handler may raise between any two bytecodes: the outcome says whether a write has begun.
+        index, torn = self._index(name), ctypes.c_uint32()
+        outcome: list[int] = []
         try:
-            yield torn
+            self._through(lambda handle: record(outcome, _native.library().spw_arena_write_begin, handle, index, generation,
+                                                ctypes.byref(torn)))
+            _native.check(outcome[0])
+            yield bool(torn.value)
+            self._call("spw_arena_write_end", index)
         except BaseException:
-            self.write_abort(name)
+            if outcome == [0]:
+                # An error means that the write has ended already.
+                with contextlib.suppress(SpillwayError):
+                    self._call("spw_arena_write_abort", index, 0)
             raise
-        self.write_end(name)
 
     def write_begin(self, name: str, generation: int) -> bool:
         """Begins a write; returns True if every byte must be written, because an earlier writer ended in a write."""

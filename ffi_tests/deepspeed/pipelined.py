@@ -8,6 +8,7 @@ It prints the bubble ratio that the plan predicts, and the measured one. DeepSpe
 
 import argparse
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -118,7 +119,6 @@ def train_serially(units, steps, options):
 
 def killed(units, steps, options):
     """Kills the process of device 1 during a step, and returns the report."""
-    before = set(os.listdir("/dev/shm"))
     with start(units, steps, options) as runner:
         ids = runner.process_ids()
         runner.step(*steps[0], timeout=300)
@@ -132,9 +132,11 @@ def killed(units, steps, options):
             if error.device != 1:
                 sys.exit("pipelined.py: the report names another device than the killed one")
     left = [process for process in ids if os.path.exists(f"/proc/{process}")]
-    files = [name for name in set(os.listdir("/dev/shm")) - before if "spillway" in name]
-    if left or files:
-        sys.exit(f"pipelined.py: left behind: processes {left}, shared memory {files}")
+    gc.collect()
+    # The shared memory has no name: it is freed when no process maps it.
+    mapped = [line for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "memfd:spillway" in line]
+    if left or mapped:
+        sys.exit(f"pipelined.py: left behind: processes {left}, shared memory {mapped}")
     print("  no process and no shared memory is left")
     return text
 

@@ -219,7 +219,7 @@ pub unsafe extern "C" fn spw_pipeline_get_result(
     result_out: *mut spw_pipeline_result,
 ) -> spw_status {
     guard(|| {
-        let result = result_of(&handle::get(pipeline)?.plan());
+        let result = result_of(handle::get(pipeline)?.plan());
         // SAFETY: the caller meets the callee's requirements.
         unsafe { abi_struct::write(&result, result_out, "result_out") }
     })
@@ -357,7 +357,7 @@ pub unsafe extern "C" fn spw_pipeline_get_svg(
     needed_out: *mut u64,
 ) -> spw_status {
     guard(|| {
-        let text = svg::draw(&handle::get(pipeline)?.plan(), width)?;
+        let text = svg::draw(handle::get(pipeline)?.plan(), width)?;
         // SAFETY: the caller meets the callee's requirements.
         unsafe { output::write_text(&text, text_out, size, needed_out) };
         Ok(())

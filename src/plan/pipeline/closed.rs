@@ -34,7 +34,7 @@ impl Closed {
 /// | decoupled, T_b >= T_f | T_f v_f M + T_b ((v_b - 1) M + N_m + N_g - 1) |
 pub fn passes(shape: &Shape, forward: f64, backward: f64) -> Option<Closed> {
     let devices = f64::from(shape.devices);
-    if shape.stages % shape.devices != 0 {
+    if !shape.stages.is_multiple_of(shape.devices) {
         return None;
     }
     let forward_chunks = f64::from(shape.stages / shape.devices);

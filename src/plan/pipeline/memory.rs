@@ -148,7 +148,7 @@ fn add_checkpoint(
     let bytes = units[first_unit as usize].input_bytes;
     let (sent, received) = links.checkpoint(stage, micro_batch);
     let backward = links.backward(stage, micro_batch);
-    if first_unit % shape.split != 0 {
+    if !first_unit.is_multiple_of(shape.split) {
         let from = links.forward(first_unit / shape.split, micro_batch);
         let user = if sent == NONE { backward } else { sent };
         list.add(Category::Checkpoints, bytes, from, [user, NONE])?;

@@ -12,6 +12,9 @@ use crate::error::Result;
 /// The numbers of a send and of its receipt; [`NONE`] if both ends have the same device.
 pub type Message = (u32, u32);
 
+/// A time of a unit.
+type Cost = fn(&Unit) -> f64;
+
 /// The operations of all passes and messages, by stage and micro-batch.
 pub struct Links {
     micro_batches: usize,
@@ -105,7 +108,7 @@ fn add_device(
         let count = if pass.backward { shape.backward_split() } else { shape.split };
         let first_unit = pass.stage * count;
         let inside = &units[first_unit as usize..][..count as usize];
-        let kinds: &[(Kind, fn(&Unit) -> f64)] = match (pass.backward, shape.recompute) {
+        let kinds: &[(Kind, Cost)] = match (pass.backward, shape.recompute) {
             (false, _) => &[(Kind::Forward, |unit| unit.forward)],
             (true, false) => &[(Kind::Backward, |unit| unit.backward)],
             (true, true) => {

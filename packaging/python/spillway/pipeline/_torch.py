@@ -125,12 +125,19 @@ class TorchBackend:
     @staticmethod
     def encode(value: torch.Tensor) -> tuple[Any, Any]:
         flat = value.contiguous().view(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
-        return (str(value.dtype).removeprefix("torch."), tuple(value.shape)), memoryview(flat.numpy())
+        return (str(value.dtype).removeprefix("torch."), tuple(value.shape), _strides(value)), memoryview(flat.numpy())
 
     @staticmethod
     def decode(meta: Any, data: bytes) -> torch.Tensor:
-        dtype, shape = getattr(torch, meta[0]), meta[1]
-        return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+        """The tensor with the strides that it had: kernels, and with them the last bits, depend on strides."""
+        dtype, shape, strides = getattr(torch, meta[0]), meta[1], meta[2]
+        value = torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+        if strides is None:
+            return value
+        # A stride of 0 repeats one element.
+        first = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
+        copied = torch.empty_strided(first.shape, strides, dtype=dtype)
+        return copied.copy_(first).expand(shape)
 
     # Parameters.
 
@@ -164,10 +171,14 @@ class TorchBackend:
             value = value / self._plan.micro_batches
         return value, inputs
 
-    def _with_graph(self, first: int, units: int, micro_batch: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        leaf = value.detach().requires_grad_(first > 0 and value.is_floating_point())
+    def _with_graph(self, first: int, units: int, micro_batch: int, value: torch.Tensor) -> tuple[Any, ...]:
+        """The input, the output with its graph, and a list for the gradient of the input."""
+        leaf, found = value.detach().requires_grad_(first > 0 and value.is_floating_point()), list[torch.Tensor]()
+        if leaf.requires_grad:
+            # The gradient with the strides of a serial run. leaf.grad would have those of the leaf.
+            leaf.register_hook(found.append)
         with torch.enable_grad():
-            return leaf, self._chain(first, units, micro_batch, leaf)[0]
+            return leaf, self._chain(first, units, micro_batch, leaf)[0], found
 
     def forward(self, first: int, units: int, micro_batch: int, value: torch.Tensor, _: Any) -> tuple[Any, ...]:
         if not self._plan.recompute:
@@ -182,17 +193,17 @@ class TorchBackend:
 
     def backward(self, first: int, units: int, micro_batch: int, activations: Any, gradient: torch.Tensor | None, _before: Any,
                  _held: Any) -> tuple[Any, ...]:
-        leaf, output = activations
+        leaf, output, found = activations
         if output.requires_grad:
             output.backward(gradient)
         elif first > 0:
             raise UnsupportedError(f"unit {first} has an output that does not depend on its input or parameters; merge it into another unit")
-        if first > 0 and leaf.grad is None:
-            # An integer input, or one that the output does not depend on.
-            leaf.grad = torch.zeros_like(leaf) if leaf.is_floating_point() else None
-            if leaf.grad is None:
+        if first > 0 and not found:
+            if not leaf.is_floating_point():
                 raise UnsupportedError(f"unit {first} has an input of {leaf.dtype}, which has no gradient; merge it into the unit before")
-        return leaf.grad, self._grads(first, units)
+            # The output does not depend on the input.
+            found.append(torch.zeros_like(leaf))
+        return found[0] if found else None, self._grads(first, units)
 
     def _grads(self, first: int, units: int) -> list[torch.Tensor | None]:
         return [parameter.grad for module in self._modules[first, units] for parameter in module.parameters()]
@@ -253,6 +264,18 @@ class TorchBackend:
         for first, state in pickle.loads(data).items():
             if self._optimizers.get(first):
                 self._optimizers[first].load_state_dict(state)
+
+
+def _strides(value: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor; None if it is contiguous, or if its elements overlap in another way than repetition."""
+    if value.is_contiguous() or not value.numel():
+        return None
+    reach = 0
+    for stride, length in sorted((stride, length) for stride, length in zip(value.stride(), value.shape) if length > 1 and stride):
+        if stride <= reach:
+            return None
+        reach += stride * (length - 1)
+    return tuple(value.stride())
 
 
 def changes_buffer(unit: int, name: str) -> UnsupportedError:

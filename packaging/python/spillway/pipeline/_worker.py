@@ -39,10 +39,11 @@ class SharedMemory:
         return _mapped, (reduction.DupFd(self.fd), self.size)
 
     def close(self) -> None:
-        """Closes the descriptor. The mapping stays as long as arrays use it."""
+        """Closes the descriptor and unmaps the memory; a second call does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+            self.map.close()
 
 
 def _mapped(fd: Any, size: int) -> SharedMemory:

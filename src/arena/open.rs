@@ -251,15 +251,16 @@ fn complete(made: Made, mapped: io::Result<(SharedMapping, Option<io::Error>)>) 
 }
 
 /// Refuses a size that the system would grant and that ends the process: a file above the limit of this process raises
-/// SIGXFSZ, and one above the machine's memory ends in the system's killer of processes.
+/// SIGXFSZ, and one above the available memory makes the system end processes.
 fn check_room(layout: &Layout) -> Result<()> {
     let wanted = layout.total as u64;
     let refused = |errno| Err(no_room(layout, &io::Error::from_raw_os_error(errno)));
     if memory::file_size_limit().is_some_and(|limit| wanted > limit) {
         return refused(libc::EFBIG);
     }
-    if memory::machine_bytes().is_some_and(|all| wanted > all) {
-        return refused(libc::ENOMEM);
+    if let Some(available) = memory::available_bytes().filter(|available| wanted > *available) {
+        let reason = format!("{wanted} bytes exceed the {available} bytes of available memory");
+        return Err(Error::System { what: "allocating shared memory", reason });
     }
     Ok(())
 }

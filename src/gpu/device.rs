@@ -19,6 +19,8 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUstreamCaptu
 use super::driver::{Driver, failure};
 use super::table::{Code, Table, code};
 use crate::error::{Error, GpuKind, Result};
+use crate::pool::region::Backing;
+use crate::sys::topology::{Root, Topology};
 
 /// A GPU in use by this process.
 #[derive(Debug)]
@@ -29,6 +31,8 @@ pub struct Device {
     context: usize,
     /// The sticky error that ended the context; 0 if none.
     lost: AtomicI32,
+    /// The NUMA node whose memory the GPU reaches best; `None` if it is not known or the only one.
+    node: Option<u32>,
 }
 
 /// Properties of a GPU.
@@ -69,7 +73,8 @@ impl Device {
             ));
         }
         let ordinal = ordinal as c_int;
-        let mut opened = Device { driver, ordinal, device: 0, context: 0, lost: AtomicI32::new(0) };
+        let node = node_of(&driver, ordinal as usize);
+        let mut opened = Device { driver, ordinal, device: 0, context: 0, lost: AtomicI32::new(0), node };
         // SAFETY: the driver is initialised; the pointer is valid.
         let found = unsafe { (opened.table().cuDeviceGet)(&raw mut opened.device, ordinal) };
         opened.check(found, || format!("opening GPU {ordinal}"))?;
@@ -91,6 +96,11 @@ impl Device {
     /// Index of the GPU among the visible devices.
     pub fn ordinal(&self) -> u32 {
         self.ordinal as u32
+    }
+
+    /// Pages for memory that this GPU transfers: on its NUMA node.
+    pub fn backing(&self) -> Backing {
+        Backing { node: self.node, ..Backing::default() }
     }
 
     /// The newest CUDA version that the driver supports: 12040 for 12.4.
@@ -204,6 +214,12 @@ impl Device {
         self.check(outcome, || format!("reading {attribute:?} of GPU {}", self.ordinal))?;
         Ok(value.max(0) as u32)
     }
+}
+
+/// Without an answer of the driver or of sysfs, memory is not bound.
+fn node_of(driver: &Driver, ordinal: usize) -> Option<u32> {
+    let address = driver.addresses().ok()?.get(ordinal)?.parse().ok()?;
+    Topology::read(&Root::live()).bindable_node(address)
 }
 
 impl Drop for Device {

@@ -23,7 +23,6 @@ use crate::optim::adam::{self, AdamOptions};
 use crate::optim::parallel::Job;
 use crate::optim::processor;
 use crate::pool::buffer::Buffer;
-use crate::pool::region::Backing;
 use crate::sys::threads;
 
 /// Parameters of the first copy; doubled until a copy takes [`LONG`].
@@ -73,7 +72,7 @@ impl Link {
 }
 
 fn copy_speeds(device: &Arc<Device>, transfers: &Transfers) -> Result<[f64; 4]> {
-    let mut block = Buffer::open((MOST * 4) as usize, Backing::default())?;
+    let mut block = Buffer::open((MOST * 4) as usize, device.backing())?;
     block.floats()?.fill(0.0);
     let memory = DeviceMemory::new(device, MOST * 2)?;
     let registry = Registry::new(device);

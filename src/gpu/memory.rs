@@ -192,6 +192,11 @@ impl Registry {
         Registry { device: Arc::clone(device), regions, _watcher: watcher }
     }
 
+    /// The GPU whose memory is registered here.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// Returns `memory` as page-locked memory: of a Spillway pool (registered now if it is not yet), or memory that its
     /// owner page-locked through CUDA. Errors: any other memory.
     pub fn host(&self, memory: impl Into<TransferBuffer>, argument: &'static str) -> Result<HostSpan> {

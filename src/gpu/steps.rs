@@ -11,7 +11,6 @@ use crate::kernel::AdamRule;
 use crate::kernel::squares;
 use crate::optim::StepStats;
 use crate::pool::buffer::Buffer;
-use crate::pool::region::Backing;
 use crate::stats;
 
 /// One tensor and the coefficients of its step.
@@ -130,7 +129,7 @@ impl Steps {
 impl Scratch {
     fn new(device: &Arc<Device>, registry: &Registry, elements: u64, bytes: usize) -> Result<Scratch> {
         let sums = Sums::new(device, elements)?;
-        let memory = Buffer::open(bytes, Backing::default())?;
+        let memory = Buffer::open(bytes, device.backing())?;
         let host = registry.host(memory.transfer(0, bytes), "sums")?;
         Ok(Scratch { sums, host, _memory: memory })
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::region::{Backing, Region};
 use super::transfer_buffer::TransferBuffer;
 use crate::error::{Error, Result};
-use crate::sys::memory::{BASE_PAGE, HUGE_PAGE, machine_bytes};
+use crate::sys::memory::{BASE_PAGE, HUGE_PAGE, available_bytes};
 use crate::sys::span::Span;
 use crate::sys::try_vec;
 
@@ -41,8 +41,9 @@ impl Buffer {
         let too_large = || Error::invalid("bytes", "exceeds the address space");
         let bytes = bytes.max(1).checked_next_multiple_of(BASE_PAGE).ok_or_else(too_large)?;
         let wanted = bytes.checked_mul(count).ok_or_else(too_large)?;
-        if let Some(all) = machine_bytes().filter(|all| wanted as u64 > *all) {
-            let reason = format!("{wanted} bytes of buffers exceed the machine's memory of {all} bytes");
+        if let Some(available) = available_bytes().filter(|available| wanted as u64 > *available) {
+            let reason =
+                format!("{wanted} bytes of buffers exceed the {available} bytes of available memory");
             return Err(Error::System { what: "allocating pinned memory", reason });
         }
         let together = (SHARED / bytes).max(1);

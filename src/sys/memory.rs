@@ -82,10 +82,10 @@ impl Mapping {
     /// from 2 MiB on it tries reserved huge pages, then transparent ones. A refused node is no error; the reason is the
     /// second value.
     ///
-    /// A request larger than the machine's memory and swap is refused. An overcommitting system might grant the
-    /// addresses, and kill the process when they are touched.
+    /// A request larger than the available memory is refused. An overcommitting system might grant the addresses, and
+    /// end this process or another one when they are touched.
     pub fn touched(bytes: usize, huge: bool, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
-        if machine_bytes().is_some_and(|all| bytes as u64 > all) {
+        if available_bytes().is_some_and(|available| bytes as u64 > available) {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
         if huge && bytes >= HUGE_PAGE {
@@ -293,8 +293,27 @@ fn smaps_huge_bytes(span: Span) -> Option<usize> {
     Some((kib * 1024).min(span.len()))
 }
 
+/// Bytes that the system can give now without ending a process: available memory, free swap and free reserved huge pages.
+/// Where /proc is missing, all memory and swap. `None` if that is unknown too.
+pub fn available_bytes() -> Option<u64> {
+    std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| available_in(&text)).or_else(machine_bytes)
+}
+
+/// The same of a text of /proc/meminfo.
+fn available_in(text: &str) -> Option<u64> {
+    let value = |name: &str| {
+        let line = text.lines().find(|line| line.split(':').next() == Some(name))?;
+        line.split_whitespace().nth(1)?.parse::<u64>().ok()
+    };
+    let huge = value("HugePages_Free")
+        .zip(value("Hugepagesize"))
+        .map_or(0, |(pages, kib)| pages.saturating_mul(kib));
+    let kib = value("MemAvailable")?.saturating_add(value("SwapFree").unwrap_or(0)).saturating_add(huge);
+    Some(kib.saturating_mul(1024))
+}
+
 /// Bytes of the machine's memory and swap; `None` if the system call fails.
-pub fn machine_bytes() -> Option<u64> {
+fn machine_bytes() -> Option<u64> {
     // SAFETY: integers, for which zeros are valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
     // SAFETY: writes the struct.
@@ -334,6 +353,14 @@ mod tests {
         }
         let (small, _) = Mapping::touched(5, true, None).unwrap();
         assert_eq!((small.span().len(), small.kind()), (BASE_PAGE, PageKind::Base));
+    }
+
+    #[test]
+    fn available_memory_counts_swap_and_reserved_huge_pages() {
+        let text = "MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable: 50 kB\nSwapFree: 7 kB\nHugePages_Free: 2\nHugepagesize: 2048 kB\n";
+        assert_eq!(available_in(text), Some((50 + 7 + 4096) * 1024));
+        assert_eq!(available_in("MemTotal: 100 kB\n"), None);
+        assert!(available_bytes().unwrap() <= machine_bytes().unwrap());
     }
 
     #[test]

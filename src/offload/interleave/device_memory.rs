@@ -16,7 +16,6 @@ use crate::plan::interleave::placements::{Placement, Plan};
 use crate::plan::interleave::schedule::{PAIR, Part, StateArray, Work};
 use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
 use crate::pool::buffer::Buffer;
-use crate::pool::region::Backing;
 use crate::sys::shared_slice::SharedSlice;
 
 /// Bytes of an f32.
@@ -41,7 +40,7 @@ impl Pinned {
 
     pub(super) fn new(registry: &Registry, dtype: Dtype, len: u64) -> Result<Pinned> {
         let bytes = (len * dtype.size() as u64).max(1) as usize;
-        let buffer = Buffer::open(bytes, Backing::default())?;
+        let buffer = Buffer::open(bytes, registry.device().backing())?;
         let memory = buffer.transfer(0, len as usize * dtype.size());
         let pinned = Pinned::from_span(registry.host(memory, "buffer")?, dtype, "buffer")?;
         Ok(Pinned { _buffer: Some(buffer), ..pinned })

@@ -110,6 +110,13 @@ impl Topology {
         self.nodes.iter().find(|node| node.id == id)
     }
 
+    /// The node to which memory for transfers of a device is bound. `None` if the device or its node is not known, or if
+    /// there is one node.
+    pub fn bindable_node(&self, pci: PciAddress) -> Option<u32> {
+        let device = self.devices.iter().find(|device| device.pci == pci)?;
+        device.node.filter(|_| self.nodes.len() > 1)
+    }
+
     /// Cores with a processor in `cpus`, in the order of their first processor, cut to `cpus`.
     pub fn cores_in(&self, cpus: &Bitmap) -> Vec<Bitmap> {
         self.cores.iter().map(|core| core.and(cpus)).filter(|core| !core.is_empty()).collect()

@@ -341,6 +341,18 @@ fn broken_files_make_a_part_unknown() {
 }
 
 #[test]
+fn memory_for_transfers_is_bound_to_the_node_of_the_device_if_there_are_several() {
+    let topology = superchips().read();
+    for (chip, gpu) in topology.gpus().iter().enumerate() {
+        assert_eq!(topology.bindable_node(gpu.pci), Some(chip as u32));
+    }
+    assert_eq!(topology.bindable_node("0000:ff:00.0".parse().unwrap()), None);
+    let tree = Tree::new();
+    tree.processors(1, 4, 1).node(0, "0-3", 1, "10").gpu("0000:01:00.0", 0);
+    assert_eq!(tree.read().bindable_node("0000:01:00.0".parse().unwrap()), None);
+}
+
+#[test]
 fn ranks_and_shares_out_of_range_are_refused_and_few_cores_are_shared() {
     let topology = superchips().read();
     for ranks in [0, 4097] {

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Invariants:
-//! - Header and descriptions never change once the magic is there. The checksum covers both.
+//! - Header and descriptions never change once the magic is stored. The checksum covers both.
 //! - Numbers are little-endian. Offsets follow from names, lengths and counts alone: a header with other offsets is
 //!   refused, so no offset of a damaged or foreign header is ever used.
 #![forbid(unsafe_code)]
@@ -66,7 +66,7 @@ pub struct Layout {
     slots: usize,
 }
 
-/// What the header says beside the layout.
+/// Fields of the header besides the layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
     /// A random number of this arena.
@@ -77,7 +77,7 @@ pub struct Identity {
 
 impl Layout {
     /// Places the regions. `whole` rounds the size of the arena up to pages. Errors: no or too many regions or
-    /// processes; a name or a length that cannot be; more bytes than the address space.
+    /// processes; an invalid name or length; more bytes than the address space.
     pub fn new(
         specs: &[RegionSpec],
         processes: u32,

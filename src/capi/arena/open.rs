@@ -76,7 +76,7 @@ pub struct spw_arena_options {
 
 abi_struct!(spw_arena_options, 40: struct_size, flags, name, regions, region_count, node, processes);
 
-/// What a process knows about an arena. `base`, `bytes` and `fd` describe the memory for a library that registers it,
+/// An arena as this process sees it. `base`, `bytes` and `fd` describe the memory for a library that registers it,
 /// such as one for RDMA: they are valid until `spw_arena_close`, and `id` tells two arenas at one address apart.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -126,7 +126,7 @@ impl Handle for spw_arena {
 ///
 /// - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives.
 /// - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
-/// - SPW_ERR_SYSTEM: there is no room, or /proc is not mounted.
+/// - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `arena_out` to a pointer.
@@ -211,7 +211,7 @@ pub unsafe extern "C" fn spw_arena_collect(name: *const c_char) -> spw_status {
     guard(|| collect(unsafe { input::text(name, "name") }?))
 }
 
-/// Writes what this process knows about the arena.
+/// Writes the properties of the arena and of its mapping in this process.
 ///
 /// # Safety
 /// `info_out` points to a struct of `struct_size` bytes.
@@ -241,8 +241,8 @@ pub unsafe extern "C" fn spw_arena_get_info(
     })
 }
 
-/// Writes what the arena got instead of what was asked for, and why, as a text: empty if it got everything. `size` and
-/// `needed_out` as for every text output.
+/// Writes the requested properties that the arena lacks, such as huge pages, and the reasons. The text is empty if the
+/// arena has all of them. `size` and `needed_out` as for every text output.
 ///
 /// # Safety
 /// `text_out` has room for `size` bytes, or is NULL. `needed_out` points to a u64, or is NULL.

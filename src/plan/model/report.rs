@@ -121,7 +121,7 @@ pub struct Seconds {
     pub tokens_per_second: f64,
 }
 
-/// What a path holds.
+/// States on a path.
 #[derive(Debug, Clone, Serialize)]
 pub struct PathUse {
     /// The path.

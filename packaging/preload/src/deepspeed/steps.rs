@@ -11,7 +11,7 @@ use super::recordings;
 use super::tensor::{self, AtTensor};
 use crate::report::Level;
 
-/// What became of a call.
+/// Outcome of a call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Served {
     Yes,

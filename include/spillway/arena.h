@@ -53,7 +53,7 @@ typedef enum spw_arena_flag {
     // Try huge pages: reserved ones for a memfd, transparent ones otherwise. `spw_arena_get_notes` says why there are
     // none.
     SPW_ARENA_FLAG_HUGE = 1,
-    // Bind the pages to the NUMA node `node`. A refused node is no error: `spw_arena_get_notes` has the reason.
+    // Bind the pages to the NUMA node `node`. A refused node is not an error: `spw_arena_get_notes` has the reason.
     SPW_ARENA_FLAG_BIND_NODE = 2,
     // Remove an arena of this name whose owner has ended. An arena with a live owner is never removed.
     SPW_ARENA_FLAG_COLLECT = 4,
@@ -153,7 +153,7 @@ enum spw_status spw_arena_create(const struct spw_arena_options *options,
 //
 // - SPW_ERR_ARENA_MISSING: it does not exist.
 // - SPW_ERR_ARENA_PEER_ENDED: its owner has ended.
-// - SPW_ERR_ARENA_FORMAT: it is truncated, damaged, no arena, or of another version.
+// - SPW_ERR_ARENA_FORMAT: it is truncated, damaged, not an arena, or of another version.
 // - SPW_ERR_ARENA_FOREIGN: it belongs to another user.
 enum spw_status spw_arena_open(const char *name,
                                uint32_t flags,
@@ -161,7 +161,7 @@ enum spw_status spw_arena_open(const char *name,
                                struct spw_arena **arena_out);
 
 // Opens an arena that was created without a name, by a descriptor of its memfd: received from its owner, or opened as
-// /proc/PID/fd/FD. The descriptor stays the caller's. Errors as of `spw_arena_open`.
+// /proc/PID/fd/FD. The caller keeps the descriptor. Errors are those of `spw_arena_open`.
 enum spw_status spw_arena_open_fd(int32_t fd,
                                   uint32_t flags,
                                   struct spw_arena **arena_out);

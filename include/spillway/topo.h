@@ -225,7 +225,7 @@ typedef struct spw_topo_pages {
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Pages looked at: all, or 65536 in equal distances.
+    // Inspected pages: all, or 65536 in equal distances.
     uint64_t sampled;
     // Of these: on the node.
     uint64_t on_node;

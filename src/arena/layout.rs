@@ -174,7 +174,7 @@ impl Layout {
         for from in bytes[HEADER..].chunks_exact(DESCRIPTION) {
             let end = from[..NAME_BYTES].iter().position(|byte| *byte == 0).unwrap_or(NAME_BYTES);
             let name =
-                std::str::from_utf8(&from[..end]).map_err(|_| "a region's name is no text".to_string())?;
+                std::str::from_utf8(&from[..end]).map_err(|_| "a region's name is not UTF-8".to_string())?;
             specs.push(RegionSpec { name: name.to_string(), bytes: u64_at(from, 72) });
         }
         let total = u64_at(bytes, 24) as usize;
@@ -251,7 +251,7 @@ fn check_names(specs: &[RegionSpec]) -> Result<()> {
     for (index, spec) in specs.iter().enumerate() {
         let wrong = |reason: String| Error::invalid(format!("regions[{index}].name"), reason);
         if spec.name.is_empty() || spec.name.len() > NAME_BYTES || spec.name.contains('\0') {
-            return Err(wrong(format!("{:?} has not 1 to {NAME_BYTES} bytes without NUL", spec.name)));
+            return Err(wrong(format!("{:?} is not 1 to {NAME_BYTES} bytes without NUL", spec.name)));
         }
         if !names.insert(&spec.name) {
             return Err(wrong(format!("{:?} names two regions", spec.name)));

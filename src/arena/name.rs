@@ -31,7 +31,7 @@ impl NamedFile {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if name.is_empty() || name.len() > MAX_NAME || !name.bytes().all(allowed) {
             let reason =
-                format!("{name:?} has not 1 to {MAX_NAME} letters, digits, dots, dashes and underscores");
+                format!("{name:?} is not 1 to {MAX_NAME} letters, digits, dots, dashes and underscores");
             return Err(Error::invalid("name", reason));
         }
         let directory = GivenDirectory::open(Path::new(shared_memory::DIRECTORY))

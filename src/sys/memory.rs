@@ -79,7 +79,7 @@ impl Mapping {
     }
 
     /// Maps `bytes`, rounded up to whole pages, binds them to `node` if given, and touches every page. If `huge` and
-    /// from 2 MiB on it tries reserved huge pages, then transparent ones. A refused node is no error; the reason is the
+    /// from 2 MiB on it tries reserved huge pages, then transparent ones. A refused node is not an error; the reason is the
     /// second value.
     ///
     /// A request larger than the machine's memory and swap is refused. An overcommitting system might grant the

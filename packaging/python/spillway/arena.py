@@ -164,7 +164,7 @@ class Arena(_NativeHandle):
         Raises:
             ArenaMissingError: There is none.
             PeerEndedError: Its owner has ended.
-            ArenaFormatError: It is truncated, damaged, no arena, or of another version.
+            ArenaFormatError: It is truncated, damaged, not an arena, or of another version.
             ArenaForeignError: It belongs to another user."""
         return cls("spw_arena_open", name.encode(), _WRITE * write + _ORPHAN * orphan, _milliseconds(timeout))
 

@@ -61,7 +61,7 @@ def plan_model(model: str | os.PathLike[str] | Mapping[str, Any] | Any, *, paths
         try:
             text = json.dumps(dict(fields), default=str)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidArgumentError(f"plan_model: the configuration is no JSON: {error}") from error
+            raise InvalidArgumentError(f"plan_model: the configuration cannot be written as JSON: {error}") from error
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return _run(path, given)

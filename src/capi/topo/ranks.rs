@@ -68,7 +68,7 @@ pub struct spw_topo_pages {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Pages looked at: all, or 65536 in equal distances.
+    /// Inspected pages: all, or 65536 in equal distances.
     pub sampled: u64,
     /// Of these: on the node.
     pub on_node: u64,

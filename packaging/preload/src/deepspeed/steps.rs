@@ -69,7 +69,7 @@ pub fn destroy(op: Option<&'static Op>, kind: Kind, id: c_int) {
             Kind::Adagrad => spillway.adagrad_destroy,
             Kind::Lion => spillway.lion_destroy,
         };
-        // An unknown id is no error, as in DeepSpeed.
+        // An unknown id is not an error, as in DeepSpeed.
         // SAFETY: the function takes a number.
         unsafe { destroy(id) };
         recordings::forget(spillway, id);

@@ -1,4 +1,4 @@
-"""Plans the training of a model on a machine: memory, traffic and seconds of each strategy, and which is best.
+"""Plans the training of a model on a machine: memory, traffic and seconds of each strategy, and the best strategy.
 
     found = spillway.plan_model("config.json", machine="gh200", micro_batch=4)
     found["best"], found["model"]["parameters"]

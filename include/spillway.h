@@ -3,8 +3,7 @@
 // The library updates parameters in host memory while the GPU computes. Optimizer state can lie in host memory, on
 // NVMe drives or in object stores; a step can be rolled back bit by bit. Results have the same bits on every processor.
 //
-// C++17 classes over these calls: spillway.hpp. Headers (each compiles alone; this one includes all that
-// are not experimental):
+// C++17 classes over these calls: spillway.hpp. Headers, each of which compiles alone:
 //
 //   spillway/base.h         Statuses and error messages, versions, the log, the thread pool.
 //   spillway/optim.h        Adam, AdamW, Adagrad and Lion over parameters and states in host memory.
@@ -17,10 +16,13 @@
 //   spillway/speculate.h    Steps before the norm of the whole gradient is known, then a verdict.
 //   spillway/interleave.h   An update divided between CPU and GPU.
 //   spillway/deepspeed.h    The optimizer ids of DeepSpeed.
-//   spillway/plan.h         Experimental: predictions of an update's time. Not frozen; include it yourself.
-//   spillway/arena.h        Experimental: parameters that several processes share.
-//   spillway/stage.h        Experimental: asynchronous optimizer jobs of a pipeline.
-//   spillway/topo.h         Experimental: processors, NUMA nodes and GPUs; bound workers.
+//
+// Experimental headers. This one does not include them, and their ABI is not frozen:
+//
+//   spillway/plan.h         Predictions of an update's time; schedules of pipelines.
+//   spillway/arena.h        Parameters that several processes share.
+//   spillway/stage.h        Asynchronous optimizer jobs of a pipeline.
+//   spillway/topo.h         Processors, NUMA nodes and GPUs; bound workers.
 //
 // Functions to begin with:
 //

@@ -72,7 +72,7 @@ pub enum ArenaKind {
     Changed,
     /// A process that the call depends on has ended.
     PeerEnded,
-    /// The memory is no arena, or not one of a format that this version reads.
+    /// The memory is not an arena, or not one of a format that this version reads.
     Format,
     /// The memory belongs to another user.
     Foreign,

@@ -10,7 +10,7 @@
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver; [`arena`]: memory that processes share |
 //! | L4 | [`tier`]: crash-safe storage of named extents over several paths |
-//! | L5 | [`offload`]: schedules: swapping, speculation and the interleaved update |
+//! | L5 | [`offload`]: schedules: swapping, speculation, stages and the interleaved update |
 //! | L6 | [`capi`]: the C interface: convert arguments, call one function, convert the result |
 //!
 //! [`kernel`] and [`dtype`] come from the separate crate in kernels/, so a change of this crate does not recompile

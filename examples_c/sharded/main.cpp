@@ -6,7 +6,7 @@
 // Every process has all parameters in contiguous buffers, one per dtype: bf16 weights and f32 scales. It owns one shard
 // of each buffer: the f32 main gradients of the shard in memory, and master weights and moments on its tier.
 //
-// | part of a step | who does it |
+// | part of a step | processes |
 // |---|---|
 // | backward of a micro-batch, with gradients in the dtype of the parameters | one process per micro-batch |
 // | reduce-scatter: sum of the micro-batches in f32, with sums of squares | each process for its shard |

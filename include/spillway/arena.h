@@ -53,7 +53,7 @@ typedef enum spw_arena_flag {
     // Try huge pages: reserved ones for a memfd, transparent ones otherwise. `spw_arena_get_notes` says why there are
     // none.
     SPW_ARENA_FLAG_HUGE = 1,
-    // Bind the pages to the NUMA node `node`. A refused node is no error: `spw_arena_get_notes` has the reason.
+    // Bind the pages to the NUMA node `node`. A refused node is not an error: `spw_arena_get_notes` has the reason.
     SPW_ARENA_FLAG_BIND_NODE = 2,
     // Remove an arena of this name whose owner has ended. An arena with a live owner is never removed.
     SPW_ARENA_FLAG_COLLECT = 4,
@@ -104,7 +104,7 @@ typedef struct spw_arena_options {
 #define SPW_ARENA_OPTIONS_INIT \
     { sizeof(spw_arena_options), 0, NULL, NULL, 0, 0, 0 }
 
-// What a process knows about an arena. `base`, `bytes` and `fd` describe the memory for a library that registers it,
+// An arena as this process sees it. `base`, `bytes` and `fd` describe the memory for a library that registers it,
 // such as one for RDMA: they are valid until `spw_arena_close`, and `id` tells two arenas at one address apart.
 typedef struct spw_arena_info {
     // `sizeof(spw_arena_info)`
@@ -144,7 +144,7 @@ typedef struct spw_arena spw_arena;
 //
 // - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives.
 // - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
-// - SPW_ERR_SYSTEM: there is no room, or /proc is not mounted.
+// - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
 enum spw_status spw_arena_create(const struct spw_arena_options *options,
                                  struct spw_arena **arena_out);
 
@@ -153,7 +153,7 @@ enum spw_status spw_arena_create(const struct spw_arena_options *options,
 //
 // - SPW_ERR_ARENA_MISSING: it does not exist.
 // - SPW_ERR_ARENA_PEER_ENDED: its owner has ended.
-// - SPW_ERR_ARENA_FORMAT: it is truncated, damaged, no arena, or of another version.
+// - SPW_ERR_ARENA_FORMAT: it is truncated, damaged, not an arena, or of another version.
 // - SPW_ERR_ARENA_FOREIGN: it belongs to another user.
 enum spw_status spw_arena_open(const char *name,
                                uint32_t flags,
@@ -161,7 +161,7 @@ enum spw_status spw_arena_open(const char *name,
                                struct spw_arena **arena_out);
 
 // Opens an arena that was created without a name, by a descriptor of its memfd: received from its owner, or opened as
-// /proc/PID/fd/FD. The descriptor stays the caller's. Errors as of `spw_arena_open`.
+// /proc/PID/fd/FD. The caller keeps the descriptor. Errors are those of `spw_arena_open`.
 enum spw_status spw_arena_open_fd(int32_t fd,
                                   uint32_t flags,
                                   struct spw_arena **arena_out);
@@ -174,11 +174,11 @@ enum spw_status spw_arena_close(struct spw_arena *arena);
 // SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none.
 enum spw_status spw_arena_collect(const char *name);
 
-// Writes what this process knows about the arena.
+// Writes the properties of the arena and of its mapping in this process.
 enum spw_status spw_arena_get_info(const struct spw_arena *arena, struct spw_arena_info *info_out);
 
-// Writes what the arena got instead of what was asked for, and why, as a text: empty if it got everything. `size` and
-// `needed_out` as for every text output.
+// Writes the requested properties that the arena lacks, such as huge pages, and the reasons. The text is empty if the
+// arena has all of them. `size` and `needed_out` as for every text output.
 enum spw_status spw_arena_get_notes(const struct spw_arena *arena,
                                     char *text_out,
                                     size_t size,
@@ -240,7 +240,7 @@ enum spw_status spw_arena_write_begin(const struct spw_arena *arena,
                                       uint64_t generation,
                                       uint32_t *torn_out);
 
-// Ends a write: the region holds the whole of its new generation. Waiting readers of all processes go on.
+// Ends a write: the region holds the whole of its new generation. Waiting readers of all processes continue.
 enum spw_status spw_arena_write_end(const struct spw_arena *arena, uint32_t region);
 
 // Ends a write without a new generation. `restored` 1: every byte is again as before `spw_arena_write_begin`, and the
@@ -250,8 +250,8 @@ enum spw_status spw_arena_write_abort(const struct spw_arena *arena,
                                       uint32_t restored);
 
 // Begins a read in place: waits until no writer is at work and the region has at least generation `at_least`, for up to
-// `timeout_ms` milliseconds (0: polls; negative: without limit). What is read at the address of the region counts only
-// after `spw_arena_read_validate` has returned SPW_OK for the snapshot.
+// `timeout_ms` milliseconds (0: polls; negative: without limit). Data that is read at the region's address is valid
+// only after `spw_arena_read_validate` has returned SPW_OK for the snapshot.
 //
 // - SPW_ERR_ARENA_TORN: the writer ended in the middle of a write.
 // - SPW_ERR_TIMEOUT: the message names the writer, or the generation.

@@ -243,8 +243,8 @@ typedef struct spw_pipeline_unit {
 // A planned pipeline. It never changes, and several threads and forked processes may use it.
 typedef struct spw_pipeline spw_pipeline;
 
-// Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. The handle
-// is given back to `spw_pipeline_close`.
+// Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. Close the
+// handle with `spw_pipeline_close`.
 enum spw_status spw_plan_pipeline(const struct spw_pipeline_options *options,
                                   const struct spw_pipeline_unit *units,
                                   uint64_t unit_count,
@@ -267,7 +267,7 @@ enum spw_status spw_plan_rollback(double iteration,
                                   double *per_event_out,
                                   double *mean_out);
 
-// What an operation does. Passed as `uint32_t`.
+// Kind of an operation. Passed as `uint32_t`.
 typedef enum spw_pipeline_kind {
     // Forward pass of a stage.
     SPW_PIPELINE_KIND_FORWARD = 0,
@@ -297,7 +297,7 @@ typedef enum spw_pipeline_kind {
     SPW_PIPELINE_KIND_VALIDATE = 12,
 } spw_pipeline_kind;
 
-// What memory on a device holds. Passed as `uint32_t`.
+// Content of memory on a device. Passed as `uint32_t`.
 typedef enum spw_pipeline_memory {
     // Parameters.
     SPW_PIPELINE_MEMORY_PARAMETERS = 0,

@@ -3,7 +3,7 @@
 // EXPERIMENTAL: stages, asynchronous optimizer jobs of a pipeline. This header is not part of spillway.h, and its ABI
 // is not frozen: functions and structs may change with any release.
 //
-// A stage steps its tensors as soon as their gradients are there, and before all gradients are validated. The verdict
+// A stage steps its tensors as soon as their gradients are complete, before all gradients are validated. The verdict
 // over all stages and processes comes later: it keeps every step, or rolls every step back to the bit (SysX sections
 // 3.2 and 4). Stages share the processors of the thread pool: their running threads never exceed it.
 //
@@ -127,8 +127,8 @@ enum spw_status spw_stage_wait(const struct spw_stage *stage,
 // 16-bit copies. SPW_ERR_BUSY before the tensors are stepped.
 enum spw_status spw_stage_commit(const struct spw_stage *stage);
 
-// Rolls the step back and repeats it with the gradient factor `grad_scale`, rounded to f32: gradients are clipped after
-// all. Otherwise as `spw_stage_commit`.
+// Rolls the step back and repeats it with the gradient factor `grad_scale`, rounded to f32. This clips the gradients.
+// Otherwise as `spw_stage_commit`.
 enum spw_status spw_stage_redo(const struct spw_stage *stage,
                                double grad_scale);
 

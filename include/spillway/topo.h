@@ -64,7 +64,7 @@ typedef enum spw_topo_node_kind {
     SPW_TOPO_NODE_KIND_EMPTY = 7,
 } spw_topo_node_kind;
 
-// What to read. Zero is a good default for every field but struct_size.
+// Source of the topology. Zero is a good default for every field but struct_size.
 typedef struct spw_topo_options {
     // `sizeof(spw_topo_options)`
     uint32_t struct_size;
@@ -151,8 +151,8 @@ typedef struct spw_topo_gpu {
 // A topology: a copy of what the system stated. A forked child may use its parent's.
 typedef struct spw_topo spw_topo;
 
-// Reads the topology. `options` NULL: this machine, without loading a driver. What the system does not state is
-// unknown in the result; only a GPU driver that was asked can fail.
+// Reads the topology. `options` NULL: this machine, without loading a driver. Properties that the system does not state
+// are unknown in the result. Only a query of the GPU driver can fail.
 enum spw_status spw_topo_open(const struct spw_topo_options *options,
                               struct spw_topo **topo_out);
 
@@ -225,7 +225,7 @@ typedef struct spw_topo_pages {
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Pages looked at: all, or 65536 in equal distances.
+    // Inspected pages: all, or 65536 in equal distances.
     uint64_t sampled;
     // Of these: on the node.
     uint64_t on_node;
@@ -239,7 +239,7 @@ typedef struct spw_topo_pages {
     { sizeof(spw_topo_pages), 0, 0, 0, 0, 0 }
 
 // Writes processors of a rank: of the node of its GPU, divided evenly among the ranks on that node (SuperOffload section
-// 4.7). Only processors that this process may use are given out; cores are never divided. If the node of the GPU is not
+// 4.7). A rank gets only processors that this process may use; cores are never divided. If the node of the GPU is not
 // known, all usable processors count as its node. A truncated list names wrong processors: compare `needed_out`.
 enum spw_status spw_topo_get_rank_cpus(const struct spw_topo *topo,
                                        const struct spw_topo_rank_options *options,

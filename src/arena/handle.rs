@@ -52,7 +52,7 @@ pub struct Arena {
     pub(super) joined: Vec<AtomicBool>,
 }
 
-/// What this handle writes to one region.
+/// The write of this handle to one region.
 #[derive(Debug, Default)]
 pub(super) struct Writing {
     /// The generation being written, 0 for none.
@@ -74,7 +74,7 @@ pub(super) struct Parts {
     pub notes: String,
 }
 
-/// What a process knows about an arena.
+/// An arena as this process sees it.
 #[derive(Debug, Clone)]
 pub struct Info {
     /// Where it is mapped in this process.
@@ -145,7 +145,7 @@ impl Arena {
         self
     }
 
-    /// What this process knows about the arena.
+    /// Returns the properties of the arena and of its mapping in this process.
     pub fn info(&self) -> Result<Info> {
         self.check_process()?;
         Ok(Info {
@@ -162,7 +162,7 @@ impl Arena {
         })
     }
 
-    /// What the arena got instead of what was asked for, and why; empty if it got everything.
+    /// Returns the requested properties that the arena lacks, with the reasons; empty if it has all of them.
     pub fn notes(&self) -> &str {
         &self.notes
     }

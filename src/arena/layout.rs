@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Invariants:
-//! - Header and descriptions never change once the magic is there. The checksum covers both.
+//! - Header and descriptions never change once the magic is stored. The checksum covers both.
 //! - Numbers are little-endian. Offsets follow from names, lengths and counts alone: a header with other offsets is
 //!   refused, so no offset of a damaged or foreign header is ever used.
 #![forbid(unsafe_code)]
@@ -66,7 +66,7 @@ pub struct Layout {
     slots: usize,
 }
 
-/// What the header says beside the layout.
+/// Fields of the header besides the layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
     /// A random number of this arena.
@@ -77,7 +77,7 @@ pub struct Identity {
 
 impl Layout {
     /// Places the regions. `whole` rounds the size of the arena up to pages. Errors: no or too many regions or
-    /// processes; a name or a length that cannot be; more bytes than the address space.
+    /// processes; an invalid name or length; more bytes than the address space.
     pub fn new(
         specs: &[RegionSpec],
         processes: u32,
@@ -174,7 +174,7 @@ impl Layout {
         for from in bytes[HEADER..].chunks_exact(DESCRIPTION) {
             let end = from[..NAME_BYTES].iter().position(|byte| *byte == 0).unwrap_or(NAME_BYTES);
             let name =
-                std::str::from_utf8(&from[..end]).map_err(|_| "a region's name is no text".to_string())?;
+                std::str::from_utf8(&from[..end]).map_err(|_| "a region's name is not UTF-8".to_string())?;
             specs.push(RegionSpec { name: name.to_string(), bytes: u64_at(from, 72) });
         }
         let total = u64_at(bytes, 24) as usize;
@@ -251,7 +251,7 @@ fn check_names(specs: &[RegionSpec]) -> Result<()> {
     for (index, spec) in specs.iter().enumerate() {
         let wrong = |reason: String| Error::invalid(format!("regions[{index}].name"), reason);
         if spec.name.is_empty() || spec.name.len() > NAME_BYTES || spec.name.contains('\0') {
-            return Err(wrong(format!("{:?} has not 1 to {NAME_BYTES} bytes without NUL", spec.name)));
+            return Err(wrong(format!("{:?} is not 1 to {NAME_BYTES} bytes without NUL", spec.name)));
         }
         if !names.insert(&spec.name) {
             return Err(wrong(format!("{:?} names two regions", spec.name)));

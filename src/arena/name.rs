@@ -3,7 +3,7 @@
 //! Invariants:
 //! - A file at a name is opened as `sys::private_files` demands: no link is followed, and the file belongs to this user
 //!   alone.
-//! - A name is removed only while it stands for the file that the caller means.
+//! - A name is removed only while it refers to the caller's file.
 #![forbid(unsafe_code)]
 
 use std::fs::File;
@@ -31,7 +31,7 @@ impl NamedFile {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if name.is_empty() || name.len() > MAX_NAME || !name.bytes().all(allowed) {
             let reason =
-                format!("{name:?} has not 1 to {MAX_NAME} letters, digits, dots, dashes and underscores");
+                format!("{name:?} is not 1 to {MAX_NAME} letters, digits, dots, dashes and underscores");
             return Err(Error::invalid("name", reason));
         }
         let directory = GivenDirectory::open(Path::new(shared_memory::DIRECTORY))
@@ -55,7 +55,7 @@ impl NamedFile {
         ArenaError::of(kind, self.title.clone(), detail)
     }
 
-    /// True if the name stands for that file (device and inode).
+    /// True if the name refers to that file (device and inode).
     pub fn is(&self, file: (u64, u64)) -> bool {
         let entry = self.directory.entry(&self.file_name);
         entry.is_ok_and(|entry| {
@@ -68,7 +68,7 @@ impl NamedFile {
         &self.title
     }
 
-    /// Removes the name if it still stands for that file (device and inode).
+    /// Removes the name if it still refers to that file (device and inode).
     pub fn remove_if(&self, file: (u64, u64)) {
         if self.is(file) {
             // A name that cannot be removed is left behind, for a later collection.

@@ -199,7 +199,7 @@ fn lives(named: &NamedFile, file: &File) -> Error {
     named.error(ArenaKind::Exists, format!("{owner} owns it and has it open; choose another name"))
 }
 
-/// What got an arena other than asked for.
+/// Requested properties that an arena lacks, with the reasons.
 #[derive(Default)]
 struct Notes(String);
 
@@ -251,7 +251,7 @@ fn complete(made: Made, mapped: io::Result<(SharedMapping, Option<io::Error>)>) 
 }
 
 /// Refuses a size that the system would grant and that ends the process: a file above the limit of this process raises
-/// SIGXFSZ, and one above the available memory makes the system end processes.
+/// SIGXFSZ, and for one above the available memory the system kills processes (out of memory).
 fn check_room(layout: &Layout) -> Result<()> {
     let wanted = layout.total as u64;
     let refused = |errno| Err(no_room(layout, &io::Error::from_raw_os_error(errno)));
@@ -270,7 +270,7 @@ fn no_room(layout: &Layout, error: &io::Error) -> Error {
     Error::System { what: "allocating shared memory", reason }
 }
 
-/// A number that hardly two arenas share: the standard library seeds its hashes at random.
+/// A random number that identifies an arena. The standard library seeds its hashes at random.
 fn random_id() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(process::id())

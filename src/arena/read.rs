@@ -51,8 +51,8 @@ impl Deadline {
 }
 
 impl Arena {
-    /// Waits until no writer is at work and the region has at least generation `at_least`. What is read after this call
-    /// counts only if [`Arena::read_validate`] accepts the snapshot.
+    /// Waits until no writer is at work and the region has at least generation `at_least`. Data that is read after
+    /// this call is valid only if [`Arena::read_validate`] accepts the snapshot.
     pub fn read_begin(&self, region: u32, at_least: u64, timeout: Option<Duration>) -> Result<Snapshot> {
         self.stable(region, at_least, Deadline::after(timeout))
     }
@@ -61,7 +61,7 @@ impl Arena {
     pub fn read_validate(&self, region: u32, seen: Snapshot) -> Result<()> {
         self.check_process()?;
         let (at, described) = self.described(region)?;
-        // What was read before this call is read before the sequence.
+        // Reads of data before this call are ordered before the read of the sequence.
         fence(Ordering::SeqCst);
         let sequence = self.mapping.load64(self.layout.control(at).sequence(), Ordering::SeqCst);
         match sequence == seen.sequence && sequence.is_multiple_of(2) {

@@ -1,8 +1,8 @@
 //! Results that the processes of one machine post, and that each of them waits for.
 //!
 //! Every process has a slot with two results, of an odd and of an even round: a process posts round n + 1 while others
-//! still read round n. It posts round n + 2 only after it has waited for round n + 1, which all have posted then, so all
-//! have read round n.
+//! still read round n. It posts round n + 2 only after its wait for round n + 1 has returned. All processes have
+//! posted round n + 1 by then, so all have read round n.
 //!
 //! Invariants:
 //! - A process holds the lock of its slot from its join until it ends or closes the arena. A slot that has joined, has
@@ -32,7 +32,7 @@ pub struct Verdict {
     pub failed: u32,
 }
 
-/// What a slot says about a round.
+/// State of a slot for a round.
 enum Posted {
     No,
     Yes(u64, f64),

@@ -22,7 +22,7 @@ impl Bitmap {
         Bitmap(Vec::new())
     }
 
-    /// Parses a list such as "0-3,8". An empty text is the empty set. `None` if it is no such list.
+    /// Parses a list such as "0-3,8". An empty text is the empty set. `None` if it is not such a list.
     pub fn parse_list(text: &str) -> Option<Bitmap> {
         let mut set = Bitmap::new();
         for part in text.trim().split(',').filter(|_| !text.trim().is_empty()) {
@@ -36,7 +36,7 @@ impl Bitmap {
         Some(set)
     }
 
-    /// Parses a mask of hexadecimal words of 32 bits such as "f,00000003", the highest first. `None` if it is no mask.
+    /// Parses a mask of hexadecimal words of 32 bits such as "f,00000003", the highest first. `None` if it is not one.
     pub fn parse_mask(text: &str) -> Option<Bitmap> {
         let mut set = Bitmap::new();
         for (at, word) in text.trim().rsplit(',').enumerate() {

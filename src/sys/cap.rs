@@ -1,7 +1,8 @@
 //! Limits the threads of the calls of one thread, and counts the threads at work under a limit.
 //!
 //! Invariants:
-//! - A limit belongs to the thread that set it. Its calls of [`super::threads::each`] use at most so many threads, itself included.
+//! - A limit belongs to the thread that set it. Its calls of [`super::threads::each`] use at most that number of
+//!   threads, itself included.
 //! - The count has each thread once: the calling thread from the begin of [`within`] to its end, a worker while it
 //!   processes an item of a limited call.
 #![forbid(unsafe_code)]
@@ -67,7 +68,7 @@ pub(super) fn counted<T>(item: T, work: impl Fn(T)) {
     work(item);
 }
 
-/// Threads that were at work under a limit at one time: now, and at most so far.
+/// Threads at work under a limit: now, and the largest number so far.
 pub fn running_and_peak() -> (usize, usize) {
     let counts = COUNTS.get_or_make(Counts::default);
     (counts.running.load(Ordering::Acquire), counts.peak.load(Ordering::Acquire))

@@ -79,8 +79,8 @@ impl Mapping {
     }
 
     /// Maps `bytes`, rounded up to whole pages, binds them to `node` if given, and touches every page. If `huge` and
-    /// from 2 MiB on it tries reserved huge pages, then transparent ones. A refused node is no error; the reason is the
-    /// second value.
+    /// from 2 MiB on it tries reserved huge pages, then transparent ones. A refused node is not an error; the reason is
+    /// the second value.
     ///
     /// A request larger than the available memory is refused. An overcommitting system might grant the addresses, and
     /// end this process or another one when they are touched.

@@ -12,7 +12,7 @@ const BATCH: usize = 1 << 10;
 /// Pages of a range by their place.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PageNodes {
-    /// Pages looked at.
+    /// Inspected pages.
     pub sampled: u64,
     /// Of these: on the expected node.
     pub on_node: u64,

@@ -146,8 +146,8 @@ pub struct SharedMapping {
 }
 
 impl SharedMapping {
-    /// Maps the first `bytes` bytes of a file that has at least as many. A refused node is no error: its reason is the
-    /// second value.
+    /// Maps the first `bytes` bytes of a file that has at least as many. A refused node is not an error: its reason is
+    /// the second value.
     pub fn map(file: &File, bytes: usize, options: MapOptions) -> io::Result<(Self, Option<io::Error>)> {
         let access = libc::PROT_READ | if options.write { libc::PROT_WRITE } else { 0 };
         let fd = file.as_raw_fd();

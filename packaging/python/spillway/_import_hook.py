@@ -1,4 +1,4 @@
-"""Changes classes of other packages after their modules were imported, and takes the changes back.
+"""Changes classes of other packages after their modules were imported, and reverts the changes.
 
 A finder in front of sys.meta_path sees every import, also of a second copy of a module under another name. This module imports only the
 standard library, because .pth files run it in every Python process of a job."""
@@ -67,7 +67,7 @@ class Patches:
         self._restore = []
 
     def set(self, owner, attribute, value):
-        """setattr that revert() takes back, unless another program has set the attribute since."""
+        """setattr that revert() undoes, unless another program has set the attribute since."""
         missing = object()
         before = vars(owner).get(attribute, missing)
 
@@ -83,6 +83,6 @@ class Patches:
         self._restore.append(restore)
 
     def revert(self):
-        """Takes all changes back, the last one first."""
+        """Reverts all changes, the last one first."""
         while self._restore:
             self._restore.pop()()

@@ -30,7 +30,7 @@ _NUMPY = {"f32": "float32", "f16": "float16", "bf16": "uint16"}
 
 
 class ArenaInfo(NamedTuple):
-    """What a process knows about an arena.
+    """An arena as this process sees it.
 
     Attributes:
         fd: A descriptor of the memory, valid until close; it may be sent to other processes.
@@ -44,7 +44,7 @@ class ArenaInfo(NamedTuple):
         is_owner: True if this object created the arena.
         writable: True if it is mapped for writing.
         huge: True if reserved huge pages back it.
-        notes: What the arena got instead of what was asked for, and why; empty if it got everything."""
+        notes: Requested properties that the arena lacks, with the reasons; empty if it has all of them."""
 
     fd: int
     base: int
@@ -108,7 +108,7 @@ class Verdict(NamedTuple):
 class Arena(_NativeHandle):
     """Shared memory with named regions. Thread-safe. Make one by `Arena.create`, `Arena.open` or `Arena.open_fd`.
 
-    Views and tensors are memory of the arena itself. The arena stays mapped while one of them is alive: close() is a
+    Views and tensors are memory of the arena itself. The arena stays mapped while one of them is alive: close() raises
     BusyError then, and a `with` block that ends leaves the close to the last of them.
 
     Example:
@@ -139,7 +139,7 @@ class Arena(_NativeHandle):
         Raises:
             ArenaExistsError: An arena of this name exists.
             ArenaForeignError: The name belongs to another user, or is a link.
-            SystemCallError: There is no room."""
+            SystemCallError: There is too little shared memory."""
         table = (_abi.ArenaRegion * len(regions))()
         for row, (region, size) in zip(table, regions.items()):
             row.struct_size = ctypes.sizeof(_abi.ArenaRegion)
@@ -164,7 +164,7 @@ class Arena(_NativeHandle):
         Raises:
             ArenaMissingError: There is none.
             PeerEndedError: Its owner has ended.
-            ArenaFormatError: It is truncated, damaged, no arena, or of another version.
+            ArenaFormatError: It is truncated, damaged, not an arena, or of another version.
             ArenaForeignError: It belongs to another user."""
         return cls("spw_arena_open", name.encode(), _WRITE * write + _ORPHAN * orphan, _milliseconds(timeout))
 
@@ -175,7 +175,7 @@ class Arena(_NativeHandle):
         return cls("spw_arena_open_fd", fd, _WRITE * write + _ORPHAN * orphan)
 
     def info(self) -> ArenaInfo:
-        """Returns what this process knows about the arena."""
+        """Returns the properties of the arena and of its mapping in this process."""
         found, needed = _abi.sized(_abi.ArenaInfo), ctypes.c_uint64()
         self._call("spw_arena_get_info", ctypes.byref(found))
         self._call("spw_arena_get_notes", None, 0, ctypes.byref(needed))
@@ -261,7 +261,7 @@ class Arena(_NativeHandle):
         return generation.value
 
     def snapshot(self, name: str, *, at_least: int = 0, timeout: float | None = None) -> Snapshot:
-        """Begins a read in place: waits until no writer is at work. What is read counts only after `validate`.
+        """Begins a read in place: waits until no writer is at work. Data that is read is valid only after `validate`.
 
         Args:
             name: The region.

@@ -191,7 +191,7 @@ class PeerEndedError(ArenaError):
 
 
 class ArenaFormatError(ArenaError):
-    """The memory is no arena, has a format version that this library does not read, or is truncated or damaged."""
+    """The memory is not an arena, has a format version that this library does not read, or is truncated or damaged."""
 
     status = 63
 

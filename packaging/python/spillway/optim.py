@@ -177,7 +177,7 @@ class Adam(_Optimizer):
             its tensor: give tensors that are stepped by one call seeds of their own, with an Adam each.
 
     Raises:
-        InvalidArgumentError: An option is no number, or `weight_decay_mode` or `rounding` is unknown.
+        InvalidArgumentError: An option is not a number, or `weight_decay_mode` or `rounding` is unknown.
 
     Example:
         adam = spillway.Adam(lr=1e-3, weight_decay=0.01)
@@ -220,7 +220,7 @@ class Adagrad(_Optimizer):
         weight_decay: Weight decay; None: 0.
 
     Raises:
-        InvalidArgumentError: An option is no number.
+        InvalidArgumentError: An option is not a number.
 
     Example:
         spillway.Adagrad(lr=1e-2).step([(param, grad, exp_avg_sq)])"""
@@ -247,7 +247,7 @@ class Lion(_Optimizer):
         weight_decay: Decoupled weight decay; None: 0.
 
     Raises:
-        InvalidArgumentError: An option is no number.
+        InvalidArgumentError: An option is not a number.
 
     Example:
         spillway.Lion(lr=1e-4).step([(param, grad, exp_avg)])"""
@@ -396,7 +396,7 @@ def grad_stats(grad: Array, *, scale: float = 1.0, uint16_dtype: str | None = No
         uint16_dtype: The dtype that a uint16 array holds: "bf16" or "f16".
 
     Raises:
-        InvalidArgumentError: `grad` is no such array.
+        InvalidArgumentError: `grad` is not such an array.
 
     Example:
         norm = spillway.grad_stats(grad).sum_squares ** 0.5"""

@@ -1,4 +1,4 @@
-"""Plans the training of a model on a machine: memory, traffic and seconds of each strategy, and which is best.
+"""Plans the training of a model on a machine: memory, traffic and seconds of each strategy, and the best strategy.
 
     found = spillway.plan_model("config.json", machine="gh200", micro_batch=4)
     found["best"], found["model"]["parameters"]
@@ -61,7 +61,7 @@ def plan_model(model: str | os.PathLike[str] | Mapping[str, Any] | Any, *, paths
         try:
             text = json.dumps(dict(fields), default=str)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidArgumentError(f"plan_model: the configuration is no JSON: {error}") from error
+            raise InvalidArgumentError(f"plan_model: the configuration cannot be written as JSON: {error}") from error
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return _run(path, given)

@@ -1,6 +1,6 @@
 """EXPERIMENTAL: stages, asynchronous optimizer jobs of a pipeline.
 
-A stage steps its tensors as soon as their gradients are there, before the gradients of other stages and processes are
+A stage steps its tensors as soon as their gradients are complete, before the gradients of other stages and processes are
 validated. The verdict comes later: it keeps every step, or rolls every step back to the bit. Stages share the processors of
 the thread pool.
 

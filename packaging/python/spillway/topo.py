@@ -1,4 +1,4 @@
-"""The topology of the machine, the processors of a rank, and workers that are bound to processors.
+"""EXPERIMENTAL: the topology of the machine, the processors of a rank, and workers that are bound to processors.
 
 Processors and nodes are the system's numbers. Only threads of the library are ever bound: the affinity of the program's own
 threads stays as it is.
@@ -101,7 +101,7 @@ class Topology:
         """Returns the node with this number.
 
         Raises:
-            InvalidArgumentError: there is no such node."""
+            InvalidArgumentError: There is no such node."""
         for node in self.nodes:
             if node.id == number:
                 return node
@@ -180,7 +180,7 @@ def place(rank: int, ranks: int, share: float = 0.8, scope: str = "node", *, loa
         root: As in `read`.
 
     Raises:
-        InvalidArgumentError: an argument is out of range."""
+        InvalidArgumentError: An argument is out of range."""
     return _cores(root, load_driver, ranks, rank, share, scope)
 
 
@@ -205,7 +205,7 @@ def bind(cpus: _Iterable[int] | str) -> None:
     Without a number from `set_num_threads` or SPILLWAY_NUM_THREADS there is a worker for each core.
 
     Raises:
-        InvalidArgumentError: no processor is given, or one that is offline or not in the process's cpuset."""
+        InvalidArgumentError: No processor is given, or one that is offline or not in the process's cpuset."""
     text = cpus if isinstance(cpus, str) else ",".join(str(int(cpu)) for cpu in cpus)
     with _Handle() as handle:
         _native.check(_native.library().spw_topo_bind_workers(handle.value, text.encode()))

@@ -45,7 +45,7 @@ enum Command {
     Bench(Bench),
     /// Finds the best I/O settings for a directory, and saves them in the profile that engines read.
     Tune(tune::Options),
-    /// Plans the training of a model on a machine, or one interleaved update: bytes, seconds, and what is best.
+    /// Plans the training of a model on a machine, or one interleaved update: bytes, seconds, and the best strategy.
     Plan(Box<plan_command::Options>),
     /// Draws processors, NUMA nodes, GPUs and drives, and says how a launcher binds ranks to them.
     Topo(topo::Options),

@@ -24,7 +24,7 @@ pub enum Command {
     Show(Show),
     /// Makes the partitions for a command or a process; needs root.
     Apply(Apply),
-    /// Removes the partitions that a process left that has ended.
+    /// Removes the partitions of a process that has ended.
     Restore(Restore),
 }
 

@@ -21,7 +21,7 @@ pub enum spw_arena_flag {
     /// Try huge pages: reserved ones for a memfd, transparent ones otherwise. `spw_arena_get_notes` says why there are
     /// none.
     SPW_ARENA_FLAG_HUGE = 1,
-    /// Bind the pages to the NUMA node `node`. A refused node is no error: `spw_arena_get_notes` has the reason.
+    /// Bind the pages to the NUMA node `node`. A refused node is not an error: `spw_arena_get_notes` has the reason.
     SPW_ARENA_FLAG_BIND_NODE = 2,
     /// Remove an arena of this name whose owner has ended. An arena with a live owner is never removed.
     SPW_ARENA_FLAG_COLLECT = 4,
@@ -76,7 +76,7 @@ pub struct spw_arena_options {
 
 abi_struct!(spw_arena_options, 40: struct_size, flags, name, regions, region_count, node, processes);
 
-/// What a process knows about an arena. `base`, `bytes` and `fd` describe the memory for a library that registers it,
+/// An arena as this process sees it. `base`, `bytes` and `fd` describe the memory for a library that registers it,
 /// such as one for RDMA: they are valid until `spw_arena_close`, and `id` tells two arenas at one address apart.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -126,7 +126,7 @@ impl Handle for spw_arena {
 ///
 /// - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives.
 /// - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
-/// - SPW_ERR_SYSTEM: there is no room, or /proc is not mounted.
+/// - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `arena_out` to a pointer.
@@ -150,7 +150,7 @@ pub unsafe extern "C" fn spw_arena_create(
 ///
 /// - SPW_ERR_ARENA_MISSING: it does not exist.
 /// - SPW_ERR_ARENA_PEER_ENDED: its owner has ended.
-/// - SPW_ERR_ARENA_FORMAT: it is truncated, damaged, no arena, or of another version.
+/// - SPW_ERR_ARENA_FORMAT: it is truncated, damaged, not an arena, or of another version.
 /// - SPW_ERR_ARENA_FOREIGN: it belongs to another user.
 ///
 /// # Safety
@@ -173,7 +173,7 @@ pub unsafe extern "C" fn spw_arena_open(
 }
 
 /// Opens an arena that was created without a name, by a descriptor of its memfd: received from its owner, or opened as
-/// /proc/PID/fd/FD. The descriptor stays the caller's. Errors as of `spw_arena_open`.
+/// /proc/PID/fd/FD. The caller keeps the descriptor. Errors are those of `spw_arena_open`.
 ///
 /// # Safety
 /// `arena_out` points to a pointer.
@@ -211,7 +211,7 @@ pub unsafe extern "C" fn spw_arena_collect(name: *const c_char) -> spw_status {
     guard(|| collect(unsafe { input::text(name, "name") }?))
 }
 
-/// Writes what this process knows about the arena.
+/// Writes the properties of the arena and of its mapping in this process.
 ///
 /// # Safety
 /// `info_out` points to a struct of `struct_size` bytes.
@@ -241,8 +241,8 @@ pub unsafe extern "C" fn spw_arena_get_info(
     })
 }
 
-/// Writes what the arena got instead of what was asked for, and why, as a text: empty if it got everything. `size` and
-/// `needed_out` as for every text output.
+/// Writes the requested properties that the arena lacks, such as huge pages, and the reasons. The text is empty if the
+/// arena has all of them. `size` and `needed_out` as for every text output.
 ///
 /// # Safety
 /// `text_out` has room for `size` bytes, or is NULL. `needed_out` points to a u64, or is NULL.

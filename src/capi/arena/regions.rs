@@ -126,7 +126,7 @@ pub unsafe extern "C" fn spw_arena_write_begin(
     })
 }
 
-/// Ends a write: the region holds the whole of its new generation. Waiting readers of all processes go on.
+/// Ends a write: the region holds the whole of its new generation. Waiting readers of all processes continue.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_arena_write_end(arena: Option<&spw_arena>, region: u32) -> spw_status {
     guard(|| handle::get(arena)?.0.write_end(region))
@@ -143,8 +143,8 @@ pub extern "C" fn spw_arena_write_abort(arena: Option<&spw_arena>, region: u32, 
 }
 
 /// Begins a read in place: waits until no writer is at work and the region has at least generation `at_least`, for up to
-/// `timeout_ms` milliseconds (0: polls; negative: without limit). What is read at the address of the region counts only
-/// after `spw_arena_read_validate` has returned SPW_OK for the snapshot.
+/// `timeout_ms` milliseconds (0: polls; negative: without limit). Data that is read at the region's address is valid
+/// only after `spw_arena_read_validate` has returned SPW_OK for the snapshot.
 ///
 /// - SPW_ERR_ARENA_TORN: the writer ended in the middle of a write.
 /// - SPW_ERR_TIMEOUT: the message names the writer, or the generation.

@@ -98,7 +98,7 @@ pub enum spw_status {
     SPW_ERR_ARENA_CHANGED = 61,
     /// A process that the call depends on has ended: the owner of an arena, or one that has not posted its verdict.
     SPW_ERR_ARENA_PEER_ENDED = 62,
-    /// The memory is no arena, has a format version that this library does not read, or is truncated or damaged.
+    /// The memory is not an arena, has a format version that this library does not read, or is truncated or damaged.
     SPW_ERR_ARENA_FORMAT = 63,
     /// The memory belongs to another user, is a link, or has a second name.
     SPW_ERR_ARENA_FOREIGN = 64,

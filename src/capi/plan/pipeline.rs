@@ -113,8 +113,8 @@ impl Handle for spw_pipeline {
     }
 }
 
-/// Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. The handle
-/// is given back to `spw_pipeline_close`.
+/// Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. Close the
+/// handle with `spw_pipeline_close`.
 ///
 /// # Safety
 /// `options` and each unit have `struct_size` bytes, `units` has `unit_count` entries, `pipeline_out` points to a

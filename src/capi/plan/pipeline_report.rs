@@ -1,4 +1,4 @@
-//! What a planned pipeline consists of: operations, changes of memory, predictions, a picture.
+//! The parts of a planned pipeline: operations, changes of memory, predictions, a picture.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_char;
@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::plan::pipeline::graph::Kind;
 use crate::plan::pipeline::{Plan, svg};
 
-/// What an operation does. Passed as `uint32_t`.
+/// Kind of an operation. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_pipeline_kind {
@@ -45,7 +45,7 @@ pub enum spw_pipeline_kind {
     SPW_PIPELINE_KIND_VALIDATE = 12,
 }
 
-/// What memory on a device holds. Passed as `uint32_t`.
+/// Content of memory on a device. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_pipeline_memory {

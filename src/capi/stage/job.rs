@@ -190,8 +190,8 @@ pub extern "C" fn spw_stage_commit(stage: Option<&spw_stage>) -> spw_status {
     guard(|| handle::get(stage)?.stage.resolve(Verdict::Commit))
 }
 
-/// Rolls the step back and repeats it with the gradient factor `grad_scale`, rounded to f32: gradients are clipped after
-/// all. Otherwise as `spw_stage_commit`.
+/// Rolls the step back and repeats it with the gradient factor `grad_scale`, rounded to f32. This clips the gradients.
+/// Otherwise as `spw_stage_commit`.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_stage_redo(stage: Option<&spw_stage>, grad_scale: f64) -> spw_status {
     guard(|| {

@@ -48,7 +48,7 @@ pub enum spw_topo_node_kind {
     SPW_TOPO_NODE_KIND_EMPTY = 7,
 }
 
-/// What to read. Zero is a good default for every field but struct_size.
+/// Source of the topology. Zero is a good default for every field but struct_size.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_topo_options {
@@ -176,8 +176,8 @@ impl spw_topo {
     }
 }
 
-/// Reads the topology. `options` NULL: this machine, without loading a driver. What the system does not state is
-/// unknown in the result; only a GPU driver that was asked can fail.
+/// Reads the topology. `options` NULL: this machine, without loading a driver. Properties that the system does not state
+/// are unknown in the result. Only a query of the GPU driver can fail.
 ///
 /// # Safety
 /// `options` is NULL or points to a struct of `struct_size` bytes, `topo_out` points to a pointer.

@@ -68,7 +68,7 @@ pub struct spw_topo_pages {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Pages looked at: all, or 65536 in equal distances.
+    /// Inspected pages: all, or 65536 in equal distances.
     pub sampled: u64,
     /// Of these: on the node.
     pub on_node: u64,
@@ -81,7 +81,7 @@ pub struct spw_topo_pages {
 abi_struct!(spw_topo_pages, 40: struct_size, reserved, sampled, on_node, elsewhere, absent);
 
 /// Writes processors of a rank: of the node of its GPU, divided evenly among the ranks on that node (SuperOffload section
-/// 4.7). Only processors that this process may use are given out; cores are never divided. If the node of the GPU is not
+/// 4.7). A rank gets only processors that this process may use; cores are never divided. If the node of the GPU is not
 /// known, all usable processors count as its node. A truncated list names wrong processors: compare `needed_out`.
 ///
 /// # Safety

@@ -1,9 +1,9 @@
 //! Stages: asynchronous optimizer jobs of a pipeline (SysX sections 3.2 and 4, "CPU optimizer").
 //!
-//! A stage steps its tensors as soon as their gradients are there, before the other stages and processes have validated
-//! theirs. The verdict of all comes later, and keeps every step or rolls every step back, exactly to the bit. A stage is
-//! a speculation engine of one bucket; what stages add is the division of the processors among them, and the
-//! publication of 16-bit copies into an arena.
+//! A stage steps its tensors as soon as their gradients are complete, before the other stages and processes have
+//! validated theirs. The verdict of all comes later, and keeps every step or rolls every step back, exactly to the bit.
+//! A stage is a speculation engine of one bucket. Stages also divide the processors among them, and publish 16-bit copies
+//! into an arena.
 //!
 //! | file | holds |
 //! |---|---|

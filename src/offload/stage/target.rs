@@ -4,7 +4,7 @@
 //! - The region is in a write whenever a task may change the copies: readers of all processes see the copies of one
 //!   whole step.
 //! - A step that is kept ends the write with the new generation. A step that is rolled back ends it with the earlier
-//!   one, whose copies are there again. A task that fails or panics in between leaves the region torn.
+//!   one, whose copies are restored. A task that fails or panics in between leaves the region torn.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;

@@ -99,7 +99,7 @@ impl Machine {
     }
 }
 
-/// What a run trains with.
+/// Parameters of a training run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Workload {
     /// Number of ranks, each with one GPU of this machine.

@@ -1,4 +1,5 @@
-//! The planner: what a model needs under each strategy on a machine, what a step moves and takes, and which is best.
+//! The planner: the memory of a model under each strategy on a machine, the bytes and seconds of a step, and the best
+//! strategy.
 //!
 //! | file | holds |
 //! |---|---|

@@ -121,7 +121,7 @@ pub struct Seconds {
     pub tokens_per_second: f64,
 }
 
-/// What a path holds.
+/// States on a path.
 #[derive(Debug, Clone, Serialize)]
 pub struct PathUse {
     /// The path.
@@ -134,7 +134,7 @@ pub struct PathUse {
     pub space_bytes: u64,
 }
 
-/// Plans `model` on `machine`. Fails where an argument is out of range; a strategy that does not fit is no error.
+/// Plans `model` on `machine`. Fails where an argument is out of range; a strategy that does not fit is not an error.
 pub fn plan(model: &Model, machine: &Machine, run: &Workload, budget: &TierBudget) -> Result<Plan> {
     let case = Case::new(model, machine, run, budget)?;
     let mut strategies = Vec::new();

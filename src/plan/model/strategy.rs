@@ -228,8 +228,8 @@ impl<'a> Case<'a> {
         })
     }
 
-    /// What a strategy places where. `host_left`: host memory of a rank. Fails where an argument is out of range, or
-    /// where the buffers of a tiered update do not fit into `host_left`.
+    /// Places states, gradients and steps for a strategy. `host_left`: host memory of a rank. Fails where an argument is
+    /// out of range, or where the buffers of a tiered update do not fit into `host_left`.
     pub fn place(&self, strategy: Strategy) -> Result<Placement> {
         let run = self.run;
         let shard = self.shard;

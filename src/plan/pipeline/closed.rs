@@ -22,7 +22,7 @@ impl Closed {
 }
 
 /// Times of a schedule whose forward stages take `forward` seconds per micro-batch and whose backward stages take
-/// `backward`. With one stage per device these are Equations 1 and 2. `None` if the stages are no multiple of the
+/// `backward`. With one stage per device these are Equations 1 and 2. `None` if the stages are not a multiple of the
 /// devices, or if a decoupled backward stage is faster than a forward stage: no closed form is known then.
 ///
 /// With v_f forward and v_b backward stages per device, and M = max(N_m, N_g):

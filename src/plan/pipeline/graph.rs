@@ -4,7 +4,7 @@
 use super::reserve;
 use crate::error::Result;
 
-/// What an operation does.
+/// Kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
     /// Forward pass of a stage.
@@ -56,7 +56,7 @@ pub const NONE: u32 = u32::MAX;
 /// An operation of a device.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Operation {
-    /// What the operation does.
+    /// Its kind.
     pub kind: Kind,
     /// The device.
     pub device: u32,

@@ -18,7 +18,7 @@ use super::residency::Residency;
 use super::{Shape, Unit, filled, reserve, reserved};
 use crate::error::Result;
 
-/// What a buffer holds.
+/// Content of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Category {
     /// Parameters.

@@ -131,7 +131,7 @@ impl Shape {
         stage % self.devices
     }
 
-    /// The device of a backward stage. Decoupled stages go on with the device after that of the last forward stage.
+    /// The device of a backward stage. Decoupled stages continue with the device after that of the last forward stage.
     pub fn backward_device(&self, stage: u32) -> u32 {
         match self.schedule {
             Schedule::Decoupled => (self.stages + (self.backward_stages() - 1 - stage)) % self.devices,

@@ -59,7 +59,7 @@ fn one_forward_one_backward(shape: &Shape, device: u32) -> Result<Vec<Pass>> {
         let (group, inside) = (number / (devices * chunks), number % (devices * chunks));
         let chunk = if backward { chunks - 1 - inside / devices } else { inside / devices };
         match chunks {
-            // Also for numbers of micro-batches that are no multiple of the devices.
+            // Also for numbers of micro-batches that are not a multiple of the devices.
             1 => Pass { backward, stage: device, micro_batch: number },
             _ => Pass {
                 backward,

@@ -1,4 +1,4 @@
-//! What a schedule costs: times, bubble ratios, memory, messages.
+//! The costs of a schedule: times, bubble ratios, memory, messages.
 //!
 //! Two accountings of bubbles, both as idle time of the devices over the whole time of all devices:
 //! - of the passes: from the first pass to the last (Equation 3, Figures 1 and 5);

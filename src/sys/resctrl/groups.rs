@@ -67,7 +67,7 @@ fn value_of(text: &str) -> &str {
     text.trim_start_matches('0')
 }
 
-/// Removes the groups. Missing groups are no error.
+/// Removes the groups. Missing groups are not an error.
 pub(super) fn remove(root: &Root) -> Result<()> {
     for name in NAMES {
         let folder = format!("{MOUNT}/{name}");

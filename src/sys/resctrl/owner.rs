@@ -90,7 +90,7 @@ impl Place {
         Ok(Place { folder, _lock: lock })
     }
 
-    /// The owner; `None` if there is none. An unreadable file is an error: what it stood for is unknown.
+    /// The owner; `None` if there is none. An unreadable file is an error: its groups may belong to a live process.
     pub fn owner(&self) -> Result<Option<Owner>> {
         let path = self.folder.join("owner");
         let text = Root::at(&self.folder).text("owner");

@@ -21,7 +21,7 @@ use crate::sys::topology::{Root, Topology};
 /// Share of the optimizer in the parts of the cache, and in the bandwidth.
 const CACHE_SHARE: u32 = 3;
 const BANDWIDTH_SHARE: u64 = 5;
-/// A larger value is no share: with the mount option mba_MBps, values are MB/s.
+/// A larger value is not a share: with the mount option mba_MBps, values are MB/s.
 const MOST_BANDWIDTH: u64 = 1 << 16;
 
 /// A group of resctrl.
@@ -111,7 +111,7 @@ fn masks(support: &Support) -> Option<[u64; 2]> {
     Some([ones(trainer) << optimizer, ones(optimizer)])
 }
 
-/// Bandwidths of trainer and optimizer; `None` if `full` is no share.
+/// Bandwidths of trainer and optimizer; `None` if `full` is not a share.
 fn bandwidth(support: &Support, full: &str) -> Option<[u64; 2]> {
     let (support, full) = (support.bandwidth?, full.parse::<u64>().ok()?);
     let fifth = full.div_ceil(BANDWIDTH_SHARE).div_ceil(support.step) * support.step;

@@ -1,4 +1,4 @@
-//! What the machine supports.
+//! Support for partitions by the processor, the kernel and the mounted file system.
 #![forbid(unsafe_code)]
 
 use serde::Serialize;

@@ -7,7 +7,7 @@ use super::sysfs::Root;
 use crate::sys::bitmap::Bitmap;
 use crate::sys::cpuset::widest;
 
-/// What a process may use.
+/// Processors and memory nodes that a process may use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Allowed {
     /// Online processors of the cgroup's cpuset.

@@ -57,7 +57,7 @@ impl Serialize for PciAddress {
     }
 }
 
-/// What a device is.
+/// Kind of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviceKind {
@@ -72,7 +72,7 @@ pub enum DeviceKind {
 /// A GPU or an NVMe drive.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Device {
-    /// What it is.
+    /// Its kind.
     pub kind: DeviceKind,
     /// Address.
     pub pci: PciAddress,

@@ -5,7 +5,7 @@
 //! - Processors of one core stay together.
 //! - The ranks of a node share its cores evenly, in the order of their numbers. Two ranks get the same core only if there
 //!   are more ranks than cores.
-//! - Only processors that this process may use are given out.
+//! - A rank gets only processors that this process may use.
 #![forbid(unsafe_code)]
 
 use serde::Serialize;
@@ -26,7 +26,7 @@ pub enum Scope {
     Package,
 }
 
-/// What one rank uses.
+/// GPU, node and processors of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Rank {
     /// Number of the rank on this machine.

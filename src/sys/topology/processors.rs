@@ -17,7 +17,7 @@ pub struct Package {
     pub cpus: Bitmap,
 }
 
-/// What a cache holds.
+/// Content of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheKind {
@@ -34,7 +34,7 @@ pub enum CacheKind {
 pub struct Cache {
     /// 1 is next to the core.
     pub level: u32,
-    /// What it holds.
+    /// Its content.
     pub kind: CacheKind,
     /// Online processors that share it.
     pub cpus: Bitmap,

@@ -2,7 +2,7 @@
 //!
 //! A compiled `cpu_adam`, `cpu_adagrad` or `cpu_lion` calls its own C++ functions through its global offset table, and
 //! the loader fills that table from this library first. The functions here have the C++ names. Each takes its tensors
-//! apart with torch's C functions, and steps with `libspillway.so`. What does not fit goes to the function of the op.
+//! apart with torch's C functions, and steps with `libspillway.so`. Other calls go to the op's own function.
 //!
 //! | file | content |
 //! |---|---|
@@ -61,7 +61,7 @@ type LionStep =
 type LionCreate = unsafe extern "C-unwind" fn(c_int, f32, f32, f32, f32, bool) -> c_int;
 type Destroy = unsafe extern "C-unwind" fn(c_int) -> c_int;
 
-/// What a function returns if neither Spillway nor the op can serve it.
+/// Return value of a call that neither Spillway nor the op can serve.
 const FAILED: c_int = -1;
 
 unsafe extern "C-unwind" fn create_adam(

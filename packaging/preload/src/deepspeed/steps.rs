@@ -11,7 +11,7 @@ use super::recordings;
 use super::tensor::{self, AtTensor};
 use crate::report::Level;
 
-/// What became of a call.
+/// Outcome of a call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Served {
     Yes,
@@ -69,7 +69,7 @@ pub fn destroy(op: Option<&'static Op>, kind: Kind, id: c_int) {
             Kind::Adagrad => spillway.adagrad_destroy,
             Kind::Lion => spillway.lion_destroy,
         };
-        // An unknown id is no error, as in DeepSpeed.
+        // An unknown id is not an error, as in DeepSpeed.
         // SAFETY: the function takes a number.
         unsafe { destroy(id) };
         recordings::forget(spillway, id);

@@ -59,7 +59,7 @@ def install(set_attribute=setattr):
     """Puts the streams in the place of CUDA's, and pageable memory in the place of pinned memory.
 
     Args:
-        set_attribute: setattr, or a function like it that can take the changes back."""
+        set_attribute: setattr, or a function like it whose changes can be reverted."""
     asked.clear()
     empty = torch.empty
     set_attribute(torch.cuda, "Stream", Stream)

@@ -85,7 +85,7 @@ def numbers(**given):
 
 
 def destroy(function, optimizer_id):
-    """Destroys an optimizer. An unknown id is no error, as in DeepSpeed, which calls this from __del__."""
+    """Destroys an optimizer. An unknown id is not an error, as in DeepSpeed, which calls this from __del__."""
     try:
         invoke(function, optimizer_id)
     except UnknownIdError:

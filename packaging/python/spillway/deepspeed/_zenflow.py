@@ -24,7 +24,7 @@ NOT_SERVED = {}
 _HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
 # The id on which hyper-parameters are checked; DeepSpeed counts its ids from 0.
 _CHECK_ID = -1
-# Linux's mask of cores has as many bits as the largest core; larger numbers are no cores.
+# Linux's mask of cores has as many bits as the largest core; larger numbers are not cores.
 _MOST_CORES = 1 << 16
 
 _handles = {}
@@ -62,7 +62,7 @@ def zenflow_adam_register_group(handle, param, grad0, grad1, exp_avg0, exp_avg1,
 
 
 def zenflow_adam_destroy(handle, /):
-    """Destroys a worker. An unknown handle is no error, as in DeepSpeed."""
+    """Destroys a worker. An unknown handle is not an error, as in DeepSpeed."""
     _handles.pop(_call.integer(handle, "handle", 1 << 31, -(1 << 31)), None)
 
 
@@ -154,7 +154,7 @@ class _Worker:
     @contextlib.contextmanager
     def on_its_cores(self):
         """Runs steps on the worker's cores, with a thread for each. Threads inherit the mask of the thread that starts
-        them. Cores that this process may not use are no error, as in DeepSpeed."""
+        them. Cores that this process may not use are not an error, as in DeepSpeed."""
         mask, threads = os.sched_getaffinity(0), spillway.num_threads()
         with contextlib.suppress(OSError):
             if self._cores:

@@ -54,7 +54,7 @@ def _lacks(optimizer):
     for group in optimizer.param_groups:
         flags = [flag for flag in ("amsgrad", "capturable", "differentiable") if group.get(flag)]
         if flags:
-            return f"a group has {flags[0]}, which Spillway's Adam has not"
+            return f"a group has {flags[0]}, which Spillway's Adam does not support"
         for param in group["params"]:
             if not param.is_cuda:
                 return "a parameter is in host memory, and Megatron offloads parameters of a GPU"

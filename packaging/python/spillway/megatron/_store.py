@@ -7,8 +7,8 @@
         ...                            # distributed_optimizer.step() steps on the tier
         store.commit()                 # this step survives a crash from here on
 
-The float32 masters and both moments are on the tier. In memory are the buffers of a few buckets, the gradients, and the 16-bit weights on
-their way back. A step has the bits of a step in memory (spillway.torch.AdamW over float32 masters)."""
+The float32 masters and both moments are on the tier. Host memory holds the buffers of a few buckets, the gradients, and the 16-bit weights
+that go back to the GPU. A step has the bits of a step in memory (spillway.torch.AdamW over float32 masters)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism with offloaded parameters (SysX section 3): schedules, and a runner with one process per device.
+"""EXPERIMENTAL: pipeline parallelism with offloaded parameters (SysX section 3): schedules, and a runner with one process per device.
 
     plan = spillway.pipeline.plan("decoupled", devices=4, micro_batches=4, stages=8, split=2)
     print(plan.passes_bubble_ratio)

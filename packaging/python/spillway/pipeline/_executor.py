@@ -1,4 +1,4 @@
-"""Runs the program of a device: begins operations, waits for them, and keeps what passes hand on to each other.
+"""Runs the program of a device: begins operations, waits for them, and keeps the buffers that passes exchange.
 
 Invariants:
 - The device follows its program. A begin hands the operation to a thread: one for passes, one each for fetches and

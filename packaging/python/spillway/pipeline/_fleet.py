@@ -103,7 +103,7 @@ class Fleet:
         try:
             return self._ask(orders, None if timeout is None else time.monotonic() + timeout)
         except BaseException as error:
-            # A step that ended halfway cannot go on, whatever ended it.
+            # A step that ended halfway cannot continue, whatever ended it.
             self.kill()
             if self._closing and isinstance(error, Exception):
                 raise BusyError("another thread closed this pipeline during the call; its step did not end") from None

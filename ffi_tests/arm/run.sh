@@ -189,16 +189,17 @@ checkers() {
     [ "${cases:-0}" -ge 756 ]
 }
 
-# Tests that do not depend on the processor run on one processor. Four groups of tests are skipped:
+# Tests that do not depend on the processor run on one processor. Five groups of tests are skipped:
 # - tests that reserve terabytes of address space, because qemu-user keeps a record of each page;
 # - tests that use MADV_DONTFORK, which qemu-user ignores;
+# - tests that bind threads and ask for the nodes of pages, because qemu-user lacks the calls;
 # - tests that start themselves as another process, which the host cannot run;
 # - slow tests of nothing specific to this processor: the PTX interpreter, crashes of a simulated disk or store, all
 #   2^32 patterns of a split in integers, and the exhaustive search over plans.
 library_tests() {
     set --
     for skipped in far_more_than_the_machine_has real_processes_exclude gpu::tests::bits interleave::tests::cuda a_crash_at_any \
-        is_not_there_in_a_forked_child sys::lock::tests in_flight::a_forked_child in_flight::a_tier_ \
+        is_not_there_in_a_forked_child sys::binding::tests sys::page_nodes::tests sys::lock::tests in_flight::a_forked_child in_flight::a_tier_ \
         tier::tests::crash tier::tests::before swap::tests::split all_patterns_come_back choose::tests; do
         set -- "$@" --skip "$skipped"
     done

@@ -355,10 +355,18 @@ def test_steps_run_on_the_cores_of_the_worker_with_a_thread_for_each(op, monkeyp
     assert spillway.num_threads() == before
 
 
-def test_a_signal_interrupts_a_wait(op):
+@pytest.fixture
+def interrupts():
+    """SIGINT raises KeyboardInterrupt: a shell starts its background jobs with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_interrupts_a_wait(op, interrupts):
     ctrl = block(op, 1)
     timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        op.zenflow_adam_wait(ctrl.data_ptr(), math.inf)
+        op.zenflow_adam_wait(ctrl.data_ptr(), 60.0)
     timer.join()

@@ -150,7 +150,15 @@ def started(backend):
     return fleet, fleet.process_ids()
 
 
-def test_an_interrupt_and_a_close_by_a_handler_end_all_processes():
+@pytest.fixture
+def interrupts():
+    """SIGINT raises KeyboardInterrupt: a shell starts its background jobs with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_and_a_close_by_a_handler_end_all_processes(interrupts):
     fleet, ids = started(InterruptingBackend)
     with pytest.raises(KeyboardInterrupt):
         fleet.ask([("step", 1)] * DEVICES, timeout=300)

@@ -343,3 +343,15 @@ def test_gradients_of_16_bits_for_parameters_of_32(dtype):
         expected.step()
     for one, other in zip(params, reference):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("what", ["parameter", "exp_avg", "exp_avg_sq"])
+def test_a_rollback_of_tensors_that_were_written_to_is_refused(what):
+    param = torch.nn.Parameter(torch.ones(1000))
+    optimizer = own.AdamW([param], lr=0.1, undo=True)
+    param.grad = torch.ones(1000)
+    optimizer.step()
+    with torch.no_grad():
+        (param if what == "parameter" else optimizer.state[param][what]).mul_(7)
+    with pytest.raises(spillway.InvalidArgumentError, match="a parameter or a state was written to since the step"):
+        optimizer.rollback()

@@ -326,8 +326,17 @@ class Swap(_NativeHandle):
         Args:
             step: Number of the step, which the next open of the tier returns.
             payload: Data of the caller, up to 1 MiB, which the next open returns."""
+        self._commit(step, payload, [])
+
+    def _commit(self, step: int, payload: bytes | bytearray | memoryview, status: list[int]) -> None:
+        """Commits, and appends the status of the call to `status`, also if a signal handler raises after the call."""
         step, stored = number(step, "step"), payload_of(payload)
-        self.tier.committing(lambda: self._call("spw_swap_commit", step, stored, len(stored)))
+
+        def call() -> None:
+            self._through(lambda handle: record(status, _native.library().spw_swap_commit, handle, step, stored, len(stored)))
+            _native.check(status[0])
+
+        self.tier.committing(call)
 
     def rollback(self) -> None:
         """Restores the state of the last commit; also valid after a failed step."""

@@ -146,8 +146,13 @@ class OptimizerStateStore:
         Raises:
             IoError: A path failed; the commit before is still there."""
         number = self.steps if step is None else step
-        self._swap.commit(number, json.dumps({"format": 1, "steps": self.steps, "shards": self._digest}).encode())
-        self.committed_step, self._changed, self._committed_steps = number, False, self.steps
+        payload, status = json.dumps({"format": 1, "steps": self.steps, "shards": self._digest}).encode(), []
+        try:
+            self._swap._commit(number, payload, status)
+        finally:
+            # Also if a signal handler raises after the call: the tier has committed.
+            if status == [0]:
+                self.committed_step, self._changed, self._committed_steps = number, False, self.steps
         return number
 
     def rollback(self) -> None:

@@ -129,7 +129,7 @@ class SpillwayOptimizer(OnTier):
         commit, also after a step that failed.
 
         Raises:
-            InvalidArgumentError: There is no step to roll back, or its gradients were changed or freed since."""
+            InvalidArgumentError: There is no step to roll back, or its gradients, parameters or states were written to since."""
         if self._tier is not None:
             self._tier.rollback(self)
             return
@@ -289,17 +289,21 @@ class SpillwayOptimizer(OnTier):
         status: list[int] = []
         try:
             if self.undo:
-                self._last = LastStep(self, table, count, status)
+                self._last = LastStep(self, table, count)
+                self._last.run(status)
             else:
                 table.run(self.c_name, options, status)
             _native.check(status[0])
         except SpillwayError as error:
+            self._last = None
             raise _named(error, table) from None
         finally:
             # Also if a signal handler raises after the call: its step is counted.
             if status == [0]:
                 table.count_step()
                 table.written()
+                if self._last is not None:
+                    self._last.watch()
 
     def _clip(self, table: Table, factor: float) -> float | None:
         """The factor that clips the gradients to `max_norm`; None to skip the step."""

@@ -210,8 +210,13 @@ class TierStates:
         self.take_written()
         steps = [float(optimizer.state[param]["step"]) for param in self.params]
         record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, payload_of(payload))
-        _ranks.together(self._world, lambda: self.swap.commit(self.count if step is None else step, record.packed()))
-        self.committed = record
+        number, status = self.count if step is None else step, []
+        try:
+            _ranks.together(self._world, lambda: self.swap._commit(number, record.packed(), status))
+        finally:
+            # Also if a signal handler raises after the call: the tier has committed.
+            if status == [0]:
+                self.committed = record
 
     def rollback(self, optimizer: SpillwayOptimizer) -> None:
         """Restores the last commit."""

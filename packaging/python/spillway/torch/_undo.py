@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from .. import _abi, _native
 from .._native_handle import _NativeHandle, record
 from ..errors import InvalidArgumentError
+from ._rows import local
 
 if TYPE_CHECKING:
     from ._base import SpillwayOptimizer
@@ -15,29 +19,50 @@ if TYPE_CHECKING:
 
 
 class LastStep(_NativeHandle):
-    """A recorded step of a table's rows. It keeps the gradients, which a rollback reads, until the next step."""
+    """A recorded step of a table's rows. It keeps the gradients, which a rollback reads, until the next step, and knows the tensors that
+    the step wrote."""
 
     closer = "spw_undo_close"
 
-    def __init__(self, optimizer: SpillwayOptimizer, table: Table, count: int, status: list[int]):
-        self._table = table
-        self._grads, self._versions = table.grads, [grad._version for grad in table.grads]
-        self._addresses = [grad.data_ptr() for grad in table.grads]
+    def __init__(self, optimizer: SpillwayOptimizer, table: Table, count: int):
+        self._optimizer, self._table, self._count = optimizer, table, count
+        self._grads, self._grads_then = table.grads, _present(table.grads)
+        self._written: list[torch.Tensor] = []
+        self._written_then: list[tuple[int, int]] = []
         options: Any = _abi.sized(_abi.UndoOptions)
         options.mode, options.tensors = 1, count
         options.elements = sum(entry.n for entry in table.entries)
         self._hold("spw_undo_open", ctypes.byref(options))
-        some = next(iter(table.options.values()))
-        step = getattr(_native.library(), f"spw_undo_{optimizer.c_name}_step")
-        self._through(lambda handle: record(status, step, handle, ctypes.byref(some), ctypes.addressof(table.entries), count, None))
+
+    def run(self, status: list[int]) -> None:
+        """Makes the step, and appends the status of the call to `status`."""
+        table, some = self._table, next(iter(self._table.options.values()))
+        step = getattr(_native.library(), f"spw_undo_{self._optimizer.c_name}_step")
+        self._through(lambda handle: record(status, step, handle, ctypes.byref(some), ctypes.addressof(table.entries), self._count, None))
+
+    def watch(self) -> None:
+        """Remembers what the step wrote: a rollback needs these values."""
+        groups = self._optimizer.param_groups
+        params = [groups[number]["params"][place] for number, place in self._table.places]
+        states = [value for param in params for name, value in self._optimizer.state[param].items()
+                  if name != "step" and isinstance(value, torch.Tensor)]
+        self._written = [local(tensor) for tensor in [*params, *states]]
+        self._written_then = _present(self._written)
 
     def rollback(self) -> None:
         """Restores every bit of parameters and states."""
-        same = [grad._version for grad in self._grads] == self._versions
-        if not same or [grad.data_ptr() for grad in self._grads] != self._addresses:
+        if _present(self._written) != self._written_then:
+            raise InvalidArgumentError("rollback: a parameter or a state was written to since the step, so its values before the step are lost; "
+                                       "roll back before anything else writes to them")
+        if _present(self._grads) != self._grads_then:
             raise InvalidArgumentError("rollback: a gradient was written to since the step, and a rollback reads it; roll back before "
                                        "zero_grad(set_to_none=False) and before the next backward")
         self._call("spw_undo_rollback")
         self._table.count_step(-1)
         self._table.written()
         self.close()
+
+
+def _present(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Version and address of each tensor: a write changes one of them, except one through `data` or numpy."""
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]

@@ -228,7 +228,8 @@ fn opt(fields: &Fields) -> Result<Parts> {
 fn bloom(fields: &Fields) -> Result<Parts> {
     let (layers, hidden, vocabulary) = (
         fields.layers(&["n_layer", "num_hidden_layers"])?,
-        fields.need(&["hidden_size", "n_embed"])?,
+        // transformers takes `n_embed` if both are given.
+        fields.need(&["n_embed", "hidden_size"])?,
         fields.need(&["vocab_size"])?,
     );
     fields.check()?;
@@ -270,7 +271,8 @@ fn falcon(fields: &Fields) -> Result<Parts> {
             Some(1) if parallel => 1,
             _ => 2,
         },
-        (false, true) => 1,
+        // The older block has a second norm for its MLP only if the field says so.
+        (false, true) => if fields.number("num_ln_in_parallel_attn")? == Some(2) { 2 } else { 1 },
         (false, false) => 2,
     };
     let tied = fields.flag("tie_word_embeddings", true)?;

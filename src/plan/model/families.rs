@@ -266,14 +266,10 @@ fn falcon(fields: &Fields) -> Result<Parts> {
     };
     let bias = fields.flag("bias", false)?;
     let inner = fields.or_null("ffn_hidden_size", 4 * hidden, 4 * hidden)?;
-    let norms = match (newer, fields.flag("parallel_attn", true)?) {
-        (true, parallel) => match fields.number("num_ln_in_parallel_attn")? {
-            Some(1) if parallel => 1,
-            _ => 2,
-        },
-        // The older block has a second norm for its MLP only if the field says so.
-        (false, true) => if fields.number("num_ln_in_parallel_attn")? == Some(2) { 2 } else { 1 },
-        (false, false) => 2,
+    let norms = match (fields.flag("parallel_attn", true)?, fields.number("num_ln_in_parallel_attn")?) {
+        (false, _) | (true, Some(2)) => 2,
+        (true, None) if newer => 2,
+        (true, _) => 1,
     };
     let tied = fields.flag("tie_word_embeddings", true)?;
     Ok(Parts {

@@ -76,3 +76,14 @@ def test_superoffload_binds_its_workers_to_their_share_and_undoes_it():
     SuperOffloadCPUOptimizer(config, cpuadam_cores_perc=0.5).close()
     assert topo.workers() == (max(own),)
     topo.unbind()
+
+
+def test_arguments_out_of_range_are_refused_and_not_wrapped():
+    from spillway import topo
+    from spillway.errors import InvalidArgumentError
+    for call in (lambda: topo.pages_at(0, 4096, 2**32), lambda: topo.pages_at(0, 4096, -1), lambda: topo.pages_at(0, 2**64, 0),
+                 lambda: topo.pages_at(0, 4096, 0.5), lambda: topo.place(0, 1, share="0.8"), lambda: topo.bind([0.9]),
+                 lambda: topo.read("\0"), lambda: topo.node_of_path("\0"), lambda: topo.place(0, 0),
+                 lambda: topo.place(0, 2**32)):
+        with pytest.raises(InvalidArgumentError):
+            call()

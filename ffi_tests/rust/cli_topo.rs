@@ -159,3 +159,47 @@ fn partitions_end_with_a_signal_and_are_found_after_a_kill() {
     assert_eq!((restore().stdout.as_str(), groups(&root).len()), ("partitions removed\n", 0));
     assert_eq!(restore().stdout, "nothing to restore\n");
 }
+
+/// DeepSpeed's launcher deletes CUDA_VISIBLE_DEVICES, and OpenMP needs a thread.
+#[test]
+fn topo_prints_launchers_that_use_the_visible_gpus() {
+    let root = machine("topo-visible");
+    let text = |list: &str, arguments: &[&str]| {
+        let mut command = spillway();
+        command.env("CUDA_VISIBLE_DEVICES", list).args(["topo", "--root"]).arg(&root).args(arguments);
+        succeed(&mut command, TIMEOUT)
+    };
+    assert!(
+        text("1", &[]).contains("DeepSpeed: env -u CUDA_VISIBLE_DEVICES deepspeed --include localhost:1 ")
+    );
+    assert!(text("0,1", &[]).contains("DeepSpeed: deepspeed --num_gpus 2 "));
+    assert!(text("1", &["--ranks", "2"]).contains("DeepSpeed: no: there are fewer visible GPUs than ranks"));
+    assert!(text("", &["--ranks", "2"]).contains("DeepSpeed: deepspeed --num_gpus 2 "));
+    assert!(text("0", &["--share", "1"]).contains("OMP_NUM_THREADS=1"));
+}
+
+/// A reader that is gone and a full device are errors with a message.
+#[test]
+fn standard_output_that_cannot_be_written_is_an_error_not_a_panic() {
+    let root = machine("full");
+    let root = root.to_str().expect("the target directory is UTF-8");
+    let trace = format!("{root}/step.json");
+    for arguments in [
+        &["topo", "--root", root][..],
+        &["topo", "--root", root, "--json"],
+        &["resctrl", "show", "--root", root],
+        &["resctrl", "restore", "--root", root],
+        &["plan"],
+        &["plan", "--json"],
+        &["plan", "superoffload-5b"],
+        &["trace", "--output", &trace],
+    ] {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").expect("Linux has /dev/full");
+        let mut child = spillway();
+        child.args(arguments).stdout(full).stderr(Stdio::piped());
+        let done = child.spawn().and_then(Child::wait_with_output).expect("the tool starts");
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(1), "{arguments:?}: {said}");
+        assert!(said.contains("writing to standard output") && !said.contains("panicked"), "{said}");
+    }
+}

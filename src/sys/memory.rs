@@ -5,8 +5,10 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr;
 
+use super::cgroup_memory;
 use super::mapping_table::MappingOwner;
 use super::span::Span;
+use super::topology::Root;
 
 /// Size of a base page; allocations are rounded up to it.
 pub const BASE_PAGE: usize = 4096;
@@ -293,23 +295,37 @@ fn smaps_huge_bytes(span: Span) -> Option<usize> {
     Some((kib * 1024).min(span.len()))
 }
 
-/// Bytes that the system can give now without ending a process: available memory, free swap and free reserved huge pages.
+/// Bytes that the system can give now without ending a process: unused memory, free swap and free reserved huge pages.
 /// Where /proc is missing, all memory and swap. `None` if that is unknown too.
 pub fn available_bytes() -> Option<u64> {
-    std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| available_in(&text)).or_else(machine_bytes)
+    available_at(&Root::live()).or_else(machine_bytes)
 }
 
-/// The same of a text of /proc/meminfo.
-fn available_in(text: &str) -> Option<u64> {
-    let value = |name: &str| {
-        let line = text.lines().find(|line| line.split(':').next() == Some(name))?;
-        line.split_whitespace().nth(1)?.parse::<u64>().ok()
-    };
-    let huge = value("HugePages_Free")
-        .zip(value("Hugepagesize"))
+/// Bytes of memory that this process can use without swap: the available memory, or less where a cgroup limits it.
+/// `None` if the system does not say.
+pub fn unused_bytes() -> Option<u64> {
+    let root = Root::live();
+    unused_at(&root, &root.text("proc/meminfo")?)
+}
+
+fn available_at(root: &Root) -> Option<u64> {
+    let text = root.text("proc/meminfo")?;
+    let huge = meminfo(&text, "HugePages_Free")
+        .zip(meminfo(&text, "Hugepagesize"))
         .map_or(0, |(pages, kib)| pages.saturating_mul(kib));
-    let kib = value("MemAvailable")?.saturating_add(value("SwapFree").unwrap_or(0)).saturating_add(huge);
-    Some(kib.saturating_mul(1024))
+    let beside = meminfo(&text, "SwapFree").unwrap_or(0).saturating_add(huge);
+    Some(unused_at(root, &text)?.saturating_add(beside.saturating_mul(1024)))
+}
+
+fn unused_at(root: &Root, text: &str) -> Option<u64> {
+    let available = meminfo(text, "MemAvailable")?.saturating_mul(1024);
+    Some(available.min(cgroup_memory::room(root).unwrap_or(u64::MAX)))
+}
+
+/// A value of a text of /proc/meminfo.
+fn meminfo(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find(|line| line.split(':').next() == Some(name))?;
+    line.split_whitespace().nth(1)?.parse().ok()
 }
 
 /// Bytes of the machine's memory and swap; `None` if the system call fails.
@@ -358,8 +374,24 @@ mod tests {
     #[test]
     fn available_memory_counts_swap_and_reserved_huge_pages() {
         let text = "MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable: 50 kB\nSwapFree: 7 kB\nHugePages_Free: 2\nHugepagesize: 2048 kB\n";
-        assert_eq!(available_in(text), Some((50 + 7 + 4096) * 1024));
-        assert_eq!(available_in("MemTotal: 100 kB\n"), None);
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let write = |path: &str, text: &str| {
+            let path = folder.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write("proc/meminfo", text);
+        assert_eq!(available_at(&root), Some((50 + 7 + 4096) * 1024));
+        // A cgroup's limit replaces the memory, and neither swap nor reserved huge pages.
+        write("proc/mounts", "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\n");
+        write("proc/self/cgroup", "0::/\n");
+        write("sys/fs/cgroup/memory.max", "4096\n");
+        write("sys/fs/cgroup/memory.current", "1024\n");
+        assert_eq!(unused_at(&root, text), Some(3072));
+        assert_eq!(available_at(&root), Some(3072 + (7 + 4096) * 1024));
+        write("proc/meminfo", "MemTotal: 100 kB\n");
+        assert_eq!(available_at(&root), None);
         assert!(available_bytes().unwrap() <= machine_bytes().unwrap());
     }
 

@@ -6,6 +6,7 @@ pub mod bell;
 pub mod binding;
 pub mod bitmap;
 pub mod cap;
+mod cgroup_memory;
 pub mod cpuset;
 pub mod event;
 pub mod file;

@@ -45,6 +45,8 @@ def plan_model(model: str | os.PathLike[str] | Mapping[str, Any] | Any, *, paths
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
         raise InvalidArgumentError(f"plan_model: {unknown[0]} is not an option; pass one of {', '.join(_OPTIONS)}")
+    if isinstance(paths, (str, bytes, os.PathLike)):
+        raise InvalidArgumentError(f"plan_model: paths is {paths!r}; pass a list of paths")
     given = ["--" + name.replace("_", "-") + "=" + _text(name, value) for name, value in options.items() if value is not None]
     given += ["--path=" + os.fspath(path) for path in paths] + ["--no-recompute"] * (not recompute) + ["--no-commits"] * (not commits)
     if isinstance(model, (str, os.PathLike)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes as _ctypes
 import json as _json
+import operator as _operator
 import os as _os
 from collections.abc import Iterable as _Iterable
 from dataclasses import dataclass as _dataclass
@@ -24,6 +25,7 @@ from . import _abi, _arrays, _native
 from .errors import InvalidArgumentError
 
 _ALL, _TRAINER, _WORKERS = range(3)
+_MOST_32, _MOST_64 = 2**32 - 1, 2**64 - 1
 _SCOPES = {"node": 0, "package": 1}
 
 
@@ -133,7 +135,7 @@ class _Handle:
     def __init__(self, root: _Any = None, load_driver: bool = False) -> None:
         options = _abi.sized(_abi.TopoOptions)
         options.flags = int(load_driver)
-        options.root = None if root is None else _os.fsencode(root)
+        options.root = None if root is None else _path("root", root)
         self.value = _ctypes.c_void_p()
         _native.check(_native.library().spw_topo_open(_ctypes.byref(options), _ctypes.byref(self.value)))
 
@@ -181,7 +183,8 @@ def place(rank: int, ranks: int, share: float = 0.8, scope: str = "node", *, loa
 
     Raises:
         InvalidArgumentError: An argument is out of range."""
-    return _cores(root, load_driver, ranks, rank, share, scope)
+    ranks = _whole("ranks", ranks, 1, _MOST_32)
+    return _cores(root, load_driver, ranks, _whole("rank", rank, 0, ranks - 1), share, scope)
 
 
 def split(share: float = 0.8) -> Cores:
@@ -206,7 +209,7 @@ def bind(cpus: _Iterable[int] | str) -> None:
 
     Raises:
         InvalidArgumentError: No processor is given, or one that is offline or not in the process's cpuset."""
-    text = cpus if isinstance(cpus, str) else ",".join(str(int(cpu)) for cpu in cpus)
+    text = cpus if isinstance(cpus, str) else ",".join(str(_whole("cpus", cpu, 0, _MOST_32)) for cpu in cpus)
     with _Handle() as handle:
         _native.check(_native.library().spw_topo_bind_workers(handle.value, text.encode()))
 
@@ -225,7 +228,7 @@ def node_of_path(path: str | _os.PathLike[str]) -> int | None:
     """Returns the node of the drive that holds a file or directory; None if it is not known."""
     node = _ctypes.c_uint32()
     with _Handle() as handle:
-        _native.check(_native.library().spw_topo_get_path_node(handle.value, _os.fsencode(path), _ctypes.byref(node)))
+        _native.check(_native.library().spw_topo_get_path_node(handle.value, _path("path", path), _ctypes.byref(node)))
     return None if node.value == _abi.TOPO_NONE else node.value
 
 
@@ -236,6 +239,8 @@ def pages(array: _Any, node: int) -> Pages:
 
 def pages_at(address: int, size: int, node: int) -> Pages:
     """Counts the pages of `size` bytes from an address that are on a node. The memory is not touched."""
+    address, size = _whole("address", address, 0, _MOST_64), _whole("size", size, 0, _MOST_64)
+    node = _whole("node", node, 0, _MOST_32)
     found = _abi.sized(_abi.TopoPages)
     _native.check(_native.library().spw_topo_get_pages(address, size, node, _ctypes.byref(found)))
     return Pages(found.sampled, found.on_node, found.elsewhere, found.absent)
@@ -244,13 +249,30 @@ def pages_at(address: int, size: int, node: int) -> Pages:
 def _cores(root: _Any, load_driver: bool, ranks: int, rank: int, share: float, scope: str) -> Cores:
     if scope not in _SCOPES:
         raise InvalidArgumentError(f"scope is {scope!r}; pass one of {', '.join(_SCOPES)}")
-    if not 0 < share <= 1:
+    if isinstance(share, (str, bytes)) or not 0 < share <= 1:
         raise InvalidArgumentError(f"share is {share!r}; pass a number above 0 and at most 1")
     options = _abi.sized(_abi.TopoRankOptions)
     options.ranks, options.rank, options.scope, options.share = ranks, rank, _SCOPES[scope], share
     with _Handle(root, load_driver) as handle:
         function = _native.library().spw_topo_get_rank_cpus
         return Cores(*(_numbers(handle.text(function, _ctypes.byref(options), which)) for which in (_ALL, _TRAINER, _WORKERS)))
+
+
+def _whole(name: str, value: _Any, least: int, most: int) -> int:
+    try:
+        number = _operator.index(value)
+    except TypeError:
+        raise InvalidArgumentError(f"{name} is {value!r}; pass a whole number") from None
+    if not least <= number <= most:
+        raise InvalidArgumentError(f"{name} is {number}; pass a number from {least} to {most}")
+    return number
+
+
+def _path(name: str, value: _Any) -> bytes:
+    path = _os.fsencode(value)
+    if b"\0" in path:
+        raise InvalidArgumentError(f"{name} is {value!r}, which has a zero byte")
+    return path
 
 
 def _text(function: _Any, *arguments: _Any) -> str:

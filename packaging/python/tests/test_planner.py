@@ -108,7 +108,7 @@ def test_hostile_configurations_are_errors_that_name_the_fault(tmp_path):
 def test_wrong_arguments_are_refused_by_name():
     for options, words in [({"colour": 1}, "colour is not an option"), ({"ranks": 0}, "ranks: is 0"), ({"ranks": -1}, "--ranks"),
                            ({"sequence": 2 ** 40}, "sequence: is"), ({"gpu_memory": "much"}, "gpu-memory"),
-                           ({"machine": "dgx"}, "gh200"), ({"link_gbps": "nan"}, "machine.h2d"), ({"link_gbps": 0}, "machine.h2d"),
+                           ({"machine": "dgx"}, "gh200"), ({"link_gbps": "nan"}, "link to the GPU"), ({"link_gbps": 0}, "link to the GPU"),
                            ({"paths": ["/no/such/folder"]}, "spillway tune"), ({"paths": [".:1:-1:1GB"]}, "path.write"),
                            ({"profile": "/no/such/file"}, "no such file"), ({"machine": "a\0b"}, "zero byte"),
                            ({"adam_report": "/no/such/file"}, "adam-report"), ({"strategy": "tier"}, "--svg")]:

@@ -7,6 +7,7 @@ use spillway::error::{Error, Result};
 
 use super::measurement::{Better, Fields, Quartiles, Report, Row};
 use super::report::{labels, table};
+use super::stdout;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -55,8 +56,7 @@ pub fn run(options: &Options) -> Result<()> {
     let new = Report::read("NEW.json", &options.new)?;
     check("NEW.json", &options.new, &new, &old.bench)?;
     warn_of_other_machine(&old, &new);
-    print!("{}", text(&options.old, &old, &new));
-    Ok(())
+    stdout::say(&text(&options.old, &old, &new))
 }
 
 /// Refuses a report of another benchmark.

@@ -22,6 +22,7 @@ mod plot;
 mod progress;
 mod report;
 mod resctrl;
+mod stdout;
 mod topo;
 mod trace;
 mod tune;

@@ -9,10 +9,12 @@ use std::time::SystemTime;
 
 use serde_json::Value;
 use spillway::error::{Error, Result};
-use spillway::sys::threads;
+use spillway::sys::{small_file, threads};
 
 /// Version of the JSON shape.
 const FORMAT: u64 = 1;
+/// Largest report; those of the benchmarks have a few kilobytes.
+const MOST_BYTES: u64 = 64 << 20;
 
 /// Names and values that identify a case, or settings of a run.
 pub type Fields = BTreeMap<String, Value>;
@@ -120,7 +122,10 @@ impl Report {
     /// Reads the report that `option` names.
     pub fn read(option: &'static str, path: &Path) -> Result<Report> {
         let wrong = |reason: String| Error::invalid(option, format!("{}: {reason}", path.display()));
-        let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
+        let bytes = small_file::read(path, MOST_BYTES)
+            .and_then(|bytes| bytes.ok_or_else(|| "there is no such file".to_string()))
+            .map_err(wrong)?;
+        let text = String::from_utf8(bytes).map_err(|error| wrong(error.to_string()))?;
         Report::parse(&text).map_err(wrong)
     }
 

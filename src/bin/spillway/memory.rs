@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use spillway::error::{Error, Result};
+use spillway::sys::memory::unused_bytes;
 
 const GIB: f64 = (1u64 << 30) as f64;
 
@@ -9,7 +10,7 @@ const GIB: f64 = (1u64 << 30) as f64;
 /// say how much it has.
 pub fn require(argument: &'static str, elements: usize, per_element: u64) -> Result<()> {
     let needed = (elements as u64).saturating_mul(per_element);
-    match available() {
+    match unused_bytes() {
         Some(available) if needed > available => Err(Error::invalid(
             argument,
             format!(
@@ -20,13 +21,6 @@ pub fn require(argument: &'static str, elements: usize, per_element: u64) -> Res
         )),
         _ => Ok(()),
     }
-}
-
-/// Bytes of memory that new processes can use; `None` if the system does not say.
-pub fn available() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
 #[cfg(test)]

@@ -2,7 +2,6 @@
 #![forbid(unsafe_code)]
 
 use std::fs::OpenOptions;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -11,7 +10,7 @@ use spillway::error::{Error, Result};
 use super::measurement::{Report, Row};
 use super::progress::Progress;
 use super::report::{self, Column};
-use super::{compare, plot};
+use super::{compare, plot, stdout};
 
 const JSON_FILE: &str = "writing the file of --json";
 const PLOT_FILE: &str = "writing the file of --plot";
@@ -130,11 +129,7 @@ impl<'a> Session<'a> {
 
     /// Prints a line at once, above the bar.
     fn say(&self, line: &str) -> Result<()> {
-        let print = || {
-            let mut out = std::io::stdout().lock();
-            writeln!(out, "{line}").and_then(|()| out.flush())
-        };
-        self.progress.suspend(print).map_err(|error| Error::system("writing to standard output", &error))
+        self.progress.suspend(|| stdout::say(line))
     }
 }
 

@@ -1,6 +1,7 @@
 //! `spillway plan` without a model: the predictions for an interleaved update and for the plans of other rules.
 #![forbid(unsafe_code)]
 
+use std::fmt::Write;
 use std::str::FromStr;
 
 use spillway::error::{Error, Result};
@@ -11,6 +12,7 @@ use spillway::plan::interleave::share::{self, Balance};
 use spillway::plan::interleave::{GpuGrads, Rates, Shape, TransferDtype};
 
 use super::report::{size, table};
+use super::stdout;
 
 const GIGA: f64 = 1e9;
 /// Bytes of a parameter on the link.
@@ -131,10 +133,10 @@ pub fn run(options: &Options, json: bool) -> Result<()> {
     let serial = shape.total() as f64 / share::serial_throughput(&rates);
     if json {
         let report = report(&shape, &rates, &chosen, &found, serial);
-        println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
-        return Ok(());
+        return stdout::say_json(&report);
     }
-    print_plan(&chosen.plan, shape.largest());
+    let mut text = String::new();
+    write_plan(&mut text, &chosen.plan, shape.largest());
     let mut table = table(["update", "seconds", "G/s", "speed-up"]);
     let mut add = |name: &str, seconds: f64| {
         let rate = shape.total() as f64 / seconds / GIGA;
@@ -157,11 +159,11 @@ pub fn run(options: &Options, json: bool) -> Result<()> {
         add(name, options.choose(&shape, mode)?.prediction.exposed);
     }
     add("this plan", chosen.prediction.exposed);
-    println!("\n{table}");
-    println!("last flush finished: {:.3} seconds", chosen.prediction.home);
-    print_busy(&chosen);
-    print_bytes(&found);
-    Ok(())
+    let _ = writeln!(text, "\n{table}");
+    let _ = writeln!(text, "last flush finished: {:.3} seconds", chosen.prediction.home);
+    write_busy(&mut text, &chosen);
+    write_bytes(&mut text, &found);
+    stdout::say(&text)
 }
 
 fn report(shape: &Shape, rates: &Rates, chosen: &Choice, found: &Bytes, serial: f64) -> Report {
@@ -192,27 +194,32 @@ fn letters(plan: &Plan) -> String {
     plan.placements().iter().map(letter).collect()
 }
 
-fn print_plan(plan: &Plan, size: u64) {
+fn write_plan(text: &mut String, plan: &Plan, size: u64) {
     let [cpu, gpu, residents] =
         [Placement::Cpu, Placement::Gpu, Placement::Resident].map(|placement| plan.count_on(placement));
-    println!(
+    let _ = writeln!(
+        text,
         "{} subgroups of {} M: {cpu} on the CPU (c), {gpu} on the GPU (G), {residents} resident (R)",
         plan.count(),
         size as f64 / 1e6
     );
     let letters = letters(plan);
     for line in letters.as_bytes().chunks(100) {
-        println!("{}", String::from_utf8_lossy(line));
+        let _ = writeln!(text, "{}", String::from_utf8_lossy(line));
     }
 }
 
-fn print_busy(chosen: &Choice) {
+fn write_busy(text: &mut String, chosen: &Choice) {
     let [cpu, h2d, d2h, gpu] = chosen.prediction.busy;
-    println!("\nbusy seconds: CPU {cpu:.3}, host to device {h2d:.3}, device to host {d2h:.3}, GPU {gpu:.3}");
+    let _ = writeln!(
+        text,
+        "\nbusy seconds: CPU {cpu:.3}, host to device {h2d:.3}, device to host {d2h:.3}, GPU {gpu:.3}"
+    );
 }
 
-fn print_bytes(found: &Bytes) {
-    println!(
+fn write_bytes(text: &mut String, found: &Bytes) {
+    let _ = writeln!(
+        text,
         "GPU memory {}: slots {}, residents {}, kept gradients {}, chunks {}",
         size(found.gpu()),
         size(found.slots),
@@ -220,14 +227,20 @@ fn print_bytes(found: &Bytes) {
         size(found.kept_grads),
         size(found.chunks)
     );
-    println!(
+    let _ = writeln!(
+        text,
         "host memory {}, pinned: states {}, gradients {}, staging {}",
         size(found.host()),
         size(found.host_states),
         size(found.host_grads),
         size(found.stages)
     );
-    println!("each step copies {} to the GPU and {} back", size(found.to_device), size(found.to_host));
+    let _ = writeln!(
+        text,
+        "each step copies {} to the GPU and {} back",
+        size(found.to_device),
+        size(found.to_host)
+    );
 }
 
 fn wire(text: &str) -> std::result::Result<TransferDtype, String> {

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use bytesize::ByteSize;
@@ -11,10 +12,10 @@ use spillway::io::profile as io_profile;
 use spillway::plan::model::machine::{Machine, PathSpec};
 use spillway::plan::model::presets;
 use spillway::sys::file::{file_system, free_bytes};
+use spillway::sys::memory::unused_bytes;
 use spillway::sys::profile::Contents;
 
 use super::measurement::Report;
-use super::memory;
 
 const GIGA: f64 = 1e9;
 /// Bytes that an Adam step moves per parameter, as `spillway bench adam` counts them.
@@ -75,7 +76,7 @@ pub struct Found {
 fn assumed() -> Machine {
     Machine {
         gpu_memory: 80_000_000_000,
-        host_memory: memory::available().unwrap_or(64_000_000_000),
+        host_memory: unused_bytes().unwrap_or(64_000_000_000),
         h2d: 25.0 * GIGA,
         d2h: 25.0 * GIGA,
         duplex: true,
@@ -131,7 +132,7 @@ pub fn machine(options: &Options) -> Result<Found> {
     }
     if !options.paths.is_empty() {
         let contents = contents.as_ref().map(|(_, contents)| contents);
-        machine.paths = options.paths.iter().map(|text| path(text, contents)).collect::<Result<_>>()?;
+        machine.paths = paths(&options.paths, contents)?;
         sources.insert("paths", "option".to_string());
     }
     Ok(found)
@@ -220,8 +221,40 @@ fn adam_of(report: &Report) -> Result<f64> {
     })
 }
 
-/// A path with its speeds, from the text or from the profile.
-fn path(text: &str, contents: Option<&Contents>) -> Result<PathSpec> {
+/// The paths. Those on one file system share its free space; a capacity that is given counts as it is.
+fn paths(texts: &[String], contents: Option<&Contents>) -> Result<Vec<PathSpec>> {
+    let mut found: Vec<(PathSpec, bool)> = Vec::new();
+    let mut places: Vec<Option<(PathBuf, u64)>> = Vec::new();
+    for text in texts {
+        let (spec, is_free_space) = path(text, contents)?;
+        let directory = Path::new(&spec.name);
+        let place = directory.canonicalize().ok().zip(directory.metadata().ok());
+        let place = place.map(|(whole, about)| (whole, about.dev()));
+        let is_equal = |(earlier, other): (&(PathSpec, bool), &Option<(PathBuf, u64)>)| {
+            earlier.0.name == spec.name
+                || place.as_ref().zip(other.as_ref()).is_some_and(|(one, two)| one.0 == two.0)
+        };
+        if found.iter().zip(&places).any(is_equal) {
+            return Err(Error::invalid("--path", format!("{text}: the directory is given twice")));
+        }
+        found.push((spec, is_free_space));
+        places.push(place);
+    }
+    let devices: Vec<Option<u64>> = places.iter().map(|place| Some(place.as_ref()?.1)).collect();
+    let shares = |index: usize| {
+        let is_one_of = |other: &usize| found[*other].1 && devices[*other] == devices[index];
+        (0..found.len()).filter(is_one_of).count().max(1) as u64
+    };
+    let counts: Vec<u64> = (0..found.len()).map(shares).collect();
+    let share = |((spec, is_free_space), count): ((PathSpec, bool), u64)| match is_free_space {
+        true => PathSpec { capacity: spec.capacity / count, ..spec },
+        false => spec,
+    };
+    Ok(found.into_iter().zip(counts).map(share).collect())
+}
+
+/// A path with its speeds, from the text or from the profile; and whether its capacity is the free space.
+fn path(text: &str, contents: Option<&Contents>) -> Result<(PathSpec, bool)> {
     let refuse = |reason: String| Error::invalid("--path", format!("{text}: {reason}"));
     let parts: Vec<&str> = text.split(':').collect();
     let number = |place: usize| parts.get(place).and_then(|part| part.parse::<f64>().ok());
@@ -241,12 +274,13 @@ fn path(text: &str, contents: Option<&Contents>) -> Result<PathSpec> {
         Some(speeds) => speeds,
         None => tuned(directory, contents).map_err(refuse)?,
     };
+    let is_free_space = capacity.is_none();
     let capacity = match capacity {
         Some(capacity) => capacity,
         None => free_bytes(directory)
             .ok_or_else(|| refuse("its free space is unknown; add :CAPACITY".to_string()))?,
     };
-    Ok(PathSpec { name, read: read * GIGA, write: write * GIGA, capacity })
+    Ok((PathSpec { name, read: read * GIGA, write: write * GIGA, capacity }, is_free_space))
 }
 
 /// GB/s of reads and writes that `spillway tune` stored for the file system of a directory.
@@ -266,13 +300,13 @@ mod tests {
 
     #[test]
     fn a_path_has_its_speeds_behind_its_name() {
-        let found = path("/mnt/a:6.9:5.3:3.2TB", None).unwrap();
+        let found = path("/mnt/a:6.9:5.3:3.2TB", None).unwrap().0;
         assert_eq!((found.name.as_str(), found.read, found.write), ("/mnt/a", 6.9e9, 5.3e9));
         assert_eq!(found.capacity, 3_200_000_000_000);
-        let store = path("s3://bucket/run:1:0.5:1GiB", None).unwrap();
+        let store = path("s3://bucket/run:1:0.5:1GiB", None).unwrap().0;
         assert_eq!((store.name.as_str(), store.write, store.capacity), ("s3://bucket/run", 0.5e9, 1 << 30));
-        let here = path(".:1:2", None).unwrap();
-        assert!(here.capacity > 0 && here.read == 1e9 && here.name == ".");
+        let (here, is_free_space) = path(".:1:2", None).unwrap();
+        assert!(is_free_space && here.capacity > 0 && here.read == 1e9 && here.name == ".");
         for (text, words) in [
             (".", "has no speeds"),
             ("no/such/folder", "spillway tune"),
@@ -282,5 +316,22 @@ mod tests {
             let reason = path(text, None).unwrap_err().to_string();
             assert!(reason.contains(words), "{text}: {reason}");
         }
+    }
+
+    #[test]
+    fn paths_on_one_file_system_share_its_free_space() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = |name: &str, end: &str| {
+            std::fs::create_dir_all(folder.path().join(name)).unwrap();
+            format!("{}{end}", folder.path().join(name).display())
+        };
+        let found = paths(&[text("a", ":1:1"), text("b", ":1:1"), text("c", ":1:1:7GB")], None).unwrap();
+        let free = free_bytes(folder.path()).unwrap() as f64;
+        // Other processes write to this file system meanwhile.
+        let part = (found[0].capacity + found[1].capacity) as f64 / free;
+        assert!((0.9..1.1).contains(&part), "{part}");
+        assert_eq!(found[2].capacity, 7_000_000_000);
+        let twice = paths(&[text("a", ":1:1"), text("a/../a", ":2:2:1GB")], None).unwrap_err().to_string();
+        assert!(twice.contains("given twice"), "{twice}");
     }
 }

@@ -1,7 +1,6 @@
 //! `spillway plan MODEL`: reads the model's description and the machine's figures, and prints the plan.
 #![forbid(unsafe_code)]
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use bytesize::ByteSize;
@@ -16,7 +15,7 @@ use spillway::plan::model::strategy::{Strategy, TierNeed};
 use spillway::sys::small_file;
 
 use super::plan_machine::{self, Sources};
-use super::{plan_report, plan_svg};
+use super::{plan_report, plan_svg, stdout};
 
 /// Largest description of a model; those of transformers have a few kilobytes.
 const MOST_BYTES: u64 = 1 << 20;
@@ -100,13 +99,10 @@ pub fn run(name: &str, options: &Options, json: bool) -> Result<()> {
             reason: format!("{}: {error}", path.display()),
         })?;
     }
-    let text = match json {
-        true => serde_json::to_string_pretty(&Report { plan: &plan, sources: &found.sources })
-            .map_err(|error| Error::system("writing the plan", &error.into()))?,
-        false => plan_report::text(&plan, &found.sources),
-    };
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{}", text.trim_end()).map_err(|error| Error::system("writing to standard output", &error))
+    match json {
+        true => stdout::say_json(&Report { plan: &plan, sources: &found.sources }),
+        false => stdout::say(&plan_report::text(&plan, &found.sources)),
+    }
 }
 
 /// The model of a paper, or the file's.

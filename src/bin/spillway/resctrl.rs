@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::ffi::OsString;
+use std::fmt::Write;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, ExitCode, ExitStatus};
@@ -17,6 +18,8 @@ use spillway::sys::resctrl::support::{MOUNT, Support};
 use spillway::sys::resctrl::{self, Restored};
 use spillway::sys::topology::Root;
 use spillway::sys::topology::placement::Scope;
+
+use super::stdout;
 
 #[derive(clap::Subcommand)]
 pub enum Command {
@@ -113,32 +116,44 @@ fn show(options: &Show) -> Result<()> {
     };
     let shown = Shown { support, partitions, reason };
     if options.json {
-        println!("{}", serde_json::to_string_pretty(&shown).unwrap_or_default());
-        return Ok(());
+        return stdout::say_json(&shown);
     }
+    stdout::say(&text(&shown))
+}
+
+fn text(shown: &Shown) -> String {
+    let mut text = String::new();
     let list = |words: &[String]| if words.is_empty() { "none known".to_string() } else { words.join(", ") };
     let yes = |is: bool| if is { "yes" } else { "no" };
     let Support { processor, options, kernel, mounted, cache, bandwidth, groups } = &shown.support;
-    println!("processor features: {}", list(processor));
-    println!("kernel options: {}; file system: {}; mounted: {}", list(options), yes(*kernel), yes(*mounted));
+    let _ = writeln!(text, "processor features: {}", list(processor));
+    let _ = writeln!(
+        text,
+        "kernel options: {}; file system: {}; mounted: {}",
+        list(options),
+        yes(*kernel),
+        yes(*mounted)
+    );
     if let Some(cache) = cache {
-        println!("L3 cache: {} parts, at least {} in a group", cache.bits, cache.least);
+        let _ = writeln!(text, "L3 cache: {} parts, at least {} in a group", cache.bits, cache.least);
     }
     if let Some(bandwidth) = bandwidth {
-        println!("memory bandwidth: from {} in steps of {}", bandwidth.least, bandwidth.step);
+        let _ = writeln!(text, "memory bandwidth: from {} in steps of {}", bandwidth.least, bandwidth.step);
     }
     if *groups > 0 {
-        println!("groups: at most {groups}");
+        let _ = writeln!(text, "groups: at most {groups}");
     }
     for partition in &shown.partitions {
         let folder = format!("/{MOUNT}/{}", partition.name);
-        println!("\nmkdir {folder}\necho {} > {folder}/cpus_list", partition.cpus);
-        partition.schemata.iter().for_each(|line| println!("echo '{line}' > {folder}/schemata"));
+        let _ = writeln!(text, "\nmkdir {folder}\necho {} > {folder}/cpus_list", partition.cpus);
+        for line in &partition.schemata {
+            let _ = writeln!(text, "echo '{line}' > {folder}/schemata");
+        }
     }
     if let Some(reason) = &shown.reason {
-        println!("no partitions: {reason}");
+        let _ = writeln!(text, "no partitions: {reason}");
     }
-    Ok(())
+    text
 }
 
 fn apply(options: &Apply) -> Result<ExitCode> {
@@ -195,8 +210,7 @@ fn wait(mut child: Child, signals: &SigSet) -> Result<ExitStatus> {
 
 fn restore(options: &Restore) -> Result<()> {
     match resctrl::restore(&Root::at(&options.root), None, options.force)? {
-        Restored::Nothing => println!("nothing to restore"),
-        Restored::Removed => println!("partitions removed"),
+        Restored::Nothing => stdout::say("nothing to restore"),
+        Restored::Removed => stdout::say("partitions removed"),
     }
-    Ok(())
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use spillway::error::{Error, Result};
 use spillway::offload::interleave::trace;
 
-use super::plan;
+use super::{plan, stdout};
 
 #[derive(clap::Args)]
 #[group(skip)]
@@ -24,11 +24,10 @@ pub fn run(options: &Options) -> Result<()> {
     let trace = trace::of_prediction(&chosen.prediction);
     std::fs::write(&options.output, trace.to_json())
         .map_err(|error| Error::system("writing the file of --output", &error))?;
-    println!(
+    stdout::say(&format!(
         "{}: {} spans, update exposed for {:.3} s",
         options.output.display(),
         trace.len(),
         chosen.prediction.exposed
-    );
-    Ok(())
+    ))
 }

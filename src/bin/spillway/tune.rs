@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 use spillway::error::{Error, Result};
 use spillway::io::options::BackendChoice;
 use spillway::io::profile::{self, Notes, Profile, Settings};
-use spillway::sys::file::file_system;
+use spillway::sys::file::{FileSystem, file_system};
 
 use super::io_load::{Direction, Load, Shape, TestFile};
 use super::measurement::median;
 use super::progress::Progress;
 use super::report::{size, table};
+use super::stdout;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -82,7 +83,6 @@ pub fn run(options: &Options) -> Result<()> {
     let (file, speed) = test_file(options)?;
     progress.reach(start.elapsed());
     let pass_bytes = ((speed * PASS_SECONDS) as u64).clamp(8 << 20, file.bytes);
-    println!("{} on file system {system}, about {:.2} GB/s", options.dir.display(), speed / 1e9);
 
     let mut shapes = shapes();
     let show = |candidate: &Candidate| {
@@ -100,13 +100,25 @@ pub fn run(options: &Options) -> Result<()> {
     drop(file);
     drop(progress);
 
-    print(shapes.iter().chain(&backends));
+    let mut text = format!(
+        "{} on file system {system}, about {:.2} GB/s\n{}\nbest: {}\n{:.1} s\n",
+        options.dir.display(),
+        speed / 1e9,
+        measured(shapes.iter().chain(&backends)),
+        describe(winner),
+        start.elapsed().as_secs_f64()
+    );
     let settings = Settings { backend: winner.backend, block_bytes: block_bytes as u64, depth };
-    println!("best: {}", describe(winner));
-    println!("{:.1} s", start.elapsed().as_secs_f64());
-    if options.dry_run {
-        return Ok(());
+    if !options.dry_run {
+        // Before the text is printed: the reader of standard output may be gone.
+        text += &save(options, system, settings, winner)?;
     }
+    stdout::say(&text)
+}
+
+/// Saves the settings in the profile, and says so.
+fn save(options: &Options, system: FileSystem, settings: Settings, winner: &Candidate) -> Result<String> {
+    let mut text = String::new();
     let directory = options.dir.canonicalize().unwrap_or_else(|_| options.dir.clone());
     let notes = Notes::from_iter([
         ("directory".to_string(), directory.to_string_lossy().into()),
@@ -123,14 +135,13 @@ pub fn run(options: &Options) -> Result<()> {
     let mut profile = match Profile::read(&path) {
         Ok(found) => found.unwrap_or_default(),
         Err(reason) => {
-            println!("{} is replaced, because it is invalid: {reason}", path.display());
+            text = format!("{} is replaced, because it is invalid: {reason}\n", path.display());
             Profile::default()
         }
     };
     profile.put(system, settings, notes)?;
     profile.write(&path)?;
-    println!("wrote {}", path.display());
-    Ok(())
+    Ok(text + &format!("wrote {}\n", path.display()))
 }
 
 /// Creates the test file, whose size follows from a trial write. Also returns the bandwidth of that write in bytes per
@@ -194,13 +205,13 @@ fn describe(candidate: &Candidate) -> String {
     format!("{backend}, blocks of {}, depth {depth}", size(block_bytes as u64))
 }
 
-fn print<'a>(candidates: impl Iterator<Item = &'a Candidate>) {
+fn measured<'a>(candidates: impl Iterator<Item = &'a Candidate>) -> String {
     let mut table = table(["settings", "read GB/s", "write GB/s"]);
     for candidate in candidates {
         let (read, write) = (median(&candidate.reads), median(&candidate.writes));
         table.add_row([describe(candidate), format!("{read:.3}"), format!("{write:.3}")]);
     }
-    println!("{table}");
+    table.to_string()
 }
 
 #[cfg(test)]

@@ -141,6 +141,26 @@ mod tests {
         }
     }
 
+    /// The sums of `AutoModelForCausalLM.from_config` of transformers 5.
+    #[test]
+    fn falcon_and_bloom_count_as_in_transformers() {
+        let falcon = r#"{"model_type": "falcon", "hidden_size": 256, "num_hidden_layers": 3,
+            "num_attention_heads": 8, "vocab_size": 1003"#;
+        for (fields, expected) in [
+            ("", 2_274_048),
+            (r#", "num_ln_in_parallel_attn": 2"#, 2_275_584),
+            (r#", "num_ln_in_parallel_attn": 1"#, 2_274_048),
+            (r#", "new_decoder_architecture": true"#, 2_619_648),
+            (r#", "new_decoder_architecture": true, "num_ln_in_parallel_attn": 1"#, 2_618_112),
+            (r#", "parallel_attn": false"#, 2_275_584),
+        ] {
+            assert_eq!(parse(&format!("{falcon}{fields}}}")).unwrap().parameters, expected, "{fields}");
+        }
+        let bloom = r#"{"model_type": "bloom", "n_embed": 64, "hidden_size": 256, "n_layer": 3, "n_head": 8,
+            "vocab_size": 1003}"#;
+        assert_eq!(parse(bloom).unwrap().parameters, 214_400);
+    }
+
     #[test]
     fn a_mixture_counts_all_experts_and_those_of_a_token() {
         let text = r#"{"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096,

@@ -228,7 +228,8 @@ fn opt(fields: &Fields) -> Result<Parts> {
 fn bloom(fields: &Fields) -> Result<Parts> {
     let (layers, hidden, vocabulary) = (
         fields.layers(&["n_layer", "num_hidden_layers"])?,
-        fields.need(&["hidden_size", "n_embed"])?,
+        // transformers takes `n_embed` if both are given.
+        fields.need(&["n_embed", "hidden_size"])?,
         fields.need(&["vocab_size"])?,
     );
     fields.check()?;
@@ -265,13 +266,10 @@ fn falcon(fields: &Fields) -> Result<Parts> {
     };
     let bias = fields.flag("bias", false)?;
     let inner = fields.or_null("ffn_hidden_size", 4 * hidden, 4 * hidden)?;
-    let norms = match (newer, fields.flag("parallel_attn", true)?) {
-        (true, parallel) => match fields.number("num_ln_in_parallel_attn")? {
-            Some(1) if parallel => 1,
-            _ => 2,
-        },
-        (false, true) => 1,
-        (false, false) => 2,
+    let norms = match (fields.flag("parallel_attn", true)?, fields.number("num_ln_in_parallel_attn")?) {
+        (false, _) | (true, Some(2)) => 2,
+        (true, None) if newer => 2,
+        (true, _) => 1,
     };
     let tied = fields.flag("tie_word_embeddings", true)?;
     Ok(Parts {

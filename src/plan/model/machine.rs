@@ -68,11 +68,11 @@ impl Machine {
     /// Fails unless all speeds are from 1 to 10^24 and all capacities at most [`MOST_BYTES`].
     pub fn check(&self) -> Result<()> {
         let own = [
-            ("machine.h2d", self.h2d),
-            ("machine.d2h", self.d2h),
-            ("machine.cpu", self.cpu),
-            ("machine.gpu", self.gpu),
-            ("machine.flops", self.flops),
+            ("link to the GPU", self.h2d),
+            ("link to the host", self.d2h),
+            ("Adam on the CPU", self.cpu),
+            ("Adam on the GPU", self.gpu),
+            ("operations of the GPU", self.flops),
         ];
         let rounds = (self.downscale != f64::INFINITY).then_some(("machine.downscale", self.downscale));
         let of_path = |path: &PathSpec| [("path.read", path.read), ("path.write", path.write)];
@@ -155,7 +155,7 @@ impl Workload {
             }
         }
         if !(2..=3).contains(&self.stage) {
-            return Err(Error::invalid("stage", format!("is {}, but must be 2 or 3", self.stage)));
+            return Err(Error::invalid("ZeRO stage", format!("is {}, but must be 2 or 3", self.stage)));
         }
         match self.gpu_reserve <= MOST_BYTES {
             true => Ok(()),

@@ -9,6 +9,7 @@
 //! | `presets` | the models and machines of the papers |
 //! | `machine` | the machine and the run |
 //! | `bytes` | bytes of memory and traffic, by part |
+//! | `flow` | the weights that do not fit on the GPU |
 //! | `strategy` | the strategies, and the bytes of each |
 //! | `step` | the seconds of a step: its work on the simulator of `plan::interleave` |
 //! | `report` | the plan: every strategy, and the best |
@@ -24,6 +25,7 @@ pub mod bytes;
 pub mod config;
 pub mod families;
 pub mod fields;
+mod flow;
 pub mod machine;
 pub mod presets;
 pub mod report;

@@ -13,7 +13,6 @@ use crate::error::{Error, Result};
 
 /// Units in which the state is divided over the paths; a tiered update moves parts of subgroups.
 const UNITS: usize = 10_000;
-const HALF: u64 = 2;
 
 /// The plan of a model on a machine.
 #[derive(Debug, Clone, Serialize)]
@@ -184,16 +183,24 @@ fn quickest(strategies: &[Outcome], counts: fn(Strategy) -> bool) -> Option<&'st
 }
 
 fn outcome(case: &Case, strategy: Strategy) -> Result<Outcome> {
-    let mut placed = match case.place(strategy) {
+    let placed = match case.place(strategy) {
         // The buffers of a tiered update do not fit, which is the answer.
         Err(Error::InvalidArgument { argument, reason }) if argument == "memory_budget" => {
-            return Ok(refused(strategy, format!("host memory {reason}")));
+            return Ok(refused(
+                strategy,
+                format!("host memory of a rank, beside gradients and 16-bit weights, {reason}"),
+            ));
         }
         placed => placed?,
     };
     let (machine, run) = (case.machine, case.run);
     let mut reasons = Vec::new();
-    let flow = place_weights(case, &mut placed, &mut reasons)?;
+    let flow = placed.flow;
+    let beside = placed.gpu.total() - placed.gpu.weights;
+    if flow > 0.0 && beside > machine.gpu_memory {
+        let there = machine.gpu_memory;
+        reasons.push(format!("each GPU has {there} bytes, but {beside} are needed beside its weights"));
+    }
     let host = placed.host_of_all(run.ranks);
     for (what, needed, there) in [
         ("each GPU", placed.gpu.total(), machine.gpu_memory),
@@ -247,39 +254,6 @@ fn outcome(case: &Case, strategy: Strategy) -> Result<Outcome> {
         }),
         step: Some(step),
     })
-}
-
-/// Keeps as many weights on the GPU as fit, and adds the others to host memory and traffic. Returns their fraction.
-fn place_weights(case: &Case, placed: &mut Placement, reasons: &mut Vec<String>) -> Result<f64> {
-    let (machine, run) = (case.machine, case.run);
-    let needed = case.weights();
-    if placed.gpu.total() + HALF * needed <= machine.gpu_memory {
-        placed.gpu.weights = HALF * needed;
-        return Ok(0.0);
-    }
-    // Weights flow through two windows of the largest module.
-    placed.gpu.window = placed.gpu.window.max(2 * HALF * case.model.largest_module);
-    let used = placed.gpu.total();
-    if used > machine.gpu_memory {
-        reasons.push(format!(
-            "each GPU has {} bytes, but {used} are needed beside its weights",
-            machine.gpu_memory
-        ));
-    }
-    let chosen = weights::choose(&weights::Load {
-        peak: machine.flops,
-        link: machine.h2d,
-        tokens: run.tokens() as f64,
-        parameters: needed as f64,
-        free_bytes: machine.gpu_memory.saturating_sub(used) as f64,
-    })?;
-    let flowing = (chosen.fraction * (HALF * needed) as f64) as u64;
-    placed.gpu.weights = (HALF * needed).saturating_sub(flowing);
-    placed.host.weights += flowing;
-    let uploaded = placed.traffic.h2d.min(HALF * case.shard);
-    placed.traffic.h2d -= (chosen.fraction * uploaded as f64) as u64;
-    placed.traffic.h2d += 2 * run.accumulation * flowing;
-    Ok(chosen.fraction)
 }
 
 /// Bytes of the data files of all ranks. The tier never overwrites a committed state; without commits, the subgroups in

@@ -14,6 +14,7 @@ use super::super::interleave::{GpuGrads, Rates, Shape, TransferDtype};
 use super::super::tail;
 pub use super::bytes::{GpuBytes, HostBytes, TierBudget, TierNeed, Traffic};
 use super::config::Model;
+use super::flow;
 use super::machine::{Machine, PathSpec, Workload};
 use crate::error::{Error, Result};
 
@@ -123,14 +124,16 @@ pub struct Case<'a> {
 /// How a strategy places states, gradients and steps.
 #[derive(Debug, Clone)]
 pub struct Placement {
-    /// GPU memory without weights that stay.
+    /// GPU memory.
     pub gpu: GpuBytes,
-    /// Host memory of one rank without weights that flow.
+    /// Host memory of one rank.
     pub host: HostBytes,
     /// Bytes of the states on the paths, of one rank.
     pub stored: u64,
-    /// Traffic of one rank, without weights that flow.
+    /// Traffic of one rank.
     pub traffic: Traffic,
+    /// Fraction of the weights in host memory, which are loaded for each pass.
+    pub flow: f64,
     /// The memory of the tiered update.
     pub tier: Option<TierNeed>,
     /// The last buckets, which the GPU steps.
@@ -228,8 +231,8 @@ impl<'a> Case<'a> {
         })
     }
 
-    /// Places states, gradients and steps for a strategy. `host_left`: host memory of a rank. Fails where an argument is
-    /// out of range, or where the buffers of a tiered update do not fit into `host_left`.
+    /// Places states, gradients, weights and steps for a strategy. Fails where an argument is out of range, or where the
+    /// buffers of a tiered update do not fit into the host memory beside gradients and weights.
     pub fn place(&self, strategy: Strategy) -> Result<Placement> {
         let run = self.run;
         let shard = self.shard;
@@ -259,6 +262,7 @@ impl<'a> Case<'a> {
                 d2h: HALF * shard * run.accumulation,
                 ..Traffic::default()
             },
+            flow: 0.0,
             tier: None,
             tail: 0,
             interleaved: None,
@@ -275,8 +279,14 @@ impl<'a> Case<'a> {
             Strategy::HostBf16Moments => placed.host.states = BF16_STATE * shard,
             Strategy::Speculation => self.speculate(&mut placed),
             Strategy::Interleave => self.interleave(&mut placed)?,
-            Strategy::TierOnePath | Strategy::Tier => self.tier(&mut placed, strategy, false)?,
-            Strategy::TierCache | Strategy::TierSplitMaster => self.tier(&mut placed, strategy, true)?,
+            Strategy::TierSplitMaster => placed.host.weights = HALF * shard,
+            Strategy::TierOnePath | Strategy::Tier | Strategy::TierCache => {
+                placed.host.weights = PAIR * HALF * self.sizes.iter().copied().max().unwrap_or(0);
+            }
+        }
+        flow::place(self, &mut placed, strategy);
+        if strategy.is_tiered() {
+            self.tier(&mut placed, strategy)?;
         }
         Ok(placed)
     }
@@ -357,10 +367,10 @@ impl<'a> Case<'a> {
         Ok(())
     }
 
-    fn tier(&self, placed: &mut Placement, strategy: Strategy, caches: bool) -> Result<()> {
+    /// The tiered update; its cache gets the host memory that gradients and weights leave.
+    fn tier(&self, placed: &mut Placement, strategy: Strategy) -> Result<()> {
         let split = strategy == Strategy::TierSplitMaster;
-        let largest = self.sizes.iter().copied().max().unwrap_or(0);
-        placed.host.weights = if split { HALF * self.shard } else { PAIR * HALF * largest };
+        let caches = split || strategy == Strategy::TierCache;
         let left = (self.machine.host_memory / self.run.ranks).saturating_sub(placed.host.total());
         let paths = self.paths(strategy).len();
         let need = (self.budget)(&self.sizes, split, paths, caches.then_some(left))?;

@@ -259,7 +259,8 @@ fn weights_that_do_not_fit_flow_and_what_fits_nowhere_says_why() {
     let found = plan(&model, &tight, &run, &need).unwrap();
     let host = of(&found, Strategy::Host);
     assert!(host.fits && host.weights == "flow" && (0.0..1.0).contains(&host.weights_on_host), "{host:?}");
-    let flowing = (host.weights_on_host * 2e9) as u64;
+    assert_eq!(host.gpu_bytes, tight.gpu_memory);
+    let flowing = 2_000_000_000 - host.gpu.weights;
     assert_eq!(host.host.weights, flowing + 4 * (32 << 20));
     close(host.traffic.h2d as f64, 2.0 * flowing as f64 + (2e9 - flowing as f64), 1e-6);
     let none = Machine {
@@ -271,6 +272,45 @@ fn weights_that_do_not_fit_flow_and_what_fits_nowhere_says_why() {
     assert!(found.best.is_none() && found.strategies.iter().all(|outcome| !outcome.reasons.is_empty()));
     assert!(of(&found, Strategy::Tier).reasons.iter().any(|reason| reason.contains("no room")));
     assert!(of(&found, Strategy::TierCache).seconds.is_none());
+}
+
+/// Every size of GPU memory at which weights flow is filled exactly.
+#[test]
+fn plans_with_flowing_weights_fill_the_gpu_to_the_byte() {
+    let (machine, _) = preset("mlp-offload-1");
+    let machine = Machine { host_memory: 2_000_000_000_000, ..machine };
+    for step in 0..200 {
+        let machine = Machine { gpu_memory: 20_000_000_000 + step * 123_456_789, ..machine.clone() };
+        let found = planned("mlp-offload-40b", &machine, &Workload { ranks: 1, ..Workload::DEFAULT });
+        for outcome in found.strategies.iter().filter(|outcome| outcome.strategy != Strategy::Gpu) {
+            assert!(outcome.fits && outcome.weights == "flow", "{outcome:?}");
+            assert_eq!(outcome.gpu_bytes, machine.gpu_memory);
+        }
+    }
+}
+
+/// A cache uses the memory that flowing weights leave, and a split master's weights are in host memory only once.
+#[test]
+fn flowing_weights_make_the_cache_smaller() {
+    let (model, machine, run) = small();
+    let tight = Machine { gpu_memory: 3_000_000_000, host_memory: 16_000_000_000, ..machine };
+    let found = plan(&model, &tight, &run, &need).unwrap();
+    let flowing = 2_000_000_000 - of(&found, Strategy::Tier).gpu.weights;
+    for strategy in [Strategy::Tier, Strategy::TierCache, Strategy::TierSplitMaster] {
+        let outcome = of(&found, strategy);
+        assert!(outcome.fits && outcome.weights == "flow", "{outcome:?}");
+    }
+    let (cache, split) = (of(&found, Strategy::TierCache), of(&found, Strategy::TierSplitMaster));
+    assert_eq!(cache.host.weights, flowing + 4 * 100_000_000);
+    // Ten buffers of 1.2 GB fit beside the gradients and these weights, unless the weights are more than 1.6 GB.
+    assert!(flowing > 0 && cache.cached_subgroups > 0, "{flowing} {}", cache.cached_subgroups);
+    assert_eq!(split.host.weights, 2_000_000_000);
+    // With stage 2 each rank needs all weights, and its shard has only a quarter of them.
+    let ranks = Workload { ranks: 4, stage: 2, subgroup: 30_000_000, ..run };
+    let found = plan(&model, &tight, &ranks, &need).unwrap();
+    let outcome = of(&found, Strategy::TierSplitMaster);
+    let flowing = 2_000_000_000 - outcome.gpu.weights;
+    assert_eq!(outcome.host.weights, 4 * flowing.max(500_000_000));
 }
 
 #[test]

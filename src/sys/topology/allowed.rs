@@ -1,8 +1,7 @@
 //! Processors and memory nodes that this process may use: its cgroups, and the affinity of the calling thread.
 #![forbid(unsafe_code)]
 
-use std::path::{Component, Path};
-
+use super::cgroups::{Group, groups};
 use super::sysfs::Root;
 use crate::sys::bitmap::Bitmap;
 use crate::sys::cpuset::widest;
@@ -48,33 +47,8 @@ pub(super) fn read(root: &Root, online: &Bitmap) -> Allowed {
 
 /// Processors and memory nodes of the process's cpuset, as far as a mounted cgroup file system shows it.
 fn group_sets(root: &Root) -> (Option<Bitmap>, Option<Bitmap>) {
-    let mounts = root.text("proc/mounts").unwrap_or_default();
-    let groups = root.text("proc/self/cgroup").unwrap_or_default();
-    // Lines "HIERARCHY:CONTROLLERS:PATH"; version 2 has no controllers there.
-    let line = |wanted: fn(&str) -> bool| {
-        groups.lines().find_map(|line| {
-            let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
-            wanted(controllers).then_some(path)
-        })
-    };
-    let (v2, v1) = (line(str::is_empty), line(|list| list.split(',').any(|name| name == "cpuset")));
-    // The path alone.
-    let old = root.text("proc/self/cpuset");
-    for mount in mounts.lines() {
-        let mut words = mount.split_whitespace().skip(1);
-        let (Some(point), Some(kind), Some(options)) = (words.next(), words.next(), words.next()) else {
-            continue;
-        };
-        let option = |name: &str| options.split(',').any(|option| option == name);
-        let (path, prefix) = match kind {
-            "cgroup2" => (v2.or(old.as_deref()), "cpuset."),
-            "cgroup" if option("cpuset") => {
-                (v1.or(old.as_deref()), if option("noprefix") { "" } else { "cpuset." })
-            }
-            "cpuset" => (v1.or(old.as_deref()), ""),
-            _ => continue,
-        };
-        let Some(group) = path.and_then(|path| below(point, path.trim())) else { continue };
+    for Group { path: group, has_prefix, .. } in groups(root, "cpuset") {
+        let prefix = if has_prefix { "cpuset." } else { "" };
         let list = |name: &str| {
             let of = |end: &str| {
                 root.list(&format!("{group}/{prefix}{name}{end}")).filter(|list| !list.is_empty())
@@ -87,11 +61,4 @@ fn group_sets(root: &Root) -> (Option<Bitmap>, Option<Bitmap>) {
         }
     }
     (None, None)
-}
-
-/// The path of a group below a mount, relative to the root. `None` if a part of it is "..".
-fn below(mount: &str, group: &str) -> Option<String> {
-    let path = format!("{}/{}", mount.trim_matches('/'), group.trim_matches('/'));
-    let is_plain = Path::new(&path).components().all(|part| matches!(part, Component::Normal(_)));
-    is_plain.then_some(path)
 }

@@ -7,7 +7,8 @@
 //! | `processors.rs` | processors, packages, cores, caches |
 //! | `nodes.rs` | NUMA nodes and the kind of their memory |
 //! | `devices.rs` | GPUs and NVMe drives, and their nodes |
-//! | `allowed.rs` | cgroups and affinity |
+//! | `allowed.rs` | processors and nodes of cgroups and affinity |
+//! | `cgroups.rs` | directories of cgroups |
 //! | `visible.rs` | `CUDA_VISIBLE_DEVICES` |
 //! | `placement.rs` | processors for each rank, its trainer and its workers |
 //! | `path.rs` | the node of the drive that holds a path |
@@ -18,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 mod allowed;
+pub mod cgroups;
 mod devices;
 mod nodes;
 mod path;

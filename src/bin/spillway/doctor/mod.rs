@@ -8,11 +8,13 @@
 mod machine;
 mod storage;
 
+use std::fmt::Write;
 use std::path::PathBuf;
 
 use spillway::error::{Error, Result};
 
 use super::progress::Progress;
+use super::stdout;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -87,8 +89,8 @@ pub fn run(options: &Options) -> Result<()> {
     let failed = findings.iter().filter(|finding| finding.verdict == Verdict::Fails).count();
     let report = Report { version: spillway::VERSION, findings };
     match options.json {
-        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
-        false => print(&report),
+        true => stdout::say_json(&report)?,
+        false => stdout::say(&text(&report))?,
     }
     match failed {
         0 => Ok(()),
@@ -99,13 +101,14 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-fn print(report: &Report) {
-    println!("spillway {}", report.version);
+fn text(report: &Report) -> String {
+    let mut text = format!("spillway {}\n", report.version);
     let mut directory = None;
     for Finding { check, directory: about, verdict, found, fix } in &report.findings {
         if about != &directory {
             directory.clone_from(about);
-            println!("\n{}", directory.as_deref().unwrap_or_else(|| "this machine".as_ref()).display());
+            let about = directory.as_deref().unwrap_or_else(|| "this machine".as_ref());
+            let _ = writeln!(text, "\n{}", about.display());
         }
         let word = match verdict {
             Verdict::Ok => "ok",
@@ -113,9 +116,10 @@ fn print(report: &Report) {
             Verdict::Fails => "FAILS",
             Verdict::None => "-",
         };
-        println!("  {word:<6} {check:<14} {found}");
+        let _ = writeln!(text, "  {word:<6} {check:<14} {found}");
         if let Some(fix) = fix {
-            println!("  {:<6} {:<14} to do: {fix}", "", "");
+            let _ = writeln!(text, "  {:<6} {:<14} to do: {fix}", "", "");
         }
     }
+    text
 }

@@ -13,6 +13,8 @@ use spillway::gpu::visible::Ask;
 use spillway::sys::topology::Root;
 use spillway::sys::topology::placement::{Rank, Scope};
 
+use super::stdout;
+
 #[derive(clap::Args)]
 pub struct Options {
     /// Number of ranks on this machine; default: one for each visible GPU, else one.
@@ -64,7 +66,8 @@ pub fn run(options: &Options) -> Result<()> {
     let ranks = machine.place(ranks, options.scope, options.share)?;
     let placed = |rank| Placed { rank, drives: machine.drives_near(&rank.cpus) };
     let placed: Vec<Placed> = ranks.iter().map(placed).collect();
-    let launch = launch::Launch::new(&machine, &ranks, options.scope);
+    let list = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let launch = launch::Launch::new(&machine, &ranks, options.scope, list.as_deref());
     if let Some(path) = &options.svg {
         let failed = |reason| Error::System { what: "drawing the machine", reason };
         let text = svg::svg(&machine, &placed).map_err(failed)?;
@@ -76,15 +79,10 @@ pub fn run(options: &Options) -> Result<()> {
     match options.json {
         true => {
             let report = Report { machine: &machine, ranks: &placed, launch };
-            println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
+            stdout::say_json(&report)
         }
-        false => {
-            print!("{}", text::machine(&machine));
-            print!("{}", text::ranks(&placed));
-            print!("{}", launch.text());
-        }
+        false => stdout::say(&[text::machine(&machine), text::ranks(&placed), launch.text()].concat()),
     }
-    Ok(())
 }
 
 fn scope(text: &str) -> std::result::Result<Scope, String> {

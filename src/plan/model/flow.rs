@@ -2,7 +2,7 @@
 //! section 4.2).
 #![forbid(unsafe_code)]
 
-use super::strategy::{Case, Placement, Strategy};
+use super::case::{Case, Placement, Strategy};
 
 const HALF: u64 = 2;
 /// Windows through which weights flow: one is used while the other is loaded.

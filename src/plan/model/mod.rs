@@ -9,8 +9,9 @@
 //! | `presets` | the models and machines of the papers |
 //! | `machine` | the machine and the run |
 //! | `bytes` | bytes of memory and traffic, by part |
+//! | `case` | a model on a machine, the strategies, and how one places it |
 //! | `flow` | the weights that do not fit on the GPU |
-//! | `strategy` | the strategies, and the bytes of each |
+//! | `strategy` | the bytes of each strategy |
 //! | `step` | the seconds of a step: its work on the simulator of `plan::interleave` |
 //! | `report` | the plan: every strategy, and the best |
 //!
@@ -22,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bytes;
+pub mod case;
 pub mod config;
 pub mod families;
 pub mod fields;

@@ -1,18 +1,17 @@
-//! The strategies, and the bytes that each allocates and moves.
+//! The bytes that each strategy allocates and moves.
 //!
 //! Bytes per parameter of a rank's shard: 2 for a 16-bit weight, 2 for its gradient, 12 for the f32 master and Adam's
 //! moments (SuperOffload section 2.2: 16 together). Gradients in host memory have 16 bits, or 32 where the host adds up
 //! micro-batches.
 #![forbid(unsafe_code)]
 
-use serde::Serialize;
-
-use super::super::interleave::choose::{self, Choice, Mode};
+use super::super::interleave::choose::{self, Mode};
 use super::super::interleave::memory;
 use super::super::interleave::placements::Placement as Where;
 use super::super::interleave::{GpuGrads, Rates, Shape, TransferDtype};
 use super::super::tail;
 pub use super::bytes::{GpuBytes, HostBytes, TierBudget, TierNeed, Traffic};
+pub use super::case::{Case, Placement, Strategy};
 use super::config::Model;
 use super::flow;
 use super::machine::{Machine, PathSpec, Workload};
@@ -39,110 +38,6 @@ const PAIR: u64 = 2;
 const ACTIVATION: u64 = 34;
 /// Bytes of a logit: 16 bits, and f32 for the loss.
 const LOGIT: u64 = 6;
-
-/// Where states are and which processor steps them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Strategy {
-    /// States on the GPU: no offload.
-    Gpu,
-    /// States in host memory; the CPU steps after backward (ZeRO-Offload).
-    Host,
-    /// As `Host`, with moments in bf16.
-    HostBf16Moments,
-    /// States in host memory; the CPU steps during backward, the GPU steps the last buckets (SuperOffload).
-    Speculation,
-    /// States in host memory; CPU and GPU step subgroups at the same time (Deep Optimizer States).
-    Interleave,
-    /// States on the fastest path.
-    TierOnePath,
-    /// States on all paths (MLP-Offload).
-    Tier,
-    /// States on all paths; the rest of host memory caches subgroups.
-    TierCache,
-    /// As `TierCache`, with 10 bytes per parameter: the 16-bit weights in host memory imply the other two.
-    TierSplitMaster,
-}
-
-impl Strategy {
-    /// All strategies. Of two that take the same time, the earlier one is simpler.
-    pub const ALL: [Strategy; 9] = [
-        Strategy::Gpu,
-        Strategy::Host,
-        Strategy::HostBf16Moments,
-        Strategy::Speculation,
-        Strategy::Interleave,
-        Strategy::TierOnePath,
-        Strategy::Tier,
-        Strategy::TierCache,
-        Strategy::TierSplitMaster,
-    ];
-
-    /// The name, as in the report.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Strategy::Gpu => "gpu",
-            Strategy::Host => "host",
-            Strategy::HostBf16Moments => "host-bf16-moments",
-            Strategy::Speculation => "speculation",
-            Strategy::Interleave => "interleave",
-            Strategy::TierOnePath => "tier-one-path",
-            Strategy::Tier => "tier",
-            Strategy::TierCache => "tier-cache",
-            Strategy::TierSplitMaster => "tier-split-master",
-        }
-    }
-
-    /// True if moments are f32, so that results do not depend on the strategy.
-    pub const fn is_exact(self) -> bool {
-        !matches!(self, Strategy::HostBf16Moments)
-    }
-
-    /// True for strategies that keep states on paths.
-    pub const fn is_tiered(self) -> bool {
-        use Strategy::{Tier, TierCache, TierOnePath, TierSplitMaster};
-        matches!(self, TierOnePath | Tier | TierCache | TierSplitMaster)
-    }
-}
-
-/// A model on a machine.
-pub struct Case<'a> {
-    /// The model.
-    pub model: &'a Model,
-    /// The machine.
-    pub machine: &'a Machine,
-    /// The run.
-    pub run: &'a Workload,
-    /// The memory of a tiered update.
-    pub budget: &'a TierBudget<'a>,
-    /// Parameters of a rank's shard.
-    pub shard: u64,
-    /// Parameters of each subgroup of a rank.
-    pub sizes: Vec<u64>,
-}
-
-/// How a strategy places states, gradients and steps.
-#[derive(Debug, Clone)]
-pub struct Placement {
-    /// GPU memory.
-    pub gpu: GpuBytes,
-    /// Host memory of one rank.
-    pub host: HostBytes,
-    /// Bytes of the states on the paths, of one rank.
-    pub stored: u64,
-    /// Traffic of one rank.
-    pub traffic: Traffic,
-    /// Fraction of the weights in host memory, which are loaded for each pass.
-    pub flow: f64,
-    /// The memory of the tiered update.
-    pub tier: Option<TierNeed>,
-    /// The last buckets, which the GPU steps.
-    pub tail: u64,
-    /// The interleaved plan: the update phase alone, after the last gradient, because the norm needs all of them.
-    pub interleaved: Option<Choice>,
-    /// Subgroups of the interleaved plan whose gradients leave the GPU.
-    pub leaving: usize,
-}
 
 impl<'a> Case<'a> {
     /// Checks the numbers, and divides the model over ranks and subgroups.

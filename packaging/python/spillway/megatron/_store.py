@@ -146,7 +146,8 @@ class OptimizerStateStore:
         Raises:
             IoError: A path failed; the commit before is still there."""
         number = self.steps if step is None else step
-        payload, status = json.dumps({"format": 1, "steps": self.steps, "shards": self._digest}).encode(), []
+        payload = json.dumps({"format": 1, "steps": self.steps, "shards": self._digest}).encode()
+        status: list[int] = []
         try:
             self._swap._commit(number, payload, status)
         finally:

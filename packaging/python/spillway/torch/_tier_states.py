@@ -210,7 +210,8 @@ class TierStates:
         self.take_written()
         steps = [float(optimizer.state[param]["step"]) for param in self.params]
         record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, payload_of(payload))
-        number, status = self.count if step is None else step, []
+        number = self.count if step is None else step
+        status: list[int] = []
         try:
             _ranks.together(self._world, lambda: self.swap._commit(number, record.packed(), status))
         finally:

@@ -357,6 +357,9 @@ def test_an_interrupt_leaves_a_store_that_counts_its_steps(tmp_path):
                         time.sleep(0)
                 except Interrupt:
                     signal.setitimer(signal.ITIMER_REAL, 0)
+                finally:
+                    # torch.no_grad does not restore the mode if the handler raises in its own exit.
+                    torch.set_grad_enabled(True)
                 steps = store.steps
                 try:
                     done = train(store, model, range(steps, steps + 2))
@@ -367,3 +370,4 @@ def test_an_interrupt_leaves_a_store_that_counts_its_steps(tmp_path):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        torch.set_grad_enabled(True)

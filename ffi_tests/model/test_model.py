@@ -1,4 +1,4 @@
-"""Runs the model: its regression seeds, then others, for SPILLWAY_MODEL_SECONDS (60). The seeds begin at
+"""Runs the model: its regression seeds, then others, for SPILLWAY_MODEL_SECONDS (20). The seeds begin at
 SPILLWAY_MODEL_SEED, which has a fixed default, so a failure can be reproduced. run.sh draws new seeds."""
 
 import os
@@ -7,7 +7,7 @@ from . import runner
 
 
 def test_the_library_keeps_its_promises_whatever_is_called():
-    seconds = float(os.environ.get("SPILLWAY_MODEL_SECONDS", "60"))
+    seconds = float(os.environ.get("SPILLWAY_MODEL_SECONDS", "20"))
     seed = int(os.environ.get("SPILLWAY_MODEL_SEED") or 20261122)
     failed, counts, _ = runner.session(seconds, seed)
     words = [f"python -m model --kind {one.kind} --seed {one.seed} --moves {one.moves}: {one.failure}" for one in failed]

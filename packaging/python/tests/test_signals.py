@@ -189,7 +189,7 @@ def test_an_interrupt_in_the_callback_of_a_step_is_no_success(tmp_path, monkeypa
 
 def test_open_and_close_under_interrupts_leave_no_lock(tmp_path):
     with Ticking() as ticking:
-        for number in range(150):
+        for _ in range(60):
             tier = ticking.during(lambda: spillway.Tier([tmp_path], job="test"))
             if tier is not None:
                 ticking.during(tier.close)

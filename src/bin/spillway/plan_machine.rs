@@ -142,7 +142,9 @@ pub fn machine(options: &Options) -> Result<Found> {
 fn base(options: &Options) -> Result<Found> {
     let Some(name) = &options.machine else {
         let mut sources: Sources = FIELDS.iter().map(|name| (*name, "assumed".to_string())).collect();
-        sources.insert("host_memory", "available".to_string());
+        if unused_bytes().is_some() {
+            sources.insert("host_memory", "available".to_string());
+        }
         return Ok(Found { machine: assumed(), gpus: 1, sources });
     };
     let preset = presets::machine(name).ok_or_else(|| {

@@ -240,6 +240,42 @@ fn topo_prints_launchers_that_use_the_visible_gpus() {
     assert!(text("0", &["--share", "1"]).contains("OMP_NUM_THREADS=1"));
 }
 
+/// Standard error that is full or closed changes no outcome, and a closed standard output is one that nobody reads.
+#[test]
+fn the_outcome_is_the_same_where_messages_cannot_be_written() {
+    let root = machine("closed");
+    let report = root.join("report.json").display().to_string();
+    let root = root.display().to_string();
+    let json = format!("--json={report}");
+    let bench = ["bench", "adam", "--sizes", "4Ki", "--rounds", "1", "--kernels", "scalar", json.as_str()];
+    for (arguments, code) in [
+        (&bench[..], 0),
+        (&["bench", "compare", &report, &report], 0),
+        (&["doctor", "--dir", &root], 0),
+        (&["doctor", "--dir", &root, "--json"], 0),
+        (&["doctor", "--dir", "/no/such/directory"], 1),
+        (&["topo", "--root", "/no/such/directory"], 1),
+    ] {
+        for redirection in [">&-", "2>&-", "2>/dev/full", ">&- 2>&-"] {
+            let mut command = Command::new("sh");
+            command.args([
+                "-c",
+                &format!("exec \"$0\" \"$@\" {redirection}"),
+                env!("CARGO_BIN_EXE_spillway"),
+            ]);
+            let done = run(command.args(arguments), TIMEOUT);
+            assert_eq!(done.code, Some(code), "{arguments:?} {redirection}: {}", done.stderr);
+        }
+        let done = run(
+            Command::new("sh")
+                .args(["-c", "exec \"$0\" \"$@\" >/dev/full", env!("CARGO_BIN_EXE_spillway")])
+                .args(arguments),
+            TIMEOUT,
+        );
+        assert!(done.code == Some(1) && !done.stderr.contains("panicked"), "{arguments:?}: {}", done.stderr);
+    }
+}
+
 /// A reader that is gone and a full device are errors with a message.
 #[test]
 fn standard_output_that_cannot_be_written_is_an_error_not_a_panic() {

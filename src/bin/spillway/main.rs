@@ -92,6 +92,6 @@ fn main() -> std::process::ExitCode {
 }
 
 fn fail(error: &spillway::error::Error) -> std::process::ExitCode {
-    eprintln!("spillway: {error}");
+    stdout::note(&format!("spillway: {error}"));
     std::process::ExitCode::FAILURE
 }

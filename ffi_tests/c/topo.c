@@ -11,7 +11,7 @@
 
 enum { CHIPS = 4, CORES = 72 };
 
-static char root[] = "/tmp/spillway-topo-XXXXXX";
+static char root[] = "topo-XXXXXX";
 
 static void put(const char *text, const char *format, ...) {
     char path[512];

@@ -7,6 +7,7 @@ mod bench_tier;
 mod bench_undo;
 mod compare;
 mod doctor;
+mod drawing;
 mod fio;
 mod io_load;
 mod measurement;

@@ -10,7 +10,7 @@ MINUTES ?= 10
 ROUNDS ?= 1000
 SECONDS ?= 3600
 
-.PHONY: help demo test quick py lib install dist docs bench tune soak kill model packages packages-test
+.PHONY: help demo test quick py lib install dist docs bench tune soak kill model numa packages packages-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -62,6 +62,9 @@ kill: ## kill a process that steps a tier, or writes an arena, at random moments
 
 model: lib packages ## random sequences of calls, signals, kills and attacks on files, against an oracle (SECONDS=3600)
 	eval "$$(packaging/python_env.sh --export)" && ffi_tests/model/run.sh $(SECONDS)
+
+numa: lib ## bound memory and workers in a virtual machine with three NUMA nodes; installs qemu
+	ffi_tests/numa/run.sh $(RELEASE)/libspillway.so
 
 packages: ## install the system packages that tests and demo need
 	packaging/system_packages.sh

@@ -1,29 +1,9 @@
 #!/bin/sh
-# Creates the Python environment that builds releases, in a cache outside the repository, and prints its folder `bin`:
-# zig links against an old glibc, cargo-zigbuild calls zig as the linker, auditwheel checks the wheels.
+# Creates the Python environment that builds releases, and prints its folder `bin`: zig links against an old glibc,
+# cargo-zigbuild calls zig as the linker, auditwheel checks the wheels.
 #
 #   packaging/dist_env.sh
-#
-# A second run with the same requirements changes nothing. SPILLWAY_CACHE moves the cache, PYTHON names the interpreter.
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
-requirements=$here/python/requirements-dist.txt
-cache=${SPILLWAY_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/spillway}/dist
-python=${PYTHON:-python3}
-
-mkdir -p "$cache"
-exec 9>"$cache/lock"
-flock 9
-wanted=$(cat "$requirements" "$here/dist_env.sh" | sha256sum | cut -d' ' -f1)
-if [ "$(cat "$cache/stamp" 2>/dev/null)" != "$wanted" ] || [ ! -x "$cache/venv/bin/python" ]; then
-    rm -f "$cache/stamp"
-    echo "dist_env: setting up $cache/venv (zig from PyPI, 100 MB, once)" >&2
-    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
-        "$here/system_packages.sh" python3 python3-venv >&2
-    fi
-    "$python" -m venv --clear "$cache/venv"
-    "$cache/venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements" >&2
-    echo "$wanted" >"$cache/stamp"
-fi
-echo "$cache/venv/bin"
+"$here/tool_env.sh" dist "$here/python/requirements-dist.txt" 'zig from PyPI, 100 MB'

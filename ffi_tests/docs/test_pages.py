@@ -77,3 +77,31 @@ def test_names_of_c_functions_exist():
             if name not in known:
                 unknown.setdefault(str(page.relative_to(ROOT)), []).append(name)
     assert not unknown
+
+
+def _broken_tables(text):
+    """The lines at which a blank line, or a row without the columns of its table, breaks a table."""
+    lines = re.sub(r"^ *```.*?^ *```", lambda block: re.sub(r"[^\n]+", "x", block[0]), text, flags=re.M | re.S).splitlines()
+    is_row = [line.lstrip().startswith("|") for line in lines]
+    rule = [bool(re.fullmatch(r" *\|( *:?-+:? *\|)+", line)) for line in lines]
+    columns = [len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))) for line in lines]
+    broken = []
+    for number in (number for number, row in enumerate(is_row) if row):
+        begins = number == 0 or not is_row[number - 1]
+        if begins and not (number + 1 < len(lines) and rule[number + 1]):
+            broken.append(number + 1)
+        elif not begins and columns[number] != columns[number - 1]:
+            broken.append(number + 1)
+    return broken
+
+
+@pytest.mark.parametrize("page", [*pages(), ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_whole(page):
+    assert not _broken_tables(page.read_text())
+
+
+@pytest.mark.parametrize("text, broken", [("| a |\n|---|\n| b |\n", []), ("| a |\n|---|\n| b |\n\n| c |\n", [5]),
+                                          ("| a | b |\n|---|---|\n| c |\n", [3]), ("| a |\n\n|---|\n", [1, 3]),
+                                          ("```text\n| a |\n```\n", []), ("| `a|b` |\n|---|\n", [])])
+def test_a_broken_table_is_found(text, broken):
+    assert _broken_tables(text) == broken

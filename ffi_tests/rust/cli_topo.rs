@@ -3,15 +3,16 @@
 
 use std::fs;
 use std::io::Read;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use super::support::{empty_dir, run, succeed};
+use super::support::{Finished, empty_dir, run, succeed};
 use super::{TIMEOUT, spillway};
 
 fn file(root: &Path, path: &str, text: &str) {
@@ -23,6 +24,11 @@ fn file(root: &Path, path: &str, text: &str) {
 /// Two nodes of four processors with a GPU each, and a tree of resctrl.
 fn machine(name: &str) -> PathBuf {
     let root = empty_dir(name);
+    fill(&root);
+    root
+}
+
+fn fill(root: &Path) {
     file(&root, "sys/devices/system/cpu/online", "0-7");
     for cpu in 0..8 {
         let mask = if cpu < 4 { "0f" } else { "f0" };
@@ -56,7 +62,6 @@ fn machine(name: &str) -> PathBuf {
         file(&root, &format!("sys/fs/resctrl/{name}"), text);
     }
     fs::create_dir(root.join("run")).expect("the target directory is writable");
-    root
 }
 
 fn groups(root: &Path) -> Vec<String> {
@@ -94,6 +99,13 @@ fn topo_prints_one_machine_as_text_json_and_svg() {
     {
         assert_ne!(run(spillway().arg("topo").args(wrong), TIMEOUT).code, Some(0), "{wrong:?}");
     }
+    for command in [&["topo"][..], &["resctrl", "show"], &["resctrl", "restore"]] {
+        let refused = run(spillway().args(command).args(["--root", "no/such"]), TIMEOUT);
+        assert!(
+            refused.stderr.starts_with("spillway: --root: \"no/such\" has no directory sys; "),
+            "{command:?}"
+        );
+    }
 }
 
 #[test]
@@ -120,6 +132,56 @@ fn resctrl_shows_partitions_and_removes_them_after_its_command() {
         assert!(refused.code != Some(0) && !refused.stderr.is_empty(), "{wrong:?}");
         assert_eq!(groups(&root).len(), 0, "{wrong:?}");
     }
+}
+
+/// Runs the tool as the user nobody.
+fn as_nobody(tool: &Path, arguments: &[&str], root: &Path) -> Finished {
+    let mut command = Command::new(tool);
+    run(command.args(arguments).arg("--root").arg(root).uid(65534).gid(65534), TIMEOUT)
+}
+
+/// The case of `sudo` left out: what the user may not do is named, with its path and the cure.
+#[test]
+#[cfg_attr(not(built_by_root), ignore = "acts as another user, which needs root")]
+fn resctrl_tells_a_user_without_rights_to_run_as_root() {
+    let folder = tempfile::tempdir().expect("the temporary directory is writable");
+    let root = folder.path().join("root");
+    fill(&root);
+    let open = |path: &Path, mode: u32| {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("it exists");
+    };
+    open(folder.path(), 0o755);
+    let tool = folder.path().join("spillway");
+    fs::copy(env!("CARGO_BIN_EXE_spillway"), &tool).expect("the tool was built");
+    let refused = |arguments: &[&str], path: &str| {
+        let Finished { code, stderr, .. } = as_nobody(&tool, arguments, &root);
+        assert!(
+            code == Some(1) && stderr.contains(path) && stderr.trim_end().ends_with("; run as root"),
+            "{arguments:?}: {stderr}"
+        );
+    };
+    // Nothing was made: there is nothing to do, and no file is left.
+    let nothing = as_nobody(&tool, &["resctrl", "restore"], &root);
+    assert_eq!(
+        (nothing.code, nothing.stdout.as_str()),
+        (Some(0), "nothing to restore\n"),
+        "{}",
+        nothing.stderr
+    );
+    assert!(!root.join("run/spillway-resctrl").exists());
+    let me = std::process::id().to_string();
+    let apply = ["resctrl", "apply", "--owner", &me];
+    refused(&apply, "run/spillway-resctrl");
+    let mut by_root = spillway();
+    succeed(by_root.args(apply).arg("--root").arg(&root), TIMEOUT);
+    refused(&apply, "run/spillway-resctrl");
+    refused(&["resctrl", "restore", "--force"], "run/spillway-resctrl");
+    for (path, mode) in [("sys/fs/resctrl/schemata", 0o600), ("sys/fs/resctrl/info", 0o700)] {
+        open(&root.join(path), mode);
+        refused(&["resctrl", "show"], path);
+        open(&root.join(path), 0o755);
+    }
+    assert_eq!(as_nobody(&tool, &["resctrl", "show"], &root).code, Some(0));
 }
 
 /// Starts `apply` around a command that says when it runs, and then sleeps.
@@ -176,6 +238,42 @@ fn topo_prints_launchers_that_use_the_visible_gpus() {
     assert!(text("1", &["--ranks", "2"]).contains("DeepSpeed: no: there are fewer visible GPUs than ranks"));
     assert!(text("", &["--ranks", "2"]).contains("DeepSpeed: deepspeed --num_gpus 2 "));
     assert!(text("0", &["--share", "1"]).contains("OMP_NUM_THREADS=1"));
+}
+
+/// Standard error that is full or closed changes no outcome, and a closed standard output is one that nobody reads.
+#[test]
+fn the_outcome_is_the_same_where_messages_cannot_be_written() {
+    let root = machine("closed");
+    let report = root.join("report.json").display().to_string();
+    let root = root.display().to_string();
+    let json = format!("--json={report}");
+    let bench = ["bench", "adam", "--sizes", "4Ki", "--rounds", "1", "--kernels", "scalar", json.as_str()];
+    for (arguments, code) in [
+        (&bench[..], 0),
+        (&["bench", "compare", &report, &report], 0),
+        (&["doctor", "--dir", &root], 0),
+        (&["doctor", "--dir", &root, "--json"], 0),
+        (&["doctor", "--dir", "/no/such/directory"], 1),
+        (&["topo", "--root", "/no/such/directory"], 1),
+    ] {
+        for redirection in [">&-", "2>&-", "2>/dev/full", ">&- 2>&-"] {
+            let mut command = Command::new("sh");
+            command.args([
+                "-c",
+                &format!("exec \"$0\" \"$@\" {redirection}"),
+                env!("CARGO_BIN_EXE_spillway"),
+            ]);
+            let done = run(command.args(arguments), TIMEOUT);
+            assert_eq!(done.code, Some(code), "{arguments:?} {redirection}: {}", done.stderr);
+        }
+        let done = run(
+            Command::new("sh")
+                .args(["-c", "exec \"$0\" \"$@\" >/dev/full", env!("CARGO_BIN_EXE_spillway")])
+                .args(arguments),
+            TIMEOUT,
+        );
+        assert!(done.code == Some(1) && !done.stderr.contains("panicked"), "{arguments:?}: {}", done.stderr);
+    }
 }
 
 /// A reader that is gone and a full device are errors with a message.

@@ -70,7 +70,7 @@ typedef struct spw_topo_options {
     uint32_t struct_size;
     // Sum of `spw_topo_flag`.
     uint32_t flags;
-    // Directory of a recorded tree, with `sys` and `proc` below it; NULL: this machine.
+    // Directory of a recorded tree, with `sys` and `proc` below it; NULL or "/": this machine.
     const char *root;
 } spw_topo_options;
 
@@ -152,7 +152,8 @@ typedef struct spw_topo_gpu {
 typedef struct spw_topo spw_topo;
 
 // Reads the topology. `options` NULL: this machine, without loading a driver. Properties that the system does not state
-// are unknown in the result. Only a query of the GPU driver can fail.
+// are unknown in the result. SPW_ERR_INVALID_ARGUMENT if `options.root` has no directory `sys`. Of this machine, only a
+// query of the GPU driver can fail.
 enum spw_status spw_topo_open(const struct spw_topo_options *options,
                               struct spw_topo **topo_out);
 

@@ -8,6 +8,7 @@ pub mod pipeline;
 pub mod placement;
 pub mod split;
 pub mod tail;
+mod time;
 pub mod weights;
 
 mod check {

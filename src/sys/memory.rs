@@ -7,6 +7,7 @@ use std::ptr;
 
 use super::cgroup_memory;
 use super::mapping_table::MappingOwner;
+use super::node_memory;
 use super::span::Span;
 use super::topology::Root;
 
@@ -124,7 +125,10 @@ impl Mapping {
     }
 
     fn bind(&self, node: Option<u32>) -> io::Result<()> {
-        node.map_or(Ok(()), |node| bind(self.span, node))
+        node.map_or(Ok(()), |node| match self.kind {
+            PageKind::Reserved => node_memory::bind_reserved(self.span, node),
+            _ => node_memory::bind(self.span, node, self.span.len() as u64),
+        })
     }
 
     /// Populates every page. Returns an error where a plain write would raise SIGBUS.
@@ -149,23 +153,6 @@ impl Mapping {
         // SAFETY: the range is mapped; the advice used here discards no contents of this process.
         check(unsafe { libc::madvise(self.span.as_ptr().cast(), self.span.len(), advice) })
     }
-}
-
-/// Binds the pages of a mapping to a NUMA node. Pages that exist stay where they are.
-pub fn bind(span: Span, node: u32) -> io::Result<()> {
-    const MPOL_BIND: libc::c_long = 2;
-    const MAX_NODES: usize = 1024;
-    if node as usize >= MAX_NODES {
-        return Err(io::Error::from_raw_os_error(libc::EINVAL));
-    }
-    let mut mask = [0_u64; MAX_NODES / 64];
-    mask[node as usize / 64] = 1 << (node % 64);
-    // SAFETY: the range is mapped and the mask has MAX_NODES bits; mbind counts one bit more than it reads.
-    let outcome = unsafe {
-        let (start, len) = (span.as_ptr(), span.len());
-        libc::syscall(libc::SYS_mbind, start, len, MPOL_BIND, mask.as_ptr(), MAX_NODES + 1, 0)
-    };
-    check(outcome as i32)
 }
 
 fn reserved(bytes: usize, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {

@@ -16,6 +16,7 @@ pub mod host;
 pub mod lock;
 mod mapping_table;
 pub mod memory;
+mod node_memory;
 mod openmp;
 pub mod page_nodes;
 pub mod per_process;

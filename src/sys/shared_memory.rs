@@ -17,7 +17,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::futex;
-use super::memory::{self, BASE_PAGE, HUGE_PAGE, Mapping};
+use super::memory::{BASE_PAGE, HUGE_PAGE, Mapping};
+use super::node_memory;
 use super::span::Span;
 
 /// The directory of POSIX shared memory.
@@ -163,7 +164,9 @@ impl SharedMapping {
             // SAFETY: the range is mapped. Without the advice the mapping has base pages.
             unsafe { libc::madvise(start, bytes, libc::MADV_HUGEPAGE) };
         }
-        let bound = options.node.and_then(|node| memory::bind(span, node).err());
+        let present = file.metadata().map_or(0, |found| found.blocks().saturating_mul(512));
+        let absent = (bytes as u64).saturating_sub(present);
+        let bound = options.node.and_then(|node| node_memory::bind(span, node, absent).err());
         Ok((SharedMapping { span: mapping.span(), write: options.write, mapping }, bound))
     }
 

@@ -95,6 +95,14 @@ def test_gpus_have_the_ordinals_that_torch_gives_them(gpus, monkeypatch, value):
         assert topo.place(0, len(expected), 0.5, root=gpus).cpus[0] in machine.node(node).cpus
 
 
+@pytest.mark.parametrize("inside", ["", "absent", "file"])
+@pytest.mark.parametrize("call", [lambda root: topo.read(root), lambda root: topo.place(0, 1, root=root)])
+def test_a_root_without_the_directory_sys_is_refused(tmp_path, inside, call):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(spillway.InvalidArgumentError, match="root: .* has no directory sys; name the directory of a recorded tree"):
+        call(tmp_path / inside)
+
+
 def test_numbers_are_uncertain_where_the_driver_counts_the_fastest_first(gpus, monkeypatch):
     _write(gpus / "sys/bus/pci/devices/0000:02:00.0/device", "0x1111")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -75,11 +75,8 @@ pub fn check(option: &'static str, path: &Path, report: &Report, bench: &str) ->
 pub fn warn_of_other_machine(old: &Report, new: &Report) {
     if (&old.cpu, old.threads) != (&new.cpu, new.threads) {
         let machine = |report: &Report| format!("{} with {} threads", report.cpu, report.threads);
-        eprintln!(
-            "spillway: warning: the old report is from {}, the new from {}",
-            machine(old),
-            machine(new)
-        );
+        let (old, new) = (machine(old), machine(new));
+        stdout::note(&format!("spillway: warning: the old report is from {old}, the new from {new}"));
     }
 }
 

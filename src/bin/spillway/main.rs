@@ -7,6 +7,7 @@ mod bench_tier;
 mod bench_undo;
 mod compare;
 mod doctor;
+mod drawing;
 mod fio;
 mod io_load;
 mod measurement;
@@ -92,6 +93,6 @@ fn main() -> std::process::ExitCode {
 }
 
 fn fail(error: &spillway::error::Error) -> std::process::ExitCode {
-    eprintln!("spillway: {error}");
+    stdout::note(&format!("spillway: {error}"));
     std::process::ExitCode::FAILURE
 }

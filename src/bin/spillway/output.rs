@@ -109,7 +109,7 @@ impl<'a> Session<'a> {
         if let Some((path, old)) = old {
             let verdicts = compare::text(path, old, report);
             match self.json_alone() {
-                true => eprintln!("{}", verdicts.trim_end()),
+                true => stdout::note(verdicts.trim_end()),
                 false => self.say(verdicts.trim_end())?,
             }
         }

@@ -16,6 +16,7 @@ use spillway::sys::memory::unused_bytes;
 use spillway::sys::profile::Contents;
 
 use super::measurement::Report;
+use super::stdout;
 
 const GIGA: f64 = 1e9;
 /// Bytes that an Adam step moves per parameter, as `spillway bench adam` counts them.
@@ -142,7 +143,9 @@ pub fn machine(options: &Options) -> Result<Found> {
 fn base(options: &Options) -> Result<Found> {
     let Some(name) = &options.machine else {
         let mut sources: Sources = FIELDS.iter().map(|name| (*name, "assumed".to_string())).collect();
-        sources.insert("host_memory", "available".to_string());
+        if unused_bytes().is_some() {
+            sources.insert("host_memory", "available".to_string());
+        }
         return Ok(Found { machine: assumed(), gpus: 1, sources });
     };
     let preset = presets::machine(name).ok_or_else(|| {
@@ -174,7 +177,7 @@ fn profile(options: &Options) -> Result<Option<(PathBuf, Contents)>> {
         }
         (Err(reason), true) => Err(Error::invalid("--profile", format!("{}: {reason}", path.display()))),
         (Err(reason), false) => {
-            eprintln!("spillway: the profile {} is ignored: {reason}", path.display());
+            stdout::note(&format!("spillway: the profile {} is ignored: {reason}", path.display()));
             Ok(None)
         }
         (Ok(None), false) => Ok(None),

@@ -1,19 +1,18 @@
 //! The timeline of a step as an SVG: a row per engine, a bar per work, and a legend.
 #![forbid(unsafe_code)]
 
-use std::error::Error;
-
 use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
 use spillway::plan::model::report::{Outcome, Plan};
 use spillway::plan::model::step::{ROWS, Span, Step};
+
+use super::drawing::{self, Area, Drawn, Margins, middle};
 
 /// Pixels: area of the bars, a row, the names of the rows, a place of the legend.
 const WIDTH: u32 = 900;
 const ROW: u32 = 34;
 const NAMES: u32 = 100;
 const PLACE: u32 = 160;
-const FONT: (&str, u32) = ("sans-serif", 14);
+const FONT: u32 = 14;
 /// Bars of the same work become one if the gap between them is smaller than this fraction of the step.
 const GAP: f64 = 1.0 / 600.0;
 const COLORS: [RGBColor; 12] = [
@@ -35,12 +34,6 @@ const COLORS: [RGBColor; 12] = [
 pub fn svg(plan: &Plan, outcome: &Outcome) -> Result<String, String> {
     let step = outcome.step.as_ref().ok_or("the strategy has no timeline")?;
     let title = format!("{}: a step of {}, {:.3} s", plan.model.name, outcome.strategy.name(), step.total);
-    let mut text = String::new();
-    draw(&title, step, &mut text).map_err(|error| error.to_string())?;
-    Ok(text)
-}
-
-fn draw(title: &str, step: &Step, text: &mut String) -> Result<(), Box<dyn Error>> {
     let bars = merged(step);
     let mut kinds: Vec<&str> = Vec::new();
     for bar in &bars {
@@ -51,48 +44,39 @@ fn draw(title: &str, step: &Step, text: &mut String) -> Result<(), Box<dyn Error
     let (width, rows) = (NAMES + WIDTH + 20, ROWS.len() as u32);
     let places = (width / PLACE).max(1);
     let legend = (kinds.len() as u32).div_ceil(places) * 20;
-    let root = SVGBackend::with_string(text, (width, 40 + rows * ROW + 50 + legend)).into_drawing_area();
-    root.fill(&WHITE)?;
-    root.draw_text(title, &FONT.into_text_style(&root), (10, 10))?;
-    let mut chart = ChartBuilder::on(&root)
-        .margin_top(36)
-        .margin_bottom(legend + 6)
-        .margin_right(20)
-        .x_label_area_size(40)
-        .y_label_area_size(NAMES)
-        .build_cartesian_2d(0.0..step.total.max(f64::MIN_POSITIVE), 0.0..f64::from(rows))?;
-    chart
-        .configure_mesh()
-        .disable_y_mesh()
-        .max_light_lines(0)
-        .disable_y_axis()
-        .x_desc("seconds")
-        .label_style(FONT)
-        .draw()?;
-    let right = FONT.into_text_style(&root).pos(Pos::new(HPos::Right, VPos::Center));
-    let height = |row: &str| {
-        let place = ROWS.iter().position(|name| *name == row).unwrap_or(0);
-        f64::from(rows) - place as f64 - 0.5
-    };
-    for row in ROWS {
-        let (x, y) = chart.backend_coord(&(0.0, height(row)));
-        root.draw_text(row, &right, (x - 8, y))?;
-    }
     let color = |work: &str| COLORS[kinds.iter().position(|kind| *kind == work).unwrap_or(0) % COLORS.len()];
-    for bar in &bars {
-        let middle = height(bar.row);
+    let margins = Margins { top: 36, bottom: legend + 6, axis: 40, names: NAMES };
+    drawing::svg((width, 40 + rows * ROW + 50 + legend), |area| {
+        drawing::write(area, &title, (10, 10), FONT)?;
+        draw_bars(area, step, &bars, &margins, color)?;
+        let top = 40 + rows * ROW + 50;
+        for (nth, kind) in kinds.iter().enumerate() {
+            let nth = nth as u32;
+            let (x, y) = ((nth % places * PLACE + 10) as i32, (top + nth / places * 20) as i32 - 4);
+            area.draw(&Rectangle::new([(x, y), (x + 12, y + 12)], color(kind).filled()))?;
+            drawing::write(area, kind, (x + 18, y), FONT)?;
+        }
+        Ok(())
+    })
+}
+
+fn draw_bars(
+    area: &Area,
+    step: &Step,
+    bars: &[Span],
+    margins: &Margins,
+    color: impl Fn(&str) -> RGBColor,
+) -> Drawn {
+    let most = step.total.max(f64::MIN_POSITIVE);
+    let mut chart = drawing::rows(area, &ROWS.map(String::from), most, "seconds", margins, 0, FONT)?;
+    for bar in bars {
+        let row = ROWS.iter().position(|name| *name == bar.row).unwrap_or(0);
+        let middle = middle(ROWS.len(), row);
         // At least a pixel, so that no work is invisible.
         let end = bar.end.max(bar.start + step.total / f64::from(WIDTH));
         let corners = [(bar.start, middle - 0.35), (end, middle + 0.35)];
         chart.draw_series([Rectangle::new(corners, color(bar.work).filled())])?;
     }
-    let top = 40 + rows * ROW + 50;
-    for (nth, kind) in kinds.iter().enumerate() {
-        let (x, y) = ((nth as u32 % places * PLACE + 10) as i32, (top + nth as u32 / places * 20) as i32 - 4);
-        root.draw(&Rectangle::new([(x, y), (x + 12, y + 12)], color(kind).filled()))?;
-        root.draw_text(kind, &FONT.into_text_style(&root), (x + 18, y))?;
-    }
-    root.present()?;
     Ok(())
 }
 

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::stdout;
+
 /// Stages of one command, whose number is known when the command begins. The bar disappears when this is dropped.
 pub struct Progress {
     /// Without a terminal there is no bar.
@@ -30,7 +32,7 @@ impl Progress {
                 bar.set_message(stage.to_string());
                 bar.tick();
             }
-            None => eprintln!("spillway: {stage}"),
+            None => stdout::note(&format!("spillway: {stage}")),
         }
     }
 

@@ -4,7 +4,7 @@
 use std::ffi::OsString;
 use std::fmt::Write;
 use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ExitCode, ExitStatus};
 
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill};
@@ -84,18 +84,23 @@ pub fn run(command: &Command) -> ExitCode {
     outcome.unwrap_or_else(|error| super::fail(&error))
 }
 
+fn root(path: &Path) -> Result<Root> {
+    Root::recorded(path).map_err(|error| error.within("--"))
+}
+
 impl Plan {
-    fn root(&self) -> Root {
-        Root::at(&self.root)
+    fn root(&self) -> Result<Root> {
+        root(&self.root)
     }
 
     fn partitions(&self) -> Result<[Partition; 2]> {
-        let machine = Machine::read(self.root(), Ask::Never)?;
+        let root = self.root()?;
+        let machine = Machine::read(root.clone(), Ask::Never)?;
         let ranks = self.ranks.unwrap_or(machine.visible.gpus.len().max(1) as u32);
         let ranks = machine.place(ranks, Scope::Node, self.share)?;
         let optimizer = ranks.iter().fold(Bitmap::new(), |all, rank| all.or(&rank.workers));
         let trainer = ranks.iter().fold(Bitmap::new(), |all, rank| all.or(&rank.trainer));
-        partitions(&self.root(), &machine.topology, &trainer, &optimizer)
+        partitions(&root, &machine.topology, &trainer, &optimizer)
     }
 }
 
@@ -108,7 +113,7 @@ struct Shown {
 }
 
 fn show(options: &Show) -> Result<()> {
-    let support = Support::read(&options.plan.root());
+    let support = Support::read(&options.plan.root()?);
     let (partitions, reason) = match options.plan.partitions() {
         Ok(partitions) => (partitions.to_vec(), None),
         Err(error @ Error::Unsupported(_)) => (Vec::new(), Some(error.to_string())),
@@ -158,7 +163,7 @@ fn text(shown: &Shown) -> String {
 
 fn apply(options: &Apply) -> Result<ExitCode> {
     let partitions = options.plan.partitions()?;
-    let root = options.plan.root();
+    let root = options.plan.root()?;
     if let Some(owner) = options.owner {
         resctrl::apply(&root, &partitions, owner)?;
         return Ok(ExitCode::SUCCESS);
@@ -209,7 +214,7 @@ fn wait(mut child: Child, signals: &SigSet) -> Result<ExitStatus> {
 }
 
 fn restore(options: &Restore) -> Result<()> {
-    match resctrl::restore(&Root::at(&options.root), None, options.force)? {
+    match resctrl::restore(&root(&options.root)?, None, options.force)? {
         Restored::Nothing => stdout::say("nothing to restore"),
         Restored::Removed => stdout::say("partitions removed"),
     }

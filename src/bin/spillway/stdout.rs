@@ -1,4 +1,5 @@
-//! Standard output, whose reader may end early and whose device may be full: both are errors, not panics.
+//! Standard output and standard error, whose reader may end early and whose device may be full. On standard output both are
+//! errors. What cannot be written to standard error is lost, and changes neither the work nor the exit status.
 #![forbid(unsafe_code)]
 
 use std::io::{self, Write};
@@ -13,6 +14,11 @@ pub fn say(text: &str) -> Result<()> {
 /// Prints one JSON object.
 pub fn say_json(value: &impl serde::Serialize) -> Result<()> {
     say(&serde_json::to_string_pretty(value).map_err(|error| Error::system("writing JSON", &error.into()))?)
+}
+
+/// Prints a line on standard error.
+pub fn note(line: &str) {
+    let _ = writeln!(io::stderr().lock(), "{line}");
 }
 
 fn write(out: &mut impl Write, text: &str) -> Result<()> {

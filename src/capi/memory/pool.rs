@@ -21,7 +21,8 @@ pub enum spw_pool_flag {
     SPW_POOL_FLAG_NO_HUGE_PAGES = 1,
     /// Do not lock the memory (mlock).
     SPW_POOL_FLAG_NO_LOCK = 2,
-    /// Allocate the memory on NUMA node `node`.
+    /// Allocate the memory on NUMA node `node`. If the node is refused, or has less free memory than the pool needs, the
+    /// memory is anywhere, and one warning is logged.
     SPW_POOL_FLAG_BIND_NODE = 4,
 }
 

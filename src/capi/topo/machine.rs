@@ -56,7 +56,7 @@ pub struct spw_topo_options {
     pub struct_size: u32,
     /// Sum of `spw_topo_flag`.
     pub flags: u32,
-    /// Directory of a recorded tree, with `sys` and `proc` below it; NULL: this machine.
+    /// Directory of a recorded tree, with `sys` and `proc` below it; NULL or "/": this machine.
     pub root: *const c_char,
 }
 
@@ -177,7 +177,8 @@ impl spw_topo {
 }
 
 /// Reads the topology. `options` NULL: this machine, without loading a driver. Properties that the system does not state
-/// are unknown in the result. Only a query of the GPU driver can fail.
+/// are unknown in the result. SPW_ERR_INVALID_ARGUMENT if `options.root` has no directory `sys`. Of this machine, only a
+/// query of the GPU driver can fail.
 ///
 /// # Safety
 /// `options` is NULL or points to a struct of `struct_size` bytes, `topo_out` points to a pointer.
@@ -194,7 +195,8 @@ pub unsafe extern "C" fn spw_topo_open(
         let root = match root.is_null() {
             true => Root::live(),
             // SAFETY: the caller meets the callee's requirements.
-            false => Root::at(unsafe { input::path(root, "options.root") }?),
+            false => Root::recorded(unsafe { input::path(root, "options.root") }?)
+                .map_err(|error| error.within("options."))?,
         };
         let ask = if load { Ask::Load } else { Ask::Loaded };
         // SAFETY: the caller meets the callee's requirements.

@@ -186,10 +186,7 @@ fn outcome(case: &Case, strategy: Strategy) -> Result<Outcome> {
     let placed = match case.place(strategy) {
         // The buffers of a tiered update do not fit, which is the answer.
         Err(Error::InvalidArgument { argument, reason }) if argument == "memory_budget" => {
-            return Ok(refused(
-                strategy,
-                format!("host memory of a rank, beside gradients and 16-bit weights, {reason}"),
-            ));
+            return Ok(refused(strategy, reason));
         }
         placed => placed?,
     };

@@ -266,9 +266,24 @@ impl<'a> Case<'a> {
     fn tier(&self, placed: &mut Placement, strategy: Strategy) -> Result<()> {
         let split = strategy == Strategy::TierSplitMaster;
         let caches = split || strategy == Strategy::TierCache;
-        let left = (self.machine.host_memory / self.run.ranks).saturating_sub(placed.host.total());
+        let (host, held) = (self.machine.host_memory, placed.host.total());
+        let left = (host / self.run.ranks).checked_sub(held);
+        if caches && left.is_none() {
+            let held = held * self.run.ranks;
+            let reason =
+                format!("the host has {host} bytes, but gradients and 16-bit weights alone need {held}");
+            return Err(Error::invalid("memory_budget", reason));
+        }
         let paths = self.paths(strategy).len();
-        let need = (self.budget)(&self.sizes, split, paths, caches.then_some(left))?;
+        let need = (self.budget)(&self.sizes, split, paths, left.filter(|_| caches));
+        let need = need.map_err(|error| match error {
+            Error::InvalidArgument { argument, reason } if argument == "memory_budget" => {
+                let reason =
+                    format!("the host memory of a rank, beside gradients and 16-bit weights, {reason}");
+                Error::invalid("memory_budget", reason)
+            }
+            other => other,
+        })?;
         placed.host.states = need.host_bytes;
         placed.stored = need.state_bytes;
         placed.traffic.path_read = need.step_bytes * self.run.ranks;

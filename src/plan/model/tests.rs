@@ -314,6 +314,27 @@ fn flowing_weights_make_the_cache_smaller() {
 }
 
 #[test]
+fn a_host_without_memory_for_gradients_and_weights_says_how_much_they_need() {
+    let (model, machine, run) = small();
+    for host_memory in [0, 1_000_000] {
+        let tiny = Machine { host_memory, ..machine.clone() };
+        let found = plan(&model, &tiny, &run, &need).unwrap();
+        let reasons = &of(&found, Strategy::TierCache).reasons;
+        let words = format!("the host has {host_memory} bytes, but gradients and 16-bit weights alone need ");
+        assert!(reasons.len() == 1 && reasons[0].starts_with(&words), "{reasons:?}");
+        let needed: u64 = reasons[0][words.len()..].parse().unwrap();
+        // With that much there is nothing left for the buffers.
+        let tiny = Machine { host_memory: needed, ..machine.clone() };
+        let found = plan(&model, &tiny, &run, &need).unwrap();
+        let reasons = &of(&found, Strategy::TierCache).reasons;
+        assert_eq!(
+            *reasons,
+            ["the host memory of a rank, beside gradients and 16-bit weights, is too small"]
+        );
+    }
+}
+
+#[test]
 fn the_largest_numbers_are_planned_or_refused_without_overflow() {
     let text = br#"{"parameters": 1125899906842624, "num_hidden_layers": 1, "hidden_size": 4294967296,
         "vocab_size": 4294967296}"#;

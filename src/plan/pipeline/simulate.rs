@@ -11,6 +11,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use super::super::time::Time;
 use super::graph::{Graph, Kind, Operation};
 use super::memory::Change;
 use super::{Shape, filled, reserve, reserved};
@@ -22,22 +23,6 @@ const ENGINES: usize = 5;
 pub struct Simulated {
     pub operations: Vec<Operation>,
     pub dependencies: Vec<u32>,
-}
-
-/// A time with a total order.
-#[derive(Clone, Copy, PartialEq)]
-struct Time(f64);
-
-impl Eq for Time {}
-impl PartialOrd for Time {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-impl Ord for Time {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0)
-    }
 }
 
 /// Simulates all operations.

@@ -9,7 +9,6 @@
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
 
 use super::partition::{NAMES, Partition, line};
 use super::support::MOUNT;
@@ -111,13 +110,15 @@ fn differs(root: &Root, folder: &str, what: &str) -> Error {
 fn failed(root: &Root, doing: &str, path: &str, error: &io::Error) -> Error {
     let status = root.text(&format!("{MOUNT}/info/last_cmd_status")).unwrap_or_default();
     let status = status.trim();
-    let words = match error.raw_os_error() {
-        Some(libc::EACCES | libc::EPERM | libc::EROFS) => "; run as root".to_string(),
-        Some(libc::ENOSPC) => "; the hardware has no further group: see num_closids".to_string(),
+    let more = match error.raw_os_error() {
+        Some(libc::EACCES | libc::EPERM | libc::EROFS) => String::new(),
+        Some(libc::ENOSPC) => {
+            "; other groups use all that the hardware distinguishes (num_closids): remove one with rmdir"
+                .to_string()
+        }
         _ if !status.is_empty() && status != "ok" => format!("; the kernel says: {status}"),
         _ => String::new(),
     };
-    let path: &Path = &root.path(path);
-    let reason = format!("{doing} {}: {error}{words}", path.display());
-    Error::System { what: "changing resctrl", reason: reason.replace("os error", "errno") }
+    let reason = format!("{doing} {}: {}{more}", root.path(path).display(), super::words(error));
+    Error::System { what: "changing resctrl", reason }
 }

@@ -16,6 +16,8 @@ pub mod support;
 #[cfg(test)]
 mod tests;
 
+use std::io;
+
 use partition::Partition;
 
 use crate::error::{Error, Result};
@@ -57,10 +59,10 @@ pub fn apply(root: &Root, partitions: &[Partition], owner: u32) -> Result<()> {
     made
 }
 
-/// Removes partitions: those of process `mine`, and those of a process that has ended. `force` removes those of a live
+/// Removes partitions, and makes no file: those of process `mine`, and those of a process that has ended. `force` removes those of a live
 /// process too.
 pub fn restore(root: &Root, mine: Option<u32>, force: bool) -> Result<Restored> {
-    let place = owner::Place::lock(root)?;
+    let Some(place) = owner::Place::lock_present(root)? else { return Ok(Restored::Nothing) };
     let Some(owner) = place.owner()? else { return Ok(Restored::Nothing) };
     if owner.is_alive() && !force && Some(owner.pid()) != mine {
         return Err(Error::Busy(format!(
@@ -70,4 +72,14 @@ pub fn restore(root: &Root, mine: Option<u32>, force: bool) -> Result<Restored> 
     groups::remove(root)?;
     place.clear()?;
     Ok(Restored::Removed)
+}
+
+/// The system's words for an error, and what to do.
+fn words(error: &io::Error) -> String {
+    let advice = match error.raw_os_error() {
+        Some(libc::EACCES | libc::EPERM) => "; run as root",
+        Some(libc::EROFS) => "; mounted read-only, as in a container: run on the host as root",
+        _ => "",
+    };
+    format!("{error}{advice}").replace("os error", "errno")
 }

@@ -11,7 +11,7 @@ use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
@@ -69,18 +69,31 @@ pub(super) struct Place {
 }
 
 impl Place {
+    /// Makes the directory if it is missing.
     pub fn lock(root: &Root) -> Result<Place> {
         let folder = root.path(FOLDER);
-        let failed = |error: &io::Error| system(&folder.display().to_string(), error);
         match DirBuilder::new().mode(0o700).create(&folder) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed(&error)),
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(system(&folder.display().to_string(), &error));
+            }
             _ => {}
         }
-        let found = fs::symlink_metadata(&folder).map_err(|error| failed(&error))?;
-        if !found.is_dir() || found.uid() != private_files::user() || found.mode() & 0o022 != 0 {
-            let reason = format!("{} is not a directory of this user alone", folder.display());
-            return Err(Error::System { what: "opening the state of resctrl", reason });
+        Place::of(folder)
+    }
+
+    /// `None` if the directory is missing: no partitions were made.
+    pub fn lock_present(root: &Root) -> Result<Option<Place>> {
+        let folder = root.path(FOLDER);
+        match fs::symlink_metadata(&folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            _ => Place::of(folder).map(Some),
         }
+    }
+
+    fn of(folder: PathBuf) -> Result<Place> {
+        let failed = |error: &io::Error| system(&folder.display().to_string(), error);
+        let found = fs::symlink_metadata(&folder).map_err(|error| failed(&error))?;
+        check_private(&folder, &found)?;
         let mut options = OpenOptions::new();
         let options =
             options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
@@ -130,7 +143,25 @@ impl Place {
     }
 }
 
-fn unusable(path: &std::path::Path, reason: &str) -> Error {
+/// The directory belongs to the effective user alone.
+fn check_private(folder: &Path, found: &fs::Metadata) -> Result<()> {
+    let (owner, user) = (found.uid(), private_files::user());
+    let reason = if !found.is_dir() {
+        "is not a directory; remove it"
+    } else if owner != user && user != 0 {
+        "belongs to another user; run as root"
+    } else if owner != user {
+        "belongs to another user; remove it"
+    } else if found.mode() & 0o022 != 0 {
+        "can be written by other users; remove it"
+    } else {
+        return Ok(());
+    };
+    let reason = format!("{} {reason}", folder.display());
+    Err(Error::System { what: "opening the state of resctrl", reason })
+}
+
+fn unusable(path: &Path, reason: &str) -> Error {
     let reason = format!(
         "{}: {reason}. Remove the groups {} with rmdir, then this file",
         path.display(),
@@ -140,10 +171,6 @@ fn unusable(path: &std::path::Path, reason: &str) -> Error {
 }
 
 fn system(path: &str, error: &io::Error) -> Error {
-    let hint = match error.kind() {
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => "; run as root",
-        _ => "",
-    };
-    let reason = format!("{path}: {error}{hint}").replace("os error", "errno");
+    let reason = format!("{path}: {}", super::words(error));
     Error::System { what: "keeping the owner of resctrl groups", reason }
 }

@@ -35,12 +35,15 @@ pub struct Partition {
     pub schemata: Vec<String>,
 }
 
+/// Groups that the partitions need, the default group included.
+const GROUPS: u32 = 1 + NAMES.len() as u32;
+
 /// Names of the directories. No other directory is ever made or removed.
 pub const NAMES: [&str; 2] = ["spillway-trainer", "spillway-optimizer"];
 
 /// The partitions of processors of the trainer and of the optimizer.
 ///
-/// [`Error::Unsupported`] if the hardware divides neither the cache nor the bandwidth. [`Error::InvalidArgument`] if one
+/// [`Error::Unsupported`] if the hardware divides neither the cache nor the bandwidth, or distinguishes too few groups. [`Error::InvalidArgument`] if one
 /// of the sets is empty or they overlap.
 pub fn partitions(
     root: &Root,
@@ -54,6 +57,13 @@ pub fn partitions(
         return Err(Error::invalid("share", reason));
     }
     let support = Support::read(root);
+    if (1..GROUPS).contains(&support.groups) {
+        return Err(Error::Unsupported(format!(
+            "this machine's resctrl distinguishes {} groups (num_closids), but trainer, optimizer and the default group \
+             need {GROUPS}; the mount option cdp halves their number: mount without it",
+            support.groups
+        )));
+    }
     let domains = domains(topology, &trainer.or(optimizer));
     let text = root.text(&format!("{MOUNT}/schemata")).unwrap_or_default();
     let mut schemata: [Vec<String>; 2] = Default::default();

@@ -1,6 +1,8 @@
 //! Support for partitions by the processor, the kernel and the mounted file system.
 #![forbid(unsafe_code)]
 
+use std::{fs, io};
+
 use serde::Serialize;
 
 use crate::error::{Error, Result};
@@ -34,7 +36,7 @@ pub struct Support {
     pub cache: Option<CacheMask>,
     /// The memory bandwidth, if it can be divided.
     pub bandwidth: Option<Bandwidth>,
-    /// Number of groups that the hardware distinguishes, the default group included; 0 if unknown.
+    /// Number of groups that the hardware distinguishes (`num_closids`), the default group included; 0 if unknown.
     pub groups: u32,
 }
 
@@ -78,7 +80,7 @@ impl Support {
             processor,
             options: OPTIONS.iter().filter(is_set).map(ToString::to_string).collect(),
             kernel: systems.lines().any(|line| line.ends_with("resctrl")),
-            mounted: mounted(root).is_ok(),
+            mounted: !matches!(mounted(root), Err(Error::Unsupported(_))),
             cache: ["L3", "L3CODE"].iter().find_map(|name| cache(root, name)),
             bandwidth: number("MB/min_bandwidth")
                 .map(|least| Bandwidth { least, step: number("MB/bandwidth_gran").unwrap_or(1).max(1) }),
@@ -96,8 +98,17 @@ fn cache(root: &Root, name: &str) -> Option<CacheMask> {
     Some(CacheMask { bits: mask.count_ones(), least })
 }
 
-/// [`Error::Unsupported`] if resctrl is not mounted.
+/// [`Error::Unsupported`] if resctrl is not mounted. [`Error::System`] if this user may not read it.
 pub(super) fn mounted(root: &Root) -> Result<()> {
+    let schemata = root.path(&format!("{MOUNT}/schemata"));
+    let info = root.path(&format!("{MOUNT}/info"));
+    let tried = [(fs::File::open(&schemata).err(), &schemata), (fs::read_dir(&info).err(), &info)];
+    for (error, path) in tried {
+        if let Some(error) = error.filter(|error| error.kind() == io::ErrorKind::PermissionDenied) {
+            let reason = format!("{}: {}", path.display(), super::words(&error));
+            return Err(Error::System { what: "reading resctrl", reason });
+        }
+    }
     if root.text(&format!("{MOUNT}/schemata")).is_some() {
         return Ok(());
     }

@@ -208,4 +208,20 @@ fn a_machine_without_resctrl_says_how_to_mount_it() {
     assert!(matches!(&error, Error::Unsupported(words) if words.contains("mount -t resctrl")), "{error}");
     let nobody = [Partition { name: partition::NAMES[0], cpus: Bitmap::new(), schemata: vec![] }];
     assert!(matches!(apply(&machine.root(), &nobody, 1), Err(Error::Unsupported(_))));
+    // Restore makes no file there.
+    assert_eq!(restore(&machine.root(), None, false), Ok(Restored::Nothing));
+    assert!(!machine.root().exists("run/spillway-resctrl"));
+}
+
+#[test]
+fn hardware_with_too_few_groups_is_named() {
+    let machine = Machine::new();
+    for groups in ["1", "2"] {
+        machine.file(&format!("{MOUNT}/info/L3/num_closids"), groups);
+        let error = machine.plan().unwrap_err();
+        let words = format!("distinguishes {groups} groups (num_closids)");
+        assert!(matches!(&error, Error::Unsupported(said) if said.contains(&words)), "{error}");
+    }
+    machine.file(&format!("{MOUNT}/info/L3/num_closids"), "3");
+    assert!(machine.plan().is_ok());
 }

@@ -14,7 +14,8 @@
 //! | `path.rs` | the node of the drive that holds a path |
 //!
 //! Invariants:
-//! - Missing or malformed files make a part unknown, never an error: a container shows only parts of /sys.
+//! - Missing or malformed files make a part unknown, never an error: a container shows only parts of /sys. A root that a
+//!   caller names must have a directory `sys`.
 //! - Nothing is changed.
 #![forbid(unsafe_code)]
 

@@ -6,11 +6,12 @@
 #![forbid(unsafe_code)]
 
 use std::fs::{self, OpenOptions};
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use crate::error::{Error, Result};
 use crate::sys::bitmap::Bitmap;
 
 const MOST_BYTES: u64 = 1 << 20;
@@ -26,9 +27,24 @@ impl Root {
         Root(PathBuf::from("/"))
     }
 
-    /// A recorded tree with `sys` and `proc` below `path`.
+    /// A tree with `sys` and `proc` below `path`. Nothing is checked: see [`Root::recorded`].
     pub fn at(path: impl Into<PathBuf>) -> Root {
         Root(path.into())
+    }
+
+    /// A recorded tree that a caller names: its directory `sys` must exist. "/" is this machine.
+    pub fn recorded(path: impl Into<PathBuf>) -> Result<Root> {
+        let root = Root::at(path);
+        let reason = match fs::metadata(root.path("sys")) {
+            _ if root.is_live() => return Ok(root),
+            Ok(found) if found.is_dir() => return Ok(root),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                "has no directory sys that this user may read"
+            }
+            _ => "has no directory sys",
+        };
+        let advice = "name the directory of a recorded tree, with sys and proc below it";
+        Err(Error::invalid("root", format!("{:?} {reason}; {advice}", root.0)))
     }
 
     /// True if the tree is this machine's.

@@ -276,6 +276,22 @@ fn a_container_uses_only_its_cpuset_and_affinity() {
 }
 
 #[test]
+fn a_root_that_a_caller_names_has_a_directory_sys() {
+    let tree = Tree::new();
+    let root = |path: &str| Root::recorded(tree.0.path().join(path));
+    tree.file("file", "");
+    for path in ["", "absent", "file"] {
+        let error = root(path).unwrap_err().to_string();
+        assert!(error.starts_with("root: ") && error.contains("has no directory sys; name"), "{error}");
+    }
+    tree.file("other/sys", "a file");
+    assert!(root("other").is_err());
+    tree.folder("sys");
+    assert_eq!(root("").map(|root| root.is_live()), Ok(false));
+    assert_eq!(Root::recorded("/").map(|root| root.is_live()), Ok(true));
+}
+
+#[test]
 fn a_machine_without_a_list_of_nodes_is_one_node() {
     let tree = Tree::new();
     tree.file("sys/devices/system/cpu/online", "0-3").file("proc/meminfo", "MemTotal:  1024 kB");

@@ -117,7 +117,25 @@ class Command(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Given:
+    """The arguments of plan()."""
+
+    schedule: str
+    devices: int
+    micro_batches: int
+    stages: int
+    split: int
+    slots: int
+    recompute: bool
+    early_checkpoints: bool
+    async_optimizer: bool
+    latency: float
+    seconds_per_byte: float
+    units: tuple[Unit, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Given):
     """A schedule, and what the model predicts for it.
 
     Attributes:
@@ -135,18 +153,6 @@ class Plan:
         peaks: For each device the largest number of bytes of each kind of memory.
         messages: Number and bytes of the fetches, and of sent activations, gradients and checkpoints."""
 
-    schedule: str
-    devices: int
-    micro_batches: int
-    stages: int
-    split: int
-    slots: int
-    recompute: bool
-    early_checkpoints: bool
-    async_optimizer: bool
-    latency: float
-    seconds_per_byte: float
-    units: tuple[Unit, ...]
     operations: tuple[Operation, ...]
     changes: tuple[MemoryChange, ...]
     passes_seconds: float
@@ -264,25 +270,7 @@ def plan(schedule: str, *, devices: int, micro_batches: int, stages: int, split:
     return Plan(**given, units=costs, **found)
 
 
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """The arguments of plan()."""
-
-    schedule: str
-    devices: int
-    micro_batches: int
-    stages: int
-    split: int
-    slots: int
-    recompute: bool
-    early_checkpoints: bool
-    async_optimizer: bool
-    latency: float
-    seconds_per_byte: float
-    units: tuple[Unit, ...]
-
-
-def _open(given: Given | Plan) -> ctypes.c_void_p:
+def _open(given: Given) -> ctypes.c_void_p:
     options = _abi.sized(_abi.PipelineOptions)
     options.schedule, options.devices, options.micro_batches = SCHEDULES[given.schedule], given.devices, given.micro_batches
     options.stages, options.split, options.slots = given.stages, given.split, given.slots

@@ -57,10 +57,8 @@ struct Report<'a> {
 }
 
 pub fn run(options: &Options) -> Result<()> {
-    let root = options.root.as_ref().map_or_else(Root::live, Root::at);
-    if let Some(path) = options.root.as_ref().filter(|path| !path.join("sys").is_dir()) {
-        return Err(Error::invalid("--root", format!("{} has no directory sys", path.display())));
-    }
+    let root = options.root.as_ref().map_or_else(|| Ok(Root::live()), Root::recorded);
+    let root = root.map_err(|error| error.within("--"))?;
     let machine = Machine::read(root, if options.no_driver { Ask::Never } else { Ask::Load })?;
     let ranks = options.ranks.unwrap_or(machine.visible.gpus.len().max(1) as u32);
     let ranks = machine.place(ranks, options.scope, options.share)?;

@@ -1,0 +1,218 @@
+// Runs as the first process of a machine with three NUMA nodes (run.sh): processors 0-1 on node 0, 2-3 on node 1, and
+// memory alone on node 2. Proves that the topology is the machine's, that a pool lies on the node that it is bound to,
+// that a pool too large for its node ends no process, that the share of remote pages is exact, and that workers run where they are
+// bound. The last line is "passed", or the first check that failed.
+
+#define _GNU_SOURCE 1
+#include <dirent.h>
+#include <errno.h>
+#include <sched.h>
+#include <spillway.h>
+#include <spillway/topo.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/reboot.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { PAGE = 4096, MIB = 1 << 20, MOVE = 2 };
+
+static void end(const char *words) {
+    printf("%s\n", words);
+    fflush(stdout);
+    sync();
+    reboot(RB_POWER_OFF);
+    _exit(1);
+}
+
+#define CHECK(condition) ((condition) ? (void)0 : failed(__LINE__, #condition))
+#define CHECK_OK(call) CHECK((call) == SPW_OK)
+
+static void failed(int line, const char *condition) {
+    char text[1024];
+    snprintf(text, sizeof text, "guest.c:%d: %s (last error: %s)", line, condition, spw_last_error());
+    end(text);
+}
+
+static spw_topo_pages pages(const void *address, size_t bytes, uint32_t node) {
+    spw_topo_pages found = SPW_TOPO_PAGES_INIT;
+    CHECK_OK(spw_topo_get_pages(address, bytes, node, &found));
+    return found;
+}
+
+// The pages of a mapping on a node, as the kernel counts them: "ADDRESS bind:1 anon=16 N1=16 kernelpagesize_kB=4".
+static unsigned long counted(const void *address, uint32_t node, int *bound) {
+    char line[1024], name[32], policy[32];
+    snprintf(name, sizeof name, " N%u=", node);
+    snprintf(policy, sizeof policy, " bind:%u ", node);
+    FILE *maps = fopen("/proc/self/numa_maps", "r");
+    CHECK(maps != NULL);
+    unsigned long count = 0;
+    while (fgets(line, sizeof line, maps) != NULL) {
+        if (strtoul(line, NULL, 16) != (unsigned long)(uintptr_t)address) continue;
+        const char *found = strstr(line, name), *page = strstr(line, "kernelpagesize_kB=");
+        CHECK(page != NULL);
+        *bound = strstr(line, policy) != NULL;
+        count = found == NULL ? 0 : strtoul(found + strlen(name), NULL, 10) * (strtoul(page + 18, NULL, 10) / 4);
+    }
+    fclose(maps);
+    return count;
+}
+
+static void nodes_are_the_machines(const spw_topo *topo) {
+    spw_topo_info info = SPW_TOPO_INFO_INIT;
+    CHECK_OK(spw_topo_get_info(topo, &info));
+    CHECK(info.nodes == 3 && info.processors == 4 && info.packages == 2 && strcmp(info.allowed, "0-3") == 0);
+    static const char *const cpus[] = {"0-1", "2-3", ""};
+    for (uint32_t index = 0; index < 3; index++) {
+        spw_topo_node node = SPW_TOPO_NODE_INIT;
+        CHECK_OK(spw_topo_get_node(topo, index, &node));
+        CHECK(node.node == index && node.allowed == 1 && strcmp(node.cpus, cpus[index]) == 0);
+        CHECK(node.memory_bytes > 100 * (uint64_t)MIB && node.memory_bytes <= 384 * (uint64_t)MIB);
+        CHECK((node.kind == SPW_TOPO_NODE_KIND_DRAM) == (index < 2));
+        // Node 1 is nearer to node 2 than node 0 is.
+        CHECK(index != 2 || strcmp(node.near_cpus, "2-3") == 0);
+    }
+    for (uint32_t rank = 0; rank < 2; rank++) {
+        spw_topo_rank_options options = SPW_TOPO_RANK_OPTIONS_INIT;
+        char text[64];
+        options.ranks = 2;
+        options.rank = rank;
+        CHECK_OK(spw_topo_get_rank_cpus(topo, &options, SPW_TOPO_CPUS_ALL, text, sizeof text, NULL));
+        CHECK(strcmp(text, cpus[rank]) == 0);
+    }
+}
+
+// The thread touches the memory from the processors of node 0.
+static void a_pool_lies_on_its_node(uint32_t node, uint32_t flags) {
+    spw_pool_options options = SPW_POOL_OPTIONS_INIT;
+    spw_pool *pool;
+    void *block;
+    options.flags = SPW_POOL_FLAG_BIND_NODE | flags;
+    options.node = node;
+    options.block_bytes = 8 * MIB;
+    options.block_count = 4;
+    CHECK_OK(spw_pool_open(&options, &pool));
+    for (int i = 0; i < 4; i++) {
+        CHECK_OK(spw_pool_alloc(pool, &block));
+        memset(block, i + 1, 8 * MIB);
+        const spw_topo_pages here = pages(block, 8 * MIB, node), there = pages(block, 8 * MIB, (node + 1) % 3);
+        CHECK(here.sampled == 8 * MIB / PAGE && here.on_node == here.sampled && here.elsewhere == 0);
+        CHECK(there.on_node == 0 && there.elsewhere == there.sampled);
+        int bound;
+        const unsigned long own = counted(block, node, &bound);
+        CHECK(own == 0 || (bound && own >= 4 * 8 * MIB / PAGE));
+        CHECK_OK(spw_pool_free(pool, block));
+    }
+    CHECK_OK(spw_pool_close(pool));
+}
+
+// 320 MiB do not fit on a node of 256, although the machine has them. A bound mapping would end this process.
+static void a_node_without_room_is_left_out(void) {
+    spw_pool_options options = SPW_POOL_OPTIONS_INIT;
+    spw_pool *pool;
+    options.flags = SPW_POOL_FLAG_BIND_NODE | SPW_POOL_FLAG_NO_LOCK;
+    options.node = 2;
+    options.block_bytes = 320 * (uint64_t)MIB;
+    options.block_count = 1;
+    CHECK_OK(spw_pool_open(&options, &pool));
+    void *block;
+    CHECK_OK(spw_pool_alloc(pool, &block));
+    memset(block, 1, 320 * (size_t)MIB);
+    CHECK(pages(block, 320 * (size_t)MIB, 2).elsewhere > 0);
+    CHECK_OK(spw_pool_free(pool, block));
+    CHECK_OK(spw_pool_close(pool));
+}
+
+static void the_share_of_remote_pages_is_exact(void) {
+    enum { COUNT = 64, FAR = 24 };
+    char *memory = mmap(NULL, COUNT * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED && madvise(memory, COUNT * PAGE, MADV_NOHUGEPAGE) == 0);
+    memset(memory, 1, (COUNT - 8) * PAGE);
+    void *moved[FAR];
+    int to[FAR], status[FAR];
+    for (int i = 0; i < FAR; i++) {
+        moved[i] = memory + 2 * i * PAGE;
+        to[i] = 1;
+    }
+    CHECK(syscall(SYS_move_pages, 0, FAR, moved, to, status, MOVE) == 0);
+    const spw_topo_pages near = pages(memory, COUNT * PAGE, 0), far = pages(memory, COUNT * PAGE, 1);
+    CHECK(near.sampled == COUNT && near.on_node == COUNT - 8 - FAR && near.elsewhere == FAR && near.absent == 8);
+    CHECK(far.on_node == FAR && far.elsewhere == COUNT - 8 - FAR && far.absent == 8);
+    munmap(memory, COUNT * PAGE);
+}
+
+// The affinities of the threads other than this one, except threads with the affinity of this one.
+static int all_workers_are_on(const char *list) {
+    int workers = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks != NULL);
+    for (struct dirent *task; (task = readdir(tasks)) != NULL;) {
+        char path[64], line[256], found[64];
+        if (task->d_name[0] == '.' || atoi(task->d_name) == getpid()) continue;
+        snprintf(path, sizeof path, "/proc/self/task/%.20s/status", task->d_name);
+        FILE *file = fopen(path, "r");
+        while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+            if (sscanf(line, "Cpus_allowed_list: %63s", found) != 1) continue;
+            if (strcmp(found, list) != 0) return closedir(tasks), 0;
+            workers++;
+        }
+        if (file != NULL) fclose(file);
+    }
+    closedir(tasks);
+    return workers;
+}
+
+static void workers_run_on_the_node_they_are_bound_to(const spw_topo *topo) {
+    enum { COUNT = 1 << 20 };
+    CHECK_OK(spw_topo_bind_workers(topo, "2-3"));
+    float *values = calloc(4 * COUNT, sizeof *values);
+    CHECK(values != NULL);
+    spw_tensor tensor = {.struct_size = sizeof tensor, .n = COUNT};
+    tensor.param_dtype = tensor.state_dtype = tensor.grad_dtype = SPW_DTYPE_F32;
+    tensor.param = values;
+    tensor.grad = values + COUNT;
+    tensor.exp_avg = values + 2 * COUNT;
+    tensor.exp_avg_sq = values + 3 * COUNT;
+    spw_adam_options options = SPW_ADAM_OPTIONS_INIT;
+    options.step = 1;
+    // A worker binds itself when it first runs.
+    int workers = 0;
+    for (int round = 0; round < 1000 && workers == 0; round++) {
+        CHECK_OK(spw_adam_step(&options, &tensor, 1, NULL));
+        workers = all_workers_are_on("2-3");
+    }
+    CHECK(workers >= 1);
+    cpu_set_t own;
+    CHECK(sched_getaffinity(0, sizeof own, &own) == 0 && CPU_COUNT(&own) == 2 && CPU_ISSET(0, &own));
+    free(values);
+    CHECK_OK(spw_topo_unbind_workers());
+}
+
+int main(void) {
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    mkdir("/proc", 0755);
+    mkdir("/sys", 0755);
+    CHECK(mount("proc", "/proc", "proc", 0, NULL) == 0 && mount("sysfs", "/sys", "sysfs", 0, NULL) == 0);
+    spw_topo *topo;
+    CHECK_OK(spw_topo_open(NULL, &topo));
+    nodes_are_the_machines(topo);
+    cpu_set_t node0;
+    CPU_ZERO(&node0);
+    CPU_SET(0, &node0);
+    CPU_SET(1, &node0);
+    CHECK(sched_setaffinity(0, sizeof node0, &node0) == 0);
+    for (uint32_t node = 0; node < 3; node++) {
+        a_pool_lies_on_its_node(node, 0);
+        a_pool_lies_on_its_node(node, SPW_POOL_FLAG_NO_HUGE_PAGES | SPW_POOL_FLAG_NO_LOCK);
+    }
+    the_share_of_remote_pages_is_exact();
+    workers_run_on_the_node_they_are_bound_to(topo);
+    a_node_without_room_is_left_out();
+    CHECK_OK(spw_topo_close(topo));
+    end("passed");
+}

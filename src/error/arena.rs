@@ -1,0 +1,49 @@
+//! Failures of arenas of shared memory.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+
+/// Kind of an arena failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ArenaKind {
+    /// A writer of the region ended in the middle of a write.
+    Torn,
+    /// The region was written while it was read.
+    Changed,
+    /// A process that the call depends on has ended.
+    PeerEnded,
+    /// The memory is not an arena, or not one of a format that this version reads.
+    Format,
+    /// The memory belongs to another user.
+    Foreign,
+    /// An arena of this name exists.
+    Exists,
+    /// There is no arena of this name.
+    Missing,
+}
+
+/// An arena failure and its location.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ArenaError {
+    /// Kind of the failure.
+    pub kind: ArenaKind,
+    /// The arena, and the region or the process.
+    pub what: String,
+    /// Why, and what to do.
+    pub detail: String,
+}
+
+impl fmt::Display for ArenaError {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let words = match self.kind {
+            ArenaKind::Torn => "its writer ended in the middle of a write",
+            ArenaKind::Changed => "written while it was read",
+            ArenaKind::PeerEnded => "a process has ended",
+            ArenaKind::Format => "not an arena that this version reads",
+            ArenaKind::Foreign => "belongs to another user",
+            ArenaKind::Exists => "exists already",
+            ArenaKind::Missing => "does not exist",
+        };
+        write!(out, "{}: {words}: {}", self.what, self.detail)
+    }
+}

@@ -1,0 +1,70 @@
+//! Constructors and conversions that make an [`Error`] of an error of one subject.
+#![forbid(unsafe_code)]
+
+use super::{ArenaError, ArenaKind, Error, GpuError, IoError, IoKind, TierError, TierKind};
+
+impl IoError {
+    /// A caller's wait timed out; `detail` names the operations that are still in flight.
+    pub fn wait_timeout(detail: impl Into<String>) -> Error {
+        IoError {
+            kind: IoKind::Timeout,
+            doing: "waiting",
+            path: String::new(),
+            offset: 0,
+            bytes: 0,
+            errno: 0,
+            detail: detail.into(),
+        }
+        .into()
+    }
+}
+
+impl TierError {
+    /// An error about a whole file or directory.
+    pub fn at(kind: TierKind, path: impl Into<String>, detail: impl Into<String>) -> Error {
+        let (path, detail) = (path.into(), detail.into());
+        TierError { kind, path, extent: String::new(), block: None, detail }.into()
+    }
+
+    /// An error about block number `block` of an extent, which is stored at `offset` of the file `path`, and does not
+    /// match its checksum.
+    pub fn corrupt_block(path: &str, extent: &str, (block, offset): (u32, u64), detail: String) -> Error {
+        let (path, extent) = (path.to_string(), extent.to_string());
+        let block = Some((block.into(), offset));
+        TierError { kind: TierKind::Corrupt, path, extent, block, detail }.into()
+    }
+}
+
+impl ArenaError {
+    /// An error of this kind.
+    pub fn of(kind: ArenaKind, what: impl Into<String>, detail: impl Into<String>) -> Error {
+        Error::Arena(Box::new(ArenaError { kind, what: what.into(), detail: detail.into() }))
+    }
+}
+
+impl From<IoError> for Error {
+    fn from(error: IoError) -> Self {
+        Error::Io(Box::new(error))
+    }
+}
+
+impl From<TierError> for Error {
+    fn from(error: TierError) -> Self {
+        Error::Tier(Box::new(error))
+    }
+}
+
+impl From<GpuError> for Error {
+    fn from(error: GpuError) -> Self {
+        Error::Gpu(Box::new(error))
+    }
+}
+
+impl From<spillway_kernels::Error> for Error {
+    fn from(error: spillway_kernels::Error) -> Self {
+        match error {
+            spillway_kernels::Error::Argument { argument, reason } => Error::invalid(argument, reason),
+            spillway_kernels::Error::Unsupported(what) => Error::Unsupported(what),
+        }
+    }
+}

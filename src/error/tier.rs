@@ -1,0 +1,69 @@
+//! Failures of the state that a tier stores.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+
+/// Kind of a tier failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TierKind {
+    /// Stored bytes do not match their checksum.
+    Corrupt,
+    /// The files are no tier, have a format version that this library does not read, or lost their superblocks.
+    Format,
+    /// The tier belongs to another run, rank, host or number of ranks, or its paths differ after separate opens. Or a
+    /// file or directory belongs to another user, is a link, or has a second name. Or an extent has other streams. Or a
+    /// tier exists where one would be created.
+    Foreign,
+    /// A live process holds the tier.
+    Locked,
+    /// A path that stores a part of the tier is missing, or its files were moved or replaced.
+    PathMissing,
+    /// A part of the extent was stored on a path that is missing.
+    Lost,
+    /// There is no committed state.
+    NoState,
+    /// There is a committed state, but not of the requested step.
+    NoStep,
+}
+
+/// A tier failure and its location.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TierError {
+    /// Kind of the failure.
+    pub kind: TierKind,
+    /// The file or directory.
+    pub path: String,
+    /// Name of the extent; empty if the failure concerns no extent.
+    pub extent: String,
+    /// Number of the block in the extent, and the offset of the block in the file.
+    pub block: Option<(u64, u64)>,
+    /// Further details.
+    pub detail: String,
+}
+
+impl fmt::Display for TierError {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let TierError { kind, path, extent, block, detail } = self;
+        let what = match kind {
+            TierKind::Corrupt => "stored bytes do not match their checksum",
+            TierKind::Format => "not a tier, or not of a format that this version reads",
+            TierKind::Foreign => "does not match the request",
+            TierKind::Locked => "in use by a live process",
+            TierKind::PathMissing => "a path of the tier is missing",
+            TierKind::Lost => "lost: stored on a path that is missing",
+            TierKind::NoState => "no committed state",
+            TierKind::NoStep => "the requested step is not available",
+        };
+        write!(out, "{path}: {what}")?;
+        if !extent.is_empty() {
+            write!(out, ": extent {extent:?}")?;
+        }
+        if let Some((block, offset)) = block {
+            write!(out, ", block {block} at offset {offset}")?;
+        }
+        match detail.is_empty() {
+            true => Ok(()),
+            false => write!(out, ": {detail}"),
+        }
+    }
+}

@@ -138,6 +138,22 @@ static void check_verdicts(void) {
             CHECK(verdict.sum_squares == 5.0 && !verdict.nonfinite && verdict.failed == (round == 2));
         }
     }
+    // A process that leaves an open round aborts it for all; a decided round stays decided.
+    uint32_t decided = 77;
+    CHECK_OK(spw_arena_post(arenas[0], 0, 4, &stats, 0));
+    INVALID(spw_arena_post(arenas[0], 0, 5, &stats, 0), "round 4 is open");
+    CHECK_OK(spw_arena_abort_round(arenas[0], 0, 4, &decided, &verdict));
+    CHECK(decided == 0);
+    CHECK_OK(spw_arena_post(arenas[1], 1, 4, &stats, 0));
+    for (int i = 0; i < 2; i++) {
+        REFUSED(spw_arena_wait_verdict(arenas[i], 4, FOREVER, &verdict), SPW_ERR_ARENA_PEER_ENDED, "left the round");
+    }
+    CHECK_OK(spw_arena_abort_round(arenas[1], 1, 3, &decided, &verdict));
+    CHECK(decided == 1 && verdict.sum_squares == 5.0);
+    INVALID(spw_arena_abort_round(arenas[1], 0, 5, &decided, &verdict), "has not joined");
+    INVALID(spw_arena_abort_round(arenas[1], 1, 0, &decided, &verdict), "round");
+    INVALID(spw_arena_abort_round(arenas[1], 1, 5, NULL, &verdict), "decided_out");
+    INVALID(spw_arena_abort_round(arenas[1], 1, 5, &decided, NULL), "verdict_out");
     CHECK_OK(spw_arena_close(arenas[1]));
     CHECK_OK(spw_arena_close(arenas[0]));
 }

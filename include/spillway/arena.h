@@ -295,28 +295,44 @@ typedef struct spw_arena_verdict {
     { sizeof(spw_arena_verdict), 0, 0, 0, 0.0 }
 
 // Takes the number `process` (from 0, below `processes` of the arena) for this handle. Every process joins before the
-// first round, so that the others notice its death. Joining again does nothing. SPW_ERR_BUSY if another handle has the
-// number.
+// first round, so that the others notice its death. An open round that an earlier process posted with this number is
+// aborted. Joining again does nothing. SPW_ERR_BUSY if another handle has the number.
 enum spw_status spw_arena_join(const struct spw_arena *arena,
                                uint32_t process);
 
-// Posts the local verdict of `process` for `round` (from 1 on, each round once): the statistics of its gradients, and
-// `failed` 1 if one of its stages failed. A process posts a round only after it has waited for the round before.
+// Posts the local verdict of `process` for `round` (1 to 2^32 - 1, each round once): the statistics of its gradients, and
+// `failed` 1 if one of its stages failed. A round is decided once all processes have posted it. The call is an error while
+// the round that the process posted before is open: wait for its verdict, or abort it. A round that was aborted may
+// be posted; its wait is an error at once.
 enum spw_status spw_arena_post(const struct spw_arena *arena,
                                uint32_t process,
                                uint64_t round,
                                const struct spw_step_stats *stats,
                                uint32_t failed);
 
-// Waits until every process has posted `round`, for up to `timeout_ms` milliseconds (0: polls; negative: without
-// limit). Every process gets the same bits.
+// Waits until `round` is decided, for up to `timeout_ms` milliseconds (0: polls; negative: without limit), and writes its
+// verdict. Every process gets the same outcome, and the same bits.
 //
-// - SPW_ERR_ARENA_PEER_ENDED: a process that joined ended before it posted. Roll back.
-// - SPW_ERR_TIMEOUT: the message names a process that has not posted.
+// - SPW_ERR_ARENA_PEER_ENDED: the round is aborted for all processes. Roll back. A process left it by
+//   `spw_arena_abort_round`, or one that joined ended before it posted.
+// - SPW_ERR_TIMEOUT: the round is open; the message names a process that has not posted. Do not roll back: wait again, or
+//   call `spw_arena_abort_round`.
+// - SPW_ERR_ARENA_CHANGED: a process went on without this round.
+//
+// A handle that has not joined observes: it aborts no round.
 enum spw_status spw_arena_wait_verdict(const struct spw_arena *arena,
                                        uint64_t round,
                                        int64_t timeout_ms,
                                        struct spw_arena_verdict *verdict_out);
+
+// Leaves `round`, posted or not: aborts it for all processes, unless it is decided. `decided_out` receives 1 if the round
+// was decided before: `verdict_out` then has the verdict, which this process follows as all others do. Otherwise it
+// receives 0, all processes roll back, and `verdict_out` stays as it is.
+enum spw_status spw_arena_abort_round(const struct spw_arena *arena,
+                                      uint32_t process,
+                                      uint64_t round,
+                                      uint32_t *decided_out,
+                                      struct spw_arena_verdict *verdict_out);
 
 #ifdef __cplusplus
 } // extern "C"

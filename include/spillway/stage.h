@@ -107,8 +107,13 @@ enum spw_status spw_stage_open(const struct spw_stage_options *options, struct s
 // scale) on the gradient, a check, and a record for an exact rollback, in one pass. The step starts when `event` has
 // happened, or at once if `event` is NULL. `target` (may be NULL) is the region of the 16-bit copies.
 //
-// Until `spw_stage_finish` has returned, the spans belong to the stage, and no other stage may use them.
-// SPW_ERR_ROUND_OPEN while a job has no verdict, SPW_ERR_BUSY while the previous job is not over.
+// Until `spw_stage_finish` has returned, the spans belong to the stage, and no other stage may use them. Until then the
+// stage also has the region of `target`: no other stage and no `spw_arena_write_begin` gets it.
+//
+// - SPW_ERR_ROUND_OPEN: a job has no verdict.
+// - SPW_ERR_BUSY: the previous job is not over, or another stage or writer has the region.
+// - SPW_ERR_ARENA_TORN: an earlier writer of the region ended in the middle of a write, and the copies of the tensors
+//   cover only a part of the region. Write the whole region first.
 enum spw_status spw_stage_submit_adam(const struct spw_stage *stage,
                                       const struct spw_adam_options *options,
                                       const struct spw_tensor *tensors,

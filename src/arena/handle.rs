@@ -12,8 +12,8 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use super::layout::{Identity, Layout, Region};
 use super::name::NamedFile;
@@ -50,15 +50,19 @@ pub struct Arena {
     notes: String,
     pub(super) writing: Vec<Writing>,
     pub(super) joined: Vec<AtomicBool>,
+    /// Held by a thread that posts.
+    pub(super) posting: Mutex<()>,
 }
 
-/// The write of this handle to one region.
+/// The claim of this handle to one region, and its write.
 #[derive(Debug, Default)]
 pub(super) struct Writing {
-    /// The generation being written, 0 for none.
+    /// The generation that is written, or will be; 0 for none.
     pub generation: AtomicU64,
-    /// The region was torn when the write began.
+    /// The region was torn when it was claimed.
     pub torn: AtomicBool,
+    /// The write has begun.
+    pub begun: AtomicBool,
 }
 
 /// Parts of an arena that was just created or opened.
@@ -136,6 +140,7 @@ impl Arena {
             notes,
             writing,
             joined,
+            posting: Mutex::new(()),
         })
     }
 

@@ -14,8 +14,10 @@
 //! | `write` | the writer of a region |
 //! | `read` | the readers of a region |
 //! | `verdict` | results that processes post and wait for |
+//! | `decision` | the word that gives every round one outcome; pure |
 #![forbid(unsafe_code)]
 
+mod decision;
 mod handle;
 mod layout;
 mod name;

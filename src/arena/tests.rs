@@ -1,6 +1,8 @@
 //! Arenas with several handles: of one process, and of forked children that end.
 #![forbid(unsafe_code)]
 
+mod verdict;
+
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +11,6 @@ use std::time::Duration;
 use super::layout::{HEADER, Layout};
 use super::{Arena, Create, Open, RegionSpec, collect};
 use crate::error::{ArenaKind, Error, Result};
-use crate::optim::StepStats;
 use crate::sys::process::in_forked_child;
 use crate::sys::shared_memory::DIRECTORY;
 
@@ -314,51 +315,4 @@ fn wanted_pages_that_are_not_there_are_noted() {
     assert!(arena.notes().contains("NUMA node"), "{}", arena.notes());
     assert!(arena.info().unwrap().huge || arena.notes().contains("no reserved huge pages"));
     assert_eq!(again(&arena).region(1).unwrap().span.to_vec(), vec![0; 70_001]);
-}
-
-#[test]
-fn all_processes_get_the_same_verdict() {
-    let owner = Arena::create(&options()).unwrap();
-    let others = [again(&owner), again(&owner)];
-    let handles = [&owner, &others[0], &others[1]];
-    let sums = [1.0, 1e16, 1.0];
-    let stats = |sum_squares: f64| StepStats { nonfinite: !sum_squares.is_finite(), sum_squares };
-    assert!(owner.post(0, 1, stats(1.0), false).is_err(), "it has not joined");
-    for (process, handle) in (0..).zip(handles) {
-        handle.join(process).unwrap();
-        handle.join(process).unwrap();
-    }
-    assert!(matches!(owner.join(1), Err(Error::Busy(_))) && owner.join(3).is_err());
-    for round in 1..5_u64 {
-        for process in [2, 0, 1] {
-            let late = owner.wait_verdict(round, AT_ONCE).unwrap_err();
-            assert!(matches!(late, Error::Timeout(_)), "{late}");
-            let sum = if round == 3 && process == 1 { f64::INFINITY } else { sums[process] };
-            handles[process].post(process as u32, round, stats(sum), round == 2 && process > 0).unwrap();
-            assert!(handles[process].post(process as u32, round, stats(sum), false).is_err(), "twice");
-        }
-        for handle in handles {
-            let found = handle.wait_verdict(round, SOON).unwrap();
-            assert_eq!(found.failed, if round == 2 { 2 } else { 0 });
-            match round {
-                3 => assert!(found.stats.nonfinite && found.stats.sum_squares.is_nan()),
-                _ => assert_eq!(found.stats, stats((1.0 + 1e16) + 1.0)),
-            }
-        }
-    }
-    assert_eq!(kind(owner.wait_verdict(2, AT_ONCE)), ArenaKind::Changed, "it was replaced by round 4");
-    let [second, third] = others;
-    second.post(1, 5, stats(1.0), false).unwrap();
-    third.post(2, 5, stats(1.0), false).unwrap();
-    drop(third);
-    owner.post(0, 5, stats(1.0), false).unwrap();
-    assert!(owner.wait_verdict(5, AT_ONCE).is_ok(), "it had posted before it ended");
-    owner.post(0, 6, stats(1.0), false).unwrap();
-    second.post(1, 6, stats(1.0), false).unwrap();
-    assert_eq!(kind(owner.wait_verdict(6, None)), ArenaKind::PeerEnded);
-    let third = again(&owner);
-    third.join(2).unwrap();
-    third.post(2, 6, stats(1.0), false).unwrap();
-    assert!(second.wait_verdict(6, AT_ONCE).is_ok(), "a new process took its place");
-    assert!(Arena::create(&Create { processes: 0, ..options() }).unwrap().wait_verdict(1, AT_ONCE).is_err());
 }

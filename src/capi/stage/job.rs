@@ -1,8 +1,6 @@
 //! A stage, its jobs and their verdicts.
 #![allow(non_camel_case_types)]
 
-use std::sync::Arc;
-
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::arena::open::spw_arena;
 use crate::capi::base::spw_status;
@@ -17,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::offload::speculate::{Publish, Undo, Verdict};
 use crate::offload::stage::{Options, Stage, Target, cores};
 use crate::stats;
+use crate::sys::try_vec;
 
 /// Options of a stage.
 #[repr(C)]
@@ -130,8 +129,13 @@ pub unsafe extern "C" fn spw_stage_open(
 /// scale) on the gradient, a check, and a record for an exact rollback, in one pass. The step starts when `event` has
 /// happened, or at once if `event` is NULL. `target` (may be NULL) is the region of the 16-bit copies.
 ///
-/// Until `spw_stage_finish` has returned, the spans belong to the stage, and no other stage may use them.
-/// SPW_ERR_ROUND_OPEN while a job has no verdict, SPW_ERR_BUSY while the previous job is not over.
+/// Until `spw_stage_finish` has returned, the spans belong to the stage, and no other stage may use them. Until then the
+/// stage also has the region of `target`: no other stage and no `spw_arena_write_begin` gets it.
+///
+/// - SPW_ERR_ROUND_OPEN: a job has no verdict.
+/// - SPW_ERR_BUSY: the previous job is not over, or another stage or writer has the region.
+/// - SPW_ERR_ARENA_TORN: an earlier writer of the region ended in the middle of a write, and the copies of the tensors
+///   cover only a part of the region. Write the whole region first.
 ///
 /// # Safety
 /// As `spw_spec_submit`. `target` is NULL or points to a struct of `struct_size` bytes with an open arena.
@@ -270,10 +274,11 @@ unsafe fn parse_target(
         let arena = &handle::get(raw.arena.as_ref()).map_err(|error| error.within("target."))?.0;
         let tensors = tensor::read_all(tensors, count)?;
         let copies = tensors.iter().filter(|tensor| tensor.n > 0 && !tensor.param_copy.is_null());
-        let copies = copies.map(|tensor| {
+        let mut places = try_vec::with_capacity("listing the 16-bit copies", tensors.len())?;
+        places.extend(copies.map(|tensor| {
             let bytes = tensor.n.saturating_mul(spw_dtype_size(tensor.copy_dtype));
             (tensor.param_copy.addr(), usize::try_from(bytes).unwrap_or(usize::MAX))
-        });
-        Target::new(&Arc::clone(arena), raw.region, raw.generation, copies).map(Some)
+        }));
+        Target::new(arena, raw.region, raw.generation, &mut places).map(Some)
     }
 }

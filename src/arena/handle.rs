@@ -21,7 +21,7 @@ use crate::error::{ArenaError, ArenaKind, Error, Result};
 use crate::pool;
 use crate::sys::fork_closed::ForkClosedFile;
 use crate::sys::process::OpeningProcess;
-use crate::sys::shared_memory::SharedMapping;
+use crate::sys::shared_memory::{self, SharedMapping};
 use crate::sys::span::Span;
 use crate::sys::{range_lock, try_vec};
 
@@ -47,7 +47,7 @@ pub struct Arena {
     owned: Option<NamedFile>,
     is_owner: bool,
     huge: bool,
-    notes: String,
+    notes: Notes,
     pub(super) writing: Vec<Writing>,
     pub(super) joined: Vec<AtomicBool>,
     /// Held by a thread that posts.
@@ -65,17 +65,32 @@ pub(super) struct Writing {
     pub begun: AtomicBool,
 }
 
-/// Parts of an arena that was just created or opened.
+/// A file of an arena that was just created or opened, and what is known about it.
 pub(super) struct Parts {
     pub title: String,
     pub layout: Layout,
-    pub identity: Identity,
-    pub mapping: SharedMapping,
     pub locks: ForkClosedFile,
     pub shared: File,
     pub is_owner: bool,
     pub huge: bool,
-    pub notes: String,
+    pub notes: Notes,
+}
+
+/// Requested properties that an arena lacks, with the reasons.
+#[derive(Debug, Default)]
+pub(super) struct Notes(String);
+
+impl Notes {
+    pub fn add(&mut self, note: String) {
+        let separator = if self.0.is_empty() { "" } else { "; " };
+        self.0.push_str(&format!("{separator}{note}"));
+    }
+
+    pub fn transparent(&mut self) {
+        if let Some(reason) = shared_memory::no_huge_reason() {
+            self.add(format!("no transparent huge pages: {reason}"));
+        }
+    }
 }
 
 /// An arena as this process sees it.
@@ -119,8 +134,8 @@ pub struct RegionInfo {
 }
 
 impl Arena {
-    pub(super) fn of(parts: Parts) -> Result<Arena> {
-        let Parts { title, layout, identity, mapping, locks, shared, is_owner, huge, notes } = parts;
+    pub(super) fn of(parts: Parts, identity: Identity, mapping: SharedMapping) -> Result<Arena> {
+        let Parts { title, layout, locks, shared, is_owner, huge, notes } = parts;
         let writing = try_vec::from_fn("listing the regions", layout.regions.len(), |_| Writing::default())?;
         let joined = try_vec::from_fn("listing the processes", layout.processes as usize, |_| false.into())?;
         let transfers = mapping.is_writable().then(|| pool::region::Region::adopt(mapping.memory(), false));
@@ -169,7 +184,7 @@ impl Arena {
 
     /// Returns the requested properties that the arena lacks, with the reasons; empty if it has all of them.
     pub fn notes(&self) -> &str {
-        &self.notes
+        &self.notes.0
     }
 
     /// Index of the region of that name.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::layout::{HEADER, Layout};
+use super::layout::{HEADER, Layout, MAGIC};
 use super::{Arena, Create, Open, RegionSpec, collect};
 use crate::error::{ArenaKind, Error, Result};
 use crate::sys::process::in_forked_child;
@@ -222,6 +222,50 @@ fn the_name_of_a_live_owner_is_never_taken_and_that_of_a_dead_one_on_request() {
     }));
     collect(&name).unwrap();
     assert!(!path.exists());
+}
+
+/// A file that is no arena stays: collecting it is an error. What an owner leaves behind at any moment is collected.
+#[test]
+fn only_what_an_owner_left_behind_is_removed() {
+    let (name, path) = named("leftover");
+    let create = Create { name: Some(name.clone()), ..options() };
+    let owner = Arena::create(&create).unwrap();
+    let whole = std::fs::read(&path).unwrap();
+    drop(owner);
+    let mut late = vec![0; 70_000];
+    late[69_999] = 1;
+    let not_complete = [vec![0; 8], whole[8..].to_vec()].concat();
+    let other_size = [vec![0; 8], whole[8..].to_vec(), vec![0]].concat();
+    let other_version = [&MAGIC[..], &1_u32.to_le_bytes(), &[7; 500]].concat();
+    for (bytes, removed) in [
+        (vec![7; 10_000], false),
+        (b"SPWAREN".to_vec(), false),
+        (late, false),
+        (other_size, false),
+        (vec![0; 70_000], true),
+        (vec![0; 5], true),
+        (Vec::new(), true),
+        (not_complete, true),
+        (other_version, true),
+        (whole, true),
+    ] {
+        let text = format!("{} bytes, {:?}", bytes.len(), &bytes[..bytes.len().min(16)]);
+        std::fs::write(&path, &bytes).unwrap();
+        match removed {
+            true => collect(&name).unwrap(),
+            false => assert_eq!(kind(collect(&name)), ArenaKind::Format, "{text}"),
+        }
+        assert_eq!(path.exists(), !removed, "{text}");
+        std::fs::write(&path, &bytes).unwrap();
+        let created = Arena::create(&Create { collect: true, ..create.clone() });
+        assert_eq!(created.is_ok(), removed, "{text}");
+        if let Err(error) = created {
+            assert_eq!(error.arena_kind(), Some(ArenaKind::Format));
+            assert_eq!(kind(Arena::create(&create)), ArenaKind::Format);
+            assert_eq!(std::fs::read(&path).unwrap(), bytes, "{text}");
+            std::fs::remove_file(&path).unwrap();
+        }
+    }
 }
 
 #[test]

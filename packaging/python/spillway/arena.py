@@ -138,6 +138,7 @@ class Arena(_NativeHandle):
 
         Raises:
             ArenaExistsError: An arena of this name exists.
+            ArenaFormatError: The file of this name is no arena; it stays.
             ArenaForeignError: The name belongs to another user, or is a link.
             SystemCallError: There is too little shared memory."""
         table = (_abi.ArenaRegion * len(regions))()
@@ -408,7 +409,8 @@ def collect(name: str) -> None:
 
     Raises:
         ArenaExistsError: Its owner lives.
-        ArenaMissingError: There is none."""
+        ArenaMissingError: There is none.
+        ArenaFormatError: The file of this name is no arena; it stays."""
     _native.check(_native.library().spw_arena_collect(name.encode()))
 
 

@@ -74,7 +74,7 @@ pub enum ArenaKind {
     PeerEnded,
     /// The memory is not an arena, or not one of a format that this version reads.
     Format,
-    /// The memory belongs to another user.
+    /// The memory belongs to another user, or is no regular file with one name.
     Foreign,
     /// An arena of this name exists.
     Exists,
@@ -100,7 +100,7 @@ impl fmt::Display for ArenaError {
             ArenaKind::Changed => "written while it was read",
             ArenaKind::PeerEnded => "a process has ended or left",
             ArenaKind::Format => "not an arena that this version reads",
-            ArenaKind::Foreign => "belongs to another user",
+            ArenaKind::Foreign => "not a regular file of this user alone",
             ArenaKind::Exists => "exists already",
             ArenaKind::Missing => "does not exist",
         };
@@ -210,7 +210,7 @@ impl fmt::Display for TierError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RoundError {
     /// No round was begun, or the last one ended without a bucket.
-    #[error("no round is open; begin one first")]
+    #[error("no round or job is open; begin or submit one first")]
     NotBegun,
     /// A round is open already.
     #[error("a round is open already; resolve or abort it first")]

@@ -211,6 +211,13 @@ static void check_foreign_segments(void) {
     spw_arena_region regions[3];
     spw_arena_options options = three_regions(regions);
     options.name = name;
+    // A file that is no arena stays. One that an owner did not complete is removed on request.
+    REFUSED(spw_arena_create(&options, &arena), SPW_ERR_ARENA_FORMAT, "it stays");
+    options.flags = SPW_ARENA_FLAG_COLLECT;
+    REFUSED(spw_arena_create(&options, &arena), SPW_ERR_ARENA_FORMAT, "it stays");
+    REFUSED(spw_arena_collect(name), SPW_ERR_ARENA_FORMAT, "it stays");
+    CHECK(pwrite(fd, "\0\0\0\0\0\0\0\0\0\0\0\0", 12, 0) == 12);
+    options.flags = 0;
     REFUSED(spw_arena_create(&options, &arena), SPW_ERR_ARENA_EXISTS, "left it behind");
     options.flags = SPW_ARENA_FLAG_COLLECT;
     CHECK_OK(spw_arena_create(&options, &arena));
@@ -223,6 +230,8 @@ static void check_foreign_segments(void) {
     CHECK_OK(spw_arena_close(arena));
     CHECK(symlink("/dev/null", path) == 0);
     REFUSED(spw_arena_create(&options, &arena), SPW_ERR_ARENA_FOREIGN, "symbolic link");
+    CHECK(unlink(path) == 0 && mkfifo(path, 0600) == 0);
+    REFUSED(spw_arena_collect(name), SPW_ERR_ARENA_FOREIGN, "not a regular file of this user alone: a FIFO");
     CHECK(unlink(path) == 0);
     close(fd);
 }

@@ -67,6 +67,9 @@ class Stage(_NativeHandle):
     | "final" | after the verdict; until then readers of the region use the earlier ones |
     | "staged" | by the step itself, in one pass; readers of the region wait from the step to the verdict |
 
+    A rollback of a "staged" step writes the copies of the restored parameters. A region that held other bytes, as in generation
+    0, does not get them back.
+
     Args:
         tensors: Tuples (param, grad, exp_avg, exp_avg_sq[, param_copy]) as for Adam.step(). No other code may touch their
             memory from submit() until finish() has returned.

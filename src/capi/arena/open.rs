@@ -192,8 +192,9 @@ pub unsafe extern "C" fn spw_arena_open_fd(
     })
 }
 
-/// Unmaps the arena; addresses inside it become invalid once no stage uses it. The owner's close removes the name. A
-/// write that has not ended leaves its region torn. NULL does nothing.
+/// Unmaps the arena; addresses inside it become invalid once no stage uses it. The owner's close removes the name. If the
+/// system refuses that, as under another effective user, the name stays with a warning in the log. A write that has not
+/// ended leaves its region torn. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_arena_close(arena: Option<Box<spw_arena>>) -> spw_status {
     guard(|| {

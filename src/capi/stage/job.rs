@@ -9,7 +9,7 @@ use crate::capi::handle::{self, Handle};
 use crate::capi::input::timeout;
 use crate::capi::optim::adam::{self, spw_adam_options};
 use crate::capi::optim::tensor::{self, spw_dtype_size, spw_step_stats, spw_tensor};
-use crate::capi::output::{self, required};
+use crate::capi::output;
 use crate::capi::speculate::bucket::{lent_bucket, parse_event, spw_spec_event, state_of};
 use crate::error::{Error, Result};
 use crate::offload::speculate::{Publish, Undo, Verdict};
@@ -31,7 +31,9 @@ pub struct spw_stage_options {
     pub undo_mode: u32,
     /// An `spw_spec_publish`, other than SPW_SPEC_PUBLISH_SPECULATIVE. SPW_SPEC_PUBLISH_FINAL: the 16-bit copies are
     /// written after the verdict, and until then readers of the region use the earlier ones. SPW_SPEC_PUBLISH_STAGED:
-    /// they are written by the step, in one pass; readers wait from the step to the verdict.
+    /// they are written by the step, in one pass; readers wait from the step to the verdict. Its rollback writes the copies
+    /// of the restored parameters, in the earlier generation: a region that held other bytes, as in generation 0, does not
+    /// get them back.
     pub publish: u32,
     /// 0
     pub reserved: u32,
@@ -177,14 +179,9 @@ pub unsafe extern "C" fn spw_stage_wait(
     timeout_ms: i64,
     stats_out: *mut spw_step_stats,
 ) -> spw_status {
-    guard(|| {
-        required(stats_out, "stats_out")?;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
-            tensor::write_stats(handle::get(stage)?.stage.wait(timeout(timeout_ms))?, stats_out)
-        }
-    })
+    let wait = || handle::get(stage)?.stage.wait(timeout(timeout_ms));
+    // SAFETY: the caller meets the callee's requirements.
+    guard(|| unsafe { tensor::wait_stats(wait, stats_out) })
 }
 
 /// Keeps the step: the verdict of all stages and processes is good. Returns at once; `spw_stage_finish` waits for the
@@ -214,7 +211,7 @@ pub extern "C" fn spw_stage_rollback(stage: Option<&spw_stage>) -> spw_status {
 }
 
 /// Waits until the job is over, for up to `timeout_ms` milliseconds (negative: without limit). After it all spans, and
-/// the word of the event, belong to the caller again. If the job failed, the call returns its error.
+/// the word of the event, belong to the caller again. If the job failed, the call needs no verdict, and returns its error.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_stage_finish(stage: Option<&spw_stage>, timeout_ms: i64) -> spw_status {
     guard(|| handle::get(stage)?.stage.finish(timeout(timeout_ms)))

@@ -72,8 +72,12 @@ impl Stage {
         self.engine.abort()
     }
 
-    /// Waits until the job is over, and returns its error if it failed.
+    /// Waits until the job is over, and returns its error if it failed. A job that failed needs no verdict: it is rolled
+    /// back.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<()> {
+        if self.progress().is_err() {
+            self.engine.abort()?;
+        }
         self.engine.finish(timeout)
     }
 

@@ -247,12 +247,12 @@ def settle(stages: Sequence[Stage], *, arena: Arena | None = None, process: int 
         round: Number of the round, from 1: the number of the step will do.
         reduce: Reduces the StepStats over all nodes: any `nonfinite`, the sum of `sum_squares`. Its exception rolls this
             process back and no other: it must raise in all processes or in none.
-        timeout: Longest wait in seconds of each wait; None: no limit.
+        timeout: Longest wait in seconds for each stage and for the verdict; None: no limit. Steps that are kept or rolled
+            back are waited for without a limit.
 
     Raises:
         PeerEndedError: A process ended or left the round. Every step is rolled back.
-        TimedOutError: A stage, or the verdict, did not come in time: every step is rolled back. Or a stage that has its
-            verdict is not over: finish() waits for it.
+        TimedOutError: A stage, or the verdict, did not come in time. Every step is rolled back.
         SpillwayError: A stage failed. Every step is rolled back."""
     if len({id(stage) for stage in stages}) != len(stages):
         raise InvalidArgumentError("settle: stages names a stage twice; pass each stage once")
@@ -349,10 +349,10 @@ class _Settlement:
                     self.failures.append(error)
 
     def _finish(self) -> None:
-        """Waits for every stage, also if one of them failed."""
+        """Waits for every stage, also if one of them failed: the caller owns the tensors again."""
         for stage in self.stages:
             try:
-                stage.finish(self.timeout)
+                stage.finish()
             except SpillwayError as error:
                 self.failures.append(error)
 

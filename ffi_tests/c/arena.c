@@ -231,7 +231,7 @@ static void check_foreign_segments(void) {
     CHECK(symlink("/dev/null", path) == 0);
     REFUSED(spw_arena_create(&options, &arena), SPW_ERR_ARENA_FOREIGN, "symbolic link");
     CHECK(unlink(path) == 0 && mkfifo(path, 0600) == 0);
-    REFUSED(spw_arena_collect(name), SPW_ERR_ARENA_FOREIGN, "not a regular file of this user alone: a FIFO");
+    REFUSED(spw_arena_collect(name), SPW_ERR_ARENA_FOREIGN, "not a regular file of this user alone: it is a FIFO");
     CHECK(unlink(path) == 0);
     close(fd);
 }

@@ -55,7 +55,8 @@ typedef enum spw_arena_flag {
     SPW_ARENA_FLAG_HUGE = 1,
     // Bind the pages to the NUMA node `node`. A refused node is not an error: `spw_arena_get_notes` has the reason.
     SPW_ARENA_FLAG_BIND_NODE = 2,
-    // Remove an arena of this name whose owner has ended. An arena with a live owner is never removed.
+    // Remove an arena of this name whose owner has ended. An arena with a live owner is never removed, nor is a file that
+    // is no arena.
     SPW_ARENA_FLAG_COLLECT = 4,
 } spw_arena_flag;
 
@@ -143,6 +144,7 @@ typedef struct spw_arena spw_arena;
 // may open it. The handle is its owner: `spw_arena_close` removes the name.
 //
 // - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives.
+// - SPW_ERR_ARENA_FORMAT: the file of this name is no arena; it stays.
 // - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
 // - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
 enum spw_status spw_arena_create(const struct spw_arena_options *options,
@@ -166,12 +168,14 @@ enum spw_status spw_arena_open_fd(int32_t fd,
                                   uint32_t flags,
                                   struct spw_arena **arena_out);
 
-// Unmaps the arena; addresses inside it become invalid once no stage uses it. The owner's close removes the name. A
-// write that has not ended leaves its region torn. NULL does nothing.
+// Unmaps the arena; addresses inside it become invalid once no stage uses it. The owner's close removes the name. If the
+// system refuses that, as under another effective user, the name stays with a warning in the log. A write that has not
+// ended leaves its region torn. NULL does nothing.
 enum spw_status spw_arena_close(struct spw_arena *arena);
 
 // Removes the name of an arena whose owner has ended. Processes that have it open keep their memory.
-// SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none.
+// SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none, SPW_ERR_ARENA_FORMAT if the file of
+// this name is no arena; the file stays.
 enum spw_status spw_arena_collect(const char *name);
 
 // Writes the properties of the arena and of its mapping in this process.
@@ -196,7 +200,7 @@ typedef struct spw_arena_region_info {
     uint64_t offset;
     // Length in bytes.
     uint64_t bytes;
-    // The step whose values the region holds; 0 before the first write.
+    // The step whose values the region holds; 0 for no step, before the first write.
     uint64_t generation;
 } spw_arena_region_info;
 

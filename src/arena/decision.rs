@@ -64,3 +64,66 @@ impl Decision {
         Decision { settled: round, ..self }
     }
 }
+
+/// Gives an open round the outcome of `next`; a round that has one keeps it. `exchange` replaces the word in memory if it
+/// has the first value, and returns the word's value otherwise. Returns true if the word was replaced.
+pub fn settle(
+    mut seen: Decision,
+    round: u32,
+    next: impl Fn(Decision) -> Decision,
+    exchange: impl Fn(u64, u64) -> Result<(), u64>,
+) -> bool {
+    while seen.outcome(round) == Outcome::Open {
+        match exchange(seen.word(), next(seen).word()) {
+            Ok(()) => return true,
+            Err(other) => seen = Decision::of(other),
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    type Step = fn(Decision) -> Decision;
+
+    /// Another process changes the word between the look at it and each attempt to replace it.
+    #[test]
+    fn the_first_outcome_of_a_round_stays_in_every_interleaving() {
+        let decide: Step = |_| Decision::decide(5);
+        let abort: Step = |seen| seen.abort(5);
+        let rivals: [Step; 6] =
+            [|seen| seen, decide, abort, |seen| seen.abort(4), |seen| seen.abort(7), |_| Decision::decide(7)];
+        for (mine, own) in [(decide, Outcome::Decided), (abort, Outcome::Aborted)] {
+            for first in rivals {
+                for second in rivals {
+                    let start = Decision { settled: 3, decided: 2 };
+                    let (word, steps) = (Cell::new(start.word()), Cell::new([Some(first), Some(second)]));
+                    let rival_found = Cell::new(Outcome::Open);
+                    let exchange = |seen: u64, value: u64| {
+                        let [next, later] = steps.get();
+                        steps.set([later, None]);
+                        let now = Decision::of(word.get());
+                        if let Some(step) = next.filter(|_| now.outcome(5) == Outcome::Open) {
+                            word.set(step(now).word());
+                        }
+                        rival_found.set(Decision::of(word.get()).outcome(5));
+                        match word.get() == seen {
+                            true => Ok(word.set(value)),
+                            false => Err(word.get()),
+                        }
+                    };
+                    let replaced = settle(start, 5, mine, exchange);
+                    let found = Decision::of(word.get()).outcome(5);
+                    match rival_found.get() {
+                        Outcome::Open => assert!(replaced && found == own),
+                        rival => assert!(!replaced && found == rival),
+                    }
+                }
+            }
+        }
+    }
+}

@@ -17,7 +17,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-use super::decision::{Decision, Outcome};
+use super::decision::{self, Decision, Outcome};
 use super::handle::{Arena, PROCESS_LOCKS};
 use super::read::Deadline;
 use crate::error::{ArenaKind, Error, Result};
@@ -149,12 +149,9 @@ impl Arena {
 
     /// Gives a round its outcome, unless it has one.
     fn settle_round(&self, round: u32, next: impl Fn(Decision) -> Decision) {
-        let mut seen = self.decision();
-        while seen.outcome(round) == Outcome::Open {
-            match self.mapping.exchange64(self.layout.decision(), seen.word(), next(seen).word()) {
-                Ok(()) => return self.mapping.ring(self.layout.verdict_bell()),
-                Err(other) => seen = Decision::of(other),
-            }
+        let exchange = |seen, value| self.mapping.exchange64(self.layout.decision(), seen, value);
+        if decision::settle(self.decision(), round, next, exchange) {
+            self.mapping.ring(self.layout.verdict_bell());
         }
     }
 

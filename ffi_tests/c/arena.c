@@ -138,6 +138,22 @@ static void check_verdicts(void) {
             CHECK(verdict.sum_squares == 5.0 && !verdict.nonfinite && verdict.failed == (round == 2));
         }
     }
+    // A process that leaves an open round aborts it for all; a decided round stays decided.
+    uint32_t decided = 77;
+    CHECK_OK(spw_arena_post(arenas[0], 0, 4, &stats, 0));
+    INVALID(spw_arena_post(arenas[0], 0, 5, &stats, 0), "round 4 is open");
+    CHECK_OK(spw_arena_abort_round(arenas[0], 0, 4, &decided, &verdict));
+    CHECK(decided == 0);
+    CHECK_OK(spw_arena_post(arenas[1], 1, 4, &stats, 0));
+    for (int i = 0; i < 2; i++) {
+        REFUSED(spw_arena_wait_verdict(arenas[i], 4, FOREVER, &verdict), SPW_ERR_ARENA_PEER_ENDED, "left the round");
+    }
+    CHECK_OK(spw_arena_abort_round(arenas[1], 1, 3, &decided, &verdict));
+    CHECK(decided == 1 && verdict.sum_squares == 5.0);
+    INVALID(spw_arena_abort_round(arenas[1], 0, 5, &decided, &verdict), "has not joined");
+    INVALID(spw_arena_abort_round(arenas[1], 1, 0, &decided, &verdict), "round");
+    INVALID(spw_arena_abort_round(arenas[1], 1, 5, NULL, &verdict), "decided_out");
+    INVALID(spw_arena_abort_round(arenas[1], 1, 5, &decided, NULL), "verdict_out");
     CHECK_OK(spw_arena_close(arenas[1]));
     CHECK_OK(spw_arena_close(arenas[0]));
 }
@@ -195,6 +211,13 @@ static void check_foreign_segments(void) {
     spw_arena_region regions[3];
     spw_arena_options options = three_regions(regions);
     options.name = name;
+    // A file that is no arena stays. One that an owner did not complete is removed on request.
+    REFUSED(spw_arena_create(&options, &arena), SPW_ERR_ARENA_FORMAT, "it stays");
+    options.flags = SPW_ARENA_FLAG_COLLECT;
+    REFUSED(spw_arena_create(&options, &arena), SPW_ERR_ARENA_FORMAT, "it stays");
+    REFUSED(spw_arena_collect(name), SPW_ERR_ARENA_FORMAT, "it stays");
+    CHECK(pwrite(fd, "\0\0\0\0\0\0\0\0\0\0\0\0", 12, 0) == 12);
+    options.flags = 0;
     REFUSED(spw_arena_create(&options, &arena), SPW_ERR_ARENA_EXISTS, "left it behind");
     options.flags = SPW_ARENA_FLAG_COLLECT;
     CHECK_OK(spw_arena_create(&options, &arena));
@@ -207,6 +230,8 @@ static void check_foreign_segments(void) {
     CHECK_OK(spw_arena_close(arena));
     CHECK(symlink("/dev/null", path) == 0);
     REFUSED(spw_arena_create(&options, &arena), SPW_ERR_ARENA_FOREIGN, "symbolic link");
+    CHECK(unlink(path) == 0 && mkfifo(path, 0600) == 0);
+    REFUSED(spw_arena_collect(name), SPW_ERR_ARENA_FOREIGN, "not a regular file of this user alone: it is a FIFO");
     CHECK(unlink(path) == 0);
     close(fd);
 }

@@ -220,8 +220,15 @@ static void check_arguments(void) {
     CHECK_OK(spw_arena_create(&small, &arena));
     spw_stage_target target = {sizeof target, 0, arena, 1};
     INVALID(spw_stage_submit_adam(stage, &adam, &problem.tensor, 1, NULL, &target), "param_copy");
+    spw_tensor no_copy = problem.tensor;
+    no_copy.param_copy = NULL, no_copy.copy_dtype = SPW_DTYPE_NONE;
     target.generation = 0;
-    INVALID(spw_stage_submit_adam(stage, &adam, &problem.tensor, 1, NULL, &target), "target.generation");
+    INVALID(spw_stage_submit_adam(stage, &adam, &no_copy, 1, NULL, &target), "target.generation");
+    target.generation = 1;
+    CHECK_OK(spw_arena_write_begin(arena, 0, 1, NULL));
+    REFUSED(spw_stage_submit_adam(stage, &adam, &no_copy, 1, NULL, &target), SPW_ERR_BUSY, "is writing it");
+    CHECK_OK(spw_arena_write_abort(arena, 0, 0));
+    REFUSED(spw_stage_submit_adam(stage, &adam, &no_copy, 1, NULL, &target), SPW_ERR_ARENA_TORN, "cover only a part");
     target.arena = NULL;
     INVALID(spw_stage_submit_adam(stage, &adam, &problem.tensor, 1, NULL, &target), "arena");
     unwatch_all();

@@ -55,7 +55,8 @@ typedef enum spw_arena_flag {
     SPW_ARENA_FLAG_HUGE = 1,
     // Bind the pages to the NUMA node `node`. A refused node is not an error: `spw_arena_get_notes` has the reason.
     SPW_ARENA_FLAG_BIND_NODE = 2,
-    // Remove an arena of this name whose owner has ended. An arena with a live owner is never removed.
+    // Remove an arena of this name whose owner has ended. An arena with a live owner is never removed, nor is a file that
+    // is no arena.
     SPW_ARENA_FLAG_COLLECT = 4,
 } spw_arena_flag;
 
@@ -143,6 +144,7 @@ typedef struct spw_arena spw_arena;
 // may open it. The handle is its owner: `spw_arena_close` removes the name.
 //
 // - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives.
+// - SPW_ERR_ARENA_FORMAT: the file of this name is no arena; it stays.
 // - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
 // - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
 enum spw_status spw_arena_create(const struct spw_arena_options *options,
@@ -166,12 +168,14 @@ enum spw_status spw_arena_open_fd(int32_t fd,
                                   uint32_t flags,
                                   struct spw_arena **arena_out);
 
-// Unmaps the arena; addresses inside it become invalid once no stage uses it. The owner's close removes the name. A
-// write that has not ended leaves its region torn. NULL does nothing.
+// Unmaps the arena; addresses inside it become invalid once no stage uses it. The owner's close removes the name. If the
+// system refuses that, as under another effective user, the name stays with a warning in the log. A write that has not
+// ended leaves its region torn. NULL does nothing.
 enum spw_status spw_arena_close(struct spw_arena *arena);
 
 // Removes the name of an arena whose owner has ended. Processes that have it open keep their memory.
-// SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none.
+// SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none, SPW_ERR_ARENA_FORMAT if the file of
+// this name is no arena; the file stays.
 enum spw_status spw_arena_collect(const char *name);
 
 // Writes the properties of the arena and of its mapping in this process.
@@ -196,7 +200,7 @@ typedef struct spw_arena_region_info {
     uint64_t offset;
     // Length in bytes.
     uint64_t bytes;
-    // The step whose values the region holds; 0 before the first write.
+    // The step whose values the region holds; 0 for no step, before the first write.
     uint64_t generation;
 } spw_arena_region_info;
 
@@ -295,28 +299,44 @@ typedef struct spw_arena_verdict {
     { sizeof(spw_arena_verdict), 0, 0, 0, 0.0 }
 
 // Takes the number `process` (from 0, below `processes` of the arena) for this handle. Every process joins before the
-// first round, so that the others notice its death. Joining again does nothing. SPW_ERR_BUSY if another handle has the
-// number.
+// first round, so that the others notice its death. An open round that an earlier process posted with this number is
+// aborted. Joining again does nothing. SPW_ERR_BUSY if another handle has the number.
 enum spw_status spw_arena_join(const struct spw_arena *arena,
                                uint32_t process);
 
-// Posts the local verdict of `process` for `round` (from 1 on, each round once): the statistics of its gradients, and
-// `failed` 1 if one of its stages failed. A process posts a round only after it has waited for the round before.
+// Posts the local verdict of `process` for `round` (1 to 2^32 - 1, each round once): the statistics of its gradients, and
+// `failed` 1 if one of its stages failed. A round is decided once all processes have posted it. The call is an error while
+// the round that the process posted before is open: wait for its verdict, or abort it. A round that was aborted may
+// be posted; its wait is an error at once.
 enum spw_status spw_arena_post(const struct spw_arena *arena,
                                uint32_t process,
                                uint64_t round,
                                const struct spw_step_stats *stats,
                                uint32_t failed);
 
-// Waits until every process has posted `round`, for up to `timeout_ms` milliseconds (0: polls; negative: without
-// limit). Every process gets the same bits.
+// Waits until `round` is decided, for up to `timeout_ms` milliseconds (0: polls; negative: without limit), and writes its
+// verdict. Every process gets the same outcome, and the same bits.
 //
-// - SPW_ERR_ARENA_PEER_ENDED: a process that joined ended before it posted. Roll back.
-// - SPW_ERR_TIMEOUT: the message names a process that has not posted.
+// - SPW_ERR_ARENA_PEER_ENDED: the round is aborted for all processes. Roll back. A process left it by
+//   `spw_arena_abort_round`, or one that joined ended before it posted.
+// - SPW_ERR_TIMEOUT: the round is open; the message names a process that has not posted. Do not roll back: wait again, or
+//   call `spw_arena_abort_round`.
+// - SPW_ERR_ARENA_CHANGED: a process went on without this round.
+//
+// A handle that has not joined observes: it aborts no round.
 enum spw_status spw_arena_wait_verdict(const struct spw_arena *arena,
                                        uint64_t round,
                                        int64_t timeout_ms,
                                        struct spw_arena_verdict *verdict_out);
+
+// Leaves `round`, posted or not: aborts it for all processes, unless it is decided. `decided_out` receives 1 if the round
+// was decided before: `verdict_out` then has the verdict, which this process follows as all others do. Otherwise it
+// receives 0, all processes roll back, and `verdict_out` stays as it is.
+enum spw_status spw_arena_abort_round(const struct spw_arena *arena,
+                                      uint32_t process,
+                                      uint64_t round,
+                                      uint32_t *decided_out,
+                                      struct spw_arena_verdict *verdict_out);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -12,8 +12,8 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use super::layout::{Identity, Layout, Region};
 use super::name::NamedFile;
@@ -21,7 +21,7 @@ use crate::error::{ArenaError, ArenaKind, Error, Result};
 use crate::pool;
 use crate::sys::fork_closed::ForkClosedFile;
 use crate::sys::process::OpeningProcess;
-use crate::sys::shared_memory::SharedMapping;
+use crate::sys::shared_memory::{self, SharedMapping};
 use crate::sys::span::Span;
 use crate::sys::{range_lock, try_vec};
 
@@ -47,31 +47,50 @@ pub struct Arena {
     owned: Option<NamedFile>,
     is_owner: bool,
     huge: bool,
-    notes: String,
+    notes: Notes,
     pub(super) writing: Vec<Writing>,
     pub(super) joined: Vec<AtomicBool>,
+    /// Held by a thread that posts.
+    pub(super) posting: Mutex<()>,
 }
 
-/// The write of this handle to one region.
+/// The claim of this handle to one region, and its write.
 #[derive(Debug, Default)]
 pub(super) struct Writing {
-    /// The generation being written, 0 for none.
+    /// The generation that is written, or will be; 0 for none.
     pub generation: AtomicU64,
-    /// The region was torn when the write began.
+    /// The region was torn when it was claimed.
     pub torn: AtomicBool,
+    /// The write has begun.
+    pub begun: AtomicBool,
 }
 
-/// Parts of an arena that was just created or opened.
+/// A file of an arena that was just created or opened, and what is known about it.
 pub(super) struct Parts {
     pub title: String,
     pub layout: Layout,
-    pub identity: Identity,
-    pub mapping: SharedMapping,
     pub locks: ForkClosedFile,
     pub shared: File,
     pub is_owner: bool,
     pub huge: bool,
-    pub notes: String,
+    pub notes: Notes,
+}
+
+/// Requested properties that an arena lacks, with the reasons.
+#[derive(Debug, Default)]
+pub(super) struct Notes(String);
+
+impl Notes {
+    pub fn add(&mut self, note: String) {
+        let separator = if self.0.is_empty() { "" } else { "; " };
+        self.0.push_str(&format!("{separator}{note}"));
+    }
+
+    pub fn transparent(&mut self) {
+        if let Some(reason) = shared_memory::no_huge_reason() {
+            self.add(format!("no transparent huge pages: {reason}"));
+        }
+    }
 }
 
 /// An arena as this process sees it.
@@ -115,8 +134,8 @@ pub struct RegionInfo {
 }
 
 impl Arena {
-    pub(super) fn of(parts: Parts) -> Result<Arena> {
-        let Parts { title, layout, identity, mapping, locks, shared, is_owner, huge, notes } = parts;
+    pub(super) fn of(parts: Parts, identity: Identity, mapping: SharedMapping) -> Result<Arena> {
+        let Parts { title, layout, locks, shared, is_owner, huge, notes } = parts;
         let writing = try_vec::from_fn("listing the regions", layout.regions.len(), |_| Writing::default())?;
         let joined = try_vec::from_fn("listing the processes", layout.processes as usize, |_| false.into())?;
         let transfers = mapping.is_writable().then(|| pool::region::Region::adopt(mapping.memory(), false));
@@ -136,6 +155,7 @@ impl Arena {
             notes,
             writing,
             joined,
+            posting: Mutex::new(()),
         })
     }
 
@@ -164,7 +184,7 @@ impl Arena {
 
     /// Returns the requested properties that the arena lacks, with the reasons; empty if it has all of them.
     pub fn notes(&self) -> &str {
-        &self.notes
+        &self.notes.0
     }
 
     /// Index of the region of that name.

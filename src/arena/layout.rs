@@ -4,8 +4,8 @@
 //! 0        header, 64 bytes: magic, version, counts, size, identity, owner, checksum
 //! 64       a description of each region, 96 bytes: name, offset, length
 //! ...      a control block of each region, 64 bytes: sequence, generation, writer, bell
-//! ...      the bell of the verdicts, 64 bytes
-//! ...      a slot of each process, 128 bytes: joined, two posted results
+//! ...      the bell of the verdicts and the decision word, 64 bytes
+//! ...      a slot of each process, 128 bytes: joined, left, two posted results
 //! ...      the regions, each from a page on
 //! ```
 //!
@@ -23,7 +23,7 @@ use crate::sys::try_vec;
 /// The first bytes of an arena.
 pub const MAGIC: [u8; 8] = *b"SPWARENA";
 /// Version of this format.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Most regions of an arena.
 pub const MAX_REGIONS: usize = 1 << 16;
 /// Most processes that post verdicts.
@@ -197,6 +197,11 @@ impl Layout {
         self.controls + self.regions.len() * CONTROL
     }
 
+    /// The decision word of the verdicts: 64 bits, see `decision`.
+    pub fn decision(&self) -> usize {
+        self.verdict_bell() + 8
+    }
+
     /// Slot of a process.
     pub fn slot(&self, process: u32) -> Slot {
         Slot(self.slots + process as usize * SLOT)
@@ -239,10 +244,14 @@ impl Slot {
         self.0
     }
 
-    /// Offsets of the result of a round: the round, the flags, the bits of the sum; 64 bits each.
-    pub fn posted(self, round: u64) -> [usize; 3] {
-        let at = self.0 + 32 + (round % 2) as usize * 32;
-        [at, at + 8, at + 16]
+    /// The last round that the process left. 64 bits.
+    pub fn left(self) -> usize {
+        self.0 + 8
+    }
+
+    /// Offsets of the two results: the round, the flags, the bits of the sum; 64 bits each.
+    pub fn results(self) -> [[usize; 3]; 2] {
+        [self.0 + 32, self.0 + 64].map(|at| [at, at + 8, at + 16])
     }
 }
 

@@ -9,17 +9,21 @@
 //! |---|---|
 //! | `layout` | the format of the memory: header, regions, slots; pure |
 //! | `name` | names of arenas in the directory of shared memory |
-//! | `open` | creating, opening, closing and collecting |
+//! | `open` | creating and opening |
+//! | `owner` | the owner's lock, and collecting what an owner left behind |
 //! | `handle` | one process's access to an arena, and what it tells about it |
 //! | `write` | the writer of a region |
 //! | `read` | the readers of a region |
 //! | `verdict` | results that processes post and wait for |
+//! | `decision` | the word that gives every round one outcome; pure |
 #![forbid(unsafe_code)]
 
+mod decision;
 mod handle;
 mod layout;
 mod name;
 mod open;
+mod owner;
 mod read;
 mod verdict;
 mod write;
@@ -29,6 +33,7 @@ mod tests;
 
 pub use handle::{Arena, Info, RegionInfo};
 pub use layout::{MAX_PROCESSES, MAX_REGIONS, NAME_BYTES, RegionSpec};
-pub use open::{Create, Open, collect};
+pub use open::{Create, Open};
+pub use owner::collect;
 pub use read::Snapshot;
 pub use verdict::Verdict;

@@ -11,6 +11,7 @@ use std::io;
 use std::path::Path;
 
 use crate::error::{ArenaError, ArenaKind, Error, Result};
+use crate::log::{self, Level};
 use crate::sys::private_files::{self, GivenDirectory, OpenFlags};
 use crate::sys::shared_memory;
 
@@ -70,9 +71,13 @@ impl NamedFile {
 
     /// Removes the name if it still refers to that file (device and inode).
     pub fn remove_if(&self, file: (u64, u64)) {
-        if self.is(file) {
-            // A name that cannot be removed is left behind, for a later collection.
-            let _ = self.directory.remove_file(&self.file_name);
+        if self.is(file)
+            && let Err(error) = self.directory.remove_file(&self.file_name)
+        {
+            log::write(
+                Level::Warn,
+                &format!("{}: its name stays: {error}; collect it as the user that created it", self.title),
+            );
         }
     }
 }

@@ -1,9 +1,6 @@
-//! Creating, opening and collecting arenas.
+//! Creating and opening arenas.
 //!
 //! Invariants:
-//! - The owner locks the file before it gives the file a size. A file with a size and without that lock was left behind
-//!   by an owner that ended.
-//! - A file that was left behind is unlinked, never truncated or reused: other processes may still have it mapped.
 //! - The magic is stored last. A file without it is not complete.
 //! - The header is read from the file and checked before the memory is mapped.
 #![forbid(unsafe_code)]
@@ -15,19 +12,17 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::handle::{Arena, OWNER_LOCK, Parts};
+use super::handle::{Arena, Notes, OWNER_LOCK, Parts};
 use super::layout::{HEADER, Identity, Layout, MAGIC, RegionSpec};
 use super::name::NamedFile;
+use super::owner::{claim, identity, own_description, take_owner_lock};
 use crate::error::{ArenaError, ArenaKind, Error, Result};
-use crate::sys::fork_closed::ForkClosedFile;
 use crate::sys::private_files::{self, OpenFlags};
 use crate::sys::shared_memory::{self, MapOptions, SharedMapping};
 use crate::sys::{file, memory, process, range_lock, try_vec};
 
 /// Period at which an open looks for an arena that does not exist yet.
 const PERIOD: Duration = Duration::from_millis(2);
-/// Attempts to create a file that other processes create and remove at the same time.
-const TRIES: usize = 100;
 
 /// An arena to create.
 #[derive(Debug, Clone, Default)]
@@ -104,20 +99,6 @@ impl Arena {
     }
 }
 
-/// Removes the name of an arena whose owner has ended. Processes that have it open keep their memory. Errors: there is
-/// none; its owner lives.
-pub fn collect(name: &str) -> Result<()> {
-    let named = NamedFile::new(name)?;
-    let file = named.open(OpenFlags { read: true, write: true, ..OpenFlags::default() })?;
-    let locks = own_description(&file, true)?;
-    if !take_owner_lock(&locks)? {
-        return Err(lives(&named, &file));
-    }
-    let found = file.metadata().map_err(|error| Error::system("looking at shared memory", &error))?;
-    named.remove_if((found.dev(), found.ino()));
-    Ok(())
-}
-
 fn create_anonymous(layout: Layout, options: &Create) -> Result<Arena> {
     let failed = |error: io::Error| Error::system("creating a memfd for an arena", &error);
     let mut notes = Notes::default();
@@ -138,7 +119,8 @@ fn create_anonymous(layout: Layout, options: &Create) -> Result<Arena> {
     let locks = own_description(&made.file, true)?;
     take_owner_lock(&locks)?;
     let title = "the arena".to_string();
-    complete(Made { layout, title, file: made.file, locks, huge: made.huge, notes }, mapped)
+    let parts = Parts { title, layout, locks, shared: made.file, is_owner: true, huge: made.huge, notes };
+    complete(parts, mapped)
 }
 
 fn create_named(named: NamedFile, layout: Layout, options: &Create) -> Result<Arena> {
@@ -147,107 +129,36 @@ fn create_named(named: NamedFile, layout: Layout, options: &Create) -> Result<Ar
     if options.huge {
         notes.transparent();
     }
-    let found = file.metadata().map_err(|error| Error::system("looking at shared memory", &error))?;
+    let found = identity(&file)?;
     let map = MapOptions { write: true, huge: options.huge, node: options.node };
     let title = named.title().to_string();
     let complete = || {
         file.set_len(layout.total as u64).map_err(|error| no_room(&layout, &error))?;
         let mapped = SharedMapping::map(&file, layout.total, map);
-        let file = file.try_clone().map_err(|error| Error::system("duplicating a descriptor", &error))?;
-        complete(Made { layout, title, file, locks, huge: false, notes }, mapped)
+        let shared = file.try_clone().map_err(|error| Error::system("duplicating a descriptor", &error))?;
+        complete(Parts { title, layout, locks, shared, is_owner: true, huge: false, notes }, mapped)
     };
     match complete() {
         Ok(arena) => Ok(arena.owning(named)),
         Err(error) => {
-            named.remove_if((found.dev(), found.ino()));
+            named.remove_if(found);
             Err(error)
         }
     }
 }
 
-/// Opens and locks the file of a name, which is empty then.
-fn claim(named: &NamedFile, collect: bool) -> Result<(File, ForkClosedFile)> {
-    for _ in 0..TRIES {
-        let file = named.open(OpenFlags { read: true, write: true, make: true, direct: false })?;
-        let locks = own_description(&file, true)?;
-        if !take_owner_lock(&locks)? {
-            return Err(lives(named, &file));
-        }
-        let found = file.metadata().map_err(|error| Error::system("looking at shared memory", &error))?;
-        if !named.is((found.dev(), found.ino())) {
-            continue;
-        }
-        if found.len() == 0 {
-            return Ok((file, locks));
-        }
-        if !collect {
-            let detail =
-                "its owner has ended and left it behind; collect it, or create it with the flag that does so";
-            return Err(named.error(ArenaKind::Exists, detail));
-        }
-        named.remove_if((found.dev(), found.ino()));
-    }
-    Err(Error::Busy(format!("{}: other processes create and remove it all the time", named.title())))
-}
-
-fn lives(named: &NamedFile, file: &File) -> Error {
-    let mut header = [0; HEADER];
-    let owner = match file.read_exact_at(&mut header, 0) {
-        Ok(()) if header[..8] == MAGIC => format!("process {}", Layout::owner_in(&header)),
-        _ => "a process".to_string(),
-    };
-    named.error(ArenaKind::Exists, format!("{owner} owns it and has it open; choose another name"))
-}
-
-/// Requested properties that an arena lacks, with the reasons.
-#[derive(Default)]
-struct Notes(String);
-
-impl Notes {
-    fn add(&mut self, note: String) {
-        let separator = if self.0.is_empty() { "" } else { "; " };
-        self.0.push_str(&format!("{separator}{note}"));
-    }
-
-    fn transparent(&mut self) {
-        if let Some(reason) = shared_memory::no_huge_reason() {
-            self.add(format!("no transparent huge pages: {reason}"));
-        }
-    }
-}
-
-/// A new file that this process has locked as the owner.
-struct Made {
-    layout: Layout,
-    title: String,
-    file: File,
-    locks: ForkClosedFile,
-    huge: bool,
-    notes: Notes,
-}
-
-/// Allocates the memory, and writes the header.
-fn complete(made: Made, mapped: io::Result<(SharedMapping, Option<io::Error>)>) -> Result<Arena> {
-    let Made { layout, title, file, locks, huge, mut notes } = made;
+/// Allocates the memory of a new file that this process has locked as the owner, and writes the header.
+fn complete(mut parts: Parts, mapped: io::Result<(SharedMapping, Option<io::Error>)>) -> Result<Arena> {
     let (mapping, unbound) = mapped.map_err(|error| Error::system("mapping an arena", &error))?;
     if let Some(error) = unbound {
-        notes.add(format!("not bound to the NUMA node: {error}"));
+        parts.notes.add(format!("not bound to the NUMA node: {error}"));
     }
-    shared_memory::allocate(&file, layout.total).map_err(|error| no_room(&layout, &error))?;
+    let layout = &parts.layout;
+    shared_memory::allocate(&parts.shared, layout.total).map_err(|error| no_room(layout, &error))?;
     let identity = Identity { id: random_id(), owner: process::id() };
     mapping.write(0, &layout.encode(identity)?);
     mapping.store64(0, u64::from_le_bytes(MAGIC), Ordering::Release);
-    Arena::of(Parts {
-        title,
-        layout,
-        identity,
-        mapping,
-        locks,
-        shared: file,
-        is_owner: true,
-        huge,
-        notes: notes.0,
-    })
+    Arena::of(parts, identity, mapping)
 }
 
 /// Refuses a size that the system would grant and that ends the process: a file above the limit of this process raises
@@ -311,18 +222,9 @@ fn adopt(file: File, title: &str, sealed: bool, options: Open) -> Result<Arena> 
     let map = MapOptions { write: options.write, huge: false, node: None };
     let (mapping, _) = SharedMapping::map(&file, layout.total, map)
         .map_err(|error| Error::system("mapping an arena", &error))?;
-    let (title, notes) = (title.to_string(), String::new());
-    Arena::of(Parts {
-        title,
-        layout,
-        identity,
-        mapping,
-        locks,
-        shared: file,
-        is_owner: false,
-        huge: false,
-        notes,
-    })
+    let (title, notes) = (title.to_string(), Notes::default());
+    let parts = Parts { title, layout, locks, shared: file, is_owner: false, huge: false, notes };
+    Arena::of(parts, identity, mapping)
 }
 
 /// The size of a file that may hold an arena of this user.
@@ -336,15 +238,4 @@ fn check_kind(file: &File, title: &str, sealed: bool) -> Result<u64> {
     }
     let size = shared_memory::checked_size(file, sealed).map_err(unknown)?;
     size.map_err(|reason| ArenaError::of(ArenaKind::Format, title, reason))
-}
-
-/// A description of the file for the locks of one handle.
-fn own_description(file: &File, write: bool) -> Result<ForkClosedFile> {
-    ForkClosedFile::open(|| shared_memory::reopen(file.as_raw_fd(), write))
-        .map_err(|error| Error::system("opening an arena anew by its name in /proc", &error))
-}
-
-fn take_owner_lock(locks: &ForkClosedFile) -> Result<bool> {
-    let Some(file) = locks.file() else { return Ok(false) };
-    range_lock::take(file, OWNER_LOCK).map_err(|error| Error::system("locking an arena", &error))
 }

@@ -110,6 +110,13 @@ impl Arena {
         }
     }
 
+    /// The error for a region that is torn.
+    pub fn torn_error(&self, region: u32, why: &str) -> Result<Error> {
+        let (_, described) = self.described(region)?;
+        let part = format!(", region {:?}", described.name);
+        Ok(self.error(ArenaKind::Torn, &part, format!("{why}; write the whole region again")))
+    }
+
     fn stable(&self, region: u32, at_least: u64, deadline: Deadline) -> Result<Snapshot> {
         self.check_process()?;
         let (at, described) = self.described(region)?;
@@ -129,11 +136,8 @@ impl Arena {
                 }
             } else if !self.writes(at) && !self.is_locked(WRITER_LOCKS + u64::from(region))? && same() {
                 let writer = self.mapping.load64(control.writer(), Ordering::Relaxed);
-                let detail = format!(
-                    "process {writer} began generation {} or a later one; write the whole region again",
-                    generation + 1
-                );
-                return Err(self.error(ArenaKind::Torn, &format!(", region {:?}", described.name), detail));
+                let why = format!("process {writer} was to replace generation {generation}");
+                return Err(self.torn_error(region, &why)?);
             }
             let late = || match sequence % 2 {
                 0 => format!("region {:?} has generation {generation}, not {at_least}", described.name),

@@ -1,15 +1,16 @@
 //! Arenas with several handles: of one process, and of forked children that end.
 #![forbid(unsafe_code)]
 
+mod verdict;
+
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::layout::{HEADER, Layout};
+use super::layout::{HEADER, Layout, MAGIC};
 use super::{Arena, Create, Open, RegionSpec, collect};
 use crate::error::{ArenaKind, Error, Result};
-use crate::optim::StepStats;
 use crate::sys::process::in_forked_child;
 use crate::sys::shared_memory::DIRECTORY;
 
@@ -223,6 +224,50 @@ fn the_name_of_a_live_owner_is_never_taken_and_that_of_a_dead_one_on_request() {
     assert!(!path.exists());
 }
 
+/// A file that is no arena stays: collecting it is an error. What an owner leaves behind at any moment is collected.
+#[test]
+fn only_what_an_owner_left_behind_is_removed() {
+    let (name, path) = named("leftover");
+    let create = Create { name: Some(name.clone()), ..options() };
+    let owner = Arena::create(&create).unwrap();
+    let whole = std::fs::read(&path).unwrap();
+    drop(owner);
+    let mut late = vec![0; 70_000];
+    late[69_999] = 1;
+    let not_complete = [vec![0; 8], whole[8..].to_vec()].concat();
+    let other_size = [vec![0; 8], whole[8..].to_vec(), vec![0]].concat();
+    let other_version = [&MAGIC[..], &1_u32.to_le_bytes(), &[7; 500]].concat();
+    for (bytes, removed) in [
+        (vec![7; 10_000], false),
+        (b"SPWAREN".to_vec(), false),
+        (late, false),
+        (other_size, false),
+        (vec![0; 70_000], true),
+        (vec![0; 5], true),
+        (Vec::new(), true),
+        (not_complete, true),
+        (other_version, true),
+        (whole, true),
+    ] {
+        let text = format!("{} bytes, {:?}", bytes.len(), &bytes[..bytes.len().min(16)]);
+        std::fs::write(&path, &bytes).unwrap();
+        match removed {
+            true => collect(&name).unwrap(),
+            false => assert_eq!(kind(collect(&name)), ArenaKind::Format, "{text}"),
+        }
+        assert_eq!(path.exists(), !removed, "{text}");
+        std::fs::write(&path, &bytes).unwrap();
+        let created = Arena::create(&Create { collect: true, ..create.clone() });
+        assert_eq!(created.is_ok(), removed, "{text}");
+        if let Err(error) = created {
+            assert_eq!(error.arena_kind(), Some(ArenaKind::Format));
+            assert_eq!(kind(Arena::create(&create)), ArenaKind::Format);
+            assert_eq!(std::fs::read(&path).unwrap(), bytes, "{text}");
+            std::fs::remove_file(&path).unwrap();
+        }
+    }
+}
+
 #[test]
 fn an_open_waits_for_its_owner() {
     let (name, _) = named("waits");
@@ -314,51 +359,4 @@ fn wanted_pages_that_are_not_there_are_noted() {
     assert!(arena.notes().contains("NUMA node"), "{}", arena.notes());
     assert!(arena.info().unwrap().huge || arena.notes().contains("no reserved huge pages"));
     assert_eq!(again(&arena).region(1).unwrap().span.to_vec(), vec![0; 70_001]);
-}
-
-#[test]
-fn all_processes_get_the_same_verdict() {
-    let owner = Arena::create(&options()).unwrap();
-    let others = [again(&owner), again(&owner)];
-    let handles = [&owner, &others[0], &others[1]];
-    let sums = [1.0, 1e16, 1.0];
-    let stats = |sum_squares: f64| StepStats { nonfinite: !sum_squares.is_finite(), sum_squares };
-    assert!(owner.post(0, 1, stats(1.0), false).is_err(), "it has not joined");
-    for (process, handle) in (0..).zip(handles) {
-        handle.join(process).unwrap();
-        handle.join(process).unwrap();
-    }
-    assert!(matches!(owner.join(1), Err(Error::Busy(_))) && owner.join(3).is_err());
-    for round in 1..5_u64 {
-        for process in [2, 0, 1] {
-            let late = owner.wait_verdict(round, AT_ONCE).unwrap_err();
-            assert!(matches!(late, Error::Timeout(_)), "{late}");
-            let sum = if round == 3 && process == 1 { f64::INFINITY } else { sums[process] };
-            handles[process].post(process as u32, round, stats(sum), round == 2 && process > 0).unwrap();
-            assert!(handles[process].post(process as u32, round, stats(sum), false).is_err(), "twice");
-        }
-        for handle in handles {
-            let found = handle.wait_verdict(round, SOON).unwrap();
-            assert_eq!(found.failed, if round == 2 { 2 } else { 0 });
-            match round {
-                3 => assert!(found.stats.nonfinite && found.stats.sum_squares.is_nan()),
-                _ => assert_eq!(found.stats, stats((1.0 + 1e16) + 1.0)),
-            }
-        }
-    }
-    assert_eq!(kind(owner.wait_verdict(2, AT_ONCE)), ArenaKind::Changed, "it was replaced by round 4");
-    let [second, third] = others;
-    second.post(1, 5, stats(1.0), false).unwrap();
-    third.post(2, 5, stats(1.0), false).unwrap();
-    drop(third);
-    owner.post(0, 5, stats(1.0), false).unwrap();
-    assert!(owner.wait_verdict(5, AT_ONCE).is_ok(), "it had posted before it ended");
-    owner.post(0, 6, stats(1.0), false).unwrap();
-    second.post(1, 6, stats(1.0), false).unwrap();
-    assert_eq!(kind(owner.wait_verdict(6, None)), ArenaKind::PeerEnded);
-    let third = again(&owner);
-    third.join(2).unwrap();
-    third.post(2, 6, stats(1.0), false).unwrap();
-    assert!(second.wait_verdict(6, AT_ONCE).is_ok(), "a new process took its place");
-    assert!(Arena::create(&Create { processes: 0, ..options() }).unwrap().wait_verdict(1, AT_ONCE).is_err());
 }

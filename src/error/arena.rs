@@ -10,11 +10,11 @@ pub enum ArenaKind {
     Torn,
     /// The region was written while it was read.
     Changed,
-    /// A process that the call depends on has ended.
+    /// A process that the call depends on has ended, or has left the round.
     PeerEnded,
     /// The memory is not an arena, or not one of a format that this version reads.
     Format,
-    /// The memory belongs to another user.
+    /// The memory belongs to another user, or is no regular file with one name.
     Foreign,
     /// An arena of this name exists.
     Exists,
@@ -38,9 +38,9 @@ impl fmt::Display for ArenaError {
         let words = match self.kind {
             ArenaKind::Torn => "its writer ended in the middle of a write",
             ArenaKind::Changed => "written while it was read",
-            ArenaKind::PeerEnded => "a process has ended",
+            ArenaKind::PeerEnded => "a process has ended or left",
             ArenaKind::Format => "not an arena that this version reads",
-            ArenaKind::Foreign => "belongs to another user",
+            ArenaKind::Foreign => "not a regular file of this user alone",
             ArenaKind::Exists => "exists already",
             ArenaKind::Missing => "does not exist",
         };

@@ -5,7 +5,7 @@
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RoundError {
     /// No round was begun, or the last one ended without a bucket.
-    #[error("no round is open; begin one first")]
+    #[error("no round or job is open; begin or submit one first")]
     NotBegun,
     /// A round is open already.
     #[error("a round is open already; resolve or abort it first")]

@@ -201,6 +201,12 @@ impl SharedMapping {
         self.word64(at).store(value, order);
     }
 
+    /// Replaces the 64-bit word at `at` if it is `seen`; else returns its value. Panics if the mapping is read-only.
+    pub fn exchange64(&self, at: usize, seen: u64, value: u64) -> Result<(), u64> {
+        self.check_write();
+        self.word64(at).compare_exchange(seen, value, Ordering::SeqCst, Ordering::SeqCst).map(drop)
+    }
+
     /// Increments the 32-bit word at `at`, and wakes the threads of all processes that wait for it. Panics if the
     /// mapping is read-only.
     pub fn ring(&self, at: usize) {
@@ -305,6 +311,7 @@ mod tests {
         }
         ours.store64(64, 7, Ordering::Release);
         assert_eq!(theirs.load64(64, Ordering::Acquire), 7);
+        assert_eq!((ours.exchange64(64, 6, 9), ours.exchange64(64, 7, 7)), (Err(7), Ok(())));
         assert!(!theirs.is_writable());
         let written = std::panic::AssertUnwindSafe(|| theirs.store64(64, 8, Ordering::Release));
         assert!(std::panic::catch_unwind(written).is_err());

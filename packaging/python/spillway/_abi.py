@@ -217,6 +217,7 @@ PROTOTYPES = {
     "spw_arena_join": (_STATUS, [c_void_p, c_uint32]),
     "spw_arena_post": (_STATUS, [c_void_p, c_uint32, c_uint64, POINTER(StepStats), c_uint32]),
     "spw_arena_wait_verdict": (_STATUS, [c_void_p, c_uint64, c_int64, POINTER(ArenaVerdict)]),
+    "spw_arena_abort_round": (_STATUS, [c_void_p, c_uint32, c_uint64, POINTER(c_uint32), POINTER(ArenaVerdict)]),
     "spw_stage_open": (_STATUS, [POINTER(StageOptions), POINTER(c_void_p)]),
     "spw_stage_submit_adam": (_STATUS, [c_void_p, POINTER(AdamOptions), c_void_p, c_uint64, POINTER(SpecEvent),
                                         POINTER(StageTarget)]),

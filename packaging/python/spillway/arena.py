@@ -138,6 +138,7 @@ class Arena(_NativeHandle):
 
         Raises:
             ArenaExistsError: An arena of this name exists.
+            ArenaFormatError: The file of this name is no arena; it stays.
             ArenaForeignError: The name belongs to another user, or is a link.
             SystemCallError: There is too little shared memory."""
         table = (_abi.ArenaRegion * len(regions))()
@@ -286,7 +287,7 @@ class Arena(_NativeHandle):
         written. An exception in the block leaves the region torn.
 
         Raises:
-            BusyError: Another process or thread writes the region."""
+            BusyError: Another process or thread writes the region, or a stage has it."""
         # A signal handler may raise between any two bytecodes: the outcome says whether a write has begun.
         index, torn = self._index(name), ctypes.c_uint32()
         outcome: list[int] = []
@@ -319,34 +320,55 @@ class Arena(_NativeHandle):
         self._call("spw_arena_write_abort", self._index(name), int(restored))
 
     def join(self, process: int) -> None:
-        """Takes the number `process` for this object, before the first round, so that others notice its death."""
+        """Takes the number `process` for this object, before the first round, so that others notice its death. An open round
+        that an earlier process posted with this number is aborted."""
         self._call("spw_arena_join", process)
 
     def post(self, process: int, round: int, stats: StepStats | tuple[bool, float], *, failed: bool = False) -> None:
-        """Posts the local verdict of a round, each round once, after the round before was waited for.
+        """Posts the local verdict of a round, each round once, after the round before got its outcome. A round is decided
+        once all processes have posted it.
 
         Args:
             process: The number that this object joined as.
-            round: Number of the round, from 1.
+            round: Number of the round, from 1 to 2**32 - 1.
             stats: The StepStats of this process.
             failed: True if a stage of this process failed."""
+        outcome: list[int] = []
+        self._post(outcome, process, round, stats, failed)
+
+    def _post(self, outcome: list[int], process: int, round: int, stats: StepStats | tuple[bool, float], failed: bool) -> None:
+        """post(), which appends its status to `outcome` in one step with the call."""
         given = _abi.sized(_abi.StepStats)
         given.nonfinite, given.sum_squares = int(stats[0]), stats[1]
-        self._call("spw_arena_post", process, _number("round", round), ctypes.byref(given), int(failed))
+        _number("round", round)
+        self._through(lambda handle: record(outcome, _native.library().spw_arena_post, handle, process, round,
+                                            ctypes.byref(given), int(failed)))
+        _native.check(outcome[0])
 
     def wait_verdict(self, round: int, *, timeout: float | None = None) -> Verdict:
-        """Waits until every process has posted `round`; all get the same Verdict.
+        """Waits until `round` is decided; all processes get the same outcome, and the same Verdict.
 
         Args:
             round: Number of the round.
             timeout: Longest wait in seconds; None: no limit.
 
         Raises:
-            PeerEndedError: A process ended before it posted. Roll back.
-            TimedOutError: The message names a process that has not posted."""
+            PeerEndedError: The round is aborted for all processes: a process left it, or ended before it posted. Roll back.
+            TimedOutError: The round is open. Wait again, or abort it; do not roll back before."""
         found = _abi.sized(_abi.ArenaVerdict)
         self._call("spw_arena_wait_verdict", _number("round", round), _milliseconds(timeout), ctypes.byref(found))
         return Verdict(bool(found.nonfinite), found.failed, found.sum_squares)
+
+    def abort_round(self, process: int, round: int) -> Verdict | None:
+        """Leaves a round, posted or not: aborts it for all processes, unless it is decided. Returns the Verdict of a decided
+        round, which this process follows as all others do; None if the round is aborted.
+
+        Args:
+            process: The number that this object joined as.
+            round: Number of the round."""
+        found, decided = _abi.sized(_abi.ArenaVerdict), ctypes.c_uint32()
+        self._call("spw_arena_abort_round", process, _number("round", round), ctypes.byref(decided), ctypes.byref(found))
+        return Verdict(bool(found.nonfinite), found.failed, found.sum_squares) if decided.value else None
 
     def close(self) -> None:
         """Unmaps the arena; the owner removes its name. BusyError while a view or tensor of it is alive."""
@@ -387,7 +409,8 @@ def collect(name: str) -> None:
 
     Raises:
         ArenaExistsError: Its owner lives.
-        ArenaMissingError: There is none."""
+        ArenaMissingError: There is none.
+        ArenaFormatError: The file of this name is no arena; it stays."""
     _native.check(_native.library().spw_arena_collect(name.encode()))
 
 

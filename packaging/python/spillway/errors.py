@@ -185,7 +185,8 @@ class ChangedError(ArenaError):
 
 
 class PeerEndedError(ArenaError):
-    """A process has ended: the owner of an arena, or one that has not posted its verdict."""
+    """A process has ended: the owner of an arena, or one that has not posted its verdict. Or a process left the round of
+    verdicts, which is aborted for all."""
 
     status = 62
 

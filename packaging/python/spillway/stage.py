@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 from . import _abi, _native
 from ._native_handle import _NativeHandle, record
 from .arena import Arena
-from .errors import InvalidArgumentError, SpillwayError
+from .errors import InvalidArgumentError, SpillwayError, TimedOutError
 from .gpu import CudaEvent, CudaStream, Gpu
 from .optim import Adam, StepStats, Tensors, tensor_table
 from .speculate import PUBLISH, STATES, UNDO, _event, _milliseconds
 
 _WORD = 2
+# A settle() that raised so often was called with a value that no call accepts.
+_MOST_INTERRUPTS = 100
 
 
 class Cores(NamedTuple):
@@ -64,6 +66,9 @@ class Stage(_NativeHandle):
     |---|---|
     | "final" | after the verdict; until then readers of the region use the earlier ones |
     | "staged" | by the step itself, in one pass; readers of the region wait from the step to the verdict |
+
+    A rollback of a "staged" step writes the copies of the restored parameters. A region that held other bytes, as in generation
+    0, does not get them back.
 
     Args:
         tensors: Tuples (param, grad, exp_avg, exp_avg_sq[, param_copy]) as for Adam.step(). No other code may touch their
@@ -122,7 +127,8 @@ class Stage(_NativeHandle):
 
         Raises:
             OutOfOrderError: The last job has no verdict.
-            BusyError: The last job is not over; call finish() first."""
+            BusyError: The last job is not over; call finish() first. Or another stage or writer has the region.
+            TornError: The writer of the region ended in a write, and the copies cover only a part of the region."""
         table, held = tensor_table(self.adam, self.tensors, self.uint16_dtype, self.shadow)
         own = _abi.AdamOptions()
         ctypes.pointer(own)[0] = self.adam.options_of_next_step(grad_scale, step)
@@ -230,56 +236,125 @@ def settle(stages: Sequence[Stage], *, arena: Arena | None = None, process: int 
     """Waits for all stages, exchanges the local verdicts, then keeps every step or rolls every step back, and waits until
     that is done.
 
+    All processes of the arena get one outcome. A process that leaves settle() by an exception before the round is decided,
+    also by a timeout or Ctrl-C, aborts the round: all processes roll back. After that it follows the verdict, and
+    then raises the exception of a signal handler.
+
     Args:
-        stages: The stages of this process, each with a submitted job.
+        stages: The stages of this process, each once, each with a submitted job.
         arena: Arena over whose processes the verdict goes; None: this process alone. `Arena.join` comes first.
         process: Number of this process in the arena.
         round: Number of the round, from 1: the number of the step will do.
-        reduce: Reduces the StepStats over all nodes: any `nonfinite`, the sum of `sum_squares`.
-        timeout: Longest wait in seconds of each wait; None: no limit.
+        reduce: Reduces the StepStats over all nodes: any `nonfinite`, the sum of `sum_squares`. Its exception rolls this
+            process back and no other: it must raise in all processes or in none.
+        timeout: Longest wait in seconds for each stage and for the verdict; None: no limit. Steps that are kept or rolled
+            back are waited for without a limit.
 
     Raises:
-        SpillwayError: A stage failed, a process ended, or a wait timed out. Every step of this process is rolled back."""
-    total, failures, nonfinite = 0.0, [], False
-    try:
-        for stage in stages:
+        PeerEndedError: A process ended or left the round. Every step is rolled back.
+        TimedOutError: A stage, or the verdict, did not come in time. Every step is rolled back.
+        SpillwayError: A stage failed. Every step is rolled back."""
+    if len({id(stage) for stage in stages}) != len(stages):
+        raise InvalidArgumentError("settle: stages names a stage twice; pass each stage once")
+    return _Settlement(stages, arena, process, round, reduce, timeout).run()
+
+
+class _Settlement:
+    """One settle(). A signal handler may raise between any two bytecodes; run() then continues with what is left to do."""
+
+    def __init__(self, stages: Sequence[Stage], arena: Arena | None, process: int, round: int,
+                 reduce: Callable[[StepStats], StepStats] | None, timeout: float | None):
+        self.stages, self.arena, self.process, self.round = list(stages), arena, process, round
+        self.reduce, self.timeout, self.reducing = reduce, timeout, False
+        self.posted: list[int] = []
+        self.outcome: Settled | None = None
+        self.given: list[list[int]] = [[] for _ in self.stages]
+        self.failures: list[SpillwayError] = []
+        self.raised: list[BaseException] = []
+        self.over = False
+
+    def run(self) -> Settled:
+        while not self.over:
             try:
-                stats = stage.wait(timeout)
+                self._advance()
+            except BaseException as error:
+                self.raised.append(error)
+                if len(self.raised) == _MOST_INTERRUPTS:
+                    break
+        for error in (*self.raised, *self.failures):
+            raise error
+        assert self.outcome is not None
+        return self.outcome
+
+    def _advance(self) -> None:
+        if self.outcome is None and not self.raised:
+            self._agree()
+        if self.outcome is None:
+            self._leave()
+        assert self.outcome is not None
+        self._give(self.outcome.kept)
+        self._finish()
+        self.over = True
+
+    def _agree(self) -> None:
+        total, nonfinite = 0.0, False
+        for stage in self.stages:
+            try:
+                stats = stage.wait(self.timeout)
                 total, nonfinite = total + stats.sum_squares, nonfinite or stats.nonfinite
             except SpillwayError as error:
-                failures.append(error)
-        found = (nonfinite, int(bool(failures)), total)
-        if arena is not None:
-            arena.post(process, round, (nonfinite or bool(failures), total), failed=bool(failures))
-            found = arena.wait_verdict(round, timeout=timeout)
-        local = StepStats(bool(found[0] or found[1]), found[2])
-        reduced = local if reduce is None else reduce(local)
-        kept = not reduced[0] and not found[1]
-        for stage in stages:
-            stage.commit() if kept else stage.rollback()
-    except BaseException:
-        for stage in stages:
-            stage.rollback()
-        _finish_all(stages, timeout)
-        raise
-    if failures:
-        with contextlib.suppress(SpillwayError):
-            _finish_all(stages, timeout)
-        raise failures[0]
-    _finish_all(stages, timeout)
-    return Settled(kept, bool(reduced[0]), found[1], reduced[1] if not reduced[0] else float("nan"))
-
-
-def _finish_all(stages: Sequence[Stage], timeout: float | None) -> None:
-    """Waits for every stage, also if one of them failed; then raises the first error."""
-    failures = []
-    for stage in stages:
+                self.failures.append(error)
+        failed = bool(self.failures)
+        if self.arena is None:
+            return self._decide(nonfinite, int(failed), total)
+        self.arena._post(self.posted, self.process, self.round, (nonfinite or failed, total), failed)
         try:
-            stage.finish(timeout)
-        except SpillwayError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
+            found = self.arena.wait_verdict(self.round, timeout=self.timeout)
+        except TimedOutError:
+            decided = self.arena.abort_round(self.process, self.round)
+            if decided is None:
+                raise
+            found = decided
+        self._decide(*found)
+
+    def _leave(self) -> None:
+        """After an exception: aborts the round, or follows its verdict if it is decided."""
+        found = None
+        if self.arena is not None:
+            with contextlib.suppress(SpillwayError):
+                found = self.arena.abort_round(self.process, self.round)
+        if found is None or self.posted != [0] or self.reducing:
+            self.outcome = Settled(False, False, 0, float("nan"))
+        else:
+            self._decide(*found)
+
+    def _decide(self, nonfinite: bool, failed: int, sum_squares: float) -> None:
+        reduced = StepStats(bool(nonfinite or failed), sum_squares)
+        if self.reduce is not None:
+            self.reducing = True
+            reduced = self.reduce(reduced)
+        kept = not reduced[0] and not failed
+        self.outcome = Settled(kept, bool(reduced[0]), failed, reduced[1] if not reduced[0] else float("nan"))
+
+    def _give(self, kept: bool) -> None:
+        """Gives every stage its verdict once, also if one of them is closed."""
+        function = _native.library().spw_stage_commit if kept else _native.library().spw_stage_rollback
+        for stage, given in zip(self.stages, self.given):
+            if not given:
+                try:
+                    stage._through(lambda handle: record(given, function, handle))
+                    _native.check(given[0])
+                except SpillwayError as error:
+                    given.append(-1)
+                    self.failures.append(error)
+
+    def _finish(self) -> None:
+        """Waits for every stage, also if one of them failed: the caller owns the tensors again."""
+        for stage in self.stages:
+            try:
+                stage.finish()
+            except SpillwayError as error:
+                self.failures.append(error)
 
 
 def cores() -> Cores:

@@ -187,6 +187,19 @@ def test_an_owner_that_was_killed_is_collected_on_request(name, child_environmen
         Arena.open(name)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root changes the effective user")
+def test_a_name_that_its_owner_may_not_remove_stays_with_a_warning(name, child_environment):
+    code = """if True:
+        import os, sys
+        from spillway.arena import Arena
+        arena = Arena.create(sys.argv[1], {"a": 10})
+        os.seteuid(65534)
+        arena.close()"""
+    owner = run(code, name, environment={**child_environment, "SPILLWAY_LOG": "warn"}, stderr=subprocess.PIPE)
+    assert f'arena "{name}": its name stays' in owner.communicate()[1] and owner.returncode == 0
+    collect(name)
+
+
 def test_processes_exchange_verdicts(name, child_environment):
     code = """if True:
         import sys

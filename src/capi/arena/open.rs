@@ -23,7 +23,8 @@ pub enum spw_arena_flag {
     SPW_ARENA_FLAG_HUGE = 1,
     /// Bind the pages to the NUMA node `node`. A refused node is not an error: `spw_arena_get_notes` has the reason.
     SPW_ARENA_FLAG_BIND_NODE = 2,
-    /// Remove an arena of this name whose owner has ended. An arena with a live owner is never removed.
+    /// Remove an arena of this name whose owner has ended. An arena with a live owner is never removed, nor is a file that
+    /// is no arena.
     SPW_ARENA_FLAG_COLLECT = 4,
 }
 
@@ -125,6 +126,7 @@ impl Handle for spw_arena {
 /// may open it. The handle is its owner: `spw_arena_close` removes the name.
 ///
 /// - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives.
+/// - SPW_ERR_ARENA_FORMAT: the file of this name is no arena; it stays.
 /// - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
 /// - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
 ///
@@ -190,8 +192,9 @@ pub unsafe extern "C" fn spw_arena_open_fd(
     })
 }
 
-/// Unmaps the arena; addresses inside it become invalid once no stage uses it. The owner's close removes the name. A
-/// write that has not ended leaves its region torn. NULL does nothing.
+/// Unmaps the arena; addresses inside it become invalid once no stage uses it. The owner's close removes the name. If the
+/// system refuses that, as under another effective user, the name stays with a warning in the log. A write that has not
+/// ended leaves its region torn. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_arena_close(arena: Option<Box<spw_arena>>) -> spw_status {
     guard(|| {
@@ -201,7 +204,8 @@ pub extern "C" fn spw_arena_close(arena: Option<Box<spw_arena>>) -> spw_status {
 }
 
 /// Removes the name of an arena whose owner has ended. Processes that have it open keep their memory.
-/// SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none.
+/// SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none, SPW_ERR_ARENA_FORMAT if the file of
+/// this name is no arena; the file stays.
 ///
 /// # Safety
 /// `name` is a C string.

@@ -27,7 +27,7 @@ pub struct spw_arena_region_info {
     pub offset: u64,
     /// Length in bytes.
     pub bytes: u64,
-    /// The step whose values the region holds; 0 before the first write.
+    /// The step whose values the region holds; 0 for no step, before the first write.
     pub generation: u64,
 }
 

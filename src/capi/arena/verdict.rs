@@ -1,6 +1,7 @@
 //! Results that the processes of one machine post in an arena.
 #![allow(non_camel_case_types)]
 
+use crate::arena::Verdict;
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::arena::open::spw_arena;
 use crate::capi::base::spw_status;
@@ -8,7 +9,8 @@ use crate::capi::guard::guard;
 use crate::capi::handle;
 use crate::capi::input::timeout;
 use crate::capi::optim::tensor::spw_step_stats;
-use crate::capi::output::required;
+use crate::capi::output::{self, required};
+use crate::error::Result;
 use crate::optim::StepStats;
 
 /// The results of all processes of an arena together.
@@ -30,15 +32,17 @@ pub struct spw_arena_verdict {
 abi_struct!(spw_arena_verdict, 24: struct_size, nonfinite, failed, reserved, sum_squares);
 
 /// Takes the number `process` (from 0, below `processes` of the arena) for this handle. Every process joins before the
-/// first round, so that the others notice its death. Joining again does nothing. SPW_ERR_BUSY if another handle has the
-/// number.
+/// first round, so that the others notice its death. An open round that an earlier process posted with this number is
+/// aborted. Joining again does nothing. SPW_ERR_BUSY if another handle has the number.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_arena_join(arena: Option<&spw_arena>, process: u32) -> spw_status {
     guard(|| handle::get(arena)?.0.join(process))
 }
 
-/// Posts the local verdict of `process` for `round` (from 1 on, each round once): the statistics of its gradients, and
-/// `failed` 1 if one of its stages failed. A process posts a round only after it has waited for the round before.
+/// Posts the local verdict of `process` for `round` (1 to 2^32 - 1, each round once): the statistics of its gradients, and
+/// `failed` 1 if one of its stages failed. A round is decided once all processes have posted it. The call is an error while
+/// the round that the process posted before is open: wait for its verdict, or abort it. A round that was aborted may
+/// be posted; its wait is an error at once.
 ///
 /// # Safety
 /// `stats` points to a struct of `struct_size` bytes.
@@ -59,11 +63,16 @@ pub unsafe extern "C" fn spw_arena_post(
     })
 }
 
-/// Waits until every process has posted `round`, for up to `timeout_ms` milliseconds (0: polls; negative: without
-/// limit). Every process gets the same bits.
+/// Waits until `round` is decided, for up to `timeout_ms` milliseconds (0: polls; negative: without limit), and writes its
+/// verdict. Every process gets the same outcome, and the same bits.
 ///
-/// - SPW_ERR_ARENA_PEER_ENDED: a process that joined ended before it posted. Roll back.
-/// - SPW_ERR_TIMEOUT: the message names a process that has not posted.
+/// - SPW_ERR_ARENA_PEER_ENDED: the round is aborted for all processes. Roll back. A process left it by
+///   `spw_arena_abort_round`, or one that joined ended before it posted.
+/// - SPW_ERR_TIMEOUT: the round is open; the message names a process that has not posted. Do not roll back: wait again, or
+///   call `spw_arena_abort_round`.
+/// - SPW_ERR_ARENA_CHANGED: a process went on without this round.
+///
+/// A handle that has not joined observes: it aborts no round.
 ///
 /// # Safety
 /// `verdict_out` points to a struct of `struct_size` bytes.
@@ -79,15 +88,46 @@ pub unsafe extern "C" fn spw_arena_wait_verdict(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             abi_struct::check_output(verdict_out, "verdict_out")?;
-            let found = handle::get(arena)?.0.wait_verdict(round, timeout(timeout_ms))?;
-            let values = spw_arena_verdict {
-                struct_size: 0,
-                nonfinite: found.stats.nonfinite.into(),
-                failed: found.failed,
-                reserved: 0,
-                sum_squares: found.stats.sum_squares,
-            };
-            abi_struct::write(&values, verdict_out, "verdict_out")
+            write(handle::get(arena)?.0.wait_verdict(round, timeout(timeout_ms))?, verdict_out)
         }
     })
+}
+
+/// Leaves `round`, posted or not: aborts it for all processes, unless it is decided. `decided_out` receives 1 if the round
+/// was decided before: `verdict_out` then has the verdict, which this process follows as all others do. Otherwise it
+/// receives 0, all processes roll back, and `verdict_out` stays as it is.
+///
+/// # Safety
+/// `decided_out` points to a u32, `verdict_out` to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_arena_abort_round(
+    arena: Option<&spw_arena>,
+    process: u32,
+    round: u64,
+    decided_out: *mut u32,
+    verdict_out: *mut spw_arena_verdict,
+) -> spw_status {
+    guard(|| {
+        required(decided_out, "decided_out")?;
+        required(verdict_out, "verdict_out")?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(verdict_out, "verdict_out")?;
+            let found = handle::get(arena)?.0.abort_round(process, round)?;
+            output::write(u32::from(found.is_some()), decided_out, "decided_out")?;
+            found.map_or(Ok(()), |found| write(found, verdict_out))
+        }
+    })
+}
+
+unsafe fn write(found: Verdict, verdict_out: *mut spw_arena_verdict) -> Result<()> {
+    let values = spw_arena_verdict {
+        struct_size: 0,
+        nonfinite: found.stats.nonfinite.into(),
+        failed: found.failed,
+        reserved: 0,
+        sum_squares: found.stats.sum_squares,
+    };
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { abi_struct::write(&values, verdict_out, "verdict_out") }
 }

@@ -96,7 +96,8 @@ pub enum spw_status {
     SPW_ERR_ARENA_TORN = 60,
     /// The region of an arena was written while it was read. Read it again.
     SPW_ERR_ARENA_CHANGED = 61,
-    /// A process that the call depends on has ended: the owner of an arena, or one that has not posted its verdict.
+    /// A process that the call depends on has ended: the owner of an arena, or one that has not posted its verdict. Or a
+    /// process left the round of verdicts, which is aborted for all.
     SPW_ERR_ARENA_PEER_ENDED = 62,
     /// The memory is not an arena, has a format version that this library does not read, or is truncated or damaged.
     SPW_ERR_ARENA_FORMAT = 63,

@@ -4,6 +4,7 @@
 use std::ffi::c_void;
 
 use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::output::required;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
 use crate::kernel::{States, Tensor};
@@ -352,6 +353,22 @@ fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'stat
 
 /// Upper bound of user addresses on every processor.
 const ADDRESS_SPACE: u128 = 1 << 56;
+
+/// Checks that the caller requested statistics, waits for them, and writes them.
+///
+/// # Safety
+/// `stats_out` is NULL or points to a struct of `struct_size` bytes.
+pub(in crate::capi) unsafe fn wait_stats(
+    wait: impl FnOnce() -> Result<StepStats>,
+    stats_out: *mut spw_step_stats,
+) -> Result<()> {
+    required(stats_out, "stats_out")?;
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        abi_struct::check_output(stats_out, "stats_out")?;
+        write_stats(wait()?, stats_out)
+    }
+}
 
 /// Writes the statistics if the caller requested them.
 ///

@@ -7,7 +7,7 @@ use crate::capi::guard::guard;
 use crate::capi::handle::{self};
 use crate::capi::input::timeout;
 use crate::capi::optim::tensor::{self, spw_step_stats};
-use crate::capi::output::{self, required};
+use crate::capi::output;
 use crate::capi::speculate::engine::spw_spec;
 use crate::error::{Error, Result};
 use crate::offload::speculate::{Outcome, Verdict};
@@ -61,14 +61,9 @@ pub unsafe extern "C" fn spw_spec_local_result(
     timeout_ms: i64,
     stats_out: *mut spw_step_stats,
 ) -> spw_status {
-    guard(|| {
-        required(stats_out, "stats_out")?;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
-            tensor::write_stats(handle::get(spec)?.engine.local_result(timeout(timeout_ms))?, stats_out)
-        }
-    })
+    let wait = || handle::get(spec)?.engine.local_result(timeout(timeout_ms));
+    // SAFETY: the caller meets the callee's requirements.
+    guard(|| unsafe { tensor::wait_stats(wait, stats_out) })
 }
 
 /// Gives the round the verdict that follows from `global`, the statistics of all ranks, and returns at once. The engine

@@ -1,8 +1,6 @@
 //! A stage, its jobs and their verdicts.
 #![allow(non_camel_case_types)]
 
-use std::sync::Arc;
-
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::arena::open::spw_arena;
 use crate::capi::base::spw_status;
@@ -11,12 +9,13 @@ use crate::capi::handle::{self, Handle};
 use crate::capi::input::timeout;
 use crate::capi::optim::adam::{self, spw_adam_options};
 use crate::capi::optim::tensor::{self, spw_dtype_size, spw_step_stats, spw_tensor};
-use crate::capi::output::{self, required};
+use crate::capi::output;
 use crate::capi::speculate::bucket::{lent_bucket, parse_event, spw_spec_event, state_of};
 use crate::error::{Error, Result};
 use crate::offload::speculate::{Publish, Undo, Verdict};
 use crate::offload::stage::{Options, Stage, Target, cores};
 use crate::stats;
+use crate::sys::try_vec;
 
 /// Options of a stage.
 #[repr(C)]
@@ -32,7 +31,9 @@ pub struct spw_stage_options {
     pub undo_mode: u32,
     /// An `spw_spec_publish`, other than SPW_SPEC_PUBLISH_SPECULATIVE. SPW_SPEC_PUBLISH_FINAL: the 16-bit copies are
     /// written after the verdict, and until then readers of the region use the earlier ones. SPW_SPEC_PUBLISH_STAGED:
-    /// they are written by the step, in one pass; readers wait from the step to the verdict.
+    /// they are written by the step, in one pass; readers wait from the step to the verdict. Its rollback writes the copies
+    /// of the restored parameters, in the earlier generation: a region that held other bytes, as in generation 0, does not
+    /// get them back.
     pub publish: u32,
     /// 0
     pub reserved: u32,
@@ -130,8 +131,13 @@ pub unsafe extern "C" fn spw_stage_open(
 /// scale) on the gradient, a check, and a record for an exact rollback, in one pass. The step starts when `event` has
 /// happened, or at once if `event` is NULL. `target` (may be NULL) is the region of the 16-bit copies.
 ///
-/// Until `spw_stage_finish` has returned, the spans belong to the stage, and no other stage may use them.
-/// SPW_ERR_ROUND_OPEN while a job has no verdict, SPW_ERR_BUSY while the previous job is not over.
+/// Until `spw_stage_finish` has returned, the spans belong to the stage, and no other stage may use them. Until then the
+/// stage also has the region of `target`: no other stage and no `spw_arena_write_begin` gets it.
+///
+/// - SPW_ERR_ROUND_OPEN: a job has no verdict.
+/// - SPW_ERR_BUSY: the previous job is not over, or another stage or writer has the region.
+/// - SPW_ERR_ARENA_TORN: an earlier writer of the region ended in the middle of a write, and the copies of the tensors
+///   cover only a part of the region. Write the whole region first.
 ///
 /// # Safety
 /// As `spw_spec_submit`. `target` is NULL or points to a struct of `struct_size` bytes with an open arena.
@@ -173,14 +179,9 @@ pub unsafe extern "C" fn spw_stage_wait(
     timeout_ms: i64,
     stats_out: *mut spw_step_stats,
 ) -> spw_status {
-    guard(|| {
-        required(stats_out, "stats_out")?;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
-            tensor::write_stats(handle::get(stage)?.stage.wait(timeout(timeout_ms))?, stats_out)
-        }
-    })
+    let wait = || handle::get(stage)?.stage.wait(timeout(timeout_ms));
+    // SAFETY: the caller meets the callee's requirements.
+    guard(|| unsafe { tensor::wait_stats(wait, stats_out) })
 }
 
 /// Keeps the step: the verdict of all stages and processes is good. Returns at once; `spw_stage_finish` waits for the
@@ -210,7 +211,7 @@ pub extern "C" fn spw_stage_rollback(stage: Option<&spw_stage>) -> spw_status {
 }
 
 /// Waits until the job is over, for up to `timeout_ms` milliseconds (negative: without limit). After it all spans, and
-/// the word of the event, belong to the caller again. If the job failed, the call returns its error.
+/// the word of the event, belong to the caller again. If the job failed, the call needs no verdict, and returns its error.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_stage_finish(stage: Option<&spw_stage>, timeout_ms: i64) -> spw_status {
     guard(|| handle::get(stage)?.stage.finish(timeout(timeout_ms)))
@@ -270,10 +271,11 @@ unsafe fn parse_target(
         let arena = &handle::get(raw.arena.as_ref()).map_err(|error| error.within("target."))?.0;
         let tensors = tensor::read_all(tensors, count)?;
         let copies = tensors.iter().filter(|tensor| tensor.n > 0 && !tensor.param_copy.is_null());
-        let copies = copies.map(|tensor| {
+        let mut places = try_vec::with_capacity("listing the 16-bit copies", tensors.len())?;
+        places.extend(copies.map(|tensor| {
             let bytes = tensor.n.saturating_mul(spw_dtype_size(tensor.copy_dtype));
             (tensor.param_copy.addr(), usize::try_from(bytes).unwrap_or(usize::MAX))
-        });
-        Target::new(&Arc::clone(arena), raw.region, raw.generation, copies).map(Some)
+        }));
+        Target::new(arena, raw.region, raw.generation, &mut places).map(Some)
     }
 }

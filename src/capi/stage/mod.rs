@@ -20,7 +20,8 @@
 //!     spw_stage_close(stage);
 //!
 //! With several stages, wait for all before the first commit. With several processes, post the sum in an arena
-//! (`spw_arena_post`), and wait for the verdict of all. docs/arenas.md explains stages.
+//! (`spw_arena_post`), and wait for the verdict of all. Before a rollback without a verdict, as after a timeout, call
+//! `spw_arena_abort_round`, and follow its answer. docs/arenas.md explains stages.
 
 pub mod job;
 

@@ -46,11 +46,12 @@ impl Stage {
         self.engine.begin(Clip::new(0.0, grad_scale)?)
     }
 
-    /// Gives the job that [`Stage::begin`] opened its work, which starts once `event` has happened, or at once.
+    /// Gives the job that [`Stage::begin`] opened its work, which starts once `event` has happened, or at once. Errors:
+    /// the target cannot be claimed; roll back then.
     pub fn submit(&self, work: Box<dyn Bucket>, event: Option<Event>, target: Option<Target>) -> Result<()> {
         let publish = self.options.publish;
         let work = match target {
-            Some(target) => Box::new(Published::new(work, publish, target)),
+            Some(target) => Box::new(Published::new(work, publish, target.claim()?)),
             None => work,
         };
         self.engine.submit(ONLY, Box::new(Scheduled { work, options: self.options }), event)
@@ -71,8 +72,12 @@ impl Stage {
         self.engine.abort()
     }
 
-    /// Waits until the job is over, and returns its error if it failed.
+    /// Waits until the job is over, and returns its error if it failed. A job that failed needs no verdict: it is rolled
+    /// back.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<()> {
+        if self.progress().is_err() {
+            self.engine.abort()?;
+        }
         self.engine.finish(timeout)
     }
 

@@ -1,10 +1,13 @@
 //! The region of an arena that receives the 16-bit copies of a stage.
 //!
 //! Invariants:
+//! - A stage claims the region from its submission to the end of its job. No other writer comes between, and the verdict
+//!   finds the generation as the submission found it.
 //! - The region is in a write whenever a task may change the copies: readers of all processes see the copies of one
 //!   whole step.
 //! - A step that is kept ends the write with the new generation. A step that is rolled back ends it with the earlier
 //!   one, whose copies are restored. A task that fails or panics in between leaves the region torn.
+//! - A torn region is claimed only if the copies cover all of it.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -13,42 +16,107 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::offload::speculate::{Bucket, Publish, Recording, Task};
 use crate::optim::StepStats;
-use crate::sys::span::Span;
 
 /// A region, and the generation that a kept step gives it.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Target {
     arena: Arc<Arena>,
     region: u32,
     generation: u64,
+    /// The copies cover the whole region.
+    covered: bool,
 }
 
 impl Target {
-    /// Checks the region. Errors: the arena is mapped for reading only; the region has this generation already; a part of
-    /// `copies` (address and length of each 16-bit copy) is outside the region.
+    /// Checks the region. Errors: the arena is mapped for reading only; a part of `copies` (address and length of each
+    /// 16-bit copy) is outside the region.
     pub fn new(
         arena: &Arc<Arena>,
         region: u32,
         generation: u64,
-        copies: impl Iterator<Item = (usize, usize)>,
+        copies: &mut [(usize, usize)],
     ) -> Result<Target> {
         let found = arena.region(region)?;
         if !arena.info()?.writable {
             return Err(Error::invalid("target.arena", "is mapped for reading only"));
         }
-        if generation <= found.generation {
-            let reason =
-                format!("is {generation}, but region {:?} has {} already", found.name, found.generation);
-            return Err(Error::invalid("target.generation", reason));
-        }
-        let inside = |span: Span, (start, bytes): (usize, usize)| span.covers(start, bytes);
-        for (index, copy) in copies.enumerate() {
-            if !inside(found.span, copy) {
+        for (index, (start, bytes)) in copies.iter().enumerate() {
+            if !found.span.covers(*start, *bytes) {
                 let reason = format!("is not inside region {:?} of the target", found.name);
                 return Err(Error::invalid(format!("tensors[{index}].param_copy"), reason));
             }
         }
-        Ok(Target { arena: Arc::clone(arena), region, generation })
+        copies.sort_unstable();
+        let mut end = found.span.address();
+        for (start, bytes) in copies.iter().filter(|(_, bytes)| *bytes > 0) {
+            if *start > end {
+                break;
+            }
+            end = end.max(start + bytes);
+        }
+        let covered = end == found.span.address() + found.span.len();
+        Ok(Target { arena: Arc::clone(arena), region, generation, covered })
+    }
+
+    /// Claims the region. Errors: another writer or stage has it (`Busy`); it has this generation already; it is torn, and
+    /// the copies cover only a part of it.
+    pub fn claim(self) -> Result<Claim> {
+        let Target { arena, region, generation, covered } = self;
+        let torn = arena.claim(region, generation).map_err(|error| error.within("target."))?;
+        let claim = Claim { arena, region, state: Held::Claimed };
+        match torn && !covered {
+            true => Err(claim.arena.torn_error(region, "the copies of the stage cover only a part of it")?),
+            false => Ok(claim),
+        }
+    }
+}
+
+/// How much of a claimed region may have changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Held {
+    /// Nothing.
+    Claimed,
+    /// It is in a write.
+    InWrite,
+    /// The claim is over.
+    Over,
+}
+
+/// A region that a stage has claimed.
+#[derive(Debug)]
+pub struct Claim {
+    arena: Arc<Arena>,
+    region: u32,
+    state: Held,
+}
+
+impl Claim {
+    fn begin(&mut self) -> Result<()> {
+        if self.state == Held::Claimed {
+            self.arena.write_claimed(self.region)?;
+            self.state = Held::InWrite;
+        }
+        Ok(())
+    }
+
+    /// Ends the claim. `kept`: the region gets its new generation. Otherwise its bytes are as before.
+    fn end(&mut self, kept: bool) -> Result<()> {
+        match (std::mem::replace(&mut self.state, Held::Over), kept) {
+            (Held::Over, _) => Ok(()),
+            (Held::Claimed, _) => self.arena.unclaim(self.region),
+            (Held::InWrite, true) => self.arena.write_end(self.region),
+            (Held::InWrite, false) => self.arena.write_abort(self.region, true),
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        // An error means that this is a forked child, which has no part in its parent's write.
+        let _ = match self.state {
+            Held::InWrite => self.arena.write_abort(self.region, false),
+            Held::Claimed | Held::Over => self.end(false),
+        };
     }
 }
 
@@ -56,21 +124,13 @@ impl Target {
 pub struct Published {
     work: Box<dyn Bucket>,
     publish: Publish,
-    target: Target,
-    in_write: bool,
+    claim: Claim,
 }
 
 impl Published {
     /// Wraps `work`.
-    pub fn new(work: Box<dyn Bucket>, publish: Publish, target: Target) -> Published {
-        Published { work, publish, target, in_write: false }
-    }
-
-    fn end(&mut self, how: impl FnOnce(&Arena, u32) -> Result<()>) -> Result<()> {
-        match std::mem::take(&mut self.in_write) {
-            true => how(&self.target.arena, self.target.region),
-            false => Ok(()),
-        }
+    pub fn new(work: Box<dyn Bucket>, publish: Publish, claim: Claim) -> Published {
+        Published { work, publish, claim }
     }
 }
 
@@ -83,27 +143,19 @@ impl Bucket for Published {
             Task::Commit => !at_once,
             Task::Redo(_) | Task::Step(_) => true,
         };
-        if writes && !self.in_write {
-            self.target.arena.write_begin(self.target.region, self.target.generation)?;
-            self.in_write = true;
+        if writes {
+            self.claim.begin()?;
         }
         let seen = self.work.run(task, recording)?;
         match task {
             Task::Measure | Task::Pass | Task::Speculate => {}
-            Task::Rollback => self.end(|arena, region| arena.write_abort(region, true))?,
-            Task::Commit | Task::Redo(_) | Task::Step(_) => self.end(Arena::write_end)?,
+            Task::Rollback => self.claim.end(false)?,
+            Task::Commit | Task::Redo(_) | Task::Step(_) => self.claim.end(true)?,
         }
         Ok(seen)
     }
 
     fn speculates(&self) -> bool {
         self.work.speculates()
-    }
-}
-
-impl Drop for Published {
-    fn drop(&mut self) {
-        // An error means that this is a forked child, which has no part in its parent's write.
-        let _ = self.end(|arena, region| arena.write_abort(region, false));
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::target::Published;
 use super::{Options, Stage, Target};
-use crate::arena::{Arena, Create, RegionSpec};
+use crate::arena::{Arena, Create, Open, RegionSpec};
 use crate::error::{ArenaKind, Error, Result};
 use crate::offload::speculate::{Bucket, Progress, Publish, Recording, Task, Verdict};
 use crate::optim::StepStats;
@@ -21,7 +21,7 @@ fn arena() -> Arc<Arena> {
 }
 
 fn target(arena: &Arc<Arena>, generation: u64) -> Target {
-    Target::new(arena, 0, generation, std::iter::empty()).unwrap()
+    Target::new(arena, 0, generation, &mut []).unwrap()
 }
 
 /// Tasks, each with whether the region was in a write.
@@ -63,7 +63,7 @@ fn copies_are_written_only_in_a_write_and_every_end_has_its_generation() {
     for (publish, tasks, in_write, generation) in cases {
         let arena = arena();
         let (work, told) = fake(Some(&arena));
-        let mut bucket = Published::new(work, publish, target(&arena, 3));
+        let mut bucket = Published::new(work, publish, target(&arena, 3).claim().unwrap());
         for task in tasks {
             bucket.run(*task, &mut Recording::default()).unwrap();
         }
@@ -84,8 +84,7 @@ fn a_task_that_panics_in_a_write_leaves_the_region_torn() {
     stage.begin(1.0).unwrap();
     stage.submit(work, None, Some(target(&arena, 1))).unwrap();
     assert!(matches!(stage.wait(SOON), Err(Error::Internal(_))));
-    stage.rollback().unwrap();
-    assert!(stage.finish(SOON).is_err());
+    assert!(matches!(stage.finish(None), Err(Error::Internal(_))), "a failed job waits for no verdict");
     let torn = arena.read_begin(0, 0, SOON).unwrap_err();
     assert_eq!(torn.arena_kind(), Some(ArenaKind::Torn));
     stage.begin(1.0).unwrap();
@@ -95,12 +94,63 @@ fn a_task_that_panics_in_a_write_leaves_the_region_torn() {
 fn a_target_that_cannot_be_is_refused() {
     let arena = arena();
     let start = arena.region(0).unwrap().span.address();
-    let new =
-        |region, generation, copy| Target::new(&arena, region, generation, [copy].into_iter()).map(drop);
-    assert!(new(0, 1, (start, 100)).is_ok());
-    assert!(new(0, 1, (start, 101)).is_err() && new(0, 1, (start - 1, 1)).is_err());
-    assert!(new(0, 1, (start, usize::MAX)).is_err() && new(1, 1, (start, 1)).is_err());
-    assert!(new(0, 0, (start, 100)).is_err());
+    let new = |region, copy| Target::new(&arena, region, 1, &mut [copy]).map(drop);
+    assert!(new(0, (start, 100)).is_ok());
+    assert!(new(0, (start, 101)).is_err() && new(0, (start - 1, 1)).is_err());
+    assert!(new(0, (start, usize::MAX)).is_err() && new(1, (start, 1)).is_err());
+    let late = target(&arena, 0).claim().unwrap_err().to_string();
+    assert!(late.starts_with("target.generation"), "{late}");
+}
+
+#[test]
+fn a_stage_has_its_region_from_the_submission_to_the_end_of_its_job() {
+    for publish in [Publish::Final, Publish::Staged] {
+        let (arena, flag) = (arena(), EventFd::new().unwrap());
+        let elsewhere =
+            Arena::open_fd(arena.info().unwrap().fd, Open { write: true, ..Open::default() }).unwrap();
+        let first = Stage::open(Options { priority: 0, cores: 0, publish }).unwrap();
+        let second = Stage::open(Options { priority: 0, cores: 0, publish }).unwrap();
+        first.begin(1.0).unwrap();
+        first
+            .submit(fake(None).0, Some(Event::readable(flag.fd()).unwrap()), Some(target(&arena, 1)))
+            .unwrap();
+        for step in 0..2 {
+            second.begin(1.0).unwrap();
+            let refused = second.submit(fake(None).0, None, Some(target(&arena, 2)));
+            assert!(matches!(refused, Err(Error::Busy(_))), "{refused:?}");
+            second.rollback().unwrap();
+            assert!(matches!(elsewhere.write_begin(0, 2), Err(Error::Busy(_))));
+            assert!(step == 1 || arena.write_end(0).is_err(), "the write of a stage is not the caller's");
+            if step == 0 {
+                assert_eq!(elsewhere.read_begin(0, 0, AT_ONCE).unwrap().generation, 0, "not in a write");
+                flag.set();
+                first.wait(SOON).unwrap();
+            }
+        }
+        first.resolve(Verdict::Commit).unwrap();
+        first.finish(SOON).unwrap();
+        assert_eq!(elsewhere.read_begin(0, 1, AT_ONCE).unwrap().generation, 1);
+        elsewhere.write_begin(0, 2).unwrap();
+    }
+}
+
+#[test]
+fn a_torn_region_goes_to_a_stage_only_if_its_copies_cover_all_of_it() {
+    let arena = arena();
+    arena.write_begin(0, 1).unwrap();
+    arena.write_abort(0, false).unwrap();
+    let start = arena.region(0).unwrap().span.address();
+    let claim = |copies: &[(usize, usize)]| {
+        Target::new(&arena, 0, 1, &mut copies.to_vec()).unwrap().claim().map(drop)
+    };
+    let parts: [&[(usize, usize)]; 4] =
+        [&[], &[(start, 99)], &[(start + 1, 99)], &[(start + 60, 40), (start, 59), (start, 10)]];
+    for copies in parts {
+        assert_eq!(claim(copies).unwrap_err().arena_kind(), Some(ArenaKind::Torn), "{copies:?}");
+    }
+    assert_eq!(claim(&[(start + 60, 40), (start + 10, 0), (start, 60), (start + 5, 10)]), Ok(()));
+    let torn = arena.read_begin(0, 0, AT_ONCE).unwrap_err();
+    assert_eq!(torn.arena_kind(), Some(ArenaKind::Torn), "a claim that ends changes nothing");
 }
 
 fn stage() -> Stage {

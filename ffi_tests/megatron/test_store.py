@@ -371,3 +371,21 @@ def test_an_interrupt_leaves_a_store_that_counts_its_steps(tmp_path):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         torch.set_grad_enabled(True)
+
+
+def test_ctrl_c_that_arrives_while_the_library_commits(tmp_path, monkeypatch):
+    """Python raises the KeyboardInterrupt once the call has returned; the library has committed then."""
+    def interrupted(status):
+        assert status == 0
+        raise KeyboardInterrupt
+
+    model = Model()
+    with stored(model, tmp_path) as store:
+        committed = train(store, model, range(2))
+        monkeypatch.setattr(spillway._native, "check", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.commit()
+        monkeypatch.undo()
+        train(store, model, [2])
+        store.rollback()
+        assert same(model.copies(), committed) and (store.steps, store.committed_step) == (2, 2)

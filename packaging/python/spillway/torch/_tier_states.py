@@ -118,6 +118,8 @@ class TierStates:
         self.directory = next((path.directory for path in options.paths
                                if path.directory is not None and not os.fspath(path.directory).startswith("s3://")), None)
         self._handles, self._world = _Handles(), options.world
+        #: The record of a commit that has begun, and the status of the library's call once it has returned.
+        self._pending: tuple[Commit, list[int]] | None = None
         weakref.finalize(optimizer, _Handles.close, self._handles)
         try:
             self._open(optimizer, options, memory_budget)
@@ -207,20 +209,29 @@ class TierStates:
 
     def commit(self, optimizer: SpillwayOptimizer, step: int | None, payload: bytes) -> None:
         """Makes the present states durable; returns after all ranks have committed."""
+        self._settle()
         self.take_written()
         steps = [float(optimizer.state[param]["step"]) for param in self.params]
         record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, payload_of(payload))
-        number = self.count if step is None else step
-        status: list[int] = []
+        number, status = self.count if step is None else step, []
+        # Noted before the call: a signal handler may raise after the library has committed.
+        self._pending = record, status
         try:
             _ranks.together(self._world, lambda: self.swap._commit(number, record.packed(), status))
         finally:
-            # Also if a signal handler raises after the call: the tier has committed.
+            self._settle()
+
+    def _settle(self) -> None:
+        """Takes over the record of a commit that the library has completed."""
+        if self._pending is not None:
+            record, status = self._pending
             if status == [0]:
                 self.committed = record
+            self._pending = None
 
     def rollback(self, optimizer: SpillwayOptimizer) -> None:
         """Restores the last commit."""
+        self._settle()
         if self.committed is None:
             raise InvalidArgumentError(f"{type(optimizer).__name__}.rollback: nothing was committed to the tier; construct the optimizer again")
         self.swap.rollback()

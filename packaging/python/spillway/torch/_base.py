@@ -15,8 +15,9 @@ import torch
 from .. import _abi, _native
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _split
+from ._arguments import check_keywords, check_steps
 from ._on_tier import OnTier
-from ._precision import LOW, MASTER, Precision, master_of
+from ._precision import LOW, Precision, master_of
 from ._rows import CODES, DTensor, Row, check_memory, check_state, is_served, local, name_of
 from ._table import Table
 from ._tier_table import TierTable
@@ -44,6 +45,8 @@ class SpillwayOptimizer(OnTier):
     c_name: str
     _options_type: Any
     _keys: dict[str, str]
+    #: States have a step count.
+    _counted = True
     #: Sparse gradients are left to torch's step.
     _sparse = False
     #: torch's class, whose step serves the other parameters.
@@ -66,8 +69,7 @@ class SpillwayOptimizer(OnTier):
 
     def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool, tier: Any, memory_budget: int | None,
               **precision: Any) -> None:
-        if max_norm is not None and not max_norm > 0:
-            raise InvalidArgumentError(f"{type(self).__name__}: max_norm is {max_norm!r}; pass a number above 0, or None")
+        check_keywords(type(self).__name__, max_norm, process_group, {"skip_nonfinite": skip_nonfinite, "undo": undo}, memory_budget)
         self.max_norm, self.process_group, self.skip_nonfinite, self.undo = max_norm, process_group, skip_nonfinite, undo
         self._precision = Precision.of(type(self).__name__, self.c_name == "adam", **precision)
         if undo and self._precision.master == "split":
@@ -96,8 +98,12 @@ class SpillwayOptimizer(OnTier):
             self._load_to_tier(state_dict, self._tier)
             return
         seen: list[dict[str, Any]] = []
+
+        def see(_: Any, loaded: dict[str, Any]) -> None:
+            check_steps(loaded, self._counted)
+            seen.append(dict(loaded))
         # The last hook sees the dict that the other hooks have made.
-        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: seen.append(dict(loaded)))
+        hook = self.register_load_state_dict_pre_hook(see)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -140,12 +146,27 @@ class SpillwayOptimizer(OnTier):
         last.rollback()
 
     def master(self, param: torch.Tensor) -> torch.Tensor:
-        """The float32 master of a parameter: the state of `master="f32"`, or a new tensor joined from a split master. The parameter itself
-        if it has no master."""
-        state = self.state.get(param, {})
-        if LOW in state:
-            return _split.join(local(param), local(state[LOW]))
-        return state.get(MASTER, param).detach()
+        """The float32 master of a parameter, of which the next step computes; for a DTensor, of the part that this process holds. Before the
+        first step, and where the program has written to the parameter since, it has the values of the parameter.
+
+        Returns:
+            The state of `master="f32"`; a new tensor for a split master, for a master on a tier, and before the first step. The parameter
+            itself if it has no master.
+
+        Raises:
+            InvalidArgumentError: The tensor is not a parameter of this optimizer."""
+        if not any(param is own for group in self.param_groups for own in group["params"]):
+            raise InvalidArgumentError(f"{type(self).__name__}.master: the tensor is not a parameter of this optimizer; pass one of its param_groups")
+        if self._tier is not None:
+            return self._tier.master(param)
+        if not self._precision.has_master(param):
+            return param.detach()
+        state, own = self.state.get(param), local(param).detach()
+        if not state or (LOW in state and self._table is not None and self._table.was_written(state)):
+            return own.to(torch.float32)
+        with torch.no_grad():
+            kept = master_of(self._precision, param, state)
+        return _split.join(own, kept) if self._precision.master == "split" else kept
 
     def _step_all(self) -> None:
         self._last, self.skipped = None, False

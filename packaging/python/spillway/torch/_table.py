@@ -112,6 +112,10 @@ class Table:
                 if self._master in part.inner[at]:
                     part.inner[at][self._master].zero_()
 
+    def was_written(self, state: dict[str, Any]) -> bool:
+        """True if the program has written to the parameter of a state since the last step."""
+        return any(part.inner[at] is state for part in self._slices for at in part.written())
+
     def refresh(self) -> bool:
         """Patches new gradients in; False if the table no longer describes the optimizer's tensors."""
         try:

@@ -198,7 +198,7 @@ class OptimizerStateStore:
 
     @torch.no_grad()
     def save_to(self, directory: str | os.PathLike[str]) -> int:
-        """Copies the states to a directory, which is created; commits first what is not committed.
+        """Copies the states to a directory, which is created. Commits the step first if it is not committed: rollback() then returns to it.
 
         Every process of a job writes its part of the same directory. A process that is killed leaves its part of before.
 

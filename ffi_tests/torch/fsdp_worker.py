@@ -78,6 +78,25 @@ def one_rank(mesh):
     assert not any(map(torch.equal, locals_of(model), before))
     optimizer.rollback()
     assert all(map(torch.equal, locals_of(model), before))
+    # A GradScaler without a reduction of its own has found Inf in one process.
+    gradients(reference, 8, None)
+    plain.grad_scale, plain.found_inf = torch.tensor(2.0), torch.tensor(float(dist.get_rank() == 1))
+    plain.step()
+    assert plain.skipped and all(map(torch.equal, locals_of(reference), before))
+    del plain.grad_scale, plain.found_inf
+    # One process refuses the step: the other does not wait for it.
+    state = next(iter(plain.state.values()))
+    kept = state["exp_avg"]
+    if dist.get_rank() == 1:
+        state["exp_avg"] = torch.zeros(3)
+    try:
+        plain.step()
+    except spillway.SpillwayError as error:
+        assert ("has shape" if dist.get_rank() == 1 else "another process of process_group refused") in str(error), error
+    else:
+        raise AssertionError("one process stepped alone")
+    state["exp_avg"] = kept
+    assert all(map(torch.equal, locals_of(reference), before))
     gradients(reference, 8, float("inf"))
     try:
         plain.step()

@@ -172,16 +172,26 @@ class SpillwayOptimizer(OnTier):
         self._last, self.skipped = None, False
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found is not None and float(found):
+            self._tell(found_inf=True)
             self.skipped = True
             return
-        table: Any = TierTable(self, self._tier) if self._tier is not None else self._current()
+        try:
+            table: Any = TierTable(self, self._tier) if self._tier is not None else self._current()
+        except Exception:
+            self._tell(refused=True)
+            raise
         try:
             self._step_table(table, 1.0 if scale is None else 1.0 / float(scale))
         finally:
             table.release_grads()
 
+    @property
+    def _measures(self) -> bool:
+        """True if a step measures the gradients."""
+        return self.max_norm is not None or self.skip_nonfinite
+
     def _step_table(self, table: Table, factor: float) -> None:
-        if self.max_norm is not None or self.skip_nonfinite:
+        if self._measures:
             clip = self._clip(table, factor)
             if clip is None:
                 self.skipped = True
@@ -342,8 +352,11 @@ class SpillwayOptimizer(OnTier):
             total += square
             if square - square != 0 and not nonfinite:
                 nonfinite, culprit = True, name_of(group, number, index)
-        total, nonfinite = self._reduced(total, nonfinite)
+        total, nonfinite, found_inf = self._reduced(total, nonfinite)
         self.grad_norm = total ** 0.5
+        if found_inf:
+            self.grad_norm = float("inf")
+            return None
         if nonfinite and self.skip_nonfinite:
             return None
         if nonfinite:
@@ -351,15 +364,28 @@ class SpillwayOptimizer(OnTier):
                                        "Pass skip_nonfinite=True to skip such steps")
         return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) if self.max_norm is not None else 1.0
 
-    def _reduced(self, total: float, nonfinite: bool) -> tuple[float, bool]:
+    def _tell(self, found_inf: bool = False, refused: bool = False) -> None:
+        """Tells the other processes, which wait in the reduction of their gradients, that this one does not step."""
+        if self.process_group is not None and self._measures:
+            self._summed([0.0, 0.0, float(found_inf), float(refused)])
+
+    def _summed(self, values: list[float]) -> list[float]:
+        sums = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(sums, group=self.process_group)
+        return sums.tolist()
+
+    def _reduced(self, total: float, nonfinite: bool) -> tuple[float, bool, bool]:
+        """Square of the norm, whether a gradient has Inf or NaN, and whether a GradScaler has found one: in any process of the group."""
         if self.process_group is None:
             if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
                 raise InvalidArgumentError(f"{type(self).__name__}: parameters are DTensors, so max_norm and skip_nonfinite need "
                                            "process_group, the group over which the parts are summed")
-            return total, nonfinite
-        both = torch.tensor([total, float(nonfinite)], dtype=torch.float64)
-        torch.distributed.all_reduce(both, group=self.process_group)
-        return float(both[0]), bool(both[1])
+            return total, nonfinite, False
+        total, bad, found, refused = self._summed([total, float(nonfinite), 0.0, 0.0])
+        if refused:
+            raise SpillwayError(f"{type(self).__name__}: another process of process_group refused this step, and its error says why; nothing was "
+                                "stepped here")
+        return total, bool(bad), bool(found)
 
     def _step_rest(self, factor: float) -> None:
         """torch's step of the parameters that Spillway does not serve."""

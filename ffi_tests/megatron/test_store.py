@@ -389,6 +389,17 @@ def test_shards_whose_weights_overlap_are_refused():
     assert (whole != 0).all()
 
 
+@pytest.mark.parametrize("part", ["weight", "master"])
+def test_a_shard_without_memory_is_refused(part):
+    freed = torch.zeros(30)
+    freed.untyped_storage().resize_(0)
+    tensors = {"weight": torch.zeros(30), "master": torch.zeros(30)}
+    for tensor in (freed, torch.zeros(30, device="meta")):
+        shard = Shard("w", group={}, grad=lambda: None, **{**tensors, part: tensor})
+        with pytest.raises(spillway.InvalidArgumentError, match=f"the {part} of shard 'w' has no memory"):
+            OptimizerStateStore([shard], [None], job="run")
+
+
 def test_a_save_commits_the_step(tmp_path):
     model = Model()
     with stored(model) as store:

@@ -129,6 +129,10 @@ def _check(shard: Shard, before: Shard | None) -> None:
     if weight.dtype not in CODES or not weight.is_contiguous() or not weight.numel():
         raise InvalidArgumentError(f"OptimizerStateStore: the weight of shard {shard.name!r} is {weight.dtype} of shape {tuple(weight.shape)}; "
                                    "pass a contiguous tensor of float32, bfloat16 or float16 with elements")
+    for name, tensor in (("weight", weight), ("master", shard.master)):
+        if tensor is not None and not tensor.data_ptr():
+            raise InvalidArgumentError(f"OptimizerStateStore: the {name} of shard {shard.name!r} has no memory: it is a meta tensor, or its storage "
+                                       "was freed; pass a tensor with values")
     if shard.master is not None and (shard.master.dtype is not torch.float32 or shard.master.numel() != weight.numel()):
         raise InvalidArgumentError(f"OptimizerStateStore: the master of shard {shard.name!r} is {shard.master.dtype} of "
                                    f"{shard.master.numel()} elements; pass float32 of {weight.numel()}")

@@ -62,6 +62,21 @@ def test_a_wrong_step_count_is_named_and_nothing_is_loaded(beyond, step):
     assert float(optimizer.state[params[1]]["step"]) == 3
 
 
+@pytest.mark.parametrize("step", [torch.tensor(NAN), None, 3, torch.tensor([1.0, 2.0])], ids=str)
+@pytest.mark.parametrize("beyond", [{}, {"tier": own.TierOptions([None], pin_memory=False)}], ids=["memory", "tier"])
+def test_a_step_count_that_was_set_to_no_count_is_named_and_nothing_is_stepped(step, beyond):
+    params = [torch.nn.Parameter(torch.ones(50)) for _ in range(2)]
+    optimizer = own.AdamW([("first", params[0]), ("second", params[1])], lr=0.5, **beyond)
+    for param in params:
+        param.grad = torch.ones(50)
+    optimizer.step()
+    before = [param.detach().clone() for param in params]
+    optimizer.state[params[1]]["step"] = step
+    with pytest.raises(spillway.InvalidArgumentError, match=r"\(second\): its state 'step' is "):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
 def test_lion_has_no_step_counts():
     optimizer = own.Lion([torch.nn.Parameter(torch.ones(5))])
     optimizer.param_groups[0]["params"][0].grad = torch.ones(5)

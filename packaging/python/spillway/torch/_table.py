@@ -17,6 +17,8 @@ import torch
 
 from .. import _abi, _native
 from .._native_handle import record
+from ..errors import InvalidArgumentError
+from ._arguments import is_count
 from ._rows import CODES, Row, name_of
 from ._slice import LENGTH, Slice
 
@@ -91,6 +93,10 @@ class Table:
         if not self._counting:
             self.steps = torch.zeros(len(inner), device="cpu")
             return
+        for number, state in enumerate(inner):
+            if not isinstance(state["step"], torch.Tensor) or not is_count(state["step"]):
+                raise InvalidArgumentError(f"{self.name(number)}: its state 'step' is {state['step']!r}; set a tensor with the number of steps, or "
+                                           "load the state again")
         self.steps = torch.stack([state["step"].detach().cpu() for state in inner])
         for state, step in zip(inner, self.steps.unbind()):
             state["step"] = step

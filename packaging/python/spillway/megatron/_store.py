@@ -150,11 +150,13 @@ class OptimizerStateStore:
         Raises:
             IoError: A path failed; the commit before is still there."""
         self._settle()
-        number, status = self.steps if step is None else step, []
+        number = self.steps if step is None else step
+        payload = json.dumps({"format": 1, "steps": self.steps, "shards": self._digest}).encode()
+        status: list[int] = []
         # Noted before the call: a signal handler may raise after the library has committed.
         self._pending = number, self.steps, status
         try:
-            self._swap._commit(number, json.dumps({"format": 1, "steps": self.steps, "shards": self._digest}).encode(), status)
+            self._swap._commit(number, payload, status)
         finally:
             self._settle()
         return number

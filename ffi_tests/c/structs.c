@@ -20,7 +20,7 @@ static spw_adam_options options;
 static void short_structs(void) {
     // The first release had 72 bytes.
     const uint32_t sizes[] = {0, 4, 8, 64, 71};
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 5; i++) {
         options.struct_size = sizes[i];
         INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options: struct_size");
     }
@@ -30,6 +30,10 @@ static void short_structs(void) {
 
     problem.tensor.struct_size = offsetof(spw_tensor, shadow_param) - 1;
     INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "tensors[0]: struct_size");
+    // An older tensor ends before param_low, and no tensor ends in it.
+    problem.tensor.struct_size = offsetof(spw_tensor, param_low) + 4;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats),
+            "tensors[0]: struct_size is 108, which is in the middle of spw_tensor.param_low");
     problem.tensor.struct_size = sizeof(spw_tensor);
 
     spw_step_stats small = {.struct_size = sizeof small - 1, .nonfinite = 7, .sum_squares = 7};

@@ -325,3 +325,24 @@ def test_mistakes_name_themselves(refused, paths):
 def test_a_split_master_needs_bfloat16_weights(refused, paths):
     needs_fp16()
     assert "have to be bfloat16 in host memory" in refused("--paths", *paths, "--block", SPLIT, "--dtype", "fp16")
+
+
+def test_ctrl_c_that_arrives_while_the_library_commits(monkeypatch):
+    """Python raises the KeyboardInterrupt once the call has returned; the library has committed then."""
+    from spillway import Swap, _native
+    from spillway.deepspeed._tier import TierSwapper
+
+    def interrupted(status):
+        assert status == 0
+        raise KeyboardInterrupt
+
+    with Tier([None], job="j") as tier, Swap(tier, [100]) as swap:
+        swapper = object.__new__(TierSwapper)
+        swapper._open = types.SimpleNamespace(closed=False, tier=tier, parted=types.SimpleNamespace(swap=swap))
+        swapper.settings, swapper.world = types.SimpleNamespace(split_master=False), 1
+        swapper.commits, swapper.committed = 0, None
+        monkeypatch.setattr(_native, "check", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            swapper.commit(7, b"step 7")
+        monkeypatch.undo()
+        assert (swapper.commits, swapper.committed) == (1, 7)

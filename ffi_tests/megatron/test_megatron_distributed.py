@@ -108,6 +108,25 @@ def test_new_model_weights_become_the_masters(job):
         assert store.steps == 0 and same(ours.train(range(2)), other.train(range(2)))
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_second_store_of_an_optimizer_is_refused(job, closed):
+    """The first store has freed the memory of the masters, which a second one would read."""
+    ours, alone = Training(), Training()
+    with OptimizerStateStore.attach(ours.optimizer, [None], job="first") as store, \
+            OptimizerStateStore.attach(alone.optimizer, [None], job="alone"):
+        ours.train([0])
+        if closed:
+            store.close()
+        with pytest.raises(spillway.UnsupportedError, match="has a store already"):
+            OptimizerStateStore.attach(ours.optimizer, [None], job="second")
+        if closed:
+            with pytest.raises(spillway.InvalidArgumentError, match="closed"):
+                ours.train([1])
+        else:
+            alone.train([0])
+            assert same(ours.train([1]), alone.train([1])) and store.steps == 2
+
+
 def test_optimizers_that_a_store_cannot_step(installed, job):
     stepped = Training()
     stepped.train([0])

@@ -371,3 +371,58 @@ def test_an_interrupt_leaves_a_store_that_counts_its_steps(tmp_path):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         torch.set_grad_enabled(True)
+
+
+def test_shards_whose_weights_overlap_are_refused():
+    whole = torch.zeros(30)
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+
+    def store(*ranges):
+        return OptimizerStateStore([Shard(f"w[{start}:{end}]", whole[start:end], group, lambda n=end - start: torch.ones(n))
+                                    for start, end in ranges], [None], job="run")
+    for ranges in ([(0, 15), (14, 30)], [(0, 30), (10, 20)], [(5, 9), (4, 8)], [(20, 25), (0, 22)]):
+        first, second = sorted(ranges)
+        with pytest.raises(spillway.InvalidArgumentError, match=rf"'w\[{first[0]}:{first[1]}\]' and 'w\[{second[0]}:{second[1]}\]' overlap"):
+            store(*ranges)
+    with store((15, 30), (0, 15)) as whole_store:
+        whole_store.step()
+    assert (whole != 0).all()
+
+
+@pytest.mark.parametrize("part", ["weight", "master"])
+def test_a_shard_without_memory_is_refused(part):
+    freed = torch.zeros(30)
+    freed.untyped_storage().resize_(0)
+    tensors = {"weight": torch.zeros(30), "master": torch.zeros(30)}
+    for tensor in (freed, torch.zeros(30, device="meta")):
+        shard = Shard("w", group={}, grad=lambda: None, **{**tensors, part: tensor})
+        with pytest.raises(spillway.InvalidArgumentError, match=f"the {part} of shard 'w' has no memory"):
+            OptimizerStateStore([shard], [None], job="run")
+
+
+def test_a_save_commits_the_step(tmp_path):
+    model = Model()
+    with stored(model) as store:
+        saved = train(store, model, range(3))
+        assert store.committed_step == 0 and store.save_to(tmp_path / "saved") == 3 and store.committed_step == 3
+        train(store, model, [3])
+        store.rollback()
+        assert same(model.copies(), saved) and store.steps == 3
+
+
+def test_ctrl_c_that_arrives_while_the_library_commits(tmp_path, monkeypatch):
+    """Python raises the KeyboardInterrupt once the call has returned; the library has committed then."""
+    def interrupted(status):
+        assert status == 0
+        raise KeyboardInterrupt
+
+    model = Model()
+    with stored(model, tmp_path) as store:
+        committed = train(store, model, range(2))
+        monkeypatch.setattr(spillway._native, "check", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.commit()
+        monkeypatch.undo()
+        train(store, model, [2])
+        store.rollback()
+        assert same(model.copies(), committed) and (store.steps, store.committed_step) == (2, 2)

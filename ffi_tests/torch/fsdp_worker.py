@@ -22,6 +22,9 @@ STEPS = 6
 def main(case, folder):
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
+    if case == "one rank":
+        one_rank(mesh)
+        finish("skipped together")
     before = spillway.stats().adam_elements
     models = [sharded_model(mesh), sharded_model(mesh)]
     options = {"max_norm": 0.5, "process_group": mesh.get_group()} if case == "clip" else {}
@@ -38,11 +41,83 @@ def main(case, folder):
     assert spillway.stats().adam_elements > before
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(one.to_local(), other.to_local(), rtol=1e-5, atol=1e-6)
+    finish("same weights")
+
+
+def finish(line):
+    """Prints a line, and ends the process."""
     dist.barrier()
-    print("same weights\n", end="", flush=True)
+    print(f"{line}\n", end="", flush=True)
     # The interpreter's exit aborts now and then after FSDP2 on the CPU, also with torch alone ("terminate called without an active
     # exception").
     os._exit(0)
+
+
+def one_rank(mesh):
+    """Only the part of one process has a gradient with Inf or NaN: all processes skip the step, or raise, and roll back alike."""
+    model, reference = sharded_model(mesh), sharded_model(mesh)
+    beyond = {"lr": 1e-2, "max_norm": 0.5, "process_group": mesh.get_group()}
+    optimizer = own.AdamW(model.parameters(), skip_nonfinite=True, undo=True, **beyond)
+    plain = own.AdamW(reference.parameters(), **beyond)
+    for step, bad in enumerate((None, float("nan"), None, float("inf"))):
+        before = locals_of(model)
+        gradients(model, step, bad)
+        optimizer.step()
+        assert optimizer.skipped == (bad is not None)
+        if bad is None:
+            gradients(reference, step, None)
+            plain.step()
+            assert plain.grad_norm == optimizer.grad_norm
+        else:
+            assert all(map(torch.equal, locals_of(model), before))
+        assert all(map(torch.equal, locals_of(model), locals_of(reference)))
+    assert all(float(state["step"]) == 2 for state in optimizer.state.values())
+    before = locals_of(model)
+    gradients(model, 7, None)
+    optimizer.step()
+    assert not any(map(torch.equal, locals_of(model), before))
+    optimizer.rollback()
+    assert all(map(torch.equal, locals_of(model), before))
+    # A GradScaler without a reduction of its own has found Inf in one process.
+    gradients(reference, 8, None)
+    plain.grad_scale, plain.found_inf = torch.tensor(2.0), torch.tensor(float(dist.get_rank() == 1))
+    plain.step()
+    assert plain.skipped and all(map(torch.equal, locals_of(reference), before))
+    del plain.grad_scale, plain.found_inf
+    # One process refuses the step: the other does not wait for it.
+    state = next(iter(plain.state.values()))
+    kept = state["exp_avg"]
+    if dist.get_rank() == 1:
+        state["exp_avg"] = torch.zeros(3)
+    try:
+        plain.step()
+    except spillway.SpillwayError as error:
+        assert ("has shape" if dist.get_rank() == 1 else "another process of process_group refused") in str(error), error
+    else:
+        raise AssertionError("one process stepped alone")
+    state["exp_avg"] = kept
+    assert all(map(torch.equal, locals_of(reference), before))
+    gradients(reference, 8, float("inf"))
+    try:
+        plain.step()
+    except spillway.InvalidArgumentError as error:
+        assert ("another process" in str(error)) == (dist.get_rank() == 0), error
+    else:
+        raise AssertionError("a gradient of Inf was stepped")
+    assert all(map(torch.equal, locals_of(reference), before))
+
+
+def locals_of(model):
+    return [param.to_local().detach().clone() for param in model.parameters()]
+
+
+def gradients(model, step, bad):
+    """Computes gradients; with `bad`, one element of the part of rank 1 has this value."""
+    model.zero_grad()
+    torch.manual_seed(100 * step + dist.get_rank())
+    model(torch.randn(5, 33)).square().sum().backward()
+    if bad is not None and dist.get_rank() == 1:
+        next(model.parameters()).grad.to_local()[0, 0] = bad
 
 
 def sharded_model(mesh):

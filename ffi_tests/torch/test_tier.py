@@ -442,3 +442,30 @@ def test_a_step_whose_states_cannot_be_read_names_the_file(tmp_path):
     with pytest.raises(spillway.IoError, match=str(data)):
         optimizer.rollback()
     optimizer.close()
+
+
+def test_ctrl_c_that_arrives_while_the_library_commits(tier, monkeypatch):
+    """Python raises the KeyboardInterrupt once the call has returned; the library has committed then."""
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    train(optimizer, params, range(1))
+    optimizer.commit()
+    train(optimizer, params, range(1, 3))
+    committed, states = [param.detach().clone() for param in params], copy.deepcopy(optimizer.state_dict()["state"])
+    monkeypatch.setattr(spillway._native, "check", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.commit(payload=b"two more")
+    monkeypatch.undo()
+    train(optimizer, params, range(3, 4))
+    optimizer.rollback()
+    assert same(params, committed)
+    same_states(optimizer.state_dict()["state"], states)
+    optimizer.commit()
+    optimizer.close()
+    assert own.AdamW(parameters(seed=5), tier=tier).resumed_step == 3
+
+
+def interrupted(status):
+    """In place of the check of a status: a signal handler that raises after the call."""
+    assert status == 0
+    raise KeyboardInterrupt

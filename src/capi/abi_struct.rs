@@ -1,6 +1,8 @@
 //! Extensible structs that C passes by pointer. They begin with `struct_size`.
 //!
-//! A caller compiled with an older header passes a shorter struct: the missing fields count as zero. A caller compiled
+//! A caller compiled with an older header passes a shorter struct: the missing fields count as zero. Such a struct ends
+//! with a field, because every field that a header adds begins where the struct of the header before ended. A
+//! `struct_size` in the middle of a field is an error. A caller compiled
 //! with a newer header passes a longer struct: the call fails if a field unknown to this library is not zero. In an
 //! output struct, fields unknown to this library become zero.
 
@@ -58,6 +60,9 @@ macro_rules! abi_struct {
             let sum = 0 $(+ $crate::capi::abi_struct::plain_size(|value: &$name| &value.$field))*;
             assert!(sum == size_of::<$name>(), "padding, or a field that the list lacks");
             assert!($first <= size_of::<$name>() && std::mem::offset_of!($name, struct_size) == 0);
+            let ends = false $(|| std::mem::offset_of!($name, $field)
+                + $crate::capi::abi_struct::plain_size(|value: &$name| &value.$field) == $first)*;
+            assert!(ends, "the first size is in the middle of a field");
         };
         // SAFETY: every field takes any bytes, and the sizes of the fields add up to the size of the struct.
         unsafe impl $crate::capi::abi_struct::AbiStruct for $name {
@@ -247,7 +252,16 @@ unsafe fn checked_size<T: AbiStruct>(bytes: *const u8, argument: &'static str) -
             argument,
             format!("struct_size is {size}, but the limit is {SIZE_LIMIT}; initialise the struct first"),
         )),
-        _ => Ok(size),
+        _ => match T::FIELDS.iter().find(|(_, at, bytes)| (at + 1..at + bytes).contains(&size)) {
+            None => Ok(size),
+            Some((field, ..)) => Err(Error::invalid(
+                argument,
+                format!(
+                    "struct_size is {size}, which is in the middle of {}.{field}; initialise the struct first",
+                    T::NAME
+                ),
+            )),
+        },
     }
 }
 
@@ -279,6 +293,42 @@ mod tests {
     }
 
     abi_struct!(Known, 8: struct_size, field);
+
+    #[repr(C)]
+    #[derive(Clone, Copy)]
+    struct Grown {
+        struct_size: u32,
+        field: u32,
+        added: u64,
+        last: u32,
+        reserved: u32,
+    }
+
+    abi_struct!(Grown, 8: struct_size, field, added, last, reserved);
+
+    #[test]
+    fn a_size_is_the_end_of_a_field_or_beyond_all_of_them() {
+        let sizes = 0_u32..32;
+        let accepted: Vec<u32> = sizes
+            .filter(|size| {
+                let value = [Grown { struct_size: *size, field: 0, added: 0, last: 0, reserved: 0 }; 2];
+                // SAFETY: two live structs, more than struct_size bytes, of which the second counts as an unknown tail.
+                let (input, output) = unsafe {
+                    (
+                        read(&raw const value[0], "value").map(|_| ()),
+                        check_output(&raw const value[0], "value"),
+                    )
+                };
+                assert_eq!(input.is_ok(), output.is_ok() && *size <= 24, "{size}: {input:?}, {output:?}");
+                if (9..16).contains(size) {
+                    let error = output.as_ref().unwrap_err().to_string();
+                    assert!(error.contains("in the middle of Grown.added"), "{error}");
+                }
+                output.is_ok()
+            })
+            .collect();
+        assert_eq!(accepted, [8, 16, 20, 24, 25, 26, 27, 28, 29, 30, 31]);
+    }
 
     #[test]
     fn what_a_newer_caller_knows_beyond_this_version_comes_back_zero() {

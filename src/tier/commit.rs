@@ -3,7 +3,7 @@
 //! Order of a commit:
 //! 1. Wait for all writes. Until the commit ends, only the commit itself starts writes.
 //! 2. Check that the files of each path still have their names. Move the data of a path whose files were removed or
-//!    replaced.
+//!    replaced. Extend data files that were truncated behind their last written byte; fail if written bytes are missing.
 //! 3. Sync the data of every path, except with `Durability::Process`.
 //! 4. On each path, write the superblock into the copy that does not hold the last committed superblock. Sync it,
 //!    except with `Durability::Process`. With `Durability::Full`, also sync the directory and read the superblock back.
@@ -55,6 +55,7 @@ impl Tier {
             return Err(error);
         }
         self.check_paths()?;
+        self.complete_lengths()?;
         if self.durability() != Durability::Process {
             self.sync_data()?;
         }

@@ -13,6 +13,7 @@
 //! | [`superblock`], [`layout`], `wire` | on-disk formats |
 //! | [`extent`], `contents`, `checksums` | streams, blocks, chunks; the contents of an extent; block checksums |
 //! | `allocation`, [`space`], `state` | allocation of space, free space, state of an open tier |
+//! | `data_length` | data files that were truncated while the tier was open |
 //! | `health`, `waiting` | health of a path; timeouts of callers |
 //! | [`claim`] | the right of one tiered update to step the states |
 //! | [`turns`] | turns: one process of the node uses a path at a time |
@@ -28,6 +29,7 @@ mod checksums;
 pub mod claim;
 mod commit;
 mod contents;
+mod data_length;
 mod export;
 mod health;
 mod jobs;

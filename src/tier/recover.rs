@@ -15,6 +15,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use super::contents::Contents;
+use super::data_length::{self, UsedSpace};
 use super::health::Health;
 use super::options::{Durability, Mode, PathLocation, PathOptions, TierOptions};
 use super::path::{TierPath, claim};
@@ -87,7 +88,7 @@ fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Re
             &path,
             options.paths[given].limit,
             options.paths[given].reserve,
-            [],
+            &[],
             0,
             None,
         )?);
@@ -197,10 +198,10 @@ fn path_states(
     for (number, (record, one)) in records.iter().zip(placed).enumerate() {
         let chunks = newest.extents.iter().flatten().flat_map(|extent| {
             let chunks = extent.version.iter().flat_map(|version| &version.chunks);
-            chunks.map(|chunk| (chunk.path, chunk.offset, chunk.stored(&extent.shape)))
+            chunks.map(|chunk| (chunk.path, UsedSpace::of(chunk, &extent.shape)))
         });
-        let used: Vec<(u64, u64)> =
-            chunks.filter(|(path, ..)| *path as usize == number).map(|(_, at, len)| (at, len)).collect();
+        let used: Vec<UsedSpace> =
+            chunks.filter(|(path, _)| *path as usize == number).map(|(_, space)| space).collect();
         let Some((given, path, kept)) = one else {
             let space = Space::new(record.end, record.end, []).unwrap_or_default();
             states.push(PathState {
@@ -218,7 +219,7 @@ fn path_states(
             continue;
         };
         let PathOptions { limit, reserve, .. } = options.paths[given];
-        states.push(path_state(&path, limit, reserve, used, record.written, kept)?);
+        states.push(path_state(&path, limit, reserve, &used, record.written, kept)?);
         paths.push(Some(Arc::new(path)));
     }
     Ok((paths, states))
@@ -228,17 +229,18 @@ fn path_state(
     path: &TierPath,
     limit: Option<u64>,
     reserve: u64,
-    used: impl IntoIterator<Item = (u64, u64)>,
+    used: &[UsedSpace],
     written_before: u64,
     durable_copy: Option<DurableCopy>,
 ) -> Result<PathState> {
-    let mut end = path.data_len()?;
+    let mut end = data_length::opened(path, used)?;
     let reserve = reserve.min(limit.unwrap_or(u64::MAX));
     if reserve > end {
         path.allocate(end, reserve)?;
         end = reserve;
     }
-    let space = Space::new(end, limit.unwrap_or(i64::MAX as u64), used).ok_or_else(|| {
+    let ranges = used.iter().map(|space| space.range);
+    let space = Space::new(end, limit.unwrap_or(i64::MAX as u64), ranges).ok_or_else(|| {
         let message = format!("the file has {end} bytes, fewer than its superblock records");
         TierError::at(TierKind::Format, path.data_name(), message)
     })?;

@@ -13,6 +13,7 @@ mod memory;
 mod others;
 mod real;
 mod removed;
+mod truncated;
 
 use std::sync::Mutex;
 use std::time::Duration;

@@ -199,3 +199,56 @@ fn candidates() -> Vec<PathBuf> {
     let folder = own.parent().unwrap_or(Path::new("/"));
     vec![folder.join("libspillway.so"), folder.join(format!("libspillway.so.{ABI_VERSION}"))]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    /// Sizes and offsets of all structs in the headers, which `cargo test --test abi` compares with C.
+    const LAYOUT: &str = include_str!("../../../../ffi_tests/layout.txt");
+
+    /// Size of the type of a field.
+    const fn size<T, F>(_field: fn(&T) -> &F) -> usize {
+        size_of::<F>()
+    }
+
+    /// Name, offset and size of each field.
+    macro_rules! fields {
+        ($name:ident: $($field:ident),* $(,)?) => {
+            [$((stringify!($field), offset_of!($name, $field), size(|value: &$name| &value.$field))),*]
+        };
+    }
+
+    /// Lines of the layout that begin with `name` and a dot.
+    fn in_header(name: &str) -> Vec<&'static str> {
+        LAYOUT.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix('.')).collect()
+    }
+
+    fn line((field, offset, size): &(&str, usize, usize)) -> String {
+        format!("{field} {offset} {size}")
+    }
+
+    #[test]
+    fn the_structs_lie_as_in_the_headers() {
+        let tensor = fields!(Tensor: struct_size, param_dtype, state_dtype, grad_dtype, copy_dtype, reserved, n, param, grad,
+            exp_avg, exp_avg_sq, param_copy, options);
+        let call = fields!(AdamCall: struct_size, bias_correction, step, lr, beta1, beta2, eps, weight_decay, grad_scale);
+        let undo = fields!(UndoOptions: struct_size, mode, elements, tensors);
+        let structs = [
+            ("spw_tensor", size_of::<Tensor>(), tensor.to_vec()),
+            ("spw_ds_adam_call", size_of::<AdamCall>(), call.to_vec()),
+            ("spw_undo_options", size_of::<UndoOptions>(), undo.to_vec()),
+        ];
+        for (name, size, fields) in structs {
+            let header = in_header(name);
+            let own: Vec<String> = fields.iter().map(line).collect();
+            assert_eq!(own, header[..fields.len()], "{name}");
+            // A prefix of the header's struct is a struct of an older header.
+            let next = header.get(fields.len()).map(|line| line.split(' ').nth(1).unwrap().parse().unwrap());
+            assert_eq!(next.unwrap_or(size), size, "{name}");
+            // All bytes belong to a field: the test has left out none.
+            assert_eq!(fields.iter().map(|field| field.2).sum::<usize>(), size, "{name}");
+        }
+    }
+}

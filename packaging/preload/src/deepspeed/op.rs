@@ -5,6 +5,7 @@
 //! - An op's number is its place in the list. It is part of the ids of its optimizers.
 
 use std::ffi::{CStr, CString, c_int, c_void};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
@@ -57,8 +58,13 @@ pub struct Op {
     number: u32,
     own: [usize; SYMBOLS.len()],
     said: AtomicU32,
+    /// Hashes of the warnings that were logged; 0 is a free place.
+    warned: [AtomicU64; WARNINGS],
     next: *const Op,
 }
+
+/// Different warnings that an op logs.
+const WARNINGS: usize = 16;
 
 /// Ids of one op that are served, from 0.
 const IDS: u32 = 1 << 20;
@@ -119,7 +125,15 @@ impl Op {
             let found = unsafe { libc::dlsym(handle.as_ptr(), symbol.as_ptr()) } as usize;
             if is_in_this_library(found) { 0 } else { found }
         });
-        Some(Op { path, addresses, number: 0, own, said: AtomicU32::new(0), next: ptr::null() })
+        Some(Op {
+            path,
+            addresses,
+            number: 0,
+            own,
+            said: AtomicU32::new(0),
+            warned: Default::default(),
+            next: ptr::null(),
+        })
     }
 
     /// The address of the op's own function.
@@ -131,6 +145,25 @@ impl Op {
     pub fn id(&self, id: c_int) -> Option<i32> {
         let id = u32::try_from(id).ok().filter(|id| *id < IDS && self.number < OPS)?;
         Some(i32::MIN + (self.number * IDS + id) as i32)
+    }
+
+    /// Logs a warning of this op, unless the same one was logged before. Takes no lock: a forked child may call it.
+    pub fn warn(&self, message: &str) {
+        let mut hasher = DefaultHasher::new();
+        message.hash(&mut hasher);
+        let hash = hasher.finish().max(1);
+        let say =
+            |line: &str| report::say(Level::Warn, || format!("{}: {line}", self.path.to_string_lossy()));
+        for (number, place) in self.warned.iter().enumerate() {
+            match place.compare_exchange(0, hash, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) if number + 1 == WARNINGS => {
+                    return say(&format!("{message}; other reasons after this one are not logged"));
+                }
+                Ok(_) => return say(message),
+                Err(known) if known == hash => return,
+                Err(_) => {}
+            }
+        }
     }
 
     /// Logs a line of this op once for each `topic`.

@@ -35,15 +35,42 @@ static TABLE: Mutex<Table> = Mutex::new(Table { recordings: BTreeMap::new(), rol
 /// Whether the table may have an entry: steps without rollbacks take no lock.
 static USED: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
 
+/// The steps that are recorded.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    Always,
+    Never,
+    /// Those of optimizers of which a step was rolled back before.
+    Auto,
+}
+
+impl Mode {
+    /// The setting that records every step, as the end of a message; empty if it is set.
+    pub fn advice(self) -> &'static str {
+        match self {
+            Mode::Always => "",
+            Mode::Never | Mode::Auto => "; SPILLWAY_DEEPSPEED_UNDO=always records all steps",
+        }
+    }
+}
+
+/// `SPILLWAY_DEEPSPEED_UNDO`, read once.
+pub fn mode() -> Mode {
+    static MODE: OnceLock<Mode> = OnceLock::new();
+    *MODE.get_or_init(|| match std::env::var("SPILLWAY_DEEPSPEED_UNDO").as_deref() {
+        Ok("always") => Mode::Always,
+        Ok("never") => Mode::Never,
+        _ => Mode::Auto,
+    })
+}
+
 /// True if the next step of an optimizer must be recorded.
 pub fn wanted(id: i32) -> bool {
-    static MODE: OnceLock<Option<bool>> = OnceLock::new();
-    let mode = MODE.get_or_init(|| match std::env::var("SPILLWAY_DEEPSPEED_UNDO").as_deref() {
-        Ok("always") => Some(true),
-        Ok("never") => Some(false),
-        _ => None,
-    });
-    mode.unwrap_or_else(|| is_used() && table().rolled_back.contains(&id))
+    match mode() {
+        Mode::Always => true,
+        Mode::Never => false,
+        Mode::Auto => is_used() && table().rolled_back.contains(&id),
+    }
 }
 
 /// Calls `body` with the recording of a tensor, or with null if there is none and `make` is false.

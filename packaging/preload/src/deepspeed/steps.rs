@@ -7,7 +7,7 @@ use libc::c_int;
 
 use super::library::{AdamCall, DType, Spillway, Tensor};
 use super::op::{Kind, Op};
-use super::recordings;
+use super::recordings::{self, Mode};
 use super::tensor::{self, AtTensor};
 use crate::report::Level;
 
@@ -35,9 +35,8 @@ pub struct AdamArguments {
 
 /// The lines that an op logs once.
 const SERVES: u32 = 0;
-const LEAVES: u32 = 1;
-const REFUSES: u32 = 2;
-const APPROXIMATE: u32 = 3;
+const REFUSES: u32 = 1;
+const APPROXIMATE: u32 = 2;
 
 pub fn create_adam(op: Option<&'static Op>, id: c_int, beta1: f32, beta2: f32, adamw: bool) {
     guarded(op, Kind::Adam, |op, spillway| {
@@ -106,15 +105,21 @@ pub fn adam_rollback(op: Option<&'static Op>, call: &AdamArguments, tensors: [At
             refused = true;
             let reason = spillway.last_error();
             op.say_once(REFUSES, Level::Error, || {
-                format!("a step is not rolled back, and its tensors are unchanged: {reason}; set SPILLWAY_DEEPSPEED_UNDO=always")
+                let advice = recordings::mode().advice();
+                format!("a step is not rolled back, and its tensors are unchanged: {reason}{advice}")
             });
             return Err(reason);
         }
         if exact == 0 {
             op.say_once(APPROXIMATE, Level::Warn, || {
-                "a step that was not recorded is rolled back by the inverse formula, which is not exact; later steps of \
-                 its optimizer are recorded, and all with SPILLWAY_DEEPSPEED_UNDO=always"
-                    .to_string()
+                let later = match recordings::mode() {
+                    Mode::Auto => "; later steps of its optimizer are recorded",
+                    Mode::Always | Mode::Never => "",
+                };
+                let advice = recordings::mode().advice();
+                format!(
+                    "a step that was not recorded is rolled back by the inverse formula, which is not exact{later}{advice}"
+                )
             });
         }
         Ok(tensor.n)
@@ -243,9 +248,7 @@ fn guarded<T>(
         let (op, spillway) = (op?, Spillway::get()?);
         body(op, spillway)
             .inspect_err(|reason| {
-                op.say_once(LEAVES, Level::Warn, || {
-                    format!("a call of {} is left to DeepSpeed's function: {reason}", kind.op_name())
-                });
+                op.warn(&format!("a call of {} is left to DeepSpeed's function: {reason}", kind.op_name()));
             })
             .ok()
     };

@@ -259,13 +259,19 @@ class TierSwapper:
 
     def commit(self, step, data):
         """Makes all state durable; returns after all ranks have committed."""
+        status = []
+
         def work():
             if self.settings.split_master:
                 self._put_weights()
-            self.swap.commit(step, data)
+            self.swap._commit(step, data, status)
 
-        _ranks.together(self.world, work)
-        self.commits, self.committed = self.commits + 1, step
+        try:
+            _ranks.together(self.world, work)
+        finally:
+            # Also if a signal handler raises after the library has committed.
+            if status == [0]:
+                self.commits, self.committed = self.commits + 1, step
 
     def purge_state(self):
         """Resets moments and step counts; the master weights are kept."""

@@ -31,6 +31,9 @@ def attach(store_class, optimizer, paths, *, job, prefix=None, **options):
 
 
 def _check(optimizer):
+    if hasattr(optimizer, "_spillway_store"):
+        raise UnsupportedError("OptimizerStateStore: the optimizer has a store already, which has freed its main parameters; build the optimizer "
+                               "again")
     config, asked = optimizer.config, "call OptimizerStateStore.attach without it"
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "offload_optimizer_states", "reuse_grad_buf_for_mxfp8_param_ag"):
         if getattr(config, name, False):
@@ -99,7 +102,7 @@ def _free(optimizer):
 
 
 def _bind(optimizer, store, named):
-    reload = optimizer.reload_model_params
+    reload, optimizer._spillway_store = optimizer.reload_model_params, store
 
     def step(self, closure=None):
         store.step()

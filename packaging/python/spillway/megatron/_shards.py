@@ -106,6 +106,7 @@ def buckets_of(shards: Iterable[Shard], bucket_bytes: int) -> list[Bucket]:
         raise InvalidArgumentError("OptimizerStateStore: there are no shards; a process without parameters needs no store")
     for before, shard in zip([None, *given], given):
         _check(shard, before)
+    _check_memory(given)
     groups: dict[int, int] = {}
     filling: dict[tuple[int, torch.dtype], Bucket] = {}
     buckets = []
@@ -128,9 +129,22 @@ def _check(shard: Shard, before: Shard | None) -> None:
     if weight.dtype not in CODES or not weight.is_contiguous() or not weight.numel():
         raise InvalidArgumentError(f"OptimizerStateStore: the weight of shard {shard.name!r} is {weight.dtype} of shape {tuple(weight.shape)}; "
                                    "pass a contiguous tensor of float32, bfloat16 or float16 with elements")
+    for name, tensor in (("weight", weight), ("master", shard.master)):
+        if tensor is not None and not tensor.data_ptr():
+            raise InvalidArgumentError(f"OptimizerStateStore: the {name} of shard {shard.name!r} has no memory: it is a meta tensor, or its storage "
+                                       "was freed; pass a tensor with values")
     if shard.master is not None and (shard.master.dtype is not torch.float32 or shard.master.numel() != weight.numel()):
         raise InvalidArgumentError(f"OptimizerStateStore: the master of shard {shard.name!r} is {shard.master.dtype} of "
                                    f"{shard.master.numel()} elements; pass float32 of {weight.numel()}")
+
+
+def _check_memory(shards: list[Shard]) -> None:
+    """Raises InvalidArgumentError if the weights of two shards share memory: each would overwrite the step of the other."""
+    parts = sorted((str(shard.weight.device), shard.weight.data_ptr(), shard.weight.nbytes, shard.name) for shard in shards)
+    for (device, start, nbytes, first), (other, begin, _, second) in zip(parts, parts[1:]):
+        if device == other and begin < start + nbytes:
+            raise InvalidArgumentError(f"OptimizerStateStore: the weights of shards {first!r} and {second!r} overlap in memory; "
+                                       "pass each element of a parameter in one shard")
 
 
 def digest_of(buckets: list[Bucket]) -> str:

@@ -65,13 +65,17 @@ class OptimizerStateStore:
                  bucket_bytes: int = 64 << 20, tier_options: Mapping[str, Any] | None = None):
         self._buckets = buckets_of(shards, bucket_bytes)
         self._digest, self._rank = digest_of(self._buckets), rank
+        #: Step and count of a commit that has begun, and the status of the library's call once it has returned.
+        self._pending: tuple[int, int, list[int]] | None = None
+        self._committed_steps = 0
         mode = "decoupled" if decoupled else "l2"
         self._adams = [Adam(weight_decay_mode=mode) for _ in self._buckets]
         self._tier = Tier(paths, job=job, host=host, rank=rank, world=world, **(tier_options or {}))
         try:
             opened = self._tier.opened
             if opened.step is not None:
-                self._set_steps(self._check_payload(opened.payload))
+                self._committed_steps = self._check_payload(opened.payload)
+                self._set_steps(self._committed_steps)
             self._swap = Swap(self._tier, [bucket.elements for bucket in self._buckets], memory_budget=memory_budget)
             self.resumed_step: int | None = opened.step
             self.committed_step = 0 if opened.step is None else opened.step
@@ -145,19 +149,29 @@ class OptimizerStateStore:
 
         Raises:
             IoError: A path failed; the commit before is still there."""
+        self._settle()
         number = self.steps if step is None else step
         payload = json.dumps({"format": 1, "steps": self.steps, "shards": self._digest}).encode()
         status: list[int] = []
+        # Noted before the call: a signal handler may raise after the library has committed.
+        self._pending = number, self.steps, status
         try:
             self._swap._commit(number, payload, status)
         finally:
-            # Also if a signal handler raises after the call: the tier has committed.
-            if status == [0]:
-                self.committed_step, self._changed, self._committed_steps = number, False, self.steps
+            self._settle()
         return number
+
+    def _settle(self) -> None:
+        """Takes over step and count of a commit that the library has completed."""
+        if self._pending is not None:
+            number, steps, status = self._pending
+            if status == [0]:
+                self.committed_step, self._changed, self._committed_steps = number, False, steps
+            self._pending = None
 
     def rollback(self) -> None:
         """Returns to the last commit, weights included; also after a failed step."""
+        self._settle()
         self._swap.rollback()
         self._set_steps(self._committed_steps)
         self._changed = False
@@ -186,7 +200,7 @@ class OptimizerStateStore:
 
     @torch.no_grad()
     def save_to(self, directory: str | os.PathLike[str]) -> int:
-        """Copies the states to a directory, which is created; commits first what is not committed.
+        """Copies the states to a directory, which is created. Commits the step first if it is not committed: rollback() then returns to it.
 
         Every process of a job writes its part of the same directory. A process that is killed leaves its part of before.
 
@@ -270,7 +284,6 @@ class OptimizerStateStore:
         return masters
 
     def _set_steps(self, steps: int) -> None:
-        self._committed_steps = steps
         for adam in self._adams:
             adam.step_count = steps
 

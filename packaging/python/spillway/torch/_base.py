@@ -15,8 +15,9 @@ import torch
 from .. import _abi, _native
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _split
+from ._arguments import check_keywords, check_steps
 from ._on_tier import OnTier
-from ._precision import LOW, MASTER, Precision, master_of
+from ._precision import LOW, Precision, master_of
 from ._rows import CODES, DTensor, Row, check_memory, check_state, is_served, local, name_of
 from ._table import Table
 from ._tier_table import TierTable
@@ -44,6 +45,8 @@ class SpillwayOptimizer(OnTier):
     c_name: str
     _options_type: Any
     _keys: dict[str, str]
+    #: States have a step count.
+    _counted = True
     #: Sparse gradients are left to torch's step.
     _sparse = False
     #: torch's class, whose step serves the other parameters.
@@ -66,8 +69,7 @@ class SpillwayOptimizer(OnTier):
 
     def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool, tier: Any, memory_budget: int | None,
               **precision: Any) -> None:
-        if max_norm is not None and not max_norm > 0:
-            raise InvalidArgumentError(f"{type(self).__name__}: max_norm is {max_norm!r}; pass a number above 0, or None")
+        check_keywords(type(self).__name__, max_norm, process_group, {"skip_nonfinite": skip_nonfinite, "undo": undo}, memory_budget)
         self.max_norm, self.process_group, self.skip_nonfinite, self.undo = max_norm, process_group, skip_nonfinite, undo
         self._precision = Precision.of(type(self).__name__, self.c_name == "adam", **precision)
         if undo and self._precision.master == "split":
@@ -96,8 +98,12 @@ class SpillwayOptimizer(OnTier):
             self._load_to_tier(state_dict, self._tier)
             return
         seen: list[dict[str, Any]] = []
+
+        def see(_: Any, loaded: dict[str, Any]) -> None:
+            check_steps(loaded, self._counted)
+            seen.append(dict(loaded))
         # The last hook sees the dict that the other hooks have made.
-        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: seen.append(dict(loaded)))
+        hook = self.register_load_state_dict_pre_hook(see)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -140,27 +146,52 @@ class SpillwayOptimizer(OnTier):
         last.rollback()
 
     def master(self, param: torch.Tensor) -> torch.Tensor:
-        """The float32 master of a parameter: the state of `master="f32"`, or a new tensor joined from a split master. The parameter itself
-        if it has no master."""
-        state = self.state.get(param, {})
-        if LOW in state:
-            return _split.join(local(param), local(state[LOW]))
-        return state.get(MASTER, param).detach()
+        """The float32 master of a parameter, of which the next step computes; for a DTensor, of the part that this process holds. Before the
+        first step, and where the program has written to the parameter since, it has the values of the parameter.
+
+        Returns:
+            The state of `master="f32"`; a new tensor for a split master, for a master on a tier, and before the first step. The parameter
+            itself if it has no master.
+
+        Raises:
+            InvalidArgumentError: The tensor is not a parameter of this optimizer."""
+        if not any(param is own for group in self.param_groups for own in group["params"]):
+            raise InvalidArgumentError(f"{type(self).__name__}.master: the tensor is not a parameter of this optimizer; pass one of its param_groups")
+        if self._tier is not None:
+            return self._tier.master(param)
+        if not self._precision.has_master(param):
+            return param.detach()
+        state, own = self.state.get(param), local(param).detach()
+        if not state or (LOW in state and self._table is not None and self._table.was_written(state)):
+            return own.to(torch.float32)
+        with torch.no_grad():
+            kept = master_of(self._precision, param, state)
+        return _split.join(own, kept) if self._precision.master == "split" else kept
 
     def _step_all(self) -> None:
         self._last, self.skipped = None, False
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found is not None and float(found):
+            self._tell(found_inf=True)
             self.skipped = True
             return
-        table: Any = TierTable(self, self._tier) if self._tier is not None else self._current()
+        try:
+            table: Any = TierTable(self, self._tier) if self._tier is not None else self._current()
+        except Exception:
+            self._tell(refused=True)
+            raise
         try:
             self._step_table(table, 1.0 if scale is None else 1.0 / float(scale))
         finally:
             table.release_grads()
 
+    @property
+    def _measures(self) -> bool:
+        """True if a step measures the gradients."""
+        return self.max_norm is not None or self.skip_nonfinite
+
     def _step_table(self, table: Table, factor: float) -> None:
-        if self.max_norm is not None or self.skip_nonfinite:
+        if self._measures:
             clip = self._clip(table, factor)
             if clip is None:
                 self.skipped = True
@@ -321,8 +352,11 @@ class SpillwayOptimizer(OnTier):
             total += square
             if square - square != 0 and not nonfinite:
                 nonfinite, culprit = True, name_of(group, number, index)
-        total, nonfinite = self._reduced(total, nonfinite)
+        total, nonfinite, found_inf = self._reduced(total, nonfinite)
         self.grad_norm = total ** 0.5
+        if found_inf:
+            self.grad_norm = float("inf")
+            return None
         if nonfinite and self.skip_nonfinite:
             return None
         if nonfinite:
@@ -330,15 +364,28 @@ class SpillwayOptimizer(OnTier):
                                        "Pass skip_nonfinite=True to skip such steps")
         return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) if self.max_norm is not None else 1.0
 
-    def _reduced(self, total: float, nonfinite: bool) -> tuple[float, bool]:
+    def _tell(self, found_inf: bool = False, refused: bool = False) -> None:
+        """Tells the other processes, which wait in the reduction of their gradients, that this one does not step."""
+        if self.process_group is not None and self._measures:
+            self._summed([0.0, 0.0, float(found_inf), float(refused)])
+
+    def _summed(self, values: list[float]) -> list[float]:
+        sums = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(sums, group=self.process_group)
+        return sums.tolist()
+
+    def _reduced(self, total: float, nonfinite: bool) -> tuple[float, bool, bool]:
+        """Square of the norm, whether a gradient has Inf or NaN, and whether a GradScaler has found one: in any process of the group."""
         if self.process_group is None:
             if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
                 raise InvalidArgumentError(f"{type(self).__name__}: parameters are DTensors, so max_norm and skip_nonfinite need "
                                            "process_group, the group over which the parts are summed")
-            return total, nonfinite
-        both = torch.tensor([total, float(nonfinite)], dtype=torch.float64)
-        torch.distributed.all_reduce(both, group=self.process_group)
-        return float(both[0]), bool(both[1])
+            return total, nonfinite, False
+        total, bad, found, refused = self._summed([total, float(nonfinite), 0.0, 0.0])
+        if refused:
+            raise SpillwayError(f"{type(self).__name__}: another process of process_group refused this step, and its error says why; nothing was "
+                                "stepped here")
+        return total, bool(bad), bool(found)
 
     def _step_rest(self, factor: float) -> None:
         """torch's step of the parameters that Spillway does not serve."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgumentError, UnsupportedError
+from ._arguments import check_steps
 from ._precision import Precision
 from ._tier_dict import check_loaded, whole_state, write_through
 from ._tier_states import TierStates
@@ -84,6 +85,7 @@ class OnTier(torch.optim.Optimizer):
 
         def take(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
             """Takes the states, so that torch loads the groups only."""
+            check_steps(loaded, True)
             found.update(check_loaded(self, tier, loaded))
             return {**loaded, "state": {}}
         hook = self.register_load_state_dict_pre_hook(take)

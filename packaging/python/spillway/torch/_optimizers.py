@@ -107,6 +107,7 @@ class Lion(SpillwayOptimizer):
         InvalidArgumentError: A hyper-parameter is out of range."""
 
     c_name, _options_type = "lion", _abi.LionOptions
+    _counted = False
     _keys = {"exp_avg": "exp_avg"}
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, *,

@@ -4,6 +4,7 @@ the dtype of its parameter."""
 from __future__ import annotations
 
 from itertools import chain
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +34,13 @@ class Precision(NamedTuple):
         """Checks the arguments of an optimizer's class."""
         if moment_dtype not in (None, torch.float32, torch.bfloat16):
             raise InvalidArgumentError(f"{name}: moment_dtype is {moment_dtype!r}; pass torch.bfloat16, torch.float32 or None")
-        if moment_rounding not in _abi.ROUNDINGS:
+        if not isinstance(moment_rounding, str) or moment_rounding not in _abi.ROUNDINGS:
             raise InvalidArgumentError(f"{name}: moment_rounding is {moment_rounding!r}; pass one of {tuple(_abi.ROUNDINGS)}")
         stochastic = moment_rounding == "stochastic"
         if stochastic and (moment_dtype is not torch.bfloat16 or not adam):
             raise InvalidArgumentError(f"{name}: moment_rounding=\"stochastic\" is for Adam and AdamW with moment_dtype=torch.bfloat16")
-        if not 0 <= rounding_seed < 2**64:
-            raise InvalidArgumentError(f"{name}: rounding_seed is {rounding_seed!r}; pass a number from 0 to 2**64 - 1")
+        if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, Integral) or not 0 <= rounding_seed < 2**64:
+            raise InvalidArgumentError(f"{name}: rounding_seed is {rounding_seed!r}; pass a whole number from 0 to 2**64 - 1")
         if master not in (None, *_STATES):
             raise InvalidArgumentError(f"{name}: master is {master!r}; pass \"f32\", \"split\" or None")
         return Precision(moment_dtype, stochastic, rounding_seed, master)

@@ -17,6 +17,8 @@ import torch
 
 from .. import _abi, _native
 from .._native_handle import record
+from ..errors import InvalidArgumentError
+from ._arguments import is_count
 from ._rows import CODES, Row, name_of
 from ._slice import LENGTH, Slice
 
@@ -91,6 +93,10 @@ class Table:
         if not self._counting:
             self.steps = torch.zeros(len(inner), device="cpu")
             return
+        for number, state in enumerate(inner):
+            if not isinstance(state["step"], torch.Tensor) or not is_count(state["step"]):
+                raise InvalidArgumentError(f"{self.name(number)}: its state 'step' is {state['step']!r}; set a tensor with the number of steps, or "
+                                           "load the state again")
         self.steps = torch.stack([state["step"].detach().cpu() for state in inner])
         for state, step in zip(inner, self.steps.unbind()):
             state["step"] = step
@@ -111,6 +117,10 @@ class Table:
             for at in part.written():
                 if self._master in part.inner[at]:
                     part.inner[at][self._master].zero_()
+
+    def was_written(self, state: dict[str, Any]) -> bool:
+        """True if the program has written to the parameter of a state since the last step."""
+        return any(part.inner[at] is state for part in self._slices for at in part.written())
 
     def refresh(self) -> bool:
         """Patches new gradients in; False if the table no longer describes the optimizer's tensors."""

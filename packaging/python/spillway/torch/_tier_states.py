@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import Swap
 from ..tier import Tier, TierPath
+from ._arguments import check_tier
 from ._layout import Commit, Layout, check_parameters, described
 from ._rows import CODES, local, name_of
 
@@ -69,7 +70,10 @@ class TierOptions(NamedTuple):
         """The options of a `tier` argument."""
         options = given if isinstance(given, TierOptions) else TierOptions(given)
         single = isinstance(options.paths, (str, os.PathLike, TierPath)) or options.paths is None
-        paths = [options.paths] if single else list(options.paths)
+        paths = [options.paths] if single else list(options.paths) if isinstance(options.paths, Iterable) else []
+        if not paths or not all(path is None or (isinstance(path, (str, os.PathLike, TierPath)) and path != "") for path in paths):
+            raise InvalidArgumentError(f"tier is {given!r}; pass a directory, a list of directories, or a TierOptions of these")
+        check_tier(options)
         ready = torch.distributed.is_available() and torch.distributed.is_initialized()
         return options._replace(
             paths=[path if isinstance(path, TierPath) else TierPath(path) for path in paths],
@@ -118,6 +122,8 @@ class TierStates:
         self.directory = next((path.directory for path in options.paths
                                if path.directory is not None and not os.fspath(path.directory).startswith("s3://")), None)
         self._handles, self._world = _Handles(), options.world
+        #: The record of a commit that has begun, and the status of the library's call once it has returned.
+        self._pending: tuple[Commit, list[int]] | None = None
         weakref.finalize(optimizer, _Handles.close, self._handles)
         try:
             self._open(optimizer, options, memory_budget)
@@ -205,22 +211,44 @@ class TierStates:
                 self.swap.write(subgroup, master)
         self.note_versions()
 
+    def master(self, param: torch.Tensor) -> torch.Tensor:
+        """The master of a parameter: the parameter itself if it is float32."""
+        number, own = self.check(param, "the tensor"), local(param).detach()
+        if own.dtype is torch.float32:
+            return own
+        self.take_written()
+        master = torch.empty(own.shape, dtype=torch.float32, device="cpu")
+        for piece in self.layout.of_parameter[number]:
+            whole = torch.empty(self.layout.elements[piece.subgroup], device="cpu")
+            self.swap.read(piece.subgroup, whole)
+            master.view(-1)[piece.start:piece.start + piece.count] = whole[piece.first:piece.first + piece.count]
+        return master
+
     def commit(self, optimizer: SpillwayOptimizer, step: int | None, payload: bytes) -> None:
         """Makes the present states durable; returns after all ranks have committed."""
+        self._settle()
         self.take_written()
         steps = [float(optimizer.state[param]["step"]) for param in self.params]
         record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, payload_of(payload))
-        number = self.count if step is None else step
-        status: list[int] = []
+        number, status = self.count if step is None else step, []
+        # Noted before the call: a signal handler may raise after the library has committed.
+        self._pending = record, status
         try:
             _ranks.together(self._world, lambda: self.swap._commit(number, record.packed(), status))
         finally:
-            # Also if a signal handler raises after the call: the tier has committed.
+            self._settle()
+
+    def _settle(self) -> None:
+        """Takes over the record of a commit that the library has completed."""
+        if self._pending is not None:
+            record, status = self._pending
             if status == [0]:
                 self.committed = record
+            self._pending = None
 
     def rollback(self, optimizer: SpillwayOptimizer) -> None:
         """Restores the last commit."""
+        self._settle()
         if self.committed is None:
             raise InvalidArgumentError(f"{type(optimizer).__name__}.rollback: nothing was committed to the tier; construct the optimizer again")
         self.swap.rollback()
@@ -255,8 +283,6 @@ class TierStates:
 
 def _part_elements(options: TierOptions, memory_budget: int | None, total: int) -> int:
     if options.part_elements is not None:
-        if not isinstance(options.part_elements, int) or options.part_elements < 1:
-            raise InvalidArgumentError(f"TierOptions: part_elements is {options.part_elements!r}; pass a number of elements from 1 on, or None")
         return options.part_elements
     usual = _USUAL if memory_budget is None else min(_USUAL, memory_budget // (6 * _STATE_BYTES) // 1024 * 1024)
     return max(_LEAST, min(usual, max(total, 1)))

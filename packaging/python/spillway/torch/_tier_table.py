@@ -10,7 +10,8 @@ import torch
 
 from .. import _abi, _native
 from .._native_handle import record
-from ..errors import UnsupportedError
+from ..errors import InvalidArgumentError, UnsupportedError
+from ._arguments import is_count
 from ._rows import CODES, is_served, local, name_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class TierTable:
         self._of_row = [at for _, _, at, _ in pieces]
         self._subgroups = array("Q", [subgroup for subgroup, *_ in pieces])
         self._firsts = array("Q", [first for _, first, *_ in pieces])
-        steps = [int(self._optimizer.state[self._states.params[number]]["step"]) for number in self._numbers]
+        steps = [self._step_of(at, number) for at, number in enumerate(self._numbers)]
         keys = [(group, step, -1) for (group, _), step in zip(self.places, steps)]
         self._options = {key: self._optimizer._new_options((key[0], -1)) for key in dict.fromkeys(keys)}
         rows = (_abi.Tensor * len(pieces))()
@@ -73,6 +74,13 @@ class TierTable:
             row.copy_dtype, row.param_copy = CODES[param.dtype], param.data_ptr() + piece.start * param.element_size()
             row.options = ctypes.addressof(self._options[keys[at]])
         return rows
+
+    def _step_of(self, at: int, number: int) -> int:
+        """The step count of the parameter with this number, at a place in `grads`."""
+        step = self._optimizer.state[self._states.params[number]]["step"]
+        if not isinstance(step, torch.Tensor) or not is_count(step):
+            raise InvalidArgumentError(f"{self.name(at)}: its state 'step' is {step!r}; set a tensor with the number of steps, or call rollback()")
+        return int(step)
 
     @property
     def options(self) -> dict[tuple[int, int, int], Any]:

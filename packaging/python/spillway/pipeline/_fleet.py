@@ -3,7 +3,8 @@
 Invariants:
 - A failure of one process ends all: they are killed and reaped before the exception is raised.
 - The first cause is reported. A process whose peer has ended is no cause.
-- Shared memory has no name, and processes end when the pipe to their parent closes, however the parent ends.
+- Shared memory has no name. Processes end when their parent has ended, however it ended, also while another process
+  holds the parent's end of a pipe.
 - A forked child of the parent ends no process: multiprocessing does not know these processes, because it would end them
   when such a child exits."""
 
@@ -61,7 +62,7 @@ class Fleet:
                 ends.append(theirs)
                 process = context.Process(
                     target=_worker.main, name=f"spillway device {device}", daemon=True,
-                    args=(device, theirs, self._progress, outgoing[device], incoming[device], make_backend))
+                    args=(device, self._process_id, theirs, self._progress, outgoing[device], incoming[device], make_backend))
                 process.start()
                 self._processes.append(process)
                 getattr(multiprocessing.process, "_children", set()).discard(process)

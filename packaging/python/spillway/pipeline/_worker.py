@@ -1,4 +1,9 @@
-"""The process of a device: takes orders from the parent process, and ends with it."""
+"""The process of a device: takes orders from the parent process, and ends with it.
+
+Invariants:
+- The process ends when the parent closes the pipe, or when the parent has ended. A pipe alone does not show the second
+  case: a forked child of the parent, and a program that this child executes, may hold the parent's end of the pipe. The
+  id of the parent process does: the system changes it."""
 
 from __future__ import annotations
 
@@ -53,14 +58,18 @@ def _mapped(fd: Any, size: int) -> SharedMemory:
     return memory
 
 
-def main(device: int, control: Any, progress: SharedMemory, outgoing: dict[int, Any], incoming: dict[int, Any],
+#: Period in seconds at which a process without orders looks whether its parent lives.
+_PARENT_SECONDS = 0.5
+
+
+def main(device: int, parent: int, control: Any, progress: SharedMemory, outgoing: dict[int, Any], incoming: dict[int, Any],
          make_backend: Callable[[int], Any]) -> None:
-    """Body of a process. An order is a tuple: ("plan", plan), ("step", inputs), ("call", name, arguments) or ("verdict",
+    """Body of a process, a child of process `parent`. An order is a tuple: ("plan", plan), ("step", inputs), ("call", name, arguments) or ("verdict",
     verdict). Each but a verdict has one answer: ("done", result) or ("failed", operation, is_peer, text)."""
     # Ctrl-C reaches every process of the terminal. The parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders, verdicts = queue.SimpleQueue[Any](), queue.SimpleQueue[bool]()
-    threading.Thread(target=_listen, args=(control, orders, verdicts), daemon=True).start()
+    threading.Thread(target=_listen, args=(parent, control, orders, verdicts), daemon=True).start()
     present = [-1]
 
     def record(number: int, is_pass: bool = False) -> None:
@@ -100,9 +109,12 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}\n{last}"
 
 
-def _listen(control: Any, orders: queue.SimpleQueue[Any], verdicts: queue.SimpleQueue[bool]) -> None:
+def _listen(parent: int, control: Any, orders: queue.SimpleQueue[Any], verdicts: queue.SimpleQueue[bool]) -> None:
     while True:
         try:
+            while not control.poll(_PARENT_SECONDS):
+                if os.getppid() != parent:
+                    os._exit(0)
             order = control.recv()
         except (EOFError, OSError):
             # The parent closed the pipeline, or has ended.

@@ -130,7 +130,8 @@ class Plan:
         exposed_seconds: Seconds after the last pass: gradients and optimizer steps that nothing hides.
         passes_bubble_ratio: Idle time of the devices from the first pass to the last (SysX Equation 3).
         iteration_bubble_ratio: Idle time of the devices in the whole iteration (Figures 2 and 8).
-        closed_bubble_ratio: passes_bubble_ratio by the closed form; None if none is known.
+        closed_bubble_ratio: passes_bubble_ratio by the closed form. None if none is known: it needs units of equal cost whose
+            fetches, messages and recomputations take no time.
         peak_bytes: For each device the largest number of bytes at a time.
         peaks: For each device the largest number of bytes of each kind of memory.
         messages: Number and bytes of the fetches, and of sent activations, gradients and checkpoints."""
@@ -173,7 +174,10 @@ class Plan:
         return [command for _, command in sorted(commands)]
 
     def to_svg(self, width: int = 900) -> str:
-        """Returns the timeline as an SVG picture of `width` pixels."""
+        """Returns the timeline as an SVG picture of `width` pixels, from 200 to 20000.
+
+        Raises:
+            InvalidArgumentError: The width is another one, or more than 16384 operations take time."""
         handle = _open(self)
         try:
             needed = ctypes.c_uint64()
@@ -236,7 +240,8 @@ def plan(schedule: str, *, devices: int, micro_batches: int, stages: int, split:
         seconds_per_byte: Further seconds of a message per byte.
 
     Raises:
-        InvalidArgumentError: The schedule is not possible with these numbers, or has too many passes.
+        InvalidArgumentError: The schedule is not possible with these numbers, has too many passes, or has times whose sum
+            is not finite.
 
     Example:
         spillway.pipeline.plan("decoupled", devices=2, micro_batches=2, stages=2, split=2).passes_bubble_ratio"""

@@ -287,3 +287,60 @@ def test_arguments_that_do_not_fit_are_refused():
         runner.load_state_dict(state)
         runner.set_options(lr=0.5)
         assert runner.state_dict()[3]["param_groups"][0]["lr"] == 0.5
+
+
+class Sometimes(torch.nn.Module):
+    """Uses a parameter for some micro-batches, and another one for none. The sample uses the first one, or does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.gain, self.idle = torch.nn.Linear(DIM, DIM), torch.nn.Parameter(torch.ones(DIM)), torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.linear(x) * self.gain if x[0, 0] > 0 else self.linear(x)
+
+
+class Tied(torch.nn.Module):
+    """Uses one parameter twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+def irregular():
+    torch.manual_seed(3)
+    return [Sometimes(), Tied(), Sometimes(), Tied()]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_parameters_that_some_micro_batches_do_not_use_and_tied_ones_keep_the_bits(sign):
+    steps, ours, theirs = batches(3, 2), irregular(), irregular()
+    for inputs, _ in steps:
+        inputs[:3, 0], inputs[3:, 0] = sign, -sign
+    with pipeline.Pipeline(ours, torch.nn.functional.mse_loss, ADAMW, steps[0][0][:3], micro_batches=2, split=2, seed=7) as runner:
+        for step in steps:
+            runner.step(*step, timeout=300)
+        runner.sync()
+    serial(theirs, steps, 2, 1)
+    for left, right in zip(ours, theirs):
+        assert all(torch.equal(one, other) for one, other in zip(left.parameters(), right.parameters()))
+
+
+def test_parameters_that_share_memory_are_refused_and_parts_of_one_buffer_are_not():
+    def two():
+        return [torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM)]
+
+    same, shifted, apart = two(), two(), two()
+    same[1].weight = torch.nn.Parameter(same[0].weight.data)
+    flat = torch.randn(3 * DIM * DIM)
+    for unit, start in ((shifted[0], 0), (shifted[1], DIM), (apart[0], 0), (apart[1], DIM * DIM)):
+        unit.weight = torch.nn.Parameter(flat[start:start + DIM * DIM].view(DIM, DIM))
+    for units in (same, shifted):
+        with pytest.raises(spillway.InvalidArgumentError, match="parameter weight of unit 1 shares memory with parameter weight of unit 0"):
+            pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM))
+    pipeline.Pipeline(apart, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM)).close()

@@ -217,11 +217,11 @@ def measure(units: Sequence[torch.nn.Module], sample: torch.Tensor) -> list[Unit
             for name, buffer in module.named_buffers():
                 if not torch.allclose(buffers[name], buffer, rtol=0, atol=0, equal_nan=True):
                     raise _torch.changes_buffer(number, name)
-            gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             forward, backward = _seconds(module, leaf.detach(), leaf.requires_grad)
             costs.append(Unit(forward=forward, backward=backward, recompute=forward,
                               param_bytes=sum(parameter.nbytes for parameter in module.parameters()),
-                              grad_bytes=sum(gradient.nbytes for gradient in gradients), activation_bytes=sum(saved.values()),
+                              grad_bytes=sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
+                              activation_bytes=sum(saved.values()),
                               input_bytes=leaf.numel() * leaf.element_size()))
             value = output.detach()
     return costs

@@ -116,7 +116,14 @@ class TorchBackend:
     def size(value: Any) -> int:
         if isinstance(value, torch.Tensor):
             return value.numel() * value.element_size()
-        return sum(one.numel() * one.element_size() for one in value if one is not None)
+        return sum(one.numel() * one.element_size() for one in value)
+
+    @staticmethod
+    def gradient_size(gradients: list[tuple[bool, torch.Tensor | None]]) -> int | None:
+        """Bytes of the gradients. None while a trained parameter has none, because no micro-batch has used it yet: the plan
+        reserves them all."""
+        found = [gradient for trained, gradient in gradients if trained]
+        return None if any(one is None for one in found) else sum(one.nbytes for one in found if one is not None)
 
     @staticmethod
     def activation_size(_: Any) -> None:
@@ -205,19 +212,20 @@ class TorchBackend:
             found.append(torch.zeros_like(leaf))
         return found[0] if found else None, self._grads(first, units)
 
-    def _grads(self, first: int, units: int) -> list[torch.Tensor | None]:
-        return [parameter.grad for module in self._modules[first, units] for parameter in module.parameters()]
+    def _grads(self, first: int, units: int) -> list[tuple[bool, torch.Tensor | None]]:
+        """For each parameter whether it is trained, and its gradient."""
+        return [(parameter.requires_grad, parameter.grad) for module in self._modules[first, units] for parameter in module.parameters()]
 
     # Gradients and optimizers.
 
-    def offload(self, first: int, units: int, gradients: list[torch.Tensor | None]) -> None:
+    def offload(self, first: int, units: int, gradients: list[tuple[bool, torch.Tensor | None]]) -> None:
         """Moves gradients to the parameters in host memory, and validates them."""
-        for owned, gradient in zip(self._owned[first], gradients):
+        for owned, (_, gradient) in zip(self._owned[first], gradients):
             owned.grad = gradient
         for module in self._modules[first, units]:
             for parameter in module.parameters():
                 parameter.grad = None
-        found = [gradient for gradient in gradients if gradient is not None]
+        found = [gradient for _, gradient in gradients if gradient is not None]
         finite = not self._check or all(bool(torch.isfinite(gradient).all()) for gradient in found)
         with self._lock:
             self._finite[first] = finite

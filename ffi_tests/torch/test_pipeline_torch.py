@@ -344,3 +344,32 @@ def test_parameters_that_share_memory_are_refused_and_parts_of_one_buffer_are_no
         with pytest.raises(spillway.InvalidArgumentError, match="parameter weight of unit 1 shares memory with parameter weight of unit 0"):
             pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM))
     pipeline.Pipeline(apart, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM)).close()
+
+
+class Foreign:
+    """Can be pickled by this process, and not be unpickled by another one."""
+
+    def __reduce__(self):
+        return os.getpgid, (2**31 - 1,)
+
+
+def test_refused_arguments_leave_the_pipeline_usable():
+    units, step = model(4), batches(1, 2)[0]
+    with pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2, split=2) as runner:
+        state = runner.state_dict()
+        fewer = {**state, 0: {**state[0], "param_groups": [{**state[0]["param_groups"][0], "params": [0]}]}}
+        for call, words in [(lambda: runner.set_options(nope=1), "no option nope"), (lambda: runner.set_options(params=[]), "no option params"),
+                            (lambda: runner.set_options(lr=lambda: 1), "picklable"), (lambda: runner.set_options(lr=Foreign()), "unpickle"),
+                            (lambda: runner.load_state_dict({}), r"stages \[\]"), (lambda: runner.load_state_dict(None), "stages NoneType"),
+                            (lambda: runner.load_state_dict(dict.fromkeys(state)), "parameter groups"),
+                            (lambda: runner.load_state_dict(fewer), "parameter groups"),
+                            (lambda: runner.step(*step, timeout=float("inf")), "finite"), (lambda: runner.step(*step, timeout=float("nan")), "finite")]:
+            with pytest.raises(spillway.InvalidArgumentError, match=words):
+                call()
+        assert runner.step(*step, timeout=1e10).committed
+    with pytest.raises(spillway.BusyError, match="closed"):
+        runner.process_ids()
+    for option in ("split", "devices", "micro_batches", "slots", "threads"):
+        for value in (0, -1, 1.5):
+            with pytest.raises(spillway.InvalidArgumentError, match=f"Pipeline: {option} is"):
+                pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), **{option: value})

@@ -255,14 +255,27 @@ class TorchBackend:
             self._store.end(stage, verdict)
         self._stepped.clear()
 
-    def set_options(self, options: dict[str, Any]) -> None:
+    def refusal(self, name: str, data: bytes) -> str | None:
+        """The reason why set_options(data) or load_state_dicts(data) would fail; None: there is none."""
+        try:
+            value = pickle.loads(data)
+        except Exception as error:
+            return f"{name.removesuffix('s')}: a process of the pipeline cannot unpickle the values: {type(error).__name__}: {error}"
+        for first, optimizer in self._optimizers.items():
+            groups = optimizer.param_groups if optimizer else []
+            if name == "set_options":
+                unknown = sorted({one for group in groups for one in value if one not in group or one == "params"})
+                if unknown:
+                    return f"set_options: the optimizer of unit {first} has no option {', '.join(unknown)}"
+            elif optimizer and not _fits(groups, value[first]):
+                return f"load_state_dict: the state of stage {first} does not have the parameter groups of its optimizer"
+        return None
+
+    def set_options(self, data: bytes) -> None:
         """Sets options of all groups of all optimizers."""
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups if optimizer else ():
-                unknown = set(options) - set(group)
-                if unknown:
-                    raise InvalidArgumentError(f"set_options: the optimizer has no option {', '.join(sorted(unknown))}")
-                group.update(options)
+                group.update(pickle.loads(data))
 
     def state_dicts(self) -> bytes:
         """The states of the optimizers, by the first unit of their stage."""
@@ -272,6 +285,14 @@ class TorchBackend:
         for first, state in pickle.loads(data).items():
             if self._optimizers.get(first):
                 self._optimizers[first].load_state_dict(state)
+
+
+def _fits(groups: list[dict[str, Any]], state: Any) -> bool:
+    """True if the state of an optimizer has these groups, with as many parameters."""
+    try:
+        return isinstance(state["state"], dict) and [len(group["params"]) for group in state["param_groups"]] == [len(group["params"]) for group in groups]
+    except (KeyError, TypeError, IndexError):
+        return False
 
 
 def _strides(value: torch.Tensor) -> tuple[int, ...] | None:

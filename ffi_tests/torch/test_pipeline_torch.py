@@ -373,3 +373,22 @@ def test_refused_arguments_leave_the_pipeline_usable():
         for value in (0, -1, 1.5):
             with pytest.raises(spillway.InvalidArgumentError, match=f"Pipeline: {option} is"):
                 pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), **{option: value})
+
+
+class Mistaken(torch.nn.Module):
+    """Raises in the processes of the devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.parent = torch.nn.Linear(DIM, DIM), os.getpid()
+
+    def forward(self, x):
+        return self.linear(x if os.getpid() == self.parent else x[:, 1:])
+
+
+def test_an_exception_in_a_unit_has_the_traceback_of_the_unit():
+    with pipeline.Pipeline([*model(3), Mistaken()], torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2,
+                           split=2) as runner, pytest.raises(pipeline.PipelineError, match="shapes cannot be multiplied") as failure:
+        runner.step(*batches(1, 2)[0], timeout=300)
+    assert "x if os.getpid() == self.parent else x[:, 1:]" in str(failure.value) and "in forward" in str(failure.value)
+    assert "_executor" not in str(failure.value)

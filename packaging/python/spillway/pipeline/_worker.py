@@ -15,6 +15,7 @@ import struct
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 from ._channels import Channels, PeerGoneError
@@ -60,6 +61,8 @@ def _mapped(fd: Any, size: int) -> SharedMemory:
 
 #: Period in seconds at which a process without orders looks whether its parent lives.
 _PARENT_SECONDS = 0.5
+#: Frames of a traceback in a message: the innermost ones.
+_FRAMES = 20
 
 
 def main(device: int, parent: int, control: Any, progress: SharedMemory, outgoing: dict[int, Any], incoming: dict[int, Any],
@@ -105,8 +108,11 @@ def main(device: int, parent: int, control: Any, progress: SharedMemory, outgoin
 
 
 def _words(error: BaseException) -> str:
-    last = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
-    return f"{type(error).__name__}: {error}\n{last}"
+    """The error with the traceback of the user's code: without the frames of this package and of the thread pool."""
+    own = (os.path.dirname(__file__) + os.sep, futures.__path__[0] + os.sep)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    frames = frames or traceback.extract_tb(error.__traceback__)[-1:]
+    return f"{type(error).__name__}: {error}\n" + "".join(traceback.format_list(frames[-_FRAMES:])).rstrip()
 
 
 def _listen(parent: int, control: Any, orders: queue.SimpleQueue[Any], verdicts: queue.SimpleQueue[bool]) -> None:

@@ -287,3 +287,108 @@ def test_arguments_that_do_not_fit_are_refused():
         runner.load_state_dict(state)
         runner.set_options(lr=0.5)
         assert runner.state_dict()[3]["param_groups"][0]["lr"] == 0.5
+
+
+class Sometimes(torch.nn.Module):
+    """Uses a parameter for some micro-batches, and another one for none. The sample uses the first one, or does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.gain, self.idle = torch.nn.Linear(DIM, DIM), torch.nn.Parameter(torch.ones(DIM)), torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.linear(x) * self.gain if x[0, 0] > 0 else self.linear(x)
+
+
+class Tied(torch.nn.Module):
+    """Uses one parameter twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+def irregular():
+    torch.manual_seed(3)
+    return [Sometimes(), Tied(), Sometimes(), Tied()]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_parameters_that_some_micro_batches_do_not_use_and_tied_ones_keep_the_bits(sign):
+    steps, ours, theirs = batches(3, 2), irregular(), irregular()
+    for inputs, _ in steps:
+        inputs[:3, 0], inputs[3:, 0] = sign, -sign
+    with pipeline.Pipeline(ours, torch.nn.functional.mse_loss, ADAMW, steps[0][0][:3], micro_batches=2, split=2, seed=7) as runner:
+        for step in steps:
+            runner.step(*step, timeout=300)
+        runner.sync()
+    serial(theirs, steps, 2, 1)
+    for left, right in zip(ours, theirs):
+        assert all(torch.equal(one, other) for one, other in zip(left.parameters(), right.parameters()))
+
+
+def test_parameters_that_share_memory_are_refused_and_parts_of_one_buffer_are_not():
+    def two():
+        return [torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM)]
+
+    same, shifted, apart = two(), two(), two()
+    same[1].weight = torch.nn.Parameter(same[0].weight.data)
+    flat = torch.randn(3 * DIM * DIM)
+    for unit, start in ((shifted[0], 0), (shifted[1], DIM), (apart[0], 0), (apart[1], DIM * DIM)):
+        unit.weight = torch.nn.Parameter(flat[start:start + DIM * DIM].view(DIM, DIM))
+    for units in (same, shifted):
+        with pytest.raises(spillway.InvalidArgumentError, match="parameter weight of unit 1 shares memory with parameter weight of unit 0"):
+            pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM))
+    pipeline.Pipeline(apart, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM)).close()
+
+
+class Foreign:
+    """Can be pickled by this process, and not be unpickled by another one."""
+
+    def __reduce__(self):
+        return os.getpgid, (2**31 - 1,)
+
+
+def test_refused_arguments_leave_the_pipeline_usable():
+    units, step = model(4), batches(1, 2)[0]
+    with pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2, split=2) as runner:
+        state = runner.state_dict()
+        fewer = {**state, 0: {**state[0], "param_groups": [{**state[0]["param_groups"][0], "params": [0]}]}}
+        for call, words in [(lambda: runner.set_options(nope=1), "no option nope"), (lambda: runner.set_options(params=[]), "no option params"),
+                            (lambda: runner.set_options(lr=lambda: 1), "picklable"), (lambda: runner.set_options(lr=Foreign()), "unpickle"),
+                            (lambda: runner.load_state_dict({}), r"stages \[\]"), (lambda: runner.load_state_dict(None), "stages NoneType"),
+                            (lambda: runner.load_state_dict(dict.fromkeys(state)), "parameter groups"),
+                            (lambda: runner.load_state_dict(fewer), "parameter groups"),
+                            (lambda: runner.step(*step, timeout=float("inf")), "finite"), (lambda: runner.step(*step, timeout=float("nan")), "finite")]:
+            with pytest.raises(spillway.InvalidArgumentError, match=words):
+                call()
+        assert runner.step(*step, timeout=1e10).committed
+    with pytest.raises(spillway.BusyError, match="closed"):
+        runner.process_ids()
+    for option in ("split", "devices", "micro_batches", "slots", "threads"):
+        for value in (0, -1, 1.5):
+            with pytest.raises(spillway.InvalidArgumentError, match=f"Pipeline: {option} is"):
+                pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), **{option: value})
+
+
+class Mistaken(torch.nn.Module):
+    """Raises in the processes of the devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.parent = torch.nn.Linear(DIM, DIM), os.getpid()
+
+    def forward(self, x):
+        return self.linear(x if os.getpid() == self.parent else x[:, 1:])
+
+
+def test_an_exception_in_a_unit_has_the_traceback_of_the_unit():
+    with pipeline.Pipeline([*model(3), Mistaken()], torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2,
+                           split=2) as runner, pytest.raises(pipeline.PipelineError, match="shapes cannot be multiplied") as failure:
+        runner.step(*batches(1, 2)[0], timeout=300)
+    assert "x if os.getpid() == self.parent else x[:, 1:]" in str(failure.value) and "in forward" in str(failure.value)
+    assert "_executor" not in str(failure.value)

@@ -244,7 +244,7 @@ typedef struct spw_pipeline_unit {
 typedef struct spw_pipeline spw_pipeline;
 
 // Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. Close the
-// handle with `spw_pipeline_close`.
+// handle with `spw_pipeline_close`. Times whose sum over all devices is not finite are refused.
 enum spw_status spw_plan_pipeline(const struct spw_pipeline_options *options,
                                   const struct spw_pipeline_unit *units,
                                   uint64_t unit_count,
@@ -328,7 +328,8 @@ typedef struct spw_pipeline_result {
     double passes_bubble_ratio;
     // Idle time of the devices in the whole iteration, as a fraction.
     double iteration_bubble_ratio;
-    // The same as passes_bubble_ratio by the closed form. NaN if none is known.
+    // The same as passes_bubble_ratio by the closed form. NaN if none is known: it needs units of equal cost whose fetches,
+    // messages and recomputations take no time.
     double closed_bubble_ratio;
     // Number of operations.
     uint64_t operations;
@@ -480,7 +481,8 @@ enum spw_status spw_pipeline_get_dependencies(const struct spw_pipeline *pipelin
                                               uint64_t count,
                                               uint32_t *dependencies_out);
 
-// Draws the timeline as an SVG picture of `width` pixels.
+// Draws the timeline as an SVG picture of `width` pixels, from 200 to 20000. A plan with more than 16384 operations that
+// take time is refused.
 enum spw_status spw_pipeline_get_svg(const struct spw_pipeline *pipeline,
                                      uint32_t width,
                                      char *text_out,

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from . import _abi, _native
+from . import _abi, _arguments, _native
 from ._native_handle import _NativeHandle, record
 from .errors import BusyError, InvalidArgumentError, SpillwayError
 from .optim import StepStats
 
 _HUGE, _BIND_NODE, _COLLECT = 1, 2, 4
 _WRITE, _ORPHAN = 1, 2
-_NUMPY = {"f32": "float32", "f16": "float16", "bf16": "uint16"}
 
 
 class ArenaInfo(NamedTuple):
@@ -144,12 +144,13 @@ class Arena(_NativeHandle):
         table = (_abi.ArenaRegion * len(regions))()
         for row, (region, size) in zip(table, regions.items()):
             row.struct_size = ctypes.sizeof(_abi.ArenaRegion)
-            row.name, row.bytes = region.encode(), size
+            row.name, row.bytes = _arguments.text("Arena: a region's name", region), _arguments.unsigned(f"Arena: bytes of region {region}", size)
         options = _abi.sized(_abi.ArenaOptions)
-        options.name = None if name is None else name.encode()
+        options.name = None if name is None else _arguments.text("Arena: name", name)
         options.flags = _HUGE * huge + _BIND_NODE * (node is not None) + _COLLECT * collect
         options.regions = ctypes.cast(table, ctypes.c_void_p)
-        options.region_count, options.node, options.processes = len(table), node or 0, processes
+        options.region_count, options.node = len(table), _arguments.unsigned("Arena: node", node or 0, 32)
+        options.processes = _arguments.unsigned("Arena: processes", processes, 32)
         return cls("spw_arena_create", ctypes.byref(options))
 
     @classmethod
@@ -167,13 +168,13 @@ class Arena(_NativeHandle):
             PeerEndedError: Its owner has ended.
             ArenaFormatError: It is truncated, damaged, not an arena, or of another version.
             ArenaForeignError: It belongs to another user."""
-        return cls("spw_arena_open", name.encode(), _WRITE * write + _ORPHAN * orphan, _milliseconds(timeout))
+        return cls("spw_arena_open", _arguments.text("Arena: name", name), _WRITE * write + _ORPHAN * orphan, _arguments.milliseconds(timeout))
 
     @classmethod
     def open_fd(cls, fd: int, *, write: bool = False, orphan: bool = False) -> Arena:
         """Opens an arena without a name by a descriptor of its memory, which stays the caller's. Arguments and errors as
         of `open`."""
-        return cls("spw_arena_open_fd", fd, _WRITE * write + _ORPHAN * orphan)
+        return cls("spw_arena_open_fd", _arguments.signed("Arena: fd", fd), _WRITE * write + _ORPHAN * orphan)
 
     def info(self) -> ArenaInfo:
         """Returns the properties of the arena and of its mapping in this process."""
@@ -205,13 +206,21 @@ class Arena(_NativeHandle):
 
         Args:
             name: The region.
-            dtype: "f32", "f16", "bf16" (as uint16), or a numpy dtype.
-            shape: Shape of the array, which begins at the region's first byte; None: flat, the whole region."""
+            dtype: "f32", "f16", "bf16" (as uint16), or a numpy dtype of plain numbers.
+            shape: Shape of the array, which begins at the region's first byte; None: flat, the whole region. One length may
+                be -1: the array has the whole region then, which must have a whole number of such rows.
+
+        Raises:
+            InvalidArgumentError: The dtype has Python objects, or the shape does not fit the region."""
         import numpy
-        kind = numpy.dtype(_NUMPY.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+        kind = _arguments.numpy_dtype("Arena.view: dtype", dtype)
         memory = self._memory(name)
         flat = numpy.frombuffer(memory, kind, len(memory) // kind.itemsize)
-        found = flat if shape is None else flat[:_count(shape)].reshape(shape)
+        if shape is None:
+            found = flat
+        else:
+            lengths = _arguments.shape("Arena.view: shape", shape, len(flat))
+            found = flat[:math.prod(lengths)].reshape(lengths)
         if not self.info().writable:
             found.flags.writeable = False
         return found
@@ -226,7 +235,10 @@ class Arena(_NativeHandle):
             raise InvalidArgumentError(f"Arena.tensor: dtype is {dtype!r}; pass a torch dtype, \"f32\", \"f16\" or \"bf16\"")
         memory = self._memory(name)
         flat = torch.frombuffer(memory, dtype=kind, count=len(memory) // kind.itemsize)
-        return flat if shape is None else flat[:_count(shape)].reshape(shape)
+        if shape is None:
+            return flat
+        lengths = _arguments.shape("Arena.tensor: shape", shape, len(flat))
+        return flat[:math.prod(lengths)].reshape(lengths)
 
     def read(self, name: str, dtype: Any = "f32", *, at_least: int = 0, timeout: float | None = None) -> tuple[int, Any]:
         """Returns the generation of a region and a copy of its values, all of that one step.
@@ -241,7 +253,7 @@ class Arena(_NativeHandle):
             TornError: The writer ended in the middle of a write.
             TimedOutError: The message names the writer, or the generation."""
         import numpy
-        kind = numpy.dtype(_NUMPY.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+        kind = _arguments.numpy_dtype("Arena.read: dtype", dtype)
         copy = numpy.empty(self.region(name).bytes // kind.itemsize, kind)
         return self.read_into(name, copy, at_least=at_least, timeout=timeout), copy
 
@@ -257,8 +269,8 @@ class Arena(_NativeHandle):
         from . import _arrays
         address, size = _arrays.memory(to, "to", True)
         generation = ctypes.c_uint64()
-        self._call("spw_arena_read", self._index(name), _number("at_least", at_least), _number("offset", offset), address, size,
-                   _milliseconds(timeout), ctypes.byref(generation))
+        self._call("spw_arena_read", self._index(name), _arguments.unsigned("Arena: at_least", at_least), _arguments.unsigned("Arena: offset", offset), address, size,
+                   _arguments.milliseconds(timeout), ctypes.byref(generation))
         return generation.value
 
     def snapshot(self, name: str, *, at_least: int = 0, timeout: float | None = None) -> Snapshot:
@@ -269,7 +281,7 @@ class Arena(_NativeHandle):
             at_least: Wait for this generation.
             timeout: Longest wait in seconds; None: no limit."""
         found = _abi.sized(_abi.ArenaSnapshot)
-        self._call("spw_arena_read_begin", self._index(name), _number("at_least", at_least), _milliseconds(timeout),
+        self._call("spw_arena_read_begin", self._index(name), _arguments.unsigned("Arena: at_least", at_least), _arguments.milliseconds(timeout),
                    ctypes.byref(found))
         return Snapshot(found.generation, found.sequence)
 
@@ -291,7 +303,7 @@ class Arena(_NativeHandle):
         # A signal handler may raise between any two bytecodes: the outcome says whether a write has begun.
         index, torn = self._index(name), ctypes.c_uint32()
         outcome: list[int] = []
-        _number("generation", generation)
+        _arguments.unsigned("Arena: generation", generation)
         try:
             self._through(lambda handle: record(outcome, _native.library().spw_arena_write_begin, handle, index, generation,
                                                 ctypes.byref(torn)))
@@ -308,7 +320,7 @@ class Arena(_NativeHandle):
     def write_begin(self, name: str, generation: int) -> bool:
         """Begins a write; returns True if every byte must be written, because an earlier writer ended in a write."""
         torn = ctypes.c_uint32()
-        self._call("spw_arena_write_begin", self._index(name), _number("generation", generation), ctypes.byref(torn))
+        self._call("spw_arena_write_begin", self._index(name), _arguments.unsigned("Arena: generation", generation), ctypes.byref(torn))
         return bool(torn.value)
 
     def write_end(self, name: str) -> None:
@@ -322,7 +334,7 @@ class Arena(_NativeHandle):
     def join(self, process: int) -> None:
         """Takes the number `process` for this object, before the first round, so that others notice its death. An open round
         that an earlier process posted with this number is aborted."""
-        self._call("spw_arena_join", process)
+        self._call("spw_arena_join", _arguments.unsigned("Arena.join: process", process, 32))
 
     def post(self, process: int, round: int, stats: StepStats | tuple[bool, float], *, failed: bool = False) -> None:
         """Posts the local verdict of a round, each round once, after the round before got its outcome. A round is decided
@@ -340,9 +352,10 @@ class Arena(_NativeHandle):
         """post(), which appends its status to `outcome` in one step with the call."""
         given = _abi.sized(_abi.StepStats)
         given.nonfinite, given.sum_squares = int(stats[0]), stats[1]
-        _number("round", round)
-        self._through(lambda handle: record(outcome, _native.library().spw_arena_post, handle, process, round,
-                                            ctypes.byref(given), int(failed)))
+        number = _arguments.unsigned("Arena.post: process", process, 32)
+        which = _arguments.unsigned("Arena.post: round", round)
+        self._through(lambda handle: record(outcome, _native.library().spw_arena_post, handle, number, which, ctypes.byref(given),
+                                            int(failed)))
         _native.check(outcome[0])
 
     def wait_verdict(self, round: int, *, timeout: float | None = None) -> Verdict:
@@ -356,7 +369,8 @@ class Arena(_NativeHandle):
             PeerEndedError: The round is aborted for all processes: a process left it, or ended before it posted. Roll back.
             TimedOutError: The round is open. Wait again, or abort it; do not roll back before."""
         found = _abi.sized(_abi.ArenaVerdict)
-        self._call("spw_arena_wait_verdict", _number("round", round), _milliseconds(timeout), ctypes.byref(found))
+        self._call("spw_arena_wait_verdict", _arguments.unsigned("Arena.wait_verdict: round", round), _arguments.milliseconds(timeout),
+                   ctypes.byref(found))
         return Verdict(bool(found.nonfinite), found.failed, found.sum_squares)
 
     def abort_round(self, process: int, round: int) -> Verdict | None:
@@ -367,7 +381,8 @@ class Arena(_NativeHandle):
             process: The number that this object joined as.
             round: Number of the round."""
         found, decided = _abi.sized(_abi.ArenaVerdict), ctypes.c_uint32()
-        self._call("spw_arena_abort_round", process, _number("round", round), ctypes.byref(decided), ctypes.byref(found))
+        self._call("spw_arena_abort_round", _arguments.unsigned("Arena.abort_round: process", process, 32),
+                   _arguments.unsigned("Arena.abort_round: round", round), ctypes.byref(decided), ctypes.byref(found))
         return Verdict(bool(found.nonfinite), found.failed, found.sum_squares) if decided.value else None
 
     def close(self) -> None:
@@ -383,7 +398,7 @@ class Arena(_NativeHandle):
     def _index(self, name: str) -> int:
         if name not in self._regions:
             index = ctypes.c_uint32()
-            self._call("spw_arena_find", name.encode(), ctypes.byref(index))
+            self._call("spw_arena_find", _arguments.text("Arena: region", name), ctypes.byref(index))
             self._regions[name] = index.value
         return self._regions[name]
 
@@ -411,22 +426,4 @@ def collect(name: str) -> None:
         ArenaExistsError: Its owner lives.
         ArenaMissingError: There is none.
         ArenaFormatError: The file of this name is no arena; it stays."""
-    _native.check(_native.library().spw_arena_collect(name.encode()))
-
-
-def _number(name: str, value: int) -> int:
-    """The value, if C can hold it; ctypes silently keeps only the lower 64 bits."""
-    if not isinstance(value, int) or not 0 <= value < 1 << 64:
-        raise InvalidArgumentError(f"Arena: {name} is {value!r}; pass a number from 0 to 2**64 - 1")
-    return value
-
-
-def _milliseconds(timeout: float | None) -> int:
-    return -1 if timeout is None else max(0, int(timeout * 1000 + 0.5))
-
-
-def _count(shape: Any) -> int:
-    count = 1
-    for length in (shape if isinstance(shape, (tuple, list)) else tuple(shape) if hasattr(shape, "__iter__") else (shape,)):
-        count *= int(length)
-    return count
+    _native.check(_native.library().spw_arena_collect(_arguments.text("Arena: name", name)))

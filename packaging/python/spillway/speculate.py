@@ -17,7 +17,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from . import _abi, _deprecated, _native
+from . import _abi, _arguments, _deprecated, _native
 from ._arrays import Array
 from ._native_handle import _NativeHandle, record
 from .errors import InvalidArgumentError
@@ -219,7 +219,7 @@ class Speculation(_NativeHandle):
 
         Raises:
             TimedOutError: The bucket has no new parameters yet."""
-        self._call("spw_spec_stream_wait", bucket, stream_number(stream), _milliseconds(timeout))
+        self._call("spw_spec_stream_wait", bucket, stream_number(stream), _arguments.milliseconds(timeout))
 
     publish = _deprecated.attribute("Speculation.publish", "stream_wait_params")
 
@@ -250,7 +250,7 @@ class Speculation(_NativeHandle):
             TimedOutError: A bucket was not measured in this time.
             OutOfOrderError: A bucket was not submitted."""
         stats = _abi.sized(_abi.StepStats)
-        self._call("spw_spec_local_result", _milliseconds(timeout), ctypes.byref(stats))
+        self._call("spw_spec_local_result", _arguments.milliseconds(timeout), ctypes.byref(stats))
         return StepStats(bool(stats.nonfinite), stats.sum_squares)
 
     def resolve(self, total: StepStats | tuple[bool, float]) -> Outcome:
@@ -294,7 +294,7 @@ class Speculation(_NativeHandle):
 
         Raises:
             TimedOutError: The copies are not valid yet."""
-        self._call("spw_spec_wait", bucket, _milliseconds(timeout))
+        self._call("spw_spec_wait", bucket, _arguments.milliseconds(timeout))
 
     def finish(self, timeout: float | None = None) -> None:
         """Waits until every bucket of the resolved round is final; their memory belongs to the caller again.
@@ -304,7 +304,7 @@ class Speculation(_NativeHandle):
 
         Raises:
             TimedOutError: A bucket is not final yet."""
-        self._call("spw_spec_finish", _milliseconds(timeout))
+        self._call("spw_spec_finish", _arguments.milliseconds(timeout))
         self._held.clear()
 
     def rolled_back_buckets(self) -> list[int]:
@@ -337,10 +337,6 @@ class Speculation(_NativeHandle):
         return outcome
 
 
-def _milliseconds(timeout: float | None) -> int:
-    return -1 if timeout is None else max(0, round(timeout * 1000))
-
-
 def _event(fd: int | None, after: Any = None, gpu: Any = None) -> Any:
     event = _abi.sized(_abi.SpecEvent)
     if after is not None and gpu is not None:
@@ -352,7 +348,7 @@ def _event(fd: int | None, after: Any = None, gpu: Any = None) -> Any:
     elif after is not None:
         raise InvalidArgumentError("Speculation.submit: after is given without gpu; pass the Gpu to which the stream or event belongs")
     elif fd is not None:
-        event.kind, event.fd = _DESCRIPTOR, fd
+        event.kind, event.fd = _DESCRIPTOR, _arguments.signed("event_fd", fd)
     else:
         return None
     return ctypes.byref(event)

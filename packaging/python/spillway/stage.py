@@ -16,13 +16,13 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from . import _abi, _native
+from . import _abi, _arguments, _native
 from ._native_handle import _NativeHandle, record
 from .arena import Arena
 from .errors import InvalidArgumentError, SpillwayError, TimedOutError
 from .gpu import CudaEvent, CudaStream, Gpu
 from .optim import Adam, StepStats, Tensors, tensor_table
-from .speculate import PUBLISH, STATES, UNDO, _event, _milliseconds
+from .speculate import PUBLISH, STATES, UNDO, _event
 
 _WORD = 2
 # A settle() that raised so often was called with a value that no call accepts.
@@ -103,7 +103,8 @@ class Stage(_NativeHandle):
         if (arena is None) != (region is None):
             raise InvalidArgumentError("Stage: arena and region belong together; pass both or none")
         options = _abi.sized(_abi.StageOptions)
-        options.priority, options.cores, options.undo_mode, options.publish = priority, cores, UNDO[undo], known[publish]
+        options.priority, options.cores = _arguments.signed("Stage: priority", priority), _arguments.unsigned("Stage: cores", cores, 32)
+        options.undo_mode, options.publish = UNDO[undo], known[publish]
         self.tensors, self.shadow = list(tensors), None if shadow is None else list(shadow)
         self.adam, self.arena, self.region, self.uint16_dtype = adam, arena, region, uint16_dtype
         self.verdict: StepStats | None = None
@@ -129,6 +130,8 @@ class Stage(_NativeHandle):
             OutOfOrderError: The last job has no verdict.
             BusyError: The last job is not over; call finish() first. Or another stage or writer has the region.
             TornError: The writer of the region ended in a write, and the copies cover only a part of the region."""
+        _arguments.unsigned("Stage.submit: step", step)
+        _arguments.unsigned("Stage.submit: generation", step if generation is None else generation)
         table, held = tensor_table(self.adam, self.tensors, self.uint16_dtype, self.shadow)
         own = _abi.AdamOptions()
         ctypes.pointer(own)[0] = self.adam.options_of_next_step(grad_scale, step)
@@ -178,7 +181,7 @@ class Stage(_NativeHandle):
             TimedOutError: The step has not run yet.
             SpillwayError: The job failed: roll every stage back."""
         stats = _abi.sized(_abi.StepStats)
-        self._call("spw_stage_wait", _milliseconds(timeout), ctypes.byref(stats))
+        self._call("spw_stage_wait", _arguments.milliseconds(timeout), ctypes.byref(stats))
         self.verdict = StepStats(bool(stats.nonfinite), stats.sum_squares)
         return self.verdict
 
@@ -203,7 +206,7 @@ class Stage(_NativeHandle):
         Raises:
             TimedOutError: The job is not over."""
         try:
-            self._call("spw_stage_finish", _milliseconds(timeout))
+            self._call("spw_stage_finish", _arguments.milliseconds(timeout))
         except SpillwayError as error:
             if error.status != 23:
                 self._held.clear()
@@ -366,5 +369,6 @@ def cores() -> Cores:
 
 def _word_event(word: tuple[int, int]) -> Any:
     event = _abi.sized(_abi.SpecEvent)
-    event.kind, event.word, event.value = _WORD, word[0], word[1]
+    event.kind, event.word = _WORD, _arguments.unsigned("Stage.submit: the address of word", word[0])
+    event.value = _arguments.unsigned("Stage.submit: the value of word", word[1], 32)
     return ctypes.byref(event)

@@ -70,7 +70,7 @@ class LightBackend:
             return sum(len(part) for part in value.values())
         return len(value)
 
-    activation_size = size
+    activation_size = gradient_size = size
 
     @staticmethod
     def encode(value):

@@ -237,8 +237,48 @@ def test_arguments_are_checked(name):
         with pytest.raises(spillway.InvalidArgumentError, match="not inside a region of 10 bytes"):
             arena.read_into("a", bytearray(10), offset=1)
         for number in (-1, 2**64 + 1):
-            with pytest.raises(spillway.InvalidArgumentError, match=r"pass a number from 0 to 2\*\*64"):
+            with pytest.raises(spillway.InvalidArgumentError, match="pass an integer from 0 to 18446744073709551615"):
                 arena.write_begin("a", number)
-        with pytest.raises(ValueError):
+        with pytest.raises(spillway.InvalidArgumentError, match="with 16 elements, but the region has 2"):
             arena.view("a", "f32", (4, 4))
         assert [region.name for region in arena.regions()] == ["a"]
+
+
+def test_a_length_of_minus_one_is_the_rest_of_the_region():
+    torch = pytest.importorskip("torch")
+    with Arena.create(None, {"a": 4096}) as arena:
+        whole = arena.view("a")
+        whole[:] = np.arange(1024)
+        assert np.array_equal(arena.view("a", "f32", (32, -1)), whole.reshape(32, -1))
+        assert arena.view("a", "f32", -1).shape == (1024,) and arena.view("a", "f32", (0, 3)).shape == (0, 3)
+        assert torch.equal(arena.tensor("a", "f32", (-1, 8)), torch.from_numpy(whole).reshape(-1, 8))
+        assert arena.view("a", "f32", np.int64(7)).shape == (7,)
+        for shape, words in [((3, -1), "no multiple of 3"), ((0, -1), "no multiple of 0"), ((-1, -1), "one may be -1"),
+                             ((-2, 4), "at least 0"), ((-2, -4), "at least 0"), (1.5, "at least 0"), ((33, 32), "with 1056 elements")]:
+            for call in (arena.view, arena.tensor):
+                with pytest.raises(spillway.InvalidArgumentError, match=words):
+                    call("a", "f32", shape)
+        del whole
+
+
+def test_what_c_cannot_hold_is_refused_and_not_shortened(name):
+    with Arena.create(None, {"a": 64}, processes=1) as arena:
+        for call in (lambda: arena.join(2**32), lambda: arena.join(-1), lambda: arena.join("0"), lambda: arena.post(2**32, 1, (False, 1.0)),
+                     lambda: Arena.open_fd(2**32 + arena.fileno()), lambda: Arena.create(None, {"a": 1}, processes=2**32),
+                     lambda: Arena.create(None, {"a": 1}, node=2**32), lambda: Arena.create(None, {"a": 2**64 + 8})):
+            with pytest.raises(spillway.InvalidArgumentError, match="pass an integer from"):
+                call()
+        for call in (lambda: arena.region("a\0b"), lambda: Arena.create(name + "\0b", {"a": 1}), lambda: Arena.create(None, {"a\0b": 1}),
+                     lambda: Arena.open(name + "\0b"), lambda: collect("\0"), lambda: Arena.open(b"name")):
+            with pytest.raises(spillway.InvalidArgumentError, match="without NUL"):
+                call()
+        with arena.write("a", 1):
+            arena.view("a", "u1")[:] = 0x41
+        for dtype in ("O", object, np.dtype([("x", "O")]), "V0", "U0", "nothing"):
+            for call in (arena.read, arena.view):
+                with pytest.raises(spillway.InvalidArgumentError, match="dtype"):
+                    call("a", dtype)
+        for timeout in (float("inf"), float("nan"), "soon"):
+            with pytest.raises(spillway.InvalidArgumentError, match="finite number of seconds"):
+                arena.read("a", timeout=timeout)
+        assert arena.read("a", "u1", timeout=1e300)[1][0] == 0x41

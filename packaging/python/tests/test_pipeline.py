@@ -192,28 +192,41 @@ def test_a_forked_child_can_neither_use_nor_end_the_processes():
     assert all(not alive(process) for process in ids)
 
 
-def test_processes_end_with_a_parent_that_is_killed(tmp_path, child_environment):
+#: Ways in which another process holds the ends of a parent's pipes: nobody, a forked child, a program that a child executes.
+HOLDERS = {"nobody": "0", "child": "os.fork() or time.sleep(1000)", "program": """os.fork() or (
+        [os.set_inheritable(int(name), True) for name in os.listdir('/proc/self/fd') if os.path.exists('/proc/self/fd/' + name)],
+        os.execvp('sleep', ['sleep', '1000']))"""}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_processes_end_with_a_parent_that_is_killed(tmp_path, child_environment, holder):
     import subprocess
     import sys
     program = tmp_path / "parent.py"
-    program.write_text("import sys, time\n"
+    program.write_text("import os, sys, time\n"
                        f"sys.path.insert(0, {os.path.dirname(pipeline_light.__file__)!r})\n"
                        "import pipeline_light\n"
                        "from spillway.pipeline._fleet import Fleet\n"
                        "if __name__ == '__main__':\n"
                        "    fleet = Fleet(2, [(0, 1)], pipeline_light.LightBackend)\n"
-                       "    print(*fleet.process_ids(), flush=True)\n"
+                       f"    holder = {HOLDERS[holder]}\n"
+                       "    print(holder, *fleet.process_ids(), flush=True)\n"
                        "    time.sleep(1000)\n")
     parent = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True, env=child_environment)
-    ids = [int(word) for word in parent.stdout.readline().split()]
+    held, *ids = [int(word) for word in parent.stdout.readline().split()]
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert len(ids) == 2
-    end = time.monotonic() + 300
-    while any(alive(process) for process in ids):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    try:
+        assert len(ids) == 2
+        end = time.monotonic() + 60
+        while any(alive(process) for process in ids):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert not held or alive(held)
+    finally:
+        for process in [held] * bool(held) + [process for process in ids if alive(process)]:
+            os.kill(process, signal.SIGKILL)
 
 
 def alive(process):

@@ -331,3 +331,16 @@ def test_arguments_are_checked():
             stage.exchange()
         with pytest.raises(errors.OutOfOrderError):
             stage.wait()
+        for options, words in [({"event_fd": 2**32}, "event_fd is"), ({"word": (own[0].ctypes.data, 2**32)}, "value of word"),
+                               ({"word": (2**64, 1)}, "address of word"), ({"generation": 2**64}, "generation is")]:
+            with pytest.raises(spillway.InvalidArgumentError, match=words):
+                stage.submit(1, **options)
+        with pytest.raises(spillway.InvalidArgumentError, match="step is"):
+            stage.submit(2**64)
+        for timeout in (float("inf"), float("nan")):
+            with pytest.raises(spillway.InvalidArgumentError, match="finite number of seconds"):
+                stage.finish(timeout)
+        assert stage.state() == "missing"
+    for options in ({"cores": 2**32 + 1}, {"priority": 2**31}):
+        with pytest.raises(spillway.InvalidArgumentError, match="pass an integer"):
+            Stage([tuple(own)], spillway.Adam(), **options)

@@ -114,7 +114,7 @@ impl Handle for spw_pipeline {
 }
 
 /// Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. Close the
-/// handle with `spw_pipeline_close`.
+/// handle with `spw_pipeline_close`. Times whose sum over all devices is not finite are refused.
 ///
 /// # Safety
 /// `options` and each unit have `struct_size` bytes, `units` has `unit_count` entries, `pipeline_out` points to a

@@ -80,7 +80,8 @@ pub struct spw_pipeline_result {
     pub passes_bubble_ratio: f64,
     /// Idle time of the devices in the whole iteration, as a fraction.
     pub iteration_bubble_ratio: f64,
-    /// The same as passes_bubble_ratio by the closed form. NaN if none is known.
+    /// The same as passes_bubble_ratio by the closed form. NaN if none is known: it needs units of equal cost whose fetches,
+    /// messages and recomputations take no time.
     pub closed_bubble_ratio: f64,
     /// Number of operations.
     pub operations: u64,
@@ -344,7 +345,8 @@ pub unsafe extern "C" fn spw_pipeline_get_dependencies(
     })
 }
 
-/// Draws the timeline as an SVG picture of `width` pixels.
+/// Draws the timeline as an SVG picture of `width` pixels, from 200 to 20000. A plan with more than 16384 operations that
+/// take time is refused.
 ///
 /// # Safety
 /// `text_out` is NULL or has room for `size` bytes, `needed_out` is NULL or points to a u64.

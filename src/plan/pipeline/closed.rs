@@ -1,4 +1,5 @@
-//! Closed forms for units of equal cost, transfers that take no time, and parameters that are always present in time.
+//! Closed forms for units of equal cost, transfers and recomputations that take no time, and parameters that are always
+//! present in time.
 //! The tests compare them with the generated schedules.
 #![forbid(unsafe_code)]
 
@@ -81,5 +82,10 @@ pub fn rollback(iteration: f64, rollback: f64, exposed: f64, every: f64) -> Resu
         ));
     }
     let per_event = (rollback + exposed) / iteration;
+    if !per_event.is_finite() {
+        let reason =
+            format!("{iteration} is too small beside the {rollback} and {exposed} seconds of a rollback");
+        return Err(Error::invalid("iteration", reason));
+    }
     Ok(Rollback { per_event, mean: per_event / every })
 }

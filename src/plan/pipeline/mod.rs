@@ -232,7 +232,7 @@ pub struct Plan {
     pub changes: Vec<Change>,
     /// Times, bubble ratios, peaks and counts.
     pub summary: Summary,
-    /// Times by the closed form, if all units cost the same and one is known.
+    /// Times by the closed form, if all units cost the same, and neither transfers, messages nor recomputation take time.
     pub closed: Option<Closed>,
 }
 
@@ -249,6 +249,11 @@ pub fn plan(shape: &Shape, units: &[Unit]) -> Result<Plan> {
     let mut changes = memory::changes(&schedule.operations, &buffers)?;
     schedule.sort_by_device(&mut changes)?;
     let summary = summary::of(shape, &schedule.operations, &changes)?;
+    if !(summary.iteration_seconds * f64::from(shape.devices)).is_finite() {
+        let reason =
+            "the times of all devices add up to more than a double holds; pass times in a larger unit";
+        return Err(Error::invalid("units", reason.to_string()));
+    }
     let (operations, dependencies) = (schedule.operations, schedule.dependencies);
     let closed = closed_form(shape, &units);
     Ok(Plan { shape: *shape, operations, dependencies, changes, summary, closed })
@@ -261,9 +266,11 @@ fn closed_form(shape: &Shape, units: &[Unit]) -> Option<Closed> {
     if !units.iter().all(|unit| same(unit) && in_time(unit)) {
         return None;
     }
-    let again = if shape.recompute { recompute } else { 0.0 };
-    let backward = (backward + again) * f64::from(shape.backward_split());
-    closed::passes(shape, forward * f64::from(shape.split), backward)
+    // A recomputation needs no gradient, and fills idle time before the backward pass: no closed form is known then.
+    if shape.recompute && recompute > 0.0 {
+        return None;
+    }
+    closed::passes(shape, forward * f64::from(shape.split), backward * f64::from(shape.backward_split()))
 }
 
 fn all_units(shape: &Shape, units: &[Unit]) -> Result<Vec<Unit>> {

@@ -30,8 +30,8 @@ pub fn draw(plan: &Plan, width: u32) -> Result<String> {
     let lanes: Vec<usize> =
         (0..4).filter(|row| *row == 0 || operations.iter().any(|o| row_of(o.kind) == Some(*row))).collect();
     let tops = |device: u32| 8.0 + f64::from(device) * (ROW + LANE * (lanes.len() - 1) as f64 + 10.0);
-    let span = plan.summary.iteration_seconds.max(f64::MIN_POSITIVE);
-    let scale = (f64::from(width) - LEFT - 8.0) / span;
+    let span = if plan.summary.iteration_seconds > 0.0 { plan.summary.iteration_seconds } else { 1.0 };
+    let scale = ((f64::from(width) - LEFT - 8.0) / span).min(f64::MAX);
     let height = tops(plan.shape.devices) + 4.0;
     let mut text = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height:.0}\" font-family=\"sans-serif\" \

@@ -206,7 +206,7 @@ class Executor:
     def _end_backward(self, operation: Operation, result: Any, number: int) -> None:
         first, after, micro_batch = operation.first_unit, operation.first_unit + operation.units, operation.micro_batch
         gradient, accumulated = result
-        self.memory.fill(("g", first), accumulated, self.backend.size(accumulated))
+        self.memory.fill(("g", first), accumulated, self.backend.gradient_size(accumulated))
         if first > 0:
             self.memory.fill(("d", first, micro_batch), gradient, self.backend.size(gradient))
         if after < self.total:

@@ -3,7 +3,8 @@
 Invariants:
 - A failure of one process ends all: they are killed and reaped before the exception is raised.
 - The first cause is reported. A process whose peer has ended is no cause.
-- Shared memory has no name, and processes end when the pipe to their parent closes, however the parent ends.
+- Shared memory has no name. Processes end when their parent has ended, however it ended, also while another process
+  holds the parent's end of a pipe.
 - A forked child of the parent ends no process: multiprocessing does not know these processes, because it would end them
   when such a child exits."""
 
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection
 from typing import Any
 
+from .. import _arguments
 from ..errors import BusyError, TimedOutError, UnsupportedError
 from . import _worker
 from ._plan import Plan
@@ -28,6 +30,8 @@ from .errors import PipelineError
 
 #: Seconds in which the first cause may arrive after a process reported that its peer has ended.
 _CAUSE_SECONDS = 5.0
+#: Longest single wait in seconds: the system's call refuses waits of some weeks.
+_LONGEST_WAIT = 86_400.0
 
 
 class Fleet:
@@ -61,7 +65,7 @@ class Fleet:
                 ends.append(theirs)
                 process = context.Process(
                     target=_worker.main, name=f"spillway device {device}", daemon=True,
-                    args=(device, theirs, self._progress, outgoing[device], incoming[device], make_backend))
+                    args=(device, self._process_id, theirs, self._progress, outgoing[device], incoming[device], make_backend))
                 process.start()
                 self._processes.append(process)
                 getattr(multiprocessing.process, "_children", set()).discard(process)
@@ -78,8 +82,16 @@ class Fleet:
         return not self._end.alive
 
     def process_ids(self) -> list[int]:
-        """Returns the ids of the processes, by device."""
+        """Returns the ids of the processes, by device.
+
+        Raises:
+            BusyError: The pipeline is closed."""
+        self._check_open()
         return [process.pid for process in self._processes]
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise BusyError("this pipeline is closed, because of close() or a failure; open a new one")
 
     def set_plan(self, plan: Plan, timeout: float | None = None) -> None:
         """Makes all devices run another plan."""
@@ -92,12 +104,13 @@ class Fleet:
         Raises:
             PipelineError: A process failed.
             TimedOutError: Not all devices answered in time. All processes have ended.
-            BusyError: Another thread waits for answers, or the pipeline is closed. Nothing was done."""
+            BusyError: Another thread waits for answers, or the pipeline is closed. Nothing was done.
+            InvalidArgumentError: The timeout is not finite. Nothing was done."""
         if self._process_id != os.getpid():
             raise UnsupportedError(f"this pipeline was opened by process {self._process_id} and is not usable in its forked child; open a "
                                    "new one in the child")
-        if self.closed:
-            raise BusyError("this pipeline is closed, because of close() or a failure; open a new one")
+        timeout = _arguments.seconds(timeout)
+        self._check_open()
         if not self._asking.acquire(blocking=False):
             raise BusyError("another thread is in a call of this pipeline; use it from one thread at a time")
         try:
@@ -145,8 +158,10 @@ class Fleet:
         waiting = [device for device in range(len(self._processes)) if device not in results]
         sources = {self._controls[device]: device for device in waiting}
         ended = {process.sentinel: device for device, process in enumerate(self._processes)}
-        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = connection.wait([*sources, *ended], seconds)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = connection.wait([*sources, *ended], None if left is None else min(left, _LONGEST_WAIT))
+        if not ready and left is not None and left > _LONGEST_WAIT:
+            return []
         if not ready:
             if failures:
                 raise self._failure(*failures[0])
@@ -163,7 +178,7 @@ class Fleet:
         # An answer that a process gave before it ended comes first.
         if not answers:
             device = ended[ready[0]]
-            self._processes[device].join(1.0)
+            self._processes[device].join(_CAUSE_SECONDS)
             raise self._failure(device, self._number(device), False, _exit_words(self._processes[device].exitcode))
         return answers
 
@@ -211,6 +226,8 @@ def _end(owner: int, processes: list[Any], controls: list[Any], progress: _worke
 
 
 def _exit_words(code: int | None) -> str:
+    if code is None:
+        return "closed its pipe without an answer"
     if code is not None and code < 0:
         try:
             return f"ended by {signal.Signals(-code).name}"

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .. import _abi, _native
+from .. import _abi, _arguments, _native
 from ..errors import InvalidArgumentError
 
 SCHEDULES = {"afab": 0, "1f1b": 1, "decoupled": 2}
@@ -148,7 +148,8 @@ class Plan(Given):
         exposed_seconds: Seconds after the last pass: gradients and optimizer steps that nothing hides.
         passes_bubble_ratio: Idle time of the devices from the first pass to the last (SysX Equation 3).
         iteration_bubble_ratio: Idle time of the devices in the whole iteration (Figures 2 and 8).
-        closed_bubble_ratio: passes_bubble_ratio by the closed form; None if none is known.
+        closed_bubble_ratio: passes_bubble_ratio by the closed form. None if none is known: it needs units of equal cost whose
+            fetches, messages and recomputations take no time.
         peak_bytes: For each device the largest number of bytes at a time.
         peaks: For each device the largest number of bytes of each kind of memory.
         messages: Number and bytes of the fetches, and of sent activations, gradients and checkpoints."""
@@ -179,14 +180,18 @@ class Plan(Given):
         return [command for _, command in sorted(commands)]
 
     def to_svg(self, width: int = 900) -> str:
-        """Returns the timeline as an SVG picture of `width` pixels."""
+        """Returns the timeline as an SVG picture of `width` pixels, from 200 to 20000.
+
+        Raises:
+            InvalidArgumentError: The width is another one, or more than 16384 operations take time."""
+        pixels = _arguments.unsigned("Plan.to_svg: width", width, 32)
         handle = _open(self)
         try:
             needed = ctypes.c_uint64()
             library = _native.library()
-            _native.check(library.spw_pipeline_get_svg(handle, width, None, 0, ctypes.byref(needed)))
+            _native.check(library.spw_pipeline_get_svg(handle, pixels, None, 0, ctypes.byref(needed)))
             text = ctypes.create_string_buffer(needed.value)
-            _native.check(library.spw_pipeline_get_svg(handle, width, text, needed.value, None))
+            _native.check(library.spw_pipeline_get_svg(handle, pixels, text, needed.value, None))
             return text.value.decode()
         finally:
             _native.check(library.spw_pipeline_close(handle))
@@ -242,25 +247,25 @@ def plan(schedule: str, *, devices: int, micro_batches: int, stages: int, split:
         seconds_per_byte: Further seconds of a message per byte.
 
     Raises:
-        InvalidArgumentError: The schedule is not possible with these numbers, or has too many passes.
+        InvalidArgumentError: The schedule is not possible with these numbers, has too many passes, or has times whose sum
+            is not finite.
 
     Example:
         spillway.pipeline.plan("decoupled", devices=2, micro_batches=2, stages=2, split=2).passes_bubble_ratio"""
     if schedule not in SCHEDULES:
         raise InvalidArgumentError(f"plan: schedule is {schedule!r}; pass one of {', '.join(SCHEDULES)}")
     decoupled = schedule == "decoupled"
+    for name, value in (("devices", devices), ("micro_batches", micro_batches), ("stages", stages), ("split", split), ("slots", slots)):
+        if not isinstance(value, int) or value < 1:
+            raise InvalidArgumentError(f"plan: {name} is {value!r}; pass a number of at least 1")
     if units is None:
-        part = max(split, 1)
-        units = Unit(forward=1 / part, backward=2 / part)
+        units = Unit(forward=1 / split, backward=2 / split)
     costs = (units,) if isinstance(units, Unit) else tuple(units)
     given: dict[str, Any] = dict(
         schedule=schedule, devices=devices, micro_batches=micro_batches, stages=stages, split=split, slots=slots,
         recompute=decoupled if recompute is None else bool(recompute), early_checkpoints=bool(early_checkpoints),
         async_optimizer=decoupled if async_optimizer is None else bool(async_optimizer), latency=latency,
         seconds_per_byte=seconds_per_byte)
-    for name in ("devices", "micro_batches", "stages", "split", "slots"):
-        if not isinstance(given[name], int) or given[name] < 1:
-            raise InvalidArgumentError(f"plan: {name} is {given[name]!r}; pass a number of at least 1")
     handle = _open(Given(**given, units=costs))
     try:
         found = _read(handle, devices)

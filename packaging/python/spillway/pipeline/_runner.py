@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import _arguments
 from ..errors import InvalidArgumentError
 from . import _torch
 from ._fleet import Fleet
@@ -82,7 +83,10 @@ class Pipeline:
                  micro_batches: int = 4, split: int = 1, recompute: bool | None = None, early_checkpoints: bool = True,
                  async_optimizer: bool | None = None, slots: int = 2, seed: int = 0, threads: int = 1, check_finite: bool = True):
         self._units = list(units)
-        if not self._units or len(self._units) % max(split, 1):
+        for name, value in (("devices", devices), ("micro_batches", micro_batches), ("split", split), ("slots", slots), ("threads", threads)):
+            if _arguments.unsigned(f"Pipeline: {name}", value, 31) == 0:
+                raise InvalidArgumentError(f"Pipeline: {name} is 0; pass a number of at least 1")
+        if not self._units or len(self._units) % split:
             raise InvalidArgumentError(f"Pipeline: there are {len(self._units)} units; pass a multiple of split, {split}")
         self.plan: Plan = plan(schedule, devices=devices, micro_batches=micro_batches, stages=len(self._units) // split, split=split,
                                units=measure(self._units, sample), slots=slots, recompute=recompute, early_checkpoints=early_checkpoints,
@@ -144,8 +148,11 @@ class Pipeline:
         return [part.detach().cpu().clone() for part in tensor.chunk(count)]
 
     def set_options(self, **options: Any) -> None:
-        """Sets options of all optimizers, such as lr, from the next step on."""
-        self._fleet.ask([("call", "set_options", (options,))] * self.plan.devices)
+        """Sets options of all optimizers, such as lr, from the next step on.
+
+        Raises:
+            InvalidArgumentError: An optimizer has no such option, or a value cannot be pickled. Nothing was done."""
+        self._apply("set_options", options)
 
     def state_dict(self) -> dict[int, Any]:
         """Returns the states of the optimizers, by the first unit of their stage."""
@@ -155,8 +162,28 @@ class Pipeline:
         return states
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
-        """Loads states that state_dict() returned in a pipeline of the same stages."""
-        self._fleet.ask([("call", "load_state_dicts", (pickle.dumps(state),))] * self.plan.devices)
+        """Loads states that state_dict() returned in a pipeline of the same stages.
+
+        Raises:
+            InvalidArgumentError: The states are those of other stages or parameters. Nothing was done."""
+        stages = sorted({one.first_unit for one in self.plan.operations if one.kind == "optimize"
+                         and any(self._store.is_trained(unit) for unit in range(one.first_unit, one.first_unit + one.units))})
+        if not isinstance(state, dict) or set(state) != set(stages):
+            given = sorted(state, key=repr) if isinstance(state, dict) else type(state).__name__
+            raise InvalidArgumentError(f"load_state_dict: the states are of the stages {given}; pass those of {stages}, from state_dict()")
+        self._apply("load_state_dicts", state)
+
+    def _apply(self, name: str, value: Any) -> None:
+        """Calls a method of every device, after no device has refused the value: a refusal leaves the pipeline as it is."""
+        try:
+            data = pickle.dumps(value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InvalidArgumentError(f"{name.removesuffix('s')}: the values must be picklable, for the processes of the devices: {error}") from error
+        refusals = self._fleet.ask([("call", "refusal", (name, data))] * self.plan.devices)
+        for refusal in refusals:
+            if refusal:
+                raise InvalidArgumentError(refusal)
+        self._fleet.ask([("call", name, (data,))] * self.plan.devices)
 
     def process_ids(self) -> list[int]:
         """Returns the ids of the processes, by device."""
@@ -217,11 +244,11 @@ def measure(units: Sequence[torch.nn.Module], sample: torch.Tensor) -> list[Unit
             for name, buffer in module.named_buffers():
                 if not torch.allclose(buffers[name], buffer, rtol=0, atol=0, equal_nan=True):
                     raise _torch.changes_buffer(number, name)
-            gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             forward, backward = _seconds(module, leaf.detach(), leaf.requires_grad)
             costs.append(Unit(forward=forward, backward=backward, recompute=forward,
                               param_bytes=sum(parameter.nbytes for parameter in module.parameters()),
-                              grad_bytes=sum(gradient.nbytes for gradient in gradients), activation_bytes=sum(saved.values()),
+                              grad_bytes=sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
+                              activation_bytes=sum(saved.values()),
                               input_bytes=leaf.numel() * leaf.element_size()))
             value = output.detach()
     return costs

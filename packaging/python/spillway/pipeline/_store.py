@@ -53,6 +53,7 @@ class Store:
                 start = -(-places[-1].end // _ALIGN) * _ALIGN if places else 0
                 places.append(_Place(parameter.dtype, tuple(parameter.shape), start, start + parameter.nbytes, parameter.requires_grad))
             self._places.append(places)
+        _refuse_overlaps(units)
         self._arena = Arena.create(None, {_region(number): places[-1].end if places and places[-1].end else 1
                                           for number, places in enumerate(self._places)})
         for number, unit in enumerate(units):
@@ -113,6 +114,22 @@ class Store:
     def close(self) -> None:
         """Unmaps the arena."""
         self._arena.close()
+
+
+def _refuse_overlaps(units: Sequence[torch.nn.Module]) -> None:
+    """Refuses two parameters whose elements lie in the same memory: their copies would be trained apart."""
+    spans = []
+    for number, unit in enumerate(units):
+        for name, parameter in unit.named_parameters():
+            if parameter.numel():
+                last = sum((length - 1) * stride for length, stride in zip(parameter.shape, parameter.stride()))
+                start = parameter.data_ptr()
+                spans.append((start, start + (last + 1) * parameter.element_size(), number, name))
+    spans.sort()
+    for (_, end, number, name), (start, _, other, other_name) in zip(spans, spans[1:]):
+        if start < end:
+            raise InvalidArgumentError(f"Pipeline: parameter {other_name} of unit {other} shares memory with parameter {name} of unit "
+                                       f"{number}, and a pipeline would train them apart; use one Parameter object within a unit, or clone")
 
 
 def _region(unit: int) -> str:

@@ -116,7 +116,14 @@ class TorchBackend:
     def size(value: Any) -> int:
         if isinstance(value, torch.Tensor):
             return value.numel() * value.element_size()
-        return sum(one.numel() * one.element_size() for one in value if one is not None)
+        return sum(one.numel() * one.element_size() for one in value)
+
+    @staticmethod
+    def gradient_size(gradients: list[tuple[bool, torch.Tensor | None]]) -> int | None:
+        """Bytes of the gradients. None while a trained parameter has none, because no micro-batch has used it yet: the plan
+        reserves them all."""
+        found = [gradient for trained, gradient in gradients if trained]
+        return None if any(one is None for one in found) else sum(one.nbytes for one in found if one is not None)
 
     @staticmethod
     def activation_size(_: Any) -> None:
@@ -205,19 +212,20 @@ class TorchBackend:
             found.append(torch.zeros_like(leaf))
         return found[0] if found else None, self._grads(first, units)
 
-    def _grads(self, first: int, units: int) -> list[torch.Tensor | None]:
-        return [parameter.grad for module in self._modules[first, units] for parameter in module.parameters()]
+    def _grads(self, first: int, units: int) -> list[tuple[bool, torch.Tensor | None]]:
+        """For each parameter whether it is trained, and its gradient."""
+        return [(parameter.requires_grad, parameter.grad) for module in self._modules[first, units] for parameter in module.parameters()]
 
     # Gradients and optimizers.
 
-    def offload(self, first: int, units: int, gradients: list[torch.Tensor | None]) -> None:
+    def offload(self, first: int, units: int, gradients: list[tuple[bool, torch.Tensor | None]]) -> None:
         """Moves gradients to the parameters in host memory, and validates them."""
-        for owned, gradient in zip(self._owned[first], gradients):
+        for owned, (_, gradient) in zip(self._owned[first], gradients):
             owned.grad = gradient
         for module in self._modules[first, units]:
             for parameter in module.parameters():
                 parameter.grad = None
-        found = [gradient for gradient in gradients if gradient is not None]
+        found = [gradient for _, gradient in gradients if gradient is not None]
         finite = not self._check or all(bool(torch.isfinite(gradient).all()) for gradient in found)
         with self._lock:
             self._finite[first] = finite
@@ -247,14 +255,27 @@ class TorchBackend:
             self._store.end(stage, verdict)
         self._stepped.clear()
 
-    def set_options(self, options: dict[str, Any]) -> None:
+    def refusal(self, name: str, data: bytes) -> str | None:
+        """The reason why set_options(data) or load_state_dicts(data) would fail; None: there is none."""
+        try:
+            value = pickle.loads(data)
+        except Exception as error:
+            return f"{name.removesuffix('s')}: a process of the pipeline cannot unpickle the values: {type(error).__name__}: {error}"
+        for first, optimizer in self._optimizers.items():
+            groups = optimizer.param_groups if optimizer else []
+            if name == "set_options":
+                unknown = sorted({one for group in groups for one in value if one not in group or one == "params"})
+                if unknown:
+                    return f"set_options: the optimizer of unit {first} has no option {', '.join(unknown)}"
+            elif optimizer and not _fits(groups, value[first]):
+                return f"load_state_dict: the state of stage {first} does not have the parameter groups of its optimizer"
+        return None
+
+    def set_options(self, data: bytes) -> None:
         """Sets options of all groups of all optimizers."""
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups if optimizer else ():
-                unknown = set(options) - set(group)
-                if unknown:
-                    raise InvalidArgumentError(f"set_options: the optimizer has no option {', '.join(sorted(unknown))}")
-                group.update(options)
+                group.update(pickle.loads(data))
 
     def state_dicts(self) -> bytes:
         """The states of the optimizers, by the first unit of their stage."""
@@ -264,6 +285,14 @@ class TorchBackend:
         for first, state in pickle.loads(data).items():
             if self._optimizers.get(first):
                 self._optimizers[first].load_state_dict(state)
+
+
+def _fits(groups: list[dict[str, Any]], state: Any) -> bool:
+    """True if the state of an optimizer has these groups, with as many parameters."""
+    try:
+        return isinstance(state["state"], dict) and [len(group["params"]) for group in state["param_groups"]] == [len(group["params"]) for group in groups]
+    except (KeyError, TypeError, IndexError):
+        return False
 
 
 def _strides(value: torch.Tensor) -> tuple[int, ...] | None:

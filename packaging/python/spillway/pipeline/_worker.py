@@ -1,4 +1,9 @@
-"""The process of a device: takes orders from the parent process, and ends with it."""
+"""The process of a device: takes orders from the parent process, and ends with it.
+
+Invariants:
+- The process ends when the parent closes the pipe, or when the parent has ended. A pipe alone does not show the second
+  case: a forked child of the parent, and a program that this child executes, may hold the parent's end of the pipe. The
+  id of the parent process does: the system changes it."""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ import struct
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 from ._channels import Channels, PeerGoneError
@@ -53,14 +59,20 @@ def _mapped(fd: Any, size: int) -> SharedMemory:
     return memory
 
 
-def main(device: int, control: Any, progress: SharedMemory, outgoing: dict[int, Any], incoming: dict[int, Any],
+#: Period in seconds at which a process without orders looks whether its parent lives.
+_PARENT_SECONDS = 0.5
+#: Frames of a traceback in a message: the innermost ones.
+_FRAMES = 20
+
+
+def main(device: int, parent: int, control: Any, progress: SharedMemory, outgoing: dict[int, Any], incoming: dict[int, Any],
          make_backend: Callable[[int], Any]) -> None:
-    """Body of a process. An order is a tuple: ("plan", plan), ("step", inputs), ("call", name, arguments) or ("verdict",
+    """Body of a process, a child of process `parent`. An order is a tuple: ("plan", plan), ("step", inputs), ("call", name, arguments) or ("verdict",
     verdict). Each but a verdict has one answer: ("done", result) or ("failed", operation, is_peer, text)."""
     # Ctrl-C reaches every process of the terminal. The parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders, verdicts = queue.SimpleQueue[Any](), queue.SimpleQueue[bool]()
-    threading.Thread(target=_listen, args=(control, orders, verdicts), daemon=True).start()
+    threading.Thread(target=_listen, args=(parent, control, orders, verdicts), daemon=True).start()
     present = [-1]
 
     def record(number: int, is_pass: bool = False) -> None:
@@ -96,13 +108,19 @@ def main(device: int, control: Any, progress: SharedMemory, outgoing: dict[int, 
 
 
 def _words(error: BaseException) -> str:
-    last = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
-    return f"{type(error).__name__}: {error}\n{last}"
+    """The error with the traceback of the user's code: without the frames of this package and of the thread pool."""
+    own = (os.path.dirname(__file__) + os.sep, futures.__path__[0] + os.sep)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    frames = frames or traceback.extract_tb(error.__traceback__)[-1:]
+    return f"{type(error).__name__}: {error}\n" + "".join(traceback.format_list(frames[-_FRAMES:])).rstrip()
 
 
-def _listen(control: Any, orders: queue.SimpleQueue[Any], verdicts: queue.SimpleQueue[bool]) -> None:
+def _listen(parent: int, control: Any, orders: queue.SimpleQueue[Any], verdicts: queue.SimpleQueue[bool]) -> None:
     while True:
         try:
+            while not control.poll(_PARENT_SECONDS):
+                if os.getppid() != parent:
+                    os._exit(0)
             order = control.recv()
         except (EOFError, OSError):
             # The parent closed the pipeline, or has ended.

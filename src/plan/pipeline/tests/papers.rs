@@ -269,3 +269,29 @@ fn a_picture_has_every_operation_that_takes_time() {
     assert!(text.contains("b 7,1, micro-batch 0: 10 to 11") && text.ends_with("</svg>\n"), "{text}");
     assert!(super::super::svg::draw(&plan, 0).is_err());
 }
+
+/// A recomputation begins before its gradient arrives, which the closed form does not cover.
+#[test]
+fn no_closed_form_is_given_for_recomputations_that_take_time() {
+    let shape = shape(ONE_ONE, 2, 1, 2, 1);
+    let unit = Unit { recompute: 3.0, ..passes(1.0, 2.0) };
+    let plan = planned(&shape, unit);
+    assert!(near(plan.summary.passes_seconds, 9.0), "{:?}", plan.summary);
+    assert_eq!(plan.closed, None);
+    let closed = planned(&Shape { recompute: false, ..shape }, unit).closed.unwrap();
+    assert!(near(closed.passes_seconds, 6.0));
+}
+
+/// Each time is finite, but their sums are not. The smallest and zero times give a picture with finite numbers.
+#[test]
+fn times_beyond_a_double_are_refused_and_tiny_ones_are_drawn() {
+    let shape = shape(AFAB, 2, 2, 2, 1);
+    let refused = plan(&shape, &[passes(1e308, 1e308)]).unwrap_err().to_string();
+    assert!(refused.starts_with("units: the times"), "{refused}");
+    assert!(plan(&shape, &[passes(1e307, 1e307)]).is_ok());
+    assert!(closed::rollback(1e-308, 1e308, 0.0, 1.0).is_err());
+    for seconds in [0.0, 5e-324, 1e307] {
+        let text = super::super::svg::draw(&planned(&shape, passes(seconds, seconds)), 900).unwrap();
+        assert!(!text.contains("=\"inf") && !text.contains("=\"NaN"), "{text}");
+    }
+}

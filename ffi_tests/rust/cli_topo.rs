@@ -29,27 +29,27 @@ fn machine(name: &str) -> PathBuf {
 }
 
 fn fill(root: &Path) {
-    file(&root, "sys/devices/system/cpu/online", "0-7");
+    file(root, "sys/devices/system/cpu/online", "0-7");
     for cpu in 0..8 {
         let mask = if cpu < 4 { "0f" } else { "f0" };
-        file(&root, &format!("sys/devices/system/cpu/cpu{cpu}/topology/package_cpus"), mask);
+        file(root, &format!("sys/devices/system/cpu/cpu{cpu}/topology/package_cpus"), mask);
         let cache = format!("sys/devices/system/cpu/cpu{cpu}/cache/index3");
         let id = (cpu / 4).to_string();
         for (name, text) in
             [("level", "3"), ("type", "Unified"), ("shared_cpu_map", mask), ("id", id.as_str())]
         {
-            file(&root, &format!("{cache}/{name}"), text);
+            file(root, &format!("{cache}/{name}"), text);
         }
     }
     for node in 0..2 {
         let cpus = if node == 0 { "0-3" } else { "4-7" };
-        file(&root, &format!("sys/devices/system/node/node{node}/cpulist"), cpus);
+        file(root, &format!("sys/devices/system/node/node{node}/cpulist"), cpus);
         let gpu = format!("sys/bus/pci/devices/000{node}:01:00.0");
         let node = node.to_string();
         for (name, text) in
             [("class", "0x030200"), ("vendor", "0x10de"), ("device", "0x2342"), ("numa_node", node.as_str())]
         {
-            file(&root, &format!("{gpu}/{name}"), text);
+            file(root, &format!("{gpu}/{name}"), text);
         }
     }
     for (name, text) in [
@@ -59,7 +59,7 @@ fn fill(root: &Path) {
         ("info/MB/min_bandwidth", "10"),
         ("info/MB/bandwidth_gran", "10"),
     ] {
-        file(&root, &format!("sys/fs/resctrl/{name}"), text);
+        file(root, &format!("sys/fs/resctrl/{name}"), text);
     }
     fs::create_dir(root.join("run")).expect("the target directory is writable");
 }

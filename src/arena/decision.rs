@@ -111,10 +111,11 @@ mod tests {
                             word.set(step(now).word());
                         }
                         rival_found.set(Decision::of(word.get()).outcome(5));
-                        match word.get() == seen {
-                            true => Ok(word.set(value)),
-                            false => Err(word.get()),
+                        if word.get() != seen {
+                            return Err(word.get());
                         }
+                        word.set(value);
+                        Ok(())
                     };
                     let replaced = settle(start, 5, mine, exchange);
                     let found = Decision::of(word.get()).outcome(5);

@@ -162,8 +162,7 @@ fn all_processes_follow_one_outcome_in_every_interleaving() {
         let start = |process| scope.spawn(move || settle_at_random(owner, process, together));
         [0, 1, 2].map(start).map(|thread| thread.join().unwrap())
     });
-    for round in 0..ROUNDS as usize {
-        let outcomes = [0, 1, 2].map(|process: usize| followed[process][round]);
-        assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "round {}: {outcomes:?}", round + 1);
+    for ((round, first), (second, third)) in (1..).zip(&followed[0]).zip(followed[1].iter().zip(&followed[2])) {
+        assert!(first == second && first == third, "round {round}: {first:?}, {second:?}, {third:?}");
     }
 }

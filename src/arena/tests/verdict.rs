@@ -162,7 +162,8 @@ fn all_processes_follow_one_outcome_in_every_interleaving() {
         let start = |process| scope.spawn(move || settle_at_random(owner, process, together));
         [0, 1, 2].map(start).map(|thread| thread.join().unwrap())
     });
-    for ((round, first), (second, third)) in (1..).zip(&followed[0]).zip(followed[1].iter().zip(&followed[2])) {
+    let [first, second, third] = &followed;
+    for (((round, first), second), third) in (1..).zip(first).zip(second).zip(third) {
         assert!(first == second && first == third, "round {round}: {first:?}, {second:?}, {third:?}");
     }
 }

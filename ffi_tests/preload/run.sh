@@ -97,7 +97,7 @@ qemu() { # FORMAT [-w]
   local format=$1
   shift
   qemu-img create -q -f "$format" "$work/disk.$format" 64M &&
-    preload env SPILLWAY_LOG=warn timeout 60 qemu-img bench -t none -n --aio native -f "$format" "$@" -c 2000 "$work/disk.$format" &&
+    preload env SPILLWAY_LOG=warn timeout 60 qemu-img bench -t none -n -i native -f "$format" "$@" -c 2000 "$work/disk.$format" &&
     grep -q "forwarding to libaio.so.1: the program submits" "$work/out"
 }
 if command -v qemu-img >/dev/null || install_package qemu-utils; then

@@ -1,7 +1,6 @@
 //! Verdicts: one outcome of each round for all processes.
 #![forbid(unsafe_code)]
 
-use std::sync::Barrier;
 use std::time::Duration;
 
 use super::{AT_ONCE, SOON, again, kind, options};
@@ -10,9 +9,9 @@ use crate::error::{ArenaKind, Error};
 use crate::optim::StepStats;
 
 /// Rounds of the random test.
-const ROUNDS: u64 = 4000;
-/// Rounds after which its processes wait for each other.
-const PERIOD: u64 = 3;
+const ROUNDS: u64 = 1500;
+/// Rounds after which its processes wait for each other: none is further ahead of the others.
+const PERIOD: usize = 3;
 
 #[test]
 fn all_processes_get_the_same_verdict() {
@@ -114,55 +113,80 @@ fn a_round_that_a_process_left_is_aborted_for_all_and_a_decided_one_for_nobody()
 /// The outcome of each round that a process followed: the bits of the verdict, `None` for an aborted round.
 type Followed = Vec<Option<u64>>;
 
-/// One process of many rounds: it waits, times out, leaves, ends and joins again as its random numbers say. It is at most
-/// `PERIOD` rounds ahead of the others.
-fn settle_at_random(owner: &Arena, process: u32, together: &Barrier) -> Followed {
-    let mut seed = 77 + u64::from(process);
-    let mut chance = move |of: u64| {
-        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (seed >> 33) % of
-    };
-    let mut followed = Vec::new();
-    let mut mine = again(owner);
-    mine.join(process).unwrap();
-    for round in 1..=ROUNDS {
-        if round % PERIOD == 0 {
-            together.wait();
+/// One process of the random test. It waits, times out, leaves, ends and joins again as its random numbers say.
+struct Process {
+    number: u32,
+    seed: u64,
+    arena: Arena,
+    followed: Followed,
+}
+
+impl Process {
+    fn new(owner: &Arena, number: u32) -> Process {
+        Process { number, seed: 77 + u64::from(number), arena: joined(owner, number), followed: Vec::new() }
+    }
+
+    fn chance(&mut self, of: u64) -> u64 {
+        self.seed = self.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.seed >> 33) % of
+    }
+
+    fn settle(&mut self, owner: &Arena, round: u64) {
+        (0..self.chance(4)).for_each(|_| std::thread::yield_now());
+        if self.chance(16) == 0 {
+            self.arena = again(owner);
+            self.arena = joined(owner, self.number);
         }
-        (0..chance(4)).for_each(|_| std::thread::yield_now());
-        if chance(16) == 0 {
-            drop(std::mem::replace(&mut mine, again(owner)));
-            mine.join(process).unwrap();
+        if self.chance(8) > 0 {
+            let stats = StepStats { nonfinite: false, sum_squares: (self.chance(1000) + 1) as f64 };
+            self.arena.post(self.number, round, stats, false).unwrap();
         }
-        if chance(8) > 0 {
-            let stats = StepStats { nonfinite: false, sum_squares: (chance(1000) + 1) as f64 };
-            mine.post(process, round, stats, false).unwrap();
-        }
-        let waited = match chance(3) {
-            0 => mine.wait_verdict(round, AT_ONCE),
-            1 => mine.wait_verdict(round, Some(Duration::from_micros(chance(300)))),
+        let waited = match self.chance(3) {
+            0 => self.arena.wait_verdict(round, AT_ONCE),
+            1 => {
+                let patience = Duration::from_micros(self.chance(300));
+                self.arena.wait_verdict(round, Some(patience))
+            }
             _ => Err(Error::Timeout(String::new())),
         };
         let verdict = match waited {
             Ok(verdict) => Some(verdict),
             Err(error) if error.arena_kind() == Some(ArenaKind::PeerEnded) => None,
-            Err(Error::Timeout(_)) => mine.abort_round(process, round).unwrap(),
+            Err(Error::Timeout(_)) => self.arena.abort_round(self.number, round).unwrap(),
             Err(error) => panic!("{error}"),
         };
-        followed.push(verdict.map(|verdict| verdict.stats.sum_squares.to_bits()));
+        self.followed.push(verdict.map(|verdict| verdict.stats.sum_squares.to_bits()));
     }
-    followed
+}
+
+/// A handle that has joined. A child that another test forks has the lock of an earlier handle for a moment.
+fn joined(owner: &Arena, process: u32) -> Arena {
+    let arena = again(owner);
+    loop {
+        match arena.join(process) {
+            Err(Error::Busy(_)) => std::thread::yield_now(),
+            outcome => break outcome.unwrap(),
+        }
+    }
+    arena
 }
 
 #[test]
 fn all_processes_follow_one_outcome_in_every_interleaving() {
-    let (owner, together) = (Arena::create(&options()).unwrap(), Barrier::new(3));
-    let followed = std::thread::scope(|scope| {
-        let (owner, together) = (&owner, &together);
-        let start = |process| scope.spawn(move || settle_at_random(owner, process, together));
-        [0, 1, 2].map(start).map(|thread| thread.join().unwrap())
-    });
-    let [first, second, third] = &followed;
+    let owner = Arena::create(&options()).unwrap();
+    let mut processes = [0, 1, 2].map(|number| Process::new(&owner, number));
+    for first in (1..=ROUNDS).step_by(PERIOD) {
+        std::thread::scope(|scope| {
+            for process in &mut processes {
+                let owner = &owner;
+                scope.spawn(move || {
+                    (first..first + PERIOD as u64).for_each(|round| process.settle(owner, round))
+                });
+            }
+        });
+    }
+    let [first, second, third] = processes.map(|process| process.followed);
+    assert!(first.iter().any(Option::is_some) && first.iter().any(Option::is_none));
     for (((round, first), second), third) in (1..).zip(first).zip(second).zip(third) {
         assert!(first == second && first == third, "round {round}: {first:?}, {second:?}, {third:?}");
     }

@@ -230,9 +230,15 @@ def test_directories_that_cannot_be_loaded_change_nothing(tmp_path):
             with pytest.raises(spillway.CorruptError, match="does not match its checksum"):
                 store.load_from(tmp_path / "saved")
             assert same(model.copies(), before) and store.steps == 2
-        (tmp_path / "saved" / "rank-00000.json").write_text('{"format": 1, "step": 2}')
-        with pytest.raises(spillway.CorruptError, match="rank-00000.json is damaged"):
+        whole.unlink()
+        with pytest.raises(spillway.CorruptError, match="rank-00000-step-2.safetensors is missing"):
             store.load_from(tmp_path / "saved")
+        manifest = tmp_path / "saved" / "rank-00000.json"
+        for text in ('{"format": 1, "step": 2}', manifest.read_text().replace('"step": 2', '"step": 3')):
+            manifest.write_text(text)
+            with pytest.raises(spillway.CorruptError, match="rank-00000.json is damaged"):
+                store.load_from(tmp_path / "saved")
+            assert same(model.copies(), before) and store.steps == 2
         (tmp_path / "saved" / "rank-00000.json").write_text('{"format": 2}')
         with pytest.raises(spillway.InvalidArgumentError, match="format 2"):
             store.load_from(tmp_path / "saved")

@@ -196,14 +196,14 @@ impl Tier {
         started.inspect_err(|_| self.abandon(job))
     }
 
-    /// Allocates space, and extends data files if necessary.
+    /// Allocates space, and extends data files if necessary. A file system that was full is asked again if no path has room.
     pub(super) fn allocate_chunks(
         &self,
         request: AllocationRequest,
         placement: &ExtentPlacement,
         home: Option<u32>,
     ) -> Result<Vec<Chunk>> {
-        let mut refused = None;
+        let (mut refused, mut asked) = (None, false);
         loop {
             // A separate statement, so that the lock is released before the match.
             let found = allocate(&mut self.lock(), request, placement, home);
@@ -211,11 +211,20 @@ impl Tier {
                 Ok(Allocated::Chunks(chunks)) => return Ok(chunks),
                 Ok(Allocated::Grow { path, end }) => refused = self.grow_file(path, end).err().or(refused),
                 Err(error) if error.io_kind() == Some(IoKind::NoSpace) => {
-                    return Err(refused.unwrap_or(error));
+                    let retried = refused.is_none() && !asked && self.retry_full_paths();
+                    if !retried {
+                        return Err(refused.unwrap_or(error));
+                    }
+                    asked = true;
                 }
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Returns true if the file system of a path was full, and the path's file may grow again.
+    fn retry_full_paths(&self) -> bool {
+        self.lock().paths.iter_mut().fold(false, |any, path| path.space.retry() || any)
     }
 
     /// Extends a data file. If that fails, the path is marked as full or failed. The tier's lock is free meanwhile. The

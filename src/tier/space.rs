@@ -13,6 +13,8 @@ use std::collections::BTreeMap;
 pub struct Space {
     end: u64,
     limit: u64,
+    /// The file system refused to extend the file.
+    full: bool,
     free: BTreeMap<u64, u64>,
 }
 
@@ -22,7 +24,7 @@ impl Space {
     pub fn new(end: u64, limit: u64, used: impl IntoIterator<Item = (u64, u64)>) -> Option<Space> {
         let mut used: Vec<(u64, u64)> = used.into_iter().filter(|(_, len)| *len > 0).collect();
         used.sort_unstable();
-        let mut space = Space { end, limit: limit.max(end), free: BTreeMap::new() };
+        let mut space = Space { end, limit: limit.max(end), full: false, free: BTreeMap::new() };
         let mut at = 0;
         for (from, len) in used {
             if from < at {
@@ -61,11 +63,11 @@ impl Space {
         self.free.insert(from, to - from);
     }
 
-    /// File length at which `len` contiguous bytes are available; `None` if it exceeds the limit.
+    /// File length at which `len` contiguous bytes are available; `None` if it exceeds the limit, or the file is full.
     pub fn end_for(&self, len: u64) -> Option<u64> {
         let tail = self.free.iter().next_back().filter(|(at, room)| *at + *room == self.end);
         let from = tail.map_or(self.end, |(at, _)| *at);
-        from.checked_add(len).filter(|end| *end <= self.limit)
+        from.checked_add(len).filter(|end| *end <= self.limit && !self.full)
     }
 
     /// Records that the file now has `end` bytes. The added bytes are free.
@@ -76,9 +78,14 @@ impl Space {
         }
     }
 
-    /// Records that the file cannot grow.
+    /// Records that the file system has no room for the file to grow.
     pub fn full(&mut self) {
-        self.limit = self.end;
+        self.full = true;
+    }
+
+    /// Lets the file grow again: the file system may have room now. Returns true if the file was full.
+    pub fn retry(&mut self) -> bool {
+        std::mem::take(&mut self.full)
     }
 
     /// Length of the file, in bytes.
@@ -98,7 +105,7 @@ impl Space {
 
     /// Free bytes, including growth up to the limit.
     pub fn room(&self) -> u64 {
-        self.free() + (self.limit - self.end)
+        self.free() + if self.full { 0 } else { self.limit - self.end }
     }
 }
 
@@ -123,6 +130,8 @@ mod tests {
         assert_eq!((space.longest(), space.free.len()), (101, 1));
         space.full();
         assert_eq!((space.room(), space.end_for(102)), (101, None));
+        assert!(space.retry() && !space.retry());
+        assert_eq!((space.room(), space.end_for(102)), (200, Some(102)));
     }
 
     #[test]

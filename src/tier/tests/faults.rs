@@ -159,6 +159,22 @@ fn a_full_disk_is_left_for_another_and_full_disks_are_named_with_path_and_bytes(
 }
 
 #[test]
+fn a_disk_that_was_full_is_used_again_after_room_was_made() {
+    let disks = [Disk::default(), Disk::default()];
+    let small = Faults { capacity: Some(150_000), ..Faults::default() };
+    let tier = Tier::open(on_disks(&disks, &[small.clone(), small])).unwrap();
+    let (reached, error) = run(&tier);
+    assert_eq!(error.and_then(|error| error.io_kind()), Some(IoKind::NoSpace));
+    tier.rollback().unwrap();
+    assert!(step(&tier, reached).is_err(), "the disks are still full");
+    tier.rollback().unwrap();
+    disks[1].limit(None);
+    step(&tier, reached).unwrap();
+    drop(tier);
+    assert_eq!(reopened(&disks), Some(reached));
+}
+
+#[test]
 fn a_path_that_hangs_is_given_up_and_the_run_goes_on() {
     let io_timeout = Some(Duration::from_millis(60));
     let clean = [Disk::default(), Disk::default()];

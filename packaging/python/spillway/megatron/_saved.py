@@ -1,7 +1,7 @@
 """States of shards in a directory, which every process writes its part of and any process reads.
 
 A process writes two files: `rank-R-step-S.safetensors` with the tensors SHARD.param, SHARD.exp_avg and SHARD.exp_avg_sq, and `rank-R.json`,
-which names it, the step, and a checksum of each tensor. The second one is renamed into place after the first one is durable. So a
+which names it, the step, and a checksum of each tensor and of itself. The second one is renamed into place after the first one is durable. So a
 process that is killed leaves its old part or its new one."""
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def write(directory: str, rank: int, step: int, sizes: Iterable[tuple[str, int]]
             spans[tensor] = [file.tell(), len(content), zlib.crc32(content)]
             file.write(content)
     with _durable(os.path.join(directory, f"rank-{rank:05d}.json")) as file:
-        file.write(json.dumps({"format": _FORMAT, "step": step, "file": name, "spans": spans}).encode())
+        body = {"step": step, "file": name, "spans": spans}
+        file.write(json.dumps({"format": _FORMAT, "checksum": _checksum(body), **body}).encode())
     _sync_directory(directory)
     for other in os.listdir(directory):
         if other.startswith(f"rank-{rank:05d}-step-") and other != name:
@@ -72,6 +73,8 @@ def places(directory: str) -> dict[str, Place]:
                 content = json.load(file)
             written = content["format"]
             if written == _FORMAT:
+                if _checksum({key: content[key] for key in ("step", "file", "spans")}) != content["checksum"]:
+                    raise ValueError("it does not match its checksum")
                 _enter(found, directory, content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"{path} is damaged: {error!r}; use another checkpoint") from None
@@ -79,6 +82,10 @@ def places(directory: str) -> dict[str, Place]:
             raise InvalidArgumentError(f"{path} has format {written!r}, and this Spillway reads {_FORMAT}; load it with the version that "
                                        "wrote it")
     return found
+
+
+def _checksum(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
 def _enter(found: dict[str, Place], directory: str, content: dict[str, Any]) -> None:
@@ -117,9 +124,12 @@ def read(place: Place, state: str, into: torch.Tensor) -> None:
     """Reads one state of a shard into a float32 tensor in host memory."""
     offset, length, checksum = place.spans[state]
     content = memoryview(into.numpy()).cast("B")
-    with open(place.file, "rb") as file:
-        file.seek(offset)
-        got = file.readinto(content)
+    try:
+        with open(place.file, "rb") as file:
+            file.seek(offset)
+            got = file.readinto(content)
+    except FileNotFoundError:
+        raise CorruptError(f"{place.file} is missing; use another checkpoint") from None
     if got != length or zlib.crc32(content) != checksum:
         raise CorruptError(f"{place.file}: {state} at byte {offset} does not match its checksum; use another checkpoint")
 

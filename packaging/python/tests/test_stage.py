@@ -1,6 +1,7 @@
 """Proves that stages step to the bits of Adam.step, and that one verdict keeps or rolls back all of them."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import spillway
+import spillway.stage
 from spillway import errors
 from spillway.arena import Arena
 from spillway.stage import Stage, cores, settle
@@ -283,13 +285,147 @@ def test_an_interrupt_between_two_stages_leaves_none_behind(monkeypatch):
     [stage.close() for stage in stages]
 
 
-def test_settle_refuses_a_stage_that_is_named_twice_before_it_does_anything():
+def is_over(stage):
+    return stage.state() in ("missing", "final")
+
+
+def broken(stages):
+    yield from stages
+    raise ZeroDivisionError("broken")
+
+
+@pytest.mark.parametrize("wrong", ["twice", "no stage", "iterator", "no iterator", "reduce", "timeout"])
+def test_a_wrong_argument_rolls_back_all_processes(late, wrong):
+    arena, stage, own, child = late
+    stages, options, words = {
+        "twice": ([stage, stage], {}, "names a stage twice"),
+        "no stage": ([stage, 7], {}, "stages has a int"),
+        "iterator": (broken([stage]), {}, "broken"),
+        "no iterator": (7, {}, "not iterable"),
+        "reduce": ([stage], {"reduce": 7}, "reduce is a int"),
+        "timeout": ([stage], {"timeout": "soon"}, "timeout")}[wrong]
+    kind = {"iterator": ZeroDivisionError, "no iterator": TypeError}.get(wrong, spillway.InvalidArgumentError)
+    with pytest.raises(kind, match=words):
+        settle(stages, arena=arena, process=0, round=1, **options)
+    assert told(child) == ["aborted", "True"]
+    if wrong == "no iterator":
+        stage.rollback()
+        stage.finish()
+    assert is_over(stage) and bits([own]) == bits([layer(5000, 3)])
+
+
+def test_a_wrong_argument_leaves_no_stage_open():
+    own, before = layer(5000, 1), layer(5000, 1)
+    with Stage([tuple(own)], spillway.Adam()) as stage, Arena.create(None, {"unused": 1}, processes=1) as arena:
+        for options, words in [({"arena": 7}, "arena is a int"), ({"arena": arena, "process": 9, "round": 1}, "process"),
+                               ({"arena": arena, "process": "a"}, "process is"), ({"arena": arena, "round": None}, "round is")]:
+            stage.submit(1)
+            with pytest.raises(spillway.InvalidArgumentError, match=words):
+                settle([stage], **options)
+            assert is_over(stage) and bits([own]) == bits([before])
+        stage.submit(1)
+        assert settle(iter([stage])).kept and bits([own]) != bits([before])
+
+
+def test_an_interrupt_at_the_begin_of_settle_leaves_no_stage_open(monkeypatch):
+    own, before = layer(5000, 1), layer(5000, 1)
+    made = spillway.stage._Settlement.__init__
+    calls = []
+
+    def interrupted(*arguments):
+        made(*arguments)
+        calls.append(1)
+        if len(calls) == 1:
+            raise Interrupted
+
+    monkeypatch.setattr(spillway.stage._Settlement, "__init__", interrupted)
+    with Stage([tuple(own)], spillway.Adam()) as stage:
+        stage.submit(1)
+        with pytest.raises(Interrupted):
+            settle([stage])
+        assert is_over(stage) and bits([own]) == bits([before])
+
+
+def test_a_round_that_was_posted_by_hand_is_refused():
+    own, before = layer(5000, 1), layer(5000, 1)
+    with Stage([tuple(own)], spillway.Adam()) as stage, Arena.create(None, {"unused": 1}, processes=1) as arena:
+        arena.join(0)
+        arena.post(0, 1, (False, 1.0))
+        stage.submit(1)
+        with pytest.raises(spillway.InvalidArgumentError, match="post each round once"):
+            settle([stage], arena=arena, round=1)
+        assert is_over(stage) and bits([own]) == bits([before])
+        stage.submit(1)
+        assert settle([stage], arena=arena, round=2).kept
+
+
+def raise_interrupted(*_):
+    raise Interrupted
+
+
+@pytest.mark.parametrize("moment", ["in reduce", "after reduce"])
+def test_a_signal_during_reduce_does_not_change_the_outcome(late, monkeypatch, moment):
+    arena, stage, own, child = late
+    wait, others = arena.wait_verdict, []
+
+    def waits(*arguments, **options):
+        others.extend(told(child))
+        return wait(*arguments, **options)
+
+    def reduce(stats):
+        if moment == "in reduce":
+            signal.raise_signal(signal.SIGUSR1)
+        return stats
+
+    monkeypatch.setattr(arena, "wait_verdict", waits)
+    if moment == "after reduce":
+        read, calls = spillway.stage._Settlement._reduced, []
+
+        def interrupted(settlement):
+            calls.append(1)
+            if len(calls) == 1:
+                raise Interrupted
+            return read(settlement)
+
+        monkeypatch.setattr(spillway.stage._Settlement, "_reduced", interrupted)
+    old = signal.signal(signal.SIGUSR1, raise_interrupted)
+    try:
+        with pytest.raises(Interrupted):
+            settle([stage], arena=arena, process=0, round=1, reduce=reduce)
+        assert signal.getsignal(signal.SIGUSR1) is raise_interrupted
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert others == ["True", "False"] and bits([own]) != bits([layer(5000, 3)]) and stage.state() == "final"
+
+
+def test_a_second_signal_ends_reduce_and_rolls_this_process_back():
+    own, before = layer(5000, 1), layer(5000, 1)
+
+    def reduce(_):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGUSR1)
+        pytest.fail("the second signal was held back")
+
+    old = signal.signal(signal.SIGUSR1, raise_interrupted)
+    try:
+        with Stage([tuple(own)], spillway.Adam()) as stage:
+            stage.submit(1)
+            with pytest.raises(Interrupted):
+                settle([stage], reduce=reduce)
+            assert is_over(stage) and bits([own]) == bits([before])
+        assert signal.getsignal(signal.SIGUSR1) is raise_interrupted
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+
+
+@pytest.mark.parametrize("answer", [None, 1.0, (True,), ("a", "b"), (False, None)])
+def test_a_wrong_answer_of_reduce_rolls_the_steps_back_with_a_message(answer):
     own, before = layer(5000, 1), layer(5000, 1)
     with Stage([tuple(own)], spillway.Adam()) as stage:
         stage.submit(1)
-        with pytest.raises(spillway.InvalidArgumentError, match="names a stage twice"):
-            settle([stage, stage])
-        assert settle([stage]).kept and bits([own]) != bits([before])
+        with pytest.raises(spillway.InvalidArgumentError, match="reduce returned"):
+            settle([stage], reduce=lambda mine: answer)
+        assert is_over(stage) and bits([own]) == bits([before])
 
 
 def test_shadows_hold_the_new_state_and_are_exchanged():

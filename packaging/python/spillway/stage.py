@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -290,13 +291,15 @@ class _Settlement:
                  reduce: Callable[[StepStats], StepStats] | None, timeout: float | None,
                  raised: list[BaseException]):
         self.named, self.arena, self.process, self.round = stages, arena, process, round
-        self.reduce, self.timeout, self.reducing = reduce, timeout, False
+        self.reduce, self.timeout = reduce, timeout
         self.listed: list[Stage] = []
         self.stages: list[Stage] = []
         self.given: list[list[int]] = []
         self.taken, self.over = False, False
         self.posted: list[int] = []
         self.local: tuple[bool, int, float] = (False, 0, 0.0)
+        # What reduce gets, which its call removes: an empty list tells that reduce was called.
+        self.asked: list[StepStats] = [StepStats(False, 0.0)]
         self.reduced: list[Any] = []
         self.outcome: Settled | None = None
         self.failures: list[SpillwayError] = []
@@ -370,7 +373,7 @@ class _Settlement:
         if self.reduced:
             return self._decide(*self.local)
         found = None
-        if isinstance(self.arena, Arena) and not self.reducing:
+        if isinstance(self.arena, Arena) and self.asked:
             with contextlib.suppress(SpillwayError):
                 found = self.arena.abort_round(self.process, self.round)
         if found is None or self.posted != [0]:
@@ -384,9 +387,9 @@ class _Settlement:
             if not self.reduced:
                 self.local = (nonfinite, failed, sum_squares)
                 self.signals.hold()
-                self.reducing = True
-                # One step: no signal handler runs between the return of reduce and the storing of its answer.
-                self.reduced.extend(map(self.reduce, (StepStats(*answer),)))
+                self.asked = [StepStats(*answer)]
+                # One step passes the value to reduce and stores the answer: handlers run before it, or inside reduce.
+                self.reduced.extend(itertools.islice(map(self.reduce, iter(self.asked.pop, None)), 1))
             answer = self._reduced()
         kept = not answer[0] and not failed
         self.outcome = Settled(kept, answer[0], failed, answer[1] if not answer[0] else float("nan"))

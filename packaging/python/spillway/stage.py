@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import itertools
-import signal
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _native
+from ._held_signals import HeldSignals
 from ._native_handle import _NativeHandle, record
 from .arena import Arena
 from .errors import InvalidArgumentError, SpillwayError, TimedOutError
@@ -278,8 +276,8 @@ def settle(stages: Iterable[Stage], *, arena: Arena | None = None, process: int 
         except BaseException as error:
             # No call: a second signal handler may run after every call.
             raised += [error]
-    for error in (*raised, *settlement.failures):
-        raise error
+    for failure in (*raised, *settlement.failures):
+        raise failure
     assert settlement.outcome is not None
     return settlement.outcome
 
@@ -304,7 +302,7 @@ class _Settlement:
         self.outcome: Settled | None = None
         self.failures: list[SpillwayError] = []
         self.raised = raised
-        self.signals = _HeldSignals()
+        self.signals = HeldSignals()
 
     def advance(self) -> None:
         """Does what is left to do. An exception before the outcome is known ends the agreement."""
@@ -424,39 +422,6 @@ class _Settlement:
                 stage.finish()
             except SpillwayError as error:
                 self.failures.append(error)
-
-
-class _HeldSignals:
-    """Signals whose Python handlers wait from hold() to release(). A second signal does not wait: its handler may have to
-    end a call that never returns. Threads other than the main one run no handlers."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[int, Any] = {}
-        self.pending: list[Callable[[], Any]] = []
-
-    def hold(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in signal.valid_signals():
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    self.handlers[number] = handler
-                    signal.signal(number, self._handle)
-
-    def release(self) -> None:
-        """Puts the handlers back, and calls those that waited. After an interrupt it may be called again."""
-        for number, handler in list(self.handlers.items()):
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, handler)
-        self.handlers.clear()
-        while self.pending:
-            self.pending.pop()()
-
-    def _handle(self, number: int, frame: Any) -> None:
-        handler = self.handlers[number]
-        if self.pending:
-            handler(number, frame)
-        else:
-            self.pending.append(functools.partial(handler, number, frame))
 
 
 def cores() -> Cores:

@@ -125,7 +125,8 @@ impl Handle for spw_arena {
 /// Creates an arena. Its memory is allocated and zeroed, its regions have generation 0, and only processes of this user
 /// may open it. The handle is its owner: `spw_arena_close` removes the name.
 ///
-/// - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives.
+/// - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives. An empty file of this
+///   name, which an interrupted creation leaves, becomes the arena.
 /// - SPW_ERR_ARENA_FORMAT: the file of this name is no arena; it stays.
 /// - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
 /// - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.

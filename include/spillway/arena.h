@@ -248,7 +248,8 @@ enum spw_status spw_arena_write_begin(const struct spw_arena *arena,
 
 // Ends a write of `spw_arena_write_begin`: the region holds the whole of its new generation. Waiting readers of all
 // processes continue. SPW_ERR_INVALID_ARGUMENT if this handle does not write the region, or a stage has it.
-enum spw_status spw_arena_write_end(const struct spw_arena *arena, uint32_t region);
+enum spw_status spw_arena_write_end(const struct spw_arena *arena,
+                                    uint32_t region);
 
 // Ends a write without a new generation. `restored` 1: every byte is again as before `spw_arena_write_begin`, and the
 // earlier generation stays. 0, or if the region was torn before: the region is torn. Errors are those of

@@ -99,6 +99,10 @@ def test_a_region_has_one_stage_or_writer_at_a_time(publish):
             second.submit(1)
         with pytest.raises(spillway.BusyError):
             arena.write_begin("copies", 1)
+        first.wait(60)
+        for end in (arena.write_end, lambda name: arena.write_abort(name, restored=True)):
+            with pytest.raises(spillway.InvalidArgumentError, match="belongs to a stage"):
+                end("copies")
         assert settle([first]).kept and arena.region("copies").generation == 1
         second.submit(2)
         assert settle([second]).kept and arena.region("copies").generation == 2

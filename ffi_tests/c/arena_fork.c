@@ -42,7 +42,7 @@ static void child(spw_arena *arena, spw_stage *stage, const unsigned char *memor
     REFUSED(spw_arena_read_begin(arena, 0, 0, FOREVER, &snapshot), SPW_ERR_UNSUPPORTED, "process was forked");
     REFUSED(spw_arena_write_end(arena, 0), SPW_ERR_UNSUPPORTED, "process was forked");
     REFUSED(spw_arena_get_info(arena, &info), SPW_ERR_UNSUPPORTED, "process was forked");
-    REFUSED(spw_stage_wait(stage, FOREVER, &stats), SPW_ERR_UNSUPPORTED, "process was forked");
+    REFUSED(spw_stage_wait(stage, FOREVER, &stats), SPW_ERR_UNSUPPORTED, "the stage was opened by process");
     REFUSED(spw_stage_submit_adam(stage, &adam, &problem.tensor, 1, NULL, NULL), SPW_ERR_UNSUPPORTED,
             "process was forked");
     CHECK(memory[BYTES - 1] == 0);

@@ -98,6 +98,9 @@ static void run_rounds(uint32_t publish) {
             CHECK_OK(spw_stage_wait(stages[i], FOREVER, &stats));
             CHECK((int)stats.nonfinite == (bad && i == BAD));
             nonfinite |= (int)stats.nonfinite;
+            // The program cannot end the write of a stage.
+            INVALID(spw_arena_write_end(arena, (uint32_t)i), "region");
+            INVALID(spw_arena_write_abort(arena, (uint32_t)i, 1), "region");
         }
         for (int i = 0; i < STAGES; i++) {
             CHECK_OK(nonfinite ? spw_stage_rollback(stages[i]) : spw_stage_commit(stages[i]));

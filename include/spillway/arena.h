@@ -56,7 +56,7 @@ typedef enum spw_arena_flag {
     // Bind the pages to the NUMA node `node`. A refused node is not an error: `spw_arena_get_notes` has the reason.
     SPW_ARENA_FLAG_BIND_NODE = 2,
     // Remove an arena of this name whose owner has ended. An arena with a live owner is never removed, nor is a file that
-    // is no arena.
+    // is no arena. A file that is empty, or that holds only zeros, counts as an arena whose creation was interrupted.
     SPW_ARENA_FLAG_COLLECT = 4,
 } spw_arena_flag;
 
@@ -143,7 +143,8 @@ typedef struct spw_arena spw_arena;
 // Creates an arena. Its memory is allocated and zeroed, its regions have generation 0, and only processes of this user
 // may open it. The handle is its owner: `spw_arena_close` removes the name.
 //
-// - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives.
+// - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives. An empty file of this
+//   name, which an interrupted creation leaves, becomes the arena.
 // - SPW_ERR_ARENA_FORMAT: the file of this name is no arena; it stays.
 // - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
 // - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
@@ -175,7 +176,8 @@ enum spw_status spw_arena_close(struct spw_arena *arena);
 
 // Removes the name of an arena whose owner has ended. Processes that have it open keep their memory.
 // SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none, SPW_ERR_ARENA_FORMAT if the file of
-// this name is no arena; the file stays.
+// this name is no arena; the file stays. A file that is empty, or that holds only zeros, counts as an arena whose creation
+// was interrupted: it is removed.
 enum spw_status spw_arena_collect(const char *name);
 
 // Writes the properties of the arena and of its mapping in this process.
@@ -244,11 +246,14 @@ enum spw_status spw_arena_write_begin(const struct spw_arena *arena,
                                       uint64_t generation,
                                       uint32_t *torn_out);
 
-// Ends a write: the region holds the whole of its new generation. Waiting readers of all processes continue.
-enum spw_status spw_arena_write_end(const struct spw_arena *arena, uint32_t region);
+// Ends a write of `spw_arena_write_begin`: the region holds the whole of its new generation. Waiting readers of all
+// processes continue. SPW_ERR_INVALID_ARGUMENT if this handle does not write the region, or a stage has it.
+enum spw_status spw_arena_write_end(const struct spw_arena *arena,
+                                    uint32_t region);
 
 // Ends a write without a new generation. `restored` 1: every byte is again as before `spw_arena_write_begin`, and the
-// earlier generation stays. 0, or if the region was torn before: the region is torn.
+// earlier generation stays. 0, or if the region was torn before: the region is torn. Errors are those of
+// `spw_arena_write_end`.
 enum spw_status spw_arena_write_abort(const struct spw_arena *arena,
                                       uint32_t region,
                                       uint32_t restored);
@@ -323,13 +328,15 @@ enum spw_status spw_arena_post(const struct spw_arena *arena,
 //   call `spw_arena_abort_round`.
 // - SPW_ERR_ARENA_CHANGED: a process went on without this round.
 //
-// A handle that has not joined observes: it aborts no round.
+// A handle that has not joined observes: it aborts no round. It waits on for a process that ended, because a process that
+// joins with the same number may post the round; the message of its timeout names the process that ended.
 enum spw_status spw_arena_wait_verdict(const struct spw_arena *arena,
                                        uint64_t round,
                                        int64_t timeout_ms,
                                        struct spw_arena_verdict *verdict_out);
 
-// Leaves `round`, posted or not: aborts it for all processes, unless it is decided. `decided_out` receives 1 if the round
+// Leaves `round`, posted or not: aborts it for all processes, unless it is decided. All open rounds below `round` are
+// aborted with it. `decided_out` receives 1 if the round
 // was decided before: `verdict_out` then has the verdict, which this process follows as all others do. Otherwise it
 // receives 0, all processes roll back, and `verdict_out` stays as it is.
 enum spw_status spw_arena_abort_round(const struct spw_arena *arena,

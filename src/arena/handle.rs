@@ -12,7 +12,7 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::layout::{Identity, Layout, Region};
@@ -57,12 +57,12 @@ pub struct Arena {
 /// The claim of this handle to one region, and its write.
 #[derive(Debug, Default)]
 pub(super) struct Writing {
-    /// The generation that is written, or will be; 0 for none.
+    /// A phase of `write`; 0 without a claim.
+    pub phase: AtomicU32,
+    /// The generation that is written, or will be.
     pub generation: AtomicU64,
     /// The region was torn when it was claimed.
     pub torn: AtomicBool,
-    /// The write has begun.
-    pub begun: AtomicBool,
 }
 
 /// A file of an arena that was just created or opened, and what is known about it.

@@ -73,7 +73,10 @@ impl Arena {
         let (decision, rounds) = (self.decision(), self.rounds_of(process));
         let before = rounds[0].max(rounds[1]);
         if before >= u64::from(round) {
-            return Err(Error::invalid("round", format!("is {round}, but {before} was posted")));
+            return Err(Error::invalid(
+                "round",
+                format!("is {round}, but this process has posted {before}; post each round once"),
+            ));
         }
         if before > u64::from(decision.settled) {
             let reason = format!("is {round}, but round {before} is open; wait for its verdict, or abort it");
@@ -97,7 +100,8 @@ impl Arena {
 
     /// Waits for the outcome of `round`, and returns the verdict of a round that is decided. Errors: the round is aborted
     /// (`PeerEnded`), by this call if a process ended before it posted and this handle has joined; a timeout, after which
-    /// the round is open still.
+    /// the round is open still. A handle that has not joined waits on for a process that ended: its number may get a new
+    /// process, which posts.
     pub fn wait_verdict(&self, round: u64, timeout: Option<Duration>) -> Result<Verdict> {
         self.check_process()?;
         let round = self.numbered(round)?;
@@ -107,23 +111,26 @@ impl Arena {
             if let Some(verdict) = self.outcome(round)? {
                 return verdict.ok_or_else(|| self.aborted(round));
             }
-            let missing = self.missing(round);
+            let (missing, mut ended) = (self.missing(round), false);
             match missing {
                 // The process that posted last ended before it decided.
                 None if self.takes_part() => {
                     self.settle_round(round, |_| Decision::decide(round));
                     continue;
                 }
-                Some(process) if self.has_ended(process, round)? => {
-                    if !self.takes_part() {
-                        return Err(self.aborted(round));
+                Some(process) => {
+                    ended = self.has_ended(process, round)?;
+                    if ended && self.takes_part() {
+                        self.settle_round(round, |seen| seen.abort(round));
+                        continue;
                     }
-                    self.settle_round(round, |seen| seen.abort(round));
-                    continue;
                 }
-                _ => {}
+                None => {}
             }
             let left = deadline.slice(|| match missing {
+                Some(process) if ended => {
+                    format!("{} ended before it posted round {round}, which is open", self.titled(process))
+                }
                 Some(process) => format!("process {process} has not posted round {round}"),
                 None => format!("round {round} has no outcome"),
             })?;
@@ -132,7 +139,8 @@ impl Arena {
     }
 
     /// Leaves `round`, posted or not: aborts it for all processes, unless it is decided already. Returns the verdict of a
-    /// decided round, which this process follows as all others do; `None` for an aborted one.
+    /// decided round, which this process follows as all others do; `None` for an aborted one. Open rounds below `round` are
+    /// aborted too.
     pub fn abort_round(&self, process: u32, round: u64) -> Result<Option<Verdict>> {
         self.check_joined(process)?;
         let round = self.numbered(round)?;
@@ -233,27 +241,30 @@ impl Arena {
     }
 
     fn aborted(&self, round: u32) -> Error {
-        let joined = |process: u32| self.mapping.load64(self.layout.slot(process).joined(), Ordering::SeqCst);
-        let left = |process: &u32| {
-            self.mapping.load64(self.layout.slot(*process).left(), Ordering::SeqCst) == u64::from(round)
-        };
-        let ended = |process: &u32| matches!(self.has_ended(*process, round), Ok(true));
-        let detail = if let Some(process) = (0..self.layout.processes).find(left) {
-            format!("process {}, which joined as {process}, left the round; roll back", joined(process))
-        } else if let Some(process) = (0..self.layout.processes).find(ended) {
-            format!(
-                "process {}, which joined as {process}, ended before it posted; roll back",
-                joined(process)
-            )
+        let left = |process: u32| self.mapping.load64(self.layout.slot(process).left(), Ordering::SeqCst);
+        let find = |is: &dyn Fn(u32) -> bool| (0..self.layout.processes).find(|process| is(*process));
+        let detail = if let Some(process) = find(&|process| left(process) == u64::from(round)) {
+            format!("{} left the round; roll back", self.titled(process))
+        } else if let Some(process) = find(&|process| matches!(self.has_ended(process, round), Ok(true))) {
+            format!("{} ended before it posted; roll back", self.titled(process))
+        } else if let Some(process) = find(&|process| left(process) > u64::from(round)) {
+            let (later, title) = (left(process), self.titled(process));
+            format!("{title} left round {later}, which aborts the open rounds before it too; roll back")
         } else {
             "the round was aborted before all processes had posted; roll back".to_string()
         };
         self.error(ArenaKind::PeerEnded, &format!(", verdict of round {round}"), detail)
     }
 
+    /// A process, as messages name it.
+    fn titled(&self, process: u32) -> String {
+        let id = self.mapping.load64(self.layout.slot(process).joined(), Ordering::SeqCst);
+        format!("process {id}, which joined as {process},")
+    }
+
     fn forgotten(&self, round: u32, why: &str) -> Error {
         let detail = format!("{why}; every process waits for the verdict of each round");
-        self.error(ArenaKind::Changed, &format!(", verdict of round {round}"), detail)
+        self.error(ArenaKind::Forgotten, &format!(", verdict of round {round}"), detail)
     }
 
     /// A round as the decision word counts it.

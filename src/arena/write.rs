@@ -3,6 +3,8 @@
 //! Invariants:
 //! - A claim has the lock of the region, and no other effect: readers use the present generation. A write is a claim
 //!   whose sequence is odd. An odd sequence without the lock is a write whose process ended.
+//! - The phase of a claim changes by one compare-and-swap from the phase that the call needs: the program ends only its
+//!   own writes, and a stage only those of its claim.
 //! - A write that no `end` completed leaves the region torn: the sequence stays odd until another writer has written
 //!   the whole region.
 //! - The generation changes only while the sequence is odd, and only grows.
@@ -14,12 +16,23 @@ use super::handle::{Arena, WRITER_LOCKS};
 use crate::error::{Error, Result};
 use crate::sys::{process, range_lock};
 
+/// No claim.
+const FREE: u32 = 0;
+/// A call changes the phase.
+const CHANGING: u32 = 1;
+/// The program writes the region.
+const WRITE: u32 = 2;
+/// A stage has the region, and does not write it yet.
+const CLAIMED: u32 = 3;
+/// A stage writes the region.
+const CLAIMED_WRITE: u32 = 4;
+
 impl Arena {
     /// Begins to write a region as `generation`, which is above the present one. Readers wait from now on. Returns true
     /// if the region is torn: then every byte must be written. Errors: another writer is at work (`Busy`).
     pub fn write_begin(&self, region: u32, generation: u64) -> Result<bool> {
-        let torn = self.claim(region, generation)?;
-        self.write_claimed(region)?;
+        let (at, torn) = self.take(region, generation)?;
+        self.begin(at, WRITE);
         Ok(torn)
     }
 
@@ -27,6 +40,13 @@ impl Arena {
     /// [`Arena::write_claimed`] readers use the present generation. Returns true if the region is torn. Errors: another
     /// writer is at work, or has claimed the region (`Busy`).
     pub fn claim(&self, region: u32, generation: u64) -> Result<bool> {
+        let (at, torn) = self.take(region, generation)?;
+        self.writing[at].phase.store(CLAIMED, Ordering::Release);
+        Ok(torn)
+    }
+
+    /// Takes the region, whose phase is `CHANGING` then. Returns its place, and true if it is torn.
+    fn take(&self, region: u32, generation: u64) -> Result<(usize, bool)> {
         self.check_process()?;
         self.check_writable()?;
         let (at, described) = self.described(region)?;
@@ -42,11 +62,11 @@ impl Arena {
             return Err(Error::invalid("generation", "is 0; generations are counted from 1"));
         }
         let mine = &self.writing[at];
-        if mine.generation.compare_exchange(0, generation, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+        if mine.phase.compare_exchange(FREE, CHANGING, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return Err(busy());
         }
         let refused = |error: Error| {
-            mine.generation.store(0, Ordering::Release);
+            mine.phase.store(FREE, Ordering::Release);
             error
         };
         let lock = WRITER_LOCKS + u64::from(region);
@@ -61,15 +81,75 @@ impl Arena {
         }
         let torn = self.mapping.load64(control.sequence(), Ordering::Acquire) % 2 == 1;
         mine.torn.store(torn, Ordering::Relaxed);
+        mine.generation.store(generation, Ordering::Relaxed);
         if !torn {
             self.mapping.store64(control.writer(), process::id().into(), Ordering::Relaxed);
         }
-        Ok(torn)
+        Ok((at, torn))
     }
 
     /// Begins the write of a claimed region. Readers wait from now on.
     pub fn write_claimed(&self, region: u32) -> Result<()> {
-        let (at, _) = self.claimed(region)?;
+        let at = self.change(region, CLAIMED)?;
+        self.begin(at, CLAIMED_WRITE);
+        Ok(())
+    }
+
+    /// Gives a claimed region back that was not written.
+    pub fn unclaim(&self, region: u32) -> Result<()> {
+        let at = self.change(region, CLAIMED)?;
+        self.release(at);
+        Ok(())
+    }
+
+    /// Ends a write of [`Arena::write_begin`]: the region holds the whole of its new generation.
+    pub fn write_end(&self, region: u32) -> Result<()> {
+        self.end(self.change(region, WRITE)?);
+        Ok(())
+    }
+
+    /// Ends a write of [`Arena::write_begin`] without a new generation. `restored`: every byte is again as it was before
+    /// the write, which stays the present generation. Otherwise, or if the region was torn before, it is torn.
+    pub fn write_abort(&self, region: u32, restored: bool) -> Result<()> {
+        self.abort(self.change(region, WRITE)?, restored);
+        Ok(())
+    }
+
+    /// As [`Arena::write_end`], for a write of [`Arena::write_claimed`].
+    pub fn claimed_end(&self, region: u32) -> Result<()> {
+        self.end(self.change(region, CLAIMED_WRITE)?);
+        Ok(())
+    }
+
+    /// As [`Arena::write_abort`], for a write of [`Arena::write_claimed`].
+    pub fn claimed_abort(&self, region: u32, restored: bool) -> Result<()> {
+        self.abort(self.change(region, CLAIMED_WRITE)?, restored);
+        Ok(())
+    }
+
+    /// True if this handle writes the region, or has claimed it.
+    pub(super) fn writes(&self, at: usize) -> bool {
+        self.writing[at].phase.load(Ordering::Acquire) != FREE
+    }
+
+    /// Begins to change the phase of a region from `needed`; returns the place of the region.
+    fn change(&self, region: u32, needed: u32) -> Result<usize> {
+        self.check_process()?;
+        let (at, described) = self.described(region)?;
+        let phase = &self.writing[at].phase;
+        match phase.compare_exchange(needed, CHANGING, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => Ok(at),
+            Err(found) => {
+                let why = match found {
+                    CLAIMED | CLAIMED_WRITE => "belongs to a stage, which ends its write by itself",
+                    _ => "is not being written by this handle",
+                };
+                Err(Error::invalid("region", format!("{:?} {why}", described.name)))
+            }
+        }
+    }
+
+    fn begin(&self, at: usize, phase: u32) {
         let control = self.layout.control(at);
         let sequence = self.mapping.load64(control.sequence(), Ordering::Acquire);
         let step = if sequence % 2 == 1 { 2 } else { 1 };
@@ -77,60 +157,17 @@ impl Arena {
         self.mapping.store64(control.sequence(), sequence + step, Ordering::SeqCst);
         // No byte of the region is written before the sequence is odd.
         fence(Ordering::SeqCst);
-        self.writing[at].begun.store(true, Ordering::Release);
-        Ok(())
+        self.writing[at].phase.store(phase, Ordering::Release);
     }
 
-    /// Gives a claimed region back that was not written.
-    pub fn unclaim(&self, region: u32) -> Result<()> {
-        let (at, _) = self.claimed(region)?;
-        self.release(at);
-        Ok(())
-    }
-
-    /// Ends a write: the region holds the whole of its new generation.
-    pub fn write_end(&self, region: u32) -> Result<()> {
-        let (at, generation) = self.in_write(region)?;
-        let control = self.layout.control(at);
-        self.mapping.store64(control.generation(), generation, Ordering::Release);
+    fn end(&self, at: usize) {
+        let generation = self.writing[at].generation.load(Ordering::Relaxed);
+        self.mapping.store64(self.layout.control(at).generation(), generation, Ordering::Release);
         self.settle(at, true);
-        Ok(())
     }
 
-    /// Ends a write without a new generation. `restored`: every byte is again as it was before the write, which stays
-    /// the present generation. Otherwise, or if the region was torn before, it is torn.
-    pub fn write_abort(&self, region: u32, restored: bool) -> Result<()> {
-        let (at, _) = self.in_write(region)?;
+    fn abort(&self, at: usize, restored: bool) {
         self.settle(at, restored && !self.writing[at].torn.load(Ordering::Relaxed));
-        Ok(())
-    }
-
-    /// True if this handle writes the region.
-    pub(super) fn writes(&self, at: usize) -> bool {
-        self.writing[at].generation.load(Ordering::Acquire) != 0
-    }
-
-    /// The region's place and its new generation, while this handle has claimed it and does not write it.
-    fn claimed(&self, region: u32) -> Result<(usize, u64)> {
-        self.held(region, false)
-    }
-
-    fn in_write(&self, region: u32) -> Result<(usize, u64)> {
-        self.held(region, true)
-    }
-
-    fn held(&self, region: u32, begun: bool) -> Result<(usize, u64)> {
-        self.check_process()?;
-        let (at, described) = self.described(region)?;
-        let mine = &self.writing[at];
-        let generation = mine.generation.load(Ordering::Acquire);
-        match generation > 0 && mine.begun.load(Ordering::Acquire) == begun {
-            true => Ok((at, generation)),
-            false => {
-                let reason = format!("{:?} is not being written by this handle", described.name);
-                Err(Error::invalid("region", reason))
-            }
-        }
     }
 
     fn settle(&self, at: usize, whole: bool) {
@@ -144,9 +181,8 @@ impl Arena {
     }
 
     fn release(&self, at: usize) {
-        self.writing[at].begun.store(false, Ordering::Release);
         self.unlock(WRITER_LOCKS + at as u64);
-        self.writing[at].generation.store(0, Ordering::Release);
+        self.writing[at].phase.store(FREE, Ordering::Release);
     }
 
     fn unlock(&self, lock: u64) {

@@ -10,6 +10,8 @@ pub enum ArenaKind {
     Torn,
     /// The region was written while it was read.
     Changed,
+    /// The outcome of the round is no longer known.
+    Forgotten,
     /// A process that the call depends on has ended, or has left the round.
     PeerEnded,
     /// The memory is not an arena, or not one of a format that this version reads.
@@ -38,6 +40,7 @@ impl fmt::Display for ArenaError {
         let words = match self.kind {
             ArenaKind::Torn => "its writer ended in the middle of a write",
             ArenaKind::Changed => "written while it was read",
+            ArenaKind::Forgotten => "a process went on without waiting for this round",
             ArenaKind::PeerEnded => "a process has ended or left",
             ArenaKind::Format => "not an arena that this version reads",
             ArenaKind::Foreign => "not a regular file of this user alone",

@@ -324,11 +324,12 @@ class Arena(_NativeHandle):
         return bool(torn.value)
 
     def write_end(self, name: str) -> None:
-        """Ends a write: the region holds the whole of its new generation."""
+        """Ends a write: the region holds the whole of its new generation. InvalidArgumentError if a stage has the region."""
         self._call("spw_arena_write_end", self._index(name))
 
     def write_abort(self, name: str, *, restored: bool = False) -> None:
-        """Ends a write without a new generation. The region is torn, unless `restored`: every byte is as before."""
+        """Ends a write without a new generation. The region is torn, unless `restored`: every byte is as before. Errors as of
+        `write_end`."""
         self._call("spw_arena_write_abort", self._index(name), int(restored))
 
     def join(self, process: int) -> None:
@@ -367,6 +368,7 @@ class Arena(_NativeHandle):
 
         Raises:
             PeerEndedError: The round is aborted for all processes: a process left it, or ended before it posted. Roll back.
+                An object that has not joined aborts no round: it waits on for a process that ended.
             TimedOutError: The round is open. Wait again, or abort it; do not roll back before."""
         found = _abi.sized(_abi.ArenaVerdict)
         self._call("spw_arena_wait_verdict", _arguments.unsigned("Arena.wait_verdict: round", round), _arguments.milliseconds(timeout),
@@ -375,7 +377,8 @@ class Arena(_NativeHandle):
 
     def abort_round(self, process: int, round: int) -> Verdict | None:
         """Leaves a round, posted or not: aborts it for all processes, unless it is decided. Returns the Verdict of a decided
-        round, which this process follows as all others do; None if the round is aborted.
+        round, which this process follows as all others do; None if the round is aborted. Open rounds before it are aborted
+        too.
 
         Args:
             process: The number that this object joined as.
@@ -425,5 +428,6 @@ def collect(name: str) -> None:
     Raises:
         ArenaExistsError: Its owner lives.
         ArenaMissingError: There is none.
-        ArenaFormatError: The file of this name is no arena; it stays."""
+        ArenaFormatError: The file of this name is no arena; it stays. An empty file, or one of zeros, counts as an arena
+            whose creation was interrupted: it is removed."""
     _native.check(_native.library().spw_arena_collect(_arguments.text("Arena: name", name)))

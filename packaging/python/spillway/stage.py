@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _native
+from ._held_signals import HeldSignals
 from ._native_handle import _NativeHandle, record
 from .arena import Arena
 from .errors import InvalidArgumentError, SpillwayError, TimedOutError
@@ -234,63 +236,84 @@ class Stage(_NativeHandle):
             self._held.clear()
 
 
-def settle(stages: Sequence[Stage], *, arena: Arena | None = None, process: int = 0, round: int = 0,
+def settle(stages: Iterable[Stage], *, arena: Arena | None = None, process: int = 0, round: int = 0,
            reduce: Callable[[StepStats], StepStats] | None = None, timeout: float | None = None) -> Settled:
     """Waits for all stages, exchanges the local verdicts, then keeps every step or rolls every step back, and waits until
     that is done.
 
     All processes of the arena get one outcome. A process that leaves settle() by an exception before the round is decided,
-    also by a timeout or Ctrl-C, aborts the round: all processes roll back. After that it follows the verdict, and
-    then raises the exception of a signal handler.
+    also by a timeout, Ctrl-C or a wrong argument, aborts the round: all processes roll back. After that it follows the
+    verdict, and then raises the exception of a signal handler. Without a valid `arena`, `process` and `round` no round is
+    aborted: the other processes wait for their timeout, or until this process ends. An interrupt before settle() has begun
+    leaves the jobs open: Stage.close() rolls them back, and Arena.abort_round() aborts the round.
 
     Args:
         stages: The stages of this process, each once, each with a submitted job.
         arena: Arena over whose processes the verdict goes; None: this process alone. `Arena.join` comes first.
         process: Number of this process in the arena.
-        round: Number of the round, from 1: the number of the step will do.
-        reduce: Reduces the StepStats over all nodes: any `nonfinite`, the sum of `sum_squares`. Its exception rolls this
-            process back and no other: it must raise in all processes or in none.
+        round: Number of the round, from 1: the number of the step will do. settle() posts it: a round that this process
+            posted before is an error.
+        reduce: Reduces the StepStats over all nodes: any `nonfinite`, the sum of `sum_squares`. An exception inside it, or
+            another answer than a StepStats, rolls this process back and no other: it must fail in all processes or in none.
+            In the main thread, the first signal during reduce is handled after it. A second signal is handled at once: its
+            exception rolls this process back and no other.
         timeout: Longest wait in seconds for each stage and for the verdict; None: no limit. Steps that are kept or rolled
             back are waited for without a limit.
 
     Raises:
         PeerEndedError: A process ended or left the round. Every step is rolled back.
         TimedOutError: A stage, or the verdict, did not come in time. Every step is rolled back.
+        InvalidArgumentError: An argument is wrong, or this process posted the round before. Every step is rolled back, here
+            also if the earlier post of the round was decided.
         SpillwayError: A stage failed. Every step is rolled back."""
-    if len({id(stage) for stage in stages}) != len(stages):
-        raise InvalidArgumentError("settle: stages names a stage twice; pass each stage once")
-    return _Settlement(stages, arena, process, round, reduce, timeout).run()
+    settlement: _Settlement | None = None
+    raised: list[BaseException] = []
+    while settlement is None or not settlement.over:
+        try:
+            if settlement is None:
+                settlement = _Settlement(stages, arena, process, round, reduce, timeout, raised)
+            settlement.advance()
+        except BaseException as error:
+            # No call: a second signal handler may run after every call.
+            raised += [error]
+    for failure in (*raised, *settlement.failures):
+        raise failure
+    assert settlement.outcome is not None
+    return settlement.outcome
 
 
 class _Settlement:
-    """One settle(). A signal handler may raise between any two bytecodes; run() then continues with what is left to do."""
+    """One settle(). A signal handler may raise between any two bytecodes; advance() is then called again."""
 
-    def __init__(self, stages: Sequence[Stage], arena: Arena | None, process: int, round: int,
-                 reduce: Callable[[StepStats], StepStats] | None, timeout: float | None):
-        self.stages, self.arena, self.process, self.round = list(stages), arena, process, round
-        self.reduce, self.timeout, self.reducing = reduce, timeout, False
+    def __init__(self, stages: Iterable[Stage], arena: Arena | None, process: int, round: int,
+                 reduce: Callable[[StepStats], StepStats] | None, timeout: float | None,
+                 raised: list[BaseException]):
+        self.named, self.arena, self.process, self.round = stages, arena, process, round
+        self.reduce, self.timeout = reduce, timeout
+        self.listed: list[Stage] = []
+        self.stages: list[Stage] = []
+        self.given: list[list[int]] = []
+        self.taken, self.over = False, False
         self.posted: list[int] = []
+        self.local: tuple[bool, int, float] = (False, 0, 0.0)
+        # What reduce gets, which its call removes: an empty list tells that reduce was called.
+        self.asked: list[StepStats] = [StepStats(False, 0.0)]
+        self.reduced: list[Any] = []
         self.outcome: Settled | None = None
-        self.given: list[list[int]] = [[] for _ in self.stages]
         self.failures: list[SpillwayError] = []
-        self.raised: list[BaseException] = []
-        self.over = False
+        self.raised = raised
+        self.signals = HeldSignals()
 
-    def run(self) -> Settled:
-        while not self.over:
-            try:
-                self._advance()
-            except BaseException as error:
-                self.raised.append(error)
-                if len(self.raised) == _MOST_INTERRUPTS:
-                    break
-        for error in (*self.raised, *self.failures):
-            raise error
-        assert self.outcome is not None
-        return self.outcome
-
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Does what is left to do. An exception before the outcome is known ends the agreement."""
+        if len(self.raised) >= _MOST_INTERRUPTS:
+            self.over = True
+            return
+        self.signals.release()
+        if not self.taken:
+            self._take()
         if self.outcome is None and not self.raised:
+            self._check()
             self._agree()
         if self.outcome is None:
             self._leave()
@@ -298,6 +321,29 @@ class _Settlement:
         self._give(self.outcome.kept)
         self._finish()
         self.over = True
+
+    def _take(self) -> None:
+        """Lists the stages, each once; what is no stage gets no verdict."""
+        if not self.listed:
+            try:
+                # One step. An iterator that raises leaves the stages before it in the list.
+                self.listed.extend(self.named)
+            except Exception:
+                if not self.raised:
+                    raise
+        self.stages = list({id(stage): stage for stage in self.listed if isinstance(stage, Stage)}.values())
+        self.given = [[] for _ in self.stages]
+        self.taken = True
+
+    def _check(self) -> None:
+        if len(self.stages) != len(self.listed):
+            other = [type(stage).__name__ for stage in self.listed if not isinstance(stage, Stage)]
+            raise InvalidArgumentError(f"settle: stages has a {other[0]}; pass Stages" if other else
+                                       "settle: stages names a stage twice; pass each stage once")
+        if self.arena is not None and not isinstance(self.arena, Arena):
+            raise InvalidArgumentError(f"settle: arena is a {type(self.arena).__name__}; pass a spillway.arena.Arena")
+        if self.reduce is not None and not callable(self.reduce):
+            raise InvalidArgumentError(f"settle: reduce is a {type(self.reduce).__name__}; pass a function")
 
     def _agree(self) -> None:
         total, nonfinite = 0.0, False
@@ -321,23 +367,41 @@ class _Settlement:
         self._decide(*found)
 
     def _leave(self) -> None:
-        """After an exception: aborts the round, or follows its verdict if it is decided."""
+        """After an exception: follows the verdict if it is known or decided; otherwise aborts the round."""
+        if self.reduced:
+            return self._decide(*self.local)
         found = None
-        if self.arena is not None:
+        if isinstance(self.arena, Arena) and self.asked:
             with contextlib.suppress(SpillwayError):
                 found = self.arena.abort_round(self.process, self.round)
-        if found is None or self.posted != [0] or self.reducing:
+        if found is None or self.posted != [0]:
             self.outcome = Settled(False, False, 0, float("nan"))
         else:
             self._decide(*found)
 
     def _decide(self, nonfinite: bool, failed: int, sum_squares: float) -> None:
-        reduced = StepStats(bool(nonfinite or failed), sum_squares)
+        answer = (bool(nonfinite or failed), sum_squares)
         if self.reduce is not None:
-            self.reducing = True
-            reduced = self.reduce(reduced)
-        kept = not reduced[0] and not failed
-        self.outcome = Settled(kept, bool(reduced[0]), failed, reduced[1] if not reduced[0] else float("nan"))
+            if not self.reduced:
+                self.local = (nonfinite, failed, sum_squares)
+                self.signals.hold()
+                self.asked = [StepStats(*answer)]
+                # One step passes the value to reduce and stores the answer: handlers run before it, or inside reduce.
+                self.reduced.extend(itertools.islice(map(self.reduce, iter(self.asked.pop, None)), 1))
+            answer = self._reduced()
+        kept = not answer[0] and not failed
+        self.outcome = Settled(kept, answer[0], failed, answer[1] if not answer[0] else float("nan"))
+        self.signals.release()
+
+    def _reduced(self) -> tuple[bool, float]:
+        """The answer of reduce. A wrong one rolls the steps back."""
+        try:
+            nonfinite, sum_squares = self.reduced[0]
+            return bool(nonfinite), float(sum_squares)
+        except Exception as error:
+            self.failures.append(InvalidArgumentError(
+                f"settle: reduce returned {self.reduced[0]!r}; return a StepStats (nonfinite, sum_squares): {error}"))
+            return True, float("nan")
 
     def _give(self, kept: bool) -> None:
         """Gives every stage its verdict once, also if one of them is closed."""

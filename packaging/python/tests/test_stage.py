@@ -99,6 +99,10 @@ def test_a_region_has_one_stage_or_writer_at_a_time(publish):
             second.submit(1)
         with pytest.raises(spillway.BusyError):
             arena.write_begin("copies", 1)
+        first.wait(60)
+        for end in (arena.write_end, lambda name: arena.write_abort(name, restored=True)):
+            with pytest.raises(spillway.InvalidArgumentError, match="belongs to a stage"):
+                end("copies")
         assert settle([first]).kept and arena.region("copies").generation == 1
         second.submit(2)
         assert settle([second]).kept and arena.region("copies").generation == 2
@@ -184,112 +188,6 @@ def test_processes_settle_together(child_environment):
         with pytest.raises(errors.PeerEndedError):
             settle([stage], arena=arena, process=0, round=4)
         assert bits([own]) == before
-
-
-LATE = """if True:
-    import sys
-    sys.path.insert(0, sys.argv[2])
-    from test_stage import *
-    own, before = layer(5000, 9), layer(5000, 9)
-    with Arena.open(sys.argv[1], write=True, timeout=60) as arena, Stage([tuple(own)], spillway.Adam()) as stage:
-        arena.join(1)
-        stage.submit(1)
-        print("ready", flush=True)
-        sys.stdin.readline()
-        try:
-            kept = settle([stage], arena=arena, process=1, round=1, timeout=60).kept
-        except errors.PeerEndedError:
-            kept = "aborted"
-        print(kept, bits([own]) == bits([before]), flush=True)
-        sys.stdin.readline()"""
-
-
-class Interrupted(BaseException):
-    """A signal handler's exception."""
-
-
-@pytest.fixture
-def late(child_environment):
-    """An arena, a stage that is submitted, and a process that settles round 1 when it is told to."""
-    own, name = layer(5000, 3), f"late-{os.getpid()}"
-    with Arena.create(name, {"unused": 1}, processes=2) as arena, Stage([tuple(own)], spillway.Adam()) as stage:
-        arena.join(0)
-        child = subprocess.Popen([sys.executable, "-c", LATE, name, os.path.dirname(__file__)], env=child_environment,
-                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert child.stdout.readline() == "ready\n"
-        stage.submit(1)
-        yield arena, stage, own, child
-        child.communicate("\n\n")
-
-
-def told(child):
-    child.stdin.write("\n")
-    child.stdin.flush()
-    return child.stdout.readline().split()
-
-
-def test_a_process_that_times_out_rolls_the_round_back_for_all(late):
-    arena, stage, own, child = late
-    before = bits([layer(5000, 3)])
-    with pytest.raises(spillway.TimedOutError, match="process 1 has not posted"):
-        settle([stage], arena=arena, process=0, round=1, timeout=0.05)
-    assert bits([own]) == before and told(child) == ["aborted", "True"]
-
-
-@pytest.mark.parametrize("moment", ["before the post", "after the post", "after the verdict"])
-def test_an_interrupted_process_follows_the_outcome_of_all(late, monkeypatch, moment):
-    arena, stage, own, child = late
-    before, wait, post, others = bits([layer(5000, 3)]), arena.wait_verdict, arena._post, []
-
-    def interrupted_post(*arguments):
-        if moment != "before the post":
-            post(*arguments)
-        if moment != "after the verdict":
-            raise Interrupted
-
-    def interrupted_wait(*arguments, **options):
-        others.extend(told(child))
-        wait(*arguments, **options)
-        raise Interrupted
-
-    monkeypatch.setattr(arena, "_post", interrupted_post)
-    monkeypatch.setattr(arena, "wait_verdict", interrupted_wait)
-    with pytest.raises(Interrupted):
-        settle([stage], arena=arena, process=0, round=1)
-    if moment == "after the verdict":
-        assert others == ["True", "False"] and bits([own]) != before and stage.state() == "final"
-    else:
-        assert told(child) == ["aborted", "True"] and bits([own]) == before
-
-
-def test_an_interrupt_between_two_stages_leaves_none_behind(monkeypatch):
-    layers, before = [layer(5000, n) for n in range(3)], [layer(5000, n) for n in range(3)]
-    stages = [Stage([tuple(spans)], spillway.Adam()) for spans in layers]
-    for stage in stages:
-        stage.submit(1)
-    through, calls = stages[1]._through, []
-
-    def interrupted(work):
-        calls.append(1)
-        if len(calls) == 2:
-            raise Interrupted
-        return through(work)
-
-    monkeypatch.setattr(stages[1], "_through", interrupted)
-    with pytest.raises(Interrupted):
-        settle(stages)
-    assert all(bits([mine]) != bits([old]) for mine, old in zip(layers, before))
-    assert [stage.state() for stage in stages] == ["final"] * 3
-    [stage.close() for stage in stages]
-
-
-def test_settle_refuses_a_stage_that_is_named_twice_before_it_does_anything():
-    own, before = layer(5000, 1), layer(5000, 1)
-    with Stage([tuple(own)], spillway.Adam()) as stage:
-        stage.submit(1)
-        with pytest.raises(spillway.InvalidArgumentError, match="names a stage twice"):
-            settle([stage, stage])
-        assert settle([stage]).kept and bits([own]) != bits([before])
 
 
 def test_shadows_hold_the_new_state_and_are_exchanged():

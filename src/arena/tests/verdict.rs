@@ -43,7 +43,9 @@ fn all_processes_get_the_same_verdict() {
             }
         }
     }
-    assert_eq!(kind(owner.wait_verdict(2, AT_ONCE)), ArenaKind::Changed, "a later round was decided");
+    let forgotten = owner.wait_verdict(2, AT_ONCE).unwrap_err();
+    assert_eq!(forgotten.arena_kind(), Some(ArenaKind::Forgotten), "a later round was decided");
+    assert!(!forgotten.to_string().contains("written while it was read"), "{forgotten}");
     let [second, third] = others;
     second.post(1, 5, stats(1.0), false).unwrap();
     third.post(2, 5, stats(1.0), false).unwrap();
@@ -53,7 +55,11 @@ fn all_processes_get_the_same_verdict() {
     owner.post(0, 6, stats(1.0), false).unwrap();
     second.post(1, 6, stats(1.0), false).unwrap();
     let observer = again(&owner);
-    assert_eq!(kind(observer.wait_verdict(6, None)), ArenaKind::PeerEnded);
+    let open = observer.wait_verdict(6, AT_ONCE).unwrap_err();
+    assert!(
+        matches!(&open, Error::Timeout(text) if text.contains("ended before it posted round 6")),
+        "{open}"
+    );
     assert!(matches!(owner.post(0, 7, stats(1.0), false), Err(Error::InvalidArgument { .. })), "6 is open");
     assert_eq!(kind(owner.wait_verdict(6, None)), ArenaKind::PeerEnded);
     let third = again(&owner);
@@ -108,6 +114,35 @@ fn a_round_that_a_process_left_is_aborted_for_all_and_a_decided_one_for_nobody()
     drop(second);
     first.post(0, 9, stats, false).unwrap();
     assert!(first.wait_verdict(9, AT_ONCE).is_ok());
+}
+
+#[test]
+fn an_observer_waits_for_the_process_that_takes_the_number_of_one_that_ended() {
+    let first = Arena::create(&Create { processes: 2, ..options() }).unwrap();
+    let (ended, observer, stats) = (again(&first), again(&first), StepStats::default());
+    first.join(0).unwrap();
+    ended.join(1).unwrap();
+    drop(ended);
+    first.post(0, 1, stats, false).unwrap();
+    let open = observer.wait_verdict(1, Some(Duration::from_millis(1))).unwrap_err();
+    assert!(matches!(&open, Error::Timeout(text) if text.contains("which joined as 1, ended")), "{open}");
+    let second = joined(&first, 1);
+    second.post(1, 1, stats, false).unwrap();
+    for handle in [&observer, &first, &second] {
+        assert_eq!(handle.wait_verdict(1, AT_ONCE), Ok(Verdict { stats, failed: 0 }));
+    }
+}
+
+#[test]
+fn an_aborted_round_names_the_process_that_left_a_later_one() {
+    let first = Arena::create(&Create { processes: 2, ..options() }).unwrap();
+    let (second, stats) = (again(&first), StepStats::default());
+    first.join(0).unwrap();
+    second.join(1).unwrap();
+    first.post(0, 1, stats, false).unwrap();
+    assert_eq!(second.abort_round(1, 5), Ok(None));
+    let text = first.wait_verdict(1, AT_ONCE).unwrap_err().to_string();
+    assert!(text.contains("which joined as 1, left round 5"), "{text}");
 }
 
 /// The outcome of each round that a process followed: the bits of the verdict, `None` for an aborted round.

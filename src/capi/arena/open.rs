@@ -24,7 +24,7 @@ pub enum spw_arena_flag {
     /// Bind the pages to the NUMA node `node`. A refused node is not an error: `spw_arena_get_notes` has the reason.
     SPW_ARENA_FLAG_BIND_NODE = 2,
     /// Remove an arena of this name whose owner has ended. An arena with a live owner is never removed, nor is a file that
-    /// is no arena.
+    /// is no arena. A file that is empty, or that holds only zeros, counts as an arena whose creation was interrupted.
     SPW_ARENA_FLAG_COLLECT = 4,
 }
 
@@ -125,7 +125,8 @@ impl Handle for spw_arena {
 /// Creates an arena. Its memory is allocated and zeroed, its regions have generation 0, and only processes of this user
 /// may open it. The handle is its owner: `spw_arena_close` removes the name.
 ///
-/// - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives.
+/// - SPW_ERR_ARENA_EXISTS: an arena of this name exists. The message says whether its owner lives. An empty file of this
+///   name, which an interrupted creation leaves, becomes the arena.
 /// - SPW_ERR_ARENA_FORMAT: the file of this name is no arena; it stays.
 /// - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
 /// - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
@@ -205,7 +206,8 @@ pub extern "C" fn spw_arena_close(arena: Option<Box<spw_arena>>) -> spw_status {
 
 /// Removes the name of an arena whose owner has ended. Processes that have it open keep their memory.
 /// SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none, SPW_ERR_ARENA_FORMAT if the file of
-/// this name is no arena; the file stays.
+/// this name is no arena; the file stays. A file that is empty, or that holds only zeros, counts as an arena whose creation
+/// was interrupted: it is removed.
 ///
 /// # Safety
 /// `name` is a C string.

@@ -126,14 +126,16 @@ pub unsafe extern "C" fn spw_arena_write_begin(
     })
 }
 
-/// Ends a write: the region holds the whole of its new generation. Waiting readers of all processes continue.
+/// Ends a write of `spw_arena_write_begin`: the region holds the whole of its new generation. Waiting readers of all
+/// processes continue. SPW_ERR_INVALID_ARGUMENT if this handle does not write the region, or a stage has it.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_arena_write_end(arena: Option<&spw_arena>, region: u32) -> spw_status {
     guard(|| handle::get(arena)?.0.write_end(region))
 }
 
 /// Ends a write without a new generation. `restored` 1: every byte is again as before `spw_arena_write_begin`, and the
-/// earlier generation stays. 0, or if the region was torn before: the region is torn.
+/// earlier generation stays. 0, or if the region was torn before: the region is torn. Errors are those of
+/// `spw_arena_write_end`.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_arena_write_abort(arena: Option<&spw_arena>, region: u32, restored: u32) -> spw_status {
     guard(|| {

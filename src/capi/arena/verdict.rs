@@ -72,7 +72,8 @@ pub unsafe extern "C" fn spw_arena_post(
 ///   call `spw_arena_abort_round`.
 /// - SPW_ERR_ARENA_CHANGED: a process went on without this round.
 ///
-/// A handle that has not joined observes: it aborts no round.
+/// A handle that has not joined observes: it aborts no round. It waits on for a process that ended, because a process that
+/// joins with the same number may post the round; the message of its timeout names the process that ended.
 ///
 /// # Safety
 /// `verdict_out` points to a struct of `struct_size` bytes.
@@ -93,7 +94,8 @@ pub unsafe extern "C" fn spw_arena_wait_verdict(
     })
 }
 
-/// Leaves `round`, posted or not: aborts it for all processes, unless it is decided. `decided_out` receives 1 if the round
+/// Leaves `round`, posted or not: aborts it for all processes, unless it is decided. All open rounds below `round` are
+/// aborted with it. `decided_out` receives 1 if the round
 /// was decided before: `verdict_out` then has the verdict, which this process follows as all others do. Otherwise it
 /// receives 0, all processes roll back, and `verdict_out` stays as it is.
 ///

@@ -167,7 +167,7 @@ pub(in crate::capi) fn of(error: &Error) -> spw_status {
         },
         Error::Arena(error) => match error.kind {
             ArenaKind::Torn => spw_status::SPW_ERR_ARENA_TORN,
-            ArenaKind::Changed => spw_status::SPW_ERR_ARENA_CHANGED,
+            ArenaKind::Changed | ArenaKind::Forgotten => spw_status::SPW_ERR_ARENA_CHANGED,
             ArenaKind::PeerEnded => spw_status::SPW_ERR_ARENA_PEER_ENDED,
             ArenaKind::Format => spw_status::SPW_ERR_ARENA_FORMAT,
             ArenaKind::Foreign => spw_status::SPW_ERR_ARENA_FOREIGN,

@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::offload::speculate::{Bucket, Clip, Engine, Progress, Publish, Recording, Task, Verdict};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
+use crate::sys::process::OpeningProcess;
 
 /// The only bucket of a stage's engine.
 const ONLY: u32 = 0;
@@ -31,6 +32,7 @@ pub struct Options {
 
 /// An asynchronous optimizer job. Thread-safe.
 pub struct Stage {
+    opener: OpeningProcess,
     engine: Engine,
     options: Options,
 }
@@ -38,7 +40,7 @@ pub struct Stage {
 impl Stage {
     /// Starts a stage. Errors: no memory or no thread.
     pub fn open(options: Options) -> Result<Stage> {
-        Ok(Stage { engine: Engine::open(1, options.publish)?, options })
+        Ok(Stage { opener: OpeningProcess::current(), engine: Engine::open(1, options.publish)?, options })
     }
 
     /// Returns Ok if `submit` would accept a job now.
@@ -93,7 +95,7 @@ impl Stage {
 
     /// Returns an error in a process that did not open the stage.
     pub fn check_process(&self) -> Result<()> {
-        self.engine.check_process()
+        self.opener.check("the stage")
     }
 }
 

@@ -104,8 +104,8 @@ impl Claim {
         match (std::mem::replace(&mut self.state, Held::Over), kept) {
             (Held::Over, _) => Ok(()),
             (Held::Claimed, _) => self.arena.unclaim(self.region),
-            (Held::InWrite, true) => self.arena.write_end(self.region),
-            (Held::InWrite, false) => self.arena.write_abort(self.region, true),
+            (Held::InWrite, true) => self.arena.claimed_end(self.region),
+            (Held::InWrite, false) => self.arena.claimed_abort(self.region, true),
         }
     }
 }
@@ -114,7 +114,7 @@ impl Drop for Claim {
     fn drop(&mut self) {
         // An error means that this is a forked child, which has no part in its parent's write.
         let _ = match self.state {
-            Held::InWrite => self.arena.write_abort(self.region, false),
+            Held::InWrite => self.arena.claimed_abort(self.region, false),
             Held::Claimed | Held::Over => self.end(false),
         };
     }

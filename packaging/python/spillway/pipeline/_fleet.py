@@ -23,7 +23,7 @@ from multiprocessing import connection
 from typing import Any
 
 from .. import _arguments
-from ..errors import BusyError, TimedOutError, UnsupportedError
+from ..errors import BusyError, InvalidArgumentError, TimedOutError, UnsupportedError
 from . import _worker
 from ._plan import Plan
 from .errors import PipelineError
@@ -105,11 +105,13 @@ class Fleet:
             PipelineError: A process failed.
             TimedOutError: Not all devices answered in time. All processes have ended.
             BusyError: Another thread waits for answers, or the pipeline is closed. Nothing was done.
-            InvalidArgumentError: The timeout is not finite. Nothing was done."""
+            InvalidArgumentError: The timeout is negative or not finite. Nothing was done."""
         if self._process_id != os.getpid():
             raise UnsupportedError(f"this pipeline was opened by process {self._process_id} and is not usable in its forked child; open a "
                                    "new one in the child")
-        timeout = _arguments.seconds(timeout)
+        given, timeout = timeout, _arguments.seconds(timeout)
+        if given is not None and float(given) < 0:
+            raise InvalidArgumentError(f"timeout is {given!r}; pass at least 0 seconds, or None for no limit")
         self._check_open()
         if not self._asking.acquire(blocking=False):
             raise BusyError("another thread is in a call of this pipeline; use it from one thread at a time")

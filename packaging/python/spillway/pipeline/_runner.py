@@ -116,7 +116,8 @@ class Pipeline:
             timeout: Seconds; None: no limit.
 
         Raises:
-            InvalidArgumentError: The inputs do not have the shapes of the sample. Nothing was done.
+            InvalidArgumentError: The inputs do not have the shapes of the sample, there are no targets, or the timeout is negative
+                or not finite. Nothing was done.
             PipelineError: A process failed. All processes have ended.
             TimedOutError: The step did not end in time. All processes have ended."""
         parts = [self._divided(tensor, name) for tensor, name in ((inputs, "inputs"), (targets, "targets"))]
@@ -143,15 +144,16 @@ class Pipeline:
 
     def _divided(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         count = self.plan.micro_batches
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.shape[0] % count:
-            raise InvalidArgumentError(f"step: {name} must be a tensor whose first dimension is a multiple of {count} micro-batches")
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or not tensor.shape[0] or tensor.shape[0] % count:
+            raise InvalidArgumentError(f"step: {name} must be a tensor whose first dimension is a multiple of {count} micro-batches, and not 0")
         return [part.detach().cpu().clone() for part in tensor.chunk(count)]
 
     def set_options(self, **options: Any) -> None:
         """Sets options of all optimizers, such as lr, from the next step on.
 
         Raises:
-            InvalidArgumentError: An optimizer has no such option, or a value cannot be pickled. Nothing was done."""
+            InvalidArgumentError: An optimizer has no such option or cannot step with the value, or the value cannot be pickled.
+                Nothing was done."""
         self._apply("set_options", options)
 
     def state_dict(self) -> dict[int, Any]:
@@ -165,20 +167,21 @@ class Pipeline:
         """Loads states that state_dict() returned in a pipeline of the same stages.
 
         Raises:
-            InvalidArgumentError: The states are those of other stages or parameters. Nothing was done."""
+            InvalidArgumentError: The states are those of other stages or parameters, or an optimizer cannot step with them.
+                Nothing was done."""
         stages = sorted({one.first_unit for one in self.plan.operations if one.kind == "optimize"
                          and any(self._store.is_trained(unit) for unit in range(one.first_unit, one.first_unit + one.units))})
         if not isinstance(state, dict) or set(state) != set(stages):
             given = sorted(state, key=repr) if isinstance(state, dict) else type(state).__name__
             raise InvalidArgumentError(f"load_state_dict: the states are of the stages {given}; pass those of {stages}, from state_dict()")
-        self._apply("load_state_dicts", state)
+        self._apply("load_state_dict", state)
 
     def _apply(self, name: str, value: Any) -> None:
         """Calls a method of every device, after no device has refused the value: a refusal leaves the pipeline as it is."""
         try:
             data = pickle.dumps(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise InvalidArgumentError(f"{name.removesuffix('s')}: the values must be picklable, for the processes of the devices: {error}") from error
+            raise InvalidArgumentError(f"{name}: the values must be picklable, for the processes of the devices: {error}") from error
         refusals = self._fleet.ask([("call", "refusal", (name, data))] * self.plan.devices)
         for refusal in refusals:
             if refusal:

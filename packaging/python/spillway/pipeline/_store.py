@@ -116,20 +116,31 @@ class Store:
         self._arena.close()
 
 
+#: For each kind of tensor the kinds that may not lie in its memory. A "parameter" is one that is not trained.
+_CONFLICTS = {"trained": ("trained", "parameter", "buffer"), "parameter": ("trained", "parameter"), "buffer": ("trained",)}
+
+
 def _refuse_overlaps(units: Sequence[torch.nn.Module]) -> None:
-    """Refuses two parameters whose elements lie in the same memory: their copies would be trained apart."""
+    """Refuses a parameter in whose memory another parameter or a buffer lies: the copies would be trained apart. The memory
+    of a tensor reaches from its first element to its last one. Tensors that no step changes may share memory: buffers, and a
+    buffer with a parameter that is not trained."""
     spans = []
     for number, unit in enumerate(units):
-        for name, parameter in unit.named_parameters():
-            if parameter.numel():
-                last = sum((length - 1) * stride for length, stride in zip(parameter.shape, parameter.stride()))
-                start = parameter.data_ptr()
-                spans.append((start, start + (last + 1) * parameter.element_size(), number, name))
-    spans.sort()
-    for (_, end, number, name), (start, _, other, other_name) in zip(spans, spans[1:]):
-        if start < end:
-            raise InvalidArgumentError(f"Pipeline: parameter {other_name} of unit {other} shares memory with parameter {name} of unit "
-                                       f"{number}, and a pipeline would train them apart; use one Parameter object within a unit, or clone")
+        for word, tensors in (("parameter", unit.named_parameters()), ("buffer", unit.named_buffers())):
+            for name, tensor in tensors:
+                kind = "trained" if word == "parameter" and tensor.requires_grad else word
+                if tensor.numel() and tensor.device.type == "cpu" and tensor.layout is torch.strided:
+                    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride()))
+                    start = tensor.data_ptr()
+                    spans.append((start, start + (last + 1) * tensor.element_size(), kind, f"{word} {name} of unit {number}"))
+    # Of the tensors before, by their start, the one of each kind that reaches farthest.
+    farthest = dict.fromkeys(_CONFLICTS, (0, ""))
+    for start, end, kind, name in sorted(spans, key=lambda span: (span[0], span[2] == "buffer")):
+        for other in _CONFLICTS[kind]:
+            if start < farthest[other][0]:
+                raise InvalidArgumentError(f"Pipeline: {name} shares memory with {farthest[other][1]}, and a pipeline would train them apart; "
+                                           "use one Parameter object within a unit, or clone")
+        farthest[kind] = max(farthest[kind], (end, name))
 
 
 def _region(unit: int) -> str:

@@ -18,6 +18,7 @@ import torch
 from ..errors import InvalidArgumentError, UnsupportedError
 from ._plan import Plan
 from ._store import Store
+from ._trial import Trial
 
 
 def seed_of(seed: int, step: int, micro_batch: int, unit: int) -> int:
@@ -113,7 +114,10 @@ class TorchBackend:
         return self._inputs[micro_batch]
 
     @staticmethod
-    def size(value: Any) -> int:
+    def size(value: Any) -> int | None:
+        """Bytes of a value; None for a gradient that does not exist, although the plan reserves it."""
+        if value is None:
+            return None
         if isinstance(value, torch.Tensor):
             return value.numel() * value.element_size()
         return sum(one.numel() * one.element_size() for one in value)
@@ -130,13 +134,17 @@ class TorchBackend:
         """Activations are inside torch's graph. Only the profile of the sample measures them."""
 
     @staticmethod
-    def encode(value: torch.Tensor) -> tuple[Any, Any]:
+    def encode(value: torch.Tensor | None) -> tuple[Any, Any]:
+        if value is None:
+            return None, b""
         flat = value.contiguous().view(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
         return (str(value.dtype).removeprefix("torch."), tuple(value.shape), _strides(value)), memoryview(flat.numpy())
 
     @staticmethod
-    def decode(meta: Any, data: bytes) -> torch.Tensor:
+    def decode(meta: Any, data: bytes) -> torch.Tensor | None:
         """The tensor with the strides that it had: kernels, and with them the last bits, depend on strides."""
+        if meta is None:
+            return None
         dtype, shape, strides = getattr(torch, meta[0]), meta[1], meta[2]
         value = torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
         if strides is None:
@@ -200,16 +208,17 @@ class TorchBackend:
 
     def backward(self, first: int, units: int, micro_batch: int, activations: Any, gradient: torch.Tensor | None, _before: Any,
                  _held: Any) -> tuple[Any, ...]:
+        """Returns the gradient of the input, and the gradients of the parameters. The gradient of the input is None if the
+        loss does not depend on it: the units before get no gradient then, as in a serial run."""
         leaf, output, found = activations
+        if gradient is None and first + units < self._last:
+            return None, self._grads(first, units)
         if output.requires_grad:
             output.backward(gradient)
         elif first > 0:
             raise UnsupportedError(f"unit {first} has an output that does not depend on its input or parameters; merge it into another unit")
-        if first > 0 and not found:
-            if not leaf.is_floating_point():
-                raise UnsupportedError(f"unit {first} has an input of {leaf.dtype}, which has no gradient; merge it into the unit before")
-            # The output does not depend on the input.
-            found.append(torch.zeros_like(leaf))
+        if first > 0 and not leaf.is_floating_point():
+            raise UnsupportedError(f"unit {first} has an input of {leaf.dtype}, which has no gradient; merge it into the unit before")
         return found[0] if found else None, self._grads(first, units)
 
     def _grads(self, first: int, units: int) -> list[tuple[bool, torch.Tensor | None]]:
@@ -250,25 +259,26 @@ class TorchBackend:
         """Takes the verdict of all devices: keeps what was stepped, or rolls it back; or prevents the steps."""
         self._go = verdict
         for first, stage in self._stepped:
-            if not verdict:
+            # A step without any gradient has changed nothing, and recorded nothing.
+            if not verdict and any(parameter.grad is not None for parameter in self._owned[first]):
                 self._optimizers[first].rollback()
             self._store.end(stage, verdict)
         self._stepped.clear()
 
     def refusal(self, name: str, data: bytes) -> str | None:
-        """The reason why set_options(data) or load_state_dicts(data) would fail; None: there is none."""
+        """The reason why set_options(data) or load_state_dict(data), or the next step, would fail; None: there is none."""
         try:
             value = pickle.loads(data)
         except Exception as error:
-            return f"{name.removesuffix('s')}: a process of the pipeline cannot unpickle the values: {type(error).__name__}: {error}"
+            return f"{name}: a process of the pipeline cannot unpickle the values: {type(error).__name__}: {error}"
         for first, optimizer in self._optimizers.items():
-            groups = optimizer.param_groups if optimizer else []
-            if name == "set_options":
-                unknown = sorted({one for group in groups for one in value if one not in group or one == "params"})
-                if unknown:
-                    return f"set_options: the optimizer of unit {first} has no option {', '.join(unknown)}"
-            elif optimizer and not _fits(groups, value[first]):
-                return f"load_state_dict: the state of stage {first} does not have the parameter groups of its optimizer"
+            if optimizer is None:
+                continue
+            trained = [parameter for parameter in self._owned[first] if parameter.requires_grad]
+            trial = Trial(self._make_optimizer, optimizer, trained, self._check and self._plan.async_optimizer)
+            reason = trial.of_options(value) if name == "set_options" else trial.of_state(value.pop(first))
+            if reason:
+                return f"{name}: the optimizer of the stage of unit {first} {reason}"
         return None
 
     def set_options(self, data: bytes) -> None:
@@ -281,18 +291,10 @@ class TorchBackend:
         """The states of the optimizers, by the first unit of their stage."""
         return pickle.dumps({first: optimizer.state_dict() for first, optimizer in self._optimizers.items() if optimizer})
 
-    def load_state_dicts(self, data: bytes) -> None:
+    def load_state_dict(self, data: bytes) -> None:
         for first, state in pickle.loads(data).items():
             if self._optimizers.get(first):
                 self._optimizers[first].load_state_dict(state)
-
-
-def _fits(groups: list[dict[str, Any]], state: Any) -> bool:
-    """True if the state of an optimizer has these groups, with as many parameters."""
-    try:
-        return isinstance(state["state"], dict) and [len(group["params"]) for group in state["param_groups"]] == [len(group["params"]) for group in groups]
-    except (KeyError, TypeError, IndexError):
-        return False
 
 
 def _strides(value: torch.Tensor) -> tuple[int, ...] | None:

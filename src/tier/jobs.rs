@@ -224,7 +224,7 @@ impl Tier {
 
     /// Returns true if the file system of a path was full, and the path's file may grow again.
     fn retry_full_paths(&self) -> bool {
-        self.lock().paths.iter_mut().fold(false, |any, path| path.space.retry() || any)
+        self.lock().paths.iter_mut().map(|path| path.space.retry()).filter(|full| *full).count() > 0
     }
 
     /// Extends a data file. If that fails, the path is marked as full or failed. The tier's lock is free meanwhile. The

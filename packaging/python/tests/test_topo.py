@@ -117,10 +117,14 @@ def test_numbers_are_uncertain_where_the_driver_counts_the_fastest_first(gpus, m
 
 def _workers_become(expected):
     """True once the affinities of the workers are these: a worker binds itself when it first runs."""
+    return _comes(lambda: _workers() == expected)
+
+
+def _comes(condition):
     until = time.monotonic() + 60
-    while _workers() != expected and time.monotonic() < until:
+    while not condition() and time.monotonic() < until:
         time.sleep(0.01)
-    return _workers() == expected
+    return condition()
 
 
 def _workers():
@@ -159,7 +163,7 @@ def test_only_the_librarys_threads_are_bound_and_the_binding_is_undone():
     topo.unbind()
     assert topo.workers() == ()
     _step(numpy)
-    assert len(_workers() - {str(last)}) == 1
+    assert _comes(lambda: len(_workers() - {str(last)}) == 1)
 
 
 @pytest.mark.parametrize("cpus, words", [([], "names no processor"), ([1000], "1000"), ("0-", "not a list"), ("a", "not a list"),

@@ -215,7 +215,9 @@ class SpillwayOptimizer(OnTier):
                 table = self._build()
                 if not table.refresh():
                     raise SpillwayError(f"{type(self).__name__}: parameters, gradients or states change while a step reads them")
-                self._table, self._flags = table, flags
+                # In this order: a signal handler may raise in between.
+                self._flags = flags
+                self._table = table
         return table
 
     def _build(self) -> Table:
@@ -395,7 +397,9 @@ class SpillwayOptimizer(OnTier):
         if factor != 1.0:
             for group in groups:
                 for param in group["params"]:
-                    param.grad.mul_(factor)
+                    # A zero tensor has no memory to write to, and stays zero.
+                    if not param.grad._is_zerotensor():
+                        param.grad.mul_(factor)
         hidden: dict[str, Any] = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__}
         whole, self.param_groups = self.param_groups, groups
         try:

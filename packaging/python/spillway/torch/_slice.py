@@ -49,7 +49,8 @@ class Slice:
         self._grads_same = properties_of([row.grad for row in rows])
         # Comparing lists takes two thirds of the time of making arrays.
         self._addresses = [row.param.data_ptr() for row in rows]
-        self._grad_addresses = [row.grad.data_ptr() for row in rows]
+        #: The addresses of gradients in the C table; None while they are written.
+        self._grad_addresses: list[int] | None = [row.grad.data_ptr() for row in rows]
         self.grads: list[torch.Tensor] = []
         self._steps: list[torch.Tensor] = []
         self._versions: list[int] | None = None
@@ -88,29 +89,27 @@ class Slice:
             states = chain.from_iterable(states)
         return list(map(_data_ptr, self.local(states))) == self._state_addresses
 
-    def take_grads(self) -> bool | None:
-        """Takes the present gradients. True if their addresses are new, None if they do not fit the rows."""
+    def take_grads(self, words: torch.Tensor) -> bool:
+        """Takes the present gradients, and writes their addresses to `words`, one for each row; False if they do not fit the rows."""
         grads = list(map(self._grad, self._params))
         if self._mask is not None:
             # A gradient that came or went; without a mask, the comparison of properties finds it.
             if list(map(type, grads)) != self._types:
-                return None
+                return False
             grads = list(compress(grads, self._mask))
         if any(grads[at].placements != self.owners[at].placements for at in self._distributed):
-            return None
+            return False
         grads = self.local(grads)
         if not self._grads_same(grads):
-            return None
-        self.grads, addresses = grads, list(map(_data_ptr, grads))
-        if addresses == self._grad_addresses:
             return False
-        self._grad_addresses = addresses
+        self.grads, addresses = grads, list(map(_data_ptr, grads))
+        if addresses != self._grad_addresses:
+            # A signal handler may raise between two of these lines: the next step then writes all addresses again.
+            self._grad_addresses = None
+            if addresses:
+                words.copy_(torch.frombuffer(array("Q", addresses), dtype=torch.int64))
+            self._grad_addresses = addresses
         return True
-
-    @property
-    def grad_addresses(self) -> array[int]:
-        """The addresses of the present gradients, as 64-bit numbers."""
-        return array("Q", self._grad_addresses)
 
     def local(self, tensors: Iterable[Any]) -> Any:
         """The local parts of DTensors."""

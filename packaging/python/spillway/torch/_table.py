@@ -48,7 +48,8 @@ class Table:
         self._states = list(optimizer.state.values())
         self._slices = self._cut(rows, list(keys), grad_name)
         self.entries = (_abi.Tensor * len(rows))()
-        self._words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS, device="cpu")
+        words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS, device="cpu")
+        self._grads = words[:, _GRAD]
         self._fill(rows, list(keys.values()))
         self._gather_steps()
         self._make_options(make_options, own_options)
@@ -125,7 +126,8 @@ class Table:
     def refresh(self) -> bool:
         """Patches new gradients in; False if the table no longer describes the optimizer's tensors."""
         try:
-            return self._same_lists() and all(part.is_same() and self._patch(part) for part in self._slices)
+            return self._same_lists() and all(part.is_same() and part.take_grads(self._grads[part.rows.start:part.rows.stop])
+                                                for part in self._slices)
         except (KeyError, RuntimeError, NotImplementedError, AttributeError):
             # A state was removed, or a tensor has no address any more; building the table again names the reason.
             return False
@@ -138,12 +140,6 @@ class Table:
                 and len(self._optimizer.state) == len(self._states)
                 and all(map(is_, self._optimizer.state.values(), self._states))
                 and (not self._counting or torch.equal(self.steps, self._known)))
-
-    def _patch(self, part: Slice) -> bool:
-        new = part.take_grads()
-        if new and part.rows:
-            self._words[part.rows.start:part.rows.stop, _GRAD] = torch.frombuffer(part.grad_addresses, dtype=torch.int64)
-        return new is not None
 
     @property
     def grads(self) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from ..swap import Swap
 from ..tier import Tier, TierPath
 from ._arguments import check_tier
 from ._layout import Commit, Layout, check_parameters, described
-from ._rows import CODES, local, name_of
+from ._rows import CODES, holds_values, local, name_of
 
 if TYPE_CHECKING:
     from ._base import SpillwayOptimizer
@@ -290,7 +290,7 @@ def _part_elements(options: TierOptions, memory_budget: int | None, total: int) 
 
 def _check_served(name: str, param: torch.Tensor) -> None:
     own = local(param)
-    if not (own.is_cpu and own.layout is torch.strided and own.is_contiguous() and own.dtype in CODES):
+    if not (own.is_cpu and own.layout is torch.strided and own.is_contiguous() and own.dtype in CODES and holds_values(own)):
         raise UnsupportedError(f"{name} is {own.dtype} on {own.device} with strides {own.stride() if own.layout is torch.strided else None}; states "
                                "on a tier need contiguous CPU parameters of 16 or 32 bits; leave out tier for this parameter's optimizer")
 

@@ -76,6 +76,14 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
             and holds_values(param) and holds_values(grad))
 
 
+def lay_out(param: torch.Tensor, states: dict[str, Any], keys: list[str]) -> None:
+    """Replaces states by contiguous copies, as a contiguous parameter needs them. Saved states of channels_last parameters have other strides."""
+    for key in keys:
+        own = local(states[key]) if isinstance(states.get(key), torch.Tensor) else None
+        if own is not None and own.shape == local(param).shape and own.is_cpu and own.layout is torch.strided and not own.is_contiguous():
+            states[key] = states[key].detach().contiguous()
+
+
 def check_state(param: torch.Tensor, state: torch.Tensor, key: str, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raises an error if a state does not belong to its parameter, or has none of `dtypes`."""
     if state.shape != param.shape:

@@ -53,34 +53,26 @@ class Slice:
         self._grad_addresses: list[int] | None = [row.grad.data_ptr() for row in rows]
         self.grads: list[torch.Tensor] = []
         self._steps: list[torch.Tensor] = []
-        self._versions: list[int] | None = None
+        self.has_masters = master is not None
+        #: The versions of parameters with masters after the last step.
+        self.versions: list[int] = []
         states = [row.states if row.master is None else (*row.states, row.master) for row in rows]
         self._state_addresses = [tensor.data_ptr() for tensors in states for tensor in tensors]
         names = keys if master is None else [*keys, master]
         self._single, self._states_of = len(names) == 1, itemgetter(*names)
         if master is not None:
-            self._versions = list(map(_version, self.local(self.owners)))
+            self.versions = list(map(_version, self.local(self.owners)))
 
     def note_steps(self) -> None:
         """Remembers the tensors of the step counts."""
         self._steps = list(map(_step, self.inner))
-
-    def note_versions(self) -> None:
-        """Remembers the versions of parameters with masters. A parameter that is written to later gives its master new values."""
-        if self._versions is not None:
-            self._versions = list(map(_version, self.local(self.owners)))
-
-    def written(self) -> list[int]:
-        """The rows, by their number in the slice, of parameters with masters that the program has written to since the last step."""
-        now = list(map(_version, self.local(self.owners)))
-        return [at for at, (old, new) in enumerate(zip(self._versions or [], now)) if old != new]
 
     def is_same(self) -> bool:
         """True if parameters and states are those of the last step."""
         params = self.local(self.owners)
         if not self._params_same(params) or list(map(_data_ptr, params)) != self._addresses:
             return False
-        if self._versions is not None and list(map(_version, params)) != self._versions:
+        if self.has_masters and list(map(_version, params)) != self.versions:
             return False
         if self._steps and not all(map(is_, map(_step, self.inner), self._steps)):
             return False

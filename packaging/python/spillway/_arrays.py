@@ -48,6 +48,7 @@ def memory(array: Any, argument: str, write: bool) -> tuple[int, int]:
     if torch is not None and isinstance(array, torch.Tensor):
         if not (array.is_cpu and array.layout is torch.strided and array.is_contiguous()):
             raise InvalidArgumentError(f"{argument} is not contiguous in CPU memory; pass a contiguous CPU tensor")
+        _check_values(array, argument)
         return array.data_ptr(), array.numel() * array.element_size()
     if numpy is not None and isinstance(array, numpy.ndarray):
         if not array.flags.c_contiguous:
@@ -100,7 +101,15 @@ def _torch_span(torch, tensor, argument):
     if not tensor.is_contiguous():
         raise InvalidArgumentError(f"{argument} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()}); "
                                    "pass the contiguous tensor itself, because a step on a copy would be lost")
+    _check_values(tensor, argument)
     return tensor.data_ptr(), tensor.numel(), code
+
+
+def _check_values(tensor, argument):
+    """Raises InvalidArgumentError if the memory of a torch tensor does not have its values."""
+    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+        raise InvalidArgumentError(f"{argument} has torch's negative or conjugate bit, or is a zero tensor, so its memory does not have its "
+                                   "values; pass a tensor that tensor.resolve_neg(), tensor.resolve_conj() or tensor + 0 returns")
 
 
 def _numpy_span(array, argument, write, uint16_dtype):

@@ -17,8 +17,9 @@ from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _split
 from ._arguments import check_keywords, check_steps
 from ._on_tier import OnTier
+from ._pending import Pending
 from ._precision import LOW, Precision, master_of
-from ._rows import CODES, DTensor, Row, check_memory, check_state, is_served, local, name_of
+from ._rows import CODES, DTensor, Row, check_memory, check_state, is_served, lay_out, local, name_of
 from ._table import Table
 from ._tier_table import TierTable
 from ._undo import LastStep
@@ -60,12 +61,9 @@ class SpillwayOptimizer(OnTier):
     grad_norm: float | None = None
     skipped = False
     _step_supports_amp_scaling = True
-    _table: Table | None = None
     _rest: list[tuple[int, int]] = []
     _flags: list[bool] = []
     param_groups: list[dict[str, Any]]
-    _last: LastStep | None = None
-    _precision = Precision()
 
     def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool, tier: Any, memory_budget: int | None,
               **precision: Any) -> None:
@@ -86,14 +84,20 @@ class SpillwayOptimizer(OnTier):
     def __getstate__(self) -> dict[str, Any]:
         if self._tier is not None:
             raise TypeError(f"an {type(self).__name__} with states on a tier cannot be copied or pickled; save its state_dict()")
+        self._settle()
+        self._forget_low_bits()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._table, self._last = None, None
+        # torch's load_state_dict calls this too, without these attributes; loaded low bits belong to weights that may be loaded later.
+        if "_precision" in state:
+            self._note_versions()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of torch's, as torch does; states keep the dtypes of this optimizer."""
+        self._settle()
         if self._tier is not None:
             self._load_to_tier(state_dict, self._tier)
             return
@@ -102,12 +106,8 @@ class SpillwayOptimizer(OnTier):
         def see(_: Any, loaded: dict[str, Any]) -> None:
             check_steps(loaded, self._counted)
             seen.append(dict(loaded))
-        # The last hook sees the dict that the other hooks have made.
-        hook = self.register_load_state_dict_pre_hook(see)
-        try:
+        with self._before_loading(see):
             super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
         self._precision.load(self, seen[0], list(self._keys))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -136,14 +136,23 @@ class SpillwayOptimizer(OnTier):
 
         Raises:
             InvalidArgumentError: There is no step to roll back, or its gradients, parameters or states were written to since."""
+        self._settle()
         if self._tier is not None:
             self._tier.rollback(self)
             return
-        if self._last is None:
+        last = self._last
+        if last is None:
             raise InvalidArgumentError(f"{type(self).__name__}.rollback: no step is recorded; construct the optimizer with undo=True, and "
                                        "call rollback() at most once after a step")
-        last, self._last = self._last, None
-        last.rollback()
+        self._pending = pending = last.pending_rollback()
+        try:
+            last.rollback(pending.status)
+        except SpillwayError:
+            self._last = None
+            raise
+        finally:
+            self._settle()
+        last.close()
 
     def master(self, param: torch.Tensor) -> torch.Tensor:
         """The float32 master of a parameter, of which the next step computes; for a DTensor, of the part that this process holds. Before the
@@ -157,19 +166,22 @@ class SpillwayOptimizer(OnTier):
             InvalidArgumentError: The tensor is not a parameter of this optimizer."""
         if not any(param is own for group in self.param_groups for own in group["params"]):
             raise InvalidArgumentError(f"{type(self).__name__}.master: the tensor is not a parameter of this optimizer; pass one of its param_groups")
+        self._settle()
         if self._tier is not None:
             return self._tier.master(param)
         if not self._precision.has_master(param):
             return param.detach()
         state, own = self.state.get(param), local(param).detach()
-        if not state or (LOW in state and self._table is not None and self._table.was_written(state)):
+        if not state:
             return own.to(torch.float32)
         with torch.no_grad():
+            self._forget_low_bits()
             kept = master_of(self._precision, param, state)
         return _split.join(own, kept) if self._precision.master == "split" else kept
 
     def _step_all(self) -> None:
-        self._last, self.skipped = None, False
+        self._settle()
+        self._last, self._pending, self.skipped = None, None, False
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found is not None and float(found):
             self._tell(found_inf=True)
@@ -209,13 +221,14 @@ class SpillwayOptimizer(OnTier):
         # Another default device must not apply to the table.
         with torch._C.DisableTorchFunction():
             if table is None or flags != self._flags or not table.refresh() or self._rest_changed():
-                if table is not None and self._precision.master == "split":
-                    table.forget_low_bits()
+                self._forget_low_bits()
                 table = self._table = None
                 table = self._build()
                 if not table.refresh():
                     raise SpillwayError(f"{type(self).__name__}: parameters, gradients or states change while a step reads them")
-                self._table, self._flags = table, flags
+                # In this order: a signal handler may raise in between.
+                self._flags = flags
+                self._table = table
         return table
 
     def _build(self) -> Table:
@@ -258,6 +271,7 @@ class SpillwayOptimizer(OnTier):
             if key == LOW and param.dtype is not torch.bfloat16:
                 raise UnsupportedError(f"{name} is {param.dtype}, and master=\"split\" is for torch.bfloat16; pass master=\"f32\", or cast the "
                                        "parameter")
+            lay_out(param, self.state[param], [key])
             master = master_of(self._precision, param, self.state[param])
             check_state(local(param), master, key, name, (dtype,))
         return Row(number, index, local(param), local(getattr(param, self._grad_name)), states, master, self._copy_of(param))
@@ -281,7 +295,11 @@ class SpillwayOptimizer(OnTier):
     def _states_of(self, group: dict[str, Any], param: torch.Tensor, name: str) -> tuple[torch.Tensor, ...]:
         state = self.state[param]
         if not state:
-            self._new_state(group, param, state)
+            # Made apart: a signal handler that raises leaves all states or none.
+            new: dict[str, Any] = {}
+            self._new_state(group, param, new)
+            state.update(new)
+        lay_out(param, state, list(self._keys))
         try:
             states = tuple(local(state[key]) for key in self._keys)
         except KeyError as error:
@@ -316,25 +334,19 @@ class SpillwayOptimizer(OnTier):
             written[number, step] = options
             self._set_options(options, self.param_groups[number], step + 1)
             options.grad_scale = -factor if self.param_groups[number].get("maximize") else factor
-        count = len(table.places)
-        status: list[int] = []
+        last = LastStep(self, table, len(table.places)) if self.undo else None
+        # Held before the call: a signal handler may raise after the library has stepped.
+        self._pending = pending = Pending(table, 1, last)
         try:
-            if self.undo:
-                self._last = LastStep(self, table, count)
-                self._last.run(status)
+            if last is not None:
+                last.run(pending.status)
             else:
-                table.run(self.c_name, options, status)
-            _native.check(status[0])
+                table.run(self.c_name, options, pending.status)
+            _native.check(pending.status[0])
         except SpillwayError as error:
-            self._last = None
             raise _named(error, table) from None
         finally:
-            # Also if a signal handler raises after the call: its step is counted.
-            if status == [0]:
-                table.count_step()
-                table.written()
-                if self._last is not None:
-                    self._last.watch()
+            self._settle()
 
     def _clip(self, table: Table, factor: float) -> float | None:
         """The factor that clips the gradients to `max_norm`; None to skip the step."""
@@ -395,7 +407,9 @@ class SpillwayOptimizer(OnTier):
         if factor != 1.0:
             for group in groups:
                 for param in group["params"]:
-                    param.grad.mul_(factor)
+                    # A zero tensor has no memory to write to, and stays zero.
+                    if not param.grad._is_zerotensor():
+                        param.grad.mul_(factor)
         hidden: dict[str, Any] = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__}
         whole, self.param_groups = self.param_groups, groups
         try:

@@ -8,12 +8,12 @@ import torch
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ._arguments import check_steps
-from ._precision import Precision
+from ._notes import Notes
 from ._tier_dict import check_loaded, whole_state, write_through
 from ._tier_states import TierStates
 
 
-class OnTier(torch.optim.Optimizer):
+class OnTier(Notes):
     """Base of the optimizers of this package; not for direct use.
 
     Attributes:
@@ -24,7 +24,6 @@ class OnTier(torch.optim.Optimizer):
     undo = False
     resumed_step: int | None = None
     payload = b""
-    _precision = Precision()
     _tier: TierStates | None = None
 
     def _open_tier(self, tier: Any, memory_budget: int | None) -> None:
@@ -58,7 +57,9 @@ class OnTier(torch.optim.Optimizer):
         Raises:
             InvalidArgumentError: The optimizer has no tier.
             IoError: A path failed; the last commit is intact."""
-        self._of_tier("commit").commit(self, step, payload)
+        tier = self._of_tier("commit")
+        self._settle()
+        tier.commit(self, step, payload)
 
     def close(self) -> None:
         """Closes the tier, whose lock and memory are then free; states since the last commit are lost. Does nothing without a tier."""
@@ -72,7 +73,9 @@ class OnTier(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict. With `tier`, all states are read, subgroup by subgroup; see docs/torch.md for the memory."""
+        self._settle()
         if self._tier is None:
+            self._forget_low_bits()
             return super().state_dict()
         own, self.state = self.state, whole_state(self, self._tier)
         try:
@@ -88,11 +91,10 @@ class OnTier(torch.optim.Optimizer):
             check_steps(loaded, True)
             found.update(check_loaded(self, tier, loaded))
             return {**loaded, "state": {}}
-        hook = self.register_load_state_dict_pre_hook(take)
         own = self.state
         try:
-            super().load_state_dict(state_dict)
+            with self._before_loading(take):
+                super().load_state_dict(state_dict)
         finally:
-            hook.remove()
             self.state = own
         write_through(self, tier, found)

@@ -102,14 +102,27 @@ def master_of(precision: Precision, param: torch.Tensor, state: dict[str, Any]) 
             state[LOW] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
         return local(state[LOW])
     if MASTER not in state:
-        low = state.pop(LOW, None)
-        state[MASTER] = param.detach().to(torch.float32)
-        if low is not None:
-            local(state[MASTER]).copy_(_split.join(local(param), local(low)))
-        return local(state[MASTER])
+        master = param.detach().to(torch.float32)
+        if LOW in state:
+            local(master).copy_(_split.join(local(param), local(state[LOW])))
+        # In this order: a signal handler may raise in between.
+        state[MASTER] = master
+        state.pop(LOW, None)
+        return local(master)
+    state.pop(LOW, None)
     master, own = local(state[MASTER]), local(param)
     if master.shape == own.shape and master.dtype is torch.float32:
-        changed = master.to(own.dtype) != own
-        if changed.any():
-            master[changed] = own[changed].to(torch.float32)
+        take_values(master, own)
     return master
+
+
+def take_values(master: torch.Tensor, param: torch.Tensor) -> bool:
+    """Gives the elements of an f32 master that do not round to the parameter its values; True if there are any. NaN rounds to NaN, of any
+    bits."""
+    changed = master.to(param.dtype) != param
+    if changed.any():
+        changed &= ~(master.isnan() & param.isnan())
+    written = bool(changed.any())
+    if written:
+        master[changed] = param[changed].to(torch.float32)
+    return written

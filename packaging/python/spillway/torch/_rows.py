@@ -48,6 +48,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def holds_values(tensor: torch.Tensor) -> bool:
+    """True if the memory of a tensor has its values: torch negates those of a tensor with the negative bit, and a zero tensor has none."""
+    return not (tensor.is_neg() or tensor._is_zerotensor())
+
+
 def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
     """True if Spillway steps a parameter, without regard to its states; False leaves it to torch.
 
@@ -67,7 +72,16 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
         raise InvalidArgumentError(f"{name} is on {param.device}, its gradient on {grad.device}; move the gradient")
     if param.shape != grad.shape:
         raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}; compute the gradient again")
-    return (param.is_cpu and param.dtype in CODES and grad.dtype in CODES and param.is_contiguous() and grad.is_contiguous())
+    return (param.is_cpu and param.dtype in CODES and grad.dtype in CODES and param.is_contiguous() and grad.is_contiguous()
+            and holds_values(param) and holds_values(grad))
+
+
+def lay_out(param: torch.Tensor, states: dict[str, Any], keys: list[str]) -> None:
+    """Replaces states by contiguous copies, as a contiguous parameter needs them. Saved states of channels_last parameters have other strides."""
+    for key in keys:
+        own = local(states[key]) if isinstance(states.get(key), torch.Tensor) else None
+        if own is not None and own.shape == local(param).shape and own.is_cpu and own.layout is torch.strided and not own.is_contiguous():
+            states[key] = states[key].detach().contiguous()
 
 
 def check_state(param: torch.Tensor, state: torch.Tensor, key: str, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -75,8 +89,9 @@ def check_state(param: torch.Tensor, state: torch.Tensor, key: str, name: str, d
     if state.shape != param.shape:
         raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, its state {key!r} {tuple(state.shape)}; load the state of "
                                    "this parameter, or delete optimizer.state[parameter]")
-    if not (state.is_cpu and state.is_contiguous()):
-        raise InvalidArgumentError(f"{name}: its state {key!r} is not contiguous in CPU memory as the parameter is; move the state")
+    if not (state.is_cpu and state.is_contiguous() and holds_values(state)):
+        raise InvalidArgumentError(f"{name}: its state {key!r} is not contiguous in CPU memory as the parameter is, or has torch's negative "
+                                   "bit; replace the state by a copy in CPU memory")
     if state.dtype not in dtypes:
         raise UnsupportedError(f"{name} is {param.dtype}, its state {key!r} {state.dtype}; cast the state to "
                                f"{' or '.join(dict.fromkeys(map(str, dtypes)))}")

@@ -49,37 +49,30 @@ class Slice:
         self._grads_same = properties_of([row.grad for row in rows])
         # Comparing lists takes two thirds of the time of making arrays.
         self._addresses = [row.param.data_ptr() for row in rows]
-        self._grad_addresses = [row.grad.data_ptr() for row in rows]
+        #: The addresses of gradients in the C table; None while they are written.
+        self._grad_addresses: list[int] | None = [row.grad.data_ptr() for row in rows]
         self.grads: list[torch.Tensor] = []
         self._steps: list[torch.Tensor] = []
-        self._versions: list[int] | None = None
+        self.has_masters = master is not None
+        #: The versions of parameters with masters after the last step.
+        self.versions: list[int] = []
         states = [row.states if row.master is None else (*row.states, row.master) for row in rows]
         self._state_addresses = [tensor.data_ptr() for tensors in states for tensor in tensors]
         names = keys if master is None else [*keys, master]
         self._single, self._states_of = len(names) == 1, itemgetter(*names)
         if master is not None:
-            self._versions = list(map(_version, self.local(self.owners)))
+            self.versions = list(map(_version, self.local(self.owners)))
 
     def note_steps(self) -> None:
         """Remembers the tensors of the step counts."""
         self._steps = list(map(_step, self.inner))
-
-    def note_versions(self) -> None:
-        """Remembers the versions of parameters with masters. A parameter that is written to later gives its master new values."""
-        if self._versions is not None:
-            self._versions = list(map(_version, self.local(self.owners)))
-
-    def written(self) -> list[int]:
-        """The rows, by their number in the slice, of parameters with masters that the program has written to since the last step."""
-        now = list(map(_version, self.local(self.owners)))
-        return [at for at, (old, new) in enumerate(zip(self._versions or [], now)) if old != new]
 
     def is_same(self) -> bool:
         """True if parameters and states are those of the last step."""
         params = self.local(self.owners)
         if not self._params_same(params) or list(map(_data_ptr, params)) != self._addresses:
             return False
-        if self._versions is not None and list(map(_version, params)) != self._versions:
+        if self.has_masters and list(map(_version, params)) != self.versions:
             return False
         if self._steps and not all(map(is_, map(_step, self.inner), self._steps)):
             return False
@@ -88,29 +81,27 @@ class Slice:
             states = chain.from_iterable(states)
         return list(map(_data_ptr, self.local(states))) == self._state_addresses
 
-    def take_grads(self) -> bool | None:
-        """Takes the present gradients. True if their addresses are new, None if they do not fit the rows."""
+    def take_grads(self, words: torch.Tensor) -> bool:
+        """Takes the present gradients, and writes their addresses to `words`, one for each row; False if they do not fit the rows."""
         grads = list(map(self._grad, self._params))
         if self._mask is not None:
             # A gradient that came or went; without a mask, the comparison of properties finds it.
             if list(map(type, grads)) != self._types:
-                return None
+                return False
             grads = list(compress(grads, self._mask))
         if any(grads[at].placements != self.owners[at].placements for at in self._distributed):
-            return None
+            return False
         grads = self.local(grads)
         if not self._grads_same(grads):
-            return None
-        self.grads, addresses = grads, list(map(_data_ptr, grads))
-        if addresses == self._grad_addresses:
             return False
-        self._grad_addresses = addresses
+        self.grads, addresses = grads, list(map(_data_ptr, grads))
+        if addresses != self._grad_addresses:
+            # A signal handler may raise between two of these lines: the next step then writes all addresses again.
+            self._grad_addresses = None
+            if addresses:
+                words.copy_(torch.frombuffer(array("Q", addresses), dtype=torch.int64))
+            self._grad_addresses = addresses
         return True
-
-    @property
-    def grad_addresses(self) -> array[int]:
-        """The addresses of the present gradients, as 64-bit numbers."""
-        return array("Q", self._grad_addresses)
 
     def local(self, tensors: Iterable[Any]) -> Any:
         """The local parts of DTensors."""

@@ -9,7 +9,7 @@ The step counts of all rows lie in one tensor, and each `state["step"]` is a vie
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any
 
@@ -48,7 +48,8 @@ class Table:
         self._states = list(optimizer.state.values())
         self._slices = self._cut(rows, list(keys), grad_name)
         self.entries = (_abi.Tensor * len(rows))()
-        self._words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS, device="cpu")
+        words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS, device="cpu")
+        self._grads = words[:, _GRAD]
         self._fill(rows, list(keys.values()))
         self._gather_steps()
         self._make_options(make_options, own_options)
@@ -111,21 +112,11 @@ class Table:
         for entry, key in zip(self.entries, keys):
             entry.options = ctypes.addressof(self.options[key])
 
-    def forget_low_bits(self) -> None:
-        """Makes parameters that the program has written to their own masters."""
-        for part in self._slices:
-            for at in part.written():
-                if self._master in part.inner[at]:
-                    part.inner[at][self._master].zero_()
-
-    def was_written(self, state: dict[str, Any]) -> bool:
-        """True if the program has written to the parameter of a state since the last step."""
-        return any(part.inner[at] is state for part in self._slices for at in part.written())
-
     def refresh(self) -> bool:
         """Patches new gradients in; False if the table no longer describes the optimizer's tensors."""
         try:
-            return self._same_lists() and all(part.is_same() and self._patch(part) for part in self._slices)
+            return self._same_lists() and all(part.is_same() and part.take_grads(self._grads[part.rows.start:part.rows.stop])
+                                                for part in self._slices)
         except (KeyError, RuntimeError, NotImplementedError, AttributeError):
             # A state was removed, or a tensor has no address any more; building the table again names the reason.
             return False
@@ -138,12 +129,6 @@ class Table:
                 and len(self._optimizer.state) == len(self._states)
                 and all(map(is_, self._optimizer.state.values(), self._states))
                 and (not self._counting or torch.equal(self.steps, self._known)))
-
-    def _patch(self, part: Slice) -> bool:
-        new = part.take_grads()
-        if new and part.rows:
-            self._words[part.rows.start:part.rows.stop, _GRAD] = torch.frombuffer(part.grad_addresses, dtype=torch.int64)
-        return new is not None
 
     @property
     def grads(self) -> list[torch.Tensor]:
@@ -160,19 +145,37 @@ class Table:
         function = getattr(_native.library(), f"spw_{c_name}_step")
         record(status, function, ctypes.byref(options), ctypes.addressof(self.entries), len(self.places), None)
 
-    def count_step(self, by: int = 1) -> None:
-        """Adds to the step counts. After an interruption by a signal handler, `refresh` finds that the counts disagree."""
-        if self._counting:
-            self.steps.add_(by)
-        self.options = {(group, step + by, place): options for (group, step, place), options in self.options.items()}
-        if self._counting:
-            self._known.add_(by)
+    def counted(self, by: int) -> tuple[torch.Tensor, dict[tuple[int, int, int], Any]]:
+        """Step counts and options after `by` more steps, for `set_counts`."""
+        return (self.steps + by if self._counting else self.steps.clone(),
+                {(group, step + by, place): options for (group, step, place), options in self.options.items()})
 
-    def written(self) -> None:
-        """Tells autograd that the parameters have new values."""
+    def set_counts(self, counts: tuple[torch.Tensor, dict[tuple[int, int, int], Any]]) -> None:
+        """Sets the step counts."""
+        steps, self.options = counts
+        self.steps.copy_(steps)
+        self._known.copy_(steps)
+
+    def params(self) -> list[torch.Tensor]:
+        """The parameters of the rows."""
+        return [param for part in self._slices for param in part.local(part.owners)]
+
+    def watched(self) -> list[torch.Tensor]:
+        """The parameters whose versions tell whether the program has written to them."""
+        return [param for part in self._slices if part.has_masters for param in part.local(part.owners)]
+
+    def note_versions(self, versions: list[int]) -> None:
+        """Remembers the versions of `watched` after a step."""
         for part in self._slices:
-            torch.autograd.graph.increment_version(part.local(part.owners))
-            part.note_versions()
+            if part.has_masters:
+                count = len(part.owners)
+                part.versions, versions = versions[:count], versions[count:]
+
+    def noted(self) -> Iterator[tuple[torch.Tensor, tuple[int, dict[str, Any]]]]:
+        """Each parameter with a master, its version after the last step, and its states."""
+        for part in self._slices:
+            if part.has_masters:
+                yield from zip(part.owners, zip(part.versions, part.inner))
 
     def name(self, number: int) -> str:
         """The name of a row in messages."""

@@ -22,7 +22,8 @@ from ..swap import Swap
 from ..tier import Tier, TierPath
 from ._arguments import check_tier
 from ._layout import Commit, Layout, check_parameters, described
-from ._rows import CODES, local, name_of
+from ._precision import take_values
+from ._rows import CODES, holds_values, local, name_of
 
 if TYPE_CHECKING:
     from ._base import SpillwayOptimizer
@@ -191,6 +192,10 @@ class TierStates:
         """Remembers that masters and parameters agree now."""
         self._versions = [_version(local(param)) for param in self.params]
 
+    def set_version(self, number: int, version: int) -> None:
+        """Remembers that master and parameter agree at this version of the parameter."""
+        self._versions[number] = version
+
     def forget_versions(self) -> None:
         """Has the next step compare every master with its parameter."""
         self._versions = [-1] * len(self.params)
@@ -203,10 +208,7 @@ class TierStates:
             self.swap.read(subgroup, master)
             for piece in self.layout.of_subgroup[subgroup]:
                 if piece.parameter in written:
-                    part, own = master[piece.first:piece.first + piece.count], self._part(piece)
-                    changed = part.to(own.dtype) != own
-                    part[changed] = own[changed].to(torch.float32)
-                    differs = differs or bool(changed.any())
+                    differs |= take_values(master[piece.first:piece.first + piece.count], self._part(piece))
             if differs:
                 self.swap.write(subgroup, master)
         self.note_versions()
@@ -214,6 +216,7 @@ class TierStates:
     def master(self, param: torch.Tensor) -> torch.Tensor:
         """The master of a parameter: the parameter itself if it is float32."""
         number, own = self.check(param, "the tensor"), local(param).detach()
+        self.swap.handle  # raises an error if the tier is closed
         if own.dtype is torch.float32:
             return own
         self.take_written()
@@ -290,7 +293,7 @@ def _part_elements(options: TierOptions, memory_budget: int | None, total: int) 
 
 def _check_served(name: str, param: torch.Tensor) -> None:
     own = local(param)
-    if not (own.is_cpu and own.layout is torch.strided and own.is_contiguous() and own.dtype in CODES):
+    if not (own.is_cpu and own.layout is torch.strided and own.is_contiguous() and own.dtype in CODES and holds_values(own)):
         raise UnsupportedError(f"{name} is {own.dtype} on {own.device} with strides {own.stride() if own.layout is torch.strided else None}; states "
                                "on a tier need contiguous CPU parameters of 16 or 32 bits; leave out tier for this parameter's optimizer")
 

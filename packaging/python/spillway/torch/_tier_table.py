@@ -95,16 +95,29 @@ class TierTable:
             status, function, handle, ctypes.byref(options), ctypes.addressof(self._rows), self._subgroups.buffer_info()[0],
             self._firsts.buffer_info()[0], len(self._rows)))
 
-    def count_step(self) -> None:
-        """Adds to the step counts."""
-        for number in self._numbers:
-            self._optimizer.state[self._states.params[number]]["step"].add_(1)
-        self._states.count += 1
+    def counted(self, by: int) -> tuple[list[float], int]:
+        """Step counts of the parameters and of the optimizer after `by` more steps, for `set_counts`."""
+        steps = [float(self._optimizer.state[self._states.params[number]]["step"]) + by for number in self._numbers]
+        return steps, self._states.count + by
 
-    def written(self) -> None:
-        """Tells autograd that the parameters have new values."""
-        torch.autograd.graph.increment_version([local(self._states.params[number]) for number in self._numbers])
-        self._states.note_versions()
+    def set_counts(self, counts: tuple[list[float], int]) -> None:
+        """Sets the step counts."""
+        steps, self._states.count = counts
+        for number, step in zip(self._numbers, steps):
+            self._optimizer.state[self._states.params[number]]["step"].fill_(step)
+
+    def params(self) -> list[torch.Tensor]:
+        """The parameters that are stepped."""
+        return [local(self._states.params[number]) for number in self._numbers]
+
+    def watched(self) -> list[torch.Tensor]:
+        """The parameters whose versions tell whether the program has written to them."""
+        return self.params()
+
+    def note_versions(self, versions: list[int]) -> None:
+        """Remembers the versions of `watched` after a step."""
+        for number, version in zip(self._numbers, versions):
+            self._states.set_version(number, version)
 
     def release_grads(self) -> None:
         """Drops the references to the gradients."""

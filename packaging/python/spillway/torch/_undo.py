@@ -11,6 +11,7 @@ import torch
 from .. import _abi, _native
 from .._native_handle import _NativeHandle, record
 from ..errors import InvalidArgumentError
+from ._pending import Pending
 from ._rows import local
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ class LastStep(_NativeHandle):
     def __init__(self, optimizer: SpillwayOptimizer, table: Table, count: int):
         self._optimizer, self._table, self._count = optimizer, table, count
         self._grads, self._grads_then = table.grads, _present(table.grads)
-        self._written: list[torch.Tensor] = []
-        self._written_then: list[tuple[int, int]] = []
+        params = [optimizer.param_groups[number]["params"][place] for number, place in table.places]
+        states = [value for param in params for name, value in optimizer.state[param].items()
+                  if name != "step" and isinstance(value, torch.Tensor)]
+        #: The tensors that the step writes.
+        self.written = [local(tensor) for tensor in [*params, *states]]
+        self._written_then = _present(self.written)
         options: Any = _abi.sized(_abi.UndoOptions)
         options.mode, options.tensors = 1, count
         options.elements = sum(entry.n for entry in table.entries)
@@ -40,27 +45,24 @@ class LastStep(_NativeHandle):
         step = getattr(_native.library(), f"spw_undo_{self._optimizer.c_name}_step")
         self._through(lambda handle: record(status, step, handle, ctypes.byref(some), ctypes.addressof(table.entries), self._count, None))
 
-    def watch(self) -> None:
-        """Remembers what the step wrote: a rollback needs these values."""
-        groups = self._optimizer.param_groups
-        params = [groups[number]["params"][place] for number, place in self._table.places]
-        states = [value for param in params for name, value in self._optimizer.state[param].items()
-                  if name != "step" and isinstance(value, torch.Tensor)]
-        self._written = [local(tensor) for tensor in [*params, *states]]
-        self._written_then = _present(self._written)
+    def note_versions(self, versions: list[int]) -> None:
+        """Remembers the versions of `written` after the step: a rollback needs the values of then."""
+        self._written_then = [(version, address) for version, (_, address) in zip(versions, self._written_then)]
 
-    def rollback(self) -> None:
-        """Restores every bit of parameters and states."""
-        if _present(self._written) != self._written_then:
+    def pending_rollback(self) -> Pending:
+        """The rollback, for `rollback`."""
+        return Pending(self._table, -1)
+
+    def rollback(self, status: list[int]) -> None:
+        """Restores every bit of parameters and states; appends the status of the call."""
+        if _present(self.written) != self._written_then:
             raise InvalidArgumentError("rollback: a parameter or a state was written to since the step, so its values before the step are lost; "
                                        "roll back before anything else writes to them")
         if _present(self._grads) != self._grads_then:
             raise InvalidArgumentError("rollback: a gradient was written to since the step, and a rollback reads it; roll back before "
                                        "zero_grad(set_to_none=False) and before the next backward")
-        self._call("spw_undo_rollback")
-        self._table.count_step(-1)
-        self._table.written()
-        self.close()
+        self._through(lambda handle: record(status, _native.library().spw_undo_rollback, handle))
+        _native.check(status[0])
 
 
 def _present(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

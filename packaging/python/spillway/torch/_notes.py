@@ -1,0 +1,78 @@
+"""What an optimizer knows about its last call of the library and about the program's writes since then.
+
+Versions: a split master is the parameter and its low bits, so low bits are stale once the program has written to the parameter. The version of
+each parameter with low bits is noted at its last step. The present table has these versions, and `_noted` those of parameters that a former
+table has stepped. A version is valid for the dict of states with which it was noted, because `load_state_dict` brings new low bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ._pending import Pending
+from ._precision import LOW, Precision
+from ._rows import local
+from ._table import Table
+from ._undo import LastStep
+
+
+class Notes(torch.optim.Optimizer):
+    """Base of the optimizers of this package; not for direct use."""
+
+    _precision = Precision()
+    _table: Table | None = None
+    _last: LastStep | None = None
+    _pending: Pending | None = None
+    _noted: dict[torch.Tensor, tuple[int, dict[str, Any]]] = {}
+
+    def _settle(self) -> None:
+        """Notes the result of a call of the library after which a signal handler has raised."""
+        pending = self._pending
+        # Without a status, the library was not called, or this is a signal handler during the call.
+        if pending is not None and pending.status:
+            if pending.settle():
+                self._last = pending.last
+            self._pending = None
+
+    def _forget_low_bits(self) -> None:
+        """Makes parameters that the program has written to since their last step their own split masters."""
+        if self._precision.master != "split":
+            return
+        known = {**self._noted, **dict(self._table.noted() if self._table is not None else ())}
+        self._noted = {param: note for param, note in known.items() if self.state.get(param) is note[1] and LOW in note[1]}
+        for param, (version, state) in self._noted.items():
+            if local(param)._version != version:
+                local(state[LOW]).zero_()
+                self._noted[param] = local(param)._version, state
+
+    def _note_versions(self) -> None:
+        """Notes that all low bits belong to the present values of their parameters."""
+        self._noted = {param: (local(param)._version, state) for param, state in self.state.items() if LOW in state}
+
+    @contextmanager
+    def _before_loading(self, hook: Callable[[Any, dict[str, Any]], Any]) -> Iterator[None]:
+        """Registers a hook that sees a state dict as the other hooks have made it."""
+        # A signal handler that raised may have left one.
+        self._remove_hooks()
+        try:
+            self.register_load_state_dict_pre_hook(_Hook(hook))
+            yield
+        finally:
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        hooks = self._optimizer_load_state_dict_pre_hooks
+        for number in [number for number, hook in hooks.items() if isinstance(hook, _Hook)]:
+            del hooks[number]
+
+
+class _Hook(NamedTuple):
+    """A hook of one call, told apart from those of the program."""
+
+    function: Callable[[Any, dict[str, Any]], Any]
+
+    def __call__(self, optimizer: Any, loaded: dict[str, Any]) -> Any:
+        return self.function(optimizer, loaded)

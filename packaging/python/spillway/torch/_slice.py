@@ -20,7 +20,7 @@ from ._same import properties_of
 LENGTH = 256
 _data_ptr = torch.Tensor.data_ptr
 _step = itemgetter("step")
-_version = attrgetter("_version")
+_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class Slice:

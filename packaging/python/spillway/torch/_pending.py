@@ -8,6 +8,7 @@ A signal handler may raise between any two bytecodes, also after the library has
 from __future__ import annotations
 
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from ._undo import LastStep
 
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_version = attrgetter("_version")
 _increment = torch._C._increment_version
 
 

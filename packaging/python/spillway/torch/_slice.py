@@ -20,7 +20,7 @@ from ._same import properties_of
 LENGTH = 256
 _data_ptr = torch.Tensor.data_ptr
 _step = itemgetter("step")
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_version = attrgetter("_version")
 
 
 class Slice:

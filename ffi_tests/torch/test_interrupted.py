@@ -73,6 +73,8 @@ def interrupted_at(line, call):
     finally:
         sys.settrace(before)
         gc.enable()
+        # Tracing can raise between a `with` block and its end, where Python runs no signal handler.
+        torch.set_grad_enabled(True)
     return hit
 
 

@@ -12,6 +12,7 @@ import torch
 from test_pipeline_torch import ADAMW, DIM, batches, model, one_thread, serial  # noqa: F401
 
 import spillway
+import spillway.torch
 from spillway import pipeline
 
 LOSS = torch.nn.functional.mse_loss
@@ -213,3 +214,9 @@ def test_a_pipeline_that_is_never_closed_leaves_no_process(tmp_path, way):
     ids, left = ended.stdout.splitlines()
     assert ended.returncode == (3 if way == "error" else 0) and left == "left"
     assert len(ids.split()) == 2 and not any(os.path.exists(f"/proc/{process}") for process in ids.split())
+
+
+def test_states_on_a_tier_are_refused(tmp_path):
+    with pytest.raises(spillway.InvalidArgumentError, match="leave out tier"):
+        opened(model(4), functools.partial(spillway.torch.AdamW, lr=1e-2, tier=[tmp_path]))
+    assert not any(tmp_path.iterdir())

@@ -91,6 +91,7 @@ class Pipeline:
         self.plan: Plan = plan(schedule, devices=devices, micro_batches=micro_batches, stages=len(self._units) // split, split=split,
                                units=measure(self._units, sample), slots=slots, recompute=recompute, early_checkpoints=early_checkpoints,
                                async_optimizer=async_optimizer)
+        _refuse_tier(optimizer)
         if check_finite and self.plan.async_optimizer:
             _refuse_without_rollback(optimizer)
         self._sample, self._step, self._steps = sample, 0, 0
@@ -272,6 +273,12 @@ def _seconds(module: torch.nn.Module, value: torch.Tensor, requires_grad: bool) 
         forward.append(middle - start)
         backward.append(end - middle)
     return min(forward), min(backward)
+
+
+def _refuse_tier(optimizer: Callable[..., Any]) -> None:
+    if getattr(optimizer, "keywords", {}).get("tier") is not None:
+        raise InvalidArgumentError("Pipeline: the optimizer has tier=, but the optimizers of several stages cannot share the job of a tier; "
+                                   "leave out tier")
 
 
 def _refuse_without_rollback(optimizer: Callable[..., Any]) -> None:

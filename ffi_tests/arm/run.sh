@@ -202,8 +202,10 @@ checkers() {
 library_tests() {
     set --
     for skipped in far_more_than_the_machine_has real_processes_exclude gpu::tests::bits interleave::tests::cuda a_crash_at_any \
-        is_not_there_in_a_forked_child sys::binding::tests sys::page_nodes::tests sys::node_memory::tests sys::lock::tests in_flight::a_forked_child in_flight::a_tier_ \
-        tier::tests::crash tier::tests::before swap::tests::split all_patterns_come_back plans_with_flowing_weights; do
+        is_not_there_in_a_forked_child sys::binding::tests sys::page_nodes::tests sys::node_memory::tests \
+        sys::lock::tests in_flight::a_forked_child in_flight::a_tier_ \
+        tier::tests::crash tier::tests::before swap::tests::split all_patterns_come_back choose::tests \
+        plans_with_flowing_weights; do
         set -- "$@" --skip "$skipped"
     done
     SPILLWAY_TEST_EMULATOR=1 arm max "$(cat "$work/library.tests")" "$@"

@@ -54,25 +54,16 @@ slowest() {
     [ -z "$times" ] || printf 'slowest tests:\n%s\n' "$times"
 }
 
-# begin NAME: runs a runner, and writes its log, and its exit status and seconds to files beside the log.
-begin() {
-    local log=$logs/$1.log start=$SECONDS
-    echo "== $1"
-    "$1" >"$log" 2>&1
-    echo "$? $((SECONDS - start))" >"$logs/$1.result"
-    slowest "$log" >>"$log"
-    printf '== %s: output\n%s\n' "$1" "$(<"$log")"
-}
-
-# lane NAME...: runs these runners one after the other.
-lane() {
-    for name; do begin "$name"; done
-}
-
-# Adds the result of a runner to the summary.
-report() {
-    local name=$1 log=$logs/$1.log status took word p f n
-    read -r status took <"$logs/$name.result"
+run() {
+    local name=$1 log=$logs/$1.log start=$SECONDS status word p f n
+    echo "== $name"
+    # All output goes to the log and to the screen.
+    "$name" > >(tee "$log") 2>&1
+    status=$?
+    # The last background process is tee.
+    wait $!
+    slowest "$log" | tee -a "$log"
+    local took=$((SECONDS - start))
     read -r p f n < <(counts "$log")
     case $status in
         0) passed=$((passed + 1)) word=ok ;;
@@ -88,20 +79,11 @@ report() {
 set_up() {
     for environment in python docs arm; do packaging/${environment}_env.sh; done
 }
-# Compilers and most checks use one core, so two lanes of runners share the first half. pytest uses both cores.
 if [ $# = 0 ]; then
     set_up >"$logs/set-up.log" 2>&1 &
-    set -- format lint rust docs arm preload py
-    rm -f "$logs"/*.result
-    lane format lint rust docs &
-    first=$!
-    lane arm preload
-    wait $first
-    lane py
-else
-    lane "$@"
+    set -- format lint rust py docs preload arm
 fi
-for name; do report "$name"; done
+for runner; do run "$runner"; done
 
 printf '\n%s' "$summary" | sed '/^$/d'
 echo "runners: $passed passed, $failed failed, $ignored ignored, $SECONDS s"

@@ -10,9 +10,7 @@ settings=$("$root/packaging/arm_env.sh" --export) || exit $?
 tools=$("$root/packaging/arm_env.sh")
 target=${CARGO_TARGET_DIR:-$root/target}
 work=$target/arm
-# A build folder of its own, so that no runner waits for another one's cargo.
-built=$work/build
-library=$built/aarch64-unknown-linux-gnu/release
+library=$target/aarch64-unknown-linux-gnu/release
 passed=0
 failed=0
 ignored=0
@@ -115,7 +113,7 @@ lane() {
 }
 
 arm_cargo() {
-    (eval "$settings" && CARGO_TARGET_DIR=$built cargo "$@")
+    (eval "$settings" && cargo "$@")
 }
 
 arm() {
@@ -133,8 +131,7 @@ build() {
     ln -sf libspillway.so.2 "$work/probe/libspillway.so"
     arm_cargo build --release --lib --no-default-features --package spillway --package spillway-preload
     kernel_tests
-    # The optimiser's last passes take a minute, and prove nothing about unit tests: the kernels are another crate.
-    tests_of spillway library --lib --config 'profile.release.package.spillway.opt-level=1'
+    tests_of spillway library --lib
     # The same build as for the Python tests.
     cargo build --release --lib --package spillway --package spillway-preload --package fakecuda --features spillway/s3
     aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \

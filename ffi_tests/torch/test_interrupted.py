@@ -1,6 +1,7 @@
 """A KeyboardInterrupt at any line of a step or rollback. Parameters, masters, moments and counts are afterwards those of one whole number of
 steps, and training goes on with the bits of an undisturbed run."""
 
+import concurrent.futures
 import gc
 import sys
 
@@ -48,6 +49,13 @@ def same(one, other):
 
 
 def interrupted_at(line, call):
+    """_interrupted_at() in a thread of its own. Tracing can raise between a `with` block and its end, where Python runs no signal handler: the
+    flags of torch that the end would have restored are those of the thread."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(_interrupted_at, line, call).result()
+
+
+def _interrupted_at(line, call):
     """Calls, and raises KeyboardInterrupt before the line of Spillway with this number in the order of execution; False if there are fewer."""
     seen, hit = 0, False
 
@@ -73,8 +81,6 @@ def interrupted_at(line, call):
     finally:
         sys.settrace(before)
         gc.enable()
-        # Tracing can raise between a `with` block and its end, where Python runs no signal handler.
-        torch.set_grad_enabled(True)
     return hit
 
 

@@ -1,5 +1,5 @@
-// Proves that the topology of a recorded machine is told as its files state: four superchips of 72 cores with a GPU each,
-// ranks on the cores of their GPUs, and hwloc's view of the same files. A root without the directory sys is refused, and
+// Proves that the topology of a recorded machine is that of its files and of hwloc: four superchips of 72 cores, each with a
+// GPU, and ranks on the cores of their GPUs. A root without the directory sys is refused, and
 // refused calls write nothing.
 
 #include "check.h"

@@ -12,12 +12,12 @@ _NUMPY = {"f32": "float32", "f16": "float16", "bf16": "uint16"}
 
 
 def unsigned(argument: str, value: Any, bits: int = 64) -> int:
-    """The value, if an unsigned C integer of so many bits holds it. `argument` is its name in messages."""
+    """The value, if an unsigned C integer of `bits` bits holds it. `argument` is its name in messages."""
     return _between(argument, value, 0, (1 << bits) - 1)
 
 
 def signed(argument: str, value: Any, bits: int = 32) -> int:
-    """The value, if a signed C integer of so many bits holds it."""
+    """The value, if a signed C integer of `bits` bits holds it."""
     return _between(argument, value, -(1 << bits - 1), (1 << bits - 1) - 1)
 
 

@@ -38,7 +38,7 @@ class Interrupted(BaseException):
 
 @pytest.fixture
 def late(child_environment):
-    """An arena, a stage that is submitted, and a process that settles round 1 when it is told to."""
+    """An arena, a stage that is submitted, and a process that settles round 1 after a message."""
     own, name = layer(5000, 3), f"late-{os.getpid()}"
     with Arena.create(name, {"unused": 1}, processes=2) as arena, Stage([tuple(own)], spillway.Adam()) as stage:
         arena.join(0)

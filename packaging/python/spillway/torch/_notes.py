@@ -70,7 +70,7 @@ class Notes(torch.optim.Optimizer):
 
 
 class _Hook(NamedTuple):
-    """A hook of one call, told apart from those of the program."""
+    """A hook of one call, distinct from the hooks of the program."""
 
     function: Callable[[Any, dict[str, Any]], Any]
 

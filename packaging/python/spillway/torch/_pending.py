@@ -53,7 +53,7 @@ class Pending:
             self._after.extend(chain(map(_increment, (self._params,)), map(_version, self._watched)))
         versions = self._after[1:]
         if self._now != self._before:
-            # The program has written to a parameter since an interrupted call: no version stands for the values of the step.
+            # The program has written to a parameter since an interrupted call: no version marks the values of the step.
             versions = [after if now == before else -1 for after, now, before in zip(versions, self._now, self._before)]
         self._table.set_counts(self._counts)
         self._table.note_versions(versions[:self._recorded])

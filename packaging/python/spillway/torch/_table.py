@@ -161,7 +161,7 @@ class Table:
         return [param for part in self._slices for param in part.local(part.owners)]
 
     def watched(self) -> list[torch.Tensor]:
-        """The parameters whose versions tell whether the program has written to them."""
+        """The parameters whose versions show if the program has written to them."""
         return [param for part in self._slices if part.has_masters for param in part.local(part.owners)]
 
     def note_versions(self, versions: list[int]) -> None:

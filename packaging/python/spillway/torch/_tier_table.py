@@ -111,7 +111,7 @@ class TierTable:
         return [local(self._states.params[number]) for number in self._numbers]
 
     def watched(self) -> list[torch.Tensor]:
-        """The parameters whose versions tell whether the program has written to them."""
+        """The parameters whose versions show if the program has written to them."""
         return self.params()
 
     def note_versions(self, versions: list[int]) -> None:

@@ -1,4 +1,8 @@
 //! AVX-512 F, BW, DQ and VL: sixteen lanes (Skylake-SP, Zen 4 and later).
+//!
+//! A constant that replaces NaN lanes is the destination of a masked move, never its source. As the source it becomes a
+//! masked load from memory. A masked load whose lanes are all off, from a page that is not mapped yet, takes hundreds of
+//! cycles and never maps the page: without NaN every step would pay that.
 
 use std::arch::x86_64::*;
 
@@ -62,8 +66,8 @@ unsafe impl Vector for F32x16 {
     unsafe fn store_f16(self, to: *mut u16) {
         // SAFETY: as stated at the impl.
         unsafe {
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
-            let quiet = _mm512_mask_mov_ps(self.0, nan, _mm512_set1_ps(f32::NAN));
+            let number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(self.0, self.0);
+            let quiet = _mm512_mask_mov_ps(_mm512_set1_ps(f32::NAN), number, self.0);
             _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(quiet));
         }
     }
@@ -153,8 +157,8 @@ unsafe impl Vector for F32x16 {
     unsafe fn round_f16(self) -> __m512i {
         // SAFETY: as stated at the impl.
         unsafe {
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
-            let quiet = _mm512_mask_mov_ps(self.0, nan, _mm512_set1_ps(f32::NAN));
+            let number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(self.0, self.0);
+            let quiet = _mm512_mask_mov_ps(_mm512_set1_ps(f32::NAN), number, self.0);
             _mm512_cvtepu16_epi32(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(quiet))
         }
     }
@@ -166,8 +170,8 @@ unsafe impl Vector for F32x16 {
             let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
             let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
             let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
-            _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0))
+            let number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(self.0, self.0);
+            _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc0), number, rounded)
         }
     }
     #[inline(always)]

@@ -18,17 +18,31 @@ def deepspeed_op(builder):
         return None, f"not measured: {error}"
 
 
+# Share of the available memory that a benchmark may use: the interpreter, torch and temporary copies need the rest.
+_SHARE = 0.85
+
+
 def require_memory(parameters, per_parameter):
     """Ends the program if the arrays of a benchmark do not fit into the available memory. The system would otherwise end it,
     or another program."""
+    if not has_memory(parameters, per_parameter):
+        raise SystemExit(f"{parameters} parameters need {parameters * per_parameter / _SHARE / 2**30:.1f} GiB of available memory, but "
+                         f"{_available() / 2**30:.1f} GiB are available; pass a smaller number")
+
+
+def has_memory(parameters, per_parameter):
+    """True if arrays with so many bytes per parameter fit into the available memory."""
+    available = _available()
+    return available is None or parameters * per_parameter <= available * _SHARE
+
+
+def _available():
+    """Bytes of available memory; None where the system does not tell."""
     try:
         with open("/proc/meminfo") as info:
-            available = next(int(line.split()[1]) for line in info if line.startswith("MemAvailable:")) * 1024
+            return next(int(line.split()[1]) for line in info if line.startswith("MemAvailable:")) * 1024
     except (OSError, StopIteration):
-        return
-    if parameters * per_parameter > available:
-        raise SystemExit(f"{parameters} parameters need {parameters * per_parameter / 2**30:.1f} GiB of memory, but "
-                         f"{available / 2**30:.1f} GiB are available; pass a smaller number")
+        return None
 
 
 def cpu():

@@ -28,6 +28,15 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error:spillway")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def processor():
+    """What DeepSpeed asks of the processor for each optimizer, found once."""
+    import cpuinfo
+    from forked import remember_processor
+    remember_processor()
+    return cpuinfo.get_cpu_info()
+
+
 @pytest.fixture(scope="session")
 def oldest_deepspeed():
     """The folder of the oldest supported DeepSpeed."""
@@ -92,20 +101,31 @@ def overlay(tmp_path_factory):
 def starter(overlay):
     """Starts runs with Spillway quickly; see forked.py."""
     from forked import Starter
+    starter = Starter(overlay, SPILLWAY_DEEPSPEED="1")
+    yield starter
+    starter.close()
+
+
+@pytest.fixture(scope="session")
+def native_starter(overlay):
+    """The same without Spillway."""
+    from forked import Starter
     starter = Starter(overlay)
     yield starter
     starter.close()
 
 
 @pytest.fixture
-def run_script(overlay, tmp_path):
+def run_script(overlay, processor, tmp_path):
     """Runs a script in a process with SPILLWAY_DEEPSPEED=1 and returns its output. The script is a file that does
     not mention Spillway.
 
     DeepSpeed gets an empty folder for compiled ops, and the test fails if it leaves anything there."""
+    head = f"import cpuinfo\ncpuinfo.get_cpu_info = lambda: {processor}\n"
+
     def run(text, *paths, accelerator="cpu", **extra):
         extra = {"DS_ACCELERATOR": accelerator, "PYTHONPATH": os.pathsep.join(map(str, paths)), **extra}
-        return _without_compiled_ops(tmp_path, text, extra, lambda script, environment: subprocess.run(
+        return _without_compiled_ops(tmp_path, head + text, extra, lambda script, environment: subprocess.run(
             [overlay, script], env=environment, capture_output=True, text=True, cwd=tmp_path))
     return run
 

@@ -9,6 +9,7 @@ that old versions import from torch and numpy. None of them concerns optimizers.
 import hashlib
 import json
 import logging
+import os
 import sys
 import types
 
@@ -30,13 +31,21 @@ KEYS = {"ops": "cpu_adam", "states": "tier", "parameters": "parameter_tier", "in
 INTEL = ("oneccl_bindings_for_pytorch", "intel_extension_for_pytorch")
 
 
-def main(feature, folder):
+def import_all():
+    """Imports DeepSpeed with Spillway's parts; see forked.py."""
     make_room_for_old_versions()
-    import torch
-
     import spillway.deepspeed
     spillway.deepspeed.install()
     import deepspeed
+    import deepspeed.runtime.zero.stage3
+
+
+def main(feature, folder):
+    import_all()
+    os.chdir(folder)
+    import deepspeed
+    import spillway.deepspeed
+    import torch
     from deepspeed.accelerator import get_accelerator
     get_accelerator()._communication_backend_name = "gloo"
     if get_accelerator().current_stream() is None:

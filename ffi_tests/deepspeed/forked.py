@@ -1,10 +1,15 @@
 """Runs scripts in children of a process that has imported torch and DeepSpeed. The imports are nine tenths of a
 short run's time.
 
-That process is a Python with SPILLWAY_DEEPSPEED=1; its .pth file ran before the imports, as in any other process. It
-forks before any thread exists. Each child has its own arguments, environment and output."""
+The settings of that process, such as SPILLWAY_DEEPSPEED=1 or LD_PRELOAD, are in its environment from its start; its .pth
+file ran before the imports, as in any other process. It forks before any thread exists. Each child has its own
+arguments, environment and output.
+
+    forked.py DESCRIPTOR MODULE     serves a socket, after import_all() of a module"""
 
 import contextlib
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -16,15 +21,18 @@ import tempfile
 
 
 class Starter:
-    """Starts runs one after the other from the test's process, each with one OpenMP thread."""
+    """Starts runs one after the other from the test's process, each with one OpenMP thread.
 
-    def __init__(self, python):
+    `settings` are further variables of the process that imports, and import_all() of `module` does the imports. What
+    reads a variable during the imports, as OpenMP does, has its value from there and not from the run's environment."""
+
+    def __init__(self, python, module="forked", **settings):
         self.python, self._run = python, None
-        environment = {name: value for name, value in os.environ.items() if name != "SPILLWAY_LIBRARY"}
+        environment = {name: value for name, value in os.environ.items() if name not in ("SPILLWAY_LIBRARY", "PYTHONPATH")}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen([python, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                                             env={**environment, "SPILLWAY_DEEPSPEED": "1", "OMP_NUM_THREADS": "1"},
+            self._process = subprocess.Popen([python, __file__, str(theirs.fileno()), module], pass_fds=[theirs.fileno()],
+                                             env={**environment, "OMP_NUM_THREADS": "1", **settings},
                                              stdout=subprocess.DEVNULL)
 
     def start(self, command, environment, stderr, ranks=1):
@@ -82,11 +90,23 @@ class Run:
 
 
 def main():
-    import_all()
+    remember_processor()
+    importlib.import_module(sys.argv[2]).import_all()
+    # Children then collect only their own garbage: a collection of all modules takes half a second.
+    gc.collect()
+    gc.freeze()
     command = serve(socket.socket(fileno=int(sys.argv[1])))
     if command:
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
+
+
+def remember_processor():
+    """DeepSpeed asks for the processor for each optimizer, and the answer takes a second: this process asks once, and its
+    children not at all."""
+    import cpuinfo
+    found = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: found
 
 
 def import_all():

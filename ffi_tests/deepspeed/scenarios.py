@@ -115,6 +115,7 @@ class Nursery:
 def nursery():
     """Forks a worker for each line."""
     import forked
+    forked.remember_processor()
     forked.import_all()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in iter(sys.stdin.readline, ""):

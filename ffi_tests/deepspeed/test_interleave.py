@@ -18,9 +18,9 @@ def block(**settings):
 
 
 @pytest.fixture
-def run(overlay, tmp_path):
+def run(starter, tmp_path):
     def start(*arguments, how=train, **extra):
-        return how(overlay, tmp_path, *SIZE, *arguments, SPILLWAY_DEEPSPEED="1", **extra)
+        return how(starter, tmp_path, *SIZE, *arguments, SPILLWAY_DEEPSPEED="1", **extra)
     return start
 
 

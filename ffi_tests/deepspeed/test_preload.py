@@ -16,7 +16,7 @@ PRELOAD = pathlib.Path(os.environ["SPILLWAY_LIBRARY"]).with_name("libspillway_pr
 
 
 @pytest.fixture(scope="module")
-def run(compiled, oldest_deepspeed):
+def run(compiled, oldest_deepspeed, processor):
     """Runs a case in a process of its own: its result, and the lines of the preload library. A case without the preload
     library runs once."""
     compiled("cpu_adam")
@@ -31,7 +31,7 @@ def run(compiled, oldest_deepspeed):
 
     def start(case, log="warn", **extra):
         environment = {**os.environ, "OMP_NUM_THREADS": "2", "SPILLWAY_LOG": log, "SPILLWAY_OLD_DEEPSPEED": str(oldest_deepspeed),
-                       "PYTHONPATH": str(HERE.parents[1] / "packaging" / "python"), "PYTHONWARNINGS": "ignore", **extra}
+                       "PROCESSOR": json.dumps(processor), "PYTHONPATH": str(HERE.parents[1] / "packaging" / "python"), "PYTHONWARNINGS": "ignore", **extra}
         done = subprocess.run([sys.executable, HERE / "preloaded.py", case], env=environment, capture_output=True, text=True,
                               timeout=500)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]

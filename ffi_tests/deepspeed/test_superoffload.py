@@ -5,7 +5,6 @@ waits, and the bits equal its bits."""
 import json
 import os
 import pathlib
-import subprocess
 
 import pytest
 
@@ -13,7 +12,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 @pytest.fixture
-def train(starter, tmp_path):
+def train(starter, native_starter, tmp_path):
     def run(*arguments, spillway=True):
         report = tmp_path / "report.json"
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -23,7 +22,7 @@ def train(starter, tmp_path):
             environment.update(SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(tmp_path))
             done = starter.run(command, environment, 180)
         else:
-            done = subprocess.run([starter.python, *command], env=environment, capture_output=True, text=True, timeout=180)
+            done = native_starter.run(command, environment, 180)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         return json.loads(report.read_text())
     return run

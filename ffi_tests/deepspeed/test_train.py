@@ -18,29 +18,31 @@ SMALL = ["--dim", "64", "--layers", "2", "--context", "64", "--batch", "4", "--s
 LARGE = ["--dim", "512", "--layers", "1", "--steps", "4"]
 
 
-def train(python, folder, *arguments, **how):
+def train(starter, folder, *arguments, **how):
     """One run of the demo's script; returns its report."""
-    done, report = attempt(python, folder, *arguments, **how)
+    done, report = attempt(starter, folder, *arguments, **how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads(report.read_text())
 
 
-def attempt(python, folder, *arguments, launcher=(), **extra):
-    """One run that may fail; returns its result and the path of its report."""
+def attempt(starter, folder, *arguments, launcher=(), **extra):
+    """One run that may fail, forked or started by `launcher`; returns its result and the path of its report."""
     report = folder / "report.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **extra}
     environment.pop("SPILLWAY_LIBRARY")
-    done = subprocess.run([python, *launcher, HERE / "train.py", *SMALL, *arguments, "--json", report], env=environment,
-                          capture_output=True, text=True, timeout=300)
+    command = [HERE / "train.py", *SMALL, *arguments, "--json", report]
+    if not launcher:
+        return starter.run(command, environment, 300), report
+    done = subprocess.run([starter.python, *launcher, *command], env=environment, capture_output=True, text=True, timeout=300)
     return done, report
 
 
 @pytest.fixture
-def with_spillway(overlay, tmp_path):
+def with_spillway(starter, tmp_path):
     def run(*arguments, **extra):
         extensions = tmp_path / "extensions"
         extensions.mkdir(exist_ok=True)
-        report = train(overlay, tmp_path, *arguments, SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(extensions),
+        report = train(starter, tmp_path, *arguments, SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(extensions),
                        **extra)
         assert not list(extensions.iterdir()) and not report["compiled_ops"]
         assert report["active"]["cpu_adam"]["calls"] >= report["steps"]
@@ -49,10 +51,10 @@ def with_spillway(overlay, tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_the_weights_are_those_of_the_compiled_op(with_spillway, compiled, overlay, tmp_path, stage):
+def test_the_weights_are_those_of_the_compiled_op(with_spillway, compiled, native_starter, tmp_path, stage):
     build_all(compiled)
     ours = with_spillway("--stage", stage)
-    theirs = train(overlay, tmp_path, "--native", "--stage", stage)
+    theirs = train(native_starter, tmp_path, "--native", "--stage", stage)
     assert "cpu_adam.so" in theirs["compiled_ops"]
     assert (ours["sha256"], ours["losses"]) == (theirs["sha256"], theirs["losses"])
 
@@ -64,12 +66,12 @@ def build_all(compiled, *more):
 
 
 @pytest.mark.parametrize("pipeline", [[], ["--pipeline"]], ids=["", "pipeline"])
-def test_the_weights_are_those_of_the_compiled_ops_with_all_states_in_files(with_spillway, compiled, overlay, tmp_path,
+def test_the_weights_are_those_of_the_compiled_ops_with_all_states_in_files(with_spillway, compiled, native_starter, tmp_path,
                                                                             pipeline):
     """Runs DeepSpeed's swappers: of parameters, of gradients, and the synchronous or the pipelined one of states."""
     build_all(compiled, "async_io", "pin_memory")
     ours = with_spillway("--nvme", str(tmp_path), *LARGE, *pipeline)
-    theirs = train(overlay, tmp_path, "--native", "--nvme", str(tmp_path), *LARGE, *pipeline)
+    theirs = train(native_starter, tmp_path, "--native", "--nvme", str(tmp_path), *LARGE, *pipeline)
     assert {"async_io.so", "pin_memory.so"} <= set(theirs["compiled_ops"])
     assert (ours["sha256"], ours["losses"], ours["files"]) == (theirs["sha256"], theirs["losses"], theirs["files"])
     moved = ours["active"]["async_io"]
@@ -107,14 +109,14 @@ def sectors_of_4_kib(tmp_path):
         subprocess.run(["losetup", "-d", device], check=True)
 
 
-def test_a_device_with_4_kib_sectors(with_spillway, compiled, overlay, tmp_path, sectors_of_4_kib):
+def test_a_device_with_4_kib_sectors(with_spillway, compiled, native_starter, tmp_path, sectors_of_4_kib):
     """DeepSpeed aligns to 1 KiB, so it cannot write the end of a tensor: the control stops at its first read."""
     build_all(compiled, "async_io", "pin_memory")
     there = with_spillway("--nvme", str(sectors_of_4_kib), *LARGE)
     here = with_spillway("--nvme", str(tmp_path), *LARGE)
     assert (there["sha256"], there["losses"]) == (here["sha256"], here["losses"])
     shutil.rmtree(sectors_of_4_kib / "zero_stage_3")
-    done, _ = attempt(overlay, tmp_path, "--native", "--nvme", str(sectors_of_4_kib), *LARGE)
+    done, _ = attempt(native_starter, tmp_path, "--native", "--nvme", str(sectors_of_4_kib), *LARGE)
     assert done.returncode == -signal.SIGABRT and "file bytes" in done.stdout + done.stderr
     assert "| ZeRO-3 with files on a device with 4 KiB sectors | works | ends the process |" in FAILURES.read_text()
 

@@ -2,14 +2,15 @@
 the part to DeepSpeed and report it. A block that requests a part that Spillway does not replace raises an error. A
 method with other parameters is detected."""
 
+import functools
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 
+from forked import Starter
 from spillway.deepspeed import _versions
 
 SCRIPT = pathlib.Path(__file__).parent / "feature.py"
@@ -19,13 +20,21 @@ SERVED = {"0.14.0": (), "0.16.9": ("ops", "states"), "0.18.9": ("ops", "states")
           "0.19.8": ("ops", "states", "parameters", "interleave", "superoffload")}
 
 
-def start(version, part, folder, older_deepspeed):
-    folder.mkdir(exist_ok=True)
-    package = [] if version == _versions.TRIED[-1] else [str(older_deepspeed(version))]
-    root = SCRIPT.parents[2]
-    path = [*package, str(root / "packaging" / "python"), str(SCRIPT.parent)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, SCRIPT, part, folder], env=environment, capture_output=True, text=True, cwd=folder)
+@pytest.fixture(scope="module")
+def start(older_deepspeed):
+    """Trains with a part in a process of its own. A process for each version has imported it before."""
+    starters = []
+
+    @functools.cache
+    def starter(version):
+        package = [] if version == _versions.TRIED[-1] else [str(older_deepspeed(version))]
+        path = [*package, str(SCRIPT.parents[2] / "packaging" / "python")]
+        starters.append(Starter(sys.executable, "feature", PYTHONPATH=os.pathsep.join(path)))
+        return starters[-1]
+
+    yield lambda version, part, folder: starter(version).run([SCRIPT, part, folder], dict(os.environ), 300)
+    for one in starters:
+        one.close()
 
 
 def test_the_table_and_the_tests_name_the_same_versions():
@@ -35,8 +44,8 @@ def test_the_table_and_the_tests_name_the_same_versions():
 
 
 @pytest.mark.parametrize("version, part", [(version, part) for version, parts in SERVED.items() for part in parts])
-def test_a_part_trains_in_the_versions_that_have_it(version, part, tmp_path, older_deepspeed):
-    done = start(version, part, tmp_path, older_deepspeed)
+def test_a_part_trains_in_the_versions_that_have_it(start, version, part, tmp_path):
+    done = start(version, part, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["version"] == version and part in found["served"], found
@@ -54,13 +63,13 @@ _BITS = {}
     ("0.14.0", "states", "optimizer states on a tier are tested with DeepSpeed 0.16.0 to 0.19.x, and this is 0.14.0"),
     ("0.18.9", "interleave", "interleaved updates are tested with DeepSpeed 0.19.5 to 0.19.x, and this is 0.18.9"),
     ("0.18.9", "parameters", "16-bit parameters on a tier are tested with DeepSpeed 0.19.0 to 0.19.x")])
-def test_a_block_that_asks_for_what_a_version_lacks_is_an_error(version, part, words, tmp_path, older_deepspeed):
-    done = start(version, part, tmp_path, older_deepspeed)
+def test_a_block_that_asks_for_what_a_version_lacks_is_an_error(start, version, part, words, tmp_path):
+    done = start(version, part, tmp_path)
     assert done.returncode != 0 and words in done.stderr, done.stderr[-3000:]
 
 
-def test_what_is_left_to_deepspeed_is_in_the_report(tmp_path, older_deepspeed):
-    done = start("0.18.9", "ops", tmp_path, older_deepspeed)
+def test_what_is_left_to_deepspeed_is_in_the_report(start, tmp_path):
+    done = start("0.18.9", "ops", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "tested with DeepSpeed 0.19.5" in json.loads(done.stdout.splitlines()[-1])["left"]["interleave"]
 

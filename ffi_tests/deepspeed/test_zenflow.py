@@ -7,7 +7,6 @@ import math
 import os
 import pathlib
 import signal
-import subprocess
 import threading
 
 import pytest
@@ -121,17 +120,16 @@ def test_the_worker_has_the_bits_of_deepspeeds_worker(served, compiled):
 
 
 @pytest.mark.parametrize("stage, overlap, offload", [(1, 1, 0), (2, 0, 1), (3, 0, 0), (3, 1, 1)])
-def test_training_has_the_bits_of_deepspeeds_op(compiled, overlay, tmp_path, stage, overlap, offload):
+def test_training_has_the_bits_of_deepspeeds_op(compiled, starter, native_starter, tmp_path, stage, overlap, offload):
     compiled("cpu_adam")
 
-    def train(**extra):
+    def train(starter, **extra):
         environment = {name: value for name, value in os.environ.items() if name not in ("SPILLWAY_LIBRARY", "PYTHONPATH")}
-        done = subprocess.run([overlay, HERE / "zenflow.py", str(stage), str(overlap), str(offload)], capture_output=True,
-                              text=True, env={**environment, "OMP_NUM_THREADS": "1", **extra}, timeout=300)
+        done = starter.run([HERE / "zenflow.py", stage, overlap, offload], {**environment, "OMP_NUM_THREADS": "1", **extra}, 300)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 
-    ours, theirs = train(SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(tmp_path)), train()
+    ours, theirs = train(starter, SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(tmp_path)), train(native_starter)
     assert "cpu_adam.so" in theirs["compiled_ops"] and not theirs["active"]
     assert not ours["compiled_ops"] and not list(tmp_path.iterdir())
     if overlap:

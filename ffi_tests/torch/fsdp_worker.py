@@ -1,4 +1,6 @@
-"""One process of test_distributed.py: trains a model that FSDP2 shards over two processes, on the CPU with gloo."""
+"""One process of test_distributed.py: trains a model that FSDP2 shards over two processes, on the CPU with gloo.
+
+    fsdp_worker.py FOLDER CASE...     prints a line for each case that holds"""
 
 import os
 import pathlib
@@ -19,12 +21,23 @@ from spillway import torch as own
 STEPS = 6
 
 
-def main(case, folder):
+def main(folder, *cases):
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    if case == "one rank":
-        one_rank(mesh)
-        finish("skipped together")
+    for case in cases:
+        if case == "one rank":
+            one_rank(mesh)
+        else:
+            alike(case, f"{folder}/{case}", mesh)
+        print(f"{case} holds\n", end="", flush=True)
+    dist.barrier()
+    # The interpreter's exit aborts now and then after FSDP2 on the CPU, also with torch alone ("terminate called without an active
+    # exception").
+    os._exit(0)
+
+
+def alike(case, folder, mesh):
+    """Trains with both classes, and compares the weights."""
     before = spillway.stats().adam_elements
     models = [sharded_model(mesh), sharded_model(mesh)]
     options = {"max_norm": 0.5, "process_group": mesh.get_group()} if case == "clip" else {}
@@ -41,16 +54,6 @@ def main(case, folder):
     assert spillway.stats().adam_elements > before
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(one.to_local(), other.to_local(), rtol=1e-5, atol=1e-6)
-    finish("same weights")
-
-
-def finish(line):
-    """Prints a line, and ends the process."""
-    dist.barrier()
-    print(f"{line}\n", end="", flush=True)
-    # The interpreter's exit aborts now and then after FSDP2 on the CPU, also with torch alone ("terminate called without an active
-    # exception").
-    os._exit(0)
 
 
 def one_rank(mesh):

@@ -124,17 +124,16 @@ fn layout_of_c(compiler: &[&str]) -> String {
 
 fn layout_of_ctypes() -> String {
     const SCRIPT: &str = "
-import ctypes, importlib.util, sys
-spec = importlib.util.spec_from_file_location('_structures', sys.argv[1])
-structures = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(structures)
+import ctypes, sys
+sys.path.append(sys.argv[1])
+import _structures as structures
 for structure in structures.STRUCTURES:
     print(structure.c_name, ctypes.sizeof(structure))
     for name, *_ in structure._fields_:
         field = getattr(structure, name)
         print(f'{structure.c_name}.{name}', field.offset, field.size)
 ";
-    let module = root().join("packaging/python/spillway/_structures.py");
+    let module = root().join("packaging/python/spillway");
     succeed(Command::new("python3").args(["-B", "-c", SCRIPT]).arg(module), TIMEOUT)
 }
 

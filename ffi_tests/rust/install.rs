@@ -165,6 +165,7 @@ fn metadata_of_cargo_c_gives_the_same_headers_and_the_same_soname() {
         serde_json::from_str(&succeed(&mut cargo, TIMEOUT)).expect("it is JSON");
     let packages = packages["packages"].as_array().expect("a list");
     let package = packages.iter().find(|package| package["name"] == "spillway").expect("it is listed");
+    assert!(package["features"]["capi"].is_array(), "cargo-c asks for this feature");
     let capi = &package["metadata"]["capi"];
     assert_eq!(capi["library"]["version"], "2.0.0", "libspillway.so.2");
     assert_eq!(

@@ -145,7 +145,8 @@ enum spw_status spw_stage_redo(const struct spw_stage *stage,
 enum spw_status spw_stage_rollback(const struct spw_stage *stage);
 
 // Waits until the job is over, for up to `timeout_ms` milliseconds (negative: without limit). After it all spans, and
-// the word of the event, belong to the caller again. If the job failed, the call needs no verdict, and returns its error.
+// the word of the event, belong to the caller again. If the job fails, also during the wait, the call needs no verdict, and
+// returns the error of the job.
 enum spw_status spw_stage_finish(const struct spw_stage *stage,
                                  int64_t timeout_ms);
 

@@ -5,7 +5,7 @@
 //! | `mod.rs` | [`Error`], which every function of the crate returns |
 //! | `io.rs` | operations on files |
 //! | `tier.rs` | stored state |
-//! | `round.rs` | speculation rounds |
+//! | `round.rs` | speculation rounds, and jobs of stages |
 //! | `gpu.rs` | the GPU and its driver |
 //! | `arena.rs` | arenas of shared memory |
 //! | `convert.rs` | constructors and conversions to [`Error`] |
@@ -72,6 +72,9 @@ pub enum Error {
     /// A call that the present state of its speculation round does not allow; nothing changed.
     #[error("{0}")]
     Round(#[from] RoundError),
+    /// A call that the present state of a stage's job does not allow; nothing changed.
+    #[error("{}", .0.of_job())]
+    Job(RoundError),
     /// A wait timed out; the operation is still in flight.
     #[error("{0}")]
     Timeout(String),

@@ -1,11 +1,13 @@
-//! Calls that the state of a speculation round does not allow.
+//! Calls that the state of a speculation round, or of the job of a stage, does not allow.
 #![forbid(unsafe_code)]
+
+use std::borrow::Cow;
 
 /// Why a call does not fit the state of a speculation round.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RoundError {
     /// No round was begun, or the last one ended without a bucket.
-    #[error("no round or job is open; begin or submit one first")]
+    #[error("no round is open; begin one first")]
     NotBegun,
     /// A round is open already.
     #[error("a round is open already; resolve or abort it first")]
@@ -13,6 +15,12 @@ pub enum RoundError {
     /// The last round already has its verdict, and no new round is open.
     #[error("the round is resolved already; begin the next one")]
     Resolved,
+    /// The last round has its verdict, and buckets of it are not final.
+    #[error("buckets of the previous round are not final yet; wait for them first")]
+    Unfinished,
+    /// The round cannot have its verdict yet.
+    #[error("the gradients of this round are still being measured; wait for the local result first")]
+    Unmeasured,
     /// A bucket was not submitted.
     #[error("bucket {0} was not submitted in this round")]
     Missing(u32),
@@ -27,4 +35,28 @@ pub enum RoundError {
         /// The reason.
         reason: &'static str,
     },
+}
+
+impl RoundError {
+    /// The text for the job of a stage, whose round has one bucket.
+    pub(super) fn of_job(&self) -> Cow<'static, str> {
+        match self {
+            RoundError::NotBegun => "the stage has no open job; submit one first".into(),
+            RoundError::Open => "the stage has an open job; commit it or roll it back first".into(),
+            RoundError::Resolved => {
+                "the job of the stage has its verdict already; submit the next one".into()
+            }
+            RoundError::Unfinished => "the previous job of the stage is not over; finish it first".into(),
+            RoundError::Unmeasured => {
+                "the job of the stage has not stepped its tensors; wait for it first".into()
+            }
+            RoundError::Missing(_) => "the job of the stage is not submitted yet; submit it first".into(),
+            RoundError::Submitted(_) => {
+                "the job of the stage is submitted already; commit it or roll it back first".into()
+            }
+            RoundError::Event { reason, .. } => {
+                format!("the job of the stage will never be ready: {reason}; roll it back").into()
+            }
+        }
+    }
 }

@@ -1,4 +1,4 @@
-"""The C ABI for ctypes: constants and the prototype of every function of the headers; _structures.py has the structs.
+"""The C ABI for ctypes: constants and the prototype of every function of the headers; _structures has the structs.
 
 tests/test_abi.py compares both modules with the header, using a C compiler."""
 

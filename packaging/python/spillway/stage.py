@@ -206,7 +206,8 @@ class Stage(_NativeHandle):
             timeout: Longest wait in seconds; None: no limit.
 
         Raises:
-            TimedOutError: The job is not over."""
+            TimedOutError: The job is not over.
+            SpillwayError: The job failed, before or during the wait. It is rolled back, and needs no verdict."""
         try:
             self._call("spw_stage_finish", _arguments.milliseconds(timeout))
         except SpillwayError as error:
@@ -347,11 +348,12 @@ class _Settlement:
 
     def _agree(self) -> None:
         total, nonfinite = 0.0, False
-        for stage in self.stages:
+        for number, stage in enumerate(self.stages):
             try:
                 stats = stage.wait(self.timeout)
                 total, nonfinite = total + stats.sum_squares, nonfinite or stats.nonfinite
             except SpillwayError as error:
+                error.args = (f"settle: stages[{number}]: {error}",)
                 self.failures.append(error)
         failed = bool(self.failures)
         if self.arena is None:

@@ -149,7 +149,7 @@ def test_a_stage_that_fails_rolls_back_the_others():
     for n, stage in enumerate(stages):
         stage.submit(1, event_fd=reader if n == 1 else None)
     os.close(writer)
-    with pytest.raises(errors.OutOfOrderError, match="will never be ready"):
+    with pytest.raises(errors.OutOfOrderError, match=r"settle: stages\[1\]: the job of the stage will never be ready"):
         settle(stages, timeout=60)
     assert bits(layers) == bits(before)
     os.close(reader)

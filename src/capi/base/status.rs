@@ -127,10 +127,11 @@ pub(in crate::capi) fn of(error: &Error) -> spw_status {
         Error::Busy(_) => spw_status::SPW_ERR_BUSY,
         Error::Timeout(_) => spw_status::SPW_ERR_TIMEOUT,
         Error::Internal(_) => spw_status::SPW_ERR_INTERNAL,
-        Error::Round(error) => match error {
+        Error::Round(error) | Error::Job(error) => match error {
             RoundError::NotBegun => spw_status::SPW_ERR_NO_ROUND,
             RoundError::Open => spw_status::SPW_ERR_ROUND_OPEN,
             RoundError::Resolved => spw_status::SPW_ERR_ROUND_RESOLVED,
+            RoundError::Unfinished | RoundError::Unmeasured => spw_status::SPW_ERR_BUSY,
             RoundError::Missing(_) => spw_status::SPW_ERR_BUCKET_MISSING,
             RoundError::Submitted(_) => spw_status::SPW_ERR_BUCKET_SUBMITTED,
             RoundError::Event { .. } => spw_status::SPW_ERR_EVENT_BROKEN,

@@ -211,7 +211,8 @@ pub extern "C" fn spw_stage_rollback(stage: Option<&spw_stage>) -> spw_status {
 }
 
 /// Waits until the job is over, for up to `timeout_ms` milliseconds (negative: without limit). After it all spans, and
-/// the word of the event, belong to the caller again. If the job failed, the call needs no verdict, and returns its error.
+/// the word of the event, belong to the caller again. If the job fails, also during the wait, the call needs no verdict, and
+/// returns the error of the job.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_stage_finish(stage: Option<&spw_stage>, timeout_ms: i64) -> spw_status {
     guard(|| handle::get(stage)?.stage.finish(timeout(timeout_ms)))

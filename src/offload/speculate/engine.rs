@@ -65,7 +65,7 @@ impl Engine {
         Ok(Engine { opener: OpeningProcess::current(), publish, shared })
     }
 
-    /// Opens a round. Errors: a round is open, or buckets of the previous round are not final yet (`Busy`).
+    /// Opens a round. Errors: a round is open, or buckets of the previous round are not final yet.
     pub fn begin(&self, clip: Clip) -> Result<()> {
         self.lock()?.round.begin(clip)
     }
@@ -108,11 +108,7 @@ impl Engine {
 
     /// Rolls an open round back, whichever buckets were submitted; a no-op without an open round.
     pub fn abort(&self) -> Result<()> {
-        let mut inner = self.lock()?;
-        inner.round.abort();
-        inner.sweep();
-        self.shared.waker.set();
-        self.shared.changed.notify_all();
+        self.abort_locked(&mut *self.lock()?);
         Ok(())
     }
 
@@ -140,12 +136,17 @@ impl Engine {
 
     /// Waits until every bucket of the resolved round is final and the executor polls none of its events any more.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<()> {
+        self.until(timeout, |inner| over(inner))
+    }
+
+    /// As [`Engine::finish`], for a round that needs no verdict once a bucket has failed: it is aborted then, also if the
+    /// bucket fails during the wait.
+    pub fn finish_or_abort(&self, timeout: Option<Duration>) -> Result<()> {
         self.until(timeout, |inner| {
-            let over = inner.round.is_idle() && !inner.watching;
-            match inner.round.failure().filter(|_| over) {
-                Some(error) => Err(error.clone()),
-                None => Ok(over.then_some(())),
+            if inner.round.failure().is_some() {
+                self.abort_locked(inner);
             }
+            over(inner)
         })
     }
 
@@ -173,6 +174,14 @@ impl Engine {
     fn lock(&self) -> Result<MutexGuard<'_, Inner>> {
         self.check_process()?;
         Ok(self.shared.lock())
+    }
+
+    fn abort_locked(&self, inner: &mut Inner) {
+        if inner.round.abort() {
+            inner.sweep();
+            self.shared.waker.set();
+            self.shared.changed.notify_all();
+        }
     }
 
     fn close_round(&self, inner: &mut MutexGuard<'_, Inner>, verdict: Verdict) -> Result<Outcome> {
@@ -203,13 +212,13 @@ impl Engine {
     fn until<T>(
         &self,
         timeout: Option<Duration>,
-        mut check: impl FnMut(&Inner) -> Result<Option<T>>,
+        mut check: impl FnMut(&mut Inner) -> Result<Option<T>>,
     ) -> Result<T> {
         let start = Instant::now();
         let end = timeout.and_then(|timeout| start.checked_add(timeout));
         let mut inner = self.lock()?;
         let outcome = loop {
-            if let Some(outcome) = check(&inner).transpose() {
+            if let Some(outcome) = check(&mut inner).transpose() {
                 break outcome;
             }
             if inner.executor_gone {
@@ -244,11 +253,21 @@ impl Drop for Engine {
     }
 }
 
+/// Whether every bucket of the round is final and no event is polled; the error of a failed bucket then.
+fn over(inner: &mut Inner) -> Result<Option<()>> {
+    let over = inner.round.is_idle() && !inner.watching;
+    match inner.round.failure().filter(|_| over) {
+        Some(error) => Err(error.clone()),
+        None => Ok(over.then_some(())),
+    }
+}
+
 fn timed_out(inner: &Inner, waited: Duration) -> Error {
     let waiting: Vec<String> = inner.round.waiting().map(|index| index.to_string()).take(8).collect();
-    let detail = match waiting.is_empty() {
-        true => String::new(),
-        false => format!("; buckets whose event is still pending: {}", waiting.join(", ")),
+    let detail = match (waiting.is_empty(), inner.slots.len()) {
+        (true, _) => String::new(),
+        (false, 1) => "; its event is still pending".to_string(),
+        (false, _) => format!("; buckets whose event is still pending: {}", waiting.join(", ")),
     };
     Error::Timeout(format!("timed out after {:.3} s{detail}", waited.as_secs_f64()))
 }

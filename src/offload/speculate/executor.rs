@@ -145,7 +145,7 @@ impl Inner {
                     }
                     Status::Broken(reason) => RoundError::Event { bucket: *index as u32, reason }.into(),
                 },
-                Err(error) => Error::system("waiting for the events of buckets", error),
+                Err(error) => Error::system("polling events", error),
             };
             self.round.fail(*index, error);
             self.release(*index);

@@ -137,16 +137,12 @@ impl Round {
         })
     }
 
-    /// Opens a round. Errors: a round is open, or buckets of the previous round are not final (`Busy`).
+    /// Opens a round. Errors: a round is open, or buckets of the previous round are not final.
     pub fn begin(&mut self, clip: Clip) -> Result<()> {
         match self.phase {
             Phase::Idle => {}
             Phase::Open => return Err(RoundError::Open.into()),
-            Phase::Resolved => {
-                return Err(Error::Busy(
-                    "buckets of the previous round are not final yet; wait for them first".to_string(),
-                ));
-            }
+            Phase::Resolved => return Err(RoundError::Unfinished.into()),
         }
         self.phase = Phase::Open;
         self.clip = clip;
@@ -263,13 +259,10 @@ impl Round {
         }))
     }
 
-    /// Resolves the round. Errors: no open round; a bucket failed or is missing; a bucket is not measured (`Busy`).
+    /// Resolves the round. Errors: no open round; a bucket failed or is missing; a bucket is not measured.
     pub fn resolve(&mut self, verdict: Verdict) -> Result<()> {
         if self.local()?.is_none() {
-            return Err(Error::Busy(
-                "the gradients of this round are still being measured; wait for the local result first"
-                    .to_string(),
-            ));
+            return Err(RoundError::Unmeasured.into());
         }
         match verdict {
             Verdict::Commit => self.counts.commits += 1,
@@ -280,12 +273,15 @@ impl Round {
         Ok(())
     }
 
-    /// Aborts an open round, whichever buckets were submitted: all steps are rolled back. A no-op otherwise.
-    pub fn abort(&mut self) {
-        if self.phase == Phase::Open {
+    /// Aborts an open round, whichever buckets were submitted: all steps are rolled back. Returns false, and changes
+    /// nothing, if no round is open.
+    pub fn abort(&mut self) -> bool {
+        let open = self.phase == Phase::Open;
+        if open {
             self.counts.aborts += 1;
             self.close(Verdict::Skip);
         }
+        open
     }
 
     /// True if no round is open and every bucket is final.

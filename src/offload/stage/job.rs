@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::cores::with_cores;
 use super::target::{Published, Target};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::offload::speculate::{Bucket, Clip, Engine, Progress, Publish, Recording, Task, Verdict};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
@@ -45,7 +45,7 @@ impl Stage {
 
     /// Returns Ok if `submit` would accept a job now.
     pub fn begin(&self, grad_scale: f64) -> Result<()> {
-        self.engine.begin(Clip::new(0.0, grad_scale)?)
+        self.engine.begin(Clip::new(0.0, grad_scale)?).map_err(of_job)
     }
 
     /// Gives the job that [`Stage::begin`] opened its work, which starts once `event` has happened, or at once. Errors:
@@ -56,17 +56,17 @@ impl Stage {
             Some(target) => Box::new(Published::new(work, publish, target.claim()?)),
             None => work,
         };
-        self.engine.submit(ONLY, Box::new(Scheduled { work, options: self.options }), event)
+        self.engine.submit(ONLY, Box::new(Scheduled { work, options: self.options }), event).map_err(of_job)
     }
 
     /// Waits until the tensors are stepped, and returns the statistics of their gradients: the local verdict.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<StepStats> {
-        self.engine.local_result(timeout)
+        self.engine.local_result(timeout).map_err(of_job)
     }
 
     /// Gives the verdict of all stages and processes.
     pub fn resolve(&self, verdict: Verdict) -> Result<()> {
-        self.engine.resolve_as(verdict).map(drop)
+        self.engine.resolve_as(verdict).map(drop).map_err(of_job)
     }
 
     /// Rolls an open job back, whatever its state; a no-op without an open job.
@@ -74,18 +74,15 @@ impl Stage {
         self.engine.abort()
     }
 
-    /// Waits until the job is over, and returns its error if it failed. A job that failed needs no verdict: it is rolled
-    /// back.
+    /// Waits until the job is over, and returns its error if it failed. A job that failed before or during the wait needs
+    /// no verdict: it is rolled back.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<()> {
-        if self.progress().is_err() {
-            self.engine.abort()?;
-        }
-        self.engine.finish(timeout)
+        self.engine.finish_or_abort(timeout).map_err(of_job)
     }
 
     /// State of the job.
     pub fn progress(&self) -> Result<Progress> {
-        self.engine.progress(ONLY)
+        self.engine.progress(ONLY).map_err(of_job)
     }
 
     /// When the 16-bit copies are written.
@@ -96,6 +93,14 @@ impl Stage {
     /// Returns an error in a process that did not open the stage.
     pub fn check_process(&self) -> Result<()> {
         self.opener.check("the stage")
+    }
+}
+
+/// The error of the engine's only bucket as that of the stage's job.
+fn of_job(error: Error) -> Error {
+    match error {
+        Error::Round(error) => Error::Job(error),
+        other => other,
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::target::Published;
 use super::{Options, Stage, Target};
 use crate::arena::{Arena, Create, Open, RegionSpec};
-use crate::error::{ArenaKind, Error, Result};
+use crate::error::{ArenaKind, Error, Result, RoundError};
 use crate::offload::speculate::{Bucket, Progress, Publish, Recording, Task, Verdict};
 use crate::optim::StepStats;
 use crate::sys::event::{Event, EventFd};
@@ -197,4 +197,61 @@ fn a_job_is_rolled_back_in_any_state() {
     stage.wait(SOON).unwrap();
     drop(stage);
     assert_eq!(*told.lock().unwrap(), [(Task::Speculate, false), (Task::Rollback, false)]);
+}
+
+/// Waits until the thread, named by its folder below /proc, sleeps.
+fn until_asleep(thread: &std::path::Path) {
+    let state = || std::fs::read_to_string(thread.join("stat")).unwrap();
+    while !state().rsplit(") ").next().unwrap().starts_with('S') {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_job_that_fails_while_finish_waits_ends_the_wait_with_its_error() {
+    let stage = stage();
+    let (reader, writer) = std::io::pipe().unwrap();
+    let (work, told) = fake(None);
+    stage.begin(1.0).unwrap();
+    let never = Event::readable(std::os::fd::AsRawFd::as_raw_fd(&reader)).unwrap();
+    stage.submit(work, Some(never), None).unwrap();
+    let (tell, thread) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let finished = scope.spawn(|| {
+            let thread = std::fs::read_link("/proc/thread-self").unwrap();
+            tell.send(std::path::Path::new("/proc").join(thread)).unwrap();
+            stage.finish(SOON)
+        });
+        until_asleep(&thread.recv().unwrap());
+        drop(writer);
+        let failed = finished.join().unwrap();
+        assert!(matches!(failed, Err(Error::Job(RoundError::Event { .. }))), "{failed:?}");
+    });
+    assert!(told.lock().unwrap().is_empty());
+    stage.begin(1.0).unwrap();
+}
+
+#[test]
+fn errors_speak_of_the_stage_and_not_of_buckets_and_rounds() {
+    let (stage, flag) = (stage(), EventFd::new().unwrap());
+    let never_begun = [stage.wait(AT_ONCE).map(drop), stage.resolve(Verdict::Commit)];
+    stage.begin(1.0).unwrap();
+    let not_submitted = stage.wait(AT_ONCE).map(drop);
+    stage.submit(fake(None).0, Some(Event::readable(flag.fd()).unwrap()), None).unwrap();
+    let pending = [
+        stage.wait(AT_ONCE).map(drop),
+        stage.finish(AT_ONCE),
+        stage.resolve(Verdict::Skip),
+        stage.begin(1.0),
+        stage.submit(fake(None).0, None, None),
+    ];
+    flag.set();
+    stage.wait(SOON).unwrap();
+    stage.resolve(Verdict::Commit).unwrap();
+    let resolved = [stage.resolve(Verdict::Commit), stage.wait(AT_ONCE).map(drop)];
+    for refused in never_begun.into_iter().chain([not_submitted]).chain(pending).chain(resolved) {
+        let text = refused.unwrap_err().to_string();
+        assert!(!text.contains("bucket") && !text.contains("round"), "{text}");
+        assert!(text.contains("stage") || text.contains("its event is still pending"), "{text}");
+    }
 }

@@ -1,4 +1,5 @@
-"""The step that all classes share: which parameters Spillway steps, in which order, and what a refused step leaves.
+"""The step that all classes share: its order, what a refused step leaves, and what is saved of an optimizer. _building.py has the table of the
+parameters, _clipping.py the norm of the gradients, _torch_step.py the parameters that torch steps.
 
 Order of a step: the closure, then everything that can be refused (other shapes, shared memory, gradients with Inf or NaN), then torch's
 step of the parameters that Spillway does not serve, then one call of the library. A refused step changes no parameter."""
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 
-from .. import _abi, _native
+from .. import _native
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _split
 from ._arguments import check_keywords, check_steps
+from ._building import Building
+from ._clipping import Clipping
 from ._on_tier import OnTier
 from ._pending import Pending
-from ._precision import LOW, Precision, master_of
-from ._rows import CODES, DTensor, Row, check_memory, check_state, is_served, lay_out, local, name_of
+from ._precision import Precision, master_of
+from ._rows import local
 from ._table import Table
 from ._tier_table import TierTable
 from ._undo import LastStep
@@ -35,35 +38,18 @@ def take_beyond(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name, default) for name, default in _BEYOND.items()}
 
 
-class SpillwayOptimizer(OnTier):
+class SpillwayOptimizer(Building, Clipping, OnTier):
     """Base of the optimizers of this package; not for direct use.
 
     Attributes:
         grad_norm: Global norm of the gradients at the last step, before clipping; None without `max_norm`.
         skipped: True if the last step changed nothing because a gradient had Inf or NaN."""
 
-    # Set by each class: the name in the C ABI, its options struct, and the states with their fields in the C struct.
-    c_name: str
-    _options_type: Any
-    _keys: dict[str, str]
     #: States have a step count.
     _counted = True
-    #: Sparse gradients are left to torch's step.
-    _sparse = False
-    #: torch's class, whose step serves the other parameters.
-    _torch_class: type[torch.optim.Optimizer]
-    #: Attribute of a parameter that holds its gradient.
-    _grad_name = "grad"
 
-    max_norm: float | None = None
-    process_group: Any = None
-    skip_nonfinite = False
-    grad_norm: float | None = None
     skipped = False
     _step_supports_amp_scaling = True
-    _rest: list[tuple[int, int]] = []
-    _flags: list[bool] = []
-    param_groups: list[dict[str, Any]]
 
     def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool, tier: Any, memory_budget: int | None,
               **precision: Any) -> None:
@@ -197,11 +183,6 @@ class SpillwayOptimizer(OnTier):
         finally:
             table.release_grads()
 
-    @property
-    def _measures(self) -> bool:
-        """True if a step measures the gradients."""
-        return self.max_norm is not None or self.skip_nonfinite
-
     def _step_table(self, table: Table, factor: float) -> None:
         if self._measures:
             clip = self._clip(table, factor)
@@ -213,116 +194,6 @@ class SpillwayOptimizer(OnTier):
             self._step_rest(factor)
         if table.places:
             self._run(table, factor)
-
-    def _current(self) -> Table:
-        """The table of the present tensors."""
-        table = self._table
-        flags = [_is_torchs(group) for group in self.param_groups]
-        # Another default device must not apply to the table.
-        with torch._C.DisableTorchFunction():
-            if table is None or flags != self._flags or not table.refresh() or self._rest_changed():
-                self._forget_low_bits()
-                table = self._table = None
-                table = self._build()
-                if not table.refresh():
-                    raise SpillwayError(f"{type(self).__name__}: parameters, gradients or states change while a step reads them")
-                # In this order: a signal handler may raise in between.
-                self._flags = flags
-                self._table = table
-        return table
-
-    def _build(self) -> Table:
-        rows, rest = [], []
-        for number, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                grad = getattr(param, self._grad_name, None)
-                if grad is None:
-                    continue
-                name = name_of(group, number, index)
-                self._check_layout(grad, name)
-                if _is_torchs(group) or not is_served(param, grad, name):
-                    # States lie in the order of the parameters, as torch creates them.
-                    self.state[param]
-                    rest.append((number, index))
-                else:
-                    rows.append(self._row(number, index, name))
-        if rest and (self.undo or self._precision.beyond_torch):
-            number, index = rest[0]
-            raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} is stepped by torch, which cannot roll a step "
-                                   "back and keeps no moments or masters of other dtypes; leave out undo, moment_dtype and master, or "
-                                   "pass contiguous CPU parameters and gradients of 16 or 32 bits")
-        check_memory(rows, self.param_groups)
-        self._rest = rest
-        return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic,
-                     master=self._precision.master_state[0], grad_name=self._grad_name)
-
-    def _check_layout(self, grad: torch.Tensor, name: str) -> None:
-        """Raises an error for gradients that torch's class refuses too, so that it names the parameter."""
-        if not self._sparse and local(grad).layout is not torch.strided:
-            raise UnsupportedError(f"{name}: {type(self).__name__} does not support sparse gradients, and this one is {local(grad).layout}; pass "
-                                   "dense gradients, or leave the parameter to torch.optim.SparseAdam")
-
-    def _row(self, number: int, index: int, name: str) -> Row:
-        group = self.param_groups[number]
-        param = group["params"][index]
-        states, master = self._states_of(group, param, name), None
-        if self._precision.has_master(param):
-            key, dtype = self._precision.master_state
-            if key == LOW and param.dtype is not torch.bfloat16:
-                raise UnsupportedError(f"{name} is {param.dtype}, and master=\"split\" is for torch.bfloat16; pass master=\"f32\", or cast the "
-                                       "parameter")
-            lay_out(param, self.state[param], [key])
-            master = master_of(self._precision, param, self.state[param])
-            check_state(local(param), master, key, name, (dtype,))
-        return Row(number, index, local(param), local(getattr(param, self._grad_name)), states, master, self._copy_of(param))
-
-    def _copy_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The 16-bit tensor to which a step of a float32 parameter also writes."""
-        return None
-
-    def _new_options(self, place: tuple[int, int]) -> Any:
-        options = _abi.sized(self._options_type)
-        if self._precision.stochastic:
-            number, index = place
-            before = sum(len(group["params"]) for group in self.param_groups[:number])
-            param = self.param_groups[number]["params"][index]
-            # Parts of one parameter in several processes must not get the same random bits.
-            rank = torch.distributed.get_rank() if isinstance(param, DTensor) else 0
-            options.rounding = _abi.ROUNDINGS["stochastic"]
-            options.rounding_seed = (self._precision.seed + (rank << 32) + before + index) % 2**64
-        return options
-
-    def _states_of(self, group: dict[str, Any], param: torch.Tensor, name: str) -> tuple[torch.Tensor, ...]:
-        state = self.state[param]
-        if not state:
-            # Made apart: a signal handler that raises leaves all states or none.
-            new: dict[str, Any] = {}
-            self._new_state(group, param, new)
-            state.update(new)
-        lay_out(param, state, list(self._keys))
-        try:
-            states = tuple(local(state[key]) for key in self._keys)
-        except KeyError as error:
-            raise InvalidArgumentError(f"{name}: its state lacks {error}; load the state of this optimizer, or delete "
-                                       "optimizer.state[parameter]") from None
-        precision = self._precision
-        dtypes = (precision.of_moments(param),) if precision.beyond_torch else (torch.float32, param.dtype)
-        for key, tensor in zip(self._keys, states):
-            check_state(local(param), tensor, key, name, dtypes)
-        return states
-
-    def _zeros(self, param: torch.Tensor) -> torch.Tensor:
-        """A moment at the start."""
-        return torch.zeros_like(param, dtype=self._precision.of_moments(param), memory_format=torch.preserve_format)
-
-    def _rest_changed(self) -> bool:
-        """True if a parameter that torch stepped can be stepped by Spillway now."""
-        for number, index in self._rest:
-            group = self.param_groups[number]
-            param = group["params"][index]
-            if not _is_torchs(group) and is_served(param, param.grad, name_of(group, number, index)):
-                return True
-        return False
 
     def _run(self, table: Table, factor: float) -> None:
         written: dict[tuple[int, int], Any] = {}
@@ -348,94 +219,9 @@ class SpillwayOptimizer(OnTier):
         finally:
             self._settle()
 
-    def _clip(self, table: Table, factor: float) -> float | None:
-        """The factor that clips the gradients to `max_norm`; None to skip the step."""
-        total, nonfinite, culprit = 0.0, False, ""
-        out, function = _abi.sized(_abi.StepStats), _native.library().spw_grad_stats
-        for at, (grad, entry) in enumerate(zip(table.grads, table.entries)):
-            _native.check(function(entry.grad, CODES[grad.dtype], entry.n, factor, ctypes.byref(out)))
-            total += out.sum_squares
-            if out.nonfinite and not nonfinite:
-                nonfinite, culprit = True, table.name(at)
-        for number, index in self._rest:
-            group = self.param_groups[number]
-            grad = local(group["params"][index].grad)
-            square = float(torch.linalg.vector_norm(grad.to_dense() if grad.is_sparse else grad, dtype=torch.float64)) ** 2 * factor ** 2
-            total += square
-            if square - square != 0 and not nonfinite:
-                nonfinite, culprit = True, name_of(group, number, index)
-        total, nonfinite, found_inf = self._reduced(total, nonfinite)
-        self.grad_norm = total ** 0.5
-        if found_inf:
-            self.grad_norm = float("inf")
-            return None
-        if nonfinite and self.skip_nonfinite:
-            return None
-        if nonfinite:
-            raise InvalidArgumentError(f"the gradient of {culprit or 'a parameter of another process'} has Inf or NaN; nothing was stepped. "
-                                       "Pass skip_nonfinite=True to skip such steps")
-        return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) if self.max_norm is not None else 1.0
-
-    def _tell(self, found_inf: bool = False, refused: bool = False) -> None:
-        """Tells the other processes, which wait in the reduction of their gradients, that this one does not step."""
-        if self.process_group is not None and self._measures:
-            self._summed([0.0, 0.0, float(found_inf), float(refused)])
-
-    def _summed(self, values: list[float]) -> list[float]:
-        sums = torch.tensor(values, dtype=torch.float64)
-        torch.distributed.all_reduce(sums, group=self.process_group)
-        return sums.tolist()
-
-    def _reduced(self, total: float, nonfinite: bool) -> tuple[float, bool, bool]:
-        """Square of the norm, whether a gradient has Inf or NaN, and whether a GradScaler has found one: in any process of the group."""
-        if self.process_group is None:
-            if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
-                raise InvalidArgumentError(f"{type(self).__name__}: parameters are DTensors, so max_norm and skip_nonfinite need "
-                                           "process_group, the group over which the parts are summed")
-            return total, nonfinite, False
-        total, bad, found, refused = self._summed([total, float(nonfinite), 0.0, 0.0])
-        if refused:
-            raise SpillwayError(f"{type(self).__name__}: another process of process_group refused this step, and its error says why; nothing was "
-                                "stepped here")
-        return total, bool(bad), bool(found)
-
-    def _step_rest(self, factor: float) -> None:
-        """torch's step of the parameters that Spillway does not serve."""
-        groups = [{**group, "params": [group["params"][index] for at, index in self._rest if at == number]}
-                  for number, group in enumerate(self.param_groups)]
-        groups = [group for group in groups if group["params"]]
-        if factor != 1.0:
-            for group in groups:
-                for param in group["params"]:
-                    # A zero tensor has no memory to write to, and stays zero.
-                    if not param.grad._is_zerotensor():
-                        param.grad.mul_(factor)
-        hidden: dict[str, Any] = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__}
-        whole, self.param_groups = self.param_groups, groups
-        try:
-            self._torch_step()
-        finally:
-            self.param_groups = whole
-            self.__dict__.update(**hidden)
-
-    def _torch_step(self) -> None:
-        step = self._torch_class.step
-        # The hooks of this optimizer have run already.
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        step(self)
-
-    def _new_state(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> None:
-        """Creates the states of a parameter, as torch's class does."""
-        raise NotImplementedError
-
     def _set_options(self, options: Any, group: dict[str, Any], step: int) -> None:
         """Writes the hyper-parameters of a group into the C options."""
         raise NotImplementedError
-
-
-def _is_torchs(group: dict[str, Any]) -> bool:
-    """True if only torch has what a group asks for."""
-    return bool(group.get("amsgrad") or group.get("capturable") or group.get("differentiable"))
 
 
 def _named(error: SpillwayError, table: Table) -> SpillwayError:

@@ -22,6 +22,8 @@ from ._undo import LastStep
 class Notes(torch.optim.Optimizer):
     """Base of the optimizers of this package; not for direct use."""
 
+    #: A step is recorded, so that it can be rolled back.
+    undo = False
     _precision = Precision()
     _table: Table | None = None
     _last: LastStep | None = None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..errors import InvalidArgumentError, UnsupportedError
 from ._arguments import check_steps
 from ._notes import Notes
@@ -20,8 +18,8 @@ class OnTier(Notes):
         resumed_step: With `tier`, the number of the commit that the optimizer has resumed; None if it began anew.
         payload: With `tier`, the bytes that were given to this commit."""
 
+    #: The name in the C ABI.
     c_name: str
-    undo = False
     resumed_step: int | None = None
     payload = b""
     _tier: TierStates | None = None

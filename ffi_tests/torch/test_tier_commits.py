@@ -1,0 +1,122 @@
+"""States on a tier: commits, resumes, rollbacks, kills, forks and interrupts."""
+
+import copy
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import spillway
+from spillway import torch as own
+from tier_runs import same, same_states, tier, train
+from tier_worker import options, parameters, random_grads
+
+WORKER = pathlib.Path(__file__).with_name("tier_worker.py")
+
+
+def test_a_committed_step_is_resumed(tier):
+    whole = parameters()
+    uninterrupted = own.AdamW(whole, lr=1e-2, master="f32")
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    assert optimizer.resumed_step is None and optimizer.payload == b""
+    train(optimizer, params, range(4))
+    optimizer.commit(payload=b"epoch 1")
+    train(optimizer, params, range(4, 6))
+    optimizer.close()
+    optimizer.close()
+
+    resumed = parameters(seed=5)
+    again = own.AdamW(resumed, lr=1e-2, tier=tier._replace(resume="resume"))
+    assert again.resumed_step == 4 and again.payload == b"epoch 1"
+    train(uninterrupted, whole, range(4))
+    assert same(resumed, whole), "the parameters take the values of their masters"
+    train(again, resumed, range(4, 8))
+    train(uninterrupted, whole, range(4, 8))
+    assert same(resumed, whole)
+    again.commit(step=100)
+    again.close()
+    assert own.AdamW(resumed, tier=tier).resumed_step == 100
+
+
+def test_a_rollback_returns_to_the_last_commit(tier):
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    with pytest.raises(spillway.InvalidArgumentError, match="nothing was committed to the tier"):
+        optimizer.rollback()
+    train(optimizer, params, range(2))
+    optimizer.commit()
+    before, states = [param.detach().clone() for param in params], copy.deepcopy(optimizer.state_dict()["state"])
+    train(optimizer, params, range(2, 5))
+    after = [param.detach().clone() for param in params]
+    optimizer.rollback()
+    assert same(params, before)
+    same_states(optimizer.state_dict()["state"], states)
+    train(optimizer, params, range(2, 5))
+    assert same(params, after)
+
+
+@pytest.mark.parametrize("lines, interval", [(1, 1), (4, 1), (7, 3), (13, 5)])
+def test_a_killed_run_goes_on_at_its_last_commit(tmp_path, lines, interval):
+    """kill -9 after some output, which lies before, in or after a commit of the next steps."""
+    with subprocess.Popen([sys.executable, WORKER, tmp_path, str(interval)], stdout=subprocess.PIPE, text=True) as process:
+        for _ in range(lines):
+            assert process.stdout.readline().strip()
+        process.kill()
+    params, whole = parameters(seed=3), parameters()
+    optimizer, uninterrupted = own.AdamW(params, lr=1e-2, tier=options(tmp_path)), own.AdamW(whole, lr=1e-2, master="f32")
+    step = optimizer.resumed_step
+    assert step >= (lines - 1) // interval * interval + 1 and step % interval == 1 % interval and optimizer.payload == str(step).encode()
+    train(uninterrupted, whole, range(step))
+    assert same(params, whole)
+    train(optimizer, params, range(step, step + 3))
+    train(uninterrupted, whole, range(step, step + 3))
+    assert same(params, whole)
+
+
+def test_a_forked_child_is_refused_and_leaves_the_parents_tier(tier):
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    train(optimizer, params, [0])
+    random_grads(params, 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            optimizer.step()
+        except spillway.UnsupportedError as error:
+            optimizer.close()
+            os._exit(0 if "forked child" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train(optimizer, params, [1])
+    optimizer.commit()
+    assert optimizer._tier.tier.verify() > 0
+
+
+def test_ctrl_c_that_arrives_while_the_library_commits(tier, monkeypatch):
+    """Python raises the KeyboardInterrupt once the call has returned; the library has committed then."""
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    train(optimizer, params, range(1))
+    optimizer.commit()
+    train(optimizer, params, range(1, 3))
+    committed, states = [param.detach().clone() for param in params], copy.deepcopy(optimizer.state_dict()["state"])
+    monkeypatch.setattr(spillway._native, "check", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.commit(payload=b"two more")
+    monkeypatch.undo()
+    train(optimizer, params, range(3, 4))
+    optimizer.rollback()
+    assert same(params, committed)
+    same_states(optimizer.state_dict()["state"], states)
+    optimizer.commit()
+    optimizer.close()
+    assert own.AdamW(parameters(seed=5), tier=tier).resumed_step == 3
+
+
+def interrupted(status):
+    """In place of the check of a status: a signal handler that raises after the call."""
+    assert status == 0
+    raise KeyboardInterrupt

@@ -1,0 +1,94 @@
+"""States on a tier: state dicts and distributed checkpoints, in both directions, and where their values lie."""
+
+import copy
+import io
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from spillway import torch as own
+from tier_runs import same, same_states, tier, train
+from tier_worker import parameters
+
+
+@pytest.mark.parametrize("plain", [lambda params: own.AdamW(params, lr=1e-2, master="f32"), lambda params: torch.optim.AdamW(params, lr=1e-2)],
+                         ids=["spillway", "torch"])
+def test_state_dicts_load_both_ways(tier, plain):
+    ours, theirs = parameters(), parameters()
+    mine, other = own.AdamW(ours, lr=1e-2, tier=tier), plain(theirs)
+    train(mine, ours, range(3))
+    file = io.BytesIO()
+    torch.save({"model": [param.detach() for param in ours], "optimizer": mine.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    for param, value in zip(theirs, saved["model"]):
+        param.data.copy_(value)
+    other.load_state_dict(saved["optimizer"])
+    train(other, theirs, [3])
+    assert float(other.state[theirs[0]]["step"]) == 4
+    if isinstance(other, own.AdamW):
+        train(mine, ours, [3])
+        assert same(ours, theirs)
+    with torch.no_grad():
+        for one, two in zip(ours, theirs):
+            one.copy_(two)
+    mine.load_state_dict(other.state_dict())
+    train(mine, ours, [4])
+    train(other, theirs, [4])
+    for one, two in zip(ours, theirs):
+        torch.testing.assert_close(one, two, rtol=1e-5 if one.dtype is torch.float32 else 2e-2, atol=1e-6 if one.dtype is torch.float32 else 2e-2)
+    assert float(mine.state[ours[0]]["step"]) == 5
+
+
+def test_distributed_checkpoints(tier, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(200, 150), torch.nn.Linear(150, 3))
+    optimizer = own.AdamW(model.parameters(), lr=1e-2, tier=tier)
+    train(optimizer, list(model.parameters()), range(3))
+    state = get_optimizer_state_dict(model, optimizer)
+    checkpoint.save(state, checkpoint_id=tmp_path / "saved")
+    twin = copy.deepcopy(model)
+    plain = own.AdamW(twin.parameters(), lr=1e-2)
+    loaded = get_optimizer_state_dict(twin, plain)
+    checkpoint.load(loaded, checkpoint_id=tmp_path / "saved")
+    set_optimizer_state_dict(twin, plain, loaded)
+    for one, params in ((optimizer, model.parameters()), (plain, twin.parameters())):
+        train(one, list(params), range(3, 5))
+    assert same(model.parameters(), twin.parameters())
+    set_optimizer_state_dict(model, optimizer, loaded)
+
+
+def test_a_state_dict_keeps_its_values(tier):
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    train(optimizer, params, range(2))
+    first = optimizer.state_dict()["state"]
+    before = copy.deepcopy(first)
+    train(optimizer, params, range(2, 4))
+    same_states(first, before)
+    assert sorted(optimizer.state[params[0]]) == ["step"], "moments are on the tier only"
+    optimizer.close()
+    same_states(first, before)
+
+
+def test_large_values_of_a_state_dict_are_maps_of_files_without_a_name(tier, monkeypatch):
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    train(optimizer, params, [0])
+
+    def mapped(value):
+        with open("/proc/self/maps", encoding="utf-8") as lines:
+            spans = [(line.split("-")[0], line.split("-")[1].split()[0], line) for line in lines if "(deleted)" in line]
+        return any(int(start, 16) <= value.data_ptr() < int(end, 16) and str(tier.paths[0]) in line for start, end, line in spans)
+    state = optimizer.state_dict()["state"]
+    assert mapped(state[2]["exp_avg"]) and mapped(state[2]["master_param"]) and not mapped(state[0]["exp_avg"])
+    assert not [name for name in os.listdir(tier.paths[0]) if name.startswith("tmp")]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no room for 120004 bytes of a state dict, which is kept in files below the tier's first directory"):
+        optimizer.state_dict()
+    train(optimizer, params, [1])

@@ -1,0 +1,132 @@
+"""The table of the present tensors: it is built of the parameters that Spillway serves, and again after a change that a table cannot take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _abi
+from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ._precision import LOW, master_of
+from ._rows import DTensor, Row, check_memory, check_state, is_served, lay_out, local, name_of
+from ._table import Table
+from ._torch_step import TorchStep, is_torchs
+
+
+class Building(TorchStep):
+    """Base of the optimizers of this package; not for direct use."""
+
+    # Set by each class: its options struct, and the states with their fields in the C struct.
+    _options_type: Any
+    _keys: dict[str, str]
+    #: Sparse gradients are left to torch's step.
+    _sparse = False
+    #: Attribute of a parameter that holds its gradient.
+    _grad_name = "grad"
+    _flags: list[bool] = []
+
+    def _current(self) -> Table:
+        """The table of the present tensors."""
+        table = self._table
+        flags = [is_torchs(group) for group in self.param_groups]
+        # Another default device must not apply to the table.
+        with torch._C.DisableTorchFunction():
+            if table is None or flags != self._flags or not table.refresh() or self._rest_changed():
+                self._forget_low_bits()
+                table = self._table = None
+                table = self._build()
+                if not table.refresh():
+                    raise SpillwayError(f"{type(self).__name__}: parameters, gradients or states change while a step reads them")
+                # In this order: a signal handler may raise in between.
+                self._flags = flags
+                self._table = table
+        return table
+
+    def _build(self) -> Table:
+        rows, rest = [], []
+        for number, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                grad = getattr(param, self._grad_name, None)
+                if grad is None:
+                    continue
+                name = name_of(group, number, index)
+                self._check_layout(grad, name)
+                if is_torchs(group) or not is_served(param, grad, name):
+                    # States lie in the order of the parameters, as torch creates them.
+                    self.state[param]
+                    rest.append((number, index))
+                else:
+                    rows.append(self._row(number, index, name))
+        if rest and (self.undo or self._precision.beyond_torch):
+            number, index = rest[0]
+            raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} is stepped by torch, which cannot roll a step "
+                                   "back and keeps no moments or masters of other dtypes; leave out undo, moment_dtype and master, or "
+                                   "pass contiguous CPU parameters and gradients of 16 or 32 bits")
+        check_memory(rows, self.param_groups)
+        self._rest = rest
+        return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic,
+                     master=self._precision.master_state[0], grad_name=self._grad_name)
+
+    def _check_layout(self, grad: torch.Tensor, name: str) -> None:
+        """Raises an error for gradients that torch's class refuses too, so that it names the parameter."""
+        if not self._sparse and local(grad).layout is not torch.strided:
+            raise UnsupportedError(f"{name}: {type(self).__name__} does not support sparse gradients, and this one is {local(grad).layout}; pass "
+                                   "dense gradients, or leave the parameter to torch.optim.SparseAdam")
+
+    def _row(self, number: int, index: int, name: str) -> Row:
+        group = self.param_groups[number]
+        param = group["params"][index]
+        states, master = self._states_of(group, param, name), None
+        if self._precision.has_master(param):
+            key, dtype = self._precision.master_state
+            if key == LOW and param.dtype is not torch.bfloat16:
+                raise UnsupportedError(f"{name} is {param.dtype}, and master=\"split\" is for torch.bfloat16; pass master=\"f32\", or cast the "
+                                       "parameter")
+            lay_out(param, self.state[param], [key])
+            master = master_of(self._precision, param, self.state[param])
+            check_state(local(param), master, key, name, (dtype,))
+        return Row(number, index, local(param), local(getattr(param, self._grad_name)), states, master, self._copy_of(param))
+
+    def _copy_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The 16-bit tensor to which a step of a float32 parameter also writes."""
+        return None
+
+    def _new_options(self, place: tuple[int, int]) -> Any:
+        options = _abi.sized(self._options_type)
+        if self._precision.stochastic:
+            number, index = place
+            before = sum(len(group["params"]) for group in self.param_groups[:number])
+            param = self.param_groups[number]["params"][index]
+            # Parts of one parameter in several processes must not get the same random bits.
+            rank = torch.distributed.get_rank() if isinstance(param, DTensor) else 0
+            options.rounding = _abi.ROUNDINGS["stochastic"]
+            options.rounding_seed = (self._precision.seed + (rank << 32) + before + index) % 2**64
+        return options
+
+    def _states_of(self, group: dict[str, Any], param: torch.Tensor, name: str) -> tuple[torch.Tensor, ...]:
+        state = self.state[param]
+        if not state:
+            # Made apart: a signal handler that raises leaves all states or none.
+            new: dict[str, Any] = {}
+            self._new_state(group, param, new)
+            state.update(new)
+        lay_out(param, state, list(self._keys))
+        try:
+            states = tuple(local(state[key]) for key in self._keys)
+        except KeyError as error:
+            raise InvalidArgumentError(f"{name}: its state lacks {error}; load the state of this optimizer, or delete "
+                                       "optimizer.state[parameter]") from None
+        precision = self._precision
+        dtypes = (precision.of_moments(param),) if precision.beyond_torch else (torch.float32, param.dtype)
+        for key, tensor in zip(self._keys, states):
+            check_state(local(param), tensor, key, name, dtypes)
+        return states
+
+    def _zeros(self, param: torch.Tensor) -> torch.Tensor:
+        """A moment at the start."""
+        return torch.zeros_like(param, dtype=self._precision.of_moments(param), memory_format=torch.preserve_format)
+
+    def _new_state(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Creates the states of a parameter, as torch's class does."""
+        raise NotImplementedError

@@ -1,0 +1,84 @@
+"""The norm of all gradients, and what follows from it: the factor that clips them, or that the step is skipped.
+
+With a process group, the processes sum their norms. Every process takes part in every reduction, also one that refuses its step."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from .. import _abi, _native
+from ..errors import InvalidArgumentError, SpillwayError
+from ._rows import CODES, DTensor, local, name_of
+from ._table import Table
+from ._torch_step import TorchStep
+
+
+class Clipping(TorchStep):
+    """Base of the optimizers of this package; not for direct use.
+
+    Attributes:
+        grad_norm: Global norm of the gradients at the last step, before clipping; None without `max_norm`."""
+
+    max_norm: float | None = None
+    process_group: Any = None
+    skip_nonfinite = False
+    grad_norm: float | None = None
+
+    @property
+    def _measures(self) -> bool:
+        """True if a step measures the gradients."""
+        return self.max_norm is not None or self.skip_nonfinite
+
+    def _clip(self, table: Table, factor: float) -> float | None:
+        """The factor that clips the gradients to `max_norm`; None to skip the step."""
+        total, nonfinite, culprit = 0.0, False, ""
+        out, function = _abi.sized(_abi.StepStats), _native.library().spw_grad_stats
+        for at, (grad, entry) in enumerate(zip(table.grads, table.entries)):
+            _native.check(function(entry.grad, CODES[grad.dtype], entry.n, factor, ctypes.byref(out)))
+            total += out.sum_squares
+            if out.nonfinite and not nonfinite:
+                nonfinite, culprit = True, table.name(at)
+        for number, index in self._rest:
+            group = self.param_groups[number]
+            grad = local(group["params"][index].grad)
+            square = float(torch.linalg.vector_norm(grad.to_dense() if grad.is_sparse else grad, dtype=torch.float64)) ** 2 * factor ** 2
+            total += square
+            if square - square != 0 and not nonfinite:
+                nonfinite, culprit = True, name_of(group, number, index)
+        total, nonfinite, found_inf = self._reduced(total, nonfinite)
+        self.grad_norm = total ** 0.5
+        if found_inf:
+            self.grad_norm = float("inf")
+            return None
+        if nonfinite and self.skip_nonfinite:
+            return None
+        if nonfinite:
+            raise InvalidArgumentError(f"the gradient of {culprit or 'a parameter of another process'} has Inf or NaN; nothing was stepped. "
+                                       "Pass skip_nonfinite=True to skip such steps")
+        return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) if self.max_norm is not None else 1.0
+
+    def _tell(self, found_inf: bool = False, refused: bool = False) -> None:
+        """Tells the other processes, which wait in the reduction of their gradients, that this one does not step."""
+        if self.process_group is not None and self._measures:
+            self._summed([0.0, 0.0, float(found_inf), float(refused)])
+
+    def _summed(self, values: list[float]) -> list[float]:
+        sums = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(sums, group=self.process_group)
+        return sums.tolist()
+
+    def _reduced(self, total: float, nonfinite: bool) -> tuple[float, bool, bool]:
+        """Square of the norm, whether a gradient has Inf or NaN, and whether a GradScaler has found one: in any process of the group."""
+        if self.process_group is None:
+            if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
+                raise InvalidArgumentError(f"{type(self).__name__}: parameters are DTensors, so max_norm and skip_nonfinite need "
+                                           "process_group, the group over which the parts are summed")
+            return total, nonfinite, False
+        total, bad, found, refused = self._summed([total, float(nonfinite), 0.0, 0.0])
+        if refused:
+            raise SpillwayError(f"{type(self).__name__}: another process of process_group refused this step, and its error says why; nothing was "
+                                "stepped here")
+        return total, bool(bad), bool(found)

@@ -18,8 +18,8 @@ import cpuinfo
 import torch
 import torch.multiprocessing
 
-if "PROCESSOR" in os.environ:
-    cpuinfo.get_cpu_info = lambda: json.loads(os.environ["PROCESSOR"])
+if "SPILLWAY_TEST_PROCESSOR" in os.environ:
+    cpuinfo.get_cpu_info = lambda: json.loads(os.environ["SPILLWAY_TEST_PROCESSOR"])
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -31,7 +31,7 @@ def run(compiled, oldest_deepspeed, processor):
 
     def start(case, log="warn", **extra):
         environment = {**os.environ, "OMP_NUM_THREADS": "2", "SPILLWAY_LOG": log, "SPILLWAY_OLD_DEEPSPEED": str(oldest_deepspeed),
-                       "PROCESSOR": json.dumps(processor), "PYTHONPATH": str(HERE.parents[1] / "packaging" / "python"), "PYTHONWARNINGS": "ignore", **extra}
+                       "SPILLWAY_TEST_PROCESSOR": json.dumps(processor), "PYTHONPATH": str(HERE.parents[1] / "packaging" / "python"), "PYTHONWARNINGS": "ignore", **extra}
         done = subprocess.run([sys.executable, HERE / "preloaded.py", case], env=environment, capture_output=True, text=True,
                               timeout=500)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]

@@ -22,7 +22,7 @@ from ._precision import LOW, Precision, master_of
 from ._rows import CODES, DTensor, Row, check_memory, check_state, is_served, lay_out, local, name_of
 from ._table import Table
 from ._tier_table import TierTable
-from ._undo import LastStep
+from ._undo import LastStep, RecordedStep
 
 #: The keywords beyond torch, with their defaults.
 _BEYOND: dict[str, Any] = {"max_norm": None, "process_group": None, "skip_nonfinite": False, "undo": False, "moment_dtype": None,
@@ -54,6 +54,9 @@ class SpillwayOptimizer(OnTier):
     _torch_class: type[torch.optim.Optimizer]
     #: Attribute of a parameter that holds its gradient.
     _grad_name = "grad"
+    #: Why this optimizer cannot leave a parameter to torch's step, and what to do.
+    _rest_words = ("is stepped by torch, which cannot roll a step back and keeps no moments or masters of other dtypes; leave out undo, "
+                   "moment_dtype and master, or pass contiguous CPU parameters and gradients of 16 or 32 bits")
 
     max_norm: float | None = None
     process_group: Any = None
@@ -248,9 +251,7 @@ class SpillwayOptimizer(OnTier):
                     rows.append(self._row(number, index, name))
         if rest and (self.undo or self._precision.beyond_torch):
             number, index = rest[0]
-            raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} is stepped by torch, which cannot roll a step "
-                                   "back and keeps no moments or masters of other dtypes; leave out undo, moment_dtype and master, or "
-                                   "pass contiguous CPU parameters and gradients of 16 or 32 bits")
+            raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} {self._rest_words}")
         check_memory(rows, self.param_groups)
         self._rest = rest
         return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic,
@@ -334,7 +335,7 @@ class SpillwayOptimizer(OnTier):
             written[number, step] = options
             self._set_options(options, self.param_groups[number], step + 1)
             options.grad_scale = -factor if self.param_groups[number].get("maximize") else factor
-        last = LastStep(self, table, len(table.places)) if self.undo else None
+        last = self._recorded(table) if self.undo else None
         # Held before the call: a signal handler may raise after the library has stepped.
         self._pending = pending = Pending(table, 1, last)
         try:
@@ -347,6 +348,10 @@ class SpillwayOptimizer(OnTier):
             raise _named(error, table) from None
         finally:
             self._settle()
+
+    def _recorded(self, table: Table) -> RecordedStep:
+        """The next step of a table, to be run, with a record for a rollback."""
+        return LastStep(self, table)
 
     def _clip(self, table: Table, factor: float) -> float | None:
         """The factor that clips the gradients to `max_norm`; None to skip the step."""

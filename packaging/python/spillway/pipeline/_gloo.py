@@ -1,7 +1,7 @@
 """Links over torch.distributed's Gloo: TCP connections of the loopback interface.
 
-A message is three transfers of one tag: the lengths of the two parts, the head, the data. Parts without bytes are not
-transferred. Gloo transfers the bytes of a send when the peer has posted its receipt.
+A message is up to three transfers of one tag: a first part of fixed length with the lengths of head and data and the begin of the
+head; the rest of the head, if any; the data, if any. Gloo transfers the bytes of a send when the peer has posted its receipt.
 
 Invariants:
 - The processes find each other by a FileStore in a file of memory without a name (memfd), which they get from their parent:
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import struct
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -24,6 +25,9 @@ from ._channels import Endpoint, Link, PeerGoneError
 #: Gloo counts milliseconds in 32 bits at some places.
 _LONGEST = datetime.timedelta(days=24)
 _ADDRESS = "127.0.0.1"
+#: Bytes of the first transfer of a message; its begin, the lengths of head and data.
+_FIRST, _LENGTHS = 512, "<QQ"
+_START = struct.calcsize(_LENGTHS)
 
 
 class GlooEndpoint(Endpoint):
@@ -79,29 +83,30 @@ class _GlooLink(Link):
         self._group, self._begin, self._peer = group, begin, peer
 
     def write(self, head: bytes, data: Any) -> None:
-        import torch
         view = memoryview(data)
-        self._transfer("sending to", self._group.send, torch.tensor([len(head), view.nbytes]))
-        for part in (memoryview(bytearray(head)), bytearray(view) if view.readonly else view):
-            if len(part):
-                self._transfer("sending to", self._group.send, torch.frombuffer(part, dtype=torch.uint8))
+        first = bytearray(_FIRST)
+        struct.pack_into(_LENGTHS, first, 0, len(head), view.nbytes)
+        first[_START:] = head[:_FIRST - _START].ljust(_FIRST - _START)
+        for part in (first, bytearray(head[_FIRST - _START:]), bytearray(view) if view.readonly else view):
+            self._transfer("sending to", self._group.send, part)
 
     def read(self) -> tuple[bytes, bytes]:
-        import torch
-        lengths = torch.zeros(2, dtype=torch.int64)
-        self._transfer("receiving from", self._group.recv, lengths)
-        parts = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
-        for part in parts:
-            if part.numel():
-                self._transfer("receiving from", self._group.recv, part)
-        head, data = (part.numpy().tobytes() for part in parts)
-        return head, data
+        first = bytearray(_FIRST)
+        self._transfer("receiving from", self._group.recv, first)
+        head_bytes, data_bytes = struct.unpack_from(_LENGTHS, first)
+        rest, data = bytearray(max(0, head_bytes - (_FIRST - _START))), bytearray(data_bytes)
+        for part in (rest, data):
+            self._transfer("receiving from", self._group.recv, part)
+        return bytes(first[_START:_START + head_bytes] + rest), bytes(data)
 
-    def _transfer(self, words: str, begin: Any, tensor: Any) -> None:
+    def _transfer(self, words: str, begin: Any, part: Any) -> None:
+        import torch
+        if not len(part):
+            return
         try:
             # Gloo counts the operations of a group without a lock.
             with self._begin:
-                work = begin([tensor], self._peer, 0)
+                work = begin([torch.frombuffer(part, dtype=torch.uint8)], self._peer, 0)
             work.wait()
         except RuntimeError as error:
             raise PeerGoneError(f"{words} device {self._peer} failed: {error}") from error

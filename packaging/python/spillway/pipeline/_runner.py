@@ -301,4 +301,5 @@ def _refuse_without_rollback(optimizer: Callable[..., Any]) -> None:
     made = optimizer([torch.nn.Parameter(torch.zeros(1))])
     if not hasattr(made, "rollback") or not getattr(made, "undo", True):
         raise InvalidArgumentError(f"Pipeline: {type(made).__name__} cannot roll back a step, which asynchronous optimizers need; pass "
-                                   "spillway.pipeline.StageAdamW, or spillway.torch.AdamW with undo=True, or async_optimizer=False, or check_finite=False")
+                                   "spillway.pipeline.StageAdamW, or spillway.torch.AdamW with undo=True, or async_optimizer=False, "
+                                   "or check_finite=False")

@@ -24,7 +24,8 @@ def opened(units, optimizer=ADAMW, **options):
     return pipeline.Pipeline(units, LOSS, optimizer, torch.ones(3, DIM), **options)
 
 
-OPTIONS = [{"lr": math.nan}, {"lr": math.inf}, {"eps": -math.inf}, {"lr": "abc"}, {"lr": None}, {"betas": (2, 2)}, {"betas": 3}, {"betas": (0.9, math.nan)},
+OPTIONS = [{"lr": math.nan}, {"lr": math.inf}, {"eps": -math.inf},
+           {"lr": "abc"}, {"lr": None}, {"betas": (2, 2)}, {"betas": 3}, {"betas": (0.9, math.nan)},
            {"weight_decay": "x"}, {"amsgrad": True}]
 
 

@@ -27,7 +27,7 @@ from train import Batches, Block
 from spillway import pipeline
 from spillway.torch import AdamW
 
-ADAMW = functools.partial(AdamW, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, undo=True)
+OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 class Embed(nn.Module):
@@ -82,7 +82,7 @@ def windows(options):
 
 def start(units, steps, options):
     sample = steps[0][0][:options.batch]
-    return pipeline.Pipeline(units, loss_of, ADAMW, sample, devices=2, micro_batches=options.micro_batches, split=2)
+    return pipeline.Pipeline(units, loss_of, functools.partial(pipeline.StageAdamW, **OPTIONS), sample, devices=2, micro_batches=options.micro_batches, split=2)
 
 
 def train_in_pipeline(units, steps, options):
@@ -102,7 +102,7 @@ def train_in_pipeline(units, steps, options):
 
 
 def train_serially(units, steps, options):
-    optimizers = [ADAMW(unit.parameters()) for unit in units]
+    optimizers = [AdamW(unit.parameters(), **OPTIONS) for unit in units]
     losses = []
     for inputs, targets in steps:
         for x, target in zip(inputs.chunk(options.micro_batches), targets.chunk(options.micro_batches)):

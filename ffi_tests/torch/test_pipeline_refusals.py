@@ -24,7 +24,8 @@ def opened(units, optimizer=ADAMW, **options):
     return pipeline.Pipeline(units, LOSS, optimizer, torch.ones(3, DIM), **options)
 
 
-OPTIONS = [{"lr": math.nan}, {"lr": "abc"}, {"lr": None}, {"betas": (2, 2)}, {"betas": 3}, {"betas": (0.9, math.nan)},
+OPTIONS = [{"lr": math.nan}, {"lr": math.inf}, {"eps": -math.inf},
+           {"lr": "abc"}, {"lr": None}, {"betas": (2, 2)}, {"betas": 3}, {"betas": (0.9, math.nan)},
            {"weight_decay": "x"}, {"amsgrad": True}]
 
 
@@ -47,7 +48,7 @@ STATES = [other_shape, lambda state: {**state, "state": {0: 5}}, other_groups(la
           other_groups(lambda group: {**group, "lr": math.nan}), other_groups(lambda group: None), lambda state: None]
 
 
-@pytest.mark.parametrize("optimizer, shape, options", [(ADAMW, {}, [*OPTIONS, {"lr": -1}, {"lr": math.inf}, {"eps": -1}]),
+@pytest.mark.parametrize("optimizer, shape, options", [(ADAMW, {}, [*OPTIONS, {"lr": -1}, {"eps": -1}]),
                                                        (TORCHS, {"async_optimizer": False, "check_finite": False}, OPTIONS)],
                          ids=["spillway", "torch"])
 def test_values_with_which_no_optimizer_can_step_are_refused_and_change_no_bit(optimizer, shape, options):

@@ -15,6 +15,8 @@ from spillway.torch import AdamW
 
 DIM = 16
 ADAMW = functools.partial(AdamW, lr=0.01, undo=True)
+#: The same by the jobs of spillway.stage.
+STAGE = functools.partial(pipeline.StageAdamW, lr=0.01)
 
 
 class Noisy(torch.nn.Module):
@@ -115,10 +117,11 @@ def mixed():
     return [torch.nn.Linear(DIM, DIM), Half(), Transposed(), frozen, torch.nn.ReLU(), torch.nn.Linear(DIM, DIM)]
 
 
-@pytest.mark.parametrize("schedule, options", [("afab", {"devices": 3, "recompute": False}), ("decoupled", {"devices": 3, "split": 2})])
-def test_strides_16_bit_parameters_frozen_units_and_units_without_parameters_keep_the_bits(schedule, options):
+@pytest.mark.parametrize("schedule, options, kind", [("afab", {"devices": 3, "recompute": False}, ADAMW),
+                                                     ("decoupled", {"devices": 3, "split": 2}, STAGE)])
+def test_strides_16_bit_parameters_frozen_units_and_units_without_parameters_keep_the_bits(schedule, options, kind):
     steps, ours, theirs = batches(3, 2), mixed(), mixed()
-    with pipeline.Pipeline(ours, torch.nn.functional.mse_loss, ADAMW, steps[0][0][:3], schedule=schedule, micro_batches=2, seed=7,
+    with pipeline.Pipeline(ours, torch.nn.functional.mse_loss, kind, steps[0][0][:3], schedule=schedule, micro_batches=2, seed=7,
                            **options) as runner:
         for step in steps:
             runner.step(*step, timeout=300)
@@ -175,7 +178,7 @@ class Overflow(torch.autograd.Function):
 def test_stages_that_stepped_are_rolled_back_when_another_device_finds_inf():
     units = [*model(3), Local()]
     before = [parameter.clone() for unit in units for parameter in unit.parameters()]
-    with pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2, split=2) as runner:
+    with pipeline.Pipeline(units, torch.nn.functional.mse_loss, STAGE, torch.ones(3, DIM), micro_batches=2, split=2) as runner:
         assert not runner.step(*batches(1, 2)[0], timeout=300).committed
         runner.sync()
     after = [parameter for unit in units for parameter in unit.parameters()]

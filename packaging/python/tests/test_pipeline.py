@@ -1,6 +1,7 @@
 """Proves the schedules of spillway.pipeline from Python, and that real processes run them: the data of every pass, and
 the memory that the plan predicts. test_pipeline_torch.py in ffi_tests/torch runs torch modules."""
 
+import importlib.util
 import os
 import pickle
 import random
@@ -51,8 +52,42 @@ def fixed_plan():
                          units=pipeline.Unit(param_bytes=100, grad_bytes=100, activation_bytes=100, input_bytes=100))
 
 
+#: The transports of messages.
+TRANSPORTS = [pytest.param(name, marks=pytest.mark.skipif(name == "gloo" and not importlib.util.find_spec("torch"), reason="torch is not installed"))
+              for name in ("pipes", "gloo")]
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_processes_run_a_random_plan_with_its_data_and_its_memory(fleet, seed):
+    check_plan(fleet, seed)
+
+
+def test_processes_run_random_plans_over_gloo_and_listen_on_the_loopback_interface_only():
+    pytest.importorskip("torch")
+    pairs = [(sender, receiver) for sender in range(DEVICES) for receiver in range(DEVICES) if sender != receiver]
+    fleet = Fleet(DEVICES, pairs, pipeline_light.LightBackend, "gloo")
+    try:
+        for seed in range(10):
+            check_plan(fleet, seed)
+        listening = [address for process in fleet.process_ids() for address in addresses(process)]
+        assert len(listening) == DEVICES and set(listening) == {"0100007F"}      # 127.0.0.1
+    finally:
+        fleet.close()
+
+
+def addresses(process):
+    """The addresses, as /proc writes them, of the sockets of a process that listen."""
+    links = [os.path.join(f"/proc/{process}/fd", name) for name in os.listdir(f"/proc/{process}/fd")]
+    own = {os.readlink(link) for link in links if os.path.islink(link)}
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/{process}/net/{table}") as lines:
+            for fields in (line.split() for line in lines):
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                    yield fields[1].split(":")[0]
+
+
+def check_plan(fleet, seed):
+    """Runs a random plan, and compares its data and memory with the prediction."""
     plan = random_plan(seed)
     fleet.set_plan(plan, timeout=300)
     answers = fleet.ask([("step", seed)] * DEVICES, timeout=300)
@@ -72,10 +107,11 @@ def test_processes_run_a_random_plan_with_its_data_and_its_memory(fleet, seed):
     assert sorted(optimized) == [(first, plan.backward_split) for first in range(0, len(plan.units), plan.backward_split)]
 
 
-def test_a_killed_process_is_reported_with_its_operation_and_all_end():
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_process_is_reported_with_its_operation_and_all_end(transport):
     plan = fixed_plan()
     pairs = {(operation.device, operation.peer) for operation in plan.operations if operation.kind.startswith("send")}
-    fleet = Fleet(DEVICES, pairs, SlowBackend)
+    fleet = Fleet(DEVICES, pairs, SlowBackend, transport)
     ids = fleet.process_ids()
     try:
         fleet.set_plan(plan, timeout=300)
@@ -96,12 +132,13 @@ class SlowBackend(pipeline_light.LightBackend):
         return super().forward(*arguments)
 
 
-def test_an_error_in_a_pass_is_reported_and_a_stopped_process_times_out():
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_in_a_pass_is_reported_and_a_stopped_process_times_out(transport):
     plan = fixed_plan()
     pairs = {(operation.device, operation.peer) for operation in plan.operations if operation.kind.startswith("send")}
     for backend, error, words in ((FailingBackend, pipeline.PipelineError, "device 1 .*backward of.*ZeroDivisionError"),
                                   (StoppedBackend, spillway.TimedOutError, "device 0: ")):
-        fleet = Fleet(DEVICES, pairs, backend)
+        fleet = Fleet(DEVICES, pairs, backend, transport)
         ids = fleet.process_ids()
         try:
             fleet.set_plan(plan, timeout=300)
@@ -142,10 +179,10 @@ class ClosingBackend(pipeline_light.LightBackend):
         time.sleep(1000)
 
 
-def started(backend):
+def started(backend, transport="pipes"):
     plan = fixed_plan()
     pairs = {(operation.device, operation.peer) for operation in plan.operations if operation.kind.startswith("send")}
-    fleet = Fleet(DEVICES, pairs, backend)
+    fleet = Fleet(DEVICES, pairs, backend, transport)
     fleet.set_plan(plan, timeout=300)
     return fleet, fleet.process_ids()
 
@@ -158,13 +195,14 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_and_a_close_by_a_handler_end_all_processes(interrupts):
-    fleet, ids = started(InterruptingBackend)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_interrupt_and_a_close_by_a_handler_end_all_processes(interrupts, transport):
+    fleet, ids = started(InterruptingBackend, transport)
     with pytest.raises(KeyboardInterrupt):
         fleet.ask([("step", 1)] * DEVICES, timeout=300)
     assert fleet.closed and all(not alive(process) for process in ids)
 
-    fleet, ids = started(ClosingBackend)
+    fleet, ids = started(ClosingBackend, transport)
     before = signal.signal(signal.SIGUSR1, lambda *_: fleet.close())
     try:
         with pytest.raises(spillway.BusyError, match="closed"):
@@ -198,8 +236,9 @@ HOLDERS = {"nobody": "0", "child": "os.fork() or time.sleep(1000)", "program": "
         os.execvp('sleep', ['sleep', '1000']))"""}
 
 
+@pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_processes_end_with_a_parent_that_is_killed(tmp_path, child_environment, holder):
+def test_processes_end_with_a_parent_that_is_killed(tmp_path, child_environment, holder, stopped):
     import subprocess
     import sys
     program = tmp_path / "parent.py"
@@ -209,11 +248,15 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path, child_environment,
                        "from spillway.pipeline._fleet import Fleet\n"
                        "if __name__ == '__main__':\n"
                        "    fleet = Fleet(2, [(0, 1)], pipeline_light.LightBackend)\n"
+                       # The first answer of a process comes after it has asked for the signal.
+                       "    fleet.ask([('call', 'begin', (0,))] * 2, 300)\n"
                        f"    holder = {HOLDERS[holder]}\n"
                        "    print(holder, *fleet.process_ids(), flush=True)\n"
                        "    time.sleep(1000)\n")
     parent = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True, env=child_environment)
     held, *ids = [int(word) for word in parent.stdout.readline().split()]
+    for process in ids if stopped else ():
+        os.kill(process, signal.SIGSTOP)
     parent.kill()
     parent.wait()
     parent.stdout.close()

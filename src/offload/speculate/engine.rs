@@ -136,7 +136,7 @@ impl Engine {
 
     /// Waits until every bucket of the resolved round is final and the executor polls none of its events any more.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<()> {
-        self.until(timeout, |inner| over(inner))
+        self.until(timeout, over)
     }
 
     /// As [`Engine::finish`], for a round that needs no verdict once a bucket has failed: it is aborted then, also if the

@@ -7,7 +7,7 @@
 A model is a list of units. A forward stage has `split` units. In a decoupled schedule a backward stage has one unit, and
 may be on another device than the forward stage; else it has the units of its forward stage.
 
-`Pipeline` needs torch. The rest does not."""
+`Pipeline`, `StageAdam` and `StageAdamW` need torch. The rest does not."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from .errors import PipelineError
 
 if TYPE_CHECKING:
     from ._runner import Pipeline, StepReport, seed_of
+    from ._stage_optimizer import StageAdam, StageAdamW
 
-__all__ = ["MemoryChange", "Operation", "Pipeline", "PipelineError", "Plan", "Rollback", "StepReport", "Unit", "plan",
-           "rollback_cost", "seed_of"]
+__all__ = ["MemoryChange", "Operation", "Pipeline", "PipelineError", "Plan", "Rollback", "StageAdam", "StageAdamW", "StepReport", "Unit",
+           "plan", "rollback_cost", "seed_of"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Pipeline", "StepReport", "seed_of"):
         from . import _runner
         return getattr(_runner, name)
+    if name in ("StageAdam", "StageAdamW"):
+        from . import _stage_optimizer
+        return getattr(_stage_optimizer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

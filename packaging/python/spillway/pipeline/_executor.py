@@ -79,7 +79,7 @@ class Executor:
         plan: The plan.
         device: The device.
         backend: Does the work: see LightBackend of the tests, and TorchBackend.
-        channels: The pipes to the other devices.
+        channels: The messages from and to the other devices.
         progress: Called with the number of an operation before each of its commands, and as progress(number, True) when
             its pass begins; -1: the pass has ended.
         validate: Called with the device's verdict; returns a function that waits for the verdict of all devices."""
@@ -249,7 +249,7 @@ class Executor:
     def _begin_send(self, operation: Operation, number: int) -> Future[Any]:
         key, wire = self._keys(operation)
         value = self.memory.value(key)
-        return self.channels.send(operation.peer or 0, wire, *self.backend.encode(value))
+        return self.channels.send(operation.peer or 0, wire, lambda: self.backend.encode(value))
 
     def _end_send(self, operation: Operation, result: Any, number: int) -> None:
         self.memory.done(self._keys(operation)[0])

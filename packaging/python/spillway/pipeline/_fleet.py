@@ -24,10 +24,12 @@ from typing import Any
 
 from .. import _arguments
 from ..errors import BusyError, InvalidArgumentError, TimedOutError, UnsupportedError
-from . import _worker
+from . import _gloo, _pipes, _worker
 from ._plan import Plan
 from .errors import PipelineError
 
+#: How messages travel.
+TRANSPORTS = {"pipes": _pipes, "gloo": _gloo}
 #: Seconds in which the first cause may arrive after a process reported that its peer has ended.
 _CAUSE_SECONDS = 5.0
 #: Longest single wait in seconds: the system's call refuses waits of some weeks.
@@ -39,10 +41,11 @@ class Fleet:
 
     Args:
         devices: Number of devices.
-        pairs: The pairs (from, to) of devices that have a pipe.
-        make_backend: Called in each process with its device; can be pickled."""
+        pairs: The pairs (from, to) of devices with messages.
+        make_backend: Called in each process with its device; can be pickled.
+        transport: A key of TRANSPORTS."""
 
-    def __init__(self, devices: int, pairs: Iterable[tuple[int, int]], make_backend: Callable[[int], Any]):
+    def __init__(self, devices: int, pairs: Iterable[tuple[int, int]], make_backend: Callable[[int], Any], transport: str = "pipes"):
         context = multiprocessing.get_context("spawn")
         self._process_id = os.getpid()
         self._asking, self._ending, self._closing = threading.Lock(), threading.RLock(), False
@@ -50,22 +53,20 @@ class Fleet:
         self._processes: list[Any] = []
         self._controls: list[Any] = []
         self._progress = _worker.SharedMemory(devices * _worker.SLOT)
-        outgoing: list[dict[int, Any]] = [{} for _ in range(devices)]
-        incoming: list[dict[int, Any]] = [{} for _ in range(devices)]
-        ends = []
+        ends: list[Any] = []
+        main_thread = threading.current_thread() is threading.main_thread()
         # Ends the processes when this object is forgotten, and at exit.
         self._end = weakref.finalize(self, _end, self._process_id, self._processes, self._controls, self._progress)
         try:
-            for sender, receiver in sorted(set(pairs)):
-                incoming[receiver][sender], outgoing[sender][receiver] = pipe = context.Pipe(duplex=False)
-                ends += pipe
-            for device in range(devices):
+            endpoints = TRANSPORTS[transport].connect(devices, set(pairs))
+            ends += endpoints
+            for device, endpoint in enumerate(endpoints):
                 ours, theirs = context.Pipe()
                 self._controls.append(ours)
                 ends.append(theirs)
                 process = context.Process(
                     target=_worker.main, name=f"spillway device {device}", daemon=True,
-                    args=(device, self._process_id, theirs, self._progress, outgoing[device], incoming[device], make_backend))
+                    args=(device, self._process_id, theirs, self._progress, endpoint, main_thread, make_backend))
                 process.start()
                 self._processes.append(process)
                 getattr(multiprocessing.process, "_children", set()).discard(process)

@@ -13,8 +13,9 @@ import torch
 from .. import _arguments
 from ..errors import InvalidArgumentError
 from . import _torch
-from ._fleet import Fleet
+from ._fleet import TRANSPORTS, Fleet
 from ._plan import Plan, Unit, plan
+from ._stage_optimizer import StageOptimizer, refuse_parameter
 from ._store import Store
 from ._torch import seed_of
 
@@ -51,7 +52,7 @@ class Pipeline:
         units: The modules of the model, in order: an nn.Sequential or a list. Each maps one tensor to one tensor.
         loss: Called as loss(output, target) for each micro-batch; returns a scalar.
         optimizer: Called with the parameters of a stage; returns its optimizer, such as
-            functools.partial(spillway.torch.AdamW, lr=1e-3, undo=True).
+            functools.partial(spillway.pipeline.StageAdamW, lr=1e-3).
         sample: An input of one micro-batch. All micro-batches have its shape and dtype.
         schedule: As for plan().
         devices: Number of processes.
@@ -64,6 +65,8 @@ class Pipeline:
         seed: Seed of the random numbers; see seed_of().
         threads: Number of threads of torch in each process. Weights are bit-identical for one number of threads.
         check_finite: Validate gradients: a step with Inf or NaN changes no weight.
+        transport: How messages travel between the processes: "pipes", or "gloo" for torch.distributed's Gloo on the loopback
+            interface.
 
     Attributes:
         plan: The Plan, with measured costs.
@@ -81,17 +84,21 @@ class Pipeline:
     def __init__(self, units: Sequence[torch.nn.Module] | torch.nn.Sequential, loss: Callable[..., torch.Tensor],
                  optimizer: Callable[..., torch.optim.Optimizer], sample: torch.Tensor, *, schedule: str = "decoupled", devices: int = 2,
                  micro_batches: int = 4, split: int = 1, recompute: bool | None = None, early_checkpoints: bool = True,
-                 async_optimizer: bool | None = None, slots: int = 2, seed: int = 0, threads: int = 1, check_finite: bool = True):
+                 async_optimizer: bool | None = None, slots: int = 2, seed: int = 0, threads: int = 1, check_finite: bool = True,
+                 transport: str = "pipes"):
         self._units = list(units)
         for name, value in (("devices", devices), ("micro_batches", micro_batches), ("split", split), ("slots", slots), ("threads", threads)):
             if _arguments.unsigned(f"Pipeline: {name}", value, 31) == 0:
                 raise InvalidArgumentError(f"Pipeline: {name} is 0; pass a number of at least 1")
+        if transport not in list(TRANSPORTS):
+            raise InvalidArgumentError(f"Pipeline: transport is {transport!r}; pass one of {', '.join(TRANSPORTS)}")
         if not self._units or len(self._units) % split:
             raise InvalidArgumentError(f"Pipeline: there are {len(self._units)} units; pass a multiple of split, {split}")
+        _refuse_tier(optimizer)
+        _refuse_for_stage(optimizer, self._units)
         self.plan: Plan = plan(schedule, devices=devices, micro_batches=micro_batches, stages=len(self._units) // split, split=split,
                                units=measure(self._units, sample), slots=slots, recompute=recompute, early_checkpoints=early_checkpoints,
                                async_optimizer=async_optimizer)
-        _refuse_tier(optimizer)
         if check_finite and self.plan.async_optimizer:
             _refuse_without_rollback(optimizer)
         self._sample, self._step, self._steps = sample, 0, 0
@@ -99,7 +106,7 @@ class Pipeline:
         pairs = {(one.device, one.peer) for one in self.plan.operations if one.kind.startswith("send") and one.peer is not None}
         try:
             maker = _torch.Maker(self._units, loss, optimizer, self._store, seed, threads, check_finite)
-            self._fleet = Fleet(devices, pairs, maker)
+            self._fleet = Fleet(devices, pairs, maker, transport)
             self._fleet.set_plan(self.plan)
         except BaseException:
             self._store.close()
@@ -160,7 +167,7 @@ class Pipeline:
     def state_dict(self) -> dict[int, Any]:
         """Returns the states of the optimizers, by the first unit of their stage."""
         states: dict[int, Any] = {}
-        for data in self._fleet.ask([("call", "state_dicts", ())] * self.plan.devices):
+        for data in self._fleet.ask([("call", "optimizers.state_dicts", ())] * self.plan.devices):
             states.update(pickle.loads(data))
         return states
 
@@ -183,11 +190,11 @@ class Pipeline:
             data = pickle.dumps(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise InvalidArgumentError(f"{name}: the values must be picklable, for the processes of the devices: {error}") from error
-        refusals = self._fleet.ask([("call", "refusal", (name, data))] * self.plan.devices)
+        refusals = self._fleet.ask([("call", "optimizers.refusal", (name, data))] * self.plan.devices)
         for refusal in refusals:
             if refusal:
                 raise InvalidArgumentError(refusal)
-        self._fleet.ask([("call", name, (data,))] * self.plan.devices)
+        self._fleet.ask([("call", f"optimizers.{name}", (data,))] * self.plan.devices)
 
     def process_ids(self) -> list[int]:
         """Returns the ids of the processes, by device."""
@@ -281,8 +288,18 @@ def _refuse_tier(optimizer: Callable[..., Any]) -> None:
                                    "leave out tier")
 
 
+def _refuse_for_stage(optimizer: Callable[..., Any], units: Sequence[torch.nn.Module]) -> None:
+    """Refuses parameters that the step of a StageAdam or StageAdamW would refuse, which would end the pipeline."""
+    kind = getattr(optimizer, "func", optimizer)
+    if isinstance(kind, type) and issubclass(kind, StageOptimizer):
+        for number, unit in enumerate(units):
+            for name, parameter in unit.named_parameters():
+                refuse_parameter(f"Pipeline: {kind.__name__}", f"parameter {name} of unit {number}", parameter)
+
+
 def _refuse_without_rollback(optimizer: Callable[..., Any]) -> None:
     made = optimizer([torch.nn.Parameter(torch.zeros(1))])
     if not hasattr(made, "rollback") or not getattr(made, "undo", True):
         raise InvalidArgumentError(f"Pipeline: {type(made).__name__} cannot roll back a step, which asynchronous optimizers need; pass "
-                                   "spillway.torch.AdamW with undo=True, or async_optimizer=False, or check_finite=False")
+                                   "spillway.pipeline.StageAdamW, or spillway.torch.AdamW with undo=True, or async_optimizer=False, "
+                                   "or check_finite=False")

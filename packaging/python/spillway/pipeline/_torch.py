@@ -1,4 +1,4 @@
-"""The work of a device in torch: fetches, passes, offloads and optimizer steps of modules.
+"""The work of a device in torch: fetches, passes and offloads of modules. _optimizers.py has the optimizer steps.
 
 Invariants:
 - A unit's random numbers depend on seed, step, micro-batch and unit only. Recomputation draws those of the forward pass.
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import InvalidArgumentError, UnsupportedError
+from ._optimizers import Optimizers
 from ._plan import Plan
 from ._store import Store
-from ._trial import Trial
 
 
 def seed_of(seed: int, step: int, micro_batch: int, unit: int) -> int:
@@ -69,46 +68,32 @@ class TorchBackend:
     def __init__(self, device: int, maker: Maker):
         self._units, self._loss, self._make_optimizer = pickle.loads(maker.modules)
         self._device, self._store, self._seed, self._check = device, maker.store, maker.seed, maker.check_finite
-        self._lock = threading.Lock()
         self._step = -1
 
     def plan(self, plan: Plan) -> None:
         """Prepares the modules and optimizers of the device."""
         self._plan, self._last = plan, plan.stages * plan.split
         self._modules: dict[tuple[int, int], list[torch.nn.Module]] = {}
-        self._optimizers: dict[int, Any] = {}
-        self._owned: dict[int, list[torch.nn.Parameter]] = {}
+        self.optimizers = Optimizers(plan, self._device, self._store, self._make_optimizer, self._check)
         for operation in plan.operations:
             if operation.device != self._device:
                 continue
             key = (operation.first_unit, operation.units)
             if operation.kind == "fetch" and key not in self._modules:
                 self._modules[key] = [_empty(copy.deepcopy(self._units[unit])) for unit in range(key[0], sum(key))]
-            if operation.kind == "optimize":
-                units = range(key[0], sum(key))
-                flags = [flag for unit in units for flag in self._store.trained(unit)]
-                owned = [torch.nn.Parameter(tensor, flag) for tensor, flag in zip([t for unit in units for t in self._store.tensors(unit)], flags)]
-                self._owned[key[0]] = owned
-                trained = [parameter for parameter in owned if parameter.requires_grad]
-                self._optimizers[key[0]] = self._make_optimizer(trained) if trained else None
 
     def begin(self, step: int, steps: int, data: bytes) -> None:
         """Begins step number `step`, after `steps` steps that were kept, with the inputs and targets that this device
         needs."""
         self._step, self._steps = step, steps
         self._inputs, self._targets = pickle.loads(data)
-        self._finite: dict[int, bool] = {}
-        self._stepped: list[tuple[int, range]] = []
         self._losses: dict[int, float] = {}
-        self._go = True
+        self.optimizers.begin(steps)
 
     def finish(self) -> tuple[dict[int, float], bool]:
         """Ends a step. Returns the losses by micro-batch, on the device that computes them, and the verdict."""
-        for parameters in self._owned.values():
-            for parameter in parameters:
-                parameter.grad = None
         self._inputs = self._targets = {}
-        return self._losses, self._go
+        return self._losses, self.optimizers.finish()
 
     def input(self, micro_batch: int) -> torch.Tensor:
         return self._inputs[micro_batch]
@@ -229,72 +214,19 @@ class TorchBackend:
 
     def offload(self, first: int, units: int, gradients: list[tuple[bool, torch.Tensor | None]]) -> None:
         """Moves gradients to the parameters in host memory, and validates them."""
-        for owned, (_, gradient) in zip(self._owned[first], gradients):
-            owned.grad = gradient
         for module in self._modules[first, units]:
             for parameter in module.parameters():
                 parameter.grad = None
-        found = [gradient for _, gradient in gradients if gradient is not None]
-        finite = not self._check or all(bool(torch.isfinite(gradient).all()) for gradient in found)
-        with self._lock:
-            self._finite[first] = finite
+        self.optimizers.give(first, [gradient for _, gradient in gradients])
 
     def optimize(self, first: int, units: int) -> None:
-        """Steps a stage, unless its own gradients, or before asynchronous optimizers those of all stages, are refused."""
-        if not (self._go and self._finite[first]) or self._optimizers[first] is None:
-            return
-        stage = range(first, first + units)
-        self._store.begin(stage, self._steps + 1)
-        self._optimizers[first].step()
-        if self._plan.async_optimizer:
-            with self._lock:
-                self._stepped.append((first, stage))
-        else:
-            self._store.end(stage, True)
+        self.optimizers.optimize(first)
 
     def verdict(self) -> bool:
-        return all(self._finite.values())
+        return self.optimizers.verdict()
 
     def validated(self, verdict: bool) -> None:
-        """Takes the verdict of all devices: keeps what was stepped, or rolls it back; or prevents the steps."""
-        self._go = verdict
-        for first, stage in self._stepped:
-            # A step without any gradient has changed nothing, and recorded nothing.
-            if not verdict and any(parameter.grad is not None for parameter in self._owned[first]):
-                self._optimizers[first].rollback()
-            self._store.end(stage, verdict)
-        self._stepped.clear()
-
-    def refusal(self, name: str, data: bytes) -> str | None:
-        """The reason why set_options(data) or load_state_dict(data), or the next step, would fail; None: there is none."""
-        try:
-            value = pickle.loads(data)
-        except Exception as error:
-            return f"{name}: a process of the pipeline cannot unpickle the values: {type(error).__name__}: {error}"
-        for first, optimizer in self._optimizers.items():
-            if optimizer is None:
-                continue
-            trained = [parameter for parameter in self._owned[first] if parameter.requires_grad]
-            trial = Trial(self._make_optimizer, optimizer, trained, self._check and self._plan.async_optimizer)
-            reason = trial.of_options(value) if name == "set_options" else trial.of_state(value.pop(first))
-            if reason:
-                return f"{name}: the optimizer of the stage of unit {first} {reason}"
-        return None
-
-    def set_options(self, data: bytes) -> None:
-        """Sets options of all groups of all optimizers."""
-        for optimizer in self._optimizers.values():
-            for group in optimizer.param_groups if optimizer else ():
-                group.update(pickle.loads(data))
-
-    def state_dicts(self) -> bytes:
-        """The states of the optimizers, by the first unit of their stage."""
-        return pickle.dumps({first: optimizer.state_dict() for first, optimizer in self._optimizers.items() if optimizer})
-
-    def load_state_dict(self, data: bytes) -> None:
-        for first, state in pickle.loads(data).items():
-            if self._optimizers.get(first):
-                self._optimizers[first].load_state_dict(state)
+        self.optimizers.validated(verdict)
 
 
 def _strides(value: torch.Tensor) -> tuple[int, ...] | None:

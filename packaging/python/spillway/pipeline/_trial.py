@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,8 +34,8 @@ class Trial:
         if unknown:
             return f"has no option {', '.join(unknown)}"
         try:
-            if found := _nan(options):
-                return f"cannot step with {found} = NaN"
+            if found := _unusable(options, self._optimizer.param_groups):
+                return f"cannot step with {found}"
             trial = self._other(whole=False)
             if sizes(trial) != sizes(self._optimizer):
                 # The function that makes optimizers looks at the shapes.
@@ -60,8 +61,9 @@ class Trial:
         if not fits:
             return "does not have these parameter groups"
         try:
-            if found := ", ".join(filter(None, map(_nan, state["param_groups"]))):
-                return f"cannot step with {found} = NaN"
+            for group, own in zip(state["param_groups"], self._optimizer.param_groups):
+                if found := _unusable(group, [own]):
+                    return f"cannot step with {found}"
             trial = self._other(whole=True)
             trial.load_state_dict(state)
             self._step(trial)
@@ -89,14 +91,23 @@ def sizes(optimizer: Any) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
-def _nan(options: dict[str, Any]) -> str:
-    """The names of options that are NaN, or contain it."""
-    return ", ".join(name for name, value in options.items() if name != "params" and _is_nan(value))
+def _unusable(options: dict[str, Any], groups: Sequence[dict[str, Any]]) -> str:
+    """The options, with their values, that are NaN or have one, and those that are infinite where a group has a finite number: torch's
+    classes would step with them. An option that is infinite now, such as a limit, may be so again."""
+    found = []
+    for name, value in options.items():
+        finite = any(name in group and _all(math.isfinite, group[name]) for group in groups)
+        fits = _all(math.isfinite if finite else lambda number: not math.isnan(number), value)
+        if name != "params" and fits is False:
+            found.append(f"{name} = {value!r}")
+    return ", ".join(found)
 
 
-def _is_nan(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_is_nan, value))
+def _all(test: Callable[[float], bool], value: Any) -> bool | None:
+    """True if all numbers of a value pass a test; None if it has something else than numbers."""
     if isinstance(value, torch.Tensor):
-        return bool(value.isnan().any())
-    return isinstance(value, numbers.Number) and value != value
+        value = value.flatten().tolist()
+    if isinstance(value, (tuple, list)):
+        results = [_all(test, one) for one in value]
+        return False if False in results else None if None in results else True
+    return test(float(value)) if isinstance(value, numbers.Real) else None

@@ -3,11 +3,15 @@
 Invariants:
 - The process ends when the parent closes the pipe, or when the parent has ended. A pipe alone does not show the second
   case: a forked child of the parent, and a program that this child executes, may hold the parent's end of the pipe. The
-  id of the parent process does: the system changes it."""
+  id of the parent process does: the system changes it.
+- A process that was created by the parent's main thread is killed by the system when the parent has ended, also while it is
+  stopped. The system looks at the creating thread, and another thread may end before the process does."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import operator
 import os
 import queue
 import signal
@@ -18,7 +22,7 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
-from ._channels import Channels, PeerGoneError
+from ._channels import Channels, Endpoint, PeerGoneError
 from ._executor import Executor
 
 #: Bytes of a device in the shared table of progress: the number of the present command's operation plus 1, 0 between
@@ -61,14 +65,17 @@ def _mapped(fd: Any, size: int) -> SharedMemory:
 
 #: Period in seconds at which a process without orders looks whether its parent lives.
 _PARENT_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
 #: Frames of a traceback in a message: the innermost ones.
 _FRAMES = 20
 
 
-def main(device: int, parent: int, control: Any, progress: SharedMemory, outgoing: dict[int, Any], incoming: dict[int, Any],
+def main(device: int, parent: int, control: Any, progress: SharedMemory, endpoint: Endpoint, dies_with_parent: bool,
          make_backend: Callable[[int], Any]) -> None:
-    """Body of a process, a child of process `parent`. An order is a tuple: ("plan", plan), ("step", inputs), ("call", name, arguments) or ("verdict",
-    verdict). Each but a verdict has one answer: ("done", result) or ("failed", operation, is_peer, text)."""
+    """Body of a process, a child of process `parent`. An order is a tuple: ("plan", plan), ("step", inputs), ("call", name, arguments) or
+    ("verdict", verdict). Each but a verdict has one answer: ("done", result) or ("failed", operation, is_peer, text)."""
+    if dies_with_parent:
+        _die_with_parent()
     # Ctrl-C reaches every process of the terminal. The parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders, verdicts = queue.SimpleQueue[Any](), queue.SimpleQueue[bool]()
@@ -84,11 +91,11 @@ def main(device: int, parent: int, control: Any, progress: SharedMemory, outgoin
         control.send(("verdict", verdict))
         return verdicts.get
 
-    backend = executor = None
-    channels = Channels(outgoing, incoming)
+    backend = executor = channels = None
     while True:
         kind, *rest = orders.get()
         try:
+            channels = channels or Channels(endpoint.open())
             backend = backend or make_backend(device)
             result = None
             if kind == "plan":
@@ -100,11 +107,17 @@ def main(device: int, parent: int, control: Any, progress: SharedMemory, outgoin
                 backend.begin(*rest)
                 result = (executor.run() if executor else None, backend.finish())
             else:
-                result = getattr(backend, rest[0])(*rest[1])
+                result = operator.attrgetter(rest[0])(backend)(*rest[1])
             control.send(("done", result))
         except BaseException as error:
             control.send(("failed", present[0], isinstance(error, PeerGoneError), _words(error)))
         record(-1)
+
+
+def _die_with_parent() -> None:
+    """Makes the system kill this process when the thread that created it ends. A process that SIGSTOP has stopped ends too, which no
+    code of its own could do."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _words(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from ._precision import Precision, master_of
 from ._rows import local
 from ._table import Table
 from ._tier_table import TierTable
-from ._undo import LastStep
+from ._undo import LastStep, RecordedStep
 
 #: The keywords beyond torch, with their defaults.
 _BEYOND: dict[str, Any] = {"max_norm": None, "process_group": None, "skip_nonfinite": False, "undo": False, "moment_dtype": None,
@@ -205,7 +205,7 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             written[number, step] = options
             self._set_options(options, self.param_groups[number], step + 1)
             options.grad_scale = -factor if self.param_groups[number].get("maximize") else factor
-        last = LastStep(self, table, len(table.places)) if self.undo else None
+        last = self._recorded(table) if self.undo else None
         # Held before the call: a signal handler may raise after the library has stepped.
         self._pending = pending = Pending(table, 1, last)
         try:

@@ -24,6 +24,9 @@ class Building(TorchStep):
     _sparse = False
     #: Attribute of a parameter that holds its gradient.
     _grad_name = "grad"
+    #: Why this optimizer cannot leave a parameter to torch's step, and what to do.
+    _rest_words = ("is stepped by torch, which cannot roll a step back and keeps no moments or masters of other dtypes; leave out undo, "
+                   "moment_dtype and master, or pass contiguous CPU parameters and gradients of 16 or 32 bits")
     _flags: list[bool] = []
 
     def _current(self) -> Table:
@@ -60,9 +63,7 @@ class Building(TorchStep):
                     rows.append(self._row(number, index, name))
         if rest and (self.undo or self._precision.beyond_torch):
             number, index = rest[0]
-            raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} is stepped by torch, which cannot roll a step "
-                                   "back and keeps no moments or masters of other dtypes; leave out undo, moment_dtype and master, or "
-                                   "pass contiguous CPU parameters and gradients of 16 or 32 bits")
+            raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} {self._rest_words}")
         check_memory(rows, self.param_groups)
         self._rest = rest
         return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic,

@@ -16,7 +16,7 @@ from ._pending import Pending
 from ._precision import LOW, Precision
 from ._rows import local
 from ._table import Table
-from ._undo import LastStep
+from ._undo import RecordedStep
 
 
 class Notes(torch.optim.Optimizer):
@@ -26,7 +26,7 @@ class Notes(torch.optim.Optimizer):
     undo = False
     _precision = Precision()
     _table: Table | None = None
-    _last: LastStep | None = None
+    _last: RecordedStep | None = None
     _pending: Pending | None = None
     _noted: dict[torch.Tensor, tuple[int, dict[str, Any]]] = {}
 

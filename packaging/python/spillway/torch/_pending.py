@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ._undo import LastStep
+    from ._undo import RecordedStep
 
 _version = attrgetter("_version")
 _increment = torch._C._increment_version
@@ -32,7 +32,7 @@ class Pending:
         status: Receives the status of the call.
         last: The record, once the step is noted; None for a rollback."""
 
-    def __init__(self, table: Any, by: int, record: LastStep | None = None):
+    def __init__(self, table: Any, by: int, record: RecordedStep | None = None):
         self.status: list[int] = []
         self.last = record if by > 0 else None
         self._table, self._counts = table, table.counted(by)

@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from ._table import Table
 
 
-class LastStep(_NativeHandle):
-    """A recorded step of a table's rows. It keeps the gradients, which a rollback reads, until the next step, and knows the tensors that
-    the step wrote."""
+class RecordedStep:
+    """A step of a table's rows that can be rolled back. It keeps the gradients, which a rollback reads, until the next step, and knows
+    the tensors that the step wrote."""
 
-    closer = "spw_undo_close"
-
-    def __init__(self, optimizer: SpillwayOptimizer, table: Table, count: int):
-        self._optimizer, self._table, self._count = optimizer, table, count
+    def __init__(self, optimizer: SpillwayOptimizer, table: Table):
+        self._optimizer, self._table = optimizer, table
         self._grads, self._grads_then = table.grads, _present(table.grads)
         params = [optimizer.param_groups[number]["params"][place] for number, place in table.places]
         states = [value for param in params for name, value in optimizer.state[param].items()
@@ -34,16 +32,10 @@ class LastStep(_NativeHandle):
         #: The tensors that the step writes.
         self.written = [local(tensor) for tensor in [*params, *states]]
         self._written_then = _present(self.written)
-        options: Any = _abi.sized(_abi.UndoOptions)
-        options.mode, options.tensors = 1, count
-        options.elements = sum(entry.n for entry in table.entries)
-        self._hold("spw_undo_open", ctypes.byref(options))
 
     def run(self, status: list[int]) -> None:
         """Makes the step, and appends the status of the call to `status`."""
-        table, some = self._table, next(iter(self._table.options.values()))
-        step = getattr(_native.library(), f"spw_undo_{self._optimizer.c_name}_step")
-        self._through(lambda handle: record(status, step, handle, ctypes.byref(some), ctypes.addressof(table.entries), self._count, None))
+        raise NotImplementedError
 
     def note_versions(self, versions: list[int]) -> None:
         """Remembers the versions of `written` after the step: a rollback needs the values of then."""
@@ -55,12 +47,42 @@ class LastStep(_NativeHandle):
 
     def rollback(self, status: list[int]) -> None:
         """Restores every bit of parameters and states; appends the status of the call."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Frees the record."""
+
+    def _check_unchanged(self) -> None:
         if _present(self.written) != self._written_then:
             raise InvalidArgumentError("rollback: a parameter or a state was written to since the step, so its values before the step are lost; "
                                        "roll back before anything else writes to them")
         if _present(self._grads) != self._grads_then:
             raise InvalidArgumentError("rollback: a gradient was written to since the step, and a rollback reads it; roll back before "
                                        "zero_grad(set_to_none=False) and before the next backward")
+
+
+class LastStep(RecordedStep, _NativeHandle):
+    """A recorded step whose record is an spw_undo."""
+
+    closer = "spw_undo_close"
+    close = _NativeHandle.close
+
+    def __init__(self, optimizer: SpillwayOptimizer, table: Table):
+        super().__init__(optimizer, table)
+        options: Any = _abi.sized(_abi.UndoOptions)
+        options.mode, options.tensors = 1, len(table.places)
+        options.elements = sum(entry.n for entry in table.entries)
+        self._hold("spw_undo_open", ctypes.byref(options))
+
+    def run(self, status: list[int]) -> None:
+        """Makes the step, and appends the status of the call to `status`."""
+        table, some = self._table, next(iter(self._table.options.values()))
+        step = getattr(_native.library(), f"spw_undo_{self._optimizer.c_name}_step")
+        self._through(lambda handle: record(status, step, handle, ctypes.byref(some), ctypes.addressof(table.entries), len(table.places), None))
+
+    def rollback(self, status: list[int]) -> None:
+        """Restores every bit of parameters and states; appends the status of the call."""
+        self._check_unchanged()
         self._through(lambda handle: record(status, _native.library().spw_undo_rollback, handle))
         _native.check(status[0])
 

@@ -1,0 +1,201 @@
+"""Adam and AdamW whose step is a job of a stage: conversion, check and step of the gradients are one pass over memory, on the processors
+that all stages of the process share (SysX section 4).
+
+Invariants:
+- One job is open at most, from a step to keep(), rollback() or the next step. The stage holds all memory of an open job.
+- A step that was neither kept nor rolled back is kept, also if the optimizer is freed: torch's optimizers do not take steps back.
+- A step that raised has changed nothing: its job is rolled back before the exception leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from .. import _abi, _native
+from .._native_handle import record
+from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ..optim import Adam as PlainAdam
+from ..optim import StepStats
+from ..stage import Stage
+from ..torch import Adam, AdamW
+from ..torch._base import SpillwayOptimizer, _is_torchs
+from ..torch._rows import CODES, name_of
+from ..torch._table import Table
+from ..torch._undo import RecordedStep
+
+
+class StageOptimizer(SpillwayOptimizer):
+    """Base of StageAdam and StageAdamW; not for direct use.
+
+    Attributes:
+        verdict: StepStats of the gradients of the last step, from the pass of the step itself. A step with Inf or NaN is done
+            all the same: roll it back."""
+
+    verdict = StepStats(False, 0.0)
+    _stage: Stage | None = None
+    _last: _StageStep | None = None
+    _rest_words = ("cannot be stepped by a stage, which has no amsgrad, capturable or differentiable, and needs contiguous CPU parameters and "
+                   "gradients of float32, bfloat16 or float16; leave these options out and cast the parameter, or pass another optimizer")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, as torch does.
+
+        Raises:
+            UnsupportedError: A stage cannot step the group. The optimizer is as before."""
+        super().add_param_group(param_group)
+        try:
+            _check_group(self, len(self.param_groups) - 1)
+        except UnsupportedError:
+            self.param_groups.pop()
+            raise
+
+    def keep(self) -> None:
+        """Keeps the last step: it cannot be rolled back any more. Does nothing without such a step."""
+        self._settle()
+        if self._last is not None:
+            self._last.keep()
+            self._last = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of torch's; keeps the last step first."""
+        self.keep()
+        super().load_state_dict(state_dict)
+
+    def _step_all(self) -> None:
+        self.keep()
+        self.verdict = StepStats(False, 0.0)
+        super()._step_all()
+
+    def _recorded(self, table: Table) -> _StageStep:
+        if self._stage is None or self._stage._process != os.getpid():
+            stage = Stage([], PlainAdam(), publish="staged")
+            weakref.finalize(self, _keep_and_close, stage)
+            self._stage = stage
+        return _StageStep(self, table, self._stage)
+
+
+class StageAdam(StageOptimizer, Adam):
+    """spillway.torch.Adam whose step is a job of a stage. Bits, options and states are those of spillway.torch.Adam with undo=True.
+
+    Args:
+        params: Parameters, or groups of parameters: contiguous, in CPU memory, of float32, bfloat16 or float16. `maximize` is the same in
+            all groups.
+        lr, betas, eps, weight_decay: As in torch.optim.Adam.
+        options: Further keywords of spillway.torch.Adam, without undo, tier and memory_budget; no amsgrad, capturable or differentiable;
+            master is None or "f32".
+
+    Raises:
+        UnsupportedError: A stage cannot step such parameters, or not with these options.
+
+    Example:
+        optimizer = functools.partial(spillway.pipeline.StageAdam, lr=1e-3)"""
+
+    def __init__(self, params: Any, *args: Any, **options: Any):
+        super().__init__(params, *args, **_options(type(self).__name__, options))
+
+
+class StageAdamW(StageOptimizer, AdamW):
+    """spillway.torch.AdamW whose step is a job of a stage. Bits, options and states are those of spillway.torch.AdamW with undo=True.
+
+    Args:
+        params: Parameters, or groups of parameters: contiguous, in CPU memory, of float32, bfloat16 or float16. `maximize` is the same in
+            all groups.
+        lr, betas, eps, weight_decay: As in torch.optim.AdamW.
+        options: Further keywords of spillway.torch.AdamW, without undo, tier and memory_budget; no amsgrad, capturable or differentiable;
+            master is None or "f32".
+
+    Raises:
+        UnsupportedError: A stage cannot step such parameters, or not with these options.
+
+    Example:
+        optimizer = functools.partial(spillway.pipeline.StageAdamW, lr=1e-3, weight_decay=0.1)"""
+
+    def __init__(self, params: Any, *args: Any, **options: Any):
+        super().__init__(params, *args, **_options(type(self).__name__, options))
+
+
+class _StageStep(RecordedStep):
+    """A step that is an open job of the stage."""
+
+    def __init__(self, optimizer: StageOptimizer, table: Table, stage: Stage):
+        super().__init__(optimizer, table)
+        self._stage = stage
+
+    def run(self, status: list[int]) -> None:
+        """Submits the job and waits until its tensors are stepped; appends the status of the wait."""
+        stage, stats = self._stage, _abi.sized(_abi.StepStats)
+        # An interrupted call may have left a job.
+        stage.rollback()
+        stage.finish()
+        held = [tensor.detach() for tensor in (*self.written, *self._grads)]
+        try:
+            stage._submit(held, next(iter(self._table.options.values())), self._table.entries, None, None)
+            stage._through(lambda handle: record(status, _native.library().spw_stage_wait, handle, -1, ctypes.byref(stats)))
+        finally:
+            if status != [0]:
+                stage.rollback()
+                stage.finish()
+        self._optimizer.verdict = StepStats(bool(stats.nonfinite), stats.sum_squares)
+
+    def keep(self) -> None:
+        """Keeps the step. In a forked child the values are kept already: the job belongs to the parent."""
+        if self._stage._process == os.getpid():
+            _keep(self._stage)
+
+    def rollback(self, status: list[int]) -> None:
+        """Restores every bit of parameters and states; appends the status of the call."""
+        try:
+            self._check_unchanged()
+        except InvalidArgumentError:
+            self.keep()
+            raise
+        self._stage.rollback()
+        self._stage._through(lambda handle: record(status, _native.library().spw_stage_finish, handle, -1))
+        # Forgets the memory of the job, or raises its error.
+        self._stage.finish()
+
+
+def _keep(stage: Stage) -> None:
+    if stage.state() == "speculative":
+        stage.commit()
+    stage.finish()
+
+
+def _keep_and_close(stage: Stage) -> None:
+    with contextlib.suppress(SpillwayError):
+        _keep(stage)
+    stage.close()
+
+
+def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of an optimizer whose steps can always be rolled back."""
+    if not options.pop("undo", True):
+        raise InvalidArgumentError(f"{name}: undo is False, but a step of this class can always be rolled back; leave out undo")
+    if options.get("tier") is not None:
+        raise UnsupportedError(f"{name}: the states of a stage are in host memory; leave out tier, or pass spillway.torch.{name[5:]}")
+    if options.get("master") == "split":
+        raise UnsupportedError(f"{name}: a step of split masters cannot be rolled back; pass master=\"f32\"")
+    return {**options, "undo": True}
+
+
+def refuse_parameter(kind: str, name: str, parameter: torch.Tensor) -> None:
+    """Raises UnsupportedError for a trained parameter that a stage cannot step."""
+    if parameter.requires_grad and not (parameter.dtype in CODES and parameter.is_cpu and parameter.is_contiguous()):
+        raise UnsupportedError(f"{kind}: {name} is {parameter.dtype} on {parameter.device} with strides {parameter.stride()}; a stage steps "
+                               "contiguous float32, bfloat16 and float16 parameters in CPU memory: cast or copy it, or pass another optimizer")
+
+
+def _check_group(optimizer: StageOptimizer, number: int) -> None:
+    group, kind = optimizer.param_groups[number], type(optimizer).__name__
+    if _is_torchs(group):
+        raise UnsupportedError(f"{kind}: a stage has no amsgrad, capturable or differentiable; leave them out, or pass torch's optimizer")
+    if bool(group.get("maximize")) != bool(optimizer.param_groups[0].get("maximize")):
+        raise UnsupportedError(f"{kind}: maximize differs between two groups, and the job of a stage has one sign for all; pass the same value "
+                               "for all groups")
+    for index, parameter in enumerate(group["params"]):
+        refuse_parameter(kind, name_of(group, number, index), parameter)

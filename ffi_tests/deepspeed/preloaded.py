@@ -3,7 +3,7 @@ and without the preload library.
 
     preloaded.py CASE
 
-The variable PROCESSOR is what DeepSpeed would ask of the processor for each optimizer, which takes a second."""
+The variable SPILLWAY_TEST_PROCESSOR is what DeepSpeed would ask of the processor for each optimizer, which takes a second."""
 
 import ctypes
 import hashlib

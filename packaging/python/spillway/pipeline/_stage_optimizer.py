@@ -23,9 +23,10 @@ from ..optim import Adam as PlainAdam
 from ..optim import StepStats
 from ..stage import Stage
 from ..torch import Adam, AdamW
-from ..torch._base import SpillwayOptimizer, _is_torchs
+from ..torch._base import SpillwayOptimizer
 from ..torch._rows import CODES, name_of
 from ..torch._table import Table
+from ..torch._torch_step import is_torchs
 from ..torch._undo import RecordedStep
 
 
@@ -192,7 +193,7 @@ def refuse_parameter(kind: str, name: str, parameter: torch.Tensor) -> None:
 
 def _check_group(optimizer: StageOptimizer, number: int) -> None:
     group, kind = optimizer.param_groups[number], type(optimizer).__name__
-    if _is_torchs(group):
+    if is_torchs(group):
         raise UnsupportedError(f"{kind}: a stage has no amsgrad, capturable or differentiable; leave them out, or pass torch's optimizer")
     if bool(group.get("maximize")) != bool(optimizer.param_groups[0].get("maximize")):
         raise UnsupportedError(f"{kind}: maximize differs between two groups, and the job of a stage has one sign for all; pass the same value "

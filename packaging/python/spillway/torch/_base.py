@@ -219,6 +219,10 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
         finally:
             self._settle()
 
+    def _recorded(self, table: Table) -> RecordedStep:
+        """The next step of a table, to be run, with a record for a rollback."""
+        return LastStep(self, table)
+
     def _set_options(self, options: Any, group: dict[str, Any], step: int) -> None:
         """Writes the hyper-parameters of a group into the C options."""
         raise NotImplementedError

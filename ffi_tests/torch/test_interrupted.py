@@ -9,14 +9,16 @@ import pytest
 import torch
 
 import spillway
+from spillway import pipeline
 from spillway import torch as own
 
-KINDS = {"plain": {}, "f32": {"master": "f32"}, "split": {"master": "split"}, "undo": {"master": "f32", "undo": True}}
+KINDS = {"plain": {}, "f32": {"master": "f32"}, "split": {"master": "split"}, "undo": {"master": "f32", "undo": True},
+         "stage": {"master": "f32"}}
 
 
 def made(kind, steps=0):
     params = [torch.nn.Parameter(torch.linspace(-1, 1, 50).bfloat16()), torch.nn.Parameter(torch.linspace(-1, 1, 30))]
-    optimizer = own.AdamW(params, lr=1e-2, **KINDS[kind])
+    optimizer = (pipeline.StageAdamW if kind == "stage" else own.AdamW)(params, lr=1e-2, **KINDS[kind])
     for step in range(steps):
         train(optimizer, params, step)
     return optimizer, params
@@ -128,15 +130,16 @@ def test_a_step(reference, before):
     assert line > 50 and counts == {before, before + 1}
 
 
-def test_a_rollback():
+@pytest.mark.parametrize("kind", ["undo", "stage"])
+def test_a_rollback(kind):
     line, counts = 0, set()
-    optimizer, params = made("undo")
+    optimizer, params = made(kind)
     states = []
     for step in range(4):
         train(optimizer, params, step)
         states.append(snapshot(optimizer, params))
     while True:
-        optimizer, params = made("undo", 2)
+        optimizer, params = made(kind, 2)
         if not interrupted_at(line, optimizer.rollback):
             break
         counts.add(goes_on(optimizer, params, states))
@@ -144,13 +147,14 @@ def test_a_rollback():
     assert counts == {1, 2}
 
 
-def test_a_rollback_after_an_interrupted_one():
+@pytest.mark.parametrize("kind", ["undo", "stage"])
+def test_a_rollback_after_an_interrupted_one(kind):
     """A rollback that did not reach the library can be repeated; one that did is not repeated on the restored values."""
-    optimizer, params = made("undo", 1)
+    optimizer, params = made(kind, 1)
     after_one = snapshot(optimizer, params)
     line = 0
     while True:
-        optimizer, params = made("undo", 2)
+        optimizer, params = made(kind, 2)
         if not interrupted_at(line, optimizer.rollback):
             break
         if steps_done(optimizer) == 2:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from test_pipeline_torch import ADAMW, DIM, batches, model, one_thread, serial  # noqa: F401
@@ -26,7 +27,7 @@ def opened(units, optimizer=ADAMW, **options):
 
 OPTIONS = [{"lr": math.nan}, {"lr": math.inf}, {"eps": -math.inf},
            {"lr": "abc"}, {"lr": None}, {"betas": (2, 2)}, {"betas": 3}, {"betas": (0.9, math.nan)},
-           {"weight_decay": "x"}, {"amsgrad": True}]
+           {"weight_decay": "x"}, {"amsgrad": True}, {"lr": numpy.array(math.inf)}, {"betas": (numpy.array(math.nan), 0.9)}]
 
 
 def other(state, change):
@@ -97,11 +98,35 @@ def test_messages_name_the_method_and_steps_without_targets_or_time_are_refused(
         for call, words in [(lambda: runner.set_options(lr=lambda: 0), "^set_options: the values must be picklable"),
                             (lambda: runner.load_state_dict({unit: LocalClass() for unit in range(4)}), "^load_state_dict: "),
                             (lambda: runner.step(inputs, targets, timeout=-1), "timeout is -1"),
+                            (lambda: runner.step(inputs, targets, timeout="1"), "timeout is '1'"),
+                            (lambda: runner.step(inputs.to_sparse(), targets), "inputs is a tensor of torch.sparse_coo"),
+                            (lambda: runner.step(inputs, targets.to("meta")), "targets is a tensor of .* on meta"),
                             (lambda: runner.step(inputs, targets[:0]), "targets must be a tensor whose first dimension"),
                             (lambda: runner.step(inputs[:0], targets), "inputs must be a tensor whose first dimension")]:
             with pytest.raises(spillway.InvalidArgumentError, match=words):
                 call()
         assert runner.step(inputs, targets, timeout=300).committed
+    with pytest.raises(spillway.InvalidArgumentError, match="sync: this pipeline is closed"):
+        runner.sync()
+    with pytest.raises(spillway.InvalidArgumentError, match="Pipeline: StageAdamW cannot step with these options: .*lr"):
+        opened(model(4), functools.partial(pipeline.StageAdamW, lr=math.inf))
+
+
+def test_a_close_that_a_signal_handler_interrupts_is_completed_by_the_next_one():
+    runner = opened(model(4))
+    ids, process = runner.process_ids(), runner._fleet._processes[0]
+    kill = process.kill
+
+    def interrupted():
+        process.kill = kill
+        raise KeyboardInterrupt
+    process.kill = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        runner.close()
+    with pytest.raises(spillway.BusyError, match="closed"):
+        runner.process_ids()
+    runner.close()
+    assert not [one for one in ids if os.path.exists(f"/proc/{one}")]
 
 
 class LocalClass:

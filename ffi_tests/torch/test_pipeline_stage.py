@@ -16,6 +16,7 @@ import spillway
 from spillway import pipeline
 from spillway.pipeline import StageAdam, StageAdamW
 from spillway.pipeline._optimizers import Optimizers
+from spillway.pipeline._stage_optimizer import _KeptStage
 from spillway.pipeline._store import Store
 from spillway.torch import Adam, AdamW
 
@@ -97,12 +98,37 @@ def test_what_a_stage_cannot_step_is_refused_with_a_cure():
             (parameters(), {"tier": ["x"]}, spillway.UnsupportedError, "spillway.torch.AdamW")]:
         with pytest.raises(error, match=words):
             StageAdamW(given, **options)
+    optimizer = StageAdamW([{"params": [one]} for one in parameters()])
+    optimizer.param_groups[1]["maximize"] = True
+    give(0, [one for group in optimizer.param_groups for one in group["params"]])
+    with pytest.raises(spillway.UnsupportedError, match="maximize differs"):
+        optimizer.step()
     optimizer = StageAdamW(parameters())
     with pytest.raises(spillway.UnsupportedError, match="float64"):
         optimizer.add_param_group({"params": double})
     assert len(optimizer.param_groups) == 1
     with pytest.raises(spillway.UnsupportedError, match="Pipeline: StageAdamW: parameter weight of unit 1 is torch.float64"):
         pipeline.Pipeline([torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM).double()], LOSS, STAGE, torch.ones(3, DIM))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_step_is_kept_when_its_optimizer_is_freed_also_if_a_signal_handler_raises_then(monkeypatch, interrupted):
+    left = parameters()
+    optimizer = StageAdamW(left)
+    give(0, left)
+    optimizer.step()
+    after = [parameter.detach().clone() for parameter in left]
+    calls = []
+
+    def drain(stage, _):
+        calls.append(stage)
+        if interrupted:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(_KeptStage, "_drain", drain)
+    del optimizer
+    gc.collect()
+    assert len(calls) == 1 and all(map(torch.equal, left, after))
 
 
 def test_a_step_that_was_written_to_is_kept_and_a_forked_child_has_a_stage_of_its_own():

@@ -73,9 +73,9 @@ class _NativeHandle:
     def _call(self, function, *arguments):
         self._through(lambda handle: _native.check(getattr(_native.library(), function)(handle, *arguments)))
 
-    def _end(self, *arguments, timeout=None, closer=None, before=None):
-        """Waits up to `timeout` seconds for calls in flight, then calls before(handle) and the closer; False if already
-        closed."""
+    def _end(self, *arguments, timeout=None, closer=None, before=None, status=None):
+        """Waits up to `timeout` seconds for calls in flight, then calls before(handle) and the closer, whose status it appends to
+        the list `status`; False if already closed."""
         if not self._cell or self._process != os.getpid() or self._closing._is_owned():
             return False
         end = None if timeout is None else time.monotonic() + timeout
@@ -87,7 +87,7 @@ class _NativeHandle:
                 self._drain(end)
                 if before is not None:
                     before(self._cell[0])
-                function, status = getattr(_native.library(), closer or self.closer), []
+                function, status = getattr(_native.library(), closer or self.closer), [] if status is None else status
                 rest = [(argument() if callable(argument) else argument,) for argument in arguments]
                 # One step removes the handle from its cell and passes it to C: it is neither lost nor freed twice.
                 status.extend(itertools.islice(map(function, iter(self._cell.pop, None), *rest), 1))

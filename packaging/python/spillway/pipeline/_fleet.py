@@ -1,7 +1,8 @@
 """The processes of a pipeline, as their parent sees them.
 
 Invariants:
-- A failure of one process ends all: they are killed and reaped before the exception is raised.
+- A failure of one process ends all: they are killed and reaped before the exception is raised. A signal handler that raises
+  meanwhile leaves processes, which the next close() ends.
 - The first cause is reported. A process whose peer has ended is no cause.
 - Shared memory has no name. Processes end when their parent has ended, however it ended, also while another process
   holds the parent's end of a pipe.
@@ -48,7 +49,7 @@ class Fleet:
     def __init__(self, devices: int, pairs: Iterable[tuple[int, int]], make_backend: Callable[[int], Any], transport: str = "pipes"):
         context = multiprocessing.get_context("spawn")
         self._process_id = os.getpid()
-        self._asking, self._ending, self._closing = threading.Lock(), threading.RLock(), False
+        self._asking, self._ending, self._closing, self._dead = threading.Lock(), threading.RLock(), False, False
         self._plan: Plan | None = None
         self._processes: list[Any] = []
         self._controls: list[Any] = []
@@ -56,7 +57,8 @@ class Fleet:
         ends: list[Any] = []
         main_thread = threading.current_thread() is threading.main_thread()
         # Ends the processes when this object is forgotten, and at exit.
-        self._end = weakref.finalize(self, _end, self._process_id, self._processes, self._controls, self._progress)
+        self._owned = (self._process_id, self._processes, self._controls, self._progress)
+        weakref.finalize(self, _end, *self._owned)
         try:
             endpoints = TRANSPORTS[transport].connect(devices, set(pairs))
             ends += endpoints
@@ -80,15 +82,21 @@ class Fleet:
     @property
     def closed(self) -> bool:
         """True after close() or a failure."""
-        return not self._end.alive
+        return self._dead
 
     def process_ids(self) -> list[int]:
         """Returns the ids of the processes, by device.
 
         Raises:
             BusyError: The pipeline is closed."""
+        self._check_owner()
         self._check_open()
         return [process.pid for process in self._processes]
+
+    def _check_owner(self) -> None:
+        if self._process_id != os.getpid():
+            raise UnsupportedError(f"this pipeline was opened by process {self._process_id} and is not usable in its forked child; open a "
+                                   "new one in the child")
 
     def _check_open(self) -> None:
         if self.closed:
@@ -107,11 +115,9 @@ class Fleet:
             TimedOutError: Not all devices answered in time. All processes have ended.
             BusyError: Another thread waits for answers, or the pipeline is closed. Nothing was done.
             InvalidArgumentError: The timeout is negative or not finite. Nothing was done."""
-        if self._process_id != os.getpid():
-            raise UnsupportedError(f"this pipeline was opened by process {self._process_id} and is not usable in its forked child; open a "
-                                   "new one in the child")
+        self._check_owner()
         given, timeout = timeout, _arguments.seconds(timeout)
-        if given is not None and float(given) < 0:
+        if given is not None and (isinstance(given, (str, bytes)) or float(given) < 0):
             raise InvalidArgumentError(f"timeout is {given!r}; pass at least 0 seconds, or None for no limit")
         self._check_open()
         if not self._asking.acquire(blocking=False):
@@ -206,23 +212,29 @@ class Fleet:
     def kill(self) -> None:
         """Ends and reaps all processes. Does nothing in a forked child."""
         if self._process_id == os.getpid():
+            self._dead = True
             with self._ending:
-                self._end()
+                _end(*self._owned)
 
     def close(self) -> None:
-        """Ends all processes; a second call does nothing."""
+        """Ends all processes. May be called again, also after a signal handler has raised in it."""
         self._closing = True
         self.kill()
 
 
 def _end(owner: int, processes: list[Any], controls: list[Any], progress: _worker.SharedMemory) -> None:
+    """Ends and reaps the processes that are left. An interrupted call is completed by the next one."""
     if owner != os.getpid():
         return
     for process in processes:
         process.kill()
-    for process in processes:
+    while processes:
+        process = processes[-1]
         process.join()
-        process.close()
+        # A signal handler may have closed the pipeline meanwhile.
+        if process in processes:
+            processes.remove(process)
+            process.close()
     for control in controls:
         control.close()
     progress.close()

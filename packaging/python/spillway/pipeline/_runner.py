@@ -99,9 +99,8 @@ class Pipeline:
         self.plan: Plan = plan(schedule, devices=devices, micro_batches=micro_batches, stages=len(self._units) // split, split=split,
                                units=measure(self._units, sample), slots=slots, recompute=recompute, early_checkpoints=early_checkpoints,
                                async_optimizer=async_optimizer)
-        if check_finite and self.plan.async_optimizer:
-            _refuse_without_rollback(optimizer)
-        self._sample, self._step, self._steps = sample, 0, 0
+        _refuse_unusable(optimizer, check_finite and self.plan.async_optimizer)
+        self._sample, self._step, self._steps, self._closed = sample, 0, 0, False
         self._store = Store(self._units)
         pairs = {(one.device, one.peer) for one in self.plan.operations if one.kind.startswith("send") and one.peer is not None}
         try:
@@ -152,6 +151,8 @@ class Pipeline:
 
     def _divided(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         count = self.plan.micro_batches
+        if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_meta):
+            raise InvalidArgumentError(f"step: {name} is a tensor of {tensor.layout} on {tensor.device}; pass one with strides and values")
         if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or not tensor.shape[0] or tensor.shape[0] % count:
             raise InvalidArgumentError(f"step: {name} must be a tensor whose first dimension is a multiple of {count} micro-batches, and not 0")
         return [part.detach().cpu().clone() for part in tensor.chunk(count)]
@@ -206,14 +207,18 @@ class Pipeline:
         step had begun, or all had ended.
 
         Raises:
-            TornError: The weights are those of half a step."""
+            TornError: The weights are those of half a step.
+            InvalidArgumentError: The pipeline is closed."""
+        if self._closed:
+            raise InvalidArgumentError("sync: this pipeline is closed; call sync() before close()")
         self._store.check_whole(self._steps)
         for number, unit in enumerate(self._units):
             for ours, theirs in zip(self._store.tensors(number), unit.parameters()):
                 theirs.copy_(ours)
 
     def close(self) -> None:
-        """Ends all processes; a second call does nothing."""
+        """Ends all processes. May be called again, also after a signal handler has raised in it."""
+        self._closed = True
         self._fleet.close()
         self._store.close()
 
@@ -297,8 +302,23 @@ def _refuse_for_stage(optimizer: Callable[..., Any], units: Sequence[torch.nn.Mo
                 refuse_parameter(f"Pipeline: {kind.__name__}", f"parameter {name} of unit {number}", parameter)
 
 
-def _refuse_without_rollback(optimizer: Callable[..., Any]) -> None:
-    made = optimizer([torch.nn.Parameter(torch.zeros(1))])
+def _refuse_unusable(optimizer: Callable[..., Any], rolls_back: bool) -> None:
+    """Refuses an optimizer that cannot step one parameter, or not roll the step back."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    try:
+        made = optimizer([parameter])
+    except Exception:
+        if rolls_back:
+            raise
+        # It may need the parameters of a whole stage: the processes tell.
+        return
+    try:
+        made.step()
+    except Exception as error:
+        raise InvalidArgumentError(f"Pipeline: {type(made).__name__} cannot step with these options: {type(error).__name__}: {error}") from error
+    if not rolls_back:
+        return
     if not hasattr(made, "rollback") or not getattr(made, "undo", True):
         raise InvalidArgumentError(f"Pipeline: {type(made).__name__} cannot roll back a step, which asynchronous optimizers need; pass "
                                    "spillway.pipeline.StageAdamW, or spillway.torch.AdamW with undo=True, or async_optimizer=False, "

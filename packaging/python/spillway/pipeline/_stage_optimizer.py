@@ -4,21 +4,20 @@ that all stages of the process share (SysX section 4).
 Invariants:
 - One job is open at most, from a step to keep(), rollback() or the next step. The stage holds all memory of an open job.
 - A step that was neither kept nor rolled back is kept, also if the optimizer is freed: torch's optimizers do not take steps back.
-- A step that raised has changed nothing: its job is rolled back before the exception leaves."""
+- A step that raised has changed nothing: its job is rolled back before the exception leaves.
+- A rollback closes the stage: that one call returns when every bit is restored, so no signal handler sees half of it."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import weakref
 from typing import Any
 
 import torch
 
 from .. import _abi, _native
 from .._native_handle import record
-from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..optim import Adam as PlainAdam
 from ..optim import StepStats
 from ..stage import Stage
@@ -38,7 +37,7 @@ class StageOptimizer(SpillwayOptimizer):
             all the same: roll it back."""
 
     verdict = StepStats(False, 0.0)
-    _stage: Stage | None = None
+    _stage: _KeptStage | None = None
     _last: _StageStep | None = None
     _rest_words = ("cannot be stepped by a stage, which has no amsgrad, capturable or differentiable, and needs contiguous CPU parameters and "
                    "gradients of float32, bfloat16 or float16; leave these options out and cast the parameter, or pass another optimizer")
@@ -69,14 +68,13 @@ class StageOptimizer(SpillwayOptimizer):
 
     def _step_all(self) -> None:
         self.keep()
+        _check_signs(self)
         self.verdict = StepStats(False, 0.0)
         super()._step_all()
 
     def _recorded(self, table: Table) -> _StageStep:
-        if self._stage is None or self._stage._process != os.getpid():
-            stage = Stage([], PlainAdam(), publish="staged")
-            weakref.finalize(self, _keep_and_close, stage)
-            self._stage = stage
+        if self._stage is None or self._stage.is_closed or self._stage._process != os.getpid():
+            self._stage = _KeptStage([], PlainAdam(), publish="staged")
         return _StageStep(self, table, self._stage)
 
 
@@ -120,10 +118,31 @@ class StageAdamW(StageOptimizer, AdamW):
         super().__init__(params, *args, **_options(type(self).__name__, options))
 
 
+class _KeptStage(Stage):
+    """A stage that keeps an open step when it is closed or freed."""
+
+    @property
+    def is_closed(self) -> bool:
+        """True after close() or cancel()."""
+        return not self._cell
+
+    def close(self) -> None:
+        """Keeps an open step, and closes the stage."""
+        if self._end(before=_native.library().spw_stage_commit):
+            self._held.clear()
+
+    def cancel(self, status: list[int]) -> None:
+        """Rolls an open step back, closes the stage, and appends the status of the call."""
+        # Names a stage that is closed or belongs to another process.
+        self.handle
+        if self._end(status=status):
+            self._held.clear()
+
+
 class _StageStep(RecordedStep):
     """A step that is an open job of the stage."""
 
-    def __init__(self, optimizer: StageOptimizer, table: Table, stage: Stage):
+    def __init__(self, optimizer: StageOptimizer, table: Table, stage: _KeptStage):
         super().__init__(optimizer, table)
         self._stage = stage
 
@@ -155,22 +174,13 @@ class _StageStep(RecordedStep):
         except InvalidArgumentError:
             self.keep()
             raise
-        self._stage.rollback()
-        self._stage._through(lambda handle: record(status, _native.library().spw_stage_finish, handle, -1))
-        # Forgets the memory of the job, or raises its error.
-        self._stage.finish()
+        self._stage.cancel(status)
 
 
 def _keep(stage: Stage) -> None:
     if stage.state() == "speculative":
         stage.commit()
     stage.finish()
-
-
-def _keep_and_close(stage: Stage) -> None:
-    with contextlib.suppress(SpillwayError):
-        _keep(stage)
-    stage.close()
 
 
 def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -195,8 +205,12 @@ def _check_group(optimizer: StageOptimizer, number: int) -> None:
     group, kind = optimizer.param_groups[number], type(optimizer).__name__
     if is_torchs(group):
         raise UnsupportedError(f"{kind}: a stage has no amsgrad, capturable or differentiable; leave them out, or pass torch's optimizer")
-    if bool(group.get("maximize")) != bool(optimizer.param_groups[0].get("maximize")):
-        raise UnsupportedError(f"{kind}: maximize differs between two groups, and the job of a stage has one sign for all; pass the same value "
-                               "for all groups")
+    _check_signs(optimizer)
     for index, parameter in enumerate(group["params"]):
         refuse_parameter(kind, name_of(group, number, index), parameter)
+
+
+def _check_signs(optimizer: StageOptimizer) -> None:
+    if len({bool(group.get("maximize")) for group in optimizer.param_groups}) > 1:
+        raise UnsupportedError(f"{type(optimizer).__name__}: maximize differs between two groups, and the job of a stage has one sign for all; "
+                               "pass the same value for all groups")

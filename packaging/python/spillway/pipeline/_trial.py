@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,9 +104,10 @@ def _unusable(options: dict[str, Any], groups: Sequence[dict[str, Any]]) -> str:
 
 def _all(test: Callable[[float], bool], value: Any) -> bool | None:
     """True if all numbers of a value pass a test; None if it has something else than numbers."""
-    if isinstance(value, torch.Tensor):
-        value = value.flatten().tolist()
+    if hasattr(value, "tolist"):
+        # A tensor or a numpy array.
+        value = value.tolist()
     if isinstance(value, (tuple, list)):
         results = [_all(test, one) for one in value]
         return False if False in results else None if None in results else True
-    return test(float(value)) if isinstance(value, numbers.Real) else None
+    return test(float(value)) if hasattr(value, "__float__") else None

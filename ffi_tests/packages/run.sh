@@ -22,7 +22,8 @@ main() {
     dist=$(CDPATH='' cd -- "$dist" && pwd)
     rm -rf "$work/guest"
     mkdir "$work/guest"
-    cp "$dist"/spillway-*_"$machine".whl "$dist"/spillway_*.deb "$root/ffi_tests/arm/wheel.py" "$work/guest"
+    cp "$dist"/spillway-*_"$machine".whl "$dist"/spillway_*_"$(dpkg --print-architecture)".deb \
+        "$root/ffi_tests/arm/wheel.py" "$work/guest"
     check 'the wheel runs on glibc 2.28, and auditwheel agrees' tag
     check 'the wheel installs in the root, steps, and has the tool and the preload library' in_root from_wheel
     check 'the Debian packages have every file of make install' contents

@@ -92,7 +92,7 @@ def test_arguments_that_torch_refuses_are_refused_alike(name):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_states_load_in_both_directions(name):
-    """After half of the steps the two exchange their states by torch.save, and go on alike."""
+    """After half of the steps the two classes exchange their states by torch.save, and continue with equal results."""
     ours, theirs = parameters(), parameters()
     pair = getattr(own, name)(ours), getattr(torch.optim, name)(theirs)
     for step in range(STEPS):

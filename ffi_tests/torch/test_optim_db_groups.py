@@ -7,7 +7,7 @@ import torch
 import torch.optim.optimizer as optimizer_module
 from torch.nn import Parameter
 
-from torch_suite import F32, every_class, every_input, inputs, model_and_step
+from torch_suite import F32, closure_of, every_class, every_input, first_and_last_loss, inputs, model_and_step
 
 
 @every_class
@@ -44,18 +44,8 @@ def test_groups_that_are_added_while_training_run_with_schedulers(info):
             schedules = [make(optimizer) for make in makers]
         except (KeyError, ValueError):
             continue
-
-        def closure():
-            optimizer.zero_grad()
-            loss = (weight.mv(data) + bias).pow(2).sum()
-            loss.backward()
-            return loss
-        first = float(closure())
-        for _ in range(20):
-            value = optimizer.step(closure)
-            for schedule in schedules:
-                schedule.step(value) if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) else schedule.step()
-        assert float(closure()) < first
+        first, last = first_and_last_loss(optimizer, closure_of(optimizer, weight, bias, data), schedules)
+        assert last < first
 
 
 @every_class

@@ -13,7 +13,7 @@ from spillway import torch as own
 
 @every_input
 def test_equal_runs_have_equal_state_dicts(info, kwargs):
-    """torch's test_state_dict_deterministic: after a load, two runs go on alike; parameters may be cast in between."""
+    """torch's test_state_dict_deterministic: two runs that continue from one state dict have equal states; parameters may be cast in between."""
     torch.manual_seed(2)
     params, optimizer, closure = model_and_step(info, copy.deepcopy(kwargs))
     for _ in range(3):

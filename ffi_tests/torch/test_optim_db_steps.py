@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from torch_suite import BY_NAME, F32, INFOS, cases, every_class, every_input, model_and_step
+from torch_suite import BY_NAME, F32, INFOS, cases, closure_of, every_class, every_input, first_and_last_loss, model_and_step
 from spillway import torch as own
 
 
@@ -32,21 +32,7 @@ def test_steps_go_in_the_right_direction(info, kwargs, contiguous, with_schedule
         except (KeyError, ValueError) as error:
             assert info.optim_cls is not own.Adam, error
             continue
-
-        def closure():
-            optimizer.zero_grad()
-            loss = (weight.mv(data) + bias).pow(2).sum()
-            loss.backward()
-            return loss
-        first = float(closure())
-        for _ in range(20):
-            value = optimizer.step(closure)
-            for schedule in schedules:
-                if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                    schedule.step(value)
-                else:
-                    schedule.step()
-        last = float(closure())
+        first, last = first_and_last_loss(optimizer, closure_of(optimizer, weight, bias, data), schedules)
         assert last > first if kwargs.get("maximize") else last < first
 
 

@@ -61,13 +61,30 @@ def model_and_step(info, kwargs, dtype=F32):
     weight, bias = (Parameter(torch.randn(shape, dtype=dtype)) for shape in ((10, 5), (10,)))
     data = torch.randn(5, dtype=dtype)
     optimizer = info.optim_cls([weight, bias], **kwargs)
+    return [weight, bias], optimizer, closure_of(optimizer, weight, bias, data)
 
+
+def closure_of(optimizer, weight, bias, data):
+    """A closure of the suite's model, which has gradients and returns the loss."""
     def closure():
         optimizer.zero_grad()
         loss = (weight.mv(data) + bias).pow(2).sum()
         loss.backward()
         return loss
-    return [weight, bias], optimizer, closure
+    return closure
+
+
+def first_and_last_loss(optimizer, closure, schedules):
+    """The losses before and after 20 steps, each followed by a step of all schedules."""
+    first = float(closure())
+    for _ in range(20):
+        value = optimizer.step(closure)
+        for schedule in schedules:
+            if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                schedule.step(value)
+            else:
+                schedule.step()
+    return first, float(closure())
 
 
 def equal_trees(one, other):

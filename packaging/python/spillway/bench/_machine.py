@@ -31,7 +31,7 @@ def require_memory(parameters, per_parameter):
 
 
 def has_memory(parameters, per_parameter):
-    """True if arrays with so many bytes per parameter fit into the available memory."""
+    """True if arrays of `per_parameter` bytes for each parameter fit into the available memory."""
     available = _available()
     return available is None or parameters * per_parameter <= available * _SHARE
 

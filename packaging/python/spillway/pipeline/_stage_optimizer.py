@@ -42,6 +42,9 @@ class StageOptimizer(SpillwayOptimizer):
     _rest_words = ("cannot be stepped by a stage, which has no amsgrad, capturable or differentiable, and needs contiguous CPU parameters and "
                    "gradients of float32, bfloat16 or float16; leave these options out and cast the parameter, or pass another optimizer")
 
+    def __init__(self, params: Any, *args: Any, **options: Any):
+        super().__init__(params, *args, **_options(type(self).__name__, options))
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch does.
 
@@ -94,9 +97,6 @@ class StageAdam(StageOptimizer, Adam):
     Example:
         optimizer = functools.partial(spillway.pipeline.StageAdam, lr=1e-3)"""
 
-    def __init__(self, params: Any, *args: Any, **options: Any):
-        super().__init__(params, *args, **_options(type(self).__name__, options))
-
 
 class StageAdamW(StageOptimizer, AdamW):
     """spillway.torch.AdamW whose step is a job of a stage. Bits, options and states are those of spillway.torch.AdamW with undo=True.
@@ -113,9 +113,6 @@ class StageAdamW(StageOptimizer, AdamW):
 
     Example:
         optimizer = functools.partial(spillway.pipeline.StageAdamW, lr=1e-3, weight_decay=0.1)"""
-
-    def __init__(self, params: Any, *args: Any, **options: Any):
-        super().__init__(params, *args, **_options(type(self).__name__, options))
 
 
 class _KeptStage(Stage):

@@ -18,7 +18,7 @@ from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _split
 from ._arguments import check_keywords, check_steps
 from ._building import Building
-from ._clipping import Clipping
+from ._clipping import Clipping, Measured
 from ._on_tier import OnTier
 from ._pending import Pending
 from ._precision import Precision, master_of
@@ -173,19 +173,20 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             self._tell(found_inf=True)
             self.skipped = True
             return
+        table: Any = None
         try:
-            table: Any = TierTable(self, self._tier) if self._tier is not None else self._current()
-        except Exception:
-            self._tell(refused=True)
-            raise
-        try:
-            self._step_table(table, 1.0 if scale is None else 1.0 / float(scale))
+            with self._telling():
+                table = TierTable(self, self._tier) if self._tier is not None else self._current()
+                factor = 1.0 if scale is None else 1.0 / float(scale)
+                measured = self._measured(table, factor) if self._measures else None
+            self._step_table(table, factor, measured)
         finally:
-            table.release_grads()
+            if table is not None:
+                table.release_grads()
 
-    def _step_table(self, table: Table, factor: float) -> None:
-        if self._measures:
-            clip = self._clip(table, factor)
+    def _step_table(self, table: Table, factor: float, measured: Measured | None) -> None:
+        if measured is not None:
+            clip = self._clip(measured)
             if clip is None:
                 self.skipped = True
                 return

@@ -8,8 +8,9 @@ import torch
 
 from .. import _abi
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ._parts import part_of
 from ._precision import LOW, master_of
-from ._rows import DTensor, Row, check_memory, check_state, is_served, lay_out, local, name_of
+from ._rows import Row, check_memory, check_state, is_served, lay_out, local, name_of
 from ._table import Table
 from ._torch_step import TorchStep, is_torchs
 
@@ -99,10 +100,9 @@ class Building(TorchStep):
             number, index = place
             before = sum(len(group["params"]) for group in self.param_groups[:number])
             param = self.param_groups[number]["params"][index]
-            # Parts of one parameter in several processes must not get the same random bits.
-            rank = torch.distributed.get_rank() if isinstance(param, DTensor) else 0
             options.rounding = _abi.ROUNDINGS["stochastic"]
-            options.rounding_seed = (self._precision.seed + (rank << 32) + before + index) % 2**64
+            # Different parts of one parameter must not get the same random bits, and replicas of a part must.
+            options.rounding_seed = (self._precision.seed + (part_of(param) << 32) + before + index) % 2**64
         return options
 
     def _states_of(self, group: dict[str, Any], param: torch.Tensor, name: str) -> tuple[torch.Tensor, ...]:

@@ -1,19 +1,32 @@
 """The norm of all gradients, and what follows from it: the factor that clips them, or that the step is skipped.
 
-With a process group, the processes sum their norms. Every process takes part in every reduction, also one that refuses its step."""
+With a process group, the processes sum their norms; _parts.py has the rule which parts count where. Every process takes part in every
+reduction, also one that refuses its step before it. All that a process can refuse by itself comes before the reduction."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import _abi, _native
 from ..errors import InvalidArgumentError, SpillwayError
+from ._parts import Parts
 from ._rows import CODES, DTensor, local, name_of
 from ._table import Table
 from ._torch_step import TorchStep
+
+
+class Measured(NamedTuple):
+    """What this process has measured: the sum of the squares of the gradients that count here, and whether one has Inf or NaN."""
+
+    total: float
+    nonfinite: bool
+    #: Name of the first parameter with such a gradient.
+    culprit: str
 
 
 class Clipping(TorchStep):
@@ -32,23 +45,47 @@ class Clipping(TorchStep):
         """True if a step measures the gradients."""
         return self.max_norm is not None or self.skip_nonfinite
 
-    def _clip(self, table: Table, factor: float) -> float | None:
-        """The factor that clips the gradients to `max_norm`; None to skip the step."""
+    def _measured(self, table: Table, factor: float) -> Measured:
+        """Measures the gradients of this process."""
         total, nonfinite, culprit = 0.0, False, ""
+        counts = self._counts(table)
         out, function = _abi.sized(_abi.StepStats), _native.library().spw_grad_stats
         for at, (grad, entry) in enumerate(zip(table.grads, table.entries)):
             _native.check(function(entry.grad, CODES[grad.dtype], entry.n, factor, ctypes.byref(out)))
-            total += out.sum_squares
+            if counts is None or counts[at]:
+                total += out.sum_squares
             if out.nonfinite and not nonfinite:
                 nonfinite, culprit = True, table.name(at)
-        for number, index in self._rest:
+        for at, (number, index) in enumerate(self._rest, len(table.grads)):
             group = self.param_groups[number]
             grad = local(group["params"][index].grad)
             square = float(torch.linalg.vector_norm(grad.to_dense() if grad.is_sparse else grad, dtype=torch.float64)) ** 2 * factor ** 2
-            total += square
+            if counts is None or counts[at]:
+                total += square
             if square - square != 0 and not nonfinite:
                 nonfinite, culprit = True, name_of(group, number, index)
-        total, nonfinite, found_inf = self._reduced(total, nonfinite)
+        return Measured(total, nonfinite, culprit)
+
+    def _counts(self, table: Table) -> list[bool] | None:
+        """For each gradient, those of `table` first, whether it counts in this process; None: all do."""
+        group = self.process_group
+        if group is not None and table.counts[0] is group:
+            return table.counts[1]
+        everything = [param for own in self.param_groups for param in own["params"]]
+        if group is not None:
+            parts = Parts(everything, group)
+            places = [(self.param_groups[number], number, index) for number, index in [*table.places, *self._rest]]
+            table.counts = group, [parts.count(getattr(own["params"][index], self._grad_name), name_of(own, number, index))
+                                   for own, number, index in places]
+            return table.counts[1]
+        if any(isinstance(param, DTensor) for param in everything):
+            raise InvalidArgumentError(f"{type(self).__name__}: parameters are DTensors, so max_norm and skip_nonfinite need process_group, the "
+                                       "group over which the parts are summed")
+        return None
+
+    def _clip(self, measured: Measured) -> float | None:
+        """The factor that clips the gradients to `max_norm`; None to skip the step."""
+        total, nonfinite, found_inf = self._reduced(measured)
         self.grad_norm = total ** 0.5
         if found_inf:
             self.grad_norm = float("inf")
@@ -56,9 +93,19 @@ class Clipping(TorchStep):
         if nonfinite and self.skip_nonfinite:
             return None
         if nonfinite:
-            raise InvalidArgumentError(f"the gradient of {culprit or 'a parameter of another process'} has Inf or NaN; nothing was stepped. "
-                                       "Pass skip_nonfinite=True to skip such steps")
+            raise InvalidArgumentError(f"the gradient of {measured.culprit or 'a parameter of another process'} has Inf or NaN; nothing was "
+                                       "stepped. Pass skip_nonfinite=True to skip such steps")
         return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) if self.max_norm is not None else 1.0
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tells the other processes of an error in the block, so that they do not wait for this one."""
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):
+                self._tell(refused=True)
+            raise
 
     def _tell(self, found_inf: bool = False, refused: bool = False) -> None:
         """Tells the other processes, which wait in the reduction of their gradients, that this one does not step."""
@@ -70,14 +117,11 @@ class Clipping(TorchStep):
         torch.distributed.all_reduce(sums, group=self.process_group)
         return sums.tolist()
 
-    def _reduced(self, total: float, nonfinite: bool) -> tuple[float, bool, bool]:
+    def _reduced(self, measured: Measured) -> tuple[float, bool, bool]:
         """Square of the norm, whether a gradient has Inf or NaN, and whether a GradScaler has found one: in any process of the group."""
         if self.process_group is None:
-            if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
-                raise InvalidArgumentError(f"{type(self).__name__}: parameters are DTensors, so max_norm and skip_nonfinite need "
-                                           "process_group, the group over which the parts are summed")
-            return total, nonfinite, False
-        total, bad, found, refused = self._summed([total, float(nonfinite), 0.0, 0.0])
+            return measured.total, measured.nonfinite, False
+        total, bad, found, refused = self._summed([measured.total, float(measured.nonfinite), 0.0, 0.0])
         if refused:
             raise SpillwayError(f"{type(self).__name__}: another process of process_group refused this step, and its error says why; nothing was "
                                 "stepped here")

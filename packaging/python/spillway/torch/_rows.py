@@ -53,6 +53,11 @@ def holds_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_neg() or tensor._is_zerotensor())
 
 
+def is_partial(tensor: torch.Tensor) -> bool:
+    """True if processes hold terms of a sum, which are no values of the tensor."""
+    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
 def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
     """True if Spillway steps a parameter, without regard to its states; False leaves it to torch.
 
@@ -65,6 +70,8 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
     if isinstance(param, DTensor) and grad.placements != param.placements:
         raise InvalidArgumentError(f"{name}: the gradient is placed as {grad.placements}, the parameter as {param.placements}; "
                                    "redistribute the gradient")
+    if is_partial(param):
+        return False
     param, grad = local(param), local(grad)
     if type(grad) not in _PLAIN or grad.layout is not torch.strided:
         return False

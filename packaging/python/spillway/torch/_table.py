@@ -41,6 +41,8 @@ class Table:
     def __init__(self, optimizer: torch.optim.Optimizer, rows: list[Row], keys: dict[str, str],
                  make_options: Callable[[tuple[int, int]], Any], own_options: bool = False, master: str = "", grad_name: str = "grad"):
         self._optimizer, self._master = optimizer, master
+        #: A process group, and for each gradient of the step whether it counts in the group's norm.
+        self.counts: tuple[Any, list[bool] | None] = (None, None)
         # The rows themselves hold gradients and states, which must not live longer than their owners keep them.
         self.places = [(row.group, row.place) for row in rows]
         self._copies = [row.copy for row in rows if row.copy is not None]

@@ -34,6 +34,8 @@ class TierTable:
 
     def __init__(self, optimizer: SpillwayOptimizer, states: TierStates):
         self._optimizer, self._states = optimizer, states
+        #: A process group, and for each gradient of the step whether it counts in the group's norm.
+        self.counts: tuple[Any, list[bool] | None] = (None, None)
         self.places: list[tuple[int, int]] = []
         self.grads: list[torch.Tensor] = []
         self._numbers: list[int] = []

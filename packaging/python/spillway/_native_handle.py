@@ -5,6 +5,9 @@ Thread-safe: a close refuses new calls and waits for calls in flight before it f
 raise between any two bytecodes, so two operations are one step in C: entering a call (`with` on a lock), and making a C
 call and storing its outcome (`record`).
 
+Memory that the library accesses while the object is open is in containers that `_hold` keeps. It is freed with the object,
+not before: neither a close that timed out, nor a lost object, nor the end of the interpreter frees it.
+
 A forked child has an unusable copy of the object: every call raises there, and close() does nothing."""
 
 from __future__ import annotations
@@ -12,15 +15,17 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import sys
 import threading
 import time
 from typing import Any, TypeVar
 
-from . import _native
+from . import _kept, _native
 from .errors import BusyError, InvalidArgumentError, TimedOutError, UnsupportedError
 
 # Period in seconds at which a close polls for calls in flight.
 POLL_SECONDS = 0.002
+TIMEOUT = 23
 
 
 def record(outcome, function, *arguments):
@@ -37,13 +42,16 @@ class _NativeHandle:
     closer: str = ""
     # The C handle in a list of one item, which close() empties.
     _cell: Any = ()
+    # Containers of memory that the library may access, see _kept.
+    _keeps: tuple[Any, ...] = ()
 
-    def _hold(self, opener, *arguments):
+    def _hold(self, opener, *arguments, keeps=()):
         # Set before the call: if the call is interrupted, __del__ still finds and closes the handle.
         handle = ctypes.c_void_p()
         self._process, self._closed, self._inside, self._closing = os.getpid(), False, {}, threading.RLock()
         self._cell = [handle]
         _native.check(getattr(_native.library(), opener)(*arguments, ctypes.byref(handle)))
+        self._keeps = tuple(map(_kept.keep, keeps))
 
     @property
     def _kind(self) -> str:
@@ -93,6 +101,10 @@ class _NativeHandle:
                 status.extend(itertools.islice(map(function, iter(self._cell.pop, None), *rest), 1))
             finally:
                 self._closed = not self._cell
+            if status[0] != TIMEOUT:
+                # After a timeout the object is closed, and the system still accesses its memory.
+                for container in self._keeps:
+                    _kept.release(container)
             _native.check(status[0])
         return True
 
@@ -101,6 +113,9 @@ class _NativeHandle:
             if threading.get_ident() in inside:
                 raise BusyError(f"cannot close this {self._kind} from inside one of its own calls, by a callback or a signal handler; "
                                 "close it after the call has returned")
+            if sys.is_finalizing():
+                raise BusyError(f"cannot close this {self._kind} at the end of the interpreter: threads that have not ended are inside of its "
+                                "calls; close it earlier")
             if end is not None and time.monotonic() >= end:
                 raise TimedOutError(f"timed out while closing this {self._kind}: {len(inside)} calls of other threads have not "
                                     "returned; it is still open, close it again later")

@@ -7,9 +7,8 @@ import ctypes
 from typing import Any
 
 from . import _native
-from ._native_handle import record
+from ._native_handle import TIMEOUT, record
 
-TIMEOUT = 23
 # Status of a wait for a begun ticket whose outcome another thread is taking at this moment.
 ELSEWHERE = 1
 # Statuses (deadline exceeded, engine lost) of an ended ticket whose memory the system may still access.

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from . import _abi, _arrays, _deprecated, _native
 from ._arrays import Array
-from ._native_handle import _NativeHandle, record
+from ._native_handle import TIMEOUT, _NativeHandle, record
 from .errors import InvalidArgumentError
 from .optim import Adam, StepStats
 
 TRANSFER_DTYPES = {"native": 0, "f32": 1, "delivered": 2}
 _D2H, _H2D = 0, 1
 # Each new copy polls up to _MOST_POLLS older ones for their end; a wait returns to Python every _SLICE_MS.
-_MOST_POLLS, _SLICE_MS, _TIMEOUT = 4, 500, 23
+_MOST_POLLS, _SLICE_MS = 4, 500
 _NOTHING, _EVENT, _STREAM = 0, 1, 2
 _NAMES = {_abi.DTYPE_F32: "f32", _abi.DTYPE_F16: "f16", _abi.DTYPE_BF16: "bf16"}
 _TENSOR_FIELDS = (("param", "param_dtype"), ("grad", "grad_dtype"), ("exp_avg", "state_dtype"),
@@ -214,7 +214,9 @@ class Gpu(_NativeHandle):
         options.ordinal, options.chunk_bytes = ordinal, chunk_bytes
         self.ordinal = ordinal
         self._in_flight: dict[Copy, None] = {}
-        self._hold("spw_gpu_open", ctypes.byref(options))
+        #: The memory of each copy in flight. The copies themselves refer to this object.
+        self._memory: dict[int, Any] = {}
+        self._hold("spw_gpu_open", ctypes.byref(options), keeps=(self._memory,))
 
     def info(self) -> Info:
         """Returns the properties of the GPU, and the bytes of memory that are free now."""
@@ -277,7 +279,7 @@ class Gpu(_NativeHandle):
 
         def begin(handle: Any) -> None:
             # Enter the copy before the call, so that an interrupt cannot free memory that the GPU uses.
-            self._in_flight[copy] = None
+            self._in_flight[copy], self._memory[id(copy)] = None, copy._held
             record(copy._begun, _native.library().spw_gpu_copy_start, handle, ctypes.byref(row), ctypes.byref(copy._ticket))
             _native.check(copy._begun[0])
 
@@ -285,13 +287,18 @@ class Gpu(_NativeHandle):
             self._through(begin)
         finally:
             if not copy._ticket.value:
-                self._in_flight.pop(copy, None)
+                self._forget(copy)
         return copy
 
     def close(self) -> None:
         """Closes the GPU after all copies have ended."""
         if self._end():
             self._in_flight.clear()
+            self._memory.clear()
+
+    def _forget(self, copy: Copy) -> None:
+        self._memory.pop(id(copy), None)
+        self._in_flight.pop(copy, None)
 
     @_deprecated.keywords(stats="return_stats")
     def step(self, adam: Adam, tensors: Iterable[Sequence[Any]], *, shadow: Iterable[Sequence[Any]] | None = None,
@@ -362,20 +369,20 @@ class Copy:
             # In slices, so that Python runs signal handlers.
             slice_ms = _SLICE_MS if left is None else min(_SLICE_MS, left)
             status = self._poll(slice_ms)
-            if status != _TIMEOUT or slice_ms == left:
+            if status != TIMEOUT or slice_ms == left:
                 return _native.check(status)
 
     def done(self) -> bool:
         """Returns True if the copy has ended; raises GpuError if it failed."""
         status = self._poll(0)
-        if status != _TIMEOUT:
+        if status != TIMEOUT:
             _native.check(status)
         return status == 0
 
     def _poll(self, milliseconds: int) -> int:
         status = self._gpu._through(lambda handle: _native.library().spw_gpu_copy_wait(handle, self._ticket.value, milliseconds))
         if status == 0:
-            self._gpu._in_flight.pop(self, None)
+            self._gpu._forget(self)
             self._held = None
         return status
 

@@ -175,7 +175,7 @@ class Interleave(_NativeHandle):
 
         def hold(handle: Any) -> None:
             options.gpu = handle
-            self._hold("spw_interleave_open", ctypes.byref(options), table, len(table))
+            self._hold("spw_interleave_open", ctypes.byref(options), table, len(table), keeps=(self._subgroups,))
 
         hold(None) if gpu is None else gpu._through(hold)
 

@@ -17,7 +17,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from . import _abi, _arguments, _deprecated, _native
+from . import _abi, _arguments, _deprecated, _kept, _native
 from ._arrays import Array
 from ._native_handle import _NativeHandle, record
 from .errors import InvalidArgumentError
@@ -121,9 +121,9 @@ class Speculation(_NativeHandle):
         options.buckets, options.undo_mode, options.publish = buckets, UNDO[undo], PUBLISH[publish]
         self.buckets = buckets
         self._optimizer: _Optimizer | None = None
-        self._held: dict[object, Any] = {}
+        self._held = _kept.Submitted()
         self._destinations: dict[int, list[Any]] = {}
-        self._hold("spw_spec_open", ctypes.byref(options))
+        self._hold("spw_spec_open", ctypes.byref(options), keeps=(self._held, self._destinations))
 
     def begin(self, optimizer: _Optimizer, *, max_norm: float = 0.0, grad_scale: float = 1.0) -> None:
         """Opens a round. resolve() increments the optimizer's step count unless the verdict is "skip".
@@ -225,20 +225,11 @@ class Speculation(_NativeHandle):
 
     def submit_table(self, function: str, bucket: int, held: Any, *arguments: Any) -> None:
         """Submits a bucket by the C function of that name; `held` is kept alive until the round ends."""
-        token = object()
-        outcome: list[int] = []
-        # Keep the memory alive before the call, so that an interrupt cannot free it while C uses it.
-        self._held[token] = held
-
-        def submit(handle: Any) -> None:
-            record(outcome, getattr(_native.library(), function), handle, bucket, *arguments)
+        def submit(outcome: list[int]) -> None:
+            self._through(lambda handle: record(outcome, getattr(_native.library(), function), handle, bucket, *arguments))
             _native.check(outcome[0])
 
-        try:
-            self._through(submit)
-        finally:
-            if outcome != [0]:
-                self._held.pop(token, None)
+        self._held.submit(held, submit)
 
     def local_result(self, timeout: float | None = None) -> StepStats:
         """Waits until the gradients of every bucket are measured; returns this rank's StepStats.
@@ -304,8 +295,9 @@ class Speculation(_NativeHandle):
 
         Raises:
             TimedOutError: A bucket is not final yet."""
+        begun = self._held.begun()
         self._call("spw_spec_finish", _arguments.milliseconds(timeout))
-        self._held.clear()
+        self._held.over(begun)
 
     def rolled_back_buckets(self) -> list[int]:
         """Returns the numbers of the buckets that were already stepped when the last verdict rolled them back."""

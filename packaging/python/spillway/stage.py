@@ -17,9 +17,9 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from . import _abi, _arguments, _native
+from . import _abi, _arguments, _kept, _native
 from ._held_signals import HeldSignals
-from ._native_handle import _NativeHandle, record
+from ._native_handle import TIMEOUT, _NativeHandle, record
 from .arena import Arena
 from .errors import InvalidArgumentError, SpillwayError, TimedOutError
 from .gpu import CudaEvent, CudaStream, Gpu
@@ -110,8 +110,8 @@ class Stage(_NativeHandle):
         self.tensors, self.shadow = list(tensors), None if shadow is None else list(shadow)
         self.adam, self.arena, self.region, self.uint16_dtype = adam, arena, region, uint16_dtype
         self.verdict: StepStats | None = None
-        self._held: list[Any] = []
-        self._hold("spw_stage_open", ctypes.byref(options))
+        self._held = _kept.Submitted()
+        self._hold("spw_stage_open", ctypes.byref(options), keeps=(self._held,))
 
     def submit(self, step: int, *, lr: float | None = None, grad_scale: float = 1.0, generation: int | None = None,
                event_fd: int | None = None, word: tuple[int, int] | None = None, after: CudaStream | CudaEvent | None = None,
@@ -156,22 +156,13 @@ class Stage(_NativeHandle):
         submit() if gpu is None else gpu._through(submit)
 
     def _submit(self, held: Any, options: Any, table: Any, event: Any, target: Any) -> None:
-        outcome: list[int] = []
-        # Keep the memory alive before the call, so that an interrupt cannot free it while C uses it.
-        entry = (held, table)
-        self._held.append(entry)
-
-        def submit(handle: Any) -> None:
-            record(outcome, _native.library().spw_stage_submit_adam, handle, ctypes.byref(options), ctypes.addressof(table),
-                   len(table), event, target)
+        def submit(outcome: list[int]) -> None:
+            self._through(lambda handle: record(outcome, _native.library().spw_stage_submit_adam, handle, ctypes.byref(options),
+                                                ctypes.addressof(table), len(table), event, target))
             _native.check(outcome[0])
 
-        try:
-            self._through(submit)
-            self.verdict = None
-        finally:
-            if outcome != [0]:
-                self._held.remove(entry)
+        self._held.submit((held, table), submit)
+        self.verdict = None
 
     def wait(self, timeout: float | None = None) -> StepStats:
         """Waits until the tensors are stepped; returns the local verdict, the StepStats of the scaled gradients.
@@ -208,13 +199,14 @@ class Stage(_NativeHandle):
         Raises:
             TimedOutError: The job is not over.
             SpillwayError: The job failed, before or during the wait. It is rolled back, and needs no verdict."""
+        begun = self._held.begun()
         try:
             self._call("spw_stage_finish", _arguments.milliseconds(timeout))
         except SpillwayError as error:
-            if error.status != 23:
-                self._held.clear()
+            if error.status != TIMEOUT:
+                self._held.over(begun)
             raise
-        self._held.clear()
+        self._held.over(begun)
 
     def exchange(self) -> None:
         """Exchanges the tensors' param and states with the shadows, after a step that was kept with undo "shadow"."""

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from . import _abi, _arrays, _deprecated, _native
+from . import _abi, _arrays, _deprecated, _kept, _native
 from ._arrays import Array
-from ._native_handle import POLL_SECONDS, _NativeHandle, record
+from ._native_handle import POLL_SECONDS, TIMEOUT, _NativeHandle, record
 from ._tier_options import BACKENDS, DURABILITIES, MODES, choice, number, payload_of, text, tier_options
 from ._tier_records import Extent, Opened, PathReport, Steps, TierPath
-from ._ticket import ELSEWHERE, TIMEOUT, Ticket
+from ._ticket import ELSEWHERE, Ticket
 from .errors import InvalidArgumentError, NotFoundError, SpillwayError, TimedOutError, from_status
 
 HEALTH = ("healthy", "draining", "failed", "missing")
@@ -36,7 +36,7 @@ _SLICE_MS = 500
 _MOST_IN_FLIGHT, _MOST_ENDED = 256, 4096
 
 # Memory of tickets that ended in a deadline or a lost engine. It is never freed: the system may still access it.
-_stuck: list[Any] = []
+_stuck: list[Any] = _kept.keep([])
 
 
 class Tier(_NativeHandle):
@@ -99,7 +99,7 @@ class Tier(_NativeHandle):
         self._by_number: dict[int, Ticket] = {}
         self._ended: dict[int, int] = {}
         self._failed: dict[int, SpillwayError] = {}
-        self._hold("spw_tier_open", ctypes.byref(options))
+        self._hold("spw_tier_open", ctypes.byref(options), keeps=(self._in_flight,))
         self.opened = self._opened()
 
     def define(self, name: str, stream_bytes: Sequence[int]) -> int:
@@ -290,10 +290,17 @@ class Tier(_NativeHandle):
             timeout: Longest wait for operations in flight, in seconds; None: no limit.
 
         Raises:
-            TimedOutError: Operations are still in flight, and the tier is still open."""
+            TimedOutError: Operations are still in flight, and the tier is still open. Close it again later. If a path has stopped
+                responding, the tier is closed, as the message says."""
         end = None if timeout is None else time.monotonic() + timeout
-        self._end(lambda: -1 if end is None else round(_left(end) * 1000), timeout=timeout,
-                  before=lambda handle: self._settle(handle, end))
+        try:
+            self._end(lambda: -1 if end is None else round(_left(end) * 1000), timeout=timeout,
+                      before=lambda handle: self._settle(handle, end))
+        except TimedOutError as error:
+            if self._cell:
+                raise
+            raise TimedOutError(f"the tier is closed, but a path has not responded, and its operations have not ended: {error}; the memory of these "
+                                "operations stays allocated, and the files stay locked until they end") from None
 
     def destroy(self) -> None:
         """Closes the tier and removes its files."""
@@ -304,8 +311,10 @@ class Tier(_NativeHandle):
         """Waits for the tickets in flight: only a ticket's own status shows whether its memory is free. A failed put is
         ignored, since everything not committed is lost."""
         for entry in list(self._in_flight):
-            if entry.number.value and entry.outcome() is None:
-                entry.wait(handle, -1 if end is None else _left(end) * 1000)
+            if entry.number.value and entry.outcome() is None \
+                    and entry.wait(handle, -1 if end is None else _left(end) * 1000) == TIMEOUT:
+                raise TimedOutError(f"timed out while closing this Tier: {len(self._in_flight)} puts and gets are in flight; it is still open, "
+                                    "close it again later")
             self._release(entry)
 
     def _reap(self, entry: Ticket) -> None:

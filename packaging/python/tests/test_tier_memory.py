@@ -75,7 +75,7 @@ def test_a_wait_that_ran_out_of_time_leaves_the_array_under_way(tier, answer):
     assert is_there(array)
 
 
-@pytest.mark.parametrize("status, stays", [(0, False), (20, False), (26, True), (23, True)])
+@pytest.mark.parametrize("status, stays", [(0, False), (20, False), (26, True)])
 def test_a_close_asks_for_the_tickets_that_nobody_waited_for(tier, answer, monkeypatch, status, stays):
     monkeypatch.setattr(tier_module, "_stuck", [])
     _, array = begin(tier)
@@ -83,3 +83,43 @@ def test_a_close_asks_for_the_tickets_that_nobody_waited_for(tier, answer, monke
     tier.close()
     tier.close()
     assert is_there(array) == stays == bool(tier_module._stuck)
+
+
+def test_a_close_that_times_out_leaves_an_open_tier_and_its_arrays(tier, monkeypatch):
+    library, (_, array) = _native.library(), begin(tier)
+
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(library, name) if name != "spw_tier_wait" else lambda *arguments: 23
+
+    monkeypatch.setattr(_native, "library", Slow)
+    for _ in range(2):
+        with pytest.raises(spillway.TimedOutError, match="1 puts and gets are in flight; it is still open"):
+            tier.close(timeout=0)
+        assert is_there(array) and tier.paths()
+    monkeypatch.undo()
+    tier.close(timeout=60)
+    assert not is_there(array)
+    with pytest.raises(spillway.InvalidArgumentError, match="this Tier is closed"):
+        tier.paths()
+
+
+def test_a_path_that_does_not_respond_to_a_close_leaves_a_closed_tier_that_says_so(tmp_path, monkeypatch):
+    """The library closes a tier whatever the status."""
+    tier, library = spillway.Tier([str(tmp_path)], job="test"), _native.library()
+
+    class Late:
+        def __getattr__(self, name):
+            return getattr(library, name)
+
+        def spw_tier_close(self, handle, timeout_ms):
+            library.spw_tier_close(handle, timeout_ms)
+            return 23
+
+    monkeypatch.setattr(_native, "library", Late)
+    with pytest.raises(spillway.TimedOutError, match="the tier is closed, but a path has not responded"):
+        tier.close(timeout=0)
+    monkeypatch.undo()
+    tier.close()
+    with pytest.raises(spillway.InvalidArgumentError, match="this Tier is closed"):
+        tier.paths()

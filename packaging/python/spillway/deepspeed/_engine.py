@@ -8,9 +8,9 @@ import os
 import threading
 import weakref
 
-from .. import _abi, _native
-from .._native_handle import record
-from ..errors import InvalidArgumentError, SystemCallError, TimedOutError
+from .. import _abi, _kept, _native
+from .._native_handle import TIMEOUT, record
+from ..errors import InvalidArgumentError, SystemCallError
 from . import _lifetime
 
 # Longest wait in C, in milliseconds, so that Ctrl-C works while a device hangs.
@@ -18,10 +18,9 @@ _SLICE_MS = 500
 # Time for the operations in flight when a handle is dropped; after a timeout their memory is never freed.
 _CLOSE_TIMEOUT_MS = 30_000
 _COUNTED = ("reads", "writes", "read_bytes", "written_bytes", "failed")
-_TIMEOUT = 23
 _REQUEST_SIZE = ctypes.sizeof(_abi.IoRequest)
 
-_stuck = []
+_stuck = _kept.keep([])
 
 
 class Engine:
@@ -78,6 +77,7 @@ class Engine:
                 in_flight.io = io.value
                 in_flight.finalizer = weakref.finalize(self, _close, self._op, in_flight)
                 _open_engines[id(in_flight)] = (self._op, in_flight)
+                _kept.keep(in_flight)
         return in_flight.io
 
     def wait(self):
@@ -164,11 +164,11 @@ class _Wait:
         while self.outcome() is None:
             self._statuses.clear()
             record(self._statuses, wait, io, handles, count, _SLICE_MS, None)
-            if self._statuses[0] != _TIMEOUT:
+            if self._statuses[0] != TIMEOUT:
                 _native.check(self._statuses[0])
 
     def outcome(self):
-        return next((status for status in self._statuses if status != _TIMEOUT), None)
+        return next((status for status in self._statuses if status != TIMEOUT), None)
 
 
 def _close(op, in_flight):
@@ -176,20 +176,16 @@ def _close(op, in_flight):
     operation that failed without a wait."""
     if in_flight.process != os.getpid():
         return
-    # First keep the memory alive: the system may still use it if this function is interrupted.
-    _stuck.append(in_flight)
     io, in_flight.io = in_flight.io, None
     with _totals_lock:
         _open_engines.pop(id(in_flight), None)
         _add(_totals.setdefault(op, dict.fromkeys(_COUNTED, 0)), io)
-    try:
-        _native.check(_native.library().spw_io_close(io, _CLOSE_TIMEOUT_MS))
-    except TimedOutError:
-        raise
-    except BaseException:
-        _stuck.remove(in_flight)
-        raise
-    _stuck.remove(in_flight)
+    # The memory stays if the system may still use it: after an interrupt or a timeout.
+    status = []
+    record(status, _native.library().spw_io_close, io, _CLOSE_TIMEOUT_MS)
+    if status[0] != TIMEOUT:
+        _kept.release(in_flight)
+    _native.check(status[0])
 
 
 # Reentrant: the garbage collector may run _close while this thread holds the lock.

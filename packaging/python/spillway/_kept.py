@@ -1,0 +1,50 @@
+"""Memory that the library may access. It stays allocated until release(), also beyond the end of the interpreter, which frees
+everything that modules hold while threads of the library still run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_Container = TypeVar("_Container")
+
+_containers: dict[int, Any] = {}
+# One reference that nobody gives back: neither the end of the interpreter nor the garbage collector frees the containers.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_containers))
+
+
+def keep(container: _Container) -> _Container:
+    """Keeps a list or dictionary and all that it holds, now and later. The content must not refer to the owner of the container:
+    the owner would never be collected and closed."""
+    _containers[id(container)] = container
+    return container
+
+
+def release(container: Any) -> None:
+    """Ends keep(); a second call does nothing."""
+    _containers.pop(id(container), None)
+
+
+class Submitted(dict[object, tuple[Any, list[int]]]):
+    """Memory of jobs that the library runs, each with the outcome of the call that submitted it."""
+
+    def submit(self, memory: Any, call: Callable[[list[int]], None]) -> None:
+        """Runs call(outcome), which submits a job and stores the status of the library's call in `outcome`."""
+        token, outcome = object(), list[int]()
+        # Before the call, so that an interrupt cannot free memory that the library uses.
+        try:
+            self[token] = memory, outcome
+            call(outcome)
+        finally:
+            if outcome != [0]:
+                self.pop(token, None)
+
+    def begun(self) -> list[object]:
+        """The jobs that are submitted. A wait for the end of all jobs, begun after this call, covers these."""
+        return [token for token, (_, outcome) in list(self.items()) if outcome == [0]]
+
+    def over(self, tokens: list[object]) -> None:
+        """Frees the memory of jobs that have ended. Another thread may have submitted further jobs meanwhile."""
+        for token in tokens:
+            self.pop(token, None)

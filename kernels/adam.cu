@@ -1,4 +1,4 @@
-// One step of Adam or AdamW, and its inverse, for every combination of element types that the CPU kernels support.
+// One step of Adam or AdamW, for every combination of element types that the CPU kernels support.
 //
 // The operations and their order are the same as in kernels/src/rules.rs. A step reads the states `from` and writes the
 // states `to`, which may be the same. Unless `tiles` is null, it receives one sum of squares of the scaled gradient per
@@ -10,8 +10,6 @@ struct Rule {
     // zero or a NaN.
     u32 l2, decoupled;
     float grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size, decay_factor;
-    // 1 / (1 + decay_factor), 1 / beta1, 1 / beta2.
-    float undo_decay, undo_beta1, undo_beta2;
     // Lower and upper half of the key of stochastic rounding; read only by the kernels that round so.
     u32 key[2];
 };
@@ -83,26 +81,6 @@ struct Stochastic {
         return now;
     }
 };
-
-// Zero if the sign bit is set, else the value.
-static __device__ __forceinline__ float not_negative(float value) {
-    u32 bits = __float_as_uint(value);
-    return __uint_as_float(bits & ((bits >> 31) - 1u));
-}
-
-// The inverse of a step. The old parameter is rounded to its stored type before the moments are computed from it.
-template <class P, class S>
-static __device__ __forceinline__ Values inverse(const Rule &rule, Values now, float grad) {
-    float p = __fmaf_rn(update(rule, now.exp_avg, now.exp_avg_sq), -rule.step_size, now.param);
-    p = pick(rule.decoupled, __fmul_rn(p, rule.undo_decay), p);
-    p = P::widen(P::narrow(p));
-    float g = pick(rule.l2, __fmaf_rn(p, rule.decay_factor, grad), grad);
-    float m = __fmul_rn(__fmaf_rn(g, -rule.one_minus_beta1, now.exp_avg), rule.undo_beta1);
-    float v = __fmul_rn(__fmaf_rn(__fmul_rn(g, g), -rule.one_minus_beta2, now.exp_avg_sq), rule.undo_beta2);
-    // A negative exp_avg_sq would give the next step a NaN.
-    Values old = {p, m, not_negative(v)};
-    return old;
-}
 
 template <class C> static __device__ __forceinline__ void store_copy(typename C::Raw *to, u64 at, const float (&p)[GROUP]) {
     store<C>(to + at, p);
@@ -193,57 +171,3 @@ STEP(spw_adam_f16_f32_f16, F16, F32, F16, Absent)
 STEP(spw_adam_f16_f16_f16, F16, F16, F16, Absent)
 STEP(spw_adam_bf16_f32_bf16, Bf16, F32, Bf16, Absent)
 STEP(spw_adam_bf16_bf16_bf16, Bf16, Bf16, Bf16, Absent)
-
-template <class P, class S, class G> struct Undo {
-    Rule rule;
-    States<P, S> from, to;
-    const typename G::Raw *grad;
-
-    __device__ __forceinline__ void begin() {}
-    __device__ __forceinline__ void end(u64, u32) {}
-
-    __device__ __forceinline__ void whole(u64 at) {
-        float p[GROUP], m[GROUP], v[GROUP], g[GROUP];
-        load<P>(from.param + at, p);
-        load<S>(from.exp_avg + at, m);
-        load<S>(from.exp_avg_sq + at, v);
-        load<G>(grad + at, g);
-#pragma unroll
-        for (int i = 0; i < GROUP; i++) {
-            Values now = {p[i], m[i], v[i]};
-            Values old = inverse<P, S>(rule, now, __fmul_rn(g[i], rule.grad_scale));
-            p[i] = old.param, m[i] = old.exp_avg, v[i] = old.exp_avg_sq;
-        }
-        store<P>(to.param + at, p);
-        store<S>(to.exp_avg + at, m);
-        store<S>(to.exp_avg_sq + at, v);
-    }
-
-    __device__ __forceinline__ void one(u64 at, int) {
-        float g = __fmul_rn(G::widen(grad[at]), rule.grad_scale);
-        Values now = {P::widen(from.param[at]), S::widen(from.exp_avg[at]), S::widen(from.exp_avg_sq[at])};
-        Values old = inverse<P, S>(rule, now, g);
-        to.param[at] = P::narrow(old.param);
-        to.exp_avg[at] = S::narrow(old.exp_avg);
-        to.exp_avg_sq[at] = S::narrow(old.exp_avg_sq);
-    }
-};
-
-#define UNDO(name, P, S, G) \
-    extern "C" __global__ void __launch_bounds__(256) \
-        name(Rule rule, States<P, S> from, States<P, S> to, const G::Raw *grad, u64 n) { \
-        Undo<P, S, G> work; \
-        work.rule = rule, work.from = from, work.to = to, work.grad = grad; \
-        bool vectors = aligned(from.param) && aligned(from.exp_avg) && aligned(from.exp_avg_sq) && \
-                       aligned(to.param) && aligned(to.exp_avg) && aligned(to.exp_avg_sq) && aligned(grad); \
-        walk(work, n, vectors); \
-    }
-UNDO(spw_undo_adam_f32_f32_f32, F32, F32, F32)
-UNDO(spw_undo_adam_f32_f32_f16, F32, F32, F16)
-UNDO(spw_undo_adam_f32_f32_bf16, F32, F32, Bf16)
-UNDO(spw_undo_adam_f32_bf16_f32, F32, Bf16, F32)
-UNDO(spw_undo_adam_f32_bf16_bf16, F32, Bf16, Bf16)
-UNDO(spw_undo_adam_f16_f32_f16, F16, F32, F16)
-UNDO(spw_undo_adam_f16_f16_f16, F16, F16, F16)
-UNDO(spw_undo_adam_bf16_f32_bf16, Bf16, F32, Bf16)
-UNDO(spw_undo_adam_bf16_bf16_bf16, Bf16, Bf16, Bf16)

@@ -194,11 +194,6 @@ impl Arithmetic for AdamRule {
 }
 
 impl AdamRule {
-    /// The factors of the inverse: 1 / (1 + decay_factor), 1 / beta1, 1 / beta2.
-    pub fn inverse_factors(&self) -> [f32; 3] {
-        [inverse(1.0 + self.decay_factor), inverse(self.beta1), inverse(self.beta2)]
-    }
-
     /// m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
     #[inline(always)]
     unsafe fn update<V: Vector>(&self, m: V, v: V) -> V {

@@ -163,7 +163,6 @@ struct Rule {
     eps: f32,
     step_size: f32,
     decay_factor: f32,
-    undo: [f32; 3],
     key: [u32; 2],
 }
 
@@ -183,7 +182,6 @@ impl From<&AdamRule> for Rule {
             eps: rule.eps,
             step_size: rule.step_size,
             decay_factor: rule.decay_factor,
-            undo: rule.inverse_factors(),
             key: [key as u32, (key >> 32) as u32],
         }
     }
@@ -319,25 +317,6 @@ impl Kernels {
         let kind = if rule.stochastic.is_some() { "adam_stochastic" } else { "adam" };
         let copy = tensor.param_copy.map_or(String::new(), |copy| format!("_{}", copy.dtype.name()));
         self.function(&format!("spw_{kind}_{}{copy}", tensor.types()))
-    }
-
-    /// Undoes one Adam step with the inverse formula. The result is within a few units in the last place of the old
-    /// states, and bitwise equal to the CPU's arithmetic undo. The gradient must be finite.
-    ///
-    /// Reads the shadow if there is one, and writes the states. The 16-bit copy is not written; [`Kernels::cast`] makes
-    /// it. To step again with another factor, call [`Kernels::adam`].
-    pub fn undo_adam(&self, stream: &Stream, rule: &AdamRule, tensor: &DeviceTensor) -> Result<()> {
-        tensor.check()?;
-        let function = self.function(&format!("spw_undo_adam_{}", tensor.types()))?;
-        let mut n = tensor.grad.len();
-        let mut rule = Rule::from(rule);
-        let mut from = tensor.shadow.unwrap_or(tensor.states).addresses();
-        let mut to = tensor.states.addresses();
-        let mut grad = tensor.grad.span.address();
-        let arguments =
-            [address(&mut rule), address(&mut from), address(&mut to), address(&mut grad), address(&mut n)];
-        // SAFETY: the kernel's parameters, in order; all spans have n elements.
-        unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }
     }
 
     /// Adds the sums of the tiles of `n` elements, level by level.

@@ -35,12 +35,10 @@ typedef enum spw_plan_mode {
     SPW_PLAN_MODE_MODEL = 0,
     // Deep Optimizer States Eq. 1: every (1 + k)-th subgroup, k rounded.
     SPW_PLAN_MODE_EQ1 = 1,
-    // Eq. 1 as that paper applies it: every k-th subgroup, at least every second.
-    SPW_PLAN_MODE_PAPER = 2,
     // Every `parameter`-th subgroup; 0: no GPU subgroups.
-    SPW_PLAN_MODE_STRIDE = 3,
+    SPW_PLAN_MODE_STRIDE = 2,
     // `parameter` subgroups, evenly spaced.
-    SPW_PLAN_MODE_COUNT = 4,
+    SPW_PLAN_MODE_COUNT = 3,
 } spw_plan_mode;
 
 // The subgroups of a rank, in the order in which their gradients arrive, and how gradients and state are transferred.
@@ -129,37 +127,6 @@ enum spw_status spw_plan_interleave(const struct spw_interleave_rates *rates,
                                     const struct spw_plan_options *options,
                                     uint32_t *placements_out,
                                     struct spw_plan_result *result_out);
-
-// Predicts the step of a given plan. `placements` has `shape->count` values of `spw_placement`; `backward` is in
-// seconds, as in `spw_plan_options`.
-enum spw_status spw_plan_predict(const struct spw_interleave_rates *rates,
-                                 const struct spw_plan_shape *shape,
-                                 const uint32_t *placements,
-                                 double backward,
-                                 struct spw_plan_result *result_out);
-
-// Writes the predicted step of a plan as a trace for Perfetto (JSON).
-enum spw_status spw_plan_get_trace(const struct spw_interleave_rates *rates,
-                                   const struct spw_plan_shape *shape,
-                                   const uint32_t *placements,
-                                   double backward,
-                                   char *text_out,
-                                   size_t size,
-                                   uint64_t *needed_out);
-
-// Computes the balance of Deep Optimizer States Eq. 1, corrected for the number of state buffers.
-//
-// - `cpu_per_gpu_out` receives the CPU parameters per GPU parameter at which both sides take equally long. It is
-//   infinite if the CPU is as fast as the link.
-// - `share_out` receives the GPU's fraction of all parameters, from 0 to 1.
-// - `one_slot` 1 is the equation as printed: the GPU's step adds to the link's time. 0 is for two state buffers, where
-//   the two overlap.
-// - `fetched_words` is the number of 4-byte words per parameter that fetching a gradient adds: 0, 0.5 or 1.
-enum spw_status spw_plan_share(const struct spw_interleave_rates *rates,
-                               double fetched_words,
-                               uint32_t one_slot,
-                               double *cpu_per_gpu_out,
-                               double *share_out);
 
 // The order of the passes on the devices. Passed as `uint32_t`.
 typedef enum spw_pipeline_schedule {
@@ -488,100 +455,6 @@ enum spw_status spw_pipeline_get_svg(const struct spw_pipeline *pipeline,
                                      char *text_out,
                                      size_t size,
                                      uint64_t *needed_out);
-
-// Seconds per bucket of each stage.
-typedef struct spw_plan_bucket {
-    // `sizeof(spw_plan_bucket)`
-    uint32_t struct_size;
-    // 0
-    uint32_t reserved;
-    // Transfer of the gradient to the host.
-    double grad;
-    // Step on the CPU.
-    double step_cpu;
-    // Transfer of the parameter to the GPU.
-    double param;
-    // Step on the GPU.
-    double step_gpu;
-    // Backward pass.
-    double backward;
-} spw_plan_bucket;
-
-#define SPW_PLAN_BUCKET_INIT \
-    { sizeof(spw_plan_bucket), 0, 0.0, 0.0, 0.0, 0.0, 0.0 }
-
-// Computes how many of the last of `count` buckets the GPU should update, so that the backward pass hides the CPU's
-// work. At most `most` buckets fit on the GPU. `kept_out` follows SuperOffload Eq. 4-5, extended to CPUs slower than
-// backward. `printed_out` (may be NULL) follows the equations as printed.
-enum spw_status spw_plan_tail(const struct spw_plan_bucket *bucket,
-                              uint64_t count,
-                              uint64_t most,
-                              uint64_t *kept_out,
-                              uint64_t *printed_out);
-
-// Tunes the number of tail buckets by measured iteration times. An iteration with `kept[i]` buckets on the GPU took
-// `seconds[i]`. `next_out` receives the number to try next, and `best_out` (may be NULL) the fastest so far. Without
-// measurements both are `start`. `most` is the maximum that fits. The search is over when `next_out` is already in
-// `kept`; it is then the fastest.
-enum spw_status spw_plan_tail_next(const uint64_t *kept,
-                                   const double *seconds,
-                                   uint64_t measured,
-                                   uint64_t start,
-                                   uint64_t most,
-                                   uint64_t *next_out,
-                                   uint64_t *best_out);
-
-// One GPU, its link, and its workload.
-typedef struct spw_plan_load {
-    // `sizeof(spw_plan_load)`
-    uint32_t struct_size;
-    // 0
-    uint32_t reserved;
-    // Operations per second that the GPU sustains.
-    double peak;
-    // Bandwidth to the GPU, in bytes per second.
-    double link;
-    // Batch size times sequence length.
-    double tokens;
-    // Number of parameters of this rank.
-    double parameters;
-    // Bytes of GPU memory available for 16-bit weights.
-    double free_bytes;
-} spw_plan_load;
-
-#define SPW_PLAN_LOAD_INIT \
-    { sizeof(spw_plan_load), 0, 0.0, 0.0, 0.0, 0.0, 0.0 }
-
-// Decides which part of the 16-bit weights streams from the host (SuperOffload Eq. 1-3): the part that does not fit on
-// the GPU. `flow_out` receives that fraction, from 0 to 1. `efficiency_out` receives compute time over the sum of
-// compute and load time. Above 0.5 computation hides the loads; 0.6 is the recommended minimum.
-enum spw_status spw_plan_weights(const struct spw_plan_load *load,
-                                 double *flow_out,
-                                 double *efficiency_out);
-
-// Measurements of one link and its CPU, in parameters per second.
-typedef struct spw_plan_probe {
-    // `sizeof(spw_plan_probe)`
-    uint32_t struct_size;
-    // 1 if the host accumulates gradients (always in f32), else 0.
-    uint32_t accumulates;
-    // Converting to f32 on the GPU and transferring f32.
-    double f32_transfer;
-    // Transferring 16 bits.
-    double native_transfer;
-    // CPU step from f32 gradients.
-    double f32_step;
-    // CPU step from 16-bit gradients.
-    double native_step;
-} spw_plan_probe;
-
-#define SPW_PLAN_PROBE_INIT \
-    { sizeof(spw_plan_probe), 0, 0.0, 0.0, 0.0, 0.0 }
-
-// Chooses the type in which gradients cross a link (SuperOffload section 4.5), as an `spw_transfer_dtype`. The type
-// whose slower stage, transfer or CPU step, is faster wins. With `accumulates` it is always SPW_TRANSFER_DTYPE_F32.
-enum spw_status spw_plan_cast(const struct spw_plan_probe *probe,
-                              uint32_t *transfer_dtype_out);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -12,8 +12,6 @@
 //! that the GPU reaches. With activation recomputation the factor is 6 instead of 4.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
-
 use super::check;
 use crate::error::{Error, Result};
 
@@ -44,8 +42,8 @@ pub fn backward_seconds(parameters: f64, tokens: f64, peak: f64, recomputes: boo
     ops * tokens * parameters / peak
 }
 
-/// Smallest n up to `most` that satisfies Eq. 4-5 as printed; `most` if none does.
-pub fn printed(bucket: &Bucket, most: usize) -> usize {
+/// Smallest n up to `most` that satisfies Eq. 4-5, for a CPU that keeps up with backward; `most` if none does.
+fn last(bucket: &Bucket, most: usize) -> usize {
     let hidden = bucket.backward + bucket.step_gpu;
     let needed = bucket.grad + bucket.step_cpu + bucket.param;
     least(needed / hidden, most)
@@ -71,69 +69,12 @@ pub fn buckets(bucket: &Bucket, count: usize, most: usize) -> Result<usize> {
         true => least(count as f64 - backward / bucket.step_cpu + 1.0, most),
         false => 0,
     };
-    Ok(printed(bucket, most).max(queued))
-}
-
-/// Seconds from the end of backward until all parameters are updated, with the last `kept` buckets on the GPU.
-pub fn exposed(bucket: &Bucket, count: usize, kept: usize) -> f64 {
-    let (mut link, mut cpu, mut upload) = (0.0_f64, 0.0_f64, 0.0_f64);
-    for index in 0..count - kept.min(count) {
-        let arrived = bucket.backward * (index + 1) as f64;
-        link = link.max(arrived) + bucket.grad;
-        cpu = cpu.max(link) + bucket.step_cpu;
-        upload = upload.max(cpu) + bucket.param;
-    }
-    let backward = bucket.backward * count as f64;
-    let gpu = if kept > 0 { backward + bucket.step_gpu * kept.min(count) as f64 } else { backward };
-    upload.max(gpu) - backward
+    Ok(last(bucket, most).max(queued))
 }
 
 /// `value` rounded up to an integer in `0..=most`.
 fn least(value: f64, most: usize) -> usize {
     if value < most as f64 { value.max(0.0).ceil() as usize } else { most }
-}
-
-/// Finds the best number of buckets from measured iteration times, starting from the result of the formula. Tries one
-/// stride to both sides of the best number so far. Halves the stride when neither side is better.
-#[derive(Debug, Clone)]
-pub struct Search {
-    most: usize,
-    start: usize,
-    stride: usize,
-    seconds: BTreeMap<usize, f64>,
-}
-
-impl Search {
-    /// Starts the search at `start` buckets. `most` is the number of buckets that fit on the GPU.
-    pub fn new(start: usize, most: usize) -> Search {
-        let stride = (most / 8).max(1).next_power_of_two();
-        Search { most, start: start.min(most), stride, seconds: BTreeMap::new() }
-    }
-
-    /// The number of buckets to measure next; `None` when the search is finished.
-    pub fn next(&self) -> Option<usize> {
-        if self.seconds.is_empty() {
-            return Some(self.start);
-        }
-        let best = self.best();
-        let sides = |stride: usize| [best.checked_sub(stride), Some(best + stride)];
-        let strides = std::iter::successors(Some(self.stride), |stride| Some(stride / 2));
-        let new = |kept: &usize| *kept <= self.most && !self.seconds.contains_key(kept);
-        strides.take_while(|stride| *stride > 0).flat_map(sides).flatten().find(new)
-    }
-
-    /// The best number so far. A tie goes to the smallest number, because it needs the least memory.
-    pub fn best(&self) -> usize {
-        let best = self.seconds.iter().min_by(|left, right| left.1.total_cmp(right.1));
-        best.map_or(self.start, |(kept, _)| *kept)
-    }
-
-    /// Records the iteration time with `kept` buckets on the GPU. Ignores times that are not positive and finite.
-    pub fn measured(&mut self, kept: usize, seconds: f64) {
-        if seconds > 0.0 && seconds.is_finite() {
-            self.seconds.insert(kept, seconds);
-        }
-    }
 }
 
 #[cfg(test)]
@@ -144,9 +85,23 @@ mod tests {
     const SLOW_CPU: Bucket =
         Bucket { grad: 0.14e-3, step_cpu: 2e-3, param: 0.07e-3, step_gpu: 0.1e-3, backward: 0.5 / 300.0 };
 
+    /// Seconds from the end of backward until all parameters are updated, with the last `kept` buckets on the GPU.
+    fn exposed(bucket: &Bucket, count: usize, kept: usize) -> f64 {
+        let (mut link, mut cpu, mut upload) = (0.0_f64, 0.0_f64, 0.0_f64);
+        for index in 0..count - kept.min(count) {
+            let arrived = bucket.backward * (index + 1) as f64;
+            link = link.max(arrived) + bucket.grad;
+            cpu = cpu.max(link) + bucket.step_cpu;
+            upload = upload.max(cpu) + bucket.param;
+        }
+        let backward = bucket.backward * count as f64;
+        let gpu = if kept > 0 { backward + bucket.step_gpu * kept.min(count) as f64 } else { backward };
+        upload.max(gpu) - backward
+    }
+
     #[test]
     fn the_printed_condition_misses_a_cpu_that_cannot_keep_up() {
-        let printed = printed(&SLOW_CPU, 300);
+        let printed = last(&SLOW_CPU, 300);
         assert_eq!(printed, 2);
         let late = exposed(&SLOW_CPU, 300, printed);
         assert!((late - 0.098).abs() < 0.003, "{late}");
@@ -159,34 +114,12 @@ mod tests {
     #[test]
     fn a_fast_cpu_needs_what_is_printed_and_memory_limits_it() {
         let fast = Bucket { step_cpu: 1e-3, ..SLOW_CPU };
-        assert_eq!(buckets(&fast, 300, 300).unwrap(), printed(&fast, 300));
+        assert_eq!(buckets(&fast, 300, 300).unwrap(), last(&fast, 300));
         assert_eq!(buckets(&SLOW_CPU, 300, 20).unwrap(), 20);
         assert_eq!(buckets(&SLOW_CPU, 0, 0).unwrap(), 0);
         assert!(buckets(&SLOW_CPU, 3, 4).is_err());
         assert!(buckets(&Bucket { backward: 0.0, ..fast }, 3, 3).is_err());
         assert!((backward_seconds(1e9, 4096.0, 400e12, false) - 0.04096).abs() < 1e-9);
         assert!((backward_seconds(1e9, 4096.0, 400e12, true) - 0.06144).abs() < 1e-9);
-    }
-
-    #[test]
-    fn the_search_ends_at_the_best_number_of_any_curve_with_one_valley() {
-        for most in [0, 1, 2, 7, 60] {
-            for valley in 0..=most {
-                for start in 0..=most {
-                    let mut search = Search::new(start, most);
-                    let mut tries = 0;
-                    while let Some(kept) = search.next() {
-                        assert!(kept <= most);
-                        search.measured(kept, 1.0 + (kept as f64 - valley as f64).abs() * 0.05);
-                        tries += 1;
-                        assert!(tries <= most + 1, "{most} {valley} {start}");
-                    }
-                    assert_eq!(search.best(), valley, "{most} {start}");
-                }
-            }
-        }
-        let mut search = Search::new(3, 5);
-        search.measured(3, f64::NAN);
-        assert_eq!(search.next(), Some(3));
     }
 }

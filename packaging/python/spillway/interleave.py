@@ -31,7 +31,7 @@ from .gpu import TRANSFER_DTYPES, CudaStream, Gpu, device_span, options_of, stre
 from .optim import Adam
 
 PLACEMENTS = ("cpu", "gpu", "resident")
-PLANS = {"model": 0, "eq1": 1, "paper": 2, "stride": 3, "count": 4}
+PLANS = {"model": 0, "eq1": 1, "stride": 2, "count": 3}
 _HOST, _CUDA = 0, 1
 
 
@@ -103,8 +103,8 @@ def plan(rates: Rates | Sequence[Any], sizes: Sequence[int], *, mode: str = "mod
     Args:
         rates: The measured Rates.
         sizes: Number of parameters of each subgroup, in the order in which their gradients arrive.
-        mode: "model" takes the best placement of a simulation, "eq1" and "paper" the strides of Deep Optimizer States,
-            "stride" gives the GPU every `argument`-th subgroup, "count" gives it `argument` subgroups.
+        mode: "model" takes the best placement of a simulation, "eq1" the stride of Deep Optimizer
+            States Eq. 1, "stride" gives the GPU every `argument`-th subgroup, "count" gives it `argument` subgroups.
         argument: The number that modes "stride" and "count" need.
         residents: Number of subgroups whose states stay in GPU memory.
         backward: Seconds of the backward pass that the update overlaps.

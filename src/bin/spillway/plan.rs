@@ -68,7 +68,7 @@ pub struct Options {
     /// Duration in seconds of the backward pass that overlaps the update.
     #[arg(long, default_value_t = 0.0)]
     pub backward: f64,
-    /// Planning rule: model, eq1, paper, stride=K or count=N.
+    /// Planning rule: model, eq1, stride=K or count=N.
     #[arg(long, default_value = "model", value_parser = mode)]
     pub mode: Mode,
 }
@@ -149,12 +149,8 @@ pub fn run(options: &Options, json: bool) -> Result<()> {
         ]);
     };
     add("serial update", serial);
-    let rows = [
-        ("all on the CPU", Mode::Count(0)),
-        ("paper's stride", Mode::Paper),
-        ("stride of Eq. 1", Mode::Eq1),
-        ("model's best", Mode::Model),
-    ];
+    let rows =
+        [("all on the CPU", Mode::Count(0)), ("stride of Eq. 1", Mode::Eq1), ("model's best", Mode::Model)];
     for (name, mode) in rows {
         add(name, options.choose(&shape, mode)?.prediction.exposed);
     }
@@ -257,9 +253,8 @@ fn mode(text: &str) -> std::result::Result<Mode, String> {
     match text.split_once('=') {
         None if text == "model" => Ok(Mode::Model),
         None if text == "eq1" => Ok(Mode::Eq1),
-        None if text == "paper" => Ok(Mode::Paper),
         Some(("stride", stride)) => number(stride).map(Mode::Stride),
         Some(("count", count)) => number(count).map(Mode::Count),
-        _ => Err("must be model, eq1, paper, stride=K or count=N".to_string()),
+        _ => Err("must be model, eq1, stride=K or count=N".to_string()),
     }
 }

@@ -1,22 +1,18 @@
 //! Plans of the interleaved update and their predictions.
 #![allow(non_camel_case_types)]
 
-use std::ffi::c_char;
-
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::interleave::plan::{
-    parse_transfer_dtype, read_placements, read_rates, shape_of, spw_interleave_rates, write_placements,
+    parse_transfer_dtype, read_rates, shape_of, spw_interleave_rates, write_placements,
 };
-use crate::capi::output::{self, required};
 use crate::error::{Error, Result};
-use crate::offload::interleave::trace;
 use crate::plan::interleave::choose::{self, Mode};
 use crate::plan::interleave::memory::bytes;
-use crate::plan::interleave::model::{self, Prediction};
+use crate::plan::interleave::model::Prediction;
 use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::share::{self, Balance};
+use crate::plan::interleave::share;
 use crate::plan::interleave::{MAX_SUBGROUPS, Rates, Shape};
 
 /// The rule that makes a plan. Passed as `uint32_t`.
@@ -27,12 +23,10 @@ pub enum spw_plan_mode {
     SPW_PLAN_MODE_MODEL = 0,
     /// Deep Optimizer States Eq. 1: every (1 + k)-th subgroup, k rounded.
     SPW_PLAN_MODE_EQ1 = 1,
-    /// Eq. 1 as that paper applies it: every k-th subgroup, at least every second.
-    SPW_PLAN_MODE_PAPER = 2,
     /// Every `parameter`-th subgroup; 0: no GPU subgroups.
-    SPW_PLAN_MODE_STRIDE = 3,
+    SPW_PLAN_MODE_STRIDE = 2,
     /// `parameter` subgroups, evenly spaced.
-    SPW_PLAN_MODE_COUNT = 4,
+    SPW_PLAN_MODE_COUNT = 3,
 }
 
 /// The subgroups of a rank, in the order in which their gradients arrive, and how gradients and state are transferred.
@@ -141,9 +135,8 @@ pub unsafe extern "C" fn spw_plan_interleave(
         let mode = match raw.mode {
             0 => Mode::Model,
             1 => Mode::Eq1,
-            2 => Mode::Paper,
-            3 => Mode::Stride(number),
-            4 => Mode::Count(number),
+            2 => Mode::Stride(number),
+            3 => Mode::Count(number),
             mode => return Err(Error::invalid("options.mode", format!("{mode} is not an spw_plan_mode"))),
         };
         let residents = usize::try_from(raw.residents).unwrap_or(usize::MAX);
@@ -154,97 +147,6 @@ pub unsafe extern "C" fn spw_plan_interleave(
         unsafe {
             write_result(&rates, &shape, &chosen.plan, &chosen.prediction, result_out)?;
             write_placements(&chosen.plan, placements_out);
-        }
-        Ok(())
-    })
-}
-
-/// Predicts the step of a given plan. `placements` has `shape->count` values of `spw_placement`; `backward` is in
-/// seconds, as in `spw_plan_options`.
-///
-/// # Safety
-/// As `spw_plan_interleave`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_plan_predict(
-    rates: *const spw_interleave_rates,
-    shape: *const spw_plan_shape,
-    placements: *const u32,
-    backward: f64,
-    result_out: *mut spw_plan_result,
-) -> spw_status {
-    guard(|| {
-        required(result_out, "result_out")?;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let (rates, shape) = (read_rates(rates)?, read_shape(shape)?);
-            let plan = read_placements(placements, shape.count())?;
-            let prediction = model::predict(&shape, &rates, &plan, backward)?;
-            write_result(&rates, &shape, &plan, &prediction, result_out)
-        }
-    })
-}
-
-/// Writes the predicted step of a plan as a trace for Perfetto (JSON).
-///
-/// # Safety
-/// As `spw_plan_interleave`; `text_out` is NULL or has room for `size` bytes, `needed_out` is NULL or points to a u64.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_plan_get_trace(
-    rates: *const spw_interleave_rates,
-    shape: *const spw_plan_shape,
-    placements: *const u32,
-    backward: f64,
-    text_out: *mut c_char,
-    size: usize,
-    needed_out: *mut u64,
-) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let (rates, shape) = (read_rates(rates)?, read_shape(shape)?);
-            let plan = read_placements(placements, shape.count())?;
-            let prediction = model::predict(&shape, &rates, &plan, backward)?;
-            output::write_text(&trace::of_prediction(&prediction).to_json(), text_out, size, needed_out);
-            Ok(())
-        }
-    })
-}
-
-/// Computes the balance of Deep Optimizer States Eq. 1, corrected for the number of state buffers.
-///
-/// - `cpu_per_gpu_out` receives the CPU parameters per GPU parameter at which both sides take equally long. It is
-///   infinite if the CPU is as fast as the link.
-/// - `share_out` receives the GPU's fraction of all parameters, from 0 to 1.
-/// - `one_slot` 1 is the equation as printed: the GPU's step adds to the link's time. 0 is for two state buffers, where
-///   the two overlap.
-/// - `fetched_words` is the number of 4-byte words per parameter that fetching a gradient adds: 0, 0.5 or 1.
-///
-/// # Safety
-/// `rates` points to a struct of `struct_size` bytes, the outputs to a double each.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_plan_share(
-    rates: *const spw_interleave_rates,
-    fetched_words: f64,
-    one_slot: u32,
-    cpu_per_gpu_out: *mut f64,
-    share_out: *mut f64,
-) -> spw_status {
-    guard(|| {
-        let cpu_per_gpu_out = required(cpu_per_gpu_out, "cpu_per_gpu_out")?;
-        let share_out = required(share_out, "share_out")?;
-        // SAFETY: the caller meets the callee's requirements.
-        let rates = unsafe { read_rates(rates) }?;
-        rates.check()?;
-        if !(0.0..=1.0).contains(&fetched_words) {
-            return Err(Error::invalid("fetched_words", format!("{fetched_words} is not between 0 and 1")));
-        }
-        let balance =
-            if abi_struct::flag("one_slot", one_slot)? { Balance::OneSlot } else { Balance::TwoSlots };
-        let ratio = share::cpu_per_gpu(&rates, fetched_words, balance).unwrap_or(f64::INFINITY);
-        // SAFETY: not NULL, and valid by the caller's promise.
-        unsafe {
-            cpu_per_gpu_out.write(ratio);
-            share_out.write(share::gpu_share(&rates, fetched_words, balance));
         }
         Ok(())
     })

@@ -17,6 +17,4 @@ pub mod pipeline;
 
 pub mod pipeline_report;
 
-pub mod superoffload;
-
-pub use {interleave::*, pipeline::*, pipeline_report::*, superoffload::*};
+pub use {interleave::*, pipeline::*, pipeline_report::*};

@@ -31,8 +31,6 @@ pub enum Mode {
     Model,
     /// Deep Optimizer States: the stride that follows from Eq. 1, `1 + k` rounded.
     Eq1,
-    /// Deep Optimizer States as printed: Eq. 1 rounded and used as the stride, at least 2.
-    Paper,
     /// The given stride; see [`Plan::stride`].
     Stride(usize),
     /// The given number of GPU subgroups, spread evenly; see [`Plan::even`].
@@ -48,7 +46,6 @@ pub fn choose(shape: &Shape, rates: &Rates, residents: usize, backward: f64, mod
     let plan = match mode {
         Mode::Model => return best(shape, rates, residents, backward),
         Mode::Eq1 => Plan::stride(count, share::derived_stride(rates), residents)?,
-        Mode::Paper => Plan::stride(count, share::paper_stride(rates), residents)?,
         Mode::Stride(stride) => Plan::stride(count, stride, residents)?,
         Mode::Count(gpu) => Plan::even(count, gpu, residents)?,
     };
@@ -210,7 +207,6 @@ mod tests {
         let on_gpu =
             |rates: &Rates, mode| choose(&shape, rates, 0, 0.0, mode).unwrap().plan.count_on(Placement::Gpu);
         assert_eq!((on_gpu(&H100, Mode::Model), on_gpu(&V100, Mode::Model)), (36, 15));
-        assert_eq!((on_gpu(&H100, Mode::Paper), on_gpu(&V100, Mode::Paper)), (25, 25));
         assert_eq!((on_gpu(&H100, Mode::Eq1), on_gpu(&V100, Mode::Eq1)), (50, 16));
         assert_eq!((on_gpu(&H100, Mode::Stride(5)), on_gpu(&H100, Mode::Count(7))), (10, 7));
         assert!(choose(&shape, &H100, 20, 0.0, Mode::Count(31)).is_err());

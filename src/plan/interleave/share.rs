@@ -60,16 +60,6 @@ pub fn gpu_share(rates: &Rates, fetched_words: f64, balance: Balance) -> f64 {
     cpu_per_gpu(rates, fetched_words, balance).map_or(0.0, |k| 1.0 / (1.0 + k))
 }
 
-/// The stride that reproduces the printed "k = 2" on both machines of the paper. It is Eq. 1 rounded, at least 2, used
-/// as the stride without the added 1 of Algorithm 1. Zero (all on the CPU) if Eq. 1 has no solution.
-pub fn paper_stride(rates: &Rates) -> usize {
-    let duplex = Rates { duplex: true, ..*rates };
-    match cpu_per_gpu(&duplex, 0.0, Balance::OneSlot) {
-        Some(k) => k.round().clamp(2.0, super::MAX_SUBGROUPS as f64) as usize,
-        None => 0,
-    }
-}
-
 /// The stride that follows from Eq. 1: `1 + k`, rounded. Zero (all on the CPU) if Eq. 1 has no solution.
 pub fn derived_stride(rates: &Rates) -> usize {
     let duplex = Rates { duplex: true, ..*rates };
@@ -127,8 +117,7 @@ pub(super) mod tests {
         close(cpu_per_gpu(&V100, 0.0, Balance::OneSlot).unwrap(), 2.295);
         let halves = Rates { downscale: 31e9, ..H100 };
         close(cpu_per_gpu(&halves, 0.0, Balance::OneSlot).unwrap(), 0.521);
-        // The paper prints "k = 2" for both machines; no reading of the derivation gives 2 for the first machine.
-        assert_eq!((paper_stride(&H100), paper_stride(&V100)), (2, 2));
+        // The paper prints "k = 2" for both machines.
         assert_eq!((derived_stride(&H100), derived_stride(&V100)), (1, 3));
     }
 
@@ -155,7 +144,7 @@ pub(super) mod tests {
         let slow_link = Rates { h2d: 0.8e9, ..H100 };
         assert_eq!(cpu_per_gpu(&slow_link, 0.0, Balance::OneSlot), None);
         assert_eq!(gpu_share(&slow_link, 0.0, Balance::TwoSlots), 0.0);
-        assert_eq!(paper_stride(&slow_link), 0);
+        assert_eq!(derived_stride(&slow_link), 0);
         let all_infinite = Rates { gpu: f64::MAX, h2d: f64::MAX, d2h: f64::MAX, ..H100 };
         assert!((gpu_share(&all_infinite, 0.0, Balance::OneSlot) - 1.0).abs() < 1e-12);
     }

@@ -57,8 +57,6 @@ pub struct WeightFlow {
 pub struct Interleave {
     /// CPU subgroups per GPU subgroup (k); `None`: no subgroup should be on the GPU.
     pub eq1_k: Option<f64>,
-    /// The stride that the paper prints for its machines.
-    pub paper_stride: usize,
     /// The stride that follows from Eq. 1.
     pub derived_stride: usize,
     /// Best fraction of the parameters on the GPU, with two slots.
@@ -163,7 +161,6 @@ pub fn plan(model: &Model, machine: &Machine, run: &Workload, budget: &TierBudge
         },
         interleave: Interleave {
             eq1_k: share::cpu_per_gpu(&rates, 0.0, Balance::OneSlot),
-            paper_stride: share::paper_stride(&rates),
             derived_stride: share::derived_stride(&rates),
             gpu_share,
             parameters_per_second: share::throughput(&rates, 0.0, gpu_share, Balance::TwoSlots),

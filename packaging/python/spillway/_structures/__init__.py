@@ -14,7 +14,7 @@ from .gpu import (GpuCopy, GpuDriver, GpuInfo, GpuLink, GpuOptions, InterleaveOp
 from .optim import (AdagradOptions, AdamOptions, DsAdamCall, DsAdamState, GradTensor, LionOptions, SpecEvent,
                     SpecOptions, SpecOutcome, SpecStats, Stats, StepStats, Tensor, ThreadOptions, UndoOptions)
 from .plan import (PipelineChange, PipelineDevice, PipelineOperation, PipelineOptions, PipelineResult, PipelineUnit,
-                   PlanBucket, PlanLoad, PlanOptions, PlanProbe, PlanResult, PlanShape)
+                   PlanOptions, PlanResult, PlanShape)
 from .processes import (ArenaInfo, ArenaOptions, ArenaRegion, ArenaRegionInfo, ArenaSnapshot, ArenaVerdict,
                         StageCores, StageOptions, StageTarget, TopoGpu, TopoInfo, TopoNode, TopoOptions, TopoPages,
                         TopoRankOptions)
@@ -24,7 +24,7 @@ from .storage import (IoFailure, IoOptions, IoRequest, IoStats, PinnedStats, Poo
 
 STRUCTURES = (ThreadOptions, Stats, Tensor, GradTensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
               SpecOptions, SpecStats, SpecEvent, SpecOutcome,
-              InterleaveRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, PipelineOptions, PipelineUnit,
+              InterleaveRates, PlanShape, PlanOptions, PlanResult, PipelineOptions, PipelineUnit,
               PipelineResult, PipelineOperation, PipelineChange, PipelineDevice, InterleaveOptions,
               InterleaveSubgroup, PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
               TierPath, TierOptions, TierTarget, TierStepsInfo, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierVerifyInfo,

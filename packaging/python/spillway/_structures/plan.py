@@ -26,24 +26,6 @@ class PlanResult(Structure):
                 ("to_device_bytes", c_uint64), ("to_host_bytes", c_uint64)]
 
 
-class PlanBucket(Given):
-    c_name = "spw_plan_bucket"
-    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("grad", c_double), ("step_cpu", c_double),
-                ("param", c_double), ("step_gpu", c_double), ("backward", c_double)]
-
-
-class PlanLoad(Given):
-    c_name = "spw_plan_load"
-    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("peak", c_double), ("link", c_double),
-                ("tokens", c_double), ("parameters", c_double), ("free_bytes", c_double)]
-
-
-class PlanProbe(Given):
-    c_name = "spw_plan_probe"
-    _fields_ = [("struct_size", c_uint32), ("accumulates", c_uint32), ("f32_transfer", c_double),
-                ("native_transfer", c_double), ("f32_step", c_double), ("native_step", c_double)]
-
-
 class PipelineOptions(Given):
     c_name = "spw_pipeline_options"
     _fields_ = [("struct_size", c_uint32), ("schedule", c_uint32), ("devices", c_uint32), ("micro_batches", c_uint32),

@@ -69,7 +69,7 @@ class InterleaveBlock(_Strict):
     backend: Literal["cuda", "host"] = _setting("cuda", _one_of(("cuda", "host")), '"host" replaces the GPU by threads, for tests.')
     plan: Literal[tuple(PLANS)] = _setting(
         "stride", _one_of(PLANS), 'Which sub-groups the GPU steps. "stride": every plan_argument-th one; "count": plan_argument '
-        'sub-groups; "model", "eq1" and "paper" compute the plan from the rates.')
+        'sub-groups; "model" and "eq1" compute the plan from the rates.')
     plan_argument: _Count = _setting(2, _INTEGER, 'The number that the plans "stride" and "count" need.')
     rates: RatesBlock | None = _setting(None, "an object with cpu, gpu, h2d and d2h in parameters/s",
                                         "Measured rates of the machine.")

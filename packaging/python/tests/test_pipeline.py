@@ -3,6 +3,7 @@ the memory that the plan predicts. test_pipeline_torch.py in ffi_tests/torch run
 
 import importlib.util
 import os
+import pathlib
 import pickle
 import random
 import signal
@@ -147,6 +148,41 @@ def test_an_error_in_a_pass_is_reported_and_a_stopped_process_times_out(transpor
         finally:
             fleet.close()
         assert all(not alive(process) for process in ids)
+
+
+class ForkingBackend(SlowBackend):
+    """Has a child, which inherits all pipes, when it is killed."""
+
+    def forward(self, *arguments):
+        if self.device == 2 and not (child := os.fork()):
+            time.sleep(1000)
+        if self.device == 2:
+            pathlib.Path(os.environ["FORKED"]).write_text(str(child))
+        return super().forward(*arguments)
+
+
+@pytest.mark.parametrize("descriptors", [True, False], ids=["descriptors of processes", "none"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_process_is_reported_while_a_child_of_it_lives(transport, descriptors, tmp_path, monkeypatch):
+    if not descriptors:
+        def refused(_):
+            raise PermissionError
+        monkeypatch.setattr(os, "pidfd_open", refused)
+    monkeypatch.setenv("FORKED", str(tmp_path / "child"))
+    plan = fixed_plan()
+    pairs = {(operation.device, operation.peer) for operation in plan.operations if operation.kind.startswith("send")}
+    before = len(os.listdir("/proc/self/fd"))
+    fleet = Fleet(DEVICES, pairs, ForkingBackend, transport)
+    try:
+        fleet.set_plan(plan, timeout=300)
+        with pytest.raises(pipeline.PipelineError, match="device 2 .*forward of unit.*SIGKILL"):
+            fleet.ask([("step", 1)] * DEVICES, timeout=300)
+        child = int((tmp_path / "child").read_text())
+        assert alive(child)
+        os.kill(child, signal.SIGKILL)
+    finally:
+        fleet.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 class FailingBackend(pipeline_light.LightBackend):

@@ -6,6 +6,8 @@ Invariants:
 - The first cause is reported. A process whose peer has ended is no cause.
 - Shared memory has no name. Processes end when their parent has ended, however it ended, also while another process
   holds the parent's end of a pipe.
+- The end of a process is noticed although a child of it lives on. Such a child holds its ends of all pipes, so no pipe shows the end,
+  neither a control pipe nor multiprocessing's sentinel.
 - A forked child of the parent ends no process: multiprocessing does not know these processes, because it would end them
   when such a child exits."""
 
@@ -33,8 +35,12 @@ from .errors import PipelineError
 TRANSPORTS = {"pipes": _pipes, "gloo": _gloo}
 #: Seconds in which the first cause may arrive after a process reported that its peer has ended.
 _CAUSE_SECONDS = 5.0
+#: Period in seconds at which a wait for an exit code looks for it.
+_POLL_SECONDS = 0.01
 #: Longest single wait in seconds: the system's call refuses waits of some weeks.
 _LONGEST_WAIT = 86_400.0
+#: Period in seconds at which processes are looked at on a system without descriptors of processes.
+_LOOK_SECONDS = 0.2
 
 
 class Fleet:
@@ -53,11 +59,13 @@ class Fleet:
         self._plan: Plan | None = None
         self._processes: list[Any] = []
         self._controls: list[Any] = []
+        #: For each process a descriptor that is readable once it has ended; none on a system without them.
+        self._watches: list[int] = []
         self._progress = _worker.SharedMemory(devices * _worker.SLOT)
         ends: list[Any] = []
         main_thread = threading.current_thread() is threading.main_thread()
         # Ends the processes when this object is forgotten, and at exit.
-        self._owned = (self._process_id, self._processes, self._controls, self._progress)
+        self._owned = (self._process_id, self._processes, self._controls, self._watches, self._progress)
         weakref.finalize(self, _end, *self._owned)
         try:
             endpoints = TRANSPORTS[transport].connect(devices, set(pairs))
@@ -72,6 +80,7 @@ class Fleet:
                 process.start()
                 self._processes.append(process)
                 getattr(multiprocessing.process, "_children", set()).discard(process)
+            self._watches.extend(_watches(self._processes))
         except BaseException:
             self.kill()
             raise
@@ -166,10 +175,17 @@ class Fleet:
     def _answers(self, results: dict[int, Any], deadline: float | None, failures: list[Any]) -> list[tuple[int, Any]]:
         waiting = [device for device in range(len(self._processes)) if device not in results]
         sources = {self._controls[device]: device for device in waiting}
-        ended = {process.sentinel: device for device, process in enumerate(self._processes)}
+        ended: dict[Any, int] = {watch: device for device, watch in enumerate(self._watches)}
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = connection.wait([*sources, *ended], None if left is None else min(left, _LONGEST_WAIT))
-        if not ready and left is not None and left > _LONGEST_WAIT:
+        slice_seconds = _LONGEST_WAIT if ended else _LOOK_SECONDS
+        ready = connection.wait([*sources, *ended], slice_seconds if left is None else min(left, slice_seconds))
+        if not self._watches and not ready:
+            ended = {process: device for device, process in enumerate(self._processes) if process.exitcode is not None}
+            ready = list(ended)
+        # An answer that a process gave before it ended comes first. It may have come after the wait looked at its pipe.
+        if not any(source in sources for source in ready):
+            ready = connection.wait([*sources], 0) or ready
+        if not ready and (left is None or left > slice_seconds):
             return []
         if not ready:
             if failures:
@@ -184,12 +200,17 @@ class Fleet:
                     answers.append((device, source.recv()))
                 except (EOFError, OSError):
                     ended[source] = device
-        # An answer that a process gave before it ended comes first.
         if not answers:
             device = ended[ready[0]]
-            self._processes[device].join(_CAUSE_SECONDS)
-            raise self._failure(device, self._number(device), False, _exit_words(self._processes[device].exitcode))
+            raise self._failure(device, self._number(device), False, _exit_words(self._exit_code(device)))
         return answers
+
+    def _exit_code(self, device: int) -> int | None:
+        """The exit code of a process, for which it waits a while: a process may close its pipe before it ends."""
+        limit = time.monotonic() + _CAUSE_SECONDS
+        while (code := self._processes[device].exitcode) is None and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
+        return code
 
     def _number(self, device: int) -> int:
         """The operation that a device is at: its pass, else the command that it waits for."""
@@ -222,7 +243,19 @@ class Fleet:
         self.kill()
 
 
-def _end(owner: int, processes: list[Any], controls: list[Any], progress: _worker.SharedMemory) -> None:
+def _watches(processes: Iterable[Any]) -> list[int]:
+    found: list[int] = []
+    try:
+        for process in processes:
+            found.append(os.pidfd_open(process.pid))
+    except (AttributeError, OSError):
+        # An old kernel, a system call filter, or no descriptor is left.
+        while found:
+            os.close(found.pop())
+    return found
+
+
+def _end(owner: int, processes: list[Any], controls: list[Any], watches: list[int], progress: _worker.SharedMemory) -> None:
     """Ends and reaps the processes that are left. An interrupted call is completed by the next one."""
     if owner != os.getpid():
         return
@@ -237,6 +270,8 @@ def _end(owner: int, processes: list[Any], controls: list[Any], progress: _worke
             process.close()
     for control in controls:
         control.close()
+    while watches:
+        os.close(watches.pop())
     progress.close()
 
 

@@ -34,6 +34,13 @@ def version():
     return re.search(r'^version = "(.*)"$', (RUST / "Cargo.toml").read_text(), re.MULTILINE)[1]
 
 
+def readme():
+    """README.md without relative links, which lead nowhere on a package index: the name of the page in the repository stands there."""
+    folder = "packaging/python"
+    return re.sub(r"\[[^\]]*\]\((?![a-z]+:|#)([^)\s]+)\)", lambda link: f"`{os.path.normpath(os.path.join(folder, link[1]))}`",
+                  (HERE / "README.md").read_text())
+
+
 class BuildWithLibrary(build_py):
     """Adds the binaries to the package and the .pth at the root of site-packages."""
 
@@ -110,6 +117,6 @@ def scratch():
             "bdist_wheel": {"bdist_dir": os.path.join(folder, "wheel")}}
 
 
-setup(version=version(),
+setup(version=version(), long_description=readme(), long_description_content_type="text/markdown",
       cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel, "sdist": SourceDistribution}, distclass=BinaryDistribution,
       options=scratch())

@@ -37,6 +37,17 @@ def test_the_wheel_serves_every_python_3_on_this_platform(wheel):
     assert wheel.name.startswith(f"spillway-{spillway.__version__}-py3-none-linux_")
 
 
+def test_the_page_on_a_package_index_has_no_dead_links_and_names_pages_that_exist(wheel, repository):
+    with zipfile.ZipFile(wheel) as opened:
+        metadata, = (opened.read(name).decode() for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
+    headers, text = metadata.split("\n\n", 1)
+    assert "Description-Content-Type: text/markdown" in headers and text.startswith("# spillway for Python")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert not [link for link in links if not link.startswith("https://")]
+    pages = re.findall(r"`((?:docs|ffi_tests)/[\w./]+\.md)`", text)
+    assert len(pages) >= 12 and all((repository / page).is_file() for page in pages)
+
+
 def test_a_packaged_wheel_has_the_tag_that_auditwheel_finds(repository, tmp_path):
     """package.sh computes the tag from the versions of symbols, and fails if auditwheel finds another one."""
     if shutil.which("dpkg-deb") is None:

@@ -228,14 +228,14 @@ def test_the_step_at_which_ranks_go_on(monkeypatch):
     from spillway import _ranks
     nothing, began = Steps(None, None, False, False), Steps(None, None, False, True)
     first, fifth, sixth = Steps(1, None, True, True), Steps(5, 4, False, True), Steps(6, 5, False, True)
-    assert _ranks._common([fifth, sixth], "load a checkpoint") == 5 and _ranks._common([sixth, fifth, sixth], "load a checkpoint") == 5
-    assert _ranks._common([first, began], "load a checkpoint") is None
+    assert _ranks._common([[fifth], [sixth]], "load a checkpoint") == 5 and _ranks._common([[sixth], [fifth], [sixth]], "load a checkpoint") == 5
+    assert _ranks._common([[first], [began]], "load a checkpoint") is None
     for apart in ([first, nothing], [first, sixth], [fifth, began], [sixth, nothing, sixth], [began, nothing, first]):
         with pytest.raises(ValueError, match="their last steps are"):
-            _ranks._common(apart, "load a checkpoint")
+            _ranks._common([[steps] for steps in apart], "load a checkpoint")
     # A failure on one rank makes all ranks fail, and no rank is left waiting.
     undone = []
-    monkeypatch.setattr(_ranks, "gathered", lambda words, world: [words, "OSError: no disk"])
+    monkeypatch.setattr(_ranks, "gathered", lambda words, world, group=None: [words, "OSError: no disk"])
     with pytest.raises(TierError, match="another rank failed, so this rank gives up too: rank 1: OSError: no disk"):
         _ranks.together(2, lambda: "opened", undone.append)
     with pytest.raises(KeyError, match="mine"):

@@ -8,9 +8,9 @@ from . import tier
 from .errors import InvalidArgumentError, TierError
 
 
-def together(world, work, undo=None):
-    """Returns the result of `work` on this rank once every rank has its own. If `work` fails on one rank, all ranks
-    raise, and `undo` is called with this rank's result."""
+def together(world, work, undo=None, group=None):
+    """Returns the result of `work` on this rank once every rank of `group` (None: all) has its own. If `work` fails on one rank, all
+    ranks raise, and `undo` is called with this rank's result."""
     if world == 1:
         return work()
     value = trouble = None
@@ -18,7 +18,7 @@ def together(world, work, undo=None):
         value = work()
     except Exception as error:
         trouble = error
-    reports = gathered(trouble and f"{type(trouble).__name__}: {trouble}", world)
+    reports = gathered(trouble and f"{type(trouble).__name__}: {trouble}", world, group)
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
     if failed and trouble is None and undo:
         undo(value)
@@ -29,35 +29,44 @@ def together(world, work, undo=None):
     return value
 
 
-def open_together(settings, rank, world, open_at, cure):
+def open_together(settings, rank, world, open_at, cure, group=None):
     """Opens this rank's tier by open_at(step), at the step that all ranks have; None is a new run. `settings` has paths, job and host; `cure`
     ends the message if the ranks have no step in common."""
     if world == 1:
         return open_at(None)
-    own = together(world, lambda: tier.steps(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world))
-    everyone = [tier.Steps(*steps) for steps in gathered(tuple(own), world)]
-    last = [steps.last for steps in everyone]
-    step = last[0] if len(set(last)) == 1 else _common(everyone, cure)
+    step = agreed([settings], rank, world, cure, group)
+    return together(world, lambda: open_at(step), lambda opened: opened.close(), group)
 
-    def work():
-        # A rank without a commit keeps its tier: its directories may just be missing.
-        if step is None and own.last is not None:
-            _forget(settings, rank)
-        return open_at(step)
 
-    return together(world, work, lambda opened: opened.close())
+def agreed(everything, rank, world, cure, group=None):
+    """The step that all tiers of all ranks have; None is a new run, for which commits of some tiers only are removed. `everything` has the
+    settings of each tier of this rank; `cure` ends the message if there is no such step."""
+    own = together(world, lambda: [tier.steps(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world,
+                                              degraded=getattr(settings, "degraded", False)) for settings in everything], group=group)
+    everyone = [[tier.Steps(*steps) for steps in ranks] for ranks in gathered([tuple(steps) for steps in own], world, group)]
+    last = {steps.last for ranks in everyone for steps in ranks}
+    step = last.pop() if len(last) == 1 else _common(everyone, cure)
+
+    def forget():
+        # A tier without a commit stays: its directories may just be missing.
+        for settings, steps in zip(everything, own):
+            if step is None and steps.last is not None:
+                _forget(settings, rank)
+
+    together(world, forget, group=group)
+    return step
 
 
 def _common(everyone, cure):
     """The one step at which all ranks can resume; None is a new run. A rank can start anew if it has a tier with no
     commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
     choices = [{steps.last} | ({None} if steps.first else {steps.before} - {None}) if steps.exists else set()
-               for steps in everyone]
+               for ranks in everyone for steps in ranks]
     common = set.intersection(*choices)
     if len(common) != 1:
-        nothing = [rank for rank, steps in enumerate(everyone) if not steps.exists]
+        nothing = [rank for rank, ranks in enumerate(everyone) if not all(steps.exists for steps in ranks)]
         found = f"; ranks {nothing} found no tier of their own, because a path is missing or the host has another name" if nothing else ""
-        raise InvalidArgumentError(f"the ranks have no committed step in common: their last steps are {[steps.last for steps in everyone]}"
+        raise InvalidArgumentError(f"the ranks have no committed step in common: their last steps are {[steps.last for ranks in everyone for steps in ranks]}"
                                    f"{found}; {cure}")
     return common.pop()
 
@@ -68,9 +77,11 @@ def _forget(settings, rank):
             tier.collect(path.directory, job=settings.job, host=settings.host, rank=rank)
 
 
-def gathered(value, world):
-    """Gathers a value from every rank."""
+def gathered(value, world, group=None):
+    """Gathers a value from every rank of `group` (None: all)."""
+    if world == 1:
+        return [value]
     import torch
     values = [None] * world
-    torch.distributed.all_gather_object(values, value)
+    torch.distributed.all_gather_object(values, value, group=group)
     return values

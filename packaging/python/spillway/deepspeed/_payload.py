@@ -17,18 +17,16 @@ import json
 import math
 import sys
 
+from .. import _files, _safetensors
 from ..errors import CorruptError, InvalidArgumentError, TierError
 
 _VERSION = "spillway-payload-1"
-_MOST_HEADER = 100 << 20
 # Most bytes of a record in the tier's commit payload; a larger record gets an extent of its own.
 _MOST_PAYLOAD = (1 << 20) - 1024
 _PIECE, _EXTENT = 1 << 20, "record-"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
            "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool"}
 _NAMES = {name: code for code, name in _DTYPES.items()}
-_ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8,
-         "BOOL": 1}
 _PAIRS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}
 # First bytes of torch.save's output: a zip file, or a pickle.
 _PICKLED = (b"PK\x03\x04", b"\x80")
@@ -38,9 +36,11 @@ def pack(record):
     """Encodes a value; raises InvalidArgumentError, with its place in the record, for an unsupported type."""
     writer = _Writer()
     words = json.dumps(writer.encode(record, "record"), allow_nan=False, separators=(",", ":"))
-    header = json.dumps({"__metadata__": {"format": _VERSION, "value": words}, **writer.entries}).encode()
-    header += b" " * (-len(header) % 8)
-    return b"".join([len(header).to_bytes(8, "little"), header, *writer.parts])
+    try:
+        _files.check_levels(words.encode())
+    except ValueError as error:
+        raise InvalidArgumentError(f"the record is too deeply nested for a commit: {error}") from None
+    return b"".join([_safetensors.header(writer.entries, {"format": _VERSION, "value": words}), *writer.parts])
 
 
 def unpack(data):
@@ -153,7 +153,7 @@ class _Writer:
         if dtype not in _NAMES:
             raise InvalidArgumentError(f"a tensor of dtype {dtype} cannot be stored; a commit stores {', '.join(_NAMES)}")
         name = str(len(self.entries))
-        self.entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [self._at, self._at + len(content)]}
+        self.entries[name] = _safetensors.entry(_NAMES[dtype], shape, self._at)
         self.parts.append(content)
         self._at += len(content)
         return name
@@ -161,19 +161,13 @@ class _Writer:
 
 class _Reader:
     def __init__(self, data):
-        if len(data) < 8:
-            raise ValueError(f"{len(data)} bytes")
-        size = int.from_bytes(data[:8], "little")
-        if size > min(len(data) - 8, _MOST_HEADER):
-            raise ValueError(f"a header of {size} bytes in {len(data)}")
-        header = json.loads(data[8:8 + size])
-        if header["__metadata__"]["format"] != _VERSION:
-            raise ValueError(f"format {header['__metadata__']['format']!r}")
-        self._words = header.pop("__metadata__")["value"]
-        self._entries, self._content = header, memoryview(data)[8 + size:]
+        metadata, self._entries, self._content = _safetensors.parse(data)
+        if metadata["format"] != _VERSION:
+            raise ValueError(f"format {metadata['format']!r}")
+        self._words = metadata["value"]
 
     def value(self):
-        return self._decode(json.loads(self._words))
+        return self._decode(_files.parse_json(self._words.encode()))
 
     def _decode(self, words):
         if isinstance(words, list):
@@ -204,12 +198,8 @@ class _Reader:
 
     def _tensor(self, name, kind):
         entry = self._entries[name]
-        (start, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
-        if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
-            raise ValueError(f"tensor {name}: offsets {start}, {end}, shape {shape}")
-        if end > len(self._content) or end - start != math.prod(shape) * _ITEM[dtype]:
-            raise ValueError(f"tensor {name}: bytes {start} to {end} of {len(self._content)} for {dtype} of shape {shape}")
-        content = bytearray(self._content[start:end])
+        shape, dtype = entry["shape"], entry["dtype"]
+        content = bytearray(_safetensors.bytes_of(name, entry, self._content))
         if kind == "array":
             import numpy
             found = numpy.frombuffer(content, numpy.dtype(_DTYPES[dtype]).newbyteorder("<")).reshape(shape)

@@ -12,22 +12,58 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
+from .. import _ranks
+from ..errors import InvalidArgumentError, UnsupportedError
 from ._shards import Shard
+from ._store import CURE, check_ranks, settings_of
 
 
 def attach(store_class, optimizer, paths, *, job, prefix=None, **options):
     """See OptimizerStateStore.attach. `prefix` begins the names of the shards; by default it has the model-parallel ranks."""
-    _check(optimizer)
-    if torch.distributed.is_initialized():
-        options = {"rank": torch.distributed.get_rank(), "world": torch.distributed.get_world_size(), **options}
+    options = _ranked(options)
+    shards = _ranks.together(options.get("world", 1), lambda: _shards(optimizer, prefix), group=options.get("process_group"))
     options.setdefault("decoupled", getattr(optimizer.config, "decoupled_weight_decay", True))
-    shards = list(shards_of(optimizer, _model_parallel() if prefix is None else prefix))
     store = store_class(shards, paths, job=job, **options)
     names = {shard.master.data_ptr(): shard.name for shard in shards}
     _bind(optimizer, store, [(main, names[main.data_ptr()]) for main in _mains(optimizer)])
     _free(optimizer)
     return store
+
+
+def attach_all(store_class, optimizers, paths, *, job, **options):
+    """See OptimizerStateStore.attach_all."""
+    options = _ranked(options)
+    rank, world, group, given = options.get("rank", 0), options.get("world", 1), options.get("process_group"), options.pop("tier_options", None) or {}
+    check_ranks(world, group)
+    jobs = [f"{job}-{number}" for number in range(len(optimizers))]
+    if len(set(_ranks.gathered(len(jobs), world, group))) != 1:
+        raise InvalidArgumentError("OptimizerStateStore.attach_all: the processes have different numbers of optimizers; attach() each one, with a "
+                                   "process_group of the processes that have it")
+    if "at_step" not in given:
+        step = _ranks.agreed([settings_of(paths, name, options.get("host"), given) for name in jobs], rank, world, CURE, group)
+        given = given if step is None else {**given, "at_step": step}
+    stores = []
+    try:
+        for name, optimizer in zip(jobs, optimizers):
+            stores.append(attach(store_class, optimizer, paths, job=name, tier_options=given, **options))
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
+    return stores
+
+
+def _ranked(options):
+    """The options with this process's rank and the number of processes, by default those of torch.distributed."""
+    if not torch.distributed.is_initialized():
+        return dict(options)
+    group = options.get("process_group")
+    return {"rank": torch.distributed.get_rank(group), "world": torch.distributed.get_world_size(group), **options}
+
+
+def _shards(optimizer, prefix):
+    _check(optimizer)
+    return list(shards_of(optimizer, _model_parallel() if prefix is None else prefix))
 
 
 def _check(optimizer):

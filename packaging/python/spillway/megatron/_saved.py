@@ -2,23 +2,30 @@
 
 A process writes two files: `rank-R-step-S.safetensors` with the tensors SHARD.param, SHARD.exp_avg and SHARD.exp_avg_sq, and `rank-R.json`,
 which names it, the step, and a checksum of each tensor and of itself. The second one is renamed into place after the first one is durable. So a
-process that is killed leaves its old part or its new one."""
+process that is killed leaves its old part or its new one.
+
+The directory may be one that others write to. Whatever is in it, a read ends, and reports what is not as write() wrote it as CorruptError."""
 
 from __future__ import annotations
 
 import json
 import os
-import struct
+import re
 import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from .. import _files, _safetensors
 from ..errors import CorruptError, InvalidArgumentError, NoStateError
 from ..swap import STATES
 
 _FORMAT = 1
+_MANIFEST, _TENSORS = re.compile(r"rank-[0-9]{5,9}\.json"), re.compile(r"rank-[0-9]{5,9}-step-[0-9]{1,19}\.safetensors")
+#: Largest step: the library counts to 2**63, and the next step has a number too.
+_MOST_STEP = (1 << 63) - 2
+_MOST_OFFSET = (1 << 63) - 1
 
 
 class Place(NamedTuple):
@@ -38,48 +45,46 @@ def write(directory: str, rank: int, step: int, sizes: Iterable[tuple[str, int]]
         step: Step of the states.
         sizes: Name and number of elements of each tensor, in the order of `states`.
         states: The same tensors, float32 in host memory; computed while they are written."""
-    header, at = {}, 0
+    entries: dict[str, Any] = {}
+    at = 0
     for name, elements in sizes:
-        header[name] = {"dtype": "F32", "shape": [elements], "data_offsets": [at, at + 4 * elements]}
-        at += 4 * elements
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    name, spans = f"rank-{rank:05d}-step-{step}.safetensors", {}
-    with _durable(os.path.join(directory, name)) as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        entries[name] = _safetensors.entry("F32", [elements], at)
+        at = entries[name]["data_offsets"][1]
+    own = f"rank-{rank:05d}"
+    name, spans = f"{own}-step-{step}.safetensors", {}
+    with _files.durable(os.path.join(directory, name)) as file:
+        file.write(_safetensors.header(entries))
         for tensor, flat in states:
             content = memoryview(flat.contiguous().numpy()).cast("B")
             spans[tensor] = [file.tell(), len(content), zlib.crc32(content)]
             file.write(content)
-    with _durable(os.path.join(directory, f"rank-{rank:05d}.json")) as file:
+    with _files.durable(os.path.join(directory, f"{own}.json")) as file:
         body = {"step": step, "file": name, "spans": spans}
         file.write(json.dumps({"format": _FORMAT, "checksum": _checksum(body), **body}).encode())
-    _sync_directory(directory)
+    _files.sync_directory(directory)
     for other in os.listdir(directory):
-        if other.startswith(f"rank-{rank:05d}-step-") and other != name:
+        if other.startswith(f"{own}-step-") and other != name:
             os.unlink(os.path.join(directory, other))
 
 
 def places(directory: str) -> dict[str, Place]:
     """The shards in a directory. Where two processes wrote a shard, the later step counts."""
     found: dict[str, Place] = {}
-    names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
-    for manifest in names:
-        if not (manifest.startswith("rank-") and manifest.endswith(".json")):
-            continue
+    for manifest in sorted(filter(_MANIFEST.fullmatch, os.listdir(directory) if os.path.isdir(directory) else [])):
         path = os.path.join(directory, manifest)
         try:
-            with open(path, "rb") as file:
-                content = json.load(file)
+            content = _files.read_json(path)
             written = content["format"]
             if written == _FORMAT:
                 if _checksum({key: content[key] for key in ("step", "file", "spans")}) != content["checksum"]:
                     raise ValueError("it does not match its checksum")
                 _enter(found, directory, content)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except CorruptError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptError(f"{path} is damaged: {error!r}; use another checkpoint") from None
         if written != _FORMAT:
-            raise InvalidArgumentError(f"{path} has format {written!r}, and this Spillway reads {_FORMAT}; load it with the version that "
+            raise InvalidArgumentError(f"{path} has format {_shortened(written)}, and this Spillway reads {_FORMAT}; load it with the version that "
                                        "wrote it")
     return found
 
@@ -88,15 +93,42 @@ def _checksum(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 100 else f"{text[:100]}..."
+
+
+def _integer(name: str, value: Any, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{name} is {_shortened(value)}, not an integer from 0 to {most}")
+    return value
+
+
 def _enter(found: dict[str, Place], directory: str, content: dict[str, Any]) -> None:
+    """Enters the shards of a manifest. ValueError, KeyError or TypeError if it is not one that write() makes."""
+    step, name = _integer("step", content["step"], _MOST_STEP), content["file"]
+    if not isinstance(name, str) or not _TENSORS.fullmatch(name):
+        raise ValueError(f"its file is {_shortened(name)}, not the name of a rank's tensors")
     spans: dict[str, dict[str, tuple[int, int, int]]] = {}
     for tensor, (offset, length, checksum) in content["spans"].items():
         shard, _, state = tensor.rpartition(".")
-        spans.setdefault(shard, {})[state] = (int(offset), int(length), int(checksum))
-    file = os.path.join(directory, os.path.basename(content["file"]))
+        spans.setdefault(shard, {})[state] = (_integer("an offset", offset, _MOST_OFFSET), _integer("a length", length, _MOST_OFFSET),
+                                              _integer("a checksum", checksum, (1 << 32) - 1))
+    ends = 0
+    for offset, length, _ in sorted(span for states in spans.values() for span in states.values()):
+        if offset < ends:
+            raise ValueError(f"two tensors overlap at byte {offset}")
+        ends = offset + length
     for shard, parts in spans.items():
-        if shard not in found or found[shard].step < content["step"]:
-            found[shard] = Place(file, int(content["step"]), parts)
+        if shard not in found or found[shard].step < step:
+            found[shard] = Place(os.path.join(directory, name), step, parts)
+
+
+def _opened(path: str) -> Any:
+    try:
+        return _files.open_regular(path)
+    except FileNotFoundError:
+        raise CorruptError(f"{path} is missing; use another checkpoint") from None
 
 
 def step_of(found: dict[str, Place], shards: dict[str, int], directory: str) -> int:
@@ -117,6 +149,14 @@ def step_of(found: dict[str, Place], shards: dict[str, int], directory: str) -> 
     if len(steps) != 1:
         raise InvalidArgumentError(f"{directory} has shards of the steps {steps}: not every process wrote its part of one step; use another "
                                    "checkpoint")
+    ends: dict[str, int] = {}
+    for place in (found[name] for name in shards):
+        ends[place.file] = max(ends.get(place.file, 0), *(sum(place.spans[state][:2]) for state in STATES))
+    for file, end in ends.items():
+        with _opened(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+        if size < end:
+            raise CorruptError(f"{file} has {size} bytes, and its tensors end at byte {end}; use another checkpoint")
     return steps[0]
 
 
@@ -124,44 +164,8 @@ def read(place: Place, state: str, into: torch.Tensor) -> None:
     """Reads one state of a shard into a float32 tensor in host memory."""
     offset, length, checksum = place.spans[state]
     content = memoryview(into.numpy()).cast("B")
-    try:
-        with open(place.file, "rb") as file:
-            file.seek(offset)
-            got = file.readinto(content)
-    except FileNotFoundError:
-        raise CorruptError(f"{place.file} is missing; use another checkpoint") from None
+    with _opened(place.file) as file:
+        file.seek(offset)
+        got = file.readinto(content)
     if got != length or zlib.crc32(content) != checksum:
         raise CorruptError(f"{place.file}: {state} at byte {offset} does not match its checksum; use another checkpoint")
-
-
-class _durable:
-    """A file that takes its name when it is complete and durable."""
-
-    def __init__(self, path: str):
-        self._path, self._part = path, f"{path}.part"
-
-    def __enter__(self) -> Any:
-        self._file = open(self._part, "wb")
-        return self._file
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        try:
-            with self._file:
-                if kind is None:
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-            if kind is None:
-                os.replace(self._part, self._path)
-        finally:
-            if os.path.exists(self._part):
-                os.unlink(self._part)
-
-
-def _sync_directory(directory: str) -> None:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-

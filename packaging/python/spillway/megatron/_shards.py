@@ -129,13 +129,27 @@ def _check(shard: Shard, before: Shard | None) -> None:
     if weight.dtype not in CODES or not weight.is_contiguous() or not weight.numel():
         raise InvalidArgumentError(f"OptimizerStateStore: the weight of shard {shard.name!r} is {weight.dtype} of shape {tuple(weight.shape)}; "
                                    "pass a contiguous tensor of float32, bfloat16 or float16 with elements")
-    for name, tensor in (("weight", weight), ("master", shard.master)):
-        if tensor is not None and not tensor.data_ptr():
-            raise InvalidArgumentError(f"OptimizerStateStore: the {name} of shard {shard.name!r} has no memory: it is a meta tensor, or its storage "
-                                       "was freed; pass a tensor with values")
-    if shard.master is not None and (shard.master.dtype is not torch.float32 or shard.master.numel() != weight.numel()):
-        raise InvalidArgumentError(f"OptimizerStateStore: the master of shard {shard.name!r} is {shard.master.dtype} of "
-                                   f"{shard.master.numel()} elements; pass float32 of {weight.numel()}")
+    _check_memory_of(shard, "weight", weight)
+    if shard.master is not None:
+        check_master(shard, shard.master)
+
+
+def check_master(shard: Shard, master: Any) -> None:
+    """Raises InvalidArgumentError if `master` cannot be the float32 values of a shard. Its shape is free."""
+    elements = shard.weight.numel()
+    if not isinstance(master, torch.Tensor):
+        raise InvalidArgumentError(f"OptimizerStateStore: the master of shard {shard.name!r} is a {type(master).__name__}; pass a float32 tensor of "
+                                   f"{elements} elements")
+    if master.dtype is not torch.float32 or master.numel() != elements or master.layout is not torch.strided:
+        raise InvalidArgumentError(f"OptimizerStateStore: the master of shard {shard.name!r} is {master.dtype} of {master.numel()} elements; pass "
+                                   f"float32 of {elements}")
+    _check_memory_of(shard, "master", master)
+
+
+def _check_memory_of(shard: Shard, name: str, tensor: torch.Tensor) -> None:
+    if not tensor.data_ptr():
+        raise InvalidArgumentError(f"OptimizerStateStore: the {name} of shard {shard.name!r} has no memory: it is a meta tensor, or its storage "
+                                   "was freed; pass a tensor with values")
 
 
 def _check_memory(shards: list[Shard]) -> None:

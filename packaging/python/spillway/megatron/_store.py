@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from ..errors import InvalidArgumentError, NoStateError
+from .. import _files, _ranks
+from .._tier_options import number as whole_number
+from ..errors import InvalidArgumentError, NoStateError, TierError
 from ..optim import Adam
 from ..swap import STATES, Swap
 from ..tier import Tier, TierPath
 from . import _saved
-from ._shards import Bucket, Shard, buckets_of, digest_of
+from ._shards import Bucket, Shard, buckets_of, check_master, digest_of
 
 __all__ = ["OptimizerStateStore", "Shard"]
 
@@ -35,6 +38,9 @@ class OptimizerStateStore:
     A new store commits its start values as step 0. A store whose tier has a committed step resumes there, and writes the weights of that
     step to the shards. What was not committed is lost at a crash.
 
+    With `world` above 1 the processes agree by torch.distributed. All of them make the store, and call commit(), save_to() and load_from() at
+    the same points. If one fails there, all raise. They resume at the last step that all of them have committed.
+
     Args:
         shards: The Shards of this process, in any order.
         paths: Directories, "s3://BUCKET/PREFIX" or TierPath, as for spillway.Tier.
@@ -42,6 +48,7 @@ class OptimizerStateStore:
         host: Name of this machine; None: the host name.
         rank: Number of this process in the run.
         world: Number of processes of the run.
+        process_group: The group of torch.distributed of these processes; None: the default group.
         decoupled: Weight decay as in AdamW; False adds it to the gradient.
         memory_budget: Limit of the host memory for states, in bytes; None: the least that keeps every path busy.
         bucket_bytes: Bytes of float32 parameters of a subgroup of the tier.
@@ -52,7 +59,9 @@ class OptimizerStateStore:
         committed_step: The last committed step.
 
     Raises:
-        InvalidArgumentError: A shard has a wrong value, or the tier has the states of other shards.
+        InvalidArgumentError: A shard has a wrong value, or the tier has the states of other shards. Or the processes have no committed step in
+            common.
+        TierError: Another process failed.
         TierLockedError: A live process holds the tier.
 
     Example:
@@ -61,32 +70,64 @@ class OptimizerStateStore:
         store.commit()"""
 
     def __init__(self, shards: Iterable[Shard], paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str,
-                 host: str | None = None, rank: int = 0, world: int = 1, decoupled: bool = True, memory_budget: int | None = None,
-                 bucket_bytes: int = 64 << 20, tier_options: Mapping[str, Any] | None = None):
-        self._buckets = buckets_of(shards, bucket_bytes)
-        self._digest, self._rank = digest_of(self._buckets), rank
+                 host: str | None = None, rank: int = 0, world: int = 1, process_group: Any = None, decoupled: bool = True,
+                 memory_budget: int | None = None, bucket_bytes: int = 64 << 20, tier_options: Mapping[str, Any] | None = None):
+        check_ranks(world, process_group)
+        self._rank, self._world, self._group = rank, world, process_group
+        self._buckets = self._together(lambda: buckets_of(shards, bucket_bytes))
+        self._digest = digest_of(self._buckets)
+        #: True after a commit that succeeded here and failed in another process.
+        self._apart = False
         #: Step and count of a commit that has begun, and the status of the library's call once it has returned.
         self._pending: tuple[int, int, list[int]] | None = None
         self._committed_steps = 0
         mode = "decoupled" if decoupled else "l2"
         self._adams = [Adam(weight_decay_mode=mode) for _ in self._buckets]
-        self._tier = Tier(paths, job=job, host=host, rank=rank, world=world, **(tier_options or {}))
+        options = dict(tier_options or {})
+        settings = settings_of(paths, job, host, options)
+
+        def open_at(step: int | None) -> Tier:
+            return Tier(settings.paths, job=job, host=host, rank=rank, world=world, **{"at_step": step, **options})
+
+        if "at_step" in options:
+            self._tier = self._together(lambda: open_at(None), Tier.close)
+        else:
+            self._tier = _ranks.open_together(settings, rank, world, open_at, CURE, process_group)
         try:
-            opened = self._tier.opened
-            if opened.step is not None:
-                self._committed_steps = self._check_payload(opened.payload)
-                self._set_steps(self._committed_steps)
-            self._swap = Swap(self._tier, [bucket.elements for bucket in self._buckets], memory_budget=memory_budget)
-            self.resumed_step: int | None = opened.step
-            self.committed_step = 0 if opened.step is None else opened.step
-            self._changed = False
-            if opened.step is None:
-                self._fill()
+            self._together(lambda: self._begin(memory_budget))
+            if self.resumed_step is None:
+                self._together(self._fill)
+                self.commit(0)
             else:
-                self.publish()
+                self._together(self.publish)
         except BaseException:
             self._tier.close()
             raise
+
+    def _begin(self, memory_budget: int | None) -> None:
+        opened = self._tier.opened
+        if opened.step is not None:
+            self._committed_steps = self._check_payload(opened.payload)
+            self._set_steps(self._committed_steps)
+        self._swap = Swap(self._tier, [bucket.elements for bucket in self._buckets], memory_budget=memory_budget)
+        self.resumed_step: int | None = opened.step
+        self.committed_step = 0 if opened.step is None else opened.step
+        self._changed = False
+
+    def _together(self, work: Callable[[], Any], undo: Callable[[Any], Any] | None = None) -> Any:
+        return _ranks.together(self._world, work, undo, self._group)
+
+    def _same(self, name: str, value: Any) -> None:
+        """Raises InvalidArgumentError in all processes if they have different values."""
+        values = _ranks.gathered(value, self._world, self._group)
+        if any(other != values[0] for other in values):
+            raise InvalidArgumentError(f"OptimizerStateStore: the processes have different {name}: {values}; call the store at the same points in "
+                                       "all processes")
+
+    def _check_apart(self) -> None:
+        if self._apart:
+            raise TierError("OptimizerStateStore: this process committed a step that another process could not commit; close the stores of all "
+                            "processes and make them again: they resume at the step that all of them have")
 
     @classmethod
     def attach(cls, distributed_optimizer: Any, paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str,
@@ -106,6 +147,27 @@ class OptimizerStateStore:
         from . import _distributed
         return _distributed.attach(cls, distributed_optimizer, paths, job=job, **options)
 
+    @classmethod
+    def attach_all(cls, distributed_optimizers: Iterable[Any], paths: Sequence[str | os.PathLike[str] | TierPath | None], *, job: str,
+                   **options: Any) -> list[OptimizerStateStore]:
+        """Makes stores of the optimizers of a ChainedOptimizer, as attach() does. All of them resume at one step.
+
+        A process may be killed between the commits of two stores. So stores that are attached one by one may resume at different steps.
+
+        Args:
+            distributed_optimizers: The optimizers, as many in each process.
+            paths: As for attach().
+            job: Name of the run. The tier of optimizer N has the name JOB-N.
+            options: As for attach().
+
+        Returns:
+            A store for each optimizer.
+
+        Raises:
+            InvalidArgumentError: The stores have no committed step in common."""
+        from . import _distributed
+        return _distributed.attach_all(cls, list(distributed_optimizers), paths, job=job, **options)
+
     @property
     def steps(self) -> int:
         """Number of steps since the start of training."""
@@ -124,6 +186,7 @@ class OptimizerStateStore:
         Raises:
             InvalidArgumentError: A shard has no gradient, or one of another size; nothing was stepped.
             IoError: A path failed, and no other path could take its data. Call rollback()."""
+        self._check_apart()
         grads = [bucket.start_grads() for bucket in self._buckets]
         _synchronize(self._buckets)
         for adam, bucket in zip(self._adams, self._buckets, strict=True):
@@ -148,15 +211,22 @@ class OptimizerStateStore:
             The step.
 
         Raises:
-            IoError: A path failed; the commit before is still there."""
+            IoError: A path failed; the commit before is still there.
+            InvalidArgumentError: The processes have different steps; nothing was committed.
+            TierError: Another process failed. If this one has committed, make the stores again."""
         self._settle()
-        number = self.steps if step is None else step
+        self._check_apart()
+        number = self._together(lambda: whole_number(self.steps if step is None else step, "step"))
+        self._same("steps", (number, self.steps))
         payload = json.dumps({"format": 1, "steps": self.steps, "shards": self._digest}).encode()
         status: list[int] = []
         # Noted before the call: a signal handler may raise after the library has committed.
         self._pending = number, self.steps, status
         try:
-            self._swap._commit(number, payload, status)
+            self._together(lambda: self._swap._commit(number, payload, status))
+        except BaseException:
+            self._apart = self._world > 1 and status == [0]
+            raise
         finally:
             self._settle()
         return number
@@ -172,6 +242,7 @@ class OptimizerStateStore:
     def rollback(self) -> None:
         """Returns to the last commit, weights included; also after a failed step."""
         self._settle()
+        self._check_apart()
         self._swap.rollback()
         self._set_steps(self._committed_steps)
         self._changed = False
@@ -189,32 +260,47 @@ class OptimizerStateStore:
         """Sets the float32 masters anew, after the model's weights were loaded or changed. Moments and steps stay.
 
         Args:
-            masters: Float32 values by the name of the shard; shards that are not in it take the values of their weight."""
-        given = masters or {}
-        unknown = set(given) - {shard.name for bucket in self._buckets for shard in bucket.shards}
-        if unknown:
-            raise InvalidArgumentError(f"refresh: there is no shard {sorted(unknown)[0]!r}; pass names of shards of this process")
+            masters: Float32 values by the name of the shard, in any shape; shards that are not in it take the values of their weight.
+
+        Raises:
+            InvalidArgumentError: There is no such shard, or values are not float32 of its number of elements; nothing was changed."""
+        given, shards = masters or {}, {shard.name: shard for bucket in self._buckets for shard in bucket.shards}
+        for name, master in given.items():
+            if name not in shards:
+                raise InvalidArgumentError(f"refresh: there is no shard {name!r}; pass names of shards of this process")
+            check_master(shards[name], master)
         self._changed = True
         for number, bucket in enumerate(self._buckets):
             self._swap.write(number, bucket.collect(lambda shard: given.get(shard.name, shard.weight)))
 
     @torch.no_grad()
     def save_to(self, directory: str | os.PathLike[str]) -> int:
-        """Copies the states to a directory, which is created. Commits the step first if it is not committed: rollback() then returns to it.
+        """Copies the states to a directory. Commits the step first if it is not committed: rollback() then returns to it.
 
-        Every process of a job writes its part of the same directory. A process that is killed leaves its part of before.
+        Every process of a job writes its part of the same directory. A process that is killed leaves its part of before. A new directory
+        has mode 0700; its parent must exist. Files have mode 0600.
 
         Returns:
             The step of the states.
 
         Raises:
-            OSError: The directory cannot be written."""
-        if self._changed:
-            self.commit()
-        os.makedirs(directory, exist_ok=True)
+            OSError: The directory cannot be written.
+            TierError: Another process failed."""
+        self._commit_changes()
         sizes = [(f"{shard.name}.{state}", shard.weight.numel()) for bucket in self._buckets for shard in bucket.shards for state in STATES]
-        _saved.write(os.fspath(directory), self._rank, self.steps, sizes, self._states())
+
+        def save() -> None:
+            _files.make_directory(directory)
+            _saved.write(os.fspath(directory), self._rank, self.steps, sizes, self._states())
+
+        self._together(save)
         return self.steps
+
+    def _commit_changes(self) -> None:
+        self._check_apart()
+        self._same("steps", self.steps)
+        if any(_ranks.gathered(self._changed, self._world, self._group)):
+            self.commit()
 
     def _states(self) -> Iterable[tuple[str, torch.Tensor]]:
         for number, bucket in enumerate(self._buckets):
@@ -239,25 +325,35 @@ class OptimizerStateStore:
         Raises:
             NoStateError: The directory has no state of a shard; nothing was changed.
             InvalidArgumentError: A shard has another size, or the shards are of different steps; nothing was changed.
-            CorruptError: A file is damaged; the store is at its last commit."""
+            CorruptError: A file is damaged; the store is at its last commit. A step that was not committed before is committed then.
+            TierError: Another process failed; the store is at its last commit."""
+        self._check_apart()
         where = os.fspath(directory)
-        found = _saved.places(where)
-        if not found:
-            if allow_missing:
-                return False
-            raise NoStateError(f"{where} has no optimizer states; pass allow_missing=True to start with new ones")
-        steps = _saved.step_of(found, {shard.name: shard.weight.numel() for bucket in self._buckets for shard in bucket.shards}, where)
-        if self._changed:
-            self.commit()
-        try:
+        found = self._together(lambda: _saved.places(where))
+        missing = [not there for there in _ranks.gathered(bool(found), self._world, self._group)]
+        if all(missing) and allow_missing:
+            return False
+        if any(missing):
+            of = "" if all(missing) else f" for the processes {[rank for rank, none in enumerate(missing) if none]}"
+            raise NoStateError(f"{where} has no optimizer states{of}; pass allow_missing=True to start with new ones if no process has any")
+        wanted = {shard.name: shard.weight.numel() for bucket in self._buckets for shard in bucket.shards}
+        steps = self._together(lambda: _saved.step_of(found, wanted, where))
+        self._same("steps in the directory", steps)
+        self._commit_changes()
+
+        def load() -> None:
             for number, bucket in enumerate(self._buckets):
                 self._swap.write(number, *(_read_bucket(bucket, found, state) for state in STATES))
+
+        try:
+            self._together(load)
+            self._set_steps(steps)
+            self.commit()
+            self.publish()
         except BaseException:
-            self.rollback()
+            if not self._apart:
+                self.rollback()
             raise
-        self._set_steps(steps)
-        self.commit()
-        self.publish()
         return True
 
     def close(self) -> None:
@@ -276,7 +372,6 @@ class OptimizerStateStore:
             zeros = torch.zeros(bucket.elements, device="cpu")
             start = bucket.collect(lambda shard: shard.weight if shard.master is None else shard.master)
             self._swap.write(number, start, zeros, zeros)
-        self.commit(0)
 
     def _masters(self, number: int) -> torch.Tensor:
         masters = torch.empty(self._buckets[number].elements, device="cpu")
@@ -297,6 +392,29 @@ class OptimizerStateStore:
             raise InvalidArgumentError("OptimizerStateStore: the tier has the states of other shards, or in buckets of another bucket_bytes; "
                                        "pass the same ones, or another job and load_from() a directory that save_to() wrote")
         return steps
+
+
+#: What to do if the processes have no step in common.
+CURE = "pass another job, and load_from() a directory that save_to() wrote"
+
+
+def settings_of(paths: Iterable[Any], job: str, host: str | None, tier_options: Mapping[str, Any]) -> Any:
+    """What an agreement on a step needs to know of a tier."""
+    return SimpleNamespace(paths=[path if isinstance(path, TierPath) else TierPath(path) for path in paths], job=job, host=host,
+                           degraded=tier_options.get("degraded", False))
+
+
+def check_ranks(world: int, group: Any) -> None:
+    """Raises InvalidArgumentError if `world` processes cannot agree."""
+    if world == 1:
+        return
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise InvalidArgumentError(f"OptimizerStateStore: world is {world}, and the processes agree by torch.distributed, which is not initialized; call "
+                                   "torch.distributed.init_process_group first")
+    if distributed.get_world_size(group) != world:
+        raise InvalidArgumentError(f"OptimizerStateStore: world is {world}, and the process group has {distributed.get_world_size(group)} processes; pass "
+                                   "the number of processes of process_group")
 
 
 def _set_options(adam: Adam, bucket: Bucket) -> None:

@@ -1,0 +1,50 @@
+"""The header of the format safetensors: eight bytes with the length of a JSON object, and the object, in which each tensor has its dtype, its
+shape and the range of its bytes behind the header."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import _files
+
+_ALIGNMENT, _MOST_HEADER = 8, 100 << 20
+#: Bytes of an element of each dtype.
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8,
+              "BOOL": 1}
+
+
+def entry(dtype: str, shape: Sequence[int], start: int) -> dict[str, Any]:
+    """The entry of a tensor whose bytes begin at `start`."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + math.prod(shape) * ITEM_BYTES[dtype]]}
+
+
+def header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The bytes before those of the tensors."""
+    encoded = json.dumps({**({"__metadata__": metadata} if metadata else {}), **entries}).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def parse(data: bytes) -> tuple[dict[str, Any], dict[str, Any], memoryview]:
+    """The metadata, the entries, and the bytes of the tensors. ValueError if the header is none, or does not fit the data."""
+    if len(data) < 8:
+        raise ValueError(f"{len(data)} bytes")
+    size = int.from_bytes(data[:8], "little")
+    if size > min(len(data) - 8, _MOST_HEADER):
+        raise ValueError(f"a header of {size} bytes in {len(data)}")
+    entries = _files.parse_json(data[8:8 + size])
+    metadata = entries.pop("__metadata__", {})
+    return metadata, entries, memoryview(data)[8 + size:]
+
+
+def bytes_of(name: str, entry: Mapping[str, Any], content: memoryview) -> memoryview:
+    """The bytes of a tensor. ValueError if they are not in the content, or do not fit dtype and shape."""
+    (start, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
+    if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
+        raise ValueError(f"tensor {name}: offsets {start}, {end}, shape {shape}")
+    if end > len(content) or end - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"tensor {name}: bytes {start} to {end} of {len(content)} for {dtype} of shape {shape}")
+    return content[start:end]

@@ -72,6 +72,8 @@ VARIABLES = [
      "The library that goes into the wheel, with the preload library and the tool beside it."),
     (BUILD, "SPILLWAY_WHEEL_WITHOUT_TOOL", "`1`; default: off", "The wheel and the archive may lack the command line tool."),
     (BUILD, "SPILLWAY_CARGO_PROFILE", "a profile of cargo; default: `release`", "The profile that the wheel's binaries are built with."),
+    (BUILD, "SPILLWAY_CARGO_FEATURES", "features of cargo, such as `spillway/s3`; default: none",
+     "Features that cargo adds to the wheel's binaries."),
     (BUILD, "CARGO_TARGET_DIR", "a directory; default: `target`", "Where cargo builds."),
     (BUILD, "SPILLWAY_CACHE", "a directory; default: `spillway` in the user's cache directory",
      "Cache of the environments that tests, demo, docs and releases use."),

@@ -1,5 +1,7 @@
 """The settings, statuses, commands and files in the docs agree with the code."""
 
+import importlib.util
+import pathlib
 import re
 
 import configuration
@@ -42,6 +44,18 @@ def test_every_status_has_cause_and_cure():
     rows = re.findall(r"^\| `(SPW_\w+)` \| (.+?) \| (.+?) \|$", (DOCS / "troubleshooting.md").read_text(), re.M)
     assert len(statuses) >= 36 and {name for name, _, _ in rows} == statuses
     assert len(rows) == len(statuses)
+
+
+def test_messages_that_people_search_for_are_headings_in_deepspeeds_words():
+    package = importlib.util.find_spec("deepspeed")
+    if package is None:
+        pytest.skip("DeepSpeed, whose messages these are, is not installed")
+    folder = pathlib.Path(package.submodule_search_locations[0]) / "ops"
+    said = "".join((folder / name).read_text() for name in ("op_builder/builder.py", "op_builder/async_io.py"))
+    headings = "\n".join(re.findall(r"^### (.+)$", (DOCS / "troubleshooting.md").read_text(), re.M))
+    for words in ("Unable to JIT load the", "due to ninja not being installed", "does not match the version torch was compiled with",
+                  "requires the dev libaio .so object and headers but these were not found"):
+        assert words in headings and words in re.sub(r'"\s*f?"', "", said), words
 
 
 def test_the_glossary_has_at_most_40_terms_in_order():

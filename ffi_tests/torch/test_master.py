@@ -1,4 +1,4 @@
-"""optimizer.master(parameter) has the values of which the next step computes, in memory and on a tier."""
+"""optimizer.master(parameter) has the values that the next step starts from, in memory and on a tier."""
 
 import pytest
 import torch

@@ -93,7 +93,7 @@ def test_bad_input_names_the_parameter_and_steps_nothing(tier):
     refused(optimizer, params, invalid, name + r" has shape \(10,\), and its states on the tier have \(9000,\); construct")
     params[6].grad, params[6].data = None, old
     params[6].grad = torch.zeros(9000).to_sparse()
-    refused(optimizer, params, unsupported, name + " or its gradient is none that Spillway steps")
+    refused(optimizer, params, unsupported, name + ": states on a tier need contiguous CPU tensors")
     params[6].grad = torch.zeros(9000)
     optimizer.param_groups[0]["amsgrad"] = True
     refused(optimizer, params, unsupported, "without amsgrad")

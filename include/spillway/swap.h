@@ -41,7 +41,7 @@ typedef enum spw_swap_flag {
     // Do not lock the memory (mlock).
     SPW_SWAP_FLAG_NO_LOCK = 2,
     // Use the paths without taking turns. Without this flag, only one of the node's processes of one user uses a
-    // device at a time, and the others use other devices first (MLP-Offload section 3.1). Only directories have turns.
+    // device at a time, and the others use other devices first (MLP-Offload section 3.2). Only directories have turns.
     SPW_SWAP_FLAG_NO_TURNS = 4,
     // Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 10
     // bytes per parameter on the tier and in memory instead of 12. A subgroup with too many values that cannot be

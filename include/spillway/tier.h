@@ -89,7 +89,7 @@ typedef struct spw_tier_path {
     uint32_t struct_size;
     // `spw_tier_path_kind`
     uint32_t kind;
-    // An existing directory; a disk that is not mounted is therefore an error. NULL for SPW_TIER_PATH_KIND_MEMORY.
+    // A directory that exists, so that an unmounted disk is reported. NULL for SPW_TIER_PATH_KIND_MEMORY.
     // `s3://BUCKET/PREFIX` is a location in an S3-compatible object store. Its access settings are the environment
     // variables of the AWS tools:
     //

@@ -2,7 +2,7 @@
 //
 // Reversible steps: a recording of one step, which can be rolled back, repeated with another factor, or kept.
 //
-// SuperOffload section 4.4 and SysX section 4.3 describe the rollback by an inverse formula. The modes
+// SuperOffload section 4.4 and SysX section 3.2 describe the rollback by an inverse formula. The modes
 // SPW_UNDO_MODE_DELTA and SPW_UNDO_MODE_SHADOW restore every bit.
 //
 //     spw_undo_options options = SPW_UNDO_OPTIONS_INIT;
@@ -38,7 +38,7 @@ extern "C" {
 
 // How a recorded step is rolled back. Passed as `uint32_t`.
 typedef enum spw_undo_mode {
-    // Approximately, by the inverse formula (SuperOffload section 4.4, SysX section 4.3), without extra memory. With
+    // Approximately, by the inverse formula (SuperOffload section 4.4, SysX section 3.2), without extra memory. With
     // Adam in f32, most old values come back exactly. The others differ by at most 2 units in the last place of the
     // larger of the old and the new value. With SPW_WEIGHT_DECAY_L2 the difference of param also enters exp_avg and
     // exp_avg_sq, which then differ by a few units more. Old values 2^24 times smaller than the new ones are lost, for

@@ -1,9 +1,9 @@
 """Builds the wheel: the package, the library, the preload library, the command line tool, and the .pth file that activates
 the hooks under DeepSpeed and Megatron.
 
-cargo builds the binaries with object stores: in the repository around this folder, or in the folder `rust` of a source
-distribution, which has a copy of its Rust sources. SPILLWAY_CARGO_PROFILE names another profile than `release`. Or the
-binaries are the library that SPILLWAY_PREBUILT_LIB names and the two files beside it; with SPILLWAY_WHEEL_WITHOUT_TOOL=1
+cargo builds the binaries: in the repository around this folder, or in the folder `rust` of a source distribution, which
+has a copy of its Rust sources. SPILLWAY_CARGO_FEATURES=spillway/s3 adds object stores, and SPILLWAY_CARGO_PROFILE names
+another profile than `release`. Or the binaries are the library that SPILLWAY_PREBUILT_LIB names and the two files beside it; with SPILLWAY_WHEEL_WITHOUT_TOOL=1
 the tool may be missing. Everything is built in a scratch folder, so that the source tree stays as it is.
 
 The version is that of Cargo.toml."""
@@ -102,9 +102,10 @@ def library_path():
     if not (RUST / "Cargo.toml").is_file():
         sys.exit(f"no Cargo.toml in {RUST}: build from a checkout, or name the library in SPILLWAY_PREBUILT_LIB")
     profile = os.environ.get("SPILLWAY_CARGO_PROFILE") or "release"
+    features = os.environ.get("SPILLWAY_CARGO_FEATURES")
     target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or RUST / "target")
     subprocess.run(["cargo", "build", "--locked", "--profile", profile, "--package", "spillway", "--package", "spillway-preload",
-                    "--features", "spillway/s3", "--target-dir", str(target)], cwd=RUST, check=True)
+                    *(["--features", features] if features else []), "--target-dir", str(target)], cwd=RUST, check=True)
     # The profile `dev` has a folder of another name.
     return target / {"dev": "debug"}.get(profile, profile) / "libspillway.so"
 

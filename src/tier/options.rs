@@ -87,7 +87,7 @@ impl PathLocation {
 #[cfg(not(feature = "s3"))]
 pub(super) fn no_object_stores() -> Error {
     let message = "a path s3://... needs object stores, but this library was built without them; build it \
-                   with the feature s3";
+                   with the feature s3: `make lib`, or SPILLWAY_CARGO_FEATURES=spillway/s3 for the wheel";
     Error::Unsupported(message.to_string())
 }
 

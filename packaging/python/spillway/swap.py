@@ -114,8 +114,10 @@ class Swap(_NativeHandle):
         tier: The open Tier.
         elements: Number of elements of each subgroup.
         memory_budget: Limit of the host memory for state, in bytes; None: the least that keeps every path busy.
-        ratio: Share of each path in the state, a number per path; None: in proportion to the measured bandwidths.
-        speeds: First estimates of the paths' bandwidths, in bytes per second; None: measured.
+        ratio: Share of each path in the state, a number per path; None: equal at first, then in proportion to the measured
+            bandwidths.
+        speeds: First estimates of the paths' bandwidths, in bytes per second; None: equal, until the first update has
+            measured them.
         huge_pages: Use 2 MiB pages for the buffers.
         pin_memory: Lock the buffers' pages in memory.
         turns: Wait for the turns of other processes before using a path; False uses the paths at once.

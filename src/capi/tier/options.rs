@@ -70,7 +70,7 @@ pub struct spw_tier_path {
     pub struct_size: u32,
     /// `spw_tier_path_kind`
     pub kind: u32,
-    /// An existing directory; a disk that is not mounted is therefore an error. NULL for SPW_TIER_PATH_KIND_MEMORY.
+    /// A directory that exists, so that an unmounted disk is reported. NULL for SPW_TIER_PATH_KIND_MEMORY.
     /// `s3://BUCKET/PREFIX` is a location in an S3-compatible object store. Its access settings are the environment
     /// variables of the AWS tools:
     ///

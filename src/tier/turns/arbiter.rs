@@ -1,4 +1,4 @@
-//! Turns on shared paths, taken when transfers need them (MLP-Offload section 3.1).
+//! Turns on shared paths, taken when transfers need them (MLP-Offload section 3.2).
 //!
 //! Invariants:
 //! - In a round, transfers to a path wait at the path's gate until this process has its turn, or its timeout passes.

@@ -1,4 +1,4 @@
-//! Turns: one process of the node uses a path at a time (MLP-Offload section 3.1).
+//! Turns: one process of the node uses a path at a time (MLP-Offload section 3.2).
 //!
 //! | file | holds |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! Turns on a storage path: one process of the node uses the path at a time (MLP-Offload section 3.1).
+//! Turns on a storage path: one process of the node uses the path at a time (MLP-Offload section 3.2).
 //!
 //! Invariants:
 //! - At most one live process holds the turn of a path: the holder has the file lock on `turn`.

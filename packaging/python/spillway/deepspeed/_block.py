@@ -89,7 +89,7 @@ class Block(_Strict):
         "leave it out for nvme_path alone", "The paths of the tier; without it nvme_path alone.")
     ratio: Annotated[list[_Number], Field(min_length=1), BeforeValidator(_as_list)] | None = _setting(
         None, "a list with a number from 0 for each path",
-        "Share of each path in the state; without it in proportion to the measured bandwidths.")
+        "Share of each path in the state; without it equal at first, then in proportion to the measured bandwidths.")
     cache_bytes: _Count = _setting(0, _BYTES, "Host memory for parts that stay in memory between steps, in addition to the "
                                               "transfer buffers.")
     part_elements: int = _setting(
@@ -115,7 +115,7 @@ class Block(_Strict):
                                              "commit_interval steps.")
     commit_interval: _Count = _setting(1, "a number of steps, an integer from 0",
                                        "Steps between commits; 0: only spillway.deepspeed.commit(engine) commits.")
-    turns: bool = _setting(True, _BOOLEAN, "One process of a machine at a time uses a path.")
+    turns: bool = _setting(True, _BOOLEAN, "One process of a user at a time transfers the state of a step on a device; see tier.md.")
     pin_memory: bool = _setting(True, _BOOLEAN, "Page-locked buffers in 2 MiB pages.")
     io_timeout_seconds: _Number = _setting(0.0, "a number of seconds from 0",
                                            "Time without progress after which a path counts as failed; 0: 60.")

@@ -51,7 +51,7 @@ class Endpoint(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Frees what the parent holds, after the processes have started."""
+        """Closes the parent's copies of the descriptors, after the processes have started."""
 
 
 class Channels:

@@ -63,7 +63,7 @@ class Maker:
 
 
 class TorchBackend:
-    """The work of one device; see the module."""
+    """Runs the passes of one device; see the module."""
 
     def __init__(self, device: int, maker: Maker):
         self._units, self._loss, self._make_optimizer = pickle.loads(maker.modules)

@@ -1,4 +1,4 @@
-"""What an optimizer knows about its last call of the library and about the program's writes since then.
+"""Tensor versions at the last step: they show which parameters the program has written since.
 
 Versions: a split master is the parameter and its low bits, so low bits are stale once the program has written to the parameter. The version of
 each parameter with low bits is noted at its last step. The present table has these versions, and `_noted` those of parameters that a former

@@ -1,7 +1,7 @@
 """Which parameters Spillway steps, and the error messages about the others.
 
 A parameter is served if its step is one row of the C table: parameter, gradient and states are contiguous in CPU memory, with dtypes
-that the kernels know. All other parameters go to torch's own step. What neither can step is an error that names the parameter."""
+that the kernels know. All other parameters go to torch's own step. If neither can step a parameter, an error names it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class TierOptions(NamedTuple):
         durability: What a commit survives: "data" a power failure; "process" only the end of the process; "full" like "data", and also
             syncs directories.
         part_elements: Number of elements of a subgroup of a new tier; None: 4 Mi, or less to fit the memory budget.
-        ratio: Share of each path in the states; None: in proportion to the measured bandwidths.
+        ratio: Share of each path in the states; None: equal at first, then in proportion to the
+            measured bandwidths.
         turns: Wait for the turns of other processes before using a path.
         pin_memory: Lock the buffers' pages in memory.
         io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds."""

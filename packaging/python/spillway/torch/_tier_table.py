@@ -51,8 +51,8 @@ class TierTable:
         name = name_of(group, number, place)
         parameter = self._states.check(param, name)
         if any(group.get(flag) for flag in ("amsgrad", "capturable", "differentiable")) or not is_served(param, param.grad, name):
-            raise UnsupportedError(f"{name} or its gradient is none that Spillway steps, and its states are on a tier; pass contiguous CPU "
-                                   "parameters and gradients of 16 or 32 bits, without amsgrad, capturable and differentiable")
+            raise UnsupportedError(f"{name}: states on a tier need contiguous CPU tensors of 16 or 32 bits, as parameter and as gradient, without "
+                                   "amsgrad, capturable or differentiable")
         self.places.append((number, place))
         self._numbers.append(parameter)
         self.grads.append(local(param.grad))

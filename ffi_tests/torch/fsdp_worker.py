@@ -11,7 +11,7 @@ sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2] / "packaging" / 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -142,13 +142,15 @@ def train(model, optimizer, step, clip):
 
 
 def exchange(models, optimizers, folder):
-    """Each optimizer saves its state, and loads that of the other."""
-    for name, model, optimizer in zip(("ours", "theirs"), models, optimizers):
-        checkpoint.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=f"{folder}/{name}")
-    for name, model, optimizer in zip(("theirs", "ours"), models, optimizers):
-        state = get_optimizer_state_dict(model, optimizer)
-        checkpoint.load(state, checkpoint_id=f"{folder}/{name}")
-        set_optimizer_state_dict(model, optimizer, state)
+    """Each optimizer saves its state, and loads that of the other: nested, and then flattened."""
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        for name, model, optimizer in zip(("ours", "theirs"), models, optimizers):
+            checkpoint.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=f"{folder}/{name}-{flat}")
+        for name, model, optimizer in zip(("theirs", "ours"), models, optimizers):
+            state = get_optimizer_state_dict(model, optimizer, options=options)
+            checkpoint.load(state, checkpoint_id=f"{folder}/{name}-{flat}")
+            set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
 def resumed(model, optimizer, options):

@@ -67,7 +67,8 @@ def _interrupted_at(line, call):
         names = {frame.f_code.co_name, frame.f_back.f_code.co_name}
         if "/spillway/" not in frame.f_code.co_filename or names & {"__del__", "close", "_end", "_drain"}:
             return None
-        if event == "line":
+        # Python runs no signal handler between the end of a block and the release of its lock.
+        if event == "line" and frame.f_code.co_name != "alone":
             seen += 1
             if seen > line:
                 sys.settrace(None)

@@ -1,5 +1,6 @@
 """States on a tier: state dicts and distributed checkpoints, in both directions, and where their values lie."""
 
+import concurrent.futures
 import copy
 import io
 import os
@@ -7,7 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from spillway import torch as own
 from tier_runs import same, same_states, tier, train
@@ -60,6 +61,32 @@ def test_distributed_checkpoints(tier, tmp_path):
     set_optimizer_state_dict(model, optimizer, loaded)
 
 
+def test_flattened_checkpoints_load_into_both_kinds(tier):
+    """torch takes those names of a flattened state dict that it finds in `optimizer.state`."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 150), torch.nn.Linear(150, 3).bfloat16())
+    model[0].bias.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    pair = [(model, own.AdamW(model.parameters(), lr=1e-2, tier=tier)), (twin, own.AdamW(twin.parameters(), lr=1e-2, master="f32"))]
+    steps = iter(range(100))
+    for there, back in (pair, pair[::-1], [pair[0]] * 2):
+        train_both(pair, [next(steps)])
+        saved = copy.deepcopy(get_optimizer_state_dict(*there, options=flat))
+        weights = copy.deepcopy(there[0].state_dict())
+        train_both(pair, [next(steps)])
+        for one, optimizer in pair:
+            one.load_state_dict(weights)
+            set_optimizer_state_dict(one, optimizer, saved, options=flat)
+        train_both(pair, [next(steps)])
+        assert same(model.parameters(), twin.parameters())
+        same_states(*(optimizer.state_dict()["state"] for _, optimizer in pair))
+
+
+def train_both(pair, steps):
+    for model, optimizer in pair:
+        train(optimizer, [param for param in model.parameters() if param.requires_grad], steps)
+
+
 def test_a_state_dict_keeps_its_values(tier):
     params = parameters()
     optimizer = own.AdamW(params, lr=1e-2, tier=tier)
@@ -68,7 +95,9 @@ def test_a_state_dict_keeps_its_values(tier):
     before = copy.deepcopy(first)
     train(optimizer, params, range(2, 4))
     same_states(first, before)
-    assert sorted(optimizer.state[params[0]]) == ["step"], "moments are on the tier only"
+    assert list(optimizer.state[params[0]].keys()) == ["step"], "moments are on the tier only"
+    with pytest.raises(KeyError, match="exp_avg: this state is on the tier; optimizer.state_dict\\(\\) reads it"):
+        optimizer.state[params[0]]["exp_avg"]
     optimizer.close()
     same_states(first, before)
 
@@ -92,3 +121,24 @@ def test_large_values_of_a_state_dict_are_maps_of_files_without_a_name(tier, mon
     with pytest.raises(OSError, match="no room for 120004 bytes of a state dict, which is kept in files below the tier's first directory"):
         optimizer.state_dict()
     train(optimizer, params, [1])
+
+
+def test_a_state_dict_beside_steps_of_another_thread_sees_one_step(tier):
+    ours, theirs = parameters(), parameters()
+    mine, other = own.AdamW(ours, lr=1e-2, tier=tier), own.AdamW(theirs, lr=1e-2, master="f32")
+    expected = []
+    for step in range(40):
+        train(other, theirs, [step])
+        expected.append(copy.deepcopy(other.state_dict()["state"]))
+    # The first step makes the states, so that no dict is seen before it.
+    train(mine, ours, [0])
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        end = pool.submit(train, mine, ours, range(1, 40))
+        seen = []
+        while not end.done():
+            seen.append(mine.state_dict()["state"])
+            mine.commit()
+        end.result()
+    assert len({float(state[0]["step"]) for state in seen}) > 2
+    for state in seen:
+        same_states(state, expected[int(state[0]["step"]) - 1])

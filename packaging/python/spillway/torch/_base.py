@@ -83,10 +83,10 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of torch's, as torch does; states keep the dtypes of this optimizer."""
+        tier = self._tier
+        if tier is not None:
+            return self._alone(tier, lambda: self._load_to_tier(state_dict, tier))
         self._settle()
-        if self._tier is not None:
-            self._load_to_tier(state_dict, self._tier)
-            return
         seen: list[dict[str, Any]] = []
 
         def see(_: Any, loaded: dict[str, Any]) -> None:
@@ -113,7 +113,10 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._step_all()
+            if self._tier is None:
+                self._step_all()
+            else:
+                self._alone(self._tier, self._step_all)
         return loss
 
     def rollback(self) -> None:
@@ -122,10 +125,10 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
 
         Raises:
             InvalidArgumentError: There is no step to roll back, or its gradients, parameters or states were written to since."""
+        tier = self._tier
+        if tier is not None:
+            return self._alone(tier, lambda: tier.rollback(self))
         self._settle()
-        if self._tier is not None:
-            self._tier.rollback(self)
-            return
         last = self._last
         if last is None:
             raise InvalidArgumentError(f"{type(self).__name__}.rollback: no step is recorded; construct the optimizer with undo=True, and "
@@ -152,9 +155,10 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             InvalidArgumentError: The tensor is not a parameter of this optimizer."""
         if not any(param is own for group in self.param_groups for own in group["params"]):
             raise InvalidArgumentError(f"{type(self).__name__}.master: the tensor is not a parameter of this optimizer; pass one of its param_groups")
+        tier = self._tier
+        if tier is not None:
+            return self._alone(tier, lambda: tier.master(param))
         self._settle()
-        if self._tier is not None:
-            return self._tier.master(param)
         if not self._precision.has_master(param):
             return param.detach()
         state, own = self.state.get(param), local(param).detach()

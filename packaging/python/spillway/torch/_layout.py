@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InvalidArgumentError
+from ._rows import local
 
 _MAGIC = b"spillway.torch 1\n"
 _LENGTH = struct.Struct("<Q")
@@ -33,7 +34,7 @@ class Layout:
     """Pieces of parameters in subgroups of at most `most` elements.
 
     Args:
-        counts: Number of elements of each parameter.
+        counts: Number of elements of each parameter; 0 for one without states.
         most: Number of elements of a subgroup, except the last."""
 
     def __init__(self, counts: list[int], most: int):
@@ -61,10 +62,13 @@ class Commit(NamedTuple):
     steps: list[float]
     count: int
     payload: bytes
+    #: Numbers of the parameters without states.
+    stateless: list[int]
 
     def packed(self) -> bytes:
         """The payload of the tier's commit."""
-        head = zlib.compress(json.dumps([self.most, self.parameters, self.steps, self.count]).encode())
+        fields = [self.most, self.parameters, self.steps, self.count, *([self.stateless] if self.stateless else [])]
+        head = zlib.compress(json.dumps(fields).encode())
         return _MAGIC + _LENGTH.pack(len(head)) + head + self.payload
 
     @staticmethod
@@ -77,8 +81,8 @@ class Commit(NamedTuple):
         if not stored.startswith(_MAGIC) or len(stored) < start:
             raise InvalidArgumentError("the tier holds states that no optimizer of spillway.torch has committed; pass other paths or another job")
         end = start + _LENGTH.unpack_from(stored, len(_MAGIC))[0]
-        most, parameters, steps, count = json.loads(zlib.decompress(stored[start:end]))
-        return Commit(most, [(dtype, shape) for dtype, shape in parameters], steps, count, stored[end:])
+        most, parameters, steps, count, *stateless = json.loads(zlib.decompress(stored[start:end]))
+        return Commit(most, [(dtype, shape) for dtype, shape in parameters], steps, count, stored[end:], stateless[0] if stateless else [])
 
 
 def described(param: torch.Tensor) -> tuple[str, list[int]]:
@@ -90,10 +94,14 @@ def check_parameters(commit: Commit, params: list[torch.Tensor], names: list[str
     """Raises InvalidArgumentError if a commit belongs to other parameters; the message names the first one that differs."""
     cure = "pass the model of the run that committed, or other paths or another job for this one"
     for name, param, stored in zip(names, params, commit.parameters):
-        if described(param) != stored:
-            raise InvalidArgumentError(f"{name} is {param.dtype} of shape {tuple(param.shape)}; the tier was committed with torch.{stored[0]} of "
+        if described(local(param)) != stored:
+            raise InvalidArgumentError(f"{name} is {param.dtype} of shape {tuple(local(param).shape)}; the tier was committed with torch.{stored[0]} of "
                                        f"shape {tuple(stored[1])} there; {cure}")
     if len(params) != len(commit.parameters):
         first = names[len(commit.parameters)] if len(params) > len(commit.parameters) else f"parameter number {len(params)}"
         raise InvalidArgumentError(f"the optimizer has {len(params)} parameters, and the tier was committed with {len(commit.parameters)}: {first} "
                                    f"is the first without a counterpart; {cure}")
+    for number in commit.stateless:
+        if params[number].requires_grad:
+            raise InvalidArgumentError(f"{names[number]} requires a gradient, and the tier was committed without states for it, because it required "
+                                       "none then; freeze it before the optimizer is constructed, or pass another job and load a state dict")

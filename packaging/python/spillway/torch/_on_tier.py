@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ._arguments import check_steps
 from ._notes import Notes
 from ._tier_dict import check_loaded, whole_state, write_through
 from ._tier_states import TierStates
+
+_Result = TypeVar("_Result")
 
 
 class OnTier(Notes):
@@ -56,8 +59,7 @@ class OnTier(Notes):
             InvalidArgumentError: The optimizer has no tier.
             IoError: A path failed; the last commit is intact."""
         tier = self._of_tier("commit")
-        self._settle()
-        tier.commit(self, step, payload)
+        self._alone(tier, lambda: tier.commit(self, step, payload))
 
     def close(self) -> None:
         """Closes the tier, whose lock and memory are then free; states since the last commit are lost. Does nothing without a tier."""
@@ -70,16 +72,29 @@ class OnTier(Notes):
         return self._tier
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state dict. With `tier`, all states are read, subgroup by subgroup; see docs/torch.md for the memory."""
-        self._settle()
-        if self._tier is None:
+        """torch's state dict. With `tier`, all states are read, subgroup by subgroup, between two steps of other threads; see docs/torch.md
+        for the memory."""
+        tier = self._tier
+        if tier is None:
+            self._settle()
             self._forget_low_bits()
             return super().state_dict()
-        own, self.state = self.state, whole_state(self, self._tier)
+        return self._alone(tier, lambda: self._whole_dict(tier, super(OnTier, self).state_dict))
+
+    def _whole_dict(self, tier: TierStates, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of torch's `state_dict`, with the values on the tier."""
+        own, self.state = self.state, whole_state(self, tier)
         try:
-            return super().state_dict()
+            return state_dict()
         finally:
             self.state = own
+
+    def _alone(self, tier: TierStates, work: Callable[[], _Result]) -> _Result:
+        """Returns work(), during which no other thread uses the states. The last call of the library is noted before."""
+        def settled() -> _Result:
+            self._settle()
+            return work()
+        return tier.alone(settled)
 
     def _load_to_tier(self, state_dict: dict[str, Any], tier: TierStates) -> None:
         found: dict[int, dict[str, Any]] = {}

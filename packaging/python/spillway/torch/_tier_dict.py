@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,31 @@ _MAPPED = 16 << 10
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+class TierState(dict[str, Any]):
+    """The entry of a parameter in `optimizer.state`: it holds the step count only. Its iterator also names the states on the tier, because
+    torch.distributed.checkpoint asks it which values to take from a flattened state dict."""
+
+    on_tier: tuple[str, ...] = _MOMENTS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*super().__iter__(), *self.on_tier]))
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(f"{key}: this state is on the tier; optimizer.state_dict() reads it" if key in self.on_tier else key)
+
+
+class MasterState(TierState):
+    """The entry of a 16-bit parameter, whose master is on the tier too."""
+
+    on_tier = (*_MOMENTS, MASTER)
+
+
 def whole_state(optimizer: SpillwayOptimizer, states: TierStates) -> dict[torch.Tensor, dict[str, Any]]:
     """The state of every parameter, with the values on the tier."""
     states.take_written()
     whole: dict[torch.Tensor, dict[str, Any]] = {}
-    for param in states.params:
+    params = [param for param, stated in zip(states.params, states.stated) if stated]
+    for param in params:
         own = local(param)
         made = {"step": optimizer.state[param]["step"].clone()}
         made.update({key: _empty(own, states.directory) for key in _MOMENTS})
@@ -44,7 +65,7 @@ def whole_state(optimizer: SpillwayOptimizer, states: TierStates) -> dict[torch.
             for key, to in whole[states.params[piece.parameter]].items():
                 if key != "step":
                     to.view(-1)[piece.start:piece.start + piece.count] = parts[key][piece.first:piece.first + piece.count]
-    for param in states.params:
+    for param in params:
         if isinstance(param, DTensor):
             whole[param].update({key: _distributed(param, value) for key, value in whole[param].items() if key != "step"})
     return whole
@@ -80,8 +101,12 @@ def check_loaded(optimizer: SpillwayOptimizer, states: TierStates, loaded: dict[
     for saved, param in zip(ids, params):
         number = states.numbers[id(param)]
         state = loaded["state"].get(saved)
-        if not state:
+        if not state or (not states.stated[number] and float(state.get("step", 0)) == 0):
             continue
+        if not states.stated[number]:
+            raise InvalidArgumentError(f"load_state_dict: {states.names[number]} has no states on the tier, because it did not require a gradient "
+                                       "when the optimizer was constructed, and its saved state has been stepped; construct the optimizer while the "
+                                       "parameter requires a gradient; nothing was loaded")
         for key in _MOMENTS:
             if key not in state:
                 raise InvalidArgumentError(f"load_state_dict: {states.names[number]}: its saved state lacks {key!r}; load the state of an Adam or "

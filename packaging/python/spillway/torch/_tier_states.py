@@ -2,16 +2,19 @@
 
 Invariants:
 - A tier of other parameters is refused before anything is written to it.
+- Parameters that require no gradient at construction have no states. A commit fixes which ones these are.
 - The master of an f32 parameter equals the parameter, and that of a 16-bit parameter rounds to it, unless the program has written to the
   parameter; the next step gives the master the new values.
-- State moves by subgroups, through memory of one subgroup."""
+- State moves by subgroups, through memory of one subgroup.
+- Calls of several threads run one after another, so that each sees the states between two steps."""
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +27,7 @@ from ._arguments import check_tier
 from ._layout import Commit, Layout, check_parameters, described
 from ._precision import take_values
 from ._rows import CODES, holds_values, local, name_of
+from ._tier_dict import MasterState, TierState
 
 if TYPE_CHECKING:
     from ._base import SpillwayOptimizer
@@ -34,6 +38,7 @@ _STATE_BYTES = 12
 #: Status of a path that has no room.
 _LIMIT_REACHED = 4
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_Result = TypeVar("_Result")
 
 
 class TierOptions(NamedTuple):
@@ -87,11 +92,11 @@ class _Handles:
     """The open tier and the update on it, in the order in which they close."""
 
     def __init__(self) -> None:
-        self._process, self.tier, self.swap = os.getpid(), None, None
+        self.process, self.tier, self.swap = os.getpid(), None, None
 
     def close(self) -> None:
         # A forked child's handles are copies that it does not own.
-        if self._process != os.getpid():
+        if self.process != os.getpid():
             return
         try:
             if self.swap is not None:
@@ -117,13 +122,13 @@ class TierStates:
         options, groups = TierOptions.of(given), optimizer.param_groups
         self.params = [param for group in groups for param in group["params"]]
         self.names = [name_of(group, number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
-        for name, param in zip(self.names, self.params):
-            _check_served(name, param)
+        self.stated = [param.requires_grad for param in self.params]
+        self._check_served()
         self.numbers = {id(param): number for number, param in enumerate(self.params)}
         self._shapes = [param.shape for param in self.params]
         self.directory = next((path.directory for path in options.paths
                                if path.directory is not None and not os.fspath(path.directory).startswith("s3://")), None)
-        self._handles, self._world = _Handles(), options.world
+        self._handles, self._world, self._lock = _Handles(), options.world, threading.RLock()
         #: The record of a commit that has begun, and the status of the library's call once it has returned.
         self._pending: tuple[Commit, list[int]] | None = None
         weakref.finalize(optimizer, _Handles.close, self._handles)
@@ -137,9 +142,11 @@ class TierStates:
         self._handles.tier = tier = _open_tier(options)
         self.committed = Commit.unpacked(tier.opened.payload) if tier.opened.step is not None else None
         self.resumed_step = tier.opened.step
-        counts = [local(param).numel() for param in self.params]
         if self.committed is not None:
-            check_parameters(self.committed, [local(param) for param in self.params], self.names)
+            check_parameters(self.committed, self.params, self.names)
+            self.stated = [number not in self.committed.stateless for number in range(len(self.params))]
+            self._check_served()
+        counts = [local(param).numel() if stated else 0 for param, stated in zip(self.params, self.stated)]
         self.layout = Layout(counts, self.committed.most if self.committed else _part_elements(options, memory_budget, sum(counts)))
         try:
             self._handles.swap = Swap(tier, self.layout.elements, memory_budget=memory_budget, ratio=options.ratio, turns=options.turns,
@@ -173,8 +180,21 @@ class TierStates:
         """Closes update and tier."""
         self._handles.close()
 
+    def alone(self, work: Callable[[], _Result]) -> _Result:
+        """Returns work(), during which no other thread uses the states. In a forked child no thread would free the lock; the handles refuse
+        every call there."""
+        if self._handles.process != os.getpid():
+            return work()
+        with self._lock:
+            return work()
+
+    def _check_served(self) -> None:
+        for name, param, stated in zip(self.names, self.params, self.stated):
+            if stated:
+                _check_served(name, param)
+
     def check(self, param: torch.Tensor, name: str) -> int:
-        """The number of a parameter; raises InvalidArgumentError if it is not one of the construction, or was resized."""
+        """The number of a parameter; raises InvalidArgumentError if it is not one of the construction, was resized, or has no states."""
         number = self.numbers.get(id(param))
         if number is None:
             raise InvalidArgumentError(f"{name} is not one of the parameters that the optimizer was constructed with, so the tier has no states "
@@ -182,16 +202,25 @@ class TierStates:
         if param.shape != self._shapes[number]:
             raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, and its states on the tier have {tuple(self._shapes[number])}; "
                                        "construct the optimizer again, on another job")
+        if not self.stated[number]:
+            raise InvalidArgumentError(f"{name} has a gradient and no states on the tier, because it did not require a gradient when the optimizer "
+                                       "was constructed; construct the optimizer again, on another job, or set its gradient to None")
         return number
 
     def set_steps(self, optimizer: SpillwayOptimizer, steps: list[float]) -> None:
-        """Sets the step count of every parameter."""
-        for param, step in zip(self.params, steps):
-            optimizer.state[param]["step"] = torch.tensor(step, dtype=torch.float32, device="cpu")
+        """Sets the step count of every parameter with states."""
+        for param, step, stated in zip(self.params, steps, self.stated):
+            if stated:
+                count = torch.tensor(step, dtype=torch.float32, device="cpu")
+                optimizer.state[param] = (TierState if local(param).dtype is torch.float32 else MasterState)(step=count)
 
     def note_versions(self) -> None:
         """Remembers that masters and parameters agree now."""
-        self._versions = [_version(local(param)) for param in self.params]
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        """The versions of the parameters with states."""
+        return [_version(local(param)) if stated else -1 for param, stated in zip(self.params, self.stated)]
 
     def set_version(self, number: int, version: int) -> None:
         """Remembers that master and parameter agree at this version of the parameter."""
@@ -203,7 +232,7 @@ class TierStates:
 
     def take_written(self) -> None:
         """Gives masters the values of parameters that the program has written to."""
-        written = {number for number, (param, old) in enumerate(zip(self.params, self._versions)) if _version(local(param)) != old}
+        written = {number for number, (now, old) in enumerate(zip(self._now(), self._versions)) if now != old}
         for subgroup in sorted({piece.subgroup for number in written for piece in self.layout.of_parameter[number]}):
             master, differs = torch.empty(self.layout.elements[subgroup]), False
             self.swap.read(subgroup, master)
@@ -215,11 +244,12 @@ class TierStates:
         self.note_versions()
 
     def master(self, param: torch.Tensor) -> torch.Tensor:
-        """The master of a parameter: the parameter itself if it is float32."""
-        number, own = self.check(param, "the tensor"), local(param).detach()
+        """The master of a parameter: the parameter itself if it is float32, or frozen."""
+        own = local(param).detach()
         self.swap.handle  # raises an error if the tier is closed
-        if own.dtype is torch.float32:
+        if own.dtype is torch.float32 or not self.stated[self.numbers.get(id(param), 0)]:
             return own
+        number = self.check(param, "the tensor")
         self.take_written()
         master = torch.empty(own.shape, dtype=torch.float32, device="cpu")
         for piece in self.layout.of_parameter[number]:
@@ -232,8 +262,9 @@ class TierStates:
         """Makes the present states durable; returns after all ranks have committed."""
         self._settle()
         self.take_written()
-        steps = [float(optimizer.state[param]["step"]) for param in self.params]
-        record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, payload_of(payload))
+        steps = [float(optimizer.state[param]["step"]) if stated else 0.0 for param, stated in zip(self.params, self.stated)]
+        record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, payload_of(payload),
+                        [number for number, stated in enumerate(self.stated) if not stated])
         number, status = self.count if step is None else step, []
         # Noted before the call: a signal handler may raise after the library has committed.
         self._pending = record, status

@@ -43,14 +43,20 @@ def span(array: Any, argument: str, write: bool, uint16_dtype: str | None = None
 
 
 def memory(array: Any, argument: str, write: bool) -> tuple[int, int]:
-    """(address, bytes) of a numpy array or torch tensor of any dtype, or of a bytearray."""
+    """(address, bytes) of a numpy array or torch tensor of plain values of any dtype, or of a bytearray."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(array, torch.Tensor):
         if not (array.is_cpu and array.layout is torch.strided and array.is_contiguous()):
             raise InvalidArgumentError(f"{argument} is not contiguous in CPU memory; pass a contiguous CPU tensor")
         _check_values(array, argument)
-        return array.data_ptr(), array.numel() * array.element_size()
+        address, size = array.data_ptr(), array.numel() * array.element_size()
+        if size and not address:
+            raise InvalidArgumentError(f"{argument} has no memory, because its storage was freed or is of another tensor; pass a tensor with values")
+        return address, size
     if numpy is not None and isinstance(array, numpy.ndarray):
+        if array.dtype.hasobject:
+            raise InvalidArgumentError(f"{argument} has dtype {array.dtype}, whose elements are addresses of Python objects; pass an array of plain "
+                                       "values")
         if not array.flags.c_contiguous:
             raise InvalidArgumentError(f"{argument} is not contiguous; pass a contiguous array")
         if write and not array.flags.writeable:
@@ -75,7 +81,9 @@ def same_shape(array: Any, other: Any, argument: str, other_argument: str) -> No
 
 
 def held(array: Any) -> Any:
-    """A reference that keeps an array's memory alive, even if the array gets other storage."""
+    """A reference that keeps an array's memory alive, even if the array gets other storage. A bytearray cannot be resized meanwhile."""
+    if isinstance(array, bytearray):
+        return memoryview(array)
     return array.detach() if hasattr(array, "detach") else array
 
 

@@ -8,17 +8,22 @@ call and storing its outcome (`record`).
 Memory that the library accesses while the object is open is in containers that `_hold` keeps. It is freed with the object,
 not before: neither a close that timed out, nor a lost object, nor the end of the interpreter frees it.
 
+Python drops an exception inside a destructor. If a signal handler raises there, the object stays open, and the next open of any
+object closes it.
+
 A forked child has an unusable copy of the object: every call raises there, and close() does nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import sys
 import threading
 import time
-from typing import Any, TypeVar
+import weakref
+from typing import Any, NamedTuple, TypeVar
 
 from . import _kept, _native
 from .errors import BusyError, InvalidArgumentError, TimedOutError, UnsupportedError
@@ -33,6 +38,42 @@ def record(outcome, function, *arguments):
     outcome.extend(map(function, *((argument,) for argument in arguments)))
 
 
+class _Open(NamedTuple):
+    """What closes an object whose destructor was interrupted."""
+
+    owner: Any
+    cell: list[Any]
+    closing: Any
+    process: int
+    kind: Any
+
+
+_open: dict[int, _Open] = {}
+# Weak references to destroyed objects. The callback that appends them is no bytecode, so no signal handler interrupts it.
+_destroyed: list[Any] = []
+
+
+def _close_lost():
+    """Closes objects whose destructor was interrupted."""
+    for owner in list(_destroyed):
+        entry = _open.get(id(owner))
+        if entry is not None and entry.cell and entry.cell[0] and entry.process == os.getpid():
+            # The destructor may be at work in another thread.
+            if not entry.closing.acquire(blocking=False):
+                continue
+            try:
+                library = _native.library()
+                if entry.kind._before_closer:
+                    getattr(library, entry.kind._before_closer)(entry.cell[0])
+                rest = ((argument,) for argument in entry.kind._closer_arguments)
+                [*itertools.islice(map(getattr(library, entry.kind.closer), iter(entry.cell.pop, None), *rest), 1)]
+            finally:
+                entry.closing.release()
+        _open.pop(id(owner), None)
+        with contextlib.suppress(ValueError):
+            _destroyed.remove(owner)
+
+
 _Owner = TypeVar("_Owner", bound="_NativeHandle")
 
 
@@ -40,6 +81,9 @@ class _NativeHandle:
     """Subclasses define `closer`, the C function that closes the object. Messages name the object by its class."""
 
     closer: str = ""
+    # For an object that was lost: further arguments of the closer, and a function of the handle that is called before.
+    _closer_arguments: tuple[Any, ...] = ()
+    _before_closer: str = ""
     # The C handle in a list of one item, which close() empties.
     _cell: Any = ()
     # Containers of memory that the library may access, see _kept.
@@ -47,9 +91,12 @@ class _NativeHandle:
 
     def _hold(self, opener, *arguments, keeps=()):
         # Set before the call: if the call is interrupted, __del__ still finds and closes the handle.
+        _close_lost()
         handle = ctypes.c_void_p()
         self._process, self._closed, self._inside, self._closing = os.getpid(), False, {}, threading.RLock()
         self._cell = [handle]
+        owner = weakref.ref(self, _destroyed.append)
+        _open[id(owner)] = _Open(owner, self._cell, self._closing, self._process, type(self))
         _native.check(getattr(_native.library(), opener)(*arguments, ctypes.byref(handle)))
         self._keeps = tuple(map(_kept.keep, keeps))
 

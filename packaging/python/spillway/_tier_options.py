@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from . import _abi
+from . import _abi, _arguments
 from ._tier_records import TierPath
 from .errors import InvalidArgumentError
 
@@ -38,9 +39,18 @@ def _path(given: Any) -> Any:
 
 def number(value: int, argument: str, most: int = (1 << 64) - 1) -> int:
     """Returns an integer argument; raises InvalidArgumentError if it does not fit."""
-    if not isinstance(value, int) or not 0 <= value <= most:
-        raise InvalidArgumentError(f"Tier: {argument} is {value!r}; pass a number from 0 to {most}")
-    return value
+    return _arguments.unsigned(f"Tier: {argument}", value, most.bit_length())
+
+
+def milliseconds(argument: str, seconds: Any) -> int:
+    """Returns a limit of seconds as C takes it. Less than a millisecond is one, because 0 is the default."""
+    try:
+        value = float(seconds)
+    except (TypeError, ValueError, OverflowError):
+        value = -1.0
+    if not 0 <= value < 1e15:
+        raise InvalidArgumentError(f"Tier: {argument} is {seconds!r}; pass 0 or a number of seconds")
+    return math.ceil(value * 1000)
 
 
 def payload_of(payload: Any) -> bytes:
@@ -59,6 +69,4 @@ def choice(choices: Mapping[str, int], value: str, argument: str) -> int:
 
 def text(value: Any, argument: str) -> bytes:
     """Returns a string as bytes for C."""
-    if not isinstance(value, str) or "\0" in value:
-        raise InvalidArgumentError(f"Tier: {argument} is {value!r}; pass a string without NUL")
-    return value.encode()
+    return _arguments.text(f"Tier: {argument}", value)

@@ -21,14 +21,13 @@ commit() does not store these weights. The caller must keep them across a close 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _abi, _arrays, _deprecated, _native
 from ._arrays import Array
 from ._native_handle import _NativeHandle, record
-from ._tier_options import number, payload_of
+from ._tier_options import milliseconds, number, payload_of
 from .errors import InternalError, InvalidArgumentError
 from .optim import Adam, StepStats
 
@@ -145,9 +144,7 @@ class Swap(_NativeHandle):
         options = _options(self.elements, least, split_master)
         options.ratio, options.speeds = _numbers(ratio, paths, "ratio"), _numbers(speeds, paths, "speeds")
         options.flags |= _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not pin_memory) + _NO_TURNS * (not turns)
-        if not 0 <= turn_timeout < 1e15:
-            raise InvalidArgumentError(f"Swap: turn_timeout is {turn_timeout}; pass 0 or a number of seconds")
-        options.turn_timeout_ms = math.ceil(turn_timeout * 1000)
+        options.turn_timeout_ms = milliseconds("turn_timeout", turn_timeout)
         self.tier = tier
         tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options)))
 

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from . import _abi, _arrays, _deprecated, _kept, _native
+from . import _abi, _arguments, _arrays, _deprecated, _kept, _native
 from ._arrays import Array
 from ._native_handle import POLL_SECONDS, TIMEOUT, _NativeHandle, record
-from ._tier_options import BACKENDS, DURABILITIES, MODES, choice, number, payload_of, text, tier_options
+from ._tier_options import BACKENDS, DURABILITIES, MODES, choice, milliseconds, number, payload_of, text, tier_options
 from ._tier_records import Extent, Opened, PathReport, Steps, TierPath
 from ._ticket import ELSEWHERE, Ticket
 from .errors import InvalidArgumentError, NotFoundError, SpillwayError, TimedOutError, from_status
@@ -79,7 +79,7 @@ class Tier(_NativeHandle):
             tier.wait(tier.put(extent, [array]))
             tier.commit(step=1)"""
 
-    closer = "spw_tier_close"
+    closer, _closer_arguments = "spw_tier_close", (-1,)
 
     @_deprecated.keywords(stall_seconds="io_timeout")
     def __init__(self, paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str, host: str | None = None,
@@ -92,7 +92,7 @@ class Tier(_NativeHandle):
         options.io_backend = choice(BACKENDS, backend, "backend")
         options.flags |= _NO_DIRECT * (not direct) + _AT_STEP * (at_step is not None)
         options.block_bytes, options.queue_depth = block_bytes, queue_depth
-        options.io_timeout_ms = round(io_timeout * 1000)
+        options.io_timeout_ms = milliseconds("io_timeout", io_timeout)
         options.at_step = at_step or 0
         self._streams: dict[int, tuple[int, ...]] = {}
         self._in_flight: dict[Ticket, None] = {}
@@ -186,7 +186,7 @@ class Tier(_NativeHandle):
             CorruptError: A block that was read does not match its checksum.
             IoError: The transfer failed. With status 26 (the path did not respond in time) the arrays stay allocated
                 for good, and the system may still change their content."""
-        entry, end = self._by_number.get(ticket), None if timeout is None else time.monotonic() + timeout
+        entry, end = self._by_number.get(ticket), _end_of(timeout)
         if entry is None and ticket in self._ended:
             return self._outcome_of(ticket)
         # A put or get that a signal handler interrupted may be in _in_flight but not yet in _by_number.
@@ -292,7 +292,7 @@ class Tier(_NativeHandle):
         Raises:
             TimedOutError: Operations are still in flight, and the tier is still open. Close it again later. If a path has stopped
                 responding, the tier is closed, as the message says."""
-        end = None if timeout is None else time.monotonic() + timeout
+        end, timeout = _end_of(timeout), _arguments.seconds(timeout)
         try:
             self._end(lambda: -1 if end is None else round(_left(end) * 1000), timeout=timeout,
                       before=lambda handle: self._settle(handle, end))
@@ -448,6 +448,11 @@ def collect(directory: str | os.PathLike[str], *, job: str, host: str | None = N
     except NotFoundError:
         return False
     return True
+
+
+def _end_of(timeout: float | None) -> float | None:
+    seconds = _arguments.seconds(timeout)
+    return None if seconds is None else time.monotonic() + seconds
 
 
 def _left(end: float) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import spillway
-from spillway import _native
+from spillway import _native, _native_handle
 from spillway.stage import Stage
 
 #: Code that starts work in flight: it defines `owner`, `memory` and the calls `timeouts`, which all time out or succeed.
@@ -200,3 +200,28 @@ def test_a_lost_object_whose_close_failed_keeps_its_memory(monkeypatch):
     del speculation
     gc.collect()
     assert seen() is not None
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_an_object_whose_destructor_was_interrupted_is_closed_by_the_next_open(tmp_path, monkeypatch, collected):
+    """Python drops the exception of a signal handler in a destructor. A tier would stay locked until the process ends."""
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    tier, array = spillway.Tier([tmp_path], job="test"), np.zeros(1 << 20, np.uint8)
+    tier.put(tier.define("e", [array.nbytes]), [array])
+    seen = weakref.ref(array)
+    if collected:
+        tier.itself = tier
+    # pytest's hook would keep the exception, and with its frame the object.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    monkeypatch.setattr(_native_handle._NativeHandle, "__del__", interrupted)
+    del tier, array
+    gc.collect()
+    monkeypatch.undo()
+    with spillway.Tier([tmp_path], job="test") as again:
+        assert again.opened.step is None
+    assert seen() is not None, "no ticket has shown that the memory is free"
+    del again
+    spillway.Speculation(1).close()
+    assert len(_native_handle._open) <= len(_native_handle._destroyed) + 5

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import spillway
+import spillway.arena
 from spillway import _native
 from spillway import tier as tier_module
 
@@ -123,3 +124,53 @@ def test_a_path_that_does_not_respond_to_a_close_leaves_a_closed_tier_that_says_
     tier.close()
     with pytest.raises(spillway.InvalidArgumentError, match="this Tier is closed"):
         tier.paths()
+
+
+class WithObject:
+    pass
+
+
+@pytest.mark.parametrize("dtype", [object, [("a", np.float32), ("b", object)]], ids=str)
+def test_arrays_of_python_objects_are_refused(tier, dtype):
+    """Bytes that are read into such an array become addresses of objects, and a put stores addresses."""
+    array = np.zeros(BYTES // np.dtype(dtype).itemsize, dtype)
+    array[:] = np.array([WithObject()] * len(array), object) if dtype is object else (1.0, WithObject())
+    for call in (lambda: tier.get(0, [array]), lambda: tier.put(0, [array])):
+        with pytest.raises(spillway.InvalidArgumentError, match="addresses of Python objects"):
+            call()
+    with spillway.arena.Arena.create(None, {"r": 4096}) as arena, pytest.raises(spillway.InvalidArgumentError, match="addresses of Python objects"):
+        arena.read_into("r", array)
+
+
+def test_a_bytearray_in_flight_cannot_be_resized(tier):
+    given = bytearray(BYTES)
+    ticket = tier.get(0, [given])
+    with pytest.raises(BufferError):
+        given.extend(bytes(10 * BYTES))
+    tier.wait(ticket)
+    given.extend(bytes(10))
+    assert given == b"\1" * BYTES + bytes(10)
+
+
+def test_a_tensor_without_memory_is_refused(tier):
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(BYTES, dtype=torch.uint8)
+    tensor.untyped_storage().resize_(0)
+    for call in (tier.get, tier.put):
+        with pytest.raises(spillway.InvalidArgumentError, match="has no memory"):
+            call(0, [tensor])
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), "x", [1]])
+def test_timeouts_that_are_none_are_refused_and_change_nothing(tier, timeout):
+    ticket, _ = begin(tier)
+    for call in (lambda: tier.wait(ticket, timeout), lambda: tier.close(timeout)):
+        with pytest.raises(spillway.InvalidArgumentError, match="timeout is"):
+            call()
+    tier.wait(ticket)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, 1e300, "x", None])
+def test_an_io_timeout_that_is_none_is_refused(tmp_path, seconds):
+    with pytest.raises(spillway.InvalidArgumentError, match="io_timeout is"):
+        spillway.Tier([tmp_path], job="test", io_timeout=seconds)

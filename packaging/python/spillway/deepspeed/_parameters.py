@@ -8,6 +8,7 @@ import gc
 import os
 import weakref
 
+from .. import _files
 from ..errors import InvalidArgumentError
 from . import _lifetime, _scratch, _tier_config
 
@@ -85,7 +86,7 @@ class Store:
         _, size = self._extents[path]
         content = bytearray(size)
         self.tier.wait(self.tier.get(self._extents[path][0], [content]))
-        with open(path, "wb") as file:
+        with _files.create(path, replace=True) as file:
             file.write(content)
 
     def report(self):

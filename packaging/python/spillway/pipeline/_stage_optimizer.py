@@ -118,6 +118,8 @@ class StageAdamW(StageOptimizer, AdamW):
 class _KeptStage(Stage):
     """A stage that keeps an open step when it is closed or freed."""
 
+    _before_closer = "spw_stage_commit"
+
     @property
     def is_closed(self) -> bool:
         """True after close() or cancel()."""
@@ -125,7 +127,7 @@ class _KeptStage(Stage):
 
     def close(self) -> None:
         """Keeps an open step, and closes the stage."""
-        if self._end(before=_native.library().spw_stage_commit):
+        if self._end(before=getattr(_native.library(), self._before_closer)):
             self._held.clear()
 
     def cancel(self, status: list[int]) -> None:

@@ -442,3 +442,19 @@ def test_ctrl_c_that_arrives_while_the_library_commits(tmp_path, monkeypatch):
         train(store, model, [2])
         store.rollback()
         assert same(model.copies(), committed) and (store.steps, store.committed_step) == (2, 2)
+
+
+def test_a_store_whose_construction_fails_at_the_weights_lets_go_of_the_tier(tmp_path, monkeypatch):
+    from spillway.megatron import _shards
+    with stored(Model(), tmp_path):
+        pass
+
+    def failed(*_):
+        raise RuntimeError("the GPU is lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_shards.Bucket, "publish", failed)
+        with pytest.raises(RuntimeError, match="the GPU is lost") as raised:
+            stored(Model(), tmp_path)
+    with stored(Model(), tmp_path) as store:
+        assert store.resumed_step == 0 and raised.value

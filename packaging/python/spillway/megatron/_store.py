@@ -83,6 +83,7 @@ class OptimizerStateStore:
         self._committed_steps = 0
         mode = "decoupled" if decoupled else "l2"
         self._adams = [Adam(weight_decay_mode=mode) for _ in self._buckets]
+        self._swap: Any = None
         options = dict(tier_options or {})
         settings = settings_of(paths, job, host, options)
 
@@ -101,7 +102,7 @@ class OptimizerStateStore:
             else:
                 self._together(self.publish)
         except BaseException:
-            self._tier.close()
+            self.close()
             raise
 
     def _begin(self, memory_budget: int | None) -> None:
@@ -358,8 +359,11 @@ class OptimizerStateStore:
 
     def close(self) -> None:
         """Closes the tier. What was not committed is lost."""
-        self._swap.close()
-        self._tier.close()
+        try:
+            if self._swap is not None:
+                self._swap.close()
+        finally:
+            self._tier.close()
 
     def __enter__(self) -> OptimizerStateStore:
         return self

@@ -225,3 +225,22 @@ def test_an_object_whose_destructor_was_interrupted_is_closed_by_the_next_open(t
     del again
     spillway.Speculation(1).close()
     assert len(_native_handle._open) <= len(_native_handle._destroyed) + 5
+
+
+def test_a_close_at_the_end_of_the_interpreter_does_not_wait_for_threads_that_run_no_more(child_environment):
+    program = """
+        import builtins, os, threading, time
+        import numpy as np, spillway
+        from spillway.stage import Stage
+        owner = Stage([tuple(np.zeros((4, 64), np.float32))], spillway.Adam())
+        owner.submit(1, event_fd=os.pipe()[0])
+        threading.Thread(target=owner.wait, daemon=True).start()
+        while not owner._inside:
+            time.sleep(0.01)
+        class Closes:
+            def __del__(self, close=owner.close):
+                close()
+        builtins.closes = Closes()
+        """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=child_environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "threads that have not ended are inside of its calls" in ended.stderr, ended

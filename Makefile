@@ -10,12 +10,13 @@ MINUTES ?= 10
 ROUNDS ?= 1000
 SECONDS ?= 3600
 
-.PHONY: help demo test quick py lib install dist docs bench tune soak kill model numa packages packages-test
+.PHONY: help demo test quick py py-light lib install dist docs bench tune soak kill model numa packages packages-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
-demo: packages ## train a small GPT under DeepSpeed with Spillway's optimizer (STEPS=, SECONDS=, COMPARE=1)
+demo: ## train a small GPT under DeepSpeed with Spillway's optimizer (STEPS=, NVME=, COMPARE=)
+	packaging/system_packages.sh --demo
 	ffi_tests/deepspeed/demo.sh
 
 test: packages ## every test, on an emulated Arm too; installs what it needs
@@ -28,7 +29,11 @@ py: ## one Python test file: make py T=ffi_tests/deepspeed/test_rollback.py K=ch
 	@[ -n "$(T)" ] || { echo "usage: make py T=FILE [K=NAME]" >&2; exit 2; }
 	packaging/python_tests.sh --only $(T) $(if $(K),-k '$(K)')
 
-# All of them include object stores, as the wheel and the archives do.
+py-light: ## one Python test file that needs numpy alone, on a library that was built: make py-light T=FILE [K=NAME]
+	@[ -n "$(T)" ] || { echo "usage: make py-light T=FILE [K=NAME]" >&2; exit 2; }
+	packaging/python_light.sh $(T) $(if $(K),-k '$(K)')
+
+# All of them include object stores, as the archives and the wheels of `make dist` do.
 lib: ## the library, the preload library and the command line tool, in target/release
 	cargo build --release --package spillway --package spillway-preload --features spillway/s3
 

@@ -5,15 +5,16 @@
 #   packaging/python_env.sh            prints the path of the python
 #   packaging/python_env.sh --export   prints shell lines: SPILLWAY_PYTHON, SPILLWAY_OLD_DEEPSPEED,
 #                                      TORCH_EXTENSIONS_DIR, CXX, PATH
+#   packaging/python_env.sh --demo     the same lines; installs only what the demo uses: torch, numpy, one DeepSpeed
 #
-# A second run with the same requirements changes nothing. SPILLWAY_CACHE moves the cache, PYTHON names the interpreter.
+# Demo and tests share one environment: the tests add the rest. A second run with the same requirements changes nothing.
+# SPILLWAY_CACHE moves the cache, PYTHON names the interpreter.
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
-requirements=$here/python/requirements-test.txt
 cache=${SPILLWAY_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/spillway}
 venv=$cache/venv
-# Oldest first; the newest is in requirements-test.txt.
+# Oldest first; the newest is in requirements-demo.txt.
 older='0.14.0 0.16.9 0.18.9'
 old=$cache/deepspeed-${older%% *}
 # Each in a folder of its own: its requirements would replace numpy and bring packages that HybridDeviceOptimizer does not need.
@@ -26,29 +27,50 @@ main() {
         say "waiting for another set-up of $cache"
         flock 9
     fi
-    wanted=$(cat "$requirements" "$here/python_env.sh" | sha256sum | cut -d' ' -f1)
-    if [ "$(cat "$cache/stamp" 2>/dev/null)" != "$wanted" ] || [ ! -x "$venv/bin/python" ]; then
-        rm -f "$cache/stamp"
-        set_up >&2
-        echo "$wanted" >"$cache/stamp"
+    part=test
+    [ "${1:-}" != --demo ] || part=demo
+    # What has the packages of the tests has those of the demo.
+    if ! fresh "$part" && ! { [ $part = demo ] && fresh test; }; then
+        rm -f "$cache/stamp-$part"
+        "set_up_$part" >&2
+        wanted_by "$part" >"$cache/stamp-$part"
     fi
     exec 9>&-
     answer "${1:-}"
 }
 
-set_up() {
+fresh() {
+    [ -x "$venv/bin/python" ] && [ "$(cat "$cache/stamp-$1" 2>/dev/null)" = "$(wanted_by "$1")" ]
+}
+
+wanted_by() {
+    cat "$here/python_env.sh" "$here/python/requirements-demo.txt" "$here/python/requirements-$1.txt" | sha256sum | cut -d' ' -f1
+}
+
+# Python compiles a module at its first import, so the installer need not compile those that nobody imports.
+set_up_demo() {
     python=$(find_python)
-    say "setting up $venv (torch and DeepSpeed from PyPI; some minutes, once)"
+    say "setting up $venv (torch and DeepSpeed; some minutes, once)"
     "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
+    install_into "$venv" demo
+    mkdir -p "$cache/torch_extensions"
+    write_compiler
+}
+
+set_up_test() {
+    fresh demo || set_up_demo
+    say "adding the other packages of the tests"
+    install_into "$venv" test
     for version in $older; do
         into_folder deepspeed "$version" --no-build-isolation
     done
     for version in $megatron_core; do
         into_folder megatron-core "$version"
     done
-    mkdir -p "$cache/torch_extensions"
-    write_compiler
+}
+
+install_into() {
+    "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -r "$here/python/requirements-$2.txt"
 }
 
 # Installs one version of a package, without what it requires, into the folder PACKAGE-VERSION of the cache.
@@ -87,7 +109,7 @@ install_packages() {
 }
 
 answer() {
-    if [ "$1" != --export ]; then
+    if [ -z "$1" ]; then
         echo "$venv/bin/python"
         return
     fi

@@ -1,10 +1,14 @@
 #!/bin/sh
 # Installs missing Debian packages that the tests and the demo need. Without root rights it prints the command instead.
 #
-#   packaging/system_packages.sh [PACKAGE...]     PACKAGE: further packages
+#   packaging/system_packages.sh [PACKAGE...]     those of the tests, and further packages
+#   packaging/system_packages.sh --demo           those of the demo
 set -eu
 
-wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake luajit git util-linux mount e2fsprogs abigail-tools hwloc-nox $*"
+demo="gcc g++ libc6-dev python3 python3-venv"
+tests="$demo pkg-config libaio-dev fio valgrind cmake luajit git util-linux mount e2fsprogs abigail-tools hwloc-nox"
+wanted="$tests $*"
+[ "${1:-}" != --demo ] || wanted=$demo
 
 missing=""
 for package in $wanted; do

@@ -21,19 +21,20 @@ import tempfile
 
 
 class Starter:
-    """Starts runs one after the other from the test's process, each with one OpenMP thread.
+    """Starts runs one after the other from this process.
 
     `settings` are further variables of the process that imports, and import_all() of `module` does the imports. What
-    reads a variable during the imports, as OpenMP does, has its value from there and not from the run's environment."""
+    reads a variable during the imports has its value from there and not from the run's environment, with one exception:
+    a run has the OpenMP threads of its own OMP_NUM_THREADS. With `session`, Ctrl-C on the terminal does not reach the runs, and kill() ends all of them with what they started."""
 
-    def __init__(self, python, module="forked", **settings):
+    def __init__(self, python, module="forked", session=False, **settings):
         self.python, self._run = python, None
         environment = {name: value for name, value in os.environ.items() if name not in ("SPILLWAY_LIBRARY", "PYTHONPATH")}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen([python, __file__, str(theirs.fileno()), module], pass_fds=[theirs.fileno()],
                                              env={**environment, "OMP_NUM_THREADS": "1", **settings},
-                                             stdout=subprocess.DEVNULL)
+                                             stdout=subprocess.DEVNULL, start_new_session=session)
 
     def start(self, command, environment, stderr, ranks=1):
         """Starts a script with its arguments on the given number of ranks. The result is like a Popen whose standard
@@ -64,6 +65,12 @@ class Starter:
     def close(self):
         self._socket.close()
         self._process.wait(60)
+
+    def kill(self):
+        """Ends the process and all of its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self.close()
 
 
 class Run:
@@ -97,6 +104,10 @@ def main():
     gc.freeze()
     command = serve(socket.socket(fileno=int(sys.argv[1])))
     if command:
+        # OpenMP has read the variable already, and more threads in this process would forbid the fork.
+        if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+            import torch
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
 

@@ -17,12 +17,13 @@ import signal
 import statistics
 import sys
 import threading
+import time
 import types
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from train import Batches, Block
+from train import Batches, Block, rate
 
 from spillway import pipeline
 from spillway.torch import AdamW
@@ -91,13 +92,16 @@ def train_in_pipeline(units, steps, options):
         print(f"GPT of {sum(p.numel() for unit in units for p in unit.parameters()) / 1e6:.2f} M parameters in a pipeline: "
               f"{plan.devices} processes, {plan.micro_batches} micro-batches, {plan.stages} forward and {len(plan.units)} backward stages",
               flush=True)
-        reports = [runner.step(*step, timeout=300) for step in steps]
+        reports, moments = [], []
+        for step in steps:
+            reports.append(runner.step(*step, timeout=300))
+            moments.append(time.monotonic())
         runner.sync()
     measured = statistics.median(report.bubble_ratio for report in reports)
     print(f"  bubbles of the passes: {plan.passes_bubble_ratio:.1%} predicted from measured costs, {measured:.1%} measured")
     print(f"  checkpoints sent per step: {plan.messages['checkpoints'][0]}, activations: {plan.messages['activations'][0]}, gradients: "
           f"{plan.messages['gradients'][0]}")
-    return {"predicted_bubble_ratio": plan.passes_bubble_ratio, "measured_bubble_ratio": measured,
+    return {"predicted_bubble_ratio": plan.passes_bubble_ratio, "measured_bubble_ratio": measured, "steps_per_second": rate(moments),
             "losses": [loss for report in reports for loss in report.losses]}
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import pathlib
 import sys
+import time
 
 import train
 
@@ -27,7 +28,7 @@ def main():
     torch.manual_seed(options.seed)
     model = train.Gpt(options.dim, options.layers, options.context)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(options))
-    batches, losses, norms = train.Batches(options), [], []
+    batches, losses, norms, moments = train.Batches(options), [], [], []
     for step in range(1, options.steps + 1):
         loss = engine(batches.next())
         engine.backward(loss * factor(options, step))
@@ -35,8 +36,9 @@ def main():
                      if options.norms else [])
         engine.step()
         losses.append(loss.item())
+        moments.append(time.monotonic())
     report = {"mode": options.mode, "steps": options.steps, "skipped": engine.skipped_steps, "losses": losses,
-              "sha256": train.weights_hash(engine.module), "active": train.active(),
+              "steps_per_second": train.rate(moments), "sha256": train.weights_hash(engine.module), "active": train.active(),
               "stage3": type(engine.optimizer).__name__, "children": children()}
     if options.mode != "serial":
         engine.optimizer.superoffload_cpu_optimizer.close()
@@ -71,7 +73,7 @@ def config(options):
     offload = {"device": "cpu", "super_offload": options.mode != "serial"}
     return {
         "train_micro_batch_size_per_gpu": options.batch,
-        "bf16": {"enabled": True},
+        **train.precision(options.dtype),
         "gradient_clipping": options.clip,
         "zero_optimization": {"stage": 3, "sub_group_size": options.sub_group, "offload_optimizer": offload},
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
@@ -103,6 +105,7 @@ def arguments():
     parser.add_argument("--mode", choices=("super", "serial"), default="super")
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--spikes", action="store_true")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters and gradients")
     parser.add_argument("--norms", help="write the norms to this file")
     parser.add_argument("--json", help="write the report to this file")
     for name, value in (("dim", 64), ("layers", 4), ("context", 64), ("batch", 4), ("seed", 0), ("steps", 12),

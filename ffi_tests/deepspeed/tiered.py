@@ -33,9 +33,9 @@ def main():
         assert engine.load_checkpoint(options.load)[0], f"{options.load} has no checkpoint"
         torch.manual_seed(options.seed + engine.global_steps)
     began_at = engine.global_steps
-    losses = run(engine, options, torch)
+    losses, rate = run(engine, options, torch)
     report = {"steps": engine.global_steps, "began_at": began_at, "skipped": engine.skipped_steps, "losses": losses,
-              "sha256": train.weights_hash(engine.module), "published": published(engine), "active": train.active(),
+              "steps_per_second": rate, "sha256": train.weights_hash(engine.module), "published": published(engine), "active": train.active(),
               "compiled_ops": train.compiled_ops()}
     if int(os.environ["RANK"]) == 0:
         describe(report)
@@ -73,7 +73,7 @@ def set_again(engine, torch):
 
 
 def run(engine, options, torch):
-    batches, losses = train.Batches(options), []
+    batches, losses, moments = train.Batches(options), [], []
     for _ in range(engine.global_steps * options.accumulate):
         batches.next()
     while engine.global_steps < options.steps:
@@ -86,11 +86,12 @@ def run(engine, options, torch):
         if options.die:
             set_again(engine, torch)
         losses.append(loss.item())
+        moments.append(time.monotonic())
         if options.progress:
             print(f"step {engine.global_steps}", flush=True)
         if options.save and engine.global_steps == options.save_at:
             engine.save_checkpoint(options.save)
-    return losses
+    return losses, train.rate(moments)
 
 
 def parameters_of(model, options):
@@ -126,8 +127,7 @@ def config(options):
     settings = {
         "train_micro_batch_size_per_gpu": options.batch,
         "gradient_accumulation_steps": options.accumulate,
-        options.dtype: {"enabled": True, **({"initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 4}
-                                            if options.dtype == "fp16" else {})},
+        **precision(options.dtype),
         "gradient_clipping": options.clip,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
@@ -137,6 +137,13 @@ def config(options):
     if options.block != "none" and options.paths:
         settings["spillway"] = {"paths": options.paths, **json.loads(options.block)}
     return settings
+
+
+def precision(dtype):
+    found = train.precision(dtype)
+    if dtype == "fp16":
+        found[dtype].update(initial_scale_power=18, hysteresis=1, loss_scale_window=4)
+    return found
 
 
 def describe(report):
@@ -159,7 +166,7 @@ def arguments():
     parser.add_argument("--block", default="{}", help="the rest of the spillway block, as JSON; none: no block at all")
     parser.add_argument("--params", help="directory for the parameters")
     parser.add_argument("--die", nargs=3, metavar=("RANK", "STEP", "MARKER"), help="see die_in_commit")
-    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--clip", type=float, default=0.5)
     for name in ("pipeline", "groups", "progress", "seed-each-step"):
         parser.add_argument(f"--{name}", action="store_true")

@@ -45,6 +45,9 @@ def main():
               "files": files_in(options.nvme),
               "parameters": parameters, "steps": len(losses), "steps_per_second": rate, "losses": losses,
               "sha256": weights_hash(engine.module), "active": active(), "compiled_ops": compiled_ops()}
+    if options.native:
+        import compiled_ops as builds
+        report["width"] = builds.vector_width()
     finish(report, options)
     leave_group()
 
@@ -147,7 +150,7 @@ def config(options):
                                   "buffer_size": 4 * options.dim * options.dim}}
     return {
         "train_micro_batch_size_per_gpu": options.batch,
-        "bf16": {"enabled": True},
+        **precision(options.dtype),
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
@@ -156,6 +159,11 @@ def config(options):
         "steps_per_print": 1 << 30,
         **({"spillway": json.loads(options.block)} if options.block else {}),
     }
+
+
+def precision(dtype):
+    """DeepSpeed's setting of the dtype of parameters and gradients; it has none for fp32."""
+    return {} if dtype == "fp32" else {dtype: {"enabled": True}}
 
 
 class Batches:
@@ -229,6 +237,11 @@ def leave_group():
     os._exit(0)
 
 
+def rate(moments):
+    """Steps per second after the first step, from the moments at which the steps ended."""
+    return (len(moments) - 1) / (moments[-1] - moments[0]) if len(moments) > 1 else 0.0
+
+
 def mean(values):
     return sum(values) / len(values)
 
@@ -244,6 +257,7 @@ def arguments():
     parser.add_argument("--sub-group-size", type=int, help="parameters of a sub-group of ZeRO-3")
     parser.add_argument("--block", metavar="JSON", help="the spillway block of the configuration")
     parser.add_argument("--json", help="write the report to this file")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters and gradients")
     for name, value in (("dim", 256), ("layers", 6), ("context", 128), ("batch", 8), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=1e-3)

@@ -135,7 +135,7 @@ def commands(text):
 def exists(command):
     first, *rest = command.split()
     if first == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
         return all(word in targets for word in rest if "=" not in word)
     files = [word for word in rest if re.fullmatch(r"(docs|ffi_tests|packaging|examples_c)/[\w./-]+", word)]
     if first == "pip":

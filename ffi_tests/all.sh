@@ -21,7 +21,7 @@ format() { cargo fmt --all --check; }
 # Lints without object stores, which add 75 crates for one source file. `py` builds that file with warnings as errors.
 lint() { cargo clippy --quiet --workspace --all-targets -- -D warnings; }
 rust() { cargo test --workspace --no-fail-fast --config "target.'cfg(all())'.runner='$root/ffi_tests/timed.sh'"; }
-py() { packaging/python_tests.sh --durations=20 --durations-min=1 -rs; }
+py() { packaging/python_tests.sh -v -o console_output_style=count --durations=20 --durations-min=1 -rs; }
 docs() { make --silent docs; }
 preload() {
     eval "$(packaging/python_env.sh --export)"
@@ -56,7 +56,8 @@ slowest() {
 
 run() {
     local name=$1 log=$logs/$1.log start=$SECONDS status word p f n
-    echo "== $name"
+    begun=$((begun + 1))
+    echo "== $name: runner $begun of $runners, $SECONDS s since the start"
     # All output goes to the log and to the screen.
     "$name" > >(tee "$log") 2>&1
     status=$?
@@ -83,6 +84,7 @@ if [ $# = 0 ]; then
     set_up >"$logs/set-up.log" 2>&1 &
     set -- format lint rust py docs preload arm
 fi
+runners=$# begun=0
 for runner; do run "$runner"; done
 
 printf '\n%s' "$summary" | sed '/^$/d'

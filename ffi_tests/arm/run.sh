@@ -65,7 +65,7 @@ perform() {
     set -e
     echo $status >"$log.status"
     if [ $status = 0 ]; then
-        echo "ok      $name ($(($(date +%s) - began)) s)"
+        echo "ok      $name ($(($(date +%s) - began)) s)${place:+ $place}"
     elif [ $status = 77 ]; then
         ignore "$name" "$(tail -n 1 "$log")"
     else
@@ -104,12 +104,14 @@ two_at_a_time() {
 
 # Takes the next line that the other process has not taken.
 lane() {
-    number=0
+    number=0 all=$(wc -l <"$work/checks")
     while IFS=$tab read -r name command a b c; do
         number=$((number + 1))
         mkdir "$work/taken/$number" 2>/dev/null || continue
+        place="[$number of $all]"
         perform "$name" "$command" "$a" "$b" "$c"
     done <"$work/checks"
+    place=
 }
 
 arm_cargo() {

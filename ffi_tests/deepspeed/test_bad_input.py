@@ -154,8 +154,11 @@ def test_a_wrong_hyper_parameter_is_named(served):
 def test_numbers_may_be_whatever_converts(served):
     """DeepSpeed's binding accepts any object with __index__ and __float__; Spillway's binding does too."""
     adam = Op(served("cpu_adam"), "cpu_adam")
-    served("cpu_adam").adam_update(adam.id, torch.tensor(1), torch.tensor(1e-3), 0.9, torch.tensor(0.999), 0, 0, 1,
-                                   *adam.tensors())
+    ours, plain = adam.tensors(), adam.tensors()
+    served("cpu_adam").adam_update(adam.id, torch.tensor(1), torch.tensor(1e-3), 0.9, torch.tensor(0.999), 0, 0, 1, *ours)
+    served("cpu_adam").adam_update(adam.id, 1, float(torch.tensor(1e-3)), 0.9, float(torch.tensor(0.999)), 0.0, 0.0, True, *plain)
+    assert all(torch.equal(one, other) for one, other in zip(ours, plain))
+    assert not torch.equal(ours[0], adam.tensors()[0]), "the step changes the parameters"
 
 
 def test_arguments_have_no_names_and_no_defaults_as_in_deepspeed(served):

@@ -2,6 +2,7 @@
 the part to DeepSpeed and report it. A block that requests a part that Spillway does not replace raises an error. A
 method with other parameters is detected."""
 
+import fcntl
 import functools
 import json
 import os
@@ -37,6 +38,23 @@ def start(older_deepspeed):
         one.close()
 
 
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """Keeps the first result of all processes of this run of pytest, and returns it: all others must equal it."""
+    folder = tmp_path_factory.getbasetemp()
+    first = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "weights of the versions"
+
+    def compared(sha256):
+        with open(first, "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            kept = file.read()
+            if not kept:
+                file.write(sha256)
+            return kept or sha256
+    return compared
+
+
 def test_the_table_and_the_tests_name_the_same_versions():
     assert tuple(SERVED) == _versions.TRIED
     from importlib.metadata import version
@@ -44,19 +62,14 @@ def test_the_table_and_the_tests_name_the_same_versions():
 
 
 @pytest.mark.parametrize("version, part", [(version, part) for version, parts in SERVED.items() for part in parts])
-def test_a_part_trains_in_the_versions_that_have_it(start, version, part, tmp_path):
+def test_a_part_trains_in_the_versions_that_have_it(start, weights, version, part, tmp_path):
     done = start(version, part, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["version"] == version and part in found["served"], found
     if part == "parameters":
         return  # In this case DeepSpeed keeps the weights in files.
-    _BITS.setdefault("sha256", found["sha256"])
-    assert found["sha256"] == _BITS["sha256"], "another version or part came to other weights"
-
-
-# The first result; all others must equal it.
-_BITS = {}
+    assert weights(found["sha256"]) == found["sha256"], "another version or part came to other weights"
 
 
 @pytest.mark.parametrize("version, part, words", [

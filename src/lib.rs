@@ -5,7 +5,7 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`trace`], [`checksum`], [`plan`]: no dependency inside the crate |
+//! | L0 | [`error`], [`environment`], [`dtype`], [`log`], [`stats`], [`trace`], [`checksum`], [`plan`]: no dependency inside the crate |
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver; [`arena`]: memory that processes share |
@@ -17,6 +17,7 @@
 //! them.
 
 pub mod checksum;
+pub mod environment;
 pub mod error;
 pub mod log;
 pub mod plan;

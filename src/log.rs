@@ -18,6 +18,8 @@ use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 
+use crate::environment;
+
 /// Severity of a message. A sink receives the messages of its level and of the more severe ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(i32)]
@@ -149,7 +151,7 @@ fn env_level() -> Option<Level> {
     static LEVEL: AtomicI32 = AtomicI32::new(UNREAD);
     let mut known = LEVEL.load(Ordering::Relaxed);
     if known == UNREAD {
-        known = std::env::var("SPILLWAY_LOG").map_or(0, |text| level::parse(&text));
+        known = environment::text("SPILLWAY_LOG").ok().flatten().map_or(0, |text| level::parse(&text));
         LEVEL.store(known, Ordering::Relaxed);
     }
     Level::from_number(known)

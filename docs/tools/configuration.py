@@ -17,7 +17,7 @@ from variables import VARIABLES
 
 # A name of these families in a string of the code is a variable that the code reads.
 _FAMILY = re.compile(r'"((?:SPILLWAY|AWS|XDG)_[A-Z0-9_]+|HOME)"')
-_READ = re.compile(r"""(?:env::var(?:_os)?|env_number|getenv|environ\.get)\(["'](\w+)["']\)?|environ\[["'](\w+)["']\](?!\s*=[^=])""")
+_READ = re.compile(r"""(?:env::var(?:_os)?|environment::(?:value|text|word|path|is_one)|env_number|getenv|environ\.get)\(["'](\w+)["']\)?|environ\[["'](\w+)["']\](?!\s*=[^=])""")
 _SHELL = re.compile(r"\$\{([A-Z][A-Z0-9_]*)(?=:?[-?=])")
 _COMMENT = {".rs": "//", ".py": "#", ".pth": "\0", ".sh": "#"}
 
@@ -56,6 +56,10 @@ This page is generated from the code that reads each setting. Fields of option s
 [C reference](c.md), options of the command line tool in [](cli.md).
 
 ## Environment variables
+
+The library takes a blank variable as one that is not set, except `SPILLWAY_PROFILE` and `CUDA_VISIBLE_DEVICES`. A value that is
+not UTF-8 is an error that names the variable. A program with more rights than its caller (setuid, setgid, file capabilities)
+reads none.
 """]
     files = readers()
     for group in dict.fromkeys(row[0] for row in VARIABLES):

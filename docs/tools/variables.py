@@ -41,6 +41,7 @@ VARIABLES = [
     (LIBRARY, "SPILLWAY_CUDA_LIBRARY", "a file; default: `libcuda.so.1`", "The CUDA driver library."),
     (LIBRARY, "XDG_CACHE_HOME", "a directory; default: `.cache` in `HOME`", "The user's cache directory, for the profile."),
     (LIBRARY, "HOME", "a directory", "Used if `XDG_CACHE_HOME` is not set."),
+    (LIBRARY, "TMPDIR", "a directory; default: `/tmp`", "Holds these locks on a machine without `/dev/shm`."),
     (LIBRARY, "XDG_RUNTIME_DIR", "a directory",
      "Holds the locks with which processes take turns on a path, if the shared memory directory cannot hold them."),
     (DEEPSPEED, "SPILLWAY_DEEPSPEED", "`1` or `require`; default: off",

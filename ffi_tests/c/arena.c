@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <spillway/arena.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -24,6 +25,55 @@ static spw_arena_options three_regions(spw_arena_region *regions) {
     options.region_count = 3;
     options.processes = 2;
     return options;
+}
+
+// A create that fails leaves no file, whichever of its steps lacks a descriptor, and however many locks there are.
+static void check_failed_creates(void) {
+    spw_arena_region regions[3];
+    spw_arena_options options = three_regions(regions);
+    options.name = name;
+    struct rlimit before, few;
+    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    const int lowest = open("/dev/null", O_RDONLY);
+    CHECK(lowest >= 0 && close(lowest) == 0);
+    spw_arena *arena = NULL;
+    int failures = 0;
+    for (few = before, few.rlim_cur = (rlim_t)lowest; arena == NULL; few.rlim_cur++, failures++) {
+        CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+        const spw_status status = spw_arena_create(&options, &arena);
+        CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+        CHECK(status == SPW_OK || (status == SPW_ERR_SYSTEM && access(path, F_OK) != 0));
+    }
+    CHECK(failures > 2);
+    // A descriptor that exists, without room for its duplicate, is no wrong argument.
+    const int memory = memfd_create("none", MFD_CLOEXEC);
+    few.rlim_cur = (rlim_t)memory + 1;
+    CHECK(memory >= 0 && setrlimit(RLIMIT_NOFILE, &few) == 0);
+    spw_arena *other = NULL;
+    const spw_status status = spw_arena_open_fd(memory, 0, &other);
+    CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0 && status == SPW_ERR_SYSTEM && close(memory) == 0);
+    CHECK_OK(spw_arena_close(arena));
+
+    enum { LOCKS = 1024 };
+    static spw_arena *many[LOCKS];
+    few = before;
+    if (few.rlim_max < 3 * LOCKS) return;
+    few.rlim_cur = 3 * LOCKS;
+    CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+    options.name = NULL;
+    for (int i = 0; i < LOCKS; i++) CHECK_OK(spw_arena_create(&options, &many[i]));
+    REFUSED(spw_arena_create(&options, &arena), SPW_ERR_LIMIT_REACHED, "1024 locks");
+    options.name = name;
+    REFUSED(spw_arena_create(&options, &arena), SPW_ERR_LIMIT_REACHED, "1024 locks");
+    CHECK(access(path, F_OK) != 0);
+    for (int i = 0; i < LOCKS; i++) CHECK_OK(spw_arena_close(many[i]));
+    const mode_t mask = umask(0777);
+    CHECK_OK(spw_arena_create(&options, &arena));
+    umask(mask);
+    struct stat found;
+    CHECK(stat(path, &found) == 0 && (found.st_mode & 07777) == 0600);
+    CHECK_OK(spw_arena_close(arena));
+    CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
 }
 
 static void check_regions(void) {
@@ -271,6 +321,7 @@ static void check_arguments(void) {
 int main(void) {
     snprintf(name, sizeof name, "test-%d", (int)getpid());
     snprintf(path, sizeof path, "/dev/shm/spillway-%s", name);
+    check_failed_creates();
     check_regions();
     check_reads_and_writes();
     check_verdicts();

@@ -352,6 +352,12 @@ static void wrong_arguments_are_refused(void) {
     tensors[4] = kept, tensors[6].param_copy = tensors[3].param_copy;
     INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "overlap");
     tensors[6].param_copy = copies[6];
+    CHECK_OK(spw_ds_adam_create(3, 0.9f, 0.999f, 1));
+    spw_ds_adam_call calls[SUBGROUPS];
+    for (int i = 0; i < SUBGROUPS; i++) calls[i] = ds_adam_call(1);
+    calls[3].bias_correction = 2;
+    INVALID(spw_swap_ds_adam_step(swap, 3, calls, tensors, SUBGROUPS, NULL, NULL), "calls[3].bias_correction");
+    CHECK_OK(spw_ds_adam_destroy(3));
     unwatch_all();
 
     // Every one of these calls was refused before any step.

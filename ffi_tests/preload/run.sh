@@ -41,7 +41,7 @@ fi
 # The same build as in the other runners, so cargo has no more to do.
 (cd "$root" && cargo build --quiet --release --lib -p spillway -p spillway-preload -p fakecuda --features spillway/s3) || exit 1
 library=${CARGO_TARGET_DIR:-$root/target}/release/libspillway_preload.so
-for program in semantics threads; do
+for program in semantics threads contexts; do
   gcc -O1 -Wall -Wextra -Werror -o "$work/$program" "$here/$program.c" -laio -lpthread || exit 1
 done
 
@@ -124,6 +124,10 @@ check "DeepSpeed's optimizers without torch" optimizers
 
 check "threads on one context, disk" preload timeout 60 "$work/threads" "$work/file"
 [ -z "$shm" ] || check "threads on one context, tmpfs" preload timeout 60 "$work/threads" "$shm/file"
+check "a pool of contexts under a limit of descriptors" preload timeout 60 "$work/contexts" pool "$work/file"
+check "contexts of system calls" preload timeout 60 "$work/contexts" raw "$work/file"
+check "buffered reads of threads that end" preload timeout 60 "$work/contexts" ending "$work/file"
+check "buffered reads of threads that end, transfers run on" preload env SPILLWAY_PRELOAD_ASYNC=1 timeout 60 "$work/contexts" ending "$work/file"
 left_behind() {
   preload env SPILLWAY_LOG=warn "$work/threads" "$work/file" leave 2>"$work/log" || return 1
   cat "$work/log"

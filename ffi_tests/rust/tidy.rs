@@ -11,7 +11,7 @@ use std::process::Command;
 
 /// Lowest first; modules of one layer do not import each other.
 const LAYERS: [&[&str]; 9] = [
-    &["error", "dtype", "log", "stats", "trace", "checksum", "plan"],
+    &["error", "environment", "dtype", "log", "stats", "trace", "checksum", "plan"],
     &["sys", "kernel"],
     &["optim", "pool"],
     &["io", "gpu", "arena"],
@@ -21,11 +21,12 @@ const LAYERS: [&[&str]; 9] = [
     &["lib"],
     &["bin"],
 ];
-/// Modules of the lowest layer that every layer may use, the lowest included: an error is part of every signature.
-const VOCABULARY: [&str; 1] = ["error"];
+/// Modules of the lowest layer that every layer may use, the lowest included: an error is part of every signature, and
+/// variables of the environment are read in one place.
+const VOCABULARY: [&str; 2] = ["error", "environment"];
 /// Constants of lib.rs that any module may name.
 const CRATE_CONSTANTS: [&str; 1] = ["VERSION"];
-const MAY_BE_UNSAFE: [&str; 5] = ["sys", "kernel", "pool", "gpu", "capi"];
+const MAY_BE_UNSAFE: [&str; 6] = ["environment", "sys", "kernel", "pool", "gpu", "capi"];
 /// The ring, and tests that lend the engine their own memory. A lint in the two mod.rs would also apply to these files.
 const MAY_BE_UNSAFE_FILES: [&str; 4] = ["io/uring.rs", "io/mod.rs", "io/tests/mod.rs", "io/tests/real.rs"];
 const MOST_LINES: usize = 450;
@@ -124,6 +125,54 @@ fn text_faults(path: &str, text: &str) -> Vec<String> {
     faults
 }
 
+/// Finds reads of the environment outside of the one place, which ignores it in a program with more rights than its caller.
+/// Tests may read variables of their own.
+fn environment_faults(path: &str, text: &str) -> Vec<String> {
+    if path.ends_with("environment.rs") || path.contains("tests") {
+        return Vec::new();
+    }
+    let reads = ["env::var", "getenv", "temp_dir()", "home_dir()"];
+    let product = |line: &str| reads.iter().any(|read| line.contains(read));
+    let own = text.split("mod tests {").next().unwrap_or(text);
+    let lines = code(own).filter(|(_, line)| product(line));
+    lines.map(|(number, line)| format!("{path}:{number}: reads the environment: {}", line.trim())).collect()
+}
+
+/// Finds files of the library that make descriptors without `sys::descriptor`, which keeps them off the standard streams.
+fn descriptor_faults(path: &str, text: &str) -> Vec<String> {
+    const MAKERS: [&str; 10] = [
+        "OpenOptions::new",
+        "File::options",
+        "File::create",
+        "memfd_create(",
+        "openat(",
+        "eventfd(",
+        "from_flags(",
+        "pipe2(",
+        "io::pipe",
+        "socket(",
+    ];
+    if path.contains("tests") || module_of(path) == "bin" {
+        return Vec::new();
+    }
+    let own = text.split("mod tests {").next().unwrap_or(text);
+    let uses = code(own).any(|(_, line)| line.contains("descriptor::") || line.contains("fn moved"));
+    let lines = code(own).filter(|(_, line)| !uses && MAKERS.iter().any(|maker| line.contains(maker)));
+    lines.map(|(number, line)| format!("{path}:{number}: makes a descriptor: {}", line.trim())).collect()
+}
+
+/// Finds threads of the library that take the program's signals: all are started in one place, which blocks them.
+fn thread_faults(path: &str, text: &str) -> Vec<String> {
+    const STARTS: [&str; 4] = ["thread::spawn", "thread::Builder", "scope.spawn(", "ThreadPoolBuilder::new"];
+    if path.contains("tests") || module_of(path) == "bin" || matches!(path, "sys/threads.rs" | "sys/team.rs")
+    {
+        return Vec::new();
+    }
+    let own = text.split("mod tests {").next().unwrap_or(text);
+    let lines = code(own).filter(|(_, line)| STARTS.iter().any(|start| line.contains(start)));
+    lines.map(|(number, line)| format!("{path}:{number}: starts a thread: {}", line.trim())).collect()
+}
+
 /// Paths that exist on one machine only. Each word is split in two here, so that this file passes its own rule.
 fn machine_faults(path: &str, text: &str) -> Vec<String> {
     let places = [concat!("/wo", "rk/"), concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/tm", "p/")];
@@ -190,6 +239,22 @@ fn unsafe_stands_only_where_it_may() {
 #[test]
 fn sources_are_finished_short_and_silent() {
     no_faults(text_faults);
+}
+
+#[test]
+fn the_environment_is_read_in_one_place() {
+    no_faults(environment_faults);
+    let preload = files("packaging/preload/src", "preload/");
+    assert!(preload.len() > 10, "{} files", preload.len());
+    let faults: Vec<String> =
+        preload.iter().flat_map(|(path, text)| environment_faults(path, text)).collect();
+    assert!(faults.is_empty(), "\n{}", faults.join("\n"));
+}
+
+#[test]
+fn descriptors_and_threads_are_made_in_one_place() {
+    no_faults(descriptor_faults);
+    no_faults(thread_faults);
 }
 
 #[test]
@@ -272,6 +337,17 @@ fn the_rules_refuse_what_breaks_them() {
     assert_eq!(text_faults("bin/spillway.rs", "println!()"), [""; 0]);
     assert_eq!(text_faults("optim/adam.rs", &"\n".repeat(MOST_LINES + 1)).len(), 1);
     assert_eq!(text_faults("optim/adam.rs", &"\n".repeat(MOST_LINES)), [""; 0]);
+
+    let tests = "#[cfg(test)]\nmod tests {\n";
+    for line in ["std::env::var(\"A\")", "env::var_os(name)", "libc::getenv(name)", "std::env::temp_dir()"] {
+        assert_eq!(environment_faults("io/options.rs", line).len(), 1, "{line}");
+        assert_eq!(environment_faults("environment.rs", line), [""; 0]);
+        assert_eq!(environment_faults("io/options.rs", &format!("{tests}{line}")), [""; 0]);
+    }
+    assert_eq!(descriptor_faults("io/file.rs", "OpenOptions::new().open(path)").len(), 1);
+    assert_eq!(descriptor_faults("io/file.rs", "descriptor::open(&OpenOptions::new(), path)"), [""; 0]);
+    assert_eq!(thread_faults("io/file.rs", "std::thread::spawn(|| ())").len(), 1);
+    assert_eq!(thread_faults("io/file.rs", &format!("{tests}std::thread::spawn(|| ())")), [""; 0]);
 
     let files = |texts: &[(&str, &str)]| -> Vec<(String, String)> {
         texts.iter().map(|(path, text)| (path.to_string(), text.to_string())).collect()

@@ -40,7 +40,8 @@ typedef enum spw_status {
     SPW_ERR_UNSUPPORTED = 2,
     // No DeepSpeed optimizer with this id exists: it was never created, or it was destroyed.
     SPW_ERR_UNKNOWN_ID = 3,
-    // A limit that was set at open is reached. Or a commit would exceed what an open accepts. Nothing changed.
+    // A limit that was set at open, or one of the process, is reached. Or a commit would exceed what an open accepts.
+    // Nothing changed.
     SPW_ERR_LIMIT_REACHED = 4,
     // The object is still in use. Nothing changed.
     SPW_ERR_BUSY = 5,

@@ -87,9 +87,12 @@ impl Kernel {
         }
     }
 
-    /// Returns the kernel of this process: the one that the environment variable `SPILLWAY_KERNEL` names, else the
-    /// fastest. The call that makes the choice passes a message about it to `told`.
-    pub fn current(told: impl FnOnce(&str)) -> Result<Kernel> {
+    /// Returns the kernel of this process: the one that `SPILLWAY_KERNEL` names, else the fastest. The call that makes
+    /// the choice takes the variable from `variable`, and passes a message about the choice to `told`.
+    pub fn current<E: From<Error>>(
+        variable: impl FnOnce() -> std::result::Result<Option<String>, E>,
+        told: impl FnOnce(&str),
+    ) -> std::result::Result<Kernel, E> {
         // An atomic instead of a lock: a lock that is held during fork stays locked in the child. Two threads that race
         // here choose the same kernel.
         static CHOSEN: AtomicU8 = AtomicU8::new(0);
@@ -97,16 +100,16 @@ impl Kernel {
         if let Some(set) = INSTRUCTION_SETS.into_iter().find(|set| *set as u8 == chosen) {
             return Ok(Kernel(set));
         }
-        let (kernel, reason) = match std::env::var("SPILLWAY_KERNEL") {
-            Ok(name) => {
-                let forced = Kernel::named(name.trim()).map_err(|error| {
+        let (kernel, reason) = match variable()? {
+            Some(name) => {
+                let forced = Kernel::named(&name).map_err(|error| {
                     Error::Unsupported(format!(
                         "SPILLWAY_KERNEL={name}: {error}; unset it to use the fastest supported kernel"
                     ))
                 })?;
                 (forced, "forced by SPILLWAY_KERNEL")
             }
-            Err(_) => (
+            None => (
                 Kernel::all().next().unwrap_or(Kernel(InstructionSet::Scalar)),
                 "the fastest that this processor supports",
             ),

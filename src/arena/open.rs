@@ -19,7 +19,7 @@ use super::owner::{claim, identity, own_description, take_owner_lock};
 use crate::error::{ArenaError, ArenaKind, Error, Result};
 use crate::sys::private_files::{self, OpenFlags};
 use crate::sys::shared_memory::{self, MapOptions, SharedMapping};
-use crate::sys::{file, memory, process, range_lock, try_vec};
+use crate::sys::{descriptor, memory, process, range_lock, try_vec};
 
 /// Period at which an open looks for an arena that does not exist yet.
 const PERIOD: Duration = Duration::from_millis(2);
@@ -84,9 +84,9 @@ impl Arena {
 
     /// Opens the arena of a memfd, which the descriptor `fd` of this process names. The descriptor stays the caller's.
     pub fn open_fd(fd: RawFd, options: Open) -> Result<Arena> {
-        let invalid = |error: io::Error| Error::invalid("fd", format!("{fd}: {error}"));
+        let failed = |error: io::Error| descriptor::refusal("fd", fd, &error);
         let title = format!("the arena of descriptor {fd}");
-        let given = File::from(file::duplicate_from(fd, 0).map_err(invalid)?);
+        let given = File::from(descriptor::duplicate(fd).map_err(failed)?);
         check_kind(&given, &title, true)?;
         let file =
             shared_memory::reopen(given.as_raw_fd(), options.write).map_err(|error| match error.kind() {

@@ -17,7 +17,7 @@ use super::handle::OWNER_LOCK;
 use super::layout::{HEADER, Layout, MAGIC};
 use super::name::NamedFile;
 use crate::error::{ArenaKind, Error, Result};
-use crate::sys::fork_closed::ForkClosedFile;
+use crate::sys::fork_closed::{self, ForkClosedFile};
 use crate::sys::private_files::OpenFlags;
 use crate::sys::{range_lock, shared_memory};
 
@@ -42,8 +42,8 @@ pub fn collect(name: &str) -> Result<()> {
 pub fn claim(named: &NamedFile, collect: bool) -> Result<(File, ForkClosedFile)> {
     for _ in 0..TRIES {
         let file = named.open(OpenFlags { read: true, write: true, make: true, direct: false })?;
-        let locks = own_description(&file, true)?;
-        if !take_owner_lock(&locks)? {
+        let locks = own_description(&file, true).inspect_err(|_| discard(named, &file))?;
+        if !take_owner_lock(&locks).inspect_err(|_| discard(named, &file))? {
             return Err(lives(named, &file));
         }
         let found = identity(&file)?;
@@ -62,6 +62,16 @@ pub fn claim(named: &NamedFile, collect: bool) -> Result<(File, ForkClosedFile)>
         named.remove_if(found);
     }
     Err(Error::Busy(format!("{}: other processes create and remove it all the time", named.title())))
+}
+
+/// Removes the name of an empty file without an owner, which a failed create would leave behind.
+fn discard(named: &NamedFile, file: &File) {
+    // The lock keeps other processes from claiming the file until its name is gone; it ends with the file's descriptor.
+    let unowned = range_lock::take(file, OWNER_LOCK).unwrap_or(true);
+    let empty = file.metadata().is_ok_and(|found| found.len() == 0);
+    if let (true, Ok(found)) = (unowned && empty, identity(file)) {
+        named.remove_if(found);
+    }
 }
 
 fn lives(named: &NamedFile, file: &File) -> Error {
@@ -128,8 +138,10 @@ fn unknown(error: io::Error) -> Error {
 
 /// A description of the file for the locks of one handle.
 pub fn own_description(file: &File, write: bool) -> Result<ForkClosedFile> {
-    ForkClosedFile::open(|| shared_memory::reopen(file.as_raw_fd(), write))
-        .map_err(|error| Error::system("opening an arena anew by its name in /proc", &error))
+    ForkClosedFile::open(|| shared_memory::reopen(file.as_raw_fd(), write)).map_err(|error| {
+        let other = || Error::system("opening an arena anew by its name in /proc", &error);
+        fork_closed::limit_reached(&error).unwrap_or_else(other)
+    })
 }
 
 pub fn take_owner_lock(locks: &ForkClosedFile) -> Result<bool> {

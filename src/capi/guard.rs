@@ -5,9 +5,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::base::status::{self, spw_status};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::IeeeMode;
-use crate::sys::process;
+use crate::sys::cancellation::NoCancellation;
+use crate::sys::{process, threads};
 
 thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
@@ -15,29 +16,27 @@ thread_local! {
 
 /// Runs the body of an exported function. An error or a panic becomes a status and this thread's message.
 pub fn guard(body: impl FnOnce() -> Result<()>) -> spw_status {
+    // A cancellation acts at the next point outside of the library.
+    let _no_cancellation = NoCancellation::enter();
+    guard_step(body)
+}
+
+/// As [`guard`], for a step on memory. It reaches no point of cancellation but in what a first step does: it chooses the
+/// kernel and starts workers, which exclude a cancellation themselves. To exclude it takes 2 % of a step of 16 elements.
+pub fn guard_step(body: impl FnOnce() -> Result<()>) -> spw_status {
     silence_panics();
     let outer = INSIDE.replace(true);
     // Coefficients are computed from the caller's options, so the caller's float mode must not affect them.
     let _mode = IeeeMode::enter();
     let outcome = catch_unwind(AssertUnwindSafe(body));
     INSIDE.set(outer);
-    match outcome {
-        Ok(Ok(())) => spw_status::SPW_OK,
-        Ok(Err(error)) => status::record_error(&error),
-        Err(payload) => {
-            let words = payload.downcast_ref::<&str>().copied();
-            let words = words
-                .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
-                .unwrap_or("no panic message");
-            status::record(
-                spw_status::SPW_ERR_INTERNAL,
-                &format!("internal error in spillway, please report it: {words}"),
-            )
-        }
+    match outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic))) {
+        Ok(()) => spw_status::SPW_OK,
+        Err(error) => status::record(&error),
     }
 }
 
-/// Installs a panic hook that prints nothing for panics on this thread inside [`guard`] or on the library's workers.
+/// Installs a panic hook that prints nothing for panics on this thread inside [`guard`] or on the library's threads.
 /// [`guard`] reports these panics.
 fn silence_panics() {
     /// NONE, SET, or the id of the process whose thread is setting the hook.
@@ -63,8 +62,7 @@ fn silence_panics() {
 fn set_quiet_hook() {
     let previous = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
-        let worker = std::thread::current().name().is_some_and(|name| name.starts_with("spillway-"));
-        if !worker && !INSIDE.get() {
+        if !threads::is_own() && !INSIDE.get() {
             previous(info);
         }
     }));
@@ -73,7 +71,6 @@ fn set_quiet_hook() {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::threads;
 
     #[test]
     fn a_panic_on_the_callers_thread_or_a_worker_becomes_a_status() {

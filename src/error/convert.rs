@@ -1,6 +1,10 @@
 //! Constructors and conversions that make an [`Error`] of an error of one subject.
 #![forbid(unsafe_code)]
 
+use std::any::Any;
+
+use crate::environment::NotText;
+
 use super::{ArenaError, ArenaKind, Error, GpuError, IoError, IoKind, TierError, TierKind};
 
 impl IoError {
@@ -66,5 +70,20 @@ impl From<spillway_kernels::Error> for Error {
             spillway_kernels::Error::Argument { argument, reason } => Error::invalid(argument, reason),
             spillway_kernels::Error::Unsupported(what) => Error::Unsupported(what),
         }
+    }
+}
+
+impl Error {
+    /// The error of a call in which a panic was caught.
+    pub fn of_panic(panic: &(dyn Any + Send)) -> Error {
+        let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        Error::Internal(text.unwrap_or_else(|| "no panic message".to_string()))
+    }
+}
+
+impl From<NotText> for Error {
+    fn from(NotText(name): NotText) -> Error {
+        Error::invalid(name, "its value is not UTF-8; correct or unset the variable")
     }
 }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use arc_swap::ArcSwapOption;
 
 use super::table::{Code, Table, code};
+use crate::environment;
 use crate::error::{Error, GpuError, GpuKind, Result};
 use crate::log::{self, Level};
 use crate::sys::process::OpeningProcess;
@@ -43,7 +44,7 @@ impl Driver {
             driver.check_process()?;
             return Ok(driver);
         }
-        let named = std::env::var(LIBRARY_VARIABLE).ok().filter(|name| !name.is_empty());
+        let named = environment::text(LIBRARY_VARIABLE)?;
         // Two threads may get here at once: a second initialisation is harmless.
         let driver = Arc::new(Driver::open(named.as_deref().unwrap_or(LIBRARY))?);
         CURRENT.store(Some(Arc::clone(&driver)));

@@ -8,6 +8,7 @@
 use serde::Serialize;
 
 use super::driver::Driver;
+use crate::environment;
 use crate::error::Result;
 use crate::sys::topology::{Device, PciAddress, Topology, visible};
 
@@ -55,10 +56,15 @@ pub fn find(topology: &Topology, ask: Ask) -> Result<Visible> {
         let gpus = driver.addresses()?.iter().map(|address| address.parse().ok()).collect();
         return Ok(Visible { gpus, from_driver: true });
     }
-    let order = std::env::var("CUDA_DEVICE_ORDER");
-    let list = std::env::var("CUDA_VISIBLE_DEVICES");
-    let gpus = from_list(topology, list.ok().as_deref(), order.is_ok_and(|order| order == "PCI_BUS_ID"));
+    let order = environment::value("CUDA_DEVICE_ORDER");
+    let list = visible_devices();
+    let gpus = from_list(topology, list.as_deref(), order.is_some_and(|order| order == "PCI_BUS_ID"));
     Ok(Visible { gpus, from_driver: false })
+}
+
+/// The value of `CUDA_VISIBLE_DEVICES`; an empty one shows no GPU. A character that is not UTF-8 names no GPU.
+pub fn visible_devices() -> Option<String> {
+    environment::value("CUDA_VISIBLE_DEVICES").map(|list| list.to_string_lossy().into_owned())
 }
 
 /// The GPUs that a value of `CUDA_VISIBLE_DEVICES` shows. `in_bus_order`: the driver counts by address.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::file::File;
+use crate::environment;
 use crate::error::{Error, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::memory::BASE_PAGE;
@@ -117,16 +118,13 @@ pub fn given_or<T: Copy + Default + PartialEq>(given: T, other: T) -> T {
 }
 
 pub(super) fn forced_backend() -> Result<Option<BackendChoice>> {
-    match std::env::var("SPILLWAY_IO") {
-        Err(_) => Ok(None),
-        Ok(text) => match text.trim() {
-            "" => Ok(None),
-            "uring" | "io_uring" => Ok(Some(BackendChoice::Uring)),
-            "threads" => Ok(Some(BackendChoice::Threads)),
-            other => {
-                Err(Error::invalid("SPILLWAY_IO", format!("{other:?} is neither \"uring\" nor \"threads\"")))
-            }
-        },
+    match environment::word("SPILLWAY_IO")?.as_deref() {
+        None => Ok(None),
+        Some("uring" | "io_uring") => Ok(Some(BackendChoice::Uring)),
+        Some("threads") => Ok(Some(BackendChoice::Threads)),
+        Some(other) => {
+            Err(Error::invalid("SPILLWAY_IO", format!("{other:?} is neither \"uring\" nor \"threads\"")))
+        }
     }
 }
 

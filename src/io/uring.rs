@@ -20,6 +20,7 @@ use super::backend::{Action, Backend, Completion, DIRECTIONS, Piece, Sleep, Wake
 use super::plan::Route;
 use crate::log::{self, Level};
 use crate::pool::region::Region;
+use crate::sys::descriptor;
 use crate::sys::event::EventFd;
 use crate::sys::span::Span;
 
@@ -221,7 +222,7 @@ fn build(depth: u32) -> io::Result<IoUring> {
         let mut builder = <IoUring>::builder();
         builder.dontfork();
         attempt(&mut builder);
-        match retry_enomem(|| builder.build(entries)) {
+        match retry_enomem(|| descriptor::made(|| builder.build(entries))) {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => last = error,
             other => return other,
         }

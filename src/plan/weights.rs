@@ -70,7 +70,14 @@ pub fn choose(load: &Load) -> Result<Weights> {
     let compute = FORWARD_OPS * load.tokens * load.parameters / load.peak;
     let moved = WEIGHT_BYTES * load.parameters * fraction / load.link;
     let policy = if fraction > 0.0 { Policy::Flow } else { Policy::Stationary };
-    Ok(Weights { policy, fraction, efficiency: compute / (compute + moved) })
+    let whole = compute + moved;
+    let efficiency = match whole.is_finite() && whole > 0.0 {
+        true => compute / whole,
+        // The times are out of range; their ratio is not, or goes to 0 or infinity.
+        false if fraction == 0.0 => 1.0,
+        false => 1.0 / (1.0 + load.peak / load.link / load.tokens * fraction),
+    };
+    Ok(Weights { policy, fraction, efficiency })
 }
 
 #[cfg(test)]
@@ -95,6 +102,15 @@ mod tests {
         let half = choose(&Load { free_bytes: 7e9, ..load }).unwrap();
         assert_eq!(half.fraction, 0.5);
         assert!(half.efficiency > none.efficiency);
+        for (peak, tokens, parameters) in
+            [(1e-320, 1e308, 1.0), (1e-320, 1.0, 1e308), (1e308, 1e-308, 1e-308)]
+        {
+            for free_bytes in [0.0, 1.0, 1e308] {
+                let extreme = Load { peak, tokens, parameters, free_bytes, ..load };
+                let found = choose(&extreme).unwrap().efficiency;
+                assert!((0.0..=1.0).contains(&found), "{extreme:?}: {found}");
+            }
+        }
         assert!(choose(&Load { tokens: 0.0, ..load }).is_err());
         assert!(choose(&Load { link: f64::NAN, ..load }).is_err());
     }

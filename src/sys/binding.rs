@@ -18,8 +18,10 @@ pub fn bind(cpus: &Bitmap, cores: usize) -> Result<()> {
         return Err(Error::invalid("cpus", "names no processor"));
     }
     let refused = |reason: String| Error::invalid("cpus", format!("{cpus}: {reason}"));
-    let granted =
-        cpuset::granted(cpus).map_err(|error| refused(format!("the system refuses them: {error}")))?;
+    let granted = cpuset::granted(cpus).map_err(|error| match error.raw_os_error() {
+        Some(libc::EINVAL) => refused(format!("the system refuses them: {error}")),
+        _ => Error::system("asking the system for the processors on a thread of the library", &error),
+    })?;
     let missing = cpus.minus(&granted);
     if !missing.is_empty() {
         return Err(refused(format!("processors {missing} are offline, or not in this process's cpuset")));

@@ -16,7 +16,7 @@ use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::eventfd::{self, EfdFlags};
 use nix::sys::time::TimeSpec;
 
-use super::file;
+use super::descriptor;
 
 /// Polling period of words and queries.
 const WORD_PERIOD: Duration = Duration::from_micros(200);
@@ -29,7 +29,9 @@ impl EventFd {
     /// Makes one that is not set.
     pub fn new() -> io::Result<EventFd> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        Ok(EventFd(eventfd::EventFd::from_flags(flags)?))
+        let made = OwnedFd::from(eventfd::EventFd::from_flags(flags)?);
+        // SAFETY: an eventfd.
+        Ok(EventFd(unsafe { eventfd::EventFd::from_owned_fd(descriptor::moved(made)?) }))
     }
 
     /// The descriptor.
@@ -102,7 +104,7 @@ impl Event {
     /// The event that the descriptor `fd` becomes readable. The descriptor is duplicated: the caller may close its own
     /// at once.
     pub fn readable(fd: RawFd) -> io::Result<Event> {
-        file::duplicate_from(fd, 0).map(Event::Descriptor)
+        descriptor::duplicate(fd).map(Event::Descriptor)
     }
 }
 

@@ -1,13 +1,12 @@
 //! Files for direct I/O: open, alignment, preallocation, positional reads and writes of spans, device limits.
 //!
-//! System calls go through nix. Three are called directly: fcntl on a caller's number, which may be no open descriptor;
-//! pread and pwrite, since another thread may change the bytes of a span, which a slice forbids; statx, which nix
-//! lacks.
+//! System calls go through nix. Two are called directly: pread and pwrite, since another thread may change the bytes of
+//! a span, which a slice forbids; statx, which nix lacks.
 
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
@@ -18,8 +17,8 @@ use nix::sys::statfs::fstatfs;
 use nix::sys::statvfs::{Statvfs, fstatvfs, statvfs};
 use nix::unistd::{self, Whence, lseek};
 
-use super::memory;
 use super::span::Span;
+use super::{descriptor, memory};
 
 /// What a file is opened for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -41,30 +40,21 @@ pub fn open(path: &Path, access: Access, direct: bool) -> io::Result<File> {
         Access::Write { mode } => options.write(true).create(true).truncate(false).mode(mode),
     };
     let direct = if direct { libc::O_DIRECT } else { 0 };
-    options.custom_flags(direct | libc::O_NOCTTY).open(path)
+    descriptor::open(options.custom_flags(direct | libc::O_NOCTTY), path)
 }
 
 /// Opens a second descriptor of an open file, which uses the page cache.
 pub fn reopen_buffered(fd: &impl AsRawFd, writable: bool) -> io::Result<File> {
     let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    OpenOptions::new().read(!writable).write(writable).custom_flags(libc::O_NOCTTY).open(link)
+    descriptor::open(OpenOptions::new().read(!writable).write(writable).custom_flags(libc::O_NOCTTY), link)
 }
 
 /// Duplicates the caller's descriptor, so that the copy lives as long as the operation. Also returns whether it is
 /// direct.
 pub fn duplicate(fd: i32) -> io::Result<(File, bool)> {
-    let file = File::from(duplicate_from(fd, 3)?);
+    let file = File::from(descriptor::duplicate(fd)?);
     let direct = flags(&file).is_ok_and(|flags| flags & libc::O_DIRECT != 0);
     Ok((file, direct))
-}
-
-/// Duplicates the caller's descriptor under the lowest free number from `least` on. Any number may be passed: one that
-/// is not an open descriptor is EBADF.
-pub fn duplicate_from(fd: i32, least: i32) -> io::Result<OwnedFd> {
-    // SAFETY: fcntl on any number is safe.
-    let copy = Errno::result(unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, least) })?;
-    // SAFETY: a descriptor that this call just made.
-    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
 fn flags(file: &File) -> nix::Result<i32> {
@@ -89,7 +79,7 @@ pub fn next_data(file: &File, from: u64) -> Option<u64> {
 
 /// Creates an empty file in memory (memfd).
 pub fn in_memory() -> io::Result<File> {
-    Ok(memfd_create(c"spillway", MFdFlags::MFD_CLOEXEC)?.into())
+    Ok(descriptor::moved(memfd_create(c"spillway", MFdFlags::MFD_CLOEXEC)?)?.into())
 }
 
 /// Disables readahead, so that a read of an unaligned edge does not fetch the bytes behind it.

@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::per_process::PerProcess;
+use crate::error::Error;
 
 /// Most descriptors in the table.
 const MAX_FILES: usize = 1024;
@@ -31,6 +32,19 @@ static TABLE: [AtomicI32; MAX_FILES] = [const { AtomicI32::new(FREE) }; MAX_FILE
 static BEGUN: AtomicU64 = AtomicU64::new(0);
 static ENDED: AtomicU64 = AtomicU64::new(0);
 
+/// Why no further descriptor is kept.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "this process holds {MAX_FILES} locks on directories of tiers and on arenas, which is the limit; close one first"
+)]
+struct TableFull;
+
+/// The error that the limit of [`ForkClosedFile`]s was reached; `None` for other errors of [`ForkClosedFile::open`].
+pub fn limit_reached(error: &io::Error) -> Option<Error> {
+    let full = error.get_ref()?.downcast_ref::<TableFull>()?;
+    Some(Error::LimitReached(full.to_string()))
+}
+
 /// An open file whose descriptor forked children close.
 #[derive(Debug)]
 pub struct ForkClosedFile {
@@ -42,6 +56,10 @@ impl ForkClosedFile {
     /// Opens a file; retries if the process forks meanwhile.
     pub fn open(open: impl Fn() -> io::Result<File>) -> io::Result<ForkClosedFile> {
         register()?;
+        // Before the open, which may create the file.
+        if TABLE.iter().all(|slot| slot.load(Ordering::SeqCst) != FREE) {
+            return Err(io::Error::other(TableFull));
+        }
         let mut tries = 0;
         loop {
             let begun = BEGUN.load(Ordering::SeqCst);
@@ -61,12 +79,7 @@ impl ForkClosedFile {
         let fd = file.as_raw_fd();
         let take =
             |slot: &AtomicI32| slot.compare_exchange(FREE, fd, Ordering::SeqCst, Ordering::SeqCst).is_ok();
-        let slot = TABLE.iter().position(take).ok_or_else(|| {
-            io::Error::other(format!(
-                "this process holds {MAX_FILES} locks on directories of tiers and on arenas, which is the limit; \
-                 close one first"
-            ))
-        })?;
+        let slot = TABLE.iter().position(take).ok_or_else(|| io::Error::other(TableFull))?;
         Ok(ForkClosedFile { file: PerProcess::new(file), slot })
     }
 

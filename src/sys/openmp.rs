@@ -22,6 +22,7 @@ use nix::time::{ClockId, clock_gettime};
 
 use super::process;
 use super::spin::now;
+use crate::environment;
 use crate::error::{Error, Result};
 
 type Body = unsafe extern "C" fn(*mut c_void);
@@ -57,11 +58,11 @@ static ON_LOAD: extern "C" fn() = note_process;
 
 /// Reads `SPILLWAY_OPENMP`.
 pub fn configure() -> Result<()> {
-    let choice = match std::env::var("SPILLWAY_OPENMP").as_deref().map(str::trim) {
-        Err(_) | Ok("auto") => WHILE_AWAKE,
-        Ok("0") => NEVER,
-        Ok("1") => ALWAYS,
-        Ok(text) => return Err(Error::invalid("SPILLWAY_OPENMP", format!("{text:?} is not 0, 1 or auto"))),
+    let choice = match environment::word("SPILLWAY_OPENMP")?.as_deref() {
+        None | Some("auto") => WHILE_AWAKE,
+        Some("0") => NEVER,
+        Some("1") => ALWAYS,
+        Some(text) => return Err(Error::invalid("SPILLWAY_OPENMP", format!("{text:?} is not 0, 1 or auto"))),
     };
     CHOICE.store(choice, Ordering::Relaxed);
     Ok(())

@@ -13,11 +13,12 @@ use std::fmt;
 use std::fs::{File, Permissions};
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
+use super::descriptor;
 use super::file::Identity;
 use crate::log::{self, Level};
 
@@ -100,6 +101,9 @@ pub fn open_private(directory: Option<BorrowedFd>, path: &Path, wanted: OpenFlag
     let name = c_string(path.as_os_str())?;
     let file = open_at(at, &name, flags).map_err(|error| explain(error, at, &name, "a regular file"))?;
     check_file(&file, path)?;
+    if wanted.make {
+        allow_owner(&file)?;
+    }
     make_blocking(&file)?;
     Ok(file)
 }
@@ -224,21 +228,15 @@ fn c_string(text: &OsStr) -> io::Result<CString> {
     CString::new(text.as_bytes()).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
 }
 
-fn owned(fd: i32) -> io::Result<File> {
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a descriptor that the caller's system call just returned.
-    Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
-}
-
 fn open_at(at: i32, name: &CString, flags: i32) -> io::Result<File> {
     let flags = flags | libc::O_CLOEXEC | libc::O_NOCTTY | libc::O_NOFOLLOW;
     loop {
         // SAFETY: a descriptor or AT_FDCWD, a C string, flags and a mode.
-        match owned(unsafe { libc::openat(at, name.as_ptr(), flags, FILE_MODE) }) {
+        let fd = unsafe { libc::openat(at, name.as_ptr(), flags, FILE_MODE) };
+        // SAFETY: the call just returned it.
+        match unsafe { descriptor::returned(fd) } {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            other => return other,
+            other => return other.map(File::from),
         }
     }
 }
@@ -309,6 +307,15 @@ fn check_file(file: &File, path: &Path) -> io::Result<()> {
         )));
     }
     restrict_mode(file, FILE_FORBIDDEN, path)
+}
+
+/// Gives the owner access to the file by its name: an umask may have left it out, and the file could not be opened again.
+fn allow_owner(file: &File) -> io::Result<()> {
+    let mode = file.metadata()?.mode() & 0o7777;
+    match mode & FILE_MODE == FILE_MODE {
+        true => Ok(()),
+        false => file.set_permissions(Permissions::from_mode(mode | FILE_MODE)),
+    }
 }
 
 fn check_owner(file: &File, what: &str) -> io::Result<()> {

@@ -26,7 +26,8 @@ use arc_swap::ArcSwapOption;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{host, small_file};
+use super::{descriptor, host, small_file};
+use crate::environment;
 use crate::log::{self, Level};
 
 const VERSION: u32 = 2;
@@ -38,11 +39,11 @@ pub const MOST_BYTES: u64 = 64 << 10;
 /// Path of a profile: `SPILLWAY_PROFILE`, else `spillway/NAME` in `XDG_CACHE_HOME`, else in `HOME`/.cache. `None` if
 /// `SPILLWAY_PROFILE` is empty, or if there is no cache directory.
 pub fn path(name: &str) -> Option<PathBuf> {
-    let not_empty = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    match std::env::var_os("SPILLWAY_PROFILE") {
+    match environment::value("SPILLWAY_PROFILE") {
         Some(named) => Some(PathBuf::from(named)).filter(|path| !path.as_os_str().is_empty()),
         None => {
-            let cache = not_empty("XDG_CACHE_HOME").or_else(|| Some(not_empty("HOME")?.join(".cache")))?;
+            let cache = environment::path("XDG_CACHE_HOME")
+                .or_else(|| Some(environment::path("HOME")?.join(".cache")))?;
             Some(cache.join("spillway").join(name))
         }
     }
@@ -110,8 +111,8 @@ impl Contents {
         let beside = folder.join(name);
         // Exclusive creation: an existing file or link is never written to.
         let mut options = fs::OpenOptions::new();
-        let mut file =
-            options.write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(&beside)?;
+        options.write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+        let mut file = descriptor::open(&options, &beside)?;
         let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
         written.and_then(|()| fs::rename(&beside, path)).inspect_err(|_| {
             let _ = fs::remove_file(&beside);

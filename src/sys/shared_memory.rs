@@ -9,17 +9,17 @@
 
 use std::fs::{File, Permissions};
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::futex;
 use super::memory::{BASE_PAGE, HUGE_PAGE, Mapping};
 use super::node_memory;
 use super::span::Span;
+use super::{descriptor, futex};
 
 /// The directory of POSIX shared memory.
 pub const DIRECTORY: &str = "/dev/shm";
@@ -54,11 +54,8 @@ fn memfd(name: &str, flags: libc::c_uint) -> io::Result<File> {
     // SAFETY: a C string and flags.
     let fd =
         unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a descriptor that the call just returned.
-    let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    // SAFETY: the call just returned it.
+    let file = File::from(unsafe { descriptor::returned(fd) }?);
     // A process of another user that receives the descriptor cannot open the file anew.
     file.set_permissions(Permissions::from_mode(0o600))?;
     Ok(file)
@@ -91,7 +88,7 @@ pub fn allocate(file: &File, bytes: usize) -> io::Result<()> {
 
 /// Opens the file of a descriptor anew: the result shares no locks and no position with the descriptor.
 pub fn reopen(fd: RawFd, write: bool) -> io::Result<File> {
-    File::options().read(true).write(write).open(format!("/proc/self/fd/{fd}"))
+    descriptor::open(File::options().read(true).write(write), format!("/proc/self/fd/{fd}"))
 }
 
 /// Number of bytes, if the descriptor is a file of shared memory that this user owns and that cannot shrink; else why

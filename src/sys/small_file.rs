@@ -4,15 +4,17 @@
 //! file would fill the memory.
 #![forbid(unsafe_code)]
 
-use std::fs;
+use std::fs::OpenOptions;
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use super::descriptor;
+
 /// The content of the file at `path`; `None` if there is no file. The error is a text without the path.
 pub fn read(path: &Path, most: u64) -> Result<Option<Vec<u8>>, String> {
     // Does not wait for the other end of a FIFO.
-    let file = match fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
+    let file = match descriptor::open(OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK), path) {
         Ok(file) if !file.metadata().is_ok_and(|found| found.is_file()) => {
             return Err("it is not a regular file".to_string());
         }

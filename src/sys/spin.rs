@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 
+use crate::environment;
 use crate::error::{Error, Result};
 
 /// The limit if `SPILLWAY_SPIN_US` is not set, in nanoseconds.
@@ -38,10 +39,9 @@ pub fn now() -> u64 {
 
 /// The limit that `SPILLWAY_SPIN_US` sets, in nanoseconds.
 pub fn configured_limit() -> Result<u64> {
-    match std::env::var("SPILLWAY_SPIN_US") {
-        Err(_) => Ok(DEFAULT_LIMIT),
-        Ok(text) => text
-            .trim()
+    match environment::word("SPILLWAY_SPIN_US")? {
+        None => Ok(DEFAULT_LIMIT),
+        Some(text) => text
             .parse()
             .ok()
             .filter(|limit| *limit <= MAX_LIMIT_US)

@@ -22,14 +22,14 @@
 use std::any::Any;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, Thread};
+use std::time::Duration;
 
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-use super::openmp;
 use super::spin::{Burst, Seat, now};
+use super::{futex, openmp};
 
 /// Worker threads that help the caller of [`Team::each`].
 pub struct Team {
@@ -49,17 +49,21 @@ const MAX_QUEUED: usize = 64;
 
 impl Team {
     /// Starts `workers` threads. The caller of [`Team::each`] works in addition to them. They wait awake for the next
-    /// call while `burst` goes on. Each worker calls `start` first, which binds it.
+    /// call while `burst` goes on. Each worker calls `start` first, and then `bind`, which binds it.
     pub fn new(
         workers: usize,
         burst: &'static Burst,
-        start: Option<Box<dyn Fn() + Send + Sync>>,
+        start: fn(),
+        bind: Option<Box<dyn Fn() + Send + Sync>>,
     ) -> Result<Team, ThreadPoolBuildError> {
-        let bound = start.is_some();
+        let bound = bind.is_some();
         let pool = ThreadPoolBuilder::new()
             .num_threads(workers)
             .thread_name(|index| format!("spillway-{index}"))
-            .start_handler(move |_| start.iter().for_each(|start| start()))
+            .start_handler(move |_| {
+                start();
+                bind.iter().for_each(|bind| bind());
+            })
             .build()?;
         let seats = (0..workers).map(|_| Seat::empty()).collect();
         Ok(Team { pool, seats, burst, bound, queued: Arc::default() })
@@ -142,8 +146,13 @@ struct Shared {
     /// True if the workers wait awake for the next call after this one.
     in_burst: bool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
-    caller: Thread,
+    /// RUNNING, ASLEEP while the caller sleeps, LEFT when the last worker has left after CLOSED.
+    workers: AtomicU32,
 }
+
+const RUNNING: u32 = 0;
+const ASLEEP: u32 = 1;
+const LEFT: u32 = 2;
 
 // SAFETY: the closure behind `work` is Sync, and `occupancy` keeps the closure alive for every thread that calls it.
 unsafe impl Send for Shared {}
@@ -181,7 +190,9 @@ const CLOSED: usize = 1 << (usize::BITS - 1);
 /// Longest time that a thread leaves the last items of a chunk to its owner, in nanoseconds. Their data is in the
 /// owner's caches, and to fetch it from there takes longer than the work.
 const PATIENCE: u64 = 20_000;
-/// Number of spins on `occupancy` before the caller parks: some tens of microseconds, as long as one item may take.
+/// Longest sleep before the caller looks again.
+const SLEEP: Duration = Duration::from_secs(1);
+/// Number of spins on `occupancy` before the caller sleeps: some tens of microseconds, as long as one item may take.
 const SPINS: usize = 1 << 10;
 
 impl Shared {
@@ -203,7 +214,7 @@ impl Shared {
             occupancy: AtomicUsize::new(0),
             in_burst,
             panic: Mutex::new(None),
-            caller: thread::current(),
+            workers: AtomicU32::new(RUNNING),
         }
     }
 
@@ -257,7 +268,10 @@ impl Shared {
             *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
         }
         if self.occupancy.fetch_sub(1, Ordering::Release) == CLOSED + 1 {
-            self.caller.unpark();
+            // A futex, because a thread that ends has no handle by which another could unpark it.
+            if self.workers.swap(LEFT, Ordering::Release) == ASLEEP {
+                futex::wake_all(&self.workers);
+            }
         }
     }
 }
@@ -267,7 +281,7 @@ struct CloseOnDrop<'a>(&'a Shared);
 
 impl Drop for CloseOnDrop<'_> {
     fn drop(&mut self) {
-        let occupancy = &self.0.occupancy;
+        let Shared { occupancy, workers, .. } = self.0;
         let mut inside = occupancy.fetch_or(CLOSED, Ordering::Acquire) & !CLOSED;
         for spin in 0.. {
             if inside == 0 {
@@ -275,8 +289,10 @@ impl Drop for CloseOnDrop<'_> {
             }
             if spin < SPINS {
                 std::hint::spin_loop()
-            } else {
-                thread::park()
+            } else if workers.compare_exchange(RUNNING, ASLEEP, Ordering::Relaxed, Ordering::Relaxed)
+                != Err(LEFT)
+            {
+                futex::wait(workers, ASLEEP, SLEEP);
             }
             inside = occupancy.load(Ordering::Acquire) & !CLOSED;
         }
@@ -286,6 +302,7 @@ impl Drop for CloseOnDrop<'_> {
 #[cfg(test)]
 mod tests {
     use std::sync::Barrier;
+    use std::thread;
 
     use super::super::spin::tests::burst;
     use super::*;
@@ -293,7 +310,7 @@ mod tests {
     #[test]
     fn every_item_is_done_once_whatever_the_crew() {
         for workers in [1, 2, 3, 7] {
-            let team = Team::new(workers, burst(1_000_000), None).unwrap();
+            let team = Team::new(workers, burst(1_000_000), || (), None).unwrap();
             for items in [0, 1, 2, 3, 7, 8, 9, 1000] {
                 for _ in 0..50 {
                     let mut counts = vec![0; items];
@@ -307,7 +324,7 @@ mod tests {
     /// The only worker is blocked until `free`, so the caller processes all items.
     #[test]
     fn a_worker_that_does_not_come_is_not_waited_for() {
-        let team = Team::new(1, burst(0), None).unwrap();
+        let team = Team::new(1, burst(0), || (), None).unwrap();
         let (held, free) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
         let (theirs_held, theirs_free) = (Arc::clone(&held), Arc::clone(&free));
         team.pool.spawn(move || {
@@ -335,7 +352,7 @@ mod tests {
 
     #[test]
     fn a_worker_that_came_is_waited_for() {
-        let (team, caller) = (Team::new(1, burst(0), None).unwrap(), thread::current().id());
+        let (team, caller) = (Team::new(1, burst(0), || (), None).unwrap(), thread::current().id());
         let together = Barrier::new(2);
         let mut items = [false; 2];
         team.each(usize::MAX, &mut items, |item| {
@@ -350,7 +367,7 @@ mod tests {
 
     #[test]
     fn a_panic_on_any_thread_reaches_the_caller_when_all_have_left() {
-        let team = Team::new(3, burst(1_000_000), None).unwrap();
+        let team = Team::new(3, burst(1_000_000), || (), None).unwrap();
         for bad in 0..64 {
             let inside = AtomicUsize::new(0);
             let mut items: Vec<usize> = (0..64).collect();
@@ -370,7 +387,7 @@ mod tests {
 
     #[test]
     fn calls_inside_calls_and_from_many_threads_end() {
-        let team = Team::new(2, burst(1_000_000), None).unwrap();
+        let team = Team::new(2, burst(1_000_000), || (), None).unwrap();
         let total = AtomicUsize::new(0);
         thread::scope(|scope| {
             for _ in 0..4 {

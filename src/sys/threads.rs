@@ -12,17 +12,20 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::Scope;
 
 use arc_swap::ArcSwapOption;
 use nix::sys::signal::SigSet;
 
 use super::affinity;
 use super::bitmap::Bitmap;
+use super::cancellation::NoCancellation;
 use super::cap;
 use super::openmp;
 use super::per_process::{PerProcessStatic, Shared};
 use super::spin::{self, Burst};
 use super::team::Team;
+use crate::environment;
 use crate::error::{Error, Result};
 use crate::log;
 
@@ -40,8 +43,10 @@ static BINDING: ArcSwapOption<Binding> = ArcSwapOption::const_empty();
 static BINDINGS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// True on threads that this library started, other than workers.
+    /// True on threads that this library started.
     static IS_OWN: Cell<bool> = const { Cell::new(false) };
+    /// True on those that follow a changed binding: all but workers.
+    static FOLLOWS: Cell<bool> = const { Cell::new(false) };
     /// Value of [`BINDINGS`] that this thread follows, and its affinity before the first binding.
     static FOLLOWED: RefCell<(usize, Option<Bitmap>)> = const { RefCell::new((0, None)) };
 }
@@ -81,6 +86,7 @@ pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()
 /// work by [`call_ended`].
 pub fn awake() -> Result<bool> {
     if BURST.limit().is_none() {
+        let _no_cancellation = NoCancellation::enter();
         read_settings(decide()?.0)?;
     }
     let threads = DECIDED.load(Ordering::Relaxed);
@@ -96,7 +102,10 @@ pub fn call_ended() {
 pub fn count() -> Result<usize> {
     match POOL.get() {
         Some(team) => Ok(team.as_ref().map_or(1, |team| team.workers() + 1)),
-        None => Ok(decide()?.0),
+        None => {
+            let _no_cancellation = NoCancellation::enter();
+            Ok(decide()?.0)
+        }
     }
 }
 
@@ -131,7 +140,7 @@ pub fn binding() -> Option<Arc<Binding>> {
 /// Applies a changed binding to the calling thread, if this library started it.
 fn follow_binding() {
     let changes = BINDINGS.load(Ordering::Acquire);
-    if !IS_OWN.get() || FOLLOWED.with_borrow(|followed| followed.0 == changes) {
+    if !FOLLOWS.get() || FOLLOWED.with_borrow(|followed| followed.0 == changes) {
         return;
     }
     FOLLOWED.with_borrow_mut(|(followed, before)| {
@@ -155,16 +164,40 @@ fn bind_or_warn(cpus: &Bitmap) {
     }
 }
 
-/// Starts a thread with all signals blocked. The program's handlers then never run on it, and a write past
-/// `RLIMIT_FSIZE` returns an error instead of raising SIGXFSZ.
+/// Starts a thread of the library, as [`become_quiet`] states.
 pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     std::thread::Builder::new().name(name.to_string()).spawn(move || {
-        // Blocking all signals does not fail.
-        let _ = SigSet::all().thread_block();
-        IS_OWN.set(true);
+        become_quiet();
+        FOLLOWS.set(true);
         work();
     })?;
     Ok(())
+}
+
+/// As [`spawn_quiet`], for a thread that ends before `scope` does.
+pub fn spawn_scoped_quiet<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    name: &str,
+    work: impl FnOnce() + Send + 'scope,
+) -> io::Result<()> {
+    std::thread::Builder::new().name(name.to_string()).spawn_scoped(scope, move || {
+        become_quiet();
+        work();
+    })?;
+    Ok(())
+}
+
+/// Blocks all signals on the calling thread, which the library started. The program's handlers then never run on it, and
+/// a write past `RLIMIT_FSIZE` returns an error instead of raising SIGXFSZ.
+fn become_quiet() {
+    // Blocking all signals does not fail.
+    let _ = SigSet::all().thread_block();
+    IS_OWN.set(true);
+}
+
+/// True on threads that this library started.
+pub fn is_own() -> bool {
+    IS_OWN.get()
 }
 
 fn current() -> Result<Shared<Option<Team>>> {
@@ -172,6 +205,7 @@ fn current() -> Result<Shared<Option<Team>>> {
 }
 
 fn make() -> Result<Option<Team>> {
+    let _no_cancellation = NoCancellation::enter();
     let (threads, reason) = decide()?;
     if log::enabled(log::Level::Info) {
         log::write(log::Level::Info, &format!("{threads} worker threads: {reason}"));
@@ -180,14 +214,14 @@ fn make() -> Result<Option<Team>> {
     let failed = |reason: String| Error::System { what: "starting worker threads", reason };
     match threads {
         1 => Ok(None),
-        _ => Team::new(threads - 1, &BURST, worker_start())
+        _ => Team::new(threads - 1, &BURST, become_quiet, worker_binding())
             .map(Some)
             .map_err(|error| failed(error.to_string())),
     }
 }
 
-/// What a worker does first, if the workers are bound.
-fn worker_start() -> Option<Box<dyn Fn() + Send + Sync>> {
+/// Binds the worker that calls it; `None` if the workers are not bound.
+fn worker_binding() -> Option<Box<dyn Fn() + Send + Sync>> {
     let binding = BINDING.load_full()?;
     Some(Box::new(move || bind_or_warn(&binding.cpus)))
 }
@@ -263,16 +297,16 @@ fn affinity_count() -> Option<usize> {
 }
 
 fn env_number(name: &'static str) -> Result<Option<usize>> {
-    match std::env::var(name) {
-        Err(_) => Ok(None),
-        Ok(text) => parse_count(&text)
+    match environment::word(name)? {
+        None => Ok(None),
+        Some(text) => parse_count(&text)
             .map(Some)
             .ok_or_else(|| Error::invalid(name, format!("{text:?} is not a number from 1 to {MAX_THREADS}"))),
     }
 }
 
 fn parse_count(text: &str) -> Option<usize> {
-    text.trim().parse().ok().filter(|count| (1..=MAX_THREADS).contains(count))
+    text.parse().ok().filter(|count| (1..=MAX_THREADS).contains(count))
 }
 
 #[cfg(test)]
@@ -282,7 +316,7 @@ mod tests {
     #[test]
     fn counts_from_the_environment_are_numbers_in_range() {
         assert_eq!(parse_count("3"), Some(3));
-        assert_eq!(parse_count(" 12\n"), Some(12));
+        assert_eq!(parse_count("12"), Some(12));
         for refused in ["0", "-1", "4097", "two", ""] {
             assert_eq!(parse_count(refused), None, "{refused:?}");
         }

@@ -25,6 +25,7 @@ use crate::io::file::File;
 use crate::io::object::volume::ObjectVolume;
 use crate::io::object::{self, Address, RequestContext, Store, StoreResult};
 use crate::io::options::Options as IoOptions;
+use crate::sys::threads;
 
 /// Number of concurrent deletions.
 const DELETERS: usize = 8;
@@ -87,17 +88,19 @@ impl Bucket {
     fn delete_all(&self, keys: &[String]) -> StoreResult<()> {
         let (store, next, outcome) = (self.volume.store(), Mutex::new(keys.iter()), Mutex::new(Ok(())));
         let take = || next.lock().unwrap_or_else(PoisonError::into_inner).next();
-        std::thread::scope(|scope| {
-            for _ in 0..DELETERS.min(keys.len()) {
-                scope.spawn(|| {
-                    while let Some(key) = take() {
-                        if let Err(error) = store.delete(key) {
-                            *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
-                            return;
-                        }
-                    }
-                });
+        let delete = || {
+            while let Some(key) = take() {
+                if let Err(error) = store.delete(key) {
+                    *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
+                    return;
+                }
             }
+        };
+        std::thread::scope(|scope| {
+            // Where no more threads can be started, those that run delete everything.
+            let started = |_: &usize| threads::spawn_scoped_quiet(scope, "spillway-delete", delete).is_ok();
+            (1..DELETERS.min(keys.len())).take_while(started).for_each(drop);
+            delete();
         });
         outcome.into_inner().unwrap_or_else(PoisonError::into_inner)
     }

@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use super::extent::check_name;
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::sys::file::Identity;
+use crate::sys::fork_closed;
 use crate::sys::host;
 use crate::sys::lock::{FileLock, LockAttempt};
 use crate::sys::private_files::OpenFlags;
@@ -306,7 +307,8 @@ fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<FileLock> {
     let file = path.join(LOCK);
     let failed = |doing: &'static str, error: io::Error| failed(doing, &file, error, "");
     loop {
-        match FileLock::attempt(rank, LOCK).map_err(|error| failed("opening", error))? {
+        let refused = |error| fork_closed::limit_reached(&error).unwrap_or_else(|| failed("opening", error));
+        match FileLock::attempt(rank, LOCK).map_err(refused)? {
             LockAttempt::Acquired(mut lock) => {
                 // If another process removed the directory meanwhile, the locked file no longer has a name: try again.
                 if !lock.is_named(rank, LOCK).map_err(|error| failed("opening", error))? {

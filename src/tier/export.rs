@@ -26,7 +26,7 @@ use crate::error::{Error, Result, TierError, TierKind};
 use crate::io::options::is_address;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
-use crate::sys::{host, private_files};
+use crate::sys::{descriptor, host, private_files};
 
 const MANIFEST: &str = "manifest.json";
 const FORMAT: &str = "spillway tier export";
@@ -237,7 +237,7 @@ struct ExportFile {
 impl ExportFile {
     fn create(directory: &Path, name: String) -> Result<ExportFile> {
         let path = directory.join(&name);
-        let file = fs::File::create_new(&path).map_err(|error| failed("writing", &path, error, ""))?;
+        let file = new_file(&path).map_err(|error| failed("writing", &path, error, ""))?;
         Ok(ExportFile {
             name,
             path,
@@ -327,8 +327,12 @@ fn parse_hex(text: &str) -> Option<Vec<u8>> {
     Some(digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect())
 }
 
+fn new_file(path: &Path) -> io::Result<fs::File> {
+    descriptor::open(fs::File::options().read(true).write(true).create_new(true), path)
+}
+
 fn write_durably(path: &Path, bytes: &[u8]) -> Result<()> {
-    let written = fs::File::create_new(path).and_then(|mut file| {
+    let written = new_file(path).and_then(|mut file| {
         file.write_all(bytes)?;
         file.sync_all()
     });

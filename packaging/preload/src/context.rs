@@ -18,6 +18,7 @@ use io_uring::opcode;
 use libc::{EAGAIN, ECANCELED, EFAULT, EINPROGRESS, EINTR, EINVAL, ETIME, c_int};
 
 use crate::abi::{CMD_POLL, IoEvent, Iocb};
+use crate::environment;
 use crate::memory::Checked;
 use crate::report::{self, Level};
 use crate::request::{Request, check_fields};
@@ -74,7 +75,7 @@ impl Context {
             destroyed: false,
         };
         let ring = Ring::build(requests, capacity)?;
-        let asynchronous = std::env::var_os("SPILLWAY_PRELOAD_ASYNC").is_some_and(|value| value == "1");
+        let asynchronous = environment::is_one("SPILLWAY_PRELOAD_ASYNC");
         Ok(Context {
             no_event_ring: [0; 8],
             asynchronous,

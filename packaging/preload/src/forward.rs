@@ -12,7 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use libc::{ENOSYS, c_int};
 
+use crate::environment;
 use crate::imports;
+use crate::memory::last_errno;
 use crate::report::{self, Level};
 
 type Setup = unsafe extern "C" fn(c_int, *mut u64) -> c_int;
@@ -37,12 +39,17 @@ static FORWARDS: AtomicBool = AtomicBool::new(false);
 
 /// The reason not to create a context in this library; `None` if there is none.
 pub fn reason() -> Option<String> {
-    if std::env::var_os("SPILLWAY_PRELOAD_FORWARD").is_some_and(|value| value == "1") {
+    if is_set() {
         return Some("SPILLWAY_PRELOAD_FORWARD=1".to_string());
     }
     let name = imports::fetches_elsewhere()?;
     let name = if name.is_empty() { "the program" } else { &name };
     Some(format!("{name} submits requests with libaio, but does not fetch their events with it"))
+}
+
+/// True if `SPILLWAY_PRELOAD_FORWARD` is 1.
+pub fn is_set() -> bool {
+    environment::is_one("SPILLWAY_PRELOAD_FORWARD")
 }
 
 /// The real libaio, after this library could not create a context because of `reason`.
@@ -56,6 +63,16 @@ pub fn start(reason: &str) -> Result<&'static Libaio, c_int> {
 /// The real libaio, for a context that this library did not create; `None` if this library created all.
 pub fn active() -> Option<&'static Libaio> {
     if FORWARDS.load(Ordering::Relaxed) { libaio().ok() } else { None }
+}
+
+/// The system call of one of libaio's functions, for a context that neither this library nor libaio created for it: the
+/// kernel knows whether it exists. An errno is returned as libaio returns it.
+pub fn kernel(number: c_long, [a, b, c, d, e, f]: [u64; 6]) -> Result<c_int, c_int> {
+    // SAFETY: the kernel checks the addresses of these calls, and memory of transfers belongs to the program until then.
+    match unsafe { libc::syscall(number, a, b, c, d, e, f) } {
+        result if result < 0 => Err(last_errno()),
+        result => Ok(result as c_int),
+    }
 }
 
 fn libaio() -> Result<&'static Libaio, c_int> {

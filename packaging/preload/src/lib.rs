@@ -16,7 +16,9 @@
 //!   completion is delayed. An `epoll_wait` in that thread may return EINTR once without a signal.
 //! - If a file system refuses an `aio_rw_flags` bit or an I/O priority, the event's result has
 //!   the error, not `io_submit`.
-//! - Each context holds a descriptor; a program must not close descriptors that it did not open.
+//! - Each of the first 64 contexts holds a descriptor; a program must not close descriptors that it did not open. Further
+//!   contexts are those of the real libaio, which hold none.
+//! - A context that this library did not create, as by a direct system call, is passed on to the kernel.
 //! - After fork, the child gets EINVAL for its parent's contexts, as with libaio. `exit` waits for transfers in flight;
 //!   `_exit`, `execve` and SIGKILL may drop transfers that Linux has queued to a worker.
 //! - A buffered transfer of a file or block device is complete when `io_submit` returns, as in Linux. With
@@ -30,8 +32,12 @@
 //! file. `deepspeed` uses `report` and the hook of panics in `registry`.
 
 mod abi;
+#[path = "../../../src/sys/cancellation.rs"]
+mod cancellation;
 mod context;
 mod deepspeed;
+#[path = "../../../src/environment.rs"]
+mod environment;
 mod forward;
 mod imports;
 mod memory;
@@ -45,12 +51,16 @@ use std::ffi::c_long;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use libc::{EINVAL, EIO, ENOSYS, c_int};
+use libc::{EINVAL, EIO, ENOSYS, SYS_io_cancel, SYS_io_destroy, SYS_io_getevents, SYS_io_submit, c_int};
 
 use abi::IoEvent;
+use cancellation::NoCancellation;
 use context::{Context, Wanted};
 use memory::Checked;
 use ring::Patience;
+
+/// The crate libc lacks this number.
+const SYS_IO_PGETEVENTS: c_long = if cfg!(target_arch = "aarch64") { 292 } else { 333 };
 
 /// `io_setup`: creates a context for `maxevents` requests and stores it at `ctxp`, which must hold zero.
 ///
@@ -66,7 +76,8 @@ pub unsafe extern "C" fn io_setup(maxevents: c_int, ctxp: *mut u64) -> c_int {
         if held != 0 || requests == 0 || requests > MOST_REQUESTS {
             return Err(EINVAL);
         }
-        match forward::reason().map_or_else(|| Context::new(requests), Err) {
+        let forwarded = forward::reason().or_else(registry::has_no_room);
+        match forwarded.map_or_else(|| Context::new(requests), Err) {
             Ok(context) => {
                 let handle = registry::add(context);
                 let stored = Checked::default().write(ctxp as u64, handle);
@@ -90,7 +101,10 @@ pub extern "C" fn io_destroy(ctx: u64) -> c_int {
             Ok(0)
         }
         // SAFETY: the caller guarantees the argument.
-        None => forward::active().map_or(Err(EINVAL), |libaio| Ok(unsafe { (libaio.destroy)(ctx) })),
+        None => forward::active().map_or_else(
+            || forward::kernel(SYS_io_destroy, [ctx, 0, 0, 0, 0, 0]),
+            |libaio| Ok(unsafe { (libaio.destroy)(ctx) }),
+        ),
     })
 }
 
@@ -104,7 +118,10 @@ pub unsafe extern "C" fn io_submit(ctx: u64, nr: c_long, ios: u64) -> c_int {
         Some(_) if nr < 0 => Err(EINVAL),
         Some(context) => context.submit(ios, nr).map(|accepted| accepted as c_int),
         // SAFETY: the caller guarantees the arguments.
-        None => forward::active().map_or(Err(EINVAL), |libaio| Ok(unsafe { (libaio.submit)(ctx, nr, ios) })),
+        None => forward::active().map_or_else(
+            || forward::kernel(SYS_io_submit, [ctx, nr as u64, ios, 0, 0, 0]),
+            |libaio| Ok(unsafe { (libaio.submit)(ctx, nr, ios) }),
+        ),
     })
 }
 
@@ -121,7 +138,9 @@ pub unsafe extern "C" fn io_cancel(ctx: u64, iocb: u64, event: u64) -> c_int {
             Err(context.cancel(iocb))
         }
         None => {
-            let libaio = forward::active().ok_or(EINVAL)?;
+            let Some(libaio) = forward::active() else {
+                return forward::kernel(SYS_io_cancel, [ctx, iocb, event, 0, 0, 0]);
+            };
             // SAFETY: the caller guarantees the arguments.
             Ok(unsafe { (libaio.cancel)(ctx, iocb, event) })
         }
@@ -143,7 +162,10 @@ pub unsafe extern "C" fn io_getevents(
     guard(|| match registry::find(ctx) {
         Some(context) => get_events(&context, min_nr, nr, events, timeout, 0),
         None => {
-            let libaio = forward::active().ok_or(EINVAL)?;
+            let Some(libaio) = forward::active() else {
+                let arguments = [ctx, min_nr as u64, nr as u64, events, timeout, 0];
+                return Ok(looked_at(forward::kernel(SYS_io_getevents, arguments)?, events));
+            };
             // SAFETY: the caller guarantees the arguments.
             Ok(looked_at(unsafe { (libaio.get_events)(ctx, min_nr, nr, events, timeout) }, events))
         }
@@ -166,7 +188,12 @@ pub unsafe extern "C" fn io_pgetevents(
     guard(|| match registry::find(ctx) {
         Some(context) => get_events(&context, min_nr, nr, events, timeout, sigmask),
         None => {
-            let poll_events = forward::active().ok_or(EINVAL)?.poll_events.ok_or(ENOSYS)?;
+            let Some(libaio) = forward::active() else {
+                let set = [sigmask, 8];
+                let arguments = [ctx, min_nr as u64, nr as u64, events, timeout, &raw const set as u64];
+                return Ok(looked_at(forward::kernel(SYS_IO_PGETEVENTS, arguments)?, events));
+            };
+            let poll_events = libaio.poll_events.ok_or(ENOSYS)?;
             // SAFETY: the caller guarantees the arguments.
             Ok(looked_at(unsafe { poll_events(ctx, min_nr, nr, events, timeout, sigmask) }, events))
         }
@@ -271,6 +298,8 @@ fn looked_at(got: c_int, events: u64) -> c_int {
 /// Runs the body of a function: errors become negated errnos, errno stays unchanged, and panics are caught.
 fn guard(body: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
     let errno = memory::last_errno();
+    // A cancellation would unwind this library's frames, and libaio's functions are no cancellation points.
+    let _no_cancellation = NoCancellation::enter();
     let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or(Err(EIO));
     memory::restore_errno(errno);
     result.unwrap_or_else(|errno| -errno)

@@ -24,6 +24,17 @@ pub fn add(context: Context) -> u64 {
     handle
 }
 
+/// Most contexts with a ring, each of which holds a descriptor. Programs that have more keep them in pools, and have few
+/// descriptors left.
+const MOST: usize = 64;
+
+/// The reason not to create another context with a ring; `None` if there is none.
+pub fn has_no_room() -> Option<String> {
+    let held = CONTEXTS.read().unwrap_or_else(PoisonError::into_inner).len();
+    (held >= MOST)
+        .then(|| format!("{held} contexts hold a descriptor for a ring, and further ones hold none"))
+}
+
 /// The context, if it exists.
 pub fn find(handle: u64) -> Option<Arc<Context>> {
     CONTEXTS.read().unwrap_or_else(PoisonError::into_inner).get(&handle).cloned()

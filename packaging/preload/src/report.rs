@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use libc::c_int;
 
 use crate::abi::{CMD_FDSYNC, CMD_FSYNC, CMD_POLL, CMD_PREAD, CMD_PREADV, CMD_PWRITE, CMD_PWRITEV};
+use crate::environment;
 use crate::request::Request;
 
 #[path = "../../../src/log/level.rs"]
@@ -44,7 +45,7 @@ fn wanted() -> i32 {
     if known != UNREAD {
         return known;
     }
-    let level = std::env::var("SPILLWAY_LOG").map_or(0, |text| level::parse(&text));
+    let level = environment::text("SPILLWAY_LOG").ok().flatten().map_or(0, |text| level::parse(&text));
     LEVEL.store(level, Ordering::Relaxed);
     level
 }

@@ -32,6 +32,8 @@ pub struct Request {
     pub cancelled: bool,
     /// A buffered transfer, which Linux performs inside io_submit.
     pub at_once: bool,
+    /// A transfer of a file or a block device through the page cache.
+    buffered: bool,
     /// A copy, because the program may have freed its array when the entry must be submitted again.
     iovecs: Box<[iovec]>,
 }
@@ -46,8 +48,15 @@ impl Request {
         if iocb.flags & FLAG_RESFD != 0 {
             check_eventfd(iocb.resfd as c_int)?;
         }
-        let mut request =
-            Request { iocb, obj, bytes: 0, cancelled: false, at_once: false, iovecs: Box::default() };
+        let mut request = Request {
+            iocb,
+            obj,
+            bytes: 0,
+            cancelled: false,
+            at_once: false,
+            buffered: false,
+            iovecs: Box::default(),
+        };
         match iocb.opcode {
             CMD_PREAD | CMD_PREADV | CMD_PWRITE | CMD_PWRITEV => request.check_transfer(mode, memory)?,
             CMD_FSYNC | CMD_FDSYNC => {
@@ -86,9 +95,8 @@ impl Request {
                 self.iocb.nbytes.min(MAX_TRANSFER)
             }
         };
-        self.at_once = mode & libc::O_DIRECT == 0
-            && self.iocb.flags & FLAG_IOPRIO == 0
-            && file_type(self.iocb.fd).is_some_and(ends);
+        self.buffered = mode & libc::O_DIRECT == 0 && file_type(self.iocb.fd).is_some_and(ends);
+        self.at_once = self.buffered && self.iocb.flags & FLAG_IOPRIO == 0;
         match self.iocb.offset {
             ..0 => Err(EINVAL),
             offset if offset.checked_add(self.bytes as i64).is_none() => Err(EINVAL),
@@ -145,10 +153,18 @@ impl Request {
     /// The ring entries: the operation, and the write to its eventfd, which follows for every result.
     pub fn entries(&self, user_data: u64, hidden: u64) -> (Entry, Option<Entry>) {
         let entry = self.operation().user_data(user_data);
+        let flags = if self.outlives_its_thread() { Flags::ASYNC } else { Flags::empty() };
         match self.notice(hidden) {
-            Some(notice) => (entry.flags(Flags::IO_HARDLINK), Some(notice)),
-            None => (entry, None),
+            Some(notice) => (entry.flags(flags | Flags::IO_HARDLINK), Some(notice)),
+            None => (entry.flags(flags), None),
         }
+    }
+
+    /// True for a buffered transfer of a thread that may end before it completes. Linux continues such a transfer on the
+    /// thread that submitted it, and fails it with EFAULT if that thread has ended; a worker of the kernel stays. The main
+    /// thread ends with the process.
+    fn outlives_its_thread(&self) -> bool {
+        self.buffered && !is_main_thread()
     }
 
     /// The write to the request's eventfd, if there is one.
@@ -260,6 +276,11 @@ fn check_eventfd(fd: c_int) -> Result<(), c_int> {
         }
         _ => Ok(()),
     }
+}
+
+fn is_main_thread() -> bool {
+    // SAFETY: neither call takes an argument or fails.
+    unsafe { libc::syscall(libc::SYS_gettid) == libc::c_long::from(libc::getpid()) }
 }
 
 /// True if a transfer of a file of this kind always ends.

@@ -57,6 +57,7 @@ impl Ring {
         let completions = capacity.saturating_mul(2).clamp(submissions, MAX_COMPLETIONS).next_power_of_two();
         let mut attempts = 0;
         let mut submit_all = true;
+        let mut low = Vec::new();
         let ring = loop {
             let mut builder = IoUring::builder();
             builder.dontfork().setup_cqsize(completions);
@@ -64,6 +65,8 @@ impl Ring {
                 builder.setup_submit_all();
             }
             match builder.build(submissions) {
+                // The number of a standard stream: what the program writes to it must not reach the ring.
+                Ok(ring) if ring.as_raw_fd() < 3 => low.push(ring),
                 Ok(ring) => break ring,
                 Err(error) if error.raw_os_error() == Some(EINVAL) && submit_all => submit_all = false,
                 Err(error) if error.raw_os_error() == Some(ENOMEM) && attempts < ENOMEM_RETRIES => {

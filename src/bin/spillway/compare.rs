@@ -89,6 +89,7 @@ pub fn text(path: &Path, old: &Report, new: &Report) -> String {
         let median =
             |side: Option<Quartiles>| side.map_or("-".to_string(), |side| format!("{:.3}", side.median));
         let ratio = line.old.zip(line.new).map(|(old, new)| new.median / old.median);
+        let ratio = ratio.filter(|ratio| ratio.is_finite());
         table.add_row([
             name,
             line.figure.to_string(),
@@ -178,6 +179,15 @@ mod tests {
         let text = text(Path::new("old.json"), &old, &new);
         for line in ["c ", "b ", "a "] {
             assert!(text.lines().any(|found| found.trim_start().starts_with(line)), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_ratio_to_a_median_of_zero_is_left_out() {
+        let (zero, low) = (report(Better::Lower, &[("a", [0.0; 3])]), report(Better::Lower, &[("a", LOW)]));
+        for (old, new) in [(&zero, &low), (&zero, &zero)] {
+            let text = text(Path::new("old.json"), old, new);
+            assert!(!text.contains("NaN") && !text.contains("inf"), "{text}");
         }
     }
 

@@ -104,6 +104,16 @@ impl Row {
     }
 }
 
+/// The day of `time`; "unknown" for a clock before 1970 or after 9999.
+fn date(time: SystemTime) -> String {
+    const YEAR_10000: u64 = 253_402_300_800;
+    let since = time.duration_since(SystemTime::UNIX_EPOCH);
+    match since.is_ok_and(|since| since.as_secs() < YEAR_10000) {
+        true => humantime::format_rfc3339_seconds(time).to_string().chars().take(10).collect(),
+        false => "unknown".to_string(),
+    }
+}
+
 impl Report {
     /// A report without rows, of this machine and version.
     pub fn new(bench: &str, settings: impl IntoIterator<Item = (&'static str, Value)>) -> Result<Report> {
@@ -111,7 +121,7 @@ impl Report {
             format: FORMAT,
             bench: bench.to_string(),
             version: spillway::VERSION.to_string(),
-            date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string().chars().take(10).collect(),
+            date: date(SystemTime::now()),
             cpu: cpu(),
             threads: threads::count()?,
             settings: settings.into_iter().map(|(name, value)| (name.to_string(), value)).collect(),
@@ -214,5 +224,14 @@ mod tests {
             assert!(fault.contains(words), "{text}: {fault}");
         }
         assert!(Report::parse(&report(1, "")).is_ok());
+    }
+
+    #[test]
+    fn a_report_has_a_date_whatever_the_clock_says() {
+        let at = |seconds: u64| SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+        assert_eq!(date(at(86_400)), "1970-01-02");
+        assert_eq!(date(at(253_402_300_799)), "9999-12-31");
+        assert_eq!(date(at(253_402_300_800)), "unknown");
+        assert_eq!(date(SystemTime::UNIX_EPOCH - std::time::Duration::from_secs(1)), "unknown");
     }
 }

@@ -111,10 +111,7 @@ impl Options {
         };
         let total = whole("parameters", self.parameters * GIGA)?;
         let size = whole("subgroup", self.subgroup * 1e6)?.min(total);
-        let mut shape = Shape::uniform((total / size) as usize, size);
-        if !total.is_multiple_of(size) {
-            shape.sizes.push(total % size);
-        }
+        let shape = Shape::covering(total, size)?;
         let gpu_grads = if self.fetch_gradients { GpuGrads::Fetched } else { GpuGrads::Kept };
         let chunk = whole("chunk", self.chunk * 1e6)?;
         Ok(Shape { chunk, slots: self.slots, transfer_dtype: self.wire, gpu_grads, ..shape })

@@ -129,6 +129,7 @@ impl Handle for spw_arena {
 ///   name, which an interrupted creation leaves, becomes the arena.
 /// - SPW_ERR_ARENA_FORMAT: the file of this name is no arena; it stays.
 /// - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
+/// - SPW_ERR_LIMIT_REACHED: this process holds 1024 locks of arenas and tiers.
 /// - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
 ///
 /// # Safety

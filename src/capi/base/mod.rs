@@ -12,6 +12,8 @@
 //!     if (spw_get_kernel(&kernel) != SPW_OK)
 //!         fprintf(stderr, "%s\n", spw_last_error());
 
+mod failure;
+
 pub mod status;
 
 pub mod version;

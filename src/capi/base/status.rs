@@ -1,9 +1,9 @@
 //! Status codes, and the error message that each thread keeps.
 #![allow(non_camel_case_types)]
 
-use std::cell::RefCell;
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, c_char};
 
+use super::failure::{self, Failure};
 use crate::error::{ArenaKind, Error, GpuKind, IoError, IoKind, RoundError, TierKind};
 
 /// Outcome of a call. Values are never renumbered or reused. Newer libraries may add values: treat an unknown value as
@@ -19,7 +19,8 @@ pub enum spw_status {
     SPW_ERR_UNSUPPORTED = 2,
     /// No DeepSpeed optimizer with this id exists: it was never created, or it was destroyed.
     SPW_ERR_UNKNOWN_ID = 3,
-    /// A limit that was set at open is reached. Or a commit would exceed what an open accepts. Nothing changed.
+    /// A limit that was set at open, or one of the process, is reached. Or a commit would exceed what an open accepts.
+    /// Nothing changed.
     SPW_ERR_LIMIT_REACHED = 4,
     /// The object is still in use. Nothing changed.
     SPW_ERR_BUSY = 5,
@@ -109,13 +110,6 @@ pub enum spw_status {
     SPW_ERR_ARENA_MISSING = 66,
 }
 
-thread_local! {
-    // Empty before the first failure, else a text that ends with a NUL.
-    static MESSAGE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-    // The last failure, if it was an operation on a file, with its path as a C string.
-    static IO_ERROR: RefCell<Option<(IoError, CString)>> = const { RefCell::new(None) };
-}
-
 /// The status of an error.
 pub(in crate::capi) fn of(error: &Error) -> spw_status {
     match error {
@@ -178,35 +172,24 @@ pub(in crate::capi) fn of(error: &Error) -> spw_status {
     }
 }
 
-/// Stores the message of a failed call for this thread, and returns the status.
-pub(in crate::capi) fn record(status: spw_status, message: &str) -> spw_status {
-    let text = message.bytes().filter(|byte| *byte != 0).chain([0]).collect();
-    // A thread that is already tearing down its locals loses the message, not the status.
-    let _ = MESSAGE.try_with(|slot| slot.replace(text));
-    let _ = IO_ERROR.try_with(|slot| slot.replace(None));
-    status
-}
-
 /// Stores the message of an error for this thread, and returns its status.
-pub(in crate::capi) fn record_error(error: &Error) -> spw_status {
-    let status = record(of(error), &error.to_string());
-    if let Error::Io(error) = error {
-        let path = error.path.bytes().filter(|byte| *byte != 0).collect::<Vec<_>>();
-        let path = CString::new(path).unwrap_or_default();
-        let _ = IO_ERROR.try_with(|slot| slot.replace(Some((IoError::clone(error), path))));
-    }
-    status
+pub(in crate::capi) fn record(error: &Error) -> spw_status {
+    let io = match error {
+        Error::Io(error) => Some((IoError::clone(error), failure::c_string(&error.path))),
+        _ => None,
+    };
+    failure::keep(Failure { message: failure::c_string(&error.to_string()), io });
+    of(error)
 }
 
 /// Passes the last failure of this thread to `read`, if the failure was an operation on a file.
 pub(in crate::capi) fn last_io_error<T>(read: impl FnOnce(&IoError, &CStr) -> T) -> Option<T> {
-    let seen = IO_ERROR.try_with(|slot| slot.borrow().as_ref().map(|(error, path)| read(error, path)));
-    seen.ok().flatten()
+    failure::with(|last| last?.io.as_ref().map(|(error, path)| read(error, path)))
 }
 
 #[cfg(test)]
 pub(in crate::capi) fn last_message() -> String {
-    MESSAGE.with_borrow(|text| String::from_utf8_lossy(text).trim_end_matches('\0').to_string())
+    failure::with(|last| last.map_or(String::new(), |last| last.message.to_string_lossy().into_owned()))
 }
 
 /// Returns the name of a status, or "SPW_ERR_UNKNOWN" for a value that this version does not define. The string is
@@ -268,6 +251,5 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
 /// never NULL; the text is empty if no call failed. It is valid until the next failing call of this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_last_error() -> *const c_char {
-    let message = MESSAGE.try_with(|slot| slot.borrow().first().map(|byte| std::ptr::from_ref(byte).cast()));
-    message.ok().flatten().unwrap_or(c"".as_ptr())
+    failure::with(|last| last.map_or(c"".as_ptr(), |last| last.message.as_ptr()))
 }

@@ -134,7 +134,7 @@ pub(in crate::capi) unsafe fn rules_of(
     let mut rules = Vec::new();
     for (index, call) in calls.iter().enumerate() {
         let named = |error: Error| error.within(&format!("calls[{index}]."));
-        let (state, rule) = kept.begin(&call_of(call)?).map_err(named)?;
+        let (state, rule) = kept.begin(&call_of(call).map_err(named)?).map_err(named)?;
         kept = state;
         rules.push(rule.with_grad_scale(grad_scale_of(call).map_err(named)?));
     }

@@ -3,7 +3,7 @@
 
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
+use crate::capi::guard::guard_step;
 use crate::capi::optim::table;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::Result;
@@ -52,7 +52,7 @@ pub unsafe extern "C" fn spw_lion_step(
     count: u64,
     stats_out: *mut spw_step_stats,
 ) -> spw_status {
-    guard(|| {
+    guard_step(|| {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             abi_struct::check_output(stats_out, "stats_out")?;

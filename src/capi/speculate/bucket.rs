@@ -21,6 +21,7 @@ use crate::kernel::Optimizer;
 use crate::offload::speculate::{Bucket, Lender, Progress, Publish, Tensors, Undo};
 use crate::optim::parallel::Job;
 use crate::stats::{self, OptimizerCounter};
+use crate::sys::descriptor;
 use crate::sys::event::{Event, Word};
 
 /// Progress of a bucket in the round.
@@ -179,7 +180,7 @@ pub(in crate::capi) unsafe fn parse_event(event: *const spw_spec_event) -> Resul
             0 => Ok(None),
             1 => Event::readable(raw.fd)
                 .map(Some)
-                .map_err(|error| Error::invalid("event.fd", format!("{}: {error}", raw.fd))),
+                .map_err(|error| descriptor::refusal("event.fd", raw.fd, &error)),
             2 => Word::new(raw.word, raw.value)
                 .map(|word| Some(Event::Word(word)))
                 .ok_or_else(|| Error::invalid("event.word", "is NULL or not aligned to 4 bytes")),

@@ -3,6 +3,7 @@
 
 use super::Address;
 use super::secrets::shown;
+use crate::environment;
 use crate::error::{Error, Result};
 
 const KEY: &str = "AWS_ACCESS_KEY_ID";
@@ -35,18 +36,21 @@ pub struct StoreSettings {
 impl StoreSettings {
     /// Reads the settings from the environment; the error names the missing or invalid variable.
     pub fn of_environment(address: &Address) -> Result<StoreSettings> {
-        StoreSettings::of(address, |name| std::env::var(name).ok().filter(|value| !value.trim().is_empty()))
+        StoreSettings::of(address, |name| Ok(environment::text(name)?))
     }
 
-    fn of(address: &Address, variable: impl Fn(&str) -> Option<String>) -> Result<StoreSettings> {
-        let first = |names: &[&str]| names.iter().find_map(|name| variable(name));
+    fn of(
+        address: &Address,
+        variable: impl Fn(&'static str) -> Result<Option<String>>,
+    ) -> Result<StoreSettings> {
+        let first = |[one, other]: [&'static str; 2]| Ok::<_, Error>(variable(one)?.or(variable(other)?));
         let needed = |name: &'static str| {
             let missing = || Error::invalid(name, format!("is not set; {} needs it", address.text()));
-            variable(name).ok_or_else(missing)
+            variable(name)?.ok_or_else(missing)
         };
         let (key, secret) = (needed(KEY)?, needed(SECRET)?);
-        let endpoint = first(&ENDPOINTS);
-        let region = match (first(&REGIONS), &endpoint) {
+        let endpoint = first(ENDPOINTS)?;
+        let region = match (first(REGIONS)?, &endpoint) {
             (Some(region), _) => region,
             // Most private stores have no regions and sign with this one.
             (None, Some(_)) => "us-east-1".to_string(),
@@ -73,11 +77,11 @@ impl StoreSettings {
         Ok(StoreSettings {
             key,
             secret,
-            token: variable(TOKEN),
+            token: variable(TOKEN)?,
             region,
             endpoint,
             path_style,
-            roots: variable(ROOTS),
+            roots: variable(ROOTS)?,
         })
     }
 
@@ -96,7 +100,7 @@ mod tests {
     fn of(variables: &[(&str, &str)]) -> Result<StoreSettings> {
         let address = Address::parse("s3://bucket/a").unwrap();
         let find = |name: &str| variables.iter().find(|(known, _)| *known == name);
-        StoreSettings::of(&address, |name| find(name).map(|(_, value)| value.to_string()))
+        StoreSettings::of(&address, |name| Ok(find(name).map(|(_, value)| value.to_string())))
     }
 
     fn with(more: &[(&'static str, &'static str)]) -> Result<StoreSettings> {

@@ -285,7 +285,7 @@ impl<B: Backend> Inner<B> {
             let emit = &mut |command| self.backend.play(command, None);
             let outcome = catch_unwind(AssertUnwindSafe(|| schedule::cpu_part(nth, subgroup, emit)));
             // The state machine keeps the failure and returns it from every later call.
-            let _ = self.done(subgroup, outcome.unwrap_or_else(|_| panicked(subgroup)));
+            let _ = self.done(subgroup, outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic))));
         }
     }
 
@@ -299,7 +299,7 @@ impl<B: Backend> Inner<B> {
             let outcome = catch_unwind(AssertUnwindSafe(|| {
                 pieces::room(event, emit).and_then(|()| pieces::enqueue(&shape, piece, emit))
             }));
-            self.done(piece.subgroup(), outcome.unwrap_or_else(|_| panicked(piece.subgroup())))?;
+            self.done(piece.subgroup(), outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic))))?;
         }
         Ok(())
     }
@@ -309,10 +309,6 @@ impl<B: Backend> Inner<B> {
         self.changed.notify_all();
         kept
     }
-}
-
-fn panicked(subgroup: usize) -> Result<()> {
-    Err(Error::Unsupported(format!("the update of subgroup {subgroup} panicked")))
 }
 
 impl Worker {

@@ -168,9 +168,7 @@ impl Shared {
                 Item::Run(job) => {
                     if self.lock().check_failure().is_ok() {
                         let outcome = catch_unwind(AssertUnwindSafe(job));
-                        self.fail(outcome.unwrap_or_else(|_| {
-                            Err(Error::Unsupported("a thread of the interleaved update panicked".into()))
-                        }));
+                        self.fail(outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic))));
                     }
                 }
             }

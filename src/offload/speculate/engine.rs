@@ -61,7 +61,7 @@ impl Engine {
         let shared = Arc::new(Shared::new(buckets)?);
         let theirs = Arc::clone(&shared);
         threads::spawn_quiet("spillway-spec", move || executor::execute(&theirs))
-            .map_err(|error| Error::system("starting the speculation thread", &error))?;
+            .map_err(|error| Error::system("starting the thread that steps in the background", &error))?;
         Ok(Engine { opener: OpeningProcess::current(), publish, shared })
     }
 
@@ -134,9 +134,13 @@ impl Engine {
         }
     }
 
-    /// Waits until every bucket of the resolved round is final and the executor polls none of its events any more.
+    /// Waits until every bucket of the resolved round is final and the executor polls none of its events any more. A round
+    /// in which a bucket has failed gets no verdict: while it is open, the error of the bucket is returned at once.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<()> {
-        self.until(timeout, over)
+        self.until(timeout, |inner| match inner.round.failure().filter(|_| inner.round.is_open()) {
+            Some(error) => Err(error.clone()),
+            None => over(inner),
+        })
     }
 
     /// As [`Engine::finish`], for a round that needs no verdict once a bucket has failed: it is aborted then, also if the

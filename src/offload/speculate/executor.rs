@@ -7,7 +7,6 @@
 //! - A task that panics fails its own bucket only.
 #![forbid(unsafe_code)]
 
-use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -157,13 +156,8 @@ impl Inner {
 pub fn run(job: Option<Job>) -> Option<(Job, Result<StepStats>)> {
     let mut job = job?;
     let attempt = AssertUnwindSafe(|| job.work.run(job.task, &mut job.recording));
-    let outcome = catch_unwind(attempt).unwrap_or_else(|panic| Err(Error::Internal(panic_message(&*panic))));
+    let outcome = catch_unwind(attempt).unwrap_or_else(|panic| Err(Error::of_panic(&*panic)));
     Some((job, outcome))
-}
-
-fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no panic message".to_string())
 }
 
 /// Body of the executor thread: runs tasks until the engine closes and the round is idle.

@@ -284,6 +284,11 @@ impl Round {
         open
     }
 
+    /// True from the beginning of a round to its verdict, or to its abort.
+    pub fn is_open(&self) -> bool {
+        self.phase == Phase::Open
+    }
+
     /// True if no round is open and every bucket is final.
     pub fn is_idle(&self) -> bool {
         self.phase == Phase::Idle

@@ -190,6 +190,8 @@ fn a_bucket_that_panics_fails_alone_and_the_next_round_works() {
     let error = stage.engine.local_result(SOON).unwrap_err();
     assert!(matches!(&error, Error::Internal(words) if words.contains("a bucket that panics")), "{error}");
     assert_eq!(stage.engine.resolve_as(Verdict::Commit).unwrap_err(), error);
+    // The round is open, and no verdict can end it: a wait without a timeout would never return.
+    assert_eq!(stage.engine.finish(None).unwrap_err(), error);
     stage.engine.abort().unwrap();
     assert_eq!(stage.engine.finish(SOON).unwrap_err(), error);
     assert_eq!(stage.engine.progress(0), Ok(Progress::Final));

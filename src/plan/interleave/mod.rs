@@ -122,6 +122,23 @@ impl Shape {
         }
     }
 
+    /// Subgroups of `size` parameters for `total` parameters, the last one smaller if need be; the rest as for
+    /// [`Shape::uniform`]. Errors: more subgroups than a plan may have; nothing is allocated for them.
+    pub fn covering(total: u64, size: u64) -> Result<Shape> {
+        let count = total.div_ceil(size.max(1));
+        if count > MAX_SUBGROUPS as u64 {
+            let reason = format!(
+                "of {size} parameters divides {total} parameters into {count} subgroups, but the limit is {MAX_SUBGROUPS}"
+            );
+            return Err(Error::invalid("subgroup", reason));
+        }
+        let mut shape = Shape::uniform(count as usize, size);
+        if let Some(last) = shape.sizes.last_mut() {
+            *last = total - (count - 1) * size;
+        }
+        Ok(shape)
+    }
+
     /// Number of subgroups.
     pub fn count(&self) -> usize {
         self.sizes.len()
@@ -185,6 +202,24 @@ impl Shape {
                 ),
             ),
             _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_divided_into_subgroups_and_too_many_are_refused_before_they_are_allocated() {
+        let sizes = |total, size| Shape::covering(total, size).map(|shape| shape.sizes);
+        assert_eq!(sizes(10, 4), Ok(vec![4, 4, 2]));
+        assert_eq!(sizes(8, 4), Ok(vec![4, 4]));
+        assert_eq!(sizes(3, 4), Ok(vec![3]));
+        assert_eq!(sizes(MAX_SUBGROUPS as u64, 1).map(|sizes| sizes.len()), Ok(MAX_SUBGROUPS));
+        for total in [MAX_SUBGROUPS as u64 + 1, u64::MAX] {
+            let refused = sizes(total, 1).unwrap_err().to_string();
+            assert!(refused.contains("subgroup") && refused.contains("65536"), "{refused}");
         }
     }
 }

@@ -16,6 +16,7 @@ use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::sys::stat::fstatat;
 
 use super::PrivateDirectory;
+use crate::sys::descriptor;
 use crate::sys::file::Identity;
 
 /// An open directory with the name that the caller gave.
@@ -31,7 +32,7 @@ impl GivenDirectory {
     /// Opens it.
     pub fn open(path: &Path) -> io::Result<GivenDirectory> {
         let open = |path: &Path, flags: i32| {
-            OpenOptions::new().read(true).custom_flags(flags | libc::O_DIRECTORY).open(path)
+            descriptor::open(OpenOptions::new().read(true).custom_flags(flags | libc::O_DIRECTORY), path)
         };
         let directory = PrivateDirectory { file: open(path, 0)? };
         let from = path.is_relative().then(|| open(Path::new("."), libc::O_PATH)).transpose()?;

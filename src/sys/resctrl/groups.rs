@@ -13,6 +13,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use super::partition::{NAMES, Partition, line};
 use super::support::MOUNT;
 use crate::error::{Error, Result};
+use crate::sys::descriptor;
 use crate::sys::topology::Root;
 
 /// Control files that the groups need.
@@ -93,8 +94,8 @@ fn write(root: &Root, path: &str, text: &str) -> Result<()> {
         .truncate(true)
         .mode(0o644)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-    let written =
-        options.open(root.path(path)).and_then(|mut file| file.write_all(format!("{text}\n").as_bytes()));
+    let written = descriptor::open(options, root.path(path))
+        .and_then(|mut file| file.write_all(format!("{text}\n").as_bytes()));
     written.map_err(|error| failed(root, "writing", path, &error))
 }
 

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::sys::topology::Root;
-use crate::sys::{host, private_files};
+use crate::sys::{descriptor, host, private_files};
 
 const FOLDER: &str = "run/spillway-resctrl";
 const VERSION: u32 = 1;
@@ -97,7 +97,7 @@ impl Place {
         let mut options = OpenOptions::new();
         let options =
             options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-        let file = options.open(folder.join("lock")).map_err(|error| failed(&error))?;
+        let file = descriptor::open(options, folder.join("lock")).map_err(|error| failed(&error))?;
         let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock)
             .map_err(|_| Error::Busy("another run changes resctrl at this moment; try again".to_string()))?;
         Ok(Place { folder, _lock: lock })
@@ -125,11 +125,16 @@ impl Place {
         let write = || {
             let _ = fs::remove_file(&new);
             let mut options = OpenOptions::new();
-            options.write(true).create_new(true).mode(0o600).open(&new)?.write_all(text.as_bytes())?;
+            options.write(true).create_new(true).mode(0o600);
+            descriptor::open(&options, &new)?.write_all(text.as_bytes())?;
             fs::hard_link(&new, &path)?;
             fs::remove_file(&new)
         };
-        write().map_err(|error| system(&path.display().to_string(), &error))
+        write().map_err(|error| {
+            // Absent if its creation failed.
+            let _ = fs::remove_file(&new);
+            system(&path.display().to_string(), &error)
+        })
     }
 
     pub fn clear(&self) -> Result<()> {

@@ -13,6 +13,7 @@ use std::str::FromStr;
 
 use crate::error::{Error, Result};
 use crate::sys::bitmap::Bitmap;
+use crate::sys::descriptor;
 
 const MOST_BYTES: u64 = 1 << 20;
 const MOST_ENTRIES: usize = 1 << 17;
@@ -59,7 +60,9 @@ impl Root {
 
     /// A whole file; `None` if it cannot be read.
     pub fn text(&self, path: &str) -> Option<String> {
-        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(self.path(path)).ok()?;
+        let file =
+            descriptor::open(OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK), self.path(path))
+                .ok()?;
         file.metadata().ok().filter(fs::Metadata::is_file)?;
         let mut bytes = Vec::new();
         file.take(MOST_BYTES + 1).read_to_end(&mut bytes).ok()?;

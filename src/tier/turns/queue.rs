@@ -27,6 +27,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::environment;
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::sys::private_files::OpenFlags;
@@ -281,9 +282,12 @@ fn given_directory(node: &Path) -> io::Result<(PathBuf, PrivateDirectory)> {
 /// Base directories for the queue. /dev/shm comes first: it is cleared at boot and local to the node. XDG_RUNTIME_DIR
 /// comes second: processes of one user that were started in different ways may lack it, and would use different queues.
 fn usual_places() -> Vec<PathBuf> {
-    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
+    let runtime = environment::path("XDG_RUNTIME_DIR").filter(|path| path.is_absolute());
     let memory = Path::new("/dev/shm");
-    let base = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
+    let base = match memory.is_dir() {
+        true => memory.to_path_buf(),
+        false => environment::path("TMPDIR").unwrap_or_else(|| PathBuf::from("/tmp")),
+    };
     [base].into_iter().chain(runtime).collect()
 }
 

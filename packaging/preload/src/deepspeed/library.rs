@@ -11,6 +11,8 @@ use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 use super::tensor::function;
+use crate::environment;
+use crate::forward;
 use crate::report::{self, Level};
 
 /// An `spw_dtype`.
@@ -101,7 +103,7 @@ impl Spillway {
     pub fn get() -> Option<&'static Spillway> {
         static SPILLWAY: OnceLock<Option<Spillway>> = OnceLock::new();
         let opened = SPILLWAY.get_or_init(|| {
-            if std::env::var_os("SPILLWAY_PRELOAD_FORWARD").is_some_and(|value| value == "1") {
+            if forward::is_set() {
                 report::say(Level::Warn, || {
                     "DeepSpeed's ops are not served: SPILLWAY_PRELOAD_FORWARD=1".to_string()
                 });
@@ -176,8 +178,8 @@ unsafe fn bind(library: NonNull<c_void>, path: &Path) -> Option<Spillway> {
 
 /// `SPILLWAY_LIBRARY` alone, or the names of the library beside this one.
 fn candidates() -> Vec<PathBuf> {
-    if let Some(named) = std::env::var_os("SPILLWAY_LIBRARY").filter(|named| !named.is_empty()) {
-        return vec![named.into()];
+    if let Some(named) = environment::path("SPILLWAY_LIBRARY") {
+        return vec![named];
     }
     let mut info = libc::Dl_info {
         dli_fname: std::ptr::null(),

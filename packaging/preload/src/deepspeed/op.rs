@@ -147,6 +147,17 @@ impl Op {
         Some(i32::MIN + (self.number * IDS + id) as i32)
     }
 
+    /// A message of Spillway with the op's own ids in place of Spillway's.
+    pub fn in_own_ids(&self, message: &str) -> String {
+        let first = i64::from(i32::MIN) + i64::from(self.number) * i64::from(IDS);
+        let own = |word: &str| {
+            let id = word.parse::<i64>().ok()?.checked_sub(first)?;
+            (0..IDS.into()).contains(&id).then(|| id.to_string())
+        };
+        let words = message.split(' ').map(|word| own(word).unwrap_or_else(|| word.to_string()));
+        words.collect::<Vec<_>>().join(" ")
+    }
+
     /// Logs a warning of this op, unless the same one was logged before. Takes no lock: a forked child may call it.
     pub fn warn(&self, message: &str) {
         let mut hasher = DefaultHasher::new();

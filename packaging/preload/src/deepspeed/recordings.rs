@@ -13,6 +13,8 @@ use std::ptr;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::library::{Spillway, Tensor, Undo, UndoOptions};
+use crate::environment::{self, NotText};
+use crate::report::{self, Level};
 
 struct Recording {
     undo: Undo,
@@ -57,9 +59,13 @@ impl Mode {
 /// `SPILLWAY_DEEPSPEED_UNDO`, read once.
 pub fn mode() -> Mode {
     static MODE: OnceLock<Mode> = OnceLock::new();
-    *MODE.get_or_init(|| match std::env::var("SPILLWAY_DEEPSPEED_UNDO").as_deref() {
-        Ok("always") => Mode::Always,
-        Ok("never") => Mode::Never,
+    let ignored = |NotText(name)| {
+        report::say(Level::Warn, || format!("{name} is ignored, because its value is not UTF-8"));
+    };
+    let word = || environment::word("SPILLWAY_DEEPSPEED_UNDO").inspect_err(|error| ignored(*error));
+    *MODE.get_or_init(|| match word().ok().flatten().as_deref() {
+        Some("always") => Mode::Always,
+        Some("never") => Mode::Never,
         _ => Mode::Auto,
     })
 }

@@ -9,6 +9,7 @@ use super::library::{AdamCall, DType, Spillway, Tensor};
 use super::op::{Kind, Op};
 use super::recordings::{self, Mode};
 use super::tensor::{self, AtTensor};
+use crate::cancellation::NoCancellation;
 use crate::report::Level;
 
 /// Outcome of a call.
@@ -103,7 +104,7 @@ pub fn adam_rollback(op: Option<&'static Op>, call: &AdamArguments, tensors: [At
         recordings::rolled_back(id);
         if status? != 0 {
             refused = true;
-            let reason = spillway.last_error();
+            let reason = op.in_own_ids(&spillway.last_error());
             op.say_once(REFUSES, Level::Error, || {
                 let advice = recordings::mode().advice();
                 format!("a step is not rolled back, and its tensors are unchanged: {reason}{advice}")
@@ -243,11 +244,13 @@ fn guarded<T>(
     kind: Kind,
     body: impl FnOnce(&'static Op, &'static Spillway) -> Result<T, String>,
 ) -> Option<T> {
+    let _no_cancellation = NoCancellation::enter();
     let run = || {
         crate::registry::log_panics();
         let (op, spillway) = (op?, Spillway::get()?);
         body(op, spillway)
             .inspect_err(|reason| {
+                let reason = op.in_own_ids(reason);
                 op.warn(&format!("a call of {} is left to DeepSpeed's function: {reason}", kind.op_name()));
             })
             .ok()

@@ -64,7 +64,7 @@ pub fn run(options: &Options) -> Result<()> {
     let ranks = machine.place(ranks, options.scope, options.share)?;
     let placed = |rank| Placed { rank, drives: machine.drives_near(&rank.cpus) };
     let placed: Vec<Placed> = ranks.iter().map(placed).collect();
-    let list = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let list = spillway::gpu::visible::visible_devices();
     let launch = launch::Launch::new(&machine, &ranks, options.scope, list.as_deref());
     if let Some(path) = &options.svg {
         let failed = |reason| Error::System { what: "drawing the machine", reason };

@@ -214,13 +214,13 @@ fn a_state_that_is_lost_shows_in_the_bits() {
     }
 }
 
-/// A device that fails in the middle of a step.
-struct Breaking(Host);
+/// A device that fails in the middle of a step, in this way.
+struct Breaking(Host, fn() -> Result<()>);
 
 impl Backend for Breaking {
     fn play(&self, command: Command, stream: Stream) -> Result<()> {
         match command {
-            Command::Run(_, Work::CpuStep { subgroup: 5, .. }) => Err(Error::Unsupported("it broke".into())),
+            Command::Run(_, Work::CpuStep { subgroup: 5, .. }) => self.1(),
             other => self.0.play(other, stream),
         }
     }
@@ -242,7 +242,9 @@ impl Backend for Breaking {
 fn a_failure_ends_every_wait_and_names_what_is_not_home() {
     let shape = shape(TransferDtype::Native, GpuGrads::Kept, 2);
     let model = Model::new(Dtype::Bf16, Dtype::Bf16);
-    let engine = Engine::new(shape.clone(), Breaking(Host::new(&shape, model.lend()).unwrap())).unwrap();
+    let breaks = || Err(Error::Unsupported("it broke".into()));
+    let backend = Breaking(Host::new(&shape, model.lend()).unwrap(), breaks);
+    let engine = Engine::new(shape.clone(), backend).unwrap();
     let mut placements = vec![Placement::Cpu; SIZES.len()];
     (placements[0], placements[8]) = (Placement::Gpu, Placement::Resident);
     engine.set_plan(Plan::of(placements)).unwrap();
@@ -253,6 +255,18 @@ fn a_failure_ends_every_wait_and_names_what_is_not_home() {
     assert!(engine.publish(7, Reader::Caller).is_err() && engine.gradient(0, None).is_err());
     let away = engine.away();
     assert!([5, 7, 8].iter().all(|subgroup| away.contains(subgroup)) && !away.contains(&1), "{away:?}");
+}
+
+#[test]
+fn a_panic_in_an_update_is_an_internal_error_with_its_words() {
+    let shape = shape(TransferDtype::Native, GpuGrads::Kept, 2);
+    let model = Model::new(Dtype::Bf16, Dtype::Bf16);
+    let backend = Breaking(Host::new(&shape, model.lend()).unwrap(), || panic!("a bug"));
+    let engine = Engine::new(shape.clone(), backend).unwrap();
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+    engine.begin(vec![rules(SIZES.len(), 1)[0]], None).unwrap();
+    let failed = engine.finish(Reader::Caller).unwrap_err();
+    assert!(matches!(&failed, Error::Internal(words) if words.contains("a bug")), "{failed:?}");
 }
 
 #[test]

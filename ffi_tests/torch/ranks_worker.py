@@ -2,9 +2,11 @@
 
     ranks_worker.py CASE...     prints a line for each case that holds"""
 
+import copy
 import datetime
 import os
 import pathlib
+import random
 import sys
 from itertools import product
 
@@ -238,7 +240,96 @@ def hook():
     assert same_bits(param.to_local(), before)
 
 
-CASES = {work.__name__: work for work in (norms, own_parts, replicas, no_norm, refusals, hook)}
+def reference_norm(params):
+    """Clips nothing; the norm of the whole gradients. torch refuses plain tensors beside DTensors, so their parts are put together first."""
+    grads = [param.grad for param in params if param.grad is not None]
+    if not any(isinstance(grad, DTensor) for grad in grads) or all(isinstance(grad, DTensor) for grad in grads):
+        norm = torch.nn.utils.get_total_norm(grads)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return torch.nn.utils.get_total_norm([grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads])
+
+
+def training(seed):
+    """A random training with both classes: equal norms and weights, and equal bits in replicas."""
+    choose = random.Random(seed)
+    mesh = choose.choice(meshes())
+    name = choose.choice(["AdamW", "Adam", "Adagrad"])
+    on_tier = name != "Adagrad" and choose.random() < 0.2
+    kinds = [torch.float32] * 4 if on_tier else [torch.float32, torch.float32, torch.float64, torch.bfloat16]
+    plan = []
+    for at in range(choose.randint(1, 5)):
+        shape = tuple(choose.choice((1, 2, 3, 5, 8, 17)) for _ in range(choose.randint(1, 3)))
+        places = [choose.choice([Replicate(), *map(Shard, range(len(shape)))]) for _ in range(mesh.ndim)]
+        plan.append((None if choose.random() < 0.25 else places, 10 * seed + at, shape, choose.choice(kinds)))
+    if all(places is None for places, *_ in plan):
+        plan[0] = ([Replicate()] * mesh.ndim, *plan[0][1:])
+    options = {"lr": choose.choice([1e-3, 0.03]), "weight_decay": choose.choice([0.0, 0.1]), "maximize": choose.random() < 0.2}
+    if name != "Adagrad" and not on_tier and choose.random() < 0.2:
+        options["amsgrad"] = True
+    max_norm, skip = choose.choice([None, 0.1, 3.0]), choose.random() < 0.5
+    beyond = {"max_norm": max_norm, "skip_nonfinite": skip, "process_group": dist.group.WORLD}
+    if on_tier:
+        beyond["tier"] = own.TierOptions(None, part_elements=4096, pin_memory=False)
+    elif all(dtype is torch.float32 for *_, dtype in plan) and not options.get("amsgrad") and choose.random() < 0.3:
+        beyond["undo"] = True
+    both = [[torch.nn.Parameter(values(at, shape).to(dtype)) if places is None else parameter(mesh, places, at, shape, dtype)
+             for places, at, shape, dtype in plan] for _ in range(2)]
+    optimizers = [getattr(own, name)(both[0], **options, **beyond), getattr(torch.optim, name)(both[1], **options)]
+    for step in range(choose.randint(1, 6)):
+        absent = [choose.random() < 0.15 for _ in plan]
+        scale, bad, back = choose.choice([0.01, 1.0, 30.0]), choose.random() < 0.15, "undo" in beyond and choose.random() < 0.3
+        for params in both:
+            give(params, 100 * seed + step, scale)
+            for param, none in zip(params, absent):
+                param.grad = None if none else param.grad
+        present = [param for param in both[1] if param.grad is not None]
+        if bad and skip and present:
+            for params in both:
+                grad = next(param.grad for param in params if param.grad is not None)
+                first = grad._local_tensor if isinstance(grad, DTensor) else grad
+                # With a mesh of two dimensions the first process may hold no part of the element; the last one does or does not.
+                if first.numel() and (dist.get_rank() == 0 or not isinstance(grad, DTensor)):
+                    first.view(-1)[0] = float("nan")
+            bits = [parts(param) for param in both[0]]
+            optimizers[0].step()
+            assert optimizers[0].skipped, (seed, step)
+            assert all(all(map(same_bits, one, parts(param))) for one, param in zip(bits, both[0])), (seed, step)
+            continue
+        norm = reference_norm(both[1]) if present else torch.zeros(())
+        if back and present:
+            optimizers[0].step()
+            optimizers[0].rollback()
+        optimizers[0].step()
+        if max_norm is not None:
+            torch.testing.assert_close(optimizers[0].grad_norm, float(norm), rtol=2e-2 if any(param.dtype is torch.bfloat16 for param in present) else 1e-5,
+                                       atol=1e-12, msg=lambda text: f"seed {seed}, step {step}: {text}")
+            factor = min(1.0, max_norm / (optimizers[0].grad_norm + 1e-6))
+            for param in present:
+                param.grad.mul_(factor)
+        optimizers[1].step()
+        if choose.random() < 0.2:
+            # torch's load_state_dict takes over tensors of the same dtype.
+            optimizers[0].load_state_dict(copy.deepcopy(choose.choice(optimizers).state_dict()))
+    for at, (one, other) in enumerate(zip(*both)):
+        # torch rounds to bf16 after every operation.
+        near, least = (6e-2, 3e-2) if one.dtype is torch.bfloat16 else (1e-5, 1e-6)
+        torch.testing.assert_close(parts(one), parts(other), rtol=near, atol=least, msg=lambda text: f"seed {seed}, parameter {at}: {text}")
+        placements = one.placements if isinstance(one, DTensor) else [Replicate()] * mesh.ndim
+        keys = [None] * dist.get_world_size()
+        dist.all_gather_object(keys, tuple(where for where, place in zip(mesh.get_coordinate(), placements) if not place.is_replicate()))
+        gathered = parts(one)
+        assert all(keys[i] != keys[j] or same_bits(gathered[i], gathered[j]) for i, j in product(range(len(keys)), repeat=2)), (seed, at)
+    optimizers[0].close()
+
+
+def trainings(first=0, count=25):
+    """Random trainings; SPILLWAY_TRAININGS="FIRST COUNT" chooses them."""
+    first, count = map(int, os.environ.get("SPILLWAY_TRAININGS", f"{first} {count}").split())
+    for seed in range(first, first + count):
+        training(seed)
+
+
+CASES = {work.__name__: work for work in (norms, own_parts, replicas, no_norm, refusals, trainings, hook)}
 
 
 def main(*cases):

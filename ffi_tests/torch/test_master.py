@@ -54,6 +54,53 @@ def test_the_master_has_the_values_that_the_program_has_written(kind):
     assert torch.equal(optimizer.master(params[2]), untouched)
 
 
+def ones(kind, steps, after=lambda param: None):
+    """Ones in bf16 after steps of 1e-4, which are below half a unit, and a call after each step."""
+    param = torch.nn.Parameter(torch.ones(1000, dtype=BF16))
+    optimizer = own.AdamW([param], lr=1e-4, weight_decay=0.0, **KINDS[kind])
+    for _ in range(steps):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        with torch.no_grad():
+            after(param)
+    return param, optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_written_value_that_is_the_rounding_of_its_master_keeps_an_f32_master(kind):
+    """Split masters know that the parameter was written to, and not where."""
+    param, optimizer = ones(kind, 1, lambda param: param.copy_(torch.ones(1000)))
+    master = optimizer.master(param)
+    assert bool((master == 1).all()) if kind == "split" else bool((master < 1).all())
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    # Two steps on one master, or one step on the written value.
+    assert bool(((optimizer.master(param) - (0.9999 if kind == "split" else 0.9998)).abs() < 5e-6).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_is_written_to_after_every_step_trains_with_f32_masters_only(kind):
+    param, optimizer = ones(kind, 100, lambda param: param[:1].zero_())
+    rest = optimizer.master(param)[1:]
+    assert bool((rest == 1).all()) if kind == "split" else bool(((rest - 0.99).abs() < 1e-4).all())
+    assert float(optimizer.master(param)[0].detach()) == 0 and float(param[0].detach()) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_write_after_loading_counts_as_the_loading_of_the_weights(kind):
+    """A split master is then within half a unit of the written value. An f32 master has the value."""
+    param, optimizer = ones(kind, 3)
+    optimizer.load_state_dict(optimizer.state_dict())
+    masters = optimizer.master(param).clone()
+    with torch.no_grad():
+        param.copy_(torch.ones(1000))
+    assert torch.equal(optimizer.master(param), masters), "the weights that belong to the masters"
+    with torch.no_grad():
+        param.fill_(-3.015625)
+    distance = (optimizer.master(param) + 3.015625).abs()
+    assert bool((distance == 0).all()) if kind != "split" else bool(((distance > 0) & (distance <= 2**-8)).all())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_of_another_optimizer_is_refused(kind):
     params, optimizer = trained(kind, 1)

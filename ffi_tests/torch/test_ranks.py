@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 WORKER = pathlib.Path(__file__).with_name("ranks_worker.py")
 # The last case ends the group of its processes.
-CASES = ("norms", "own_parts", "replicas", "no_norm", "refusals", "hook")
+CASES = ("norms", "own_parts", "replicas", "no_norm", "refusals", "trainings", "hook")
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -44,6 +44,10 @@ def test_gradients_without_a_common_norm_are_an_error(done):
 
 def test_all_processes_refuse_a_step_that_one_refuses(done):
     held(done, "refusals")
+
+
+def test_random_trainings_are_those_of_torch(done):
+    held(done, "trainings")
 
 
 def test_a_hook_that_raises_in_one_process_ends_the_wait_of_the_others(done):

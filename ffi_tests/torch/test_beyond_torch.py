@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import spillway
+from spillway import _native
 from spillway import torch as own
 from spillway.torch._rows import is_served
 
@@ -202,7 +203,7 @@ def test_another_default_device_and_dtype_change_nothing():
 
 def test_a_grad_scaler_works():
     ours, theirs = parameters(), parameters()
-    pair = own.AdamW(ours), torch.optim.AdamW(theirs, fused=True)
+    pair = own.AdamW(ours, fused=True), torch.optim.AdamW(theirs, fused=True)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in pair]
     for step in range(6):
         for params, optimizer, scaler in zip((ours, theirs), pair, scalers):
@@ -216,6 +217,61 @@ def test_a_grad_scaler_works():
     for one, other in zip(ours, theirs):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
     assert {float(state["step"]) for state in pair[0].state.values()} == {5.0}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad"])
+def test_complex_gradients_count_in_the_norm(name):
+    for dtype in (torch.complex64, torch.complex128):
+        params = [torch.nn.Parameter(torch.ones(1, dtype=dtype)), *parameters(1)]
+        optimizer = getattr(own, name)(params, max_norm=1.0)
+        params[0].grad, params[1].grad = torch.full((1,), 3 + 4j, dtype=dtype), torch.full((300,), 0.1)
+        optimizer.step()
+        assert optimizer.grad_norm == pytest.approx((25 + 3) ** 0.5, rel=1e-6)
+        params[0].grad = torch.full((1,), complex(0, float("inf")), dtype=dtype)
+        with pytest.raises(spillway.InvalidArgumentError, match=r"params'\]\[0\] has Inf or NaN"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"skip_nonfinite": True}])
+def test_steps_of_tensors_without_values(options):
+    """Tools that estimate memory step under FakeTensorMode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    with FakeTensorMode():
+        params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizer = own.AdamW(params, **options)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones(3)
+            optimizer.step()
+            assert not optimizer.skipped and optimizer.state[params[0]]["exp_avg"].shape == (3,)
+
+
+def test_the_norm_of_many_tensors_is_one_call_of_the_library(monkeypatch):
+    calls, own_library = [], _native.library()
+
+    class Counting:
+        def __getattr__(self, name):
+            calls.append(name)
+            return getattr(own_library, name)
+    params = parameters(50, 7)
+    optimizer = own.AdamW(params, max_norm=1.0)
+    random_grads(params, 0)
+    optimizer.step()
+    monkeypatch.setattr(_native, "_library", Counting())
+    random_grads(params, 1)
+    optimizer.step()
+    assert calls == ["spw_grad_stats_all", "spw_adam_step"]
+
+
+def test_the_norm_has_the_bits_of_a_sum_in_the_order_of_the_parameters():
+    params = [torch.nn.Parameter(torch.randn(length)) for length in (3, 70_001, 0, 5, 200_000, 1)]
+    optimizer = own.AdamW(params, max_norm=1.0)
+    random_grads(params, 0)
+    optimizer.step()
+    total = 0.0
+    for param in params:
+        total += spillway.grad_stats(param.grad).sum_squares
+    assert optimizer.grad_norm == total ** 0.5
 
 
 def refused(params, optimizer, error, words):

@@ -214,6 +214,13 @@ enum spw_status spw_adam_step(const struct spw_adam_options *options,
                               uint64_t count,
                               struct spw_step_stats *stats_out);
 
+// Checks the arguments of `spw_adam_step`, and changes nothing: it fails as the step would, with the same message. A
+// step of arguments that passed fails only for lack of memory or threads. For callers that write other data in the same
+// step, and must know beforehand that this part can be done.
+enum spw_status spw_adam_check(const struct spw_adam_options *options,
+                               const struct spw_tensor *tensors,
+                               uint64_t count);
+
 // Hyper-parameters of one Adagrad step. Begin with SPW_ADAGRAD_OPTIONS_INIT, which has the defaults of
 // `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1.
 typedef struct spw_adagrad_options {
@@ -251,6 +258,13 @@ enum spw_status spw_adagrad_step(const struct spw_adagrad_options *options,
                                  uint64_t count,
                                  struct spw_step_stats *stats_out);
 
+// Checks the arguments of `spw_adagrad_step`, and changes nothing: it fails as the step would, with the same message. A
+// step of arguments that passed fails only for lack of memory or threads. For callers that write other data in the same
+// step, and must know beforehand that this part can be done.
+enum spw_status spw_adagrad_check(const struct spw_adagrad_options *options,
+                                  const struct spw_tensor *tensors,
+                                  uint64_t count);
+
 // Hyper-parameters of a Lion step. Begin with SPW_LION_OPTIONS_INIT, which has the defaults of the paper: lr 1e-4,
 // beta 0.9 and 0.99, no decay, grad_scale 1.
 typedef struct spw_lion_options {
@@ -286,6 +300,13 @@ enum spw_status spw_lion_step(const struct spw_lion_options *options,
                               uint64_t count,
                               struct spw_step_stats *stats_out);
 
+// Checks the arguments of `spw_lion_step`, and changes nothing: it fails as the step would, with the same message. A
+// step of arguments that passed fails only for lack of memory or threads. For callers that write other data in the same
+// step, and must know beforehand that this part can be done.
+enum spw_status spw_lion_check(const struct spw_lion_options *options,
+                               const struct spw_tensor *tensors,
+                               uint64_t count);
+
 // Computes the sum of squares and the finiteness of `grad * scale`, for example for gradient clipping. `grad` has `n`
 // elements of `dtype` (an `spw_dtype`); `n` may be 0. `sum_squares` has the same bits as the statistics of a step of
 // the same tensor.
@@ -294,6 +315,14 @@ enum spw_status spw_grad_stats(const void *grad,
                                uint64_t n,
                                double scale,
                                struct spw_step_stats *stats_out);
+
+// Computes the statistics of the gradients of `count` tensors, in one pass over their memory: for one tensor those of
+// `spw_grad_stats`; the sums of several tensors are added in their order. Of each tensor only n, grad and grad_dtype
+// are read. Gradients may overlap.
+enum spw_status spw_grad_stats_all(const struct spw_tensor *tensors,
+                                   uint64_t count,
+                                   double scale,
+                                   struct spw_step_stats *stats_out);
 
 // Adds gradients of a micro-batch to accumulated gradients: `dst = dst + src * scale` for each of `count` tensors, in any
 // combination of f32, f16 and bf16. The sum is computed in f32 by a fused multiply-add, and rounded once to the type

@@ -10,20 +10,28 @@ use crate::sys::{threads, try_vec};
 
 /// Statistics of `grad * scale`, with the same bits that a step reports for one tensor.
 pub fn stats(grad: Floats<'_>, scale: f32) -> Result<StepStats> {
+    match grad.len() {
+        ..=CHUNK => Ok(StepStats::of(grad_squares(processor::kernel()?, grad, scale))),
+        _ => stats_all(&[grad], scale),
+    }
+}
+
+/// Statistics of several gradients: the sums that [`stats`] has for each are added in their order.
+pub fn stats_all(grads: &[Floats<'_>], scale: f32) -> Result<StepStats> {
     let kernel = processor::kernel()?;
-    if grad.len() <= CHUNK {
-        return Ok(StepStats::of(grad_squares(kernel, grad, scale)));
+    let counts = chunk_counts(grads.len(), |at| grads[at].len())?;
+    let mut chunks = try_vec::with_capacity("listing the chunks", counts.iter().sum())?;
+    for grad in grads {
+        let mut rest = *grad;
+        while !rest.is_empty() {
+            let (chunk, after) = rest.split_at(rest.len().min(CHUNK));
+            chunks.push((chunk, 0.0));
+            rest = after;
+        }
     }
-    let mut chunks = Vec::with_capacity(grad.len().div_ceil(CHUNK));
-    let mut rest = grad;
-    while !rest.is_empty() {
-        let (chunk, after) = rest.split_at(rest.len().min(CHUNK));
-        chunks.push((chunk, 0.0));
-        rest = after;
-    }
-    threads::each(&mut chunks, |(chunk, sum)| *sum = grad_squares(kernel, *chunk, scale))?;
-    let sums: Vec<f64> = chunks.into_iter().map(|(_, sum)| sum).collect();
-    Ok(StepStats::of(squares::sum(&sums)))
+    let measure = |(chunk, sum): &mut (Floats<'_>, f64)| *sum = grad_squares(kernel, *chunk, scale);
+    each(&mut chunks, |(chunk, _)| chunk.len(), measure)?;
+    Ok(total(&counts, &try_vec::from_fn("listing the sums", chunks.len(), |at| chunks[at].1)?))
 }
 
 /// A gradient to add, and the accumulated gradient that receives it. Both have the same length.
@@ -39,8 +47,7 @@ pub struct Addition<'a> {
 /// sums of the tensors are added in their order.
 pub fn accumulate(additions: Vec<Addition<'_>>, scale: f32, wanted: bool) -> Result<StepStats> {
     let kernel = processor::kernel()?;
-    let chunks_of = |addition: &Addition<'_>| addition.src.len().div_ceil(CHUNK);
-    let counts = try_vec::from_fn("counting the chunks", additions.len(), |at| chunks_of(&additions[at]))?;
+    let counts = chunk_counts(additions.len(), |at| additions[at].src.len())?;
     let mut chunks = try_vec::with_capacity("listing the chunks", counts.iter().sum())?;
     for Addition { mut dst, mut src } in additions {
         while !src.is_empty() {
@@ -56,18 +63,36 @@ pub fn accumulate(additions: Vec<Addition<'_>>, scale: f32, wanted: bool) -> Res
             *sum = kernel::accumulate(kernel, to, *from, scale, wanted);
         }
     };
-    // Work of one chunk wakes no worker.
-    match chunks.iter().map(|(_, from, _)| from.len()).sum::<usize>() {
-        ..=CHUNK => chunks.iter_mut().for_each(add),
-        _ => threads::each(&mut chunks, add)?,
+    each(&mut chunks, |(_, from, _)| from.len(), add)?;
+    Ok(total(&counts, &try_vec::from_fn("listing the sums", chunks.len(), |at| chunks[at].2)?))
+}
+
+/// The number of chunks of each tensor.
+fn chunk_counts(tensors: usize, length: impl Fn(usize) -> usize) -> Result<Vec<usize>> {
+    Ok(try_vec::from_fn("counting the chunks", tensors, |at| length(at).div_ceil(CHUNK))?)
+}
+
+/// Does `work` on all chunks. Work of one chunk wakes no worker.
+fn each<T: Send>(
+    chunks: &mut [T],
+    length: impl Fn(&T) -> usize,
+    work: impl Fn(&mut T) + Sync + Send,
+) -> Result<()> {
+    match chunks.iter().map(length).sum::<usize>() {
+        ..=CHUNK => chunks.iter_mut().for_each(work),
+        _ => threads::each(chunks, work)?,
     }
-    let sums = try_vec::from_fn("listing the sums", chunks.len(), |at| chunks[at].2)?;
+    Ok(())
+}
+
+/// Adds the sums of the chunks of each tensor, and those of the tensors in their order.
+fn total(counts: &[usize], sums: &[f64]) -> StepStats {
     let mut total = 0.0;
-    let mut rest = &sums[..];
+    let mut rest = sums;
     for count in counts {
-        let (own, others) = rest.split_at(count);
+        let (own, others) = rest.split_at(*count);
         total += squares::sum(own);
         rest = others;
     }
-    Ok(StepStats::of(total))
+    StepStats::of(total)
 }

@@ -31,6 +31,16 @@ def _between(argument: str, value: Any, least: int, most: int) -> int:
     return number
 
 
+def real(argument: str, value: Any) -> float:
+    """The value as a float, if it is a number or has __float__ and fits."""
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise InvalidArgumentError(f"{argument} is {value!r}; pass a number") from None
+
+
 def text(argument: str, value: Any) -> bytes:
     """The bytes of a name; a NUL would end it early in C."""
     if not isinstance(value, str) or "\0" in value:

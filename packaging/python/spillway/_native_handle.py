@@ -35,7 +35,7 @@ TIMEOUT = 23
 
 def record(outcome, function, *arguments):
     """Calls a C function and appends its status to the list `outcome`; no signal handler runs in between."""
-    outcome.extend(map(function, *((argument,) for argument in arguments)))
+    outcome.extend(itertools.starmap(function, (arguments,)))
 
 
 class _Open(NamedTuple):

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from . import _abi, _arrays, _deprecated, _native
+from . import _abi, _arguments, _arrays, _deprecated, _native, _tensor_rows
 from ._arrays import Array
 from ._native_handle import TIMEOUT, _NativeHandle, record
 from .errors import InvalidArgumentError
@@ -34,8 +34,7 @@ _D2H, _H2D = 0, 1
 _MOST_POLLS, _SLICE_MS = 4, 500
 _NOTHING, _EVENT, _STREAM = 0, 1, 2
 _NAMES = {_abi.DTYPE_F32: "f32", _abi.DTYPE_F16: "f16", _abi.DTYPE_BF16: "bf16"}
-_TENSOR_FIELDS = (("param", "param_dtype"), ("grad", "grad_dtype"), ("exp_avg", "state_dtype"),
-                  ("exp_avg_sq", "state_dtype"), ("param_copy", "copy_dtype"))
+_SPANS = ("param", "grad", "exp_avg", "exp_avg_sq", "param_copy")
 
 
 class CudaStream(Protocol):
@@ -149,7 +148,7 @@ def pinned(elements: int, dtype: str = "float32") -> Any:
     Example:
         host = spillway.pinned(grad.numel(), "bfloat16")"""
     import numpy
-    code = _arrays.dtype_code(dtype)
+    code, elements = _arrays.dtype_code(dtype), _arguments.unsigned("pinned: elements", elements, 48)
     kind = {_abi.DTYPE_F32: numpy.float32, _abi.DTYPE_F16: numpy.float16, _abi.DTYPE_BF16: numpy.uint16}[code]
     size = numpy.dtype(kind).itemsize * elements
     start = ctypes.c_void_p()
@@ -177,7 +176,8 @@ def stream_number(stream: CudaStream | None, ordinal: int | None = None) -> int:
 def device_span(array: Any, argument: str, ordinal: int | None = None) -> tuple[int, int, int]:
     """Returns (address, elements, dtype code) of an array in the memory of GPU `ordinal`."""
     if isinstance(array, DeviceArray):
-        return array.address, array.elements, _arrays.dtype_code(array.dtype)
+        address, elements = _arguments.unsigned(f"{argument}.address", array.address), _arguments.unsigned(f"{argument}.elements", array.elements)
+        return address, elements, _arrays.dtype_code(array.dtype)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor):
         raise InvalidArgumentError(f"{argument} is a {type(array).__name__}; pass a torch tensor on a GPU or a DeviceArray")
@@ -211,7 +211,7 @@ class Gpu(_NativeHandle):
 
     def __init__(self, ordinal: int = 0, *, chunk_bytes: int = 0):
         options = _abi.sized(_abi.GpuOptions)
-        options.ordinal, options.chunk_bytes = ordinal, chunk_bytes
+        options.ordinal, options.chunk_bytes = _arguments.unsigned("Gpu: ordinal", ordinal, 31), _arguments.unsigned("Gpu: chunk_bytes", chunk_bytes)
         self.ordinal = ordinal
         self._in_flight: dict[Copy, None] = {}
         #: The memory of each copy in flight. The copies themselves refer to this object.
@@ -323,9 +323,13 @@ class Gpu(_NativeHandle):
         options = options_of(adam, grad_scale)
         table = device_table(tensors, shadow, self.ordinal)
         out: Any = _abi.sized(_abi.StepStats) if return_stats else None
-        self._call("spw_gpu_adam_step", ctypes.byref(options), table, len(table),
-                   stream_number(stream, self.ordinal), ctypes.byref(out) if return_stats else None)
-        adam.step_count += 1
+        arguments = ctypes.byref(options), table, len(table), stream_number(stream, self.ordinal), ctypes.byref(out) if return_stats else None
+        status: list[int] = []
+        try:
+            self._through(lambda handle: record(status, _native.library().spw_gpu_adam_step, handle, *arguments))
+            _native.check(status[0])
+        finally:
+            adam.count_step(status)
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
     @_deprecated.keywords(again="remeasure")
@@ -363,6 +367,7 @@ class Copy:
         Raises:
             TimedOutError: The copy is still in flight.
             GpuError: The copy failed."""
+        timeout = _arguments.seconds(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if end is None else max(0, round((end - time.monotonic()) * 1000))
@@ -399,17 +404,24 @@ def device_table(tensors: Iterable[Sequence[Any]], shadow: Iterable[Sequence[Any
     entries = [tuple(entry) for entry in tensors]
     table = (_abi.Tensor * len(entries))()
     for index, (slot, entry) in enumerate(zip(table, entries)):
-        slot.struct_size = ctypes.sizeof(_abi.Tensor)
         if len(entry) not in (4, 5):
             raise InvalidArgumentError(f"tensors[{index}] has {len(entry)} arrays; pass param, grad, exp_avg, exp_avg_sq and optionally "
                                        "param_copy")
-        for (name, dtype), array in zip(_TENSOR_FIELDS, entry):
+        for name, array in zip(_SPANS, entry):
             if array is not None:
-                _set(slot, name, dtype, array, f"tensors[{index}].{name}", ordinal)
-    for index, values in enumerate(shadow or ()):
-        for name, array in zip(("param", "exp_avg", "exp_avg_sq"), values, strict=True):
-            _set(table[index], f"shadow_{name}", f"{'param' if name == 'param' else 'state'}_dtype", array,
-                 f"shadow[{index}].{name}", ordinal)
+                span = device_span(array, f"tensors[{index}].{name}", ordinal)
+                if name == "param":
+                    _tensor_rows.begin(slot, span[1])
+                _tensor_rows.put(slot, name, span, f"tensors[{index}].{name}")
+    shadows = [] if shadow is None else [tuple(values) for values in shadow]
+    if shadow is not None and len(shadows) != len(entries):
+        raise InvalidArgumentError(f"shadow has {len(shadows)} entries for {len(entries)} tensors; pass one for each tensor")
+    for index, values in enumerate(shadows):
+        if len(values) != 3:
+            raise InvalidArgumentError(f"shadow[{index}] has {len(values)} arrays; pass param, exp_avg and exp_avg_sq")
+        for name, array in zip(("param", "exp_avg", "exp_avg_sq"), values):
+            argument = f"shadow[{index}].{name}"
+            _tensor_rows.put(table[index], f"shadow_{name}", device_span(array, argument, ordinal), argument)
     return table
 
 
@@ -420,21 +432,9 @@ def options_of(adam: Any, grad_scale: float) -> Any:
     return adam.options_of_next_step(grad_scale)
 
 
-def _set(slot: Any, name: str, dtype: str, array: Any, argument: str, ordinal: int | None) -> None:
-    address, elements, code = device_span(array, argument, ordinal)
-    setattr(slot, name, address)
-    if name == "param":
-        slot.n = elements
-    elif elements != slot.n:
-        raise InvalidArgumentError(f"{argument} has {elements} elements, param has {slot.n}; pass arrays of one size")
-    if getattr(slot, dtype) not in (_abi.DTYPE_NONE, code):
-        raise InvalidArgumentError(f"{argument} has another dtype than the other arrays of its kind; pass states of one dtype")
-    setattr(slot, dtype, code)
-
-
 def _number(owner: Any, attribute: str, argument: str) -> int:
     number = getattr(owner, attribute, None)
-    if not isinstance(number, int):
+    if not isinstance(number, int) or not 0 <= number < 1 << 64:
         raise InvalidArgumentError(f"{argument} is {owner!r}; pass an object with the integer attribute {attribute}")
     return number
 

@@ -24,8 +24,8 @@ import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _abi, _arrays, _deprecated, _native
-from ._native_handle import _NativeHandle
+from . import _abi, _arguments, _arrays, _deprecated, _native, _tensor_rows
+from ._native_handle import _NativeHandle, record
 from .errors import InvalidArgumentError
 from .gpu import TRANSFER_DTYPES, CudaStream, Gpu, device_span, options_of, stream_number
 from .optim import Adam
@@ -119,12 +119,13 @@ def plan(rates: Rates | Sequence[Any], sizes: Sequence[int], *, mode: str = "mod
     Example:
         spillway.plan(spillway.Rates(cpu=2e9, gpu=2e10, h2d=5e9, d2h=5e9), [1 << 24] * 8).placements"""
     shape = _abi.sized(_abi.PlanShape)
-    table = (ctypes.c_uint64 * len(sizes))(*sizes)
+    table = (ctypes.c_uint64 * len(sizes))(*(_arguments.unsigned("sizes", size) for size in sizes))
     shape.count, shape.sizes = len(sizes), table
-    shape.transfer_dtype, shape.fetch_gradients, shape.slots, shape.chunk = _transfer_dtype(transfer_dtype), int(fetch_gradients), slots, chunk
+    shape.transfer_dtype, shape.fetch_gradients = _transfer_dtype(transfer_dtype), int(bool(fetch_gradients))
+    shape.slots, shape.chunk = _arguments.unsigned("slots", slots, 32), _arguments.unsigned("chunk", chunk)
     options = _abi.sized(_abi.PlanOptions)
-    options.mode, options.parameter = _choice(PLANS, mode, "plan: mode"), argument
-    options.residents, options.backward = residents, backward
+    options.mode, options.parameter = _choice(PLANS, mode, "plan: mode"), _arguments.unsigned("argument", argument)
+    options.residents, options.backward = _arguments.unsigned("residents", residents), _arguments.real("backward", backward)
     placements, found = (ctypes.c_uint32 * len(sizes))(), _abi.sized(_abi.PlanResult)
     _native.check(_native.library().spw_plan_interleave(
         ctypes.byref(_rates(rates)), ctypes.byref(shape), ctypes.byref(options), placements, ctypes.byref(found)))
@@ -167,10 +168,13 @@ class Interleave(_NativeHandle):
         options = _abi.sized(_abi.InterleaveOptions)
         options.backend = _HOST if gpu is None else _CUDA
         options.transfer_dtype, options.fetch_gradients = _transfer_dtype(transfer_dtype), int(fetch_gradients)
-        options.slots, options.chunk = slots, chunk
+        options.slots, options.chunk = _arguments.unsigned("slots", slots, 32), _arguments.unsigned("chunk", chunk)
         table = (_abi.InterleaveSubgroup * len(self._subgroups))()
+        # One dtype each for the gradients and the copies of all subgroups, and float32 states.
+        dtypes = _abi.Tensor(param_dtype=_abi.DTYPE_F32, state_dtype=_abi.DTYPE_F32)
         for index, (slot, subgroup) in enumerate(zip(table, self._subgroups)):
-            _fill(slot, subgroup, options, f"subgroups[{index}].", gpu, uint16_dtype)
+            _fill(slot, subgroup, dtypes, f"subgroups[{index}].", gpu, uint16_dtype)
+        options.grad_dtype, options.copy_dtype = dtypes.grad_dtype, dtypes.copy_dtype
         self._gpu = gpu
 
         def hold(handle: Any) -> None:
@@ -201,14 +205,14 @@ class Interleave(_NativeHandle):
 
     def grad_ready(self, subgroup: int, stream: CudaStream | None = None) -> None:
         """Declares that work already queued on `stream` produces this subgroup's gradient. Its transfer may start."""
-        self._call("spw_interleave_grad_ready", subgroup, self._number(stream))
+        self._call("spw_interleave_grad_ready", self._at(subgroup), self._number(stream))
 
     gradient = _deprecated.attribute("Interleave.gradient", "grad_ready")
 
     def release_params(self, subgroup: int, stream: CudaStream | None = None) -> None:
         """Declares that only work already queued on `stream` reads a subgroup's 16-bit parameters before
         stream_wait_params()."""
-        self._call("spw_interleave_release_params", subgroup, self._number(stream))
+        self._call("spw_interleave_release_params", self._at(subgroup), self._number(stream))
 
     params_free = _deprecated.attribute("Interleave.params_free", "release_params")
 
@@ -224,9 +228,13 @@ class Interleave(_NativeHandle):
             InvalidArgumentError: No gradient was declared by grad_ready() for a subgroup."""
         each: list[Adam] = [adam] if isinstance(adam, Adam) else list(adam)
         table = (_abi.AdamOptions * len(each))(*(options_of(one, grad_scale) for one in each))
-        self._call("spw_interleave_begin", table, len(table), self._number(stream))
-        for one in {id(one): one for one in each}.values():
-            one.step_count += 1
+        number, status = self._number(stream), []
+        try:
+            self._through(lambda handle: record(status, _native.library().spw_interleave_begin, handle, table, len(table), number))
+            _native.check(status[0])
+        finally:
+            for one in {id(one): one for one in each}.values():
+                one.count_step(status)
 
     def begin_ds(self, optimizer_id: int, calls: Sequence[Any], stream: CudaStream | None = None) -> None:
         """Like begin(), with the arithmetic of DeepSpeed's optimizer `optimizer_id`; `calls` has an _abi.DsAdamCall per
@@ -237,9 +245,13 @@ class Interleave(_NativeHandle):
     def stream_wait_params(self, subgroup: int, stream: CudaStream | None = None) -> None:
         """Makes `stream` wait for a subgroup's new 16-bit parameters. Without a GPU the call blocks until they are
         written."""
-        self._call("spw_interleave_stream_wait_params", subgroup, self._number(stream))
+        self._call("spw_interleave_stream_wait_params", self._at(subgroup), self._number(stream))
 
     publish = _deprecated.attribute("Interleave.publish", "stream_wait_params")
+
+    @staticmethod
+    def _at(subgroup: Any) -> int:
+        return _arguments.unsigned("subgroup", subgroup)
 
     def _number(self, stream: CudaStream | None) -> int:
         if stream is None and self._gpu is None:
@@ -249,7 +261,7 @@ class Interleave(_NativeHandle):
     def ready(self, subgroup: int) -> bool:
         """Returns True if a subgroup's 16-bit parameters are those of the last step begun."""
         ready = ctypes.c_uint32()
-        self._call("spw_interleave_get_ready", subgroup, ctypes.byref(ready))
+        self._call("spw_interleave_get_ready", self._at(subgroup), ctypes.byref(ready))
         return bool(ready.value)
 
     def finish(self) -> None:
@@ -282,7 +294,7 @@ class Interleave(_NativeHandle):
         Returns:
             True if the plan changed."""
         changed = ctypes.c_uint32()
-        self._call("spw_interleave_replan", backward, ctypes.byref(changed))
+        self._call("spw_interleave_replan", _arguments.real("backward", backward), ctypes.byref(changed))
         return bool(changed.value)
 
     def trace(self) -> str:
@@ -297,34 +309,24 @@ class Interleave(_NativeHandle):
                 return text.value.decode()
 
 
-def _fill(slot: Any, subgroup: Subgroup, options: Any, prefix: str, gpu: Gpu | None, uint16_dtype: str | None) -> None:
-    slot.struct_size = ctypes.sizeof(_abi.InterleaveSubgroup)
+def _fill(slot: Any, subgroup: Subgroup, dtypes: Any, prefix: str, gpu: Gpu | None, uint16_dtype: str | None) -> None:
     for name, array in subgroup._asdict().items():
         argument = prefix + name
         if array is None:
             continue
         if gpu is not None and name in ("grad", "param_copy"):
-            address, elements, code = device_span(array, argument, gpu.ordinal)
+            span = device_span(array, argument, gpu.ordinal)
         else:
-            address, elements, code = _arrays.span(array, argument, name != "grad", uint16_dtype)
-        setattr(slot, name, address)
+            span = _arrays.span(array, argument, name != "grad", uint16_dtype)
         if name == "param":
-            slot.n = elements
-        elif elements != slot.n:
-            raise InvalidArgumentError(f"{argument} has {elements} elements, param has {slot.n}; pass arrays of one size")
-        kind = {"grad": "grad_dtype", "host_grad": "grad_dtype", "param_copy": "copy_dtype"}.get(name)
-        wanted = getattr(options, kind) if kind else _abi.DTYPE_F32
-        if wanted not in (_abi.DTYPE_NONE, code):
-            raise InvalidArgumentError(f"{argument} has another dtype than in the other subgroups, or is a state that is not float32; pass float32 "
-                                       "states, and gradients and copies of one dtype each")
-        if kind:
-            setattr(options, kind, code)
+            _tensor_rows.begin(slot, span[1])
+        _tensor_rows.put(slot, name, span, argument, dtypes)
 
 
 def _rates(rates: Any) -> Any:
     found = _abi.sized(_abi.InterleaveRates)
     for name, value in Rates(*rates)._asdict().items():
-        setattr(found, name, int(value) if name == "half_duplex" else value)
+        setattr(found, name, int(bool(value)) if name == "half_duplex" else _arguments.real(f"rates: {name}", value))
     return found
 
 
@@ -333,7 +335,7 @@ def _transfer_dtype(name: str) -> int:
 
 
 def _choice(known: Mapping[str, int], name: str, argument: str) -> int:
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise InvalidArgumentError(f"{argument} is {name!r}; pass one of {', '.join(known)}")
     return known[name]
 

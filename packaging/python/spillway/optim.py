@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
-from . import _abi, _arrays, _native
+from . import _abi, _arguments, _arrays, _native, _tensor_rows
 from ._arrays import Array
 from ._deprecated import keywords
 from .errors import InvalidArgumentError
@@ -115,15 +116,15 @@ class _Optimizer:
     def _set(self, name: str, value: Any) -> None:
         try:
             setattr(self._options, name, value)
-        except TypeError as error:
-            raise InvalidArgumentError(f"{type(self).__name__}: {name} is {value!r}; pass a number") from error
+        except (TypeError, ValueError, OverflowError):
+            setattr(self._options, name, _arguments.real(f"{type(self).__name__}: {name}", value))
 
     def options_of_next_step(self, grad_scale: float, number: int | None = None) -> Any:
         """Returns the C options structure for step `number`; None is the step after the last counted one."""
         options = self._options
         try:
             options.grad_scale = grad_scale
-        except TypeError:
+        except (TypeError, ValueError, OverflowError):
             self._set("grad_scale", grad_scale)
         if self._counts_steps:
             options.step = self._number(number)
@@ -140,17 +141,36 @@ class _Optimizer:
              number: int | None = None) -> StepStats | None:
         # Written for few bytecodes: a step of a small tensor takes less time than this method.
         number = self.step_count + 1 if number is None else self._number(number)
-        options = ctypes.byref(self.options_of_next_step(grad_scale, number))
+        options = self._options
+        try:
+            options.grad_scale = grad_scale
+        except (TypeError, ValueError, OverflowError):
+            self._set("grad_scale", grad_scale)
+        if self._counts_steps:
+            options.step = number
         out: Any = _abi.sized(_abi.StepStats) if wanted else None
         stats = ctypes.byref(out) if wanted else None
-        if recording is None:
-            status = getattr(_native.library(), self._step_name)(options, table, count, stats)
-        else:
-            status = getattr(_native.library(), self._recorded_step_name)(recording, options, table, count, stats)
-        if status:
-            _native.check(status)
-        self.step_count = number
+        status: list[int] = []
+        try:
+            # The call and the store of its status are one step in C: no signal handler runs in between.
+            library = _native._library or _native.library()
+            if recording is None:
+                status.extend(starmap(getattr(library, self._step_name), ((ctypes.byref(options), table, count, stats),)))
+            else:
+                step = getattr(library, self._recorded_step_name)
+                status.extend(starmap(step, ((recording, ctypes.byref(options), table, count, stats),)))
+            if status[0]:
+                _native.check(status[0])
+        finally:
+            # Also if a signal handler raises after the call: its step is counted.
+            if status and not status[0]:
+                self.step_count = number
         return StepStats(bool(out.nonfinite), out.sum_squares) if wanted else None
+
+    def count_step(self, status: list[int]) -> None:
+        """Counts a step if `status`, the outcome of its call, has the status of success. Called while an exception may be raised."""
+        if status == [0]:
+            self.step_count += 1
 
 
 def _option(name: str, doc: str) -> Any:
@@ -190,12 +210,11 @@ class Adam(_Optimizer):
     def __init__(self, lr: float | None = None, betas: tuple[float | None, float | None] = (None, None),
                  eps: float | None = None, weight_decay: float | None = None, *, weight_decay_mode: str = "decoupled",
                  bias_correction: bool = True, rounding: str = "nearest", rounding_seed: int = 0):
-        if weight_decay_mode not in _abi.WEIGHT_DECAY_MODES:
+        if not isinstance(weight_decay_mode, str) or weight_decay_mode not in _abi.WEIGHT_DECAY_MODES:
             raise InvalidArgumentError(f"Adam: weight_decay_mode is {weight_decay_mode!r}; pass \"decoupled\" or \"l2\"")
-        if rounding not in _abi.ROUNDINGS:
+        if not isinstance(rounding, str) or rounding not in _abi.ROUNDINGS:
             raise InvalidArgumentError(f"Adam: rounding is {rounding!r}; pass \"nearest\" or \"stochastic\"")
-        if not 0 <= rounding_seed < 1 << 64:
-            raise InvalidArgumentError(f"Adam: rounding_seed is {rounding_seed!r}; pass a number from 0 to 2**64 - 1")
+        rounding_seed = _arguments.unsigned("Adam: rounding_seed", rounding_seed)
         beta1, beta2 = _pair(betas)
         super().__init__(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
                          weight_decay_mode=_abi.WEIGHT_DECAY_MODES[weight_decay_mode],
@@ -337,21 +356,17 @@ def _fill(slot: Any, entry: tuple[Any, ...], names: tuple[str, ...], prefix: str
     """Writes one tuple of arrays into a row of the C table."""
     if len(entry) not in (len(names) - 1, len(names)):
         raise InvalidArgumentError(f"{prefix[:-1]} has {len(entry)} arrays; pass {', '.join(names[:-1])} and optionally {names[-1]}")
-    slot.struct_size = ctypes.sizeof(_abi.Tensor)
     for name, array in zip(names, entry):
         if name == "param_copy" and array is None:
             continue
         argument = prefix + name
-        address, count, code = _arrays.span(array, argument, name != "grad", uint16_dtype)
+        span = _arrays.span(array, argument, name != "grad", uint16_dtype)
         if name == "param":
-            slot.n = count
-        else:
+            _tensor_rows.begin(slot, span[1])
+            shape = array.shape
+        elif array.shape != shape:
             _arrays.same_shape(array, entry[0], argument, prefix + "param")
-        setattr(slot, name, address)
-        field = _DTYPE_FIELDS[name]
-        if field == "state_dtype" and slot.state_dtype not in (_abi.DTYPE_NONE, code):
-            raise InvalidArgumentError(f"{argument} has another dtype than {prefix}exp_avg; the states of a tensor have one dtype")
-        setattr(slot, field, code)
+        _tensor_rows.put(slot, name, span, argument)
 
 
 def _fill_shadows(table: Any, optimizer: _Optimizer, shadow: Tensors, tensors: list[tuple[Any, ...]],
@@ -366,16 +381,10 @@ def _fill_shadows(table: Any, optimizer: _Optimizer, shadow: Tensors, tensors: l
         if len(entry) != len(names):
             raise InvalidArgumentError(f"{prefix[:-1]} has {len(entry)} arrays; pass {', '.join(names)}")
         for name, array in zip(names, entry):
-            address, _, code = _arrays.span(array, prefix + name, True, uint16_dtype)
+            span = _arrays.span(array, prefix + name, True, uint16_dtype)
             _arrays.same_shape(array, own[0], prefix + name, f"tensors[{index}].param")
-            if code != getattr(slot, _DTYPE_FIELDS[name]):
-                raise InvalidArgumentError(f"{prefix}{name} has another dtype than tensors[{index}].{name}; both need the same")
-            setattr(slot, f"shadow_{name}", address)
+            _tensor_rows.put(slot, f"shadow_{name}", span, prefix + name)
     return [_arrays.held(array) for entry in entries for array in entry]
-
-
-_DTYPE_FIELDS = {"param": "param_dtype", "grad": "grad_dtype", "exp_avg": "state_dtype", "exp_avg_sq": "state_dtype",
-                 "param_copy": "copy_dtype"}
 
 
 def _pair(betas: Any) -> tuple[float | None, float | None]:
@@ -402,7 +411,7 @@ def grad_stats(grad: Array, *, scale: float = 1.0, uint16_dtype: str | None = No
         norm = spillway.grad_stats(grad).sum_squares ** 0.5"""
     address, count, code = _arrays.span(grad, "grad", False, uint16_dtype)
     out = _abi.sized(_abi.StepStats)
-    _native.check(_native.library().spw_grad_stats(address, code, count, scale, ctypes.byref(out)))
+    _native.check(_native.library().spw_grad_stats(address, code, count, _arguments.real("scale", scale), ctypes.byref(out)))
     return StepStats(bool(out.nonfinite), out.sum_squares)
 
 
@@ -438,6 +447,6 @@ def accumulate_(dst: Array | list[Array], src: Array | list[Array], *, scale: fl
         row.dst, row.n, row.dst_dtype = _arrays.span(to, f"dst[{at}]", True, uint16_dtype)
         row.src, count, row.src_dtype = _arrays.span(given, f"src[{at}]", False, uint16_dtype)
         _arrays.same_shape(given, to, f"src[{at}]", f"dst[{at}]")
-    out: Any = _abi.sized(_abi.StepStats) if return_stats else None
+    scale, out = _arguments.real("scale", scale), _abi.sized(_abi.StepStats) if return_stats else None
     _native.check(_native.library().spw_grad_accumulate(ctypes.addressof(table), len(pairs), scale, ctypes.byref(out) if out else None))
     return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None

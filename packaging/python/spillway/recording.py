@@ -15,9 +15,9 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from . import _abi
+from . import _abi, _arguments, _native
 from ._deprecated import keywords
-from ._native_handle import _NativeHandle
+from ._native_handle import _NativeHandle, record
 from .errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -80,8 +80,13 @@ class Recording(_NativeHandle):
 
         Raises:
             InvalidArgumentError: No step is recorded."""
-        self._call("spw_undo_rollback")
-        self._prepared.optimizer.step_count -= 1
+        status: list[int] = []
+        try:
+            self._through(lambda handle: record(status, _native.library().spw_undo_rollback, handle))
+            _native.check(status[0])
+        finally:
+            if status == [0]:
+                self._prepared.optimizer.step_count -= 1
 
     def redo(self, *, grad_scale: float) -> None:
         """Rolls the step back and repeats it with another gradient scale, in one pass over memory.
@@ -91,7 +96,7 @@ class Recording(_NativeHandle):
 
         Raises:
             InvalidArgumentError: No step is recorded."""
-        self._call("spw_undo_redo", grad_scale)
+        self._call("spw_undo_redo", _arguments.real("grad_scale", grad_scale))
 
     def commit(self, *, release_memory: bool = False) -> None:
         """Keeps the step.

@@ -322,11 +322,14 @@ class Speculation(_NativeHandle):
 
     def _resolved(self, function: str, *arguments: Any) -> Outcome:
         found = _abi.sized(_abi.SpecOutcome)
-        self._call(function, *arguments, ctypes.byref(found))
-        outcome = Outcome(VERDICTS[found.verdict], found.norm, found.grad_scale, found.rolled_back)
-        if outcome.verdict != "skip" and self._optimizer is not None:
-            self._optimizer.step_count += 1
-        return outcome
+        status: list[int] = []
+        try:
+            self._through(lambda handle: record(status, getattr(_native.library(), function), handle, *arguments, ctypes.byref(found)))
+            _native.check(status[0])
+        finally:
+            if self._optimizer is not None and VERDICTS[found.verdict] != "skip":
+                self._optimizer.count_step(status)
+        return Outcome(VERDICTS[found.verdict], found.norm, found.grad_scale, found.rolled_back)
 
 
 def _event(fd: int | None, after: Any = None, gpu: Any = None) -> Any:

@@ -24,7 +24,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _abi, _arrays, _deprecated, _native
+from . import _abi, _arrays, _deprecated, _native, _tensor_rows
 from ._arrays import Array
 from ._native_handle import _NativeHandle, record
 from ._tier_options import milliseconds, number, payload_of
@@ -214,10 +214,8 @@ class Swap(_NativeHandle):
             self._through(lambda handle: record(status, _native.library().spw_swap_adam_step, handle, *arguments))
             _native.check(status[0])
         finally:
-            # Also if a signal handler raises after the call: its step is counted.
-            if status == [0]:
-                for adam in {id(adam): adam for adam in adams}.values():
-                    adam.step_count += 1
+            for adam in {id(adam): adam for adam in adams}.values():
+                adam.count_step(status)
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
     def ds_step(self, optimizer_id: int, calls: Sequence[Any], table: Any,
@@ -272,16 +270,13 @@ class Swap(_NativeHandle):
             raise InvalidArgumentError(f"Swap: tensors has {len(tensors)} entries for {len(self)} subgroups; pass one for each")
         table = (_abi.Tensor * len(tensors))()
         for subgroup, (row, (grad, weight, *belonging)) in enumerate(zip(table, tensors)):
-            row.struct_size, row.n = ctypes.sizeof(_abi.Tensor), self.elements[subgroup]
-            row.param_dtype = row.state_dtype = _abi.DTYPE_F32
-            row.grad, count, row.grad_dtype = _arrays.span(grad, f"tensors[{subgroup}].grad", False, uint16_dtype)
-            self._same(subgroup, count, "grad")
-            if weight is not None:
-                row.param_copy, count, row.copy_dtype = _arrays.span(weight, f"tensors[{subgroup}].weight", True, uint16_dtype)
-                self._same(subgroup, count, "weight")
-            if belonging and belonging[0] is not None:
-                row.param, count, row.param_dtype = _arrays.span(belonging[0], f"tensors[{subgroup}][2]", False, uint16_dtype)
-                self._same(subgroup, count, "third entry")
+            _tensor_rows.begin(row, self.elements[subgroup]).state_dtype = _abi.DTYPE_F32
+            spans = [("grad", f"tensors[{subgroup}].grad", grad, False), ("param_copy", f"tensors[{subgroup}].weight", weight, True),
+                     ("param", f"tensors[{subgroup}][2]", belonging[0] if belonging else None, False)]
+            for field, argument, array, write in spans:
+                if array is not None or field == "grad":
+                    _tensor_rows.put(row, field, _arrays.span(array, argument, write, uint16_dtype), argument)
+            row.param_dtype = row.param_dtype or _abi.DTYPE_F32
         table.held = [_arrays.held(array) for row in tensors for array in row if array is not None]
         return table
 

@@ -256,6 +256,39 @@ def test_misuse_has_names(desk):
         gpu.info()
 
 
+def test_a_step_on_the_gpu_is_counted_if_a_handler_raises_after_the_call(desk, monkeypatch):
+    driver, gpu, stream = desk
+    row, adam = [driver.device(normal(100, seed)) for seed in range(4)], spillway.Adam()
+
+    def interrupted(outcome, function, *arguments):
+        own(outcome, function, *arguments)
+        raise KeyboardInterrupt
+
+    own = spillway.gpu.record
+    monkeypatch.setattr(spillway.gpu, "record", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.step(adam, [row], stream=stream)
+    driver.synchronize(stream)
+    assert adam.step_count == 1
+    driver.free(*row)
+
+
+def test_numbers_that_do_not_fit_are_named(desk):
+    driver, gpu, stream = desk
+    device = driver.device(normal(10, 1))
+    for make in (lambda: spillway.pinned(-1), lambda: spillway.pinned(1.5), lambda: spillway.pinned("a word"), lambda: spillway.pinned(2**70),
+                 lambda: spillway.Gpu(-1), lambda: spillway.Gpu("a word"), lambda: spillway.Gpu(0, chunk_bytes=-1),
+                 lambda: gpu.copy_out(spillway.DeviceArray(-1, 10, "float32"), spillway.pinned(10), after=stream),
+                 lambda: gpu.copy_out(device, spillway.pinned(10), after=spillway.Stream(-1)),
+                 lambda: gpu.copy_out(device, spillway.pinned(10), after=stream).wait(timeout="a word"),
+                 lambda: gpu.step(spillway.Adam(), [[device] * 4], shadow=[[device] * 3] * 2, stream=stream),
+                 lambda: gpu.step(spillway.Adam(), [[device] * 4], shadow=[[device]], stream=stream)):
+        with pytest.raises(spillway.InvalidArgumentError):
+            make()
+    assert spillway.pinned(0).size == 0
+    driver.free(device)
+
+
 @pytest.fixture
 def torch_on(monkeypatch):
     """Replaces sys.modules["torch"] with a torch that uses CUDA, with this current stream on this GPU alone."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import spillway
-from spillway import _abi, _native, _native_handle, speculate
+from spillway import _abi, _native, _native_handle, interleave, optim, recording, speculate
 from spillway import tier as tier_module
 
 BYTES = 64 << 10
@@ -213,3 +213,75 @@ def test_a_call_and_its_outcome_are_one_step(calls):
     outcome = []
     _native_handle.record(outcome, os.path.join, *["a"] * (calls + 1))
     assert outcome == [os.path.join(*["a"] * (calls + 1))]
+
+
+def arrays_of_a_tensor():
+    return [np.ones(100, np.float32) for _ in range(4)]
+
+
+def test_a_step_is_done_and_counted_if_a_handler_raises_after_the_call(monkeypatch):
+    """The next step then has the number that bias correction needs."""
+    seen, wanted = arrays_of_a_tensor(), arrays_of_a_tensor()
+    ours, theirs = spillway.Adam(), spillway.Adam()
+    prepared = ours.prepare([seen])
+
+    def interrupted(function, arguments):
+        yield function(*arguments[0])
+        raise Interrupt
+    for way in (lambda: ours.step([seen]), prepared.step, prepared.record().step):
+        with monkeypatch.context() as patch, pytest.raises(Interrupt):
+            patch.setattr(optim, "starmap", interrupted)
+            way()
+        theirs.step([wanted])
+        assert ours.step_count == theirs.step_count
+    ours.step([seen])
+    theirs.step([wanted])
+    assert all((one == other).all() for one, other in zip(seen, wanted)) and ours.step_count == 4
+
+
+def test_a_rollback_is_done_and_counted_if_a_handler_raises_after_the_call(after_the_call):
+    arrays, adam = arrays_of_a_tensor(), spillway.Adam()
+    with adam.prepare([arrays]).record() as record:
+        before = [array.copy() for array in arrays]
+        record.step()
+        after_the_call(recording)
+        with pytest.raises(Interrupt):
+            record.rollback()
+        assert adam.step_count == 0 and all((one == other).all() for one, other in zip(arrays, before))
+
+
+def test_an_interleaved_step_is_begun_and_counted_if_a_handler_raises_after_the_call(after_the_call):
+    param, grad, exp_avg, exp_avg_sq = arrays_of_a_tensor()
+    adam = spillway.Adam()
+    with spillway.Interleave([spillway.Subgroup(param, exp_avg, exp_avg_sq, grad)]) as update:
+        update.grad_ready(0)
+        after_the_call(interleave)
+        with pytest.raises(Interrupt):
+            update.begin(adam)
+        update.finish()
+        assert adam.step_count == 1 and (param != 1).all()
+
+
+def test_a_kept_round_is_counted_if_a_handler_raises_after_the_call(after_the_call):
+    arrays, adam = arrays_of_a_tensor(), spillway.Adam()
+    with spillway.Speculation(1) as speculation:
+        speculation.begin(adam)
+        speculation.submit(0, [tuple(arrays)])
+        stats = speculation.local_result()
+        after_the_call(speculate)
+        with pytest.raises(Interrupt):
+            speculation.resolve(stats)
+        speculation.finish()
+        assert adam.step_count == 1 and (arrays[0] != 1).all()
+
+
+def test_steps_under_interrupts_are_counted_if_they_were_done():
+    """Each step adds 1 to a sum; a step that is not counted would leave the sum ahead of the count."""
+    grad, total = np.ones(300, np.float32), np.zeros(300, np.float32)
+    adagrad = spillway.Adagrad()
+    prepared = adagrad.prepare([(np.zeros(300, np.float32), grad, total)])
+    with Ticking() as ticking:
+        for _ in range(ROUNDS):
+            ticking.during(lambda: [prepared.step() for _ in range(20)])
+            assert adagrad.step_count == total[0]
+    assert ticking.count > 50

@@ -3,7 +3,7 @@
 
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
-use crate::capi::guard::guard_step;
+use crate::capi::guard::{guard, guard_step};
 use crate::capi::optim::table;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::{Error, Result};
@@ -103,6 +103,24 @@ pub unsafe extern "C" fn spw_adam_step(
             let seen = table::with_jobs(tensors, count, &rule, |own| own_rule(own), step)?;
             tensor::write_stats(seen, stats_out)
         }
+    })
+}
+
+/// Checks the arguments of `spw_adam_step`, and changes nothing: it fails as the step would, with the same message. A
+/// step of arguments that passed fails only for lack of memory or threads. For callers that write other data in the same
+/// step, and must know beforehand that this part can be done.
+///
+/// # Safety
+/// As `spw_adam_step`; the spans are not accessed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_adam_check(
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    count: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe { table::check(tensors, count, &rule(&parse(options)?)?, |own| own_rule(own)) }
     })
 }
 

@@ -6,8 +6,9 @@ use crate::capi::abi_struct;
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::optim::overlap;
-use crate::capi::optim::tensor::{self, at, spw_grad_tensor, spw_step_stats};
+use crate::capi::optim::tensor::{self, at, spw_grad_tensor, spw_step_stats, spw_tensor};
 use crate::capi::output::required;
+use crate::dtype::Floats;
 use crate::error::{Error, Result};
 use crate::optim::StepStats;
 use crate::optim::grad::{self, Addition};
@@ -41,6 +42,46 @@ pub unsafe extern "C" fn spw_grad_stats(
             tensor::write_stats(seen, stats_out)
         }
     })
+}
+
+/// Computes the statistics of the gradients of `count` tensors, in one pass over their memory: for one tensor those of
+/// `spw_grad_stats`; the sums of several tensors are added in their order. Of each tensor only n, grad and grad_dtype
+/// are read. Gradients may overlap.
+///
+/// # Safety
+/// `tensors` points to `count` structs, `struct_size` bytes apart, `stats_out` to a struct of `struct_size` bytes. No
+/// other thread writes the gradients during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_grad_stats_all(
+    tensors: *const spw_tensor,
+    count: u64,
+    scale: f64,
+    stats_out: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        required(stats_out, "stats_out")?;
+        let scale = finite(scale)?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(stats_out, "stats_out")?;
+            let raw = abi_struct::read_all(tensors, count, "tensors")?;
+            let mut grads = try_vec::with_capacity("listing the gradients", raw.len())?;
+            for (index, raw) in raw.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
+                grads.push(gradient(raw).map_err(|error| at(index, error))?);
+            }
+            tensor::write_stats(grad::stats_all(&grads, scale)?, stats_out)
+        }
+    })
+}
+
+/// The gradient of a tensor.
+///
+/// # Safety
+/// The caller lends the gradient, of n elements, for `'a`.
+unsafe fn gradient<'a>(raw: &spw_tensor) -> Result<Floats<'a>> {
+    let dtype = tensor::parse_dtype(raw.grad_dtype, "grad_dtype")?;
+    // SAFETY: the caller lends the gradient.
+    unsafe { tensor::span(raw.grad, dtype, raw.n, "grad") }
 }
 
 /// Adds gradients of a micro-batch to accumulated gradients: `dst = dst + src * scale` for each of `count` tensors, in any

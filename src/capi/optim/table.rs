@@ -8,6 +8,7 @@ use crate::capi::abi_struct;
 use crate::error::Result;
 use crate::kernel::{Optimizer, Tensor};
 use crate::optim::parallel::Job;
+use crate::optim::processor;
 use crate::sys::arena::{self, Arena};
 use crate::sys::try_vec;
 
@@ -54,6 +55,20 @@ pub(in crate::capi) unsafe fn with_jobs<R: Optimizer, T>(
             work(&mut jobs)
         }
     })
+}
+
+/// Fails as a step of these tensors would, and changes nothing.
+///
+/// # Safety
+/// As [`jobs`].
+pub(in crate::capi) unsafe fn check<R: Optimizer>(
+    tensors: *const spw_tensor,
+    count: u64,
+    optimizer: &R,
+    own: impl Fn(*const c_void) -> Result<R>,
+) -> Result<()> {
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { with_jobs(tensors, count, optimizer, own, |_| processor::kernel().map(drop)) }
 }
 
 /// # Safety

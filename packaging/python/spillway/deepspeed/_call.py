@@ -4,13 +4,12 @@ import ctypes
 import operator
 import threading
 
-from .. import _abi, _arrays, _native
+from .. import _abi, _arrays, _native, _tensor_rows
 from ..errors import InvalidArgumentError, UnknownIdError
 
 # Counters per thread, without a lock that a fork could leave locked.
 _local = threading.local()
 _per_thread = []
-_SIZE = ctypes.sizeof(_abi.Tensor)
 _CALL_SIZE = ctypes.sizeof(_abi.DsAdamCall)
 
 
@@ -26,23 +25,22 @@ def update(op, function, optimizer_id, step, hyper, params, grads, **states):
 
 def tensor(params, grads, **states):
     """The C record of one tensor."""
-    param, n, param_dtype = _arrays.span(params, "params", True)
-    grad, _, grad_dtype = _arrays.span(grads, "grads", False)
+    param = _arrays.span(params, "params", True)
+    grad = _arrays.span(grads, "grads", False)
     _arrays.same_shape(grads, params, "grads", "params")
-    made = _abi.Tensor(_SIZE, param_dtype, _abi.DTYPE_NONE, grad_dtype, _abi.DTYPE_NONE, 0, n, param, grad)
+    made = _tensor_rows.begin(_abi.Tensor(), param[1])
+    _tensor_rows.put(made, "param", param, "params")
+    _tensor_rows.put(made, "grad", grad, "grads")
     for name, state in states.items():
-        address, _, dtype = _arrays.span(state, name, True)
+        span = _arrays.span(state, name, True)
         _arrays.same_shape(state, params, name, "params")
-        if made.state_dtype not in (_abi.DTYPE_NONE, dtype):
-            raise InvalidArgumentError("exp_avg_sq has another dtype than exp_avg; the states of a tensor have one dtype")
-        made.state_dtype = dtype
-        setattr(made, name, address)
+        _tensor_rows.put(made, name, span, name)
     return made
 
 
 def no_elements():
     """The C record of a tensor without elements."""
-    return _abi.Tensor(_SIZE)
+    return _tensor_rows.begin(_abi.Tensor(), 0)
 
 
 def adam_call(step, lr, beta1, beta2, eps, weight_decay, bias_correction):

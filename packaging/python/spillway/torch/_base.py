@@ -1,13 +1,13 @@
 """The step that all classes share: its order, what a refused step leaves, and what is saved of an optimizer. _building.py has the table of the
 parameters, _clipping.py the norm of the gradients, _torch_step.py the parameters that torch steps.
 
-Order of a step: the closure, then everything that can be refused (other shapes, shared memory, gradients with Inf or NaN), then torch's
-step of the parameters that Spillway does not serve, then one call of the library. A refused step changes no parameter."""
+Order of a step: the closure, then everything that can be refused (other shapes, options out of range, shared memory, gradients with Inf or
+NaN), then torch's step of the parameters that Spillway does not serve, then one call of the library. A refused step changes no parameter, no
+state, no count and no gradient."""
 
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +19,19 @@ from . import _split
 from ._arguments import check_keywords, check_steps
 from ._building import Building
 from ._clipping import Clipping, Measured
+from ._notes import of_itself
 from ._on_tier import OnTier
 from ._pending import Pending
 from ._precision import Precision, master_of
 from ._rows import local
-from ._table import Table
+from ._table import Table, named
 from ._tier_table import TierTable
 from ._undo import LastStep, RecordedStep
 
 #: The keywords beyond torch, with their defaults.
 _BEYOND: dict[str, Any] = {"max_norm": None, "process_group": None, "skip_nonfinite": False, "undo": False, "moment_dtype": None,
                            "moment_rounding": "nearest", "rounding_seed": 0, "master": None, "tier": None, "memory_budget": None}
-_KEPT = ("max_norm", "process_group", "skip_nonfinite", "undo", "_precision")
+_KEPT = ("max_norm", "skip_nonfinite", "undo", "_precision")
 
 
 def take_beyond(options: dict[str, Any]) -> dict[str, Any]:
@@ -45,11 +46,7 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
         grad_norm: Global norm of the gradients at the last step, before clipping; None without `max_norm`.
         skipped: True if the last step changed nothing because a gradient had Inf or NaN."""
 
-    #: States have a step count.
-    _counted = True
-
-    skipped = False
-    _step_supports_amp_scaling = True
+    skipped: bool
 
     def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool, tier: Any, memory_budget: int | None,
               **precision: Any) -> None:
@@ -64,23 +61,24 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             self._open_tier(tier, memory_budget)
         elif memory_budget is not None:
             raise InvalidArgumentError(f"{type(self).__name__}: memory_budget is the memory for states on a tier; pass tier, or leave it out")
-        # torch's __init__ sets this for fused=True only; Spillway always applies the scale of a GradScaler itself.
-        self._step_supports_amp_scaling = True
 
     def __getstate__(self) -> dict[str, Any]:
         if self._tier is not None:
             raise TypeError(f"an {type(self).__name__} with states on a tier cannot be copied or pickled; save its state_dict()")
         self._settle()
         self._forget_low_bits()
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}, "process_group": _Group(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state.get("process_group"), _Group):
+            state = {**state, "process_group": state["process_group"].group}
         super().__setstate__(state)
         self._table, self._last = None, None
         # torch's load_state_dict calls this too, without these attributes; loaded low bits belong to weights that may be loaded later.
         if "_precision" in state:
             self._note_versions()
 
+    @of_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of torch's, as torch does; states keep the dtypes of this optimizer."""
         tier = self._tier
@@ -113,12 +111,14 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            if self._tier is None:
-                self._step_all()
+            own = self._itself()
+            if own._tier is None:
+                own._step_all()
             else:
-                self._alone(self._tier, self._step_all)
+                own._alone(own._tier, own._step_all)
         return loss
 
+    @of_itself
     def rollback(self) -> None:
         """Restores the parameters and states of the time before the last step, bit for bit; needs `undo=True`. With `tier`, those of the last
         commit, also after a step that failed.
@@ -143,6 +143,7 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             self._settle()
         last.close()
 
+    @of_itself
     def master(self, param: torch.Tensor) -> torch.Tensor:
         """The float32 master of a parameter, of which the next step computes; for a DTensor, of the part that this process holds. Before the
         first step, and where the program has written to the parameter since, it has the values of the parameter.
@@ -183,6 +184,9 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
                 table = TierTable(self, self._tier) if self._tier is not None else self._current()
                 factor = 1.0 if scale is None else 1.0 / float(scale)
                 measured = self._measured(table, factor) if self._measures else None
+                # The library checks its own tensors before it writes to one of them. Others must not be written to before it has.
+                if self._rest or (measured is not None and self.process_group is not None):
+                    self._check_all(table, factor)
             self._step_table(table, factor, measured)
         finally:
             if table is not None:
@@ -200,7 +204,19 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
         if table.places:
             self._run(table, factor)
 
-    def _run(self, table: Table, factor: float) -> None:
+    def _check_all(self, table: Any, factor: float) -> None:
+        """Raises the error of a step that the library or torch would refuse; changes nothing."""
+        if self._rest:
+            self._check_rest()
+        if table.places:
+            group, options = self._set_all_options(table, factor)
+            try:
+                table.check(self.c_name, options)
+            except SpillwayError as error:
+                raise named(error, table.row_name, group) from None
+
+    def _set_all_options(self, table: Any, factor: float) -> tuple[int, Any]:
+        """Writes the options of all rows. Returns those of one of them, for the call, and the number of its group."""
         written: dict[tuple[int, int], Any] = {}
         for (number, step, _), options in table.options.items():
             if (number, step) in written:
@@ -208,8 +224,17 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
                 ctypes.memmove(ctypes.byref(options), ctypes.byref(written[number, step]), self._options_type.rounding.offset)
                 continue
             written[number, step] = options
-            self._set_options(options, self.param_groups[number], step + 1)
-            options.grad_scale = -factor if self.param_groups[number].get("maximize") else factor
+            group = self.param_groups[number]
+            try:
+                self._set_options(options, group, step + 1)
+            except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+                raise InvalidArgumentError(f"param_groups[{number}]: an option is missing or no number: {type(error).__name__}: {error}; nothing was "
+                                           "stepped") from None
+            options.grad_scale = -factor if group.get("maximize") else factor
+        return number, options
+
+    def _run(self, table: Table, factor: float) -> None:
+        group, options = self._set_all_options(table, factor)
         last = self._recorded(table) if self.undo else None
         # Held before the call: a signal handler may raise after the library has stepped.
         self._pending = pending = Pending(table, 1, last)
@@ -220,7 +245,7 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
                 table.run(self.c_name, options, pending.status)
             _native.check(pending.status[0])
         except SpillwayError as error:
-            raise _named(error, table) from None
+            raise named(error, table.row_name, group) from None
         finally:
             self._settle()
 
@@ -233,7 +258,17 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
         raise NotImplementedError
 
 
-def _named(error: SpillwayError, table: Table) -> SpillwayError:
-    """The error with names of parameters for the numbers of rows."""
-    message = re.sub(r"tensors\[(\d+)\]", lambda match: table.row_name(int(match[1])), str(error))
-    return type(error)(message, error.status)
+class _Group:
+    """The process group of an optimizer that is copied: the copy has the same one."""
+
+    def __init__(self, group: Any):
+        self.group = group
+
+    def __deepcopy__(self, _: Any) -> _Group:
+        return self
+
+    def __reduce__(self) -> Any:
+        if self.group is not None:
+            raise TypeError("an optimizer with process_group cannot be pickled, because a process group belongs to its process; save the optimizer's "
+                            "state_dict(), or set optimizer.process_group = None first")
+        return _Group, (None,)

@@ -10,9 +10,9 @@ from .. import _abi
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._parts import part_of
 from ._precision import LOW, master_of
-from ._rows import Row, check_memory, check_state, is_served, lay_out, local, name_of
+from ._rows import Row, check_kinds, check_memory, check_state, check_versions, is_served, lay_out, local, name_of
 from ._table import Table
-from ._torch_step import TorchStep, is_torchs
+from ._torch_step import TorchStep, check_layout, is_torchs
 
 
 class Building(TorchStep):
@@ -21,14 +21,11 @@ class Building(TorchStep):
     # Set by each class: its options struct, and the states with their fields in the C struct.
     _options_type: Any
     _keys: dict[str, str]
-    #: Sparse gradients are left to torch's step.
-    _sparse = False
-    #: Attribute of a parameter that holds its gradient.
-    _grad_name = "grad"
+    #: States have a step count.
+    _counted = True
     #: Why this optimizer cannot leave a parameter to torch's step, and what to do.
     _rest_words = ("is stepped by torch, which cannot roll a step back and keeps no moments or masters of other dtypes; leave out undo, "
                    "moment_dtype and master, or pass contiguous CPU parameters and gradients of 16 or 32 bits")
-    _flags: list[bool] = []
 
     def _current(self) -> Table:
         """The table of the present tensors."""
@@ -55,7 +52,8 @@ class Building(TorchStep):
                 if grad is None:
                     continue
                 name = name_of(group, number, index)
-                self._check_layout(grad, name)
+                check_layout(grad, name, type(self).__name__, self._sparse)
+                check_kinds(self.state.get(param, {}), (*self._keys, self._precision.master_state[0]), name)
                 if is_torchs(group) or not is_served(param, grad, name):
                     # States lie in the order of the parameters, as torch creates them.
                     self.state[param]
@@ -70,12 +68,6 @@ class Building(TorchStep):
         return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic,
                      master=self._precision.master_state[0], grad_name=self._grad_name)
 
-    def _check_layout(self, grad: torch.Tensor, name: str) -> None:
-        """Raises an error for gradients that torch's class refuses too, so that it names the parameter."""
-        if not self._sparse and local(grad).layout is not torch.strided:
-            raise UnsupportedError(f"{name}: {type(self).__name__} does not support sparse gradients, and this one is {local(grad).layout}; pass "
-                                   "dense gradients, or leave the parameter to torch.optim.SparseAdam")
-
     def _row(self, number: int, index: int, name: str) -> Row:
         group = self.param_groups[number]
         param = group["params"][index]
@@ -88,7 +80,10 @@ class Building(TorchStep):
             lay_out(param, self.state[param], [key])
             master = master_of(self._precision, param, self.state[param])
             check_state(local(param), master, key, name, (dtype,))
-        return Row(number, index, local(param), local(getattr(param, self._grad_name)), states, master, self._copy_of(param))
+        row = Row(number, index, local(param), local(getattr(param, self._grad_name)), states, master, self._copy_of(param))
+        if self.undo or master is not None:
+            check_versions([row.param, row.grad, *states, *([] if master is None else [master])], name)
+        return row
 
     def _copy_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """The 16-bit tensor to which a step of a float32 parameter also writes."""
@@ -114,6 +109,8 @@ class Building(TorchStep):
             state.update(new)
         lay_out(param, state, list(self._keys))
         try:
+            if self._counted:
+                state["step"]
             states = tuple(local(state[key]) for key in self._keys)
         except KeyError as error:
             raise InvalidArgumentError(f"{name}: its state lacks {error}; load the state of this optimizer, or delete "

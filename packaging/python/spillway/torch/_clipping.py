@@ -6,17 +6,18 @@ reduction, also one that refuses its step before it. All that a process can refu
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _abi, _native
 from ..errors import InvalidArgumentError, SpillwayError
 from ._parts import Parts
-from ._rows import CODES, DTensor, local, name_of
-from ._table import Table
+from ._rows import DTensor, local, name_of
+from ._table import Table, named
 from ._torch_step import TorchStep
 
 
@@ -35,10 +36,10 @@ class Clipping(TorchStep):
     Attributes:
         grad_norm: Global norm of the gradients at the last step, before clipping; None without `max_norm`."""
 
-    max_norm: float | None = None
-    process_group: Any = None
-    skip_nonfinite = False
-    grad_norm: float | None = None
+    max_norm: float | None
+    process_group: Any
+    skip_nonfinite: bool
+    grad_norm: float | None
 
     @property
     def _measures(self) -> bool:
@@ -48,18 +49,16 @@ class Clipping(TorchStep):
     def _measured(self, table: Table, factor: float) -> Measured:
         """Measures the gradients of this process."""
         total, nonfinite, culprit = 0.0, False, ""
-        counts = self._counts(table)
-        out, function = _abi.sized(_abi.StepStats), _native.library().spw_grad_stats
-        for at, (grad, entry) in enumerate(zip(table.grads, table.entries)):
-            _native.check(function(entry.grad, CODES[grad.dtype], entry.n, factor, ctypes.byref(out)))
-            if counts is None or counts[at]:
-                total += out.sum_squares
-            if out.nonfinite and not nonfinite:
-                nonfinite, culprit = True, table.name(at)
-        for at, (number, index) in enumerate(self._rest, len(table.grads)):
+        counts, number_of_rows = self._counts(table), len(table.grads)
+        for counted, rows in _runs([True] * number_of_rows if counts is None else counts[:number_of_rows]):
+            stats = _stats(table, rows, factor)
+            if counted:
+                total += stats.sum_squares
+            if stats.nonfinite and not nonfinite:
+                nonfinite, culprit = True, next(table.name(at) for at in rows if _stats(table, range(at, at + 1), factor).nonfinite)
+        for at, (number, index) in enumerate(self._rest, number_of_rows):
             group = self.param_groups[number]
-            grad = local(group["params"][index].grad)
-            square = float(torch.linalg.vector_norm(grad.to_dense() if grad.is_sparse else grad, dtype=torch.float64)) ** 2 * factor ** 2
+            square = _square(local(group["params"][index].grad)) * factor ** 2
             if counts is None or counts[at]:
                 total += square
             if square - square != 0 and not nonfinite:
@@ -126,3 +125,32 @@ class Clipping(TorchStep):
             raise SpillwayError(f"{type(self).__name__}: another process of process_group refused this step, and its error says why; nothing was "
                                 "stepped here")
         return total, bool(bad), bool(found)
+
+
+def _runs(values: Sequence[bool]) -> Iterator[tuple[bool, range]]:
+    """The ranges of equal values."""
+    first = 0
+    for at in range(1, len(values) + 1):
+        if at == len(values) or values[at] != values[first]:
+            yield values[first], range(first, at)
+            first = at
+
+
+def _stats(table: Any, rows: range, factor: float) -> Any:
+    """Sum of the squares and finiteness of the scaled gradients of some consecutive rows; one call of the library."""
+    out = _abi.sized(_abi.StepStats)
+    start = ctypes.addressof(table.entries) + rows.start * ctypes.sizeof(_abi.Tensor)
+    try:
+        _native.check(_native.library().spw_grad_stats_all(start, len(rows), factor, ctypes.byref(out)))
+    except SpillwayError as error:
+        raise named(error, lambda row: table.name(rows.start + row)) from None
+    return out
+
+
+def _square(grad: torch.Tensor) -> float:
+    """Square of the norm of a gradient that torch steps."""
+    if isinstance(grad, FakeTensor):
+        # It has no values; torch.nn.utils.clip_grad_norm_ under FakeTensorMode does not ask for them either.
+        return 0.0
+    grad = grad.to_dense() if grad.is_sparse else grad
+    return float(torch.linalg.vector_norm(grad, dtype=torch.complex128 if grad.is_complex() else torch.float64)) ** 2

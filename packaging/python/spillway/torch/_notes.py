@@ -6,9 +6,11 @@ table has stepped. A version is valid for the dict of states with which it was n
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -19,16 +21,39 @@ from ._table import Table
 from ._undo import RecordedStep
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def of_itself(method: _Method) -> _Method:
+    """A method that runs on the optimizer itself if a wrapper calls it with the wrapper in its place."""
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        return method(self._itself(), *arguments, **options)
+    return cast(_Method, call)
+
+
 class Notes(torch.optim.Optimizer):
     """Base of the optimizers of this package; not for direct use."""
 
     #: A step is recorded, so that it can be rolled back.
-    undo = False
-    _precision = Precision()
-    _table: Table | None = None
-    _last: RecordedStep | None = None
-    _pending: Pending | None = None
-    _noted: dict[torch.Tensor, tuple[int, dict[str, Any]]] = {}
+    undo: bool
+    _precision: Precision
+    _table: Table | None
+    _last: RecordedStep | None
+    _pending: Pending | None
+    _noted: dict[torch.Tensor, tuple[int, dict[str, Any]]]
+    #: This optimizer, for calls through a wrapper.
+    _itself: weakref.ref[Any]
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        # Wrappers inherit from the class of the optimizer that they wrap, and look in it for the attributes that they lack. An attribute of
+        # the class would be found before that of the wrapped optimizer.
+        made: Any = super().__new__(cls)
+        made.__dict__.update({
+            "undo": False, "max_norm": None, "process_group": None, "skip_nonfinite": False, "grad_norm": None, "skipped": False,
+            "resumed_step": None, "payload": b"", "_precision": Precision(), "_table": None, "_last": None, "_pending": None, "_noted": {},
+            "_tier": None, "_rest": [], "_tried": [], "_flags": [], "_itself": weakref.ref(made)})
+        return made
 
     def _settle(self) -> None:
         """Notes the result of a call of the library after which a signal handler has raised."""

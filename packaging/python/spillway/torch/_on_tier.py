@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ._arguments import check_steps
-from ._notes import Notes
+from ._notes import Notes, of_itself
 from ._tier_dict import check_loaded, whole_state, write_through
 from ._tier_states import TierStates
 
@@ -23,9 +23,9 @@ class OnTier(Notes):
 
     #: The name in the C ABI.
     c_name: str
-    resumed_step: int | None = None
-    payload = b""
-    _tier: TierStates | None = None
+    resumed_step: int | None
+    payload: bytes
+    _tier: TierStates | None
 
     def _open_tier(self, tier: Any, memory_budget: int | None) -> None:
         name, precision = type(self).__name__, self._precision
@@ -41,6 +41,7 @@ class OnTier(Notes):
         self.resumed_step = self._tier.resumed_step
         self.payload = self._tier.committed.payload if self._tier.committed is not None else b""
 
+    @of_itself
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch does; with `tier`, all groups must be passed at construction."""
         if self._tier is not None:
@@ -48,6 +49,7 @@ class OnTier(Notes):
                                    "to the constructor")
         super().add_param_group(param_group)
 
+    @of_itself
     def commit(self, step: int | None = None, payload: bytes = b"") -> None:
         """Makes the states on the tier durable. An optimizer that is constructed on the same tier later begins with them.
 
@@ -61,6 +63,7 @@ class OnTier(Notes):
         tier = self._of_tier("commit")
         self._alone(tier, lambda: tier.commit(self, step, payload))
 
+    @of_itself
     def close(self) -> None:
         """Closes the tier, whose lock and memory are then free; states since the last commit are lost. Does nothing without a tier."""
         if self._tier is not None:
@@ -71,6 +74,7 @@ class OnTier(Notes):
             raise InvalidArgumentError(f"{type(self).__name__}.{call}: the states are in host memory; construct the optimizer with tier")
         return self._tier
 
+    @of_itself
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict. With `tier`, all states are read, subgroup by subgroup, between two steps of other threads; see docs/torch.md
         for the memory."""

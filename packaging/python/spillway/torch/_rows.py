@@ -5,6 +5,7 @@ that the kernels know. All other parameters go to torch's own step. If neither c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ except ImportError:  # a build of torch without distributed
         """Stands in where torch has no DTensor."""
 
 CODES = {torch.float32: _abi.DTYPE_F32, torch.float16: _abi.DTYPE_F16, torch.bfloat16: _abi.DTYPE_BF16}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Row(NamedTuple):
@@ -63,7 +64,7 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
 
     Raises:
         InvalidArgumentError: Parameter and gradient do not fit each other."""
-    if type(param) not in _PLAIN and not isinstance(param, DTensor):
+    if type(param) not in PLAIN and not isinstance(param, DTensor):
         return False
     if isinstance(param, DTensor) != isinstance(grad, DTensor):
         raise InvalidArgumentError(f"{name}: one of parameter and gradient is a DTensor; pass both as DTensors")
@@ -73,7 +74,7 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
     if is_partial(param):
         return False
     param, grad = local(param), local(grad)
-    if type(grad) not in _PLAIN or grad.layout is not torch.strided:
+    if type(grad) not in PLAIN or grad.layout is not torch.strided:
         return False
     if param.device != grad.device:
         raise InvalidArgumentError(f"{name} is on {param.device}, its gradient on {grad.device}; move the gradient")
@@ -89,6 +90,24 @@ def lay_out(param: torch.Tensor, states: dict[str, Any], keys: list[str]) -> Non
         own = local(states[key]) if isinstance(states.get(key), torch.Tensor) else None
         if own is not None and own.shape == local(param).shape and own.is_cpu and own.layout is torch.strided and not own.is_contiguous():
             states[key] = states[key].detach().contiguous()
+
+
+def check_kinds(states: Any, keys: Iterable[str], name: str) -> None:
+    """Raises an error if the states of a parameter are none: a dict, whose values for `keys` are tensors."""
+    if not isinstance(states, dict):
+        raise InvalidArgumentError(f"{name}: optimizer.state has {states!r} for it; load the state of this parameter, or delete "
+                                   "optimizer.state[parameter]")
+    for key in keys:
+        if key in states and not isinstance(states[key], torch.Tensor):
+            raise InvalidArgumentError(f"{name}: its state {key!r} is {states[key]!r}; load the state of this parameter, or delete "
+                                       "optimizer.state[parameter]")
+
+
+def check_versions(tensors: Iterable[torch.Tensor], name: str) -> None:
+    """Raises an error for tensors in which torch does not note writes."""
+    if any(tensor.is_inference() for tensor in tensors):
+        raise InvalidArgumentError(f"{name}: the parameter, its gradient or a state is an inference tensor, in which torch notes no writes, as undo and "
+                                   "master need them; clone it outside of torch.inference_mode")
 
 
 def check_state(param: torch.Tensor, state: torch.Tensor, key: str, name: str, dtypes: tuple[torch.dtype, ...]) -> None:

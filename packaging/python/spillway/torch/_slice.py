@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from itertools import chain, compress
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -52,20 +52,21 @@ class Slice:
         #: The addresses of gradients in the C table; None while they are written.
         self._grad_addresses: list[int] | None = [row.grad.data_ptr() for row in rows]
         self.grads: list[torch.Tensor] = []
-        self._steps: list[torch.Tensor] = []
+        self._step_addresses: list[int] = []
         self.has_masters = master is not None
         #: The versions of parameters with masters after the last step.
         self.versions: list[int] = []
-        states = [row.states if row.master is None else (*row.states, row.master) for row in rows]
-        self._state_addresses = [tensor.data_ptr() for tensors in states for tensor in tensors]
+        states = [tensor for row in rows for tensor in (row.states if row.master is None else (*row.states, row.master))]
+        # An address alone does not tell a state from another one that lies there now.
+        self._states_same, self._state_addresses = properties_of(states), list(map(_data_ptr, states))
         names = keys if master is None else [*keys, master]
         self._single, self._states_of = len(names) == 1, itemgetter(*names)
         if master is not None:
             self.versions = list(map(_version, self.local(self.owners)))
 
     def note_steps(self) -> None:
-        """Remembers the tensors of the step counts."""
-        self._steps = list(map(_step, self.inner))
+        """Remembers where the step counts lie."""
+        self._step_addresses = list(map(_data_ptr, map(_step, self.inner)))
 
     def is_same(self) -> bool:
         """True if parameters and states are those of the last step."""
@@ -74,12 +75,13 @@ class Slice:
             return False
         if self.has_masters and list(map(_version, params)) != self.versions:
             return False
-        if self._steps and not all(map(is_, map(_step, self.inner), self._steps)):
+        if self._step_addresses and list(map(_data_ptr, map(_step, self.inner))) != self._step_addresses:
             return False
         states = map(self._states_of, self.inner)
         if not self._single:
             states = chain.from_iterable(states)
-        return list(map(_data_ptr, self.local(states))) == self._state_addresses
+        states = list(self.local(states))
+        return self._states_same(states) and list(map(_data_ptr, states)) == self._state_addresses
 
     def take_grads(self, words: torch.Tensor) -> bool:
         """Takes the present gradients, and writes their addresses to `words`, one for each row; False if they do not fit the rows."""

@@ -4,26 +4,32 @@ Frameworks replace gradients at every step, and sometimes parameters, states and
 `Table.refresh` compares every pointer and property that the kernels rely on with the tensors of now. New gradients of the same shape are
 patched in; after any other difference the caller builds a new table.
 
-The step counts of all rows lie in one tensor, and each `state["step"]` is a view of one element. Counting a step is one addition."""
+The step counts of all rows lie in one piece of memory, and each `state["step"]` is one element of it. Counting a step is one addition."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any
 
 import torch
 
-from .. import _abi, _native
+from .. import _abi, _native, _tensor_rows
 from .._native_handle import record
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, SpillwayError
 from ._arguments import is_count
 from ._rows import CODES, Row, name_of
 from ._slice import LENGTH, Slice
 
 _WORDS = ctypes.sizeof(_abi.Tensor) // 8
 _GRAD = _abi.Tensor.grad.offset // 8
+#: How the library names a row, an option of a row, and an option of the call; names of options that differ from torch's.
+_PLACES = re.compile(r"tensors\[(\d+)\](?:\.options\.(\w+))?|^options\.(\w+)")
+_OPTION_NAMES = {"beta1": "betas[0]", "beta2": "betas[1]", "grad_scale": "grad_scale (of the scaler and of max_norm)"}
+#: Dtypes in which step counts are kept as they were found.
+_COUNTS = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
 class Table:
@@ -74,35 +80,50 @@ class Table:
         return slices
 
     def _fill(self, rows: list[Row], fields: list[str]) -> None:
-        for entry, row in zip(self.entries, rows):
-            entry.struct_size, entry.n = ctypes.sizeof(_abi.Tensor), row.param.numel()
-            entry.param_dtype, entry.grad_dtype = CODES[row.param.dtype], CODES[row.grad.dtype]
-            entry.state_dtype = CODES[row.states[0].dtype]
-            entry.param, entry.grad = row.param.data_ptr(), row.grad.data_ptr()
-            if row.master is not None and row.master.dtype is torch.int16:
-                entry.param_low = row.master.data_ptr()
-            elif row.master is not None:
-                entry.param, entry.param_dtype = row.master.data_ptr(), _abi.DTYPE_F32
-                entry.param_copy, entry.copy_dtype = row.param.data_ptr(), CODES[row.param.dtype]
-            elif row.copy is not None:
-                entry.param_copy, entry.copy_dtype = row.copy.data_ptr(), CODES[row.copy.dtype]
-            for field, state in zip(fields, row.states):
-                setattr(entry, field, state.data_ptr())
+        for at, (entry, row) in enumerate(zip(self.entries, rows)):
+            try:
+                self._fill_row(_tensor_rows.begin(entry, row.param.numel()), row, fields)
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"{self.name(at)}: its {error}; nothing was stepped") from None
+
+    @staticmethod
+    def _fill_row(entry: Any, row: Row, fields: list[str]) -> None:
+        param, copy = row.param, row.copy
+        if row.master is not None and row.master.dtype is torch.float32:
+            param, copy = row.master, row.param
+        elif row.master is not None:
+            entry.param_low = row.master.data_ptr()
+        _tensor_rows.put(entry, "param", _span(param), "parameter or master")
+        _tensor_rows.put(entry, "grad", _span(row.grad), "gradient")
+        if copy is not None:
+            _tensor_rows.put(entry, "param_copy", _span(copy), "copy")
+        for field, state in zip(fields, row.states):
+            _tensor_rows.put(entry, field, _span(state), f"state of the C field {field}")
 
     def _gather_steps(self) -> None:
-        """Moves the step counts into one tensor."""
+        """Moves the step counts into one piece of memory, where counting a step is one addition. Each has a storage of its own there: a count
+        that is pickled takes no other one along."""
         inner = [state for part in self._slices for state in part.inner]
+        #: Step counts that other processes see too: by the number of the row. They stay where they are.
+        self._shared: dict[int, torch.Tensor] = {}
         self._counting = bool(inner) and all("step" in state for state in inner)
         if not self._counting:
             self.steps = torch.zeros(len(inner), device="cpu")
             return
-        for number, state in enumerate(inner):
-            if not isinstance(state["step"], torch.Tensor) or not is_count(state["step"]):
-                raise InvalidArgumentError(f"{self.name(number)}: its state 'step' is {state['step']!r}; set a tensor with the number of steps, or "
-                                           "load the state again")
-        self.steps = torch.stack([state["step"].detach().cpu() for state in inner])
-        for state, step in zip(inner, self.steps.unbind()):
-            state["step"] = step
+        found = [state["step"] for state in inner]
+        for number, step in enumerate(found):
+            if not isinstance(step, torch.Tensor) or not is_count(step):
+                raise InvalidArgumentError(f"{self.name(number)}: its state 'step' is {step!r}; set a tensor with the number of steps, or load the "
+                                           "state again")
+        dtype = found[0].dtype if found[0].dtype in _COUNTS else torch.float32
+        memory = bytearray(len(found) * dtype.itemsize)
+        self.steps = torch.frombuffer(memory, dtype=dtype)
+        self.steps.copy_(torch.tensor([float(step) for step in found], dtype=torch.float64, device="cpu"))
+        for number, (state, step) in enumerate(zip(inner, found)):
+            if step.is_cpu and step.is_shared():
+                self._shared[number] = step
+            else:
+                state["step"] = torch.frombuffer(memory, dtype=dtype, count=1, offset=number * dtype.itemsize).view(())
         for part in self._slices:
             part.note_steps()
 
@@ -119,7 +140,7 @@ class Table:
         try:
             return self._same_lists() and all(part.is_same() and part.take_grads(self._grads[part.rows.start:part.rows.stop])
                                                 for part in self._slices)
-        except (KeyError, RuntimeError, NotImplementedError, AttributeError):
+        except (KeyError, RuntimeError, NotImplementedError, AttributeError, TypeError):
             # A state was removed, or a tensor has no address any more; building the table again names the reason.
             return False
 
@@ -130,7 +151,8 @@ class Table:
                         for group, known in zip(groups, self._lists))
                 and len(self._optimizer.state) == len(self._states)
                 and all(map(is_, self._optimizer.state.values(), self._states))
-                and (not self._counting or torch.equal(self.steps, self._known)))
+                and (not self._counting or torch.equal(self.steps, self._known))
+                and all(float(step) == float(self.steps[number]) for number, step in self._shared.items()))
 
     @property
     def grads(self) -> list[torch.Tensor]:
@@ -147,6 +169,11 @@ class Table:
         function = getattr(_native.library(), f"spw_{c_name}_step")
         record(status, function, ctypes.byref(options), ctypes.addressof(self.entries), len(self.places), None)
 
+    def check(self, c_name: str, options: Any) -> None:
+        """Raises the error with which `run` would refuse; changes nothing."""
+        function = getattr(_native.library(), f"spw_{c_name}_check")
+        _native.check(function(ctypes.byref(options), ctypes.addressof(self.entries), len(self.places)))
+
     def counted(self, by: int) -> tuple[torch.Tensor, dict[tuple[int, int, int], Any]]:
         """Step counts and options after `by` more steps, for `set_counts`."""
         return (self.steps + by if self._counting else self.steps.clone(),
@@ -157,6 +184,8 @@ class Table:
         steps, self.options = counts
         self.steps.copy_(steps)
         self._known.copy_(steps)
+        for number, step in self._shared.items():
+            step.fill_(float(steps[number]))
 
     def params(self) -> list[torch.Tensor]:
         """The parameters of the rows."""
@@ -185,3 +214,17 @@ class Table:
         return name_of(self._optimizer.param_groups[group], group, place)
 
     row_name = name
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    return tensor.data_ptr(), tensor.numel(), CODES[tensor.dtype]
+
+
+def named(error: SpillwayError, name: Callable[[int], str], group: int | None = None) -> SpillwayError:
+    """An error of the library with names of parameters and groups. `group`: the group whose options the call itself had."""
+    def place(match: re.Match[str]) -> str:
+        row, of_row, of_call = match.groups()
+        option = _OPTION_NAMES.get(of_row or of_call, of_row or of_call)
+        where = f"param_groups[{group}]" if row is None else name(int(row))
+        return where if option is None else f"{where}, option {option}"
+    return type(error)(_PLACES.sub(place, str(error)), error.status)

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import _abi, _native
+from .. import _abi, _native, _tensor_rows
 from .._native_handle import record
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._arguments import is_count
 from ._rows import CODES, is_served, local, name_of
+from ._table import named
 
 if TYPE_CHECKING:
     from ._base import SpillwayOptimizer
     from ._tier_states import TierStates
-
-
-class _Entry(NamedTuple):
-    """A gradient, as the table of a step in memory names it."""
-
-    grad: int
-    n: int
 
 
 class TierTable:
@@ -43,7 +37,10 @@ class TierTable:
             for place, param in enumerate(group["params"]):
                 if param.grad is not None:
                     self._add(number, place, group, param)
-        self.entries = [_Entry(grad.data_ptr(), grad.numel()) for grad in self.grads]
+        #: A row for each gradient, for its norm.
+        self.entries = (_abi.Tensor * len(self.grads))()
+        for entry, grad in zip(self.entries, self.grads):
+            _tensor_rows.put(_tensor_rows.begin(entry, grad.numel()), "grad", (grad.data_ptr(), grad.numel(), CODES[grad.dtype]), "gradient")
         self._options: dict[tuple[int, int, int], Any] = {}
         self._rows = self._make_rows()
 
@@ -70,10 +67,11 @@ class TierTable:
         rows = (_abi.Tensor * len(pieces))()
         for row, (_, _, at, piece) in zip(rows, pieces):
             grad, param = self.grads[at], local(self._states.params[self._numbers[at]])
-            row.struct_size, row.n = ctypes.sizeof(_abi.Tensor), piece.count
+            _tensor_rows.begin(row, piece.count)
             row.param_dtype = row.state_dtype = _abi.DTYPE_F32
-            row.grad_dtype, row.grad = CODES[grad.dtype], grad.data_ptr() + piece.start * grad.element_size()
-            row.copy_dtype, row.param_copy = CODES[param.dtype], param.data_ptr() + piece.start * param.element_size()
+            for field, tensor in (("grad", grad), ("param_copy", param)):
+                start = tensor.data_ptr() + piece.start * tensor.element_size()
+                _tensor_rows.put(row, field, (start, piece.count, CODES[tensor.dtype]), field)
             row.options = ctypes.addressof(self._options[keys[at]])
         return rows
 
@@ -96,6 +94,14 @@ class TierTable:
         self._states.swap._through(lambda handle: record(
             status, function, handle, ctypes.byref(options), ctypes.addressof(self._rows), self._subgroups.buffer_info()[0],
             self._firsts.buffer_info()[0], len(self._rows)))
+
+    def check(self, c_name: str, options: Any) -> None:
+        """Raises the error of options out of range; changes nothing. The tensors of a row are the tier's."""
+        for (group, _, _), own in self._options.items():
+            try:
+                _native.check(_native.library().spw_adam_check(ctypes.byref(own), None, 0))
+            except SpillwayError as error:
+                raise named(error, self.row_name, group) from None
 
     def counted(self, by: int) -> tuple[list[float], int]:
         """Step counts of the parameters and of the optimizer after `by` more steps, for `set_counts`."""

@@ -1,14 +1,21 @@
 """torch's own step of the parameters that Spillway does not serve: those of a group that only torch can step, and those that are no row of the
-C table (see _rows.py)."""
+C table (see _rows.py).
+
+torch checks a parameter when its turn comes, after it has stepped others. `_check_rest` finds such refusals before the first write: it makes
+torch's step of tensors without memory (device "meta") that have the dtypes, shapes and options of the real ones."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from ..errors import InvalidArgumentError, UnsupportedError
 from ._notes import Notes
-from ._rows import is_served, name_of
+from ._rows import PLAIN, DTensor, is_served, local, name_of
 
 
 class TorchStep(Notes):
@@ -16,9 +23,50 @@ class TorchStep(Notes):
 
     #: torch's class, whose step serves the other parameters.
     _torch_class: type[torch.optim.Optimizer]
+    #: Sparse gradients are left to torch's step.
+    _sparse = False
+    #: Attribute of a parameter that holds its gradient.
+    _grad_name = "grad"
     #: Places of these parameters: number of the group, index in the group.
-    _rest: list[tuple[int, int]] = []
+    _rest: list[tuple[int, int]]
+    #: The facts of which torch's step was tried.
+    _tried: list[Any]
     param_groups: list[dict[str, Any]]
+
+    def _check_rest(self) -> None:
+        """Raises the error of torch's step, if it would refuse one of these parameters; its message names the parameter."""
+        groups = [self.param_groups[number] for number, _ in self._rest]
+        params = [group["params"][index] for group, (_, index) in zip(groups, self._rest)]
+        facts = [*map(_options, groups), *(_facts([param, param.grad, *self.state.get(param, {}).values()]) for param in params)]
+        if facts == self._tried:
+            return
+        for (number, index), group, param in zip(self._rest, groups, params):
+            name = name_of(group, number, index)
+            check_layout(param.grad, name, type(self).__name__, self._sparse)
+            self._check_devices(param, name)
+            if all(type(tensor) in PLAIN or isinstance(tensor, DTensor) for tensor in (param, param.grad)):
+                self._try(group, param, name)
+        self._tried = facts
+
+    def _check_devices(self, param: torch.Tensor, name: str) -> None:
+        for key, state in self.state.get(param, {}).items():
+            if key != "step" and isinstance(state, torch.Tensor) and state.device != param.device:
+                raise InvalidArgumentError(f"{name} is on {param.device}, its state {key!r} on {state.device}; move the state; nothing was stepped")
+
+    def _try(self, group: dict[str, Any], param: torch.Tensor, name: str) -> None:
+        """torch's step of a tensor without memory in the place of the parameter."""
+        stand_in = torch.nn.Parameter(_without_memory(param), requires_grad=param.requires_grad)
+        stand_in.grad = _without_memory(param.grad)
+        state = {key: value.clone() if key == "step" and isinstance(value, torch.Tensor) else _without_memory(value)
+                 for key, value in self.state.get(param, {}).items()}
+        # The implementation and the devices of `capturable` are questions of the real device.
+        own = {**group, "params": [stand_in], "foreach": False, "fused": False}
+        if own.get("capturable") and param.device.type != "cpu":
+            own["capturable"] = False
+        try:
+            self._with([own], defaultdict(dict, {stand_in: state}))._torch_step()
+        except Exception as error:
+            raise _renamed(error, f"{name} is stepped by torch, which refuses: {error}; nothing was stepped") from error
 
     def _step_rest(self, factor: float) -> None:
         """torch's step of the parameters that Spillway does not serve."""
@@ -26,18 +74,20 @@ class TorchStep(Notes):
                   for number, group in enumerate(self.param_groups)]
         groups = [group for group in groups if group["params"]]
         if factor != 1.0:
-            for group in groups:
-                for param in group["params"]:
-                    # A zero tensor has no memory to write to, and stays zero.
-                    if not param.grad._is_zerotensor():
-                        param.grad.mul_(factor)
-        hidden: dict[str, Any] = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__}
-        whole, self.param_groups = self.param_groups, groups
-        try:
-            self._torch_step()
-        finally:
-            self.param_groups = whole
-            self.__dict__.update(**hidden)
+            grads = {id(param.grad): param.grad for group in groups for param in group["params"]}
+            for grad in grads.values():
+                # A zero tensor has no memory to write to, and stays zero.
+                if not grad._is_zerotensor():
+                    grad.mul_(factor)
+        self._with(groups, self.state)._torch_step()
+
+    def _with(self, groups: list[dict[str, Any]], states: Any) -> TorchStep:
+        """This optimizer with other groups, and without the attributes of a GradScaler."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update({**self.__dict__, "param_groups": groups, "state": states, "_itself": other._itself})
+        for name in ("grad_scale", "found_inf"):
+            other.__dict__.pop(name, None)
+        return other
 
     def _torch_step(self) -> None:
         step = self._torch_class.step
@@ -58,3 +108,42 @@ class TorchStep(Notes):
 def is_torchs(group: dict[str, Any]) -> bool:
     """True if only torch has what a group asks for."""
     return bool(group.get("amsgrad") or group.get("capturable") or group.get("differentiable"))
+
+
+def check_layout(grad: torch.Tensor, name: str, kind: str, sparse: bool) -> None:
+    """Raises an error for gradients that torch's class refuses too, so that it names the parameter."""
+    if not sparse and local(grad).layout is not torch.strided:
+        raise UnsupportedError(f"{name}: {kind} does not support sparse gradients, and this one is {local(grad).layout}; pass dense gradients, or "
+                               "leave the parameter to torch.optim.SparseAdam")
+
+
+def _options(group: dict[str, Any]) -> list[Any]:
+    """What torch's step may refuse of the options of a group."""
+    def kind(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return [kind(inner) for inner in value]
+        return value if value is None or isinstance(value, (bool, str)) else type(value)
+    return [(name, kind(value)) for name, value in group.items() if name not in ("params", "param_names")]
+
+
+def _facts(values: Iterable[Any]) -> list[Any]:
+    """What torch's step may refuse of tensors."""
+    return [(type(value), value.dtype, value.device, value.layout, value.shape) if isinstance(value, torch.Tensor) else type(value)
+            for value in values]
+
+
+def _without_memory(value: Any) -> Any:
+    """A tensor with dtype, shape and layout of another one, on the device "meta"; anything else itself."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = local(value).detach()
+    return value.to("meta") if value.layout is not torch.strided else torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _renamed(error: Exception, message: str) -> Exception:
+    """An error of the same class with another message; the error itself if its class does not take one."""
+    with contextlib.suppress(Exception):
+        other = type(error)(message)
+        if str(other) == message:
+            return other
+    return error

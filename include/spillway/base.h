@@ -84,6 +84,9 @@ typedef enum spw_status {
     SPW_ERR_NO_STATE = 36,
     // A committed state exists, but not of the requested step, or that step was overwritten since.
     SPW_ERR_NO_STEP = 37,
+    // Another process claimed the tier while this one had it open. Nothing was committed. Close the tier and open it
+    // again.
+    SPW_ERR_FENCED = 38,
     // No speculation round was opened, or the last one ended without a bucket.
     SPW_ERR_NO_ROUND = 40,
     // A speculation round is open. Resolve or abort it first.

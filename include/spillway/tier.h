@@ -193,7 +193,8 @@ typedef struct spw_tier spw_tier;
 // Opens a tier, or creates one. Each path gets a directory job/host/rank-N with a lock file. The lock is held until
 // the tier is closed and its last operation has ended, or until the process ends.
 //
-// - SPW_ERR_LOCKED: a live process holds the lock; the message names it.
+// - SPW_ERR_LOCKED: a live process holds the lock; the message names it. On a network, cluster or FUSE file system the
+//   call may wait 21 s for a sign of life of a process on another machine (docs/tier.md).
 // - SPW_ERR_DEADLINE: the file system of a path did not respond within `io_timeout_ms`.
 // - SPW_ERR_FORMAT: a directory has another format version.
 // - SPW_ERR_FORMAT: the superblocks of the tier are lost, until `spw_tier_collect` removes it.
@@ -302,7 +303,8 @@ enum spw_status spw_tier_wait(const struct spw_tier *tier,
                               uint64_t *generation_out);
 
 // Makes all puts so far durable as step `step`, with a payload of up to 1 MiB that the next open returns. The call
-// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight.
+// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight. SPW_ERR_FENCED if another process claimed
+// the tier; every later commit of this handle is SPW_ERR_FENCED too.
 //
 // If a put failed since the last commit, the commit returns its error until the extent is put again or
 // `spw_tier_rollback` is called. After any error the next open finds the last committed step. If the devices did

@@ -148,6 +148,18 @@ impl Error {
         matches!(self, Error::Io(error) if error.kind == IoKind::NoSpace || error.errno == libc::EFBIG)
     }
 
+    /// True if a device or a server did not do what was asked: the path may be left out. False if this process lacks
+    /// memory or descriptors, or if its own threads failed: then nothing is known about the path.
+    pub fn is_of_a_path(&self) -> bool {
+        const OWN: [i32; 5] = [libc::ENOMEM, libc::EMFILE, libc::ENFILE, libc::EFAULT, libc::ENOBUFS];
+        matches!(self, Error::Io(error) if !OWN.contains(&error.errno))
+    }
+
+    /// True if another process claimed the tier. This process may not write to any of its paths.
+    pub fn is_fenced(&self) -> bool {
+        self.tier_kind() == Some(TierKind::Fenced)
+    }
+
     /// The kind of an arena failure; `None` for other errors.
     pub fn arena_kind(&self) -> Option<ArenaKind> {
         if let Error::Arena(error) = self { Some(error.kind) } else { None }

@@ -16,6 +16,8 @@ pub enum TierKind {
     Foreign,
     /// A live process holds the tier.
     Locked,
+    /// Another process claimed the tier while this one had it open.
+    Fenced,
     /// A path that stores a part of the tier is missing, or its files were moved or replaced.
     PathMissing,
     /// A part of the extent was stored on a path that is missing.
@@ -49,6 +51,7 @@ impl fmt::Display for TierError {
             TierKind::Format => "not a tier, or not of a format that this version reads",
             TierKind::Foreign => "does not match the request",
             TierKind::Locked => "in use by a live process",
+            TierKind::Fenced => "taken over by another process",
             TierKind::PathMissing => "a path of the tier is missing",
             TierKind::Lost => "lost: stored on a path that is missing",
             TierKind::NoState => "no committed state",

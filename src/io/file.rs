@@ -309,8 +309,8 @@ impl File {
     /// Adds the free bytes of the file system to an error that reports a full device.
     pub fn with_free_space(&self, error: Error) -> Error {
         match (error, &self.source) {
-            (Error::Io(mut inner), Source::Real { .. }) if inner.kind == IoKind::NoSpace => {
-                if let Some(free) = file::free_bytes(Path::new(&self.name)) {
+            (Error::Io(mut inner), Source::Real { main, .. }) if inner.kind == IoKind::NoSpace => {
+                if let Some(free) = file::free_bytes_of(main) {
                     inner.detail = format!("the file system has only {free} bytes free");
                 }
                 Error::Io(inner)

@@ -11,17 +11,21 @@
 //!   descriptor of the file; the list of held files keeps this library from doing so.
 //! - The lock is released before its descriptor is closed. A descriptor that a concurrent fork inherited therefore
 //!   holds no lock.
+//! - A lock that does not exclude a second descriptor of this process, or that the file system refuses, counts as one
+//!   that excludes nobody ([`FileLock::excludes`]). Whether a lock excludes other mounts cannot be seen from one mount.
+//! - Pages of the file can be read without the caches of this mount where the file system allows it. They are written in
+//!   place, into blocks that were reserved when the file was created.
 
 use std::fs::File;
-use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::MetadataExt;
+use std::io::{self, Read};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 
-use super::file::Identity;
+use super::file::{self, FileSystem, Identity};
 use super::fork_closed::ForkClosedFile;
 use super::per_process::{PerProcessStatic, Shared};
 use super::private_files::OpenFlags;
@@ -44,7 +48,17 @@ pub struct FileLock {
     /// `None` only during the drop.
     file: Option<ForkClosedFile>,
     identity: Identity,
+    excludes: bool,
 }
+
+/// Length of a page of a lock file, in bytes.
+pub const PAGE: usize = 4096;
+/// Pages that are reserved in a lock file.
+const PAGES: u64 = 2;
+
+/// Memory for one page, aligned for direct I/O.
+#[repr(align(4096))]
+struct Page([u8; PAGE]);
 
 /// Outcome of [`FileLock::attempt`].
 #[derive(Debug)]
@@ -70,14 +84,21 @@ impl FileLock {
         let Some(file) = kept.file() else { return Err(io::Error::from_raw_os_error(libc::EBADF)) };
         let found = file.metadata()?;
         let identity = Identity { device: found.dev(), inode: found.ino() };
-        if !lock(file)? {
+        let excludes = match lock(file) {
+            Err(error) if is_unsupported(&error) => Some(false),
+            Err(error) => return Err(error),
+            Ok(true) => Some(excludes_a_second(directory, name)?),
+            Ok(false) => None,
+        };
+        let Some(excludes) = excludes else {
             let mut text = Vec::new();
             // The holder may not have written its text yet.
             let _ = file.take(MAX_HOLDER_TEXT).read_to_end(&mut text);
-            return Ok(LockAttempt::HeldByOther(String::from_utf8_lossy(&text).into_owned()));
-        }
+            let text = String::from_utf8_lossy(&text);
+            return Ok(LockAttempt::HeldByOther(text.lines().next().unwrap_or_default().to_string()));
+        };
         files.push(identity);
-        Ok(LockAttempt::Acquired(FileLock { file: Some(kept), identity }))
+        Ok(LockAttempt::Acquired(FileLock { file: Some(kept), identity, excludes }))
     }
 
     /// True if `name` is still the locked file.
@@ -91,8 +112,19 @@ impl FileLock {
     }
 
     /// True if this process holds the lock. A lock that the system dropped is taken again if no other process has it.
+    /// A lock that excludes nobody counts as held.
     pub fn is_held(&self) -> bool {
-        self.file().is_some_and(|file| lock(file).unwrap_or(true))
+        self.file().is_some_and(|file| !self.excludes || lock(file).unwrap_or(true))
+    }
+
+    /// False if the lock does not keep another process of this mount out.
+    pub fn excludes(&self) -> bool {
+        self.excludes
+    }
+
+    /// The file system of the file.
+    pub fn file_system(&self) -> io::Result<FileSystem> {
+        file::file_system(self.file().ok_or_else(inherited)?)
     }
 
     /// The locked file; `None` in a forked child.
@@ -105,13 +137,104 @@ impl FileLock {
         self.file().is_some()
     }
 
-    /// Replaces the content of the file by text for the error messages of refused processes.
-    pub fn write(&mut self, text: &str) -> io::Result<()> {
-        let Some(mut file) = self.file() else { return Ok(()) };
-        file.set_len(0)?;
-        file.rewind()?;
-        file.write_all(text.as_bytes())
+    /// Reserves the blocks of the pages, so that a full disk does not refuse a later write. A file system that cannot
+    /// reserve them, or has no room, is no error here: the write reports it.
+    pub fn reserve(&self) {
+        let Some(file) = self.file() else { return };
+        let bytes = PAGES * PAGE as u64;
+        if file.metadata().is_ok_and(|found| found.len() >= bytes) {
+            return;
+        }
+        file::write_in_place(file);
+        let _ = file::preallocate(file, 0, bytes);
     }
+
+    /// Overwrites a page in place. With `sync` the bytes are durable, or have reached the server, afterwards.
+    pub fn write_page(&self, page: u64, bytes: &[u8; PAGE], sync: bool) -> io::Result<()> {
+        let file = self.file().ok_or_else(inherited)?;
+        file.write_all_at(bytes, page * PAGE as u64)?;
+        if sync { file.sync_data() } else { Ok(()) }
+    }
+
+    /// Reads a page of the file that `name` stands for now, which may be another one than the locked file. Missing bytes
+    /// are zeros. `None` if there is no such file. With `fresh` the caches of this mount are bypassed.
+    pub fn read_page(
+        &self,
+        directory: &PrivateDirectory,
+        name: &str,
+        page: u64,
+        fresh: bool,
+    ) -> io::Result<Option<Vec<u8>>> {
+        let own = self.file().ok_or_else(inherited)?;
+        let mut bytes = Box::new(Page([0; PAGE]));
+        let at = page * PAGE as u64;
+        if kind(&RECORD_LOCKS) == Kind::Record {
+            // Closing another descriptor would end the lock.
+            read_up_to(own, &mut bytes.0, at)?;
+            return Ok(Some(bytes.0.to_vec()));
+        }
+        let ways: &[bool] = if fresh { &[true, false] } else { &[false] };
+        for direct in ways.iter().copied() {
+            let flags = OpenFlags { read: true, direct, ..OpenFlags::default() };
+            let found = directory.open(name, flags).and_then(|file| {
+                if fresh && !direct {
+                    file::drop_cache(&file);
+                }
+                read_up_to(&file, &mut bytes.0, at)
+            });
+            match found {
+                Ok(()) => return Ok(Some(bytes.0.to_vec())),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+                // The file system refuses direct I/O, or this alignment.
+                Err(error) if direct && error.raw_os_error() == Some(libc::EINVAL) => bytes.0.fill(0),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Error of a call on a lock in a forked child.
+fn inherited() -> io::Error {
+    io::Error::from_raw_os_error(libc::EBADF)
+}
+
+/// Reads until the buffer is full or the file ends.
+fn read_up_to(file: &File, bytes: &mut [u8], at: u64) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        match file.read_at(&mut bytes[done..], at + done as u64) {
+            Ok(0) => return Ok(()),
+            Ok(read) => done += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// True for an error of a file system that has no locks.
+fn is_unsupported(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOLCK | libc::ENOSYS | libc::EOPNOTSUPP))
+}
+
+/// True if a second descriptor of the locked file `name` does not get the lock. Record locks cannot be tested: they
+/// belong to the process, and the test would end them.
+fn excludes_a_second(directory: &PrivateDirectory, name: &str) -> io::Result<bool> {
+    if kind(&RECORD_LOCKS) == Kind::Record {
+        return Ok(true);
+    }
+    let second = match directory.open(name, OpenFlags { read: true, write: true, ..OpenFlags::default() }) {
+        Ok(second) => second,
+        // Removed meanwhile: the caller finds that the locked file has no name.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
+        Err(error) => return Err(error),
+    };
+    let free = lock(&second)?;
+    if free {
+        let _ = change(&second, Kind::OpenFile, libc::F_UNLCK);
+    }
+    Ok(!free)
 }
 
 impl Drop for FileLock {

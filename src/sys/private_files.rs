@@ -167,6 +167,11 @@ impl PrivateDirectory {
         restrict_mode(&self.file, OTHERS_WRITE, Path::new(name))
     }
 
+    /// A second descriptor of the directory.
+    pub fn try_clone(&self) -> io::Result<PrivateDirectory> {
+        Ok(PrivateDirectory { file: self.file.try_clone()? })
+    }
+
     /// Opens a file of this directory.
     pub fn open(&self, name: &str, flags: OpenFlags) -> io::Result<File> {
         open_private(Some(self.file.as_fd()), Path::new(name), flags)

@@ -2,24 +2,30 @@
 //!
 //! Order of a commit:
 //! 1. Wait for all writes. Until the commit ends, only the commit itself starts writes.
-//! 2. Check that the files of each path still have their names. Move the data of a path whose files were removed or
+//! 2. Read the owner's record of each path. If one names another process, the commit fails, and with it every later one.
+//! 3. Check that the files of each path still have their names. Move the data of a path whose files were removed or
 //!    replaced. Extend data files that were truncated behind their last written byte; fail if written bytes are missing.
-//! 3. Sync the data of every path, except with `Durability::Process`.
-//! 4. On each path, write the superblock into the copy that does not hold the last committed superblock. Sync it,
-//!    except with `Durability::Process`. With `Durability::Full`, also sync the directory and read the superblock back.
-//! 5. The step is committed as soon as one path has completed point 4.
+//! 4. Sync the data of every path, except with `Durability::Process`.
+//! 5. On each path, read the superblock copy that does not hold the last committed superblock. It must be one of this
+//!    owner, or the one that the open found there; else the commit fails.
+//! 6. On each path, write the superblock into that copy. Sync it, except with `Durability::Process`. With
+//!    `Durability::Full`, also sync the directory and read the superblock back.
+//! 7. Read the owner's record of each path again. A process that claims the tier later finds this superblock. If a
+//!    record names another process by now, the commit fails, and its outcome is unknown.
+//! 8. The step is committed as soon as one path has completed point 7, unless another process claimed one.
 //!
-//! A crash before point 4 leaves the previous step. A crash during point 4 leaves the previous step or the new one. A
-//! crash after point 5 leaves the new one. With `Durability::Process` this holds for the end of the process only, not
+//! A crash before point 6 leaves the previous step. A crash during point 6 leaves the previous step or the new one. A
+//! crash after point 8 leaves the new one. With `Durability::Process` this holds for the end of the process only, not
 //! for a power cut.
 //!
-//! If no path completes point 4, the outcome is unknown: a crash may or may not find the step. Both steps then keep
+//! If no path completes point 7, the outcome is unknown: a crash may or may not find the step. Both steps then keep
 //! their space until a later commit succeeds.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
 
 use super::contents::WriteOrigin;
+use super::failures::fenced;
 use super::health::Health;
 use super::options::Durability;
 use super::path::{SuperblockCopy, TierPath};
@@ -48,12 +54,14 @@ impl Tier {
     }
 
     fn commit_all(&self, step: u64, payload: &[u8]) -> Result<()> {
+        self.complete_opening()?;
         if let Some(error) = self.finish_writes() {
             return Err(error);
         }
         if let Some(error) = self.lock().extents.iter().flatten().find_map(|extent| extent.failed.clone()) {
             return Err(error);
         }
+        self.check_owners()?;
         self.check_paths()?;
         self.complete_lengths()?;
         if self.durability() != Durability::Process {
@@ -91,6 +99,45 @@ impl Tier {
         let bytes = superblock.encode().map_err(refused)?;
         state.sequence = superblock.sequence;
         Ok((superblock, bytes))
+    }
+
+    /// Fails with `Fenced` if another process claimed one of the paths. An error of a device is that of the calls which
+    /// follow.
+    fn check_owners(&self) -> Result<()> {
+        let checked = self.paths.iter().flatten().filter_map(|path| path.check_owner().err());
+        checked.filter(Error::is_fenced).map(Err).next().unwrap_or(Ok(()))
+    }
+
+    /// Fails with `Fenced` if the copy that the next superblock replaces on a path is of another owner. A path whose
+    /// copy cannot be read gets no superblock, and has failed.
+    fn check_replaced(&self, paths: Vec<(usize, Arc<TierPath>)>) -> Result<ReplacedCopies> {
+        let mut reads = Vec::new();
+        for (number, path) in paths {
+            let (copy, found) = {
+                let state = self.lock();
+                let path = &state.paths[number];
+                let copy = path.durable_copy.map_or(0, |good| 1 - good.copy);
+                (copy, path.found[copy])
+            };
+            reads.push((number, path.read_stamp(copy), path, copy, found));
+        }
+        let mut replaced = ReplacedCopies::default();
+        for (number, read, path, copy, found) in reads {
+            match read.and_then(|read| path.stamp(read)) {
+                Ok(stamp)
+                    if stamp.is_none_or(|stamp| {
+                        stamp.session == self.identity.session || found == Some(stamp)
+                    }) =>
+                {
+                    replaced.copies.push((number, path, copy));
+                }
+                Ok(_) => {
+                    return Err(fenced(path.superblock_name(copy), "a process that wrote this superblock"));
+                }
+                Err(error) => replaced.errors.push((number, error)),
+            }
+        }
+        Ok(replaced)
     }
 
     /// Marks paths whose files were removed, replaced or renamed as failed, and moves their readable data to other
@@ -167,7 +214,8 @@ impl Tier {
     /// paths are in memory.
     pub(super) fn write_superblocks(&self, superblock: &Superblock, bytes: &Encoded) -> Result<()> {
         let sync = self.durability() != Durability::Process;
-        let mut first = None;
+        let replaced = self.check_replaced(self.superblock_paths())?;
+        let (mut first, mut lost) = (None, None);
         let mut fail = |number: usize, error: Error| {
             if !error.is_full() {
                 self.mark(number, Health::Failed, &error.to_string());
@@ -175,8 +223,9 @@ impl Tier {
             first.get_or_insert(error);
         };
         let mut under_way = Vec::new();
-        for (number, path) in self.superblock_paths() {
-            let copy = self.lock().paths[number].durable_copy.map_or(0, |good| 1 - good.copy);
+        let ReplacedCopies { copies, errors } = replaced;
+        errors.into_iter().for_each(|(number, error)| fail(number, error));
+        for (number, path, copy) in copies {
             let bytes = bytes.on_path(number as u32);
             let started = path.scratch(bytes.len()).and_then(|scratch| {
                 scratch.span().write(&bytes);
@@ -184,6 +233,7 @@ impl Tier {
             });
             match started {
                 Ok((handle, scratch)) => under_way.push((number, path, copy, handle, scratch)),
+                Err(error) if error.is_fenced() => lost = Some(error),
                 Err(error) => fail(number, error),
             }
         }
@@ -201,14 +251,19 @@ impl Tier {
         let lasting = self.lock().paths.iter().any(|path| !path.memory);
         for (number, path, copy, handle) in synced {
             let ended = if sync { path.wait(handle, None).map(|_| ()) } else { Ok(()) };
-            match ended.and_then(|()| self.look_again(&path, copy, superblock.sequence)) {
+            let ended = ended.and_then(|()| self.look_again(&path, copy, superblock.sequence));
+            match ended.and_then(|()| path.check_owner()) {
                 Ok(()) => {
                     self.lock().paths[number].durable_copy =
                         Some(DurableCopy { copy, sequence: superblock.sequence });
                     durable += 1;
                 }
+                Err(error) if error.is_fenced() => lost = Some(error),
                 Err(error) => fail(number, error),
             }
+        }
+        if let Some(error) = lost {
+            return Err(error);
         }
         match (durable, first) {
             (0, Some(error)) => Err(error),
@@ -287,6 +342,15 @@ impl Tier {
     }
 }
 
+/// The superblock copies that the next superblocks replace.
+#[derive(Debug, Default)]
+struct ReplacedCopies {
+    /// Path number, path and copy.
+    copies: Vec<(usize, Arc<TierPath>, usize)>,
+    /// Paths whose copy cannot be read.
+    errors: Vec<(usize, Error)>,
+}
+
 /// Guard of a commit in flight. Its drop ends the commit, also after a panic.
 struct Committing<'a>(&'a Tier);
 
@@ -332,6 +396,7 @@ impl Tier {
         Superblock {
             tier: self.identity.tier,
             sequence: state.sequence,
+            session: self.identity.session,
             step,
             path: 0,
             block_bytes: self.block_bytes,

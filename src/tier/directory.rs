@@ -1,8 +1,9 @@
 //! Directories of a tier: one per path, job, host and rank, each with a lock that a live process holds.
 //!
 //! Invariants:
-//! - A process writes only to directories whose lock it holds. The lock is released when the last operation on a file
-//!   of the directory has ended, even after the tier was closed (see [`Directory`] and `storage`).
+//! - A process writes only to directories whose lock it holds, and whose owner's record it wrote (see `ownership`). The
+//!   lock is released when the last operation on a file of the directory has ended, even after the tier was closed (see
+//!   [`Directory`] and `storage`).
 //! - The base directory of a path must exist. If its disk is not mounted, the open fails; it never creates a directory
 //!   on the file system below the mount point. Owner and mode of the base directory are the caller's choice, and it may
 //!   be world-writable.
@@ -15,15 +16,17 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use super::extent::check_name;
-use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
+use super::failures::{failed, fenced, locked};
+use super::owned_lock::{LOCK, LockStep, OwnedLock, PendingLock};
+use crate::error::{Error, Result, TierError, TierKind};
 use crate::sys::file::Identity;
 use crate::sys::fork_closed;
-use crate::sys::host;
 use crate::sys::lock::{FileLock, LockAttempt};
 use crate::sys::private_files::OpenFlags;
-use crate::sys::private_files::{self, GivenDirectory, PrivateDirectory};
+use crate::sys::private_files::{GivenDirectory, PrivateDirectory};
 
 /// File names of the two superblock copies.
 pub(super) const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
@@ -31,7 +34,6 @@ pub(super) const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
 pub(super) const DATA: &str = "data";
 /// Files of a directory, superblocks first: the order of removal.
 pub const FILES: [&str; 3] = [SUPERBLOCKS[0], SUPERBLOCKS[1], DATA];
-pub(super) const LOCK: &str = "lock";
 const REMOVING: &str = "removing";
 /// Transient errors, which do not prove that a file is gone.
 const PASSING: [i32; 5] = [libc::EINTR, libc::EAGAIN, libc::ENOMEM, libc::EIO, libc::ETIMEDOUT];
@@ -54,7 +56,25 @@ pub struct Directory {
     base: GivenDirectory,
     /// The directories of job, host and rank, with their names.
     below: Vec<(String, PrivateDirectory)>,
-    lock: FileLock,
+    lock: OwnedLock,
+}
+
+/// Result of a part of a claim.
+#[derive(Debug)]
+pub enum ClaimStep {
+    /// The claim has ended. `None`: the directory does not exist.
+    Done(Option<Directory>),
+    /// Go on after this time, in which another owner may show that it lives.
+    Wait(Box<PendingClaim>, Duration),
+}
+
+/// A claim that waits.
+#[derive(Debug)]
+pub struct PendingClaim {
+    path: PathBuf,
+    base: GivenDirectory,
+    below: Vec<(String, PrivateDirectory)>,
+    lock: PendingLock,
 }
 
 impl Owner {
@@ -81,8 +101,23 @@ impl Owner {
 
 impl Directory {
     /// Claims the directory of `owner` below `base` and locks it. `None` if it does not exist and `make` is false.
-    /// Errors: `Locked` if another process holds it, `Foreign` if another user owns a part of it.
+    /// Errors: `Locked` if another process holds it, `Foreign` if another user owns a part of it. The call may wait for
+    /// the lease of an owner on another machine.
     pub fn claim(base: &Path, owner: &Owner, make: bool) -> Result<Option<Directory>> {
+        let mut step = Directory::begin_claim(base, owner, make)?;
+        loop {
+            match step {
+                ClaimStep::Done(claimed) => return Ok(claimed),
+                ClaimStep::Wait(pending, time) => {
+                    std::thread::sleep(time);
+                    step = pending.resume()?;
+                }
+            }
+        }
+    }
+
+    /// The first part of [`Directory::claim`], which does not wait for another owner.
+    pub fn begin_claim(base: &Path, owner: &Owner, make: bool) -> Result<ClaimStep> {
         let path = owner.below(base);
         let given = match GivenDirectory::open(base) {
             Err(error) if !is_absence(&error) => return Err(failed("opening", base, error, "")),
@@ -98,18 +133,16 @@ impl Directory {
                     "create it, or check that its file system is mounted",
                 ));
             }
-            Err(_) => return Ok(None),
+            Err(_) => return Ok(ClaimStep::Done(None)),
             Ok(given) => given,
         };
         let below = match enter(&given, base, owner, make)? {
             Some(below) => below,
-            None => return Ok(None),
+            None => return Ok(ClaimStep::Done(None)),
         };
         let rank = below.last().map_or(&*given, |(_, rank)| rank);
         let lock = acquire(rank, &path)?;
-        let directory = Directory { path, base: given, below, lock };
-        directory.finish_removal()?;
-        Ok(Some(directory))
+        PendingClaim { path, base: given, below, lock }.resume()
     }
 
     /// Path of the directory.
@@ -148,12 +181,12 @@ impl Directory {
         Ok(())
     }
 
-    /// Fails with `PathMissing` if the lock was lost, or if the name of the directory, of the lock or of one of these
+    /// Fails with `Fenced` if another process took the lock, and with `PathMissing` if the name of the directory, of the lock or of one of these
     /// open files now stands for something else. Data written there would be lost with the process. Transient errors
     /// are ignored; the next read or write reports them.
     pub fn check(&self, files: &[(&str, Identity)]) -> Result<()> {
-        if !self.lock.is_held() {
-            return gone(self.file(LOCK), "another process took the lock");
+        if !self.lock.lock().is_held() {
+            return Err(fenced(&self.path.to_string_lossy(), "another process"));
         }
         if let Some(message) = self.lost_name() {
             return gone(self.path.clone(), &message);
@@ -177,6 +210,27 @@ impl Directory {
             }
         }
         Ok(())
+    }
+
+    /// Fails with `Fenced` if another process claimed the directory since.
+    pub fn check_owner(&self) -> Result<()> {
+        self.lock.check_owner(&self.path)
+    }
+
+    /// True if the owner holds a lease, because the file system is not of this machine alone.
+    pub fn is_leased(&self) -> bool {
+        self.lock.is_leased()
+    }
+
+    /// True if no other process may own the directory by now. Without a lease the system's lock says so.
+    pub fn lease_is_valid(&self) -> bool {
+        self.lock.lease_is_valid()
+    }
+
+    /// Fails with `Fenced` if another process may own the directory by now. Reads the
+    /// record only if the lease has to be renewed.
+    pub fn check_lease(&self) -> Result<()> {
+        self.lock.check_lease(&self.path)
     }
 
     /// Which of the directories lost its name, and how. Transient errors are ignored.
@@ -216,7 +270,7 @@ impl Directory {
 
     /// Removes the files, the directory, and the parent directories that become empty.
     pub fn remove(self) -> Result<()> {
-        if !self.lock.is_own() {
+        if !self.lock.lock().is_own() {
             return Err(inherited(&self.path.to_string_lossy()));
         }
         if let Some(message) = self.lost_name() {
@@ -265,6 +319,23 @@ impl Directory {
     }
 }
 
+impl PendingClaim {
+    /// Goes on with the claim.
+    pub fn resume(self) -> Result<ClaimStep> {
+        let PendingClaim { path, base, below, lock } = self;
+        match lock.resume(&path)? {
+            LockStep::Owned(lock) => {
+                let directory = Directory { path, base, below, lock };
+                directory.finish_removal()?;
+                Ok(ClaimStep::Done(Some(directory)))
+            }
+            LockStep::Wait(lock, time) => {
+                Ok(ClaimStep::Wait(Box::new(PendingClaim { path, base, below, lock: *lock }), time))
+            }
+        }
+    }
+}
+
 /// Error for a removal in a forked child, which removes nothing.
 pub(super) fn inherited(path: &str) -> Error {
     Error::Unsupported(format!("{path} is in use by the parent of this process; nothing was removed"))
@@ -303,22 +374,18 @@ pub(super) fn enter(
     Ok(Some(below))
 }
 
-fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<FileLock> {
+fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<PendingLock> {
     let file = path.join(LOCK);
     let failed = |doing: &'static str, error: io::Error| failed(doing, &file, error, "");
     loop {
         let refused = |error| fork_closed::limit_reached(&error).unwrap_or_else(|| failed("opening", error));
         match FileLock::attempt(rank, LOCK).map_err(refused)? {
-            LockAttempt::Acquired(mut lock) => {
+            LockAttempt::Acquired(lock) => {
                 // If another process removed the directory meanwhile, the locked file no longer has a name: try again.
                 if !lock.is_named(rank, LOCK).map_err(|error| failed("opening", error))? {
                     continue;
                 }
-                let pid = std::process::id();
-                let began = host::process_start(pid).unwrap_or(0);
-                let message = format!("process {pid} on {}, started at tick {began}\n", host::name());
-                lock.write(&message).map_err(|error| failed("writing", error))?;
-                return Ok(lock);
+                return PendingLock::new(lock, rank, path);
             }
             LockAttempt::HeldByUs => {
                 let message = "this process has the tier open, or closed it with a transfer still in flight";
@@ -327,22 +394,4 @@ fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<FileLock> {
             LockAttempt::HeldByOther(message) => return Err(locked(path, message.trim())),
         }
     }
-}
-
-fn locked(path: &Path, message: &str) -> Error {
-    TierError::at(TierKind::Locked, path.to_string_lossy(), message)
-}
-
-/// Error of a system call on a directory or a lock. A file that belongs to another user is `Foreign`.
-pub(super) fn failed(doing: &'static str, path: &Path, error: io::Error, detail: &str) -> Error {
-    if private_files::is_refusal(&error) {
-        return TierError::at(TierKind::Foreign, path.to_string_lossy(), error.to_string());
-    }
-    let errno = error.raw_os_error().unwrap_or(match error.kind() {
-        io::ErrorKind::NotFound => libc::ENOENT,
-        _ => 0,
-    });
-    let detail = if errno == 0 { error.to_string() } else { detail.to_string() };
-    let (path, kind) = (path.to_string_lossy().into_owned(), IoKind::of_errno(errno));
-    IoError { kind, doing, path, offset: 0, bytes: 0, errno, detail }.into()
 }

@@ -16,9 +16,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::allocation::ExtentPlacement;
-use super::directory::failed;
 use super::extent::check_name;
+use super::failures::failed;
 use super::inspect::BlockVisitor;
+use super::options::absolute;
 use super::scratch::Scratch;
 use super::store::{ExtentInfo, Tier};
 use crate::checksum::{self, RunningChecksum};
@@ -71,6 +72,8 @@ impl Tier {
                 "is in an object store, but an export needs a local directory",
             ));
         }
+        // The directory is named several times.
+        let directory = &absolute(directory)?;
         let extents = self.extents();
         let (step, payload) = {
             let state = self.lock();

@@ -189,7 +189,7 @@ impl Tier {
                             format!("the superblock has sequence {} instead of {sequence}", found.sequence)
                         }
                         SuperblockCopy::Blank => "the superblock is blank".to_string(),
-                        SuperblockCopy::Corrupt(message) => message,
+                        SuperblockCopy::Corrupt(message, _) => message,
                     };
                     TierError::at(TierKind::Corrupt, path.superblock_name(copy), message)
                 }

@@ -40,6 +40,7 @@ impl Tier {
         spans: Option<&[TransferBuffer]>,
         writer: WriteOrigin,
     ) -> Result<StartedWrite> {
+        self.complete_opening()?;
         self.end_finished_reads(number);
         let mut state = self.lock();
         let (committing, next) = (state.committing, state.generation + 1);
@@ -313,6 +314,13 @@ impl Tier {
             let generation = version.generation;
             let contents = Arc::new(Contents::new(version, std::mem::take(&mut job.contents.checksums)));
             return Some(self.lock().install(job.extent, contents, job.moves).map(|()| generation));
+        }
+        if let Some((.., error)) = failed.iter().find(|(.., error)| error.is_fenced()) {
+            // No other path is asked: another process may commit this tier from now on.
+            let error = error.clone();
+            self.abandon(job);
+            self.lock().write_failed(job.extent, job.moves, &error);
+            return Some(Err(error));
         }
         failed.iter().for_each(|(.., path, _)| job.excluded[*path as usize] = true);
         for (first, count, _, error) in &failed {

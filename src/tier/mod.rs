@@ -5,7 +5,7 @@
 //! | [`store`] | public API: define, write, read, wait, roll back |
 //! | [`options`] | settings |
 //! | `jobs`, `transfer` | reads and writes in flight: error handling, retry on another path, checksum checks |
-//! | `commit`, `recover` | the order of writes and syncs that makes a step durable; opening after a crash |
+//! | `commit`, `recover`, `opening` | the order of writes and syncs that makes a step durable; opening after a crash |
 //! | [`superblock_set`] | which commits the superblocks name, and which of them an open resumes from |
 //! | `relocate` | moving contents between paths |
 //! | `export` | export of the committed state as plain files, and import |
@@ -14,10 +14,11 @@
 //! | [`extent`], `contents`, `checksums` | streams, blocks, chunks; the contents of an extent; block checksums |
 //! | `allocation`, [`space`], `state` | allocation of space, free space, state of an open tier |
 //! | `data_length` | data files that were truncated while the tier was open |
-//! | `health`, `waiting` | health of a path; timeouts of callers |
+//! | `health`, `waiting`, `failures` | health of a path; timeouts of callers; errors that modules report alike |
 //! | [`claim`] | the right of one tiered update to step the states |
 //! | [`turns`] | turns: one process of the node uses a path at a time |
 //! | `path`, `storage`, [`directory`] | files of a path, and the lock on its directory |
+//! | `ownership`, `owned_lock`, `holder` | the owner's record and its lease; the lock file; proof that a process has ended |
 //! | [`scan`] | directories of ended runs and other hosts: list and remove them |
 //! | `bucket`, `prefix_lock` | files of a path in an object store, and the lock on its prefix |
 //!
@@ -31,8 +32,13 @@ mod commit;
 mod contents;
 mod data_length;
 mod export;
+mod failures;
 mod health;
+mod holder;
 mod jobs;
+mod opening;
+mod owned_lock;
+mod ownership;
 mod path;
 mod recover;
 mod relocate;

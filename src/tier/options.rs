@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::directory::Owner;
+use super::failures::failed;
 use super::scan;
 use super::superblock::{MAX_PATHS, block_bytes_fit};
 use crate::error::{Error, Result};
@@ -83,6 +84,11 @@ impl PathLocation {
     }
 }
 
+/// The absolute form of a directory's path. Links are not resolved.
+pub(super) fn absolute(directory: &Path) -> Result<PathBuf> {
+    std::path::absolute(directory).map_err(|error| failed("opening", directory, error, ""))
+}
+
 /// The error for a path in an object store. Its address may hold credentials, so it is not quoted.
 #[cfg(not(feature = "s3"))]
 pub(super) fn no_object_stores() -> Error {
@@ -142,6 +148,17 @@ impl TierOptions {
             block_bytes: 1 << 20,
             io: IoOptions { io_timeout: Some(Duration::from_secs(60)), ..IoOptions::default() },
         }
+    }
+
+    /// The same options with absolute directories. A later change of the working directory then changes no path, and the
+    /// superblocks name a path alike from every working directory.
+    pub(super) fn absolute(mut self) -> Result<TierOptions> {
+        for path in &mut self.paths {
+            if let PathLocation::Directory(base) = &mut path.location {
+                *base = absolute(base)?;
+            }
+        }
+        Ok(self)
     }
 
     pub(super) fn check(&self) -> Result<()> {

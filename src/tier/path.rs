@@ -1,16 +1,17 @@
 //! One path: its files, and its own I/O engine, so that a slow path does not delay the queue of another.
 #![forbid(unsafe_code)]
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::directory::{DATA, Directory, SUPERBLOCKS};
+use super::directory::{ClaimStep, DATA, Directory, Owner, PendingClaim, SUPERBLOCKS};
 use super::layout::{PAGE, is_chunk};
 use super::options::{PathLocation, TierOptions};
 use super::scratch::{Scratch, ScratchPool};
 use super::storage::{self, DirStorage, FilePair, MemoryStorage, Storage};
-use super::superblock::{HEADER_BYTES, Superblock, SuperblockHeader};
+use super::superblock::{HEADER_BYTES, Stamp, Superblock, SuperblockHeader};
 use super::turns::gate::{DataTransfer, Gate};
 use super::waiting::{deadline_after, timed_out};
 use crate::error::{IoKind, Result, TierError, TierKind};
@@ -51,8 +52,8 @@ pub(super) enum SuperblockCopy {
     Blank,
     /// A valid superblock.
     Valid(Box<Superblock>),
-    /// Corrupt; the text says why.
-    Corrupt(String),
+    /// Corrupt; the text says why. The stamp is that of the header, if the header is intact.
+    Corrupt(String, Option<Stamp>),
 }
 
 impl TierPath {
@@ -137,7 +138,10 @@ impl TierPath {
 
     fn begin(&self, DataTransfer { write, offset, buffer }: DataTransfer) -> Result<u64> {
         match write {
-            true => self.engine.write(request(&self.data.writer, offset, buffer)),
+            true => {
+                self.storage.check_lease()?;
+                self.engine.write(request(&self.data.writer, offset, buffer))
+            }
             false => self.engine.read(request(&self.data.reader, offset, buffer)),
         }
     }
@@ -183,6 +187,7 @@ impl TierPath {
             // A nearly full disk may still have space for this superblock.
             self.reserve_superblocks(len).or_else(|_| self.allocate_file(pair, 0, len))?;
         }
+        self.storage.check_lease()?;
         self.engine.write(request(&pair.writer, 0, bytes))
     }
 
@@ -214,21 +219,43 @@ impl TierPath {
             .with_bytes(|bytes| (bytes.iter().all(|b| *b == 0), SuperblockHeader::parse(bytes)))
         {
             (true, _) => return Ok(SuperblockCopy::Blank),
-            (_, Err(message)) => return Ok(SuperblockCopy::Corrupt(message)),
+            (_, Err(message)) => return Ok(SuperblockCopy::Corrupt(message, None)),
             (_, Ok(header)) => header,
         };
         let all = (HEADER_BYTES as u64 + header.table_bytes).next_multiple_of(PAGE);
+        let truncated = SuperblockCopy::Corrupt("its table is truncated".to_string(), Some(header.stamp));
         // Checked before the allocation, because the length in a header may be arbitrary.
         if self.storage.len(SUPERBLOCKS[copy])?.is_none_or(|len| len < all) {
-            return Ok(SuperblockCopy::Corrupt("its table is truncated".to_string()));
+            return Ok(truncated);
         }
         Ok(match read(all as usize)? {
-            None => SuperblockCopy::Corrupt("its table is truncated".to_string()),
+            None => truncated,
             Some(bytes) => match bytes.span().with_bytes(Superblock::parse) {
                 Ok(superblock) => SuperblockCopy::Valid(Box::new(superblock)),
-                Err(message) => SuperblockCopy::Corrupt(message),
+                Err(message) => SuperblockCopy::Corrupt(message, Some(header.stamp)),
             },
         })
+    }
+
+    /// Starts to read the header of a superblock copy.
+    pub(super) fn read_stamp(&self, copy: usize) -> Result<(u64, Scratch)> {
+        let scratch = self.scratch(HEADER_BYTES)?;
+        let handle = self.engine.read(request(&self.superblocks[copy].reader, 0, scratch.transfer()))?;
+        Ok((handle, scratch))
+    }
+
+    /// The stamp that [`TierPath::read_stamp`] reads; `None` if the copy is blank or corrupt.
+    pub(super) fn stamp(&self, (handle, scratch): (u64, Scratch)) -> Result<Option<Stamp>> {
+        match self.wait(handle, None) {
+            Ok(_) => Ok(scratch.span().with_bytes(SuperblockHeader::parse).ok().map(|header| header.stamp)),
+            Err(error) if error.io_kind() == Some(IoKind::ShortFile) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Fails with `Fenced` if another process claimed the files since they were opened.
+    pub(super) fn check_owner(&self) -> Result<()> {
+        self.storage.check_owner()
     }
 
     /// Fails if the files no longer have their names, or if the lock was lost.
@@ -301,11 +328,7 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
     let (storage, engine): (Box<dyn Storage>, Engine) = match &options.paths[number].location {
         PathLocation::Directory(base) => {
             let (base, owner) = (base.clone(), options.owner.clone());
-            return storage::within_timeout(io.io_timeout, "opening", &owner.below(&base), move || {
-                let Some(directory) = Directory::claim(&base, &owner, make)? else { return Ok(None) };
-                let directory = DirStorage::new(directory, io.direct, io.io_timeout);
-                TierPath::open(Box::new(directory), Engine::open(io)?).map(Some)
-            });
+            return claim_directory(base, owner, io, make);
         }
         #[cfg(feature = "s3")]
         PathLocation::Bucket(address) => match super::bucket::open(address, &options.owner, io, make)? {
@@ -323,12 +346,41 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
         },
         #[cfg(any(test, feature = "sim"))]
         PathLocation::Simulated(disk, faults) => {
-            let storage = super::storage::SimStorage::new(disk, number as u64);
+            let storage = super::storage::SimStorage::claim(disk, number as u64)?;
             let sim = crate::io::sim::Sim::new(disk, faults.clone());
             (Box::new(storage), Engine::open_simulated(io, sim)?)
         }
     };
     TierPath::open(storage, engine).map(Some)
+}
+
+/// Claims a directory and opens it. The I/O timeout bounds each part of the claim, but not the wait for another owner's
+/// lease.
+fn claim_directory(base: PathBuf, owner: Owner, io: IoOptions, make: bool) -> Result<Option<TierPath>> {
+    type Opening = std::result::Result<Option<TierPath>, (Box<PendingClaim>, Duration)>;
+    let open = move |step: ClaimStep| -> Result<Opening> {
+        match step {
+            ClaimStep::Done(None) => Ok(Ok(None)),
+            ClaimStep::Done(Some(directory)) => {
+                let directory = DirStorage::new(directory, io.direct, io.io_timeout);
+                TierPath::open(Box::new(directory), Engine::open(io)?).map(|path| Ok(Some(path)))
+            }
+            ClaimStep::Wait(pending, time) => Ok(Err((pending, time))),
+        }
+    };
+    let place = owner.below(&base);
+    let begin = move || Directory::begin_claim(&base, &owner, make).and_then(open);
+    let mut opening = storage::within_timeout(io.io_timeout, "opening", &place, begin)?;
+    loop {
+        match opening {
+            Ok(path) => return Ok(path),
+            Err((pending, time)) => {
+                std::thread::sleep(time);
+                let go_on = move || pending.resume().and_then(open);
+                opening = storage::within_timeout(io.io_timeout, "opening", &place, go_on)?;
+            }
+        }
+    }
 }
 
 fn request(file: &Arc<crate::io::file::File>, offset: u64, buffer: TransferBuffer) -> Request<'static> {

@@ -10,31 +10,24 @@
 //!   a holder in mid-work, and miss the lock of a holder that released it meanwhile.
 //! - A lock is deleted only by its owner, or by the process that got the prefix and knows that the owner is dead. Any
 //!   other process that put a lock may be about to list it.
-//! - A process counts as dead only if this machine can prove it: the process ran on this machine and has ended, or it
-//!   ran before the last boot. A lock is of this machine if host name and machine-id are the same; without a
-//!   machine-id, the boot id must be the same too.
-//! - A machine-id that is part of an image breaks this rule. Machines made from such an image need their own ids;
-//!   systemd assigns one to a machine without an id.
-//! - A process elsewhere, also in another container, counts as alive until a person deletes its lock object.
+//! - A process counts as dead only if this machine can prove it (see `holder`). A process elsewhere, also in another
+//!   container, counts as alive until a person deletes its lock object.
+//! - A process whose lock was deleted commits nothing any more. It reads its lock after each superblock. A process that
+//!   claims the prefix after that read finds the superblock.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use arc_swap::ArcSwapOption;
-use serde::{Deserialize, Serialize};
-
+use super::failures::fenced;
+use super::holder::{self, Holder, Life};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::io::object::{ObjectMeta, RequestContext, Store, StoreError};
 use crate::log::{self, Level};
 use crate::sys::host;
-use crate::sys::per_process::{PerProcessStatic, Shared};
-use crate::sys::process::{self, OpeningProcess};
+use crate::sys::process::OpeningProcess;
 
 /// Prefix of the lock objects, below the claimed prefix.
 pub(super) const LOCKS: &str = "lock/";
-/// Text that systemd stores as the machine-id before it has assigned one.
-const NO_MACHINE: &str = "uninitialized";
 /// Maximum length of a lock object, in bytes. Locks of this library are shorter.
 const MAX_LOCK_BYTES: u64 = 4096;
 
@@ -46,18 +39,6 @@ pub(super) struct PrefixLock {
     /// Length of the lock object, in bytes.
     bytes: u64,
     opener: OpeningProcess,
-}
-
-/// Unique identity of a process.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Holder {
-    host: String,
-    machine: String,
-    boot: String,
-    namespace: String,
-    pid: u32,
-    /// In clock ticks since the machine started.
-    started: u64,
 }
 
 impl PrefixLock {
@@ -81,7 +62,7 @@ impl PrefixLock {
             bytes: message.len() as u64,
             opener: OpeningProcess::current(),
         };
-        held(|held| held.insert(lock.key.clone()));
+        holder::hold(&lock.key);
         store.put(&lock.key, &message).map_err(failed)?;
         let locks = store.list(&format!("{prefix}{LOCKS}")).map_err(failed)?;
         let (own, others): (Vec<_>, Vec<_>) = locks.iter().partition(|one| one.key == lock.key);
@@ -94,7 +75,7 @@ impl PrefixLock {
         for ObjectMeta { key, len } in others {
             match read(store, key, *len).map_err(failed)? {
                 LockContent::Gone => {}
-                LockContent::Holder(holder) if holder.is_dead(&me, key) => dead.push(key),
+                LockContent::Holder(holder) if holder.life(&me, key) == Life::Dead => dead.push(key),
                 LockContent::Holder(holder) => return Err(locked(name, key, prefix, &holder.describe(&me))),
                 LockContent::Unknown => {
                     return Err(locked(name, key, prefix, "its lock object cannot be read"));
@@ -113,17 +94,19 @@ impl PrefixLock {
         self.opener.is_current()
     }
 
-    /// Fails with `PathMissing` if the lock object was deleted: another process may hold the prefix now. Other errors
-    /// of the store are ignored.
-    pub(super) fn check(&self, name: &str) -> Result<()> {
-        match read(&self.store, &self.key, self.bytes) {
-            Ok(LockContent::Gone) => {
-                let message = "its lock object was deleted while the tier was open; another process may have \
-                               written there since";
-                Err(TierError::at(TierKind::PathMissing, name, message))
-            }
-            _ => Ok(()),
+    /// Fails if the lock object was deleted: with `Fenced` if another process put one, else with `PathMissing`. Errors of
+    /// the store are returned.
+    pub(super) fn check(&self, prefix: &str, name: &str) -> Result<()> {
+        let failed = |error: StoreError| error.at(RequestContext { doing: "opening", path: name });
+        if !matches!(read(&self.store, &self.key, self.bytes).map_err(failed)?, LockContent::Gone) {
+            return Ok(());
         }
+        if !self.store.list(&format!("{prefix}{LOCKS}")).map_err(failed)?.is_empty() {
+            return Err(fenced(name, "another process"));
+        }
+        let message = "its lock object was deleted while the tier was open; another process may have written there \
+                       since";
+        Err(TierError::at(TierKind::PathMissing, name, message))
     }
 }
 
@@ -139,50 +122,7 @@ impl Drop for PrefixLock {
             );
             log::write(Level::Warn, &message);
         }
-        held(|held| held.remove(&self.key));
-    }
-}
-
-impl Holder {
-    /// Identity of this process, computed once, because later reads of /proc may give other values.
-    fn this_process() -> Shared<Holder> {
-        static KNOWN: PerProcessStatic<Holder> = PerProcessStatic::empty();
-        KNOWN.get_or_make(|| Holder::found(process::id()))
-    }
-
-    fn found(pid: u32) -> Holder {
-        Holder {
-            host: host::name(),
-            machine: Some(host::machine()).filter(|machine| machine != NO_MACHINE).unwrap_or_default(),
-            boot: host::boot(),
-            namespace: host::pid_namespace(),
-            pid,
-            started: host::process_start(pid).unwrap_or(0),
-        }
-    }
-
-    fn is_dead(&self, me: &Holder, key: &str) -> bool {
-        let known = !self.boot.is_empty() && !me.boot.is_empty() && self.started != 0;
-        if (&self.host, &self.machine) != (&me.host, &me.machine) || !known {
-            return false;
-        }
-        if self.boot != me.boot {
-            // Machines without an id may have the same host name.
-            return !self.machine.is_empty();
-        }
-        match self {
-            // A lock that this process failed to delete.
-            _ if self == me => HELD.load().as_ref().is_none_or(|held| !held.contains(key)),
-            _ => self.namespace == me.namespace && host::process_ended(self.pid, self.started),
-        }
-    }
-
-    fn describe(&self, me: &Holder) -> String {
-        let Holder { host, pid, started, .. } = self;
-        match self == me {
-            true => "this process has the tier open".to_string(),
-            false => format!("process {pid} on {host}, started at tick {started}"),
-        }
+        holder::let_go(&self.key);
     }
 }
 
@@ -212,22 +152,12 @@ fn locked(name: &str, key: &str, prefix: &str, message: &str) -> Error {
     TierError::at(TierKind::Locked, name, message)
 }
 
-/// Keys of the locks that this process holds. Not a mutex, because a thread may hold a mutex at the moment of a fork.
-static HELD: ArcSwapOption<BTreeSet<String>> = ArcSwapOption::const_empty();
-
-fn held(change: impl Fn(&mut BTreeSet<String>) -> bool) {
-    HELD.rcu(|held| {
-        let mut held = held.as_deref().cloned().unwrap_or_default();
-        change(&mut held);
-        Some(Arc::new(held))
-    });
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::io::object::StoreResult;
     use crate::io::object::memory::MemoryStore;
+    use crate::sys::host;
 
     fn lock(memory: &MemoryStore, holder: &Holder) {
         memory.put("p/lock/other", &serde_json::to_vec(holder).unwrap()).unwrap();
@@ -293,23 +223,6 @@ mod tests {
             assert!(message.contains("delete s3://b/p/lock/other to free it"), "{message}");
             assert_eq!(memory.keys(), ["p/lock/other"]);
         }
-    }
-
-    #[test]
-    fn machines_without_an_id_are_told_apart_by_their_starts() {
-        let of = |machine: &str, boot: &str| Holder {
-            host: "localhost".to_string(),
-            machine: machine.to_string(),
-            boot: boot.to_string(),
-            namespace: "one".to_string(),
-            pid: u32::MAX,
-            started: 1,
-        };
-        let dead = |theirs: Holder, mine: Holder| theirs.is_dead(&mine, "p/lock/other");
-        assert!(!dead(of("", "monday"), of("", "tuesday")), "it may be another machine");
-        assert!(dead(of("id", "monday"), of("id", "tuesday")));
-        assert!(!dead(of("id", "monday"), of("", "tuesday")));
-        assert!(dead(of("", "monday"), of("", "monday")), "this machine has no such process");
     }
 
     /// A change of the store at one moment of a claim.

@@ -11,28 +11,38 @@
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use super::contents::Contents;
 use super::data_length::{self, UsedSpace};
 use super::health::Health;
-use super::options::{Durability, Mode, PathLocation, PathOptions, TierOptions};
+use super::options::{Mode, PathLocation, PathOptions, TierOptions};
 use super::path::{TierPath, claim};
 use super::scan::check_moved;
 use super::space::Space;
 use super::state::{DurableCopy, Extent, PathState, TierState};
 use super::store::{Opened, Tier};
-use super::superblock::{ExtentRecord, PathRecord, Superblock};
-use super::superblock_set::{Candidate, Probed, Selected, gone, leave_out, probe, select};
+use super::superblock::{ExtentRecord, PathRecord, Stamp, Superblock};
+use super::superblock_set::{Candidate, Probed, Selected, gone, leave_out, may_leave_out, probe, select};
 use super::transfer::TierIdentity;
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
+use crate::log::{self, Level};
 use crate::sys::bell::Bell;
 use crate::sys::host;
 use crate::sys::process::OpeningProcess;
 
-/// A path that is present: its index in the options, and the superblock copy that the next one must not overwrite.
-type Placed = Option<(usize, TierPath, Option<DurableCopy>)>;
+/// A path that is present: its index in the options, and what its superblock copies hold.
+type Placed = Option<(usize, TierPath, FoundCopies)>;
+
+/// What an open found in the superblock copies of a path.
+#[derive(Debug, Clone, Copy, Default)]
+struct FoundCopies {
+    /// The copy that the next superblock must not overwrite.
+    kept: Option<DurableCopy>,
+    stamps: [Option<Stamp>; 2],
+}
+
 /// Paths by number, and their states.
 type Paths = (Vec<Option<Arc<TierPath>>>, Vec<PathState>);
 
@@ -41,6 +51,7 @@ impl Tier {
     /// `PathMissing`, `Locked`, and errors of the devices.
     pub fn open(options: TierOptions) -> Result<Tier> {
         options.check()?;
+        let options = options.absolute()?;
         let Probed { found, absent, left_out } = probe(&options)?;
         match select(&found, &options)? {
             Some(selected) if options.mode == Mode::Resume && selected.superblock.step.is_none() => {
@@ -90,7 +101,7 @@ fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Re
             options.paths[given].reserve,
             &[],
             0,
-            None,
+            FoundCopies::default(),
         )?);
         path.sync_directory()?;
         paths.push(Some(Arc::new(path)));
@@ -98,7 +109,7 @@ fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Re
     let block_bytes = options.block_bytes;
     let state = state(states, Vec::new(), None);
     let tier = assemble(options, tier, block_bytes, paths, state, Opened::default())?;
-    write_opening_superblock(&tier)?;
+    tier.write_opening_superblock()?;
     Ok(tier)
 }
 
@@ -124,12 +135,12 @@ fn resume(
                 .position(|record| record.name == name)
                 .filter(|number| !candidate.broken.is_empty() || lost_extents(newest, &[*number]).is_empty()),
         };
-        let kept = candidate.kept(selected.sequence);
+        let copies = FoundCopies { kept: candidate.kept(selected.sequence), stamps: candidate.stamps };
         let Candidate { path, given, .. } = candidate;
         match number {
             None => fresh.push((given, path)),
             Some(number) if paths.get(number).is_some_and(Option::is_none) => {
-                paths[number] = Some((given, path, kept));
+                paths[number] = Some((given, path, copies));
             }
             Some(number) => {
                 let message = format!(
@@ -154,7 +165,9 @@ fn resume(
         match claim_new(&options, given) {
             Ok(path) => fresh.push((given, path)),
             // Listed, but not mounted: a degraded open continues without it, even if no data was on it.
-            Err(error) if options.degraded && error.io_kind() == Some(IoKind::NotFound) => leave_out(&error),
+            Err(error) if may_leave_out(&options, &error) && error.io_kind() == Some(IoKind::NotFound) => {
+                leave_out(&error)
+            }
             Err(error) => return Err(error),
         }
     }
@@ -169,7 +182,7 @@ fn resume(
         } else {
             records[number] = record;
         }
-        paths[number] = Some((given, path, None));
+        paths[number] = Some((given, path, FoundCopies::default()));
     }
     let (paths, states) = path_states(&options, newest, &records, paths)?;
     let opened = Opened {
@@ -184,8 +197,18 @@ fn resume(
     if selected.is_older() {
         verify_before_resume(&tier)?;
     }
-    write_opening_superblock(&tier)?;
-    Ok(tier)
+    match tier.write_opening_superblock() {
+        Err(error) if error.is_full() && !selected.is_older() => {
+            let message = format!(
+                "{}: the tier is open, but a put or a commit needs free space first: {error}",
+                tier.some_name()
+            );
+            log::write(Level::Warn, &message);
+            tier.opening_due.store(true, Ordering::Release);
+            Ok(tier)
+        }
+        other => other.map(|()| tier),
+    }
 }
 
 fn path_states(
@@ -202,7 +225,7 @@ fn path_states(
         });
         let used: Vec<UsedSpace> =
             chunks.filter(|(path, _)| *path as usize == number).map(|(_, space)| space).collect();
-        let Some((given, path, kept)) = one else {
+        let Some((given, path, copies)) = one else {
             let space = Space::new(record.end, record.end, []).unwrap_or_default();
             states.push(PathState {
                 name: record.name.clone(),
@@ -211,6 +234,7 @@ fn path_states(
                 reason: "it was missing when the tier was opened".to_string(),
                 space,
                 durable_copy: None,
+                found: [None, None],
                 gone: false,
                 dirty: false,
                 written_before: record.written,
@@ -219,7 +243,7 @@ fn path_states(
             continue;
         };
         let PathOptions { limit, reserve, .. } = options.paths[given];
-        states.push(path_state(&path, limit, reserve, &used, record.written, kept)?);
+        states.push(path_state(&path, limit, reserve, &used, record.written, copies)?);
         paths.push(Some(Arc::new(path)));
     }
     Ok((paths, states))
@@ -231,7 +255,7 @@ fn path_state(
     reserve: u64,
     used: &[UsedSpace],
     written_before: u64,
-    durable_copy: Option<DurableCopy>,
+    copies: FoundCopies,
 ) -> Result<PathState> {
     let mut end = data_length::opened(path, used)?;
     let reserve = reserve.min(limit.unwrap_or(u64::MAX));
@@ -250,7 +274,8 @@ fn path_state(
         health: Health::Healthy,
         reason: String::new(),
         space,
-        durable_copy,
+        durable_copy: copies.kept,
+        found: copies.stamps,
         gone: false,
         dirty: false,
         written_before,
@@ -310,7 +335,22 @@ fn assemble(
         path.engine.ring_at_outcomes(Arc::clone(&bell))?;
     }
     let claimed = AtomicBool::new(false);
-    Ok(Tier { opener, options, identity, block_bytes, paths, state, changed, bell, opened, claimed })
+    let opening_due = AtomicBool::new(false);
+    let opening = Mutex::new(());
+    Ok(Tier {
+        opener,
+        options,
+        identity,
+        block_bytes,
+        paths,
+        state,
+        changed,
+        bell,
+        opened,
+        claimed,
+        opening_due,
+        opening,
+    })
 }
 
 /// Verifies every block of the older state: later writes may have overwritten some.
@@ -326,30 +366,6 @@ fn verify_before_resume(tier: &Tier) -> Result<()> {
         )),
         Some(error) => Err(error),
     }
-}
-
-/// Writes the state that was found, or the empty one, as a new superblock to every path. The superblock that was found
-/// may exist only in the page cache, and paths may have been renamed, added or left out.
-fn write_opening_superblock(tier: &Tier) -> Result<()> {
-    let (step, payload) = {
-        let state = tier.lock();
-        (state.step, state.payload.clone())
-    };
-    let (superblock, bytes) = tier.next_superblock(step, &payload)?;
-    let table = bytes.on_path(0).len() as u64;
-    for path in tier.paths.iter().flatten().filter(|path| path.lasts()) {
-        path.reserve_superblocks(table)?;
-    }
-    if tier.durability() != Durability::Process {
-        let live = || tier.paths.iter().flatten().filter(|path| path.lasts());
-        for path in live() {
-            let all = [path.sync_data()?, path.sync_superblock(0)?, path.sync_superblock(1)?];
-            for handle in all {
-                path.wait(handle, None)?;
-            }
-        }
-    }
-    tier.write_superblocks(&superblock, &bytes)
 }
 
 /// True if committed data is on the path, or if the path may hold superblocks that a later open would find.

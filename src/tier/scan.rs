@@ -7,7 +7,11 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::directory::{Directory, FILES, LOCK, Owner, SUPERBLOCKS, enter, failed};
+use super::directory::{Directory, FILES, Owner, SUPERBLOCKS, enter};
+use super::failures::failed;
+use super::holder::Holder;
+use super::owned_lock::LOCK;
+use super::ownership::{Part, possible_owner};
 use crate::error::{Result, TierError, TierKind};
 use crate::sys::lock::{FileLock, LockAttempt};
 use crate::sys::private_files::{GivenDirectory, PrivateDirectory};
@@ -19,7 +23,8 @@ pub struct Found {
     pub owner: Owner,
     /// Path of the directory.
     pub path: PathBuf,
-    /// Text of the lock if a live process holds it, or the error of the check. `None` if no live process holds it.
+    /// Text of the lock if a live process holds it, or may hold it on another machine, or the error of the check. `None`
+    /// if no live process holds it.
     pub live: Option<String>,
     /// Total length of its files, in bytes.
     pub bytes: u64,
@@ -38,7 +43,11 @@ pub fn scan(base: &Path) -> Result<Vec<Found>> {
                 let bytes = FILES.iter().filter_map(|file| directory.entry(file).ok().flatten());
                 let bytes = bytes.map(|found| found.len).sum();
                 let live = match FileLock::attempt(&directory, LOCK) {
-                    Ok(LockAttempt::Acquired(_)) => None,
+                    // A lock that does not reach another mount says nothing about an owner there.
+                    Ok(LockAttempt::Acquired(lock)) => {
+                        let page = lock.read_page(&directory, LOCK, Part::Record as u64, true).ok().flatten();
+                        page.and_then(|page| possible_owner(&page, &Holder::this_process()))
+                    }
                     Ok(LockAttempt::HeldByUs) => Some("this process".to_string()),
                     Ok(LockAttempt::HeldByOther(message)) => Some(message.trim().to_string()),
                     Err(error) => Some(error.to_string()),

@@ -19,6 +19,7 @@ use super::contents::Contents;
 use super::extent::Shape;
 use super::health::Health;
 use super::space::Space;
+use super::superblock::Stamp;
 use super::transfer::Job;
 use crate::error::{Error, Result, TierError, TierKind};
 
@@ -33,6 +34,8 @@ pub(super) struct PathState {
     pub(super) space: Space,
     /// The copy with the last superblock known to be durable on this path.
     pub(super) durable_copy: Option<DurableCopy>,
+    /// The superblocks that the open found in the copies. The owner replaces only these and its own.
+    pub(super) found: [Option<Stamp>; 2],
     /// The files no longer have their names. If no data is left on the path, the next commit drops it.
     pub(super) gone: bool,
     /// True if data was written since the last commit.

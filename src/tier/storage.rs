@@ -50,6 +50,18 @@ pub trait Storage: Send + Sync + Debug {
         Ok(())
     }
 
+    /// Fails with `Fenced` if another process claimed the files since they were opened. An error of the device is
+    /// returned as such.
+    fn check_owner(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Fails with `Fenced` if another process may own the files by now. Called before each write of data, and fast
+    /// unless a lease has to be renewed.
+    fn check_lease(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Fails if one of the open files now has another name, so that a removal would leave its data.
     fn check_removal(&self, _files: &[(&'static str, &File)]) -> Result<()> {
         Ok(())
@@ -77,6 +89,10 @@ impl DirStorage {
     /// directory.
     pub fn new(directory: Directory, direct: bool, io_timeout: Option<Duration>) -> DirStorage {
         DirStorage { directory: Arc::new(directory), direct, io_timeout }
+    }
+
+    fn bounded(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+        within_timeout(self.io_timeout, "reading the owner of", self.directory.path(), work)
     }
 
     fn open_for(&self, name: &str, path: &FilePath, access: Access) -> Result<Arc<File>> {
@@ -140,6 +156,23 @@ impl Storage for DirStorage {
     fn check(&self, files: &[(&'static str, &File)]) -> Result<()> {
         let files: Vec<_> = files.iter().map(|(name, file)| (*name, file.identity())).collect();
         self.directory.check(&files)
+    }
+
+    fn check_owner(&self) -> Result<()> {
+        if !self.directory.is_leased() {
+            // The page is in the cache of this machine since the open. No server is asked.
+            return self.directory.check_owner();
+        }
+        let directory = Arc::clone(&self.directory);
+        self.bounded(move || directory.check_owner())
+    }
+
+    fn check_lease(&self) -> Result<()> {
+        if self.directory.lease_is_valid() {
+            return Ok(());
+        }
+        let directory = Arc::clone(&self.directory);
+        self.bounded(move || directory.check_lease())
     }
 
     fn check_removal(&self, files: &[(&'static str, &File)]) -> Result<()> {
@@ -223,13 +256,22 @@ impl Storage for MemoryStorage {
 pub struct SimStorage {
     disk: crate::io::sim::Disk,
     number: u64,
+    /// The owner's record. The simulated disk has no lock that keeps another owner out, as two mounts of one directory
+    /// whose locks do not reach each other.
+    claim: Vec<u8>,
 }
 
 #[cfg(any(test, feature = "sim"))]
 impl SimStorage {
-    /// Storage on the disk with this number.
-    pub fn new(disk: &crate::io::sim::Disk, number: u64) -> SimStorage {
-        SimStorage { disk: disk.clone(), number }
+    /// Claims the files of the disk with this number.
+    pub fn claim(disk: &crate::io::sim::Disk, number: u64) -> Result<SimStorage> {
+        let claim = crate::sys::host::random().map_err(|error| Error::system("claiming a disk", &error))?;
+        let storage = SimStorage { disk: disk.clone(), number, claim: claim.to_le_bytes().to_vec() };
+        let lock = storage.path(super::owned_lock::LOCK);
+        storage.disk.create(&lock);
+        let bytes = storage.claim.clone();
+        storage.disk.serve(crate::io::sim::DiskEvent::Write { name: lock, at: 0, bytes });
+        Ok(storage)
     }
 
     fn path(&self, file: &str) -> String {
@@ -258,6 +300,17 @@ impl Storage for SimStorage {
     fn sync(&self) -> Result<()> {
         self.disk.sync_directory();
         Ok(())
+    }
+
+    fn check_owner(&self) -> Result<()> {
+        match self.disk.contents(&self.path(super::owned_lock::LOCK)) == self.claim {
+            true => Ok(()),
+            false => Err(super::failures::fenced(&self.name(), "another owner")),
+        }
+    }
+
+    fn check_lease(&self) -> Result<()> {
+        self.check_owner()
     }
 
     fn remove(self: Box<Self>) -> Result<()> {

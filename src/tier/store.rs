@@ -42,6 +42,10 @@ pub struct Tier {
     pub(super) opened: Opened,
     /// True while an [`UpdateClaim`](super::claim::UpdateClaim) exists.
     pub(super) claimed: AtomicBool,
+    /// True if the open had no room for its superblock.
+    pub(super) opening_due: AtomicBool,
+    /// Held while a thread writes that superblock.
+    pub(super) opening: Mutex<()>,
 }
 
 /// Result of opening a tier.

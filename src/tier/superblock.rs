@@ -60,6 +60,8 @@ pub struct Superblock {
     pub tier: u128,
     /// Sequence number; each superblock gets a higher one.
     pub sequence: u64,
+    /// Random number of the open that wrote it; its chunks have the same number.
+    pub session: u64,
     /// Step number of the caller; `None` before the first commit.
     pub step: Option<u64>,
     /// Number of the path that holds this copy.
@@ -84,10 +86,20 @@ pub struct Superblock {
     pub extents: Vec<Option<ExtentRecord>>,
 }
 
+/// Identity of a superblock: no two superblocks of a tier have the same one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stamp {
+    /// Sequence number.
+    pub sequence: u64,
+    /// Session of the owner that wrote it.
+    pub session: u64,
+}
+
 /// Header of a superblock: length and checksum of its table.
 #[derive(Debug, Clone, Copy)]
 pub struct SuperblockHeader {
-    sequence: u64,
+    /// Who wrote the superblock, and which one it is.
+    pub stamp: Stamp,
     /// Length of the table behind the header, in bytes.
     pub table_bytes: u64,
     table_checksum: u64,
@@ -98,7 +110,7 @@ pub struct SuperblockHeader {
 /// An encoded superblock that parses. The header is added per path, because it names the path.
 #[derive(Debug)]
 pub struct Encoded {
-    sequence: u64,
+    stamp: Stamp,
     tier: u128,
     table: Vec<u8>,
     table_checksum: u64,
@@ -109,8 +121,8 @@ impl Encoded {
     pub fn on_path(&self, path: u32) -> Vec<u8> {
         let mut header = Encoder::default();
         preamble(&mut header, &MAGIC);
-        header.u64(self.sequence).u64(self.table.len() as u64).u64(self.table_checksum);
-        header.u128(self.tier).u32(path).u32(0);
+        header.u64(self.stamp.sequence).u64(self.table.len() as u64).u64(self.table_checksum);
+        header.u128(self.tier).u32(path).u32(0).u64(self.stamp.session);
         let mut bytes = header.finish();
         bytes.resize(HEADER_BYTES, 0);
         let sum = checksum::of(&bytes[..HEADER_CHECKSUM_AT]);
@@ -128,12 +140,18 @@ impl Superblock {
         let table = self.encode_table();
         let (table_bytes, table_checksum) = (table.len() as u64, checksum::of(&table));
         check_table_bytes(table_bytes)?;
-        let Superblock { sequence, tier, path, .. } = *self;
-        let header = SuperblockHeader { sequence, table_bytes, table_checksum, tier, path };
+        let Superblock { tier, path, .. } = *self;
+        let stamp = self.stamp();
+        let header = SuperblockHeader { stamp, table_bytes, table_checksum, tier, path };
         match Superblock::of_table(&table, &header)? == *self {
-            true => Ok(Encoded { sequence, tier, table, table_checksum }),
+            true => Ok(Encoded { stamp, tier, table, table_checksum }),
             false => Err("the encoded superblock does not read back as itself".to_string()),
         }
+    }
+
+    /// Which superblock this is.
+    pub fn stamp(&self) -> Stamp {
+        Stamp { sequence: self.sequence, session: self.session }
     }
 
     fn encode_table(&self) -> Vec<u8> {
@@ -225,8 +243,10 @@ impl SuperblockHeader {
         let mut parse = || {
             let (sequence, table_bytes, table_checksum) = (from.u64()?, from.u64()?, from.u64()?);
             let (tier, path) = (from.u128()?, from.u32()?);
+            from.u32()?;
+            let stamp = Stamp { sequence, session: from.u64()? };
             let sum = Decoder::new(bytes.get(HEADER_CHECKSUM_AT..)?).u64()?;
-            Some((SuperblockHeader { sequence, table_bytes, table_checksum, tier, path }, sum))
+            Some((SuperblockHeader { stamp, table_bytes, table_checksum, tier, path }, sum))
         };
         let (header, sum) = parse().ok_or_else(|| "it is too short".to_string())?;
         match checksum::of(&bytes[..HEADER_CHECKSUM_AT]) == sum {
@@ -266,7 +286,8 @@ fn parse_table(from: &mut Decoder, header: &SuperblockHeader) -> Option<Superblo
     let extents = (0..count).map(|_| parse_extent(from, block_bytes)).collect::<Option<Vec<_>>>()?;
     Some(Superblock {
         tier: header.tier,
-        sequence: header.sequence,
+        sequence: header.stamp.sequence,
+        session: header.stamp.session,
         step: (has_step == 1).then_some(step),
         path: header.path,
         block_bytes,

@@ -3,7 +3,8 @@
 //! Invariants:
 //! - The valid superblock with the highest sequence wins. A device error on any copy fails the open instead of
 //!   selecting an older step, because the content of the unread copy is unknown. Only a degraded open continues without
-//!   the path.
+//!   the path, and only after an error of the path itself ([`may_leave_out`]).
+//! - An owner's record is written before the superblocks are read (see `ownership`).
 //! - Two superblocks with the highest sequence but different contents mean that the paths were opened separately. The
 //!   open then fails. A degraded open of one path alone gives this path a higher sequence. If paths were opened
 //!   separately and have different numbers of superblocks, the path with more wins.
@@ -17,7 +18,7 @@ use super::options::{Mode, TierOptions};
 use super::path::{SuperblockCopy, TierPath, claim};
 use super::state::DurableCopy;
 use super::store::Tier;
-use super::superblock::{PathRecord, Superblock};
+use super::superblock::{PathRecord, Stamp, Superblock};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::log::{self, Level};
 
@@ -49,6 +50,8 @@ pub(super) struct Candidate {
     /// Index in the options.
     pub(super) given: usize,
     pub(super) copies: [Option<Superblock>; 2],
+    /// The stamps of the copies, also of those whose table is corrupt.
+    pub(super) stamps: [Option<Stamp>; 2],
     /// Errors of the corrupt copies.
     pub(super) broken: Vec<String>,
 }
@@ -75,6 +78,7 @@ impl Tier {
     /// agree on a step before they open their tiers.
     pub fn steps(options: &TierOptions) -> Result<Steps> {
         options.check()?;
+        let options = &options.clone().absolute()?;
         let found = probe(options)?.found;
         let Some(last) = last(&found) else {
             found.iter().try_for_each(Candidate::check_format)?;
@@ -142,15 +146,12 @@ pub(super) fn probe(options: &TierOptions) -> Result<Probed> {
         let candidate = match claim(options, given, false) {
             Ok(Some(path)) => read_copies(path, given).map(Some),
             Ok(None) => Ok(None),
-            // An unreadable path, which a degraded open may leave out. All other errors fail the open, for example a
-            // lock of a live process or invalid settings.
-            Err(error @ Error::Io(_)) => Err(error),
-            Err(error) => return Err(error),
+            Err(error) => Err(error),
         };
         match candidate {
             Ok(Some(candidate)) => found.push(candidate),
             Ok(None) => absent.push(given),
-            Err(error) if options.degraded => {
+            Err(error) if may_leave_out(options, &error) => {
                 leave_out(&error);
                 left_out.get_or_insert(error);
             }
@@ -160,18 +161,31 @@ pub(super) fn probe(options: &TierOptions) -> Result<Probed> {
     Ok(Probed { found, absent, left_out })
 }
 
+/// True if the open continues without the path of this error. Other errors fail the open: a lock of a live process,
+/// invalid settings, or a lack of memory. The path may then have a newer step.
+pub(super) fn may_leave_out(options: &TierOptions, error: &Error) -> bool {
+    options.degraded && error.is_of_a_path()
+}
+
 pub(super) fn leave_out(error: &Error) {
     log::write(Level::Warn, &format!("a path of a tier is skipped: {error}"));
 }
 
 fn read_copies(path: TierPath, given: usize) -> Result<Candidate> {
-    let mut candidate = Candidate { path, given, copies: [None, None], broken: Vec::new() };
+    let mut candidate =
+        Candidate { path, given, copies: [None, None], stamps: [None, None], broken: Vec::new() };
     for copy in 0..2 {
         let name = candidate.path.superblock_name(copy).to_string();
         match candidate.path.read_superblock(copy)? {
             SuperblockCopy::Blank => {}
-            SuperblockCopy::Corrupt(message) => candidate.broken.push(format!("{name}: {message}")),
-            SuperblockCopy::Valid(found) => candidate.copies[copy] = Some(*found),
+            SuperblockCopy::Corrupt(message, stamp) => {
+                candidate.stamps[copy] = stamp;
+                candidate.broken.push(format!("{name}: {message}"));
+            }
+            SuperblockCopy::Valid(found) => {
+                candidate.stamps[copy] = Some(found.stamp());
+                candidate.copies[copy] = Some(*found);
+            }
         }
     }
     if let (Some(message), Some(_)) = (candidate.broken.first(), candidate.newest()) {

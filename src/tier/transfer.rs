@@ -261,11 +261,12 @@ impl Transfer {
     }
 }
 
-/// Health of the path after a transfer error. `None` if the path is only full, or the caller's memory is invalid
-/// (`EFAULT`).
+/// Health of the path after a transfer error. `None` if the path is only full, another process claimed it, or the
+/// caller's memory is invalid (`EFAULT`).
 pub(super) fn verdict(error: &Error, direction: Direction) -> Option<Health> {
     let no_memory = matches!(error, Error::Io(inner) if inner.errno == libc::EFAULT);
-    if no_memory || error.is_full() {
+    // Of a path that another process claimed nothing is known but that this process may not write to it.
+    if no_memory || error.is_full() || error.is_fenced() {
         return None;
     }
     match (error.io_kind(), direction) {

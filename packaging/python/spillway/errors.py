@@ -135,6 +135,13 @@ class TierLockedError(TierError):
     status = 33
 
 
+class TierFencedError(TierError):
+    """Another process claimed the tier while this one had it open. Nothing was committed. Close the tier, end one of the two
+    processes, and open the tier again."""
+
+    status = 38
+
+
 class NoStateError(TierError):
     """The tier has no committed state."""
 
@@ -225,7 +232,8 @@ _BY_STATUS: dict[int, type[SpillwayError]] = {kind.status: kind for kind in (
     InvalidArgumentError, UnsupportedError, UnknownIdError, InternalError, SystemCallError, TimedOutError, BusyError)}
 _BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 26, 27), IoError))
 _BY_STATUS.update(dict.fromkeys(range(30, 38), TierError))
-_BY_STATUS.update({kind.status: kind for kind in (NotFoundError, CorruptError, TierLockedError, NoStateError, NoStepError)})
+_BY_STATUS.update({kind.status: kind for kind in (NotFoundError, CorruptError, TierLockedError, TierFencedError, NoStateError,
+                                                  NoStepError)})
 _BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrderError))
 _BY_STATUS.update(dict.fromkeys(range(51, 58), GpuError))
 _BY_STATUS[NoDeviceError.status] = NoDeviceError

@@ -63,6 +63,9 @@ pub enum spw_status {
     SPW_ERR_NO_STATE = 36,
     /// A committed state exists, but not of the requested step, or that step was overwritten since.
     SPW_ERR_NO_STEP = 37,
+    /// Another process claimed the tier while this one had it open. Nothing was committed. Close the tier and open it
+    /// again.
+    SPW_ERR_FENCED = 38,
     /// No speculation round was opened, or the last one ended without a bucket.
     SPW_ERR_NO_ROUND = 40,
     /// A speculation round is open. Resolve or abort it first.
@@ -145,6 +148,7 @@ pub(in crate::capi) fn of(error: &Error) -> spw_status {
             TierKind::Format => spw_status::SPW_ERR_FORMAT,
             TierKind::Foreign => spw_status::SPW_ERR_FOREIGN,
             TierKind::Locked => spw_status::SPW_ERR_LOCKED,
+            TierKind::Fenced => spw_status::SPW_ERR_FENCED,
             TierKind::PathMissing => spw_status::SPW_ERR_PATH_MISSING,
             TierKind::Lost => spw_status::SPW_ERR_LOST,
             TierKind::NoState => spw_status::SPW_ERR_NO_STATE,
@@ -221,6 +225,7 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
         35 => c"SPW_ERR_LOST",
         36 => c"SPW_ERR_NO_STATE",
         37 => c"SPW_ERR_NO_STEP",
+        38 => c"SPW_ERR_FENCED",
         40 => c"SPW_ERR_NO_ROUND",
         41 => c"SPW_ERR_ROUND_OPEN",
         42 => c"SPW_ERR_ROUND_RESOLVED",

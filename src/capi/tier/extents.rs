@@ -186,7 +186,8 @@ pub unsafe extern "C" fn spw_tier_wait(
 }
 
 /// Makes all puts so far durable as step `step`, with a payload of up to 1 MiB that the next open returns. The call
-/// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight.
+/// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight. SPW_ERR_FENCED if another process claimed
+/// the tier; every later commit of this handle is SPW_ERR_FENCED too.
 ///
 /// If a put failed since the last commit, the commit returns its error until the extent is put again or
 /// `spw_tier_rollback` is called. After any error the next open finds the last committed step. If the devices did

@@ -34,7 +34,8 @@ impl Handle for spw_tier {
 /// Opens a tier, or creates one. Each path gets a directory job/host/rank-N with a lock file. The lock is held until
 /// the tier is closed and its last operation has ended, or until the process ends.
 ///
-/// - SPW_ERR_LOCKED: a live process holds the lock; the message names it.
+/// - SPW_ERR_LOCKED: a live process holds the lock; the message names it. On a network, cluster or FUSE file system the
+///   call may wait 21 s for a sign of life of a process on another machine (docs/tier.md).
 /// - SPW_ERR_DEADLINE: the file system of a path did not respond within `io_timeout_ms`.
 /// - SPW_ERR_FORMAT: a directory has another format version.
 /// - SPW_ERR_FORMAT: the superblocks of the tier are lost, until `spw_tier_collect` removes it.

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, HashSet};
+use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,7 @@ pub enum Crash {
     Torn,
 }
 
-/// A simulated disk. It outlives the engines on it; one engine uses it at a time.
+/// A simulated disk. It outlives the engines on it. Several engines may use it at a time, as several mounts.
 #[derive(Debug, Clone, Default)]
 pub struct Disk {
     inner: Arc<Inner>,
@@ -40,6 +41,18 @@ struct Inner {
 
 type Files = BTreeMap<String, Vec<u8>>;
 
+/// What happens after a number of further events.
+struct Hook {
+    events: u64,
+    run: Box<dyn FnOnce() + Send>,
+}
+
+impl fmt::Debug for Hook {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_tuple("Hook").field(&self.events).finish()
+    }
+}
+
 #[derive(Debug, Default)]
 struct DiskState {
     current: Files,
@@ -50,7 +63,9 @@ struct DiskState {
     capacity: Option<u64>,
     journal: Option<(Journal, usize)>,
     requests: u64,
-    woken: bool,
+    /// Number of wakes. Each engine remembers how many it has seen.
+    wakes: u64,
+    hook: Option<Hook>,
     released: bool,
 }
 
@@ -197,8 +212,31 @@ impl Disk {
         state.current = state.durable.clone();
     }
 
+    /// Runs `run` once, after `events` further events, on the thread of the last one. That event has taken effect, and
+    /// the engine that caused it has not learned of it.
+    pub fn after_events(&self, events: u64, run: impl FnOnce() + Send + 'static) {
+        self.lock().hook = Some(Hook { events, run: Box::new(run) });
+    }
+
+    /// True if the action of [`Disk::after_events`] has not run.
+    pub fn is_hooked(&self) -> bool {
+        self.lock().hook.is_some()
+    }
+
     /// Executes an event and records it in the journal.
     pub fn serve(&self, event: DiskEvent) {
+        self.execute(event);
+        let due = {
+            let mut state = self.lock();
+            state.hook.as_mut().map(|hook| hook.events = hook.events.saturating_sub(1));
+            state.hook.take_if(|hook| hook.events == 0)
+        };
+        if let Some(hook) = due {
+            (hook.run)();
+        }
+    }
+
+    fn execute(&self, event: DiskEvent) {
         let mut state = self.lock();
         let state = &mut *state;
         if let Some((journal, number)) = &state.journal {
@@ -258,16 +296,16 @@ impl Disk {
         self.lock().released
     }
 
-    /// Clears a pending wake; true if there was one.
-    pub(super) fn take_wake(&self) -> bool {
-        std::mem::take(&mut self.lock().woken)
+    /// Number of wakes so far.
+    pub(super) fn wakes(&self) -> u64 {
+        self.lock().wakes
     }
 
-    /// Sleeps until the disk is notified, at most until `until`. A pending wake is cleared and ends the call at once.
-    /// True if there was one, or if `until` has passed.
-    pub(super) fn wait_news(&self, until: Option<Instant>) -> bool {
-        let mut state = self.lock();
-        std::mem::take(&mut state.woken) || !sleep_until(&self.inner.news, state, until).1
+    /// Sleeps until the disk is notified, at most until `until`. A wake that is not among the `seen` ones ends the call
+    /// at once, and counts as seen then. True if there was one, or if `until` has passed.
+    pub(super) fn wait_news(&self, seen: &mut u64, until: Option<Instant>) -> bool {
+        let state = self.lock();
+        std::mem::replace(seen, state.wakes) != state.wakes || !sleep_until(&self.inner.news, state, until).1
     }
 
     pub(super) fn waker(&self) -> Arc<dyn Wake> {
@@ -281,7 +319,7 @@ impl Disk {
 
 impl Wake for Inner {
     fn wake(&self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).woken = true;
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).wakes += 1;
         self.news.notify_all();
     }
 }

@@ -32,6 +32,8 @@ pub struct Faults {
     pub fail_nth: Option<(u64, i32)>,
     /// Number (from 0) of the request that hangs until [`Disk::release`].
     pub hang_nth: Option<u64>,
+    /// Writes fail with this errno, also of bytes that the disk holds: a full file system that writes to new blocks.
+    pub refuse_writes: Option<i32>,
     /// Capacity of the disk in bytes.
     pub capacity: Option<u64>,
 }
@@ -43,6 +45,8 @@ pub struct Sim {
     faults: Faults,
     random: u64,
     waiting: Vec<(Piece, Fate)>,
+    /// Wakes of the disk that this backend has seen.
+    seen: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,7 +60,13 @@ impl Sim {
     /// A backend that serves `disk` with `faults`.
     pub fn new(disk: &Disk, faults: Faults) -> Sim {
         disk.limit(faults.capacity);
-        Sim { disk: disk.clone(), random: faults.seed.wrapping_mul(2) | 1, faults, waiting: Vec::new() }
+        Sim {
+            disk: disk.clone(),
+            random: faults.seed.wrapping_mul(2) | 1,
+            faults,
+            waiting: Vec::new(),
+            seen: 0,
+        }
     }
 
     fn chance(&mut self, permille: u32) -> bool {
@@ -91,6 +101,9 @@ impl Sim {
                 there.len() as i32
             }
             Action::Write => {
+                if let Some(errno) = self.faults.refuse_writes {
+                    return -errno;
+                }
                 let len = len.min(self.disk.room(name).saturating_sub(at));
                 if len == 0 {
                     return -libc::ENOSPC;
@@ -146,10 +159,10 @@ impl Backend for Sim {
                 }
             }
             if sleep.completions == 0 || !done.is_empty() {
-                self.disk.take_wake();
+                self.seen = self.disk.wakes();
                 return Ok(());
             }
-            if self.disk.wait_news(sleep.until) {
+            if self.disk.wait_news(&mut self.seen, sleep.until) {
                 return Ok(());
             }
         }

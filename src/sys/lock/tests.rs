@@ -11,11 +11,18 @@ fn attempt(dir: &Path) -> LockAttempt {
     FileLock::attempt(&GivenDirectory::open(dir).unwrap(), "lock").unwrap()
 }
 
+/// Writes the text that a refused process reports.
+fn write(lock: &FileLock) {
+    let mut page = [b'\n'; PAGE];
+    page[..4].copy_from_slice(b"mine");
+    lock.write_page(0, &page, false).unwrap();
+}
+
 #[test]
 fn a_process_holds_a_lock_once_and_gives_it_back() {
     let dir = tempfile::tempdir().unwrap();
-    let LockAttempt::Acquired(mut lock) = attempt(dir.path()) else { panic!("it was free") };
-    lock.write("mine").unwrap();
+    let LockAttempt::Acquired(lock) = attempt(dir.path()) else { panic!("it was free") };
+    write(&lock);
     assert!(matches!(attempt(dir.path()), LockAttempt::HeldByUs));
     assert!(lock.is_named(&GivenDirectory::open(dir.path()).unwrap(), "lock").unwrap());
     drop(lock);
@@ -72,10 +79,10 @@ fn other(dir: &Path, what: &str) -> std::process::ExitStatus {
 #[test]
 fn another_descriptor_of_the_lock_file_that_is_closed_does_not_end_the_lock() {
     let dir = tempfile::tempdir().unwrap();
-    let LockAttempt::Acquired(mut lock) = attempt(dir.path()) else { panic!("it was free") };
-    lock.write("mine").unwrap();
+    let LockAttempt::Acquired(lock) = attempt(dir.path()) else { panic!("it was free") };
+    write(&lock);
     assert_eq!(other(dir.path(), "try").code(), Some(12));
-    assert_eq!(std::fs::read(dir.path().join("lock")).unwrap(), b"mine");
+    assert!(std::fs::read(dir.path().join("lock")).unwrap().starts_with(b"mine"));
     assert_eq!(other(dir.path(), "try").code(), Some(12), "the lock ended with the descriptor of the read");
     drop(lock);
     assert_eq!(other(dir.path(), "try").code(), Some(10));
@@ -111,8 +118,8 @@ fn a_forked_child_does_not_keep_the_lock_of_a_parent_that_was_killed() {
 #[test]
 fn a_forked_child_that_drops_the_lock_ends_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let LockAttempt::Acquired(mut lock) = attempt(dir.path()) else { panic!("it was free") };
-    lock.write("mine").unwrap();
+    let LockAttempt::Acquired(lock) = attempt(dir.path()) else { panic!("it was free") };
+    write(&lock);
     let fd = lock.file.as_ref().unwrap().file().unwrap().as_raw_fd();
     // SAFETY: the child makes system calls, drops the lock (which takes no mutex that another thread could hold) and
     // exits.
@@ -137,8 +144,8 @@ fn a_forked_child_that_drops_the_lock_ends_nothing() {
 #[test]
 fn a_lock_that_the_system_lost_is_taken_again_unless_another_has_it() {
     let dir = tempfile::tempdir().unwrap();
-    let LockAttempt::Acquired(mut lock) = attempt(dir.path()) else { panic!("it was free") };
-    lock.write("mine").unwrap();
+    let LockAttempt::Acquired(lock) = attempt(dir.path()) else { panic!("it was free") };
+    write(&lock);
     let lose =
         || change(lock.file.as_ref().unwrap().file().unwrap(), kind(&RECORD_LOCKS), libc::F_UNLCK).unwrap();
     lose();
@@ -199,4 +206,27 @@ fn an_interrupted_call_is_repeated_and_other_errors_are_returned() {
     assert_eq!(outcome(&[Errno::ENOLCK]), (Err(Some(libc::ENOLCK)), 0, false));
     // EINVAL of a record lock too: there is no third kind.
     assert_eq!(outcome(&[Errno::EINVAL, Errno::EINVAL]), (Err(Some(libc::EINVAL)), 0, true));
+}
+
+#[test]
+fn a_lock_of_this_machine_excludes_a_second_descriptor() {
+    let dir = tempfile::tempdir().unwrap();
+    let LockAttempt::Acquired(lock) = attempt(dir.path()) else { panic!("it was free") };
+    assert!(lock.excludes() && lock.is_held());
+}
+
+#[test]
+fn a_page_is_read_through_the_name_and_overwritten_in_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let given = GivenDirectory::open(dir.path()).unwrap();
+    let LockAttempt::Acquired(lock) = attempt(dir.path()) else { panic!("it was free") };
+    lock.reserve();
+    assert_eq!(std::fs::metadata(dir.path().join("lock")).unwrap().len(), 2 * PAGE as u64);
+    lock.write_page(1, &[7; PAGE], true).unwrap();
+    assert_eq!(lock.read_page(&given, "lock", 1, true).unwrap(), Some(vec![7; PAGE]));
+    assert_eq!(lock.read_page(&given, "lock", 0, false).unwrap(), Some(vec![0; PAGE]));
+    std::fs::rename(dir.path().join("lock"), dir.path().join("aside")).unwrap();
+    assert_eq!(lock.read_page(&given, "lock", 1, true).unwrap(), None);
+    std::fs::write(dir.path().join("lock"), "another file").unwrap();
+    assert!(lock.read_page(&given, "lock", 0, true).unwrap().unwrap().starts_with(b"another file\0"));
 }

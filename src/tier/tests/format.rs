@@ -45,6 +45,7 @@ fn superblock() -> Superblock {
     Superblock {
         tier: 0x0011_2233_4455_6677_8899_AABB_CCDD_EEFF,
         sequence: 17,
+        session: 0x0102_0304_0506_0708,
         step: Some(1000),
         path: 1,
         block_bytes: 4096,

@@ -376,10 +376,10 @@ fn the_nth_extent_and_path_are_those_of_the_lists_with_gaps_and_without() {
 }
 
 /// A small mounted file system; unmounted on drop.
-struct Small(PathBuf);
+pub(super) struct Small(pub(super) PathBuf);
 
 impl Small {
-    fn mount(at: PathBuf, bytes: u64) -> Option<Small> {
+    pub(super) fn mount(at: PathBuf, bytes: u64) -> Option<Small> {
         fs::create_dir_all(&at).unwrap();
         let mut mount = Command::new("mount");
         mount.args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"]).arg(&at);

@@ -1,0 +1,36 @@
+//! Errors that several modules of a tier report alike.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::path::Path;
+
+use crate::error::{Error, IoError, IoKind, TierError, TierKind};
+use crate::sys::private_files;
+
+/// Error of a directory that a live process holds.
+pub(super) fn locked(path: &Path, message: &str) -> Error {
+    TierError::at(TierKind::Locked, path.to_string_lossy(), message)
+}
+
+/// Error of a system call on a directory or a lock. A file that belongs to another user is `Foreign`.
+pub(super) fn failed(doing: &'static str, path: &Path, error: io::Error, detail: &str) -> Error {
+    if private_files::is_refusal(&error) {
+        return TierError::at(TierKind::Foreign, path.to_string_lossy(), error.to_string());
+    }
+    let errno = error.raw_os_error().unwrap_or(match error.kind() {
+        io::ErrorKind::NotFound => libc::ENOENT,
+        _ => 0,
+    });
+    let detail = if errno == 0 { error.to_string() } else { detail.to_string() };
+    let (path, kind) = (path.to_string_lossy().into_owned(), IoKind::of_errno(errno));
+    IoError { kind, doing, path, offset: 0, bytes: 0, errno, detail }.into()
+}
+
+/// Error of a tier that another process claimed.
+pub(super) fn fenced(path: &str, other: &str) -> Error {
+    let message = format!(
+        "{other} claimed it while this process had it open; nothing was committed; close this tier, end one of the two \
+         processes, and open the tier again"
+    );
+    TierError::at(TierKind::Fenced, path, message)
+}

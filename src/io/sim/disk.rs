@@ -228,7 +228,9 @@ impl Disk {
         self.execute(event);
         let due = {
             let mut state = self.lock();
-            state.hook.as_mut().map(|hook| hook.events = hook.events.saturating_sub(1));
+            if let Some(hook) = &mut state.hook {
+                hook.events = hook.events.saturating_sub(1);
+            }
             state.hook.take_if(|hook| hook.events == 0)
         };
         if let Some(hook) = due {

@@ -122,7 +122,7 @@ struct Actor {
 }
 
 enum State {
-    Claims(Claiming),
+    Claims(Box<Claiming>),
     /// The next access is that of the heartbeat, of the record, or a write of data.
     Beats,
     Reads {
@@ -162,7 +162,7 @@ fn of_processes_that_race_stop_and_resume_no_two_write_data_at_once() {
                 let own = elsewhere(name, true);
                 let due = stall(&mut random);
                 Actor {
-                    state: State::Claims(Claiming::new(own.clone(), TIMING, at(due))),
+                    state: State::Claims(Box::new(Claiming::new(own.clone(), TIMING, at(due)))),
                     own,
                     due,
                     free: due,
@@ -230,8 +230,13 @@ fn of_processes_that_race_stop_and_resume_no_two_write_data_at_once() {
                 // Another process starts.
                 let own = OwnerRecord { claim: format!("{}+", actor.own.claim), ..actor.own.clone() };
                 let claiming = Claiming::new(own.clone(), TIMING, at(actor.due));
-                *actor =
-                    Actor { own, state: State::Claims(claiming), due: actor.due, free: actor.due, valid: 0 };
+                *actor = Actor {
+                    own,
+                    state: State::Claims(Box::new(claiming)),
+                    due: actor.due,
+                    free: actor.due,
+                    valid: 0,
+                };
             }
         }
     }

@@ -9,6 +9,7 @@ import pytest
 from spillway.deepspeed import _block
 from spillway.deepspeed._tier_config import parse
 from spillway.errors import InvalidArgumentError
+from spillway.tier import Tier
 
 SWAP = "spillway.cache_bytes is 'x'; a number of bytes, an integer from 0"
 
@@ -36,10 +37,48 @@ def folders(tmp_path):
     ({"commit_interval": 2}, 'spillway.commit_interval is 2, but nothing is committed without "resume": true'),
     ({"durability": "full"}, 'spillway.durability is "full", but nothing is committed'),
     ({"missing_gradients": "old"}, "spillway.missing_gradients is 'old'; \"zero\" or \"stale\""),
-    ({"io_timeout_seconds": float("inf")}, "spillway.io_timeout_seconds is inf"), ({"job": ""}, "spillway.job is ''; a name")])
+    ({"io_timeout_seconds": float("inf")}, "spillway.io_timeout_seconds is inf"), ({"job": ""}, "spillway.job is ''; a name"),
+    ({"io_timeout_seconds": 1e300}, "spillway.io_timeout_seconds is 1e\\+300; 0, or a number of seconds from 0.001"),
+    ({"io_timeout_seconds": 1e-9}, "spillway.io_timeout_seconds is 1e-09; 0, or a number of seconds from 0.001"),
+    ({"paths": ["a\0b"]}, "spillway.paths\\[0\\].path is 'a.x00b'; a directory .* without NUL"),
+    ({"paths": [{"path": "x", "limit_bytes": 1 << 64}]}, "spillway.paths\\[0\\].limit_bytes is 18446744073709551616; a number of bytes"),
+    ({"paths": [{"path": "x", "reserve_bytes": 1 << 63}]}, "spillway.paths\\[0\\].reserve_bytes is 9223372036854775808"),
+    ({"cache_bytes": 1 << 64}, "spillway.cache_bytes is 18446744073709551616; a number of bytes"),
+    ({"part_elements": 1 << 64}, "spillway.part_elements is 18446744073709551616"),
+    ({"commit_interval": 1 << 64, "resume": True}, "spillway.commit_interval is 18446744073709551616"),
+    ({"interleave": {"plan_argument": 1 << 64}}, "spillway.interleave.plan_argument is 18446744073709551616; an integer"),
+    ({"interleave": {"slots": 1 << 32}}, "spillway.interleave.slots is 4294967296; an integer"),
+    ({"interleave": {"chunk": 1 << 64}}, "spillway.interleave.chunk is 18446744073709551616"),
+    ({"job": ".."}, "spillway.job is '..'; a name of at most 200 bytes"), ({"host": "a/b"}, "spillway.host is 'a/b'; a name"),
+    ({"job": "x" * 201}, "spillway.job is 'xxx.*'; a name of at most 200 bytes"),
+    ({"enabled": False, "job": "x"}, 'spillway.job has no effect with "enabled": false; take job out'),
+    ({"enabled": False, "resume": True, "paths": ["x"]}, "take paths, resume out, or enabled")])
 def test_what_is_wrong_is_named(block, words):
     with pytest.raises(InvalidArgumentError, match=words):
         _block.read(block)
+
+
+NAMES = ["..", ".", ".a", "a/b", "a\nb", "a\x7fb", "a\x85b", "-", " ", "é", "a.b", "job 7", "x" * 200, "\u200b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_accepted_if_the_library_accepts_it(name):
+    def taken(make):
+        try:
+            make()
+        except InvalidArgumentError:
+            return False
+        return True
+
+    assert taken(lambda: _block.read({"job": name})) == taken(lambda: Tier([None], job=name).close())
+
+
+def test_relative_paths_are_fixed_when_they_are_read(folders, monkeypatch):
+    monkeypatch.chdir(folders[0])
+    found = [parse({"paths": ["../b"]}, None), parse(None, "../b"), parse({}, "./new")]
+    assert [path.directory for given in found for path in given.paths] == [folders[1], folders[1], f"{folders[0]}/new"]
+    with pytest.raises(InvalidArgumentError, match="nvme_path is 'a.x00b'; a path without NUL"):
+        parse({}, "a\0b")
 
 
 def test_a_block_becomes_settings(folders):
@@ -74,7 +113,7 @@ def test_what_nothing_would_serve_is_an_error(block, configuration, words):
 
 
 @pytest.mark.parametrize("block, configuration", [
-    ({}, zero(0)), ({"enabled": False, "cache_bytes": 1}, zero(2, "cpu")), ({"cache_bytes": 1}, zero(3, "nvme")),
+    ({}, zero(0)), ({"enabled": False}, zero(2, "cpu")), ({"enabled": False, "interleave": {}}, zero(3, "cpu")), ({"cache_bytes": 1}, zero(3, "nvme")),
     ({"paths": ["/tmp"], "job": "x"}, zero(3, "cpu", "nvme")), ({"interleave": {}}, zero(3, "cpu"))])
 def test_what_is_served_is_none(block, configuration):
     _block.refuse_unserved(_block.read(block), configuration)

@@ -83,7 +83,8 @@ def row(op, case):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    return lambda mode: monkeypatch.setattr(_hook, "_undo_mode", mode)
+    from spillway.deepspeed import _undo
+    return lambda mode: monkeypatch.setattr(_undo, "_mode", mode)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -180,16 +181,20 @@ def test_what_was_not_recorded_or_has_changed_is_not_taken_for_exact(served, rec
     assert not _undo.report()["recordings"]
 
 
-def test_modes_are_checked(recorded, monkeypatch):
+def test_modes_are_checked_and_read_once(recorded, monkeypatch):
     from spillway.deepspeed import _undo
     with pytest.raises(ValueError, match="always"):
         _hook.install(undo="sometimes")
-    recorded(None)
+    recorded("auto")
+    monkeypatch.setattr(_hook, "_undo_mode", None)
     monkeypatch.setenv("SPILLWAY_DEEPSPEED_UNDO", "on")
     with pytest.raises(ValueError, match="auto, always, never"):
-        _undo.mode()
+        _undo.read_mode()
     monkeypatch.setenv("SPILLWAY_DEEPSPEED_UNDO", "never")
-    assert _undo.mode() == "never"
+    _undo.read_mode()
+    monkeypatch.setenv("SPILLWAY_DEEPSPEED_UNDO", "always")
+    monkeypatch.delattr(_hook, "undo_mode")
+    assert not _undo.wanted(1), "a step reads neither the variable nor the hook"
 
 
 SUBGROUPS = """

@@ -254,6 +254,13 @@ def test_a_commit_that_could_not_be_taken_up_is_refused():
     engine.global_steps, engine.micro_steps = 6, 11
     with pytest.raises(ValueError, match="gradients a commit does not store"):
         _resume.commit(engine)
+    # A caller that sets the boundaries calls step() once for several micro-batches.
+    engine.managed_gradient_accumulation, engine._is_gradient_accumulation_boundary = lambda: True, True
+    for micro_step, ran, between in ((0, False, False), (0, True, True), (1, False, True)):
+        engine.optimizer.micro_step_id, engine.optimizer._epilogue_ran_this_backward = micro_step, ran
+        assert _resume._between_micro_batches(engine) == between
+    engine.managed_gradient_accumulation, engine._is_gradient_accumulation_boundary = lambda: False, None
+    assert _resume._between_micro_batches(engine)
 
 
 @pytest.mark.parametrize("interval, resume, at, commits", [(1, True, 400, 1), (1, True, 500, 0), (0, True, 400, 0), (1, False, 400, 0)])

@@ -135,7 +135,8 @@ def config(options):
         "steps_per_print": 1 << 30,
     }
     if options.block != "none" and options.paths:
-        settings["spillway"] = {"paths": options.paths, **json.loads(options.block)}
+        block = json.loads(options.block)
+        settings["spillway"] = {**({"paths": options.paths} if block.get("enabled", True) else {}), **block}
     return settings
 
 

@@ -25,7 +25,7 @@ import ctypes as _ctypes
 import typing as _typing
 from collections.abc import Callable as _Callable
 
-from . import _abi, _deprecated, _native, _version
+from . import _abi, _deprecated, _log, _native, _version
 from .errors import OLD_NAMES as _OLD_ERRORS
 from .errors import (BusyError, CorruptError, GpuError, InternalError, InvalidArgumentError, IoError, LibraryNotFoundError,
                      NoDeviceError, NoStateError, NoStepError, NotFoundError, OutOfOrderError, SpillwayError, SystemCallError,
@@ -135,6 +135,7 @@ def set_log(function: _Callable[[str, str], object] | None, level: str = "info")
 
     callback = _abi.LOG_FN(forward) if function is not None else _abi.LOG_FN()
     _native.check(_native.library().spw_set_log(callback, None, _abi.LOG_LEVELS[level]))
+    _log.send_to(function, level)
     if _log_callback is None and function is not None:
         _atexit.register(set_log, None)
     _log_callback = callback

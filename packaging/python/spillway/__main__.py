@@ -1,5 +1,6 @@
 """The command line of Spillway, as `spillway` and as `python -m spillway`.
 
+    spillway                   what this installation serves: library, machine, frameworks
     spillway preload-path      the preload library: LD_PRELOAD=$(spillway preload-path) program
     spillway library-path      libspillway.so, as this package loads it
     spillway doctor ...        and all other commands: the tool in this package; `spillway --help` lists them"""
@@ -16,6 +17,9 @@ def main():
         print(_native.preload_path())
     elif command == "library-path":
         print(_native.library_path())
+    elif len(sys.argv) == 1:
+        from . import _report
+        sys.exit(_report.main())
     else:
         _run_tool(sys.argv[1:])
 

@@ -1,7 +1,6 @@
 """Changes classes of other packages after their modules were imported, and reverts the changes.
 
-A finder in front of sys.meta_path sees every import, also of a second copy of a module under another name. This module imports only the
-standard library, because .pth files run it in every Python process of a job."""
+A finder in front of sys.meta_path sees every import, also of a second copy of a module under another name."""
 
 from __future__ import annotations
 
@@ -36,13 +35,24 @@ class ImportHook:
         """Finds a module by the other finders, and has it patched after it ran."""
         if not self._concerns(name):
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
+        for finder in list(sys.meta_path):
+            spec = None if finder is self else _found(finder, name, path, target)
             if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
+                if hasattr(spec.loader, "exec_module") or hasattr(spec.loader, "load_module"):
                     spec.loader = _Loader(spec.loader, self._patch)
                 return spec
         return None
+
+
+def _found(finder, name, path, target):
+    """The spec of a module by another finder. Up to Python 3.11 a finder may have find_module alone."""
+    if hasattr(finder, "find_spec"):
+        return finder.find_spec(name, path, target)
+    if sys.version_info >= (3, 12) or not hasattr(finder, "find_module"):
+        return None
+    from importlib.util import spec_from_loader
+    loader = finder.find_module(name, path)
+    return None if loader is None else spec_from_loader(name, loader)
 
 
 class _Loader:
@@ -52,11 +62,16 @@ class _Loader:
         self._loader, self._patch = loader, patch
 
     def create_module(self, spec):
-        return self._loader.create_module(spec)
+        return self._loader.create_module(spec) if hasattr(self._loader, "create_module") else None
 
     def exec_module(self, module):
         module.__loader__ = module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+        if hasattr(self._loader, "exec_module"):
+            self._loader.exec_module(module)
+        else:
+            # An old loader makes the module itself, and Python takes the one in sys.modules.
+            self._loader.load_module(module.__name__)
+            module = sys.modules[module.__name__]
         self._patch(module)
 
 

@@ -68,13 +68,24 @@ def pth_line(repository, framework):
 
 
 @pytest.mark.parametrize("framework", HOOKS)
-def test_a_pth_line_imports_nothing_when_off(repository, child_environment, framework):
+def test_a_pth_line_imports_one_module_of_spillway_and_none_when_off(repository, child_environment, framework):
     line, variable = pth_line(repository, framework), f"SPILLWAY_{framework.upper()}"
-    code = f"{line}\nimport sys; print('spillway' in sys.modules, 'spillway.{framework}._hook' in sys.modules, 'torch' in sys.modules)"
+    code = f"import sys\nbefore = set(sys.modules)\n{line}\nprint(sorted(set(sys.modules) - before))"
     off = {name: value for name, value in child_environment.items() if name != variable}
-    assert run(code, off).stdout == "False False False\n"
-    assert run(code, off, **{variable: "0"}).stdout == "False False False\n"
-    assert run(code, off, **{variable: "1"}).stdout == "True True False\n"
+    assert run(code, off).stdout == "[]\n"
+    assert run(code, off, **{variable: "0"}).stdout == "[]\n"
+    assert run(code, off, **{variable: "1"}).stdout == "['_spillway_hook']\n"
+    assert run(code, off, **{variable: "require"}).stdout == "['_spillway_hook']\n"
+
+
+@pytest.mark.parametrize("framework", HOOKS)
+def test_the_hook_is_installed_by_the_import_of_its_framework(repository, child_environment, tmp_path, framework):
+    line, variable = pth_line(repository, framework), f"SPILLWAY_{framework.upper()}"
+    (tmp_path / f"{framework}.py").write_text("")
+    code = (f"import sys\n{line}\nsys.path.insert(0, {str(tmp_path)!r})\nhook = 'spillway.{framework}._hook'\n"
+            f"import json, email\nassert hook not in sys.modules\nimport {framework}\nassert hook in sys.modules\n"
+            "print(sum(type(finder).__name__ == 'ImportHook' for finder in sys.meta_path))")
+    assert run(code, child_environment, **{variable: "1"}).stdout == "1\n"
 
 
 @pytest.mark.parametrize("framework", HOOKS)
@@ -82,22 +93,59 @@ def test_a_hook_that_cannot_be_installed_ends_a_process_that_requires_it(reposit
     line, variable = pth_line(repository, framework), f"SPILLWAY_{framework.upper()}"
     (tmp_path / "spillway").mkdir()
     (tmp_path / "spillway" / "__init__.py").write_text("raise OSError('half installed')")
+    (tmp_path / f"{framework}.py").write_text("")
     # Python runs the lines of such files in this way: it prints an error, and the process continues.
     code = (f"import traceback\ntry:\n    exec({line!r})\nexcept Exception:\n    traceback.print_exc()\n"
-            "print('goes on')")
+            f"print('goes on', flush=True)\nimport {framework}\nprint('imported')")
+    package = repository / "packaging" / "python"
+    (tmp_path / "_spillway_hook.py").write_text((package / "_spillway_hook.py").read_text())
     broken = {**child_environment, "PYTHONPATH": str(tmp_path)}
     asked = run(code, broken, **{variable: "1"})
-    assert (asked.returncode, asked.stdout) == (0, "goes on\n") and "half installed" in asked.stderr
+    assert (asked.returncode, asked.stdout) == (0, "goes on\nimported\n") and "half installed" in asked.stderr
     required = run(code, broken, **{variable: "require"})
-    assert (required.returncode, required.stdout) == (1, "")
+    assert (required.returncode, required.stdout) == (1, "goes on\n")
     assert "half installed" in required.stderr and f"{variable}=require" in required.stderr
-    assert run(code, child_environment, **{variable: "require"}).stdout == "goes on\n"
+    (tmp_path / "_spillway_hook.py").write_text("raise OSError('half copied')")
+    required = run(code, broken, **{variable: "require"})
+    assert (required.returncode, required.stdout) == (1, "") and "half copied" in required.stderr
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / f"{framework}.py").write_text("")
+    whole = {**child_environment, "PYTHONPATH": f"{package}:{tmp_path / 'empty'}"}
+    assert run(code, whole, **{variable: "require"}).stdout == "goes on\nimported\n"
+
+
+def test_a_hook_works_beside_finders_of_an_older_kind(child_environment):
+    """Up to Python 3.11 a finder may have find_module alone, and a loader load_module alone."""
+    code = """
+import sys, types
+from spillway._import_hook import ImportHook
+
+class Loader:
+    def load_module(self, name):
+        sys.modules[name] = types.ModuleType(name)
+        return sys.modules[name]
+
+class Finder:
+    def find_module(self, name, path=None):
+        return Loader() if name == "chosen" else None
+
+sys.meta_path.insert(0, Finder())
+ImportHook(lambda name: name in ("chosen", "fractions"), lambda module: setattr(module, "patched", True)).insert()
+import fractions
+print(fractions.patched)
+if sys.version_info < (3, 12):
+    import chosen
+    assert chosen.patched
+"""
+    done = run(code, child_environment, PYTHONWARNINGS="ignore")
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_the_oldest_python_that_the_package_asks_for_reads_every_module(repository):
     project = (repository / "packaging" / "python" / "pyproject.toml").read_text()
     oldest = re.search(r'requires-python = ">=3\.(\d+)"', project)
-    modules = list((repository / "packaging" / "python" / "spillway").rglob("*.py"))
+    modules = [*(repository / "packaging" / "python" / "spillway").rglob("*.py"),
+               repository / "packaging" / "python" / "_spillway_hook.py"]
     assert len(modules) > 20
     for module in modules:
         ast.parse(module.read_text(), str(module), feature_version=(3, int(oldest[1])))

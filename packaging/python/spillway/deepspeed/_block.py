@@ -6,22 +6,30 @@ this configuration are errors that name the setting. Old names of settings work 
 import difflib
 import json
 import os
+import unicodedata
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .. import _deprecated
 from ..errors import InvalidArgumentError
 from ..interleave import PLANS
 from ..tier import DURABILITIES
 
-_Count = Annotated[int, Field(ge=0)]
+# Sums of byte counts fit 64 bits.
+_MOST = (1 << 63) - 1
+_Count = Annotated[int, Field(ge=0, le=_MOST)]
+_Slots = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
 _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Name = Annotated[str, Field(min_length=1)]
+# Above it, less than a millisecond would count as no timeout.
+_LEAST_TIMEOUT, _MOST_TIMEOUT = 0.001, 1e9
+# The names of directories have at most 255 bytes, and a suffix such as -parameters-scratch-12 is added.
+_MOST_NAME = 200
 
-_BYTES = "a number of bytes, an integer from 0, such as 9663676416"
+_BYTES = f"a number of bytes, an integer from 0 to {_MOST}, such as 9663676416"
 _RATE = "a number of parameters per second from 0"
-_INTEGER = "an integer from 0"
+_INTEGER = f"an integer from 0 to {_MOST}"
+_NAME = f'a name of at most {_MOST_NAME} bytes, without "/", control characters and a dot at its start,'
 _BOOLEAN = "true or false"
 
 
@@ -46,10 +54,35 @@ def _as_list(given):
     return list(given) if isinstance(given, tuple) else given
 
 
+def _as_name(given):
+    # The rule of the library for the names of its directories.
+    if not 0 < len(given.encode(errors="replace")) <= _MOST_NAME or given.startswith(".") or any(
+            letter == "/" or unicodedata.category(letter) in ("Cc", "Cs") for letter in given):
+        raise ValueError
+    return given
+
+
+def _as_place(given):
+    if "\0" in given:
+        raise ValueError
+    return given
+
+
+def _as_timeout(given):
+    if given and not _LEAST_TIMEOUT <= given <= _MOST_TIMEOUT:
+        raise ValueError
+    return given
+
+
+_Name = Annotated[str, AfterValidator(_as_name)]
+_Timeout = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_as_timeout)]
+
+
 class PathBlock(_Strict):
     """A path of the tier; a string stands for an object with `path` alone."""
 
-    path: str = _setting(..., 'a directory or "s3://BUCKET/PREFIX"', "An existing directory or an object store.", min_length=1)
+    path: Annotated[str, AfterValidator(_as_place)] = _setting(
+        ..., 'a directory or "s3://BUCKET/PREFIX", without NUL,', "An existing directory or an object store.", min_length=1)
     limit_bytes: _Count = _setting(0, _BYTES, "Most bytes of the path that the run uses; 0: no limit.")
     reserve_bytes: _Count = _setting(0, _BYTES, "Bytes that are allocated at the start.")
 
@@ -76,8 +109,8 @@ class InterleaveBlock(_Strict):
     replan: bool = _setting(False, _BOOLEAN, "Adapt the plan to the measured times after every step; needs rates.")
     gradient_transfers: bool = _setting(
         False, _BOOLEAN, "Spillway copies gradients to the host: widened on the GPU, in chunks, on separate streams.")
-    slots: _Count = _setting(0, _INTEGER, "Number of state buffers on the GPU; 0: 2.")
-    chunk: _Count = _setting(0, "a number of parameters, an integer from 0", "Parameters per copy; 0: 16 Mi.")
+    slots: _Slots = _setting(0, "an integer from 0 to 4294967295", "Number of state buffers on the GPU; 0: 2.")
+    chunk: _Count = _setting(0, f"a number of parameters, an integer from 0 to {_MOST}", "Parameters per copy; 0: 16 Mi.")
 
 
 class Block(_Strict):
@@ -93,16 +126,16 @@ class Block(_Strict):
     cache_bytes: _Count = _setting(0, _BYTES, "Host memory for parts that stay in memory between steps, in addition to the "
                                               "transfer buffers.")
     part_elements: int = _setting(
-        2 << 20, "an integer from 1", "Most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, "
-        "10 with split_master. Several parts are in flight.", ge=1)
+        2 << 20, f"an integer from 1 to {_MOST}", "Most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, "
+        "10 with split_master. Several parts are in flight.", ge=1, le=_MOST)
     durability: Literal[tuple(DURABILITIES)] = _setting(
         "data", _one_of(DURABILITIES), 'What a commit survives. "data": a power failure; "process": only the end of the process; '
         '"full": like "data", and also syncs directories.')
     job: _Name = _setting(
-        "deepspeed", "a name", 'Name of the run, and of a directory below each path. Concurrent runs that resume need different '
+        "deepspeed", _NAME, 'Name of the run, and of a directory below each path. Concurrent runs that resume need different '
         'names. Without "resume" the directories are <job>-scratch-1 and so on, which runs that resume do not use.')
     host: _Name | None = _setting(
-        None, "a name", "Name of this machine, and of a directory below that; without it the host name. A run that resumes needs "
+        None, _NAME, "Name of this machine, and of a directory below that; without it the host name. A run that resumes needs "
         "its previous name, which in a container may change with every start.")
     split_master: bool = _setting(
         False, _BOOLEAN, "Store master weights without their upper halves, which the model's weights (bfloat16, in host memory) "
@@ -113,13 +146,14 @@ class Block(_Strict):
         'sub-group had one: "zero", or "stale", the scaled gradient of its last step, as DeepSpeed uses in host memory.')
     resume: bool = _setting(False, _BOOLEAN, "Resume at the last commit that all ranks have, if any, and commit every "
                                              "commit_interval steps.")
-    commit_interval: _Count = _setting(1, "a number of steps, an integer from 0",
+    commit_interval: _Count = _setting(1, f"a number of steps, an integer from 0 to {_MOST}",
                                        "Steps between commits; 0: only spillway.deepspeed.commit(engine) commits.")
     turns: bool = _setting(True, _BOOLEAN, "One process of a user at a time transfers the state of a step on a device; see tier.md.")
     pin_memory: bool = _setting(True, _BOOLEAN, "Page-locked buffers in 2 MiB pages.")
-    io_timeout_seconds: _Number = _setting(0.0, "a number of seconds from 0",
+    io_timeout_seconds: _Timeout = _setting(0.0, f"0, or a number of seconds from {_LEAST_TIMEOUT} to {_MOST_TIMEOUT:.0f},",
                                            "Time without progress after which a path counts as failed; 0: 60.")
-    enabled: bool = _setting(True, _BOOLEAN, "false leaves states and parameters to DeepSpeed's own swappers.")
+    enabled: bool = _setting(True, _BOOLEAN, "false leaves states and parameters to DeepSpeed's own swappers. It "
+                             "excludes all other settings but interleave.")
     interleave: InterleaveBlock | None = _setting(None, "an object", "CPU and GPU step sub-groups at the same time.")
 
 
@@ -141,8 +175,11 @@ def read(given):
         raise InvalidArgumentError("; ".join(_message(one) for one in error.errors(include_url=False))) from None
     _check_paths(found)
     _check_interleave(found.interleave)
+    others = sorted(found.model_fields_set - {"enabled", "interleave"})
+    if not found.enabled and others:
+        raise InvalidArgumentError(f'spillway.{others[0]} has no effect with "enabled": false; take {", ".join(others)} out, or enabled')
     for name in ("commit_interval", "durability"):
-        if not found.resume and name in found.model_fields_set and found.enabled:
+        if not found.resume and name in found.model_fields_set:
             value = f'"{found.durability}"' if name == "durability" else found.commit_interval
             raise InvalidArgumentError(f'spillway.{name} is {value}, but nothing is committed without "resume": true; set that, or '
                                        f"take {name} out")
@@ -231,7 +268,7 @@ def refuse_unserved(block, zero):
                                    f"cpu; this configuration has stage {stage} and the device {states}. Change them, or take "
                                    "interleave out")
     tiered = {"offload_optimizer": stage == 3 and states == "nvme", "offload_param": stage == 3 and parameters == "nvme"}
-    if not block.enabled or tiered["offload_optimizer"]:
+    if tiered["offload_optimizer"]:
         return
     asked = sorted(block.model_fields_set - {"interleave", "enabled"} - (_OF_PARAMETERS if tiered["offload_param"] else set()))
     if asked:

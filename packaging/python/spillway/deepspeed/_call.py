@@ -4,7 +4,7 @@ import ctypes
 import operator
 import threading
 
-from .. import _abi, _arrays, _native, _tensor_rows
+from .. import _abi, _arrays, _log, _native, _tensor_rows
 from ..errors import InvalidArgumentError, UnknownIdError
 
 # Counters per thread, without a lock that a fork could leave locked.
@@ -104,4 +104,6 @@ def count(op, n):
         counts = _local.counts = {}
         _per_thread.append(counts)
     calls, elements = counts.get(op, (0, 0))
+    if not calls:
+        _log.first_served("deepspeed", op)
     counts[op] = (calls + 1, elements + n)

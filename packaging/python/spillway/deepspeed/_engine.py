@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 
-from .. import _abi, _kept, _native
+from .. import _abi, _kept, _log, _native
 from .._native_handle import TIMEOUT, record
 from ..errors import InvalidArgumentError, SystemCallError
 from . import _lifetime
@@ -78,6 +78,7 @@ class Engine:
                 in_flight.finalizer = weakref.finalize(self, _close, self._op, in_flight)
                 _open_engines[id(in_flight)] = (self._op, in_flight)
                 _kept.keep(in_flight)
+        _log.first_served("deepspeed", self._op)
         return in_flight.io
 
     def wait(self):

@@ -1,8 +1,8 @@
 """Patches DeepSpeed's op builder classes, after their module ran, to return Spillway's modules.
 
 Builders exist under two import roots (an installed DeepSpeed and a checkout), once per accelerator. A finder in front
-of sys.meta_path sees all of them, in every version since 0.14. This module imports only the standard library, because
-the .pth file runs it in every Python process with SPILLWAY_DEEPSPEED=1."""
+of sys.meta_path sees all of them, in every version since 0.14. With SPILLWAY_DEEPSPEED=1 the .pth file installs it in
+every Python process that imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .._import_hook import ImportHook, Patches
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
 # Replaceable parts: the ops, and Python classes.
 PARTS = (*OPS, "superoffload", "swapper")
+UNDO_MODES = ("auto", "always", "never")
 
 _BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
                     "AsyncIOBuilder": "async_io", "PinMemoryBuilder": "pin_memory", "GDSBuilder": "gds"}
@@ -55,7 +56,7 @@ def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> 
     Args:
         ops: Names from OPS, "superoffload" and "swapper"; None: all.
         undo: Selects the Adam steps that are recorded, so that adam_rollback and DeepSpeedCPUAdam.rollback_subgroup
-            restore them bit for bit; None reads SPILLWAY_DEEPSPEED_UNDO, or else is "auto".
+            restore them bit for bit; None reads SPILLWAY_DEEPSPEED_UNDO at the first op, or else is "auto".
 
     Raises:
         ValueError: An op or `undo` is unknown.
@@ -69,9 +70,11 @@ def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> 
     A recording takes per parameter 9 bytes at step 1, 1.2 in steady state and at most 13, and a tenth of the step's
     time."""
     global _undo_mode
-    if undo not in (None, "auto", "always", "never"):
+    if undo not in (None, *UNDO_MODES):
         raise ValueError(f"install: undo is {undo!r}; pass \"auto\", \"always\" or \"never\"")
     _undo_mode = undo if undo is not None else _undo_mode
+    if (recordings := sys.modules.get(f"{__package__}._undo")) is not None:
+        recordings.read_mode()
     wanted = set(PARTS if ops is None else [ops] if isinstance(ops, str) else ops)
     if not wanted <= set(PARTS):
         raise ValueError(f"install: unknown ops {sorted(wanted - set(PARTS))}; the ops and parts are {', '.join(PARTS)}")
@@ -94,8 +97,11 @@ def uninstall() -> None:
 
 
 def undo_mode():
-    """The `undo` argument of install(); None if it was not given."""
-    return _undo_mode
+    """The `undo` argument of install(); if it was not given, that of SPILLWAY_DEEPSPEED_UNDO, or "auto"."""
+    chosen = _undo_mode or os.environ.get("SPILLWAY_DEEPSPEED_UNDO") or "auto"
+    if chosen not in UNDO_MODES:
+        raise ValueError(f"the environment variable SPILLWAY_DEEPSPEED_UNDO is {chosen!r}; set it to one of {', '.join(UNDO_MODES)}")
+    return chosen
 
 
 def installed():

@@ -13,7 +13,7 @@ from .. import _abi, _native, gpu as _gpu
 from ..errors import InvalidArgumentError
 from ..interleave import Interleave, Rates, Subgroup, plan
 from . import _call, _lifetime, _tier_config, _versions
-from ._superoffload import gradient_factor
+from ._superoffload import gradient_factor, with_data
 
 _updates = weakref.WeakSet()
 
@@ -46,6 +46,9 @@ class Update:
         self._stage3, self.settings = weakref.proxy(stage3), settings
         self.gpu = _gpu.Gpu(_ordinal()) if settings.backend == "cuda" else None
         self._interleave, self._arrays, self._copies, self._closed = None, None, collections.deque(), False
+        # The last step's factor, which the gradients in host memory do not have yet.
+        self._factor = 1.0
+        self._with_data = len(set().union(*(with_data(stage3, group) for group in stage3.fp16_groups)))
         _lifetime.opened(self)
         self.counts = {"steps": 0, "cpu": 0, "gpu": 0}
         _updates.add(self)
@@ -54,6 +57,7 @@ class Update:
         """Starts the step of all sub-groups; `factor` multiplies the gradients."""
         self._open()
         stream = self._stream()
+        self.scale_old_gradients()
         for copy in self._copies:
             copy.stream_wait(stream)
         update, placements = self._interleave, self._interleave.get_plan()
@@ -64,6 +68,19 @@ class Update:
         for index, placement in enumerate(placements):
             self.counts[placement] += 1
             _call.count("cpu_adam", self._stage3.fp32_partitioned_groups_flat[index].numel())
+        self._factor = factor
+
+    def scale_old_gradients(self):
+        """Multiplies the gradients of parameters that had none since the last step by that step's factor, as every step of
+        DeepSpeed does. Called before such a gradient is used, read or set."""
+        stage3, factor, self._factor = self._stage3, self._factor, 1.0
+        if factor == 1.0 or len(stage3.norm_for_param_grads) >= self._with_data:
+            return
+        for group in stage3.fp16_groups:
+            for param in group:
+                if stage3.get_param_id(param) not in stage3.norm_for_param_grads:
+                    index, offset, count = stage3.grad_position[stage3.get_param_id(param)]
+                    stage3.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, count).mul_(factor)
 
     def publish(self, index):
         """Makes the current stream wait for a sub-group's new weights. After the last sub-group all states are in host
@@ -182,10 +199,21 @@ def overrides(stage3):
         self._unflatten_partitioned_parameters(sub_group_id)
 
     def overflow_clean_up(self, prev_scale):
-        own["_overflow_clean_up"](self, prev_scale)
         update = interleaved(self)
         if update is not None:
+            # While the parameters whose gradients are new are known.
+            update.scale_old_gradients()
+        own["_overflow_clean_up"](self, prev_scale)
+        if update is not None:
             update.skip()
+
+    def seeing_gradients(name):
+        def method(self, *arguments, **named):
+            update = interleaved(self)
+            if update is not None:
+                update.scale_old_gradients()
+            return own[name](self, *arguments, **named)
+        return method
 
     def at_boundary(self, param, grad_buffer, *gradients):
         update = interleaved(self)
@@ -198,7 +226,9 @@ def overrides(stage3):
 
     return {"initialize_optimizer_states": initialize_optimizer_states, "unscale_and_clip_grads": unscale_and_clip_grads,
             "_optimizer_step": optimizer_step, "_reassign_or_swap_out_partitioned_parameters": reassign,
-            "_offload_grad_partition_at_boundary": at_boundary, "_overflow_clean_up": overflow_clean_up}
+            "_offload_grad_partition_at_boundary": at_boundary, "_overflow_clean_up": overflow_clean_up,
+            **{name: seeing_gradients(name) for name in ("_get_fp32_grad_state_partition", "get_fp32_grad_partitions",
+                                                         "update_fp32_grad_for_param_vectorized")}}
 
 
 def interleaved(stage3):
@@ -219,6 +249,8 @@ def _unfit(stage3):
         return "master weights have 16 bits; 32-bit master weights are needed"
     if any(flat.element_size() != 2 for flat in stage3.fp16_partitioned_groups_flat):
         return "the model's weights have 32 bits; a 16-bit model is needed (bf16 or fp16)"
+    if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
+        return "torch's gradient scaler unscales the gradients before the step; take torch_autocast out, or use bfloat16"
     if getattr(stage3, "partial_offload", 1.0) != 1.0:
         return "offload_optimizer.ratio is not 1; set it to 1"
     return "SuperOffload runs its own update; take super_offload or interleave out" if hasattr(stage3, "superoffload_cpu_optimizer") else None

@@ -26,6 +26,8 @@ def overrides(swapper):
         settings = _tier_config.settings(self.swap_config.nvme_path, getattr(ds_config, "_param_dict", {}).get("spillway"))
         if settings.enabled and not getattr(self, "use_gds", False):
             store = Store(settings)
+            # Files that other code reads are there, also after a change of the working directory.
+            self.swap_folder = os.path.abspath(self.swap_folder)
             self.aio_read_handle = TierHandle(self.aio_read_handle, store)
             self.aio_write_handle = TierHandle(self.aio_write_handle, store)
 

@@ -112,13 +112,23 @@ def commit(engine):
     two steps, because gradients are not stored. With several ranks each step can be committed once: two commits of one
     step could not be told apart after a crash."""
     swapper = _swapper(engine)
-    if engine.micro_steps % engine.gradient_accumulation_steps():
+    if _between_micro_batches(engine):
         raise InvalidArgumentError("commit: the engine is between two micro-batches of a step, whose gradients a commit does not store; commit "
                                    "after the step")
     if swapper.committed == engine.global_steps and swapper.world > 1:
         raise InvalidArgumentError(f"commit: step {engine.global_steps} is already committed, and with several ranks a step can be committed "
                                    'once; set "commit_interval": 0 to commit by calls alone')
     swapper.commit(engine.global_steps, _payload.store(swapper.tier, _record(engine, swapper)))
+
+
+def _between_micro_batches(engine):
+    """True if a step has begun. The engine counts micro-batches only if it chooses the boundaries itself: a caller that sets
+    them may run several micro-batches for each call of step()."""
+    managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+    if managed and getattr(engine, "_is_gradient_accumulation_boundary", None) is None:
+        return engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    optimizer = engine.optimizer
+    return bool(optimizer.micro_step_id or getattr(optimizer, "_epilogue_ran_this_backward", False))
 
 
 def client_state(engine):
@@ -147,6 +157,7 @@ def _record(engine, swapper):
             "steps": swapper.steps, "adam_state": swapper.adam_state(), "groups": _groups(engine),
             "configured": swapper.configured,
             "loss_scaler": dict(vars(engine.optimizer.loss_scaler)), "random": _random_state(),
+            "grad_scaler": scaler.state_dict() if (scaler := _grad_scaler(engine)) is not None else None,
             "lr_scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
             "buffers": {name: buffer.detach().cpu() for name, buffer in _buffers(engine.module)},
             "client_state": client_state(engine)}
@@ -165,6 +176,8 @@ def _restore(engine, swapper):
     swapper.set_steps(record["steps"])
     swapper.set_adam_state(record["adam_state"])
     vars(engine.optimizer.loss_scaler).update(record["loss_scaler"])
+    if _grad_scaler(engine) is not None and record.get("grad_scaler") is not None:
+        _grad_scaler(engine).load_state_dict(record["grad_scaler"])
     for name, buffer in _buffers(engine.module):
         buffer.copy_(record["buffers"][name])
     persistent = engine.optimizer.persistent_parameters
@@ -172,6 +185,11 @@ def _restore(engine, swapper):
         persistent[0].partition(persistent)
     swapper.client_state = record["client_state"]
     _set_random_state(record["random"])
+
+
+def _grad_scaler(engine):
+    """torch's gradient scaler, which torch_autocast with float16 uses; else None."""
+    return getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
 def _groups(engine):

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from typing import NamedTuple
 
-from .. import _abi, _arrays, _native, topo
+from .. import _abi, _arrays, _log, _native, topo
 from ..errors import InvalidArgumentError, SpillwayError
 from ..optim import Adam
 from ..speculate import Speculation
@@ -61,6 +61,7 @@ class SuperOffloadCPUOptimizer:
         if self._engine is None or list(calls) != list(self._calls):
             self._retire()
             self._engine = Speculation(len(calls), publish="staged")
+            _log.first_served("deepspeed", "SuperOffload")
             _engines.add(self._engine)
         if self._powers is None:
             self._powers = _Powers()

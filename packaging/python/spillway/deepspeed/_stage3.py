@@ -13,6 +13,9 @@ from . import _tier_config
 from ._superoffload import gradient_factor
 from ._tier import TierSwapper
 
+# Functions of stage 3 that set gradients: (value, parameter) or (function, parameters).
+_SETTERS = ("set_fp32_grad_for_param", "set_local_grad_for_param", "update_fp32_grad_for_param_vectorized")
+
 
 def tiered(stage3):
     """The TierSwapper of an optimizer, or None."""
@@ -90,8 +93,8 @@ def _master_dtype(stage3):
 def _stepping(stage3):
     own = {name: getattr(stage3, name, None) for name in
            ("_prepare_sub_group", "unscale_and_clip_grads", "_optimizer_step", "_release_sub_group", "reset_swap_buffers",
-            "_reassign_or_swap_out_partitioned_parameters", "_overflow_clean_up", "_offload_grad_partition_at_boundary",
-            "get_fp32_grad_partitions")}
+            "_reassign_or_swap_out_partitioned_parameters", "_offload_grad_partition_at_boundary", "get_fp32_grad_partitions",
+            "partition_grads", *_SETTERS)}
     own_reassign = own["_reassign_or_swap_out_partitioned_parameters"]
 
     def nothing(name):
@@ -110,13 +113,23 @@ def _stepping(stage3):
         if tiered(self) is None:
             return own["_offload_grad_partition_at_boundary"](self, param, grad_buffer, *gradients)
         # The gradient stays in the accumulation buffer.
-        tiered(self).arrived(param)
+        tiered(self).gradients.arrived(param)
         self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
 
-    def overflow_clean_up(self, prev_scale):
-        own["_overflow_clean_up"](self, prev_scale)
-        if tiered(self):
-            tiered(self).drop_gradients()
+    def partition_grads(self, params_to_release, grad_partitions):
+        # A method in recent versions, an attribute in earlier ones.
+        boundary = self.is_gradient_accumulation_boundary
+        if tiered(self) is not None and not (boundary() if callable(boundary) else boundary):
+            tiered(self).gradients.accumulating(params_to_release)
+        return own["partition_grads"](self, params_to_release, grad_partitions)
+
+    def setter(name):
+        def method(self, value, *arguments, **named):
+            given = [*arguments, *named.values()][0]
+            params = given if isinstance(given, (list, tuple)) else [given]
+            with tiered(self).setting(params) if tiered(self) else contextlib.nullcontext():
+                return own[name](self, value, *arguments, **named)
+        return method
 
     def reset_swap_buffers(self):
         tiered(self).publish(own_reassign) if tiered(self) else own["reset_swap_buffers"](self)
@@ -125,18 +138,14 @@ def _stepping(stage3):
         swapper = tiered(self)
         if swapper is None:
             return own["get_fp32_grad_partitions"](self)
-        found = {}
-        for group in self.fp16_groups:
-            for place, param in enumerate(group):
-                index, offset, count = self.grad_position[self.get_param_id(param)]
-                found.setdefault(index, {})[place] = swapper.gradient(index)[offset:offset + count].float()
-        return found
+        return {index: {place: swapper.gradients.lend(param) for place, param in enumerate(group)}
+                for index, group in enumerate(self.fp16_groups)}
 
     return {**{name: nothing(name) for name in ("_prepare_sub_group", "_optimizer_step", "_release_sub_group",
                                                 "_reassign_or_swap_out_partitioned_parameters")},
             "unscale_and_clip_grads": unscale_and_clip_grads, "_offload_grad_partition_at_boundary": at_boundary,
-            "_overflow_clean_up": overflow_clean_up, "reset_swap_buffers": reset_swap_buffers,
-            "get_fp32_grad_partitions": get_fp32_grad_partitions}
+            "reset_swap_buffers": reset_swap_buffers, "get_fp32_grad_partitions": get_fp32_grad_partitions,
+            "partition_grads": partition_grads, **{name: setter(name) for name in _SETTERS}}
 
 
 def _checkpointing(stage3):
@@ -161,6 +170,7 @@ def _checkpointing(stage3):
         swapper = tiered(self)
         if swapper is None:
             return own_load(self, state_dict, load_optimizer_states)
+        _refuse_swap_files(swapper, state_dict["fp32_flat_groups"], _order(self))
         self.loss_scaler, self.dynamic_loss_scale = state_dict["loss_scaler"], state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
         saved = state_dict["optimizer_state_dict"] if load_optimizer_states else {"state": {}, "param_groups": []}
@@ -194,6 +204,14 @@ def _order(stage3):
     """The sub-groups in the order of the optimizer's state dict: by parameter group."""
     groups = stage3.sub_group_to_group_id
     return sorted(range(len(stage3.fp16_groups)), key=lambda index: (groups[index], index))
+
+
+def _refuse_swap_files(swapper, masters, order):
+    """A checkpoint of DeepSpeed's own NVMe swapper has empty masters: its states are in copies of swap files."""
+    if any(swapper.elements[index] and not master.numel() for index, master in zip(order, masters)):
+        raise InvalidArgumentError("the checkpoint was saved with DeepSpeed's own NVMe swapper: its optimizer states are copies of swap files, "
+                                   "below offloaded_tensors, which the tier does not read. Load it in a run with \"enabled\": false in "
+                                   "the spillway block; save_16bit_model() there writes weights from which a new run can start")
 
 
 def _take_over(swapper, masters, states, order):

@@ -10,15 +10,17 @@ A step before step() is kept only if its inputs stay unchanged until step(). Oth
 step() steps all sub-groups by DeepSpeed's own code. This happens if
 
 - another backward produces gradients for a sub-group that was stepped;
-- code reads or sets masters, moments or gradients, by safe_get_... and safe_set_..., a checkpoint, or the optimizer's
-  list of masters: it sees the values before the step;
+- code reads or sets masters, moments or gradients, by safe_get_... and safe_set_..., a checkpoint, the list of masters,
+  or the optimizer's `state`: it sees the values before the step;
 - the learning rate, betas, another option of a group, or a tensor of the optimizer has changed at step().
 
 A sub-group with a parameter without gradient also steps in step(), as in DeepSpeed."""
 
 import contextlib
 import ctypes
+import weakref
 
+from ..errors import InvalidArgumentError
 from . import _rounds
 from ._rounds import Call, SuperOffloadCPUOptimizer, served
 
@@ -31,10 +33,11 @@ class _Window:
     """Tracks the gradients that arrived since an optimizer's last step."""
 
     def __init__(self, stage3):
+        _watch(stage3)
         self._rounds = stage3.superoffload_cpu_optimizer
         self._reason = _unfit(stage3)
         self._sub_groups = [group for group, device in sorted(stage3.subgroup_to_device.items()) if device == "cpu"]
-        self._needed = {group: _with_data(stage3, stage3.fp16_groups[group]) for group in self._sub_groups}
+        self._needed = {group: with_data(stage3, stage3.fp16_groups[group]) for group in self._sub_groups}
         self._spans, start = {}, 0
         for group, elements in enumerate(stage3.fp16_partitioned_groups_flat_numel):
             self._spans[group] = slice(start, start + elements)
@@ -84,7 +87,13 @@ class _Window:
         if self._calls(stage3) == self._rounds.calls and all(
                 _versions_of(stage3, group) == versions for group, versions in self._versions.items()):
             return True
+        rebound = self.rebound(stage3)
         self._rounds.abort()
+        if rebound:
+            self.end()
+            raise InvalidArgumentError(f"SuperOffload: the moments of sub-group {rebound[0]} were replaced between backward and step(), through "
+                                       "a dictionary that was fetched before; the new ones may hold a step that was rolled back. Fetch "
+                                       "optimizer.state again after backward")
         return False
 
     def settle(self, stage3, factor):
@@ -94,6 +103,11 @@ class _Window:
         self._rounds.resolve(factor)
         for sub_group in self._sub_groups:
             _state(stage3, sub_group)["step"] += 1
+
+    def rebound(self, stage3):
+        """The sub-groups whose moments were replaced since they were submitted, behind the back of `state`."""
+        return [group for group, versions in self._versions.items()
+                if [address for _, address in versions[2:]] != [address for _, address in _versions_of(stage3, group)[2:]]]
 
     def _submit(self, stage3, sub_group, grad):
         state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
@@ -170,6 +184,25 @@ def _masters():
     return property(get, put)
 
 
+def _watch(stage3):
+    """Makes `state` of DeepSpeed's optimizer a property that aborts the round before code outside these methods sees it."""
+    optimizer, owner = stage3.optimizer, weakref.ref(stage3)
+    kind = type(optimizer)
+
+    def get(self):
+        watched = owner()
+        window = None if watched is None else watched.__dict__.get("_spillway_window")
+        if window is not None and not watched.__dict__.get("_spillway_inside"):
+            window.interrupt()
+        return self.__dict__["state"]
+
+    def put(self, value):
+        self.__dict__["state"] = value
+
+    optimizer.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__,
+                                                        "state": property(get, put)})
+
+
 def _window(stage3):
     if "_spillway_window" not in stage3.__dict__:
         stage3._spillway_window = _Window(stage3)
@@ -201,7 +234,7 @@ def _unfit(stage3):
     return None
 
 
-def _with_data(stage3, params):
+def with_data(stage3, params):
     """Ids of the parameters of which this rank holds a part."""
     return {stage3.get_param_id(param) for param in params
             if param.partition_numel() * stage3._get_param_partition_rank(param) < param.ds_numel}

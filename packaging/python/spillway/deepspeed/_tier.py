@@ -5,6 +5,7 @@ One update steps all sub-groups: each is fetched, stepped, published as the mode
 these phases overlap. Gradients stay in host memory where stage 3 accumulates them, in their own dtype. The arithmetic
 is DeepSpeed's: losses and weights are bit-identical to a run with states in host memory."""
 
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -14,7 +15,8 @@ import weakref
 from .. import _abi, _native, _ranks, tier
 from ..errors import InvalidArgumentError
 from ..swap import STATES
-from . import _call, _lifetime, _room, _scratch, _stale
+from . import _call, _lifetime, _room, _scratch
+from ._gradients import Gradients
 from ._parts import PartedSwap, block_bytes, floats
 
 _CURE = 'load a checkpoint, with "resume": false in the spillway block'
@@ -23,14 +25,12 @@ _swappers = weakref.WeakSet()
 
 
 class TierSwapper:
-    """The optimizer swapper interface of stage 3, and the update. A parameter that had no gradient since the last step
-    has a gradient of zero, or a stale one as in DeepSpeed: see _stale."""
+    """The optimizer swapper interface of stage 3, and the update. Gradients has the gradients."""
 
     def __init__(self, stage3, settings):
         from deepspeed import comm as dist
         self._stage3, self.settings = weakref.proxy(stage3), settings
         self.elements = [int(count) for count in stage3.fp16_partitioned_groups_flat_numel]
-        self._starts = [0, *itertools.accumulate(self.elements)]
         rank, world = dist.get_rank(), dist.get_world_size()
         if _swappers:
             # An unreferenced swapper may still hold the tier and its memory.
@@ -44,9 +44,10 @@ class TierSwapper:
         self.resumed = self.committed is not None
         self.swap_folder = next((path.directory for path in settings.paths if not path.directory.startswith("s3://")), None)
         self.steps, self.configured = [0] * len(self.elements), []
-        self._stale = _stale.Gradients(self) if settings.missing_gradients == "stale" else None
+        self.gradients = Gradients(self._stage3, [0, *itertools.accumulate(self.elements)], settings.missing_gradients == "stale")
+        # The parameters whose gradients a function of stage 3 is setting.
+        self._setting = ()
         self.commits, self.world = 0, world
-        self._gradients = {}
         # The bf16 weights of sub-groups whose master weights were set, until the model has these weights.
         self._belonging = {}
         if self.resumed and settings.split_master:
@@ -106,26 +107,20 @@ class TierSwapper:
     def update(self, factor, own_reassign):
         """Runs one step of all sub-groups; `factor` multiplies the gradients."""
         stage3 = self._stage3
-        self._fill_unused(factor)
         everything = range(len(self.elements))
+        gradients = [self.gradients.for_step(index) for index in everything]
+        if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
+            gradients, factor = self.gradients.unscale(gradients, factor, stage3.torch_autocast_gradscaler), 1.0
         weights = [self._weight(index) for index in everything]
         shown = _Shown(self, own_reassign, {index for index, weight in enumerate(weights) if weight is None})
         self.parted.ds_step(stage3.optimizer.opt_id, [self._call_of(index, factor) for index in everything],
-                            [(self.gradient(index), weights[index], self._belonging.get(index)) for index in everything],
+                            [(gradients[index], weights[index], self._belonging.get(index)) for index in everything],
                             shown if shown.apart else None)
         self._belonging.clear()
         for index, elements in enumerate(self.elements):
             self._set_step(index, self.steps[index] + 1)
             _call.count("cpu_adam", elements)
-        self._gradients.clear()
-
-    def gradient(self, index):
-        """The gradient of a sub-group: the one set by the user, else the accumulated one."""
-        return self._gradients.get(index, self._summed_up(index))
-
-    def _summed_up(self, index):
-        flat, start = self._stage3.grad_partitions_flat_buffer, self._starts[index]
-        return flat[start:start + self.elements[index]]
+        self.gradients.stepped(factor)
 
     def _call_of(self, index, factor):
         group = self._stage3.optimizer.param_groups[self._stage3.sub_group_to_group_id[index]]
@@ -138,41 +133,6 @@ class TierSwapper:
         else None."""
         flat = self._stage3.fp16_partitioned_groups_flat[index]
         return flat if flat is not None and flat.is_cpu and flat.element_size() == 2 else None
-
-    def _fill_unused(self, factor):
-        """Fills in the gradient of parameters that had none."""
-        for index, param in self.params():
-            if self._stage3.get_param_id(param) in self._stage3.norm_for_param_grads:
-                continue
-            if self._stale is None:
-                self._part(self.gradient(index), param).zero_()
-            elif (old := self._stale.of(param)) is not None:
-                if self.gradient(index).dtype != old.dtype:
-                    self._gradients[index] = self.gradient(index).to(old.dtype)
-                self._part(self.gradient(index), param).copy_(old)
-        if self._stale is not None:
-            for index, param in self.params():
-                if index in self._gradients:
-                    self._stale.edited(param, self._part(self._gradients[index], param))
-            self._stale.stepped(factor)
-
-    def params(self):
-        """The parameters, each with the number of its sub-group."""
-        return [(index, param) for index, group in enumerate(self._stage3.fp16_groups) for param in group]
-
-    def summed_up(self, param):
-        """This rank's part of a parameter's gradient in the accumulation buffer."""
-        index, *_ = self._stage3.grad_position[self._stage3.get_param_id(param)]
-        return self._part(self._summed_up(index), param)
-
-    def _part(self, gradient, param):
-        _, offset, count = self._stage3.grad_position[self._stage3.get_param_id(param)]
-        return gradient.narrow(0, offset, count)
-
-    def arrived(self, param):
-        """Called when a parameter has a new gradient."""
-        if self._stale is not None:
-            self._stale.forget(param)
 
     def show(self, own_reassign, index, param):
         """Copies master weights to the model's weights by stage 3's own method."""
@@ -190,7 +150,7 @@ class TierSwapper:
         index = self._index(parameter)
         parts = [floats(self.elements[index]) for _ in STATES]
         self.read(index, *parts)
-        parameter.data, parameter.grad = parts[0], _cpu_floats(self.gradient(index)).clone()
+        parameter.data, parameter.grad = parts[0], _cpu_floats(self.gradients.read(index)).clone()
         self._stage3.optimizer.state[parameter].update(exp_avg=parts[1], exp_avg_sq=parts[2], step=self.steps[index])
 
     def swap_out_optimizer_state(self, parameter, async_swap=False):
@@ -203,8 +163,23 @@ class TierSwapper:
         if write_opt_state:
             self.write(index, parameter.data, state["exp_avg"], state["exp_avg_sq"])
         if write_gradients:
-            self._gradients[index] = parameter.grad
+            self.gradients.set(index, parameter.grad, self._setting or self._stage3.fp16_groups[index])
         self.release_swap_buffers(parameter)
+
+    @contextlib.contextmanager
+    def setting(self, params):
+        """While this is open, stage 3 sets the gradients of these parameters."""
+        self._setting = params
+        try:
+            yield
+        finally:
+            self._setting = ()
+
+    def swap_out_gradients(self, parameter, gradient_offsets, gradient_tensors):
+        """Called by versions without _offload_grad_partition_at_boundary. The gradients are in the buffer as well."""
+        index = self._index(parameter)
+        for offset in gradient_offsets:
+            self.gradients.arrived_at(index, offset)
 
     def release_swap_buffers(self, parameter):
         """Releases the attributes' memory."""
@@ -279,10 +254,6 @@ class TierSwapper:
             zeros = floats(elements).zero_()
             self.give(index, None, zeros, zeros, 0)
 
-    def drop_gradients(self):
-        """Discards gradients that were set by the user, because the step was skipped."""
-        self._gradients.clear()
-
     def _set_step(self, index, step):
         self.steps[index] = step
         self._stage3.optimizer.state[self._stage3.fp32_partitioned_groups_flat[index]]["step"] = step
@@ -294,10 +265,7 @@ class TierSwapper:
         raise InvalidArgumentError("spillway: the parameter is no sub-group's master weights of this optimizer; pass one of its "
                                    "fp32_partitioned_groups_flat")
 
-    # Parts of DeepSpeed's swapper interface without a function here: gradients stay in place, and nothing is timed.
-
-    def swap_out_gradients(self, parameter, gradient_offsets, gradient_tensors):
-        """No-op."""
+    # Parts of DeepSpeed's swapper interface without a function here: nothing is timed.
 
     def init_timers(self):
         """No-op."""

@@ -50,7 +50,7 @@ def parse(block, nvme_path):
     if _scratch.is_scratch(found.job):
         raise InvalidArgumentError(f"spillway.job is {found.job!r}; names that end in -scratch-N are those of scratch directories, "
                                    "use another")
-    paths = tuple(TierPath(path.path, path.limit_bytes, path.reserve_bytes) for path in found.paths or ())
+    paths = tuple(TierPath(_fixed(path.path), path.limit_bytes, path.reserve_bytes) for path in found.paths or ())
     return found.model_copy(update={"paths": paths or (_directory(nvme_path),)})
 
 
@@ -62,6 +62,13 @@ def _directory(nvme_path):
     if os.fspath(nvme_path).startswith("s3:/"):
         raise InvalidArgumentError(f"nvme_path is {os.fspath(nvme_path)!r}, which DeepSpeed takes for a directory; an object store "
                                    "goes into spillway.paths")
+    if "\0" in os.fspath(nvme_path):
+        raise InvalidArgumentError(f"nvme_path is {os.fspath(nvme_path)!r}; a path without NUL is needed")
     # As DeepSpeed does for its own files.
     os.makedirs(nvme_path, exist_ok=True)
-    return TierPath(os.fspath(nvme_path))
+    return TierPath(_fixed(os.fspath(nvme_path)))
+
+
+def _fixed(path):
+    """A directory that stays the same if the program changes its working directory."""
+    return path if path.startswith("s3://") else os.path.abspath(path)

@@ -10,13 +10,11 @@ addresses."""
 
 import contextlib
 import ctypes
-import os
 import threading
 
 from .. import _abi, _native
 from . import _hook
 
-MODES = ("auto", "always", "never")
 _DELTA = 1
 
 _thread = threading.local()
@@ -25,12 +23,16 @@ _recordings = {}
 _exact, _nearly = [], []
 
 
-def mode():
-    """The mode that selects the recorded steps."""
-    chosen = _hook.undo_mode() or os.environ.get("SPILLWAY_DEEPSPEED_UNDO") or "auto"
-    if chosen not in MODES:
-        raise ValueError(f"the environment variable SPILLWAY_DEEPSPEED_UNDO is {chosen!r}; set it to one of {', '.join(MODES)}")
-    return chosen
+_mode = ""
+
+
+def read_mode():
+    """Reads the mode that selects the recorded steps. A step does not read it again."""
+    global _mode
+    _mode = _hook.undo_mode()
+
+
+read_mode()
 
 
 @contextlib.contextmanager
@@ -46,10 +48,9 @@ def subgroup_step():
 
 def wanted(optimizer_id):
     """True if the next step of the id must be recorded."""
-    chosen = mode()
-    if chosen == "auto":
+    if _mode == "auto":
         return getattr(_thread, "subgroup", False) or optimizer_id in _rolled_back
-    return chosen == "always"
+    return _mode == "always"
 
 
 @contextlib.contextmanager
@@ -87,7 +88,7 @@ def report():
     """Entry for active(); empty if nothing was recorded or rolled back."""
     if not (_recordings or _exact or _nearly):
         return {}
-    return {"mode": mode(), "recordings": len(_recordings), "log_bytes": sum(r.bytes() for r in list(_recordings.values())),
+    return {"mode": _mode, "recordings": len(_recordings), "log_bytes": sum(r.bytes() for r in list(_recordings.values())),
             "exact_rollbacks": len(_exact), "arithmetic_rollbacks": len(_nearly)}
 
 

@@ -16,6 +16,7 @@ _LAST = (0, 19)
 # For each part the first tested version that has the methods it replaces.
 _FIRST = {"engine": (0, 14, 0), "states": (0, 16, 0), "parameters": (0, 19, 0), "interleave": (0, 19, 5),
           "superoffload": (0, 19, 0)}
+PARTS = tuple(_FIRST)
 _NAMES = {"engine": "engines that close what they opened", "states": "optimizer states on a tier",
           "parameters": "16-bit parameters on a tier", "interleave": "interleaved updates",
           "superoffload": "SuperOffload on Spillway's speculation"}
@@ -31,11 +32,14 @@ _METHODS = {
                "_optimizer_step": "sub_group_id", "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
                "_release_sub_group": "sub_group_id timer_names", "_rigid_state_dict": "",
                "_rigid_load_state_dict": "state_dict load_optimizer_states", "_restore_from_bit16_weights": "",
-               "reset_swap_buffers": "", "_overflow_clean_up": "prev_scale", "_set_fp32_optimizer_param_groups": ""},
+               "reset_swap_buffers": "", "partition_grads": "params_to_release grad_partitions",
+               "set_fp32_grad_for_param": "value param", "set_local_grad_for_param": "value param", "_set_fp32_optimizer_param_groups": ""},
     "parameters": {"_configure_aio": "ds_config", "get_path": "param must_exist", "synchronize_reads": "",
                    "synchronize_writes": ""},
     "interleave": {"initialize_optimizer_states": "", "_overflow_clean_up": "prev_scale",
                    "unscale_and_clip_grads": "sub_group_id total_norm",
+                   "_get_fp32_grad_state_partition": "param release_swap_buffers", "get_fp32_grad_partitions": "",
+                   "update_fp32_grad_for_param_vectorized": "update_func param_list",
                    "_optimizer_step": "sub_group_id", "_unflatten_partitioned_parameters": "sub_group_id",
                    "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
                    "_offload_grad_partition_at_boundary": "param grad_buffer offload_fp32_gradients offload_fp32_offsets"},
@@ -44,7 +48,7 @@ _METHODS = {
                      "_step_without_clipping": "scaled_global_grad_norm timer_names",
                      "_wait_for_async_operations": "timeout_seconds", "_handle_overflow_rollback": "",
                      "_loss_scale_update_and_overflow_cleanup": ""}}
-_SOME = {"states": {"get_fp32_grad_partitions": "",
+_SOME = {"states": {"get_fp32_grad_partitions": "", "update_fp32_grad_for_param_vectorized": "update_func param_list",
                     "_offload_grad_partition_at_boundary":
                         "param grad_buffer offload_fp32_gradients offload_fp32_offsets"}}
 
@@ -54,7 +58,7 @@ _left = {}
 
 def serves(part, owner):
     """True if a part is replaced in the methods of this class; otherwise active() reports the reason."""
-    reason = _version_lacks(part) or _methods_lack(part, owner)
+    reason = version_lacks(part, _stated_version()) or _methods_lack(part, owner)
     if reason:
         _left[part] = reason
     return reason is None
@@ -67,7 +71,7 @@ def methods(part):
 
 def lacking(part):
     """The reason why a part is left to DeepSpeed; None if it is replaced, or its module was not imported."""
-    return _left.get(part) or _version_lacks(part)
+    return _left.get(part) or version_lacks(part, _stated_version())
 
 
 def left():
@@ -75,14 +79,24 @@ def left():
     return dict(_left)
 
 
-def _version_lacks(part):
-    stated = _stated_version()
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", stated)
-    version = tuple(int(number or 0) for number in found.groups()) if found else (0, 0, 0)
+def version_lacks(part, stated):
+    """The reason why a part does not fit a version of DeepSpeed; None if it fits."""
+    version = _numbers(stated)
     if _FIRST[part] <= version and version[:2] <= _LAST:
         return None
     first, last = ".".join(map(str, _FIRST[part])), ".".join(map(str, _LAST))
     return f"{_NAMES[part]} are tested with DeepSpeed {first} to {last}.x, and this is {stated or 'a DeepSpeed without a version'}"
+
+
+def ops_lack(stated):
+    """The reason why the ops do not fit a version of DeepSpeed; None if they fit, as in all later versions."""
+    first = TRIED[0]
+    return None if _numbers(stated) >= _numbers(first) else f"the ops are tested from DeepSpeed {first}, and this is {stated}"
+
+
+def _numbers(stated):
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", stated)
+    return tuple(int(number or 0) for number in found.groups()) if found else (0, 0, 0)
 
 
 def _stated_version():

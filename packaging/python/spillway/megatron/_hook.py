@@ -1,8 +1,8 @@
 """Patches Megatron's HybridDeviceOptimizer after its module ran.
 
 One method is replaced: `_init_sub_optimizers`, which then turns the optimizer into a subclass (see _hybrid). So an optimizer that Spillway
-serves keeps its methods after uninstall(), and one that was built before install() keeps Megatron's. This module imports only the
-standard library, because the .pth file runs it in every Python process with SPILLWAY_MEGATRON=1."""
+serves keeps its methods after uninstall(), and one that was built before install() keeps Megatron's. With SPILLWAY_MEGATRON=1 the
+.pth file installs the hook in every Python process that imports Megatron."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def serves(hybrid):
     """True if Spillway serves this class; otherwise active() reports the reason."""
     if "_spillway" in vars(hybrid):
         return True
-    reason = _version_lacks() or _methods_lack(hybrid)
+    reason = version_lacks(_stated_version()) or _methods_lack(hybrid)
     if reason:
         leave("HybridDeviceOptimizer", reason)
     else:
@@ -52,8 +52,12 @@ def left():
     return dict(_left)
 
 
-def _version_lacks():
-    stated = str(importlib.import_module("megatron.core.package_info").__version__)
+def _stated_version():
+    return str(importlib.import_module("megatron.core.package_info").__version__)
+
+
+def version_lacks(stated):
+    """The reason why a version of megatron-core is not served; None if it is."""
     found = re.match(r"(\d+)\.(\d+)", stated)
     if found and _FIRST <= tuple(map(int, found.groups())) <= _LAST:
         return None

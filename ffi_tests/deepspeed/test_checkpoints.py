@@ -1,0 +1,56 @@
+"""Proves what happens to checkpoints around a tier. They have the format of a run with states in host memory. A relative nvme_path stays
+where it was when the program changes its directory. A checkpoint of DeepSpeed's own swapper is an error that says what to do."""
+
+import pathlib
+
+SCRIPT = """
+import glob, os, sys, zipfile
+import train
+train.become_single_rank()
+import deepspeed, torch
+
+
+def make(offload, block=None):
+    torch.manual_seed(0)
+    # DeepSpeed's own swapper keeps smaller tensors in memory.
+    model = torch.nn.Linear(512, 512, bias=False)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "steps_per_print": 1 << 30,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": offload},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, **({"spillway": block} if block else {})})[0]
+
+
+def step(engine):
+    engine.backward(engine(torch.ones(1, 512).bfloat16()).float().sum())
+    engine.step()
+
+
+os.mkdir("cache")
+engines = {"tier": make({"device": "nvme", "nvme_path": "./cache"}, {"pin_memory": False}), "host": make({"device": "cpu"}),
+           "swapper": make({"device": "nvme", "nvme_path": os.path.abspath("cache"), "buffer_count": 5}, {"enabled": False})}
+os.mkdir("elsewhere")
+os.chdir("elsewhere")
+for name, engine in engines.items():
+    step(engine)
+    engine.save_checkpoint(name, tag="t")
+for name in ("tier", "host"):
+    files = sorted(glob.glob(f"{name}/t/*.pt"))
+    print(name, [zipfile.is_zipfile(file) for file in files])
+    for file in files:
+        torch.load(file, mmap=True, weights_only=False)
+tier = engines["tier"]
+before = tier.optimizer.optimizer_swapper.steps[:]
+try:
+    tier.load_checkpoint("swapper", tag="t")
+except ValueError as error:
+    print("refused:", error)
+assert tier.optimizer.optimizer_swapper.steps == before
+step(tier)
+print("goes on", tier.global_steps)
+"""
+
+
+def test_checkpoints_around_a_tier(run_forked):
+    out = run_forked(SCRIPT, pathlib.Path(__file__).parent)
+    assert "tier [True, True]" in out and "host [True, True]" in out
+    assert "refused: the checkpoint was saved with DeepSpeed's own NVMe swapper" in out and "goes on 2" in out

@@ -1,0 +1,149 @@
+"""The gradient with which each parameter of optimizer states on a tier steps.
+
+With states in host memory DeepSpeed keeps a float32 gradient per parameter. Backward replaces it at an accumulation
+boundary, and the program may set it. A step multiplies it by the step's factor, and a parameter that gets no other
+gradient steps with it again.
+
+Here gradients stay in the buffer where stage 3 accumulates them. Only a gradient that differs from the buffer is kept
+apart: one that the program set, and with "missing_gradients": "stale" that of an earlier step. With "zero" a parameter
+steps with zeros if it got no gradient since the last step."""
+
+
+class Gradients:
+    """The gradients of one TierSwapper."""
+
+    def __init__(self, stage3, starts, stale):
+        self._stage3, self._starts, self._stale = stage3, starts, stale
+        # Per parameter: a gradient that differs from the buffer; a copy that the program may change in place.
+        self._apart, self._lent = {}, {}
+        # The factor of the last step, for gradients in the buffer that were stepped and are still there.
+        self._factor = {}
+
+    # What happens between two steps.
+
+    def arrived(self, param):
+        """Called when backward completed a parameter's gradient at an accumulation boundary."""
+        for kept in (self._apart, self._lent, self._factor):
+            kept.pop(param, None)
+
+    def arrived_at(self, index, offset):
+        """The same for the parameter at an offset of a sub-group."""
+        for param in self._stage3.fp16_groups[index]:
+            _, start, count = self._position(param)
+            if start == offset and count:
+                self.arrived(param)
+
+    def accumulating(self, params):
+        """Called before backward changes the buffer elsewhere than at a boundary, which replaces no gradient."""
+        for param in params:
+            if self._stale:
+                self._separate(param)
+            self._factor.pop(param, None)
+
+    def set(self, index, gradient, params):
+        """Stores the gradients of these parameters that the program set in a gradient of their sub-group."""
+        for param in self._stage3.fp16_groups[index]:
+            if any(param is other for other in params):
+                self.arrived(param)
+                self._apart[param] = self._part(gradient, param).float().clone()
+
+    def lend(self, param):
+        """A float32 gradient of a parameter, which the program may change in place until the step."""
+        if param not in self._lent:
+            self._lent[param] = self._part(self.read(self._position(param)[0]), param).float().clone()
+        return self._lent[param]
+
+    def read(self, index):
+        """The gradient of a sub-group; a copy unless it is the buffer's."""
+        apart = [param for param in self._stage3.fp16_groups[index] if param in self._apart or param in self._factor]
+        if not apart:
+            return self._buffer(index)
+        found = self._buffer(index).float().clone()
+        for param in apart:
+            part = self._part(found, param)
+            part.copy_(self._apart[param]) if param in self._apart else part.mul_(self._factor[param])
+        return found
+
+    # The step.
+
+    def for_step(self, index):
+        """The gradient of a sub-group for the step, before the step's factor."""
+        import torch
+        found, apart = self._buffer(index), []
+        for param in self._stage3.fp16_groups[index]:
+            lent = self._lent.get(param)
+            if lent is not None and not torch.equal(lent, self._part(self.read(index), param).float()):
+                self._apart[param] = lent
+            if self._stale and param in self._factor:
+                self._separate(param)
+            if param in self._apart:
+                apart.append(param)
+            elif not self._stale and self._stage3.get_param_id(param) not in self._stage3.norm_for_param_grads:
+                self._part(found, param).zero_()
+        if apart and found.dtype is not torch.float32:
+            found = found.float()
+        for param in apart:
+            self._part(found, param).copy_(self._apart[param])
+        return found
+
+    def unscale(self, gradients, factor, scaler):
+        """Multiplies the gradients of all sub-groups by the factor, and unscales them by torch's gradient scaler as DeepSpeed
+        does, one sub-group after another. Returns the gradients. Raises before any change if one is not finite."""
+        import torch
+
+        from ..errors import InvalidArgumentError
+        for index, gradient in enumerate(gradients):
+            if not torch.isfinite(gradient).all():
+                raise InvalidArgumentError(f"a gradient of sub-group {index} is not finite: the program set it, or it is old and has "
+                                           "missed a skipped step. torch's gradient scaler would step only the other sub-groups; set finite "
+                                           "gradients")
+        found = []
+        for index, gradient in enumerate(gradients):
+            gradient = gradient.float()
+            gradient.mul_(factor)
+            part = _Part(gradient)
+            scaler.step(part)
+            scaler.update()
+            found.append(gradient)
+            for param in self._stage3.fp16_groups[index]:
+                if param in self._apart or (self._stale and gradient.dtype is not self._buffer(index).dtype):
+                    self._apart[param] = self._part(gradient, param).clone()
+        return found
+
+    def stepped(self, factor):
+        """Applies a step's factor to the gradients that later steps may use again."""
+        self._lent.clear()
+        if not self._stale:
+            self._apart.clear()
+        if factor != 1.0:
+            for gradient in self._apart.values():
+                gradient.mul_(factor)
+            for group in self._stage3.fp16_groups:
+                self._factor.update((param, factor) for param in group if param not in self._apart)
+
+    def _separate(self, param):
+        if param not in self._apart:
+            index, *_ = self._position(param)
+            self._apart[param] = self._part(self._buffer(index), param).float().clone().mul_(self._factor.pop(param, 1.0))
+
+    def _buffer(self, index):
+        return self._stage3.grad_partitions_flat_buffer[self._starts[index]:self._starts[index + 1]]
+
+    def _part(self, gradient, param):
+        _, offset, count = self._position(param)
+        return gradient.narrow(0, offset, count)
+
+    def _position(self, param):
+        return self._stage3.grad_position[self._stage3.get_param_id(param)]
+
+
+class _Part:
+    """A sub-group's gradient in the form of an optimizer, for torch's gradient scaler."""
+
+    def __init__(self, gradient):
+        part = gradient.detach()
+        part.grad = gradient
+        self.param_groups = [{"params": [part]}]
+
+    def step(self):
+        """Called by the scaler if the gradient is finite."""

@@ -1,0 +1,88 @@
+"""Proves that `python -m spillway` says what an installation serves, without training and without importing a framework. It names
+the library, the machine, and for each installed framework the parts that are served or the reason why not."""
+
+import importlib.metadata
+import subprocess
+import sys
+
+import spillway
+from spillway import _report
+
+
+def run(environment, *arguments, **extra):
+    return subprocess.run([sys.executable, *arguments], env={**environment, **extra}, capture_output=True, text=True)
+
+
+def test_the_report_names_library_machine_and_frameworks(child_environment):
+    done = run(child_environment, "-m", "spillway")
+    assert done.returncode == 0, done.stderr
+    assert f"libspillway {spillway.library_version()} from {spillway.library_path()}" in done.stdout
+    for name in ("kernel", "threads", "memlock", "io_uring"):
+        assert f"\n  {name} " in done.stdout
+    assert f"  kernel                 {spillway.kernel_name()}\n" in done.stdout
+    for framework in ("deepspeed", "torch", "megatron-core"):
+        try:
+            version = importlib.metadata.version(framework)
+        except importlib.metadata.PackageNotFoundError:
+            assert f"{framework}: not installed" in done.stdout
+        else:
+            assert f"\n{framework} {version}\n" in done.stdout
+
+
+def test_no_framework_is_imported(child_environment):
+    code = "from spillway import _report; import sys; _report.lines(); print([name for name in ('torch', 'deepspeed', 'megatron') if name in sys.modules])"
+    assert run(child_environment, "-c", code).stdout == "[]\n"
+
+
+def test_what_is_not_served_has_its_reason(monkeypatch):
+    versions = {"deepspeed": "0.18.9", "torch": "2.13.0", "megatron-core": "0.99.0"}
+    monkeypatch.setattr(_report, "_version", versions.get)
+    text = "\n".join(_report.lines())
+    assert "\ndeepspeed 0.18.9\n  cpu_adam               yes\n" in text
+    assert "interleave             no: interleaved updates are tested with DeepSpeed 0.19.5 to 0.19.x, and this is 0.18.9" in text
+    assert "HybridDeviceOptimizer  no: " in text and "from spillway.torch import AdamW" in text
+    versions["deepspeed"] = "0.13.1"
+    assert "cpu_adam               no: the ops are tested from DeepSpeed 0.14.0" in "\n".join(_report.lines())
+
+
+def test_a_variable_without_the_pth_file_is_reported(monkeypatch):
+    monkeypatch.setattr(_report, "_version", {"deepspeed": "0.19.8"}.get)
+    monkeypatch.delenv("SPILLWAY_DEEPSPEED", raising=False)
+    assert "SPILLWAY_DEEPSPEED     not set: set it to 1, or call install()" in "\n".join(_report.lines())
+    monkeypatch.setenv("SPILLWAY_DEEPSPEED", "1")
+    monkeypatch.delitem(sys.modules, "_spillway_hook", raising=False)
+    assert "this Python runs no spillway.pth" in "\n".join(_report.lines())
+    monkeypatch.setitem(sys.modules, "_spillway_hook", sys)
+    assert "1: processes that inherit it are served" in "\n".join(_report.lines())
+
+
+def test_a_library_that_is_missing_is_an_error(child_environment):
+    done = run(child_environment, "-m", "spillway", SPILLWAY_LIBRARY="/nowhere/libspillway.so")
+    assert (done.returncode, done.stdout) == (1, "") and "cannot load /nowhere/libspillway.so" in done.stderr
+
+
+LOGGED = """
+import spillway
+from spillway import _log
+if FUNCTION:
+    spillway.set_log(lambda level, message: print(level, message, flush=True), LEVEL)
+for _ in range(3):
+    _log.first_served("deepspeed", "cpu_adam")
+_log.first_served("deepspeed", "async_io")
+"""
+
+
+def test_the_first_served_call_of_each_op_logs_a_line(child_environment):
+    def logged(function, level="info", **extra):
+        text = LOGGED.replace("FUNCTION", repr(function)).replace("LEVEL", repr(level))
+        done = run({name: value for name, value in child_environment.items() if name != "SPILLWAY_LOG"}, "-c", text, **extra)
+        assert done.returncode == 0, done.stderr
+        # The library logs lines of its own.
+        return ["\n".join(line for line in text.splitlines() if " served by " in line) for text in (done.stdout, done.stderr)]
+
+    ops = [f"deepspeed: {op} served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"
+           for op in ("cpu_adam", "async_io")]
+    assert logged(False, SPILLWAY_LOG="info")[1].splitlines() == [f"spillway: {op}" for op in ops]
+    assert logged(False)[1] == logged(False, SPILLWAY_LOG="warn")[1] == ""
+    assert logged(True)[0].splitlines() == [f"info {op}" for op in ops] and logged(True, SPILLWAY_LOG="info")[1] == ""
+    assert logged(True, "warn")[0] == ""

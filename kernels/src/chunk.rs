@@ -8,7 +8,7 @@ use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
 use super::split::step_split;
 use super::stochastic::Stochastic;
 use super::stream::StreamRule;
-use super::tensor::{Tensor, not_stochastic, split_is_not_recorded};
+use super::tensor::{Tensor, no_kernel, not_stochastic, split_is_not_recorded};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
@@ -31,14 +31,12 @@ pub trait Optimizer: Arithmetic {
 /// Implements [`Rule`] for one concrete type. A blanket impl would be compiled again in every crate that calls it;
 /// concrete impls are compiled once, in this crate.
 macro_rules! rule {
-    ($rule:ty $(, #[$how:meta])?) => {
+    ($rule:ty) => {
         impl Optimizer for $rule {
-            $(#[$how])?
             fn step(self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
                 step(kernel, self, tensor, squares)
             }
 
-            $(#[$how])?
             fn undo(self, kernel: Kernel, tensor: Tensor<'_>, redo_scale: Option<f32>) -> Result<()> {
                 undo(kernel, self, tensor, redo_scale)
             }
@@ -48,7 +46,19 @@ macro_rules! rule {
 
 rule!(AdagradRule);
 rule!(LionRule);
-rule!(StreamRule, #[inline]);
+
+impl Optimizer for StreamRule {
+    /// Without a log and without a sum of squares, for the types that measurements use.
+    fn step(self, kernel: Kernel, mut tensor: Tensor<'_>, _squares: bool) -> Result<f64> {
+        check::<StreamRule>(&tensor)?;
+        super::step::step_measured(kernel, self, &mut tensor)?;
+        Ok(0.0)
+    }
+
+    fn undo(self, _: Kernel, tensor: Tensor<'_>, _redo_scale: Option<f32>) -> Result<()> {
+        Err(no_kernel(tensor.dtypes()?))
+    }
+}
 
 impl Optimizer for AdamRule {
     fn check_types(&self, tensor: &Tensor<'_>) -> Result<()> {

@@ -4,7 +4,7 @@ use super::rules::{Arithmetic, Corrector, ElementState};
 use super::vector::Vector;
 
 /// Reads and writes the same memory as Adam with almost no arithmetic. Its time is the lower bound that memory
-/// bandwidth sets for an Adam step. Compiled only into the benchmark that uses it.
+/// bandwidth sets for an Adam step. It has no undo, and a step for few types only.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamRule;
 

@@ -104,14 +104,26 @@ impl Row {
     }
 }
 
-/// The day of `time`; "unknown" for a clock before 1970 or after 9999.
+/// The day of `time` in UTC, such as 2026-11-24; "unknown" for a clock before 1970 or after 9999.
 fn date(time: SystemTime) -> String {
     const YEAR_10000: u64 = 253_402_300_800;
-    let since = time.duration_since(SystemTime::UNIX_EPOCH);
-    match since.is_ok_and(|since| since.as_secs() < YEAR_10000) {
-        true => humantime::format_rfc3339_seconds(time).to_string().chars().take(10).collect(),
-        false => "unknown".to_string(),
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).map_or(YEAR_10000, |since| since.as_secs());
+    if since >= YEAR_10000 {
+        return "unknown".to_string();
     }
+    // Years that begin in March have their leap day at the end. 719468 days lie between the first of March of year 0
+    // and 1970; 400 years have 146097 days.
+    let days = since / 86_400 + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (year, month) = match month {
+        0..=9 => (era * 400 + year, month + 3),
+        _ => (era * 400 + year + 1, month - 9),
+    };
+    format!("{year:04}-{month:02}-{day:02}")
 }
 
 impl Report {
@@ -172,6 +184,23 @@ fn cpu() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        let at = |seconds| date(SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(seconds));
+        let known = [
+            (0, "1970-01-01"),
+            (951_782_399, "2000-02-28"),
+            (951_782_400, "2000-02-29"),
+            (951_868_800, "2000-03-01"),
+            (1_735_603_200, "2024-12-31"),
+            (1_795_478_400, "2026-11-24"),
+            (4_107_542_400, "2100-03-01"),
+        ];
+        for (seconds, wanted) in known {
+            assert_eq!(at(seconds), wanted);
+        }
+    }
 
     #[test]
     fn quartiles_interpolate_between_the_nearest_values() {

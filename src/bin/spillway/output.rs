@@ -115,9 +115,7 @@ impl<'a> Session<'a> {
         }
         // Last, so that a fault of the plot loses nothing else.
         if let Some(path) = &output.plot {
-            let svg =
-                plot::svg(report).map_err(|reason| Error::System { what: "drawing the plot", reason })?;
-            write(PLOT_FILE, path, &svg)?;
+            write(PLOT_FILE, path, &plot::svg(report))?;
         }
         Ok(())
     }

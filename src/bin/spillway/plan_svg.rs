@@ -1,11 +1,10 @@
 //! The timeline of a step as an SVG: a row per engine, a bar per work, and a legend.
 #![forbid(unsafe_code)]
 
-use plotters::prelude::*;
 use spillway::plan::model::report::{Outcome, Plan};
 use spillway::plan::model::step::{ROWS, Span, Step};
 
-use super::drawing::{self, Area, Drawn, Margins, middle};
+use super::drawing::{Area, Color, Picture, Rows};
 
 /// Pixels: area of the bars, a row, the names of the rows, a place of the legend.
 const WIDTH: u32 = 900;
@@ -15,19 +14,19 @@ const PLACE: u32 = 160;
 const FONT: u32 = 14;
 /// Bars of the same work become one if the gap between them is smaller than this fraction of the step.
 const GAP: f64 = 1.0 / 600.0;
-const COLORS: [RGBColor; 12] = [
-    RGBColor(76, 120, 168),
-    RGBColor(245, 133, 24),
-    RGBColor(84, 162, 75),
-    RGBColor(228, 87, 86),
-    RGBColor(114, 183, 178),
-    RGBColor(238, 202, 59),
-    RGBColor(178, 121, 162),
-    RGBColor(157, 117, 93),
-    RGBColor(255, 157, 166),
-    RGBColor(121, 112, 110),
-    RGBColor(31, 119, 180),
-    RGBColor(188, 189, 34),
+const COLORS: [Color; 12] = [
+    [76, 120, 168],
+    [245, 133, 24],
+    [84, 162, 75],
+    [228, 87, 86],
+    [114, 183, 178],
+    [238, 202, 59],
+    [178, 121, 162],
+    [157, 117, 93],
+    [255, 157, 166],
+    [121, 112, 110],
+    [31, 119, 180],
+    [188, 189, 34],
 ];
 
 /// The text of the SVG. `outcome` has a step.
@@ -45,39 +44,26 @@ pub fn svg(plan: &Plan, outcome: &Outcome) -> Result<String, String> {
     let places = (width / PLACE).max(1);
     let legend = (kinds.len() as u32).div_ceil(places) * 20;
     let color = |work: &str| COLORS[kinds.iter().position(|kind| *kind == work).unwrap_or(0) % COLORS.len()];
-    let margins = Margins { top: 36, bottom: legend + 6, axis: 40, names: NAMES };
-    drawing::svg((width, 40 + rows * ROW + 50 + legend), |area| {
-        drawing::write(area, &title, (10, 10), FONT)?;
-        draw_bars(area, step, &bars, &margins, color)?;
-        let top = 40 + rows * ROW + 50;
-        for (nth, kind) in kinds.iter().enumerate() {
-            let nth = nth as u32;
-            let (x, y) = ((nth % places * PLACE + 10) as i32, (top + nth / places * 20) as i32 - 4);
-            area.draw(&Rectangle::new([(x, y), (x + 12, y + 12)], color(kind).filled()))?;
-            drawing::write(area, kind, (x + 18, y), FONT)?;
-        }
-        Ok(())
-    })
-}
-
-fn draw_bars(
-    area: &Area,
-    step: &Step,
-    bars: &[Span],
-    margins: &Margins,
-    color: impl Fn(&str) -> RGBColor,
-) -> Drawn {
+    let mut picture = Picture::new(width, 40 + rows * ROW + 50 + legend);
+    picture.write(&title, (10.0, 10.0), FONT);
+    let area =
+        Area { left: f64::from(NAMES), top: 36.0, width: f64::from(WIDTH), height: f64::from(rows * ROW) };
     let most = step.total.max(f64::MIN_POSITIVE);
-    let mut chart = drawing::rows(area, &ROWS.map(String::from), most, "seconds", margins, 0, FONT)?;
-    for bar in bars {
+    let chart = Rows::new(&mut picture, area, &ROWS.map(String::from), most, "seconds", FONT);
+    for bar in &bars {
         let row = ROWS.iter().position(|name| *name == bar.row).unwrap_or(0);
-        let middle = middle(ROWS.len(), row);
         // At least a pixel, so that no work is invisible.
         let end = bar.end.max(bar.start + step.total / f64::from(WIDTH));
-        let corners = [(bar.start, middle - 0.35), (end, middle + 0.35)];
-        chart.draw_series([Rectangle::new(corners, color(bar.work).filled())])?;
+        picture.fill(chart.at(bar.start, row, -0.35), chart.at(end, row, 0.35), color(bar.work));
     }
-    Ok(())
+    let top = 40 + rows * ROW + 50;
+    for (nth, kind) in kinds.iter().enumerate() {
+        let nth = nth as u32;
+        let (x, y) = (f64::from(nth % places * PLACE + 10), f64::from(top + nth / places * 20) - 4.0);
+        picture.fill((x, y), (x + 12.0, y + 12.0), color(kind));
+        picture.write(kind, (x + 18.0, y - 2.0), FONT);
+    }
+    Ok(picture.finish())
 }
 
 /// The bars, with neighbours of the same work joined: thousands of buckets are a few rectangles.

@@ -1,75 +1,103 @@
 //! Progress of a measurement, on standard error: a bar on a terminal, otherwise a line per stage.
 #![forbid(unsafe_code)]
 
-use std::io::IsTerminal;
-use std::time::Duration;
-
-use indicatif::{ProgressBar, ProgressStyle};
+use std::io::{IsTerminal, Write};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::stdout;
+
+/// Letters between the ends of the bar.
+const WIDTH: usize = 30;
 
 /// Stages of one command, whose number is known when the command begins. The bar disappears when this is dropped.
 pub struct Progress {
     /// Without a terminal there is no bar.
-    bar: Option<ProgressBar>,
+    bar: Option<Mutex<Bar>>,
+}
+
+struct Bar {
+    began: Instant,
+    done: u64,
+    stages: u64,
+    message: String,
+}
+
+impl Bar {
+    /// A line such as `00:00:12 [=====>      ] 2/5 reads`.
+    fn line(&self) -> String {
+        let filled =
+            (self.done.min(self.stages) as usize * WIDTH).checked_div(self.stages as usize).unwrap_or(WIDTH);
+        let head = if filled < WIDTH { ">" } else { "" };
+        let seconds = self.began.elapsed().as_secs();
+        let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+        let bar = format!("{}{head}", "=".repeat(filled));
+        let Bar { done, stages, message, .. } = self;
+        format!("{hours:02}:{minutes:02}:{seconds:02} [{bar:WIDTH$}] {done}/{stages} {message}")
+    }
+
+    fn draw(&self) {
+        erase();
+        eprint!("{}", self.line());
+        let _ = std::io::stderr().flush();
+    }
+}
+
+/// Empties the line of the cursor.
+fn erase() {
+    eprint!("\r\x1b[K");
 }
 
 impl Progress {
     pub fn new(stages: usize) -> Progress {
-        // The template is a constant, and the default style only looks different.
-        let style = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {pos}/{len} {msg}")
-            .unwrap_or_else(|_| ProgressStyle::default_bar());
-        let bar = std::io::stderr()
-            .is_terminal()
-            .then(|| ProgressBar::new(stages as u64).with_style(style.progress_chars("=> ")));
-        Progress { bar }
+        let bar = Bar { began: Instant::now(), done: 0, stages: stages as u64, message: String::new() };
+        Progress { bar: std::io::stderr().is_terminal().then(|| Mutex::new(bar)) }
+    }
+
+    /// Changes the bar and draws it, if there is one.
+    fn change(&self, change: impl FnOnce(&mut Bar)) {
+        if let Some(bar) = &self.bar {
+            let mut bar = bar.lock().unwrap_or_else(PoisonError::into_inner);
+            change(&mut bar);
+            bar.draw();
+        }
     }
 
     /// Names the stage that begins now.
     pub fn begin(&self, stage: &str) {
         match &self.bar {
-            Some(bar) => {
-                bar.set_message(stage.to_string());
-                bar.tick();
-            }
+            Some(_) => self.detail(stage),
             None => stdout::note(&format!("spillway: {stage}")),
         }
     }
 
     /// Names a part of the stage, on a terminal alone.
     pub fn detail(&self, part: &str) {
-        if let Some(bar) = &self.bar {
-            bar.set_message(part.to_string());
-            bar.tick();
-        }
+        self.change(|bar| bar.message = part.to_string());
     }
 
     /// Shows that so much of a command's time limit has passed, where stages are seconds.
     pub fn reach(&self, elapsed: Duration) {
-        if let Some(bar) = &self.bar {
-            bar.set_position(elapsed.as_secs());
-        }
+        self.change(|bar| bar.done = elapsed.as_secs());
     }
 
     /// Ends a stage.
     pub fn end(&self) {
-        if let Some(bar) = &self.bar {
-            bar.inc(1);
-        }
+        self.change(|bar| bar.done += 1);
     }
 
     /// Hides the bar while `print` writes to the terminal.
     pub fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
-        match &self.bar {
-            Some(bar) => bar.suspend(print),
-            None => print(),
-        }
+        self.clear();
+        let result = print();
+        self.change(|_| ());
+        result
     }
 
     /// Removes the bar.
     pub fn clear(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
+        if self.bar.is_some() {
+            erase();
         }
     }
 }
@@ -77,5 +105,20 @@ impl Progress {
 impl Drop for Progress {
     fn drop(&mut self) {
         self.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bar_fills_with_its_stages() {
+        let mut bar = Bar { began: Instant::now(), done: 1, stages: 3, message: "reads".to_string() };
+        assert_eq!(bar.line(), format!("00:00:00 [{:<WIDTH$}] 1/3 reads", "==========>"));
+        bar.done = 3;
+        assert!(bar.line().contains(&format!("[{}] 3/3", "=".repeat(WIDTH))), "{}", bar.line());
+        (bar.done, bar.stages) = (0, 0);
+        assert!(bar.line().contains("0/0"));
     }
 }

@@ -1,20 +1,42 @@
 //! Tables, rows of fixed width, labels and byte counts, as all commands read and print them.
 #![forbid(unsafe_code)]
 
+use std::fmt;
+
 use bytesize::ByteSize;
-use comfy_table::{CellAlignment, Table, presets};
 use serde_json::Value;
 
 use super::measurement::{Fields, Row};
 
 /// A table of numbers: every column but the first is aligned to the right.
-pub fn table<const N: usize>(header: [&str; N]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(header);
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
+pub struct Table<const N: usize>(Vec<[String; N]>);
+
+pub fn table<const N: usize>(header: [&str; N]) -> Table<N> {
+    Table(vec![header.map(String::from)])
+}
+
+impl<const N: usize> Table<N> {
+    pub fn add_row(&mut self, row: [String; N]) {
+        self.0.push(row);
     }
-    table
+}
+
+impl<const N: usize> fmt::Display for Table<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let letters = |cell: &String| cell.chars().count();
+        let widths: [usize; N] =
+            std::array::from_fn(|column| self.0.iter().map(|row| letters(&row[column])).max().unwrap_or(0));
+        for (nth, row) in self.0.iter().enumerate() {
+            let cells = row.iter().zip(widths).enumerate().map(|(column, (cell, width))| match column {
+                0 => format!(" {cell:<width$}"),
+                _ => format!("  {cell:>width$}"),
+            });
+            let line = cells.collect::<String>();
+            let end = if nth + 1 < self.0.len() { "\n" } else { "" };
+            write!(f, "{}{end}", line.trim_end())?;
+        }
+        Ok(())
+    }
 }
 
 /// A column of rows that are printed one by one, so that its width is fixed.
@@ -141,6 +163,15 @@ mod tests {
         }
         assert_eq!((size(256 << 10), size(1 << 30)), ("256.0 KiB".to_string(), "1.0 GiB".to_string()));
         assert_eq!([0, 1000, 4096, 100 << 20, 3 << 30].map(count), ["0", "1000", "4Ki", "100Mi", "3Gi"]);
+    }
+
+    #[test]
+    fn a_table_aligns_numbers_to_the_right() {
+        let mut table = table(["path", "GB/s"]);
+        table.add_row(["a long name".to_string(), "1.5".to_string()]);
+        table.add_row(["\u{3b1}".to_string(), "12.25".to_string()]);
+        let wanted = [" path          GB/s", " a long name    1.5", " \u{3b1}            12.25"].join("\n");
+        assert_eq!(table.to_string(), wanted);
     }
 
     #[test]

@@ -67,9 +67,7 @@ pub fn run(options: &Options) -> Result<()> {
     let list = spillway::gpu::visible::visible_devices();
     let launch = launch::Launch::new(&machine, &ranks, options.scope, list.as_deref());
     if let Some(path) = &options.svg {
-        let failed = |reason| Error::System { what: "drawing the machine", reason };
-        let text = svg::svg(&machine, &placed).map_err(failed)?;
-        std::fs::write(path, text).map_err(|error| Error::System {
+        std::fs::write(path, svg::svg(&machine, &placed)).map_err(|error| Error::System {
             what: "writing the file of --svg",
             reason: format!("{}: {error}", path.display()),
         })?;

@@ -1,11 +1,10 @@
 //! The machine as an SVG: a column for each package, a box for each node, and the devices and ranks of the node in it.
 #![forbid(unsafe_code)]
 
-use plotters::prelude::*;
 use spillway::gpu::machine::Machine;
 use spillway::sys::topology::{Node, NodeKind};
 
-use super::super::drawing::{self, Area, Drawn};
+use super::super::drawing::{BLACK, Color, Picture};
 use super::{Placed, text};
 
 /// Pixels.
@@ -30,7 +29,7 @@ impl Block {
 }
 
 /// The text of the SVG.
-pub fn svg(machine: &Machine, ranks: &[Placed]) -> Result<String, String> {
+pub fn svg(machine: &Machine, ranks: &[Placed]) -> String {
     let columns = columns(machine, ranks);
     let longest = |(title, blocks): &Column| {
         let lines = blocks.iter().flat_map(|block| &block.lines).map(|line| line.chars().count());
@@ -40,7 +39,9 @@ pub fn svg(machine: &Machine, ranks: &[Placed]) -> Result<String, String> {
     let tall = |(_, blocks): &Column| blocks.iter().map(|block| block.height() + GAP).sum::<i32>();
     let height = columns.iter().map(tall).max().unwrap_or(0) + LINE + 4 * GAP;
     let width = widths.iter().map(|width| width + GAP).sum::<i32>() + GAP;
-    drawing::svg((width as u32, height as u32), |area| draw(area, &columns, &widths, height))
+    let mut picture = Picture::new(width as u32, height as u32);
+    draw(&mut picture, &columns, &widths, height);
+    picture.finish()
 }
 
 fn columns(machine: &Machine, ranks: &[Placed]) -> Vec<Column> {
@@ -63,24 +64,24 @@ fn columns(machine: &Machine, ranks: &[Placed]) -> Vec<Column> {
     columns
 }
 
-fn draw(area: &Area, columns: &[Column], widths: &[i32], height: i32) -> Drawn {
+fn draw(picture: &mut Picture, columns: &[Column], widths: &[i32], height: i32) {
+    let point = |x: i32, y: i32| (f64::from(x), f64::from(y));
     let mut x = GAP;
     for ((title, blocks), width) in columns.iter().zip(widths) {
-        area.draw(&Rectangle::new([(x, GAP), (x + width, height - GAP)], BLACK.stroke_width(1)))?;
-        drawing::write(area, title, (x + GAP, GAP + 4), FONT)?;
+        picture.frame(point(x, GAP), point(x + width, height - GAP), BLACK);
+        picture.write(title, point(x + GAP, GAP + 4), FONT);
         let mut y = GAP + LINE + GAP;
         for block in blocks {
-            let corners = [(x + GAP, y), (x + width - GAP, y + block.height())];
-            area.draw(&Rectangle::new(corners, color(block.kind).filled()))?;
-            area.draw(&Rectangle::new(corners, BLACK.stroke_width(1)))?;
+            let (from, to) = (point(x + GAP, y), point(x + width - GAP, y + block.height()));
+            picture.fill(from, to, color(block.kind));
+            picture.frame(from, to, BLACK);
             for (at, line) in block.lines.iter().enumerate() {
-                drawing::write(area, line, (x + 2 * GAP, y + GAP / 2 + at as i32 * LINE + 2), FONT)?;
+                picture.write(line, point(x + 2 * GAP, y + GAP / 2 + at as i32 * LINE), FONT);
             }
             y += block.height() + GAP;
         }
         x += width + GAP;
     }
-    Ok(())
 }
 
 fn block(machine: &Machine, node: &Node, ranks: &[Placed]) -> Block {
@@ -93,11 +94,11 @@ fn block(machine: &Machine, node: &Node, ranks: &[Placed]) -> Block {
     Block { kind: node.kind, lines }
 }
 
-fn color(kind: NodeKind) -> RGBColor {
+fn color(kind: NodeKind) -> Color {
     match kind {
-        NodeKind::Dram => RGBColor(225, 235, 250),
-        NodeKind::HighBandwidth | NodeKind::Gpu => RGBColor(225, 245, 220),
-        NodeKind::Cxl | NodeKind::Slower | NodeKind::Persistent => RGBColor(250, 235, 215),
-        NodeKind::Other | NodeKind::Empty => RGBColor(240, 240, 240),
+        NodeKind::Dram => [225, 235, 250],
+        NodeKind::HighBandwidth | NodeKind::Gpu => [225, 245, 220],
+        NodeKind::Cxl | NodeKind::Slower | NodeKind::Persistent => [250, 235, 215],
+        NodeKind::Other | NodeKind::Empty => [240, 240, 240],
     }
 }

@@ -117,6 +117,14 @@ fn mutate(bytes: &mut Vec<u8>, state: &mut u64) {
 
 #[test]
 fn no_head_of_a_chunk_harms_and_none_but_the_right_one_passes() {
+    const REASONS: [&str; 6] = [
+        "it is too short",
+        "are too few for a header of a chunk",
+        "its first bytes are not those of a tier",
+        "byte order",
+        "format version",
+        "its fields do not match its checksum",
+    ];
     let (right, sum) = header().encode();
     let mut state = 1;
     for _ in 0..200_000 {
@@ -124,7 +132,7 @@ fn no_head_of_a_chunk_harms_and_none_but_the_right_one_passes() {
         mutate(&mut bytes, &mut state);
         match ChunkHeader::parse(&bytes) {
             Ok(found) => assert!(found == (header(), sum) && bytes[..152] == right[..bytes.len().min(152)]),
-            Err(message) => assert!(!message.is_empty()),
+            Err(message) => assert!(REASONS.iter().any(|reason| message.contains(reason)), "{message}"),
         }
     }
     (0..right.len().min(600))

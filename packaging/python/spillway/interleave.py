@@ -228,7 +228,8 @@ class Interleave(_NativeHandle):
             InvalidArgumentError: No gradient was declared by grad_ready() for a subgroup."""
         each: list[Adam] = [adam] if isinstance(adam, Adam) else list(adam)
         table = (_abi.AdamOptions * len(each))(*(options_of(one, grad_scale) for one in each))
-        number, status = self._number(stream), []
+        number = self._number(stream)
+        status: list[int] = []
         try:
             self._through(lambda handle: record(status, _native.library().spw_interleave_begin, handle, table, len(table), number))
             _native.check(status[0])

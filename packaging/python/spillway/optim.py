@@ -449,4 +449,4 @@ def accumulate_(dst: Array | list[Array], src: Array | list[Array], *, scale: fl
         _arrays.same_shape(given, to, f"src[{at}]", f"dst[{at}]")
     scale, out = _arguments.real("scale", scale), _abi.sized(_abi.StepStats) if return_stats else None
     _native.check(_native.library().spw_grad_accumulate(ctypes.addressof(table), len(pairs), scale, ctypes.byref(out) if out else None))
-    return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
+    return None if out is None else StepStats(bool(out.nonfinite), out.sum_squares)

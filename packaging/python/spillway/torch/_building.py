@@ -23,6 +23,8 @@ class Building(TorchStep):
     _keys: dict[str, str]
     #: States have a step count.
     _counted = True
+    #: Whether a group asks for torch's own step, for each group of the present table.
+    _flags: list[bool]
     #: Why this optimizer cannot leave a parameter to torch's step, and what to do.
     _rest_words = ("is stepped by torch, which cannot roll a step back and keeps no moments or masters of other dtypes; leave out undo, "
                    "moment_dtype and master, or pass contiguous CPU parameters and gradients of 16 or 32 bits")

@@ -43,7 +43,7 @@ class Notes(torch.optim.Optimizer):
     _pending: Pending | None
     _noted: dict[torch.Tensor, tuple[int, dict[str, Any]]]
     #: This optimizer, for calls through a wrapper.
-    _itself: weakref.ref[Any]
+    _itself: Callable[[], Any]
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         # Wrappers inherit from the class of the optimizer that they wrap, and look in it for the attributes that they lack. An attribute of

@@ -69,7 +69,7 @@ pub fn accumulate(additions: Vec<Addition<'_>>, scale: f32, wanted: bool) -> Res
 
 /// The number of chunks of each tensor.
 fn chunk_counts(tensors: usize, length: impl Fn(usize) -> usize) -> Result<Vec<usize>> {
-    Ok(try_vec::from_fn("counting the chunks", tensors, |at| length(at).div_ceil(CHUNK))?)
+    try_vec::from_fn("counting the chunks", tensors, |at| length(at).div_ceil(CHUNK))
 }
 
 /// Does `work` on all chunks. Work of one chunk wakes no worker.

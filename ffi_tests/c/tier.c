@@ -103,6 +103,9 @@ static void steps_come_back(void) {
     CHECK(path.health == SPW_TIER_HEALTH_HEALTHY && path.kind == SPW_TIER_PATH_KIND_DIRECTORY && path.blocks == 36);
     CHECK(path.read_bytes >= 140965 && path.wear_bytes >= 140965 && strstr(words, "rank-0") != NULL);
     REFUSED(spw_tier_get_path(tier, 2, &path, NULL, 0, NULL), SPW_ERR_NOT_FOUND, "path 2");
+    // The number of a path is no file.
+    spw_io_failure failure = {.struct_size = sizeof failure};
+    CHECK(spw_get_io_failure(&failure) == SPW_OK && failure.path == NULL);
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 }
 
@@ -232,6 +235,10 @@ static void wrong_arguments_are_refused(void) {
     INVALID(spw_tier_open(&wrong, &tier), "options.durability");
     wrong = options, wrong.flags = 8;
     INVALID(spw_tier_open(&wrong, &tier), "options.flags");
+    // All structs of the array have the size of the first one: the last would be read beyond the array.
+    paths[1].struct_size = 4000;
+    INVALID(spw_tier_open(&options, &tier), "options.paths[1].struct_size");
+    paths[1].struct_size = sizeof *paths;
     paths[1].directory = NULL;
     INVALID(spw_tier_open(&options, &tier), "directory");
     // The earlier open worked without the second path, and no data lay there. That path is therefore no longer missing,

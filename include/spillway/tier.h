@@ -217,14 +217,17 @@ enum spw_status spw_tier_open(const struct spw_tier_options *options,
 // Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
 // The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
 // If a tiered update uses the tier, the library frees the tier when the update is closed. Streams of tickets that were
-// not waited for must be presumed in use after this call.
+// not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
+// of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close goes on without the
+// caller, and the lock is held until it ends.
 enum spw_status spw_tier_close(struct spw_tier *tier,
                                int64_t timeout_ms);
 
 // Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
 // operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. Delete
 // such files later with `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
-// SPW_ERR_PATH_MISSING, and its path keeps all files. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
+// SPW_ERR_PATH_MISSING, and its path keeps all files. A file system that does not respond within the I/O timeout is
+// SPW_ERR_DEADLINE; the deletion goes on without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
 enum spw_status spw_tier_destroy(struct spw_tier *tier);
 
 // Deletes the files that a dead run left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` NULL means
@@ -469,7 +472,9 @@ enum spw_status spw_tier_verify(const struct spw_tier *tier, struct spw_tier_ver
 
 // Exports the committed state to `directory`, which must not exist. It gets one file per stream with the bytes as they
 // were put, and manifest.json with names, sizes, checksums, step and payload. The directory appears complete or not at
-// all. A put since the last commit is SPW_ERR_BUSY. `step_out` may be NULL.
+// all. A put since the last commit is SPW_ERR_BUSY. Other threads may put and commit meanwhile: the export holds the
+// commit that was the last one when the call began, and the space of its extents stays allocated. Missing parent
+// directories get mode 0700. `step_out` may be NULL.
 enum spw_status spw_tier_export(const struct spw_tier *tier,
                                 const char *directory,
                                 uint64_t *step_out);

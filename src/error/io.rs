@@ -29,7 +29,8 @@ pub enum IoKind {
 pub struct IoError {
     /// Kind of the failure.
     pub kind: IoKind,
-    /// The operation: "reading", "writing", "opening", "syncing", "preallocating" or "waiting".
+    /// The operation: "reading", "writing", "opening", "closing", "removing", "syncing", "preallocating", "committing" or
+    /// "waiting".
     pub doing: &'static str,
     /// The file, as the caller named it.
     pub path: String,
@@ -48,7 +49,10 @@ impl fmt::Display for IoError {
         let IoError { doing, path, offset, bytes, errno, detail, .. } = self;
         match *doing {
             "waiting" => write!(out, "waiting")?,
+            "committing" => write!(out, "committing to {path}")?,
+            // The failure of a call that moves no bytes.
             "opening" | "syncing" => write!(out, "{doing} {path}")?,
+            _ if *bytes == 0 && *offset == 0 => write!(out, "{doing} {path}")?,
             _ => write!(out, "{doing} {bytes} bytes at offset {offset} of {path}")?,
         }
         if *errno != 0 {

@@ -63,6 +63,9 @@ pub enum Error {
     /// The object is still in use; nothing changed.
     #[error("{0}")]
     Busy(String),
+    /// There is no object with the requested number.
+    #[error("{0}")]
+    NotFound(String),
     /// An operation on a file failed.
     #[error("{0}")]
     Io(Box<IoError>),

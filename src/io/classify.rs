@@ -94,6 +94,11 @@ fn classify_errno(
     let error = io::Error::from_raw_os_error(errno);
     let detail = match errno {
         _ if transient => format!("{MAX_TRIES} times in a row"),
+        libc::ECANCELED => {
+            "io_uring could not start a worker, as with a small limit of processes (ulimit -u); raise \
+                            the limit, or set SPILLWAY_IO=threads"
+                .to_string()
+        }
         libc::EFAULT => "the buffer is not mapped, or not with the needed access".to_string(),
         _ => message.map_or_else(String::new, String::from),
     };

@@ -29,8 +29,9 @@ use crate::error::{Error, IoKind, Result};
 use crate::sys::memory::Mapping;
 use crate::sys::span::Span;
 
-/// Retries without a pause.
+/// Retries without a pause, and the pause before each later one.
 const QUICK_TRIES: u32 = 16;
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
 /// Longest wait for several completions at once, and the fewest pieces in flight for which the driver waits like this.
 const BATCH_WAIT: Duration = Duration::from_millis(4);
 const BATCH_FROM: usize = 16;
@@ -43,7 +44,8 @@ pub(super) struct Driver {
     running: Slab<Running>,
     directions: [DirectionQueue; DIRECTIONS],
     in_flight: Slab<InFlight>,
-    retries: VecDeque<usize>,
+    /// Pieces to start again, each at its time.
+    retries: VecDeque<(Instant, usize)>,
     bounce: Bounce,
     failed_devices: HashSet<u64>,
     /// True if the last sleep ended with completions.
@@ -176,13 +178,21 @@ impl Driver {
         self.shared.need_wakeup.store(need_wakeup, Ordering::SeqCst);
         let (state, deadline, expired) = self.shared.expire(self.shared.lock());
         let waiting = need_wakeup && !state.inbox.is_empty();
-        if waiting || expired || !self.retries.is_empty() {
+        let retry = self.retries.iter().map(|(due, _)| *due).min();
+        let due = retry.is_some_and(|due| due <= Instant::now());
+        if waiting || expired || due {
+            return Sleep { completions: 0, until: None };
+        }
+        drop(state);
+        // io_uring before Linux 5.11 ignores `until`, and no completion would end the sleep.
+        if retry.is_some() && self.retries.len() == self.in_flight.len() {
+            std::thread::sleep(RETRY_PAUSE);
             return Sleep { completions: 0, until: None };
         }
         let batch_ends = batch.then(|| Instant::now() + BATCH_WAIT);
         Sleep {
             completions: if batch { self.depth / 4 } else { 1 },
-            until: [deadline, batch_ends].into_iter().flatten().min(),
+            until: [deadline, batch_ends, retry].into_iter().flatten().min(),
         }
     }
 
@@ -196,9 +206,12 @@ impl Driver {
     }
 
     fn dispatch(&mut self, backend: &mut dyn Backend) {
+        let now = Instant::now();
         for _ in 0..self.retries.len() {
-            if let Some(token) = self.retries.pop_front() {
-                self.start(token, backend);
+            match self.retries.pop_front() {
+                Some((due, token)) if due <= now => self.start(token, backend),
+                Some(later) => self.retries.push_back(later),
+                None => {}
             }
         }
         (0..DIRECTIONS).for_each(|direction| self.dispatch_direction(direction, backend));
@@ -326,10 +339,9 @@ impl Driver {
                 self.finish_piece(token, Some(cancelled));
             }
             PieceResult::Retry => {
-                if self.in_flight[token].tries > QUICK_TRIES {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                self.retries.push_back(token);
+                let pause =
+                    if self.in_flight[token].tries > QUICK_TRIES { RETRY_PAUSE } else { Duration::ZERO };
+                self.retries.push_back((Instant::now() + pause, token));
             }
             PieceResult::Done => self.finish_piece(token, None),
             PieceResult::Failed(error) => self.finish_piece(token, Some(error)),

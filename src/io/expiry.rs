@@ -14,8 +14,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::counters::Counters;
-use super::operation::{EngineState, Phase, Shared, key_of};
-use crate::error::{Error, IoKind};
+use super::engine::Engine;
+use super::file::File;
+use super::operation::{EngineState, FAILED_DEVICE, Phase, Shared, key_of};
+use crate::error::{Error, IoError, IoKind, Result};
 use crate::log::{self, Level};
 
 /// Bounds of the time between two checks while operations are in flight.
@@ -58,6 +60,21 @@ impl Shared {
         let next = deadline.into_iter().chain(stalled).min();
         state.progress.planned = next.filter(|_| state.unfinished > 0);
         (state, next, !expired.is_empty())
+    }
+}
+
+impl Engine {
+    /// Fails with `PathFailed` if operations on the device of `file` are still in flight after their deadline.
+    pub fn check_device(&self, file: &File, doing: &'static str) -> Result<()> {
+        self.check_process()?;
+        match self.shared.lock().stuck.contains_key(&file.identity().device) {
+            false => Ok(()),
+            true => {
+                let (kind, path, detail) =
+                    (IoKind::PathFailed, file.name().to_string(), FAILED_DEVICE.to_string());
+                Err(IoError { kind, doing, path, offset: 0, bytes: 0, errno: 0, detail }.into())
+            }
+        }
     }
 }
 

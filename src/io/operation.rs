@@ -97,10 +97,13 @@ impl Operation {
     }
 
     pub(super) fn refuse_failed_device(&self) -> Error {
-        let words = "earlier operations on this device are still in flight after their deadline";
-        self.error(IoKind::PathFailed, words.to_string())
+        self.error(IoKind::PathFailed, FAILED_DEVICE.to_string())
     }
 }
+
+/// Why a device with operations past their deadline accepts no others.
+pub(super) const FAILED_DEVICE: &str =
+    "earlier operations on this device are still in flight after their deadline";
 
 /// An event that a caller waits for. A thread is woken only for its own event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -137,6 +140,8 @@ pub(super) struct EngineState {
     pub(super) inbox: VecDeque<Arc<Operation>>,
     pub(super) entries: Slab<Entry>,
     pub(super) generation: u32,
+    /// Number of operations so far.
+    pub(super) admitted: u64,
     /// Deadlines of pending operations, with their handles.
     pub(super) deadlines: BTreeSet<(Instant, u64)>,
     waiters: Slab<(WaitEvent, Arc<Condvar>)>,
@@ -164,6 +169,8 @@ pub(super) enum Admitted {
 
 pub(super) struct Entry {
     pub(super) handle: u64,
+    /// Position in the order of submission.
+    pub(super) number: u64,
     pub(super) op: Option<Arc<Operation>>,
     pub(super) phase: Phase,
 }
@@ -284,6 +291,8 @@ impl EngineState {
     /// handle and whether the driver must be woken.
     pub(super) fn admit(&mut self, make: impl FnOnce(u64) -> Operation) -> (u64, Admitted) {
         self.generation = self.generation.wrapping_add(1) & GENERATIONS;
+        self.admitted += 1;
+        let number = self.admitted;
         let slot = self.entries.vacant_entry();
         let handle = u64::from(self.generation) << 32 | (slot.key() as u64 + 1);
         let op = Arc::new(make(handle));
@@ -291,7 +300,7 @@ impl EngineState {
         let urgent =
             op.deadline.is_some_and(|own| self.deadlines.first().is_none_or(|(first, _)| own < *first));
         let phase = if nothing { Phase::Finished(Ok(0)) } else { Phase::Pending };
-        slot.insert(Entry { handle, op: (!nothing).then(|| Arc::clone(&op)), phase });
+        slot.insert(Entry { handle, number, op: (!nothing).then(|| Arc::clone(&op)), phase });
         if !nothing {
             self.busy.begin(op.action);
             if self.unfinished == 0 {
@@ -349,8 +358,7 @@ impl EngineState {
         match &mut entry.phase {
             Phase::Pending => Ok(None),
             Phase::Expired { unread, ended, .. } => {
-                let known = || Error::invalid("handle", format!("{handle:#x} was waited for already"));
-                let (error, ended) = (unread.take().ok_or_else(known)?, *ended);
+                let (error, ended) = (unread.take().ok_or_else(|| taken(handle))?, *ended);
                 // Until then the entry records that its device is stuck.
                 if ended {
                     self.entries.remove(key_of(handle));
@@ -395,6 +403,11 @@ impl EngineState {
             }
         }
     }
+}
+
+/// Error of a second wait for an operation that is still in flight after its deadline.
+pub(super) fn taken(handle: u64) -> Error {
+    Error::invalid("handle", format!("{handle:#x} was waited for already"))
 }
 
 pub(super) fn key_of(handle: u64) -> usize {

@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use super::engine::Engine;
-use super::operation::{EngineState, Entry, Phase, WaitEvent};
+use super::operation::{EngineState, Entry, Phase, WaitEvent, taken};
 use crate::error::{Error, IoError, Result};
 use crate::sys::try_vec;
 
@@ -27,7 +27,7 @@ impl Engine {
     /// `handles`. `Timeout` leaves all operations as they are.
     pub fn wait_many(&self, handles: &[u64], timeout: Option<Duration>) -> Result<Vec<u64>> {
         check_distinct(handles)?;
-        let mut done = 0;
+        let (mut done, mut outcomes) = (0, try_vec::with_capacity("listing outcomes", handles.len())?);
         self.wait_until(timeout, |state| {
             while done < handles.len() {
                 if matches!(state.entry(handles[done])?.phase, Phase::Pending) {
@@ -35,12 +35,14 @@ impl Engine {
                 }
                 done += 1;
             }
+            // If another wait took one of them meanwhile, this wait takes none of the others.
+            handles.iter().try_for_each(|handle| state.check_untaken(*handle))?;
+            for handle in handles {
+                outcomes.extend(state.take(*handle)?);
+            }
             Ok(None)
         })?;
-        let mut state = self.shared.lock();
-        // If another wait took a handle meanwhile, that is an error of this wait.
-        let take = |handle: &u64| state.take(*handle).and_then(|outcome| outcome.unwrap_or(Ok(0)));
-        collect(handles.iter().map(take))
+        collect(outcomes)
     }
 
     /// Waits for all operations and releases them; returns their number, or the first error. Returns 0 at once if there
@@ -89,10 +91,18 @@ impl EngineState {
             matches!(entry.phase, Phase::Finished(_) | Phase::Expired { unread: Some(_), .. })
         };
         let entries = self.entries.iter().map(|(_, entry)| entry);
-        let mut handles: Vec<u64> =
-            entries.filter(|entry| is_done(entry)).map(|entry| entry.handle).collect();
-        handles.sort_unstable_by_key(|handle| handle >> 32);
-        handles.into_iter().filter_map(|handle| self.take(handle).ok().flatten()).collect()
+        let mut done: Vec<(u64, u64)> =
+            entries.filter(|entry| is_done(entry)).map(|entry| (entry.number, entry.handle)).collect();
+        done.sort_unstable();
+        done.into_iter().filter_map(|(_, handle)| self.take(handle).ok().flatten()).collect()
+    }
+
+    /// Fails if a wait has taken the outcome.
+    fn check_untaken(&mut self, handle: u64) -> Result<()> {
+        match self.entry(handle)?.phase {
+            Phase::Expired { unread: None, .. } => Err(taken(handle)),
+            _ => Ok(()),
+        }
     }
 }
 

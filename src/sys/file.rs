@@ -7,7 +7,7 @@ use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use nix::errno::Errno;
@@ -55,6 +55,19 @@ pub fn duplicate(fd: i32) -> io::Result<(File, bool)> {
     let file = File::from(descriptor::duplicate(fd)?);
     let direct = flags(&file).is_ok_and(|flags| flags & libc::O_DIRECT != 0);
     Ok((file, direct))
+}
+
+/// Renames a directory to a name that must not exist.
+pub fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
+    use fcntl::{AT_FDCWD, RenameFlags, renameat2};
+    match renameat2(AT_FDCWD, from, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
+        // The file system cannot refuse an existing name. A new directory takes the name first, and is then replaced.
+        Err(Errno::EINVAL | Errno::ENOSYS) => {
+            std::fs::DirBuilder::new().mode(0o700).create(to)?;
+            std::fs::rename(from, to).inspect_err(|_| drop(std::fs::remove_dir(to)))
+        }
+        renamed => Ok(renamed?),
+    }
 }
 
 fn flags(file: &File) -> nix::Result<i32> {
@@ -361,6 +374,17 @@ fn free(found: Statvfs) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rename_to_a_new_name_never_replaces_an_empty_directory() {
+        let base = tempfile::tempdir().unwrap();
+        let (from, to) = (base.path().join("from"), base.path().join("to"));
+        [&from, &to].iter().for_each(|path| std::fs::create_dir(path).unwrap());
+        assert_eq!(rename_new(&from, &to).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        std::fs::remove_dir(&to).unwrap();
+        rename_new(&from, &to).unwrap();
+        assert!(to.exists() && !from.exists());
+    }
 
     #[test]
     fn a_place_beyond_what_the_disk_has_is_refused_before_the_disk_is_full() {

@@ -1,17 +1,20 @@
-//! Runs a system call that may not return on a thread of its own, with a time limit.
+//! Runs system calls that may not return, each on a thread of its own, with a time limit.
 //!
 //! Invariants:
 //! - A call that exceeds its limit keeps running. Its own thread drops the result when the call returns.
-//! - Until that call returns, another call on the same path returns `NoAnswer::EarlierCall` at once. The new call would block on the
-//!   same file system, or on a resource that the first call holds.
-//! - Time in which this process did not run (SIGSTOP, a paused container) does not count towards the limit.
+//! - Until that call returns, another call on the same path returns `NoAnswer::EarlierCall` at once. The new call would
+//!   block on the same file system, or on a resource that the first call holds.
+//! - Time in which this process did not run (SIGSTOP, a paused container) does not count towards the limit. Neither does
+//!   the time until the thread of a call runs.
+//! - Where no thread can be started, a call runs on the calling thread, without a limit.
 //! - No lock is held across a fork. Calls in flight in the parent do not count in its child.
 
 use std::io;
+use std::panic::{self, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
@@ -27,8 +30,32 @@ const SLICE: Duration = Duration::from_millis(50);
 pub enum NoAnswer {
     /// The call took longer than its limit.
     TooLong,
-    /// An earlier call on the path has not returned, so the call did not start.
+    /// An earlier call on the path has not returned. The call did not start, or, for [`Call::cleanup`], nobody waits for
+    /// it.
     EarlierCall,
+}
+
+/// Result of a call, or why there is none. The outer error: the call panicked.
+pub type Answer<T> = io::Result<Result<T, NoAnswer>>;
+
+/// A call that uses files below a path.
+pub struct Call<T> {
+    path: PathBuf,
+    work: Work<T>,
+    cleanup: bool,
+}
+
+impl<T> Call<T> {
+    /// A call that does not start while an earlier call on the path has not returned.
+    pub fn new(path: &Path, work: impl FnOnce() -> T + Send + 'static) -> Call<T> {
+        Call { path: path.to_path_buf(), work: Box::new(work), cleanup: false }
+    }
+
+    /// A call that starts in any case, because only it frees what `work` owns. Nobody waits for it while an earlier call
+    /// on the path has not returned.
+    pub fn cleanup(path: &Path, work: impl FnOnce() -> T + Send + 'static) -> Call<T> {
+        Call { cleanup: true, ..Call::new(path, work) }
+    }
 }
 
 /// Returns the result of `work`, which uses files below `path`. Without a limit `work` runs on the calling thread.
@@ -36,32 +63,99 @@ pub fn run_within<T: Send + 'static>(
     limit: Option<Duration>,
     path: &Path,
     work: impl FnOnce() -> T + Send + 'static,
-) -> io::Result<Result<T, NoAnswer>> {
-    let Some(limit) = limit else { return Ok(Ok(work())) };
-    if is_abandoned(path) {
-        return Ok(Err(NoAnswer::EarlierCall));
-    }
+) -> Answer<T> {
+    let only = run_all_within(limit, vec![Call::new(path, work)]).pop();
+    only.unwrap_or_else(|| Err(io::Error::other("the call has no result")))
+}
+
+/// Runs calls on different paths at the same time, and returns their results in order. All of them share one limit.
+pub fn run_all_within<T: Send + 'static>(limit: Option<Duration>, calls: Vec<Call<T>>) -> Vec<Answer<T>> {
+    let Some(limit) = limit else {
+        return calls.into_iter().map(|call| Ok(Ok((call.work)()))).collect();
+    };
     let (send, receive) = mpsc::channel();
-    let done = Arc::new(AtomicBool::new(false));
-    let sets_done = DoneOnDrop(Arc::clone(&done));
-    threads::spawn_quiet("spillway-open", move || {
-        // The send fails if the caller no longer waits. The result is then dropped here, before `done` is set.
-        let _ = send.send(work());
-        drop(sets_done);
-    })?;
+    let mut flights: Vec<Flight<T>> =
+        calls.into_iter().enumerate().map(|(number, call)| Flight::begin(number, call, &send)).collect();
+    drop(send);
     let mut waited = Duration::ZERO;
-    while waited < limit {
+    while waited < limit && flights.iter().any(|flight| flight.answer.is_none()) {
         let began = Instant::now();
         match receive.recv_timeout(SLICE.min(limit - waited)) {
-            Ok(result) => return Ok(Ok(result)),
-            Err(RecvTimeoutError::Disconnected) => {
-                return Err(io::Error::other("its thread ended unexpectedly"));
-            }
-            Err(RecvTimeoutError::Timeout) => waited += began.elapsed().min(2 * SLICE),
+            Ok((number, Some(result))) => flights[number].answer = Some(Ok(Ok(result))),
+            Ok((number, None)) => flights[number].answer = Some(Err(panicked())),
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        if flights.iter().all(Flight::runs) {
+            waited += began.elapsed().min(2 * SLICE);
         }
     }
-    abandon(path, done);
-    Ok(Err(NoAnswer::TooLong))
+    flights.into_iter().map(Flight::end).collect()
+}
+
+/// A call whose thread was started, or its answer.
+struct Flight<T> {
+    path: PathBuf,
+    started: Arc<AtomicBool>,
+    done: Arc<AtomicBool>,
+    answer: Option<Answer<T>>,
+}
+
+impl<T: Send + 'static> Flight<T> {
+    fn begin(number: usize, call: Call<T>, send: &Sender<(usize, Option<T>)>) -> Flight<T> {
+        let Call { path, work, cleanup } = call;
+        let (started, done) = (Arc::default(), Arc::default());
+        let mut flight = Flight { path, started, done, answer: None };
+        let earlier = is_abandoned(&flight.path);
+        if earlier && !cleanup {
+            flight.answer = Some(Ok(Err(NoAnswer::EarlierCall)));
+            return flight;
+        }
+        let (starts, sets_done) = (Arc::clone(&flight.started), DoneOnDrop(Arc::clone(&flight.done)));
+        let send = send.clone();
+        let work = Arc::new(Mutex::new(Some(work)));
+        let theirs = Arc::clone(&work);
+        let spawned = threads::spawn_quiet("spillway-call", move || {
+            starts.store(true, Ordering::Release);
+            let run = move || take(&theirs).map(|work| work());
+            let result = panic::catch_unwind(AssertUnwindSafe(run)).ok().flatten();
+            // The send fails if the caller no longer waits. The result is then dropped here, before `done` is set.
+            let _ = send.send((number, result));
+            drop(sets_done);
+        });
+        match spawned {
+            // Without a thread the call has no limit. An error would make a commit fail on a file system that works.
+            Err(error) => flight.answer = Some(take(&work).map(|work| Ok(work())).ok_or(error)),
+            Ok(()) if earlier => {
+                abandon(&flight.path, Arc::clone(&flight.done));
+                flight.answer = Some(Ok(Err(NoAnswer::EarlierCall)));
+            }
+            Ok(()) => {}
+        }
+        flight
+    }
+
+    /// False until the thread runs.
+    fn runs(&self) -> bool {
+        self.answer.is_some() || self.started.load(Ordering::Acquire)
+    }
+
+    fn end(self) -> Answer<T> {
+        self.answer.unwrap_or_else(|| {
+            abandon(&self.path, self.done);
+            Ok(Err(NoAnswer::TooLong))
+        })
+    }
+}
+
+type Work<T> = Box<dyn FnOnce() -> T + Send>;
+
+fn take<T>(work: &Mutex<Option<Work<T>>>) -> Option<Work<T>> {
+    work.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
+fn panicked() -> io::Error {
+    io::Error::other("its thread ended unexpectedly")
 }
 
 struct DoneOnDrop(Arc<AtomicBool>);
@@ -86,7 +180,8 @@ impl Abandoned {
 
 static ABANDONED: ArcSwapOption<Vec<Arc<Abandoned>>> = ArcSwapOption::const_empty();
 
-fn is_abandoned(path: &Path) -> bool {
+/// True while a call on the path, whose caller stopped waiting, has not returned.
+pub fn is_abandoned(path: &Path) -> bool {
     let all = ABANDONED.load();
     all.iter().flat_map(|all| all.iter()).any(|call| call.path == path && call.is_running())
 }
@@ -130,6 +225,33 @@ mod tests {
         }
         assert_eq!(Arc::strong_count(&kept), 1);
         assert_eq!(run_within(LONG, path, || 10).unwrap(), Ok(10));
+    }
+
+    #[test]
+    fn calls_on_several_paths_share_one_limit_and_a_cleanup_starts_beside_an_earlier_call() {
+        let limit = Duration::from_millis(200);
+        let (release, held) = mpsc::channel::<()>();
+        let held = Arc::new(std::sync::Mutex::new(held));
+        let hung = |path: &str| {
+            let held = Arc::clone(&held);
+            Call::new(Path::new(path), move || {
+                let _ = held.lock().map(|held| held.recv());
+            })
+        };
+        let began = Instant::now();
+        let quick = Call::new(Path::new("shared-quick"), || ());
+        let answers = run_all_within(Some(limit), vec![hung("shared-1"), quick, hung("shared-2")]);
+        let answers: Vec<_> = answers.into_iter().map(io::Result::unwrap).collect();
+        assert_eq!(answers, [Err(NoAnswer::TooLong), Ok(()), Err(NoAnswer::TooLong)]);
+        assert!(began.elapsed() >= limit);
+        let (ran, runs) = mpsc::channel();
+        let cleanup = Call::cleanup(Path::new("shared-1"), move || ran.send(()).unwrap());
+        assert_eq!(run_all_within(LONG, vec![cleanup]).pop().unwrap().unwrap(), Err(NoAnswer::EarlierCall));
+        runs.recv_timeout(LONG.unwrap()).unwrap();
+        drop(release);
+        while is_abandoned(Path::new("shared-1")) || is_abandoned(Path::new("shared-2")) {
+            std::thread::yield_now();
+        }
     }
 
     #[test]

@@ -18,10 +18,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::directory::{FILES, Owner, inherited};
 use super::layout::PAGE;
 use super::prefix_lock::{LOCKS, PrefixLock};
-use super::storage::{FilePair, Storage, in_flight};
+use super::storage::{FilePair, NamedFile, Storage, in_flight};
 use crate::error::{Error, IoKind, Result};
 use crate::io::engine::Engine;
-use crate::io::file::File;
 use crate::io::object::volume::ObjectVolume;
 use crate::io::object::{self, Address, RequestContext, Store, StoreResult};
 use crate::io::options::Options as IoOptions;
@@ -126,7 +125,7 @@ impl Storage for Bucket {
         Ok(())
     }
 
-    fn check(&self, _: &[(&'static str, &File)]) -> Result<()> {
+    fn check(&self, _: &[NamedFile]) -> Result<()> {
         match self.check_owner() {
             // Errors of the store are those of the requests that follow.
             Err(Error::Io(_)) => Ok(()),
@@ -138,7 +137,11 @@ impl Storage for Bucket {
         self.lock.check(self.volume.prefix(), self.volume.address())
     }
 
-    fn remove(self: Box<Self>) -> Result<()> {
+    fn removal_has_limits(&self) -> bool {
+        true
+    }
+
+    fn remove(self: Arc<Self>) -> Result<()> {
         if !self.lock.is_own() {
             return Err(inherited(self.volume.address()));
         }
@@ -201,7 +204,7 @@ pub(super) fn collect(address: &str, owner: &Owner) -> Result<()> {
     let address = Address::parse(address)?;
     let store = object::connect(&address, None)?;
     match Bucket::claim(store, &address, owner, false)? {
-        Some(bucket) => Box::new(bucket).remove(),
+        Some(bucket) => Arc::new(bucket).remove(),
         None => {
             let error =
                 object::StoreError { errno: libc::ENOENT, message: "it contains no tier".to_string() };

@@ -5,6 +5,7 @@ use super::extent::Shape;
 use crate::checksum;
 use crate::error::Result;
 use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::span::Span;
 use crate::sys::threads;
 use crate::sys::try_vec;
 
@@ -23,6 +24,27 @@ pub fn of_blocks(shape: &Shape, spans: &[TransferBuffer], first: u32, count: u32
         threads::each(&mut parts, |(checksums, first)| fill(shape, spans, *first, checksums))?;
     }
     Ok(checksums)
+}
+
+/// The blocks from `first` on whose bytes do not have the expected checksums, each with a message. `bytes` begins with
+/// block `first`, and its blocks follow each other in one stream.
+pub fn differences<'a>(
+    shape: &'a Shape,
+    bytes: Span,
+    first: u32,
+    expected: &'a [u64],
+) -> impl Iterator<Item = (u32, String)> + 'a {
+    (first..).zip(expected).filter_map(move |(block, expected)| {
+        let from = u64::from(block - first) * shape.block_bytes();
+        let part = bytes.part(from as usize, shape.block(block).len as usize);
+        let found = part.with_bytes(checksum::of);
+        (found != *expected).then(|| (block, difference(found, *expected)))
+    })
+}
+
+/// Message about a checksum that is not the expected one.
+pub fn difference(found: u64, expected: u64) -> String {
+    format!("found {found:#018x} instead of {expected:#018x}")
 }
 
 fn fill(shape: &Shape, spans: &[TransferBuffer], first: u32, checksums: &mut [u64]) {

@@ -25,7 +25,7 @@
 use std::sync::Arc;
 
 use super::contents::WriteOrigin;
-use super::failures::fenced;
+use super::failures::{fenced, with_reason};
 use super::health::Health;
 use super::options::Durability;
 use super::path::{SuperblockCopy, TierPath};
@@ -140,41 +140,6 @@ impl Tier {
         Ok(replaced)
     }
 
-    /// Marks paths whose files were removed, replaced or renamed as failed, and moves their readable data to other
-    /// paths. No open would find the data there. Fails if a part cannot be moved, or if no durable path is left.
-    fn check_paths(&self) -> Result<()> {
-        let paths = self.paths.iter().enumerate();
-        let gone: Vec<(usize, Error)> =
-            paths.filter_map(|(number, path)| Some((number, path.as_ref()?.check().err()?))).collect();
-        for (number, error) in &gone {
-            self.mark(*number, Health::Failed, &error.to_string());
-        }
-        for (number, path) in self.lock().paths.iter_mut().enumerate() {
-            path.gone = gone.iter().any(|(one, _)| *one == number);
-        }
-        for (number, error) in &gone {
-            self.move_all(*number as u32).map_err(|reason| with_reason(error, &reason))?;
-        }
-        match gone.into_iter().next() {
-            Some((_, error)) if self.superblock_paths().is_empty() => Err(error),
-            _ => Ok(()),
-        }
-    }
-
-    /// Moves everything that the next commit names off a path.
-    fn move_all(&self, path: u32) -> Result<()> {
-        let there = |extent: &Extent| {
-            let current = extent.current.as_ref().filter(|_| !extent.removed);
-            current.is_some_and(|current| current.version.touches(path))
-        };
-        let extents: Vec<u32> = {
-            let state = self.lock();
-            let numbered = (0..).zip(&state.extents);
-            numbered.filter_map(|(n, extent)| extent.as_ref().filter(|one| there(one)).map(|_| n)).collect()
-        };
-        extents.into_iter().try_for_each(|extent| self.move_extent(extent, WriteOrigin::Commit))
-    }
-
     /// Syncs the data of all paths. If a sync fails, the data is moved to other paths, if it can still be read.
     fn sync_data(&self) -> Result<()> {
         for _ in 0..=self.paths.len() {
@@ -207,7 +172,7 @@ impl Tier {
                 self.lock().paths[number].dirty = false;
             }
         }
-        Err(self.no_path_left("syncing"))
+        Err(self.no_path_left())
     }
 
     /// Writes a superblock to every durable path that works. Fails if no path holds it durably afterwards, unless all
@@ -267,27 +232,28 @@ impl Tier {
         }
         match (durable, first) {
             (0, Some(error)) => Err(error),
-            (0, None) if lasting => Err(self.no_path_left("writing")),
+            (0, None) if lasting => Err(self.no_path_left()),
             _ => Ok(()),
         }
     }
 
     /// Error of a commit that no path can hold, with the reason of each path.
-    fn no_path_left(&self, doing: &'static str) -> Error {
+    fn no_path_left(&self) -> Error {
         let state = self.lock();
+        let durable = || state.paths.iter().filter(|path| !path.memory);
         let why = |path: &PathState| {
             let health = format!("{:?}", path.health).to_lowercase();
             format!("{} is {health}: {}", path.name, path.reason)
         };
-        let paths: Vec<String> = state.paths.iter().filter(|path| !path.memory).map(why).collect();
+        let reasons: Vec<String> = durable().map(why).collect();
         IoError {
             kind: IoKind::PathFailed,
-            doing,
-            path: state.paths.first().map_or_else(String::new, |path| path.name.clone()),
+            doing: "committing",
+            path: durable().map(|path| path.name.as_str()).collect::<Vec<_>>().join(", "),
             offset: 0,
             bytes: 0,
             errno: 0,
-            detail: format!("no usable path is left for the commit: {}", paths.join("; ")),
+            detail: format!("no usable path is left for the commit: {}", reasons.join("; ")),
         }
         .into()
     }
@@ -310,7 +276,7 @@ impl Tier {
         }
     }
 
-    fn superblock_paths(&self) -> Vec<(usize, Arc<TierPath>)> {
+    pub(super) fn superblock_paths(&self) -> Vec<(usize, Arc<TierPath>)> {
         let state = self.lock();
         let works = |number: usize| state.paths[number].health as u8 <= Health::Draining as u8;
         let paths = self.paths.iter().enumerate();
@@ -410,11 +376,6 @@ impl Tier {
             extents: extents.collect(),
         }
     }
-}
-
-/// The error of a path, with the reason why its data could not be moved to another path.
-fn with_reason(error: &Error, reason: &Error) -> Error {
-    error.clone().context(format_args!("the data on this path could not be moved to another: {reason}"))
 }
 
 #[cfg(test)]

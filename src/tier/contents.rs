@@ -13,16 +13,33 @@ pub(super) struct Contents {
     pub(super) checksums: OnceLock<Arc<[u64]>>,
     /// Number of readers; changed only with the state locked.
     readers: AtomicUsize,
+    /// Number of snapshots that hold these contents; changed only with the state locked.
+    snapshots: AtomicUsize,
 }
 
 impl Contents {
     pub(super) fn new(version: Version, checksums: OnceLock<Arc<[u64]>>) -> Contents {
-        Contents { version, checksums, readers: AtomicUsize::new(0) }
+        Contents { version, checksums, readers: AtomicUsize::new(0), snapshots: AtomicUsize::new(0) }
     }
 
     /// True if a read of this version is in flight.
     pub(super) fn is_read(&self) -> bool {
         self.readers.load(Ordering::Relaxed) > 0
+    }
+
+    /// True if a read is in flight, or a snapshot holds this version: its space must stay as it is.
+    pub(super) fn is_held(&self) -> bool {
+        self.is_read() || self.snapshots.load(Ordering::Relaxed) > 0
+    }
+
+    /// Adds a snapshot. The state must be locked.
+    pub(super) fn hold(&self) {
+        self.snapshots.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Removes a snapshot. The state must be locked.
+    pub(super) fn let_go(&self) {
+        self.snapshots.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Adds a reader. The state must be locked.

@@ -4,6 +4,9 @@
 //! Invariants:
 //! - The directory appears complete and durable, or not at all: it is written under a temporary name and then renamed.
 //! - An export removes or changes only files that it created itself.
+//! - An export holds one commit: its step and all its bytes are of one snapshot. Writes and commits may go on
+//!   meanwhile.
+//! - A caller waits for each call on the directory at most for the I/O timeout (see `path_files`).
 //! - An export uses the memory of one window, for extents of any size.
 //! - An import changes the tier only by its commit.
 #![forbid(unsafe_code)]
@@ -12,6 +15,7 @@ use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -21,13 +25,16 @@ use super::failures::failed;
 use super::inspect::BlockVisitor;
 use super::options::absolute;
 use super::scratch::Scratch;
-use super::store::{ExtentInfo, Tier};
+use super::snapshot::{HeldExtent, Snapshot, View};
+use super::store::Tier;
+use super::time_limits::within_timeout;
 use crate::checksum::{self, RunningChecksum};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::io::options::is_address;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
-use crate::sys::{descriptor, host, private_files};
+use crate::sys::time_limit::{self, Call};
+use crate::sys::{descriptor, file, host, private_files, try_vec};
 
 const MANIFEST: &str = "manifest.json";
 const FORMAT: &str = "spillway tier export";
@@ -74,22 +81,10 @@ impl Tier {
         }
         // The directory is named several times.
         let directory = &absolute(directory)?;
-        let extents = self.extents();
-        let (step, payload) = {
-            let state = self.lock();
-            if let Some(extent) = state.extents.iter().flatten().find(|extent| extent.writing) {
-                return Err(Error::Busy(format!("extent {:?} is being written", extent.name)));
-            }
-            (state.step, state.payload.clone())
-        };
-        let nothing =
-            || TierError::at(TierKind::NoState, self.some_name(), "nothing was committed; commit first");
-        let step = step.ok_or_else(nothing)?;
-        if let Some(extent) = extents.iter().find(|extent| !extent.committed) {
-            return Err(Error::Busy(format!(
-                "extent {:?} was written since the last commit; commit first",
-                extent.name
-            )));
+        let Snapshot { step, payload, extents, lost } = self.snapshot(View::Committed)?;
+        let step = step.unwrap_or_default();
+        if let Some(error) = lost.into_iter().next() {
+            return Err(error);
         }
         if directory.file_name().is_none() {
             return Err(Error::invalid(
@@ -97,19 +92,10 @@ impl Tier {
                 format!("{} is not the name of a new directory", directory.display()),
             ));
         }
-        if fs::symlink_metadata(directory).is_ok() {
-            let error = io::Error::from_raw_os_error(libc::EEXIST);
-            return Err(failed(
-                "opening",
-                directory,
-                error,
-                "an export creates its directory; choose a name that does not exist",
-            ));
-        }
-        let parent = directory.parent().filter(|up| !up.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let partial = Partial::beside(directory, parent)?;
-        let written = extents.iter().filter(|extent| extent.generation > 0);
-        let exported = written.map(|extent| self.export_extent(extent, &partial.0));
+        let target = Target { directory: directory.to_path_buf(), io_timeout: self.options.io.io_timeout };
+        let partial = target.create()?;
+        // Each extent is let go after its export.
+        let exported = extents.into_iter().map(|extent| self.export_extent(&extent, &target, &partial));
         let manifest = Manifest {
             format: FORMAT.to_string(),
             version: VERSION,
@@ -122,19 +108,21 @@ impl Tier {
         };
         let message = serde_json::to_vec_pretty(&manifest)
             .map_err(|error| Error::System { what: "writing a manifest", reason: error.to_string() })?;
-        write_durably(&partial.0.join(MANIFEST), &message)?;
-        sync_directory(&partial.0)?;
-        partial.publish(directory)?;
-        sync_directory(parent)?;
+        target.publish(partial, message)?;
         Ok(step)
     }
 
-    fn export_extent(&self, extent: &ExtentInfo, directory: &Path) -> Result<Exported> {
-        let of =
-            |n: usize| ExportFile::create(directory, format!("extent-{:05}.stream-{n}.bin", extent.number));
-        let mut files = Files((0..extent.streams.len()).map(of).collect::<Result<_>>()?);
-        self.walk(extent.number, &extent.name, true, &mut files)?;
-        let ended = files.0.into_iter().zip(&extent.streams).map(|(file, bytes)| file.finish(*bytes));
+    fn export_extent(&self, extent: &HeldExtent, target: &Target, partial: &Partial) -> Result<Exported> {
+        let lengths = extent.shape.streams();
+        let names = (0..lengths.len()).map(|n| format!("extent-{:05}.stream-{n}.bin", extent.number));
+        let files = names.map(|name| target.file(&partial.0, name)).collect::<Result<_>>()?;
+        let mut files = Files { target, files };
+        self.walk(extent, &mut files)?;
+        let ended = files.files.into_iter().zip(lengths).map(|(file, bytes)| {
+            let file = file.ok_or_else(|| Error::Internal("a file of an export is missing".to_string()))?;
+            let bytes = *bytes;
+            target.within("writing", move || file.finish(bytes))
+        });
         Ok(Exported { name: extent.name.clone(), streams: ended.collect::<Result<_>>()? })
     }
 
@@ -142,10 +130,12 @@ impl Tier {
     /// with the same name must have the same streams; other extents stay as they are. After an error the tier is rolled
     /// back to its last commit.
     pub fn import(&self, directory: &Path) -> Result<u64> {
-        let manifest = read_manifest(&directory.join(MANIFEST))?;
+        let source = Target { directory: directory.to_path_buf(), io_timeout: self.options.io.io_timeout };
+        let path = directory.join(MANIFEST);
+        let manifest = source.within("opening", move || read_manifest(&path))?;
         let payload = parse_hex(&manifest.payload)
             .ok_or_else(|| broken(&directory.join(MANIFEST), "its payload is not hexadecimal".to_string()))?;
-        let loaded = manifest.extents.iter().try_for_each(|extent| self.import_extent(extent, directory));
+        let loaded = manifest.extents.iter().try_for_each(|extent| self.import_extent(extent, &source));
         match loaded.and_then(|()| self.commit(manifest.step, &payload)) {
             Ok(()) => Ok(manifest.step),
             Err(error) => {
@@ -155,17 +145,17 @@ impl Tier {
         }
     }
 
-    fn import_extent(&self, extent: &Exported, directory: &Path) -> Result<()> {
+    fn import_extent(&self, extent: &Exported, source: &Target) -> Result<()> {
+        let directory = &source.directory;
         check_name("manifest.name", &extent.name)?;
         let sizes: Vec<u64> = extent.streams.iter().map(|stream| stream.bytes).collect();
         // Checked before the allocation, because sizes in the manifest may be arbitrary.
         for stream in &extent.streams {
             let path = stream_path(directory, &stream.file)?;
-            let found = fs::metadata(&path).map_err(|error| failed("opening", &path, error, ""))?;
-            if !found.is_file() {
-                return Err(broken(&path, "it is no regular file".to_string()));
-            }
-            let found = found.len();
+            let found = source.within("opening", {
+                let path = path.clone();
+                move || length_of(&path)
+            })?;
             if found != stream.bytes {
                 return Err(broken(
                     &path,
@@ -177,7 +167,7 @@ impl Tier {
         let (_memory, spans) = memory_for(&sizes)?;
         for (stream, span) in extent.streams.iter().zip(&spans) {
             let path = stream_path(directory, &stream.file)?;
-            read_into(&path, span.span())?;
+            source.read_into(&path, span.span())?;
             let sum = span.span().with_bytes(checksum::of);
             if format!("{sum:016x}") != stream.xxh3 {
                 let message = format!("its checksum is {sum:016x}, but the manifest says {}", stream.xxh3);
@@ -189,13 +179,67 @@ impl Tier {
     }
 }
 
+/// Directory of an export, and the longest wait for its file system.
+struct Target {
+    directory: PathBuf,
+    io_timeout: Option<Duration>,
+}
+
+impl Target {
+    fn within<T: Send + 'static>(
+        &self,
+        doing: &'static str,
+        work: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        within_timeout(self.io_timeout, doing, &self.directory, work)
+    }
+
+    fn create(&self) -> Result<Partial> {
+        let (directory, io_timeout) = (self.directory.clone(), self.io_timeout);
+        self.within("opening", move || {
+            if fs::symlink_metadata(&directory).is_ok() {
+                return Err(exists(&directory));
+            }
+            Partial::beside(&directory, &parent_of(&directory), io_timeout)
+        })
+    }
+
+    fn file(&self, partial: &Path, name: String) -> Result<Option<ExportFile>> {
+        let partial = partial.to_path_buf();
+        self.within("writing", move || ExportFile::create(&partial, name).map(Some))
+    }
+
+    /// Writes the manifest, and gives the directory its name.
+    fn publish(&self, partial: Partial, manifest: Vec<u8>) -> Result<()> {
+        let directory = self.directory.clone();
+        self.within("writing", move || {
+            write_durably(&partial.0.join(MANIFEST), &manifest)?;
+            sync_directory(&partial.0)?;
+            partial.publish(&directory)?;
+            sync_directory(&parent_of(&directory))
+        })
+    }
+}
+
+fn parent_of(directory: &Path) -> PathBuf {
+    directory.parent().filter(|up| !up.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_path_buf()
+}
+
+fn exists(directory: &Path) -> Error {
+    let error = io::Error::from_raw_os_error(libc::EEXIST);
+    failed("opening", directory, error, "an export creates its directory; choose a name that does not exist")
+}
+
 /// Temporary directory of an export, created by this call. It is removed unless it is published.
-struct Partial(PathBuf);
+struct Partial(PathBuf, Option<Duration>);
 
 impl Partial {
-    fn beside(directory: &Path, parent: &Path) -> Result<Partial> {
+    fn beside(directory: &Path, parent: &Path, io_timeout: Option<Duration>) -> Result<Partial> {
         const TRIES: usize = 16;
-        fs::create_dir_all(parent).map_err(|error| failed("opening", parent, error, ""))?;
+        let private = |recursive: bool, path: &Path| {
+            fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path)
+        };
+        private(true, parent).map_err(|error| failed("opening", parent, error, ""))?;
         let mut made = Err(io::ErrorKind::AlreadyExists.into());
         for _ in 0..TRIES {
             let number = host::random().map_err(|error| Error::system("generating a name", &error))?;
@@ -203,18 +247,21 @@ impl Partial {
             name.push(format!(".{:016x}.partial", number as u64));
             let partial = parent.join(name);
             // `create` fails if the name exists, so an existing directory is never written to.
-            made = fs::DirBuilder::new().mode(0o700).create(&partial);
+            made = private(false, &partial);
             match &made {
-                Ok(()) => return Ok(Partial(partial)),
+                Ok(()) => return Ok(Partial(partial, io_timeout)),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(_) => break,
             }
         }
-        made.map(|()| Partial(PathBuf::new())).map_err(|error| failed("opening", parent, error, ""))
+        made.map(|()| Partial(PathBuf::new(), None)).map_err(|error| failed("opening", parent, error, ""))
     }
 
     fn publish(mut self, directory: &Path) -> Result<()> {
-        fs::rename(&self.0, directory).map_err(|error| failed("writing", directory, error, ""))?;
+        match file::rename_new(&self.0, directory) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Err(exists(directory)),
+            renamed => renamed.map_err(|error| failed("writing", directory, error, ""))?,
+        }
         self.0 = PathBuf::new();
         Ok(())
     }
@@ -222,8 +269,11 @@ impl Partial {
 
 impl Drop for Partial {
     fn drop(&mut self) {
-        if !self.0.as_os_str().is_empty() {
-            let _ = fs::remove_dir_all(&self.0);
+        let partial = std::mem::take(&mut self.0);
+        if !partial.as_os_str().is_empty() {
+            let path = partial.clone();
+            let removal = Call::cleanup(&path, move || drop(fs::remove_dir_all(&partial)));
+            time_limit::run_all_within(self.1, vec![removal]);
         }
     }
 }
@@ -270,12 +320,20 @@ impl ExportFile {
     }
 }
 
-/// Files of an extent, by stream.
-struct Files(Vec<ExportFile>);
+/// Files of an extent, by stream. A file is `None` after a write to it failed.
+struct Files<'a> {
+    target: &'a Target,
+    files: Vec<Option<ExportFile>>,
+}
 
-impl BlockVisitor for Files {
+impl BlockVisitor for Files<'_> {
     fn bytes(&mut self, stream: usize, bytes: &[u8], _: u64) -> Result<()> {
-        self.0[stream].write(bytes)
+        let mut copy = try_vec::with_capacity("copying a part of an extent", bytes.len())?;
+        copy.extend_from_slice(bytes);
+        let Some(mut file) = self.files[stream].take() else { return Ok(()) };
+        let written = self.target.within("writing", move || file.write(&copy).map(|()| file))?;
+        self.files[stream] = Some(written);
+        Ok(())
     }
 
     fn damage(&mut self, error: Error) -> Result<()> {
@@ -342,17 +400,35 @@ fn write_durably(path: &Path, bytes: &[u8]) -> Result<()> {
     written.map_err(|error| failed("writing", path, error, ""))
 }
 
-fn read_into(path: &Path, span: Span) -> Result<()> {
-    const PART: usize = 1 << 20;
-    let fail = |error| failed("reading", path, error, "");
-    let mut file = private_files::open_to_check(path).map_err(fail)?;
-    let mut buffer = vec![0; PART.min(span.len())];
-    for from in (0..span.len()).step_by(PART) {
-        let part = &mut buffer[..PART.min(span.len() - from)];
-        file.read_exact(part).map_err(fail)?;
-        span.part(from, part.len()).write(part);
+/// Length of a file of an export.
+fn length_of(path: &Path) -> Result<u64> {
+    let found = fs::metadata(path).map_err(|error| failed("opening", path, error, ""))?;
+    match found.is_file() {
+        true => Ok(found.len()),
+        false => Err(broken(path, "it is no regular file".to_string())),
     }
-    Ok(())
+}
+
+impl Target {
+    /// Fills a span from a file, one part at a time.
+    fn read_into(&self, path: &Path, span: Span) -> Result<()> {
+        const PART: usize = 16 << 20;
+        let opened = path.to_path_buf();
+        let mut file = self.within("opening", move || {
+            private_files::open_to_check(&opened).map_err(|error| failed("opening", &opened, error, ""))
+        })?;
+        for from in (0..span.len()).step_by(PART) {
+            let (path, len) = (path.to_path_buf(), PART.min(span.len() - from));
+            let (next, part) = self.within("reading", move || {
+                let mut part = try_vec::from_fn("reading a file of an export", len, |_| 0)?;
+                file.read_exact(&mut part).map_err(|error| failed("reading", &path, error, ""))?;
+                Ok((file, part))
+            })?;
+            file = next;
+            span.part(from, len).write(&part);
+        }
+        Ok(())
+    }
 }
 
 fn sync_directory(path: &Path) -> Result<()> {

@@ -34,3 +34,8 @@ pub(super) fn fenced(path: &str, other: &str) -> Error {
     );
     TierError::at(TierKind::Fenced, path, message)
 }
+
+/// The error of a path, with the reason why its data could not be moved to another path.
+pub(super) fn with_reason(error: &Error, reason: &Error) -> Error {
+    error.clone().context(format_args!("the data on this path could not be moved to another: {reason}"))
+}

@@ -2,23 +2,27 @@
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::contents::Contents;
-use super::extent::{Chunk, Shape};
+use super::checksums;
+use super::extent::Chunk;
 use super::health::Health;
 use super::layout::header_bytes;
 use super::path::{SuperblockCopy, TierPath};
 use super::scratch::Scratch;
+use super::snapshot::{HeldExtent, View};
 use super::state::{DurableCopy, PathState, TierState};
 use super::store::Tier;
 use super::transfer::check_header;
-use crate::checksum;
-use crate::error::{Error, Result, TierError, TierKind};
+use super::waiting::deadline_after;
+use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::io::counters::EngineTraffic;
 
 /// Bytes that are read at a time, unless a block is larger.
 pub(super) const WINDOW: u64 = 16 << 20;
+
+/// Shortest wait of a close for its files.
+const CLOSE_AT_LEAST: Duration = Duration::from_secs(1);
 
 /// Result of a verification.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -85,80 +89,83 @@ impl Tier {
     }
 
     pub(super) fn verify_extents(&self) -> Result<VerifyReport> {
-        let mut checked = VerifyReport::default();
-        for extent in self.extents() {
-            let walked = self.walk(extent.number, &extent.name, false, &mut checked);
-            match walked {
-                Ok(Some(_)) => checked.extents += 1,
-                Ok(None) => {}
-                Err(error) if error.tier_kind() == Some(TierKind::Lost) => checked.damage.push(error),
-                Err(error) => return Err(error),
-            }
+        let snapshot = self.snapshot(View::Current)?;
+        let mut checked = VerifyReport { damage: snapshot.lost, ..VerifyReport::default() };
+        for extent in snapshot.extents {
+            self.walk(&extent, &mut checked)?;
+            checked.extents += 1;
         }
         Ok(checked)
     }
 
-    /// Passes every stored block of an extent to `visit`, in order and through one window of memory. `None` if the
-    /// extent was never written. With `committed`, uncommitted contents are an error.
-    pub(super) fn walk(
-        &self,
-        number: u32,
-        name: &str,
-        committed: bool,
-        visit: &mut impl BlockVisitor,
-    ) -> Result<Option<Arc<Shape>>> {
-        let (contents, shape) = {
-            let mut state = self.lock();
-            let contents = match state.contents(number) {
-                Ok(contents) => contents,
-                Err(error) if error.tier_kind() == Some(TierKind::Lost) => return Err(error),
-                Err(_) => return Ok(None),
-            };
-            let known = state.extent(number)?;
-            if known.writing {
-                return Err(Error::Busy(format!("extent {name:?} is being written")));
-            }
-            if committed && !known.committed.as_ref().is_some_and(|kept| Arc::ptr_eq(kept, &contents)) {
-                return Err(Error::Busy(format!(
-                    "extent {name:?} was written since the last commit; commit first"
-                )));
-            }
-            let shape = Arc::clone(&known.shape);
-            state.begin_reading(&contents);
-            (contents, shape)
-        };
-        let extent = InspectedExtent { number, name, shape: &shape };
-        let outcome = self.walk_contents(extent, &contents, visit);
-        self.lock().end_reading(&contents);
-        outcome.map(|()| Some(shape))
-    }
-
-    fn walk_contents(
-        &self,
-        extent: InspectedExtent,
-        contents: &Contents,
-        visit: &mut impl BlockVisitor,
-    ) -> Result<()> {
-        for chunk in &contents.version.chunks {
+    /// Passes every stored block of an extent to `visit`, in order and through one window of memory.
+    pub(super) fn walk(&self, extent: &HeldExtent, visit: &mut impl BlockVisitor) -> Result<()> {
+        let version = &extent.contents.version;
+        for chunk in &version.chunks {
             let Some(path) = &self.paths[chunk.path as usize] else { continue };
             let header = path.scratch(header_bytes(chunk.count.into()) as usize)?;
             let read = path.read(chunk.offset, header.transfer()).and_then(|handle| path.wait(handle, None));
             if let Err(error) = read {
+                self.mark_if_hung(chunk.path as usize, &error);
                 visit.damage(error)?;
                 continue;
             }
-            let generation = contents.version.generation;
             let parsed = header.span().with_bytes(|bytes| {
-                check_header(bytes, chunk, generation, self.identity.tier, extent.number, extent.shape)
+                let (generation, tier) = (version.generation, self.identity.tier);
+                check_header(bytes, chunk, generation, tier, extent.number, &extent.shape)
             });
             match parsed {
-                Ok(header) => walk_blocks(path, chunk, &header.checksums, extent, visit)?,
+                Ok(header) => self.walk_blocks(path, chunk, &header.checksums, extent, visit)?,
                 Err(message) => {
-                    visit.damage(extent.corrupt_block(path, (chunk.first, chunk.offset), message))?
+                    visit.damage(path.corrupt_block(&extent.name, (chunk.first, chunk.offset), message))?
                 }
             }
         }
         Ok(())
+    }
+
+    fn walk_blocks(
+        &self,
+        path: &TierPath,
+        chunk: &Chunk,
+        checksums: &[u64],
+        extent: &HeldExtent,
+        visit: &mut impl BlockVisitor,
+    ) -> Result<()> {
+        let shape = &*extent.shape;
+        let at_once = (WINDOW / shape.block_bytes()).clamp(1, chunk.count.into()) as u32;
+        let window = Scratch::new((u64::from(at_once) * shape.block_bytes()) as usize)?;
+        let mut first = chunk.first;
+        while first < chunk.first + chunk.count {
+            let count = at_once.min(chunk.first + chunk.count - first);
+            // Blocks are whole except for the last one of a stream, which is read up to its last written byte.
+            for run in shape.runs(first, count) {
+                let buffer = window.transfer().part(0, run.len as usize);
+                let span = buffer.span();
+                let read = path.read(chunk.block_offset(shape, run.block), buffer);
+                if let Err(error) = read.and_then(|handle| path.wait(handle, None)) {
+                    self.mark_if_hung(chunk.path as usize, &error);
+                    visit.damage(error)?;
+                    continue;
+                }
+                let blocks = run.len.div_ceil(shape.block_bytes()) as u32;
+                let expected = &checksums[(run.block - chunk.first) as usize..][..blocks as usize];
+                for (block, message) in checksums::differences(shape, span, run.block, expected) {
+                    let place = (block, chunk.block_offset(shape, block));
+                    visit.damage(path.corrupt_block(&extent.name, place, message))?;
+                }
+                span.with_bytes(|bytes| visit.bytes(run.stream, bytes, blocks.into()))?;
+            }
+            first += count;
+        }
+        Ok(())
+    }
+
+    /// Marks a path as failed that did not respond to a read.
+    fn mark_if_hung(&self, path: usize, error: &Error) {
+        if matches!(error.io_kind(), Some(IoKind::Deadline | IoKind::PathFailed)) {
+            self.mark(path, Health::Failed, &error.to_string());
+        }
     }
 
     fn verify_superblocks(&self, checked: &mut VerifyReport) {
@@ -182,7 +189,10 @@ impl Tier {
             let DurableCopy { copy, sequence } = good;
             let error = match path.read_superblock(copy) {
                 Ok(SuperblockCopy::Valid(found)) if found.sequence == sequence => return None,
-                Err(error) => error,
+                Err(error) => {
+                    self.mark_if_hung(number, &error);
+                    error
+                }
                 Ok(other) => {
                     let message = match other {
                         SuperblockCopy::Valid(found) => {
@@ -266,46 +276,43 @@ impl Tier {
     }
 
     /// Waits for operations in flight and closes the paths. Uncommitted changes are lost. `Timeout` if operations are
-    /// still in flight after `timeout`.
+    /// still in flight after `timeout`. `Deadline` if a file system does not respond to the close of the files within the
+    /// I/O timeout, or within the rest of `timeout`, which counts as one second at least. The close then continues on its
+    /// own.
     pub fn close(self, timeout: Option<Duration>) -> Result<()> {
-        self.paths.iter().flatten().try_for_each(|path| match path.engine.close(timeout) {
+        let until = deadline_after(timeout);
+        let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
+        self.paths.iter().flatten().try_for_each(|path| match path.engine.close(left()) {
             // Errors of operations that no caller waited for concern writes that are discarded here.
-            Err(error) if error.io_kind() == Some(crate::error::IoKind::Timeout) => Err(error),
+            Err(error) if error.io_kind() == Some(IoKind::Timeout) => Err(error),
             _ => Ok(()),
-        })
-    }
-
-    /// Removes the tier from every path that is present. Returns the first error, after trying all paths. `Busy` if an
-    /// operation is in flight.
-    pub fn destroy(self) -> Result<()> {
-        self.check_process()?;
-        let mut outcome = Ok(());
+        })?;
+        if !self.opener.is_current() {
+            return Ok(());
+        }
         let Tier { paths, state, .. } = self;
         // Transfers without a waiter hold references to their paths.
         drop(state);
+        let paths = paths.into_iter().flatten().filter_map(Arc::into_inner).collect();
+        TierPath::close_all(left().map(|left| left.max(CLOSE_AT_LEAST)), paths)
+    }
+
+    /// Removes the tier from every path that is present. Returns the first error, after trying all paths. `Busy` if an
+    /// operation is in flight. `Deadline` if a file system does not respond; the removal then continues on its own.
+    pub fn destroy(self) -> Result<()> {
+        self.check_process()?;
+        let Tier { paths, state, .. } = self;
+        // Transfers without a waiter hold references to their paths.
+        drop(state);
+        let (mut outcome, mut owned) = (Ok(()), Vec::new());
         for path in paths.into_iter().flatten() {
             let name = path.name();
-            let removed = match Arc::into_inner(path) {
-                Some(path) => path.remove(),
-                None => Err(Error::Busy(format!("{name} is still in use"))),
-            };
-            outcome = outcome.and(removed);
+            match Arc::into_inner(path) {
+                Some(path) => owned.push(path),
+                None => outcome = outcome.and(Err(Error::Busy(format!("{name} is still in use")))),
+            }
         }
-        outcome
-    }
-}
-
-/// Extent that is being verified.
-#[derive(Clone, Copy)]
-struct InspectedExtent<'a> {
-    number: u32,
-    name: &'a str,
-    shape: &'a Shape,
-}
-
-impl InspectedExtent<'_> {
-    fn corrupt_block(&self, path: &TierPath, (block, offset): (u32, u64), detail: String) -> Error {
-        TierError::corrupt_block(path.data_name(), self.name, (block, offset), detail)
+        outcome.and(TierPath::remove_all(owned))
     }
 }
 
@@ -329,48 +336,4 @@ impl BlockVisitor for VerifyReport {
         self.damage.push(error);
         Ok(())
     }
-}
-
-fn walk_blocks(
-    path: &TierPath,
-    chunk: &Chunk,
-    checksums: &[u64],
-    extent: InspectedExtent,
-    visit: &mut impl BlockVisitor,
-) -> Result<()> {
-    let shape = extent.shape;
-    let at_once = (WINDOW / shape.block_bytes()).clamp(1, chunk.count.into()) as u32;
-    let window = Scratch::new((u64::from(at_once) * shape.block_bytes()) as usize)?;
-    let mut first = chunk.first;
-    while first < chunk.first + chunk.count {
-        let count = at_once.min(chunk.first + chunk.count - first);
-        // Blocks are whole except for the last one of a stream, which is read up to its last written byte.
-        for run in shape.runs(first, count) {
-            let offset = chunk.block_offset(shape, run.block);
-            let buffer = window.transfer().part(0, run.len as usize);
-            let span = buffer.span();
-            if let Err(error) = path.read(offset, buffer).and_then(|handle| path.wait(handle, None)) {
-                visit.damage(error)?;
-                continue;
-            }
-            let blocks = run.len.div_ceil(shape.block_bytes()) as u32;
-            for block in run.block..run.block + blocks {
-                let from = u64::from(block - run.block) * shape.block_bytes();
-                let part = span.part(from as usize, shape.block(block).len as usize);
-                let (found, expected) =
-                    (part.with_bytes(checksum::of), checksums[(block - chunk.first) as usize]);
-                if found != expected {
-                    let message = format!("found {found:#018x} instead of {expected:#018x}");
-                    visit.damage(extent.corrupt_block(
-                        path,
-                        (block, chunk.block_offset(shape, block)),
-                        message,
-                    ))?;
-                }
-            }
-            span.with_bytes(|bytes| visit.bytes(run.stream, bytes, blocks.into()))?;
-        }
-        first += count;
-    }
-    Ok(())
 }

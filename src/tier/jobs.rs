@@ -326,7 +326,6 @@ impl Tier {
         for (first, count, _, error) in &failed {
             self.drop_chunk(job, *first);
             if let Err(none) = self.write_blocks(job, *first, *count, &ExtentPlacement::Auto, None) {
-                job.drive(None);
                 self.abandon(job);
                 let error = error.clone().context(format_args!("no other path accepted the data: {none}"));
                 self.lock().write_failed(job.extent, job.moves, &error);
@@ -349,9 +348,9 @@ impl Tier {
         }
     }
 
-    /// Waits for the transfers of a job, and removes all its chunks.
+    /// Ends the transfers of a job, and removes all its chunks.
     fn abandon(&self, job: &mut Job) {
-        job.drive(None);
+        job.give_up();
         let firsts: Vec<u32> = job.contents.version.chunks.iter().map(|chunk| chunk.first).collect();
         firsts.into_iter().for_each(|first| self.drop_chunk(job, first));
     }

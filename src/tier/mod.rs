@@ -13,12 +13,15 @@
 //! | [`superblock`], [`layout`], `wire` | on-disk formats |
 //! | [`extent`], `contents`, `checksums` | streams, blocks, chunks; the contents of an extent; block checksums |
 //! | `allocation`, [`space`], `state` | allocation of space, free space, state of an open tier |
+//! | `path_check` | the check of all paths at the begin of a commit |
+//! | `snapshot` | the contents of all extents at one moment |
 //! | `data_length` | data files that were truncated while the tier was open |
 //! | `health`, `waiting`, `failures` | health of a path; timeouts of callers; errors that modules report alike |
 //! | [`claim`] | the right of one tiered update to step the states |
 //! | [`turns`] | turns: one process of the node uses a path at a time |
-//! | `path`, `storage`, [`directory`] | files of a path, and the lock on its directory |
+//! | `path`, `path_claim`, `storage`, [`directory`] | files of a path, and the lock on its directory |
 //! | `ownership`, `owned_lock`, `holder` | the owner's record and its lease; the lock file; proof that a process has ended |
+//! | `path_files`, `time_limits` | calls on a path that are no transfers, and their time limit |
 //! | [`scan`] | directories of ended runs and other hosts: list and remove them |
 //! | `bucket`, `prefix_lock` | files of a path in an object store, and the lock on its prefix |
 //!
@@ -40,11 +43,16 @@ mod opening;
 mod owned_lock;
 mod ownership;
 mod path;
+mod path_check;
+mod path_claim;
+mod path_files;
 mod recover;
 mod relocate;
 mod scratch;
+mod snapshot;
 mod state;
 mod storage;
+mod time_limits;
 mod transfer;
 mod waiting;
 mod wire;

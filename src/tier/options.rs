@@ -11,6 +11,9 @@ use super::superblock::{MAX_PATHS, block_bytes_fit};
 use crate::error::{Error, Result};
 use crate::io::options::{Options as IoOptions, is_address};
 
+/// Default time after which a path counts as hung.
+const IO_TIMEOUT: Option<Duration> = Some(Duration::from_secs(60));
+
 /// Whether an open creates a tier, resumes one, or does either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
@@ -71,7 +74,7 @@ impl PathLocation {
     /// Removes the files of an owner whose process has ended. A live owner is an error.
     pub fn collect(&self, owner: &Owner) -> Result<()> {
         match self {
-            PathLocation::Directory(base) => scan::collect(base, owner),
+            PathLocation::Directory(base) => scan::collect_within(IO_TIMEOUT, base, owner),
             #[cfg(feature = "s3")]
             PathLocation::Bucket(address) => super::bucket::collect(address, owner),
             #[cfg(not(feature = "s3"))]
@@ -146,7 +149,7 @@ impl TierOptions {
             degraded: false,
             durability: Durability::Data,
             block_bytes: 1 << 20,
-            io: IoOptions { io_timeout: Some(Duration::from_secs(60)), ..IoOptions::default() },
+            io: IoOptions { io_timeout: IO_TIMEOUT, ..IoOptions::default() },
         }
     }
 

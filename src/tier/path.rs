@@ -1,23 +1,21 @@
 //! One path: its files, and its own I/O engine, so that a slow path does not delay the queue of another.
 #![forbid(unsafe_code)]
 
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::directory::{ClaimStep, DATA, Directory, Owner, PendingClaim, SUPERBLOCKS};
+use super::directory::{DATA, SUPERBLOCKS};
 use super::layout::{PAGE, is_chunk};
-use super::options::{PathLocation, TierOptions};
+use super::path_files::PathFiles;
 use super::scratch::{Scratch, ScratchPool};
-use super::storage::{self, DirStorage, FilePair, MemoryStorage, Storage};
+use super::storage::{FilePair, NamedFile, Storage};
 use super::superblock::{HEADER_BYTES, Stamp, Superblock, SuperblockHeader};
 use super::turns::gate::{DataTransfer, Gate};
 use super::waiting::{deadline_after, timed_out};
-use crate::error::{IoKind, Result, TierError, TierKind};
+use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
-use crate::io::file::File;
-use crate::io::options::{Options as IoOptions, Request, Target};
+use crate::io::options::{Request, Target};
 use crate::pool::transfer_buffer::TransferBuffer;
 
 /// Bytes that are allocated for a superblock file at first.
@@ -25,10 +23,9 @@ const SUPERBLOCK_ROOM: u64 = 64 << 10;
 
 /// Files and I/O engine of a path.
 pub struct TierPath {
-    // Dropped before the storage. Operations that the engine gave up on keep their files, and with them the storage's
+    // Dropped before the files. Operations that the engine gave up on keep their files, and with them the storage's
     // lock.
     pub(super) engine: Engine,
-    storage: Box<dyn Storage>,
     pub(super) data: FilePair,
     superblocks: [FilePair; 2],
     /// Bytes that are allocated in both superblock files.
@@ -37,11 +34,13 @@ pub struct TierPath {
     pool: Arc<ScratchPool>,
     /// Held while a thread extends the data file.
     growing: Mutex<()>,
+    // Dropped last: it closes the files.
+    files: PathFiles,
 }
 
 impl std::fmt::Debug for TierPath {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_tuple("TierPath").field(&self.storage).finish()
+        out.debug_tuple("TierPath").field(&self.files).finish()
     }
 }
 
@@ -61,17 +60,37 @@ impl TierPath {
         let superblocks = [storage.open(SUPERBLOCKS[0])?, storage.open(SUPERBLOCKS[1])?];
         let (data, gate, pool) = (storage.open(DATA)?, Gate::default(), Arc::default());
         let (superblock_room, growing) = (AtomicU64::new(0), Mutex::default());
-        Ok(TierPath { data, superblocks, superblock_room, storage, engine, gate, pool, growing })
+        let pairs = [(SUPERBLOCKS[0], &superblocks[0]), (SUPERBLOCKS[1], &superblocks[1]), (DATA, &data)];
+        // The handles for writing identify the files.
+        let files = pairs.map(|(name, pair)| (name, Arc::clone(&pair.writer))).to_vec();
+        let files = PathFiles::new(Arc::from(storage), files, engine.options().io_timeout);
+        Ok(TierPath { engine, data, superblocks, superblock_room, gate, pool, growing, files })
+    }
+
+    /// Error about a block that is stored at `offset` of the data file.
+    pub(super) fn corrupt_block(&self, extent: &str, place: (u32, u64), detail: String) -> Error {
+        TierError::corrupt_block(self.data_name(), extent, place, detail)
+    }
+
+    /// Result of a call on the storage, or `Deadline`. Fails at once if the device did not respond to an earlier
+    /// transfer.
+    fn call<T: Send + 'static>(
+        &self,
+        doing: &'static str,
+        work: impl FnOnce(&dyn Storage, &[NamedFile]) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.engine.check_device(&self.data.writer, doing)?;
+        self.files.call(doing, work)
     }
 
     /// Name of the path, for messages.
     pub fn name(&self) -> String {
-        self.storage.name()
+        self.files.name().to_string()
     }
 
     /// False if the data is lost when the process ends.
     pub fn lasts(&self) -> bool {
-        self.storage.lasts()
+        self.files.lasts()
     }
 
     /// Name of the data file, for messages.
@@ -80,7 +99,7 @@ impl TierPath {
     }
 
     pub(super) fn data_len(&self) -> Result<u64> {
-        Ok(self.storage.len(DATA)?.unwrap_or(0))
+        Ok(self.call("opening", |storage, _| storage.len(DATA))?.unwrap_or(0))
     }
 
     /// Allocates bytes `from..end` of the data file on the device.
@@ -88,10 +107,19 @@ impl TierPath {
         self.allocate_file(&self.data, from, end)
     }
 
-    /// Allocates through the engine, whose I/O timeout bounds the wait for a device that does not answer.
+    /// Allocates through the engine, whose I/O timeout bounds the wait for a device that does not answer. A call with the
+    /// same timeout looks up the free space.
     fn allocate_file(&self, pair: &FilePair, from: u64, end: u64) -> Result<()> {
-        let handle = self.engine.allocate(&pair.writer, from, end)?;
-        self.engine.wait(handle, None).map_err(|error| pair.writer.with_free_space(error)).map(|_| ())
+        let file = Arc::clone(&pair.writer);
+        self.call("preallocating", move |_, _| file.check_room(from, end))?;
+        let begun = self.engine.allocate(&pair.writer, from, end)?;
+        let file = Arc::clone(&pair.writer);
+        match self.engine.wait(begun, None) {
+            Err(error) if error.is_full() => {
+                self.call("preallocating", move |_, _| Err(file.with_free_space(error)))
+            }
+            ended => ended.map(|_| ()),
+        }
     }
 
     /// Lock that a thread holds while it extends the data file.
@@ -105,7 +133,7 @@ impl TierPath {
     }
 
     pub(super) fn sync_directory(&self) -> Result<()> {
-        self.storage.sync()
+        self.call("syncing", |storage, _| storage.sync())
     }
 
     pub(super) fn read(&self, offset: u64, buffer: TransferBuffer) -> Result<u64> {
@@ -137,13 +165,19 @@ impl TierPath {
     }
 
     fn begin(&self, DataTransfer { write, offset, buffer }: DataTransfer) -> Result<u64> {
+        self.files.responds(if write { "writing" } else { "reading" })?;
         match write {
             true => {
-                self.storage.check_lease()?;
+                self.files.storage()?.check_lease()?;
                 self.engine.write(request(&self.data.writer, offset, buffer))
             }
             false => self.engine.read(request(&self.data.reader, offset, buffer)),
         }
+    }
+
+    /// Removes a transfer that is still held at the gate. False if it has begun.
+    pub(super) fn withdraw(&self, handle: u64) -> bool {
+        self.gate.withdraw(handle)
     }
 
     /// Closes the gate: later reads and writes of data are held.
@@ -168,6 +202,7 @@ impl TierPath {
 
     /// Starts a sync of the data file.
     pub(super) fn sync_data(&self) -> Result<u64> {
+        self.files.responds("syncing")?;
         self.engine.sync(Target::File(Arc::clone(&self.data.writer)), None)
     }
 
@@ -181,18 +216,20 @@ impl TierPath {
 
     /// Starts to write a superblock into a copy.
     pub(super) fn write_superblock(&self, copy: usize, bytes: TransferBuffer) -> Result<u64> {
+        self.files.responds("writing")?;
         let pair = &self.superblocks[copy];
         let len = bytes.len() as u64;
         if len > self.superblock_room.load(Ordering::Relaxed) {
             // A nearly full disk may still have space for this superblock.
             self.reserve_superblocks(len).or_else(|_| self.allocate_file(pair, 0, len))?;
         }
-        self.storage.check_lease()?;
+        self.files.storage()?.check_lease()?;
         self.engine.write(request(&pair.writer, 0, bytes))
     }
 
     /// Starts a sync of a superblock copy.
     pub(super) fn sync_superblock(&self, copy: usize) -> Result<u64> {
+        self.files.responds("syncing")?;
         self.engine.sync(Target::File(Arc::clone(&self.superblocks[copy].writer)), None)
     }
 
@@ -205,6 +242,7 @@ impl TierPath {
     pub(super) fn read_superblock(&self, copy: usize) -> Result<SuperblockCopy> {
         let reader = &self.superblocks[copy].reader;
         let read = |bytes: usize| -> Result<Option<Scratch>> {
+            self.files.responds("reading")?;
             let scratch = self.scratch(bytes)?;
             let outcome = self.engine.read(request(reader, 0, scratch.transfer()));
             match outcome.and_then(|handle| self.wait(handle, None)) {
@@ -225,7 +263,8 @@ impl TierPath {
         let all = (HEADER_BYTES as u64 + header.table_bytes).next_multiple_of(PAGE);
         let truncated = SuperblockCopy::Corrupt("its table is truncated".to_string(), Some(header.stamp));
         // Checked before the allocation, because the length in a header may be arbitrary.
-        if self.storage.len(SUPERBLOCKS[copy])?.is_none_or(|len| len < all) {
+        let len = self.call("opening", move |storage, _| storage.len(SUPERBLOCKS[copy]))?;
+        if len.is_none_or(|len| len < all) {
             return Ok(truncated);
         }
         Ok(match read(all as usize)? {
@@ -239,6 +278,7 @@ impl TierPath {
 
     /// Starts to read the header of a superblock copy.
     pub(super) fn read_stamp(&self, copy: usize) -> Result<(u64, Scratch)> {
+        self.files.responds("reading")?;
         let scratch = self.scratch(HEADER_BYTES)?;
         let handle = self.engine.read(request(&self.superblocks[copy].reader, 0, scratch.transfer()))?;
         Ok((handle, scratch))
@@ -255,26 +295,28 @@ impl TierPath {
 
     /// Fails with `Fenced` if another process claimed the files since they were opened.
     pub(super) fn check_owner(&self) -> Result<()> {
-        self.storage.check_owner()
+        self.files.storage()?.check_owner()
     }
 
-    /// Fails if the files no longer have their names, or if the lock was lost.
-    pub(super) fn check(&self) -> Result<()> {
-        self.storage.check(&self.files())
-    }
-
-    fn files(&self) -> [(&'static str, &File); 3] {
-        let [first, second] = &self.superblocks;
-        [(SUPERBLOCKS[0], &first.writer), (SUPERBLOCKS[1], &second.writer), (DATA, &self.data.writer)]
+    /// For each path: fails if the files no longer have their names, if the lock was lost, or if the path does not
+    /// respond. All paths share one I/O timeout.
+    pub(super) fn check_all(paths: &[&TierPath]) -> Vec<Result<()>> {
+        let known: Vec<Result<()>> =
+            paths.iter().map(|path| path.engine.check_device(&path.data.writer, "opening")).collect();
+        let asked = paths.iter().zip(&known).filter(|(_, known)| known.is_ok()).map(|(path, _)| &path.files);
+        let checked =
+            PathFiles::call_all("opening", &asked.collect::<Vec<_>>(), |storage, files| storage.check(files));
+        let mut checked = checked.into_iter();
+        known.into_iter().map(|known| known.and_then(|()| checked.next().unwrap_or(Ok(())))).collect()
     }
 
     /// Fails with `Format` if the path holds chunks of a tier although both superblocks are blank. A superblock is
     /// durable before the first chunk is written, so the superblocks were lost. Only an interrupted removal leaves
     /// chunks without superblocks.
     pub(super) fn check_blank(&self) -> Result<()> {
-        let mut left = self.storage.finishes_removal();
+        let mut left = self.files.finishes_removal();
         for name in SUPERBLOCKS {
-            left |= self.storage.len(name)?.unwrap_or(0) > 0;
+            left |= self.call("opening", move |storage, _| storage.len(name))?.unwrap_or(0) > 0;
         }
         if !left || !self.holds_chunk()? {
             return Ok(());
@@ -289,7 +331,10 @@ impl TierPath {
         const PART: u64 = 1 << 20;
         let (bytes, mut at) = (self.data_len()?, 0);
         let part = self.scratch(PART as usize)?;
-        while let Some(from) = self.data.reader.next_data(at).filter(|from| from + PAGE <= bytes) {
+        loop {
+            let reader = Arc::clone(&self.data.reader);
+            let found = self.call("reading", move |_, _| Ok(reader.next_data(at)))?;
+            let Some(from) = found.filter(|from| from + PAGE <= bytes) else { return Ok(false) };
             let from = from - from % PAGE;
             let buffer = part.transfer().part(0, PART.min(bytes - from) as usize);
             let span = buffer.span();
@@ -302,84 +347,35 @@ impl TierPath {
                 Err(error) => return Err(error),
             }
         }
-        Ok(false)
     }
 
-    /// Removes the files. `Busy` if an operation is still in flight; `PathMissing` if a file has another name now.
-    pub(super) fn remove(self) -> Result<()> {
-        self.storage.check_removal(&self.files())?;
-        let TierPath { storage, engine, data, superblocks, .. } = self;
-        drop((data, superblocks));
-        match engine.close(None) {
-            Err(error) if error.io_kind() == Some(IoKind::PathFailed) => Err(error),
-            // Errors of operations that no caller waited for are ignored.
-            _ => {
-                drop(engine);
-                storage.remove()
+    /// Removes the files of all paths. Returns the first error, after all were tried: `Busy` if an operation is still
+    /// in flight, `PathMissing` if a file has another name now, `Deadline` if the path does not respond.
+    pub(super) fn remove_all(paths: Vec<TierPath>) -> Result<()> {
+        let mut outcome = Ok(());
+        let mut ready = Vec::new();
+        for path in paths {
+            match path.engine.close(None) {
+                Err(error) if error.io_kind() == Some(IoKind::PathFailed) => {
+                    outcome = outcome.and(Err(error))
+                }
+                // Errors of operations that no caller waited for are ignored.
+                _ => ready.push(path.taken_apart()),
             }
         }
+        let removed = PathFiles::remove_all(ready);
+        outcome.and(removed)
     }
-}
 
-/// Claims a path and opens it. `None` if it does not exist and `make` is false.
-pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<Option<TierPath>> {
-    // A tier allocates its files itself.
-    let io = IoOptions { preallocate: false, ..options.io };
-    let (storage, engine): (Box<dyn Storage>, Engine) = match &options.paths[number].location {
-        PathLocation::Directory(base) => {
-            let (base, owner) = (base.clone(), options.owner.clone());
-            return claim_directory(base, owner, io, make);
-        }
-        #[cfg(feature = "s3")]
-        PathLocation::Bucket(address) => match super::bucket::open(address, &options.owner, io, make)? {
-            Some(opened) => opened,
-            None => return Ok(None),
-        },
-        #[cfg(not(feature = "s3"))]
-        PathLocation::Bucket(_) => return Err(super::options::no_object_stores()),
-        PathLocation::Memory if !make => return Ok(None),
-        PathLocation::Memory => (Box::new(MemoryStorage::new()?), Engine::open(io)?),
-        #[cfg(test)]
-        PathLocation::Store(store) => match super::bucket::open_in_memory(store, &options.owner, io, make)? {
-            Some(opened) => opened,
-            None => return Ok(None),
-        },
-        #[cfg(any(test, feature = "sim"))]
-        PathLocation::Simulated(disk, faults) => {
-            let storage = super::storage::SimStorage::claim(disk, number as u64)?;
-            let sim = crate::io::sim::Sim::new(disk, faults.clone());
-            (Box::new(storage), Engine::open_simulated(io, sim)?)
-        }
-    };
-    TierPath::open(storage, engine).map(Some)
-}
+    /// Closes the files of all paths within `limit` and the I/O timeout, whichever is shorter. Their engines are closed.
+    pub(super) fn close_all(limit: Option<Duration>, paths: Vec<TierPath>) -> Result<()> {
+        PathFiles::close_all(limit, paths.into_iter().map(TierPath::taken_apart).collect())
+    }
 
-/// Claims a directory and opens it. The I/O timeout bounds each part of the claim, but not the wait for another owner's
-/// lease.
-fn claim_directory(base: PathBuf, owner: Owner, io: IoOptions, make: bool) -> Result<Option<TierPath>> {
-    type Opening = std::result::Result<Option<TierPath>, (Box<PendingClaim>, Duration)>;
-    let open = move |step: ClaimStep| -> Result<Opening> {
-        match step {
-            ClaimStep::Done(None) => Ok(Ok(None)),
-            ClaimStep::Done(Some(directory)) => {
-                let directory = DirStorage::new(directory, io.direct, io.io_timeout);
-                TierPath::open(Box::new(directory), Engine::open(io)?).map(|path| Ok(Some(path)))
-            }
-            ClaimStep::Wait(pending, time) => Ok(Err((pending, time))),
-        }
-    };
-    let place = owner.below(&base);
-    let begin = move || Directory::begin_claim(&base, &owner, make).and_then(open);
-    let mut opening = storage::within_timeout(io.io_timeout, "opening", &place, begin)?;
-    loop {
-        match opening {
-            Ok(path) => return Ok(path),
-            Err((pending, time)) => {
-                std::thread::sleep(time);
-                let go_on = move || pending.resume().and_then(open);
-                opening = storage::within_timeout(io.io_timeout, "opening", &place, go_on)?;
-            }
-        }
+    /// The files, and what uses them.
+    fn taken_apart(self) -> (PathFiles, (Engine, FilePair, [FilePair; 2])) {
+        let TierPath { engine, data, superblocks, files, .. } = self;
+        (files, (engine, data, superblocks))
     }
 }
 

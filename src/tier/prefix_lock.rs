@@ -21,6 +21,7 @@ use std::sync::Arc;
 use super::failures::fenced;
 use super::holder::{self, Holder, Life};
 use crate::error::{Error, Result, TierError, TierKind};
+use crate::io::object::secrets::printable;
 use crate::io::object::{ObjectMeta, RequestContext, Store, StoreError};
 use crate::log::{self, Level};
 use crate::sys::host;
@@ -76,7 +77,9 @@ impl PrefixLock {
             match read(store, key, *len).map_err(failed)? {
                 LockContent::Gone => {}
                 LockContent::Holder(holder) if holder.life(&me, key) == Life::Dead => dead.push(key),
-                LockContent::Holder(holder) => return Err(locked(name, key, prefix, &holder.describe(&me))),
+                LockContent::Holder(holder) => {
+                    return Err(locked(name, key, prefix, &printable(&holder.describe(&me))));
+                }
                 LockContent::Unknown => {
                     return Err(locked(name, key, prefix, "its lock object cannot be read"));
                 }
@@ -147,7 +150,7 @@ fn read(store: &Arc<dyn Store>, key: &str, len: u64) -> std::result::Result<Lock
 }
 
 fn locked(name: &str, key: &str, prefix: &str, message: &str) -> Error {
-    let object = key.strip_prefix(prefix).unwrap_or(key);
+    let object = printable(key.strip_prefix(prefix).unwrap_or(key));
     let message = format!("{message}; if no process uses the tier, delete {name}/{object} to free it");
     TierError::at(TierKind::Locked, name, message)
 }

@@ -18,7 +18,8 @@ use super::contents::Contents;
 use super::data_length::{self, UsedSpace};
 use super::health::Health;
 use super::options::{Mode, PathLocation, PathOptions, TierOptions};
-use super::path::{TierPath, claim};
+use super::path::TierPath;
+use super::path_claim::claim;
 use super::scan::check_moved;
 use super::space::Space;
 use super::state::{DurableCopy, Extent, PathState, TierState};
@@ -66,7 +67,7 @@ impl Tier {
                 }
                 if options.mode == Mode::Auto {
                     let directories = options.paths.iter().filter_map(|path| path.location.directory());
-                    check_moved(directories, &options.owner)?;
+                    check_moved(directories, &options.owner, options.io.io_timeout)?;
                 }
                 // A path that cannot be read may hold the existing tier.
                 if let Some(error) = left_out {

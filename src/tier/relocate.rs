@@ -10,6 +10,7 @@
 use std::sync::{Arc, OnceLock};
 
 use super::allocation::{AllocationRequest, ExtentPlacement, free_chunks};
+use super::checksums;
 use super::contents::Contents;
 use super::contents::WriteOrigin;
 use super::extent::{Chunk, Run, Shape, Version};
@@ -20,9 +21,8 @@ use super::layout::{ChunkHeader, header_bytes};
 use super::path::TierPath;
 use super::scratch::Scratch;
 use super::store::Tier;
-use super::transfer::{Direction, check_header, verdict};
-use crate::checksum;
-use crate::error::{Error, IoKind, Result, TierError};
+use super::transfer::{Direction, check_header, may_go_on, verdict};
+use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
 
@@ -123,8 +123,8 @@ impl Tier {
                 let (generation, tier) = (source.version.generation, self.identity.tier);
                 check_header(bytes, chunk, generation, tier, source.extent, source.shape)
             });
-            let header =
-                parsed.map_err(|message| source.corrupt_block(path, (chunk.first, chunk.offset), message))?;
+            let header = parsed
+                .map_err(|message| path.corrupt_block(source.name, (chunk.first, chunk.offset), message))?;
             checksums.extend(header.checksums);
         }
         Ok(checksums.into())
@@ -140,10 +140,8 @@ impl Tier {
         let shape = source.shape;
         let (path, end) = (chunk.path as usize, chunk.first + chunk.count);
         let to = self.there(path).map_err(Stopped::Reading)?;
-        let failed = |error: Error, first: u32| {
-            let stuck = error.io_kind() == Some(IoKind::Deadline) || matches!(error, Error::System { .. });
-            Stopped::Writing { path, first, stuck, error }
-        };
+        let failed =
+            |error: Error, first: u32| Stopped::Writing { path, first, stuck: may_go_on(&error), error };
         let header = ChunkHeader {
             tier: self.identity.tier,
             session: self.identity.session,
@@ -190,18 +188,12 @@ impl Tier {
                 transfer(path.read(chunk.block_offset(shape, part.block), into), path)
                     .inspect_err(|error| self.mark_after(chunk.path as usize, READING, error))?;
             }
-            for block in first..last {
-                let from = u64::from(block - run.block) * shape.block_bytes();
-                let bytes = to.span().part(from as usize, shape.block(block).len as usize);
-                let (found, expected) = (bytes.with_bytes(checksum::of), checksums[block as usize]);
-                if found != expected {
-                    let message = format!("found {found:#018x} instead of {expected:#018x}");
-                    return Err(source.corrupt_block(
-                        path,
-                        (block, chunk.block_offset(shape, block)),
-                        message,
-                    ));
-                }
+            let from = (u64::from(first - run.block) * shape.block_bytes()) as usize;
+            let part = to.span().part(from, to.len() - from);
+            let expected = &checksums[first as usize..last as usize];
+            if let Some((block, message)) = checksums::differences(shape, part, first, expected).next() {
+                let place = (block, chunk.block_offset(shape, block));
+                return Err(path.corrupt_block(source.name, place, message));
             }
         }
         Ok(())
@@ -223,10 +215,4 @@ const READING: Direction = Direction::Read { unchecked: false };
 /// Waits for a started transfer.
 fn transfer(begun: Result<u64>, path: &TierPath) -> Result<()> {
     path.wait(begun?, None).map(|_| ())
-}
-
-impl Source<'_> {
-    fn corrupt_block(&self, path: &TierPath, (block, offset): (u32, u64), detail: String) -> Error {
-        TierError::corrupt_block(path.data_name(), self.name, (block, offset), detail)
-    }
 }

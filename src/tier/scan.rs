@@ -6,12 +6,14 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use super::directory::{Directory, FILES, Owner, SUPERBLOCKS, enter};
+use super::directory::{ClaimStep, Directory, FILES, Owner, SUPERBLOCKS, enter};
 use super::failures::failed;
 use super::holder::Holder;
 use super::owned_lock::LOCK;
 use super::ownership::{Part, possible_owner};
+use super::time_limits::within_timeout;
 use crate::error::{Result, TierError, TierKind};
 use crate::sys::lock::{FileLock, LockAttempt};
 use crate::sys::private_files::{GivenDirectory, PrivateDirectory};
@@ -85,8 +87,17 @@ fn is_file(directory: &PrivateDirectory, name: &str) -> bool {
 
 /// Fails with `Foreign` if an unlocked directory of another host holds the state of this rank. A new tier would
 /// otherwise silently ignore that state.
-pub fn check_moved<'a>(bases: impl Iterator<Item = &'a Path>, owner: &Owner) -> Result<()> {
-    let Some(path) = bases.flat_map(|base| elsewhere(base, owner)).next() else { return Ok(()) };
+pub(super) fn check_moved<'a>(
+    bases: impl Iterator<Item = &'a Path>,
+    owner: &Owner,
+    io_timeout: Option<Duration>,
+) -> Result<()> {
+    let mut found = Vec::new();
+    for base in bases {
+        let (path, base, owner) = (owner.below(base), base.to_path_buf(), owner.clone());
+        found.extend(within_timeout(io_timeout, "opening", &path, move || Ok(elsewhere(&base, &owner)))?);
+    }
+    let Some(path) = found.first() else { return Ok(()) };
     let message = format!(
         "it has the state of this rank of job {:?} under another host name than {:?}; set that host name, or \
          remove the state with spw_tier_collect",
@@ -120,9 +131,27 @@ fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
 /// Removes the directory of an owner whose process has ended. Fails for a live owner, and for a directory of another
 /// user.
 pub fn collect(base: &Path, owner: &Owner) -> Result<()> {
+    collect_within(None, base, owner)
+}
+
+/// As [`collect`]. `io_timeout` bounds each part of the removal, but not the wait for another owner's lease.
+pub(super) fn collect_within(io_timeout: Option<Duration>, base: &Path, owner: &Owner) -> Result<()> {
     owner.check()?;
-    match Directory::claim(base, owner, false)? {
-        Some(directory) => directory.remove(),
-        None => Err(failed("opening", &owner.below(base), io::ErrorKind::NotFound.into(), "")),
+    let path = owner.below(base);
+    let (base, owner) = (base.to_path_buf(), owner.clone());
+    let begin = move || Directory::begin_claim(&base, &owner, false);
+    let mut step = within_timeout(io_timeout, "opening", &path, begin)?;
+    let found = loop {
+        match step {
+            ClaimStep::Done(found) => break found,
+            ClaimStep::Wait(pending, time) => {
+                std::thread::sleep(time);
+                step = within_timeout(io_timeout, "opening", &path, move || pending.resume())?;
+            }
+        }
+    };
+    match found {
+        Some(directory) => within_timeout(io_timeout, "removing", &path, move || directory.remove()),
+        None => Err(failed("opening", &path, io::ErrorKind::NotFound.into(), "")),
     }
 }

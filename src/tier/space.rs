@@ -6,7 +6,7 @@
 //! - This module does no I/O: the caller extends the file to `end` bytes before it allocates space up to there.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Allocator of one data file. Offsets and lengths are in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -15,7 +15,12 @@ pub struct Space {
     limit: u64,
     /// The file system refused to extend the file.
     full: bool,
+    /// Free ranges: length by offset.
     free: BTreeMap<u64, u64>,
+    /// The same ranges: length and offset.
+    by_length: BTreeSet<(u64, u64)>,
+    /// Their sum.
+    free_bytes: u64,
 }
 
 impl Space {
@@ -24,7 +29,7 @@ impl Space {
     pub fn new(end: u64, limit: u64, used: impl IntoIterator<Item = (u64, u64)>) -> Option<Space> {
         let mut used: Vec<(u64, u64)> = used.into_iter().filter(|(_, len)| *len > 0).collect();
         used.sort_unstable();
-        let mut space = Space { end, limit: limit.max(end), full: false, free: BTreeMap::new() };
+        let mut space = Space { end, limit: limit.max(end), ..Space::default() };
         let mut at = 0;
         for (from, len) in used {
             if from < at {
@@ -39,9 +44,8 @@ impl Space {
 
     /// Allocates `len` contiguous bytes from the smallest free range that fits. Returns their offset.
     pub fn take(&mut self, len: u64) -> Option<u64> {
-        let fitting = self.free.iter().filter(|(_, room)| **room >= len);
-        let (at, room) = fitting.min_by_key(|(at, room)| (**room, **at)).map(|(at, room)| (*at, *room))?;
-        self.free.remove(&at);
+        let (room, at) = self.by_length.range((len, 0)..).next().copied()?;
+        self.remove(at);
         self.give(at + len, room - len);
         Some(at)
     }
@@ -52,15 +56,26 @@ impl Space {
             return;
         }
         let (mut from, mut to) = (at, at + len);
-        if let Some(after) = self.free.remove(&to) {
+        if let Some(after) = self.remove(to) {
             to += after;
         }
         let before = self.free.range(..from).next_back().map(|(at, room)| (*at, *room));
         if let Some((start, room)) = before.filter(|(start, room)| start + room == from) {
             debug_assert!(room > 0);
+            self.remove(start);
             from = start;
         }
         self.free.insert(from, to - from);
+        self.by_length.insert((to - from, from));
+        self.free_bytes += to - from;
+    }
+
+    /// Removes the free range at this offset, and returns its length.
+    fn remove(&mut self, at: u64) -> Option<u64> {
+        let len = self.free.remove(&at)?;
+        self.by_length.remove(&(len, at));
+        self.free_bytes -= len;
+        Some(len)
     }
 
     /// File length at which `len` contiguous bytes are available; `None` if it exceeds the limit, or the file is full.
@@ -95,12 +110,12 @@ impl Space {
 
     /// Length of the longest free range, without growing the file.
     pub fn longest(&self) -> u64 {
-        self.free.values().copied().max().unwrap_or(0)
+        self.by_length.last().map_or(0, |(len, _)| *len)
     }
 
     /// Free bytes of the file as it is.
     pub fn free(&self) -> u64 {
-        self.free.values().sum()
+        self.free_bytes
     }
 
     /// Free bytes, including growth up to the limit.

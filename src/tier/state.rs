@@ -6,7 +6,7 @@
 //! - A commit allocates space only before it succeeds, and only writes touch free space. Until the first write after a
 //!   commit, the data of the previous commit is therefore unchanged on disk, although its space is free.
 //! - An extent has either one writer or any number of readers. Space that is being read is freed when the last read
-//!   ends.
+//!   ends. A snapshot holds space too, but does not keep an extent from being written.
 //! - The contents of an extent hold each of its blocks exactly once.
 //! - While a commit is in flight, only the commit changes the contents of extents and the set of extents. The state
 //!   that becomes committed is therefore the state that its superblock names.
@@ -93,13 +93,21 @@ pub(super) struct TierState {
     pub(super) committing: bool,
     /// Replaced contents that a commit with unknown outcome may have named.
     pub(super) in_doubt_frees: Vec<Former>,
-    /// Replaced contents that are still being read.
+    /// Replaced contents that are still being read, or held by a snapshot.
     pub(super) deferred_frees: Vec<Former>,
 }
 
 impl Extent {
     pub(super) fn is_read(&self) -> bool {
         self.current.as_ref().is_some_and(|current| current.is_read())
+    }
+
+    /// True if reads see what the last commit made durable.
+    pub(super) fn is_committed(&self) -> bool {
+        match (&self.current, &self.committed) {
+            (Some(current), Some(committed)) => Arc::ptr_eq(current, committed),
+            (current, committed) => current.is_none() && committed.is_none(),
+        }
     }
 }
 
@@ -209,7 +217,17 @@ impl TierState {
 
     pub(super) fn end_reading(&mut self, contents: &Arc<Contents>) {
         contents.end_read();
-        let over = |(one, _): &Former| Arc::ptr_eq(one, contents) && !one.is_read();
+        self.release_deferred(contents);
+    }
+
+    /// Ends the hold of a snapshot.
+    pub(super) fn end_holding(&mut self, contents: &Arc<Contents>) {
+        contents.let_go();
+        self.release_deferred(contents);
+    }
+
+    fn release_deferred(&mut self, contents: &Arc<Contents>) {
+        let over = |(one, _): &Former| Arc::ptr_eq(one, contents) && !one.is_held();
         if let Some(at) = self.deferred_frees.iter().position(over) {
             let former = self.deferred_frees.swap_remove(at);
             self.release(former);
@@ -217,7 +235,7 @@ impl TierState {
     }
 
     fn release(&mut self, (contents, shape): Former) {
-        if contents.is_read() {
+        if contents.is_held() {
             return self.deferred_frees.push((contents, shape));
         }
         for chunk in &contents.version.chunks {

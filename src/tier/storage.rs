@@ -6,16 +6,16 @@
 
 use std::fmt::Debug;
 use std::fs;
-use std::path::Path as FilePath;
+use std::path::{Path as FilePath, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::directory::{Directory, FILES};
-use crate::error::{Error, IoError, IoKind, Result};
+use super::time_limits::within_timeout;
+use crate::error::{Error, Result};
 use crate::io::file::File;
 use crate::sys::file::{self, Access};
 use crate::sys::private_files::OpenFlags;
-use crate::sys::time_limit::{self, NoAnswer};
 
 /// One file, opened for reading and for writing.
 #[derive(Debug, Clone)]
@@ -26,10 +26,19 @@ pub struct FilePair {
     pub writer: Arc<File>,
 }
 
-/// Storage for the files named in [`FILES`].
+/// A file, and its name in [`FILES`].
+pub type NamedFile = (&'static str, Arc<File>);
+
+/// Storage for the files named in [`FILES`]. `path_files` calls it, on threads of their own, because a file system may
+/// not respond. Only `name`, `key`, `lasts`, `finishes_removal` and `removal_has_limits` make no system call.
 pub trait Storage: Send + Sync + Debug {
     /// Name of the path. It appears in messages and identifies the path at the next open.
     fn name(&self) -> String;
+
+    /// Identifies the path among all paths of this process.
+    fn key(&self) -> PathBuf {
+        PathBuf::from(self.name())
+    }
 
     /// False if the data is lost when the process ends.
     fn lasts(&self) -> bool {
@@ -46,7 +55,7 @@ pub trait Storage: Send + Sync + Debug {
     fn sync(&self) -> Result<()>;
 
     /// Fails if the names of the open files no longer stand for these files, or if the lock was lost.
-    fn check(&self, _files: &[(&'static str, &File)]) -> Result<()> {
+    fn check(&self, _files: &[NamedFile]) -> Result<()> {
         Ok(())
     }
 
@@ -63,7 +72,7 @@ pub trait Storage: Send + Sync + Debug {
     }
 
     /// Fails if one of the open files now has another name, so that a removal would leave its data.
-    fn check_removal(&self, _files: &[(&'static str, &File)]) -> Result<()> {
+    fn check_removal(&self, _files: &[NamedFile]) -> Result<()> {
         Ok(())
     }
 
@@ -72,8 +81,13 @@ pub trait Storage: Send + Sync + Debug {
         false
     }
 
+    /// True if each request of a removal has its own time limit. The removal as a whole has none then.
+    fn removal_has_limits(&self) -> bool {
+        false
+    }
+
     /// Removes the files, superblocks first, and releases the lock. `Busy` if an operation on a file is in flight.
-    fn remove(self: Box<Self>) -> Result<()>;
+    fn remove(self: Arc<Self>) -> Result<()>;
 }
 
 /// A directory of a mounted file system.
@@ -85,8 +99,8 @@ pub struct DirStorage {
 }
 
 impl DirStorage {
-    /// Storage in this directory. `direct`: bypass the page cache. `io_timeout`: longest time to wait for a sync of the
-    /// directory.
+    /// Storage in this directory. `direct`: bypass the page cache. `io_timeout`: longest time to wait for the owner's
+    /// record, which is read without a call of `path_files`.
     pub fn new(directory: Directory, direct: bool, io_timeout: Option<Duration>) -> DirStorage {
         DirStorage { directory: Arc::new(directory), direct, io_timeout }
     }
@@ -104,32 +118,6 @@ impl DirStorage {
     }
 }
 
-/// Result of `work` on the files below `path`, or a `Deadline` error after `io_timeout`. A call that did not
-/// return continues in its thread, and keeps the directory's lock until it returns.
-pub(super) fn within_timeout<T: Send + 'static>(
-    io_timeout: Option<Duration>,
-    doing: &'static str,
-    path: &FilePath,
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
-    let found = time_limit::run_within(io_timeout, path, work);
-    let detail = match found.map_err(|error| Error::system("starting a thread", &error))? {
-        Ok(result) => return result,
-        Err(NoAnswer::TooLong) => format!(
-            "the file system did not respond for {:.1} s; the call is still in flight and keeps the lock until it \
-             returns",
-            io_timeout.unwrap_or_default().as_secs_f64()
-        ),
-        Err(NoAnswer::EarlierCall) => {
-            "an earlier call, to which the file system did not respond, is still in flight \
-                                       and keeps the lock; try again after it returns"
-                .to_string()
-        }
-    };
-    let path = path.to_string_lossy().into_owned();
-    Err(IoError { kind: IoKind::Deadline, doing, path, offset: 0, bytes: 0, errno: 0, detail }.into())
-}
-
 /// `Busy` error of a removal while an operation may still write to the files.
 pub(super) fn in_flight(name: &str) -> Error {
     Error::Busy(format!(
@@ -143,6 +131,10 @@ impl Storage for DirStorage {
         self.directory.path().to_string_lossy().into_owned()
     }
 
+    fn key(&self) -> PathBuf {
+        self.directory.path().to_path_buf()
+    }
+
     fn open(&self, file: &str) -> Result<FilePair> {
         let path = self.directory.file(file);
         let writer = self.open_for(file, &path, Access::Write { mode: 0o600 })?;
@@ -153,7 +145,7 @@ impl Storage for DirStorage {
         self.directory.len(file)
     }
 
-    fn check(&self, files: &[(&'static str, &File)]) -> Result<()> {
+    fn check(&self, files: &[NamedFile]) -> Result<()> {
         let files: Vec<_> = files.iter().map(|(name, file)| (*name, file.identity())).collect();
         self.directory.check(&files)
     }
@@ -175,7 +167,7 @@ impl Storage for DirStorage {
         self.bounded(move || directory.check_lease())
     }
 
-    fn check_removal(&self, files: &[(&'static str, &File)]) -> Result<()> {
+    fn check_removal(&self, files: &[NamedFile]) -> Result<()> {
         let named = files.iter().filter(|(_, file)| file.has_a_name());
         let files: Vec<_> = named.map(|(name, file)| (*name, file.identity())).collect();
         self.directory.check_removal(&files)
@@ -186,13 +178,13 @@ impl Storage for DirStorage {
     }
 
     fn sync(&self) -> Result<()> {
-        let directory = Arc::clone(&self.directory);
-        within_timeout(self.io_timeout, "syncing", self.directory.path(), move || directory.sync())
+        self.directory.sync()
     }
 
-    fn remove(self: Box<Self>) -> Result<()> {
+    fn remove(self: Arc<Self>) -> Result<()> {
         let name = self.name();
-        Arc::into_inner(self.directory).ok_or_else(|| in_flight(&name))?.remove()
+        let only = Arc::into_inner(self).and_then(|storage| Arc::into_inner(storage.directory));
+        only.ok_or_else(|| in_flight(&name))?.remove()
     }
 }
 
@@ -245,12 +237,12 @@ impl Storage for MemoryStorage {
         Ok(())
     }
 
-    fn remove(self: Box<Self>) -> Result<()> {
+    fn remove(self: Arc<Self>) -> Result<()> {
         Ok(())
     }
 }
 
-/// A simulated disk.
+/// A simulated disk. Each call counts as an event of the disk, also the close of its files.
 #[cfg(any(test, feature = "sim"))]
 #[derive(Debug)]
 pub struct SimStorage {
@@ -259,14 +251,19 @@ pub struct SimStorage {
     /// The owner's record. The simulated disk has no lock that keeps another owner out, as two mounts of one directory
     /// whose locks do not reach each other.
     claim: Vec<u8>,
+    stop: Option<crate::io::sim::Stop>,
 }
 
 #[cfg(any(test, feature = "sim"))]
 impl SimStorage {
     /// Claims the files of the disk with this number.
-    pub fn claim(disk: &crate::io::sim::Disk, number: u64) -> Result<SimStorage> {
+    pub fn claim(
+        disk: &crate::io::sim::Disk,
+        number: u64,
+        stop: Option<crate::io::sim::Stop>,
+    ) -> Result<SimStorage> {
         let claim = crate::sys::host::random().map_err(|error| Error::system("claiming a disk", &error))?;
-        let storage = SimStorage { disk: disk.clone(), number, claim: claim.to_le_bytes().to_vec() };
+        let storage = SimStorage { disk: disk.clone(), number, claim: claim.to_le_bytes().to_vec(), stop };
         let lock = storage.path(super::owned_lock::LOCK);
         storage.disk.create(&lock);
         let bytes = storage.claim.clone();
@@ -280,12 +277,24 @@ impl SimStorage {
 }
 
 #[cfg(any(test, feature = "sim"))]
+impl Drop for SimStorage {
+    fn drop(&mut self) {
+        self.disk.call(self.stop);
+    }
+}
+
+#[cfg(any(test, feature = "sim"))]
 impl Storage for SimStorage {
     fn name(&self) -> String {
         format!("disk-{}", self.number)
     }
 
+    fn key(&self) -> PathBuf {
+        PathBuf::from(self.disk.key())
+    }
+
     fn open(&self, file: &str) -> Result<FilePair> {
+        self.disk.call(self.stop);
         let path = self.path(file);
         self.disk.create(&path);
         let alignment = Some(crate::io::plan::Alignment { memory: 512, offset: 4096 });
@@ -294,10 +303,12 @@ impl Storage for SimStorage {
     }
 
     fn len(&self, file: &str) -> Result<Option<u64>> {
+        self.disk.call(self.stop);
         Ok(self.disk.len(&self.path(file)))
     }
 
     fn sync(&self) -> Result<()> {
+        self.disk.call(self.stop);
         self.disk.sync_directory();
         Ok(())
     }
@@ -313,7 +324,18 @@ impl Storage for SimStorage {
         self.check_owner()
     }
 
-    fn remove(self: Box<Self>) -> Result<()> {
+    fn check(&self, _: &[NamedFile]) -> Result<()> {
+        self.disk.call(self.stop);
+        Ok(())
+    }
+
+    fn check_removal(&self, _: &[NamedFile]) -> Result<()> {
+        self.disk.call(self.stop);
+        Ok(())
+    }
+
+    fn remove(self: Arc<Self>) -> Result<()> {
+        self.disk.call(self.stop);
         FILES.iter().for_each(|file| self.disk.remove(&self.path(file)));
         Ok(())
     }

@@ -158,6 +158,12 @@ impl Tier {
         Ok(())
     }
 
+    /// Numbers of the extents with these names; `None` for a name that no extent has.
+    pub fn numbers<'a>(&self, names: impl Iterator<Item = &'a str>) -> Vec<Option<u32>> {
+        let state = self.lock();
+        names.map(|name| state.names.get(name).copied()).collect()
+    }
+
     /// All extents, in order of their numbers.
     pub fn extents(&self) -> Vec<ExtentInfo> {
         let state = self.lock();
@@ -262,7 +268,7 @@ impl Tier {
             started = started.and_then(|()| job.start_read(chunk, &path.ok_or_else(gone)?, known));
         }
         if let Err(error) = started {
-            job.drive(None);
+            job.give_up();
             self.lock().end_reading(&source);
             return Err(job.failure().unwrap_or(error));
         }
@@ -384,16 +390,12 @@ fn describe(state: &TierState, number: u32, extent: &Extent) -> ExtentInfo {
     let chunks = extent.current.as_ref().map_or(&[][..], |contents| &contents.version.chunks);
     let mut blocks = vec![0; state.paths.len()];
     chunks.iter().for_each(|chunk| blocks[chunk.path as usize] += chunk.count);
-    let same = match (&extent.current, &extent.committed) {
-        (Some(current), Some(committed)) => Arc::ptr_eq(current, committed),
-        (current, committed) => current.is_none() && committed.is_none(),
-    };
     ExtentInfo {
         number,
         name: extent.name.clone(),
         streams: extent.shape.streams().to_vec(),
         generation: extent.current.as_ref().map_or(0, |contents| contents.version.generation),
-        committed: same,
+        committed: extent.is_committed(),
         lost: chunks.iter().any(|chunk| state.paths[chunk.path as usize].health == Health::Missing),
         blocks,
     }

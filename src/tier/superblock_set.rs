@@ -15,7 +15,8 @@
 #![forbid(unsafe_code)]
 
 use super::options::{Mode, TierOptions};
-use super::path::{SuperblockCopy, TierPath, claim};
+use super::path::{SuperblockCopy, TierPath};
+use super::path_claim::claim;
 use super::state::DurableCopy;
 use super::store::Tier;
 use super::superblock::{PathRecord, Stamp, Superblock};

@@ -15,7 +15,7 @@ use super::health::Health;
 use super::layout::{ChunkHeader, header_bytes};
 use super::path::TierPath;
 use super::scratch::Scratch;
-use crate::error::{Error, IoKind, Result, TierError};
+use crate::error::{Error, IoKind, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
 
 /// Direction of a job.
@@ -135,6 +135,14 @@ impl Job {
         true
     }
 
+    /// Ends a job that will not succeed: transfers that are held at a gate never begin, and all others have ended after
+    /// the call. The thread that opens the gates may be this one.
+    pub(super) fn give_up(&mut self) {
+        self.transfers
+            .retain(|transfer| !transfer.handle.as_ref().is_ok_and(|handle| transfer.path.withdraw(*handle)));
+        self.drive(None);
+    }
+
     /// Failed transfers of a finished job, in the order of their start.
     pub(super) fn failures(&self) -> impl Iterator<Item = (&Transfer, Error)> {
         self.transfers.iter().filter_map(|transfer| match &transfer.outcome {
@@ -162,11 +170,9 @@ impl Job {
             let transfer = header.ok_or_else(missing)?;
             let bytes = transfer.header.as_ref().map_or_else(Vec::new, |header| header.span().to_vec());
             let header = check_header(&bytes, chunk, version.generation, tier, self.extent, &self.shape);
-            checksums.extend(
-                header
-                    .map_err(|message| self.corrupt_block(transfer, (chunk.first, chunk.offset), message))?
-                    .checksums,
-            );
+            let corrupt =
+                |message| transfer.path.corrupt_block(&self.name, (chunk.first, chunk.offset), message);
+            checksums.extend(header.map_err(corrupt)?.checksums);
         }
         Ok(checksums.into())
     }
@@ -181,18 +187,12 @@ impl Job {
             if let Some(at) = found.iter().zip(expected).position(|(found, expected)| found != expected) {
                 let block = run.block + at as u32;
                 let offset = transfer.chunk.block_offset(&self.shape, block);
-                let message = format!(
-                    "found {:#018x} instead of {:#018x}, generation {}",
-                    found[at], expected[at], version.generation
-                );
-                return Err(self.corrupt_block(transfer, (block, offset), message));
+                let message = super::checksums::difference(found[at], expected[at]);
+                let message = format!("{message}, generation {}", version.generation);
+                return Err(transfer.path.corrupt_block(&self.name, (block, offset), message));
             }
         }
         Ok(())
-    }
-
-    fn corrupt_block(&self, transfer: &Transfer, (block, offset): (u32, u64), detail: String) -> Error {
-        TierError::corrupt_block(transfer.path.data_name(), &self.name, (block, offset), detail)
     }
 }
 
@@ -242,8 +242,7 @@ impl Transfer {
 
     /// True if the system may still access the caller's memory or the disk: the deadline passed, or the engine failed.
     pub(super) fn stuck(&self) -> bool {
-        let (Ok(_), Some(Err(error))) = (&self.handle, &self.outcome) else { return false };
-        error.io_kind() == Some(IoKind::Deadline) || matches!(error, Error::System { .. })
+        matches!((&self.handle, &self.outcome), (Ok(_), Some(Err(error))) if may_go_on(error))
     }
 
     /// Adds extent and block to an error, which has path and offset already.
@@ -259,6 +258,12 @@ impl Transfer {
         };
         error.context(format_args!("extent {name:?}, {place}"))
     }
+}
+
+/// True if a transfer that began and failed with this error may still access memory and disk: its deadline passed, or
+/// the engine failed.
+pub(super) fn may_go_on(error: &Error) -> bool {
+    error.io_kind() == Some(IoKind::Deadline) || matches!(error, Error::System { .. })
 }
 
 /// Health of the path after a transfer error. `None` if the path is only full, another process claimed it, or the

@@ -141,12 +141,15 @@ impl Load {
                 .map(|(n, load)| {
                     let first = n as u64 * operations;
                     let open = &open;
-                    scope.spawn(move || {
+                    std::thread::Builder::new().spawn_scoped(scope, move || {
                         (0..times).try_for_each(|_| load.pass(open, direction, first, operations))
                     })
                 })
                 .collect();
-            passes.into_iter().try_for_each(|pass| pass.join().unwrap_or_else(|_| Err(thread_panicked())))
+            passes.into_iter().try_for_each(|pass| {
+                let pass = pass.map_err(|error| Error::system("starting a thread", &error))?;
+                pass.join().unwrap_or_else(|_| Err(thread_panicked()))
+            })
         })?;
         Ok(Pass {
             bytes: u64::from(times) * operations * (self.shape.operation_bytes() * self.loads.len()) as u64,

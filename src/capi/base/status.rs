@@ -122,6 +122,7 @@ pub(in crate::capi) fn of(error: &Error) -> spw_status {
         Error::System { .. } => spw_status::SPW_ERR_SYSTEM,
         Error::LimitReached(_) => spw_status::SPW_ERR_LIMIT_REACHED,
         Error::Busy(_) => spw_status::SPW_ERR_BUSY,
+        Error::NotFound(_) => spw_status::SPW_ERR_NOT_FOUND,
         Error::Timeout(_) => spw_status::SPW_ERR_TIMEOUT,
         Error::Internal(_) => spw_status::SPW_ERR_INTERNAL,
         Error::Round(error) | Error::Job(error) => match error {

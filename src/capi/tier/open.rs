@@ -72,7 +72,9 @@ pub unsafe extern "C" fn spw_tier_open(
 /// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
 /// The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
 /// If a tiered update uses the tier, the library frees the tier when the update is closed. Streams of tickets that were
-/// not waited for must be presumed in use after this call.
+/// not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
+/// of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close goes on without the
+/// caller, and the lock is held until it ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_close(tier: Option<Box<spw_tier>>, timeout_ms: i64) -> spw_status {
     guard(|| match handle::close(tier).and_then(|tier| Arc::into_inner(tier.0)) {
@@ -84,7 +86,8 @@ pub extern "C" fn spw_tier_close(tier: Option<Box<spw_tier>>, timeout_ms: i64) -
 /// Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
 /// operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. Delete
 /// such files later with `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
-/// SPW_ERR_PATH_MISSING, and its path keeps all files. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
+/// SPW_ERR_PATH_MISSING, and its path keeps all files. A file system that does not respond within the I/O timeout is
+/// SPW_ERR_DEADLINE; the deletion goes on without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_destroy(tier: Option<Box<spw_tier>>) -> spw_status {
     guard(|| {

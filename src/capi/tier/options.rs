@@ -191,12 +191,9 @@ unsafe fn parse_paths(raw: &spw_tier_options) -> Result<Vec<PathOptions>> {
         let reason = format!("must not be NULL, and have 1 to {MAX_PATHS} entries");
         return Err(Error::invalid("options.paths", reason));
     }
-    let parse = |n: u64| {
-        // SAFETY: the caller's array has path_count structs, each of the first one's struct_size bytes.
+    let parse = |one: &spw_tier_path| {
+        // SAFETY: the directory of a path is NULL or a C string.
         unsafe {
-            let stride = abi_struct::stride(raw.paths, "options.paths")?;
-            let from = raw.paths.cast::<u8>().add(n as usize * stride).cast();
-            let one: spw_tier_path = abi_struct::read(from, "options.paths")?;
             let place = match one.kind {
                 0 => PathLocation::of(path(one.directory, "directory")?),
                 1 if one.directory.is_null() => PathLocation::Memory,
@@ -207,6 +204,10 @@ unsafe fn parse_paths(raw: &spw_tier_options) -> Result<Vec<PathOptions>> {
             Ok(PathOptions { location: place, limit, reserve: one.reserve_bytes })
         }
     };
-    let each = |n: u64| parse(n).map_err(|error: Error| error.within(&format!("options.paths[{n}].")));
-    (0..raw.path_count).map(each).collect()
+    // SAFETY: the caller's array has path_count structs.
+    let given = unsafe { abi_struct::read_all(raw.paths, raw.path_count, "options.paths") }?;
+    let each = |(n, one): (usize, &spw_tier_path)| {
+        parse(one).map_err(|error: Error| error.within(&format!("options.paths[{n}].")))
+    };
+    given.iter().enumerate().map(each).collect()
 }

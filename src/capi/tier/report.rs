@@ -303,7 +303,9 @@ pub unsafe extern "C" fn spw_tier_verify(
 
 /// Exports the committed state to `directory`, which must not exist. It gets one file per stream with the bytes as they
 /// were put, and manifest.json with names, sizes, checksums, step and payload. The directory appears complete or not at
-/// all. A put since the last commit is SPW_ERR_BUSY. `step_out` may be NULL.
+/// all. A put since the last commit is SPW_ERR_BUSY. Other threads may put and commit meanwhile: the export holds the
+/// commit that was the last one when the call began, and the space of its extents stays allocated. Missing parent
+/// directories get mode 0700. `step_out` may be NULL.
 ///
 /// # Safety
 /// `directory` is a C string, `step_out` is NULL or points to a u64.
@@ -342,14 +344,5 @@ pub unsafe extern "C" fn spw_tier_import(
 }
 
 fn past_the_last(what: &'static str, index: u64) -> Error {
-    crate::error::IoError {
-        kind: crate::error::IoKind::NotFound,
-        doing: "opening",
-        path: format!("{what} {index} of the tier"),
-        offset: 0,
-        bytes: 0,
-        errno: 0,
-        detail: "the number is past the last one".to_string(),
-    }
-    .into()
+    Error::NotFound(format!("there is no {what} {index} of the tier: the number is past the last one"))
 }

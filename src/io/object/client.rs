@@ -2,6 +2,7 @@
 //!
 //! Invariants:
 //! - A request succeeds only with the expected status and the complete body; a truncated body is a connection failure.
+//! - A listing has one time limit and a limit of names, whatever the server continues to send.
 //! - Transient failures (server errors, too many requests, a lost connection) are retried a bounded number of times,
 //!   within the timeout of one request. A timeout is not retried: the server hangs, and the engine above has failed the
 //!   path.
@@ -14,6 +15,7 @@
 
 use std::fmt;
 use std::io::Read;
+use std::panic::{self, AssertUnwindSafe};
 use std::time::{Duration, Instant};
 
 use rusty_s3::actions::{ListObjectsV2, S3Action};
@@ -22,7 +24,7 @@ use ureq::http::{Response, StatusCode};
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body};
 
-use super::secrets::Secrets;
+use super::secrets::{Secrets, printable};
 use super::settings::{ROOTS, StoreSettings};
 use super::{Address, ObjectMeta, Store, StoreError, StoreResult};
 use crate::error::{Error, Result};
@@ -36,6 +38,8 @@ const DELETE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limits on the size of a listing and of an error body; larger responses are rejected.
 const MAX_LISTING: u64 = 64 << 20;
 const MAX_ERROR_BODY: u64 = 64 << 10;
+/// Most objects of a listing: 32 TiB in objects of the usual size.
+const MAX_OBJECTS: usize = 4 << 20;
 /// Bytes per read of a response body.
 const READ_BYTES: usize = 256 << 10;
 
@@ -82,18 +86,33 @@ impl Client {
     }
 
     /// Retries until the request succeeds, fails permanently, or has no tries or time left.
-    fn retry<T>(&self, timeout: Duration, mut attempt: impl FnMut(Duration) -> Try<T>) -> StoreResult<T> {
-        let began = Instant::now();
+    fn retry<T>(&self, timeout: Duration, attempt: impl FnMut(Duration) -> Try<T>) -> StoreResult<T> {
+        self.retry_since(Instant::now(), timeout, attempt)
+    }
+
+    /// As `retry`, for a request of several that share a timeout since `began`.
+    fn retry_since<T>(
+        &self,
+        began: Instant,
+        timeout: Duration,
+        mut attempt: impl FnMut(Duration) -> Try<T>,
+    ) -> StoreResult<T> {
         let (mut tries, mut pause) = (0, PAUSE);
         loop {
             tries += 1;
             let left = timeout.saturating_sub(began.elapsed());
-            let Failure { mut error, transient } = match attempt(left) {
+            // The client of HTTP panics where it cannot start the thread that resolves a name.
+            let answer = panic::catch_unwind(AssertUnwindSafe(|| attempt(left))).unwrap_or_else(|_| {
+                Err(permanent(
+                    "the HTTP client failed, as it does where no thread can be started".to_string(),
+                ))
+            });
+            let Failure { mut error, transient } = match answer {
                 Ok(answer) => return Ok(answer),
                 Err(failure) => failure,
             };
             if !transient || tries == TRIES || began.elapsed() + pause >= timeout {
-                error.message = self.secrets.redact(&error.message);
+                error.message = printable(&self.secrets.redact(&error.message));
                 if tries > 1 {
                     error.message = format!("{} ({tries} attempts)", error.message);
                 }
@@ -196,10 +215,23 @@ impl Store for Client {
 
     fn list(&self, prefix: &str) -> StoreResult<Vec<ObjectMeta>> {
         let (mut all, mut token) = (Vec::new(), None);
+        let began = Instant::now();
         loop {
             let asked = token.as_deref();
-            let (page, next) = self.retry(self.timeout, |left| self.list_page(prefix, asked, left))?;
-            all.extend(page.into_iter().filter(|object| object.key.starts_with(prefix)));
+            if began.elapsed() >= self.timeout {
+                let message =
+                    format!("the server's listing is not complete after {:.1} s", self.timeout.as_secs_f64());
+                return Err(StoreError { errno: libc::ETIMEDOUT, message });
+            }
+            let (page, next) =
+                self.retry_since(began, self.timeout, |left| self.list_page(prefix, asked, left))?;
+            all.extend(
+                page.into_iter().filter(|object| object.key.starts_with(prefix) && is_plain(&object.key)),
+            );
+            if all.len() > MAX_OBJECTS {
+                let message = format!("the server's listing has more than {MAX_OBJECTS} objects");
+                return Err(permanent(message).error);
+            }
             if next.is_some() && next == token {
                 return Err(
                     permanent("the server's listing repeats its continuation token".to_string()).error
@@ -252,6 +284,11 @@ fn answered(
 
 fn is_ok(status: &StatusCode) -> bool {
     *status == StatusCode::OK
+}
+
+/// False for a name that is another one once it stands in a URL.
+fn is_plain(key: &str) -> bool {
+    key.split('/').all(|part| part != "." && part != "..")
 }
 
 /// Reads the rest of a response, so that its connection can serve the next request.
@@ -312,19 +349,59 @@ mod tests {
         format!("http://{address}")
     }
 
-    #[test]
-    fn what_a_server_repeats_of_a_signed_request_is_in_no_message() {
+    /// A server whose listing always continues. Each page has one name of the prefix, and one that a URL would normalise.
+    fn endless() -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::spawn(move || {
+            for page in 0.. {
+                let Ok((mut stream, _)) = listener.accept() else { return };
+                let _ = stream.read(&mut vec![0; 64 << 10]);
+                let one = |key: &str| format!("<Contents><Key>{key}</Key><Size>1</Size></Contents>");
+                let body = format!(
+                    "<ListBucketResult><Name>b</Name><IsTruncated>true</IsTruncated>{}{}\
+                     <NextContinuationToken>{page}</NextContinuationToken></ListBucketResult>",
+                    one(&format!("a/{page}")),
+                    one("a/../../x"),
+                );
+                let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n", body.len());
+                let _ = stream.write_all(format!("{head}connection: close\r\n\r\n{body}").as_bytes());
+            }
+        });
+        format!("http://{address}")
+    }
+
+    fn client(endpoint: String, timeout: Duration) -> Client {
         let settings = StoreSettings {
             key: "AKIAEXAMPLE".to_string(),
             secret: "secret/of+mine".to_string(),
             token: Some("token/of+mine==".to_string()),
             region: "us-east-1".to_string(),
-            endpoint: parrot(),
+            endpoint,
             path_style: true,
             roots: None,
         };
-        let address = Address::parse("s3://bucket/a").unwrap();
-        let client = Client::of(settings, &address, Some(Duration::from_secs(5))).unwrap();
+        Client::of(settings, &Address::parse("s3://bucket/a").unwrap(), Some(timeout)).unwrap()
+    }
+
+    #[test]
+    fn a_listing_that_never_ends_fails_after_one_timeout() {
+        let error = client(endless(), Duration::from_millis(300)).list("a/").unwrap_err();
+        assert_eq!(error.errno, libc::ETIMEDOUT, "{error:?}");
+    }
+
+    #[test]
+    fn names_that_a_url_would_change_are_not_listed() {
+        let client = client(endless(), Duration::from_secs(60));
+        let (page, _) =
+            client.list_page("a/", None, Duration::from_secs(60)).map_err(|failure| failure.error).unwrap();
+        let plain: Vec<bool> = page.iter().map(|object| is_plain(&object.key)).collect();
+        assert_eq!(plain, [true, false]);
+    }
+
+    #[test]
+    fn what_a_server_repeats_of_a_signed_request_is_in_no_message() {
+        let client = client(parrot(), Duration::from_secs(5));
         let message = [
             client.put("a/b", b"bytes").unwrap_err().message,
             client.get("a/b", 0, 5, &mut |_, _| ()).unwrap_err().message,

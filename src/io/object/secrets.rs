@@ -32,6 +32,11 @@ impl Secrets {
     }
 }
 
+/// The text without control characters, which could change what a terminal or a log shows.
+pub fn printable(message: &str) -> String {
+    message.chars().map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c }).collect()
+}
+
 /// URL-encodes a text as in a query.
 fn encoded(text: &str) -> String {
     let one = |byte: u8| match byte {

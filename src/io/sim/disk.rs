@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::super::backend::{Wake, sleep_until};
 use super::journal::{DiskEvent, Journal};
-use super::next;
+use super::{Stop, next};
 
 /// The unit in bytes that a crash keeps or loses.
 pub const SECTOR: usize = 512;
@@ -63,6 +63,7 @@ struct DiskState {
     capacity: Option<u64>,
     journal: Option<(Journal, usize)>,
     requests: u64,
+    events: u64,
     /// Number of wakes. Each engine remembers how many it has seen.
     wakes: u64,
     hook: Option<Hook>,
@@ -286,6 +287,31 @@ impl Disk {
             state.current.iter().filter(|(other, _)| *other != name).map(|(_, file)| file.len()).sum();
         let own = state.current.get(name).map_or(0, Vec::len);
         own.max((capacity as usize).saturating_sub(others))
+    }
+
+    /// Number of requests and of other calls so far.
+    pub fn events(&self) -> u64 {
+        self.lock().events
+    }
+
+    /// Identifies the disk among all disks of this process.
+    pub fn key(&self) -> String {
+        format!("disk-{:p}", Arc::as_ptr(&self.inner))
+    }
+
+    /// Counts a call on the storage, which hangs if `stop` says so.
+    pub fn call(&self, stop: Option<Stop>) {
+        if self.count_event(stop) {
+            let state = self.lock();
+            drop(self.inner.news.wait_while(state, |state| !state.released));
+        }
+    }
+
+    /// Counts an event; true if it hangs.
+    pub(super) fn count_event(&self, stop: Option<Stop>) -> bool {
+        let mut state = self.lock();
+        state.events += 1;
+        stop.is_some_and(|stop| stop.hits(state.events - 1)) && !state.released
     }
 
     pub(super) fn count_request(&self) -> u64 {

@@ -34,8 +34,26 @@ pub struct Faults {
     pub hang_nth: Option<u64>,
     /// Writes fail with this errno, also of bytes that the disk holds: a full file system that writes to new blocks.
     pub refuse_writes: Option<i32>,
+    /// Event of the disk that hangs until [`Disk::release`].
+    pub stop: Option<Stop>,
     /// Capacity of the disk in bytes.
     pub capacity: Option<u64>,
+}
+
+/// An event of a disk, or all events from it on, which hang until [`Disk::release`]. Events are the requests of its
+/// engines and the other calls on its storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stop {
+    /// Number of the event, from 0.
+    pub at: u64,
+    /// True if all later events hang too: the server of the files does not respond.
+    pub all: bool,
+}
+
+impl Stop {
+    fn hits(self, event: u64) -> bool {
+        if self.all { event >= self.at } else { event == self.at }
+    }
 }
 
 /// The backend over a [`Disk`].
@@ -142,7 +160,9 @@ impl Backend for Sim {
     }
 
     fn push(&mut self, piece: Piece) {
+        let stopped = self.disk.count_event(self.faults.stop);
         let fate = self.fate(self.disk.count_request());
+        let fate = if stopped { Fate::Hung } else { fate };
         self.waiting.push((piece, fate));
     }
 

@@ -53,8 +53,50 @@ impl Backend for Counting {
     }
 }
 
+/// Refuses the first piece 30 times, and completes the others only after it. Records how often the driver slept although the
+/// refused piece had to wait, and how often it was started again.
+#[derive(Default)]
+struct Refusing {
+    refused: usize,
+    pending: Vec<u64>,
+    others: Vec<u64>,
+    slept: usize,
+}
+
+impl Backend for Refusing {
+    fn name(&self) -> &'static str {
+        "refusing"
+    }
+
+    fn push(&mut self, piece: Piece) {
+        if piece.token == 0 { self.pending.push(piece.token) } else { self.others.push(piece.token) }
+    }
+
+    fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
+        if let Some(token) = self.pending.pop() {
+            self.refused += 1;
+            let result = if self.refused <= 30 { -libc::EAGAIN } else { BLOCK as i32 };
+            done.push(Completion::of(token, result));
+        } else if self.refused > 30 {
+            done.extend(self.others.drain(..).map(|token| Completion::of(token, BLOCK as i32)));
+        } else if let Some(until) = sleep.until.filter(|_| sleep.completions > 0) {
+            self.slept += 1;
+            std::thread::sleep(until.saturating_duration_since(Instant::now()));
+        }
+        Ok(())
+    }
+
+    fn waker(&self) -> Arc<dyn Wake> {
+        Arc::new(NoWake)
+    }
+}
+
 /// The backend's records after `count` operations of one piece each.
 fn run(count: usize) -> Counting {
+    run_on(count, Counting::default())
+}
+
+fn run_on<B: Backend>(count: usize, mut backend: B) -> B {
     let pool = pool(BLOCK, 1);
     let span = pool.alloc().unwrap();
     let file = Arc::new(File::named("file", 1, Some(SECTOR_512)));
@@ -76,7 +118,6 @@ fn run(count: usize) -> Counting {
         });
     }
     shared.lock().closing = true;
-    let mut backend = Counting::default();
     let bounce = Bounce::new(BLOCK, 1).unwrap();
     Driver::new(Arc::clone(&shared), DEPTH, bounce).run(&mut backend).unwrap();
     assert_eq!(shared.lock().unfinished, 0);
@@ -100,4 +141,11 @@ fn a_stream_is_refilled_in_batches() {
     let refills: Vec<usize> = batches.into_iter().skip(2).filter(|started| *started > 0).collect();
     assert!(refills.len() > 100, "{refills:?}");
     assert!(refills[..refills.len() - 1].iter().all(|started| *started == DEPTH / 4), "{refills:?}");
+}
+
+#[test]
+fn completions_of_others_arrive_while_a_refused_piece_waits_for_its_next_try() {
+    let Refusing { refused, slept, .. } = run_on(4, Refusing::default());
+    assert_eq!(refused, 31);
+    assert!(slept >= 10, "the driver waits in the backend: {slept}");
 }

@@ -229,6 +229,55 @@ fn a_full_disk_and_a_truncated_file_are_named() {
 }
 
 #[test]
+fn the_first_error_is_that_of_the_first_operation_also_after_the_numbers_of_handles_wrap() {
+    let disk = Disk::default();
+    let engine = engine(&disk, Faults { error_permille: vec![(libc::EIO, 1000)], ..Faults::default() });
+    engine.shared.lock().generation = crate::io::operation::GENERATIONS - 1;
+    let pool = pool(4096, 1);
+    let block = pool.alloc().unwrap();
+    for name in ["first", "second", "third"] {
+        engine.write(request(Target::File(file(name)), 0, block)).unwrap();
+    }
+    let error = engine.wait_all(PATIENCE).unwrap_err().to_string();
+    assert!(error.contains("first") && error.contains("2 more"), "{error}");
+    pool.free(block.address()).unwrap();
+}
+
+#[test]
+fn a_wait_for_several_takes_no_outcome_if_one_was_taken_before() {
+    let disk = Disk::default();
+    let hung = Faults { hang_nth: Some(0), ..Faults::default() };
+    let engine = engine(&disk, hung);
+    let pool = pool(4096, 2);
+    let (block, other) = (pool.alloc().unwrap(), pool.alloc().unwrap());
+    let other_device = Arc::new(File::named("other", 2, Some(SECTOR_512)));
+    let late =
+        Request { deadline: Some(Duration::from_millis(1)), ..request(Target::File(file("late")), 0, block) };
+    let late = engine.write(late).unwrap();
+    assert_eq!(engine.wait(late, PATIENCE).unwrap_err().io_kind(), Some(IoKind::Deadline));
+    let done = engine.write(request(Target::File(other_device), 0, other)).unwrap();
+    assert!(engine.wait_many(&[done, late], PATIENCE).is_err());
+    assert_eq!(engine.wait(done, PATIENCE), Ok(4096), "its outcome is still there");
+    disk.release();
+    engine.close(PATIENCE).unwrap();
+    [block, other].iter().for_each(|block| pool.free(block.address()).unwrap());
+}
+
+#[test]
+fn a_ring_without_workers_is_named_with_its_cure() {
+    let engine = engine(
+        &Disk::default(),
+        Faults { error_permille: vec![(libc::ECANCELED, 1000)], ..Faults::default() },
+    );
+    let pool = pool(4096, 1);
+    let block = pool.alloc().unwrap();
+    let handle = engine.write(request(Target::File(file("a")), 0, block)).unwrap();
+    let error = engine.wait(handle, PATIENCE).unwrap_err().to_string();
+    assert!(error.contains("ulimit -u") && error.contains("SPILLWAY_IO=threads"), "{error}");
+    pool.free(block.address()).unwrap();
+}
+
+#[test]
 fn errors_that_nobody_waited_for_are_named_at_close() {
     let disk = Disk::default();
     let engine = engine(&disk, Faults { error_permille: vec![(libc::EIO, 1000)], ..Faults::default() });

@@ -6,8 +6,6 @@
 //! - The older extent keeps its storage until the newer one is committed.
 #![forbid(unsafe_code)]
 
-use std::collections::HashMap;
-
 use super::encoding::{self, Encoding};
 use crate::error::{Error, Result};
 use crate::tier::Tier;
@@ -69,11 +67,12 @@ impl Extents {
 
     /// Finds the extents by name, for example after a rollback.
     pub(super) fn find(&mut self, tier: &Tier) {
-        let known: HashMap<String, u32> =
-            tier.extents().into_iter().map(|extent| (extent.name, extent.number)).collect();
-        for (number, subgroup) in self.subgroups.iter_mut().enumerate() {
-            subgroup.whole = known.get(&name(number, Encoding::Full)).copied();
-            subgroup.split = known.get(&name(number, Encoding::SplitMaster)).copied();
+        let encodings = [Encoding::Full, Encoding::SplitMaster];
+        let names: Vec<String> =
+            (0..self.subgroups.len()).flat_map(|number| encodings.map(|one| name(number, one))).collect();
+        let numbers = tier.numbers(names.iter().map(String::as_str));
+        for (subgroup, found) in self.subgroups.iter_mut().zip(numbers.chunks(2)) {
+            (subgroup.whole, subgroup.split) = (found[0], found[1]);
         }
     }
 

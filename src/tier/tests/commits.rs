@@ -190,6 +190,19 @@ fn read_both(tier: &Tier) -> (Vec<Memory>, Vec<u64>) {
     (memories, tickets)
 }
 
+#[test]
+fn a_commit_without_a_usable_path_names_the_durable_paths() {
+    let disks = disks();
+    let mut options = on_disks(&disks, &[]);
+    options.paths.insert(0, PathOptions { location: PathLocation::Memory, limit: None, reserve: 0 });
+    let tier = Tier::open(options).unwrap();
+    (1..=disks.len()).for_each(|path| tier.set_health(path as u32, Health::Failed, "as if").unwrap());
+    let Err(Error::Io(error)) = tier.commit(1, &[]) else { panic!("committed to memory") };
+    assert_eq!(error.kind, IoKind::PathFailed);
+    assert!(error.path.starts_with("disk-") && !error.path.contains("memory"), "{error}");
+    assert!(error.to_string().starts_with("committing to disk-"), "{error}");
+}
+
 /// If contents are discarded while they are being read, by a rollback or a removal, their space is reused only after
 /// the read.
 #[test]

@@ -110,7 +110,7 @@ fn a_tier_that_is_destroyed_with_a_write_in_flight_keeps_its_files_and_its_lock(
     let memory = Memory::filled(&[8192], 5);
     let handle = path.write(0, memory.buffers()[0].clone()).unwrap();
     assert_eq!(path.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
-    let error = path.remove().unwrap_err();
+    let error = TierPath::remove_all(vec![path]).unwrap_err();
     assert!(matches!(&error, Error::Busy(message) if message.contains("in flight")), "{error}");
     assert_locked(dir.path());
     assert!(owner().below(dir.path()).join("data").exists());
@@ -177,7 +177,7 @@ fn a_prefix_stays_claimed_until_the_last_request_has_ended() {
         let handle = path.write(0, memory.buffers()[0].clone()).unwrap();
         if destroy {
             assert_eq!(path.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
-            assert!(matches!(path.remove(), Err(Error::Busy(_))));
+            assert!(matches!(TierPath::remove_all(vec![path]), Err(Error::Busy(_))));
         } else {
             assert_eq!(path.engine.close(Some(Duration::ZERO)).unwrap_err().io_kind(), Some(IoKind::Timeout));
             drop(path);

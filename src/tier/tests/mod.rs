@@ -8,6 +8,7 @@ mod crash;
 mod degraded;
 mod faults;
 mod format;
+mod hang;
 mod in_flight;
 mod memory;
 mod opening;

@@ -303,6 +303,19 @@ fn an_export_leaves_alone_what_others_made_and_takes_back_what_it_made_when_it_f
 }
 
 #[test]
+fn an_export_makes_private_parents() {
+    use std::os::unix::fs::PermissionsExt;
+    let (dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    step(&tier, 1).unwrap();
+    assert_eq!(tier.export(&dir.path().join("new/parents/checkpoint")), Ok(1));
+    for made in ["new", "new/parents", "new/parents/checkpoint"] {
+        let mode = fs::metadata(dir.path().join(made)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o700, "{made}");
+    }
+}
+
+#[test]
 fn an_export_of_more_than_its_window_has_every_byte_and_takes_the_memory_of_a_window() {
     const BYTES: u64 = (40 << 20) + 12_345;
     let (dir, bases) = bases();

@@ -61,12 +61,24 @@ impl Gate {
     ) {
         let mut state = self.lock();
         state.closed = closed;
-        while let Some((number, transfer)) = state.waiting.pop_front() {
-            let handle = begin(transfer);
-            state.begun.insert(number, handle);
-        }
+        let held = std::mem::take(&mut state.waiting);
+        // Released first: `begin` may log, and the log callback may use the path.
         drop(state);
+        for (number, transfer) in held {
+            let handle = begin(transfer);
+            self.lock().begun.insert(number, handle);
+        }
         self.opened.notify_all();
+    }
+
+    /// Removes a held transfer. False if it is not held any more.
+    pub(in crate::tier) fn withdraw(&self, number: u64) -> bool {
+        if number & HELD == 0 {
+            return false;
+        }
+        let mut state = self.lock();
+        let held = state.waiting.iter().position(|(other, _)| *other == number);
+        held.and_then(|at| state.waiting.remove(at)).is_some()
     }
 
     /// Closes the gate: later transfers are held.
@@ -138,6 +150,19 @@ mod tests {
         gate.release_held(false, |_| Ok(5));
         assert!(gate.waiting() == 0 && gate.hold(&transfer(7)).is_none());
         assert_eq!(gate.handle(17, None).unwrap(), Some(17), "the engine's own handles pass");
+    }
+
+    #[test]
+    fn the_begin_of_a_held_transfer_may_use_the_gate() {
+        let gate = Gate::default();
+        gate.close();
+        let held: Vec<u64> = (0..2).map(|offset| gate.hold(&transfer(offset)).unwrap()).collect();
+        assert!(gate.withdraw(held[1]) && !gate.withdraw(held[1]) && !gate.withdraw(17));
+        gate.release_held(true, |transfer| {
+            assert!(gate.hold(&transfer).is_some(), "a transfer from the log callback");
+            Ok(0)
+        });
+        assert_eq!(gate.waiting(), 1);
     }
 
     #[test]

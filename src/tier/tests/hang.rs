@@ -1,0 +1,325 @@
+//! Paths that do not respond. Every request and every other call on a path hangs once, and once with all later ones, in
+//! every operation of a tier.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::sync::mpsc;
+use std::time::Instant;
+
+use super::*;
+use crate::error::{Error, IoKind, TierKind};
+use crate::io::sim::Stop;
+use crate::tier::Health;
+
+const IO_TIMEOUT: Duration = Duration::from_millis(250);
+/// Longest time of an operation: it may meet the hang once on each path, and machines may be slow.
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// An operation on a tier of two paths, which has step 1 and an uncommitted write on each path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Operation {
+    Open,
+    Reopen,
+    Steps,
+    Write,
+    Read,
+    Commit,
+    CommitClean,
+    Rollback,
+    Evacuate,
+    Verify,
+    Export,
+    Close,
+    Destroy,
+}
+
+const ALL: [Operation; 13] = [
+    Operation::Open,
+    Operation::Reopen,
+    Operation::Steps,
+    Operation::Write,
+    Operation::Read,
+    Operation::Commit,
+    Operation::CommitClean,
+    Operation::Rollback,
+    Operation::Evacuate,
+    Operation::Verify,
+    Operation::Export,
+    Operation::Close,
+    Operation::Destroy,
+];
+
+fn options(disks: &[Disk], stop: Option<Stop>) -> TierOptions {
+    let mut options = on_disks(disks, &[Faults::default(), Faults { stop, ..Faults::default() }]);
+    options.durability = Durability::Full;
+    options.io.io_timeout = Some(IO_TIMEOUT);
+    options
+}
+
+/// A tier with step 1.
+fn prepared(disks: &[Disk], stop: Option<Stop>) -> Result<Tier> {
+    let tier = Tier::open(options(disks, stop))?;
+    step(&tier, 1)?;
+    Ok(tier)
+}
+
+/// Does the operation. Returns the tier if it is still open, and the outcome.
+fn run(
+    operation: Operation,
+    disks: &[Disk],
+    stop: Option<Stop>,
+    tier: Option<Tier>,
+) -> (Option<Tier>, Result<()>) {
+    let on = |number: usize| ExtentPlacement::On(number as u32 % 2);
+    let dirty = |tier: &Tier| (0..STREAMS.len()).try_for_each(|n| write(tier, n, seed_of(2, n), &on(n)));
+    let Some(tier) = tier else {
+        return match operation {
+            Operation::Steps => (None, Tier::steps(&options(disks, stop)).map(drop)),
+            _ => match Tier::open(options(disks, stop)) {
+                Ok(tier) => (Some(tier), Ok(())),
+                Err(error) => (None, Err(error)),
+            },
+        };
+    };
+    let outcome = match operation {
+        Operation::Open | Operation::Reopen | Operation::Steps => Ok(()),
+        Operation::Write => dirty(&tier),
+        Operation::Read => (0..STREAMS.len()).try_for_each(|n| read(&tier, n, seed_of(1, n)).map(drop)),
+        Operation::Commit => dirty(&tier).and_then(|()| tier.commit(2, &2_u64.to_le_bytes())),
+        Operation::CommitClean => tier.commit(2, &1_u64.to_le_bytes()),
+        Operation::Rollback => dirty(&tier).and_then(|()| tier.rollback()),
+        Operation::Evacuate => tier.evacuate(1).and_then(|()| tier.commit(2, &1_u64.to_le_bytes())),
+        Operation::Verify => {
+            tier.verify().and_then(|found| found.damage.into_iter().next().map_or(Ok(()), Err))
+        }
+        Operation::Export => {
+            let base = tempfile::tempdir().unwrap();
+            tier.export(&base.path().join("export")).map(drop)
+        }
+        Operation::Close => return (None, tier.close(Some(Duration::from_millis(100)))),
+        Operation::Destroy => return (None, tier.destroy()),
+    };
+    (Some(tier), outcome)
+}
+
+/// Number of events on the second path: before the operation, and after it.
+fn events_of(operation: Operation) -> (u64, u64) {
+    let disks = [Disk::default(), Disk::default()];
+    let tier = match operation {
+        Operation::Open => None,
+        Operation::Reopen | Operation::Steps => {
+            prepared(&disks, None).unwrap().close(None).unwrap();
+            None
+        }
+        _ => Some(prepared(&disks, None).unwrap()),
+    };
+    let before = disks[1].events();
+    let (tier, outcome) = run(operation, &disks, None, tier);
+    outcome.unwrap();
+    let after = disks[1].events();
+    drop(tier);
+    (before, after)
+}
+
+fn is_named(error: &Error) -> bool {
+    let io = matches!(
+        error.io_kind(),
+        Some(IoKind::Deadline | IoKind::PathFailed | IoKind::NoSpace | IoKind::Timeout)
+    );
+    io || matches!(error, Error::Busy(_)) || error.tier_kind() == Some(TierKind::NoState)
+}
+
+/// Does the operation with a hang, and goes on with the other path afterwards.
+fn survives(operation: Operation, stop: Stop) {
+    let disks = [Disk::default(), Disk::default()];
+    let tier = match operation {
+        Operation::Open => None,
+        Operation::Reopen | Operation::Steps => {
+            prepared(&disks, Some(stop)).unwrap().close(None).unwrap();
+            None
+        }
+        _ => Some(prepared(&disks, Some(stop)).unwrap()),
+    };
+    let what = format!("{operation:?}, {stop:?}");
+    let began = Instant::now();
+    let (tier, outcome) = run(operation, &disks, Some(stop), tier);
+    assert!(began.elapsed() < LIMIT, "{what}");
+    if let Err(error) = &outcome {
+        assert!(is_named(error), "{what}: {error}");
+    }
+    if let Some(tier) = tier {
+        // The other path takes everything: a repeated write goes there, and a commit succeeds.
+        if outcome.is_err() {
+            assert!(
+                operation == Operation::Export || tier.paths()[1].health == Health::Failed,
+                "{what}: {outcome:?}"
+            );
+        }
+        (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(3, n), &ExtentPlacement::On(0)).unwrap());
+        tier.commit(3, &3_u64.to_le_bytes()).unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert!((0..STREAMS.len()).all(|n| read(&tier, n, seed_of(3, n)).unwrap()), "{what}");
+        let closed = tier.close(Some(Duration::from_millis(100)));
+        assert!(closed.is_ok() || is_named(closed.as_ref().unwrap_err()), "{what}: {closed:?}");
+    }
+    assert!(began.elapsed() < 3 * LIMIT, "{what}");
+    disks.iter().for_each(Disk::release);
+    if operation == Operation::Destroy {
+        return;
+    }
+    // A reopen finds a whole state once the path responds again.
+    let tier = loop {
+        match Tier::open(options(&disks, None)) {
+            Err(error) if error.io_kind() == Some(IoKind::Deadline) && began.elapsed() < 5 * LIMIT => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            opened => break opened.unwrap_or_else(|error| panic!("{what}: {error}")),
+        }
+    };
+    if let Some(step) = tier.opened().step {
+        let payload = tier.opened().payload.clone();
+        let seed = u64::from_le_bytes(payload.try_into().unwrap());
+        assert!((0..STREAMS.len()).all(|n| read(&tier, n, seed_of(seed, n)).unwrap()), "{what}: step {step}");
+        assert_eq!(tier.verify().unwrap().damage, [], "{what}");
+    }
+}
+
+#[test]
+fn every_operation_returns_in_time_and_goes_on_whatever_call_on_a_path_hangs() {
+    let mut jobs = Vec::new();
+    for operation in ALL {
+        let (before, after) = events_of(operation);
+        assert!(after > before || operation == Operation::Rollback, "{operation:?} uses its second path");
+        jobs.extend((before..after).flat_map(|at| [true, false].map(|all| (operation, Stop { at, all }))));
+    }
+    assert!(jobs.len() > 200, "{}", jobs.len());
+    // Each job spends its time in waits.
+    let (next, failed) = (Mutex::new(jobs.into_iter()), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..16 {
+            scope.spawn(|| {
+                loop {
+                    let Some((operation, stop)) = next.lock().unwrap().next() else { return };
+                    let outcome = std::panic::catch_unwind(|| survives(operation, stop));
+                    if outcome.is_err() {
+                        failed.lock().unwrap().push((operation, stop));
+                    }
+                }
+            });
+        }
+    });
+    let failed = failed.into_inner().unwrap();
+    assert!(failed.is_empty(), "{failed:?}");
+}
+
+#[test]
+fn an_export_into_a_directory_that_does_not_respond_fails_after_the_io_timeout() {
+    let disks = [Disk::default(), Disk::default()];
+    let tier = prepared(&disks, None).unwrap();
+    let base = tempfile::tempdir().unwrap();
+    let path = base.path().join("hangs");
+    let (release, held) = mpsc::channel::<()>();
+    let hung = crate::tier::time_limits::within_timeout(Some(IO_TIMEOUT), "opening", &path, move || {
+        let _ = held.recv();
+        Ok(())
+    });
+    assert_eq!(hung.unwrap_err().io_kind(), Some(IoKind::Deadline));
+    let error = tier.export(&path).unwrap_err();
+    assert_eq!(error.io_kind(), Some(IoKind::Deadline), "{error}");
+    assert_eq!(std::fs::read_dir(base.path()).unwrap().count(), 0);
+    drop(release);
+    let retried = || tier.export(&PathBuf::from(&path));
+    while retried().is_err_and(|error| error.io_kind() == Some(IoKind::Deadline)) {}
+    assert!(path.join("manifest.json").exists());
+}
+
+#[test]
+fn an_export_holds_one_commit_while_another_thread_commits() {
+    let disks = [Disk::default(), Disk::default()];
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    step(&tier, 1).unwrap();
+    let base = tempfile::tempdir().unwrap();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in 2.. {
+                if done.load(std::sync::atomic::Ordering::Relaxed) {
+                    return;
+                }
+                step(&tier, number).unwrap();
+            }
+        });
+        let mut exported = 0;
+        for attempt in 0.. {
+            let target = base.path().join(format!("export-{attempt}"));
+            match tier.export(&target) {
+                Err(Error::Busy(_)) => std::thread::yield_now(),
+                found => {
+                    let step = found.unwrap();
+                    let fresh = [Disk::default()];
+                    let copy = Tier::open(on_disks(&fresh, &[])).unwrap();
+                    assert_eq!(copy.import(&target).unwrap(), step);
+                    for n in 0..STREAMS.len() {
+                        assert!(
+                            read(&copy, n, seed_of(step, n)).unwrap(),
+                            "extent {n} is of another step than {step}"
+                        );
+                    }
+                    assert_eq!(copy.lock().payload, step.to_le_bytes());
+                    exported += 1;
+                }
+            }
+            if exported == 40 {
+                break;
+            }
+        }
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    assert_eq!(tier.verify().unwrap().damage, []);
+}
+
+#[test]
+fn a_verification_and_an_export_keep_the_space_of_their_state_while_writes_go_on() {
+    let disks = [Disk::default()];
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    step(&tier, 1).unwrap();
+    let held = tier.snapshot(crate::tier::snapshot::View::Committed).unwrap();
+    let used = |tier: &Tier| tier.paths()[0].file_bytes - tier.paths()[0].free;
+    for number in 2..6 {
+        step(&tier, number).unwrap();
+    }
+    let before = used(&tier);
+    for extent in &held.extents {
+        let mut found = crate::tier::inspect::VerifyReport::default();
+        tier.walk(extent, &mut found).unwrap();
+        assert_eq!(found.damage, []);
+    }
+    drop(held);
+    assert!(used(&tier) < before, "the space is free after the snapshot");
+}
+
+/// The write of a part to another path is held at a gate, and the next part has no path left. The thread that would open
+/// the gate is the one that waits.
+#[test]
+fn a_write_that_fails_does_not_wait_for_a_gate_that_only_its_own_thread_opens() {
+    let disks = [Disk::default(), Disk::default(), Disk::default()];
+    drop(Tier::open(on_disks(&disks, &[])).unwrap());
+    let first = disks.each_ref().map(Disk::requests);
+    let disks = [Disk::default(), Disk::default(), Disk::default()];
+    // Request `first` of a path extends its data file, the next ones write.
+    let fails =
+        |number: usize| Faults { fail_nth: Some((first[number] + 1, libc::EIO)), ..Faults::default() };
+    let mut options = on_disks(&disks, &[fails(0), Faults::default(), fails(2)]);
+    options.paths[1].limit = Some(4 * BLOCK);
+    let tier = std::sync::Arc::new(Tier::open(options).unwrap());
+    tier.close_gate(1);
+    let (report, reported) = mpsc::channel();
+    let theirs = std::sync::Arc::clone(&tier);
+    std::thread::spawn(move || {
+        let striped = ExtentPlacement::Striped(vec![(0, 2), (2, 8)]);
+        let _ = report.send(write(&theirs, 1, 5, &striped));
+    });
+    let outcome = reported.recv_timeout(PATIENCE.unwrap()).expect("the write waits for ever");
+    assert_eq!(outcome.unwrap_err().io_kind(), Some(IoKind::Failed));
+    assert!(!tier.held_back(1), "nothing is left at the gate");
+    tier.open_gate(1);
+}

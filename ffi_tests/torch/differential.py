@@ -282,6 +282,8 @@ class Program:
                 pass
             finally:
                 signal.signal(signal.SIGALRM, before)
+                # A handler that raises while `no_grad` ends leaves gradients off, also in torch's own step.
+                torch.set_grad_enabled(True)
             # A state dict is made after the optimizer has noted what the library has done.
             ours.optimizer.state_dict()
             counts = [self.count(ours, param) for param in stepped]

@@ -1,4 +1,4 @@
-"""One process of test_ranks.py: norms, random bits and refusals of optimizers whose parameters are placed on meshes of 2 or 4 processes.
+"""One process of test_placements.py: norms, random bits and refusals of optimizers whose parameters are placed on meshes of 2 or 4 processes.
 
     ranks_worker.py CASE...     prints a line for each case that holds"""
 

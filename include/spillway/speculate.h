@@ -283,7 +283,8 @@ enum spw_status spw_spec_abort(const struct spw_spec *spec);
 
 // Waits until every bucket of the round is final, for up to `timeout_ms` milliseconds (negative: without limit). After
 // it all spans, and the words of events, belong to the caller again. If a bucket of a round without a verdict has
-// failed, its error is returned at once: abort the round then, and finish again.
+// failed, its error is returned at once: abort the round then, and finish again. The second call waits, and repeats
+// the error of the bucket.
 enum spw_status spw_spec_finish(const struct spw_spec *spec,
                                 int64_t timeout_ms);
 

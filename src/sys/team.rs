@@ -60,6 +60,7 @@ impl Team {
         let pool = ThreadPoolBuilder::new()
             .num_threads(workers)
             .thread_name(|index| format!("spillway-{index}"))
+            .stack_size(super::threads::STACK_BYTES)
             .start_handler(move |_| {
                 start();
                 bind.iter().for_each(|bind| bind());

@@ -31,6 +31,8 @@ use crate::log;
 
 /// Most threads; a larger number is taken for a configuration mistake.
 pub const MAX_THREADS: usize = 4096;
+/// Stack of a thread of the library. Stated, because Rust otherwise reads it from the variable RUST_MIN_STACK.
+pub const STACK_BYTES: usize = 2 << 20;
 
 /// The workers; `None` for one thread, which is the caller.
 static POOL: PerProcessStatic<Option<Team>> = PerProcessStatic::empty();
@@ -166,7 +168,7 @@ fn bind_or_warn(cpus: &Bitmap) {
 
 /// Starts a thread of the library, as [`become_quiet`] states.
 pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    std::thread::Builder::new().name(name.to_string()).spawn(move || {
+    std::thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES).spawn(move || {
         become_quiet();
         FOLLOWS.set(true);
         work();
@@ -180,10 +182,13 @@ pub fn spawn_scoped_quiet<'scope>(
     name: &str,
     work: impl FnOnce() + Send + 'scope,
 ) -> io::Result<()> {
-    std::thread::Builder::new().name(name.to_string()).spawn_scoped(scope, move || {
-        become_quiet();
-        work();
-    })?;
+    std::thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES).spawn_scoped(
+        scope,
+        move || {
+            become_quiet();
+            work();
+        },
+    )?;
     Ok(())
 }
 

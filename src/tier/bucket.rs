@@ -16,6 +16,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::directory::{FILES, Owner, inherited};
+use super::failures::unless_fenced;
 use super::layout::PAGE;
 use super::prefix_lock::{LOCKS, PrefixLock};
 use super::storage::{FilePair, NamedFile, Storage, in_flight};
@@ -135,6 +136,10 @@ impl Storage for Bucket {
 
     fn check_owner(&self) -> Result<()> {
         self.lock.check(self.volume.prefix(), self.volume.address())
+    }
+
+    fn check_removal(&self, _: &[NamedFile]) -> Result<()> {
+        unless_fenced(self.check_owner())
     }
 
     fn removal_has_limits(&self) -> bool {

@@ -4,7 +4,7 @@
 use std::io;
 use std::path::Path;
 
-use crate::error::{Error, IoError, IoKind, TierError, TierKind};
+use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::sys::private_files;
 
 /// Error of a directory that a live process holds.
@@ -33,6 +33,12 @@ pub(super) fn fenced(path: &str, other: &str) -> Error {
          processes, and open the tier again"
     );
     TierError::at(TierKind::Fenced, path, message)
+}
+
+/// The outcome of a check of the owner before a removal: only another owner prevents it. An error of the device is that
+/// of the calls which follow, and a damaged record does not keep the files.
+pub(super) fn unless_fenced(checked: Result<()>) -> Result<()> {
+    checked.or_else(|error| if error.is_fenced() { Err(error) } else { Ok(()) })
 }
 
 /// The error of a path, with the reason why its data could not be moved to another path.

@@ -266,9 +266,13 @@ impl Kept {
         }
     }
 
+    /// True if another owner was seen.
+    fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
     fn is_valid(&self) -> bool {
-        !self.lost.load(Ordering::Acquire)
-            && (self.began.elapsed().as_nanos() as u64) < self.valid_until.load(Ordering::Acquire)
+        !self.is_lost() && (self.began.elapsed().as_nanos() as u64) < self.valid_until.load(Ordering::Acquire)
     }
 
     /// Whose record the file holds.
@@ -301,9 +305,10 @@ impl OwnedLock {
         self.kept.pages.leased
     }
 
-    /// True if the lease is valid, or if there is none because the system's lock suffices.
+    /// True if the lease is valid. Without a lease, because the system's lock suffices: true until another owner was
+    /// seen.
     pub(super) fn lease_is_valid(&self) -> bool {
-        !self.kept.pages.leased || self.kept.is_valid()
+        if self.is_leased() { self.kept.is_valid() } else { !self.kept.is_lost() }
     }
 
     /// Fails with `Fenced` if another process may own the directory. Reads the record only if the lease has to be
@@ -311,7 +316,8 @@ impl OwnedLock {
     pub(super) fn check_lease(&self, path: &Path) -> Result<()> {
         match self.lease_is_valid() {
             true => Ok(()),
-            false => self.verdict(path, self.kept.renew()),
+            false if self.is_leased() => self.verdict(path, self.kept.renew()),
+            false => self.check_owner(path),
         }
     }
 

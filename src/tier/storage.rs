@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::directory::{Directory, FILES};
+use super::failures::unless_fenced;
 use super::time_limits::within_timeout;
 use crate::error::{Error, Result};
 use crate::io::file::File;
@@ -71,7 +72,8 @@ pub trait Storage: Send + Sync + Debug {
         Ok(())
     }
 
-    /// Fails if one of the open files now has another name, so that a removal would leave its data.
+    /// Fails with `Fenced` if another process claimed the files since they were opened. Fails if one of the open files
+    /// now has another name, so that a removal would leave its data.
     fn check_removal(&self, _files: &[NamedFile]) -> Result<()> {
         Ok(())
     }
@@ -168,6 +170,8 @@ impl Storage for DirStorage {
     }
 
     fn check_removal(&self, files: &[NamedFile]) -> Result<()> {
+        // The caller bounds a removal and its checks.
+        unless_fenced(self.directory.check_owner())?;
         let named = files.iter().filter(|(_, file)| file.has_a_name());
         let files: Vec<_> = named.map(|(name, file)| (*name, file.identity())).collect();
         self.directory.check_removal(&files)
@@ -331,7 +335,7 @@ impl Storage for SimStorage {
 
     fn check_removal(&self, _: &[NamedFile]) -> Result<()> {
         self.disk.call(self.stop);
-        Ok(())
+        unless_fenced(self.check_owner())
     }
 
     fn remove(self: Arc<Self>) -> Result<()> {

@@ -135,7 +135,8 @@ pub extern "C" fn spw_spec_abort(spec: Option<&spw_spec>) -> spw_status {
 
 /// Waits until every bucket of the round is final, for up to `timeout_ms` milliseconds (negative: without limit). After
 /// it all spans, and the words of events, belong to the caller again. If a bucket of a round without a verdict has
-/// failed, its error is returned at once: abort the round then, and finish again.
+/// failed, its error is returned at once: abort the round then, and finish again. The second call waits, and repeats
+/// the error of the bucket.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_spec_finish(spec: Option<&spw_spec>, timeout_ms: i64) -> spw_status {
     guard(|| handle::get(spec)?.engine.finish(timeout(timeout_ms)))

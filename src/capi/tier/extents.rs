@@ -191,7 +191,7 @@ pub unsafe extern "C" fn spw_tier_wait(
 ///
 /// If a put failed since the last commit, the commit returns its error until the extent is put again or
 /// `spw_tier_rollback` is called. After any error the next open finds the last committed step. If the devices did
-/// not respond, it may find this step instead.
+/// not respond, or if the lock file was damaged, it may find this step instead.
 ///
 /// If files of a path were removed, renamed or replaced, the path has failed. The commit moves the path's extents to
 /// other paths, or it is SPW_ERR_PATH_MISSING.

@@ -201,6 +201,20 @@ fn a_superblock_of_another_owner_is_not_replaced_whatever_the_record_says() {
 }
 
 #[test]
+fn an_owner_that_another_replaced_cannot_remove_the_tier() {
+    let disk = Disk::default();
+    let options = || on_disks(std::slice::from_ref(&disk), &[]);
+    let tier = Tier::open(options()).unwrap();
+    step(&tier, 1).unwrap();
+    let other = Tier::open(options()).unwrap();
+    step(&other, 2).unwrap();
+    assert!(tier.destroy().unwrap_err().is_fenced());
+    step(&other, 3).unwrap();
+    drop(other);
+    assert!(is_at(&Tier::open(options()).unwrap(), 3));
+}
+
+#[test]
 fn an_owner_that_another_replaced_writes_no_data_and_fails_no_path() {
     let disk = Disk::default();
     let options = || on_disks(std::slice::from_ref(&disk), &[]);

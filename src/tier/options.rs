@@ -87,9 +87,19 @@ impl PathLocation {
     }
 }
 
+/// Room for the names of job, host, rank and file below a directory.
+const LONGEST_BELOW: usize = 1024;
+
 /// The absolute form of a directory's path. Links are not resolved.
 pub(super) fn absolute(directory: &Path) -> Result<PathBuf> {
-    std::path::absolute(directory).map_err(|error| failed("opening", directory, error, ""))
+    let absolute = std::path::absolute(directory).map_err(|error| failed("opening", directory, error, ""))?;
+    if directory.is_absolute() {
+        return Ok(absolute);
+    }
+    // Only the relative name works if the process cannot search the directories above, or if the whole name is too long.
+    let above = std::env::current_dir().and_then(std::fs::metadata);
+    let usable = above.is_ok() && absolute.as_os_str().len() + LONGEST_BELOW < libc::PATH_MAX as usize;
+    Ok(if usable { absolute } else { directory.to_path_buf() })
 }
 
 /// The error for a path in an object store. Its address may hold credentials, so it is not quoted.

@@ -146,7 +146,6 @@ int main(int count, char **arguments) {
     }
     CHECK(unlink(file) == 0);
     again_with(arguments[0], "sse9", "refused", "there is no kernel \"sse9\"");
-    again_with(arguments[0], "", "refused", "there is no kernel");
     again_with(arguments[0], "AVX2", "refused", "avx512, avx2, sve_bf16, sve, neon, scalar");
     return 0;
 }

@@ -46,6 +46,8 @@ pub struct Team {
 /// Limit of queued jobs per worker. A worker that gets no processor time would otherwise accumulate jobs, which take
 /// memory.
 const MAX_QUEUED: usize = 64;
+/// Stack of a thread of the library. Stated, because Rust otherwise reads it from the variable RUST_MIN_STACK.
+pub const STACK_BYTES: usize = 2 << 20;
 
 impl Team {
     /// Starts `workers` threads. The caller of [`Team::each`] works in addition to them. They wait awake for the next
@@ -60,7 +62,7 @@ impl Team {
         let pool = ThreadPoolBuilder::new()
             .num_threads(workers)
             .thread_name(|index| format!("spillway-{index}"))
-            .stack_size(super::threads::STACK_BYTES)
+            .stack_size(STACK_BYTES)
             .start_handler(move |_| {
                 start();
                 bind.iter().for_each(|bind| bind());

@@ -24,15 +24,13 @@ use super::cap;
 use super::openmp;
 use super::per_process::{PerProcessStatic, Shared};
 use super::spin::{self, Burst};
-use super::team::Team;
+use super::team::{STACK_BYTES, Team};
 use crate::environment;
 use crate::error::{Error, Result};
 use crate::log;
 
 /// Most threads; a larger number is taken for a configuration mistake.
 pub const MAX_THREADS: usize = 4096;
-/// Stack of a thread of the library. Stated, because Rust otherwise reads it from the variable RUST_MIN_STACK.
-pub const STACK_BYTES: usize = 2 << 20;
 
 /// The workers; `None` for one thread, which is the caller.
 static POOL: PerProcessStatic<Option<Team>> = PerProcessStatic::empty();

@@ -44,7 +44,9 @@ class TorchStep(Notes):
             name = name_of(group, number, index)
             check_layout(param.grad, name, type(self).__name__, self._sparse)
             self._check_devices(param, name)
-            if all(type(tensor) in PLAIN or isinstance(tensor, DTensor) for tensor in (param, param.grad)):
+            known = all(type(tensor) in PLAIN or isinstance(tensor, DTensor) for tensor in (param, param.grad))
+            # Sparse tensors have no arithmetic without memory.
+            if known and local(param.grad).layout is torch.strided:
                 self._try(group, param, name)
         self._tried = facts
 
@@ -55,7 +57,8 @@ class TorchStep(Notes):
 
     def _try(self, group: dict[str, Any], param: torch.Tensor, name: str) -> None:
         """torch's step of a tensor without memory in the place of the parameter."""
-        stand_in = torch.nn.Parameter(_without_memory(param), requires_grad=param.requires_grad)
+        # It needs no gradient: a differentiable step refuses to write to a leaf that does.
+        stand_in = _without_memory(param)
         stand_in.grad = _without_memory(param.grad)
         state = {key: value.clone() if key == "step" and isinstance(value, torch.Tensor) else _without_memory(value)
                  for key, value in self.state.get(param, {}).items()}

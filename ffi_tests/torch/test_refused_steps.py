@@ -233,3 +233,84 @@ def test_an_inference_tensor_among_the_states_names_its_parameter(options):
     with pytest.raises(ValueError, match=r"params'\]\[0\].*inference tensor"):
         optimizer.step()
     assert torch.equal(param, before)
+
+
+def _mixed(*, served=1, rest=2, cls=own.AdamW, dtype=torch.float64, **options):
+    """An optimizer after one step, with parameters that Spillway steps and others that torch steps."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(served)] + [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(rest)]
+    optimizer = cls(params, lr=0.1, **options)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return params, optimizer
+
+
+def _inference(params, optimizer):
+    with torch.inference_mode():
+        states = {key: value.clone() for key, value in optimizer.state[params[-1]].items()}
+    optimizer.state[params[-1]].update(states)
+
+
+def _expanded(params, optimizer):
+    optimizer.state[params[-1]]["exp_avg"] = torch.zeros(1, dtype=torch.float64).expand(4)
+
+
+def _fused_for_complex(params, optimizer):
+    group = optimizer.param_groups[0]
+    del group["params"][-1]
+    optimizer.param_groups.append({**group, "params": [params[-1]], "fused": True})
+
+
+def _count_of(value):
+    return lambda params, optimizer: optimizer.state[params[-1]]["step"].fill_(value)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("dtype, spoil", [(torch.float64, _inference), (torch.float64, _expanded), (torch.complex64, _fused_for_complex),
+                                          (torch.float64, _count_of(-5.0)), (torch.float64, _count_of(float("nan")))])
+def test_what_only_torchs_real_step_refuses_changes_nothing(dtype, spoil, max_norm):
+    params, optimizer = _mixed(dtype=dtype, max_norm=max_norm)
+    spoil(params, optimizer)
+    tensors = [tensor for param in params for tensor in (param, param.grad, *optimizer.state[param].values())]
+    before = [tensor.detach().clone() for tensor in tensors]
+    with pytest.raises((ValueError, NotImplementedError, RuntimeError), match="params'.*nothing was stepped"):
+        optimizer.step()
+    assert all(torch.allclose(old, tensor, rtol=0, atol=0, equal_nan=True) for old, tensor in zip(before, tensors))
+
+
+def test_lion_refuses_complex_parameters_before_it_steps_others():
+    params = [torch.nn.Parameter(torch.ones(4, dtype=torch.float64)), torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))]
+    optimizer = own.Lion(params, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(NotImplementedError, match=r"params'\]\[1\] is stepped by torch, which refuses"):
+        optimizer.step()
+    assert torch.equal(params[0].detach(), torch.ones(4, dtype=torch.float64))
+
+
+def test_gradients_that_torch_cannot_write_to_are_clipped_too():
+    params, optimizer = _mixed(max_norm=0.5)
+    with torch.inference_mode():
+        params[1].grad = torch.ones(4, dtype=torch.float64)
+    params[2].grad = torch.ones(1, dtype=torch.float64).expand(4)
+    optimizer.step()
+    assert torch.equal(params[1].grad, params[2].grad) and params[1].grad[0] < 1
+    assert torch.equal(params[1].detach(), params[2].detach())
+
+
+@pytest.mark.parametrize("options", [{}, {"master": "f32"}, {"master": "split"}, {"undo": True}])
+def test_memory_that_was_freed_is_an_error_that_names_it(options):
+    for what in ("parameter", "gradient", "exp_avg_sq", *(["master_low"] if options.get("master") == "split" else [])):
+        param = torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16))
+        optimizer = own.AdamW([param], **options)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        param.grad = torch.ones_like(param)
+        tensor = {"parameter": param, "gradient": param.grad}.get(what)
+        tensor = optimizer.state[param][what] if tensor is None else tensor
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"params'\]\[0\](: its storage is shorter than the tensor|\.grad: is NULL)"):
+            optimizer.step()
+        if what == "parameter":
+            with pytest.raises(ValueError, match="storage is shorter"):
+                optimizer.master(param)

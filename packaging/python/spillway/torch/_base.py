@@ -23,7 +23,7 @@ from ._notes import of_itself
 from ._on_tier import OnTier
 from ._pending import Pending
 from ._precision import Precision, master_of
-from ._rows import local
+from ._rows import check_has_memory, local
 from ._table import Table, named
 from ._tier_table import TierTable
 from ._undo import LastStep, RecordedStep
@@ -156,6 +156,7 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             InvalidArgumentError: The tensor is not a parameter of this optimizer."""
         if not any(param is own for group in self.param_groups for own in group["params"]):
             raise InvalidArgumentError(f"{type(self).__name__}.master: the tensor is not a parameter of this optimizer; pass one of its param_groups")
+        check_has_memory(local(param), f"{type(self).__name__}.master: the parameter")
         tier = self._tier
         if tier is not None:
             return self._alone(tier, lambda: tier.master(param))

@@ -54,6 +54,20 @@ def holds_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_neg() or tensor._is_zerotensor())
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """False if the storage of a strided tensor was made shorter than the tensor, as FSDP frees the parameters of other processes."""
+    if tensor.layout is not torch.strided:
+        return True
+    end = tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return not tensor.numel() or end * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def check_has_memory(tensor: torch.Tensor, what: str) -> None:
+    """Raises an error for a tensor whose memory was freed."""
+    if not has_memory(tensor):
+        raise InvalidArgumentError(f"{what}: its storage is shorter than the tensor; give it its memory back before the call")
+
+
 def is_partial(tensor: torch.Tensor) -> bool:
     """True if processes hold terms of a sum, which are no values of the tensor."""
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
@@ -80,8 +94,12 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
         raise InvalidArgumentError(f"{name} is on {param.device}, its gradient on {grad.device}; move the gradient")
     if param.shape != grad.shape:
         raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}; compute the gradient again")
-    return (param.is_cpu and param.dtype in CODES and grad.dtype in CODES and param.is_contiguous() and grad.is_contiguous()
-            and holds_values(param) and holds_values(grad))
+    served = (param.is_cpu and param.dtype in CODES and grad.dtype in CODES and param.is_contiguous() and grad.is_contiguous()
+              and holds_values(param) and holds_values(grad))
+    if served:
+        check_has_memory(param, name)
+        check_has_memory(grad, f"the gradient of {name}")
+    return served
 
 
 def lay_out(param: torch.Tensor, states: dict[str, Any], keys: list[str]) -> None:
@@ -118,6 +136,7 @@ def check_state(param: torch.Tensor, state: torch.Tensor, key: str, name: str, d
     if not (state.is_cpu and state.is_contiguous() and holds_values(state)):
         raise InvalidArgumentError(f"{name}: its state {key!r} is not contiguous in CPU memory as the parameter is, or has torch's negative "
                                    "bit; replace the state by a copy in CPU memory")
+    check_has_memory(state, f"the state {key!r} of {name}")
     if state.dtype not in dtypes:
         raise UnsupportedError(f"{name} is {param.dtype}, its state {key!r} {state.dtype}; cast the state to "
                                f"{' or '.join(dict.fromkeys(map(str, dtypes)))}")

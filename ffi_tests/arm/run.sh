@@ -196,14 +196,14 @@ checkers() {
 # - tests that use MADV_DONTFORK, which qemu-user ignores;
 # - tests that bind threads and ask for the nodes of pages, because qemu-user lacks the calls;
 # - tests that start themselves as another process, which the host cannot run;
-# - slow tests of nothing specific to this processor: the PTX interpreter, crashes of a simulated disk or store, all
+# - slow tests of nothing specific to this processor: the PTX interpreter, crashes and hangs of a simulated disk, all
 #   2^32 patterns of a split in integers, and the exhaustive search over plans.
 library_tests() {
     set --
     for skipped in far_more_than_the_machine_has real_processes_exclude gpu::tests::bits interleave::tests::cuda a_crash_at_any \
         is_not_there_in_a_forked_child sys::binding::tests sys::page_nodes::tests sys::node_memory::tests \
         sys::lock::tests in_flight::a_forked_child in_flight::a_tier_ \
-        tier::tests::crash tier::tests::before swap::tests::split all_patterns_come_back choose::tests \
+        hang::every_operation tier::tests::crash tier::tests::before swap::tests::split all_patterns_come_back choose::tests \
         plans_with_flowing_weights; do
         set -- "$@" --skip "$skipped"
     done

@@ -25,8 +25,7 @@ import ctypes as _ctypes
 import typing as _typing
 from collections.abc import Callable as _Callable
 
-from . import _abi, _deprecated, _log, _native, _version
-from .errors import OLD_NAMES as _OLD_ERRORS
+from . import _abi, _log, _native, _version
 from .errors import (BusyError, CorruptError, GpuError, InternalError, InvalidArgumentError, IoError, LibraryNotFoundError,
                      NoDeviceError, NoStateError, NoStepError, NotFoundError, OutOfOrderError, SpillwayError, SystemCallError,
                      TierError, TierFencedError, TierLockedError, TimedOutError, UnknownIdError, UnsupportedError)
@@ -52,11 +51,7 @@ library_path = _native.library_path
 preload_path = _native.preload_path
 _log_callback = None
 
-if not _typing.TYPE_CHECKING:
-    __getattr__ = _deprecated.module_names(__name__, _OLD_ERRORS)
 
-
-@_deprecated.was_dict("spillway.stats()")
 class OptimizerStats(_typing.NamedTuple):
     """Number of calls and of stepped elements of each optimizer in this process since the library was loaded."""
 

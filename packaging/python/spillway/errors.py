@@ -11,9 +11,8 @@ built-in one inherit from it too: an `IoError` is an `OSError`, an `InvalidArgum
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import _deprecated
 
 
 class SpillwayError(RuntimeError):
@@ -244,14 +243,3 @@ _BY_STATUS.update({kind.status: kind for kind in (TornError, ChangedError, PeerE
 def from_status(status: int, message: str) -> SpillwayError:
     """Returns the exception for a status of the C library; a SpillwayError for an unknown status."""
     return _BY_STATUS.get(status, SpillwayError)(message, status)
-
-
-OLD_NAMES = {
-    "Busy": "BusyError", "Corrupt": "CorruptError", "GpuFailure": "GpuError", "InvalidArgument": "InvalidArgumentError",
-    "IoFailure": "IoError", "LibraryNotFound": "LibraryNotFoundError", "NoDevice": "NoDeviceError", "NoState": "NoStateError",
-    "NoStep": "NoStepError", "NotFound": "NotFoundError", "OutOfOrder": "OutOfOrderError", "SystemFailure": "SystemCallError",
-    "TierFailure": "TierError", "TierLocked": "TierLockedError", "TimedOut": "TimedOutError", "UnknownId": "UnknownIdError",
-    "Unsupported": "UnsupportedError"}
-
-if not TYPE_CHECKING:
-    __getattr__ = _deprecated.module_names(__name__, OLD_NAMES)

@@ -20,9 +20,9 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from . import _abi, _arguments, _arrays, _deprecated, _native, _tensor_rows
+from . import _abi, _arguments, _arrays, _native, _tensor_rows
 from ._arrays import Array
 from ._native_handle import TIMEOUT, _NativeHandle, record
 from .errors import InvalidArgumentError
@@ -118,8 +118,6 @@ class Link(NamedTuple):
     step_f32: float
     step_native: float
 
-
-_deprecated.add_attribute(Link, "wire", "transfer_dtype")
 
 
 def gpu_count() -> int:
@@ -300,7 +298,6 @@ class Gpu(_NativeHandle):
         self._memory.pop(id(copy), None)
         self._in_flight.pop(copy, None)
 
-    @_deprecated.keywords(stats="return_stats")
     def step(self, adam: Adam, tensors: Iterable[Sequence[Any]], *, shadow: Iterable[Sequence[Any]] | None = None,
              stream: CudaStream | None = None, grad_scale: float = 1.0, return_stats: bool = False) -> StepStats | None:
         """Runs one step on the device, with the bits of a step on the CPU.
@@ -332,7 +329,6 @@ class Gpu(_NativeHandle):
             adam.count_step(status)
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
-    @_deprecated.keywords(again="remeasure")
     def measure_link(self, *, accumulates: bool = False, remeasure: bool = False) -> Link:
         """Returns the throughput of the link, measured once per machine and saved.
 
@@ -343,8 +339,6 @@ class Gpu(_NativeHandle):
         self._call("spw_gpu_measure_link", int(accumulates), int(remeasure), ctypes.byref(found))
         return Link(("native", "f32")[found.transfer_dtype], found.d2h_f32, found.d2h_native, found.h2d_f32, found.h2d_native,
                     found.step_f32, found.step_native)
-
-    link = _deprecated.attribute("Gpu.link", "measure_link")
 
 
 class Copy:
@@ -395,8 +389,6 @@ class Copy:
         """Makes later work on `stream` wait for this copy, on the device."""
         self._gpu._call("spw_gpu_copy_stream_wait", self._ticket.value, stream_number(stream, self._gpu.ordinal))
 
-    order = _deprecated.attribute("Copy.order", "stream_wait")
-
 
 def device_table(tensors: Iterable[Sequence[Any]], shadow: Iterable[Sequence[Any]] | None = None,
                  ordinal: int | None = None) -> Any:
@@ -437,7 +429,3 @@ def _number(owner: Any, attribute: str, argument: str) -> int:
     if not isinstance(number, int) or not 0 <= number < 1 << 64:
         raise InvalidArgumentError(f"{argument} is {owner!r}; pass an object with the integer attribute {attribute}")
     return number
-
-
-if not TYPE_CHECKING:
-    __getattr__ = _deprecated.module_names(__name__, {"WIRES": "TRANSFER_DTYPES"})

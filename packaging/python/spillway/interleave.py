@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from . import _abi, _arguments, _arrays, _deprecated, _native, _tensor_rows
+from . import _abi, _arguments, _arrays, _native, _tensor_rows
 from ._native_handle import _NativeHandle, record
 from .errors import InvalidArgumentError
 from .gpu import TRANSFER_DTYPES, CudaStream, Gpu, device_span, options_of, stream_number
@@ -91,10 +91,7 @@ class Plan(NamedTuple):
     gpu_bytes: int
 
 
-_deprecated.add_attribute(Plan, "sites", "placements")
 
-
-@_deprecated.keywords(wire="transfer_dtype", parameter="argument")
 def plan(rates: Rates | Sequence[Any], sizes: Sequence[int], *, mode: str = "model", argument: int = 0, residents: int = 0,
          backward: float = 0.0, transfer_dtype: str = "native", fetch_gradients: bool = False, slots: int = 0,
          chunk: int = 0) -> Plan:
@@ -161,7 +158,6 @@ class Interleave(_NativeHandle):
 
     closer = "spw_interleave_close"
 
-    @_deprecated.keywords(wire="transfer_dtype", uint16_as="uint16_dtype")
     def __init__(self, subgroups: Iterable[Sequence[Any]], *, gpu: Gpu | None = None, transfer_dtype: str = "native",
                  fetch_gradients: bool = False, slots: int = 0, chunk: int = 0, uint16_dtype: str | None = None):
         self._subgroups = [Subgroup(*subgroup) for subgroup in subgroups]
@@ -187,7 +183,6 @@ class Interleave(_NativeHandle):
         """Number of subgroups."""
         return len(self._subgroups)
 
-    @_deprecated.keywords(sites="placements")
     def set_plan(self, placements: Sequence[str]) -> None:
         """Sets the processor of each subgroup from the next step on.
 
@@ -207,14 +202,10 @@ class Interleave(_NativeHandle):
         """Declares that work already queued on `stream` produces this subgroup's gradient. Its transfer may start."""
         self._call("spw_interleave_grad_ready", self._at(subgroup), self._number(stream))
 
-    gradient = _deprecated.attribute("Interleave.gradient", "grad_ready")
-
     def release_params(self, subgroup: int, stream: CudaStream | None = None) -> None:
         """Declares that only work already queued on `stream` reads a subgroup's 16-bit parameters before
         stream_wait_params()."""
         self._call("spw_interleave_release_params", self._at(subgroup), self._number(stream))
-
-    params_free = _deprecated.attribute("Interleave.params_free", "release_params")
 
     def begin(self, adam: Adam | Sequence[Adam], *, grad_scale: float = 1.0, stream: CudaStream | None = None) -> None:
         """Starts the step of all subgroups and returns.
@@ -248,8 +239,6 @@ class Interleave(_NativeHandle):
         written."""
         self._call("spw_interleave_stream_wait_params", self._at(subgroup), self._number(stream))
 
-    publish = _deprecated.attribute("Interleave.publish", "stream_wait_params")
-
     @staticmethod
     def _at(subgroup: Any) -> int:
         return _arguments.unsigned("subgroup", subgroup)
@@ -279,8 +268,6 @@ class Interleave(_NativeHandle):
         found, count = (ctypes.c_uint64 * len(self))(), ctypes.c_uint64()
         self._call("spw_interleave_get_in_flight", found, len(self), ctypes.byref(count))
         return list(found[:count.value])
-
-    away = _deprecated.attribute("Interleave.away", "in_flight")
 
     def calibrate(self, rates: Rates | Sequence[Any]) -> None:
         """Sets the Rates from which replan() starts."""
@@ -339,7 +326,3 @@ def _choice(known: Mapping[str, int], name: str, argument: str) -> int:
     if not isinstance(name, str) or name not in known:
         raise InvalidArgumentError(f"{argument} is {name!r}; pass one of {', '.join(known)}")
     return known[name]
-
-
-if not TYPE_CHECKING:
-    __getattr__ = _deprecated.module_names(__name__, {"SITES": "PLACEMENTS"})

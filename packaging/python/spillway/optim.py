@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _arrays, _native, _tensor_rows
 from ._arrays import Array
-from ._deprecated import keywords
 from .errors import InvalidArgumentError
 from .recording import Recording
 
@@ -74,7 +73,6 @@ class _Optimizer:
         #: Number of steps done; the next step has this number plus one.
         self.step_count = 0
 
-    @keywords(stats="return_stats", uint16_as="uint16_dtype")
     def step(self, tensors: Tensors, *, grad_scale: float = 1.0, return_stats: bool = False, uint16_dtype: str | None = None,
              number: int | None = None) -> StepStats | None:
         """Runs one step over all tensors, in place.
@@ -96,7 +94,6 @@ class _Optimizer:
         table, _held = tensor_table(self, tensors, uint16_dtype)
         return self._run(ctypes.addressof(table), len(table), grad_scale, return_stats, None, number)
 
-    @keywords(uint16_as="uint16_dtype")
     def prepare(self, tensors: Tensors, *, shadow: Tensors | None = None, uint16_dtype: str | None = None) -> Prepared:
         """Checks tensors once, for repeated steps over them.
 
@@ -155,10 +152,10 @@ class _Optimizer:
             # The call and the store of its status are one step in C: no signal handler runs in between.
             library = _native._library or _native.library()
             if recording is None:
-                status.extend(starmap(getattr(library, self._step_name), ((ctypes.byref(options), table, count, stats),)))
+                status.extend(starmap(getattr(library, self._step_name), ((options, table, count, stats),)))
             else:
                 step = getattr(library, self._recorded_step_name)
-                status.extend(starmap(step, ((recording, ctypes.byref(options), table, count, stats),)))
+                status.extend(starmap(step, ((recording, options, table, count, stats),)))
             if status[0]:
                 _native.check(status[0])
         finally:
@@ -295,7 +292,6 @@ class Prepared:
             backward(batch)                    # writes into grad
             prepared.step()"""
 
-    @keywords(uint16_as="uint16_dtype")
     def __init__(self, optimizer: _Optimizer, tensors: Tensors, shadow: Tensors | None = None, uint16_dtype: str | None = None):
         self.optimizer = optimizer
         self._table, self._held = tensor_table(optimizer, tensors, uint16_dtype, shadow)
@@ -305,7 +301,6 @@ class Prepared:
         """Number of tensors."""
         return len(self._table)
 
-    @keywords(stats="return_stats")
     def step(self, *, grad_scale: float = 1.0, return_stats: bool = False, number: int | None = None) -> StepStats | None:
         """Runs one step of the optimizer over these tensors.
 
@@ -395,7 +390,6 @@ def _pair(betas: Any) -> tuple[float | None, float | None]:
     return first, second
 
 
-@keywords(uint16_as="uint16_dtype")
 def grad_stats(grad: Array, *, scale: float = 1.0, uint16_dtype: str | None = None) -> StepStats:
     """Returns the statistics of one gradient, without a step.
 

@@ -16,7 +16,6 @@ import ctypes
 from typing import TYPE_CHECKING
 
 from . import _abi, _arguments, _native
-from ._deprecated import keywords
 from ._native_handle import _NativeHandle, record
 from .errors import InvalidArgumentError
 
@@ -63,7 +62,6 @@ class Recording(_NativeHandle):
         options.mode, options.elements, options.tensors = MODES[mode], prepared.elements, len(prepared)
         self._hold("spw_undo_open", ctypes.byref(options))
 
-    @keywords(stats="return_stats")
     def step(self, *, grad_scale: float = 1.0, return_stats: bool = False) -> StepStats | None:
         """Runs and records one step, which replaces the previous recording.
 

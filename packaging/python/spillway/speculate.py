@@ -17,7 +17,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from . import _abi, _arguments, _deprecated, _kept, _native
+from . import _abi, _arguments, _kept, _native
 from ._arrays import Array
 from ._native_handle import _NativeHandle, record
 from .errors import InvalidArgumentError
@@ -46,10 +46,7 @@ class Outcome(NamedTuple):
     rolled_back: int
 
 
-_deprecated.add_attribute(Outcome, "withdrawn", "rolled_back")
 
-
-@_deprecated.was_dict("Speculation.stats()", seconds_exposed="exposed_seconds")
 class SpeculationStats(NamedTuple):
     """Counters of a Speculation since its open.
 
@@ -142,7 +139,6 @@ class Speculation(_NativeHandle):
         self._call(f"spw_spec_begin_{optimizer.c_name}", ctypes.byref(options), max_norm)
         self._optimizer = optimizer
 
-    @_deprecated.keywords(uint16_as="uint16_dtype")
     def submit(self, bucket: int, tensors: Tensors, *, shadow: Tensors | None = None, event_fd: int | None = None,
                after: CudaStream | CudaEvent | None = None, gpu: Gpu | None = None, uint16_dtype: str | None = None) -> None:
         """Submits a bucket, whose step starts at once or after an event.
@@ -221,8 +217,6 @@ class Speculation(_NativeHandle):
             TimedOutError: The bucket has no new parameters yet."""
         self._call("spw_spec_stream_wait", bucket, stream_number(stream), _arguments.milliseconds(timeout))
 
-    publish = _deprecated.attribute("Speculation.publish", "stream_wait_params")
-
     def submit_table(self, function: str, bucket: int, held: Any, *arguments: Any) -> None:
         """Submits a bucket by the C function of that name; `held` is kept alive until the round ends."""
         def submit(outcome: list[int]) -> None:
@@ -274,8 +268,6 @@ class Speculation(_NativeHandle):
         self._call("spw_spec_get_bucket", bucket, ctypes.byref(state))
         return STATES[state.value]
 
-    ready = _deprecated.attribute("Speculation.ready", "bucket_state")
-
     def wait(self, bucket: int, timeout: float | None = None) -> None:
         """Waits until a bucket's 16-bit copies are valid: final, or with publish "speculative" stepped.
 
@@ -304,8 +296,6 @@ class Speculation(_NativeHandle):
         buckets, count = (ctypes.c_uint32 * self.buckets)(), ctypes.c_uint64()
         self._call("spw_spec_get_rolled_back", buckets, self.buckets, ctypes.byref(count))
         return list(buckets[:count.value])
-
-    withdrawn = _deprecated.attribute("Speculation.withdrawn", "rolled_back_buckets")
 
     def stats(self) -> SpeculationStats:
         """Returns the counters since the open."""

@@ -24,7 +24,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _abi, _arrays, _deprecated, _native, _tensor_rows
+from . import _abi, _arrays, _native, _tensor_rows
 from ._arrays import Array
 from ._native_handle import _NativeHandle, record
 from ._tier_options import milliseconds, number, payload_of
@@ -82,7 +82,6 @@ class SwapStats(NamedTuple):
     exposed_seconds: float
 
 
-@_deprecated.keywords(host_bytes="memory_budget")
 def plan_budget(elements: Sequence[int], *, memory_budget: int, paths: int, split_master: bool = False) -> Budget:
     """Computes the Budget of a swapped update; allocates nothing.
 
@@ -134,7 +133,6 @@ class Swap(_NativeHandle):
 
     closer = "spw_swap_close"
 
-    @_deprecated.keywords(host_bytes="memory_budget", patience_seconds="turn_timeout", lock="pin_memory")
     def __init__(self, tier: Tier, elements: Sequence[int], *, memory_budget: int | None = None,
                  ratio: Sequence[float] | None = None, speeds: Sequence[float] | None = None, huge_pages: bool = True,
                  pin_memory: bool = True, turns: bool = True, split_master: bool = False, turn_timeout: float = 0.0):
@@ -159,7 +157,6 @@ class Swap(_NativeHandle):
         self._call("spw_swap_get_budget", ctypes.byref(budget))
         return _record(Budget, budget)
 
-    @_deprecated.was_property("Swap.stats")
     def stats(self) -> SwapStats:
         """Returns the counters since the open."""
         stats = _abi.sized(_abi.SwapStats)
@@ -183,7 +180,6 @@ class Swap(_NativeHandle):
                 addresses[3 * subgroup + place] = address
         self._call("spw_swap_fill", addresses)
 
-    @_deprecated.keywords(stats="return_stats", uint16_as="uint16_dtype")
     def step(self, optimizer: Adam | Sequence[Adam], tensors: Sequence[Sequence[Array | None]], *, grad_scale: float = 1.0,
              return_stats: bool = False, uint16_dtype: str | None = None) -> StepStats | None:
         """Runs one step over all subgroups. After a failure call rollback().
@@ -257,7 +253,6 @@ class Swap(_NativeHandle):
             missing = sorted(set(range(len(self))) - set(shown))
             raise InternalError(f"Swap.ds_step: a signal handler raised while the caller received subgroups {missing}; call rollback()")
 
-    @_deprecated.keywords(uint16_as="uint16_dtype")
     def table(self, tensors: Sequence[Sequence[Array | None]], uint16_dtype: str | None = None) -> Any:
         """Returns the C table of a step's arrays; it keeps their memory alive.
 
@@ -280,7 +275,6 @@ class Swap(_NativeHandle):
         table.held = [_arrays.held(array) for row in tensors for array in row if array is not None]
         return table
 
-    @_deprecated.keywords(uint16_as="uint16_dtype")
     def read(self, subgroup: int, param: Array | None = None, exp_avg: Array | None = None, exp_avg_sq: Array | None = None, *,
              weights: Array | None = None, uint16_dtype: str | None = None) -> None:
         """Copies parts of a subgroup's state into arrays.
@@ -335,8 +329,6 @@ class Swap(_NativeHandle):
     def rollback(self) -> None:
         """Restores the state of the last commit; also valid after a failed step."""
         self._call("spw_swap_rollback")
-
-    roll_back = _deprecated.attribute("Swap.roll_back", "rollback")
 
     def _adams(self, optimizer: Adam | Sequence[Adam]) -> list[Adam]:
         adams = [optimizer] if isinstance(optimizer, Adam) else list(optimizer) if isinstance(optimizer, (list, tuple)) else []
@@ -393,7 +385,3 @@ def _numbers(given: Sequence[float] | None, count: int, name: str) -> Any:
 
 def _record(kind: Any, structure: Any) -> Any:
     return kind(*(getattr(structure, name) for name in kind._fields))
-
-
-if not TYPE_CHECKING:
-    __getattr__ = _deprecated.module_names(__name__, {"plan": "plan_budget"})

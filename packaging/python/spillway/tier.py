@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from . import _abi, _arguments, _arrays, _deprecated, _kept, _native
+from . import _abi, _arguments, _arrays, _kept, _native
 from ._arrays import Array
 from ._native_handle import POLL_SECONDS, TIMEOUT, _NativeHandle, record
 from ._tier_options import BACKENDS, DURABILITIES, MODES, choice, milliseconds, number, payload_of, text, tier_options
@@ -81,7 +81,6 @@ class Tier(_NativeHandle):
 
     closer, _closer_arguments = "spw_tier_close", (-1,)
 
-    @_deprecated.keywords(stall_seconds="io_timeout")
     def __init__(self, paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str, host: str | None = None,
                  rank: int = 0, world: int = 1, mode: str = "auto", durability: str = "data", degraded: bool = False,
                  direct: bool = True, block_bytes: int = 0, io_timeout: float = 0.0, queue_depth: int = 0,

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from .. import _deprecated
 from ..errors import InvalidArgumentError
 from ..interleave import PLANS
 from ..tier import DURABILITIES
@@ -158,17 +157,12 @@ class Block(_Strict):
 
 
 _MODELS = {"paths": PathBlock, "interleave": InterleaveBlock, "rates": RatesBlock}
-_OLD_NAMES = {"lock": "pin_memory", "stall_seconds": "io_timeout_seconds"}
-_OLD_INTERLEAVE_NAMES = {"parameter": "plan_argument", "transfers": "gradient_transfers"}
 
 
 def read(given):
     """The validated block."""
     if not isinstance(given, dict):
         raise InvalidArgumentError(f"spillway is {given!r}, not an object; write its settings into {{}}, or take it out")
-    given = _renamed(given, "spillway", _OLD_NAMES)
-    if isinstance(given.get("interleave"), dict):
-        given["interleave"] = _renamed(given["interleave"], "spillway.interleave", _OLD_INTERLEAVE_NAMES)
     try:
         found = Block.model_validate(given)
     except ValidationError as error:
@@ -183,17 +177,6 @@ def read(given):
             value = f'"{found.durability}"' if name == "durability" else found.commit_interval
             raise InvalidArgumentError(f'spillway.{name} is {value}, but nothing is committed without "resume": true; set that, or '
                                        f"take {name} out")
-    return found
-
-
-def _renamed(given, place, names):
-    found = dict(given)
-    for old, new in names.items():
-        if old in found:
-            if new in found:
-                raise InvalidArgumentError(f"{place} has {new} and its old name {old}; take {old} out")
-            _deprecated.json_key(f"{place}.{old}", new)
-            found[new] = found.pop(old)
     return found
 
 

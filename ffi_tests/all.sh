@@ -15,7 +15,7 @@ mkdir -p "$logs"
 # A first build is faster without the files for incremental builds.
 [ -d "${CARGO_TARGET_DIR:-target}/debug/incremental" ] || export CARGO_INCREMENTAL=0
 passed=0 failed=0 ignored=0
-summary=""
+summary="" broken=""
 
 format() { cargo fmt --all --check; }
 # Lints without object stores, which add 75 crates for one source file. `py` builds that file with warnings as errors.
@@ -69,7 +69,7 @@ run() {
     case $status in
         0) passed=$((passed + 1)) word=ok ;;
         77) ignored=$((ignored + 1)) word=ignored ;;
-        *) failed=$((failed + 1)) word=FAILED ;;
+        *) failed=$((failed + 1)) word=FAILED broken+=" $name" ;;
     esac
     summary+=$(printf '%-8s %-8s %5s s  %5s passed %4s failed %4s ignored' "$name" "$word" "$took" "$p" "$f" "$n")$'\n'
     summary+=$(reasons "$log" | sed 's/^/             ignored: /')$'\n'
@@ -87,6 +87,7 @@ fi
 runners=$# begun=0
 for runner; do run "$runner"; done
 
+for name in $broken; do printf '\n== the end of %s\n' "$logs/$name.log"; tail -n 30 "$logs/$name.log" | cut -c1-300; done
 printf '\n%s' "$summary" | sed '/^$/d'
 echo "runners: $passed passed, $failed failed, $ignored ignored, $SECONDS s"
 [ $failed = 0 ]

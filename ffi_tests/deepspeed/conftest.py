@@ -20,12 +20,6 @@ os.environ.setdefault("SPILLWAY_LIBRARY", str(
     pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
 os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).parent)]
-# An old name of the package is an error in these tests and in the processes that they start.
-os.environ["PYTHONWARNINGS"] = "error:spillway"
-
-
-def pytest_configure(config):
-    config.addinivalue_line("filterwarnings", "error:spillway")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,12 +14,6 @@ sys.path.insert(0, str(PACKAGE))
 os.environ.setdefault("SPILLWAY_LIBRARY", str(
     pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target") / "release" / "libspillway.so"))
 
-# An old name of the package is an error in these tests and in the processes that they start.
-os.environ["PYTHONWARNINGS"] = "error:spillway"
-
-
-def pytest_configure(config):
-    config.addinivalue_line("filterwarnings", "error:spillway")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,9 @@ from ._parts import Parts
 from ._rows import DTensor, local, name_of
 from ._table import Table, named
 from ._torch_step import TorchStep
+
+
+_ALONE = nullcontext()
 
 
 class Measured(NamedTuple):
@@ -96,9 +99,12 @@ class Clipping(TorchStep):
                                        "stepped. Pass skip_nonfinite=True to skip such steps")
         return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) if self.max_norm is not None else 1.0
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _telling(self) -> AbstractContextManager[None]:
         """Tells the other processes of an error in the block, so that they do not wait for this one."""
+        return _ALONE if self.process_group is None else self._telling_others()
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
         try:
             yield
         except Exception:

@@ -183,7 +183,7 @@ class Table:
         """Sets the step counts."""
         steps, self.options = counts
         self.steps.copy_(steps)
-        self._known.copy_(steps)
+        self._known = steps
         for number, step in self._shared.items():
             step.fill_(float(steps[number]))
 

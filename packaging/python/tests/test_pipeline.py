@@ -8,13 +8,15 @@ import pickle
 import random
 import signal
 import time
-from multiprocessing import resource_tracker
+import types
+from multiprocessing import connection, resource_tracker
 
 import pipeline_light
 import pytest
 
 import spillway
 from spillway import pipeline
+from spillway.pipeline import _fleet
 from spillway.pipeline._fleet import Fleet
 
 DEVICES = 4
@@ -218,6 +220,13 @@ class ClosingBackend(pipeline_light.LightBackend):
         time.sleep(1000)
 
 
+class SilentBackend(pipeline_light.LightBackend):
+    """Never ends a pass."""
+
+    def forward(self, *arguments):
+        time.sleep(1000)
+
+
 def started(backend, transport="pipes"):
     plan = fixed_plan()
     pairs = {(operation.device, operation.peer) for operation in plan.operations if operation.kind.startswith("send")}
@@ -248,6 +257,35 @@ def test_an_interrupt_and_a_close_by_a_handler_end_all_processes(interrupts, tra
             fleet.ask([("step", 1)] * DEVICES, timeout=300)
     finally:
         signal.signal(signal.SIGUSR1, before)
+    assert all(not alive(process) for process in ids)
+
+
+def test_a_close_between_two_waits_ends_a_call():
+    fleet, ids = started(SilentBackend)
+    look, looks = fleet._answers, []
+
+    def answers(*arguments):
+        looks.append(1)
+        assert len(looks) < 10, "the call goes on with a pipeline that is closed"
+        # As a signal handler would, which runs between two waits.
+        fleet.close()
+        return look(*arguments)
+
+    fleet._answers = answers
+    with pytest.raises(spillway.BusyError, match="closed"):
+        fleet.ask([("step", 1)] * DEVICES, timeout=300)
+    assert len(looks) == 1 and all(not alive(process) for process in ids)
+
+
+def test_no_wait_is_long_because_a_signal_just_before_it_does_not_end_it(monkeypatch):
+    fleet, ids = started(pipeline_light.LightBackend)
+    waits = []
+    monkeypatch.setattr(_fleet, "connection", types.SimpleNamespace(
+        wait=lambda sources, timeout=None: waits.append(timeout) or connection.wait(sources, timeout)))
+    for timeout in (300, None):
+        fleet.ask([("step", 1)] * DEVICES, timeout)
+    fleet.close()
+    assert waits and all(timeout is not None and timeout <= 1 for timeout in waits)
     assert all(not alive(process) for process in ids)
 
 

@@ -37,9 +37,8 @@ TRANSPORTS = {"pipes": _pipes, "gloo": _gloo}
 _CAUSE_SECONDS = 5.0
 #: Period in seconds at which a wait for an exit code looks for it.
 _POLL_SECONDS = 0.01
-#: Longest single wait in seconds: the system's call refuses waits of some weeks.
-_LONGEST_WAIT = 86_400.0
-#: Period in seconds at which processes are looked at on a system without descriptors of processes.
+#: Longest single wait in seconds. A signal that arrives just before the system's call does not end the call, and Python runs its handler
+#: after it. On a system without descriptors of processes, the processes are looked at with this period.
 _LOOK_SECONDS = 0.2
 
 
@@ -149,6 +148,8 @@ class Fleet:
         verdicts: list[bool] = []
         failures: list[tuple[int, int, bool, str]] = []
         while len(results) < len(orders):
+            # A signal handler may have closed the pipeline between two waits.
+            self._check_open()
             for device, answer in self._answers(results, deadline, failures):
                 if answer[0] == "verdict":
                     verdicts.append(answer[1])
@@ -177,15 +178,14 @@ class Fleet:
         sources = {self._controls[device]: device for device in waiting}
         ended: dict[Any, int] = {watch: device for device, watch in enumerate(self._watches)}
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        slice_seconds = _LONGEST_WAIT if ended else _LOOK_SECONDS
-        ready = connection.wait([*sources, *ended], slice_seconds if left is None else min(left, slice_seconds))
+        ready = connection.wait([*sources, *ended], _LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS))
         if not self._watches and not ready:
             ended = {process: device for device, process in enumerate(self._processes) if process.exitcode is not None}
             ready = list(ended)
         # An answer that a process gave before it ended comes first. It may have come after the wait looked at its pipe.
         if not any(source in sources for source in ready):
             ready = connection.wait([*sources], 0) or ready
-        if not ready and (left is None or left > slice_seconds):
+        if not ready and (left is None or left > _LOOK_SECONDS):
             return []
         if not ready:
             if failures:

@@ -46,7 +46,7 @@ VARIABLES = [
      "Holds the locks with which processes take turns on a path, if the shared memory directory cannot hold them."),
     (DEEPSPEED, "SPILLWAY_DEEPSPEED", "`1` or `require`; default: off",
      "`1` replaces DeepSpeed's ops in every Python process that inherits it. `require` also ends a process that "
-     "imports DeepSpeed if the hook cannot be installed."),
+     "imports DeepSpeed if the hook cannot be installed, or the library not loaded."),
     (DEEPSPEED, "SPILLWAY_DEEPSPEED_UNDO", "`auto`, `always` or `never`; default: `auto`",
      "Which steps are recorded, so that `adam_rollback` is exact. `auto`: SuperOffload's steps, and those of optimizers "
      "that were rolled back before."),
@@ -58,7 +58,7 @@ VARIABLES = [
     (DEEPSPEED, "PATH", "directories", "`python -m spillway.bench` adds the directory of its Python, where DeepSpeed looks for ninja."),
     (MEGATRON, "SPILLWAY_MEGATRON", "`1` or `require`; default: off",
      "`1` steps Megatron's CPU offload with Spillway in every Python process that inherits it. `require` also ends a process that "
-     "imports Megatron if the hook cannot be installed."),
+     "imports Megatron if the hook cannot be installed, or the library not loaded."),
     (PRELOAD, "SPILLWAY_PRELOAD_FORWARD", "`1`; default: off", "Every call goes to the real libaio, and to DeepSpeed's own compiled functions."),
     (PRELOAD, "SPILLWAY_PRELOAD_ASYNC", "`1`; default: off", "Buffered transfers may still run after `io_submit` returns."),
     (STORE, "AWS_ENDPOINT_URL_S3", "a URL; default: `AWS_ENDPOINT_URL`, else Amazon's for the region", "Address of the store."),

@@ -34,12 +34,17 @@ class _Waiting:
 
 def _install(framework):
     variable = f"SPILLWAY_{framework.upper()}"
+    required, failed = os.environ.get(variable) == "require", "the hook cannot be installed"
     try:
         __import__(f"spillway.{framework}._hook")
         sys.modules[f"spillway.{framework}._hook"].install()
-    except Exception:
+        if required:
+            failed = "the library cannot be loaded"
+            __import__("spillway._native")
+            sys.modules["spillway._native"].library()
+    except Exception as error:
         import traceback
         traceback.print_exc()
-        if os.environ.get(variable) == "require":
-            print(f"spillway: {variable}=require, and the hook cannot be installed: the process ends", file=sys.stderr, flush=True)
+        if required:
+            print(f"spillway: {variable}=require, and {failed}: {error}; the process ends", file=sys.stderr, flush=True)
             os._exit(1)

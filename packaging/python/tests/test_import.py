@@ -114,6 +114,21 @@ def test_a_hook_that_cannot_be_installed_ends_a_process_that_requires_it(reposit
     assert run(code, whole, **{variable: "require"}).stdout == "goes on\nimported\n"
 
 
+@pytest.mark.parametrize("framework", HOOKS)
+def test_a_library_that_cannot_be_loaded_ends_a_process_that_requires_it(repository, child_environment, tmp_path, framework):
+    line, variable = pth_line(repository, framework), f"SPILLWAY_{framework.upper()}"
+    (tmp_path / f"{framework}.py").write_text("")
+    code = f"import sys\n{line}\nsys.path.insert(0, {str(tmp_path)!r})\nprint('goes on', flush=True)\nimport json\nREST"
+    without = {**child_environment, "SPILLWAY_LIBRARY": "/nowhere/libspillway.so"}
+    required = run(code.replace("REST", f"import {framework}; print('imported')"), without, **{variable: "require"})
+    assert (required.returncode, required.stdout) == (1, "goes on\n")
+    said = required.stderr.splitlines()[-1]
+    assert f"{variable}=require" in said and "cannot load /nowhere/libspillway.so" in said and said.endswith("; the process ends")
+    assert run(code.replace("REST", f"import {framework}; print('imported')"), without, **{variable: "1"}).stdout == "goes on\nimported\n"
+    # A process without the framework does not need the library.
+    assert run(code.replace("REST", "print('spillway' in sys.modules)"), without, **{variable: "require"}).stdout == "goes on\nFalse\n"
+
+
 def test_a_hook_works_beside_finders_of_an_older_kind(child_environment):
     """Up to Python 3.11 a finder may have find_module alone, and a loader load_module alone."""
     code = """

@@ -8,20 +8,25 @@
 import os
 import sys
 
-from . import _native
+from . import _console, _native
 
 
 def main():
+    _console.run(_main)
+
+
+def _main():
     command = sys.argv[1] if len(sys.argv) == 2 else None
     if command == "preload-path":
-        print(_native.preload_path())
+        _console.write(_native.preload_path())
     elif command == "library-path":
-        print(_native.library_path())
+        _console.write(_native.library_path())
     elif len(sys.argv) == 1:
         from . import _report
-        sys.exit(_report.main())
+        return _report.main()
     else:
         _run_tool(sys.argv[1:])
+    return 0
 
 
 def _run_tool(arguments):

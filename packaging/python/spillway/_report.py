@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 
-from . import _abi, _native
+from . import _abi, _console, _native
 
 _URING = 1
 
@@ -94,7 +94,7 @@ def main() -> int:
     """Prints the report; returns the exit status."""
     from .errors import LibraryNotFoundError
     try:
-        print("\n".join(lines()))
+        _console.write("\n".join(lines()))
     except LibraryNotFoundError as error:
         print(f"spillway: {error}", file=sys.stderr)
         return 1

@@ -1,9 +1,12 @@
 """Proves that `python -m spillway` says what an installation serves, without training and without importing a framework. It names
 the library, the machine, and for each installed framework the parts that are served or the reason why not."""
 
-import importlib.metadata
+import json
+import os
 import subprocess
 import sys
+
+import pytest
 
 import spillway
 from spillway import _report
@@ -13,20 +16,47 @@ def run(environment, *arguments, **extra):
     return subprocess.run([sys.executable, *arguments], env={**environment, **extra}, capture_output=True, text=True)
 
 
+# What a process of the same environment finds. The process of the tests may have other packages in sys.path, and another kernel.
+FACTS = """
+import importlib.metadata, json, spillway
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+print(json.dumps({"library": f"libspillway {spillway.library_version()} from {spillway.library_path()}", "kernel": spillway.kernel_name(),
+                  "versions": {name: version(name) for name in ("deepspeed", "torch", "megatron-core")}}))
+"""
+
+
 def test_the_report_names_library_machine_and_frameworks(child_environment):
-    done = run(child_environment, "-m", "spillway")
-    assert done.returncode == 0, done.stderr
-    assert f"libspillway {spillway.library_version()} from {spillway.library_path()}" in done.stdout
+    facts, done = run(child_environment, "-c", FACTS), run(child_environment, "-m", "spillway")
+    assert (facts.returncode, done.returncode) == (0, 0), facts.stderr + done.stderr
+    facts = json.loads(facts.stdout)
+    assert facts["library"] in done.stdout
     for name in ("kernel", "threads", "memlock", "io_uring"):
         assert f"\n  {name} " in done.stdout
-    assert f"  kernel                 {spillway.kernel_name()}\n" in done.stdout
-    for framework in ("deepspeed", "torch", "megatron-core"):
-        try:
-            version = importlib.metadata.version(framework)
-        except importlib.metadata.PackageNotFoundError:
-            assert f"{framework}: not installed" in done.stdout
-        else:
-            assert f"\n{framework} {version}\n" in done.stdout
+    assert f"  kernel                 {facts['kernel']}\n" in done.stdout
+    for framework, version in facts["versions"].items():
+        assert (f"\n{framework} {version}\n" if version else f"{framework}: not installed") in done.stdout
+
+
+COMMANDS = [["spillway"], ["spillway", "library-path"], ["spillway", "preload-path"], ["spillway.bench", "--help"],
+            ["spillway.deepspeed.convert_payload", "--help"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line_and_a_status(child_environment, command):
+    # Without a buffer argparse sees that its help cannot be written, and ignores it.
+    environment = {name: value for name, value in child_environment.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", *command], env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "spillway: cannot write to standard output: No space left on device; the output is not complete\n")
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", *command], env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_no_framework_is_imported(child_environment):

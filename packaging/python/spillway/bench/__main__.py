@@ -10,6 +10,7 @@ Options of all: --json [FILE], --plot FILE.svg, --compare OLD.json. `spillway be
 
 import argparse
 
+from .. import _console
 from . import _accumulate, _adam, _io, _megatron, _output, _torch
 
 
@@ -64,4 +65,4 @@ def _count(text):
 
 
 if __name__ == "__main__":
-    main()
+    _console.run(main)

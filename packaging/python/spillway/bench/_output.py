@@ -5,6 +5,7 @@ import json
 import os
 import sys
 
+from .. import _console
 from . import _progress, _report
 
 
@@ -25,12 +26,12 @@ def run(options, measurement):
     with _standard_output() as out:
         report = _measure(options, measurement, old, None if alone else out)
         if alone:
-            print(json.dumps(report, indent=1), file=out)
+            _console.write(json.dumps(report, indent=1), out)
         elif options.json:
             with open(options.json, "w", encoding="utf-8") as file:
                 print(json.dumps(report, indent=1), file=file)
         if old:
-            print(_verdicts(options.compare, old, report), file=sys.stderr if alone else out)
+            _console.write(_verdicts(options.compare, old, report), sys.stderr if alone else out)
         # Last, so that a fault of the plot loses nothing else.
         if pyplot:
             _plot(pyplot, report, options.plot)

@@ -4,6 +4,8 @@ import contextlib
 import sys
 import time
 
+from .. import _console
+
 _show = None
 # The bar of the spinner.
 _bar = None
@@ -30,7 +32,7 @@ def say(line, out):
     """Prints a line at once; the spinner is hidden meanwhile."""
     if _bar:
         _bar.stop()
-    print(line, file=out, flush=True)
+    _console.write(line, out)
     if _bar:
         _bar.start()
 

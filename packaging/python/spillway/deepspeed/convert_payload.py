@@ -7,9 +7,8 @@ for every rank, with --rank, --world and --at-step."""
 
 import argparse
 import io
-import sys
 
-from .. import tier
+from .. import _console, tier
 from ..errors import InvalidArgumentError
 from . import _payload
 
@@ -48,8 +47,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     step = convert(options.paths, job=options.job, trusted=options.trusted, host=options.host, rank=options.rank,
                    world=options.world, at_step=options.at_step)
-    print(f"step {step} of job {options.job}, rank {options.rank}: the record is data now")
+    _console.write(f"step {step} of job {options.job}, rank {options.rank}: the record is data now")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _console.run(main)

@@ -261,10 +261,11 @@ def test_masters_that_do_not_fit_are_named_and_change_nothing(saved, name, maste
     unchanged()
 
 
-def test_json_has_a_limit_of_levels():
+def test_json_has_a_limit_of_levels_and_unique_keys():
     for accepted in (b"[" * 300 + b"]" * 300, b'"' + b"[" * 400 + b'"', b'{"a": "\\"[["}', b"[[], {}]"):
         _files.parse_json(accepted)
-    for refused in (b"[" * 301 + b"]" * 301, b'{"a":' * 400 + b"1" + b"}" * 400, b"[" * 10_000_000, b"[NaN]", b"[Infinity]", b"9" * 5000, b"", b"\xff"):
+    for refused in (b"[" * 301 + b"]" * 301, b'{"a":' * 400 + b"1" + b"}" * 400, b"[" * 10_000_000, b"[NaN]", b"[Infinity]", b"9" * 5000, b"", b"\xff",
+                    b'{"a": 1, "a": 1}', b'[{"b": {"a": 1, "\\u0061": 2}}]'):
         with pytest.raises(ValueError):
             _files.parse_json(refused)
 

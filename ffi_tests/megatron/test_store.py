@@ -224,6 +224,50 @@ def test_a_saved_part_replaces_the_one_before_and_other_tools_read_it(tmp_path):
     assert all(torch.equal(found[f"{name}.param"].to(weight.dtype), weight) for name, weight in model.weights.items())
 
 
+NAMES = ['with "quotes"', "with\nlines", "\u00e9\U0001f600", "__metadata__", "a.param", "a", "\x00", "x" * 10_000, "../../x", "{}"]
+
+
+def test_shards_of_any_name_are_read_by_other_tools_and_by_the_store(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights = {name: torch.full((8,), float(at)) for at, name in enumerate(NAMES)}
+    group = {"lr": 1e-2, "weight_decay": 0.0, **OPTIONS}
+    with OptimizerStateStore([Shard(name, weight, group, lambda: None) for name, weight in weights.items()], [None], job="names",
+                             tier_options={"durability": "process"}) as store:
+        store.save_to(tmp_path / "saved")
+        assert store.load_from(tmp_path / "saved")
+    found = safetensors.load_file(tmp_path / "saved" / "rank-00000-step-0.safetensors")
+    assert found.keys() == {f"{name}.{state}" for name in NAMES for state in ("param", "exp_avg", "exp_avg_sq")}
+    assert all(torch.equal(found[f"{name}.param"], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("plant", ["rank-00000-step-2.safetensors", "rank-00000-step-2.safetensors.part", "rank-00000.json", "rank-00000.json.part"])
+def test_a_save_over_a_directory_names_it_and_writes_nothing(tmp_path, plant):
+    model = Model()
+    with stored(model) as store:
+        train(store, model, range(2))
+        (tmp_path / plant).mkdir()
+        with pytest.raises(IsADirectoryError, match=f"a directory has the name of a file to be written; remove it, or .*{plant}'$"):
+            store.save_to(tmp_path)
+        assert os.listdir(tmp_path) == [plant]
+        (tmp_path / plant).rmdir()
+        store.save_to(tmp_path)
+        assert store.load_from(tmp_path)
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_text("x"), os.mkfifo], ids=["a file", "a FIFO"])
+def test_a_path_that_is_no_directory_is_named_as_that(tmp_path, make):
+    model, path = Model(), tmp_path / "taken"
+    make(path)
+    with stored(model) as store:
+        before = train(store, model, range(2))
+        with pytest.raises(NotADirectoryError, match="it is not a directory; pass another name: .*taken"):
+            store.save_to(path)
+        for missing in (False, True):
+            with pytest.raises(spillway.InvalidArgumentError, match="taken is not a directory; pass one that save_to"):
+                store.load_from(path, allow_missing=missing)
+        assert same(model.copies(), before) and store.steps == 2
+
+
 def test_directories_that_cannot_be_loaded_change_nothing(tmp_path):
     model = Model()
     with stored(model) as store:
@@ -288,6 +332,7 @@ def test_refresh_sets_the_masters_and_keeps_the_moments():
     (lambda shards: shards + shards[:1], "two shards have the name 'a.weight'"),
     (lambda shards: [shards[0]._replace(name="")], "a shard's name is ''"),
     (lambda shards: [shards[0]._replace(name=3)], "a shard's name is 3"),
+    (lambda shards: [shards[0]._replace(name="\ud800")], "of valid Unicode"),
     (lambda shards: [shards[0]._replace(weight=torch.zeros(4, dtype=torch.float64))], "torch.float64 of shape"),
     (lambda shards: [shards[0]._replace(weight=torch.zeros(4, 5).t(), master=None)], "pass a contiguous tensor"),
     (lambda shards: [shards[0]._replace(weight=torch.zeros(0))], "with elements"),

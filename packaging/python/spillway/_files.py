@@ -5,6 +5,7 @@ regular, which is checked on the open descriptor, and not larger than its reader
 
 from __future__ import annotations
 
+import collections
 import errno
 import json
 import os
@@ -76,9 +77,18 @@ def check_levels(content: bytes) -> None:
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of UTF-8 encoded JSON. ValueError if it is none, has more than MOST_LEVELS levels, or numbers that are not finite."""
+    """The value of UTF-8 encoded JSON. ValueError if it is none, has more than MOST_LEVELS levels, numbers that are not finite, or an object with
+    the same key twice."""
     check_levels(content)
-    return json.loads(content.decode(), parse_int=_integer, parse_constant=_constant)
+    return json.loads(content.decode(), parse_int=_integer, parse_constant=_constant, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        (twice, _), = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice[:100]!r} twice in one object")
+    return found
 
 
 def _integer(digits: str) -> int:
@@ -98,6 +108,7 @@ class durable:
         self._path, self._part = path, f"{path}.part"
 
     def __enter__(self) -> BinaryIO:
+        check_replaceable(self._path)
         # The part of a process that was killed.
         self._file = create(self._part, replace=True)
         return self._file
@@ -121,13 +132,20 @@ class durable:
                     pass
 
 
+def check_replaceable(path: str) -> None:
+    """IsADirectoryError if a file cannot take this name by `durable`, because a directory has it."""
+    for taken in (path, f"{path}.part"):
+        if os.path.isdir(taken) and not os.path.islink(taken):
+            raise IsADirectoryError(errno.EISDIR, "a directory has the name of a file to be written; remove it, or use another directory", taken)
+
+
 def make_directory(path: str | os.PathLike[str]) -> None:
     """Makes a directory of mode 0700, unless there is one. Its parent must exist: a disk that is not mounted is an error."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
         if not os.path.isdir(path):
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, "it is not a directory; pass another name", os.fspath(path)) from None
     else:
         sync_directory(os.path.dirname(os.path.abspath(path)))
 

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _files
+from .errors import InvalidArgumentError
 
-_ALIGNMENT, _MOST_HEADER = 8, 100 << 20
+_ALIGNMENT, _MOST_HEADER = 8, 100_000_000
+_METADATA = "__metadata__"
 #: Bytes of an element of each dtype.
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8,
               "BOOL": 1}
@@ -22,9 +24,20 @@ def entry(dtype: str, shape: Sequence[int], start: int) -> dict[str, Any]:
 
 
 def header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes before those of the tensors."""
-    encoded = json.dumps({**({"__metadata__": metadata} if metadata else {}), **entries}).encode()
+    """The bytes before those of the tensors.
+
+    Raises:
+        InvalidArgumentError: A name or a text cannot be part of a header, or the header is too large; readers would refuse it."""
+    for name in entries:
+        if name == _METADATA or not is_text(name):
+            raise InvalidArgumentError(f"the name {name!r} cannot be that of a tensor in a safetensors file; use another name of valid Unicode")
+    if metadata is not None and not _are_texts(metadata):
+        raise InvalidArgumentError("the metadata of a safetensors file are strings of valid Unicode; pass such strings")
+    encoded = json.dumps({**({_METADATA: metadata} if metadata else {}), **entries}).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    if len(encoded) > _MOST_HEADER:
+        raise InvalidArgumentError(f"the header of {len(entries)} tensors has {len(encoded)} bytes, and a safetensors file has at most {_MOST_HEADER}; "
+                                   "use shorter names, or fewer tensors in a file")
     return len(encoded).to_bytes(8, "little") + encoded
 
 
@@ -36,8 +49,24 @@ def parse(data: bytes) -> tuple[dict[str, Any], dict[str, Any], memoryview]:
     if size > min(len(data) - 8, _MOST_HEADER):
         raise ValueError(f"a header of {size} bytes in {len(data)}")
     entries = _files.parse_json(data[8:8 + size])
-    metadata = entries.pop("__metadata__", {})
+    if not isinstance(entries, dict):
+        raise ValueError("a header that is no object")
+    metadata = entries.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not _are_texts(metadata):
+        raise ValueError("metadata that are not strings")
     return metadata, entries, memoryview(data)[8 + size:]
+
+
+def _are_texts(metadata: Mapping[str, Any]) -> bool:
+    return all(map(is_text, (*metadata, *metadata.values())))
+
+
+def is_text(value: Any) -> bool:
+    """True for a string that UTF-8 can encode: one without half of a pair of surrogates."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def bytes_of(name: str, entry: Mapping[str, Any], content: memoryview) -> memoryview:

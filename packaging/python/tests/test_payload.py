@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import spillway
+from spillway import _safetensors
 from spillway.deepspeed import _payload, convert_payload
 
 torch = pytest.importorskip("torch")
@@ -106,6 +107,29 @@ def test_a_tensor_lies_within_the_bytes(entry):
     for size in (len(header), len(header) + 1, 1 << 63):
         with pytest.raises(spillway.CorruptError):
             _payload.unpack(size.to_bytes(8, "little") + header + b"1234")
+
+
+ENTRY = '"0": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+GOOD = f'{{"__metadata__": {{"format": "spillway-payload-1", "value": "1"}}, {ENTRY}}}'
+HEADERS = {"a tensor twice": GOOD[:-1] + f", {ENTRY}}}", "a field of a tensor twice": GOOD.replace('"shape"', '"shape": [1], "shape"'),
+           "a text twice": GOOD.replace('"value": "1"', '"value": "1", "value": "1"'), "metadata twice": GOOD[:-1] + ', "__metadata__": {}}',
+           "a text that is true": GOOD.replace('"value": "1"', '"value": "1", "other": true'), "a list of metadata": '{"__metadata__": []}',
+           "a number": GOOD.replace('"value": "1"', '"value": 1'), "a text": '"abc"', "a list of tensors": "[]"}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_has_unique_keys_and_metadata_of_strings(name):
+    def framed(header):
+        return len(header).to_bytes(8, "little") + header.encode() + b"1234"
+    assert _payload.unpack(framed(GOOD)) == 1
+    with pytest.raises(spillway.CorruptError):
+        _payload.unpack(framed(HEADERS[name]))
+
+
+@pytest.mark.parametrize("names, metadata", [(["__metadata__"], {}), (["\ud800"], {}), (["a", 3], {}), (["a"], {"b": True}), (["a"], {"b": "\udfff"})])
+def test_a_header_that_readers_would_refuse_is_not_written(names, metadata):
+    with pytest.raises(spillway.InvalidArgumentError, match="safetensors file"):
+        _safetensors.header({name: _safetensors.entry("F32", [1], 0) for name in names}, metadata)
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -50,10 +50,11 @@ def write(directory: str, rank: int, step: int, sizes: Iterable[tuple[str, int]]
     for name, elements in sizes:
         entries[name] = _safetensors.entry("F32", [elements], at)
         at = entries[name]["data_offsets"][1]
-    own = f"rank-{rank:05d}"
+    header, own = _safetensors.header(entries), f"rank-{rank:05d}"
     name, spans = f"{own}-step-{step}.safetensors", {}
+    _files.check_replaceable(os.path.join(directory, f"{own}.json"))
     with _files.durable(os.path.join(directory, name)) as file:
-        file.write(_safetensors.header(entries))
+        file.write(header)
         for tensor, flat in states:
             content = memoryview(flat.contiguous().numpy()).cast("B")
             spans[tensor] = [file.tell(), len(content), zlib.crc32(content)]
@@ -69,6 +70,8 @@ def write(directory: str, rank: int, step: int, sizes: Iterable[tuple[str, int]]
 
 def places(directory: str) -> dict[str, Place]:
     """The shards in a directory. Where two processes wrote a shard, the later step counts."""
+    if os.path.exists(directory) and not os.path.isdir(directory):
+        raise InvalidArgumentError(f"{directory} is not a directory; pass one that save_to() wrote")
     found: dict[str, Place] = {}
     for manifest in sorted(filter(_MANIFEST.fullmatch, os.listdir(directory) if os.path.isdir(directory) else [])):
         path = os.path.join(directory, manifest)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import _safetensors
 from ..errors import InvalidArgumentError
 from ..torch._rows import CODES
 
@@ -121,8 +122,8 @@ def buckets_of(shards: Iterable[Shard], bucket_bytes: int) -> list[Bucket]:
 
 
 def _check(shard: Shard, before: Shard | None) -> None:
-    if not isinstance(shard.name, str) or not shard.name:
-        raise InvalidArgumentError(f"OptimizerStateStore: a shard's name is {shard.name!r}; pass a string that is unique in the job")
+    if not shard.name or not _safetensors.is_text(shard.name):
+        raise InvalidArgumentError(f"OptimizerStateStore: a shard's name is {shard.name!r}; pass a string of valid Unicode that is unique in the job")
     if before is not None and before.name == shard.name:
         raise InvalidArgumentError(f"OptimizerStateStore: two shards have the name {shard.name!r}; names are unique in the job")
     weight = shard.weight

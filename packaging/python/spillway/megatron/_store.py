@@ -285,7 +285,7 @@ class OptimizerStateStore:
             The step of the states.
 
         Raises:
-            OSError: The directory cannot be written.
+            OSError: The directory cannot be written; a directory with the name of a file, or a file in its place, is named before the write.
             TierError: Another process failed."""
         self._commit_changes()
         sizes = [(f"{shard.name}.{state}", shard.weight.numel()) for bucket in self._buckets for shard in bucket.shards for state in STATES]
@@ -325,7 +325,8 @@ class OptimizerStateStore:
 
         Raises:
             NoStateError: The directory has no state of a shard; nothing was changed.
-            InvalidArgumentError: A shard has another size, or the shards are of different steps; nothing was changed.
+            InvalidArgumentError: The path is not a directory, a shard has another size, or the shards are of different steps; nothing was
+                changed.
             CorruptError: A file is damaged; the store is at its last commit. A step that was not committed before is committed then.
             TierError: Another process failed; the store is at its last commit."""
         self._check_apart()

@@ -393,7 +393,7 @@ def test_a_closed_store_a_copy_and_a_second_process(tmp_path):
     assert same(train(store, model, range(2)), in_memory(range(2)))
     store.close()
     store.close()
-    with pytest.raises(spillway.InvalidArgumentError, match="closed"):
+    with pytest.raises(spillway.InvalidArgumentError, match="this OptimizerStateStore is closed"):
         train(store, model, [2])
 
 

@@ -118,6 +118,43 @@ def test_bad_input_names_the_parameter_and_steps_nothing(tier):
     train(optimizer, params, [2])
 
 
+CLEARED = {"all": lambda state, param: state.clear(), "one": lambda state, param: state.pop(param), "its dict": lambda state, param: state[param].clear(),
+           "another dict": lambda state, param: state.update({param: {}}), "no dict": lambda state, param: state.update({param: 3})}
+
+
+@pytest.mark.parametrize("how", CLEARED)
+def test_a_state_that_the_program_removed_is_named_and_a_rollback_restores_it(tier, how):
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    train(optimizer, params, [0])
+    optimizer.commit()
+    committed, saved = [param.clone() for param in params], optimizer.state_dict()
+    for restore in (optimizer.rollback, lambda: optimizer.load_state_dict(saved)):
+        CLEARED[how](optimizer.state, params[0])
+        random_grads(params, 1)
+        words = r"param_groups\[0\]\['params'\]\[0\].*: optimizer.state has no step count for it.*; call rollback\(\) to return to the last commit, or load_state"
+        refused(optimizer, params, spillway.InvalidArgumentError, words)
+        for call in (optimizer.commit, optimizer.state_dict):
+            with pytest.raises(spillway.InvalidArgumentError, match=words):
+                call()
+        restore()
+        assert all(map(torch.equal, params, committed)) and all(float(optimizer.state[param]["step"]) == 1 for param in params)
+    train(optimizer, params, [1])
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_a_group_without_an_option_is_named_with_it(tier, tiered):
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, **({"tier": tier} if tiered else {}))
+    random_grads(params, 0)
+    for option in ("lr", "betas", "eps"):
+        value = optimizer.param_groups[0].pop(option)
+        refused(optimizer, params, spillway.InvalidArgumentError, rf"param_groups\[0\] has no option '{option}'; set it; nothing was stepped")
+        optimizer.param_groups[0][option] = value
+    optimizer.param_groups[0]["lr"] = None
+    refused(optimizer, params, spillway.InvalidArgumentError, r"param_groups\[0\]: an option is no number: .*; set a number; nothing was stepped")
+
+
 def test_locks_copies_and_closed_optimizers(tier):
     params = parameters()
     optimizer = own.AdamW(params, lr=1e-2, tier=tier)
@@ -132,7 +169,10 @@ def test_locks_copies_and_closed_optimizers(tier):
     optimizer.commit()
     optimizer.close()
     random_grads(params, 1)
-    refused(optimizer, params, spillway.InvalidArgumentError, "this Swap is closed")
+    refused(optimizer, params, spillway.InvalidArgumentError, "this AdamW is closed; open a new one")
+    for call in (optimizer.commit, optimizer.rollback, optimizer.state_dict, lambda: optimizer.master(params[0])):
+        with pytest.raises(spillway.InvalidArgumentError, match="this AdamW is closed; open a new one"):
+            call()
     plain = own.AdamW(params)
     plain.close()
     with pytest.raises(spillway.InvalidArgumentError, match="AdamW.commit: the states are in host memory; construct the optimizer with tier"):

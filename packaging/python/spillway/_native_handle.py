@@ -81,6 +81,8 @@ class _NativeHandle:
     """Subclasses define `closer`, the C function that closes the object. Messages name the object by its class."""
 
     closer: str = ""
+    # For an object that the program does not see: the name of the one that uses it, for messages.
+    _user: str = ""
     # For an object that was lost: further arguments of the closer, and a function of the handle that is called before.
     _closer_arguments: tuple[Any, ...] = ()
     _before_closer: str = ""
@@ -102,7 +104,7 @@ class _NativeHandle:
 
     @property
     def _kind(self) -> str:
-        return type(self).__name__
+        return self._user or type(self).__name__
 
     @property
     def handle(self) -> Any:

@@ -106,11 +106,13 @@ class OptimizerStateStore:
             raise
 
     def _begin(self, memory_budget: int | None) -> None:
+        self._tier._user = type(self).__name__
         opened = self._tier.opened
         if opened.step is not None:
             self._committed_steps = self._check_payload(opened.payload)
             self._set_steps(self._committed_steps)
         self._swap = Swap(self._tier, [bucket.elements for bucket in self._buckets], memory_budget=memory_budget)
+        self._swap._user = self._tier._user
         self.resumed_step: int | None = opened.step
         self.committed_step = 0 if opened.step is None else opened.step
         self._changed = False

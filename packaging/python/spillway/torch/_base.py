@@ -228,8 +228,10 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             group = self.param_groups[number]
             try:
                 self._set_options(options, group, step + 1)
-            except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-                raise InvalidArgumentError(f"param_groups[{number}]: an option is missing or no number: {type(error).__name__}: {error}; nothing was "
+            except KeyError as error:
+                raise InvalidArgumentError(f"param_groups[{number}] has no option {error}; set it; nothing was stepped") from None
+            except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+                raise InvalidArgumentError(f"param_groups[{number}]: an option is no number: {type(error).__name__}: {error}; set a number; nothing was "
                                            "stepped") from None
             options.grad_scale = -factor if group.get("maximize") else factor
         return number, options

@@ -50,10 +50,11 @@ def whole_state(optimizer: SpillwayOptimizer, states: TierStates) -> dict[torch.
     """The state of every parameter, with the values on the tier."""
     states.take_written()
     whole: dict[torch.Tensor, dict[str, Any]] = {}
-    params = [param for param, stated in zip(states.params, states.stated) if stated]
-    for param in params:
+    numbers = [number for number, stated in enumerate(states.stated) if stated]
+    params = [states.params[number] for number in numbers]
+    for number, param in zip(numbers, params):
         own = local(param)
-        made = {"step": optimizer.state[param]["step"].clone()}
+        made = {"step": states.step_count(optimizer, number).clone()}
         made.update({key: _empty(own, states.directory) for key in _MOMENTS})
         if own.dtype is not torch.float32:
             made[MASTER] = _empty(own, states.directory)

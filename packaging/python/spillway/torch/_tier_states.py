@@ -23,7 +23,7 @@ from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import Swap
 from ..tier import Tier, TierPath
-from ._arguments import check_tier
+from ._arguments import check_tier, is_count
 from ._layout import Commit, Layout, check_parameters, described
 from ._precision import take_values
 from ._rows import CODES, holds_values, local, name_of
@@ -140,6 +140,7 @@ class TierStates:
 
     def _open(self, optimizer: SpillwayOptimizer, options: TierOptions, memory_budget: int | None) -> None:
         self._handles.tier = tier = _open_tier(options)
+        tier._user = type(optimizer).__name__
         self.committed = Commit.unpacked(tier.opened.payload) if tier.opened.step is not None else None
         self.resumed_step = tier.opened.step
         if self.committed is not None:
@@ -156,6 +157,7 @@ class TierStates:
                 raise
             raise InvalidArgumentError(f"the states of the optimizer need {_STATE_BYTES * sum(counts) / 1e6:.1f} MB on the tier: {error}; raise the "
                                        "limits of the paths, or add a path") from error
+        self.swap._user = tier._user
         self.count = 0
         if self.committed is not None:
             self._restore(optimizer)
@@ -214,6 +216,17 @@ class TierStates:
                 count = torch.tensor(step, dtype=torch.float32, device="cpu")
                 optimizer.state[param] = (TierState if local(param).dtype is torch.float32 else MasterState)(step=count)
 
+    def step_count(self, optimizer: SpillwayOptimizer, number: int) -> torch.Tensor:
+        """The step count of the parameter with this number; raises InvalidArgumentError if the program has removed it."""
+        state = optimizer.state.get(self.params[number])
+        step = state.get("step") if isinstance(state, dict) else None
+        if step is None:
+            raise InvalidArgumentError(f"{self.names[number]}: optimizer.state has no step count for it, as after optimizer.state.clear(), and its "
+                                       "other states are on the tier; call rollback() to return to the last commit, or load_state_dict()")
+        if not isinstance(step, torch.Tensor) or not is_count(step):
+            raise InvalidArgumentError(f"{self.names[number]}: its state 'step' is {step!r}; set a tensor with the number of steps, or call rollback()")
+        return step
+
     def note_versions(self) -> None:
         """Remembers that masters and parameters agree now."""
         self._versions = self._now()
@@ -262,7 +275,7 @@ class TierStates:
         """Makes the present states durable; returns after all ranks have committed."""
         self._settle()
         self.take_written()
-        steps = [float(optimizer.state[param]["step"]) if stated else 0.0 for param, stated in zip(self.params, self.stated)]
+        steps = [float(self.step_count(optimizer, number)) if stated else 0.0 for number, stated in enumerate(self.stated)]
         record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, payload_of(payload),
                         [number for number, stated in enumerate(self.stated) if not stated])
         number, status = self.count if step is None else step, []

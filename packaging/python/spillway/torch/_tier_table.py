@@ -10,8 +10,7 @@ import torch
 
 from .. import _abi, _native, _tensor_rows
 from .._native_handle import record
-from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
-from ._arguments import is_count
+from ..errors import SpillwayError, UnsupportedError
 from ._rows import CODES, is_served, local, name_of
 from ._table import named
 
@@ -61,7 +60,8 @@ class TierTable:
         self._of_row = [at for _, _, at, _ in pieces]
         self._subgroups = array("Q", [subgroup for subgroup, *_ in pieces])
         self._firsts = array("Q", [first for _, first, *_ in pieces])
-        steps = [self._step_of(at, number) for at, number in enumerate(self._numbers)]
+        self._counts = [self._states.step_count(self._optimizer, number) for number in self._numbers]
+        steps = [int(count) for count in self._counts]
         keys = [(group, step, -1) for (group, _), step in zip(self.places, steps)]
         self._options = {key: self._optimizer._new_options((key[0], -1)) for key in dict.fromkeys(keys)}
         rows = (_abi.Tensor * len(pieces))()
@@ -74,13 +74,6 @@ class TierTable:
                 _tensor_rows.put(row, field, (start, piece.count, CODES[tensor.dtype]), field)
             row.options = ctypes.addressof(self._options[keys[at]])
         return rows
-
-    def _step_of(self, at: int, number: int) -> int:
-        """The step count of the parameter with this number, at a place in `grads`."""
-        step = self._optimizer.state[self._states.params[number]]["step"]
-        if not isinstance(step, torch.Tensor) or not is_count(step):
-            raise InvalidArgumentError(f"{self.name(at)}: its state 'step' is {step!r}; set a tensor with the number of steps, or call rollback()")
-        return int(step)
 
     @property
     def options(self) -> dict[tuple[int, int, int], Any]:
@@ -105,14 +98,13 @@ class TierTable:
 
     def counted(self, by: int) -> tuple[list[float], int]:
         """Step counts of the parameters and of the optimizer after `by` more steps, for `set_counts`."""
-        steps = [float(self._optimizer.state[self._states.params[number]]["step"]) + by for number in self._numbers]
-        return steps, self._states.count + by
+        return [float(count) + by for count in self._counts], self._states.count + by
 
     def set_counts(self, counts: tuple[list[float], int]) -> None:
         """Sets the step counts."""
         steps, self._states.count = counts
-        for number, step in zip(self._numbers, steps):
-            self._optimizer.state[self._states.params[number]]["step"].fill_(step)
+        for count, step in zip(self._counts, steps):
+            count.fill_(step)
 
     def params(self) -> list[torch.Tensor]:
         """The parameters that are stepped."""

@@ -15,7 +15,6 @@ os.environ.setdefault("SPILLWAY_LIBRARY", str(
     pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target") / "release" / "libspillway.so"))
 
 
-
 @pytest.fixture(scope="session")
 def repository():
     return REPOSITORY

@@ -24,8 +24,9 @@ from spillway import torch as own
 DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 LAYOUTS = ["plain", "plain", "plain", "strided", "offset", "channels_last"]
 SHAPES = [(), (0,), (1,), (7,), (5, 3), (300,), (4097,), (2, 3, 4, 5)]
-#: Absolute and relative difference after some steps of at most 1e-2.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+#: Absolute and relative difference after some steps of at most 1e-2. The second moment of a clipped gradient may be the smallest number of
+#: float16, whose rounding changes an update by half.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 1.5e-2}
 
 
 class Interrupt(Exception):
@@ -262,7 +263,9 @@ class Program:
         """A step of ours during which a handler raises. Only where Spillway steps everything is it whole or not done."""
         self.clip_as_ours()
         theirs, ours = self.sides
-        served = all(dtype in TOLERANCE and param.is_contiguous() for param, (_, dtype, _, _) in zip(ours.params, self.specs))
+        # A copied parameter is contiguous, and its gradient need not be.
+        served = all(dtype in TOLERANCE and param.is_contiguous() and (param.grad is None or param.grad.is_contiguous())
+                     for param, (_, dtype, _, _) in zip(ours.params, self.specs))
         if not served or any(group.get("amsgrad") for group in ours.inner.param_groups) or not any(p.grad is not None for p in ours.params):
             for side in self.sides:
                 side.optimizer.step()

@@ -2,12 +2,15 @@
 
 import contextlib
 import math
+import pathlib
+import re
+import sys
+import types
 
 import pytest
 import torch
 
 import spillway
-import spillway.colossalai
 from spillway.torch import AdamW
 
 
@@ -95,6 +98,21 @@ def test_torchaos_offload_steps_with_the_class(torchao_on_the_cpu, dtype):
         torch.testing.assert_close(one, other, **tolerance)
 
 
+def documented_extension(monkeypatch):
+    """The class that the program of docs/frameworks.md registers with ColossalAI's loader."""
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    [program] = [found for found in re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "CPUAdamLoader" in found]
+    registered = []
+    loader = types.ModuleType("colossalai.kernel.kernel_loader")
+    loader.CPUAdamLoader = types.SimpleNamespace(register_extension=registered.append)
+    for name in ("colossalai", "colossalai.kernel"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, loader.__name__, loader)
+    exec(program, {})
+    [extension] = registered
+    return extension
+
+
 @pytest.mark.parametrize("adamw", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("bias_correction", [False, True])
@@ -102,13 +120,13 @@ def test_torchaos_offload_steps_with_the_class(torchao_on_the_cpu, dtype):
 @pytest.mark.parametrize("dtypes, tolerance", [
     ((torch.float32, torch.float32), 1e-5), ((torch.float32, torch.float16), 1e-3), ((torch.float16, torch.float16), 1e-3),
 ], ids=str)
-def test_colossalais_kernel(adamw, weight_decay, bias_correction, loss_scale, dtypes, tolerance):
-    """The formula that ColossalAI compares its kernels with, on float32 copies; loaded as its KernelLoader does. ColossalAI does
-    not install beside this version of torch."""
+def test_colossalais_kernel(monkeypatch, adamw, weight_decay, bias_correction, loss_scale, dtypes, tolerance):
+    """The extension of docs/frameworks.md against the formula that ColossalAI compares its kernels with, on float32 copies; loaded as its
+    KernelLoader does. ColossalAI does not install beside this version of torch, so that its loader is a stand-in."""
     if dtypes[0] is torch.float16 and not bias_correction:
         tolerance = 5e-3  # the first second moments have few bits in float16, and the steps are three times as long
     lr, beta1, beta2, eps = 1e-3, 0.9, 0.999, 1e-8
-    extension = spillway.colossalai.Extension()
+    extension = documented_extension(monkeypatch)()
     assert extension.is_available() and extension.priority > 1
     extension.assert_compatible()
     kernel = extension.load().CPUAdamOptimizer(lr, beta1, beta2, eps, weight_decay, adamw)

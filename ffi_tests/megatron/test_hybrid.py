@@ -8,6 +8,7 @@ import torch
 
 import spillway
 import spillway.torch
+from spillway import _log
 from spillway.bench import _gpu_on_cpu as gpu
 
 import hybrid
@@ -41,6 +42,20 @@ def test_the_weights_of_torchs_adamw(installed, dtype, overlap, fraction):
     for one, other in zip(trained, with_torch(installed, range(6), fraction=fraction, overlap=overlap, params_dtype=dtype), strict=True):
         torch.testing.assert_close(one, other, **TOLERANCE[dtype])
     assert not same(trained, plain(parameters(dtype)))
+
+
+def test_the_first_step_in_a_process_logs_a_line(installed, monkeypatch):
+    lines = []
+    monkeypatch.setattr(_log, "_said", set())
+    spillway.set_log(lambda level, message: lines.append(message), "info")
+    try:
+        for _ in range(2):
+            params = parameters(BF16)
+            train(build(params, 1.0), params, range(3))
+    finally:
+        spillway.set_log(None)
+    assert [line for line in lines if " served by " in line] == [
+        f"megatron: HybridDeviceOptimizer served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)

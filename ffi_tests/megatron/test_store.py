@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import spillway
+from spillway import _log
 from spillway.megatron import OptimizerStateStore, Shard
 from spillway.torch import AdamW
 
@@ -371,6 +372,19 @@ def test_a_group_without_hyper_parameters_is_named():
             store.step()
         model.groups[1]["weight_decay"] = 0.0
         assert same(train(store, model, range(2)), in_memory(range(2)))
+
+
+def test_the_first_step_of_a_store_logs_a_line(monkeypatch):
+    model, lines = Model(), []
+    monkeypatch.setattr(_log, "_said", set())
+    spillway.set_log(lambda level, message: lines.append(message), "info")
+    try:
+        with stored(model) as store:
+            train(store, model, range(2))
+    finally:
+        spillway.set_log(None)
+    assert [line for line in lines if " served by " in line] == [
+        f"megatron: OptimizerStateStore served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"]
 
 
 def test_a_closed_store_a_copy_and_a_second_process(tmp_path):

@@ -2,6 +2,7 @@
 unscales gradients, copy and pickle it."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -65,6 +66,50 @@ def test_a_wrapper_shows_what_the_last_step_was(wrapper):
     param.grad = torch.ones(3)
     optimizer.step()
     assert not optimizer.skipped and optimizer.grad_norm == pytest.approx(3 ** 0.5) == optimizer._optimizer.grad_norm
+
+
+def one_dict(optimizer):
+    other = type(optimizer).__new__(type(optimizer))
+    other.__dict__ = optimizer.__dict__
+    return other
+
+
+def copied_dict(optimizer):
+    other = type(optimizer).__new__(type(optimizer))
+    other.__dict__ = dict(optimizer.__dict__)
+    return other
+
+
+def alternating(cls, way, order, dtype, **options):
+    """The parameters after steps of an optimizer "a", of its copy "b", and of the copy after the optimizer was deleted, "d"."""
+    source = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(300, generator=source).to(dtype)) for _ in range(3)]
+    first = cls(params, lr=1e-2, **options)
+    second = way(first)
+    for number, who in enumerate(order):
+        if who == "d":
+            first = None
+            gc.collect()
+        for param in params:
+            param.grad = torch.randn(300, generator=torch.Generator().manual_seed(number)).to(dtype)
+        (first if who == "a" else second).step()
+    return params
+
+
+@pytest.mark.parametrize("options", [{}, {"master": "f32"}, {"master": "split"}, {"undo": True}], ids=str)
+@pytest.mark.parametrize("way", [one_dict, copied_dict, copy.copy])
+def test_two_objects_with_one_state_step_as_one_optimizer_or_refuse(way, options):
+    dtype = torch.bfloat16 if "master" in options else torch.float32
+    wanted = alternating(own.AdamW, lambda optimizer: optimizer, "aaaaaa", dtype, **options)
+    for order in ("ababab", "aabbab", "bbbaaa", "aadbbb", "dbbbbb"):
+        if way is copy.copy and options == {"master": "split"}:
+            with pytest.raises(TypeError, match="has no shallow copy, .*; use copy.deepcopy"):
+                alternating(own.AdamW, way, order, dtype, **options)
+        elif way is copied_dict and "d" in order:
+            with pytest.raises(spillway.InvalidArgumentError, match="a copy of the attributes of an optimizer that was deleted; keep the optimizer"):
+                alternating(own.AdamW, way, order, dtype, **options)
+        else:
+            assert all(map(torch.equal, alternating(own.AdamW, way, order, dtype, **options), wanted)), order
 
 
 @pytest.mark.parametrize("wrapper", [Delegates, Copies, Inherits])

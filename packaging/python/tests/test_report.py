@@ -102,6 +102,39 @@ _log.first_served("deepspeed", "async_io")
 """
 
 
+STEPPED = """
+import spillway.torch, torch, sys
+lines = []
+spillway.set_log(lambda level, message: lines.append(message) if " served by " in message else None, "info")
+param = torch.nn.Parameter(torch.ones(8))
+param.grad = torch.ones(8)
+class Own(spillway.torch.AdamW):
+    pass
+for cls in (spillway.torch.AdamW, spillway.torch.Lion, spillway.torch.AdamW, Own):
+    optimizer = cls([param])
+    optimizer.param_groups[0]["lr"] = -1.0
+    try:
+        optimizer.step()
+    except spillway.InvalidArgumentError:
+        lines.append("refused")
+    optimizer.param_groups[0]["lr"] = 1e-3
+    for _ in range(3):
+        optimizer.step()
+    lines.append("stepped")
+spillway.torch.AdamW([param], tier=spillway.torch.TierOptions(None, durability="process")).step()
+spillway.set_log(None)
+print("\\n".join(lines))
+"""
+
+
+def test_the_first_step_of_each_class_of_torch_logs_a_line(child_environment):
+    pytest.importorskip("torch")
+    done = run(child_environment, "-c", STEPPED)
+    by = f"served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"
+    assert done.stdout.splitlines() == ["refused", f"torch: AdamW {by}", "stepped", "refused", f"torch: Lion {by}", "stepped", "refused", "stepped",
+                                        "refused", f"torch: Own {by}", "stepped"], done.stderr
+
+
 def test_the_first_served_call_of_each_op_logs_a_line(child_environment):
     def logged(function, level="info", **extra):
         text = LOGGED.replace("FUNCTION", repr(function)).replace("LEVEL", repr(level))

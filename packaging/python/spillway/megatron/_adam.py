@@ -40,6 +40,9 @@ class _Offloaded:
         self.__dict__.setdefault("copies", {})
         super().__setstate__(state)
 
+    def _log_name(self):
+        return "megatron", "HybridDeviceOptimizer"
+
     def _copy_of(self, param):
         return self.copies.get(param)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .. import _files, _ranks
+from .. import _files, _log, _ranks
 from .._tier_options import number as whole_number
 from ..errors import InvalidArgumentError, NoStateError, TierError
 from ..optim import Adam
@@ -202,6 +202,7 @@ class OptimizerStateStore:
             bucket.publish(self._masters(number) if stepped is None else stepped)
         # The next step writes the same memory.
         _synchronize(self._buckets)
+        _log.first_served("megatron", type(self).__name__)
         return True
 
     def commit(self, step: int | None = None) -> int:

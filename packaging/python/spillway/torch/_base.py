@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from .. import _native
+from .. import _log, _native
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _split
 from ._arguments import check_keywords, check_steps
 from ._building import Building
 from ._clipping import Clipping, Measured
-from ._notes import of_itself
+from ._notes import heir_of, of_itself
 from ._on_tier import OnTier
 from ._pending import Pending
 from ._precision import Precision, master_of
@@ -69,6 +69,15 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
         self._forget_low_bits()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}, "process_group": _Group(self.process_group)}
 
+    def __copy__(self) -> Any:
+        if self._precision.master == "split":
+            raise TypeError(f"an {type(self).__name__} with master=\"split\" has no shallow copy, which would share its parameters and states, while "
+                            "neither optimizer knew of the other's steps; use copy.deepcopy, or the optimizer itself")
+        make, arguments, state, *_ = cast(Any, self.__reduce_ex__(4))
+        made = make(*arguments)
+        made.__setstate__(state)
+        return made
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         if isinstance(state.get("process_group"), _Group):
             state = {**state, "process_group": state["process_group"].group}
@@ -112,6 +121,8 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
                 loss = closure()
         with torch.no_grad():
             own = self._itself()
+            if own is None:
+                own = heir_of(self)
             if own._tier is None:
                 own._step_all()
             else:
@@ -247,10 +258,17 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             else:
                 table.run(self.c_name, options, pending.status)
             _native.check(pending.status[0])
+            if not self._said:
+                self._said = True
+                _log.first_served(*self._log_name())
         except SpillwayError as error:
             raise named(error, table.row_name, group) from None
         finally:
             self._settle()
+
+    def _log_name(self) -> tuple[str, str]:
+        """The framework and the name in the log's line about the first step."""
+        return "torch", type(self).__name__
 
     def _recorded(self, table: Table) -> RecordedStep:
         """The next step of a table, to be run, with a record for a rollback."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from ..errors import InvalidArgumentError
 from ._pending import Pending
 from ._precision import LOW, Precision
 from ._rows import local
@@ -28,8 +29,19 @@ def of_itself(method: _Method) -> _Method:
     """A method that runs on the optimizer itself if a wrapper calls it with the wrapper in its place."""
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        return method(self._itself(), *arguments, **options)
+        own = self._itself()
+        return method(heir_of(self) if own is None else own, *arguments, **options)
     return cast(_Method, call)
+
+
+def heir_of(other: Any) -> Any:
+    """An object with the attributes of an optimizer that was deleted: it takes the place of the optimizer if the attributes are the same dict.
+    A copy of that dict does not have what the optimizer noted after the copy was made."""
+    if id(other.__dict__) != other._attributes:
+        raise InvalidArgumentError(f"{type(other).__name__}: this object has a copy of the attributes of an optimizer that was deleted; keep the "
+                                   "optimizer as long as the object is used")
+    other._itself = weakref.ref(other)
+    return other
 
 
 class Notes(torch.optim.Optimizer):
@@ -42,8 +54,12 @@ class Notes(torch.optim.Optimizer):
     _last: RecordedStep | None
     _pending: Pending | None
     _noted: dict[torch.Tensor, tuple[int, dict[str, Any]]]
+    #: The log has a line about the first step of this class.
+    _said: bool
     #: This optimizer, for calls through a wrapper.
     _itself: Callable[[], Any]
+    #: The identity of this optimizer's `__dict__`.
+    _attributes: int
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         # Wrappers inherit from the class of the optimizer that they wrap, and look in it for the attributes that they lack. An attribute of
@@ -52,7 +68,8 @@ class Notes(torch.optim.Optimizer):
         made.__dict__.update({
             "undo": False, "max_norm": None, "process_group": None, "skip_nonfinite": False, "grad_norm": None, "skipped": False,
             "resumed_step": None, "payload": b"", "_precision": Precision(), "_table": None, "_last": None, "_pending": None, "_noted": {},
-            "_tier": None, "_rest": [], "_tried": [], "_flags": [], "_itself": weakref.ref(made)})
+            "_tier": None, "_rest": [], "_tried": [], "_flags": [], "_itself": weakref.ref(made),
+            "_attributes": id(made.__dict__), "_said": False})
         return made
 
     def _settle(self) -> None:

@@ -132,7 +132,7 @@ class TorchStep(Notes):
     def _with(self, groups: list[dict[str, Any]], states: Any) -> TorchStep:
         """This optimizer with other groups, and without the attributes of a GradScaler."""
         other = type(self).__new__(type(self))
-        other.__dict__.update({**self.__dict__, "param_groups": groups, "state": states, "_itself": other._itself})
+        other.__dict__.update({**self.__dict__, "param_groups": groups, "state": states, "_itself": other._itself, "_attributes": other._attributes})
         for name in ("grad_scale", "found_inf"):
             other.__dict__.pop(name, None)
         return other

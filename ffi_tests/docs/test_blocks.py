@@ -117,7 +117,7 @@ def test_the_output_of_a_block_is_compared():
 
 
 # Commands of packages that a reader installs, or of the project after `make lib`.
-KNOWN = {"deepspeed", "spillway", "pip", "python", "mpirun"}
+KNOWN = {"deepspeed", "spillway", "pip", "python", "mpirun", "apt-get", "."}
 
 
 def commands(text):

@@ -46,6 +46,45 @@ def test_every_status_has_cause_and_cure():
     assert len(rows) == len(statuses)
 
 
+def _rows(text):
+    """The cells of each row of the tables of a text, without heads and rules."""
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    rules = [number for number, row in enumerate(rows) if all(set(cell) <= {"-"} for cell in row)]
+    return [row for number, row in enumerate(rows) if number not in rules and number + 1 not in rules]
+
+
+def test_the_causes_of_foreign_have_a_cure_each_and_are_those_of_the_header():
+    comment = (ROOT / "include" / "spillway" / "base.h").read_text().split("SPW_ERR_FOREIGN = ")[0].rpartition(" = ")[2]
+    section = (DOCS / "troubleshooting.md").read_text().split("### Causes of SPW_ERR_FOREIGN\n")[1].split("\n#")[0]
+    causes = [re.sub(r"\W+", " ", line.split("- ", 1)[1].split(":")[0]).split() for line in comment.splitlines() if "// - " in line]
+    rows = _rows(section)
+    assert len(causes) == len(rows) == 7 and all(len(row) == 3 and all(row) for row in rows)
+    for cause, row in zip(causes, rows):
+        assert set(cause[:3]) <= set(re.sub(r"\W+", " ", row[0]).split()), (cause, row[0])
+
+
+def test_each_promise_names_a_test_that_exists():
+    """Names without a folder are programs of ffi_tests/c; a row of a table of promises ends with its tests."""
+    text = (DOCS / "promises.md").read_text().split("## What is not promised")[0]
+    rows = _rows(text)
+    assert len(rows) > 60
+    for row in rows:
+        tests = re.findall(r"`([^`]+)`", row[-1])
+        assert tests, row
+        for name in tests:
+            path = ROOT / name if "/" in name else ROOT / "ffi_tests" / "c" / name
+            assert path.exists(), (name, row)
+
+
+def test_the_first_page_of_the_site_shows_the_results_and_programs_of_the_readme():
+    text, site = (ROOT / "README.md").read_text(), (DOCS / "index.md").read_text()
+    for begin, end in (("<!-- result -->", "<!-- result ends -->"), ("<!-- programs -->", "<!-- programs end -->")):
+        assert f":start-after: {begin}\n:end-before: {end}\n" in site and text.count(begin) == text.count(end) == 1
+    programs = re.search(r"<!-- programs -->.*<!-- programs end -->", text, re.S)[0]
+    assert re.findall(r"^```(\w+)$", programs, re.M) == ["python", "python", "c"]
+    assert "| " not in site
+
+
 def test_messages_that_people_search_for_are_headings_in_deepspeeds_words():
     package = importlib.util.find_spec("deepspeed")
     if package is None:

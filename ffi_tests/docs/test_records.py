@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import re
 import subprocess
 
 import measurements
@@ -30,6 +31,40 @@ def test_the_page_has_a_section_with_every_row_of_a_record(name):
     assert section.startswith(f"## {record['title']}\n") and f"{name}.json" in section
     rows = [line for line in section.splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + len(record["rows"])
+
+
+def _median(name, figure, **case):
+    """The median of the only row of a record with these entries of its case."""
+    rows = [row for row in RECORDS[name]["rows"] if case.items() <= row["case"].items()]
+    assert len(rows) == 1, (name, case)
+    return rows[0]["figures"][figure]["median"]
+
+
+def test_figures_of_the_readme_are_those_of_the_records():
+    text = (measurements.ROOT / "README.md").read_text()
+    works = {"AdamW, 100 Mi parameters in float32": {"work": "plain f32", "parameters": 104857600},
+             "the same from bf16 gradients": {"work": "fused step, bf16 gradient and copy"},
+             "10,000 tensors of 1 to 4096 elements": {"work": "10000 tensors of 1 to 4096 elements"}}
+    contenders = [("deepspeed", "deepspeed op and torch operations", "deepspeed, a call each"), ("torch fused",), ("spillway",)]
+    seen = 0
+    for begin, work in works.items():
+        cells = re.search(rf"^\| {begin}.*?\|(.*)\|$", text, re.M)[1].split("|")
+        recorded = {row["case"]["contender"] for row in RECORDS["adam_others_xeon"]["rows"] if work.items() <= row["case"].items()}
+        for cell, names in zip(cells, contenders):
+            name = recorded & set(names)
+            assert bool(name) == bool(cell.strip()), (begin, cell)
+            if name:
+                assert cell.strip(" *") == f"{_median('adam_others_xeon', 'ms', contender=name.pop(), **work):.0f} ms"
+                seen += 1
+    assert seen == 8
+    ratio = _median("adam_others_xeon", "time_ratio", contender="deepspeed op and torch operations")
+    waiting, committed, first, last = (_median("speculation_overlap", "ms", step=step) for step in (
+        "waiting for the norm", "speculation, committed", "speculation, clipped by the first bucket",
+        "speculation, clipped by the last bucket"))
+    plain = " ".join(text.split())
+    assert f"{ratio:.1f} times as fast as DeepSpeed's op" in plain
+    assert f"{committed:.0f} ms of a step remain after backward instead of {waiting:.0f} ms" in plain
+    assert f"{first:.0f} to {last:.0f} ms if it is not" in plain
 
 
 def test_forms_of_a_figure_are_those_of_the_docs():

@@ -98,7 +98,7 @@ typedef struct spw_arena_options {
     uint64_t region_count;
     // NUMA node for SPW_ARENA_FLAG_BIND_NODE.
     uint32_t node;
-    // Number of processes that post verdicts, at most 4096; 0 for none.
+    // Number of processes that post results, at most 4096; 0 for none.
     uint32_t processes;
 } spw_arena_options;
 
@@ -120,7 +120,7 @@ typedef struct spw_arena_info {
     uint64_t id;
     // Number of regions.
     uint64_t region_count;
-    // Number of processes that post verdicts.
+    // Number of processes that post results.
     uint32_t processes;
     // Process id of the owner.
     uint32_t owner_pid;
@@ -310,7 +310,7 @@ typedef struct spw_arena_verdict {
 enum spw_status spw_arena_join(const struct spw_arena *arena,
                                uint32_t process);
 
-// Posts the local verdict of `process` for `round` (1 to 2^32 - 1, each round once): the statistics of its gradients, and
+// Posts the local result of `process` for `round` (1 to 2^32 - 1, each round once): the statistics of its gradients, and
 // `failed` 1 if one of its stages failed. A round is decided once all processes have posted it. The call is an error while
 // the round that the process posted before is open: wait for its verdict, or abort it. A round that was aborted may
 // be posted; its wait is an error at once.

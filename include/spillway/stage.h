@@ -3,9 +3,10 @@
 // EXPERIMENTAL: stages, asynchronous optimizer jobs of a pipeline. This header is not part of spillway.h, and its ABI
 // is not frozen: functions and structs may change with any release.
 //
-// A stage steps its tensors as soon as their gradients are complete, before all gradients are validated. The verdict
-// over all stages and processes comes later: it keeps every step, or rolls every step back to the bit (SysX sections
-// 3.2 and 4). Stages share the processors of the thread pool: their running threads never exceed it.
+// An `spw_stage` is the optimizer of one stage of a pipeline; the docs call it a stage optimizer. It steps its tensors
+// as soon as their gradients are complete, before all gradients are validated. The verdict over all stages and
+// processes comes later: it keeps every step, or rolls every step back to the bit (SysX sections 3.2 and 4). Stages
+// share the processors of the thread pool: their running threads never exceed it.
 //
 //     spw_stage_options options = SPW_STAGE_OPTIONS_INIT;
 //     spw_stage *stage;
@@ -125,7 +126,7 @@ enum spw_status spw_stage_submit_adam(const struct spw_stage *stage,
                                       const struct spw_stage_target *target);
 
 // Waits until the tensors are stepped, for up to `timeout_ms` milliseconds (0: polls; negative: without limit). Writes
-// the local verdict: the finiteness and the sum of squares of the scaled gradients. If the job failed, the call returns
+// the local result: the finiteness and the sum of squares of the scaled gradients. If the job failed, the call returns
 // its error: roll every stage back then.
 enum spw_status spw_stage_wait(const struct spw_stage *stage,
                                int64_t timeout_ms,

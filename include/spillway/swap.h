@@ -64,8 +64,8 @@ typedef struct spw_swap_options {
     const uint64_t *elements;
     // Number of subgroups, at most 2^20.
     uint64_t subgroups;
-    // Each path's share of the state, in any unit, one entry per path of the tier. NULL: proportional to measured
-    // bandwidth (MLP-Offload Eq. 1).
+    // Each path's share of the state, in any unit, one entry per path of the tier. NULL: equal until the first
+    // update has measured the bandwidths, then in proportion to them (MLP-Offload Eq. 1).
     const double *ratio;
     // Initial estimate of each path's bandwidth, in bytes per second. NULL: equal until the first update has measured
     // it.

@@ -3,8 +3,9 @@
 // Crash-safe storage of optimizer state over several paths: local disks, file systems, object stores, memory
 // (MLP-Offload section 3.2).
 //
-// An extent is a named object with a few byte streams, for example the master weights and moments of a subgroup. Puts
-// replace contents, a commit makes all of them durable as one step, and the next open finds the last committed step.
+// An extent is a named object with a few byte streams, for example the master weights and moments of a subgroup; the
+// docs call them fields. Puts replace contents, a commit makes all of them durable as one step, and the next open
+// finds the last committed step.
 //
 //     spw_tier_path path = SPW_TIER_PATH_INIT;
 //     path.directory = "/nvme0";
@@ -198,8 +199,8 @@ typedef struct spw_tier spw_tier;
 // - SPW_ERR_DEADLINE: the file system of a path did not respond within `io_timeout_ms`.
 // - SPW_ERR_FORMAT: a directory has another format version.
 // - SPW_ERR_FORMAT: the superblocks of the tier are lost, until `spw_tier_collect` removes it.
-// - SPW_ERR_FOREIGN: a directory belongs to another run, rank, host or number of ranks.
-// - SPW_ERR_FOREIGN: a file or directory belongs to another user, is a symbolic link, or is a file with a second name.
+// - SPW_ERR_FOREIGN: what was found does not match the options, or is not a file of this user alone. The comment of the
+//   status lists the causes.
 // - SPW_ERR_PATH_MISSING: a path with committed blocks is not in `options`. SPW_TIER_FLAG_DEGRADED opens without it.
 //
 // New directories have mode 0700 and new files 0600. If the user's own files are accessible to others, or the user's
@@ -293,8 +294,8 @@ enum spw_status spw_tier_get(const struct spw_tier *tier,
                              uint64_t *ticket_out);
 
 // Waits for a ticket for up to `timeout_ms` milliseconds (0: poll; negative: without limit). After the call the ticket
-// is invalid, except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or
-// read.
+// is invalid, except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the version of the contents
+// that was put or read.
 //
 // Two errors leave the streams in use by the system: SPW_ERR_DEADLINE (a path did not respond within the tier's
 // `io_timeout_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost). Then the caller keeps the memory allocated and unused
@@ -363,7 +364,7 @@ typedef struct spw_tier_extent_info {
     uint32_t extent;
     // Bytes of all streams.
     uint64_t bytes;
-    // Generation that reads return; 0 if the extent was never put.
+    // Version of the contents that reads return; 0 if the extent was never put.
     uint64_t generation;
     // Number of streams.
     uint32_t streams;

@@ -10,9 +10,7 @@ pub enum TierKind {
     Corrupt,
     /// The files are no tier, have a format version that this library does not read, or lost their superblocks.
     Format,
-    /// The tier belongs to another run, rank, host or number of ranks, or its paths differ after separate opens. Or a
-    /// file or directory belongs to another user, is a link, or has a second name. Or an extent has other streams. Or a
-    /// tier exists where one would be created.
+    /// What was found does not match the request; `SPW_ERR_FOREIGN` lists the causes.
     Foreign,
     /// A live process holds the tier.
     Locked,

@@ -338,7 +338,7 @@ class Arena(_NativeHandle):
         self._call("spw_arena_join", _arguments.unsigned("Arena.join: process", process, 32))
 
     def post(self, process: int, round: int, stats: StepStats | tuple[bool, float], *, failed: bool = False) -> None:
-        """Posts the local verdict of a round, each round once, after the round before got its outcome. A round is decided
+        """Posts the local result of a round, each round once, after the round before got its outcome. A round is decided
         once all processes have posted it.
 
         Args:

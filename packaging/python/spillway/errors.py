@@ -113,9 +113,7 @@ class TierError(SpillwayError):
     """The tier cannot be used as requested. `status` gives the cause:
 
     - 31: The files are not a tier, have a format version that this library does not read, or lost their superblocks.
-    - 32: The tier belongs to another run, rank, host or number of ranks, or its paths differ after separate opens. Or a
-      file or directory belongs to another user, is a link, or has a second name. Or an extent has other streams. Or a
-      tier exists where mode "create" would create one.
+    - 32: What was found does not match the request: SPW_ERR_FOREIGN in docs/troubleshooting.md lists causes and cures.
     - 34: A path that holds a part of the tier is missing, or its files were moved or replaced.
     - 35: A part of the extent was on a missing path."""
 

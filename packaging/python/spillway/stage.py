@@ -1,8 +1,8 @@
 """EXPERIMENTAL: stages, asynchronous optimizer jobs of a pipeline.
 
-A stage steps its tensors as soon as their gradients are complete, before the gradients of other stages and processes are
-validated. The verdict comes later: it keeps every step, or rolls every step back to the bit. Stages share the processors of
-the thread pool.
+A Stage is the optimizer of one stage of a pipeline: the docs call it a stage optimizer. It steps its tensors as soon as
+their gradients are complete, before the gradients of other stages and processes are validated. The verdict comes later: it
+keeps every step, or rolls every step back to the bit. Stages share the processors of the thread pool.
 
     stages = [Stage([(param, grad, exp_avg, exp_avg_sq)], adam) for param, grad, exp_avg, exp_avg_sq in layers]
     for stage in stages:
@@ -165,7 +165,7 @@ class Stage(_NativeHandle):
         self.verdict = None
 
     def wait(self, timeout: float | None = None) -> StepStats:
-        """Waits until the tensors are stepped; returns the local verdict, the StepStats of the scaled gradients.
+        """Waits until the tensors are stepped; returns the local result, the StepStats of the scaled gradients.
 
         Args:
             timeout: Longest wait in seconds; None: no limit.
@@ -231,7 +231,7 @@ class Stage(_NativeHandle):
 
 def settle(stages: Iterable[Stage], *, arena: Arena | None = None, process: int = 0, round: int = 0,
            reduce: Callable[[StepStats], StepStats] | None = None, timeout: float | None = None) -> Settled:
-    """Waits for all stages, exchanges the local verdicts, then keeps every step or rolls every step back, and waits until
+    """Waits for all stages, exchanges the local results, then keeps every step or rolls every step back, and waits until
     that is done.
 
     All processes of the arena get one outcome. A process that leaves settle() by an exception before the round is decided,

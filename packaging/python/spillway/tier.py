@@ -178,7 +178,7 @@ class Tier(_NativeHandle):
             timeout: Longest wait in seconds; None: no limit.
 
         Returns:
-            The extent's generation.
+            The version of the extent's contents.
 
         Raises:
             TimedOutError: The operation is still in flight.

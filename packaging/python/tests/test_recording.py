@@ -1,10 +1,13 @@
 """Proves that steps recorded from Python roll back bit for bit, by log and by shadow. A redo gives the bits of the
 step that it replaces, and a step that cannot be rolled back raises an error that says so."""
 
+import os
+
 import numpy as np
 import pytest
 
 import spillway
+from spillway import _native
 
 N = 3001
 KINDS = {"Adam": ("exp_avg", "exp_avg_sq"), "Adagrad": ("exp_avg_sq",), "Lion": ("exp_avg",)}
@@ -46,6 +49,28 @@ def test_a_rollback_gives_every_bit_back(kind, bad):
         assert same(arrays, before) and optimizer.step_count == 0
         with pytest.raises(spillway.InvalidArgumentError, match="no recorded step"):
             recording.rollback()
+
+
+def test_a_forked_child_is_refused_the_object_and_may_roll_its_copy_back_in_c():
+    optimizer, arrays = make("Adam")
+    before = copies(arrays)
+    with optimizer.prepare([arrays]).record() as recording:
+        recording.step()
+        after, handle = copies(arrays), recording.handle
+        child = os.fork()
+        if not child:
+            ending = 1
+            try:
+                with pytest.raises(spillway.UnsupportedError, match="forked child"):
+                    recording.rollback()
+                status = _native.library().spw_undo_rollback(handle)
+                ending = 0 if status == 0 and same(arrays, before) else 2
+            finally:
+                os._exit(ending)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert same(arrays, after)
+        recording.rollback()
+        assert same(arrays, before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

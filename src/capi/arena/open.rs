@@ -71,7 +71,7 @@ pub struct spw_arena_options {
     pub region_count: u64,
     /// NUMA node for SPW_ARENA_FLAG_BIND_NODE.
     pub node: u32,
-    /// Number of processes that post verdicts, at most 4096; 0 for none.
+    /// Number of processes that post results, at most 4096; 0 for none.
     pub processes: u32,
 }
 
@@ -94,7 +94,7 @@ pub struct spw_arena_info {
     pub id: u64,
     /// Number of regions.
     pub region_count: u64,
-    /// Number of processes that post verdicts.
+    /// Number of processes that post results.
     pub processes: u32,
     /// Process id of the owner.
     pub owner_pid: u32,

@@ -39,7 +39,7 @@ pub extern "C" fn spw_arena_join(arena: Option<&spw_arena>, process: u32) -> spw
     guard(|| handle::get(arena)?.0.join(process))
 }
 
-/// Posts the local verdict of `process` for `round` (1 to 2^32 - 1, each round once): the statistics of its gradients, and
+/// Posts the local result of `process` for `round` (1 to 2^32 - 1, each round once): the statistics of its gradients, and
 /// `failed` 1 if one of its stages failed. A round is decided once all processes have posted it. The call is an error while
 /// the round that the process posted before is open: wait for its verdict, or abort it. A round that was aborted may
 /// be posted; its wait is an error at once.

@@ -49,9 +49,15 @@ pub enum spw_status {
     SPW_ERR_CORRUPT = 30,
     /// The files are not a tier, have a format version that this library does not read, or lost their superblocks.
     SPW_ERR_FORMAT = 31,
-    /// The tier belongs to another run, rank, host or number of ranks, or its paths differ after separate opens. Or a
-    /// file or directory belongs to another user, is a link, or has a second name. Or an extent has other streams. Or a
-    /// tier exists where SPW_TIER_MODE_CREATE would create one.
+    /// What was found does not match the request. The message names the cause:
+    ///
+    /// - Another job, rank, host or number of ranks wrote the tier: pass those of the run.
+    /// - The state of this rank is under another host name: set that name, or remove the state by `spw_tier_collect`.
+    /// - A path belongs to another tier, or is a copy of another path: pass the paths of one tier, each once.
+    /// - Paths were opened without each other and differ: open one of them alone with SPW_TIER_FLAG_DEGRADED.
+    /// - A tier exists and the mode is SPW_TIER_MODE_CREATE: resume it, or remove it by `spw_tier_collect`.
+    /// - The extent has other streams: define it with the lengths that it has.
+    /// - A file or directory belongs to another user, is a link, has a second name or the wrong type: mend that file.
     SPW_ERR_FOREIGN = 32,
     /// A live process holds the lock. The message names the process.
     SPW_ERR_LOCKED = 33,
@@ -100,8 +106,8 @@ pub enum spw_status {
     SPW_ERR_ARENA_TORN = 60,
     /// The region of an arena was written while it was read. Read it again.
     SPW_ERR_ARENA_CHANGED = 61,
-    /// A process that the call depends on has ended: the owner of an arena, or one that has not posted its verdict. Or a
-    /// process left the round of verdicts, which is aborted for all.
+    /// A process that the call depends on has ended: the owner of an arena, or one that has not posted its local
+    /// result. Or a process left the round, which is aborted for all.
     SPW_ERR_ARENA_PEER_ENDED = 62,
     /// The memory is not an arena, has a format version that this library does not read, or is truncated or damaged.
     SPW_ERR_ARENA_FORMAT = 63,

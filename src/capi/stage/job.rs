@@ -168,7 +168,7 @@ pub unsafe extern "C" fn spw_stage_submit_adam(
 }
 
 /// Waits until the tensors are stepped, for up to `timeout_ms` milliseconds (0: polls; negative: without limit). Writes
-/// the local verdict: the finiteness and the sum of squares of the scaled gradients. If the job failed, the call returns
+/// the local result: the finiteness and the sum of squares of the scaled gradients. If the job failed, the call returns
 /// its error: roll every stage back then.
 ///
 /// # Safety

@@ -45,8 +45,8 @@ pub struct spw_swap_options {
     pub elements: *const u64,
     /// Number of subgroups, at most 2^20.
     pub subgroups: u64,
-    /// Each path's share of the state, in any unit, one entry per path of the tier. NULL: proportional to measured
-    /// bandwidth (MLP-Offload Eq. 1).
+    /// Each path's share of the state, in any unit, one entry per path of the tier. NULL: equal until the first
+    /// update has measured the bandwidths, then in proportion to them (MLP-Offload Eq. 1).
     pub ratio: *const f64,
     /// Initial estimate of each path's bandwidth, in bytes per second. NULL: equal until the first update has measured
     /// it.

@@ -160,8 +160,8 @@ pub unsafe extern "C" fn spw_tier_get(
 }
 
 /// Waits for a ticket for up to `timeout_ms` milliseconds (0: poll; negative: without limit). After the call the ticket
-/// is invalid, except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or
-/// read.
+/// is invalid, except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the version of the contents
+/// that was put or read.
 ///
 /// Two errors leave the streams in use by the system: SPW_ERR_DEADLINE (a path did not respond within the tier's
 /// `io_timeout_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost). Then the caller keeps the memory allocated and unused

@@ -1,8 +1,9 @@
 //! Crash-safe storage of optimizer state over several paths: local disks, file systems, object stores, memory
 //! (MLP-Offload section 3.2).
 //!
-//! An extent is a named object with a few byte streams, for example the master weights and moments of a subgroup. Puts
-//! replace contents, a commit makes all of them durable as one step, and the next open finds the last committed step.
+//! An extent is a named object with a few byte streams, for example the master weights and moments of a subgroup; the
+//! docs call them fields. Puts replace contents, a commit makes all of them durable as one step, and the next open
+//! finds the last committed step.
 //!
 //!     spw_tier_path path = SPW_TIER_PATH_INIT;
 //!     path.directory = "/nvme0";

@@ -39,8 +39,8 @@ impl Handle for spw_tier {
 /// - SPW_ERR_DEADLINE: the file system of a path did not respond within `io_timeout_ms`.
 /// - SPW_ERR_FORMAT: a directory has another format version.
 /// - SPW_ERR_FORMAT: the superblocks of the tier are lost, until `spw_tier_collect` removes it.
-/// - SPW_ERR_FOREIGN: a directory belongs to another run, rank, host or number of ranks.
-/// - SPW_ERR_FOREIGN: a file or directory belongs to another user, is a symbolic link, or is a file with a second name.
+/// - SPW_ERR_FOREIGN: what was found does not match the options, or is not a file of this user alone. The comment of the
+///   status lists the causes.
 /// - SPW_ERR_PATH_MISSING: a path with committed blocks is not in `options`. SPW_TIER_FLAG_DEGRADED opens without it.
 ///
 /// New directories have mode 0700 and new files 0600. If the user's own files are accessible to others, or the user's

@@ -57,7 +57,7 @@ pub struct spw_tier_extent_info {
     pub extent: u32,
     /// Bytes of all streams.
     pub bytes: u64,
-    /// Generation that reads return; 0 if the extent was never put.
+    /// Version of the contents that reads return; 0 if the extent was never put.
     pub generation: u64,
     /// Number of streams.
     pub streams: u32,

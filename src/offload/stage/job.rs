@@ -59,7 +59,7 @@ impl Stage {
         self.engine.submit(ONLY, Box::new(Scheduled { work, options: self.options }), event).map_err(of_job)
     }
 
-    /// Waits until the tensors are stepped, and returns the statistics of their gradients: the local verdict.
+    /// Waits until the tensors are stepped, and returns the statistics of their gradients: the local result.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<StepStats> {
         self.engine.local_result(timeout).map_err(of_job)
     }

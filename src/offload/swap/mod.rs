@@ -51,7 +51,7 @@ pub struct SwapOptions {
     pub memory_budget: u64,
     /// Kind of memory to allocate.
     pub backing: Backing,
-    /// Share of each path; `None` derives the shares from measured bandwidth.
+    /// Share of each path; `None`: equal until the first update, then derived from measured bandwidth.
     pub ratio: Option<Vec<f64>>,
     /// Initial bandwidth of each path, in bytes per second; empty if unknown.
     pub speeds: Vec<f64>,

@@ -1,4 +1,5 @@
 """Rounds of SuperOffload: sub-groups step during backward, and one verdict keeps, redoes or rolls back all of them.
+On a GPU the trainer's thread waits for the stream at every complete sub-group.
 
 A step without speculation passes the sub-groups in a fixed order to DeepSpeed's Adam, which keeps beta powers per
 optimizer, not per sub-group. A round first computes the powers for each sub-group in that order. Results are therefore

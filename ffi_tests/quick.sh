@@ -1,7 +1,7 @@
 #!/bin/sh
 # The inner loop: fast tests to run after a change of a Rust or C file, before the whole `make test`.
 #
-# The C programs and the ABI tests use a library without optimisation, so no second build is needed. Left out: Python,
+# The C programs and the ABI tests use the debug library of the other tests, so no second build is needed. Left out: Python,
 # the preload library under other programs, Arm, and tests that take more than a few seconds.
 set -eu
 cd "$(dirname "$0")/.."

@@ -3,13 +3,15 @@
 
 mod support;
 
+use std::ffi::OsString;
 use std::fs;
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use support::{empty_dir, exists, install, release_library, root, succeed};
+use support::{empty_dir, exists, install, release_build, release_library, root, succeed};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -153,6 +155,24 @@ fn libraries_go_where_a_distribution_has_them() {
     let config =
         fs::read_to_string(lib.join("cmake/spillway/spillway-config.cmake")).expect("it is installed");
     assert!(config.contains("/../../include") && !config.contains('@'), "{config}");
+}
+
+/// The other runners use the build of these tests. They start cargo without the variables that it sets for a test, and
+/// the parent of this process has none of these.
+#[test]
+fn a_build_outside_of_a_test_has_nothing_to_compile() {
+    release_library();
+    let parent = format!("/proc/{}/environ", std::os::unix::process::parent_id());
+    let parent = fs::read(&parent).unwrap_or_else(|error| panic!("{parent}: {error}"));
+    let variables = parent.split(|byte| *byte == 0).filter_map(|line| {
+        let end = line.iter().position(|byte| *byte == b'=')?;
+        Some((OsString::from_vec(line[..end].to_vec()), OsString::from_vec(line[end + 1..].to_vec())))
+    });
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.env_clear().envs(variables).current_dir(root()).args(release_build()).arg("--message-format=json");
+    let messages = succeed(&mut cargo, TIMEOUT);
+    let stale: Vec<&str> = messages.lines().filter(|line| line.contains("\"fresh\":false")).collect();
+    assert!(messages.contains("\"fresh\":true") && stale.is_empty(), "{stale:#?}");
 }
 
 /// What `cargo cinstall` reads: the same headers as `make install`, and a library version whose first number is in the

@@ -285,7 +285,11 @@ fn smaps_huge_bytes(span: Span) -> Option<usize> {
 /// Bytes that the system can give now without ending a process: unused memory, free swap and free reserved huge pages.
 /// Where /proc is missing, all memory and swap. `None` if that is unknown too.
 pub fn available_bytes() -> Option<u64> {
-    available_at(&Root::live()).or_else(machine_bytes)
+    let read = || available_at(&Root::live()).or_else(machine_bytes);
+    // Tests of crashes open thousands of tiers, and would spend half of their time on the system's files.
+    #[cfg(test)]
+    let read = || *std::sync::OnceLock::get_or_init(&tests::AVAILABLE, read);
+    read()
 }
 
 /// Bytes of memory that this process can use without swap: the available memory, or less where a cgroup limits it.
@@ -344,6 +348,9 @@ fn limit(resource: libc::__rlimit_resource_t) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    /// The first answer of `available_bytes`.
+    pub(super) static AVAILABLE: std::sync::OnceLock<Option<u64>> = std::sync::OnceLock::new();
+
     use super::*;
 
     #[test]

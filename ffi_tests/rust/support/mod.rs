@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,6 +12,8 @@ use std::time::{Duration, Instant};
 
 /// Timeout of a tool that reads a file.
 const TOOL: Duration = Duration::from_secs(60);
+/// Timeout of an optimised build.
+const BUILD: Duration = Duration::from_secs(900);
 
 /// The root of the repository.
 pub fn root() -> &'static Path {
@@ -35,11 +38,8 @@ pub fn release_library() -> &'static Path {
         if quick() {
             return probe_library();
         }
-        let target =
-            Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("tmp lies in the target directory");
-        let packages = ["--package", "spillway", "--package", "spillway-preload", "--package", "fakecuda"];
-        build(target, &[&["--release", "--features", "spillway/s3"], &packages[..]].concat());
-        target.join("release/libspillway.so")
+        succeed(cargo().args(release_build()), BUILD);
+        target().join("release/libspillway.so")
     })
 }
 
@@ -48,26 +48,26 @@ pub fn quick() -> bool {
     std::env::var_os("SPILLWAY_TEST_QUICK").is_some()
 }
 
-/// A library with the probe functions. It has its own target directory, because cargo names libraries
-/// alike for all features.
+/// The library with the probe functions: the debug build that cargo made for this test.
 pub fn probe_library() -> PathBuf {
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("probe");
-    // Programs of this library do not need kernels, which take a minute to optimise.
-    build(&target, &["--no-default-features", "--features", "probe", "--config", "profile.dev.opt-level=0"]);
-    target.join("debug/libspillway.so")
+    beside_this_test("libspillway.so")
 }
 
 /// A CUDA driver that needs no GPU, as a shared library.
-pub fn fake_cuda() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        if !quick() {
-            return release_library().with_file_name("libfakecuda.so");
-        }
-        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fakecuda");
-        build(&target, &["--package", "fakecuda"]);
-        target.join("debug/libfakecuda.so")
-    })
+pub fn fake_cuda() -> PathBuf {
+    if quick() {
+        beside_this_test("libfakecuda.so")
+    } else {
+        release_library().with_file_name("libfakecuda.so")
+    }
+}
+
+/// A shared library that cargo built because this test depends on its crate.
+fn beside_this_test(name: &str) -> PathBuf {
+    let test = std::env::current_exe().expect("a running program has a path");
+    let path = test.with_file_name(name);
+    assert!(path.exists(), "cargo did not build {} with this test", path.display());
+    path
 }
 
 /// Every symbol that the library exports. The inner loop tests a library with probe functions, which are not
@@ -81,18 +81,31 @@ pub fn exports() -> BTreeSet<String> {
     names.map(str::to_string).collect()
 }
 
-fn build(target: &Path, options: &[&str]) {
+fn target() -> &'static Path {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("tmp lies in the target directory")
+}
+
+/// The arguments of cargo for the release library and the others of the same build.
+pub fn release_build() -> Vec<OsString> {
+    let words = "build --quiet --lib --release --features spillway/s3 --package spillway --package spillway-preload \
+                 --package fakecuda --target-dir";
+    words.split(' ').map(OsString::from).chain([target().into()]).collect()
+}
+
+/// A cargo without the variables that the first cargo set for this test. Build scripts of some crates run again if
+/// these change, and all that depends on them is compiled again: see the crate `ring`.
+fn cargo() -> Command {
     let mut cargo = Command::new(env!("CARGO"));
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        let of_package = ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|start| text.starts_with(start));
+        // ffi_tests/timed.sh sets RUSTC_BOOTSTRAP. Build scripts would then ask for unstable features.
+        if of_package || text == "OUT_DIR" || text == "RUSTC_BOOTSTRAP" {
+            cargo.env_remove(name);
+        }
+    }
+    cargo.current_dir(root());
     cargo
-        .args(["build", "--quiet", "--lib"])
-        .args(options)
-        .arg("--target-dir")
-        .arg(target)
-        // ffi_tests/timed.sh sets this variable for the test program; build scripts would then
-        // ask for unstable features.
-        .env_remove("RUSTC_BOOTSTRAP")
-        .current_dir(root());
-    succeed(&mut cargo, Duration::from_secs(900));
 }
 
 /// Installs a library and its header under `prefix`.

@@ -98,8 +98,9 @@ pub unsafe extern "C" fn spw_get_stats(stats_out: *mut spw_stats) -> spw_status 
     })
 }
 
-/// Panics inside the guard. Tests use it to see what a C caller receives.
-#[cfg(feature = "probe")]
+/// Panics inside the guard. Tests use it to see what a C caller receives. A debug build has it, so that they need no
+/// build of their own.
+#[cfg(any(feature = "probe", debug_assertions))]
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_probe_panic() -> spw_status {
     guard(|| panic!("probe"))

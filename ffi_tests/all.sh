@@ -75,10 +75,16 @@ run() {
     summary+=$(reasons "$log" | sed 's/^/             ignored: /')$'\n'
 }
 
-# Downloads and installs the tools of the later runners while the first ones run. Each runner calls these scripts again:
-# they wait for the lock and report errors.
+# What the later runners need is made while the first ones run: tools are installed, and libraries and DeepSpeed's ops are
+# compiled with the lowest priority, on a processor that waits otherwise. Each runner makes the same calls again. They
+# wait for a build in progress, find the finished work, and report errors.
 set_up() {
+    nice -n 19 cargo build --quiet --release --package spillway --package spillway-preload --package fakecuda --features spillway/s3 &
     for environment in python docs arm; do packaging/${environment}_env.sh; done
+    (eval "$(packaging/python_env.sh --export)" &&
+        DS_ACCELERATOR=cpu nice -n 19 "$SPILLWAY_PYTHON" ffi_tests/deepspeed/compiled_ops.py "$SPILLWAY_OLD_DEEPSPEED")
+    wait
+    nice -n 19 ffi_tests/arm/run.sh --build
 }
 if [ $# = 0 ]; then
     set_up >"$logs/set-up.log" 2>&1 &

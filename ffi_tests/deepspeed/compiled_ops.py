@@ -1,12 +1,16 @@
 """DeepSpeed's ops as DeepSpeed compiles them, built once into TORCH_EXTENSIONS_DIR.
 
-Loading an op waits while another process builds the same op."""
+Loading an op waits while another process builds an op.
+
+    python compiled_ops.py FOLDER     builds the ops of the tests; FOLDER holds the oldest DeepSpeed
+"""
 
 import contextlib
 import fcntl
 import functools
 import os
 import pathlib
+import sys
 
 _BUILDERS = {"cpu_adam": "CPUAdamBuilder", "cpu_adagrad": "CPUAdagradBuilder", "cpu_lion": "CPULionBuilder",
              "async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder", "deepspeed_shm_comm": "ShareMemCommBuilder"}
@@ -62,3 +66,15 @@ def _is_open(path):
             if os.path.samefile(descriptor, path):
                 return True
     return False
+
+
+def build_all(package):
+    """Builds what the tests load later."""
+    for op in _BUILDERS:
+        newest(op)
+    for op in _SOURCES:
+        oldest(op, package)
+
+
+if __name__ == "__main__":
+    build_all(sys.argv[1])

@@ -219,10 +219,10 @@ class TierStates:
     def step_count(self, optimizer: SpillwayOptimizer, number: int) -> torch.Tensor:
         """The step count of the parameter with this number; raises InvalidArgumentError if the program has removed it."""
         state = optimizer.state.get(self.params[number])
-        step = state.get("step") if isinstance(state, dict) else None
-        if step is None:
+        if not isinstance(state, dict) or "step" not in state:
             raise InvalidArgumentError(f"{self.names[number]}: optimizer.state has no step count for it, as after optimizer.state.clear(), and its "
                                        "other states are on the tier; call rollback() to return to the last commit, or load_state_dict()")
+        step = state["step"]
         if not isinstance(step, torch.Tensor) or not is_count(step):
             raise InvalidArgumentError(f"{self.names[number]}: its state 'step' is {step!r}; set a tensor with the number of steps, or call rollback()")
         return step

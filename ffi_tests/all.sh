@@ -84,7 +84,6 @@ set_up() {
     (eval "$(packaging/python_env.sh --export)" &&
         DS_ACCELERATOR=cpu nice -n 19 "$SPILLWAY_PYTHON" ffi_tests/deepspeed/compiled_ops.py "$SPILLWAY_OLD_DEEPSPEED")
     wait
-    nice -n 19 ffi_tests/arm/run.sh --build
 }
 if [ $# = 0 ]; then
     set_up >"$logs/set-up.log" 2>&1 &

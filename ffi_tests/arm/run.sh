@@ -1,9 +1,6 @@
 #!/bin/sh
 # Tests the Arm library under qemu on an x86_64 machine: bits, bounds, choice of kernel, callers, instruction counts.
 #
-#   ffi_tests/arm/run.sh            builds and tests
-#   ffi_tests/arm/run.sh --build    only builds for Arm
-#
 # The first run installs the tool chain (packaging/arm_env.sh); exit status 77 means that root must install packages.
 # The last line of the output names the folder with the output of each failed part.
 set -eu
@@ -13,9 +10,7 @@ settings=$("$root/packaging/arm_env.sh" --export) || exit $?
 tools=$("$root/packaging/arm_env.sh")
 target=${CARGO_TARGET_DIR:-$root/target}
 work=$target/arm
-# A folder of its own, because cargo lets one build at a time write to a folder. Builds for this machine go on meanwhile.
-arm_target=$work/cargo
-library=$arm_target/aarch64-unknown-linux-gnu/release
+library=$target/aarch64-unknown-linux-gnu/release
 passed=0
 failed=0
 ignored=0
@@ -40,10 +35,6 @@ max,sve=off:neon"
 main() {
     mkdir -p "$work"
     cd "$root"
-    if [ "${1:-}" = --build ]; then
-        build
-        return
-    fi
     check 'the library and its tests build for Arm' build
     check 'the library of this machine builds' host_library
     check 'the packages for Arm are made' packages
@@ -126,7 +117,7 @@ lane() {
 }
 
 arm_cargo() {
-    (eval "$settings" && CARGO_TARGET_DIR=$arm_target cargo "$@")
+    (eval "$settings" && cargo "$@")
 }
 
 arm() {
@@ -136,9 +127,6 @@ arm() {
 }
 
 build() {
-    # Two builds at the same time would replace each other's files.
-    exec 9>"$work/lock"
-    flock 9
     # Both libraries are built in one folder: they differ only in the last crate. The probe library needs no
     # optimisation, because its test only causes a panic.
     arm_cargo rustc --release --lib --no-default-features --features probe -- -C opt-level=0
@@ -151,7 +139,6 @@ build() {
     aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \
         "$library/libspillway.a" -lm -o "$work/one_step"
     cc -std=gnu11 -O2 -shared -fPIC -Wall -Wextra -Werror ffi_tests/arm/icount.c -o "$work/icount.so"
-    exec 9>&-
 }
 
 # The same build as for the Python tests.

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from . import _abi
-from .errors import IoError, LibraryNotFoundError, from_status
+from .errors import IoError, LibraryNotFoundError, SpillwayError, from_status
 
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
@@ -75,13 +75,18 @@ def _load(path: str) -> ctypes.CDLL:
 
 def check(status: int) -> None:
     """Raises the typed exception of a failed call."""
+    # No variable of this frame refers to the exception, whose traceback refers to the frame: such a circle keeps the objects of all callers
+    # until the garbage collector runs, an open tier with its locks among them.
     if status:
-        message = library().spw_last_error().decode("utf-8", "replace")
-        name = library().spw_status_name(status).decode()
-        error = from_status(status, message or name)
-        if isinstance(error, IoError):
-            _locate(error)
-        raise error
+        raise _error_of(status)
+
+
+def _error_of(status: int) -> SpillwayError:
+    message = library().spw_last_error().decode("utf-8", "replace")
+    error = from_status(status, message or library().spw_status_name(status).decode())
+    if isinstance(error, IoError):
+        _locate(error)
+    return error
 
 
 def _locate(error: Any) -> None:

@@ -269,8 +269,14 @@ def settle(stages: Iterable[Stage], *, arena: Arena | None = None, process: int 
         except BaseException as error:
             # No call: a second signal handler may run after every call.
             raised += [error]
-    for failure in (*raised, *settlement.failures):
-        raise failure
+    raised += settlement.failures
+    if raised:
+        try:
+            raise raised[0]
+        finally:
+            # The errors refer to this frame by their tracebacks.
+            raised.clear()
+            settlement = None
     assert settlement.outcome is not None
     return settlement.outcome
 

@@ -11,6 +11,7 @@ since then are lost."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import os
@@ -231,8 +232,9 @@ class Tier(_NativeHandle):
         for entry in before:
             if entry.outcome():
                 self._reap(entry)
-        for error in list(self._failed.values()):
-            raise error
+        for failed in list(self._failed.values()):
+            # A copy, because a raised error refers to this tier by its traceback, and the tier to the error.
+            raise copy.copy(failed)
         commit()
         for entry in before:
             self._reap(entry)
@@ -336,9 +338,9 @@ class Tier(_NativeHandle):
         self._release(entry)
 
     def _outcome_of(self, ticket: int) -> int:
-        generation, error = self._ended.pop(ticket), self._failed.pop(ticket, None)
-        if error is not None:
-            raise error
+        generation = self._ended.pop(ticket)
+        if ticket in self._failed:
+            raise self._failed.pop(ticket)
         return generation
 
     def _release(self, entry: Ticket) -> None:

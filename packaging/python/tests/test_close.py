@@ -2,12 +2,14 @@
 child neither waits for its parent's threads nor changes its parent's objects."""
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
 import threading
 import time
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -237,3 +239,30 @@ def test_waits_beside_commits_get_their_outcomes(tmp_path):
         for thread in threads:
             thread.join()
         assert not errors, errors
+
+
+def test_an_object_whose_call_failed_is_closed_with_its_last_reference(tmp_path):
+    """Without the garbage collector: an error keeps none of the objects in its traceback alive once it is handled."""
+    def refused(tier):
+        extent, array, errors = tier.define("x", [4096]), np.zeros(4096, np.uint8), 0
+        for call in (lambda: tier.define("", [4]), lambda: tier.wait(12345), lambda: tier.put(99, [array])):
+            try:
+                call()
+            except spillway.SpillwayError:
+                errors += 1
+        tier.put(extent, [array])
+        # The listing ends with an error inside.
+        assert errors == 3 and len(tier.paths()) == 1
+
+    gc.disable()
+    try:
+        tier = spillway.Tier([tmp_path], job="test", direct=False)
+        refused(tier)
+        left = weakref.ref(tier)
+        with contextlib.suppress(spillway.TimedOutError):
+            tier.close(0)
+        del tier
+        assert left() is None
+        spillway.tier.steps([tmp_path], job="test")
+    finally:
+        gc.enable()

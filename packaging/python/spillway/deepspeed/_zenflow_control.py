@@ -151,8 +151,12 @@ class Attached:
         self._block.worker = _this_process()
         if self._groups != self._block.groups:
             error = InvalidArgumentError(f"{self._groups} groups are registered, and the control block is for {self._block.groups}")
-            self._fail(error)
-            raise error
+            try:
+                self._fail(error)
+                raise error
+            finally:
+                # The error refers to this frame by its traceback.
+                del error
         return self
 
     def __exit__(self, _kind, error, _trace):

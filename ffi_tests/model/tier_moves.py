@@ -56,11 +56,7 @@ class TierMoves:
         tier, self.tier = self.tier, None
         for extent in self.oracle.extents.values():
             extent.forget()
-        closed = self.episode.call("close", tier.close, timeout, may=(TIMEOUT, *range(20, 28)))
-        if closed.status == TIMEOUT:
-            # The tier is still open.
-            closed = self.episode.call("close", tier.close, may=tuple(range(20, 28)))
-        return closed.ok
+        return self.episode.call("close", tier.close, timeout, may=(TIMEOUT, *range(20, 28))).ok
 
     def abandon(self):
         """Drops the last reference without a close."""

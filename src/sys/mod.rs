@@ -26,7 +26,6 @@ pub mod private_files;
 pub mod process;
 pub mod profile;
 pub mod range_lock;
-pub mod resctrl;
 pub mod reserve;
 pub mod shared_memory;
 pub mod shared_slice;

@@ -22,7 +22,6 @@ mod plan_svg;
 mod plot;
 mod progress;
 mod report;
-mod resctrl;
 mod stdout;
 mod topo;
 mod trace;
@@ -51,9 +50,6 @@ enum Command {
     Plan(Box<plan_command::Options>),
     /// Draws processors, NUMA nodes, GPUs and drives, and says how a launcher binds ranks to them.
     Topo(topo::Options),
-    /// Partitions of cache and memory bandwidth between trainer and optimizer (Arm MPAM, Intel RDT, AMD QoS).
-    #[command(subcommand)]
-    Resctrl(resctrl::Command),
     /// Writes the predicted timeline of one interleaved step as a trace.
     Trace(trace::Options),
 }
@@ -83,16 +79,13 @@ fn main() -> std::process::ExitCode {
         Command::Tune(options) => tune::run(&options),
         Command::Plan(options) => plan_command::run(&options),
         Command::Topo(options) => topo::run(&options),
-        Command::Resctrl(command) => return resctrl::run(&command),
         Command::Trace(options) => trace::run(&options),
     };
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,
-        Err(error) => fail(&error),
+        Err(error) => {
+            stdout::note(&format!("spillway: {error}"));
+            std::process::ExitCode::FAILURE
+        }
     }
-}
-
-fn fail(error: &spillway::error::Error) -> std::process::ExitCode {
-    stdout::note(&format!("spillway: {error}"));
-    std::process::ExitCode::FAILURE
 }

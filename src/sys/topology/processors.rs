@@ -40,8 +40,6 @@ pub struct Cache {
     pub cpus: Bitmap,
     /// Size; 0 if unknown.
     pub bytes: u64,
-    /// The system's number among caches of this level: the domain of resctrl.
-    pub id: Option<u32>,
 }
 
 /// All online processors.
@@ -143,7 +141,6 @@ fn cache(root: &Root, folder: &str, online: &Bitmap, core: Option<&Bitmap>) -> O
         kind,
         cpus: shared?,
         bytes: root.text(&format!("{folder}/size")).and_then(|text| bytes(text.trim())).unwrap_or(0),
-        id: root.number(&format!("{folder}/id")),
     })
 }
 

@@ -1,4 +1,4 @@
-//! Checks of the machine: kernel, threads, memory, NUMA, cache partitions, GPUs.
+//! Checks of the machine: kernel, threads, memory, NUMA, GPUs.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -14,7 +14,6 @@ use spillway::optim::parallel::{Job, step_on};
 use spillway::optim::processor;
 use spillway::pool::region::{Backing, Region};
 use spillway::sys::memory::{PageKind, lock_limit};
-use spillway::sys::resctrl::support::Support;
 use spillway::sys::threads;
 use spillway::sys::topology::{NodeKind, Root, Topology};
 
@@ -29,7 +28,7 @@ pub fn findings() -> Vec<Finding> {
     let mut findings = vec![kernel(), workers()];
     findings.extend(memory());
     let topology = Topology::read(&Root::live());
-    findings.extend([nodes(&topology), partitions()]);
+    findings.push(nodes(&topology));
     findings.extend(gpus(&topology));
     findings
 }
@@ -150,24 +149,6 @@ fn nodes(topology: &Topology) -> Finding {
         0 | 1 => Finding::ok("NUMA", found),
         _ => Finding::new("NUMA", Verdict::Worse, found)
             .fix("bind each rank to the processors of its GPU's node: spillway topo prints the commands"),
-    }
-}
-
-fn partitions() -> Finding {
-    let support = Support::read(&Root::live());
-    match (support.mounted, support.kernel, support.processor.is_empty()) {
-        (true, ..) => {
-            Finding::ok("resctrl", "mounted: spillway resctrl show prints partitions for this machine")
-        }
-        (false, true, false) => {
-            let features = support.processor.join(", ");
-            Finding::new(
-                "resctrl",
-                Verdict::None,
-                format!("not mounted (optional); the processor has {features}"),
-            )
-        }
-        _ => Finding::new("resctrl", Verdict::None, "not supported by this kernel or processor (optional)"),
     }
 }
 

@@ -35,7 +35,7 @@ py-light: ## one Python test file that needs numpy alone, on a library that was 
 
 # All of them include object stores, as the archives and the wheels of `make dist` do.
 lib: ## the library, the preload library and the command line tool, in target/release
-	cargo build --release --package spillway --package spillway-preload --features spillway/s3
+	cargo build --release --package spillway --package spillway-cli --package spillway-preload --features spillway/s3
 
 install: lib ## libraries, headers and the command line tool below PREFIX=/usr/local
 	packaging/install.sh "$(PREFIX)" $(RELEASE)/libspillway.so $(RELEASE)/libspillway_preload.so $(RELEASE)/spillway

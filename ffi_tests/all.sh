@@ -79,7 +79,7 @@ run() {
 # compiled with the lowest priority, on a processor that waits otherwise. Each runner makes the same calls again. They
 # wait for a build in progress, find the finished work, and report errors.
 set_up() {
-    nice -n 19 cargo build --quiet --release --package spillway --package spillway-preload --package fakecuda --features spillway/s3 &
+    nice -n 19 cargo build --quiet --release --package spillway --package spillway-cli --package spillway-preload --package fakecuda --features spillway/s3 &
     for environment in python docs arm; do packaging/${environment}_env.sh; done
     (eval "$(packaging/python_env.sh --export)" &&
         DS_ACCELERATOR=cpu nice -n 19 "$SPILLWAY_PYTHON" ffi_tests/deepspeed/compiled_ops.py "$SPILLWAY_OLD_DEEPSPEED")

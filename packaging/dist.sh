@@ -39,7 +39,7 @@ main() {
 
 build() {
     cargo-zigbuild zigbuild --release --target "$architecture-unknown-linux-gnu.$glibc" --package spillway \
-        --package spillway-preload --features spillway/s3 --target-dir "$target"
+        --package spillway-cli --package spillway-preload --features spillway/s3 --target-dir "$target"
 }
 
 main "$@"

@@ -11,7 +11,7 @@ root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 cd "$root"
 : "${SPILLWAY_LIBRARY:=${CARGO_TARGET_DIR:-target}/release/libspillway.so}"
 if [ ! -f "$SPILLWAY_LIBRARY" ]; then
-    cargo build --release --package spillway --package spillway-preload --package fakecuda --features spillway/s3
+    cargo build --release --package spillway --package spillway-cli --package spillway-preload --package fakecuda --features spillway/s3
 fi
 SPILLWAY_LIBRARY=$(realpath "$SPILLWAY_LIBRARY")
 export SPILLWAY_LIBRARY

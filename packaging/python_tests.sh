@@ -9,7 +9,7 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 cd "$root"
 # Builds the contents of a wheel, like `make lib`. Cargo builds only crates that changed.
-cargo build --quiet --release --package spillway --package spillway-preload --package fakecuda --features spillway/s3
+cargo build --quiet --release --package spillway --package spillway-cli --package spillway-preload --package fakecuda --features spillway/s3
 exports=$(packaging/python_env.sh --export)
 eval "$exports"
 if [ "${1:-}" = --only ]; then

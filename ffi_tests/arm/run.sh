@@ -129,11 +129,11 @@ arm() {
 build() {
     # Both libraries are built in one folder: they differ only in the last crate. The probe library needs no
     # optimisation, because its test only causes a panic.
-    arm_cargo rustc --release --lib --no-default-features --features probe -- -C opt-level=0
+    arm_cargo rustc --release --lib --package spillway --features probe -- -C opt-level=0
     mkdir -p "$work/probe"
     cp "$library/libspillway.so" "$work/probe/libspillway.so.2"
     ln -sf libspillway.so.2 "$work/probe/libspillway.so"
-    arm_cargo build --release --lib --no-default-features --package spillway --package spillway-preload
+    arm_cargo build --release --lib --package spillway --package spillway-preload
     kernel_tests
     tests_of spillway library --lib
     aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \
@@ -161,7 +161,7 @@ tests_of() {
     package=$1 tests=$work/$2.tests
     shift 2
     rm -f "$tests"
-    arm_cargo test --release --no-default-features --package "$package" --no-run "$@" >"$tests.txt" 2>&1 ||
+    arm_cargo test --release --package "$package" --no-run "$@" >"$tests.txt" 2>&1 ||
         { cat "$tests.txt"; return 1; }
     sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$tests.txt" >"$tests"
     [ -s "$tests" ]
@@ -368,7 +368,7 @@ kernel_tests() {
         write_linker "$work/mutants/$sum/aarch64-linux-gnu-gcc"
         echo "$sum" >"$work/mutants/sum"
     fi
-    arm_cargo rustc --release --no-default-features --package spillway-kernels --test kernels --message-format json \
+    arm_cargo rustc --release --package spillway-kernels --test kernels --message-format json \
         -- -C linker="$work/mutants/$sum/aarch64-linux-gnu-gcc" >"$work/kernels.json"
     sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' "$work/kernels.json" >"$work/kernels.tests"
     [ -s "$work/kernels.tests" ]

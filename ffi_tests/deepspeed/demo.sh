@@ -54,7 +54,7 @@ main() {
 # The features of `pip install`: no object stores.
 build_library() {
     cd "$root"
-    exec cargo build --release --locked --package spillway --package spillway-preload --target-dir "$target"
+    exec cargo build --release --locked --package spillway --package spillway-cli --package spillway-preload --target-dir "$target"
 }
 
 # Ends what runs in the background.

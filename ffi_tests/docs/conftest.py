@@ -30,5 +30,5 @@ def linked(tmp_path_factory):
 def tool():
     """The command line tool."""
     path = pathlib.Path(os.environ["SPILLWAY_LIBRARY"]).parent / "spillway"
-    assert path.exists(), f"{path} is not built: cargo build --release -p spillway"
+    assert path.exists(), f"{path} is not built: cargo build --release -p spillway-cli"
     return str(path)

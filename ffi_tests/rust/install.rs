@@ -120,7 +120,9 @@ fn destdir_changes_where_files_are_written_and_not_what_they_say() {
     let mut script = Command::new("sh");
     script.arg(root().join("packaging/install.sh")).arg("/opt/spillway").arg(release_library());
     script.arg(release_library().with_file_name("libspillway_preload.so"));
-    script.arg(env!("CARGO_BIN_EXE_spillway"));
+    // Any program stands for the tool, which is of another crate.
+    let tool = Path::new("/bin/true");
+    script.arg(tool);
     succeed(script.env("DESTDIR", &stage), TIMEOUT);
     let lib = stage.join("opt/spillway/lib");
     let pc = fs::read_to_string(lib.join("pkgconfig/spillway.pc")).expect("spillway.pc is installed");
@@ -134,8 +136,8 @@ fn destdir_changes_where_files_are_written_and_not_what_they_say() {
     let preload = succeed(Command::new("nm").arg("-D").arg(lib.join("libspillway_preload.so")), TIMEOUT);
     assert!(preload.contains(" T io_submit"), "{preload}");
     assert!(pc.contains("\npreload=${libdir}/libspillway_preload.so\n"), "{pc}");
-    let version = succeed(Command::new(stage.join("opt/spillway/bin/spillway")).arg("--version"), TIMEOUT);
-    assert_eq!(version, concat!("spillway ", env!("CARGO_PKG_VERSION"), "\n"));
+    let installed = fs::read(stage.join("opt/spillway/bin/spillway")).expect("the tool is installed");
+    assert_eq!(installed, fs::read(tool).expect("every system has it"));
     assert!(stage.join("opt/spillway/include/spillway.hpp").exists());
     assert!(stage.join("opt/spillway/include/spillway.h").exists() && lib.join("libspillway.a").exists());
 }

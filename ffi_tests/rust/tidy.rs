@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Lowest first; modules of one layer do not import each other.
-const LAYERS: [&[&str]; 9] = [
+const LAYERS: [&[&str]; 8] = [
     &["error", "environment", "dtype", "log", "stats", "trace", "checksum", "plan"],
     &["sys", "kernel"],
     &["optim", "pool"],
@@ -19,7 +19,6 @@ const LAYERS: [&[&str]; 9] = [
     &["offload"],
     &["capi"],
     &["lib"],
-    &["bin"],
 ];
 /// Modules of the lowest layer that every layer may use, the lowest included: an error is part of every signature, and
 /// variables of the environment are read in one place.
@@ -65,11 +64,10 @@ fn modules_used(line: &str) -> Vec<String> {
     used
 }
 
-/// The layer faults of one file. In the kernels, `crate` means their own crate, which cannot import
-/// modules of the library.
+/// The layer faults of one file. In the kernels and in the tool, `crate` means their own crate.
 fn layer_faults(path: &str, text: &str) -> Vec<String> {
     let module = module_of(path);
-    if module == "kernel" {
+    if matches!(module, "kernel" | "cli") {
         return Vec::new();
     }
     let Some(own) = layer(module) else { return vec![format!("{path}: {module} is in no layer")] };
@@ -111,7 +109,7 @@ fn text_faults(path: &str, text: &str) -> Vec<String> {
     let unfinished = ["todo!", "unimplemented!", "dbg!"];
     let printing = ["println!", "eprintln!", "print!(", "eprint!("];
     for (number, line) in code(text) {
-        for word in unfinished.iter().chain(printing.iter().filter(|_| module_of(path) != "bin")) {
+        for word in unfinished.iter().chain(printing.iter().filter(|_| module_of(path) != "cli")) {
             if line.contains(word) {
                 faults.push(format!("{path}:{number}: {word}"));
             }
@@ -152,7 +150,7 @@ fn descriptor_faults(path: &str, text: &str) -> Vec<String> {
         "io::pipe",
         "socket(",
     ];
-    if path.contains("tests") || module_of(path) == "bin" {
+    if path.contains("tests") || module_of(path) == "cli" {
         return Vec::new();
     }
     let own = text.split("mod tests {").next().unwrap_or(text);
@@ -164,7 +162,7 @@ fn descriptor_faults(path: &str, text: &str) -> Vec<String> {
 /// Finds threads of the library that take the program's signals: all are started in one place, which blocks them.
 fn thread_faults(path: &str, text: &str) -> Vec<String> {
     const STARTS: [&str; 4] = ["thread::spawn", "thread::Builder", "scope.spawn(", "ThreadPoolBuilder::new"];
-    if path.contains("tests") || module_of(path) == "bin" || matches!(path, "sys/threads.rs" | "sys/team.rs")
+    if path.contains("tests") || module_of(path) == "cli" || matches!(path, "sys/threads.rs" | "sys/team.rs")
     {
         return Vec::new();
     }
@@ -189,10 +187,12 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Every Rust file of the library, as its path under src and its text; the crate of the kernels is its module `kernel`.
+/// Every Rust file of the library, as its path under src and its text; the crate of the kernels is its module `kernel`, that
+/// of the tool its module `cli`.
 fn sources() -> Vec<(String, String)> {
     let mut found = files("src", "");
     found.extend(files("kernels/src", "kernel/"));
+    found.extend(files("cli/src", "cli/"));
     found
 }
 
@@ -259,9 +259,9 @@ fn descriptors_and_threads_are_made_in_one_place() {
 
 #[test]
 fn no_two_files_import_each_other_in_a_circle() {
-    for crate_source in ["src", "kernels/src"] {
+    for crate_source in ["src", "kernels/src", "cli/src"] {
         let mut files = files(crate_source, "");
-        files.retain(|(path, _)| !path.contains("tests") && !path.starts_with("bin/"));
+        files.retain(|(path, _)| !path.contains("tests"));
         assert!(files.len() > 15, "{} files", files.len());
         let circles = circles::circles(&files);
         assert!(circles.is_empty(), "in {crate_source}:\n{}", circles.join("\n"));
@@ -334,7 +334,7 @@ fn the_rules_refuse_what_breaks_them() {
     for text in bad_texts {
         assert_eq!(text_faults("optim/adam.rs", text).len(), 1, "{text}");
     }
-    assert_eq!(text_faults("bin/spillway.rs", "println!()"), [""; 0]);
+    assert_eq!(text_faults("cli/main.rs", "println!()"), [""; 0]);
     assert_eq!(text_faults("optim/adam.rs", &"\n".repeat(MOST_LINES + 1)).len(), 1);
     assert_eq!(text_faults("optim/adam.rs", &"\n".repeat(MOST_LINES)), [""; 0]);
 

@@ -26,7 +26,7 @@ from setuptools.command.sdist import sdist
 HERE = pathlib.Path(__file__).resolve().parent
 RUST = HERE / "rust" if (HERE / "rust").is_dir() else HERE.parent.parent
 # What cargo needs: the crates of the workspace. It reads the manifests of all members.
-RUST_SOURCES = ("Cargo.toml", "Cargo.lock", "build.rs", "LICENSE", "src", "include", "kernels", "packaging/preload",
+RUST_SOURCES = ("Cargo.toml", "Cargo.lock", "build.rs", "LICENSE", "src", "cli", "include", "kernels", "packaging/preload",
                 "ffi_tests/fakecuda", "ffi_tests/header")
 
 
@@ -104,8 +104,8 @@ def library_path():
     profile = os.environ.get("SPILLWAY_CARGO_PROFILE") or "release"
     features = os.environ.get("SPILLWAY_CARGO_FEATURES")
     target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or RUST / "target")
-    subprocess.run(["cargo", "build", "--locked", "--profile", profile, "--package", "spillway", "--package", "spillway-preload",
-                    *(["--features", features] if features else []), "--target-dir", str(target)], cwd=RUST, check=True)
+    subprocess.run(["cargo", "build", "--locked", "--profile", profile, "--package", "spillway", "--package", "spillway-cli",
+                    "--package", "spillway-preload", *(["--features", features] if features else []), "--target-dir", str(target)], cwd=RUST, check=True)
     # The profile `dev` has a folder of another name.
     return target / {"dev": "debug"}.get(profile, profile) / "libspillway.so"
 

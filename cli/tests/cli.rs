@@ -2,8 +2,9 @@
 //! papers, `trace` writes JSON that shows the overlap, `tune` stores settings that an engine then uses, and `bench` has one
 //! shape of JSON, which it plots and compares.
 
+#[path = "../../ffi_tests/rust/support/mod.rs"]
 mod support;
-#[path = "cli_topo.rs"]
+#[path = "cli/topo.rs"]
 mod topo;
 
 use std::collections::HashMap;

@@ -232,7 +232,7 @@ def test_the_number_of_groups_is_compared(op):
 
 
 def test_the_largest_number_of_groups(op):
-    with pytest.raises(ValueError, match="num_groups is 1025; pass a number from 0 to 1024"):
+    with pytest.raises(ValueError, match="num_groups is 1025; pass an integer from 0 to 1024"):
         block(op, 1025)
     ctrl, tensors = block(op, 1024), group(16)
     handle = op.zenflow_adam_create(ID, [])

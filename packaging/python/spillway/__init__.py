@@ -25,7 +25,7 @@ import ctypes as _ctypes
 import typing as _typing
 from collections.abc import Callable as _Callable
 
-from . import _abi, _log, _native, _version
+from . import _abi, _arguments, _log, _native, _version
 from .errors import (BusyError, CorruptError, GpuError, InternalError, InvalidArgumentError, IoError, LibraryNotFoundError,
                      NoDeviceError, NoStateError, NoStepError, NotFoundError, OutOfOrderError, SpillwayError, SystemCallError,
                      TierError, TierFencedError, TierLockedError, TimedOutError, UnknownIdError, UnsupportedError)
@@ -73,7 +73,7 @@ def kernel_name() -> str:
 
     The environment variable SPILLWAY_KERNEL forces one."""
     name = _ctypes.c_char_p()
-    _native.check(_native.library().spw_get_kernel(_ctypes.byref(name)))
+    _native.call("spw_get_kernel", _ctypes.byref(name))
     return (name.value or b"").decode()
 
 
@@ -85,24 +85,22 @@ def set_num_threads(count: int = 0) -> None:
 
     Raises:
         InvalidArgumentError: `count` is negative or no integer."""
-    if not isinstance(count, int) or not 0 <= count < 1 << 32:
-        raise InvalidArgumentError(f"set_num_threads: count is {count!r}; pass a number of threads, or 0 for the default")
     options = _abi.sized(_abi.ThreadOptions)
-    options.num_threads = count
-    _native.check(_native.library().spw_set_threads(_ctypes.byref(options)))
+    options.num_threads = _arguments.unsigned("set_num_threads: count", count, 32)
+    _native.call("spw_set_threads", _ctypes.byref(options))
 
 
 def num_threads() -> int:
     """Returns the number of threads that a large step uses."""
     count = _ctypes.c_uint32()
-    _native.check(_native.library().spw_get_threads(_ctypes.byref(count)))
+    _native.call("spw_get_threads", _ctypes.byref(count))
     return count.value
 
 
 def stats() -> OptimizerStats:
     """Returns the counters of all optimizer steps of this process."""
     counters = _abi.sized(_abi.Stats)
-    _native.check(_native.library().spw_get_stats(_ctypes.byref(counters)))
+    _native.call("spw_get_stats", _ctypes.byref(counters))
     return OptimizerStats(*(getattr(counters, name) for name in OptimizerStats._fields))
 
 
@@ -129,7 +127,7 @@ def set_log(function: _Callable[[str, str], object] | None, level: str = "info")
         function(names.get(number, str(number)), message.decode("utf-8", "replace"))
 
     callback = _abi.LOG_FN(forward) if function is not None else _abi.LOG_FN()
-    _native.check(_native.library().spw_set_log(callback, None, _abi.LOG_LEVELS[level]))
+    _native.call("spw_set_log", callback, None, _abi.LOG_LEVELS[level])
     _log.send_to(function, level)
     if _log_callback is None and function is not None:
         _atexit.register(set_log, None)

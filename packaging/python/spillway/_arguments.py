@@ -6,6 +6,7 @@ import math
 import operator
 from typing import Any
 
+from ._structures.integers import RANGES, between
 from .errors import InvalidArgumentError
 
 _NUMPY = {"f32": "float32", "f16": "float16", "bf16": "uint16"}
@@ -13,22 +14,18 @@ _NUMPY = {"f32": "float32", "f16": "float16", "bf16": "uint16"}
 
 def unsigned(argument: str, value: Any, bits: int = 64) -> int:
     """The value, if an unsigned C integer of `bits` bits holds it. `argument` is its name in messages."""
-    return _between(argument, value, 0, (1 << bits) - 1)
+    return between(argument, value, 0, (1 << bits) - 1)
 
 
 def signed(argument: str, value: Any, bits: int = 32) -> int:
     """The value, if a signed C integer of `bits` bits holds it."""
-    return _between(argument, value, -(1 << bits - 1), (1 << bits - 1) - 1)
+    return between(argument, value, -(1 << bits - 1), (1 << bits - 1) - 1)
 
 
-def _between(argument: str, value: Any, least: int, most: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if not least <= number <= most:
-        raise InvalidArgumentError(f"{argument} is {value!r}; pass an integer from {least} to {most}")
-    return number
+def table(argument: str, values: Any, kind: Any) -> Any:
+    """A C array of integers of the C type `kind`, if all values fit."""
+    given = tuple(values)
+    return (kind * len(given))(*(between(argument, value, *RANGES[kind]) for value in given))
 
 
 def real(argument: str, value: Any) -> float:

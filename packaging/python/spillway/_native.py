@@ -10,7 +10,7 @@ import os
 import threading
 from typing import Any
 
-from . import _abi
+from . import _abi, _arguments
 from .errors import IoError, LibraryNotFoundError, SpillwayError, from_status
 
 _lock = threading.Lock()
@@ -18,7 +18,10 @@ _library: ctypes.CDLL | None = None
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library, prototypes set and ABI version checked."""
+    """The loaded library, prototypes set and ABI version checked.
+
+    ctypes shortens integers that do not fit: call its functions by `call` or `_native_handle.record`, which check them. A hot path may call a
+    function itself if the package has made all integers."""
     global _library
     if _library is None:
         with _lock:
@@ -69,8 +72,32 @@ def _load(path: str) -> ctypes.CDLL:
         except AttributeError as error:
             raise LibraryNotFoundError(f"{path} lacks the function {name}, because it is older than this package; install the library "
                                        "and the package of one release") from error
-        function.restype, function.argtypes = restype, argtypes
+        function.restype = restype
+        function.argtypes = [argument.kind if isinstance(argument, _abi.Integer) else argument for argument in argtypes]
     return loaded
+
+
+def fitting(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a C function, after a check that its integers fit their C types.
+
+    ctypes would keep the lower bits of an integer that is too large. Its own hook for the conversion of an argument, from_param, is not used:
+    ctypes replaces every exception there, also that of a signal handler, by an ArgumentError.
+
+    Raises:
+        InvalidArgumentError: An integer does not fit. The message has its name in the C header, and the range."""
+    checked = None
+    for position, argument, least, most, is_address in _abi.INTEGERS.get(name, ()):
+        value = arguments[position]
+        if (type(value) is int and least <= value <= most) or (is_address and not isinstance(value, int)):
+            continue
+        checked = [*arguments] if checked is None else checked
+        checked[position] = _arguments.between(argument, value, least, most)
+    return arguments if checked is None else tuple(checked)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Calls a C function that returns a status, and raises the exception of a failed call."""
+    check(getattr(library(), name)(*fitting(name, arguments)))
 
 
 def check(status: int) -> None:

@@ -34,8 +34,16 @@ TIMEOUT = 23
 
 
 def record(outcome, function, *arguments):
-    """Calls a C function and appends its status to the list `outcome`; no signal handler runs in between."""
-    outcome.extend(itertools.starmap(function, (arguments,)))
+    """Calls the C function of this name and appends its status to the list `outcome`; no signal handler runs in between.
+
+    Raises:
+        InvalidArgumentError: An integer does not fit its C type; nothing was called."""
+    record_own(outcome, function, *_native.fitting(function, arguments))
+
+
+def record_own(outcome, function, *arguments):
+    """As `record`, without the check: for hot paths whose integers are all made by this package."""
+    outcome.extend(itertools.starmap(getattr(_native.library(), function), (arguments,)))
 
 
 class _Open(NamedTuple):
@@ -99,7 +107,7 @@ class _NativeHandle:
         self._cell = [handle]
         owner = weakref.ref(self, _destroyed.append)
         _open[id(owner)] = _Open(owner, self._cell, self._closing, self._process, type(self))
-        _native.check(getattr(_native.library(), opener)(*arguments, ctypes.byref(handle)))
+        _native.call(opener, *arguments, ctypes.byref(handle))
         self._keeps = tuple(map(_kept.keep, keeps))
 
     @property
@@ -128,7 +136,7 @@ class _NativeHandle:
             self._inside.pop(lock, None)
 
     def _call(self, function, *arguments):
-        self._through(lambda handle: _native.check(getattr(_native.library(), function)(handle, *arguments)))
+        self._through(lambda handle: _native.call(function, handle, *arguments))
 
     def _end(self, *arguments, timeout=None, closer=None, before=None, status=None):
         """Waits up to `timeout` seconds for calls in flight, then calls before(handle) and the closer, whose status it appends to
@@ -144,8 +152,9 @@ class _NativeHandle:
                 self._drain(end)
                 if before is not None:
                     before(self._cell[0])
-                function, status = getattr(_native.library(), closer or self.closer), [] if status is None else status
-                rest = [(argument() if callable(argument) else argument,) for argument in arguments]
+                function, status = closer or self.closer, [] if status is None else status
+                given = _native.fitting(function, (self._cell[0], *(argument() if callable(argument) else argument for argument in arguments)))
+                rest, function = [(argument,) for argument in given[1:]], getattr(_native.library(), function)
                 # One step removes the handle from its cell and passes it to C: it is neither lost nor freed twice.
                 status.extend(itertools.islice(map(function, iter(self._cell.pop, None), *rest), 1))
             finally:

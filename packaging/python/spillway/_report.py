@@ -49,10 +49,10 @@ def _io_uring() -> str:
     options, engine = _abi.sized(_abi.IoOptions), ctypes.c_void_p()
     options.backend = _URING
     try:
-        _native.check(_native.library().spw_io_open(ctypes.byref(options), ctypes.byref(engine)))
+        _native.call("spw_io_open", ctypes.byref(options), ctypes.byref(engine))
     except Exception as error:
         return f"no: {error}; threads do the I/O"
-    _native.check(_native.library().spw_io_close(engine, 1000))
+    _native.call("spw_io_close", engine, 1000)
     return "yes"
 
 

@@ -39,7 +39,7 @@ def _path(given: Any) -> Any:
 
 def number(value: int, argument: str, most: int = (1 << 64) - 1) -> int:
     """Returns an integer argument; raises InvalidArgumentError if it does not fit."""
-    return _arguments.unsigned(f"Tier: {argument}", value, most.bit_length())
+    return _arguments.between(f"Tier: {argument}", value, 0, most)
 
 
 def milliseconds(argument: str, seconds: Any) -> int:

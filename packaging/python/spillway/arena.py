@@ -305,7 +305,7 @@ class Arena(_NativeHandle):
         outcome: list[int] = []
         _arguments.unsigned("Arena: generation", generation)
         try:
-            self._through(lambda handle: record(outcome, _native.library().spw_arena_write_begin, handle, index, generation,
+            self._through(lambda handle: record(outcome, "spw_arena_write_begin", handle, index, generation,
                                                 ctypes.byref(torn)))
             _native.check(outcome[0])
             yield bool(torn.value)
@@ -355,7 +355,7 @@ class Arena(_NativeHandle):
         given.nonfinite, given.sum_squares = int(stats[0]), stats[1]
         number = _arguments.unsigned("Arena.post: process", process, 32)
         which = _arguments.unsigned("Arena.post: round", round)
-        self._through(lambda handle: record(outcome, _native.library().spw_arena_post, handle, number, which, ctypes.byref(given),
+        self._through(lambda handle: record(outcome, "spw_arena_post", handle, number, which, ctypes.byref(given),
                                             int(failed)))
         _native.check(outcome[0])
 
@@ -430,4 +430,4 @@ def collect(name: str) -> None:
         ArenaMissingError: There is none.
         ArenaFormatError: The file of this name is no arena; it stays. An empty file, or one of zeros, counts as an arena
             whose creation was interrupted: it is removed."""
-    _native.check(_native.library().spw_arena_collect(_arguments.text("Arena: name", name)))
+    _native.call("spw_arena_collect", _arguments.text("Arena: name", name))

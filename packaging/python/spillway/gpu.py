@@ -126,7 +126,7 @@ def gpu_count() -> int:
     Raises:
         NoDeviceError: There is no driver or no GPU."""
     found = _abi.sized(_abi.GpuDriver)
-    _native.check(_native.library().spw_gpu_probe(ctypes.byref(found)))
+    _native.call("spw_gpu_probe", ctypes.byref(found))
     return found.devices
 
 
@@ -150,7 +150,7 @@ def pinned(elements: int, dtype: str = "float32") -> Any:
     kind = {_abi.DTYPE_F32: numpy.float32, _abi.DTYPE_F16: numpy.float16, _abi.DTYPE_BF16: numpy.uint16}[code]
     size = numpy.dtype(kind).itemsize * elements
     start = ctypes.c_void_p()
-    _native.check(_native.library().spw_pinned_alloc(max(1, size), ctypes.byref(start)))
+    _native.call("spw_pinned_alloc", max(1, size), ctypes.byref(start))
     memory = (ctypes.c_char * size).from_address(start.value or 0)
     weakref.finalize(memory, _native.library().spw_pinned_free, start.value).atexit = False
     return numpy.frombuffer(memory, kind)
@@ -209,8 +209,8 @@ class Gpu(_NativeHandle):
 
     def __init__(self, ordinal: int = 0, *, chunk_bytes: int = 0):
         options = _abi.sized(_abi.GpuOptions)
-        options.ordinal, options.chunk_bytes = _arguments.unsigned("Gpu: ordinal", ordinal, 31), _arguments.unsigned("Gpu: chunk_bytes", chunk_bytes)
-        self.ordinal = ordinal
+        self.ordinal = options.ordinal = _arguments.unsigned("Gpu: ordinal", ordinal, 31)
+        options.chunk_bytes = _arguments.unsigned("Gpu: chunk_bytes", chunk_bytes)
         self._in_flight: dict[Copy, None] = {}
         #: The memory of each copy in flight. The copies themselves refer to this object.
         self._memory: dict[int, Any] = {}
@@ -278,7 +278,7 @@ class Gpu(_NativeHandle):
         def begin(handle: Any) -> None:
             # Enter the copy before the call, so that an interrupt cannot free memory that the GPU uses.
             self._in_flight[copy], self._memory[id(copy)] = None, copy._held
-            record(copy._begun, _native.library().spw_gpu_copy_start, handle, ctypes.byref(row), ctypes.byref(copy._ticket))
+            record(copy._begun, "spw_gpu_copy_start", handle, ctypes.byref(row), ctypes.byref(copy._ticket))
             _native.check(copy._begun[0])
 
         try:
@@ -323,7 +323,7 @@ class Gpu(_NativeHandle):
         arguments = ctypes.byref(options), table, len(table), stream_number(stream, self.ordinal), ctypes.byref(out) if return_stats else None
         status: list[int] = []
         try:
-            self._through(lambda handle: record(status, _native.library().spw_gpu_adam_step, handle, *arguments))
+            self._through(lambda handle: record(status, "spw_gpu_adam_step", handle, *arguments))
             _native.check(status[0])
         finally:
             adam.count_step(status)
@@ -379,7 +379,9 @@ class Copy:
         return status == 0
 
     def _poll(self, milliseconds: int) -> int:
-        status = self._gpu._through(lambda handle: _native.library().spw_gpu_copy_wait(handle, self._ticket.value, milliseconds))
+        outcome: list[int] = []
+        self._gpu._through(lambda handle: record(outcome, "spw_gpu_copy_wait", handle, self._ticket.value, milliseconds))
+        status = outcome[0]
         if status == 0:
             self._gpu._forget(self)
             self._held = None
@@ -425,7 +427,4 @@ def options_of(adam: Any, grad_scale: float) -> Any:
 
 
 def _number(owner: Any, attribute: str, argument: str) -> int:
-    number = getattr(owner, attribute, None)
-    if not isinstance(number, int) or not 0 <= number < 1 << 64:
-        raise InvalidArgumentError(f"{argument} is {owner!r}; pass an object with the integer attribute {attribute}")
-    return number
+    return _arguments.unsigned(f"{argument}.{attribute}", getattr(owner, attribute, None))

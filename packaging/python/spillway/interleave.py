@@ -116,7 +116,7 @@ def plan(rates: Rates | Sequence[Any], sizes: Sequence[int], *, mode: str = "mod
     Example:
         spillway.plan(spillway.Rates(cpu=2e9, gpu=2e10, h2d=5e9, d2h=5e9), [1 << 24] * 8).placements"""
     shape = _abi.sized(_abi.PlanShape)
-    table = (ctypes.c_uint64 * len(sizes))(*(_arguments.unsigned("sizes", size) for size in sizes))
+    table = _arguments.table("sizes", sizes, ctypes.c_uint64)
     shape.count, shape.sizes = len(sizes), table
     shape.transfer_dtype, shape.fetch_gradients = _transfer_dtype(transfer_dtype), int(bool(fetch_gradients))
     shape.slots, shape.chunk = _arguments.unsigned("slots", slots, 32), _arguments.unsigned("chunk", chunk)
@@ -124,8 +124,8 @@ def plan(rates: Rates | Sequence[Any], sizes: Sequence[int], *, mode: str = "mod
     options.mode, options.parameter = _choice(PLANS, mode, "plan: mode"), _arguments.unsigned("argument", argument)
     options.residents, options.backward = _arguments.unsigned("residents", residents), _arguments.real("backward", backward)
     placements, found = (ctypes.c_uint32 * len(sizes))(), _abi.sized(_abi.PlanResult)
-    _native.check(_native.library().spw_plan_interleave(
-        ctypes.byref(_rates(rates)), ctypes.byref(shape), ctypes.byref(options), placements, ctypes.byref(found)))
+    _native.call("spw_plan_interleave", 
+        ctypes.byref(_rates(rates)), ctypes.byref(shape), ctypes.byref(options), placements, ctypes.byref(found))
     return Plan(tuple(PLACEMENTS[placement] for placement in placements), found.exposed_seconds, found.serial_seconds, found.gpu_bytes)
 
 
@@ -222,7 +222,7 @@ class Interleave(_NativeHandle):
         number = self._number(stream)
         status: list[int] = []
         try:
-            self._through(lambda handle: record(status, _native.library().spw_interleave_begin, handle, table, len(table), number))
+            self._through(lambda handle: record(status, "spw_interleave_begin", handle, table, len(table), number))
             _native.check(status[0])
         finally:
             for one in {id(one): one for one in each}.values():

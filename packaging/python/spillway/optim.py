@@ -130,9 +130,7 @@ class _Optimizer:
     def _number(self, number: int | None) -> int:
         if number is None:
             return self.step_count + 1
-        if not isinstance(number, int) or not 1 <= number < 1 << 63:
-            raise InvalidArgumentError(f"{type(self).__name__}: number is {number!r}; pass the number of a step, from 1 on")
-        return number
+        return _arguments.between(f"{type(self).__name__}: number", number, 1, (1 << 63) - 1)
 
     def _run(self, table: Any, count: int, grad_scale: float, wanted: bool, recording: Any = None,
              number: int | None = None) -> StepStats | None:
@@ -405,7 +403,7 @@ def grad_stats(grad: Array, *, scale: float = 1.0, uint16_dtype: str | None = No
         norm = spillway.grad_stats(grad).sum_squares ** 0.5"""
     address, count, code = _arrays.span(grad, "grad", False, uint16_dtype)
     out = _abi.sized(_abi.StepStats)
-    _native.check(_native.library().spw_grad_stats(address, code, count, _arguments.real("scale", scale), ctypes.byref(out)))
+    _native.call("spw_grad_stats", address, code, count, _arguments.real("scale", scale), ctypes.byref(out))
     return StepStats(bool(out.nonfinite), out.sum_squares)
 
 
@@ -442,5 +440,5 @@ def accumulate_(dst: Array | list[Array], src: Array | list[Array], *, scale: fl
         row.src, count, row.src_dtype = _arrays.span(given, f"src[{at}]", False, uint16_dtype)
         _arrays.same_shape(given, to, f"src[{at}]", f"dst[{at}]")
     scale, out = _arguments.real("scale", scale), _abi.sized(_abi.StepStats) if return_stats else None
-    _native.check(_native.library().spw_grad_accumulate(ctypes.addressof(table), len(pairs), scale, ctypes.byref(out) if out else None))
+    _native.call("spw_grad_accumulate", ctypes.addressof(table), len(pairs), scale, ctypes.byref(out) if out else None)
     return None if out is None else StepStats(bool(out.nonfinite), out.sum_squares)

@@ -80,7 +80,7 @@ class Recording(_NativeHandle):
             InvalidArgumentError: No step is recorded."""
         status: list[int] = []
         try:
-            self._through(lambda handle: record(status, _native.library().spw_undo_rollback, handle))
+            self._through(lambda handle: record(status, "spw_undo_rollback", handle))
             _native.check(status[0])
         finally:
             if status == [0]:

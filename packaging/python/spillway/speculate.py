@@ -112,8 +112,7 @@ class Speculation(_NativeHandle):
         for name, value, known in (("publish", publish, PUBLISH), ("undo", undo, UNDO)):
             if value not in known:
                 raise InvalidArgumentError(f"Speculation: {name} is {value!r}; pass one of {', '.join(known)}")
-        if not isinstance(buckets, int) or not 0 < buckets < 1 << 32:
-            raise InvalidArgumentError(f"Speculation: buckets is {buckets!r}; pass a number of buckets, from 1 on")
+        buckets = _arguments.between("Speculation: buckets", buckets, 1, (1 << 32) - 1)
         options = _abi.sized(_abi.SpecOptions)
         options.buckets, options.undo_mode, options.publish = buckets, UNDO[undo], PUBLISH[publish]
         self.buckets = buckets
@@ -195,7 +194,7 @@ class Speculation(_NativeHandle):
         destinations.append(copies)
 
         def publish_to(device: Any) -> None:
-            self._through(lambda handle: record(outcome, _native.library().spw_spec_publish_to, handle, bucket, device, table,
+            self._through(lambda handle: record(outcome, "spw_spec_publish_to", handle, bucket, device, table,
                                                 len(table)))
             _native.check(outcome[0])
 
@@ -220,7 +219,7 @@ class Speculation(_NativeHandle):
     def submit_table(self, function: str, bucket: int, held: Any, *arguments: Any) -> None:
         """Submits a bucket by the C function of that name; `held` is kept alive until the round ends."""
         def submit(outcome: list[int]) -> None:
-            self._through(lambda handle: record(outcome, getattr(_native.library(), function), handle, bucket, *arguments))
+            self._through(lambda handle: record(outcome, function, handle, bucket, *arguments))
             _native.check(outcome[0])
 
         self._held.submit(held, submit)
@@ -314,7 +313,7 @@ class Speculation(_NativeHandle):
         found = _abi.sized(_abi.SpecOutcome)
         status: list[int] = []
         try:
-            self._through(lambda handle: record(status, getattr(_native.library(), function), handle, *arguments, ctypes.byref(found)))
+            self._through(lambda handle: record(status, function, handle, *arguments, ctypes.byref(found)))
             _native.check(status[0])
         finally:
             if self._optimizer is not None and VERDICTS[found.verdict] != "skip":

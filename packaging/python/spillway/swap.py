@@ -24,7 +24,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _abi, _arrays, _native, _tensor_rows
+from . import _abi, _arguments, _arrays, _native, _tensor_rows
 from ._arrays import Array
 from ._native_handle import _NativeHandle, record
 from ._tier_options import milliseconds, number, payload_of
@@ -98,7 +98,7 @@ def plan_budget(elements: Sequence[int], *, memory_budget: int, paths: int, spli
         spillway.swap.plan_budget([1 << 24] * 8, memory_budget=1 << 30, paths=2).cached"""
     budget = _abi.sized(_abi.SwapBudget)
     options = _options(elements, memory_budget, split_master)
-    _native.check(_native.library().spw_swap_plan_budget(ctypes.byref(options), paths, ctypes.byref(budget)))
+    _native.call("spw_swap_plan_budget", ctypes.byref(options), paths, ctypes.byref(budget))
     return _record(Budget, budget)
 
 
@@ -207,7 +207,7 @@ class Swap(_NativeHandle):
         arguments = ctypes.byref(rows[0]), ctypes.addressof(table), len(table), ctypes.byref(out) if return_stats else None
         status: list[int] = []
         try:
-            self._through(lambda handle: record(status, _native.library().spw_swap_adam_step, handle, *arguments))
+            self._through(lambda handle: record(status, "spw_swap_adam_step", handle, *arguments))
             _native.check(status[0])
         finally:
             for adam in {id(adam): adam for adam in adams}.values():
@@ -241,11 +241,12 @@ class Swap(_NativeHandle):
         rows = (_abi.DsAdamCall * len(calls))(*calls)
 
         def step(handle: Any) -> None:
-            status = _native.library().spw_swap_ds_adam_step(handle, optimizer_id, rows, ctypes.addressof(table), len(table),
-                                                             callback, None)
+            status: list[int] = []
+            record(status, "spw_swap_ds_adam_step", handle, optimizer_id, rows, ctypes.addressof(table), len(table), callback, None)
             if raised:
-                raise raised[0]
-            _native.check(status)
+                # Removed, because its traceback refers to the list.
+                raise raised.pop()
+            _native.check(status[0])
 
         self._through(step)
         if stepped and len(shown) != len(self):
@@ -321,7 +322,7 @@ class Swap(_NativeHandle):
         step, stored = number(step, "step"), payload_of(payload)
 
         def call() -> None:
-            self._through(lambda handle: record(status, _native.library().spw_swap_commit, handle, step, stored, len(stored)))
+            self._through(lambda handle: record(status, "spw_swap_commit", handle, step, stored, len(stored)))
             _native.check(status[0])
 
         self.tier.committing(call)
@@ -339,8 +340,7 @@ class Swap(_NativeHandle):
         return adams
 
     def _floats(self, subgroup: int, parts: Sequence[Array | None], write: bool) -> list[int | None]:
-        if not 0 <= subgroup < len(self):
-            raise InvalidArgumentError(f"Swap: subgroup is {subgroup}; pass a number from 0 to {len(self) - 1}")
+        subgroup = _arguments.between("Swap: subgroup", subgroup, 0, len(self) - 1)
         addresses: list[int | None] = []
         for name, array in zip(STATES, parts):
             address, count, code = (None, None, None) if array is None else _arrays.span(array, name, write)
@@ -370,7 +370,7 @@ def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = F
 def _options(elements: Sequence[int], memory_budget: int, split_master: bool) -> Any:
     options = _abi.sized(_abi.SwapOptions)
     options.flags = _SPLIT_MASTER * bool(split_master)
-    options.elements, options.subgroups = (ctypes.c_uint64 * len(elements))(*elements), len(elements)
+    options.elements, options.subgroups = _arguments.table("elements", elements, ctypes.c_uint64), len(elements)
     options.memory_budget = memory_budget
     return options
 

@@ -111,10 +111,10 @@ class Tier(_NativeHandle):
 
         Raises:
             TierError: The extent exists with other sizes."""
-        sizes = (ctypes.c_uint64 * len(stream_bytes))(*(number(size, "stream_bytes") for size in stream_bytes))
+        sizes = _arguments.table("Tier: stream_bytes", stream_bytes, ctypes.c_uint64)
         extent = ctypes.c_uint32()
         self._call("spw_tier_define", text(name, "name"), sizes, len(sizes), ctypes.byref(extent))
-        self._streams[extent.value] = tuple(stream_bytes)
+        self._streams[extent.value] = tuple(sizes)
         return extent.value
 
     def remove(self, extent: int) -> None:
@@ -151,8 +151,7 @@ class Tier(_NativeHandle):
 
         Returns:
             A ticket for wait()."""
-        streams, blocks = self._addresses(extent, arrays, False), (ctypes.c_uint32 * len(path_blocks))(
-            *(number(count, "path_blocks", (1 << 32) - 1) for count in path_blocks))
+        streams, blocks = self._addresses(extent, arrays, False), _arguments.table("Tier: path_blocks", path_blocks, ctypes.c_uint32)
         target = _abi.sized(_abi.TierTarget)
         target.path_blocks, target.path_count = blocks, len(blocks)
         return self._begin(True, "spw_tier_put", extent, arrays, streams, ctypes.byref(target))
@@ -295,7 +294,7 @@ class Tier(_NativeHandle):
                 responding, the tier is closed, as the message says."""
         end, timeout = _end_of(timeout), _arguments.seconds(timeout)
         try:
-            self._end(lambda: -1 if end is None else round(_left(end) * 1000), timeout=timeout,
+            self._end(lambda: _arguments.milliseconds(None if end is None else _left(end)), timeout=timeout,
                       before=lambda handle: self._settle(handle, end))
         except TimedOutError as error:
             if self._cell:
@@ -313,7 +312,7 @@ class Tier(_NativeHandle):
         ignored, since everything not committed is lost."""
         for entry in list(self._in_flight):
             if entry.number.value and entry.outcome() is None \
-                    and entry.wait(handle, -1 if end is None else _left(end) * 1000) == TIMEOUT:
+                    and entry.wait(handle, _arguments.milliseconds(None if end is None else _left(end))) == TIMEOUT:
                 raise TimedOutError(f"timed out while closing this Tier: {len(self._in_flight)} puts and gets are in flight; it is still open, "
                                     "close it again later")
             self._release(entry)
@@ -384,7 +383,7 @@ class Tier(_NativeHandle):
         def begin(handle: Any) -> None:
             # Enter the ticket before the call, so that an interrupt cannot free memory that the system uses.
             self._in_flight[entry] = None
-            record(entry.begun, getattr(_native.library(), function), handle, extent, streams, *arguments,
+            record(entry.begun, function, handle, extent, streams, *arguments,
                    ctypes.byref(entry.number))
             _native.check(entry.begun[0])
 
@@ -426,7 +425,7 @@ def steps(paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str
         paths, job, host, rank, world, degraded: As for Tier."""
     info = _abi.sized(_abi.TierStepsInfo)
     options = tier_options(paths, job, host, rank, world, degraded)
-    _native.check(_native.library().spw_tier_get_steps(ctypes.byref(options), ctypes.byref(info)))
+    _native.call("spw_tier_get_steps", ctypes.byref(options), ctypes.byref(info))
     return Steps(info.last if info.committed else None, info.before if info.has_before else None, bool(info.first),
                  bool(info.exists))
 
@@ -445,7 +444,7 @@ def collect(directory: str | os.PathLike[str], *, job: str, host: str | None = N
         TierLockedError: A live process holds the run's tier."""
     name = None if host is None else text(host, "host")
     try:
-        _native.check(_native.library().spw_tier_collect(os.fsencode(directory), text(job, "job"), name, rank))
+        _native.call("spw_tier_collect", os.fsencode(directory), text(job, "job"), name, rank)
     except NotFoundError:
         return False
     return True

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import ctypes as _ctypes
 import json as _json
-import operator as _operator
 import os as _os
 from collections.abc import Iterable as _Iterable
 from dataclasses import dataclass as _dataclass
 from typing import Any as _Any
 
-from . import _abi, _arrays, _native
+from . import _abi, _arguments, _arrays, _native
 from .errors import InvalidArgumentError
 
 _ALL, _TRAINER, _WORKERS = range(3)
@@ -137,7 +136,7 @@ class _Handle:
         options.flags = int(load_driver)
         options.root = None if root is None else _path("root", root)
         self.value = _ctypes.c_void_p()
-        _native.check(_native.library().spw_topo_open(_ctypes.byref(options), _ctypes.byref(self.value)))
+        _native.call("spw_topo_open", _ctypes.byref(options), _ctypes.byref(self.value))
 
     def __enter__(self) -> _Handle:
         return self
@@ -145,7 +144,7 @@ class _Handle:
     def __exit__(self, *_: object) -> None:
         _native.library().spw_topo_close(self.value)
 
-    def text(self, function: _Any, *arguments: _Any) -> str:
+    def text(self, function: str, *arguments: _Any) -> str:
         return _text(function, self.value, *arguments)
 
 
@@ -156,7 +155,7 @@ def read(root: str | _os.PathLike[str] | None = None, *, load_driver: bool = Fal
         root: Directory of a recorded tree with `sys` and `proc`; None: this machine.
         load_driver: Load the CUDA driver to learn the order of the GPUs. Processes that are forked later cannot use CUDA."""
     with _Handle(root, load_driver) as handle:
-        found = _json.loads(handle.text(_native.library().spw_topo_get_json))
+        found = _json.loads(handle.text("spw_topo_get_json"))
     devices = tuple(Device(**device) for device in found["devices"])
     by_address = {device.pci: device for device in devices}
     return Topology(
@@ -183,8 +182,8 @@ def place(rank: int, ranks: int, share: float = 0.8, scope: str = "node", *, loa
 
     Raises:
         InvalidArgumentError: An argument is out of range."""
-    ranks = _whole("ranks", ranks, 1, _MOST_32)
-    return _cores(root, load_driver, ranks, _whole("rank", rank, 0, ranks - 1), share, scope)
+    ranks = _arguments.between("ranks", ranks, 1, _MOST_32)
+    return _cores(root, load_driver, ranks, _arguments.between("rank", rank, 0, ranks - 1), share, scope)
 
 
 def split(share: float = 0.8) -> Cores:
@@ -209,26 +208,26 @@ def bind(cpus: _Iterable[int] | str) -> None:
 
     Raises:
         InvalidArgumentError: No processor is given, or one that is offline or not in the process's cpuset."""
-    text = cpus if isinstance(cpus, str) else ",".join(str(_whole("cpus", cpu, 0, _MOST_32)) for cpu in cpus)
+    text = cpus if isinstance(cpus, str) else ",".join(str(_arguments.between("cpus", cpu, 0, _MOST_32)) for cpu in cpus)
     with _Handle() as handle:
-        _native.check(_native.library().spw_topo_bind_workers(handle.value, text.encode()))
+        _native.call("spw_topo_bind_workers", handle.value, text.encode())
 
 
 def unbind() -> None:
     """Undoes `bind`."""
-    _native.check(_native.library().spw_topo_unbind_workers())
+    _native.call("spw_topo_unbind_workers")
 
 
 def workers() -> tuple[int, ...]:
     """Returns the processors to which the workers are bound; none if they are not bound."""
-    return _numbers(_text(_native.library().spw_topo_get_workers))
+    return _numbers(_text("spw_topo_get_workers"))
 
 
 def node_of_path(path: str | _os.PathLike[str]) -> int | None:
     """Returns the node of the drive that holds a file or directory; None if it is not known."""
     node = _ctypes.c_uint32()
     with _Handle() as handle:
-        _native.check(_native.library().spw_topo_get_path_node(handle.value, _path("path", path), _ctypes.byref(node)))
+        _native.call("spw_topo_get_path_node", handle.value, _path("path", path), _ctypes.byref(node))
     return None if node.value == _abi.TOPO_NONE else node.value
 
 
@@ -239,10 +238,10 @@ def pages(array: _Any, node: int) -> Pages:
 
 def pages_at(address: int, size: int, node: int) -> Pages:
     """Counts the pages of `size` bytes from an address that are on a node. The memory is not touched."""
-    address, size = _whole("address", address, 0, _MOST_64), _whole("size", size, 0, _MOST_64)
-    node = _whole("node", node, 0, _MOST_32)
+    address, size = _arguments.between("address", address, 0, _MOST_64), _arguments.between("size", size, 0, _MOST_64)
+    node = _arguments.between("node", node, 0, _MOST_32)
     found = _abi.sized(_abi.TopoPages)
-    _native.check(_native.library().spw_topo_get_pages(address, size, node, _ctypes.byref(found)))
+    _native.call("spw_topo_get_pages", address, size, node, _ctypes.byref(found))
     return Pages(found.sampled, found.on_node, found.elsewhere, found.absent)
 
 
@@ -254,18 +253,7 @@ def _cores(root: _Any, load_driver: bool, ranks: int, rank: int, share: float, s
     options = _abi.sized(_abi.TopoRankOptions)
     options.ranks, options.rank, options.scope, options.share = ranks, rank, _SCOPES[scope], share
     with _Handle(root, load_driver) as handle:
-        function = _native.library().spw_topo_get_rank_cpus
-        return Cores(*(_numbers(handle.text(function, _ctypes.byref(options), which)) for which in (_ALL, _TRAINER, _WORKERS)))
-
-
-def _whole(name: str, value: _Any, least: int, most: int) -> int:
-    try:
-        number = _operator.index(value)
-    except TypeError:
-        raise InvalidArgumentError(f"{name} is {value!r}; pass a whole number") from None
-    if not least <= number <= most:
-        raise InvalidArgumentError(f"{name} is {number}; pass a number from {least} to {most}")
-    return number
+        return Cores(*(_numbers(handle.text("spw_topo_get_rank_cpus", _ctypes.byref(options), which)) for which in (_ALL, _TRAINER, _WORKERS)))
 
 
 def _path(name: str, value: _Any) -> bytes:
@@ -275,11 +263,11 @@ def _path(name: str, value: _Any) -> bytes:
     return path
 
 
-def _text(function: _Any, *arguments: _Any) -> str:
+def _text(function: str, *arguments: _Any) -> str:
     needed = _ctypes.c_uint64()
-    _native.check(function(*arguments, None, 0, _ctypes.byref(needed)))
+    _native.call(function, *arguments, None, 0, _ctypes.byref(needed))
     room = _ctypes.create_string_buffer(needed.value)
-    _native.check(function(*arguments, room, needed.value, None))
+    _native.call(function, *arguments, room, needed.value, None)
     return room.value.decode()
 
 

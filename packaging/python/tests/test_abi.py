@@ -17,6 +17,7 @@ _KINDS = {"uint32_t": "u32", "int32_t": "i32", "uint64_t": "u64", "int64_t": "i6
           "enum spw_status": "i32"}
 _CTYPES = {ctypes.c_uint32: "u32", ctypes.c_int32: "i32", ctypes.c_uint64: "u64", ctypes.c_int64: "i64",
            ctypes.c_float: "f32", ctypes.c_double: "f64"}
+_NAME = re.compile(r"(\w+)\s*(?:\[\w*\])?\s*$")
 # Only builds for tests export these, never a release.
 _TEST_ONLY = {"spw_probe_panic"}
 _CONSTANTS = {"SPW_ABI_VERSION": _abi.ABI_VERSION,
@@ -35,10 +36,10 @@ def headers(repository):
 
 @pytest.fixture(scope="module")
 def prototypes(headers):
-    """name -> (kind of the result, kinds of the arguments), parsed from the text of the headers."""
+    """name -> (kind of the result, kinds and names of the arguments), parsed from the text of the headers."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", _text(headers), flags=re.S)
     found = re.findall(r"^([\w ]+?[\s*]+)(spw_\w+)\(([^)]*)\);", text, flags=re.M)
-    return {name: (_kind(result), [_kind(part) for part in arguments.split(",") if part.strip() != "void"])
+    return {name: (_kind(result), [(_kind(part), _NAME.search(part)[1]) for part in arguments.split(",") if part.strip() != "void"])
             for result, name, arguments in found if name not in _TEST_ONLY}
 
 
@@ -46,7 +47,14 @@ def test_every_function_has_the_prototype_of_the_header(prototypes):
     assert len(prototypes) > 20
     ours = {name: (_ctypes_kind(result), [_ctypes_kind(kind) for kind in arguments])
             for name, (result, arguments) in _abi.PROTOTYPES.items()}
-    assert ours == prototypes
+    assert ours == {name: (result, [kind for kind, _ in arguments]) for name, (result, arguments) in prototypes.items()}
+
+
+def test_every_integer_argument_is_declared_with_its_name_in_the_header(prototypes):
+    for name, (_, arguments) in _abi.PROTOTYPES.items():
+        for (kind, named), ours in zip(prototypes[name][1], arguments):
+            assert isinstance(ours, _abi.Integer) or kind not in ("u32", "i32", "u64", "i64"), (name, named)
+            assert not isinstance(ours, _abi.Integer) or ours.name == named, (name, named)
 
 
 def test_structures_and_constants_are_those_of_the_compiled_header(headers, tmp_path):
@@ -98,7 +106,7 @@ def _kind(text):
 
 
 def _ctypes_kind(kind):
-    return _CTYPES.get(kind, "pointer")
+    return _CTYPES.get(kind.kind if isinstance(kind, _abi.Integer) else kind, "pointer")
 
 
 def _layout_program(headers):
@@ -114,5 +122,5 @@ def _layout_program(headers):
 @pytest.mark.parametrize("name, value", [("block_bytes", 2**70), ("world", 2**40), ("rank", -1), ("io_timeout", -1)])
 def test_an_integer_that_a_field_cannot_hold_is_an_error(tmp_path, name, value):
     # ctypes silently keeps only the lower bits.
-    with pytest.raises(spillway.InvalidArgumentError, match="pass (a number from 0 to|0 or a number of seconds)"):
+    with pytest.raises(spillway.InvalidArgumentError, match="pass (an integer from 0 to|0 or a number of seconds)"):
         spillway.Tier([tmp_path], job="ranges", **{name: value})

@@ -264,7 +264,7 @@ def test_mistakes_name_themselves(folders):
             "has 20000 bytes, stream 0 of extent 6 has 8": lambda: tier.put(tier.define("x", [8]), [floats[0]]),
             "exp_avg has 5000 elements, subgroup 2 has 70001": lambda: swap.read(2, exp_avg=floats[0]),
             "param of subgroup 0 is not float32": lambda: swap.write(0, np.zeros(5000, np.float16)),
-            "subgroup is 6; pass a number from 0 to 5": lambda: swap.read(6),
+            "subgroup is 6; pass an integer from 0 to 5": lambda: swap.read(6),
             "5 entries for 6": lambda: swap.step(spillway.Adam(), [(f, None) for f in floats[1:]]),
             "weight has dtype int32": lambda: swap.step(spillway.Adam(), [(f, f.astype(np.int32)) for f in floats]),
             "Lion": lambda: swap.step(spillway.Lion(), [(f, None) for f in floats]),

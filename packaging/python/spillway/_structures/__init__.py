@@ -7,7 +7,8 @@
 | `gpu.py` | gpu.h and interleave.h: the GPU, and updates divided between CPU and GPU |
 | `plan.py` | plan.h: what a machine and a model need, and schedules of pipelines |
 | `processes.py` | arena.h, stage.h and topo.h: shared memory, stages, and the topology |
-| `given.py` | the base of structs with input of the caller |"""
+| `given.py` | the base of structs with input of the caller |
+| `integers.py` | the ranges of C integers, and the check of a value |"""
 
 from .gpu import (GpuCopy, GpuDriver, GpuInfo, GpuLink, GpuOptions, InterleaveOptions, InterleaveRates,
                   InterleaveSubgroup)

@@ -1,21 +1,20 @@
 """Base of structs with input of the caller."""
 
-from ctypes import Structure, c_int32, c_uint32, c_uint64
+from ctypes import Structure, c_void_p
 
-_RANGES = {c_uint32: (0, 2**32 - 1), c_uint64: (0, 2**64 - 1), c_int32: (-2**31, 2**31 - 1)}
+from .integers import RANGES, between
 
 
 class _Checked(type(Structure)):
     def __init__(cls, name, bases, body):
         super().__init__(name, bases, body)
         for field, kind, *_ in body.get("_fields_", ()):
-            if kind in _RANGES:
-                setattr(cls, field, _Integer(field, getattr(cls, field), *_RANGES[kind]))
+            if kind in RANGES and kind is not c_void_p:
+                setattr(cls, field, _Integer(field, getattr(cls, field), *RANGES[kind]))
 
 
 class Given(Structure, metaclass=_Checked):
-    """Base of structs with user input: an integer that does not fit its field is an error, where ctypes truncates
-    it."""
+    """Base of structs with user input: an integer that does not fit its field is an error, where ctypes shortens it."""
 
 
 class _Integer:
@@ -29,8 +28,6 @@ class _Integer:
         return self if instance is None else self._field.__get__(instance, owner)
 
     def __set__(self, instance, value):
-        if isinstance(value, int) and not self._least <= value <= self._most:
-            # Here, so that a program may read the layouts from this folder alone.
-            from ..errors import InvalidArgumentError
-            raise InvalidArgumentError(f"{self._name} is {value}; pass a number from {self._least} to {self._most}")
+        if type(value) is not int or not self._least <= value <= self._most:
+            value = between(self._name, value, self._least, self._most)
         self._field.__set__(instance, value)

@@ -82,7 +82,7 @@ class SpecStats(Structure):
                 ("buckets_rolled_back", c_uint64), ("buckets_spared", c_uint64), ("seconds_exposed", c_double)]
 
 
-class SpecEvent(Structure):
+class SpecEvent(Given):
     c_name = "spw_spec_event"
     _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("fd", c_int32), ("value", c_uint32), ("word", c_void_p),
                 ("gpu", c_void_p), ("handle", c_uint64)]

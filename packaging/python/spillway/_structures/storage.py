@@ -30,7 +30,7 @@ class IoOptions(Given):
                 ("block_bytes", c_uint64), ("workers", c_uint32), ("file_mode", c_uint32), ("deadline_ms", c_uint64)]
 
 
-class IoRequest(Structure):
+class IoRequest(Given):
     c_name = "spw_io_request"
     _fields_ = [("struct_size", c_uint32), ("fd", c_int32), ("path", c_char_p), ("offset", c_uint64),
                 ("buffer", c_void_p), ("bytes", c_uint64), ("deadline_ms", c_uint64)]

@@ -42,8 +42,8 @@ def adam_rollback(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, b
     optimizer_id = _call.identity(optimizer_id)
     tensor, exact = _call.tensor(params, grads, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq), ctypes.c_uint32()
     with _undo.recording(optimizer_id, tensor, False) as recording:
-        _native.check(_native.library().spw_ds_adam_rollback(recording, optimizer_id, ctypes.byref(call),
-                                                             ctypes.byref(tensor), ctypes.byref(exact)))
+        _native.call("spw_ds_adam_rollback", recording, optimizer_id, ctypes.byref(call),
+                                                             ctypes.byref(tensor), ctypes.byref(exact))
     _undo.rolled_back(optimizer_id, bool(exact.value))
     return 0
 

@@ -1,10 +1,9 @@
 """Shared by the optimizer modules: argument checks, the C record of a tensor, and call counters."""
 
 import ctypes
-import operator
 import threading
 
-from .. import _abi, _arrays, _log, _native, _tensor_rows
+from .. import _abi, _arguments, _arrays, _log, _native, _tensor_rows
 from ..errors import InvalidArgumentError, UnknownIdError
 
 # Counters per thread, without a lock that a fork could leave locked.
@@ -51,7 +50,7 @@ def adam_call(step, lr, beta1, beta2, eps, weight_decay, bias_correction):
 def invoke(function, optimizer_id, *arguments):
     """Calls a C function for an id; raises InvalidArgumentError for an id that does not fit its C type."""
     optimizer_id = identity(optimizer_id)
-    _native.check(getattr(_native.library(), function)(optimizer_id, *arguments))
+    _native.call(function, optimizer_id, *arguments)
     return 0
 
 
@@ -61,14 +60,8 @@ def identity(optimizer_id):
 
 
 def integer(value, argument, end, start=0):
-    """The value as an integer, checked against its range; ctypes would silently truncate it."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidArgumentError(f"{argument} is {value!r}; pass an integer") from None
-    if not start <= number < end:
-        raise InvalidArgumentError(f"{argument} is {number}; pass a number from {start} to {end - 1}")
-    return number
+    """The value as an int, if it is an integer from `start` to `end` - 1."""
+    return _arguments.between(argument, value, start, end - 1)
 
 
 def numbers(**given):

@@ -43,11 +43,11 @@ class Engine:
     def read(self, path, fd, offset, address, size, held, after=None, owner=None):
         """Starts reading `size` bytes into `address`. `held` keeps the memory alive; a wait calls `after` once
         everything succeeded. With an `owner`, a thread's ident, only that thread's wait takes the outcome."""
-        self._submit(_native.library().spw_io_read, path, fd, offset, address, size, held, after, owner)
+        self._submit("spw_io_read", path, fd, offset, address, size, held, after, owner)
 
     def write(self, path, fd, offset, address, size, held, after=None, owner=None):
         """Starts writing, like read()."""
-        self._submit(_native.library().spw_io_write, path, fd, offset, address, size, held, after, owner)
+        self._submit("spw_io_write", path, fd, offset, address, size, held, after, owner)
 
     def _submit(self, function, path, fd, offset, address, size, held, after, owner):
         if self._process != os.getpid():
@@ -73,7 +73,7 @@ class Engine:
                 raise InvalidArgumentError("this I/O handle was closed with the engine that made it; make a new handle")
             if in_flight.io is None:
                 io = ctypes.c_void_p()
-                _native.check(_native.library().spw_io_open(ctypes.byref(self._options), ctypes.byref(io)))
+                _native.call("spw_io_open", ctypes.byref(self._options), ctypes.byref(io))
                 in_flight.io = io.value
                 in_flight.finalizer = weakref.finalize(self, _close, self._op, in_flight)
                 _open_engines[id(in_flight)] = (self._op, in_flight)
@@ -160,11 +160,11 @@ class _Wait:
         self.thread, self._statuses = thread, []
 
     def run(self, io, handles):
-        wait, count = _native.library().spw_io_wait, len(handles)
+        count = len(handles)
         handles = (ctypes.c_uint64 * count)(*handles)
         while self.outcome() is None:
             self._statuses.clear()
-            record(self._statuses, wait, io, handles, count, _SLICE_MS, None)
+            record(self._statuses, "spw_io_wait", io, handles, count, _SLICE_MS, None)
             if self._statuses[0] != TIMEOUT:
                 _native.check(self._statuses[0])
 
@@ -183,7 +183,7 @@ def _close(op, in_flight):
         _add(_totals.setdefault(op, dict.fromkeys(_COUNTED, 0)), io)
     # The memory stays if the system may still use it: after an interrupt or a timeout.
     status = []
-    record(status, _native.library().spw_io_close, io, _CLOSE_TIMEOUT_MS)
+    record(status, "spw_io_close", io, _CLOSE_TIMEOUT_MS)
     if status[0] != TIMEOUT:
         _kept.release(in_flight)
     _native.check(status[0])
@@ -207,7 +207,7 @@ def served(op):
 
 def _add(counts, io):
     stats = _abi.sized(_abi.IoStats)
-    _native.check(_native.library().spw_io_get_stats(io, ctypes.byref(stats)))
+    _native.call("spw_io_get_stats", io, ctypes.byref(stats))
     for name in _COUNTED:
         counts[name] += getattr(stats, name)
 
@@ -217,7 +217,7 @@ def describe():
     with _totals_lock:
         for _, in_flight in list(_open_engines.values()):
             text = ctypes.create_string_buffer(400)
-            _native.check(_native.library().spw_io_describe(in_flight.io, text, len(text), None))
+            _native.call("spw_io_describe", in_flight.io, text, len(text), None)
             return text.value.decode("utf-8", "replace")
     return None
 

@@ -270,7 +270,7 @@ def _pinned(tensor):
     import torch
     known = _abi.c_uint32()
     address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-    _native.check(_native.library().spw_pinned_contains(address, size, known))
+    _native.call("spw_pinned_contains", address, size, known)
     if known.value or tensor.is_pinned():
         return tensor
     locked = torch.from_numpy(_gpu.pinned(tensor.numel()))

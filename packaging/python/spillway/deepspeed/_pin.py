@@ -24,7 +24,7 @@ def new_tensor(num_elem, example):
     if size == 0:
         return torch.empty(0, dtype=example.dtype)
     address = ctypes.c_void_p()
-    _native.check(_native.library().spw_pinned_alloc(size, ctypes.byref(address)))
+    _native.call("spw_pinned_alloc", size, ctypes.byref(address))
     memory = (ctypes.c_char * size).from_address(address.value)
     # The storage references `memory`, and every view of the tensor references the storage.
     weakref.finalize(memory, _return_memory, address.value, os.getpid()).atexit = False
@@ -54,7 +54,7 @@ def tensor_argument(value, name):
 
 def _contains(address, size):
     contains = ctypes.c_uint32()
-    _native.check(_native.library().spw_pinned_contains(address, size, ctypes.byref(contains)))
+    _native.call("spw_pinned_contains", address, size, ctypes.byref(contains))
     return bool(contains.value)
 
 
@@ -62,7 +62,7 @@ def _return_memory(address, process):
     # A forked child has a copy of the memory that its library does not know.
     if process == os.getpid():
         _live.pop(address, None)
-        _native.check(_native.library().spw_pinned_free(address))
+        _native.call("spw_pinned_free", address)
 
 
 class pin_handle:
@@ -93,5 +93,5 @@ NOT_SERVED = {}
 def served():
     """Allocation counters of this process."""
     stats = _abi.sized(_abi.PinnedStats)
-    _native.check(_native.library().spw_pinned_get_stats(ctypes.byref(stats)))
+    _native.call("spw_pinned_get_stats", ctypes.byref(stats))
     return {name: getattr(stats, name) for name in ("allocations", "bytes", "high_water", "locked_bytes")}

@@ -173,20 +173,20 @@ class _Powers:
             found[sub_group] = state
             _restore(self.id, state)
             # A step over no elements advances only the powers.
-            _native.check(_native.library().spw_ds_adam_update(None, self.id, ctypes.byref(_call.adam_call(*call)),
-                                                               ctypes.byref(nothing)))
+            _native.call("spw_ds_adam_update", None, self.id, ctypes.byref(_call.adam_call(*call)),
+                                                               ctypes.byref(nothing))
             state = _saved(self.id)
         return found, state
 
 
 def _saved(optimizer_id):
     state = _abi.sized(_abi.DsAdamState)
-    _native.check(_native.library().spw_ds_adam_get_state(optimizer_id, ctypes.byref(state)))
+    _native.call("spw_ds_adam_get_state", optimizer_id, ctypes.byref(state))
     return state
 
 
 def _restore(optimizer_id, state):
-    _native.check(_native.library().spw_ds_adam_set_state(optimizer_id, ctypes.byref(state)))
+    _native.call("spw_ds_adam_set_state", optimizer_id, ctypes.byref(state))
 
 
 def _destroy(optimizer_id, process):

@@ -275,14 +275,14 @@ class TierSwapper:
     def adam_state(self):
         """The state that DeepSpeed's arithmetic keeps between steps, as a dict of numbers."""
         state = _abi.sized(_abi.DsAdamState)
-        _native.check(_native.library().spw_ds_adam_get_state(self._stage3.optimizer.opt_id, ctypes.byref(state)))
+        _native.call("spw_ds_adam_get_state", self._stage3.optimizer.opt_id, ctypes.byref(state))
         return {name: getattr(state, name) for name, _ in state._fields_[1:]}
 
     def set_adam_state(self, numbers):
         """Restores the result of adam_state(); AdamW or L2 follows this run's configuration."""
         mode = int(self._stage3.optimizer.adam_w_mode)
         state = _abi.DsAdamState(ctypes.sizeof(_abi.DsAdamState), **{**numbers, "adamw_mode": mode})
-        _native.check(_native.library().spw_ds_adam_set_state(self._stage3.optimizer.opt_id, ctypes.byref(state)))
+        _native.call("spw_ds_adam_set_state", self._stage3.optimizer.opt_id, ctypes.byref(state))
 
 
 class _Shown:

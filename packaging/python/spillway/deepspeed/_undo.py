@@ -99,12 +99,12 @@ class _Recording:
         self.elements, self.handle = elements, ctypes.c_void_p()
         options = _abi.sized(_abi.UndoOptions)
         options.mode, options.elements, options.tensors = _DELTA, elements, 1
-        _native.check(_native.library().spw_undo_open(ctypes.byref(options), ctypes.byref(self.handle)))
+        _native.call("spw_undo_open", ctypes.byref(options), ctypes.byref(self.handle))
         self._close = _native.library().spw_undo_close
 
     def bytes(self):
         used = ctypes.c_uint64()
-        _native.check(_native.library().spw_undo_get_log_bytes(self.handle, ctypes.byref(used)))
+        _native.call("spw_undo_get_log_bytes", self.handle, ctypes.byref(used))
         return used.value
 
     def __del__(self):

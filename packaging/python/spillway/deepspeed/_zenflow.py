@@ -144,10 +144,9 @@ class _Worker:
         self.groups, self._id, self._cores = [], optimizer_id, cores
 
     def step(self, now_state, step, hyper):
-        update = _native.library().spw_ds_adam_update
         for group, values in zip(self.groups, hyper):
             record = group.records[now_state]
-            _native.check(update(None, self._id, ctypes.byref(_record(step, values)), ctypes.byref(record)))
+            _native.call("spw_ds_adam_update", None, self._id, ctypes.byref(_record(step, values)), ctypes.byref(record))
             group.publish()
             _call.count("cpu_adam", record.n)
 
@@ -188,11 +187,10 @@ def _columns(lists):
 
 def _check(index, step, group):
     """Raises for hyper-parameters that the worker's step would refuse: a step of no elements checks them here."""
-    library = _native.library()
     try:
-        _native.check(library.spw_ds_adam_create(_CHECK_ID, group.beta1, group.beta2, 1))
+        _native.call("spw_ds_adam_create", _CHECK_ID, group.beta1, group.beta2, 1)
         nothing = _call.no_elements()
-        _native.check(library.spw_ds_adam_update(None, _CHECK_ID, ctypes.byref(_record(step, group)), ctypes.byref(nothing)))
+        _native.call("spw_ds_adam_update", None, _CHECK_ID, ctypes.byref(_record(step, group)), ctypes.byref(nothing))
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"group {index}: {error}") from None
 

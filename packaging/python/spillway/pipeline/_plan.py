@@ -188,13 +188,12 @@ class Plan(Given):
         handle = _open(self)
         try:
             needed = ctypes.c_uint64()
-            library = _native.library()
-            _native.check(library.spw_pipeline_get_svg(handle, pixels, None, 0, ctypes.byref(needed)))
+            _native.call("spw_pipeline_get_svg", handle, pixels, None, 0, ctypes.byref(needed))
             text = ctypes.create_string_buffer(needed.value)
-            _native.check(library.spw_pipeline_get_svg(handle, pixels, text, needed.value, None))
+            _native.call("spw_pipeline_get_svg", handle, pixels, text, needed.value, None)
             return text.value.decode()
         finally:
-            _native.check(library.spw_pipeline_close(handle))
+            _native.call("spw_pipeline_close", handle)
 
 
 class Rollback(NamedTuple):
@@ -220,7 +219,7 @@ def rollback_cost(iteration: float, rollback: float, exposed: float = 0.0, every
     Example:
         spillway.pipeline.rollback_cost(iteration=10, rollback=4, exposed=1.3, every=100).mean"""
     per_event, mean = ctypes.c_double(), ctypes.c_double()
-    _native.check(_native.library().spw_plan_rollback(iteration, rollback, exposed, every, ctypes.byref(per_event), ctypes.byref(mean)))
+    _native.call("spw_plan_rollback", iteration, rollback, exposed, every, ctypes.byref(per_event), ctypes.byref(mean))
     return Rollback(per_event.value, mean.value)
 
 
@@ -255,9 +254,9 @@ def plan(schedule: str, *, devices: int, micro_batches: int, stages: int, split:
     if schedule not in SCHEDULES:
         raise InvalidArgumentError(f"plan: schedule is {schedule!r}; pass one of {', '.join(SCHEDULES)}")
     decoupled = schedule == "decoupled"
-    for name, value in (("devices", devices), ("micro_batches", micro_batches), ("stages", stages), ("split", split), ("slots", slots)):
-        if not isinstance(value, int) or value < 1:
-            raise InvalidArgumentError(f"plan: {name} is {value!r}; pass a number of at least 1")
+    devices, micro_batches, stages, split, slots = (
+        _arguments.between(f"plan: {name}", value, 1, (1 << 32) - 1)
+        for name, value in (("devices", devices), ("micro_batches", micro_batches), ("stages", stages), ("split", split), ("slots", slots)))
     if units is None:
         units = Unit(forward=1 / split, backward=2 / split)
     costs = (units,) if isinstance(units, Unit) else tuple(units)
@@ -270,7 +269,7 @@ def plan(schedule: str, *, devices: int, micro_batches: int, stages: int, split:
     try:
         found = _read(handle, devices)
     finally:
-        _native.check(_native.library().spw_pipeline_close(handle))
+        _native.call("spw_pipeline_close", handle)
     costs = costs * (stages * split) if len(costs) == 1 else costs
     return Plan(**given, units=costs, **found)
 
@@ -287,24 +286,23 @@ def _open(given: Given) -> ctypes.c_void_p:
         for name, value in unit._asdict().items():
             setattr(slot, name, value)
     handle = ctypes.c_void_p()
-    _native.check(_native.library().spw_plan_pipeline(ctypes.byref(options), table, len(table), ctypes.byref(handle)))
+    _native.call("spw_plan_pipeline", ctypes.byref(options), table, len(table), ctypes.byref(handle))
     return handle
 
 
 def _read(handle: ctypes.c_void_p, devices: int) -> dict[str, Any]:
-    library = _native.library()
     result = _abi.sized(_abi.PipelineResult)
-    _native.check(library.spw_pipeline_get_result(handle, ctypes.byref(result)))
+    _native.call("spw_pipeline_get_result", handle, ctypes.byref(result))
     operations = _structs(_abi.PipelineOperation, result.operations)
-    _native.check(library.spw_pipeline_get_operations(handle, 0, len(operations), operations))
+    _native.call("spw_pipeline_get_operations", handle, 0, len(operations), operations)
     changes = _structs(_abi.PipelineChange, result.changes)
-    _native.check(library.spw_pipeline_get_changes(handle, 0, len(changes), changes))
+    _native.call("spw_pipeline_get_changes", handle, 0, len(changes), changes)
     numbers = (ctypes.c_uint32 * result.dependencies)()
-    _native.check(library.spw_pipeline_get_dependencies(handle, 0, len(numbers), numbers))
+    _native.call("spw_pipeline_get_dependencies", handle, 0, len(numbers), numbers)
     before, found = list(numbers), []
     for device in range(devices):
         one = _abi.sized(_abi.PipelineDevice)
-        _native.check(library.spw_pipeline_get_device(handle, device, ctypes.byref(one)))
+        _native.call("spw_pipeline_get_device", handle, device, ctypes.byref(one))
         found.append(one)
     closed = result.closed_bubble_ratio
     return dict(

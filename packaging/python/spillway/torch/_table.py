@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import _abi, _native, _tensor_rows
-from .._native_handle import record
+from .._native_handle import record_own
 from ..errors import InvalidArgumentError, SpillwayError
 from ._arguments import is_count
 from ._rows import CODES, Row, name_of
@@ -166,13 +166,11 @@ class Table:
 
     def run(self, c_name: str, options: Any, status: list[int]) -> None:
         """Steps all rows; appends the status of the call."""
-        function = getattr(_native.library(), f"spw_{c_name}_step")
-        record(status, function, ctypes.byref(options), ctypes.addressof(self.entries), len(self.places), None)
+        record_own(status, f"spw_{c_name}_step", ctypes.byref(options), ctypes.addressof(self.entries), len(self.places), None)
 
     def check(self, c_name: str, options: Any) -> None:
         """Raises the error with which `run` would refuse; changes nothing."""
-        function = getattr(_native.library(), f"spw_{c_name}_check")
-        _native.check(function(ctypes.byref(options), ctypes.addressof(self.entries), len(self.places)))
+        _native.call(f"spw_{c_name}_check", ctypes.byref(options), ctypes.addressof(self.entries), len(self.places))
 
     def counted(self, by: int) -> tuple[torch.Tensor, dict[tuple[int, int, int], Any]]:
         """Step counts and options after `by` more steps, for `set_counts`."""

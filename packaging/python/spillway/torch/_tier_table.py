@@ -83,16 +83,15 @@ class TierTable:
     def run(self, c_name: str, options: Any, status: list[int]) -> None:
         """Steps all rows; appends the status of the call."""
         self._states.take_written()
-        function = _native.library().spw_swap_adam_step_parts
         self._states.swap._through(lambda handle: record(
-            status, function, handle, ctypes.byref(options), ctypes.addressof(self._rows), self._subgroups.buffer_info()[0],
+            status, "spw_swap_adam_step_parts", handle, ctypes.byref(options), ctypes.addressof(self._rows), self._subgroups.buffer_info()[0],
             self._firsts.buffer_info()[0], len(self._rows)))
 
     def check(self, c_name: str, options: Any) -> None:
         """Raises the error of options out of range; changes nothing. The tensors of a row are the tier's."""
         for (group, _, _), own in self._options.items():
             try:
-                _native.check(_native.library().spw_adam_check(ctypes.byref(own), None, 0))
+                _native.call("spw_adam_check", ctypes.byref(own), None, 0)
             except SpillwayError as error:
                 raise named(error, self.row_name, group) from None
 

@@ -77,13 +77,13 @@ class LastStep(RecordedStep, _NativeHandle):
     def run(self, status: list[int]) -> None:
         """Makes the step, and appends the status of the call to `status`."""
         table, some = self._table, next(iter(self._table.options.values()))
-        step = getattr(_native.library(), f"spw_undo_{self._optimizer.c_name}_step")
+        step = f"spw_undo_{self._optimizer.c_name}_step"
         self._through(lambda handle: record(status, step, handle, ctypes.byref(some), ctypes.addressof(table.entries), len(table.places), None))
 
     def rollback(self, status: list[int]) -> None:
         """Restores every bit of parameters and states; appends the status of the call."""
         self._check_unchanged()
-        self._through(lambda handle: record(status, _native.library().spw_undo_rollback, handle))
+        self._through(lambda handle: record(status, "spw_undo_rollback", handle))
         _native.check(status[0])
 
 

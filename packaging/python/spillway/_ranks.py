@@ -23,7 +23,11 @@ def together(world, work, undo=None, group=None):
     if failed and trouble is None and undo:
         undo(value)
     if trouble is not None:
-        raise trouble
+        try:
+            raise trouble
+        finally:
+            # The error refers to this frame by its traceback: a circle would keep the caller's objects until the garbage collector runs.
+            trouble = None
     if failed:
         raise TierError("another rank failed, so this rank gives up too: " + "; ".join(failed))
     return value

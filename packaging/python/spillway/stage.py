@@ -157,7 +157,7 @@ class Stage(_NativeHandle):
 
     def _submit(self, held: Any, options: Any, table: Any, event: Any, target: Any) -> None:
         def submit(outcome: list[int]) -> None:
-            self._through(lambda handle: record(outcome, _native.library().spw_stage_submit_adam, handle, ctypes.byref(options),
+            self._through(lambda handle: record(outcome, "spw_stage_submit_adam", handle, ctypes.byref(options),
                                                 ctypes.addressof(table), len(table), event, target))
             _native.check(outcome[0])
 
@@ -274,8 +274,9 @@ def settle(stages: Iterable[Stage], *, arena: Arena | None = None, process: int 
         try:
             raise raised[0]
         finally:
-            # The errors refer to this frame by their tracebacks.
+            # The errors refer by their tracebacks to this frame and to those of the settlement.
             raised.clear()
+            settlement.failures.clear()
             settlement = None
     assert settlement.outcome is not None
     return settlement.outcome
@@ -405,7 +406,7 @@ class _Settlement:
 
     def _give(self, kept: bool) -> None:
         """Gives every stage its verdict once, also if one of them is closed."""
-        function = _native.library().spw_stage_commit if kept else _native.library().spw_stage_rollback
+        function = "spw_stage_commit" if kept else "spw_stage_rollback"
         for stage, given in zip(self.stages, self.given):
             if not given:
                 try:
@@ -427,7 +428,7 @@ class _Settlement:
 def cores() -> Cores:
     """Returns how the stages of this process use the processors."""
     found = _abi.sized(_abi.StageCores)
-    _native.check(_native.library().spw_stage_get_cores(ctypes.byref(found)))
+    _native.call("spw_stage_get_cores", ctypes.byref(found))
     return Cores(found.threads, found.in_use, found.waiting, found.peak_threads)
 
 

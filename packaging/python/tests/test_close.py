@@ -2,6 +2,7 @@
 child neither waits for its parent's threads nor changes its parent's objects."""
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import os
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 
 import spillway
-from spillway import _native
+from spillway import _abi, _native, _ranks
+from spillway.stage import Stage, settle
 
 BYTES = 256 << 10
 ROUNDS = 25
@@ -264,5 +266,55 @@ def test_an_object_whose_call_failed_is_closed_with_its_last_reference(tmp_path)
         del tier
         assert left() is None
         spillway.tier.steps([tmp_path], job="test")
+    finally:
+        gc.enable()
+
+
+class Program:
+    """Something that a caller of this package holds, in a frame of the traceback."""
+
+
+def _settle_without_a_job():
+    held = Stage([tuple(np.ones(10, np.float32) for _ in range(4))], spillway.Adam())
+    settle([held])
+
+
+def _settle_with_a_reduce_that_raises():
+    held = Stage([tuple(np.ones(10, np.float32) for _ in range(4))], spillway.Adam())
+    held.submit(1)
+    settle([held], reduce=lambda stats: 1 / 0)
+
+
+def _rank_that_fails():
+    def work():
+        raise ValueError("no")
+    _ranks.together(2, work)
+
+
+def _step_whose_callback_raises():
+    with spillway.Tier([None], job="test") as tier, spillway.Swap(tier, [64], huge_pages=False, pin_memory=False) as swap:
+        swap.fill([(np.ones(64, np.float32), None, None)])
+        table = swap.table([(np.ones(64, np.float32), None)])
+        _native.call("spw_ds_adam_create", 78, 0.9, 0.999, 1)
+        call = _abi.DsAdamCall(ctypes.sizeof(_abi.DsAdamCall), 1, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1.0)
+        swap.ds_step(78, [call], table, lambda subgroup, address: 1 / 0)
+
+
+@pytest.mark.parametrize("fails", [_settle_without_a_job, _settle_with_a_reduce_that_raises, _rank_that_fails, _step_whose_callback_raises])
+def test_an_error_that_was_kept_before_it_was_raised_keeps_nothing_alive(fails, monkeypatch):
+    """Without the garbage collector: no frame of the traceback refers to the error."""
+    monkeypatch.setattr(_ranks, "gathered", lambda value, world, group: [value, None])
+    left = []
+
+    def calls():
+        held = Program()
+        left.append(weakref.ref(held))
+        fails()
+
+    gc.disable()
+    try:
+        with contextlib.suppress(spillway.SpillwayError, ValueError, ZeroDivisionError):
+            calls()
+        assert len(left) == 1 and left[0]() is None
     finally:
         gc.enable()

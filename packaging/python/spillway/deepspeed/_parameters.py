@@ -125,7 +125,11 @@ class TierHandle:
             except Exception as error:
                 failures.append(error)
         if failures:
-            raise failures[0]
+            try:
+                raise failures[0]
+            finally:
+                # Their tracebacks refer to the list.
+                failures.clear()
         return len(tickets)
 
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+import spillway
 from spillway import torch as own
 
 KINDS = {"f32": (torch.float32, False), "bf16": (torch.bfloat16, False), "f16": (torch.float16, False), "f64": (torch.float64, False),
@@ -314,3 +315,20 @@ def test_memory_that_was_freed_is_an_error_that_names_it(options):
         if what == "parameter":
             with pytest.raises(ValueError, match="storage is shorter"):
                 optimizer.master(param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cls, options, key", [
+    (own.AdamW, {}, "exp_avg_sq"), (own.Adam, {}, "exp_avg"), (own.AdamW, {}, "step"), (own.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+    (own.Adagrad, {}, "sum")])
+def test_a_state_that_lacks_a_part_names_its_parameter_in_the_share_of_the_library_and_of_torch(cls, options, key, dtype):
+    params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]
+    optimizer = cls(params, **options)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    del optimizer.state[params[1]][key]
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(spillway.InvalidArgumentError, match=rf"^param_groups\[0\]\['params'\]\[1\]: its state lacks '{key}'; load"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))

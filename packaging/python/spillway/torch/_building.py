@@ -10,7 +10,7 @@ from .. import _abi
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._parts import part_of
 from ._precision import LOW, master_of
-from ._rows import Row, check_kinds, check_memory, check_state, check_versions, is_served, lay_out, local, name_of
+from ._rows import Row, check_complete, check_kinds, check_memory, check_state, check_versions, is_served, lay_out, local, name_of
 from ._table import Table
 from ._torch_step import TorchStep, check_layout, is_torchs
 
@@ -18,11 +18,8 @@ from ._torch_step import TorchStep, check_layout, is_torchs
 class Building(TorchStep):
     """Base of the optimizers of this package; not for direct use."""
 
-    # Set by each class: its options struct, and the states with their fields in the C struct.
+    #: The options struct of each class.
     _options_type: Any
-    _keys: dict[str, str]
-    #: States have a step count.
-    _counted = True
     #: Whether a group asks for torch's own step, for each group of the present table.
     _flags: list[bool]
     #: Why this optimizer cannot leave a parameter to torch's step, and what to do.
@@ -110,13 +107,8 @@ class Building(TorchStep):
             self._new_state(group, param, new)
             state.update(new)
         lay_out(param, state, list(self._keys))
-        try:
-            if self._counted:
-                state["step"]
-            states = tuple(local(state[key]) for key in self._keys)
-        except KeyError as error:
-            raise InvalidArgumentError(f"{name}: its state lacks {error}; load the state of this optimizer, or delete "
-                                       "optimizer.state[parameter]") from None
+        check_complete(state, self._state_names(), name)
+        states = tuple(local(state[key]) for key in self._keys)
         precision = self._precision
         dtypes = (precision.of_moments(param),) if precision.beyond_torch else (torch.float32, param.dtype)
         for key, tensor in zip(self._keys, states):

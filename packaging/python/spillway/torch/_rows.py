@@ -121,6 +121,13 @@ def check_kinds(states: Any, keys: Iterable[str], name: str) -> None:
                                        "optimizer.state[parameter]")
 
 
+def check_complete(states: dict[str, Any], keys: Iterable[str], name: str) -> None:
+    """Raises an error if one of the states of a parameter is missing."""
+    for key in keys:
+        if key not in states:
+            raise InvalidArgumentError(f"{name}: its state lacks {key!r}; load the state of this optimizer, or delete optimizer.state[parameter]")
+
+
 def check_versions(tensors: Iterable[torch.Tensor], name: str) -> None:
     """Raises an error for tensors in which torch does not note writes."""
     if any(tensor.is_inference() for tensor in tensors):

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ._notes import Notes
-from ._rows import PLAIN, DTensor, check_has_memory, is_served, local, name_of
+from ._rows import PLAIN, DTensor, check_complete, check_has_memory, is_served, local, name_of
 
 
 class TorchStep(Notes):
@@ -25,6 +25,10 @@ class TorchStep(Notes):
 
     #: torch's class, whose step serves the other parameters.
     _torch_class: type[torch.optim.Optimizer]
+    # Set by each class: the states with their fields in the C struct.
+    _keys: dict[str, str]
+    #: States have a step count.
+    _counted = True
     #: Sparse gradients are left to torch's step.
     _sparse = False
     #: Attribute of a parameter that holds its gradient.
@@ -47,6 +51,8 @@ class TorchStep(Notes):
         for (number, index), group, param in zip(self._rest, groups, params):
             name = name_of(group, number, index)
             check_layout(param.grad, name, type(self).__name__, self._sparse)
+            if self.state.get(param):
+                check_complete(self.state[param], [*self._state_names(), *(["max_exp_avg_sq"] if group.get("amsgrad") else [])], name)
             self._check_tensors(param, name)
             known = all(type(tensor) in PLAIN or isinstance(tensor, DTensor) for tensor in (param, param.grad))
             # Sparse tensors have no arithmetic without memory.
@@ -55,6 +61,10 @@ class TorchStep(Notes):
                 elements.append((group, param, name))
         self._try_elements(elements)
         self._tried = facts
+
+    def _state_names(self) -> list[str]:
+        """The names of the states of a parameter."""
+        return [*(["step"] if self._counted else []), *self._keys]
 
     def _check_tensors(self, param: torch.Tensor, name: str) -> None:
         """Raises an error for tensors that torch's step cannot read or write."""

@@ -20,7 +20,6 @@ pub mod checksum;
 pub mod environment;
 pub mod error;
 pub mod log;
-pub mod plan;
 pub mod stats;
 pub mod trace;
 

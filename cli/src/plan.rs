@@ -5,11 +5,11 @@ use std::fmt::Write;
 use std::str::FromStr;
 
 use spillway::error::{Error, Result};
-use spillway::plan::interleave::choose::{Choice, Mode, choose};
-use spillway::plan::interleave::memory::{Bytes, bytes};
-use spillway::plan::interleave::placements::{Placement, Plan};
-use spillway::plan::interleave::share::{self, Balance};
-use spillway::plan::interleave::{GpuGrads, Rates, Shape, TransferDtype};
+use spillway_planner::interleave::choose::{Choice, Mode, choose};
+use spillway_planner::interleave::memory::{Bytes, bytes};
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::share::{self, Balance};
+use spillway_planner::interleave::{GpuGrads, Rates, Shape, TransferDtype};
 
 use super::report::{size, table};
 use super::stdout;
@@ -118,7 +118,7 @@ impl Options {
     }
 
     pub fn choose(&self, shape: &Shape, mode: Mode) -> Result<Choice> {
-        choose(shape, &self.rates(), self.residents, self.backward, mode)
+        Ok(choose(shape, &self.rates(), self.residents, self.backward, mode)?)
     }
 }
 

@@ -9,11 +9,11 @@ use bytesize::ByteSize;
 use serde_json::Value;
 use spillway::error::{Error, Result};
 use spillway::io::profile as io_profile;
-use spillway::plan::model::machine::{Machine, PathSpec};
-use spillway::plan::model::presets;
 use spillway::sys::file::{file_system, free_bytes};
 use spillway::sys::memory::unused_bytes;
 use spillway::sys::profile::Contents;
+use spillway_planner::model::machine::{Machine, PathSpec};
+use spillway_planner::model::presets;
 
 use super::measurement::Report;
 use super::stdout;

@@ -7,12 +7,12 @@ use bytesize::ByteSize;
 use spillway::error::{Error, Result};
 use spillway::offload::swap::budget;
 use spillway::offload::swap::encoding::Encoding;
-use spillway::plan::model::config::Model;
-use spillway::plan::model::machine::Workload;
-use spillway::plan::model::presets;
-use spillway::plan::model::report::{Outcome, Plan, plan};
-use spillway::plan::model::strategy::{Strategy, TierNeed};
 use spillway::sys::small_file;
+use spillway_planner::model::config::Model;
+use spillway_planner::model::machine::Workload;
+use spillway_planner::model::presets;
+use spillway_planner::model::report::{Outcome, Plan, plan};
+use spillway_planner::model::strategy::{Strategy, TierNeed};
 
 use super::plan_machine::{self, Sources};
 use super::{plan_report, plan_svg, stdout};
@@ -117,11 +117,24 @@ fn model(name: &str) -> Result<Model> {
         let names: Vec<String> = presets::model_names().collect();
         refuse(format!("there is no such file, and the models of the papers are {}", names.join(", ")))
     })?;
-    Model::parse(&path.display().to_string(), &bytes)
+    Ok(Model::parse(&path.display().to_string(), &bytes)?)
 }
 
 /// The memory of a tiered update, as the update computes it.
-fn tier_need(sizes: &[u64], split: bool, paths: usize, limit: Option<u64>) -> Result<TierNeed> {
+fn tier_need(
+    sizes: &[u64],
+    split: bool,
+    paths: usize,
+    limit: Option<u64>,
+) -> spillway_planner::error::Result<TierNeed> {
+    use spillway_planner::error::Error as Refused;
+    budget_of(sizes, split, paths, limit).map_err(|error| match error {
+        Error::InvalidArgument { argument, reason } => Refused::InvalidArgument { argument, reason },
+        other => Refused::Internal(other.to_string()),
+    })
+}
+
+fn budget_of(sizes: &[u64], split: bool, paths: usize, limit: Option<u64>) -> Result<TierNeed> {
     let encoding = if split { Encoding::SplitMaster } else { Encoding::Full };
     let limit = match limit {
         Some(limit) => limit,

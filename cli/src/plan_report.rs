@@ -1,7 +1,7 @@
 //! The plan of a model as text.
 #![forbid(unsafe_code)]
 
-use spillway::plan::model::report::{Outcome, Plan};
+use spillway_planner::model::report::{Outcome, Plan};
 
 use super::plan_machine::Sources;
 use super::report::{size, table};
@@ -110,7 +110,7 @@ fn strategies(plan: &Plan) -> String {
 }
 
 fn row(outcome: &Outcome) -> [String; 10] {
-    let seconds = |pick: fn(&spillway::plan::model::report::Seconds) -> f64| {
+    let seconds = |pick: fn(&spillway_planner::model::report::Seconds) -> f64| {
         outcome.seconds.as_ref().map_or("-".to_string(), |seconds| format!("{:.3}", pick(seconds)))
     };
     let flow = if outcome.weights_on_host > 0.0 { ", weights flow" } else { "" };

@@ -1,8 +1,8 @@
 //! The timeline of a step as an SVG: a row per engine, a bar per work, and a legend.
 #![forbid(unsafe_code)]
 
-use spillway::plan::model::report::{Outcome, Plan};
-use spillway::plan::model::step::{ROWS, Span, Step};
+use spillway_planner::model::report::{Outcome, Plan};
+use spillway_planner::model::step::{ROWS, Span, Step};
 
 use super::drawing::{Area, Color, Picture, Rows};
 

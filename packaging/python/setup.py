@@ -26,7 +26,7 @@ from setuptools.command.sdist import sdist
 HERE = pathlib.Path(__file__).resolve().parent
 RUST = HERE / "rust" if (HERE / "rust").is_dir() else HERE.parent.parent
 # What cargo needs: the crates of the workspace. It reads the manifests of all members.
-RUST_SOURCES = ("Cargo.toml", "Cargo.lock", "build.rs", "LICENSE", "src", "cli", "include", "kernels", "packaging/preload",
+RUST_SOURCES = ("Cargo.toml", "Cargo.lock", "build.rs", "LICENSE", "src", "cli", "include", "kernels", "planner", "packaging/preload",
                 "ffi_tests/fakecuda", "ffi_tests/header")
 
 

@@ -73,6 +73,18 @@ impl From<spillway_kernels::Error> for Error {
     }
 }
 
+impl From<spillway_planner::error::Error> for Error {
+    fn from(error: spillway_planner::error::Error) -> Self {
+        use spillway_planner::error::Error as Planner;
+        match error {
+            Planner::InvalidArgument { argument, reason } => Error::InvalidArgument { argument, reason },
+            Planner::NoRoom(reason) => Error::LimitReached(reason),
+            Planner::OutOfMemory { what, reason } => Error::System { what, reason },
+            Planner::Internal(reason) => Error::Internal(reason),
+        }
+    }
+}
+
 impl Error {
     /// The error of a call in which a panic was caught.
     pub fn of_panic(panic: &(dyn Any + Send)) -> Error {

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::plan::cast::Probe;
+use spillway_planner::cast::Probe;
 
 /// Speeds in parameters per second. The `rename` attributes are the keys in the stored profile.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

@@ -17,9 +17,9 @@ use crate::gpu::profile;
 use crate::gpu::speeds::Link;
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
 use crate::gpu::transfer::{After, Copy, Direction};
-use crate::plan::cast;
-use crate::plan::interleave::TransferDtype;
 use crate::sys::span::Span;
+use spillway_planner::cast;
+use spillway_planner::interleave::TransferDtype;
 
 /// Direction of a copy. Passed as `uint32_t`.
 #[repr(C)]

@@ -3,8 +3,8 @@
 
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::error::{Error, Result};
-use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::{GpuGrads, Rates, Shape, TransferDtype};
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::{GpuGrads, Rates, Shape, TransferDtype};
 
 /// Where a subgroup is updated, and where its state is stored. Passed as `uint32_t`.
 #[repr(C)]

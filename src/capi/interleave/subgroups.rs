@@ -16,9 +16,9 @@ use crate::offload::interleave::Backend;
 use crate::offload::interleave::device::Gpu;
 use crate::offload::interleave::device_memory::{self, Grad, Pinned};
 use crate::offload::interleave::host::{self, Host};
-use crate::plan::interleave::{MAX_SUBGROUPS, Shape, TransferDtype};
 use crate::sys::shared_slice::SharedSlice;
 use crate::sys::span::Span;
+use spillway_planner::interleave::{MAX_SUBGROUPS, Shape, TransferDtype};
 
 /// Where an interleaved update runs. Passed as `uint32_t`.
 #[repr(C)]

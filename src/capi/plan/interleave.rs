@@ -8,12 +8,12 @@ use crate::capi::interleave::plan::{
     parse_transfer_dtype, read_rates, shape_of, spw_interleave_rates, write_placements,
 };
 use crate::error::{Error, Result};
-use crate::plan::interleave::choose::{self, Mode};
-use crate::plan::interleave::memory::bytes;
-use crate::plan::interleave::model::Prediction;
-use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::share;
-use crate::plan::interleave::{MAX_SUBGROUPS, Rates, Shape};
+use spillway_planner::interleave::choose::{self, Mode};
+use spillway_planner::interleave::memory::bytes;
+use spillway_planner::interleave::model::Prediction;
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::share;
+use spillway_planner::interleave::{MAX_SUBGROUPS, Rates, Shape};
 
 /// The rule that makes a plan. Passed as `uint32_t`.
 #[repr(C)]

@@ -7,7 +7,7 @@ use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
 use crate::capi::output::{self, required};
 use crate::error::{Error, Result};
-use crate::plan::pipeline::{Plan, Schedule, Shape, Unit, closed, plan};
+use spillway_planner::pipeline::{Plan, Schedule, Shape, Unit, closed, plan};
 
 /// The order of the passes on the devices. Passed as `uint32_t`.
 #[repr(C)]

@@ -10,8 +10,8 @@ use crate::capi::guard::guard;
 use crate::capi::handle;
 use crate::capi::output::{self, required};
 use crate::error::{Error, Result};
-use crate::plan::pipeline::graph::Kind;
-use crate::plan::pipeline::{Plan, svg};
+use spillway_planner::pipeline::graph::Kind;
+use spillway_planner::pipeline::{Plan, svg};
 
 /// Kind of an operation. Passed as `uint32_t`.
 #[repr(C)]

@@ -19,9 +19,9 @@ use crate::gpu::kernels::Kernels;
 use crate::gpu::memory::Registry;
 use crate::gpu::stream::{GpuEvent, Stream};
 use crate::kernel::AdamRule;
-use crate::plan::interleave::Shape;
-use crate::plan::interleave::placements::Plan;
-use crate::plan::interleave::schedule::{Command, Lane, LaneEvent, Part, Work};
+use spillway_planner::interleave::Shape;
+use spillway_planner::interleave::placements::Plan;
+use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, Part, Work};
 
 /// Lanes that are CUDA streams.
 const STREAMS: [Lane; 6] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident, Lane::Upload];

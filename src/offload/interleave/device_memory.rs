@@ -12,11 +12,11 @@ use crate::gpu::stream::Stream;
 use crate::kernel::{AdamRule, States, Tensor};
 use crate::optim::adam;
 use crate::optim::parallel::Job;
-use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::schedule::{PAIR, Part, StateArray, Work};
-use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
 use crate::pool::buffer::Buffer;
 use crate::sys::shared_slice::SharedSlice;
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::schedule::{PAIR, Part, StateArray, Work};
+use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
 
 /// Bytes of an f32.
 const WORD: u64 = 4;

@@ -20,12 +20,12 @@ use super::recalibrate::RateMeter;
 use super::{Backend, Model, Timing};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
-use crate::plan::interleave::pieces;
-use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::schedule::{self, Lane, LaneEvent};
-use crate::plan::interleave::{Rates, Shape};
 use crate::sys::per_process::PerProcess;
 use crate::sys::threads;
+use spillway_planner::interleave::pieces;
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::schedule::{self, Lane, LaneEvent};
+use spillway_planner::interleave::{Rates, Shape};
 
 /// The interleaved update of one rank. Thread-safe.
 pub struct Engine<B: Backend + 'static> {

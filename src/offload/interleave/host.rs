@@ -16,9 +16,9 @@ use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, States, Tensor};
 use crate::optim::adam;
 use crate::optim::parallel::Job;
-use crate::plan::interleave::schedule::{Command, Lane, LaneEvent, PAIR, Part, StateArray, Work};
-use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
 use crate::sys::shared_slice::SharedSlice;
+use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, PAIR, Part, StateArray, Work};
+use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
 
 /// The arrays of one subgroup.
 #[derive(Debug)]

@@ -16,9 +16,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
-use crate::plan::interleave::schedule::{Lane, LaneEvent};
 use crate::sys::process::OpeningProcess;
 use crate::sys::threads;
+use spillway_planner::interleave::schedule::{Lane, LaneEvent};
 
 type Job = Box<dyn FnOnce() -> Result<()> + Send>;
 

@@ -13,10 +13,10 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use crate::error::{Error, Result};
-use crate::plan::interleave::Shape;
-use crate::plan::interleave::pieces::{self, Piece};
-use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::schedule::{self, Command, Lane, LaneEvent, Sink};
+use spillway_planner::interleave::Shape;
+use spillway_planner::interleave::pieces::{self, Piece};
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::schedule::{self, Command, Lane, LaneEvent, Sink};
 
 /// The state machine of the calls of one rank.
 #[derive(Debug)]
@@ -83,7 +83,7 @@ impl Machine {
 
     /// Changes the plan of the next step, and moves the states of new and former residents. Errors: a gradient of the
     /// next step was announced, or a step is in flight (`Busy`).
-    pub fn set_plan(&mut self, plan: Plan, emit: &mut impl Sink) -> Result<()> {
+    pub fn set_plan(&mut self, plan: Plan, emit: &mut impl Sink<Error>) -> Result<()> {
         match &self.phase {
             Phase::Idle => {}
             Phase::Failed { error, .. } => return Err(error.clone()),
@@ -103,7 +103,7 @@ impl Machine {
     }
 
     /// The framework has enqueued the gradient of a subgroup.
-    pub fn gradient(&mut self, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
+    pub fn gradient(&mut self, subgroup: usize, emit: &mut impl Sink<Error>) -> Result<()> {
         let announced = self.announced(subgroup)?;
         if announced.grad {
             return Err(Error::invalid(
@@ -119,7 +119,7 @@ impl Machine {
 
     /// The framework no longer reads the 16-bit parameters of a subgroup. [`Machine::begin`] implies this call for the
     /// remaining subgroups.
-    pub fn params_free(&mut self, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
+    pub fn params_free(&mut self, subgroup: usize, emit: &mut impl Sink<Error>) -> Result<()> {
         let announced = self.announced(subgroup)?;
         if announced.free {
             return Err(Error::invalid(
@@ -134,7 +134,7 @@ impl Machine {
 
     /// Begins a step: `next_cpu` and `next_gpu` then return its parts. Errors: a gradient is missing; the last step is
     /// in flight (`Busy`).
-    pub fn begin(&mut self, emit: &mut impl Sink) -> Result<()> {
+    pub fn begin(&mut self, emit: &mut impl Sink<Error>) -> Result<()> {
         let announced = match &self.phase {
             Phase::Gathering(announced) => announced,
             Phase::Idle if self.shape.count() == 0 => &Vec::new(),

@@ -1,6 +1,6 @@
 //! The interleaved update: CPU and GPU step different subgroups at the same time, on a backend.
 //!
-//! [`plan::interleave`](crate::plan::interleave) decides which commands are enqueued in which order; this module runs
+//! [`plan::interleave`](spillway_planner::interleave) decides which commands are enqueued in which order; this module runs
 //! them.
 //!
 //! | file | holds |
@@ -34,8 +34,8 @@ use std::sync::Arc;
 use crate::error::Result;
 use crate::gpu::stream::ForeignStream;
 use crate::kernel::AdamRule;
-use crate::plan::interleave::placements::Plan;
-use crate::plan::interleave::schedule::{Command, Lane, LaneEvent, Work};
+use spillway_planner::interleave::placements::Plan;
+use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, Work};
 
 /// One piece of work and when it ran, in seconds since the backend was created.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -10,8 +10,8 @@
 use std::collections::{BTreeSet, HashMap};
 
 use crate::error::Result;
-use crate::plan::interleave::schedule::{Command, Edge, Lane, LaneEvent, STATES, StateArray, Work};
-use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
+use spillway_planner::interleave::schedule::{Command, Edge, Lane, LaneEvent, STATES, StateArray, Work};
+use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
 
 const LANES: usize = Lane::ALL.len();
 type Clock = [u64; LANES];

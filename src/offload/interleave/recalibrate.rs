@@ -9,10 +9,10 @@
 
 use super::Timing;
 use crate::error::Result;
-use crate::plan::interleave::choose::{self, Mode};
-use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::schedule::Work;
-use crate::plan::interleave::{Rates, Shape, model};
+use spillway_planner::interleave::choose::{self, Mode};
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::schedule::Work;
+use spillway_planner::interleave::{Rates, Shape, model};
 
 /// Weight of the newest sample in the smoothed time.
 const NEWEST_WEIGHT: f64 = 0.25;
@@ -134,7 +134,7 @@ fn move_towards(rate: &mut f64, mut sample: Sample, min_sample: f64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::interleave::schedule::{Lane, Part, StateArray};
+    use spillway_planner::interleave::schedule::{Lane, Part, StateArray};
 
     const KNOWN: Rates = Rates {
         cpu: 2e9,

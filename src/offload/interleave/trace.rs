@@ -2,9 +2,9 @@
 #![forbid(unsafe_code)]
 
 use super::Timing;
-use crate::plan::interleave::model::{Prediction, Span};
-use crate::plan::interleave::schedule::{Lane, Work};
 use crate::trace::{Trace, Track};
+use spillway_planner::interleave::model::{Prediction, Span};
+use spillway_planner::interleave::schedule::{Lane, Work};
 
 /// The timeline that the model predicts for a step, with its backward pass.
 pub fn of_prediction(prediction: &Prediction) -> Trace {
@@ -46,8 +46,8 @@ fn draw(spans: impl Iterator<Item = (Lane, Option<Work>, f64, f64)>) -> Trace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::interleave::choose::{Mode, choose};
-    use crate::plan::interleave::{Rates, Shape};
+    use spillway_planner::interleave::choose::{Mode, choose};
+    use spillway_planner::interleave::{Rates, Shape};
 
     /// The timeline shows the overlap: prefetch, flush, CPU and GPU at the same time, flushes after the last update.
     #[test]

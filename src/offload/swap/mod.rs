@@ -17,6 +17,7 @@ pub mod encoding;
 mod extents;
 pub mod master;
 pub mod pipeline;
+mod placement;
 mod slots;
 mod traffic;
 

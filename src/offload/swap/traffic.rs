@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::SwapOptions;
 use super::encoding::{self, Encoding};
+use super::placement::{self, Flow, Observed, PathPlan, SubgroupPlacement};
 use crate::error::{Error, IoKind, Result};
-use crate::plan::placement::{self, Flow, Observed, PathPlan, SubgroupPlacement};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::tier::extent::Shape;
 use crate::tier::turns::arbiter::PathArbiter;

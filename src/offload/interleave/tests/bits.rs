@@ -12,10 +12,10 @@ use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
 use crate::optim::parallel::Job;
-use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::schedule::{Command, LaneEvent, Work};
-use crate::plan::interleave::{GpuGrads, Rates, Shape, TransferDtype};
 use crate::sys::shared_slice::SharedSlice;
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::schedule::{Command, LaneEvent, Work};
+use spillway_planner::interleave::{GpuGrads, Rates, Shape, TransferDtype};
 
 const SIZES: [u64; 9] = [1000, 1000, 1, 777, 0, 1000, 333, 1000, 64];
 const STEPS: u64 = 100;

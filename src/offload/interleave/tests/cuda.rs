@@ -22,10 +22,10 @@ use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
 use crate::gpu::stream::Stream;
 use crate::gpu::tests::{device, foreign};
 use crate::kernel::AdamRule;
-use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::schedule::{Command, Edge, Lane, LaneEvent, NUMBERED_EDGES};
-use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
 use crate::pool::{pinned, region};
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::schedule::{Command, Edge, Lane, LaneEvent, NUMBERED_EDGES};
+use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
 
 /// A framework on fake GPU `ordinal`: a stream, and pinned memory.
 pub(super) struct Fixture {

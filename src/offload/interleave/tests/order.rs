@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 
 use super::super::machine::Machine;
 use super::super::races::{Place, Races};
-use crate::plan::interleave::pieces;
-use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::schedule::{self, Edge, Lane, NUMBERED_EDGES, STATES};
-use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
+use spillway_planner::interleave::pieces;
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::schedule::{self, Edge, Lane, NUMBERED_EDGES, STATES};
+use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
 
 const SUBGROUPS: usize = 8;
 

@@ -14,9 +14,9 @@ use crate::error::{Error, Result};
 use crate::gpu::tests::foreign;
 use crate::kernel::AdamRule;
 use crate::offload::interleave::device::Gpu;
-use crate::plan::interleave::placements::{Placement, Plan};
-use crate::plan::interleave::schedule::{Command, LaneEvent, Work};
-use crate::plan::interleave::{Shape, TransferDtype};
+use spillway_planner::interleave::placements::{Placement, Plan};
+use spillway_planner::interleave::schedule::{Command, LaneEvent, Work};
+use spillway_planner::interleave::{Shape, TransferDtype};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 

@@ -2,7 +2,7 @@
 //!
 //! A unit is a part of a subgroup. A subgroup that is split over all paths moves at the combined bandwidth, and a few
 //! buffers of host memory keep every path busy. Rules:
-//! - The first placement follows [`super::split`]: in proportion to the speeds or to the user's ratio, in
+//! - The first placement follows [`spillway_planner::split`]: in proportion to the speeds or to the user's ratio, in
 //!   balanced order.
 //! - A unit changes its path only at a flush. Each path has a predicted finish time, which includes the bytes that this
 //!   round already sent to the path. The unit goes to the path with the earliest finish time, but only if that time
@@ -18,8 +18,8 @@
 //! - A draining path receives no units. Its units leave it at their next flush.
 #![forbid(unsafe_code)]
 
-use super::split;
 use crate::error::{Error, Result};
+use spillway_planner::split;
 
 /// Minimal relative lead of another path's finish time before a unit moves there.
 const MARGIN: f64 = 0.02;
@@ -246,6 +246,7 @@ impl SubgroupPlacement {
     }
 
     /// The path that stores a unit.
+    #[cfg(test)]
     pub fn home(&self, unit: usize) -> usize {
         self.homes[unit]
     }

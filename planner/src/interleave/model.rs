@@ -8,8 +8,8 @@ use super::placements::{Placement, Plan};
 use super::schedule::{self, Command, Lane, LaneEvent, Work};
 use super::timeline::{Engine, Limits, Ran, Timeline};
 use super::{Rates, Shape, TransferDtype};
+use crate::check;
 use crate::error::{Error, Result};
-use crate::plan::check;
 
 /// Bytes of one f32.
 const WORD: f64 = 4.0;

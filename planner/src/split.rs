@@ -20,9 +20,7 @@ pub fn shares(count: usize, weights: &[f64], room: &[usize]) -> Result<Vec<usize
     }
     let total: usize = room.iter().fold(0, |sum, room| sum.saturating_add(*room));
     if total < count {
-        return Err(Error::LimitReached(format!(
-            "the paths have no room for {count} units, only for {total}"
-        )));
+        return Err(Error::NoRoom(format!("the paths have no room for {count} units, only for {total}")));
     }
     let mut parts = vec![0; weights.len()];
     let mut open: Vec<usize> = (0..weights.len()).filter(|path| weights[*path] > 0.0).collect();
@@ -84,7 +82,7 @@ pub fn balanced_order(parts: &[usize]) -> Vec<usize> {
 }
 
 /// Returns an error unless all weights are finite and not negative, and at least one is positive.
-pub(super) fn check(argument: &'static str, weights: &[f64]) -> Result<()> {
+pub fn check(argument: &'static str, weights: &[f64]) -> Result<()> {
     if weights.is_empty() {
         return Err(Error::invalid(argument, "is empty; at least one path is needed"));
     }
@@ -136,7 +134,7 @@ mod tests {
         assert_eq!(shares(10, &[2.0, 1.0, 1.0], &[2, MUCH, MUCH]).unwrap(), [2, 4, 4]);
         assert_eq!(shares(10, &[1.0, 0.0], &[4, 20]).unwrap(), [4, 6]);
         assert_eq!(shares(3, &[1.0, 1.0], &[1, 2]).unwrap(), [1, 2]);
-        assert!(matches!(shares(4, &[1.0, 1.0], &[1, 2]), Err(Error::LimitReached(_))));
+        assert!(matches!(shares(4, &[1.0, 1.0], &[1, 2]), Err(Error::NoRoom(_))));
     }
 
     #[test]

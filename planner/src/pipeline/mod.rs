@@ -296,7 +296,7 @@ fn reserved<T>(count: usize) -> Result<Vec<T>> {
 
 /// Makes room for `more` further values.
 fn reserve<T>(values: &mut Vec<T>, more: usize) -> Result<()> {
-    values.try_reserve(more).map_err(|_| Error::System {
+    values.try_reserve(more).map_err(|_| Error::OutOfMemory {
         what: "planning a pipeline",
         reason: format!("out of memory for {more} entries of {} bytes", size_of::<T>()),
     })

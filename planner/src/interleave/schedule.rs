@@ -19,7 +19,6 @@
 
 use super::placements::{Placement, Plan};
 use super::{GpuGrads, Shape, TransferDtype};
-use crate::error::Result;
 
 /// Number of chunk buffers for gradients, and of staging buffers for 16-bit parameters.
 pub const PAIR: usize = 2;
@@ -282,12 +281,18 @@ pub enum Command {
 use Command::{Record, Run, Wait};
 
 /// A consumer of commands, called once per command in order.
-pub trait Sink: FnMut(Command) -> Result<()> {}
-impl<F: FnMut(Command) -> Result<()>> Sink for F {}
+/// An error of the consumer ends the schedule, and is returned.
+pub trait Sink<E>: FnMut(Command) -> Result<(), E> {}
+impl<E, F: FnMut(Command) -> Result<(), E>> Sink<E> for F {}
 
 /// Copies the gradient of a subgroup to the host during backward: for CPU subgroups, and for GPU subgroups with
 /// [`GpuGrads::Fetched`]. Does nothing for other subgroups.
-pub fn gradient_out(shape: &Shape, plan: &Plan, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
+pub fn gradient_out<E>(
+    shape: &Shape,
+    plan: &Plan,
+    subgroup: usize,
+    emit: &mut impl Sink<E>,
+) -> Result<(), E> {
     let goes_home = match plan.placement(subgroup) {
         Placement::Cpu => true,
         Placement::Gpu => shape.gpu_grads == GpuGrads::Fetched,
@@ -321,7 +326,7 @@ pub fn gradient_out(shape: &Shape, plan: &Plan, subgroup: usize, emit: &mut impl
 }
 
 /// Moves the states of subgroups that become residents, or stop being residents, from plan `from` to plan `to`.
-pub fn change_residents(shape: &Shape, from: &Plan, to: &Plan, emit: &mut impl Sink) -> Result<()> {
+pub fn change_residents<E>(shape: &Shape, from: &Plan, to: &Plan, emit: &mut impl Sink<E>) -> Result<(), E> {
     for subgroup in 0..shape.count() {
         let (was, is) =
             (from.placement(subgroup) == Placement::Resident, to.placement(subgroup) == Placement::Resident);
@@ -345,7 +350,7 @@ pub fn change_residents(shape: &Shape, from: &Plan, to: &Plan, emit: &mut impl S
 }
 
 /// The commands of the CPU thread for the `nth` CPU subgroup of a step.
-pub fn cpu_part(nth: usize, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
+pub fn cpu_part<E>(nth: usize, subgroup: usize, emit: &mut impl Sink<E>) -> Result<(), E> {
     let stage = nth % PAIR;
     emit(Wait(Lane::Cpu, LaneEvent::GradHome(subgroup), Edge::GradHomeBeforeStep))?;
     emit(Wait(Lane::Cpu, LaneEvent::Home(subgroup), Edge::HomeBeforeStep))?;
@@ -359,20 +364,20 @@ pub fn cpu_part(nth: usize, subgroup: usize, emit: &mut impl Sink) -> Result<()>
 
 /// Makes `reader` wait for the updated 16-bit parameters of a subgroup. For a CPU subgroup, the caller must first wait
 /// until the CPU thread has enqueued the upload.
-pub fn publish(subgroup: usize, reader: Lane, emit: &mut impl Sink) -> Result<()> {
+pub fn publish<E>(subgroup: usize, reader: Lane, emit: &mut impl Sink<E>) -> Result<(), E> {
     emit(Wait(reader, LaneEvent::Ready(subgroup), Edge::ReadyBeforeRead))
 }
 
 /// Makes the caller wait until the state of a subgroup is in host memory.
-pub fn drain(subgroup: usize, emit: &mut impl Sink) -> Result<()> {
+pub fn drain<E>(subgroup: usize, emit: &mut impl Sink<E>) -> Result<(), E> {
     emit(Wait(Lane::Caller, LaneEvent::Home(subgroup), Edge::HomeBeforeRead))
 }
 
-fn each_state(
+fn each_state<E>(
     shape: &Shape,
     subgroup: usize,
-    mut copy: impl FnMut(StateArray, Part) -> Result<()>,
-) -> Result<()> {
+    mut copy: impl FnMut(StateArray, Part) -> Result<(), E>,
+) -> Result<(), E> {
     STATES.into_iter().try_for_each(|state| parts(shape, subgroup).try_for_each(|part| copy(state, part)))
 }
 

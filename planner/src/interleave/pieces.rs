@@ -10,7 +10,6 @@ use std::iter;
 use super::placements::{Placement, Plan};
 use super::schedule::{Command, Edge, Lane, LaneEvent, STATES, Sink, Work, parts};
 use super::{GpuGrads, Shape};
-use crate::error::Result;
 use Command::{Record, Run, Wait};
 
 /// Maximal number of queued operations of a step, well below the limit of a device.
@@ -81,12 +80,12 @@ fn most_ahead(shape: &Shape) -> usize {
 }
 
 /// Makes the enqueueing thread wait for `event`, after which the device queue has room for the piece.
-pub fn room(event: Option<LaneEvent>, emit: &mut impl Sink) -> Result<()> {
+pub fn room<E>(event: Option<LaneEvent>, emit: &mut impl Sink<E>) -> Result<(), E> {
     event.map_or(Ok(()), |event| emit(Wait(Lane::Caller, event, Edge::RoomBeforeEnqueue)))
 }
 
 /// Passes the commands of a piece to `emit`.
-pub fn enqueue(shape: &Shape, piece: Piece, emit: &mut impl Sink) -> Result<()> {
+pub fn enqueue<E>(shape: &Shape, piece: Piece, emit: &mut impl Sink<E>) -> Result<(), E> {
     match piece {
         Piece::Fetched { subgroup, slot } => through_slot(shape, subgroup, slot, emit),
         Piece::Resident { subgroup } => {
@@ -98,7 +97,7 @@ pub fn enqueue(shape: &Shape, piece: Piece, emit: &mut impl Sink) -> Result<()> 
     }
 }
 
-fn through_slot(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink) -> Result<()> {
+fn through_slot<E>(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink<E>) -> Result<(), E> {
     fetch(shape, subgroup, slot, emit)?;
     emit(Record(Lane::H2d, LaneEvent::SlotFull(slot)))?;
     emit(Wait(Lane::Gpu, LaneEvent::SlotFull(slot), Edge::FetchBeforeStep))?;
@@ -116,7 +115,7 @@ fn through_slot(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sin
     emit(Record(Lane::D2h, LaneEvent::Home(subgroup)))
 }
 
-fn fetch(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink) -> Result<()> {
+fn fetch<E>(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink<E>) -> Result<(), E> {
     emit(Wait(Lane::H2d, LaneEvent::Home(subgroup), Edge::HomeBeforeFetch))?;
     for state in STATES {
         emit(Wait(Lane::H2d, LaneEvent::SlotFree(slot, state), Edge::SlotFreeBeforeFetch))?;
@@ -133,7 +132,7 @@ fn fetch(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink) -> R
     Ok(())
 }
 
-fn before_gpu_step(lane: Lane, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
+fn before_gpu_step<E>(lane: Lane, subgroup: usize, emit: &mut impl Sink<E>) -> Result<(), E> {
     emit(Wait(lane, LaneEvent::Grad(subgroup), Edge::GradBeforeStep))?;
     emit(Wait(lane, LaneEvent::ParamFree(subgroup), Edge::ReadBeforeWrite))
 }

@@ -1,16 +1,27 @@
 //! Cost models and planners. They are pure functions: they use no clock, no file and no thread.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `interleave` | an optimizer update that CPU and GPU share: its schedule, which the library runs, and its predicted time |
+//! | `pipeline` | schedules of pipelines: passes, transfers, memory |
+//! | `model` | the training of a model on a machine: memory, traffic and seconds of each strategy |
+//! | `split` | units divided over paths in proportion to weights |
+//! | `cast`, `tail`, `weights` | the rules of SuperOffload: dtype of gradients on the link, last buckets on the GPU, flowing weights |
+//! | `check` | arguments that must be positive, or finite |
+//! | `time` | times that a queue can sort |
 #![forbid(unsafe_code)]
 
 pub mod cast;
+pub mod error;
 pub mod interleave;
 pub mod model;
 pub mod pipeline;
-pub mod placement;
 pub mod split;
 pub mod tail;
 mod time;
 pub mod weights;
 
+/// Checks of numbers.
 mod check {
     use crate::error::{Error, Result};
 

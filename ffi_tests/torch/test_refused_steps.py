@@ -299,6 +299,26 @@ def test_gradients_that_torch_cannot_write_to_are_clipped_too():
     assert torch.equal(params[1].detach(), params[2].detach())
 
 
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"skip_nonfinite": True}])
+def test_a_freed_gradient_in_the_share_of_torch_is_not_read(options):
+    """Also where a norm is measured before torch's step is tried."""
+    params, optimizer = _mixed(**options)
+    params[2].grad.untyped_storage().resize_(0)
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(spillway.InvalidArgumentError, match=r"^param_groups\[0\]\['params'\]\[2\]: its gradient: its storage is shorter"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
+def test_two_gradients_of_one_memory_are_clipped_once_in_the_share_of_torch():
+    params, whole = [torch.nn.Parameter(torch.ones(8, dtype=torch.float64)) for _ in range(2)], torch.ones(8, dtype=torch.float64)
+    for param in params:
+        param.grad = whole.view(8)
+    optimizer = own.AdamW(params, max_norm=1.0)
+    optimizer.step()
+    assert optimizer.grad_norm == 4.0 and torch.allclose(whole, torch.full((8,), 0.25, dtype=torch.float64), rtol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{}, {"master": "f32"}, {"master": "split"}, {"undo": True}])
 def test_memory_that_was_freed_is_an_error_that_names_it(options):
     for what in ("parameter", "gradient", "exp_avg_sq", *(["master_low"] if options.get("master") == "split" else [])):

@@ -108,8 +108,8 @@ def set_log(function: _Callable[[str, str], object] | None, level: str = "info")
     """Sends the library's log messages to a function.
 
     Args:
-        function: Called as function(level, message) from any thread. None: the library logs to stderr if SPILLWAY_LOG
-            names a level, else nowhere.
+        function: Called as function(level, message) from any thread. Its exceptions go to sys.unraisablehook. None: the library
+            logs to stderr if SPILLWAY_LOG names a level, else nowhere.
         level: The least severe level to send: "off", "error", "warn", "info" or "debug".
 
     Raises:

@@ -3,6 +3,9 @@ the library."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +14,9 @@ from . import _abi, _native
 
 # Values of SPILLWAY_LOG that ask for info messages, as in src/log/level.rs.
 _INFO = ("info", "1", "debug")
+
+# Calls a function whose exception goes to sys.unraisablehook.
+_report = ctypes.CFUNCTYPE(None)
 
 _sink: tuple[Callable[[str, str], object], int] | None = None
 _said: set[tuple[str, str]] = set()
@@ -29,9 +35,24 @@ def first_served(framework: str, op: str) -> None:
     _said.add((framework, op))
     if _sink is not None:
         if _sink[1] >= _abi.LOG_LEVELS["info"]:
-            _sink[0]("info", _served(framework, op))
+            _call(_sink[0], _served(framework, op))
     elif os.environ.get("SPILLWAY_LOG", "").strip().lower() in _INFO and sys.stderr is not None:
-        print(f"spillway: {_served(framework, op)}", file=sys.stderr, flush=True)
+        # The program may have closed it.
+        with contextlib.suppress(ValueError, OSError):
+            print(f"spillway: {_served(framework, op)}", file=sys.stderr, flush=True)
+
+
+def _call(function: Callable[[str, str], object], message: str) -> None:
+    """Calls the program's function. Its exception is reported as ctypes reports one of a line that the library logs: the call that logs has been
+    done, and must not look like one that failed."""
+    try:
+        function("info", message)
+    except Exception as error:
+        _report(functools.partial(_raise, error))()
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _served(framework: str, op: str) -> str:

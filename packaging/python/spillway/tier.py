@@ -185,6 +185,7 @@ class Tier(_NativeHandle):
             CorruptError: A block that was read does not match its checksum.
             IoError: The transfer failed. With status 26 (the path did not respond in time) the arrays stay allocated
                 for good, and the system may still change their content."""
+        ticket = number(ticket, "ticket")
         entry, end = self._by_number.get(ticket), _end_of(timeout)
         if entry is None and ticket in self._ended:
             return self._outcome_of(ticket)

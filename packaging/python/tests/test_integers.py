@@ -114,6 +114,15 @@ def test_an_extent_that_does_not_fit_is_not_another_extent():
         assert tier.extents() == []
 
 
+def test_a_ticket_that_does_not_fit_is_not_another_ticket():
+    with spillway.Tier([None], job="run") as tier:
+        ticket = tier.put(tier.define("a", [4]), [np.ones(1, np.float32)])
+        for wrong in (ticket + 2**64, -1, None, "a", 1.0):
+            with pytest.raises(spillway.InvalidArgumentError, match="ticket is .*; pass an integer from 0 to"):
+                tier.wait(wrong)
+        assert tier.wait(np.int64(ticket)) == 1
+
+
 def test_a_bucket_that_does_not_fit_is_not_another_bucket():
     arrays = [np.ones(10, np.float32) for _ in range(4)]
     with spillway.Speculation(2) as speculation:

@@ -1,6 +1,7 @@
 """Proves that `python -m spillway` says what an installation serves, without training and without importing a framework. It names
 the library, the machine, and for each installed framework the parts that are served or the reason why not."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 import spillway
-from spillway import _report
+from spillway import _log, _report
 
 
 def run(environment, *arguments, **extra):
@@ -149,3 +150,22 @@ def test_the_first_served_call_of_each_op_logs_a_line(child_environment):
     assert logged(False)[1] == logged(False, SPILLWAY_LOG="warn")[1] == ""
     assert logged(True)[0].splitlines() == [f"info {op}" for op in ops] and logged(True, SPILLWAY_LOG="info")[1] == ""
     assert logged(True, "warn")[0] == ""
+
+
+def test_a_log_line_that_fails_ends_no_call(monkeypatch):
+    """What is logged has been done already: an exception would look like a call that failed."""
+    seen = []
+    monkeypatch.setattr(_log, "_said", set())
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    spillway.set_log(lambda level, message: 1 / 0, "info")
+    try:
+        _log.first_served("deepspeed", "cpu_adam")
+    finally:
+        spillway.set_log(None)
+    assert {one.exc_type for one in seen} == {ZeroDivisionError}
+    monkeypatch.setenv("SPILLWAY_LOG", "info")
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    _log.first_served("deepspeed", "async_io")
+    monkeypatch.undo()

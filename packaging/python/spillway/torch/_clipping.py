@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import _abi, _native
 from ..errors import InvalidArgumentError, SpillwayError
 from ._parts import Parts
-from ._rows import DTensor, local, name_of
+from ._rows import DTensor, check_has_memory, has_memory, local, name_of
 from ._table import Table, named
 from ._torch_step import TorchStep
 
@@ -61,7 +61,10 @@ class Clipping(TorchStep):
                 nonfinite, culprit = True, next(table.name(at) for at in rows if _stats(table, range(at, at + 1), factor).nonfinite)
         for at, (number, index) in enumerate(self._rest, number_of_rows):
             group = self.param_groups[number]
-            square = _square(local(group["params"][index].grad)) * factor ** 2
+            grad = local(group["params"][index].grad)
+            if not has_memory(grad):
+                check_has_memory(grad, f"{name_of(group, number, index)}: its gradient")
+            square = _square(grad) * factor ** 2
             if counts is None or counts[at]:
                 total += square
             if square - square != 0 and not nonfinite:

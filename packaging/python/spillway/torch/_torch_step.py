@@ -130,13 +130,15 @@ class TorchStep(Notes):
                   for number, group in enumerate(self.param_groups)]
         groups = [group for group in groups if group["params"]]
         if factor != 1.0:
-            # Parameters may have one gradient in common, which is scaled once.
-            scaled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            # Parameters may have one gradient in common, also as two tensors of the same memory. It is scaled once.
+            scaled: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
             for param in (param for group in groups for param in group["params"]):
-                grad = param.grad
-                if id(grad) not in scaled:
-                    scaled[id(grad)] = grad, _scaled(grad, factor)
-                param.grad = scaled[id(grad)][1]
+                grad, key = param.grad, _memory(param.grad)
+                if key not in scaled:
+                    scaled[key] = grad, _scaled(grad, factor)
+                first, now = scaled[key]
+                if now is not first:
+                    param.grad = now
         self._with(groups, self.state)._torch_step()
 
     def _with(self, groups: list[dict[str, Any]], states: Any) -> TorchStep:
@@ -188,6 +190,14 @@ def _facts(values: Iterable[Any]) -> list[Any]:
     """What torch's step may refuse of tensors."""
     return [(type(value), value.dtype, value.device, value.layout, value.shape, value.is_inference(),
              value.stride() if value.layout is torch.strided else None) if isinstance(value, torch.Tensor) else type(value) for value in values]
+
+
+def _memory(grad: torch.Tensor) -> Any:
+    """What two gradients with the same elements have in common."""
+    own = local(grad)
+    if own.layout is not torch.strided or not own.numel() or own._is_zerotensor():
+        return id(grad)
+    return own.device, own.data_ptr(), own.shape, own.stride(), own.dtype
 
 
 def _scaled(grad: torch.Tensor, factor: float) -> torch.Tensor:

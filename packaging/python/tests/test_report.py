@@ -42,8 +42,7 @@ def test_the_report_names_library_machine_and_frameworks(child_environment):
         assert (f"\n{framework} {version}\n" if version else f"{framework}: not installed") in done.stdout
 
 
-COMMANDS = [["spillway"], ["spillway", "library-path"], ["spillway", "preload-path"], ["spillway.bench", "--help"],
-            ["spillway.deepspeed.convert_payload", "--help"]]
+COMMANDS = [["spillway"], ["spillway", "library-path"], ["spillway", "preload-path"], ["spillway.bench", "--help"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -18,7 +18,7 @@ import math
 import sys
 
 from .. import _files, _safetensors
-from ..errors import CorruptError, InvalidArgumentError, TierError
+from ..errors import CorruptError, InvalidArgumentError
 
 _VERSION = "spillway-payload-1"
 # Most bytes of a record in the tier's commit payload; a larger record gets an extent of its own.
@@ -28,8 +28,6 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
            "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool"}
 _NAMES = {name: code for code, name in _DTYPES.items()}
 _PAIRS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}
-# First bytes of torch.save's output: a zip file, or a pickle.
-_PICKLED = (b"PK\x03\x04", b"\x80")
 
 
 def pack(record):
@@ -44,11 +42,8 @@ def pack(record):
 
 
 def unpack(data):
-    """Decodes the bytes of pack(); raises TierError for other bytes."""
+    """Decodes the bytes of pack(); raises CorruptError for other bytes."""
     data = bytes(data)
-    if data.startswith(_PICKLED) and data[8:9] != b"{":
-        raise TierError("the commit's record is a pickle of an older Spillway, which can run any code and is not read; if only you "
-                        "could write to the tier, convert it: python -m spillway.deepspeed.convert_payload --help")
     try:
         return _Reader(data).value()
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, binascii.Error) as error:
@@ -71,9 +66,9 @@ def store(tier, record):
     return pack({"record": name, "bytes": len(data)})
 
 
-def load(tier, payload, read=unpack):
+def load(tier, payload):
     """The record of a payload of store()."""
-    record = read(payload)
+    record = unpack(payload)
     if not isinstance(record, dict):
         raise CorruptError("the commit's record is damaged: it is no dictionary")
     if "record" not in record:
@@ -83,7 +78,7 @@ def load(tier, payload, read=unpack):
         raise CorruptError(f"the commit's record is damaged: it refers to the extent {record['record']!r}, which the tier lacks")
     padded = bytearray(extent.bytes)
     tier.wait(tier.get(tier.define(extent.name, [extent.bytes]), [padded]))
-    return read(bytes(padded[:record["bytes"]]))
+    return unpack(bytes(padded[:record["bytes"]]))
 
 
 class _Writer:

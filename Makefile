@@ -51,7 +51,6 @@ docs: ## the documentation site, in docs/_build/html
 bench: lib packages ## this machine against its own limits, then against torch and DeepSpeed
 	$(RELEASE)/spillway bench adam
 	$(RELEASE)/spillway bench undo
-	$(RELEASE)/spillway bench io --dir $(DIR)
 	packaging/python_bench.sh adam
 	packaging/python_bench.sh io --dir $(DIR)
 

@@ -6,7 +6,6 @@ use std::fmt::Write as _;
 /// Red, green and blue.
 pub type Color = [u8; 3];
 pub const BLACK: Color = [0, 0, 0];
-pub const RED: Color = [255, 0, 0];
 const GREY: Color = [225, 225, 225];
 
 /// A point in pixels, from the upper left corner of the picture.
@@ -193,10 +192,10 @@ mod tests {
     fn a_picture_escapes_its_text_and_orders_corners() {
         let mut picture = Picture::new(10, 20);
         picture.write("a < b & c", (1.0, 2.0), 12);
-        picture.fill((5.0, 6.0), (1.0, 2.0), RED);
+        picture.fill((5.0, 6.0), (1.0, 2.0), BLACK);
         let text = picture.finish();
         assert!(text.starts_with("<svg width=\"10\" height=\"20\"") && text.ends_with("</svg>\n"), "{text}");
         assert!(text.lines().any(|line| line == "a &lt; b &amp; c"), "{text}");
-        assert!(text.contains("x=\"1.0\" y=\"2.0\" width=\"4.0\" height=\"4.0\" fill=\"#ff0000\""), "{text}");
+        assert!(text.contains("x=\"1.0\" y=\"2.0\" width=\"4.0\" height=\"4.0\" fill=\"#000000\""), "{text}");
     }
 }

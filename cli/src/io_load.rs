@@ -1,8 +1,7 @@
-//! A sequential load on one file through the library's I/O engines, for bench and tune.
+//! A sequential load on one file through the library's I/O engine, for tune.
 //!
-//! Each engine has its own range of the file, and memory for as many blocks as it has in flight. One thread per engine
-//! submits an operation as soon as its memory is free. Setup of engines and memory is not timed; each pass opens the
-//! file once.
+//! The engine has memory for as many blocks as are in flight. An operation is submitted as soon as its memory is free. Setup of
+//! engine and memory is not timed; each pass opens the file once.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -22,7 +21,6 @@ use spillway::pool::region::Backing;
 use spillway::sys::file::Access;
 use spillway::sys::host;
 use spillway::sys::span::Span;
-use spillway::sys::usage::cpu_time;
 
 /// Direction of the load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,42 +34,15 @@ pub enum Direction {
 pub struct Shape {
     pub block_bytes: usize,
     pub depth: u32,
-    pub engines: usize,
-    /// Blocks per operation.
-    pub blocks: usize,
-}
-
-impl Shape {
-    fn operation_bytes(&self) -> usize {
-        self.block_bytes * self.blocks
-    }
-}
-
-/// Measurements of one pass over the file.
-#[derive(Debug, Clone, Copy)]
-pub struct Pass {
-    pub bytes: u64,
-    pub seconds: f64,
-    pub cpu_seconds: f64,
-}
-
-impl Pass {
-    pub fn gb_per_s(&self) -> f64 {
-        self.bytes as f64 / self.seconds / 1e9
-    }
-
-    pub fn cpu_seconds_per_gb(&self) -> f64 {
-        self.cpu_seconds / (self.bytes as f64 / 1e9)
-    }
 }
 
 /// A test file is written in blocks of so many bytes.
-pub const FILE_BLOCK: u64 = 4 << 20;
+const FILE_BLOCK: u64 = 4 << 20;
 
 /// An unlinked file of random bytes: it disappears when it is dropped or the process ends.
 pub struct TestFile {
     /// Path of the open file in `/proc`, valid for this process and its children.
-    pub path: PathBuf,
+    path: PathBuf,
     pub bytes: u64,
     _open: std::fs::File,
 }
@@ -82,8 +53,8 @@ impl TestFile {
         let open = nameless(directory).map_err(|error| Error::system("creating the test file", &error))?;
         let path = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), open.as_raw_fd()));
         let file = TestFile { path, bytes, _open: open };
-        let shape = Shape { block_bytes: FILE_BLOCK as usize, depth: 8, engines: 1, blocks: 1 };
-        Load::open(shape, BackendChoice::Auto)?.run(&file, Direction::Write, bytes, 1)?;
+        let shape = Shape { block_bytes: FILE_BLOCK as usize, depth: 8 };
+        Load::open(shape, BackendChoice::Auto)?.pass(&file, Direction::Write, bytes)?;
         Ok(file)
     }
 }
@@ -98,13 +69,8 @@ fn nameless(directory: &Path) -> io::Result<std::fs::File> {
     Ok(file)
 }
 
-/// The engines and their memory.
+/// An engine and its memory.
 pub struct Load {
-    shape: Shape,
-    loads: Vec<EngineLoad>,
-}
-
-struct EngineLoad {
     engine: Engine,
     pool: Pool,
     buffers: Vec<Span>,
@@ -112,78 +78,43 @@ struct EngineLoad {
 
 impl Load {
     pub fn open(shape: Shape, backend: BackendChoice) -> Result<Load> {
-        let loads =
-            (0..shape.engines).map(|n| EngineLoad::open(shape, backend, n as u64)).collect::<Result<_>>()?;
-        Ok(Load { shape, loads })
+        let Shape { block_bytes, depth } = shape;
+        let options =
+            Options { backend, depth, workers: depth, block_bytes: block_bytes as u64, ..Options::default() };
+        let engine = Engine::open(options)?;
+        let block_count = (depth as usize).max(2);
+        let pool = Pool::open(PoolOptions { block_bytes, block_count, backing: Backing::default() })?;
+        let buffers = (0..block_count).map(|_| pool.alloc()).collect::<Result<Vec<Span>>>()?;
+        buffers.iter().enumerate().for_each(|(n, buffer)| fill(*buffer, n as u64));
+        Ok(Load { engine, pool, buffers })
     }
 
-    /// "io_uring" or "threads".
-    pub fn backend(&self) -> Result<&'static str> {
-        Ok(self.loads[0].engine.stats()?.backend)
+    /// GB/s of a pass over the first `bytes` bytes of the file, rounded down to whole blocks.
+    pub fn gb_per_s(&self, file: &TestFile, direction: Direction, bytes: u64) -> Result<f64> {
+        let start = Instant::now();
+        let moved = self.pass(file, direction, bytes)?;
+        Ok(moved as f64 / start.elapsed().as_secs_f64() / 1e9)
     }
 
-    /// Makes `times` passes over the first `bytes` bytes of the file, rounded down to whole operations.
-    pub fn run(&self, file: &TestFile, direction: Direction, bytes: u64, times: u32) -> Result<Pass> {
-        let operations =
-            bytes.min(file.bytes) / self.shape.operation_bytes() as u64 / self.loads.len() as u64;
+    /// The number of bytes read or written.
+    fn pass(&self, file: &TestFile, direction: Direction, bytes: u64) -> Result<u64> {
+        const WAIT_TIMEOUT: Option<Duration> = Some(Duration::from_secs(60));
         let access = match direction {
             Direction::Read => Access::Read,
             Direction::Write => Access::Write { mode: 0o600 },
         };
-        let cpu = cpu_time();
-        let start = Instant::now();
         let open = Arc::new(File::open(&file.path, access, true)?);
-        std::thread::scope(|scope| {
-            let passes: Vec<_> = self
-                .loads
-                .iter()
-                .enumerate()
-                .map(|(n, load)| {
-                    let first = n as u64 * operations;
-                    let open = &open;
-                    std::thread::Builder::new().spawn_scoped(scope, move || {
-                        (0..times).try_for_each(|_| load.pass(open, direction, first, operations))
-                    })
-                })
-                .collect();
-            passes.into_iter().try_for_each(|pass| {
-                let pass = pass.map_err(|error| Error::system("starting a thread", &error))?;
-                pass.join().unwrap_or_else(|_| Err(thread_panicked()))
-            })
-        })?;
-        Ok(Pass {
-            bytes: u64::from(times) * operations * (self.shape.operation_bytes() * self.loads.len()) as u64,
-            seconds: start.elapsed().as_secs_f64(),
-            cpu_seconds: (cpu_time() - cpu).as_secs_f64(),
-        })
-    }
-}
-
-impl EngineLoad {
-    fn open(shape: Shape, backend: BackendChoice, seed: u64) -> Result<EngineLoad> {
-        let Shape { block_bytes, depth, .. } = shape;
-        let options =
-            Options { backend, depth, workers: depth, block_bytes: block_bytes as u64, ..Options::default() };
-        let engine = Engine::open(options)?;
-        let bytes = shape.operation_bytes();
-        let block_count = (depth as usize * block_bytes).div_ceil(bytes).max(2);
-        let pool = Pool::open(PoolOptions { block_bytes: bytes, block_count, backing: Backing::default() })?;
-        let buffers = (0..block_count).map(|_| pool.alloc()).collect::<Result<Vec<Span>>>()?;
-        buffers.iter().enumerate().for_each(|(n, buffer)| fill(*buffer, seed * 4096 + n as u64));
-        Ok(EngineLoad { engine, pool, buffers })
-    }
-
-    fn pass(&self, file: &Arc<File>, direction: Direction, first: u64, count: u64) -> Result<()> {
-        const WAIT_TIMEOUT: Option<Duration> = Some(Duration::from_secs(60));
+        let block_bytes = self.buffers[0].len() as u64;
+        let count = bytes.min(file.bytes) / block_bytes;
         let mut in_flight = VecDeque::new();
         for n in 0..count {
             if in_flight.len() == self.buffers.len() {
                 in_flight.pop_front().map_or(Ok(0), |handle| self.engine.wait(handle, WAIT_TIMEOUT))?;
             }
             let span = self.buffers[n as usize % self.buffers.len()];
-            let offset = (first + n) * span.len() as u64;
+            let offset = n * block_bytes;
             let request = Request {
-                target: Target::File(Arc::clone(file)),
+                target: Target::File(Arc::clone(&open)),
                 offset,
                 buffer: span.into(),
                 deadline: None,
@@ -193,11 +124,12 @@ impl EngineLoad {
                 Direction::Write => self.engine.write(request)?,
             });
         }
-        in_flight.into_iter().try_for_each(|handle| self.engine.wait(handle, WAIT_TIMEOUT).map(drop))
+        in_flight.into_iter().try_for_each(|handle| self.engine.wait(handle, WAIT_TIMEOUT).map(drop))?;
+        Ok(count * block_bytes)
     }
 }
 
-impl Drop for EngineLoad {
+impl Drop for Load {
     fn drop(&mut self) {
         // Close the engine first: the pool keeps buffers that are still in use.
         let _ = self.engine.close(Some(Duration::from_secs(60)));
@@ -221,10 +153,6 @@ fn fill(block: Span, seed: u64) {
     }
 }
 
-fn thread_panicked() -> Error {
-    Error::System { what: "measuring", reason: "a thread ended unexpectedly".to_string() }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -234,10 +162,10 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let file = TestFile::create(directory.path(), 8 << 20).unwrap();
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "not even while it is used");
-        let shape = Shape { block_bytes: 1 << 20, depth: 2, engines: 2, blocks: 1 };
+        let shape = Shape { block_bytes: 1 << 20, depth: 2 };
         let load = Load::open(shape, BackendChoice::Threads).unwrap();
         for direction in [Direction::Read, Direction::Write] {
-            assert_eq!(load.run(&file, direction, file.bytes, 1).unwrap().bytes, 8 << 20);
+            assert_eq!(load.pass(&file, direction, file.bytes).unwrap(), 8 << 20);
         }
         assert_eq!(std::fs::metadata(&file.path).unwrap().len(), 8 << 20);
     }

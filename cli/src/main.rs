@@ -2,13 +2,9 @@
 #![forbid(unsafe_code)]
 
 mod bench_adam;
-mod bench_io;
-mod bench_tier;
 mod bench_undo;
-mod compare;
 mod doctor;
 mod drawing;
-mod fio;
 mod io_load;
 mod measurement;
 mod memory;
@@ -19,7 +15,6 @@ mod plan_machine;
 mod plan_model;
 mod plan_report;
 mod plan_svg;
-mod plot;
 mod progress;
 mod report;
 mod stdout;
@@ -41,7 +36,7 @@ struct Cli {
 enum Command {
     /// Tests each part of the library on this machine, and says what to change.
     Doctor(doctor::Options),
-    /// Benchmarks the library on this machine against a reference.
+    /// Measures the kernels on this machine; `python -m spillway.bench` measures against other libraries.
     #[command(subcommand)]
     Bench(Bench),
     /// Finds the best I/O settings for a directory, and saves them in the profile that engines read.
@@ -58,23 +53,14 @@ enum Command {
 enum Bench {
     /// Adam on every kernel, compared with a read-modify-write stream over the same arrays.
     Adam(bench_adam::Options),
-    /// Direct reads and writes, compared with fio on the same file.
-    Io(bench_io::Options),
     /// The cost of rolling a step back, compared with the plain step.
     Undo(bench_undo::Options),
-    /// The cost of a tier's checksums on the given directories.
-    Tier(bench_tier::Options),
-    /// Compares two reports that --json wrote, also those of `python -m spillway.bench`.
-    Compare(compare::Options),
 }
 
 fn main() -> std::process::ExitCode {
     let outcome = match Cli::parse().command {
         Command::Bench(Bench::Adam(options)) => bench_adam::run(&options),
-        Command::Bench(Bench::Io(options)) => bench_io::run(&options),
         Command::Bench(Bench::Undo(options)) => bench_undo::run(&options),
-        Command::Bench(Bench::Tier(options)) => bench_tier::run(&options),
-        Command::Bench(Bench::Compare(options)) => compare::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Tune(options) => tune::run(&options),
         Command::Plan(options) => plan_command::run(&options),

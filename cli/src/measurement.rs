@@ -36,7 +36,7 @@ pub struct Report {
 pub struct Row {
     pub case: Fields,
     pub figures: BTreeMap<String, Quartiles>,
-    /// Name of the figure that comparisons and plots use.
+    /// Name of the figure that comparisons and plots of the Python package use.
     pub headline: String,
     pub better: Better,
 }
@@ -68,10 +68,6 @@ impl Quartiles {
             below + (above - below) * place.fract()
         };
         Quartiles { median: at(0.5), q1: at(0.25), q3: at(0.75) }
-    }
-
-    pub fn overlaps(&self, other: &Quartiles) -> bool {
-        self.q1 <= other.q3 && other.q1 <= self.q3
     }
 }
 
@@ -212,14 +208,6 @@ mod tests {
         assert_eq!(of(&[4.0, 1.0, 3.0, 2.0]), (1.75, 2.5, 3.25));
         assert_eq!(of(&[7.0]), (7.0, 7.0, 7.0));
         assert!(Quartiles::of(&[]).median.is_nan());
-    }
-
-    #[test]
-    fn ranges_that_touch_overlap() {
-        let range = |q1, q3| Quartiles { median: (q1 + q3) / 2.0, q1, q3 };
-        assert!(range(1.0, 2.0).overlaps(&range(2.0, 3.0)) && range(2.0, 3.0).overlaps(&range(1.0, 2.0)));
-        assert!(range(1.0, 4.0).overlaps(&range(2.0, 3.0)));
-        assert!(!range(1.0, 2.0).overlaps(&range(2.1, 3.0)) && !range(2.1, 3.0).overlaps(&range(1.0, 2.0)));
     }
 
     #[test]

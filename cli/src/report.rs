@@ -1,4 +1,4 @@
-//! Tables, rows of fixed width, labels and byte counts, as all commands read and print them.
+//! Tables, rows of fixed width and byte counts, as all commands read and print them.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 use bytesize::ByteSize;
 use serde_json::Value;
 
-use super::measurement::{Fields, Row};
+use super::measurement::Row;
 
 /// A table of numbers: every column but the first is aligned to the right.
 pub struct Table<const N: usize>(Vec<[String; N]>);
@@ -101,27 +101,6 @@ fn line(columns: &[Column], text: impl Fn(&Column) -> String) -> String {
     cells.collect::<Vec<String>>().join("  ").trim_end().to_string()
 }
 
-/// What all cases have in common, and a label of the rest for each.
-pub fn labels(cases: &[&Fields]) -> (String, Vec<String>) {
-    let first = cases.first().copied();
-    let common = |name: &str| {
-        cases.len() > 1 && cases.iter().all(|case| case.get(name) == first.and_then(|first| first.get(name)))
-    };
-    let label = |case: &Fields, wanted: bool| {
-        let fields = case.iter().filter(|(name, _)| common(name) == wanted);
-        fields.map(|(name, value)| field(name, value)).collect::<Vec<String>>().join(", ")
-    };
-    (
-        first.map_or_else(String::new, |first| label(first, true)),
-        cases.iter().map(|case| label(case, false)).collect(),
-    )
-}
-
-/// A text speaks for itself; a number needs its name.
-fn field(name: &str, content: &Value) -> String {
-    if content.is_string() { value(content) } else { format!("{name} {}", value(content)) }
-}
-
 /// A field's value; a number as options accept it, such as 64Ki.
 pub fn value(value: &Value) -> String {
     match (value.as_str(), value.as_u64()) {
@@ -186,22 +165,5 @@ mod tests {
             Row::new("ratio", Better::Higher).case("parameters", 65536).figure("ratio", &[0.5, 1.0, 2.0]);
         assert_eq!(header(COLUMNS), "parameters   ratio        q1..q3    fio");
         assert_eq!(row(COLUMNS, &full), "64Ki         1.000    0.75..1.50      -");
-    }
-
-    #[test]
-    fn labels_leave_out_what_all_cases_share() {
-        let case = |kernel: &str, parameters: u64| {
-            Row::new("", Better::Higher)
-                .case("kernel", kernel)
-                .case("parameters", parameters)
-                .case("work", "f32")
-                .case
-        };
-        let cases = [case("avx2", 4096), case("scalar", 5000)];
-        let (common, labels_of) = labels(&[&cases[0], &cases[1]]);
-        assert_eq!(common, "f32");
-        assert_eq!(labels_of, ["avx2, parameters 4Ki", "scalar, parameters 5000"]);
-        assert_eq!(labels(&[&cases[0]]), (String::new(), vec!["avx2, parameters 4Ki, f32".to_string()]));
-        assert_eq!(labels(&[]), (String::new(), Vec::new()));
     }
 }

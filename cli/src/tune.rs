@@ -55,7 +55,7 @@ struct Candidate {
 
 impl Candidate {
     fn new(block_bytes: usize, depth: u32, backend: BackendChoice) -> Candidate {
-        let shape = Shape { block_bytes, depth, engines: 1, blocks: 1 };
+        let shape = Shape { block_bytes, depth };
         Candidate { shape, backend, reads: Vec::new(), writes: Vec::new() }
     }
 
@@ -91,7 +91,7 @@ pub fn run(options: &Options) -> Result<()> {
     };
     progress.begin("comparing block sizes and depths");
     measure(&mut shapes, &file, pass_bytes, start + (end - start) * 3 / 5, show)?;
-    let Shape { block_bytes, depth, .. } = best(&shapes).shape;
+    let Shape { block_bytes, depth } = best(&shapes).shape;
     let mut backends = [BackendChoice::Auto, BackendChoice::Threads]
         .map(|backend| Candidate::new(block_bytes, depth, backend));
     progress.begin("comparing io_uring and threads");
@@ -179,8 +179,8 @@ fn measure(
         for candidate in candidates.iter_mut() {
             begin(candidate);
             let load = Load::open(candidate.shape, candidate.backend)?;
-            candidate.reads.push(load.run(file, Direction::Read, bytes, 1)?.gb_per_s());
-            candidate.writes.push(load.run(file, Direction::Write, bytes, 1)?.gb_per_s());
+            candidate.reads.push(load.gb_per_s(file, Direction::Read, bytes)?);
+            candidate.writes.push(load.gb_per_s(file, Direction::Write, bytes)?);
         }
         if Instant::now() + begun.elapsed() > end {
             break;
@@ -200,7 +200,7 @@ fn best(candidates: &[Candidate]) -> &Candidate {
 }
 
 fn describe(candidate: &Candidate) -> String {
-    let Shape { block_bytes, depth, .. } = candidate.shape;
+    let Shape { block_bytes, depth } = candidate.shape;
     let backend = if candidate.backend == BackendChoice::Threads { "threads" } else { "io_uring" };
     format!("{backend}, blocks of {}, depth {depth}", size(block_bytes as u64))
 }

@@ -1,5 +1,5 @@
 """Proves that `python -m spillway.bench` prints a row for each case, and writes the JSON shape of the command line tool.
-Quartiles and verdicts are those of the tool; a plot names every row."""
+Two reports are compared; a plot names every row."""
 
 import copy
 import json
@@ -23,6 +23,14 @@ def bench(folder, kind, *arguments, before="", code=0):
     program = f"{before}\nimport runpy\nrunpy.run_module('spillway.bench', run_name='__main__', alter_sys=True)"
     command = [sys.executable, "-c", program, kind, "--rounds", "3", *TINY[kind], *arguments]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(PACKAGE)}, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+def compared(folder, old, new, code=0):
+    """Standard output and standard error of a comparison."""
+    done = subprocess.run([sys.executable, "-m", "spillway.bench", "compare", old, new], cwd=folder, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(PACKAGE)})
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 
@@ -75,7 +83,7 @@ def test_rows_of_one_report_are_new_or_missing():
 def test_a_report_without_the_parts_of_a_comparison_is_refused(tmp_path):
     path = tmp_path / "old.json"
     good = made([1.0])
-    for fault in ({"format": 2}, {"bench": "adam"}, {"cpu": None}, {"rows": [{}]}, {"rows": [good["rows"][0] | {"headline": "x"}]}):
+    for fault in ({"format": 2}, {"bench": "adam"}, {"bench": None}, {"cpu": None}, {"rows": [{}]}, {"rows": [good["rows"][0] | {"headline": "x"}]}):
         path.write_text(json.dumps({**copy.deepcopy(good), **fault}))
         with pytest.raises(SystemExit, match="--compare"):
             _report.read(path, "python adam")
@@ -103,8 +111,23 @@ def test_a_run_prints_rows_and_writes_the_shape_of_the_tool(tmp_path, runs, kind
     theirs = json.loads(tool(tmp_path, "adam", "--sizes", "4Ki", "--kernels", "scalar", "--rounds", "3", "--json"))
     assert shape(report) == shape(theirs)
     assert all(report[name] == theirs[name] for name in ("format", "version", "cpu", "threads"))
-    compared = tool(tmp_path, "compare", path, path).splitlines()
-    assert [line.split()[-1] for line in compared[3:]] == ["same"] * len(report["rows"])
+
+
+def test_reports_of_both_tools_are_compared_and_those_of_two_benchmarks_are_refused(tmp_path, runs):
+    """Verdicts of a report with itself, and of a report of the command line tool with itself."""
+    for kind, (_, path) in runs.items():
+        text, _ = compared(tmp_path, path, path)
+        assert [line.split()[-1] for line in text.splitlines()[3:]] == ["same"] * len(json.loads(path.read_text())["rows"]), kind
+    own = tmp_path / "tool.json"
+    tool(tmp_path, "adam", "--sizes", "4Ki", "--kernels", "scalar", "--rounds", "3", f"--json={own}")
+    text, said = compared(tmp_path, own, own)
+    assert text.count(" same") == len(json.loads(own.read_text())["rows"]) > 0 and not said
+    other = json.loads(own.read_text())
+    (tmp_path / "other.json").write_text(json.dumps({**other, "cpu": "another"}))
+    text, said = compared(tmp_path, own, "other.json")
+    assert text.count(" same") == len(other["rows"]) and said.startswith("spillway: warning: the old report is from")
+    text, said = compared(tmp_path, own, runs["io"][1], code=1)
+    assert not text and said.startswith("NEW.json: ") and "not of bench adam" in said
 
 
 def test_json_is_alone_on_standard_output_and_verdicts_are_beside_it(tmp_path, runs):

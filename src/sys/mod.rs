@@ -37,4 +37,3 @@ pub mod threads;
 pub mod time_limit;
 pub mod topology;
 pub mod try_vec;
-pub mod usage;

@@ -106,7 +106,6 @@ fn the_outcome_is_the_same_where_messages_cannot_be_written() {
     let bench = ["bench", "adam", "--sizes", "4Ki", "--rounds", "1", "--kernels", "scalar", json.as_str()];
     for (arguments, code) in [
         (&bench[..], 0),
-        (&["bench", "compare", &report, &report], 0),
         (&["doctor", "--dir", &root], 0),
         (&["doctor", "--dir", &root, "--json"], 0),
         (&["doctor", "--dir", "/no/such/directory"], 1),

@@ -5,8 +5,10 @@
     python -m spillway.bench accumulate [--size 100Mi] [--rounds 15]
     python -m spillway.bench megatron [--tensors 512] [--elements 1Mi] [--rounds 9]
     python -m spillway.bench io [--dir DIRECTORY] [--size 128Mi] [--rounds 7]
+    python -m spillway.bench compare OLD.json NEW.json
 
-Options of all: --json [FILE], --plot FILE.svg, --compare OLD.json. `spillway bench compare` compares two reports."""
+Options of all that measure: --json [FILE], --plot FILE.svg, --compare OLD.json. `compare` measures nothing. It reads reports of
+the command line tool too."""
 
 import argparse
 
@@ -16,12 +18,15 @@ from . import _accumulate, _adam, _io, _megatron, _output, _torch
 
 def main():
     options = _arguments()
-    _output.run(options, options.measurement)
+    if options.measurement:
+        _output.run(options, options.measurement)
+    else:
+        _output.compare(options.old, options.new)
 
 
 def _arguments():
     parser = argparse.ArgumentParser(prog="python -m spillway.bench", description=__doc__.splitlines()[0])
-    kinds = parser.add_subparsers(required=True, metavar="adam|torch|accumulate|megatron|io")
+    kinds = parser.add_subparsers(required=True, metavar="adam|torch|accumulate|megatron|io|compare")
     adam = kinds.add_parser("adam", help="the optimizer step against DeepSpeed's op and torch")
     adam.set_defaults(measurement=_adam)
     adam.add_argument("--sizes", type=_sizes, default=_sizes("1Mi,16Mi,100Mi"))
@@ -46,6 +51,10 @@ def _arguments():
     for kind, rounds in ((adam, 7), (torch, 9), (accumulate, 15), (megatron, 9), (io, 7)):
         kind.add_argument("--rounds", type=_count, default=rounds)
         _output.add_arguments(kind)
+    compare = kinds.add_parser("compare", help="compares two reports of one benchmark, also those of the command line tool")
+    compare.set_defaults(measurement=None)
+    compare.add_argument("old", metavar="OLD.json")
+    compare.add_argument("new", metavar="NEW.json")
     return parser.parse_args()
 
 

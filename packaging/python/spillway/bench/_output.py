@@ -37,6 +37,14 @@ def run(options, measurement):
             _plot(pyplot, report, options.plot)
 
 
+def compare(before, after):
+    """Prints the verdicts of two reports that files have."""
+    old = _report.read(before, None, "OLD.json")
+    new = _report.read(after, old["bench"], "NEW.json")
+    _warn_of_other_machine(old, new)
+    _console.write(_verdicts(before, old, new), sys.stdout)
+
+
 def _check_files(options):
     """Ends the program if a file of the report cannot be written: before the measurement, not after it."""
     for name, path in (("--json", options.json), ("--plot", options.plot)):

@@ -46,29 +46,29 @@ def ratios(values, references):
     return [value / reference if reference else math.inf for value, reference in zip(values, references)]
 
 
-def read(path, bench):
-    """The report in a file; exits with a message if it cannot be compared with one of `bench`."""
+def read(path, bench, option="--compare"):
+    """The report in a file that `option` names; exits with a message if it cannot be compared with one of `bench`, if given."""
     try:
         with open(path, encoding="utf-8") as file:
             report = json.load(file)
     except OSError as error:
-        raise SystemExit(f"--compare: {path}: {error.strerror}") from None
+        raise SystemExit(f"{option}: {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise SystemExit(f"--compare: {path}: the file is not JSON: {error}") from None
+        raise SystemExit(f"{option}: {path}: the file is not JSON: {error}") from None
     if not isinstance(report, dict) or "format" not in report:
-        raise SystemExit(f"--compare: {path}: the file is not a report of a benchmark: it has no format")
+        raise SystemExit(f"{option}: {path}: the file is not a report of a benchmark: it has no format")
     if report["format"] != FORMAT:
-        raise SystemExit(f"--compare: {path}: the report has format {report['format']}, and this version reads format {FORMAT}")
-    if report.get("bench") != bench:
-        raise SystemExit(f"--compare: {path} is a report of bench {report.get('bench')}, not of bench {bench}")
+        raise SystemExit(f"{option}: {path}: the report has format {report['format']}, and this version reads format {FORMAT}")
+    if bench is not None and report.get("bench") != bench:
+        raise SystemExit(f"{option}: {path} is a report of bench {report.get('bench')}, not of bench {bench}")
     if not _is_complete(report):
-        raise SystemExit(f"--compare: {path}: the file is not a report of a benchmark: its rows are incomplete")
+        raise SystemExit(f"{option}: {path}: the file is not a report of a benchmark: its rows are incomplete")
     return report
 
 
 def _is_complete(report):
     """True if a comparison finds all that it reads."""
-    kinds = {"cpu": str, "date": str, "threads": int, "rows": list}
+    kinds = {"bench": str, "cpu": str, "date": str, "threads": int, "rows": list}
     try:
         return (all(isinstance(report[name], kind) for name, kind in kinds.items())
                 and all(_row_is_complete(row) for row in report["rows"]))

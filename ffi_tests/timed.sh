@@ -5,6 +5,6 @@
 # The libtest option is unstable; RUSTC_BOOTSTRAP allows it for this one program. Programs without
 # libtest lack the option.
 case $(basename "$1") in
-    c-* | frozen-*) exec "$@" ;;
+    c-*) exec "$@" ;;
     *) RUSTC_BOOTSTRAP=1 exec "$@" -Z unstable-options --report-time ;;
 esac

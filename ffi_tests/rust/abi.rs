@@ -1,8 +1,8 @@
 //! Proves that the binary interface equals the committed one: exported symbols, and sizes and offsets in
 //! Rust, C and ctypes.
 //!
-//! `SPILLWAY_BLESS=1 cargo test --test abi` rewrites exports.txt and layout.txt. Within one SPW_ABI_VERSION, lines may
-//! be added to them and no line may change: the test `frozen` compares the interface with the frozen one.
+//! `SPILLWAY_BLESS=1 cargo test --test abi` rewrites exports.txt and layout.txt. After the release of an
+//! SPW_ABI_VERSION, lines may be added to them, and no line may change.
 
 mod support;
 

@@ -1,13 +1,13 @@
 //! Spans and counters over time, written as the JSON that Perfetto and chrome://tracing read.
 //!
-//! The format is the trace event format: complete events ("X") on named tracks, counters ("C"), times in microseconds.
-//! The JSON is generated here, so the library needs no serializer.
+//! The format is the trace event format: complete events ("X") on named tracks, counters ("C"), names and order of the
+//! tracks ("M"), times in microseconds.
 #![forbid(unsafe_code)]
 
-use std::fmt::Write;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 
-/// Microseconds per second.
-const MICROS: f64 = 1e6;
+use serde::Serialize;
 
 /// A row of spans, shown under its own name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,31 +17,58 @@ pub struct Track(usize);
 #[derive(Debug, Default, Clone)]
 pub struct Trace {
     tracks: Vec<String>,
-    spans: Vec<Span>,
-    counters: Vec<Sample>,
+    spans: Vec<Event>,
+    counters: Vec<Event>,
 }
 
-#[derive(Debug, Clone)]
-struct Span {
-    track: usize,
-    name: String,
-    start: f64,
-    end: f64,
-    arguments: Vec<(&'static str, u64)>,
+/// An event of the format.
+#[derive(Debug, Clone, Serialize)]
+struct Event {
+    #[serde(rename = "ph")]
+    phase: &'static str,
+    pid: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tid: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ts: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dur: Option<f64>,
+    name: Cow<'static, str>,
+    args: Arguments,
 }
 
-#[derive(Debug, Clone)]
-struct Sample {
-    name: &'static str,
-    at: f64,
-    value: f64,
+#[derive(Debug, Clone, Serialize)]
+#[serde(untagged)]
+enum Arguments {
+    Name { name: String },
+    Order { sort_index: usize },
+    Value { value: f64 },
+    Span(BTreeMap<&'static str, u64>),
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Document<'a> {
+    display_time_unit: &'static str,
+    trace_events: Vec<&'a Event>,
+}
+
+impl Event {
+    fn new(phase: &'static str, name: impl Into<Cow<'static, str>>, args: Arguments) -> Self {
+        Event { phase, pid: 1, tid: None, ts: None, dur: None, name: name.into(), args }
+    }
+}
+
+/// Microseconds with three digits behind the point.
+fn micros(seconds: f64) -> Option<f64> {
+    Some((seconds * 1e9).round() / 1e3)
 }
 
 impl Trace {
     /// Adds a row; rows are shown in the order in which they were added.
     pub fn track(&mut self, name: impl Into<String>) -> Track {
         self.tracks.push(name.into());
-        Track(self.tracks.len() - 1)
+        Track(self.tracks.len())
     }
 
     /// Adds a span from `start` to `end`, in seconds; viewers show `arguments` when it is selected. Non-finite times
@@ -55,15 +82,16 @@ impl Trace {
         arguments: &[(&'static str, u64)],
     ) {
         if start.is_finite() && end.is_finite() {
-            let (name, arguments) = (name.into(), arguments.to_vec());
-            self.spans.push(Span { track: track.0, name, start, end, arguments });
+            let (dur, args) = (micros((end - start).max(0.0)), arguments.iter().copied().collect());
+            let event = Event::new("X", name.into(), Arguments::Span(args));
+            self.spans.push(Event { tid: Some(track.0), ts: micros(start), dur, ..event });
         }
     }
 
     /// Sets a counter's value from the time `at`, in seconds, on. Non-finite numbers are ignored.
     pub fn counter(&mut self, name: &'static str, at: f64, value: f64) {
         if at.is_finite() && value.is_finite() {
-            self.counters.push(Sample { name, at, value });
+            self.counters.push(Event { ts: micros(at), ..Event::new("C", name, Arguments::Value { value }) });
         }
     }
 
@@ -79,62 +107,16 @@ impl Trace {
 
     /// The whole trace as one JSON object.
     pub fn to_json(&self) -> String {
-        let mut events = Vec::with_capacity(2 * self.tracks.len() + self.spans.len() + self.counters.len());
-        for (index, name) in self.tracks.iter().enumerate() {
-            let about = |what: &str, value: String| {
-                let id = index + 1;
-                format!(r#"{{"ph":"M","pid":1,"tid":{id},"name":"{what}","args":{{{value}}}}}"#)
-            };
-            events.push(about("thread_name", format!(r#""name":{}"#, quoted(name))));
-            events.push(about("thread_sort_index", format!(r#""sort_index":{index}"#)));
-        }
-        events.extend(self.spans.iter().map(Span::event));
-        events.extend(self.counters.iter().map(Sample::event));
-        format!("{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n", events.join(",\n"))
+        let about = |(index, name): (usize, &String)| {
+            let name = Event::new("M", "thread_name", Arguments::Name { name: name.clone() });
+            let order = Event::new("M", "thread_sort_index", Arguments::Order { sort_index: index });
+            [name, order].map(|event| Event { tid: Some(index + 1), ..event })
+        };
+        let tracks: Vec<Event> = self.tracks.iter().enumerate().flat_map(about).collect();
+        let trace_events = tracks.iter().chain(&self.spans).chain(&self.counters).collect();
+        serde_json::to_string(&Document { display_time_unit: "ms", trace_events })
+            .expect("the keys are text, and no part refuses to be written")
     }
-}
-
-impl Span {
-    fn event(&self) -> String {
-        let Span { track, name, start, end, arguments } = self;
-        let arguments: Vec<String> =
-            arguments.iter().map(|(name, value)| format!("{}:{value}", quoted(name))).collect();
-        format!(
-            r#"{{"ph":"X","pid":1,"tid":{},"ts":{:.3},"dur":{:.3},"name":{},"args":{{{}}}}}"#,
-            track + 1,
-            start * MICROS,
-            (end - start).max(0.0) * MICROS,
-            quoted(name),
-            arguments.join(",")
-        )
-    }
-}
-
-impl Sample {
-    fn event(&self) -> String {
-        let Sample { name, at, value } = self;
-        let (name, at) = (quoted(name), at * MICROS);
-        format!(r#"{{"ph":"C","pid":1,"ts":{at:.3},"name":{name},"args":{{"value":{value}}}}}"#)
-    }
-}
-
-/// A quoted and escaped JSON string.
-fn quoted(text: &str) -> String {
-    let mut quoted = String::with_capacity(text.len() + 2);
-    quoted.push('"');
-    for letter in text.chars() {
-        match letter {
-            '"' => quoted.push_str("\\\""),
-            '\\' => quoted.push_str("\\\\"),
-            control if control < ' ' => {
-                // Writing to a string cannot fail.
-                let _ = write!(quoted, "\\u{:04x}", u32::from(control));
-            }
-            other => quoted.push(other),
-        }
-    }
-    quoted.push('"');
-    quoted
 }
 
 #[cfg(test)]

@@ -163,6 +163,5 @@ int main(void) {
     unlink(file);
     storage(folder);
     rmdir(folder);
-    printf("every struct was accepted\n");
     return 0;
 }

@@ -12,8 +12,8 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 use super::layout::{Identity, Layout, Region};
 use super::name::NamedFile;
@@ -23,6 +23,7 @@ use crate::sys::fork_closed::ForkClosedFile;
 use crate::sys::process::OpeningProcess;
 use crate::sys::shared_memory::{self, SharedMapping};
 use crate::sys::span::Span;
+use crate::sys::sync::Lock;
 use crate::sys::{range_lock, try_vec};
 
 /// Bytes of the file, beyond every arena, whose locks show that a process lives: the owner, the writer of each region,
@@ -51,7 +52,7 @@ pub struct Arena {
     pub(super) writing: Vec<Writing>,
     pub(super) joined: Vec<AtomicBool>,
     /// Held by a thread that posts.
-    pub(super) posting: Mutex<()>,
+    pub(super) posting: Lock<()>,
 }
 
 /// The claim of this handle to one region, and its write.
@@ -155,7 +156,7 @@ impl Arena {
             notes,
             writing,
             joined,
-            posting: Mutex::new(()),
+            posting: Lock::new(()),
         })
     }
 

@@ -13,7 +13,6 @@
 //! - The sum adds the slots in their order, so every process gets the same bits.
 #![forbid(unsafe_code)]
 
-use std::sync::PoisonError;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
@@ -69,7 +68,7 @@ impl Arena {
     pub fn post(&self, process: u32, round: u64, stats: StepStats, failed: bool) -> Result<()> {
         self.check_joined(process)?;
         let round = self.numbered(round)?;
-        let _one_at_a_time = self.posting.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = self.posting.lock();
         let (decision, rounds) = (self.decision(), self.rounds_of(process));
         let before = rounds[0].max(rounds[1]);
         if before >= u64::from(round) {

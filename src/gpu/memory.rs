@@ -10,7 +10,7 @@
 use std::collections::HashMap;
 use std::ffi::{c_uint, c_void};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use cudarc::driver::sys::{CU_MEMHOSTREGISTER_PORTABLE, CUdeviceptr, CUmemorytype, CUpointer_attribute};
 
@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::pool::region::{self, Reach, Region};
 use crate::pool::transfer_buffer::{BufferLease, TransferBuffer};
 use crate::sys::span::Span;
+use crate::sys::sync::Lock;
 
 /// A range of device memory: Spillway's, or the framework's (`tensor.data_ptr()`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,7 +169,7 @@ impl Drop for Registration {
 /// The regions that are registered with one device. A region whose owner releases it is removed automatically.
 pub struct Registry {
     device: Arc<Device>,
-    regions: Arc<Mutex<Regions>>,
+    regions: Arc<Lock<Regions>>,
     _watcher: Arc<dyn Fn() + Send + Sync>,
 }
 
@@ -177,13 +178,13 @@ type Regions = HashMap<u64, Arc<Registration>>;
 impl Registry {
     /// An empty registry, which is notified when regions are released.
     pub fn new(device: &Arc<Device>) -> Registry {
-        let regions = Arc::new(Mutex::new(Regions::new()));
+        let regions = Arc::new(Lock::new(Regions::new()));
         let watched = Arc::downgrade(&regions);
         let owner = Arc::clone(device);
         let watcher: Arc<dyn Fn() + Send + Sync> = Arc::new(move || {
             // In a forked child the lock may stay held forever, and there is nothing to unregister.
             if let Some(regions) = watched.upgrade().filter(|_| owner.is_own()) {
-                let retired: Vec<_> = lock(&regions).extract_if(|_, known| known.region.retired()).collect();
+                let retired: Vec<_> = regions.lock().extract_if(|_, known| known.region.retired()).collect();
                 // Dropped outside the lock: unregistering may wait for copies.
                 drop(retired);
             }
@@ -225,7 +226,7 @@ impl Registry {
 
     fn register(&self, region: Arc<Region>) -> Result<Arc<Registration>> {
         let _current = self.device.enter()?;
-        let mut regions = lock(&self.regions);
+        let mut regions = self.regions.lock();
         if let Some(known) = regions.get(&region.id()) {
             return Ok(Arc::clone(known));
         }
@@ -260,10 +261,6 @@ fn is_locked(device: &Device, span: Span) -> Result<bool> {
         }
     }
     Ok(true)
-}
-
-fn lock(regions: &Mutex<Regions>) -> MutexGuard<'_, Regions> {
-    regions.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl fmt::Debug for Registry {

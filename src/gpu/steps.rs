@@ -1,6 +1,6 @@
 //! Adam over many tensors in device memory, in order on the framework's stream.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::device::Device;
 use super::kernels::{DeviceTensor, Kernels, Sums};
@@ -12,6 +12,7 @@ use crate::kernel::squares;
 use crate::optim::StepStats;
 use crate::pool::buffer::Buffer;
 use crate::stats;
+use crate::sys::sync::Lock;
 
 /// One tensor and the coefficients of its step.
 #[derive(Debug, Clone, Copy)]
@@ -29,7 +30,7 @@ pub struct Steps {
     kernels: Arc<Kernels>,
     registry: Registry,
     stream: Stream,
-    scratch: Mutex<Option<Scratch>>,
+    scratch: Lock<Option<Scratch>>,
 }
 
 /// The parts of a step that a call runs.
@@ -58,7 +59,7 @@ impl Steps {
             kernels: Arc::clone(kernels),
             registry: Registry::new(device),
             stream: Stream::new(device)?,
-            scratch: Mutex::default(),
+            scratch: Lock::default(),
         })
     }
 
@@ -83,7 +84,7 @@ impl Steps {
         // fork.
         drop(self.device.enter()?);
         jobs.iter().try_for_each(|job| self.kernels.accepts(&job.rule, &job.tensor))?;
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = self.scratch.lock();
         let scratch = if part == Part::Step { None } else { Some(self.room(&mut scratch, jobs)?) };
         let (before, after) = (GpuEvent::new(&self.device)?, GpuEvent::new(&self.device)?);
         stream.record(&before)?;

@@ -11,7 +11,7 @@
 //! - The host side is a [`HostSpan`]: no copy uses pageable memory.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::device::Device;
@@ -21,6 +21,7 @@ use super::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::pool::transfer_buffer::BufferLease;
+use crate::sys::sync::{Guard, Lock};
 
 /// Direction of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,7 +103,7 @@ pub struct Transfers {
     device: Arc<Device>,
     kernels: Arc<Kernels>,
     chunk_elements: u64,
-    state: Mutex<TransferState>,
+    state: Lock<TransferState>,
 }
 
 #[derive(Debug)]
@@ -164,7 +165,7 @@ impl Transfers {
             device: Arc::clone(device),
             kernels: Arc::clone(kernels),
             chunk_elements,
-            state: Mutex::new(state),
+            state: Lock::new(state),
         })
     }
 
@@ -325,11 +326,11 @@ impl Transfers {
         Ok(state.running.get(&ticket).map(|running| Arc::clone(&running.done)))
     }
 
-    fn lock(&self) -> Result<MutexGuard<'_, TransferState>> {
+    fn lock(&self) -> Result<Guard<'_, TransferState>> {
         // Checks for a forked child before locking: another thread of the parent may have held the lock during the
         // fork.
         drop(self.device.enter()?);
-        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self.state.lock())
     }
 }
 

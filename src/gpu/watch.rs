@@ -3,19 +3,20 @@
 //! Each watch polls an event of Spillway, the mark, that is ordered behind the framework's event. The framework may
 //! record its own event again, or destroy it, as soon as the call has returned.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use super::device::Device;
 use super::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::error::Result;
 use crate::sys::event::{PollSource, Status};
+use crate::sys::sync::{Guard, Lock};
 
 /// Creates watches on one device.
 #[derive(Debug)]
 pub struct Watches {
     device: Arc<Device>,
     /// Streams with nothing queued. Each pending watch has a stream to itself, so that watches do not delay each other.
-    idle: Mutex<Vec<MarkedStream>>,
+    idle: Lock<Vec<MarkedStream>>,
 }
 
 #[derive(Debug)]
@@ -35,7 +36,7 @@ pub struct Watch {
 impl Watches {
     /// No watches yet.
     pub fn new(device: &Arc<Device>) -> Watches {
-        Watches { device: Arc::clone(device), idle: Mutex::default() }
+        Watches { device: Arc::clone(device), idle: Lock::default() }
     }
 
     /// Watches the last record of `event`.
@@ -66,8 +67,8 @@ impl Watches {
         }
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<MarkedStream>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    fn idle(&self) -> Guard<'_, Vec<MarkedStream>> {
+        self.idle.lock()
     }
 }
 

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::sync::{Arc, Condvar, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::file::File;
@@ -114,20 +114,4 @@ pub trait Backend {
 
     /// A handle that interrupts [`Backend::wait`].
     fn waker(&self) -> Arc<dyn Wake>;
-}
-
-/// Sleeps until `news` is notified, at most until `until`. Returns false if `until` had already passed.
-pub(super) fn sleep_until<'a, T>(
-    news: &Condvar,
-    guard: MutexGuard<'a, T>,
-    until: Option<Instant>,
-) -> (MutexGuard<'a, T>, bool) {
-    let Some(until) = until else {
-        return (news.wait(guard).unwrap_or_else(PoisonError::into_inner), true);
-    };
-    let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
-        return (guard, false);
-    };
-    let (guard, _) = news.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner);
-    (guard, true)
 }

@@ -148,7 +148,7 @@ impl Driver {
     }
 
     fn take_inbox(&mut self) -> bool {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let arrived = std::mem::take(&mut state.inbox);
         if !self.failed_devices.is_empty() || !state.stuck.is_empty() {
             self.failed_devices = state.stuck.keys().copied().collect();
@@ -176,7 +176,7 @@ impl Driver {
         let batch = self.flowing && all >= BATCH_FROM && all >= self.depth / 2;
         let need_wakeup = active.iter().any(|active| *active < self.depth) && !batch;
         self.shared.need_wakeup.store(need_wakeup, Ordering::SeqCst);
-        let (state, deadline, expired) = self.shared.expire(self.shared.lock());
+        let (state, deadline, expired) = self.shared.expire(self.shared.state.lock());
         let waiting = need_wakeup && !state.inbox.is_empty();
         let retry = self.retries.iter().map(|(due, _)| *due).min();
         let due = retry.is_some_and(|due| due <= Instant::now());

@@ -9,7 +9,7 @@
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use super::backend::{Action, Backend};
@@ -38,6 +38,7 @@ use crate::sys::bell::Bell;
 use crate::sys::file::Access;
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::process::OpeningProcess;
+use crate::sys::sync::Lock;
 use crate::sys::threads;
 
 /// An I/O engine: one queue, one driver thread.
@@ -49,7 +50,7 @@ pub struct Engine {
     files: OpenFiles,
     backend: &'static str,
     backend_reason: String,
-    buffered_reason: Mutex<String>,
+    buffered_reason: Lock<String>,
     /// Called by the pool when a region retires. Dropping the watcher deregisters it.
     _watcher: Arc<dyn Fn() + Send + Sync>,
 }
@@ -138,7 +139,7 @@ impl Engine {
             files: OpenFiles::default(),
             backend,
             backend_reason,
-            buffered_reason: Mutex::default(),
+            buffered_reason: Lock::default(),
             _watcher: watcher,
         })
     }
@@ -211,7 +212,7 @@ impl Engine {
     }
 
     fn enqueue(&self, op: Operation) -> Result<u64> {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if let Some(reason) = &state.lost {
             return Err(Error::System { what: "the I/O engine stopped", reason: reason.clone() });
         }
@@ -260,7 +261,7 @@ impl Engine {
             return;
         }
         let reason = file.buffered_reason().unwrap_or_default();
-        let mut last = self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.buffered_reason.lock();
         if *last != reason {
             let message = format!("{} goes through the page cache: {reason}", file.name());
             *last = reason;
@@ -274,7 +275,7 @@ impl Engine {
     /// system has released its memory. A transfer that the device has already started is not aborted.
     pub fn cancel(&self, handle: u64) -> Result<()> {
         self.check_process()?;
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if let Some(op) = &state.entry(handle)?.op {
             op.stop.store(true, Ordering::Release);
         }
@@ -286,7 +287,7 @@ impl Engine {
     /// True while the system may still use the memory of an operation, even if its deadline has passed.
     pub fn holds_memory(&self, handle: u64) -> Result<bool> {
         self.check_process()?;
-        Ok(self.shared.lock().entry(handle).is_ok_and(|entry| entry.op.is_some()))
+        Ok(self.shared.state.lock().entry(handle).is_ok_and(|entry| entry.op.is_some()))
     }
 
     /// Rings `bell` whenever operations have got their outcome. An engine has one bell; a second call is an error.
@@ -299,7 +300,7 @@ impl Engine {
     pub fn traffic(&self) -> Result<EngineTraffic> {
         self.check_process()?;
         let counters = &self.shared.counters;
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         Ok(EngineTraffic {
             read_bytes: counters.read_bytes.load(Ordering::Relaxed),
             written_bytes: counters.written_bytes.load(Ordering::Relaxed),
@@ -315,7 +316,7 @@ impl Engine {
         self.check_process()?;
         let counters = &self.shared.counters;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         Ok(EngineStats {
             reads: get(&counters.reads),
             writes: get(&counters.writes),
@@ -335,7 +336,7 @@ impl Engine {
             stuck: state.stuck.values().sum::<usize>() as u64,
             backend: self.backend,
             backend_reason: self.backend_reason.clone(),
-            buffered_reason: self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            buffered_reason: self.buffered_reason.lock().clone(),
             depth: self.options.depth,
             block_bytes: self.piece_size.last(),
             profile: self.piece_size.profile(),
@@ -355,7 +356,7 @@ impl Engine {
             return Ok(());
         }
         let drained = self.wait_quiet(timeout);
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         state.closing = true;
         let unseen = state.take_all().into_iter().find_map(Result::err);
         drop(state);
@@ -376,7 +377,7 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
-        if !self.opener.is_current() || self.shared.lock().closing {
+        if !self.opener.is_current() || self.shared.state.lock().closing {
             return;
         }
         if let Err(error) = self.close(Some(CLOSE_TIMEOUT)) {

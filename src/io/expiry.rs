@@ -9,7 +9,6 @@
 //! - Waiters check as well as the driver, since a system call can block the driver.
 #![forbid(unsafe_code)]
 
-use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -19,6 +18,7 @@ use super::file::File;
 use super::operation::{EngineState, FAILED_DEVICE, Phase, Shared, key_of};
 use crate::error::{Error, IoError, IoKind, Result};
 use crate::log::{self, Level};
+use crate::sys::sync::Guard;
 
 /// Bounds of the time between two checks while operations are in flight.
 const CHECK_EVERY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(2));
@@ -28,8 +28,8 @@ impl Shared {
     /// the next check, and whether anything expired.
     pub(super) fn expire<'a>(
         &'a self,
-        mut state: MutexGuard<'a, EngineState>,
-    ) -> (MutexGuard<'a, EngineState>, Option<Instant>, bool) {
+        mut state: Guard<'a, EngineState>,
+    ) -> (Guard<'a, EngineState>, Option<Instant>, bool) {
         let now = Instant::now();
         let every = self
             .io_timeout
@@ -53,7 +53,7 @@ impl Shared {
             drop(state);
             self.ring();
             expired.iter().for_each(|error| log::write(Level::Warn, &error.to_string()));
-            state = self.lock();
+            state = self.state.lock();
         }
         let deadline =
             state.deadlines.first().map(|(deadline, _)| settles.unwrap_or(*deadline).max(*deadline));
@@ -67,7 +67,7 @@ impl Engine {
     /// Fails with `PathFailed` if operations on the device of `file` are still in flight after their deadline.
     pub fn check_device(&self, file: &File, doing: &'static str) -> Result<()> {
         self.check_process()?;
-        match self.shared.lock().stuck.contains_key(&file.identity().device) {
+        match self.shared.state.lock().stuck.contains_key(&file.identity().device) {
             false => Ok(()),
             true => {
                 let (kind, path, detail) =
@@ -138,7 +138,7 @@ impl EngineState {
                 entry.phase = Phase::Expired { unread: Some(error.clone()), stuck, ended: false };
             }
             self.leave_pending(handle, op.action, op.deadline);
-            self.waiters_for(handle).for_each(|condvar| condvar.notify_one());
+            self.waiters_for(handle).for_each(|signal| signal.notify_one());
             errors.push(error);
         }
         errors

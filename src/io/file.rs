@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use arc_swap::ArcSwapOption;
 
@@ -18,6 +18,7 @@ use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::sys::file::{self, Access, DirectAlignment, FileInfo, FileSystem, Identity, RequestLimits};
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::private_files;
+use crate::sys::sync::Lock;
 
 /// A file that operations read and write.
 #[derive(Debug)]
@@ -31,7 +32,7 @@ pub struct File {
     source: Source,
     alignment: Option<Alignment>,
     direct_refused: AtomicBool,
-    buffered_reason: Mutex<Option<String>>,
+    buffered_reason: Lock<Option<String>>,
     limits: Option<RequestLimits>,
     _keep_alive: KeepAlive,
 }
@@ -146,7 +147,7 @@ impl File {
             direct_refused: AtomicBool::new(alignment.is_none()),
             source: Source::Real { main, buffered },
             alignment: alignment.or(direct.then_some(Alignment { memory: page, offset: page })),
-            buffered_reason: Mutex::new(reason),
+            buffered_reason: Lock::new(reason),
             limits: limits_of(info.identity.device),
             _keep_alive: KeepAlive::default(),
         })
@@ -169,7 +170,7 @@ impl File {
             source: Source::Named,
             alignment,
             direct_refused: AtomicBool::new(alignment.is_none()),
-            buffered_reason: Mutex::new(None),
+            buffered_reason: Lock::new(None),
             limits: None,
             _keep_alive: KeepAlive::default(),
         }
@@ -234,12 +235,12 @@ impl File {
     /// Sends everything through the page cache from now on. The first recorded reason is kept.
     pub fn refuse_direct(&self, reason: String) {
         self.direct_refused.store(true, Ordering::Relaxed);
-        self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
+        self.buffered_reason.lock().get_or_insert(reason);
     }
 
     /// Why the file uses the page cache; `None` if it uses direct I/O.
     pub fn buffered_reason(&self) -> Option<String> {
-        self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.buffered_reason.lock().clone()
     }
 
     /// Opens the descriptor of `route` if it is not open yet.

@@ -7,18 +7,19 @@
 use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use super::file::{File, failure};
 use crate::error::{Error, Result};
 use crate::sys::file::{self, Access};
+use crate::sys::sync::Lock;
 
 /// From this number of entries on, dead entries are removed.
 const SWEEP_AT: usize = 64;
 
 #[derive(Debug, Default)]
 pub(super) struct OpenFiles {
-    files: Mutex<HashMap<(PathBuf, Access), Weak<File>>>,
+    files: Lock<HashMap<(PathBuf, Access), Weak<File>>>,
 }
 
 impl OpenFiles {
@@ -34,7 +35,7 @@ impl OpenFiles {
             Err(error) => return Err(failure("opening", &path.to_string_lossy(), 0, 0, &error)),
         };
         let key = (path.to_path_buf(), access);
-        let open = self.lock().get(&key).and_then(Weak::upgrade);
+        let open = self.files.lock().get(&key).and_then(Weak::upgrade);
         if let (Some(open), Some(now)) = (open, now)
             && open.identity() == now.identity
         {
@@ -42,15 +43,11 @@ impl OpenFiles {
             return Ok(open);
         }
         let opened = Arc::new(File::open(path, access, direct)?);
-        let mut files = self.lock();
+        let mut files = self.files.lock();
         if files.len() >= SWEEP_AT {
             files.retain(|_, file| file.strong_count() > 0);
         }
         files.insert(key, Arc::downgrade(&opened));
         Ok(opened)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<(PathBuf, Access), Weak<File>>> {
-        self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -7,12 +7,12 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use slab::Slab;
 
-use super::backend::{Action, Wake, sleep_until};
+use super::backend::{Action, Wake};
 use super::busy::BusyTime;
 use super::counters::Counters;
 use super::file::File;
@@ -21,6 +21,7 @@ use crate::error::{Error, IoError, IoKind, Result};
 use crate::pool::transfer_buffer::BufferLease;
 use crate::sys::bell::Bell;
 use crate::sys::span::Span;
+use crate::sys::sync::{Guard, Lock, Signal};
 
 /// Largest generation of a handle: 31 bits, above the 32 bits of its slot.
 pub(super) const GENERATIONS: u32 = u32::MAX >> 1;
@@ -118,7 +119,7 @@ pub(super) enum WaitEvent {
 
 /// State shared by callers and driver.
 pub(super) struct Shared {
-    state: Mutex<EngineState>,
+    pub(super) state: Lock<EngineState>,
     pub(super) counters: Counters,
     /// True if the driver has room, so a new operation should wake it.
     pub(super) need_wakeup: AtomicBool,
@@ -144,7 +145,7 @@ pub(super) struct EngineState {
     pub(super) admitted: u64,
     /// Deadlines of pending operations, with their handles.
     pub(super) deadlines: BTreeSet<(Instant, u64)>,
-    waiters: Slab<(WaitEvent, Arc<Condvar>)>,
+    waiters: Slab<(WaitEvent, Arc<Signal>)>,
     /// Operations that are pending and not expired.
     pub(super) unfinished: usize,
     pub(super) busy: BusyTime,
@@ -207,7 +208,7 @@ impl Ended {
 impl Shared {
     pub(super) fn new(io_timeout: Option<Duration>) -> Shared {
         Shared {
-            state: Mutex::default(),
+            state: Lock::default(),
             counters: Counters::default(),
             need_wakeup: AtomicBool::new(false),
             trim: AtomicBool::new(false),
@@ -219,10 +220,6 @@ impl Shared {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, EngineState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn wake(&self) {
         if let Some(waker) = self.waker.get() {
             waker.wake();
@@ -232,13 +229,13 @@ impl Shared {
     /// Sleeps until `event` may have happened, at most until `until`.
     pub(super) fn await_event<'a>(
         &'a self,
-        mut state: MutexGuard<'a, EngineState>,
+        mut state: Guard<'a, EngineState>,
         event: WaitEvent,
         until: Option<Instant>,
-    ) -> MutexGuard<'a, EngineState> {
-        let condvar = Arc::new(Condvar::new());
-        let key = state.waiters.insert((event, Arc::clone(&condvar)));
-        let mut state = sleep_until(&condvar, state, until).0;
+    ) -> Guard<'a, EngineState> {
+        let signal = Arc::new(Signal::default());
+        let key = state.waiters.insert((event, Arc::clone(&signal)));
+        let mut state = signal.wait_until(state, until).0;
         state.waiters.remove(key);
         state
     }
@@ -250,17 +247,17 @@ impl Shared {
         if finished.is_empty() {
             return;
         }
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let theirs: Vec<_> =
             finished.iter().map(|(op, _)| state.entry(op.handle).map(|entry| entry.op.take())).collect();
         drop(state);
         let ended: Vec<Ended> = finished.drain(..).map(|(op, outcome)| Ended::new(&op, outcome)).collect();
         drop(theirs);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let mut woken = Vec::new();
         ended.into_iter().for_each(|ended| state.end(ended, &self.counters, &mut woken));
         drop(state);
-        woken.iter().for_each(|condvar| condvar.notify_one());
+        woken.iter().for_each(|signal| signal.notify_one());
         self.ring();
     }
 
@@ -273,12 +270,12 @@ impl Shared {
 
     /// Marks the engine as failed: no further operation is accepted.
     pub(super) fn mark_failed(&self, reason: &str) {
-        self.lock().lost = Some(reason.to_string());
+        self.state.lock().lost = Some(reason.to_string());
     }
 
     /// Called last by the driver thread: marks it as ended and wakes all waiters.
     pub(super) fn driver_ended(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.driver_gone = true;
         state.wake_all();
         drop(state);
@@ -326,7 +323,7 @@ impl EngineState {
     }
 
     /// Records an operation that the kernel has released; appends the condition variables to notify to `woken`.
-    fn end(&mut self, ended: Ended, counters: &Counters, woken: &mut Vec<Arc<Condvar>>) {
+    fn end(&mut self, ended: Ended, counters: &Counters, woken: &mut Vec<Arc<Signal>>) {
         let Ended { handle, action, deadline, device, outcome } = ended;
         let key = key_of(handle);
         let Some(entry) = self.entries.get_mut(key).filter(|entry| entry.handle == handle) else {
@@ -381,18 +378,18 @@ impl EngineState {
 
     /// The waiters for the outcome of `handle`, which just left the pending ones, and, if none is pending, the waiters
     /// for quiet.
-    pub(super) fn waiters_for(&self, handle: u64) -> impl Iterator<Item = Arc<Condvar>> {
+    pub(super) fn waiters_for(&self, handle: u64) -> impl Iterator<Item = Arc<Signal>> {
         let quiet = self.unfinished == 0;
         let concerns = move |event| event == WaitEvent::Outcome(handle) || quiet && event == WaitEvent::Quiet;
         self.waiters
             .iter()
             .filter(move |(_, (event, _))| concerns(*event))
-            .map(|(_, (_, condvar))| Arc::clone(condvar))
+            .map(|(_, (_, signal))| Arc::clone(signal))
     }
 
     /// Wakes every waiter to check its condition.
     pub(super) fn wake_all(&self) {
-        self.waiters.iter().for_each(|(_, (_, condvar))| condvar.notify_one());
+        self.waiters.iter().for_each(|(_, (_, signal))| signal.notify_one());
     }
 
     fn unstick(&mut self, device: u64) {

@@ -3,13 +3,13 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use super::file::File;
 use super::options::BLOCK_BYTES;
 use super::profile::Profile;
 use crate::log::{self, Level};
 use crate::sys::profile as shared;
+use crate::sys::sync::Lock;
 
 #[derive(Debug)]
 pub(super) struct PieceSize {
@@ -17,14 +17,14 @@ pub(super) struct PieceSize {
     given: u64,
     profile: Option<Profile>,
     /// Sizes resolved so far, by device.
-    by_device: Mutex<HashMap<u64, u64>>,
+    by_device: Lock<HashMap<u64, u64>>,
     last: AtomicU64,
 }
 
 impl PieceSize {
     pub(super) fn new(given: u64, profile: Option<Profile>) -> PieceSize {
         let first = if given == 0 { BLOCK_BYTES } else { given };
-        PieceSize { given, profile, by_device: Mutex::default(), last: first.into() }
+        PieceSize { given, profile, by_device: Lock::default(), last: first.into() }
     }
 
     /// Bytes of a piece of this file.
@@ -34,7 +34,7 @@ impl PieceSize {
         }
         let Some(profile) = &self.profile else { return BLOCK_BYTES };
         let device = file.identity().device;
-        let known = || self.by_device.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = || self.by_device.lock();
         let found = known().get(&device).copied();
         // The map is not locked while the log callback runs.
         let bytes = found.unwrap_or_else(|| look_up(profile, file));

@@ -4,17 +4,18 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
-use super::backend::{Action, Backend, Completion, DIRECTIONS, Piece, Sleep, Wake, sleep_until};
+use super::backend::{Action, Backend, Completion, DIRECTIONS, Piece, Sleep, Wake};
 use crate::sys::file;
+use crate::sys::sync::{Lock, Signal};
 use crate::sys::threads;
 
 #[derive(Default)]
 struct WorkQueue {
-    state: Mutex<QueueState>,
-    work_added: [Condvar; DIRECTIONS],
-    completed: Condvar,
+    state: Lock<QueueState>,
+    work_added: [Signal; DIRECTIONS],
+    completed: Signal,
 }
 
 #[derive(Default)]
@@ -78,7 +79,7 @@ impl Backend for Threads {
 
     fn push(&mut self, piece: Piece) {
         let direction = piece.action.direction();
-        let mut state = self.queue.lock();
+        let mut state = self.queue.state.lock();
         let queue = &mut state.directions[direction];
         queue.pieces.push_back(piece);
         if queue.pieces.len() > queue.idle
@@ -91,7 +92,7 @@ impl Backend for Threads {
     }
 
     fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
-        let mut state = self.queue.lock();
+        let mut state = self.queue.state.lock();
         for (direction, queue) in state.directions.iter_mut().enumerate() {
             if queue.workers == 0 && !queue.pieces.is_empty() {
                 self.start_worker(direction)?;
@@ -99,7 +100,7 @@ impl Backend for Threads {
             }
         }
         while sleep.completions > 0 && state.done.is_empty() && !state.woken {
-            let (locked, in_time) = sleep_until(&self.queue.completed, state, sleep.until);
+            let (locked, in_time) = self.queue.completed.wait_until(state, sleep.until);
             state = locked;
             if !in_time {
                 break;
@@ -117,39 +118,35 @@ impl Backend for Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        self.queue.lock().closing = true;
-        self.queue.work_added.iter().for_each(Condvar::notify_all);
+        self.queue.state.lock().closing = true;
+        self.queue.work_added.iter().for_each(Signal::notify_all);
     }
 }
 
 impl Wake for WorkQueue {
     fn wake(&self) {
-        self.lock().woken = true;
+        self.state.lock().woken = true;
         self.completed.notify_one();
     }
 }
 
 impl WorkQueue {
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn work(&self, direction: usize, serve: &dyn Fn(&Piece) -> Completion) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if let Some(piece) = state.directions[direction].pieces.pop_front() {
                 drop(state);
                 let completion = serve(&piece);
                 // The file closes here, before any waiter learns that the operation finished.
                 drop(piece);
-                state = self.lock();
+                state = self.state.lock();
                 state.done.push(completion);
                 self.completed.notify_one();
             } else if state.closing {
                 return;
             } else {
                 state.directions[direction].idle += 1;
-                state = self.work_added[direction].wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.work_added[direction].wait(state);
                 state.directions[direction].idle -= 1;
             }
         }
@@ -177,10 +174,10 @@ mod tests {
     #[test]
     fn reads_do_not_wait_for_the_workers_of_writes() {
         let (release, held) = mpsc::channel::<()>();
-        let held = Mutex::new(held);
+        let held = Lock::new(held);
         let serve: Serve = Arc::new(move |piece| {
             if piece.action == Action::Write {
-                held.lock().unwrap().recv().unwrap();
+                held.lock().recv().unwrap();
             }
             Completion::of(piece.token, 0)
         });

@@ -49,7 +49,7 @@ impl Engine {
     /// are none.
     pub fn wait_all(&self, timeout: Option<Duration>) -> Result<u64> {
         self.wait_quiet(timeout)?;
-        let outcomes = self.shared.lock().take_all();
+        let outcomes = self.shared.state.lock().take_all();
         Ok(collect(outcomes)?.len() as u64)
     }
 
@@ -66,7 +66,7 @@ impl Engine {
     ) -> Result<()> {
         self.check_process()?;
         let until = timeout.and_then(|time| Instant::now().checked_add(time));
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         loop {
             let (locked, next_deadline, expired) = self.shared.expire(state);
             state = locked;

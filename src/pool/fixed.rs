@@ -6,7 +6,7 @@
 //! - A child made by fork gets an error; it never waits for a lock that its parent held at the fork.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use super::region::{Backing, Region};
 use crate::error::{Error, Result};
@@ -14,6 +14,7 @@ use crate::log::{self, Level};
 use crate::sys::memory::{BASE_PAGE, PageKind};
 use crate::sys::per_process::PerProcess;
 use crate::sys::span::Span;
+use crate::sys::sync::{Guard, Lock};
 use crate::sys::try_vec;
 
 /// Sizes and memory of a pool.
@@ -53,7 +54,7 @@ pub struct PoolStats {
 pub struct Pool {
     region: Arc<Region>,
     block_bytes: usize,
-    state: PerProcess<Mutex<PoolState>>,
+    state: PerProcess<Lock<PoolState>>,
 }
 
 #[derive(Debug)]
@@ -83,7 +84,7 @@ impl Pool {
         // The memory first: an impossible number of blocks is refused before their lists are allocated.
         let region = Region::open(total, backing)?;
         let state = PoolState::new(block_count).inspect_err(|_| region.retire())?;
-        Ok(Pool { region, block_bytes, state: PerProcess::new(Mutex::new(state)) })
+        Ok(Pool { region, block_bytes, state: PerProcess::new(Lock::new(state)) })
     }
 
     /// Hands out a block with unspecified contents. The error is `LimitReached` if no block is free.
@@ -175,9 +176,9 @@ impl Pool {
         self.state.check("the pool").map(|_| ())
     }
 
-    fn lock(&self) -> Result<MutexGuard<'_, PoolState>> {
+    fn lock(&self) -> Result<Guard<'_, PoolState>> {
         let state = self.state.check("the pool")?;
-        Ok(state.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(state.lock())
     }
 }
 

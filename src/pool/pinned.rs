@@ -5,13 +5,14 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use super::region::{self, Backing, Region};
 use crate::error::{Error, Result};
 use crate::sys::memory::{BASE_PAGE, HUGE_PAGE};
 use crate::sys::per_process::{PerProcessStatic, Shared};
 use crate::sys::span::Span;
+use crate::sys::sync::Lock;
 
 /// Larger allocations have their own mapping.
 const ARENA_SHARE: usize = ARENA_BYTES / 4;
@@ -58,14 +59,10 @@ struct Arena {
 }
 
 /// The allocations of this process. Those of its parent stay mapped in a forked child, where code may still use them.
-static STATE: PerProcessStatic<Mutex<PinnedState>> = PerProcessStatic::empty();
+static STATE: PerProcessStatic<Lock<PinnedState>> = PerProcessStatic::empty();
 
-fn shared() -> Shared<Mutex<PinnedState>> {
-    STATE.get_or_make(Mutex::default)
-}
-
-fn lock(state: &Mutex<PinnedState>) -> MutexGuard<'_, PinnedState> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
+fn shared() -> Shared<Lock<PinnedState>> {
+    STATE.get_or_make(Lock::default)
 }
 
 /// Allocates `bytes` (0 counts as 1): page-aligned and touched, with unspecified contents.
@@ -74,7 +71,7 @@ pub fn alloc(bytes: usize) -> Result<Span> {
     let Some(size) = bytes.max(1).checked_next_multiple_of(BASE_PAGE) else {
         return Err(Error::invalid("bytes", format!("{bytes} bytes exceed the address space")));
     };
-    let mut state = lock(&shared);
+    let mut state = shared.lock();
     let (region, span) = match size <= ARENA_SHARE {
         true => state.cut(size)?,
         false => {
@@ -92,7 +89,7 @@ pub fn alloc(bytes: usize) -> Result<Span> {
 /// address an `InvalidArgument`.
 pub fn free(address: usize) -> Result<()> {
     let shared = shared();
-    let mut state = lock(&shared);
+    let mut state = shared.lock();
     let Some(allocation) = state.live.remove(&address) else {
         if region::find(address, 1).is_some_and(|region| !region.is_own()) {
             let message = format!("{address:#x} was allocated by the parent of this process; free it there");
@@ -109,7 +106,7 @@ pub fn free(address: usize) -> Result<()> {
 /// True if the whole range lies in one live allocation.
 pub fn contains(address: usize, len: usize) -> bool {
     let shared = shared();
-    let state = lock(&shared);
+    let state = shared.lock();
     let before = state.live.range(..=address).next_back();
     before.is_some_and(|(_, found)| found.span.part(0, found.requested).covers(address, len))
 }
@@ -117,7 +114,7 @@ pub fn contains(address: usize, len: usize) -> bool {
 /// Statistics of all allocations.
 pub fn stats() -> PinnedStats {
     let shared = shared();
-    let state = lock(&shared);
+    let state = shared.lock();
     let own = state.live.values().filter(|one| one.span.len() > ARENA_SHARE).map(|one| &one.region);
     let regions: Vec<_> = own.chain(state.arenas.iter().map(|arena| &arena.region)).collect();
     PinnedStats {

@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use arc_swap::ArcSwapOption;
 use slab::Slab;
@@ -22,6 +22,7 @@ use crate::log::{self, Level};
 use crate::sys::memory::{self, Mapping, PageKind};
 use crate::sys::process::OpeningProcess;
 use crate::sys::span::Span;
+use crate::sys::sync::{Guard, Lock};
 
 /// The kind of memory to take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,10 +49,10 @@ pub struct Region {
     mapping: Arc<Mapping>,
     locked: bool,
     retired: AtomicBool,
-    leases: Mutex<Slab<Range<usize>>>,
+    leases: Lock<Slab<Range<usize>>>,
     /// Number of devices that access the region. Changed under the lock; a child reads it without the lock.
     reached: AtomicUsize,
-    reaching: Mutex<()>,
+    reaching: Lock<()>,
 }
 
 /// A device's access to a region. While it lives, the region is not copied into forked children.
@@ -103,9 +104,9 @@ impl Region {
             mapping,
             locked,
             retired: AtomicBool::new(false),
-            leases: Mutex::default(),
+            leases: Lock::default(),
             reached: AtomicUsize::new(0),
-            reaching: Mutex::default(),
+            reaching: Lock::default(),
         });
         INDEX.rcu(|index| {
             let mut index = index.as_deref().cloned().unwrap_or_default();
@@ -169,7 +170,7 @@ impl Region {
     }
 
     fn change_reach(&self, change: impl FnOnce(usize) -> usize) {
-        let _guard = self.reaching.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.reaching.lock();
         let before = self.reached.load(Ordering::Relaxed);
         let after = change(before);
         self.reached.store(after, Ordering::Relaxed);
@@ -179,8 +180,8 @@ impl Region {
         }
     }
 
-    fn leases(&self) -> MutexGuard<'_, Slab<Range<usize>>> {
-        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+    fn leases(&self) -> Guard<'_, Slab<Range<usize>>> {
+        self.leases.lock()
     }
 }
 

@@ -7,16 +7,17 @@
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use crate::sys::sync::{Lock, Signal};
 
 /// Counter of events, with a wait for the next one.
 #[derive(Debug, Default)]
 pub struct Bell {
     events: AtomicU64,
     waiters: AtomicUsize,
-    lock: Mutex<()>,
-    rung: Condvar,
+    lock: Lock<()>,
+    rung: Signal,
 }
 
 impl Bell {
@@ -30,7 +31,7 @@ impl Bell {
         self.events.fetch_add(1, Ordering::SeqCst);
         if self.waiters.load(Ordering::SeqCst) > 0 {
             // With the lock held, the waiter either sleeps already or has yet to read the count.
-            drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+            drop(self.lock.lock());
             self.rung.notify_all();
         }
     }
@@ -39,15 +40,7 @@ impl Bell {
     pub fn wait(&self, seen: u64, timeout: Option<Duration>) {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         self.waiters.fetch_add(1, Ordering::SeqCst);
-        let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        while self.events() == seen {
-            guard = match until.map(|until| until.saturating_duration_since(Instant::now())) {
-                None => self.rung.wait(guard).unwrap_or_else(PoisonError::into_inner),
-                Some(Duration::ZERO) => break,
-                Some(left) => self.rung.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0,
-            };
-        }
-        drop(guard);
+        drop(self.rung.wait_while(self.lock.lock(), until, |()| self.events() == seen));
         self.waiters.fetch_sub(1, Ordering::SeqCst);
     }
 }

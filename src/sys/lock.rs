@@ -20,7 +20,6 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
@@ -31,15 +30,16 @@ use super::per_process::{PerProcessStatic, Shared};
 use super::private_files::OpenFlags;
 use super::private_files::PrivateDirectory;
 use crate::log::{self, Level};
+use crate::sys::sync::Lock;
 
 /// Most bytes of a lock file that an error message quotes.
 const MAX_HOLDER_TEXT: u64 = 1024;
 
 /// The files that this process has locked. A forked child owns none of its parent's locks.
-static HELD: PerProcessStatic<Mutex<Vec<Identity>>> = PerProcessStatic::empty();
+static HELD: PerProcessStatic<Lock<Vec<Identity>>> = PerProcessStatic::empty();
 
-fn held() -> Shared<Mutex<Vec<Identity>>> {
-    HELD.get_or_make(Mutex::default)
+fn held() -> Shared<Lock<Vec<Identity>>> {
+    HELD.get_or_make(Lock::default)
 }
 
 /// A held lock.
@@ -75,7 +75,7 @@ impl FileLock {
     /// Tries to lock the file `name`, which is created if it does not exist.
     pub fn attempt(directory: &PrivateDirectory, name: &str) -> io::Result<LockAttempt> {
         let held = held();
-        let mut files = held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = held.lock();
         if directory.entry(name)?.is_some_and(|found| files.contains(&found.identity)) {
             return Ok(LockAttempt::HeldByUs);
         }
@@ -241,7 +241,7 @@ impl Drop for FileLock {
     fn drop(&mut self) {
         let Some(file) = self.file() else { return };
         let held = held();
-        let mut files = held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = held.lock();
         files.retain(|identity| *identity != self.identity);
         // A child forked concurrently may keep a descriptor, which then holds no lock.
         let _ = change(file, kind(&RECORD_LOCKS), libc::F_UNLCK);

@@ -32,6 +32,7 @@ pub mod shared_slice;
 pub mod small_file;
 pub mod span;
 mod spin;
+pub mod sync;
 mod team;
 pub mod threads;
 pub mod time_limit;

@@ -22,14 +22,16 @@
 use std::any::Any;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
 use super::spin::{Burst, Seat, now};
 use super::{futex, openmp};
+
+use crate::sys::sync::Lock;
 
 /// Worker threads that help the caller of [`Team::each`].
 pub struct Team {
@@ -148,7 +150,7 @@ struct Shared {
     occupancy: AtomicUsize,
     /// True if the workers wait awake for the next call after this one.
     in_burst: bool,
-    panic: Mutex<Option<Box<dyn Any + Send>>>,
+    panic: Lock<Option<Box<dyn Any + Send>>>,
     /// RUNNING, ASLEEP while the caller sleeps, LEFT when the last worker has left after CLOSED.
     workers: AtomicU32,
 }
@@ -216,7 +218,7 @@ impl Shared {
             chunks: (0..team).map(chunk).collect(),
             occupancy: AtomicUsize::new(0),
             in_burst,
-            panic: Mutex::new(None),
+            panic: Lock::new(None),
             workers: AtomicU32::new(RUNNING),
         }
     }
@@ -246,13 +248,13 @@ impl Shared {
             return self.run_worker(number - 1);
         }
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.process_from(0))) {
-            *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+            *self.panic.lock() = Some(panic);
         }
     }
 
     /// Resumes a panic of any thread, when all threads have left.
     fn resume_panic(&self) {
-        let panic = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let panic = self.panic.lock().take();
         if let Some(panic) = panic {
             resume_unwind(panic);
         }
@@ -268,7 +270,7 @@ impl Shared {
         let own = 1 + worker % (self.chunks.len() - 1);
         self.chunks[own].joined.store(true, Ordering::Relaxed);
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.process_from(own))) {
-            *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+            *self.panic.lock() = Some(panic);
         }
         if self.occupancy.fetch_sub(1, Ordering::Release) == CLOSED + 1 {
             // A futex, because a thread that ends has no handle by which another could unpark it.

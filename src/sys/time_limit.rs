@@ -12,15 +12,17 @@
 use std::io;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
 
 use super::per_process::PerProcess;
 use super::threads;
+
+use crate::sys::sync::Lock;
 
 /// Length of one wait. A slice that takes longer, because the process did not run, adds at most twice this length.
 const SLICE: Duration = Duration::from_millis(50);
@@ -113,7 +115,7 @@ impl<T: Send + 'static> Flight<T> {
         }
         let (starts, sets_done) = (Arc::clone(&flight.started), DoneOnDrop(Arc::clone(&flight.done)));
         let send = send.clone();
-        let work = Arc::new(Mutex::new(Some(work)));
+        let work = Arc::new(Lock::new(Some(work)));
         let theirs = Arc::clone(&work);
         let spawned = threads::spawn_quiet("spillway-call", move || {
             starts.store(true, Ordering::Release);
@@ -150,8 +152,8 @@ impl<T: Send + 'static> Flight<T> {
 
 type Work<T> = Box<dyn FnOnce() -> T + Send>;
 
-fn take<T>(work: &Mutex<Option<Work<T>>>) -> Option<Work<T>> {
-    work.lock().unwrap_or_else(PoisonError::into_inner).take()
+fn take<T>(work: &Lock<Option<Work<T>>>) -> Option<Work<T>> {
+    work.lock().take()
 }
 
 fn panicked() -> io::Error {

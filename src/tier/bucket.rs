@@ -13,7 +13,7 @@
 //! [`OBJECT_BYTES`]: crate::io::object::volume::OBJECT_BYTES
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::directory::{FILES, Owner, inherited};
 use super::failures::unless_fenced;
@@ -25,6 +25,7 @@ use crate::io::engine::Engine;
 use crate::io::object::volume::ObjectVolume;
 use crate::io::object::{self, Address, RequestContext, Store, StoreResult};
 use crate::io::options::Options as IoOptions;
+use crate::sys::sync::Lock;
 use crate::sys::threads;
 
 /// Number of concurrent deletions.
@@ -86,12 +87,12 @@ impl Bucket {
     }
 
     fn delete_all(&self, keys: &[String]) -> StoreResult<()> {
-        let (store, next, outcome) = (self.volume.store(), Mutex::new(keys.iter()), Mutex::new(Ok(())));
-        let take = || next.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let (store, next, outcome) = (self.volume.store(), Lock::new(keys.iter()), Lock::new(Ok(())));
+        let take = || next.lock().next();
         let delete = || {
             while let Some(key) = take() {
                 if let Err(error) = store.delete(key) {
-                    *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
+                    *outcome.lock() = Err(error);
                     return;
                 }
             }
@@ -102,7 +103,7 @@ impl Bucket {
             (1..DELETERS.min(keys.len())).take_while(started).for_each(drop);
             delete();
         });
-        outcome.into_inner().unwrap_or_else(PoisonError::into_inner)
+        outcome.into_inner()
     }
 }
 

@@ -46,7 +46,7 @@ impl Tier {
             let reason = format!("has {} bytes, but the limit is {MAX_PAYLOAD}", payload.len());
             return Err(Error::invalid("payload", reason));
         }
-        if std::mem::replace(&mut self.lock().committing, true) {
+        if std::mem::replace(&mut self.state.lock().committing, true) {
             return Err(Error::Busy("another commit is in progress".to_string()));
         }
         let _ends = Committing(self);
@@ -58,7 +58,9 @@ impl Tier {
         if let Some(error) = self.finish_writes() {
             return Err(error);
         }
-        if let Some(error) = self.lock().extents.iter().flatten().find_map(|extent| extent.failed.clone()) {
+        if let Some(error) =
+            self.state.lock().extents.iter().flatten().find_map(|extent| extent.failed.clone())
+        {
             return Err(error);
         }
         self.check_owners()?;
@@ -69,7 +71,7 @@ impl Tier {
         }
         let (superblock, bytes) = self.next_superblock(Some(step), payload)?;
         let written = self.write_superblocks(&superblock, &bytes);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         match written {
             Ok(()) => {
                 state.step = Some(step);
@@ -86,7 +88,7 @@ impl Tier {
 
     /// Builds and encodes the next superblock. After an error nothing is changed and nothing is written.
     pub(super) fn next_superblock(&self, step: Option<u64>, payload: &[u8]) -> Result<(Superblock, Encoded)> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let mut superblock = self.superblock(&state, step, payload.to_vec());
         superblock.sequence += 1;
         let refused = |message| {
@@ -114,7 +116,7 @@ impl Tier {
         let mut reads = Vec::new();
         for (number, path) in paths {
             let (copy, found) = {
-                let state = self.lock();
+                let state = self.state.lock();
                 let path = &state.paths[number];
                 let copy = path.durable_copy.map_or(0, |good| 1 - good.copy);
                 (copy, path.found[copy])
@@ -144,7 +146,7 @@ impl Tier {
     fn sync_data(&self) -> Result<()> {
         for _ in 0..=self.paths.len() {
             let dirty: Vec<usize> = {
-                let state = self.lock();
+                let state = self.state.lock();
                 (0..self.paths.len()).filter(|path| state.paths[*path].dirty).collect()
             };
             let live: Vec<(usize, &Arc<TierPath>)> =
@@ -153,7 +155,7 @@ impl Tier {
             let mut failed = Vec::new();
             for ((number, path), handle) in live.iter().zip(handles) {
                 match handle.and_then(|handle| path.wait(handle, None)) {
-                    Ok(_) => self.lock().paths[*number].dirty = false,
+                    Ok(_) => self.state.lock().paths[*number].dirty = false,
                     Err(error) => failed.push((*number, error)),
                 }
             }
@@ -164,12 +166,12 @@ impl Tier {
                 self.mark(*number, Health::Failed, &error.to_string());
                 // A later sync would succeed although the data was lost, so the extents are marked as failed.
                 for extent in self.unsynced(*number as u32) {
-                    self.lock().extent(extent)?.failed = Some(error.clone());
+                    self.state.lock().extent(extent)?.failed = Some(error.clone());
                 }
             }
             for (number, error) in failed {
                 self.move_unsynced(number as u32).map_err(|reason| with_reason(&error, &reason))?;
-                self.lock().paths[number].dirty = false;
+                self.state.lock().paths[number].dirty = false;
             }
         }
         Err(self.no_path_left())
@@ -213,13 +215,13 @@ impl Tier {
             drop(scratch);
         }
         let mut durable = 0;
-        let lasting = self.lock().paths.iter().any(|path| !path.memory);
+        let lasting = self.state.lock().paths.iter().any(|path| !path.memory);
         for (number, path, copy, handle) in synced {
             let ended = if sync { path.wait(handle, None).map(|_| ()) } else { Ok(()) };
             let ended = ended.and_then(|()| self.look_again(&path, copy, superblock.sequence));
             match ended.and_then(|()| path.check_owner()) {
                 Ok(()) => {
-                    self.lock().paths[number].durable_copy =
+                    self.state.lock().paths[number].durable_copy =
                         Some(DurableCopy { copy, sequence: superblock.sequence });
                     durable += 1;
                 }
@@ -239,7 +241,7 @@ impl Tier {
 
     /// Error of a commit that no path can hold, with the reason of each path.
     fn no_path_left(&self) -> Error {
-        let state = self.lock();
+        let state = self.state.lock();
         let durable = || state.paths.iter().filter(|path| !path.memory);
         let why = |path: &PathState| {
             let health = format!("{:?}", path.health).to_lowercase();
@@ -277,7 +279,7 @@ impl Tier {
     }
 
     pub(super) fn superblock_paths(&self) -> Vec<(usize, Arc<TierPath>)> {
-        let state = self.lock();
+        let state = self.state.lock();
         let works = |number: usize| state.paths[number].health as u8 <= Health::Draining as u8;
         let paths = self.paths.iter().enumerate();
         paths
@@ -288,7 +290,7 @@ impl Tier {
 
     /// Extents with blocks on `path` that were written since the last commit.
     fn unsynced(&self, path: u32) -> Vec<u32> {
-        let state = self.lock();
+        let state = self.state.lock();
         let wanted = |extent: &Extent| {
             let current = extent.current.as_ref().filter(|current| current.version.touches(path))?;
             let committed = extent.committed.as_ref().is_some_and(|old| Arc::ptr_eq(old, current));
@@ -302,7 +304,7 @@ impl Tier {
     fn move_unsynced(&self, path: u32) -> Result<()> {
         self.unsynced(path).into_iter().try_for_each(|extent| {
             self.move_extent(extent, WriteOrigin::Commit)?;
-            self.lock().extent(extent)?.failed = None;
+            self.state.lock().extent(extent)?.failed = None;
             Ok(())
         })
     }
@@ -322,7 +324,7 @@ struct Committing<'a>(&'a Tier);
 
 impl Drop for Committing<'_> {
     fn drop(&mut self) {
-        self.0.lock().committing = false;
+        self.0.state.lock().committing = false;
     }
 }
 
@@ -390,7 +392,7 @@ mod tests {
         let memory = PathOptions { location: PathLocation::Memory, limit: None, reserve: 0 };
         let tier = Tier::open(TierOptions { paths: vec![memory], ..TierOptions::new(owner, []) }).unwrap();
         let panics = || {
-            tier.lock().committing = true;
+            tier.state.lock().committing = true;
             let _ends = Committing(&tier);
             panic!("a bug in a commit");
         };

@@ -48,17 +48,19 @@ impl Tier {
     /// written bytes are missing, and names an extent to which they belong.
     pub(super) fn complete_lengths(&self) -> Result<()> {
         for (number, path) in self.paths.iter().enumerate() {
-            let Some(path) = path.as_ref().filter(|_| !self.lock().paths[number].gone) else { continue };
-            let end = self.lock().paths[number].space.end();
+            let Some(path) = path.as_ref().filter(|_| !self.state.lock().paths[number].gone) else {
+                continue;
+            };
+            let end = self.state.lock().paths[number].space.end();
             // An error of the device is that of the sync which follows.
             let Some(len) = path.data_len().ok().filter(|len| *len < end) else { continue };
             if let Some((extent, written_end)) = self.beyond(number as u32, len) {
                 return Err(truncated(path, extent, len, written_end));
             }
             // The next open extends the file of a path that failed.
-            if self.lock().paths[number].health as u8 <= Health::Draining as u8 {
+            if self.state.lock().paths[number].health as u8 <= Health::Draining as u8 {
                 path.allocate(len, end)?;
-                self.lock().paths[number].dirty = true;
+                self.state.lock().paths[number].dirty = true;
             }
         }
         Ok(())
@@ -66,7 +68,7 @@ impl Tier {
 
     /// An extent of the next commit with bytes on `path` behind offset `len`, and the end of these bytes.
     fn beyond(&self, path: u32, len: u64) -> Option<(String, u64)> {
-        let state = self.lock();
+        let state = self.state.lock();
         state.extents.iter().flatten().filter(|extent| !extent.removed).find_map(|extent| {
             let chunks = &extent.current.as_ref()?.version.chunks;
             let ends = chunks.iter().filter(|chunk| chunk.path == path);

@@ -181,7 +181,7 @@ impl Tier {
     fn superblock_damage(&self, number: usize) -> Option<Error> {
         let path = self.paths[number].as_ref()?;
         let last = || {
-            let state = self.lock();
+            let state = self.state.lock();
             state.paths[number].durable_copy.filter(|_| state.paths[number].health != Health::Failed)
         };
         loop {
@@ -212,20 +212,20 @@ impl Tier {
 
     /// Reports of all paths, by number.
     pub fn paths(&self) -> Vec<PathReport> {
-        let state = self.lock();
+        let state = self.state.lock();
         (0..state.paths.len()).map(|number| self.report(&state, number)).collect()
     }
 
     /// Report of one path; `None` if there is no such path.
     pub fn path(&self, number: u32) -> Option<PathReport> {
-        let state = self.lock();
+        let state = self.state.lock();
         let number = usize::try_from(number).ok().filter(|number| *number < state.paths.len())?;
         Some(self.report(&state, number))
     }
 
     /// Health and traffic of all paths, by number.
     pub fn flows(&self) -> Vec<PathFlow> {
-        let state = self.lock();
+        let state = self.state.lock();
         let traffic =
             |path: &Option<Arc<TierPath>>| path.as_ref().and_then(|path| path.engine.traffic().ok());
         let flow = |(state, path): (&PathState, _)| PathFlow {
@@ -260,7 +260,7 @@ impl Tier {
     /// Sets the health of a path. A draining path gets no new writes; a healthy one gets them again. A missing path
     /// stays missing, and no path can be set to missing.
     pub fn set_health(&self, path: u32, health: Health, reason: &str) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some(found) = state.paths.get_mut(path as usize) else {
             return Err(Error::invalid("number", format!("there is no path {path}")));
         };

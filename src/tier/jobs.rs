@@ -5,7 +5,7 @@
 //! - An outcome is kept until the owner of the ticket asks for it.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::allocation::{Allocated, AllocationRequest, ExtentPlacement, allocate, free_chunks};
@@ -42,7 +42,7 @@ impl Tier {
     ) -> Result<StartedWrite> {
         self.complete_opening()?;
         self.end_finished_reads(number);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let (committing, next) = (state.committing, state.generation + 1);
         let extent = state.extent(number)?;
         spans.map_or(Ok(()), |spans| extent.shape.check(spans))?;
@@ -83,7 +83,7 @@ impl Tier {
     /// Releases the space of reads that have ended although no caller waited for their tickets. The memory that was
     /// read is not checked here; the later wait checks it.
     fn end_finished_reads(&self, number: u32) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if !state.extent(number).is_ok_and(|extent| extent.is_read()) {
             return;
         }
@@ -96,7 +96,7 @@ impl Tier {
             state.ticket_states.insert(ticket, TicketState::Driven);
             drop(state);
             let over = job.drive(Some(Instant::now()));
-            state = self.lock();
+            state = self.state.lock();
             if let Some(source) = job.source.clone().filter(|_| over && std::mem::take(&mut job.reading)) {
                 state.end_reading(&source);
             }
@@ -117,7 +117,7 @@ impl Tier {
         let StartedWrite { extent, home, moves, .. } = begun;
         let prepared = self.prepare_write(begun, spans, checksums);
         let started = prepared.and_then(|job| self.start_blocks(job, placement, home));
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let ticket = match started {
             Ok(job) => Ok(state.ticket(job)),
             Err(error) => {
@@ -207,7 +207,7 @@ impl Tier {
         let (mut refused, mut asked) = (None, false);
         loop {
             // A separate statement, so that the lock is released before the match.
-            let found = allocate(&mut self.lock(), request, placement, home);
+            let found = allocate(&mut self.state.lock(), request, placement, home);
             match found {
                 Ok(Allocated::Chunks(chunks)) => return Ok(chunks),
                 Ok(Allocated::Grow { path, end }) => refused = self.grow_file(path, end).err().or(refused),
@@ -225,7 +225,7 @@ impl Tier {
 
     /// Returns true if the file system of a path was full, and the path's file may grow again.
     fn retry_full_paths(&self) -> bool {
-        self.lock().paths.iter_mut().map(|path| path.space.retry()).filter(|full| *full).count() > 0
+        self.state.lock().paths.iter_mut().map(|path| path.space.retry()).filter(|full| *full).count() > 0
     }
 
     /// Extends a data file. If that fails, the path is marked as full or failed. The tier's lock is free meanwhile. The
@@ -234,18 +234,18 @@ impl Tier {
         let gone = || Error::invalid("placement", "the path is missing");
         let files = self.paths[path].as_ref().ok_or_else(gone)?;
         let _one_at_a_time = files.growing();
-        let from = self.lock().paths[path].space.end();
+        let from = self.state.lock().paths[path].space.end();
         if end <= from {
             return Ok(());
         }
         match files.allocate(from, end) {
             Ok(()) => {
-                self.lock().paths[path].space.grew(end);
+                self.state.lock().paths[path].space.grew(end);
                 Ok(())
             }
             Err(error) => {
                 match error.is_full() {
-                    true => self.lock().paths[path].space.full(),
+                    true => self.state.lock().paths[path].space.full(),
                     false => self.mark(path, Health::Failed, &error.to_string()),
                 }
                 Err(error)
@@ -263,7 +263,7 @@ impl Tier {
     ) -> Result<Result<u64>> {
         loop {
             if !job.drive(until) {
-                self.lock().ticket_states.insert(ticket, TicketState::Idle(job));
+                self.state.lock().ticket_states.insert(ticket, TicketState::Idle(job));
                 self.changed.notify_all();
                 return Err(timed_out());
             }
@@ -272,7 +272,7 @@ impl Tier {
                 Direction::Write => self.finish_write(&mut job),
             };
             if let Some(outcome) = outcome {
-                self.lock().ticket_states.insert(ticket, TicketState::Done(outcome.clone()));
+                self.state.lock().ticket_states.insert(ticket, TicketState::Done(outcome.clone()));
                 self.changed.notify_all();
                 return Ok(outcome);
             }
@@ -281,7 +281,7 @@ impl Tier {
 
     fn finish_read(&self, job: &mut Job) -> Result<u64> {
         if let Some(source) = job.source.clone().filter(|_| std::mem::take(&mut job.reading)) {
-            self.lock().end_reading(&source);
+            self.state.lock().end_reading(&source);
         }
         self.mark_failures(job);
         if let Some(error) = job.failure() {
@@ -313,13 +313,13 @@ impl Tier {
             let version = Version { chunks, ..job.contents.version };
             let generation = version.generation;
             let contents = Arc::new(Contents::new(version, std::mem::take(&mut job.contents.checksums)));
-            return Some(self.lock().install(job.extent, contents, job.moves).map(|()| generation));
+            return Some(self.state.lock().install(job.extent, contents, job.moves).map(|()| generation));
         }
         if let Some((.., error)) = failed.iter().find(|(.., error)| error.is_fenced()) {
             // No other path is asked: another process may commit this tier from now on.
             let error = error.clone();
             self.abandon(job);
-            self.lock().write_failed(job.extent, job.moves, &error);
+            self.state.lock().write_failed(job.extent, job.moves, &error);
             return Some(Err(error));
         }
         failed.iter().for_each(|(.., path, _)| job.excluded[*path as usize] = true);
@@ -328,7 +328,7 @@ impl Tier {
             if let Err(none) = self.write_blocks(job, *first, *count, &ExtentPlacement::Auto, None) {
                 self.abandon(job);
                 let error = error.clone().context(format_args!("no other path accepted the data: {none}"));
-                self.lock().write_failed(job.extent, job.moves, &error);
+                self.state.lock().write_failed(job.extent, job.moves, &error);
                 return Some(Err(error));
             }
         }
@@ -343,7 +343,7 @@ impl Tier {
         if let Some(at) = chunks.iter().position(|chunk| chunk.first == first) {
             let chunk = chunks.remove(at);
             if !stuck {
-                free_chunks(&mut self.lock(), &job.shape, &[chunk]);
+                free_chunks(&mut self.state.lock(), &job.shape, &[chunk]);
             }
         }
     }
@@ -367,7 +367,7 @@ impl Tier {
     pub(super) fn finish_writes(&self) -> Option<Error> {
         let mut first = None;
         loop {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let write = |slot: &TicketState| matches!(slot, TicketState::Idle(job) if job.direction == Direction::Write);
             let next = state.ticket_states.iter().find(|(_, slot)| write(slot)).map(|(ticket, _)| *ticket);
             if let Some(ticket) = next {
@@ -380,7 +380,7 @@ impl Tier {
                     first.get_or_insert(error);
                 }
             } else if state.extents.iter().flatten().any(|extent| extent.writing) {
-                drop(self.changed.wait(state).unwrap_or_else(PoisonError::into_inner));
+                drop(self.changed.wait(state));
             } else {
                 return first;
             }

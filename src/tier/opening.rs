@@ -5,7 +5,6 @@
 //! - If the paths are too full for it, the tier is open for reading. The first put or commit writes it, or fails.
 #![forbid(unsafe_code)]
 
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use super::options::Durability;
@@ -17,7 +16,7 @@ impl Tier {
     /// found may exist only in the page cache, and paths may have been renamed, added or left out.
     pub(super) fn write_opening_superblock(&self) -> Result<()> {
         let (step, payload) = {
-            let state = self.lock();
+            let state = self.state.lock();
             (state.step, state.payload.clone())
         };
         let (superblock, bytes) = self.next_superblock(step, &payload)?;
@@ -42,7 +41,7 @@ impl Tier {
         if !self.opening_due.load(Ordering::Acquire) {
             return Ok(());
         }
-        let _one_at_a_time = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = self.opening.lock();
         if self.opening_due.load(Ordering::Acquire) {
             let more =
                 "the tier was opened without room for a superblock; free some space, then repeat the call";

@@ -11,7 +11,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::failures::{failed, fenced, locked};
@@ -23,6 +23,7 @@ use crate::sys::file::Identity;
 use crate::sys::host;
 use crate::sys::lock::{FileLock, PAGE};
 use crate::sys::private_files::PrivateDirectory;
+use crate::sys::sync::{Lock, Signal};
 use crate::sys::threads;
 use crate::sys::time_limit;
 
@@ -96,8 +97,8 @@ struct Kept {
 /// Signals between the owner and its thread.
 #[derive(Debug, Default)]
 struct Beats {
-    state: Mutex<BeatState>,
-    changed: Condvar,
+    state: Lock<BeatState>,
+    changed: Signal,
 }
 
 #[derive(Debug, Default)]
@@ -219,7 +220,7 @@ impl Beats {
     fn run(&self, kept: &Weak<Kept>, period: Duration) {
         loop {
             {
-                let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut state = self.state.lock();
                 if state.stop {
                     return;
                 }
@@ -227,11 +228,11 @@ impl Beats {
             }
             // The lock is held only inside this block.
             let goes_on = kept.upgrade().is_some_and(|kept| !matches!(kept.renew(), Ok(Whose::Other(_))));
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut state = self.state.lock();
             state.beating = false;
             self.changed.notify_all();
-            let over = self.changed.wait_timeout_while(state, period, |state| !state.stop);
-            if !goes_on || over.unwrap_or_else(PoisonError::into_inner).0.stop {
+            let until = Instant::now().checked_add(period);
+            if !goes_on || self.changed.wait_while(state, until, |state| !state.stop).stop {
                 return;
             }
         }
@@ -239,11 +240,11 @@ impl Beats {
 
     /// Ends the thread. False if its heartbeat in flight does not return.
     fn stop(&self) -> bool {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         state.stop = true;
         self.changed.notify_all();
-        let waited = self.changed.wait_timeout_while(state, LAST_BEAT, |state| state.beating);
-        !waited.unwrap_or_else(PoisonError::into_inner).0.beating
+        let until = Instant::now().checked_add(LAST_BEAT);
+        !self.changed.wait_while(state, until, |state| state.beating).beating
     }
 }
 

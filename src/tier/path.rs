@@ -1,8 +1,8 @@
 //! One path: its files, and its own I/O engine, so that a slow path does not delay the queue of another.
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::directory::{DATA, SUPERBLOCKS};
@@ -17,6 +17,7 @@ use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
 use crate::io::options::{Request, Target};
 use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::sync::{Guard, Lock};
 
 /// Bytes that are allocated for a superblock file at first.
 const SUPERBLOCK_ROOM: u64 = 64 << 10;
@@ -33,7 +34,7 @@ pub struct TierPath {
     gate: Gate,
     pool: Arc<ScratchPool>,
     /// Held while a thread extends the data file.
-    growing: Mutex<()>,
+    growing: Lock<()>,
     // Dropped last: it closes the files.
     files: PathFiles,
 }
@@ -59,7 +60,7 @@ impl TierPath {
     pub(super) fn open(storage: Box<dyn Storage>, engine: Engine) -> Result<TierPath> {
         let superblocks = [storage.open(SUPERBLOCKS[0])?, storage.open(SUPERBLOCKS[1])?];
         let (data, gate, pool) = (storage.open(DATA)?, Gate::default(), Arc::default());
-        let (superblock_room, growing) = (AtomicU64::new(0), Mutex::default());
+        let (superblock_room, growing) = (AtomicU64::new(0), Lock::default());
         let pairs = [(SUPERBLOCKS[0], &superblocks[0]), (SUPERBLOCKS[1], &superblocks[1]), (DATA, &data)];
         // The handles for writing identify the files.
         let files = pairs.map(|(name, pair)| (name, Arc::clone(&pair.writer))).to_vec();
@@ -123,8 +124,8 @@ impl TierPath {
     }
 
     /// Lock that a thread holds while it extends the data file.
-    pub(super) fn growing(&self) -> MutexGuard<'_, ()> {
-        self.growing.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn growing(&self) -> Guard<'_, ()> {
+        self.growing.lock()
     }
 
     /// Zeroed memory for a header or a superblock.

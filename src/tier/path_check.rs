@@ -33,7 +33,8 @@ impl Tier {
         let gone = || failed.iter().filter(|(_, error)| error.tier_kind().is_some());
         let silent =
             |number: usize| failed.iter().any(|(one, error)| *one == number && error.io_kind().is_some());
-        for (number, path) in self.lock().paths.iter_mut().enumerate().filter(|(number, _)| !silent(*number))
+        for (number, path) in
+            self.state.lock().paths.iter_mut().enumerate().filter(|(number, _)| !silent(*number))
         {
             path.gone = gone().any(|(one, _)| *one == number);
         }
@@ -53,7 +54,7 @@ impl Tier {
             current.is_some_and(|current| current.version.touches(path))
         };
         let extents: Vec<u32> = {
-            let state = self.lock();
+            let state = self.state.lock();
             let numbered = (0..).zip(&state.extents);
             numbered.filter_map(|(n, extent)| extent.as_ref().filter(|one| there(one)).map(|_| n)).collect()
         };

@@ -12,7 +12,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use super::contents::Contents;
 use super::data_length::{self, UsedSpace};
@@ -32,6 +32,7 @@ use crate::log::{self, Level};
 use crate::sys::bell::Bell;
 use crate::sys::host;
 use crate::sys::process::OpeningProcess;
+use crate::sys::sync::{Lock, Signal};
 
 /// A path that is present: its index in the options, and what its superblock copies hold.
 type Placed = Option<(usize, TierPath, FoundCopies)>;
@@ -330,14 +331,14 @@ fn assemble(
 ) -> Result<Tier> {
     let session = host::random().map_err(|error| Error::system("generating the number of a tier", &error))?;
     let identity = TierIdentity { tier, session: session as u64 };
-    let (opener, state, changed) = (OpeningProcess::current(), Mutex::new(state), Condvar::new());
+    let (opener, state, changed) = (OpeningProcess::current(), Lock::new(state), Signal::default());
     let bell = Arc::<Bell>::default();
     for path in paths.iter().flatten() {
         path.engine.ring_at_outcomes(Arc::clone(&bell))?;
     }
     let claimed = AtomicBool::new(false);
     let opening_due = AtomicBool::new(false);
-    let opening = Mutex::new(());
+    let opening = Lock::new(());
     Ok(Tier {
         opener,
         options,

@@ -51,7 +51,7 @@ impl Tier {
         if path as usize >= self.paths.len() {
             return Err(Error::invalid("number", format!("there is no path {path}")));
         }
-        self.lock().between_commits()?;
+        self.state.lock().between_commits()?;
         self.mark(path as usize, Health::Draining, "it is being evacuated");
         let extents = self.extents();
         let there = |extent: &&super::store::ExtentInfo| extent.blocks[path as usize] > 0;
@@ -63,10 +63,10 @@ impl Tier {
 
     /// Copies an extent's contents to healthy paths, and installs the copy.
     pub(super) fn move_extent(&self, extent: u32, writer: fn(Arc<Contents>) -> WriteOrigin) -> Result<()> {
-        let contents = self.lock().contents(extent)?;
+        let contents = self.state.lock().contents(extent)?;
         let begun = self.begin_write(extent, None, writer(Arc::clone(&contents)))?;
         let moved = self.copy_contents(&begun, &contents);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let outcome = match moved {
             Ok(moved) => state.install(extent, Arc::new(moved), true),
             Err(error) => {
@@ -96,13 +96,13 @@ impl Tier {
                     return Ok(Contents::new(version, OnceLock::from(checksums)));
                 }
                 Err(Stopped::Reading(error)) => {
-                    free_chunks(&mut self.lock(), shape, &chunks);
+                    free_chunks(&mut self.state.lock(), shape, &chunks);
                     return Err(error);
                 }
                 Err(Stopped::Writing { path, first, stuck, error }) => {
                     // After a deadline the system may still write to the chunk, so its space stays allocated.
                     chunks.retain(|chunk| !(stuck && chunk.first == first));
-                    free_chunks(&mut self.lock(), shape, &chunks);
+                    free_chunks(&mut self.state.lock(), shape, &chunks);
                     self.mark_after(path, Direction::Write, &error);
                     excluded[path] = true;
                 }

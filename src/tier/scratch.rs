@@ -4,12 +4,13 @@
 //! - Memory that a transfer still uses is not handed out again, even if its owner gave it up.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::error::Result;
 use crate::pool::region::{Backing, Region};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
+use crate::sys::sync::Lock;
 
 /// A memory region. When dropped, it is retired or returned to its pool; transfers in flight keep it mapped.
 #[derive(Debug)]
@@ -22,7 +23,7 @@ pub struct Scratch {
 /// Cache of small regions. Each chunk that is transferred needs memory for its header. Mapping and unmapping memory
 /// interrupts each core that the process runs on, and retiring a region wakes every engine.
 #[derive(Debug, Default)]
-pub struct ScratchPool(Mutex<Vec<Arc<Region>>>);
+pub struct ScratchPool(Lock<Vec<Arc<Region>>>);
 
 /// Length of each cached region in bytes, and maximum number of cached regions.
 const CACHED_BYTES: usize = 8 << 10;
@@ -41,7 +42,7 @@ impl Scratch {
         if bytes > CACHED_BYTES {
             return Scratch::new(bytes);
         }
-        let kept = pool.lock().pop();
+        let kept = pool.0.lock().pop();
         let region = match kept {
             Some(region) => region,
             None => Region::open(CACHED_BYTES, SMALL)?,
@@ -68,7 +69,7 @@ impl Drop for Scratch {
             && self.region.is_own()
             && !self.region.leased(self.region.span())
         {
-            let mut kept = pool.lock();
+            let mut kept = pool.0.lock();
             if kept.len() < MAX_CACHED {
                 return kept.push(Arc::clone(&self.region));
             }
@@ -77,15 +78,11 @@ impl Drop for Scratch {
     }
 }
 
-impl ScratchPool {
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Region>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+impl ScratchPool {}
 
 impl Drop for ScratchPool {
     fn drop(&mut self) {
-        let kept = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.0.get_mut();
         kept.drain(..).for_each(|region| region.retire());
     }
 }

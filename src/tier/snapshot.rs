@@ -38,7 +38,7 @@ pub(super) struct HeldExtent<'a> {
 
 impl Drop for HeldExtent<'_> {
     fn drop(&mut self) {
-        self.tier.lock().end_holding(&self.contents);
+        self.tier.state.lock().end_holding(&self.contents);
     }
 }
 
@@ -55,7 +55,7 @@ impl Tier {
     /// Takes a snapshot. Errors: an extent is being written (`Busy`); with `Committed` also no commit (`NoState`), and
     /// an extent that was written since the last commit (`Busy`).
     pub(super) fn snapshot(&self, view: View) -> Result<Snapshot<'_>> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(extent) = state.extents.iter().flatten().find(|extent| extent.writing) {
             return Err(Error::Busy(format!("extent {:?} is being written", extent.name)));
         }

@@ -8,8 +8,8 @@
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use super::allocation::ExtentPlacement;
 use super::contents::{Contents, WriteOrigin};
@@ -25,6 +25,7 @@ use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
 use crate::sys::process::OpeningProcess;
+use crate::sys::sync::{Lock, Signal};
 
 /// A tier: named extents stored on several paths.
 #[derive(Debug)]
@@ -35,8 +36,8 @@ pub struct Tier {
     pub(super) block_bytes: u64,
     /// By path number; `None` for missing paths.
     pub(super) paths: Vec<Option<Arc<TierPath>>>,
-    pub(super) state: Mutex<TierState>,
-    pub(super) changed: Condvar,
+    pub(super) state: Lock<TierState>,
+    pub(super) changed: Signal,
     /// Rung whenever transfers of a path may have ended.
     pub(super) bell: Arc<Bell>,
     pub(super) opened: Opened,
@@ -45,7 +46,7 @@ pub struct Tier {
     /// True if the open had no room for its superblock.
     pub(super) opening_due: AtomicBool,
     /// Held while a thread writes that superblock.
-    pub(super) opening: Mutex<()>,
+    pub(super) opening: Lock<()>,
 }
 
 /// Result of opening a tier.
@@ -83,10 +84,6 @@ pub struct ExtentInfo {
 }
 
 impl Tier {
-    pub(super) fn lock(&self) -> MutexGuard<'_, TierState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Fails in a forked child: the tier's threads and locks belong to the parent process.
     pub fn check_process(&self) -> Result<()> {
         self.opener.check("the tier")
@@ -107,7 +104,7 @@ impl Tier {
     pub fn define(&self, name: &str, streams: &[u64]) -> Result<u32> {
         check_name("name", name)?;
         let shape = Shape::new(streams, self.block_bytes)?;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(number) = state.names.get(name).copied() {
             let settled = state.between_commits();
             let extent = state.extent(number)?;
@@ -152,7 +149,7 @@ impl Tier {
     /// Removes an extent at the next commit. Defining the extent again before the commit cancels the removal. `Busy`
     /// while a commit is in flight, for the removal and its cancellation.
     pub fn remove(&self, extent: u32) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.between_commits()?;
         state.extent(extent)?.removed = true;
         Ok(())
@@ -160,13 +157,13 @@ impl Tier {
 
     /// Numbers of the extents with these names; `None` for a name that no extent has.
     pub fn numbers<'a>(&self, names: impl Iterator<Item = &'a str>) -> Vec<Option<u32>> {
-        let state = self.lock();
+        let state = self.state.lock();
         names.map(|name| state.names.get(name).copied()).collect()
     }
 
     /// All extents, in order of their numbers.
     pub fn extents(&self) -> Vec<ExtentInfo> {
-        let state = self.lock();
+        let state = self.state.lock();
         let numbered = state.extents.iter().enumerate();
         numbered
             .filter_map(|(number, extent)| Some(describe(&state, number as u32, extent.as_ref()?)))
@@ -175,7 +172,7 @@ impl Tier {
 
     /// The extent at position `index` of [`Tier::extents`], without building the whole list.
     pub fn nth_extent(&self, index: usize) -> Option<ExtentInfo> {
-        let state = self.lock();
+        let state = self.state.lock();
         // Without unused numbers, which removed extents leave, the index equals the number.
         let number = match state.names.len() == state.extents.len() {
             true => index,
@@ -190,7 +187,7 @@ impl Tier {
 
     /// Number of blocks of all extents on a path.
     pub fn blocks_on(&self, path: u32) -> u64 {
-        let state = self.lock();
+        let state = self.state.lock();
         let contents = state.extents.iter().flatten().filter_map(|extent| extent.current.as_ref());
         let chunks = contents.flat_map(|contents| &contents.version.chunks);
         chunks.filter(|chunk| chunk.path == path).map(|chunk| u64::from(chunk.count)).sum()
@@ -198,7 +195,7 @@ impl Tier {
 
     /// Description of one extent.
     pub fn extent(&self, number: u32) -> Result<ExtentInfo> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.extent(number)?;
         let known = state.extents[number as usize].as_ref().map(|extent| describe(&state, number, extent));
         known.ok_or_else(|| Error::invalid("extent", format!("{number} does not exist")))
@@ -206,7 +203,7 @@ impl Tier {
 
     /// Stream and block sizes of an extent.
     pub fn shape(&self, number: u32) -> Result<Arc<Shape>> {
-        Ok(Arc::clone(&self.lock().extent(number)?.shape))
+        Ok(Arc::clone(&self.state.lock().extent(number)?.shape))
     }
 
     /// Starts to write an extent from one span per stream, and returns a ticket for [`Tier::wait`]. Reads return the
@@ -229,7 +226,7 @@ impl Tier {
     /// [`Tier::checksums`] returns the expected checksums.
     pub fn read(&self, extent: u32, spans: &[TransferBuffer], unchecked: bool) -> Result<u64> {
         let (source, shape, name) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let source = state.contents(extent)?;
             let known = state.extent(extent)?;
             let fits = spans.len() == known.shape.streams().len()
@@ -269,16 +266,16 @@ impl Tier {
         }
         if let Err(error) = started {
             job.give_up();
-            self.lock().end_reading(&source);
+            self.state.lock().end_reading(&source);
             return Err(job.failure().unwrap_or(error));
         }
-        Ok(self.lock().ticket(job))
+        Ok(self.state.lock().ticket(job))
     }
 
     /// Checksums of the blocks that reads return. `None` until the contents were written or read while the tier is
     /// open.
     pub fn checksums(&self, extent: u32) -> Result<Option<Arc<[u64]>>> {
-        Ok(self.lock().contents(extent)?.checksums.get().cloned())
+        Ok(self.state.lock().contents(extent)?.checksums.get().cloned())
     }
 
     /// Number of times that transfers of a path have ended, for [`Tier::wait_for_event`].
@@ -297,14 +294,12 @@ impl Tier {
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<u64> {
         let until = deadline_after(timeout);
         let unknown = || Error::invalid("ticket", format!("{ticket} is unknown, or was waited for already"));
-        let mut state = self.lock();
-        while matches!(state.ticket_states.get(&ticket), Some(TicketState::Driven)) {
-            let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
-                return Err(timed_out());
-            }
-            let left = left.min(Duration::from_secs(3600));
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        let mut state = self.state.lock();
+        let driven =
+            |state: &mut TierState| matches!(state.ticket_states.get(&ticket), Some(TicketState::Driven));
+        state = self.changed.wait_while(state, until, driven);
+        if driven(&mut state) {
+            return Err(timed_out());
         }
         match state.ticket_states.get_mut(&ticket).ok_or_else(unknown)? {
             TicketState::Done(_) => match state.ticket_states.remove(&ticket) {
@@ -317,14 +312,14 @@ impl Tier {
                 };
                 drop(state);
                 let outcome = self.drive(ticket, job, until)?;
-                self.lock().ticket_states.remove(&ticket);
+                self.state.lock().ticket_states.remove(&ticket);
                 outcome
             }
         }
     }
 
     pub(super) fn mark(&self, path: usize, health: Health, reason: &str) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.mark(path, health, reason) {
             let message = format!("tier path {} is now {health:?}: {reason}", state.paths[path].name);
             drop(state);
@@ -341,7 +336,7 @@ impl Tier {
     pub fn rollback(&self) -> Result<()> {
         loop {
             self.finish_writes();
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.between_commits()?;
             // A write that started meanwhile would install its contents after the rollback.
             if !state.extents.iter().flatten().any(|extent| extent.writing) {

@@ -10,8 +10,8 @@
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use super::super::backend::{Action, Completion, Piece};
@@ -20,6 +20,7 @@ use super::index::{Index, Object};
 use super::{ObjectMeta, Store, StoreError, StoreResult};
 use crate::log::{self, Level};
 use crate::sys::span::Span;
+use crate::sys::sync::Lock;
 
 /// Default bytes of an object: large enough that the request overhead is a small part of the transfer time.
 pub const OBJECT_BYTES: u64 = 8 << 20;
@@ -34,7 +35,7 @@ pub struct ObjectVolume {
     /// Used in messages and as the prefix of file names.
     address: String,
     prefix: String,
-    files: Mutex<BTreeMap<String, Index>>,
+    files: Lock<BTreeMap<String, Index>>,
     next: AtomicU64,
 }
 
@@ -59,10 +60,10 @@ impl ObjectVolume {
         // store never answered.
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_micros();
         let next = AtomicU64::new(newest.max(now as u64));
-        let volume = ObjectVolume { store, address, prefix, files: Mutex::default(), next };
+        let volume = ObjectVolume { store, address, prefix, files: Lock::default(), next };
         for (file, objects) in objects {
             let (index, stale) = Index::of(objects);
-            volume.lock().insert(file.clone(), index);
+            volume.files.lock().insert(file.clone(), index);
             volume.delete_stale(&file, &stale);
         }
         volume
@@ -90,7 +91,7 @@ impl ObjectVolume {
 
     /// The end of a file's last object, in bytes; `None` if the file has no objects.
     pub fn len(&self, name: &str) -> Option<u64> {
-        self.lock().get(name).map(Index::end).filter(|end| *end > 0)
+        self.files.lock().get(name).map(Index::end).filter(|end| *end > 0)
     }
 
     /// Executes a piece. A panic becomes an error of the piece; the worker and the engine continue.
@@ -130,13 +131,13 @@ impl ObjectVolume {
         let object = Object { start, len: span.len() as u64, number };
         // A copy, because a request may continue after its timeout, when the memory belongs to the caller again.
         self.store.put(&self.key(file, &object), &span.to_vec())?;
-        let stale = self.lock().entry(file.to_string()).or_default().insert(object);
+        let stale = self.files.lock().entry(file.to_string()).or_default().insert(object);
         self.delete_stale(file, &stale);
         Ok(span.len())
     }
 
     fn read(&self, file: &str, offset: u64, span: Span) -> StoreResult<usize> {
-        let parts = self.lock().get(file).map(|index| index.cover(offset, span.len() as u64));
+        let parts = self.files.lock().get(file).map(|index| index.cover(offset, span.len() as u64));
         let mut done = 0;
         for part in parts.unwrap_or_default() {
             let into = span.part(done, part.len as usize);
@@ -162,9 +163,5 @@ impl ObjectVolume {
 
     fn key(&self, file: &str, object: &Object) -> String {
         format!("{}{file}/{}", self.prefix, object.name())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Index>> {
-        self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

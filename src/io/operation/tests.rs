@@ -33,17 +33,17 @@ fn handles_leave_the_top_bit_free_however_many_were_given() {
 fn a_device_is_free_again_although_the_outcome_was_taken_while_files_were_being_closed() {
     let shared = Shared::new(None);
     let now = Instant::now();
-    let handle = shared.lock().admit(|handle| under_way(handle, now, Some(now))).0;
-    drop(shared.expire(shared.lock()));
+    let handle = shared.state.lock().admit(|handle| under_way(handle, now, Some(now))).0;
+    drop(shared.expire(shared.state.lock()));
     shared.turns.fetch_add(2, Ordering::Release);
-    drop(shared.expire(shared.lock()));
-    assert_eq!(shared.lock().stuck.get(&7), Some(&1));
+    drop(shared.expire(shared.state.lock()));
+    assert_eq!(shared.state.lock().stuck.get(&7), Some(&1));
     // As in `Shared::finish` before it closes files; a waiter takes the outcome meanwhile.
-    let op = shared.lock().entry(handle).unwrap().op.take().unwrap();
-    assert!(matches!(shared.lock().take(handle), Ok(Some(Err(_)))));
+    let op = shared.state.lock().entry(handle).unwrap().op.take().unwrap();
+    assert!(matches!(shared.state.lock().take(handle), Ok(Some(Err(_)))));
     let ended = Ended::new(&op, Ok(1));
-    shared.lock().end(ended, &shared.counters, &mut Vec::new());
-    assert!(shared.lock().stuck.is_empty() && shared.lock().entries.is_empty());
+    shared.state.lock().end(ended, &shared.counters, &mut Vec::new());
+    assert!(shared.state.lock().stuck.is_empty() && shared.state.lock().entries.is_empty());
 }
 
 #[test]
@@ -52,32 +52,32 @@ fn time_in_which_the_process_did_not_run_is_no_stall() {
     let shared = Shared::new(Some(io_timeout));
     let now = Instant::now();
     let long_ago = now - Duration::from_secs(10);
-    let handle = shared.lock().admit(|handle| under_way(handle, long_ago, Some(long_ago))).0;
+    let handle = shared.state.lock().admit(|handle| under_way(handle, long_ago, Some(long_ago))).0;
     // The check planned for `long_ago` happens now.
-    shared.lock().progress = Progress::planned_for(long_ago);
-    let (state, next, expired) = shared.expire(shared.lock());
+    shared.state.lock().progress = Progress::planned_for(long_ago);
+    let (state, next, expired) = shared.expire(shared.state.lock());
     drop(state);
     assert!(!expired && next.is_some_and(|next| next > now && next < now + io_timeout));
-    assert!(shared.lock().stuck.is_empty());
+    assert!(shared.state.lock().stuck.is_empty());
     std::thread::sleep(Duration::from_millis(60));
     // The driver has not waited again yet.
     shared.turns.fetch_add(1, Ordering::Release);
-    let (state, _, expired) = shared.expire(shared.lock());
+    let (state, _, expired) = shared.expire(shared.state.lock());
     drop(state);
     assert!(!expired);
     // The driver has waited again and found nothing.
     shared.turns.fetch_add(1, Ordering::Release);
-    let (state, _, expired) = shared.expire(shared.lock());
+    let (state, _, expired) = shared.expire(shared.state.lock());
     drop(state);
-    assert!(expired && matches!(shared.lock().take(handle), Ok(Some(Err(_)))));
+    assert!(expired && matches!(shared.state.lock().take(handle), Ok(Some(Err(_)))));
 }
 
 #[test]
 fn a_stop_before_the_first_check_is_no_stall() {
     let shared = Shared::new(Some(Duration::from_secs(1)));
     let long_ago = Instant::now() - Duration::from_secs(10);
-    shared.lock().admit(|handle| under_way(handle, long_ago, None));
-    let (state, next, expired) = shared.expire(shared.lock());
+    shared.state.lock().admit(|handle| under_way(handle, long_ago, None));
+    let (state, next, expired) = shared.expire(shared.state.lock());
     assert!(!expired && state.deadlines.is_empty() && next.is_some());
 }
 
@@ -86,16 +86,16 @@ fn a_completion_ends_a_stall_of_the_operations_beside_it() {
     let shared = Shared::new(Some(Duration::from_secs(1)));
     let long_ago = Instant::now() - Duration::from_secs(10);
     let given = Instant::now() + Duration::from_secs(60);
-    let stalls = shared.lock().admit(|handle| under_way(handle, long_ago, None)).0;
-    shared.lock().admit(|handle| under_way(handle, long_ago, Some(given)));
+    let stalls = shared.state.lock().admit(|handle| under_way(handle, long_ago, None)).0;
+    shared.state.lock().admit(|handle| under_way(handle, long_ago, Some(given)));
     // The check planned for now happens in time.
-    shared.lock().progress = Progress::planned_for(Instant::now());
-    let (state, _, expired) = shared.expire(shared.lock());
+    shared.state.lock().progress = Progress::planned_for(Instant::now());
+    let (state, _, expired) = shared.expire(shared.state.lock());
     assert!(!expired && state.deadlines.iter().any(|(_, handle)| *handle == stalls));
     drop(state);
     shared.progress.fetch_add(1, Ordering::Release);
     shared.turns.fetch_add(2, Ordering::Release);
-    let (state, _, expired) = shared.expire(shared.lock());
+    let (state, _, expired) = shared.expire(shared.state.lock());
     let left: Vec<_> = state.deadlines.iter().map(|(deadline, _)| *deadline).collect();
     assert!(!expired && left == [given], "{left:?}");
 }

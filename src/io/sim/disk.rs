@@ -6,12 +6,14 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::super::backend::{Wake, sleep_until};
+use super::super::backend::Wake;
 use super::journal::{DiskEvent, Journal};
 use super::{Stop, next};
+
+use crate::sys::sync::{Lock, Signal};
 
 /// The unit in bytes that a crash keeps or loses.
 pub const SECTOR: usize = 512;
@@ -35,8 +37,8 @@ pub struct Disk {
 
 #[derive(Debug, Default)]
 struct Inner {
-    state: Mutex<DiskState>,
-    news: Condvar,
+    state: Lock<DiskState>,
+    news: Signal,
 }
 
 type Files = BTreeMap<String, Vec<u8>>;
@@ -74,7 +76,7 @@ impl Journal {
     /// The `disks` disks after the first `events` events, as a new process finds them without a power failure.
     pub fn replayed(&self, disks: usize, events: usize) -> Vec<Disk> {
         let image: Vec<Disk> = (0..disks).map(|_| Disk::default()).collect();
-        for (disk, event) in self.lock().iter().take(events) {
+        for (disk, event) in self.events.lock().iter().take(events) {
             image[*disk].serve(event.clone());
         }
         image
@@ -92,14 +94,14 @@ impl Disk {
     /// A disk that records its events in `journal` as disk number `number`.
     pub fn journaled(journal: &Journal, number: usize) -> Disk {
         let disk = Disk::default();
-        disk.lock().journal = Some((journal.clone(), number));
+        disk.inner.state.lock().journal = Some((journal.clone(), number));
         disk
     }
 
     /// A copy of this disk, which records its present state and all later events in `journal`.
     pub fn moved_to(&self, journal: &Journal, number: usize) -> Disk {
         let disk = Disk::journaled(journal, number);
-        let state = self.lock();
+        let state = self.inner.state.lock();
         for (name, bytes) in state.durable.clone() {
             disk.serve(DiskEvent::Create { name: name.clone() });
             disk.serve(DiskEvent::Write { name: name.clone(), at: 0, bytes });
@@ -107,19 +109,19 @@ impl Disk {
         }
         disk.sync_directory();
         state.unsynced.iter().for_each(|event| disk.serve(event.clone()));
-        disk.lock().created = state.created.clone();
+        disk.inner.state.lock().created = state.created.clone();
         drop(state);
         disk
     }
 
     /// The bytes of a file, as reads see them.
     pub fn contents(&self, name: &str) -> Vec<u8> {
-        self.lock().current.get(name).cloned().unwrap_or_default()
+        self.inner.state.lock().current.get(name).cloned().unwrap_or_default()
     }
 
     /// Stores a file durably.
     pub fn put(&self, name: &str, bytes: Vec<u8>) {
-        let mut state = self.lock();
+        let mut state = self.inner.state.lock();
         state.durable.insert(name.to_string(), bytes.clone());
         state.current.insert(name.to_string(), bytes);
     }
@@ -133,12 +135,12 @@ impl Disk {
 
     /// Length of a file in bytes; `None` if it does not exist.
     pub fn len(&self, name: &str) -> Option<u64> {
-        self.lock().current.get(name).map(|file| file.len() as u64)
+        self.inner.state.lock().current.get(name).map(|file| file.len() as u64)
     }
 
     /// Names of all files.
     pub fn names(&self) -> Vec<String> {
-        self.lock().current.keys().cloned().collect()
+        self.inner.state.lock().current.keys().cloned().collect()
     }
 
     /// Creates an empty file if it does not exist.
@@ -169,17 +171,17 @@ impl Disk {
 
     /// Limits the total bytes of all files.
     pub fn limit(&self, capacity: Option<u64>) {
-        self.lock().capacity = capacity;
+        self.inner.state.lock().capacity = capacity;
     }
 
     /// Number of requests so far.
     pub fn requests(&self) -> u64 {
-        self.lock().requests
+        self.inner.state.lock().requests
     }
 
     /// Lets hung requests complete.
     pub fn release(&self) {
-        self.lock().released = true;
+        self.inner.state.lock().released = true;
         self.inner.wake();
     }
 
@@ -195,7 +197,7 @@ impl Disk {
 
     /// Simulates a power failure: synced data stays, and `crash` decides about the rest.
     pub fn crash(&self, crash: Crash, seed: u64) {
-        let mut state = self.lock();
+        let mut state = self.inner.state.lock();
         let mut random = seed | 1;
         let mut stays = || match crash {
             Crash::Kept => true,
@@ -216,19 +218,19 @@ impl Disk {
     /// Runs `run` once, after `events` further events, on the thread of the last one. That event has taken effect, and
     /// the engine that caused it has not learned of it.
     pub fn after_events(&self, events: u64, run: impl FnOnce() + Send + 'static) {
-        self.lock().hook = Some(Hook { events, run: Box::new(run) });
+        self.inner.state.lock().hook = Some(Hook { events, run: Box::new(run) });
     }
 
     /// True if the action of [`Disk::after_events`] has not run.
     pub fn is_hooked(&self) -> bool {
-        self.lock().hook.is_some()
+        self.inner.state.lock().hook.is_some()
     }
 
     /// Executes an event and records it in the journal.
     pub fn serve(&self, event: DiskEvent) {
         self.execute(event);
         let due = {
-            let mut state = self.lock();
+            let mut state = self.inner.state.lock();
             if let Some(hook) = &mut state.hook {
                 hook.events = hook.events.saturating_sub(1);
             }
@@ -240,7 +242,7 @@ impl Disk {
     }
 
     fn execute(&self, event: DiskEvent) {
-        let mut state = self.lock();
+        let mut state = self.inner.state.lock();
         let state = &mut *state;
         if let Some((journal, number)) = &state.journal {
             journal.add(*number, event.clone());
@@ -274,14 +276,14 @@ impl Disk {
     }
 
     pub(super) fn read(&self, name: &str, at: usize, len: usize) -> Vec<u8> {
-        let state = self.lock();
+        let state = self.inner.state.lock();
         let there = state.current.get(name).and_then(|file| file.get(at..)).unwrap_or_default();
         there[..there.len().min(len)].to_vec()
     }
 
     /// The largest possible length of a file, in bytes.
     pub(super) fn room(&self, name: &str) -> usize {
-        let state = self.lock();
+        let state = self.inner.state.lock();
         let Some(capacity) = state.capacity else { return usize::MAX };
         let others: usize =
             state.current.iter().filter(|(other, _)| *other != name).map(|(_, file)| file.len()).sum();
@@ -291,7 +293,7 @@ impl Disk {
 
     /// Number of requests and of other calls so far.
     pub fn events(&self) -> u64 {
-        self.lock().events
+        self.inner.state.lock().events
     }
 
     /// Identifies the disk among all disks of this process.
@@ -302,52 +304,48 @@ impl Disk {
     /// Counts a call on the storage, which hangs if `stop` says so.
     pub fn call(&self, stop: Option<Stop>) {
         if self.count_event(stop) {
-            let state = self.lock();
-            drop(self.inner.news.wait_while(state, |state| !state.released));
+            let state = self.inner.state.lock();
+            drop(self.inner.news.wait_while(state, None, |state| !state.released));
         }
     }
 
     /// Counts an event; true if it hangs.
     pub(super) fn count_event(&self, stop: Option<Stop>) -> bool {
-        let mut state = self.lock();
+        let mut state = self.inner.state.lock();
         state.events += 1;
         stop.is_some_and(|stop| stop.hits(state.events - 1)) && !state.released
     }
 
     pub(super) fn count_request(&self) -> u64 {
-        let mut state = self.lock();
+        let mut state = self.inner.state.lock();
         state.requests += 1;
         state.requests - 1
     }
 
     pub(super) fn released(&self) -> bool {
-        self.lock().released
+        self.inner.state.lock().released
     }
 
     /// Number of wakes so far.
     pub(super) fn wakes(&self) -> u64 {
-        self.lock().wakes
+        self.inner.state.lock().wakes
     }
 
     /// Sleeps until the disk is notified, at most until `until`. A wake that is not among the `seen` ones ends the call
     /// at once, and counts as seen then. True if there was one, or if `until` has passed.
     pub(super) fn wait_news(&self, seen: &mut u64, until: Option<Instant>) -> bool {
-        let state = self.lock();
-        std::mem::replace(seen, state.wakes) != state.wakes || !sleep_until(&self.inner.news, state, until).1
+        let state = self.inner.state.lock();
+        std::mem::replace(seen, state.wakes) != state.wakes || !self.inner.news.wait_until(state, until).1
     }
 
     pub(super) fn waker(&self) -> Arc<dyn Wake> {
         Arc::clone(&self.inner) as Arc<dyn Wake>
     }
-
-    fn lock(&self) -> MutexGuard<'_, DiskState> {
-        self.inner.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Wake for Inner {
     fn wake(&self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).wakes += 1;
+        self.state.lock().wakes += 1;
         self.news.notify_all();
     }
 }

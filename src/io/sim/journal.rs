@@ -1,7 +1,9 @@
 //! The events of simulated disks in order. One run yields the disk images after a crash at any point of it.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use crate::sys::sync::Lock;
 
 /// An action of a disk.
 #[derive(Debug, Clone)]
@@ -58,25 +60,21 @@ impl DiskEvent {
 /// The events of several disks, in order of time.
 #[derive(Debug, Clone, Default)]
 pub struct Journal {
-    events: Arc<Mutex<Vec<(usize, DiskEvent)>>>,
+    pub(super) events: Arc<Lock<Vec<(usize, DiskEvent)>>>,
 }
 
 impl Journal {
     pub(super) fn add(&self, disk: usize, event: DiskEvent) {
-        self.lock().push((disk, event));
+        self.events.lock().push((disk, event));
     }
 
     /// Number of events so far.
     pub fn len(&self) -> usize {
-        self.lock().len()
+        self.events.lock().len()
     }
 
     /// True if there are no events.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
-    }
-
-    pub(super) fn lock(&self) -> MutexGuard<'_, Vec<(usize, DiskEvent)>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

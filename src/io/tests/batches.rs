@@ -102,7 +102,7 @@ fn run_on<B: Backend>(count: usize, mut backend: B) -> B {
     let file = Arc::new(File::named("file", 1, Some(SECTOR_512)));
     let shared = Arc::new(Shared::new(None));
     for n in 0..count {
-        shared.lock().admit(|handle| Operation {
+        shared.state.lock().admit(|handle| Operation {
             handle,
             action: Action::Write,
             file: Arc::clone(&file),
@@ -117,10 +117,10 @@ fn run_on<B: Backend>(count: usize, mut backend: B) -> B {
             expired: false.into(),
         });
     }
-    shared.lock().closing = true;
+    shared.state.lock().closing = true;
     let bounce = Bounce::new(BLOCK, 1).unwrap();
     Driver::new(Arc::clone(&shared), DEPTH, bounce).run(&mut backend).unwrap();
-    assert_eq!(shared.lock().unfinished, 0);
+    assert_eq!(shared.state.lock().unfinished, 0);
     pool.free(span.address()).unwrap();
     backend
 }

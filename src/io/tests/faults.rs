@@ -232,7 +232,7 @@ fn a_full_disk_and_a_truncated_file_are_named() {
 fn the_first_error_is_that_of_the_first_operation_also_after_the_numbers_of_handles_wrap() {
     let disk = Disk::default();
     let engine = engine(&disk, Faults { error_permille: vec![(libc::EIO, 1000)], ..Faults::default() });
-    engine.shared.lock().generation = crate::io::operation::GENERATIONS - 1;
+    engine.shared.state.lock().generation = crate::io::operation::GENERATIONS - 1;
     let pool = pool(4096, 1);
     let block = pool.alloc().unwrap();
     for name in ["first", "second", "third"] {

@@ -8,7 +8,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::device_memory::{Memory, Subgroup};
@@ -19,6 +19,7 @@ use crate::gpu::kernels::Kernels;
 use crate::gpu::memory::Registry;
 use crate::gpu::stream::{GpuEvent, Stream};
 use crate::kernel::AdamRule;
+use crate::sys::sync::Lock;
 use spillway_planner::interleave::Shape;
 use spillway_planner::interleave::placements::Plan;
 use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, Part, Work};
@@ -34,11 +35,11 @@ pub struct Gpu {
     /// One stream per lane.
     streams: HashMap<Lane, Stream>,
     clock: Stream,
-    events: Mutex<HashMap<LaneEvent, Arc<GpuEvent>>>,
+    events: Lock<HashMap<LaneEvent, Arc<GpuEvent>>>,
     memory: Memory,
-    rules: Mutex<Arc<[AdamRule]>>,
+    rules: Lock<Arc<[AdamRule]>>,
     opened: Instant,
-    times: Mutex<Times>,
+    times: Lock<Times>,
 }
 
 /// A point in GPU time whose host time is known, in seconds since the backend was created.
@@ -76,16 +77,16 @@ impl Gpu {
             device: Arc::clone(device),
             streams: STREAMS.iter().map(stream).collect::<Result<_>>()?,
             clock: Stream::new(device)?,
-            events: Mutex::default(),
+            events: Lock::default(),
             memory: Memory::new(device, kernels, registry, shape, subgroups)?,
-            rules: Mutex::new(Arc::new([])),
+            rules: Lock::new(Arc::new([])),
             opened: Instant::now(),
-            times: Mutex::default(),
+            times: Lock::default(),
         })
     }
 
     fn event(&self, event: LaneEvent) -> Result<Arc<GpuEvent>> {
-        let mut events = lock(&self.events);
+        let mut events = self.events.lock();
         if let Some(known) = events.get(&event) {
             return Ok(Arc::clone(known));
         }
@@ -100,7 +101,7 @@ impl Gpu {
     }
 
     fn run(&self, lane: Lane, work: Work) -> Result<()> {
-        let rules = Arc::clone(&lock(&self.rules));
+        let rules = Arc::clone(&self.rules.lock());
         match self.streams.get(&lane) {
             Some(stream) => {
                 let (mut whole, mut first, mut last) = (work, true, true);
@@ -119,7 +120,7 @@ impl Gpu {
                 let start = self.opened.elapsed().as_secs_f64();
                 self.memory.step_on_cpu(work, &rules)?;
                 let end = self.opened.elapsed().as_secs_f64();
-                let mut times = lock(&self.times);
+                let mut times = self.times.lock();
                 if times.ran.len() < MOST_TIMED {
                     times.ran.push(Timing { lane, work, start, end });
                 }
@@ -130,7 +131,7 @@ impl Gpu {
 
     /// Records the start of work, if a step has begun and fewer than `MOST_TIMED` timings are in flight.
     fn start_timing(&self, stream: &Stream, lane: Lane) -> Result<()> {
-        let mut times = lock(&self.times);
+        let mut times = self.times.lock();
         let Some(mark) = times.mark.clone().filter(|_| times.under_way.len() < MOST_TIMED) else {
             return Ok(());
         };
@@ -141,7 +142,7 @@ impl Gpu {
     }
 
     fn end_timing(&self, stream: &Stream, lane: Lane, work: Work) -> Result<()> {
-        let mut times = lock(&self.times);
+        let mut times = self.times.lock();
         let Some((mark, start)) = times.begun.remove(&lane) else { return Ok(()) };
         let end = times.spare.pop().map_or_else(|| GpuEvent::timing(&self.device), Ok)?;
         stream.record(&end)?;
@@ -186,8 +187,8 @@ impl Backend for Gpu {
         let event = GpuEvent::timing(&self.device)?;
         self.clock.record(&event)?;
         let mark = Mark { event, at: self.opened.elapsed().as_secs_f64() };
-        lock(&self.times).mark = Some(Arc::new(mark));
-        *lock(&self.rules) = rules;
+        self.times.lock().mark = Some(Arc::new(mark));
+        *self.rules.lock() = rules;
         Ok(())
     }
 
@@ -196,7 +197,7 @@ impl Backend for Gpu {
     }
 
     fn timings(&self) -> Vec<Timing> {
-        let mut times = lock(&self.times);
+        let mut times = self.times.lock();
         let all = std::mem::take(&mut times.under_way);
         for (lane, work, mark, start, end) in all {
             if !end.done().unwrap_or(false) {
@@ -220,8 +221,4 @@ impl Drop for Gpu {
             let _ = stream.synchronize();
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,7 +1,7 @@
 //! The arrays of the interleaved update in device and host memory, and what each piece of work does to them.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -14,6 +14,7 @@ use crate::optim::adam;
 use crate::optim::parallel::Job;
 use crate::pool::buffer::Buffer;
 use crate::sys::shared_slice::SharedSlice;
+use crate::sys::sync::Lock;
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::schedule::{PAIR, Part, StateArray, Work};
 use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
@@ -133,15 +134,15 @@ impl DeviceSlot {
 }
 
 /// A value that is created at its first use.
-struct Deferred<T>(Mutex<Option<Arc<T>>>);
+struct Deferred<T>(Lock<Option<Arc<T>>>);
 
 impl<T> Deferred<T> {
     fn new() -> Deferred<T> {
-        Deferred(Mutex::new(None))
+        Deferred(Lock::new(None))
     }
 
     fn get(&self, create: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
-        let mut created = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut created = self.0.lock();
         match &*created {
             Some(created) => Ok(Arc::clone(created)),
             None => Ok(Arc::clone(created.insert(Arc::new(create()?)))),
@@ -149,7 +150,7 @@ impl<T> Deferred<T> {
     }
 
     fn take(&self) -> Option<Arc<T>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.0.lock().take()
     }
 }
 
@@ -169,7 +170,7 @@ pub struct Memory {
     residents: Vec<Deferred<DeviceSlot>>,
     /// Memory of former residents that copies to the host may still read. Freeing it earlier would make the driver wait
     /// for all streams.
-    evicted: Mutex<Vec<(usize, Arc<DeviceSlot>)>>,
+    evicted: Lock<Vec<(usize, Arc<DeviceSlot>)>>,
 }
 
 impl Memory {
@@ -199,7 +200,7 @@ impl Memory {
             slots: deferred(shape.slots),
             chunks: [(); PAIR].map(|()| Deferred::new()),
             residents: deferred(shape.count()),
-            evicted: Mutex::default(),
+            evicted: Lock::default(),
             shape: shape.clone(),
             subgroups,
         })
@@ -336,14 +337,14 @@ impl Memory {
         stream.download(self.resident(subgroup)?.state(state, part)?.span(), &home)?;
         if state == StateArray::Param && part.from + part.len == self.shape.sizes[subgroup] {
             let gone = self.residents[subgroup].take();
-            self.evicted().extend(gone.map(|slot| (subgroup, slot)));
+            self.evicted.lock().extend(gone.map(|slot| (subgroup, slot)));
         }
         Ok(())
     }
 
     /// Frees the memory of former residents for which `home` returns true: their states have reached host memory.
     pub fn free_evicted(&self, home: impl Fn(usize) -> Result<bool>) -> Result<()> {
-        let mut evicted = self.evicted();
+        let mut evicted = self.evicted.lock();
         let mut at = 0;
         while let Some((subgroup, _)) = evicted.get(at) {
             match home(*subgroup)? {
@@ -352,10 +353,6 @@ impl Memory {
             }
         }
         Ok(())
-    }
-
-    fn evicted(&self) -> MutexGuard<'_, Vec<(usize, Arc<DeviceSlot>)>> {
-        self.evicted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn whole(&self, subgroup: usize) -> Part {

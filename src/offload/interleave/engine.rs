@@ -13,7 +13,7 @@
 #![forbid(unsafe_code)]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use super::machine::Machine;
 use super::recalibrate::RateMeter;
@@ -21,6 +21,7 @@ use super::{Backend, Model, Timing};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
 use crate::sys::per_process::PerProcess;
+use crate::sys::sync::{Guard, Lock, Signal};
 use crate::sys::threads;
 use spillway_planner::interleave::pieces;
 use spillway_planner::interleave::placements::{Placement, Plan};
@@ -31,7 +32,7 @@ use spillway_planner::interleave::{Rates, Shape};
 pub struct Engine<B: Backend + 'static> {
     inner: PerProcess<Arc<Inner<B>>>,
     worker: Arc<Worker>,
-    watched: Mutex<Watched>,
+    watched: Lock<Watched>,
 }
 
 /// The reader of new parameters.
@@ -58,24 +59,24 @@ struct Watched {
 
 struct Inner<B> {
     backend: B,
-    machine: Mutex<Machine>,
+    machine: Lock<Machine>,
     /// Signalled when a subgroup has stepped or a failure occurred.
-    changed: Condvar,
+    changed: Signal,
 }
 
 /// Number of running threads. Separate from `Inner`, so that a thread can drop `Inner` before it counts itself out.
 #[derive(Default)]
 struct Worker {
-    running: Mutex<usize>,
-    ended: Condvar,
+    running: Lock<usize>,
+    ended: Signal,
 }
 
 impl<B: Backend + 'static> Engine<B> {
     /// Starts with all subgroups on the CPU.
     pub fn new(shape: Shape, backend: B) -> Result<Engine<B>> {
-        let machine = Mutex::new(Machine::new(shape)?);
-        let inner = Arc::new(Inner { backend, machine, changed: Condvar::new() });
-        Ok(Engine { inner: PerProcess::new(inner), worker: Arc::default(), watched: Mutex::default() })
+        let machine = Lock::new(Machine::new(shape)?);
+        let inner = Arc::new(Inner { backend, machine, changed: Signal::default() });
+        Ok(Engine { inner: PerProcess::new(inner), worker: Arc::default(), watched: Lock::default() })
     }
 
     /// The subgroups and settings, which never change.
@@ -128,7 +129,7 @@ impl<B: Backend + 'static> Engine<B> {
             self.start_worker("spillway-step", move |inner| inner.cpu_part(on_cpu))?;
         }
         self.inner()?.gpu_part(true, usize::MAX)?;
-        match self.inner()?.lock().pieces_left() {
+        match self.inner()?.machine.lock().pieces_left() {
             0 => Ok(()),
             left => self.start_worker("spillway-feed", move |inner| drop(inner.gpu_part(false, left))),
         }
@@ -140,7 +141,7 @@ impl<B: Backend + 'static> Engine<B> {
         let mut machine = self.machine()?;
         machine.check(subgroup)?;
         while machine.is_stepping(subgroup) {
-            machine = self.inner()?.changed.wait(machine).unwrap_or_else(PoisonError::into_inner);
+            machine = self.inner()?.changed.wait(machine);
             machine.check(subgroup)?;
         }
         drop(machine);
@@ -167,14 +168,14 @@ impl<B: Backend + 'static> Engine<B> {
     /// Sets initial rates; from then on [`Engine::replan`] corrects them with the timings of every step.
     pub fn calibrate(&self, rates: Rates) -> Result<()> {
         drop(self.machine()?);
-        self.watched().meter = Some(RateMeter::new(rates)?);
+        self.watched.lock().meter = Some(RateMeter::new(rates)?);
         Ok(())
     }
 
     /// The current rates; `None` before [`Engine::calibrate`].
     pub fn rates(&self) -> Result<Option<Rates>> {
         drop(self.machine()?);
-        Ok(self.watched().meter.as_ref().map(|meter| *meter.rates()))
+        Ok(self.watched.lock().meter.as_ref().map(|meter| *meter.rates()))
     }
 
     /// Updates the rates with the timings since the last call, and changes the plan if the gain is worth it; returns
@@ -213,7 +214,7 @@ impl<B: Backend + 'static> Engine<B> {
     /// in flight, and after a failure every subgroup in doubt.
     pub fn away(&self) -> Vec<usize> {
         let Ok(inner) = self.inner() else { return Vec::new() };
-        let machine = inner.lock();
+        let machine = inner.machine.lock();
         let home = |subgroup: &usize| {
             machine.plan().placement(*subgroup) != Placement::Resident
                 && !machine.is_stepping(*subgroup)
@@ -229,8 +230,8 @@ impl<B: Backend + 'static> Engine<B> {
     }
 
     /// Takes the timings from the backend: for the meter, if there is one, and for a trace.
-    fn collect(&self) -> Result<MutexGuard<'_, Watched>> {
-        let mut watched = self.watched();
+    fn collect(&self) -> Result<Guard<'_, Watched>> {
+        let mut watched = self.watched.lock();
         let new = self.inner()?.backend.timings();
         if watched.meter.is_some() && watched.unseen.len() < MOST_UNSEEN {
             watched.unseen.extend_from_slice(&new);
@@ -239,17 +240,13 @@ impl<B: Backend + 'static> Engine<B> {
         Ok(watched)
     }
 
-    fn watched(&self) -> MutexGuard<'_, Watched> {
-        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Fails in a forked child of the process that opened the update.
     pub fn check_process(&self) -> Result<()> {
         self.inner().map(|_| ())
     }
 
-    fn machine(&self) -> Result<MutexGuard<'_, Machine>> {
-        Ok(self.inner()?.lock())
+    fn machine(&self) -> Result<Guard<'_, Machine>> {
+        Ok(self.inner()?.machine.lock())
     }
 
     fn inner(&self) -> Result<&Arc<Inner<B>>> {
@@ -259,15 +256,15 @@ impl<B: Backend + 'static> Engine<B> {
     /// Starts a thread of the step in flight. If the thread cannot start, the step fails.
     fn start_worker(&self, name: &'static str, work: impl FnOnce(&Inner<B>) + Send + 'static) -> Result<()> {
         let (inner, worker) = (Arc::clone(self.inner()?), Arc::clone(&self.worker));
-        *worker.lock() += 1;
+        *worker.running.lock() += 1;
         let spawned = threads::spawn_quiet(name, move || {
             work(&inner);
             drop(inner);
-            *worker.lock() -= 1;
+            *worker.running.lock() -= 1;
             worker.ended.notify_all();
         });
         spawned.or_else(|error| {
-            *self.worker.lock() -= 1;
+            *self.worker.running.lock() -= 1;
             let error = Error::system("starting a thread of the interleaved update", &error);
             self.inner()?.done(0, Err(error))
         })
@@ -275,13 +272,9 @@ impl<B: Backend + 'static> Engine<B> {
 }
 
 impl<B: Backend> Inner<B> {
-    fn lock(&self) -> MutexGuard<'_, Machine> {
-        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn cpu_part(&self, subgroups: usize) {
         for _ in 0..subgroups {
-            let Some((nth, subgroup)) = self.lock().next_cpu() else { return };
+            let Some((nth, subgroup)) = self.machine.lock().next_cpu() else { return };
             let emit = &mut |command| self.backend.play(command, None);
             let outcome = catch_unwind(AssertUnwindSafe(|| schedule::cpu_part(nth, subgroup, emit)));
             // The state machine keeps the failure and returns it from every later call.
@@ -292,9 +285,9 @@ impl<B: Backend> Inner<B> {
     /// Enqueues at most `most` pieces of the GPU's part. With `at_once`, stops at the first piece that must wait for
     /// space in the device's queues.
     fn gpu_part(&self, at_once: bool, most: usize) -> Result<()> {
-        let shape = self.lock().shape().clone();
+        let shape = self.machine.lock().shape().clone();
         for _ in 0..most {
-            let Some((piece, event)) = self.lock().next_gpu(at_once) else { return Ok(()) };
+            let Some((piece, event)) = self.machine.lock().next_gpu(at_once) else { return Ok(()) };
             let emit = &mut |command| self.backend.play(command, None);
             let outcome = catch_unwind(AssertUnwindSafe(|| {
                 pieces::room(event, emit).and_then(|()| pieces::enqueue(&shape, piece, emit))
@@ -305,26 +298,22 @@ impl<B: Backend> Inner<B> {
     }
 
     fn done(&self, subgroup: usize, outcome: Result<()>) -> Result<()> {
-        let kept = self.lock().stepped(subgroup, outcome);
+        let kept = self.machine.lock().stepped(subgroup, outcome);
         self.changed.notify_all();
         kept
     }
 }
 
-impl Worker {
-    fn lock(&self) -> MutexGuard<'_, usize> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+impl Worker {}
 
 impl<B: Backend + 'static> Drop for Engine<B> {
     fn drop(&mut self) {
         if !self.inner.is_here() {
             return;
         }
-        let mut running = self.worker.lock();
+        let mut running = self.worker.running.lock();
         while *running > 0 {
-            running = self.worker.ended.wait(running).unwrap_or_else(PoisonError::into_inner);
+            running = self.worker.ended.wait(running);
         }
     }
 }

@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::lanes::Lanes;
@@ -17,6 +17,7 @@ use crate::kernel::{AdamRule, States, Tensor};
 use crate::optim::adam;
 use crate::optim::parallel::Job;
 use crate::sys::shared_slice::SharedSlice;
+use crate::sys::sync::Lock;
 use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, PAIR, Part, StateArray, Work};
 use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
 
@@ -42,8 +43,8 @@ pub struct Host {
     // Dropped first, since its threads use the memory.
     lanes: Lanes,
     memory: Arc<Memory>,
-    rules: Mutex<Arc<[AdamRule]>>,
-    log: Arc<Mutex<Vec<Timing>>>,
+    rules: Lock<Arc<[AdamRule]>>,
+    log: Arc<Lock<Vec<Timing>>>,
     opened: Instant,
 }
 
@@ -54,20 +55,20 @@ impl Host {
         Ok(Host {
             lanes: Lanes::start(&THREADS)?,
             memory: Arc::new(Memory::new(shape, subgroups)?),
-            rules: Mutex::new(Arc::new([])),
+            rules: Lock::new(Arc::new([])),
             log: Arc::default(),
             opened: Instant::now(),
         })
     }
 
     fn run(&self, lane: Lane, work: Work) -> Result<()> {
-        let rules = Arc::clone(&lock(&self.rules));
+        let rules = Arc::clone(&self.rules.lock());
         let (memory, log, opened) = (Arc::clone(&self.memory), Arc::clone(&self.log), self.opened);
         self.lanes.run(lane, move || {
             let start = opened.elapsed().as_secs_f64();
             memory.execute(work, &rules)?;
             let end = opened.elapsed().as_secs_f64();
-            let mut log = lock(&log);
+            let mut log = log.lock();
             if log.len() < MAX_TIMINGS {
                 log.push(Timing { lane, work, start, end });
             }
@@ -86,7 +87,7 @@ impl Backend for Host {
     }
 
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
-        *lock(&self.rules) = rules;
+        *self.rules.lock() = rules;
         Ok(())
     }
 
@@ -95,12 +96,8 @@ impl Backend for Host {
     }
 
     fn timings(&self) -> Vec<Timing> {
-        std::mem::take(&mut lock(&self.log))
+        std::mem::take(&mut self.log.lock())
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// An array that is allocated at its first use.
@@ -108,16 +105,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct DeferredArray {
     dtype: Dtype,
     len: usize,
-    array: Mutex<Option<Arc<SharedSlice>>>,
+    array: Lock<Option<Arc<SharedSlice>>>,
 }
 
 impl DeferredArray {
     fn new(dtype: Dtype, len: u64) -> DeferredArray {
-        DeferredArray { dtype, len: len as usize, array: Mutex::new(None) }
+        DeferredArray { dtype, len: len as usize, array: Lock::new(None) }
     }
 
     fn get(&self) -> Result<Arc<SharedSlice>> {
-        let mut array = lock(&self.array);
+        let mut array = self.array.lock();
         match &*array {
             Some(created) => Ok(Arc::clone(created)),
             None => {
@@ -128,7 +125,7 @@ impl DeferredArray {
     }
 
     fn free(&self) {
-        lock(&self.array).take();
+        self.array.lock().take();
     }
 }
 

@@ -12,11 +12,12 @@
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::sys::process::OpeningProcess;
+use crate::sys::sync::{Lock, Signal};
 use crate::sys::threads;
 use spillway_planner::interleave::schedule::{Lane, LaneEvent};
 
@@ -44,8 +45,8 @@ struct LaneState {
 
 struct Shared {
     opener: OpeningProcess,
-    state: Mutex<LaneState>,
-    changed: Condvar,
+    state: Lock<LaneState>,
+    changed: Signal,
 }
 
 /// Lanes with one thread each. The other lanes run on threads of the caller.
@@ -59,17 +60,17 @@ impl Lanes {
     pub fn start(lanes: &[Lane]) -> Result<Lanes> {
         let shared = Arc::new(Shared {
             opener: OpeningProcess::current(),
-            state: Mutex::new(LaneState::default()),
-            changed: Condvar::new(),
+            state: Lock::new(LaneState::default()),
+            changed: Signal::default(),
         });
         let mut started = Lanes { shared, queues: Lane::ALL.iter().map(|_| None).collect() };
         for lane in lanes {
             let (sender, receiver) = channel();
             let shared = Arc::clone(&started.shared);
-            started.shared.lock().running += 1;
+            started.shared.state.lock().running += 1;
             let spawned = threads::spawn_quiet("spillway-lane", move || shared.serve(&receiver));
             if let Err(error) = spawned {
-                started.shared.lock().running -= 1;
+                started.shared.state.lock().running -= 1;
                 return Err(Error::system("starting a thread of the interleaved update", &error));
             }
             started.queues[*lane as usize] = Some(sender);
@@ -82,7 +83,7 @@ impl Lanes {
         match self.queue(lane)? {
             Some(queue) => send(queue, Item::Run(Box::new(job))),
             None => {
-                self.shared.lock().check_failure()?;
+                self.shared.state.lock().check_failure()?;
                 let outcome = job();
                 self.shared.fail(outcome.clone());
                 outcome
@@ -93,7 +94,7 @@ impl Lanes {
     /// Records the event behind everything enqueued on the lane.
     pub fn record(&self, lane: Lane, event: LaneEvent) -> Result<()> {
         let queue = self.queue(lane)?;
-        self.shared.lock().events.entry(event).or_default().recorded += 1;
+        self.shared.state.lock().events.entry(event).or_default().recorded += 1;
         match queue {
             Some(queue) => send(queue, Item::Record(event)),
             None => {
@@ -106,7 +107,7 @@ impl Lanes {
     /// Makes the lane wait for the event's last record. On a lane of the caller this call blocks.
     pub fn wait(&self, lane: Lane, event: LaneEvent) -> Result<()> {
         let queue = self.queue(lane)?;
-        let recorded = self.shared.lock().events.get(&event).map_or(0, |marks| marks.recorded);
+        let recorded = self.shared.state.lock().events.get(&event).map_or(0, |marks| marks.recorded);
         match queue {
             Some(queue) => send(queue, Item::Wait(event, recorded)),
             None => self.shared.wait(event, recorded),
@@ -116,7 +117,7 @@ impl Lanes {
     /// True if the event's last record is reached.
     pub fn reached(&self, event: LaneEvent) -> Result<bool> {
         self.shared.check_process()?;
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         state.check_failure()?;
         Ok(state.events.get(&event).is_none_or(|marks| marks.reached == marks.recorded))
     }
@@ -133,9 +134,9 @@ impl Drop for Lanes {
         if self.shared.check_process().is_err() {
             return;
         }
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         while state.running > 0 {
-            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.shared.changed.wait(state);
         }
     }
 }
@@ -151,10 +152,6 @@ impl LaneState {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, LaneState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn check_process(&self) -> Result<()> {
         self.opener.check("the interleaved update")
     }
@@ -166,36 +163,36 @@ impl Shared {
                 Item::Wait(event, recorded) => drop(self.wait(event, recorded)),
                 Item::Record(event) => self.reach(event),
                 Item::Run(job) => {
-                    if self.lock().check_failure().is_ok() {
+                    if self.state.lock().check_failure().is_ok() {
                         let outcome = catch_unwind(AssertUnwindSafe(job));
                         self.fail(outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic))));
                     }
                 }
             }
         }
-        self.lock().running -= 1;
+        self.state.lock().running -= 1;
         self.changed.notify_all();
     }
 
     fn wait(&self, event: LaneEvent, recorded: u64) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             state.check_failure()?;
             if state.events.get(&event).map_or(0, |marks| marks.reached) >= recorded {
                 return Ok(());
             }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.changed.wait(state);
         }
     }
 
     fn reach(&self, event: LaneEvent) {
-        self.lock().events.entry(event).or_default().reached += 1;
+        self.state.lock().events.entry(event).or_default().reached += 1;
         self.changed.notify_all();
     }
 
     fn fail(&self, outcome: Result<()>) {
         if let Err(error) = outcome {
-            self.lock().failed.get_or_insert(error);
+            self.state.lock().failed.get_or_insert(error);
             self.changed.notify_all();
         }
     }

@@ -326,7 +326,7 @@ fn is_at_step_two(tier: &Tier) -> bool {
 
 /// Chunks of all extents, each with the number of its extent.
 fn chunks(tier: &Tier) -> Vec<(usize, Chunk)> {
-    let state = tier.lock();
+    let state = tier.state.lock();
     let extents = state.extents.iter().enumerate();
     let of = |(n, extent): (usize, &Option<crate::tier::state::Extent>)| {
         let contents = extent.as_ref().unwrap().current.clone().unwrap();
@@ -393,7 +393,7 @@ fn a_broken_superblock_is_named_and_another_one_counts() {
                 flip(disk, &name, at);
                 let damage = tier.verify().unwrap().damage;
                 // Only damage to the last superblock is reported. The other copy may hold anything.
-                let good = tier.lock().paths[n].durable_copy.is_some_and(|good| good.copy == copy);
+                let good = tier.state.lock().paths[n].durable_copy.is_some_and(|good| good.copy == copy);
                 assert_eq!(damage.len(), usize::from(good), "{damage:?}");
                 assert!(damage.iter().all(|error| error.to_string().contains(&name)));
                 flip(disk, &name, at);

@@ -273,7 +273,7 @@ fn an_export_holds_one_commit_while_another_thread_commits() {
                             "extent {n} is of another step than {step}"
                         );
                     }
-                    assert_eq!(copy.lock().payload, step.to_le_bytes());
+                    assert_eq!(copy.state.lock().payload, step.to_le_bytes());
                     exported += 1;
                 }
             }

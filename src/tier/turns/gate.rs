@@ -8,11 +8,11 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::error::Result;
 use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::sync::{Lock, Signal};
 
 /// A read or write of a path's data.
 #[derive(Debug, Clone)]
@@ -24,8 +24,8 @@ pub(in crate::tier) struct DataTransfer {
 
 #[derive(Debug, Default)]
 pub(in crate::tier) struct Gate {
-    state: Mutex<GateState>,
-    opened: Condvar,
+    state: Lock<GateState>,
+    opened: Signal,
 }
 
 #[derive(Debug, Default)]
@@ -43,7 +43,7 @@ const HELD: u64 = 1 << 63;
 impl Gate {
     /// Holds a transfer if the gate is closed, and returns its number.
     pub(in crate::tier) fn hold(&self, transfer: &DataTransfer) -> Option<u64> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if !state.closed {
             return None;
         }
@@ -59,14 +59,14 @@ impl Gate {
         closed: bool,
         mut begin: impl FnMut(DataTransfer) -> Result<u64>,
     ) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.closed = closed;
         let held = std::mem::take(&mut state.waiting);
         // Released first: `begin` may log, and the log callback may use the path.
         drop(state);
         for (number, transfer) in held {
             let handle = begin(transfer);
-            self.lock().begun.insert(number, handle);
+            self.state.lock().begun.insert(number, handle);
         }
         self.opened.notify_all();
     }
@@ -76,19 +76,19 @@ impl Gate {
         if number & HELD == 0 {
             return false;
         }
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let held = state.waiting.iter().position(|(other, _)| *other == number);
         held.and_then(|at| state.waiting.remove(at)).is_some()
     }
 
     /// Closes the gate: later transfers are held.
     pub(in crate::tier) fn close(&self) {
-        self.lock().closed = true;
+        self.state.lock().closed = true;
     }
 
     /// Number of held transfers.
     pub(in crate::tier) fn waiting(&self) -> usize {
-        self.lock().waiting.len()
+        self.state.lock().waiting.len()
     }
 
     /// Engine handle of a transfer. `number` comes from [`Gate::hold`] or is an engine handle itself. `None` if the
@@ -97,29 +97,24 @@ impl Gate {
         if number & HELD == 0 {
             return Ok(Some(number));
         }
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if let Some(begun) = state.begun.get(&number) {
                 return begun.clone().map(Some);
             }
-            let left = until
-                .map_or(Duration::from_secs(3600), |until| until.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
+            let in_time;
+            (state, in_time) = self.opened.wait_until(state, until);
+            if !in_time {
                 return Ok(None);
             }
-            state = self.opened.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// Forgets a transfer that has ended. Its number must not be used again.
     pub(in crate::tier) fn forget(&self, number: u64) {
         if number & HELD != 0 {
-            self.lock().begun.remove(&number);
+            self.state.lock().begun.remove(&number);
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, GateState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

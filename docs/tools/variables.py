@@ -13,10 +13,6 @@ VARIABLES = [
      "Forces a kernel. If the processor lacks it, steps fail with `SPW_ERR_UNSUPPORTED`."),
     (LIBRARY, "SPILLWAY_NUM_THREADS", "a number from 1; default: usable processors divided by `LOCAL_WORLD_SIZE`",
      "Number of threads of a large step. `OMP_NUM_THREADS` has no effect."),
-    (LIBRARY, "SPILLWAY_SPIN_US", "0 to 10000; default: 0",
-     "Microseconds that an idle worker thread spins after a step, if the pause before that step was shorter. Then steps of "
-     "32 Ki to 64 Ki elements use several threads too. 0: workers sleep at once. They also do so where a cgroup quota "
-     "applies or threads outnumber the processors."),
     (LIBRARY, "SPILLWAY_OPENMP", "`auto`, `0` or `1`; default: `auto`",
      "Whether large steps of the main thread are done by the OpenMP threads of torch or DeepSpeed's ops. `auto`: while other "
      "threads of the process use a processor between the steps, because OpenMP's threads then occupy the processors of the "

@@ -10,8 +10,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-static const char *const NAMES[] = {"SPILLWAY_KERNEL",  "SPILLWAY_NUM_THREADS", "SPILLWAY_SPIN_US",
-                                    "SPILLWAY_OPENMP",  "LOCAL_WORLD_SIZE",     "SPILLWAY_IO"};
+static const char *const NAMES[] = {"SPILLWAY_KERNEL",  "SPILLWAY_NUM_THREADS", "SPILLWAY_OPENMP",
+                                    "LOCAL_WORLD_SIZE", "SPILLWAY_IO"};
 enum { COUNT = sizeof NAMES / sizeof *NAMES, OTHER_GROUP = 1, NOT_SECURE = 3 };
 
 static void set_wrong_values(const char *value) {

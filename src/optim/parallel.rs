@@ -66,13 +66,8 @@ pub fn run_parallel<O: Optimizer, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W)
     }
     let mut cut = Cut { most: CHUNK, group: true };
     if elements <= CHUNK {
-        let shared = !whole_chunks && elements >= SHARED;
-        if !shared || !threads::awake()? {
-            let sum = Cut { group: false, ..cut }.tree(jobs, &mut |part| part.run(work));
-            if shared {
-                threads::call_ended();
-            }
-            return sum;
+        if whole_chunks || elements < SHARED || !threads::awake()? {
+            return Cut { group: false, ..cut }.tree(jobs, &mut |part| part.run(work));
         }
         cut.most = part_elements(elements);
     }

@@ -31,7 +31,6 @@ pub mod shared_memory;
 pub mod shared_slice;
 pub mod small_file;
 pub mod span;
-mod spin;
 pub mod sync;
 mod team;
 pub mod threads;

@@ -21,7 +21,6 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 
 use super::process;
-use super::spin::now;
 use crate::environment;
 use crate::error::{Error, Result};
 
@@ -91,6 +90,12 @@ pub fn call_ended(began: u64) {
     if CHOICE.load(Ordering::Relaxed) == WHILE_AWAKE {
         ACTIVITY.with(|activity| activity.inside.set(activity.inside.get() + (now() - began)));
     }
+}
+
+/// Monotonic time in nanoseconds.
+pub fn now() -> u64 {
+    // The monotonic clock always exists.
+    clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |time| Duration::from(time).as_nanos() as u64)
 }
 
 fn is_main_thread() -> bool {

@@ -2,11 +2,10 @@
 //!
 //! The caller starts at once. A worker joins when it wakes; a worker that wakes after the work is done exits. The
 //! caller waits only for items already started, never for a worker thread that another program keeps off its processor.
-//! While calls follow each other closely, workers wait awake for the next one: see [`super::spin`].
 //!
 //! The list is divided into consecutive chunks, one per thread. A worker that joins every call gets the same chunk, whose
 //! data may still be in its caches. A thread that finishes its own chunk continues with the chunks of workers that did
-//! not come, and then with those of workers that fell behind; in a burst only after a short wait.
+//! not come, and then with those of workers that fell behind.
 //!
 //! Invariants:
 //! - Each index is handed out once: chunks do not overlap, and `fetch_add` counts each chunk up. The thread that took
@@ -28,17 +27,12 @@ use std::time::Duration;
 
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-use super::spin::{Burst, Seat, now};
+use super::sync::Lock;
 use super::{futex, openmp};
-
-use crate::sys::sync::Lock;
 
 /// Worker threads that help the caller of [`Team::each`].
 pub struct Team {
     pool: ThreadPool,
-    /// Where the workers wait awake, one seat for each.
-    seats: Arc<[Seat<Shared>]>,
-    burst: &'static Burst,
     /// True if the workers have processors of their own: OpenMP's threads then never take their place.
     bound: bool,
     /// Worker jobs that are queued and have not started yet, over all calls.
@@ -52,11 +46,10 @@ const MAX_QUEUED: usize = 64;
 pub const STACK_BYTES: usize = 2 << 20;
 
 impl Team {
-    /// Starts `workers` threads. The caller of [`Team::each`] works in addition to them. They wait awake for the next
-    /// call while `burst` goes on. Each worker calls `start` first, and then `bind`, which binds it.
+    /// Starts `workers` threads. The caller of [`Team::each`] works in addition to them. Each worker calls
+    /// `start` first, and then `bind`, which binds it.
     pub fn new(
         workers: usize,
-        burst: &'static Burst,
         start: fn(),
         bind: Option<Box<dyn Fn() + Send + Sync>>,
     ) -> Result<Team, ThreadPoolBuildError> {
@@ -70,8 +63,7 @@ impl Team {
                 bind.iter().for_each(|bind| bind());
             })
             .build()?;
-        let seats = (0..workers).map(|_| Seat::empty()).collect();
-        Ok(Team { pool, seats, burst, bound, queued: Arc::default() })
+        Ok(Team { pool, bound, queued: Arc::default() })
     }
 
     /// Number of workers.
@@ -86,24 +78,21 @@ impl Team {
         // SAFETY: `Shared` hands out each index below items.len() once, and the items stay borrowed during this call.
         let item = |index: usize| work(unsafe { &mut *base.at(index) });
         let workers = self.workers().min(items.len().saturating_sub(1)).min(most.saturating_sub(1));
-        let shared = Arc::new(Shared::new(&item, items.len(), workers + 1, self.burst.goes_on()));
-        let began = now();
+        let shared = Arc::new(Shared::new(&item, items.len(), workers + 1));
+        let began = openmp::now();
         if !self.bound
             && workers == self.workers()
             && openmp::run(workers + 1, &|number| shared.run_in_region(number))
         {
             openmp::call_ended(began);
-            self.burst.call_ended();
             return shared.resume_panic();
         }
-        let awake = self.seats.iter().filter(|seat| seat.give(&shared)).take(workers).count();
-        for _ in awake..workers {
+        for _ in 0..workers {
             self.queue_job(&shared);
         }
         let close = CloseOnDrop(&shared);
         shared.process_from(0);
         drop(close);
-        self.burst.call_ended();
         openmp::call_ended(began);
         shared.resume_panic();
     }
@@ -113,19 +102,10 @@ impl Team {
             return;
         }
         self.queued.fetch_add(1, Ordering::Relaxed);
-        let (queued, seats, burst) = (Arc::clone(&self.queued), Arc::clone(&self.seats), self.burst);
-        let shared = Arc::clone(shared);
+        let (queued, shared) = (Arc::clone(&self.queued), Arc::clone(shared));
         self.pool.spawn(move || {
             queued.fetch_sub(1, Ordering::Relaxed);
-            let worker = rayon::current_thread_index().unwrap_or(0);
-            let mut next = Some(shared);
-            while let Some(shared) = next {
-                shared.run_worker(worker);
-                let stays = shared.in_burst;
-                drop(shared);
-                let others_wait = || queued.load(Ordering::Relaxed) > 0;
-                next = if stays { seats[worker].wait(burst, others_wait) } else { None };
-            }
+            shared.run_worker(rayon::current_thread_index().unwrap_or(0));
         });
     }
 }
@@ -148,8 +128,6 @@ struct Shared {
     work: *const (dyn Fn(usize) + Sync),
     chunks: Vec<Chunk>,
     occupancy: AtomicUsize,
-    /// True if the workers wait awake for the next call after this one.
-    in_burst: bool,
     panic: Lock<Option<Box<dyn Any + Send>>>,
     /// RUNNING, ASLEEP while the caller sleeps, LEFT when the last worker has left after CLOSED.
     workers: AtomicU32,
@@ -180,10 +158,6 @@ impl Chunk {
         }
     }
 
-    fn is_done(&self) -> bool {
-        self.taken.load(Ordering::Relaxed) >= self.items.len()
-    }
-
     fn take(&self) -> Option<usize> {
         let taken = self.taken.fetch_add(1, Ordering::Relaxed);
         (taken < self.items.len()).then(|| self.items.start + taken)
@@ -192,16 +166,13 @@ impl Chunk {
 
 /// Flag in `occupancy`: no worker may enter any more.
 const CLOSED: usize = 1 << (usize::BITS - 1);
-/// Longest time that a thread leaves the last items of a chunk to its owner, in nanoseconds. Their data is in the
-/// owner's caches, and to fetch it from there takes longer than the work.
-const PATIENCE: u64 = 20_000;
 /// Longest sleep before the caller looks again.
 const SLEEP: Duration = Duration::from_secs(1);
 /// Number of spins on `occupancy` before the caller sleeps: some tens of microseconds, as long as one item may take.
 const SPINS: usize = 1 << 10;
 
 impl Shared {
-    fn new<'a>(work: &'a (dyn Fn(usize) + Sync + 'a), items: usize, team: usize, in_burst: bool) -> Shared {
+    fn new<'a>(work: &'a (dyn Fn(usize) + Sync + 'a), items: usize, team: usize) -> Shared {
         let work: *const (dyn Fn(usize) + Sync + 'a) = work;
         // SAFETY: the two types differ in the lifetime alone, and `occupancy` enforces the shorter lifetime.
         let work = unsafe {
@@ -217,7 +188,6 @@ impl Shared {
             work,
             chunks: (0..team).map(chunk).collect(),
             occupancy: AtomicUsize::new(0),
-            in_burst,
             panic: Lock::new(None),
             workers: AtomicU32::new(RUNNING),
         }
@@ -229,16 +199,8 @@ impl Shared {
         let work = unsafe { &*self.work };
         let (before, from_own) = self.chunks.split_at(own);
         let others = || from_own.iter().skip(1).chain(before);
-        let start = if self.in_burst { now() } else { 0 };
         self.chunks[own].process(work);
         others().filter(|chunk| !chunk.joined.load(Ordering::Relaxed)).for_each(|chunk| chunk.process(work));
-        if self.in_burst {
-            let end = now();
-            let until = end + PATIENCE.min((end - start) / 2);
-            while !others().all(Chunk::is_done) && now() < until {
-                (0..16).for_each(|_| std::hint::spin_loop());
-            }
-        }
         others().for_each(|chunk| chunk.process(work));
     }
 
@@ -309,13 +271,12 @@ mod tests {
     use std::sync::Barrier;
     use std::thread;
 
-    use super::super::spin::tests::burst;
     use super::*;
 
     #[test]
     fn every_item_is_done_once_whatever_the_crew() {
         for workers in [1, 2, 3, 7] {
-            let team = Team::new(workers, burst(1_000_000), || (), None).unwrap();
+            let team = Team::new(workers, || (), None).unwrap();
             for items in [0, 1, 2, 3, 7, 8, 9, 1000] {
                 for _ in 0..50 {
                     let mut counts = vec![0; items];
@@ -329,7 +290,7 @@ mod tests {
     /// The only worker is blocked until `free`, so the caller processes all items.
     #[test]
     fn a_worker_that_does_not_come_is_not_waited_for() {
-        let team = Team::new(1, burst(0), || (), None).unwrap();
+        let team = Team::new(1, || (), None).unwrap();
         let (held, free) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
         let (theirs_held, theirs_free) = (Arc::clone(&held), Arc::clone(&free));
         team.pool.spawn(move || {
@@ -357,7 +318,7 @@ mod tests {
 
     #[test]
     fn a_worker_that_came_is_waited_for() {
-        let (team, caller) = (Team::new(1, burst(0), || (), None).unwrap(), thread::current().id());
+        let (team, caller) = (Team::new(1, || (), None).unwrap(), thread::current().id());
         let together = Barrier::new(2);
         let mut items = [false; 2];
         team.each(usize::MAX, &mut items, |item| {
@@ -372,7 +333,7 @@ mod tests {
 
     #[test]
     fn a_panic_on_any_thread_reaches_the_caller_when_all_have_left() {
-        let team = Team::new(3, burst(1_000_000), || (), None).unwrap();
+        let team = Team::new(3, || (), None).unwrap();
         for bad in 0..64 {
             let inside = AtomicUsize::new(0);
             let mut items: Vec<usize> = (0..64).collect();
@@ -392,7 +353,7 @@ mod tests {
 
     #[test]
     fn calls_inside_calls_and_from_many_threads_end() {
-        let team = Team::new(2, burst(1_000_000), || (), None).unwrap();
+        let team = Team::new(2, || (), None).unwrap();
         let total = AtomicUsize::new(0);
         thread::scope(|scope| {
             for _ in 0..4 {

@@ -23,7 +23,6 @@ use super::cancellation::NoCancellation;
 use super::cap;
 use super::openmp;
 use super::per_process::{PerProcessStatic, Shared};
-use super::spin::{self, Burst};
 use super::team::{STACK_BYTES, Team};
 use crate::environment;
 use crate::error::{Error, Result};
@@ -60,11 +59,8 @@ pub struct Binding {
     pub cores: usize,
 }
 
-/// The number of threads when the settings were last read.
+/// The number of threads when the settings were last read; 0 until then.
 static DECIDED: AtomicUsize = AtomicUsize::new(0);
-
-/// Whether calls follow each other closely, so that workers wait awake between them.
-static BURST: Burst = Burst::new();
 
 /// Applies `work` to every item, on the calling thread and on the workers that wake in time: on as many threads as
 /// [`cap::within`] allows.
@@ -81,21 +77,15 @@ pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()
     Ok(())
 }
 
-/// True if workers are awake: calls follow each other closely, and the user lets workers wait awake, or OpenMP's threads
-/// are awake. Work that takes less time than to wake a worker is shared only then; the caller reports the end of other
-/// work by [`call_ended`].
+/// True if OpenMP's threads are awake, and take part in the next call. Work that takes less time than to wake a worker is
+/// shared only then.
 pub fn awake() -> Result<bool> {
-    if BURST.limit().is_none() {
+    if DECIDED.load(Ordering::Relaxed) == 0 {
         let _no_cancellation = NoCancellation::enter();
         read_settings(decide()?.0)?;
     }
     let threads = DECIDED.load(Ordering::Relaxed);
-    Ok(BURST.goes_on() || (threads > 1 && BINDING.load().is_none() && openmp::is_awake(threads)))
-}
-
-/// Reports the end of work that asked [`awake`] and was not shared.
-pub fn call_ended() {
-    BURST.call_ended();
+    Ok(threads > 1 && BINDING.load().is_none() && openmp::is_awake(threads))
 }
 
 /// Number of threads that [`each`] uses, including the caller.
@@ -118,7 +108,7 @@ pub fn configure(threads: usize) -> Result<()> {
         ));
     }
     CONFIGURED.store(threads, Ordering::Relaxed);
-    BURST.set_limit(None);
+    DECIDED.store(0, Ordering::Relaxed);
     POOL.clear();
     Ok(())
 }
@@ -128,7 +118,7 @@ pub fn configure(threads: usize) -> Result<()> {
 pub(super) fn set_binding(binding: Option<Binding>) {
     BINDING.store(binding.map(Arc::new));
     BINDINGS.fetch_add(1, Ordering::Release);
-    BURST.set_limit(None);
+    DECIDED.store(0, Ordering::Relaxed);
     POOL.clear();
 }
 
@@ -217,7 +207,7 @@ fn make() -> Result<Option<Team>> {
     let failed = |reason: String| Error::System { what: "starting worker threads", reason };
     match threads {
         1 => Ok(None),
-        _ => Team::new(threads - 1, &BURST, become_quiet, worker_binding())
+        _ => Team::new(threads - 1, become_quiet, worker_binding())
             .map(Some)
             .map_err(|error| failed(error.to_string())),
     }
@@ -231,24 +221,9 @@ fn worker_binding() -> Option<Box<dyn Fn() + Send + Sync>> {
 
 /// Reads the settings for calls with this number of threads.
 fn read_settings(threads: usize) -> Result<()> {
-    let limit = spin_limit(threads)?;
     openmp::configure()?;
     DECIDED.store(threads, Ordering::Relaxed);
-    BURST.set_limit(Some(limit));
     Ok(())
-}
-
-/// How long a worker waits awake, in nanoseconds: not at all where threads outnumber the processors, or where a cgroup
-/// quota would count the time.
-fn spin_limit(threads: usize) -> Result<u64> {
-    let limit = spin::configured_limit()?;
-    if limit == 0 {
-        return Ok(0);
-    }
-    let usable = usable_count();
-    let room = BINDING.load().as_ref().map_or(usable, |binding| binding.cpus.len() + 1);
-    let free = threads <= room && affinity_count().is_none_or(|processors| processors <= usable);
-    Ok(if free { limit } else { 0 })
 }
 
 /// Number of threads that [`each`] would use, and the reason.

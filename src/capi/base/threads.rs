@@ -37,8 +37,8 @@ pub unsafe extern "C" fn spw_set_threads(options: *const spw_thread_options) -> 
 }
 
 /// Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Smaller
-/// steps run on the calling thread only. Exception: with `SPILLWAY_SPIN_US` set, steps of 32768 to 65536 elements also
-/// use workers that spin.
+/// steps run on the calling thread only. Exception: steps of 32768 to 65536 elements of the main thread
+/// also use OpenMP's threads while these are awake.
 ///
 /// # Safety
 /// `count_out` points to a u32.

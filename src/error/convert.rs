@@ -5,23 +5,7 @@ use std::any::Any;
 
 use crate::environment::NotText;
 
-use super::{ArenaError, ArenaKind, Error, GpuError, IoError, IoKind, TierError, TierKind};
-
-impl IoError {
-    /// A caller's wait timed out; `detail` names the operations that are still in flight.
-    pub fn wait_timeout(detail: impl Into<String>) -> Error {
-        IoError {
-            kind: IoKind::Timeout,
-            doing: "waiting",
-            path: String::new(),
-            offset: 0,
-            bytes: 0,
-            errno: 0,
-            detail: detail.into(),
-        }
-        .into()
-    }
-}
+use super::{ArenaError, ArenaKind, Error, GpuError, IoError, TierError, TierKind};
 
 impl TierError {
     /// An error about a whole file or directory.

@@ -3,6 +3,8 @@
 
 use std::fmt;
 
+use super::Error;
+
 /// Kind of a file operation's failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoKind {
@@ -24,14 +26,55 @@ pub enum IoKind {
     PathFailed,
 }
 
+/// The operation on a file that failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Doing {
+    /// A call that finds, opens or creates a file, or asks for its properties.
+    Opening,
+    /// A transfer to memory.
+    Reading,
+    /// A read of the record of a directory's owner.
+    ReadingOwner,
+    /// A transfer from memory.
+    Writing,
+    /// A close.
+    Closing,
+    /// A removal.
+    Removing,
+    /// Making written data durable.
+    Syncing,
+    /// A reservation of space.
+    Preallocating,
+    /// A commit of a tier.
+    Committing,
+    /// A wait for an operation in flight.
+    Waiting,
+}
+
+impl fmt::Display for Doing {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Doing::Opening => "opening",
+            Doing::Reading => "reading",
+            Doing::ReadingOwner => "reading the owner of",
+            Doing::Writing => "writing",
+            Doing::Closing => "closing",
+            Doing::Removing => "removing",
+            Doing::Syncing => "syncing",
+            Doing::Preallocating => "preallocating",
+            Doing::Committing => "committing to",
+            Doing::Waiting => "waiting",
+        })
+    }
+}
+
 /// A failed operation on a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IoError {
     /// Kind of the failure.
     pub kind: IoKind,
-    /// The operation: "reading", "writing", "opening", "closing", "removing", "syncing", "preallocating", "committing" or
-    /// "waiting".
-    pub doing: &'static str,
+    /// The operation.
+    pub doing: Doing,
     /// The file, as the caller named it.
     pub path: String,
     /// Offset of the failed part in the file.
@@ -47,11 +90,10 @@ pub struct IoError {
 impl fmt::Display for IoError {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let IoError { doing, path, offset, bytes, errno, detail, .. } = self;
-        match *doing {
-            "waiting" => write!(out, "waiting")?,
-            "committing" => write!(out, "committing to {path}")?,
+        match doing {
+            Doing::Waiting => write!(out, "{doing}")?,
             // The failure of a call that moves no bytes.
-            "opening" | "syncing" => write!(out, "{doing} {path}")?,
+            Doing::Opening | Doing::Syncing => write!(out, "{doing} {path}")?,
             _ if *bytes == 0 && *offset == 0 => write!(out, "{doing} {path}")?,
             _ => write!(out, "{doing} {bytes} bytes at offset {offset} of {path}")?,
         }
@@ -63,6 +105,33 @@ impl fmt::Display for IoError {
             true => Ok(()),
             false => write!(out, ": {detail}"),
         }
+    }
+}
+
+impl IoError {
+    /// A failure of this kind on a whole file.
+    pub fn about(kind: IoKind, doing: Doing, path: impl Into<String>) -> IoError {
+        IoError { kind, doing, path: path.into(), offset: 0, bytes: 0, errno: 0, detail: String::new() }
+    }
+
+    /// The failure with which a system call ended. `errno` is 0 if the system reported none.
+    pub fn of_errno(errno: i32, doing: Doing, path: impl Into<String>) -> IoError {
+        IoError { errno, ..IoError::about(IoKind::of_errno(errno), doing, path) }
+    }
+
+    /// A caller's wait timed out; `detail` names the operations that are still in flight.
+    pub fn wait_timeout(detail: impl Into<String>) -> Error {
+        IoError::about(IoKind::Timeout, Doing::Waiting, "").because(detail).into()
+    }
+
+    /// The failure of the part of `bytes` bytes at `offset`.
+    pub fn at(self, offset: u64, bytes: u64) -> IoError {
+        IoError { offset, bytes, ..self }
+    }
+
+    /// The failure with further details.
+    pub fn because(self, detail: impl Into<String>) -> IoError {
+        IoError { detail: detail.into(), ..self }
     }
 }
 

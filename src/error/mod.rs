@@ -23,7 +23,7 @@ use std::fmt;
 
 pub use arena::{ArenaError, ArenaKind};
 pub use gpu::{GpuError, GpuKind};
-pub use io::{IoError, IoKind};
+pub use io::{Doing, IoError, IoKind};
 pub use round::RoundError;
 pub use tier::{TierError, TierKind};
 

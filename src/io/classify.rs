@@ -134,27 +134,15 @@ fn reroute(op: &Operation, flight: &mut InFlight) -> PieceResult {
 
 fn end_of_file(op: &Operation, flight: &InFlight) -> Error {
     let end = op.offset + flight.at + flight.done as u64;
-    IoError {
-        kind: IoKind::ShortFile,
-        doing: op.doing(),
-        path: op.file.name().to_string(),
-        offset: op.offset,
-        bytes: op.span.len() as u64,
-        errno: 0,
-        detail: format!("the file ends at byte {end}"),
-    }
-    .into()
+    IoError::about(IoKind::ShortFile, op.doing(), op.file.name())
+        .at(op.offset, op.span.len() as u64)
+        .because(format!("the file ends at byte {end}"))
+        .into()
 }
 
 fn broken(op: &Operation, flight: &InFlight, detail: String) -> Error {
-    IoError {
-        kind: IoKind::Failed,
-        doing: op.doing(),
-        path: op.file.name().to_string(),
-        offset: op.offset + flight.at,
-        bytes: flight.span.len() as u64,
-        errno: 0,
-        detail,
-    }
-    .into()
+    IoError::about(IoKind::Failed, op.doing(), op.file.name())
+        .at(op.offset + flight.at, flight.span.len() as u64)
+        .because(detail)
+        .into()
 }

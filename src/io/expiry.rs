@@ -16,7 +16,7 @@ use super::counters::Counters;
 use super::engine::Engine;
 use super::file::File;
 use super::operation::{EngineState, FAILED_DEVICE, Phase, Shared, key_of};
-use crate::error::{Error, IoError, IoKind, Result};
+use crate::error::{Doing, Error, IoError, IoKind, Result};
 use crate::log::{self, Level};
 use crate::sys::sync::Guard;
 
@@ -65,15 +65,11 @@ impl Shared {
 
 impl Engine {
     /// Fails with `PathFailed` if operations on the device of `file` are still in flight after their deadline.
-    pub fn check_device(&self, file: &File, doing: &'static str) -> Result<()> {
+    pub fn check_device(&self, file: &File, doing: Doing) -> Result<()> {
         self.check_process()?;
         match self.shared.state.lock().stuck.contains_key(&file.identity().device) {
             false => Ok(()),
-            true => {
-                let (kind, path, detail) =
-                    (IoKind::PathFailed, file.name().to_string(), FAILED_DEVICE.to_string());
-                Err(IoError { kind, doing, path, offset: 0, bytes: 0, errno: 0, detail }.into())
-            }
+            true => Err(IoError::about(IoKind::PathFailed, doing, file.name()).because(FAILED_DEVICE).into()),
         }
     }
 }

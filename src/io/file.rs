@@ -14,7 +14,7 @@ use std::sync::{Arc, OnceLock};
 use arc_swap::ArcSwapOption;
 
 use super::plan::{Alignment, Route};
-use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
+use crate::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::sys::file::{self, Access, DirectAlignment, FileInfo, FileSystem, Identity, RequestLimits};
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::private_files;
@@ -72,7 +72,7 @@ impl File {
         open: impl Fn(bool) -> io::Result<fs::File>,
     ) -> Result<File> {
         let name = path.to_string_lossy().into_owned();
-        let fail = |error: io::Error| failure("opening", &name, 0, 0, &error);
+        let fail = |error: io::Error| failure(Doing::Opening, &name, 0, 0, &error);
         if !direct {
             let main = open(false).map_err(fail)?;
             return File::assemble(main, false, name, access, Some("disabled by the options".to_string()));
@@ -98,7 +98,8 @@ impl File {
     /// Duplicates a descriptor, which keeps its own O_DIRECT setting.
     pub fn of_descriptor(fd: i32, access: Access) -> Result<File> {
         let name = format!("descriptor {fd}");
-        let (main, direct) = file::duplicate(fd).map_err(|error| failure("opening", &name, 0, 0, &error))?;
+        let (main, direct) =
+            file::duplicate(fd).map_err(|error| failure(Doing::Opening, &name, 0, 0, &error))?;
         if access != Access::Read && file::appends(&main) {
             let words =
                 format!("{fd} was opened with O_APPEND, which ignores the offset; open it without O_APPEND");
@@ -115,7 +116,7 @@ impl File {
         access: Access,
         reason: Option<String>,
     ) -> Result<File> {
-        let info = file::info(&main).map_err(|error| failure("opening", &name, 0, 0, &error))?;
+        let info = file::info(&main).map_err(|error| failure(Doing::Opening, &name, 0, 0, &error))?;
         if !info.seekable {
             return Err(Error::invalid(
                 "path",
@@ -251,7 +252,7 @@ impl File {
                 if route == Route::Buffered && self.alignment.is_some() && buffered.get().is_none() =>
             {
                 let second = file::reopen_buffered(main, self.writable)
-                    .map_err(|error| failure("opening", &self.name, 0, 0, &error))?;
+                    .map_err(|error| failure(Doing::Opening, &self.name, 0, 0, &error))?;
                 file::no_readahead(&second);
                 let _ = buffered.set(second);
                 Ok(())
@@ -286,7 +287,7 @@ impl File {
             Source::Real { main, .. } => main,
             Source::Named => return Ok(()),
         };
-        let fail = |error: io::Error| failure("preallocating", &self.name, offset, end - offset, &error);
+        let fail = |error: io::Error| failure(Doing::Preallocating, &self.name, offset, end - offset, &error);
         let FileInfo { len, .. } = file::info(main).map_err(fail)?;
         if end > len {
             file::preallocate(main, len.max(offset), end)
@@ -303,8 +304,9 @@ impl File {
             Source::Named => Ok(()),
         });
         let bytes = end.saturating_sub(from);
-        checked
-            .map_err(|error| self.with_free_space(failure("preallocating", &self.name, from, bytes, &error)))
+        checked.map_err(|error| {
+            self.with_free_space(failure(Doing::Preallocating, &self.name, from, bytes, &error))
+        })
     }
 
     /// Adds the free bytes of the file system to an error that reports a full device.
@@ -343,12 +345,11 @@ fn next_key() -> u64 {
 }
 
 /// The error of a failed system call on a file, or of a refused file at a fixed name.
-pub(super) fn failure(doing: &'static str, name: &str, offset: u64, bytes: u64, error: &io::Error) -> Error {
+pub(super) fn failure(doing: Doing, name: &str, offset: u64, bytes: u64, error: &io::Error) -> Error {
     if private_files::is_refusal(error) {
         return TierError::at(TierKind::Foreign, name, error.to_string());
     }
     let errno = error.raw_os_error().unwrap_or(0);
     let detail = if errno == 0 { error.to_string() } else { String::new() };
-    IoError { kind: IoKind::of_errno(errno), doing, path: name.to_string(), offset, bytes, errno, detail }
-        .into()
+    IoError::of_errno(errno, doing, name).at(offset, bytes).because(detail).into()
 }

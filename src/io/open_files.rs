@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use super::file::{File, failure};
-use crate::error::{Error, Result};
+use crate::error::{Doing, Error, Result};
 use crate::sys::file::{self, Access};
 use crate::sys::sync::Lock;
 
@@ -32,7 +32,7 @@ impl OpenFiles {
             }
             Ok(info) => Some(info),
             Err(error) if error.kind() == io::ErrorKind::NotFound && access != Access::Read => None,
-            Err(error) => return Err(failure("opening", &path.to_string_lossy(), 0, 0, &error)),
+            Err(error) => return Err(failure(Doing::Opening, &path.to_string_lossy(), 0, 0, &error)),
         };
         let key = (path.to_path_buf(), access);
         let open = self.files.lock().get(&key).and_then(Weak::upgrade);

@@ -17,7 +17,7 @@ use super::busy::BusyTime;
 use super::counters::Counters;
 use super::file::File;
 use super::progress::Progress;
-use crate::error::{Error, IoError, IoKind, Result};
+use crate::error::{Doing, Error, IoError, IoKind, Result};
 use crate::pool::transfer_buffer::BufferLease;
 use crate::sys::bell::Bell;
 use crate::sys::span::Span;
@@ -79,22 +79,22 @@ impl Operation {
         self.file.identity().device
     }
 
-    pub(super) fn doing(&self) -> &'static str {
+    pub(super) fn doing(&self) -> Doing {
         match self.action {
-            Action::Read => "reading",
-            Action::Write => "writing",
-            Action::Sync => "syncing",
-            Action::Allocate { .. } => "preallocating",
+            Action::Read => Doing::Reading,
+            Action::Write => Doing::Writing,
+            Action::Sync => Doing::Syncing,
+            Action::Allocate { .. } => Doing::Preallocating,
         }
     }
 
     pub(super) fn error(&self, kind: IoKind, detail: String) -> Error {
-        let path = self.file.name().to_string();
         let bytes = match self.action {
             Action::Allocate { bytes } => bytes,
             _ => self.span.len() as u64,
         };
-        IoError { kind, doing: self.doing(), path, offset: self.offset, bytes, errno: 0, detail }.into()
+        let error = IoError::about(kind, self.doing(), self.file.name());
+        error.at(self.offset, bytes).because(detail).into()
     }
 
     pub(super) fn refuse_failed_device(&self) -> Error {

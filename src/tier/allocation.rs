@@ -10,7 +10,7 @@ use super::extent::{Chunk, Shape};
 use super::health::Health;
 use super::layout::header_bytes;
 use super::state::TierState;
-use crate::error::{Error, IoError, IoKind, Result};
+use crate::error::{Doing, Error, IoError, IoKind, Result};
 
 /// Placement that the caller requests for an extent.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -187,17 +187,10 @@ fn no_room(state: &TierState, bytes: u64) -> Error {
             health => format!("{} is {}", path.name, format!("{health:?}").to_lowercase()),
         }
     });
-    IoError {
-        kind: IoKind::NoSpace,
-        doing: "preallocating",
-        path: state.paths.first().map_or_else(String::new, |path| path.name.clone()),
-        offset: 0,
-        bytes,
-        errno: 0,
-        detail: format!(
-            "no path has room; free space, or raise the limit of a path: {}",
-            message.collect::<Vec<_>>().join(", ")
-        ),
-    }
-    .into()
+    let first = state.paths.first().map_or_else(String::new, |path| path.name.clone());
+    let detail = format!(
+        "no path has room; free space, or raise the limit of a path: {}",
+        message.collect::<Vec<_>>().join(", ")
+    );
+    IoError::about(IoKind::NoSpace, Doing::Preallocating, first).at(0, bytes).because(detail).into()
 }

@@ -20,7 +20,7 @@ use super::failures::unless_fenced;
 use super::layout::PAGE;
 use super::prefix_lock::{LOCKS, PrefixLock};
 use super::storage::{FilePair, NamedFile, Storage, in_flight};
-use crate::error::{Error, IoKind, Result};
+use crate::error::{Doing, Error, IoKind, Result};
 use crate::io::engine::Engine;
 use crate::io::object::volume::ObjectVolume;
 use crate::io::object::{self, Address, RequestContext, Store, StoreResult};
@@ -64,7 +64,7 @@ impl Bucket {
         // Listed before the lock is put, because some servers create a missing bucket on a put.
         let listed = match store
             .list(&prefix)
-            .map_err(|error| error.at(RequestContext { doing: "opening", path: &name }))
+            .map_err(|error| error.at(RequestContext { doing: Doing::Opening, path: &name }))
         {
             Err(error) if error.io_kind() == Some(IoKind::NotFound) && !make => return Ok(None),
             other => other?,
@@ -82,7 +82,7 @@ impl Bucket {
         Arc::clone(&self.volume)
     }
 
-    fn failed(&self, doing: &'static str) -> impl Fn(object::StoreError) -> Error {
+    fn failed(&self, doing: Doing) -> impl Fn(object::StoreError) -> Error {
         move |error| error.at(RequestContext { doing, path: self.volume.address() })
     }
 
@@ -155,12 +155,12 @@ impl Storage for Bucket {
             return Err(in_flight(self.volume.address()));
         }
         let prefix = self.volume.prefix();
-        let listed = self.volume.store().list(prefix).map_err(self.failed("removing"))?;
+        let listed = self.volume.store().list(prefix).map_err(self.failed(Doing::Removing))?;
         let files = listed.into_iter().map(|one| one.key).filter(|key| !is_lock(key, prefix));
         let data = |key: &String| key.starts_with(&format!("{prefix}data/"));
         let (data, superblocks): (Vec<String>, Vec<String>) = files.partition(data);
         for part in [superblocks, data] {
-            self.delete_all(&part).map_err(self.failed("removing"))?;
+            self.delete_all(&part).map_err(self.failed(Doing::Removing))?;
         }
         Ok(())
     }
@@ -214,7 +214,7 @@ pub(super) fn collect(address: &str, owner: &Owner) -> Result<()> {
         None => {
             let error =
                 object::StoreError { errno: libc::ENOENT, message: "it contains no tier".to_string() };
-            Err(error.at(RequestContext { doing: "opening", path: &name(&address.text(), owner) }))
+            Err(error.at(RequestContext { doing: Doing::Opening, path: &name(&address.text(), owner) }))
         }
     }
 }

@@ -32,7 +32,7 @@ use super::path::{SuperblockCopy, TierPath};
 use super::state::{DurableCopy, Extent, PathState, TierState};
 use super::store::Tier;
 use super::superblock::{Encoded, ExtentRecord, PathRecord, Superblock};
-use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
+use crate::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
 
 /// Maximum length of a commit's payload, in bytes.
 pub const MAX_PAYLOAD: usize = 1 << 20;
@@ -248,16 +248,9 @@ impl Tier {
             format!("{} is {health}: {}", path.name, path.reason)
         };
         let reasons: Vec<String> = durable().map(why).collect();
-        IoError {
-            kind: IoKind::PathFailed,
-            doing: "committing",
-            path: durable().map(|path| path.name.as_str()).collect::<Vec<_>>().join(", "),
-            offset: 0,
-            bytes: 0,
-            errno: 0,
-            detail: format!("no usable path is left for the commit: {}", reasons.join("; ")),
-        }
-        .into()
+        let names = durable().map(|path| path.name.as_str()).collect::<Vec<_>>().join(", ");
+        let detail = format!("no usable path is left for the commit: {}", reasons.join("; "));
+        IoError::about(IoKind::PathFailed, Doing::Committing, names).because(detail).into()
     }
 
     /// With full durability, syncs the directory and reads the superblock back.

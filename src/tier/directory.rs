@@ -21,7 +21,7 @@ use std::time::Duration;
 use super::extent::check_name;
 use super::failures::{failed, fenced, locked};
 use super::owned_lock::{LOCK, LockStep, OwnedLock, PendingLock};
-use crate::error::{Error, Result, TierError, TierKind};
+use crate::error::{Doing, Error, Result, TierError, TierKind};
 use crate::sys::file::Identity;
 use crate::sys::fork_closed;
 use crate::sys::lock::{FileLock, LockAttempt};
@@ -120,14 +120,14 @@ impl Directory {
     pub fn begin_claim(base: &Path, owner: &Owner, make: bool) -> Result<ClaimStep> {
         let path = owner.below(base);
         let given = match GivenDirectory::open(base) {
-            Err(error) if !is_absence(&error) => return Err(failed("opening", base, error, "")),
+            Err(error) if !is_absence(&error) => return Err(failed(Doing::Opening, base, error, "")),
             Err(error) if error.raw_os_error() == Some(libc::ENOTDIR) => {
                 let message = "it, or a part of its path, is not a directory";
                 return Err(TierError::at(TierKind::Foreign, base.to_string_lossy(), message));
             }
             Err(_) if make => {
                 return Err(failed(
-                    "opening",
+                    Doing::Opening,
                     base,
                     io::ErrorKind::NotFound.into(),
                     "create it, or check that its file system is mounted",
@@ -167,7 +167,7 @@ impl Directory {
     /// Length of a file in bytes; `None` if it does not exist.
     pub fn len(&self, name: &str) -> Result<Option<u64>> {
         let found = self.rank().entry(name);
-        let found = found.map_err(|error| failed("opening", &self.file(name), error, ""))?;
+        let found = found.map_err(|error| failed(Doing::Opening, &self.file(name), error, ""))?;
         Ok(found.map(|found| found.len))
     }
 
@@ -175,7 +175,7 @@ impl Directory {
     pub fn sync(&self) -> Result<()> {
         let mut path = self.path.as_path();
         for directory in self.below.iter().rev().map(|(_, one)| one).chain([&*self.base]) {
-            directory.sync().map_err(|error| failed("syncing", path, error, ""))?;
+            directory.sync().map_err(|error| failed(Doing::Syncing, path, error, ""))?;
             path = path.parent().unwrap_or(path);
         }
         Ok(())
@@ -304,7 +304,7 @@ impl Directory {
 
     fn finish_removal(&self) -> Result<()> {
         let found = self.rank().entry(REMOVING);
-        match found.map_err(|error| failed("opening", &self.file(REMOVING), error, ""))? {
+        match found.map_err(|error| failed(Doing::Opening, &self.file(REMOVING), error, ""))? {
             Some(_) => self.remove_files(),
             None => Ok(()),
         }
@@ -315,7 +315,7 @@ impl Directory {
     }
 
     fn remove_file(&self, name: &str) -> Result<()> {
-        self.rank().remove_file(name).map_err(|error| failed("removing", &self.file(name), error, ""))
+        self.rank().remove_file(name).map_err(|error| failed(Doing::Removing, &self.file(name), error, ""))
     }
 }
 
@@ -368,7 +368,7 @@ pub(super) fn enter(
         match above.enter(&name, make) {
             Ok(found) => below.push((name, found)),
             Err(error) if !make && is_absence(&error) => return Ok(None),
-            Err(error) => return Err(failed("opening", &path, error, "")),
+            Err(error) => return Err(failed(Doing::Opening, &path, error, "")),
         }
     }
     Ok(Some(below))
@@ -376,13 +376,14 @@ pub(super) fn enter(
 
 fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<PendingLock> {
     let file = path.join(LOCK);
-    let failed = |doing: &'static str, error: io::Error| failed(doing, &file, error, "");
+    let failed = |doing: Doing, error: io::Error| failed(doing, &file, error, "");
     loop {
-        let refused = |error| fork_closed::limit_reached(&error).unwrap_or_else(|| failed("opening", error));
+        let refused =
+            |error| fork_closed::limit_reached(&error).unwrap_or_else(|| failed(Doing::Opening, error));
         match FileLock::attempt(rank, LOCK).map_err(refused)? {
             LockAttempt::Acquired(lock) => {
                 // If another process removed the directory meanwhile, the locked file no longer has a name: try again.
-                if !lock.is_named(rank, LOCK).map_err(|error| failed("opening", error))? {
+                if !lock.is_named(rank, LOCK).map_err(|error| failed(Doing::Opening, error))? {
                     continue;
                 }
                 return PendingLock::new(lock, rank, path);

@@ -29,7 +29,7 @@ use super::snapshot::{HeldExtent, Snapshot, View};
 use super::store::Tier;
 use super::time_limits::within_timeout;
 use crate::checksum::{self, RunningChecksum};
-use crate::error::{Error, Result, TierError, TierKind};
+use crate::error::{Doing, Error, Result, TierError, TierKind};
 use crate::io::options::is_address;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
@@ -121,7 +121,7 @@ impl Tier {
         let ended = files.files.into_iter().zip(lengths).map(|(file, bytes)| {
             let file = file.ok_or_else(|| Error::Internal("a file of an export is missing".to_string()))?;
             let bytes = *bytes;
-            target.within("writing", move || file.finish(bytes))
+            target.within(Doing::Writing, move || file.finish(bytes))
         });
         Ok(Exported { name: extent.name.clone(), streams: ended.collect::<Result<_>>()? })
     }
@@ -132,7 +132,7 @@ impl Tier {
     pub fn import(&self, directory: &Path) -> Result<u64> {
         let source = Target { directory: directory.to_path_buf(), io_timeout: self.options.io.io_timeout };
         let path = directory.join(MANIFEST);
-        let manifest = source.within("opening", move || read_manifest(&path))?;
+        let manifest = source.within(Doing::Opening, move || read_manifest(&path))?;
         let payload = parse_hex(&manifest.payload)
             .ok_or_else(|| broken(&directory.join(MANIFEST), "its payload is not hexadecimal".to_string()))?;
         let loaded = manifest.extents.iter().try_for_each(|extent| self.import_extent(extent, &source));
@@ -152,7 +152,7 @@ impl Tier {
         // Checked before the allocation, because sizes in the manifest may be arbitrary.
         for stream in &extent.streams {
             let path = stream_path(directory, &stream.file)?;
-            let found = source.within("opening", {
+            let found = source.within(Doing::Opening, {
                 let path = path.clone();
                 move || length_of(&path)
             })?;
@@ -188,7 +188,7 @@ struct Target {
 impl Target {
     fn within<T: Send + 'static>(
         &self,
-        doing: &'static str,
+        doing: Doing,
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
         within_timeout(self.io_timeout, doing, &self.directory, work)
@@ -196,7 +196,7 @@ impl Target {
 
     fn create(&self) -> Result<Partial> {
         let (directory, io_timeout) = (self.directory.clone(), self.io_timeout);
-        self.within("opening", move || {
+        self.within(Doing::Opening, move || {
             if fs::symlink_metadata(&directory).is_ok() {
                 return Err(exists(&directory));
             }
@@ -206,13 +206,13 @@ impl Target {
 
     fn file(&self, partial: &Path, name: String) -> Result<Option<ExportFile>> {
         let partial = partial.to_path_buf();
-        self.within("writing", move || ExportFile::create(&partial, name).map(Some))
+        self.within(Doing::Writing, move || ExportFile::create(&partial, name).map(Some))
     }
 
     /// Writes the manifest, and gives the directory its name.
     fn publish(&self, partial: Partial, manifest: Vec<u8>) -> Result<()> {
         let directory = self.directory.clone();
-        self.within("writing", move || {
+        self.within(Doing::Writing, move || {
             write_durably(&partial.0.join(MANIFEST), &manifest)?;
             sync_directory(&partial.0)?;
             partial.publish(&directory)?;
@@ -227,7 +227,12 @@ fn parent_of(directory: &Path) -> PathBuf {
 
 fn exists(directory: &Path) -> Error {
     let error = io::Error::from_raw_os_error(libc::EEXIST);
-    failed("opening", directory, error, "an export creates its directory; choose a name that does not exist")
+    failed(
+        Doing::Opening,
+        directory,
+        error,
+        "an export creates its directory; choose a name that does not exist",
+    )
 }
 
 /// Temporary directory of an export, created by this call. It is removed unless it is published.
@@ -239,7 +244,7 @@ impl Partial {
         let private = |recursive: bool, path: &Path| {
             fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path)
         };
-        private(true, parent).map_err(|error| failed("opening", parent, error, ""))?;
+        private(true, parent).map_err(|error| failed(Doing::Opening, parent, error, ""))?;
         let mut made = Err(io::ErrorKind::AlreadyExists.into());
         for _ in 0..TRIES {
             let number = host::random().map_err(|error| Error::system("generating a name", &error))?;
@@ -254,13 +259,14 @@ impl Partial {
                 Err(_) => break,
             }
         }
-        made.map(|()| Partial(PathBuf::new(), None)).map_err(|error| failed("opening", parent, error, ""))
+        made.map(|()| Partial(PathBuf::new(), None))
+            .map_err(|error| failed(Doing::Opening, parent, error, ""))
     }
 
     fn publish(mut self, directory: &Path) -> Result<()> {
         match file::rename_new(&self.0, directory) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Err(exists(directory)),
-            renamed => renamed.map_err(|error| failed("writing", directory, error, ""))?,
+            renamed => renamed.map_err(|error| failed(Doing::Writing, directory, error, ""))?,
         }
         self.0 = PathBuf::new();
         Ok(())
@@ -290,7 +296,7 @@ struct ExportFile {
 impl ExportFile {
     fn create(directory: &Path, name: String) -> Result<ExportFile> {
         let path = directory.join(&name);
-        let file = new_file(&path).map_err(|error| failed("writing", &path, error, ""))?;
+        let file = new_file(&path).map_err(|error| failed(Doing::Writing, &path, error, ""))?;
         Ok(ExportFile {
             name,
             path,
@@ -303,12 +309,12 @@ impl ExportFile {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.sum.add(bytes);
         self.bytes += bytes.len() as u64;
-        self.file.write_all(bytes).map_err(|error| failed("writing", &self.path, error, ""))
+        self.file.write_all(bytes).map_err(|error| failed(Doing::Writing, &self.path, error, ""))
     }
 
     fn finish(mut self, bytes: u64) -> Result<Stream> {
         let synced = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
-        synced.map_err(|error| failed("writing", &self.path, error, ""))?;
+        synced.map_err(|error| failed(Doing::Writing, &self.path, error, ""))?;
         match self.bytes == bytes {
             true => Ok(Stream { file: self.name, bytes, xxh3: format!("{:016x}", self.sum.finish()) }),
             false => Err(Error::Internal(format!(
@@ -331,7 +337,7 @@ impl BlockVisitor for Files<'_> {
         let mut copy = try_vec::with_capacity("copying a part of an extent", bytes.len())?;
         copy.extend_from_slice(bytes);
         let Some(mut file) = self.files[stream].take() else { return Ok(()) };
-        let written = self.target.within("writing", move || file.write(&copy).map(|()| file))?;
+        let written = self.target.within(Doing::Writing, move || file.write(&copy).map(|()| file))?;
         self.files[stream] = Some(written);
         Ok(())
     }
@@ -357,7 +363,7 @@ fn stream_path(directory: &Path, file: &str) -> Result<PathBuf> {
 
 fn read_manifest(path: &Path) -> Result<Manifest> {
     let mut message = Vec::new();
-    let fail = |error| failed("opening", path, error, "");
+    let fail = |error| failed(Doing::Opening, path, error, "");
     let file = private_files::open_to_check(path).map_err(fail)?;
     let bytes = file.metadata().map_err(fail)?.len();
     if bytes > MAX_MANIFEST {
@@ -397,12 +403,12 @@ fn write_durably(path: &Path, bytes: &[u8]) -> Result<()> {
         file.write_all(bytes)?;
         file.sync_all()
     });
-    written.map_err(|error| failed("writing", path, error, ""))
+    written.map_err(|error| failed(Doing::Writing, path, error, ""))
 }
 
 /// Length of a file of an export.
 fn length_of(path: &Path) -> Result<u64> {
-    let found = fs::metadata(path).map_err(|error| failed("opening", path, error, ""))?;
+    let found = fs::metadata(path).map_err(|error| failed(Doing::Opening, path, error, ""))?;
     match found.is_file() {
         true => Ok(found.len()),
         false => Err(broken(path, "it is no regular file".to_string())),
@@ -414,14 +420,14 @@ impl Target {
     fn read_into(&self, path: &Path, span: Span) -> Result<()> {
         const PART: usize = 16 << 20;
         let opened = path.to_path_buf();
-        let mut file = self.within("opening", move || {
-            private_files::open_to_check(&opened).map_err(|error| failed("opening", &opened, error, ""))
+        let mut file = self.within(Doing::Opening, move || {
+            private_files::open_to_check(&opened).map_err(|error| failed(Doing::Opening, &opened, error, ""))
         })?;
         for from in (0..span.len()).step_by(PART) {
             let (path, len) = (path.to_path_buf(), PART.min(span.len() - from));
-            let (next, part) = self.within("reading", move || {
+            let (next, part) = self.within(Doing::Reading, move || {
                 let mut part = try_vec::from_fn("reading a file of an export", len, |_| 0)?;
-                file.read_exact(&mut part).map_err(|error| failed("reading", &path, error, ""))?;
+                file.read_exact(&mut part).map_err(|error| failed(Doing::Reading, &path, error, ""))?;
                 Ok((file, part))
             })?;
             file = next;
@@ -433,5 +439,5 @@ impl Target {
 
 fn sync_directory(path: &Path) -> Result<()> {
     let synced = fs::File::open(path).and_then(|directory| directory.sync_all());
-    synced.map_err(|error| failed("syncing", path, error, ""))
+    synced.map_err(|error| failed(Doing::Syncing, path, error, ""))
 }

@@ -4,7 +4,7 @@
 use std::io;
 use std::path::Path;
 
-use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
+use crate::error::{Doing, Error, IoError, Result, TierError, TierKind};
 use crate::sys::private_files;
 
 /// Error of a directory that a live process holds.
@@ -13,7 +13,7 @@ pub(super) fn locked(path: &Path, message: &str) -> Error {
 }
 
 /// Error of a system call on a directory or a lock. A file that belongs to another user is `Foreign`.
-pub(super) fn failed(doing: &'static str, path: &Path, error: io::Error, detail: &str) -> Error {
+pub(super) fn failed(doing: Doing, path: &Path, error: io::Error, detail: &str) -> Error {
     if private_files::is_refusal(&error) {
         return TierError::at(TierKind::Foreign, path.to_string_lossy(), error.to_string());
     }
@@ -22,8 +22,7 @@ pub(super) fn failed(doing: &'static str, path: &Path, error: io::Error, detail:
         _ => 0,
     });
     let detail = if errno == 0 { error.to_string() } else { detail.to_string() };
-    let (path, kind) = (path.to_string_lossy().into_owned(), IoKind::of_errno(errno));
-    IoError { kind, doing, path, offset: 0, bytes: 0, errno, detail }.into()
+    IoError::of_errno(errno, doing, path.to_string_lossy()).because(detail).into()
 }
 
 /// Error of a tier that another process claimed.

@@ -8,7 +8,7 @@ use super::directory::Owner;
 use super::failures::failed;
 use super::scan;
 use super::superblock::{MAX_PATHS, block_bytes_fit};
-use crate::error::{Error, Result};
+use crate::error::{Doing, Error, Result};
 use crate::io::options::{Options as IoOptions, is_address};
 
 /// Default time after which a path counts as hung.
@@ -92,7 +92,8 @@ const LONGEST_BELOW: usize = 1024;
 
 /// The absolute form of a directory's path. Links are not resolved.
 pub(super) fn absolute(directory: &Path) -> Result<PathBuf> {
-    let absolute = std::path::absolute(directory).map_err(|error| failed("opening", directory, error, ""))?;
+    let absolute =
+        std::path::absolute(directory).map_err(|error| failed(Doing::Opening, directory, error, ""))?;
     if directory.is_absolute() {
         return Ok(absolute);
     }

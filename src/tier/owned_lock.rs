@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use super::failures::{failed, fenced, locked};
 use super::holder::{self, Holder};
 use super::ownership::{self, Claiming, OwnerRecord, Part, Progress, Register, TIMING, Timing, Whose};
-use crate::error::{Error, Result, TierError, TierKind};
+use crate::error::{Doing, Error, Result, TierError, TierKind};
 use crate::log::{self, Level};
 use crate::sys::file::Identity;
 use crate::sys::host;
@@ -123,7 +123,7 @@ impl PendingLock {
         leased: bool,
         timing: Timing,
     ) -> Result<PendingLock> {
-        let directory = directory.try_clone().map_err(|error| failed("opening", path, error, ""))?;
+        let directory = directory.try_clone().map_err(|error| failed(Doing::Opening, path, error, ""))?;
         let claim =
             host::random().map_err(|error| Error::system("generating the number of a lock", &error))?;
         let holder = (*Holder::this_process()).clone();
@@ -150,7 +150,8 @@ impl PendingLock {
                     return Ok(LockStep::Wait(Box::new(self), time));
                 }
                 Err(error) => {
-                    let error = failed(if writes { "writing" } else { "reading" }, &file, error, "");
+                    let error =
+                        failed(if writes { Doing::Writing } else { Doing::Reading }, &file, error, "");
                     if writes && error.is_full() && !self.pages.leased {
                         let message = format!(
                             "{error}; the tier opens with the record of its former owner, because the system's lock \
@@ -193,7 +194,7 @@ impl PendingLock {
         let mut owned = OwnedLock { kept, beats: None, path: path.to_path_buf() };
         if leased {
             // A process that claimed the directory after the last look of this claim is the owner.
-            match owned.kept.renew().map_err(|error| failed("writing", &path.join(LOCK), error, ""))? {
+            match owned.kept.renew().map_err(|error| failed(Doing::Writing, &path.join(LOCK), error, ""))? {
                 Whose::Own => owned.beats = start_beats(&owned.kept),
                 Whose::Other(other) => return Err(locked(path, &other)),
                 Whose::Damaged => return Err(locked(path, "its owner is not readable")),
@@ -324,7 +325,7 @@ impl OwnedLock {
 
     fn verdict(&self, path: &Path, found: io::Result<Whose>) -> Result<()> {
         let file = path.join(LOCK);
-        match found.map_err(|error| failed("reading", &file, error, ""))? {
+        match found.map_err(|error| failed(Doing::Reading, &file, error, ""))? {
             Whose::Own => Ok(()),
             Whose::Other(other) => Err(fenced(&path.to_string_lossy(), &other)),
             Whose::Damaged => {

@@ -13,7 +13,7 @@ use super::storage::{FilePair, NamedFile, Storage};
 use super::superblock::{HEADER_BYTES, Stamp, Superblock, SuperblockHeader};
 use super::turns::gate::{DataTransfer, Gate};
 use super::waiting::{deadline_after, timed_out};
-use crate::error::{Error, IoKind, Result, TierError, TierKind};
+use crate::error::{Doing, Error, IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
 use crate::io::options::{Request, Target};
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -77,7 +77,7 @@ impl TierPath {
     /// transfer.
     fn call<T: Send + 'static>(
         &self,
-        doing: &'static str,
+        doing: Doing,
         work: impl FnOnce(&dyn Storage, &[NamedFile]) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         self.engine.check_device(&self.data.writer, doing)?;
@@ -100,7 +100,7 @@ impl TierPath {
     }
 
     pub(super) fn data_len(&self) -> Result<u64> {
-        Ok(self.call("opening", |storage, _| storage.len(DATA))?.unwrap_or(0))
+        Ok(self.call(Doing::Opening, |storage, _| storage.len(DATA))?.unwrap_or(0))
     }
 
     /// Allocates bytes `from..end` of the data file on the device.
@@ -112,12 +112,12 @@ impl TierPath {
     /// same timeout looks up the free space.
     fn allocate_file(&self, pair: &FilePair, from: u64, end: u64) -> Result<()> {
         let file = Arc::clone(&pair.writer);
-        self.call("preallocating", move |_, _| file.check_room(from, end))?;
+        self.call(Doing::Preallocating, move |_, _| file.check_room(from, end))?;
         let begun = self.engine.allocate(&pair.writer, from, end)?;
         let file = Arc::clone(&pair.writer);
         match self.engine.wait(begun, None) {
             Err(error) if error.is_full() => {
-                self.call("preallocating", move |_, _| Err(file.with_free_space(error)))
+                self.call(Doing::Preallocating, move |_, _| Err(file.with_free_space(error)))
             }
             ended => ended.map(|_| ()),
         }
@@ -134,7 +134,7 @@ impl TierPath {
     }
 
     pub(super) fn sync_directory(&self) -> Result<()> {
-        self.call("syncing", |storage, _| storage.sync())
+        self.call(Doing::Syncing, |storage, _| storage.sync())
     }
 
     pub(super) fn read(&self, offset: u64, buffer: TransferBuffer) -> Result<u64> {
@@ -166,7 +166,7 @@ impl TierPath {
     }
 
     fn begin(&self, DataTransfer { write, offset, buffer }: DataTransfer) -> Result<u64> {
-        self.files.responds(if write { "writing" } else { "reading" })?;
+        self.files.responds(if write { Doing::Writing } else { Doing::Reading })?;
         match write {
             true => {
                 self.files.storage()?.check_lease()?;
@@ -203,7 +203,7 @@ impl TierPath {
 
     /// Starts a sync of the data file.
     pub(super) fn sync_data(&self) -> Result<u64> {
-        self.files.responds("syncing")?;
+        self.files.responds(Doing::Syncing)?;
         self.engine.sync(Target::File(Arc::clone(&self.data.writer)), None)
     }
 
@@ -217,7 +217,7 @@ impl TierPath {
 
     /// Starts to write a superblock into a copy.
     pub(super) fn write_superblock(&self, copy: usize, bytes: TransferBuffer) -> Result<u64> {
-        self.files.responds("writing")?;
+        self.files.responds(Doing::Writing)?;
         let pair = &self.superblocks[copy];
         let len = bytes.len() as u64;
         if len > self.superblock_room.load(Ordering::Relaxed) {
@@ -230,7 +230,7 @@ impl TierPath {
 
     /// Starts a sync of a superblock copy.
     pub(super) fn sync_superblock(&self, copy: usize) -> Result<u64> {
-        self.files.responds("syncing")?;
+        self.files.responds(Doing::Syncing)?;
         self.engine.sync(Target::File(Arc::clone(&self.superblocks[copy].writer)), None)
     }
 
@@ -243,7 +243,7 @@ impl TierPath {
     pub(super) fn read_superblock(&self, copy: usize) -> Result<SuperblockCopy> {
         let reader = &self.superblocks[copy].reader;
         let read = |bytes: usize| -> Result<Option<Scratch>> {
-            self.files.responds("reading")?;
+            self.files.responds(Doing::Reading)?;
             let scratch = self.scratch(bytes)?;
             let outcome = self.engine.read(request(reader, 0, scratch.transfer()));
             match outcome.and_then(|handle| self.wait(handle, None)) {
@@ -264,7 +264,7 @@ impl TierPath {
         let all = (HEADER_BYTES as u64 + header.table_bytes).next_multiple_of(PAGE);
         let truncated = SuperblockCopy::Corrupt("its table is truncated".to_string(), Some(header.stamp));
         // Checked before the allocation, because the length in a header may be arbitrary.
-        let len = self.call("opening", move |storage, _| storage.len(SUPERBLOCKS[copy]))?;
+        let len = self.call(Doing::Opening, move |storage, _| storage.len(SUPERBLOCKS[copy]))?;
         if len.is_none_or(|len| len < all) {
             return Ok(truncated);
         }
@@ -279,7 +279,7 @@ impl TierPath {
 
     /// Starts to read the header of a superblock copy.
     pub(super) fn read_stamp(&self, copy: usize) -> Result<(u64, Scratch)> {
-        self.files.responds("reading")?;
+        self.files.responds(Doing::Reading)?;
         let scratch = self.scratch(HEADER_BYTES)?;
         let handle = self.engine.read(request(&self.superblocks[copy].reader, 0, scratch.transfer()))?;
         Ok((handle, scratch))
@@ -303,10 +303,11 @@ impl TierPath {
     /// respond. All paths share one I/O timeout.
     pub(super) fn check_all(paths: &[&TierPath]) -> Vec<Result<()>> {
         let known: Vec<Result<()>> =
-            paths.iter().map(|path| path.engine.check_device(&path.data.writer, "opening")).collect();
+            paths.iter().map(|path| path.engine.check_device(&path.data.writer, Doing::Opening)).collect();
         let asked = paths.iter().zip(&known).filter(|(_, known)| known.is_ok()).map(|(path, _)| &path.files);
-        let checked =
-            PathFiles::call_all("opening", &asked.collect::<Vec<_>>(), |storage, files| storage.check(files));
+        let checked = PathFiles::call_all(Doing::Opening, &asked.collect::<Vec<_>>(), |storage, files| {
+            storage.check(files)
+        });
         let mut checked = checked.into_iter();
         known.into_iter().map(|known| known.and_then(|()| checked.next().unwrap_or(Ok(())))).collect()
     }
@@ -317,7 +318,7 @@ impl TierPath {
     pub(super) fn check_blank(&self) -> Result<()> {
         let mut left = self.files.finishes_removal();
         for name in SUPERBLOCKS {
-            left |= self.call("opening", move |storage, _| storage.len(name))?.unwrap_or(0) > 0;
+            left |= self.call(Doing::Opening, move |storage, _| storage.len(name))?.unwrap_or(0) > 0;
         }
         if !left || !self.holds_chunk()? {
             return Ok(());
@@ -334,7 +335,7 @@ impl TierPath {
         let part = self.scratch(PART as usize)?;
         loop {
             let reader = Arc::clone(&self.data.reader);
-            let found = self.call("reading", move |_, _| Ok(reader.next_data(at)))?;
+            let found = self.call(Doing::Reading, move |_, _| Ok(reader.next_data(at)))?;
             let Some(from) = found.filter(|from| from + PAGE <= bytes) else { return Ok(false) };
             let from = from - from % PAGE;
             let buffer = part.transfer().part(0, PART.min(bytes - from) as usize);

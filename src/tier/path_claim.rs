@@ -9,7 +9,7 @@ use super::options::{PathLocation, TierOptions};
 use super::path::TierPath;
 use super::storage::{DirStorage, MemoryStorage, Storage};
 use super::time_limits::within_timeout;
-use crate::error::Result;
+use crate::error::{Doing, Result};
 use crate::io::engine::Engine;
 use crate::io::options::Options as IoOptions;
 
@@ -42,7 +42,7 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
             let storage = super::storage::SimStorage::claim(disk, number as u64, faults.stop)?;
             let key = storage.key();
             let sim = crate::io::sim::Sim::new(disk, faults.clone());
-            return within_timeout(io.io_timeout, "opening", &key, move || {
+            return within_timeout(io.io_timeout, Doing::Opening, &key, move || {
                 TierPath::open(Box::new(storage), Engine::open_simulated(io, sim)?).map(Some)
             });
         }
@@ -66,14 +66,14 @@ fn claim_directory(base: PathBuf, owner: Owner, io: IoOptions, make: bool) -> Re
     };
     let place = owner.below(&base);
     let begin = move || Directory::begin_claim(&base, &owner, make).and_then(open);
-    let mut opening = within_timeout(io.io_timeout, "opening", &place, begin)?;
+    let mut opening = within_timeout(io.io_timeout, Doing::Opening, &place, begin)?;
     loop {
         match opening {
             Ok(path) => return Ok(path),
             Err((pending, time)) => {
                 std::thread::sleep(time);
                 let go_on = move || pending.resume().and_then(open);
-                opening = within_timeout(io.io_timeout, "opening", &place, go_on)?;
+                opening = within_timeout(io.io_timeout, Doing::Opening, &place, go_on)?;
             }
         }
     }

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use super::storage::{NamedFile, Storage, in_flight};
 use super::time_limits::{EARLIER, answer, no_response, within_timeout};
-use crate::error::{Error, IoKind, Result};
+use crate::error::{Doing, Error, IoKind, Result};
 use crate::log::{self, Level};
 use crate::sys::process::OpeningProcess;
 use crate::sys::time_limit::{self, Call, NoAnswer};
@@ -71,7 +71,7 @@ impl PathFiles {
     }
 
     /// Fails with `PathFailed` while a call has not returned within the I/O timeout.
-    pub(super) fn responds(&self, doing: &'static str) -> Result<()> {
+    pub(super) fn responds(&self, doing: Doing) -> Result<()> {
         match self.io_timeout.is_some() && time_limit::is_abandoned(&self.key) {
             false => Ok(()),
             true => Err(no_response(IoKind::PathFailed, doing, &self.key, EARLIER.to_string())),
@@ -81,7 +81,7 @@ impl PathFiles {
     /// Result of a call on the storage, or a `Deadline` error.
     pub(super) fn call<T: Send + 'static>(
         &self,
-        doing: &'static str,
+        doing: Doing,
         work: impl FnOnce(&dyn Storage, &[NamedFile]) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let work = self.prepared(work)?;
@@ -90,7 +90,7 @@ impl PathFiles {
 
     /// Results of the same call on several paths, which share one timeout.
     pub(super) fn call_all<T: Send + 'static>(
-        doing: &'static str,
+        doing: Doing,
         all: &[&PathFiles],
         work: impl Fn(&dyn Storage, &[NamedFile]) -> Result<T> + Clone + Send + 'static,
     ) -> Vec<Result<T>> {
@@ -133,7 +133,7 @@ impl PathFiles {
         let answers = time_limit::run_all_within(limit, calls);
         answers.into_iter().zip(keys).try_for_each(|(found, key)| match found {
             Ok(Err(NoAnswer::EarlierCall)) => Ok(()),
-            found => answer(found.map(|found| found.map(Ok)), limit, "closing", &key),
+            found => answer(found.map(|found| found.map(Ok)), limit, Doing::Closing, &key),
         })
     }
 
@@ -163,7 +163,8 @@ fn remove_within<T: Send + 'static>(limit: Option<Duration>, all: Vec<(PathFiles
     };
     let (keys, calls): (Vec<PathBuf>, Vec<Call<Result<()>>>) = all.into_iter().map(removal).unzip();
     let answers = time_limit::run_all_within(limit, calls);
-    let outcomes = answers.into_iter().zip(keys).map(|(found, key)| answer(found, limit, "removing", &key));
+    let outcomes =
+        answers.into_iter().zip(keys).map(|(found, key)| answer(found, limit, Doing::Removing, &key));
     outcomes.fold(Ok(()), Result::and)
 }
 

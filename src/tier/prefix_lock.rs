@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use super::failures::fenced;
 use super::holder::{self, Holder, Life};
-use crate::error::{Error, Result, TierError, TierKind};
+use crate::error::{Doing, Error, Result, TierError, TierKind};
 use crate::io::object::secrets::printable;
 use crate::io::object::{ObjectMeta, RequestContext, Store, StoreError};
 use crate::log::{self, Level};
@@ -49,7 +49,7 @@ impl PrefixLock {
         prefix: &str,
         name: &str,
     ) -> Result<(PrefixLock, Vec<ObjectMeta>)> {
-        let failed = |error: StoreError| error.at(RequestContext { doing: "opening", path: name });
+        let failed = |error: StoreError| error.at(RequestContext { doing: Doing::Opening, path: name });
         let number =
             host::random().map_err(|error| Error::system("generating the number of a lock", &error))?;
         let key = format!("{prefix}{LOCKS}{number:032x}");
@@ -100,7 +100,7 @@ impl PrefixLock {
     /// Fails if the lock object was deleted: with `Fenced` if another process put one, else with `PathMissing`. Errors of
     /// the store are returned.
     pub(super) fn check(&self, prefix: &str, name: &str) -> Result<()> {
-        let failed = |error: StoreError| error.at(RequestContext { doing: "opening", path: name });
+        let failed = |error: StoreError| error.at(RequestContext { doing: Doing::Opening, path: name });
         if !matches!(read(&self.store, &self.key, self.bytes).map_err(failed)?, LockContent::Gone) {
             return Ok(());
         }

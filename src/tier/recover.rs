@@ -27,7 +27,7 @@ use super::store::{Opened, Tier};
 use super::superblock::{ExtentRecord, PathRecord, Stamp, Superblock};
 use super::superblock_set::{Candidate, Probed, Selected, gone, leave_out, may_leave_out, probe, select};
 use super::transfer::TierIdentity;
-use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
+use crate::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::log::{self, Level};
 use crate::sys::bell::Bell;
 use crate::sys::host;
@@ -386,19 +386,8 @@ fn lost_extents(newest: &Superblock, missing: &[usize]) -> Vec<String> {
 }
 
 fn claim_new(options: &TierOptions, given: usize) -> Result<TierPath> {
-    claim(options, given, true)?.ok_or_else(|| {
-        let path = location_name(options, given);
-        IoError {
-            kind: IoKind::NotFound,
-            doing: "opening",
-            path,
-            offset: 0,
-            bytes: 0,
-            errno: libc::ENOENT,
-            detail: String::new(),
-        }
-        .into()
-    })
+    let missing = || IoError::of_errno(libc::ENOENT, Doing::Opening, location_name(options, given));
+    claim(options, given, true)?.ok_or_else(|| missing().into())
 }
 
 fn location_name(options: &TierOptions, given: usize) -> String {

@@ -14,7 +14,7 @@ use super::holder::Holder;
 use super::owned_lock::LOCK;
 use super::ownership::{Part, possible_owner};
 use super::time_limits::within_timeout;
-use crate::error::{Result, TierError, TierKind};
+use crate::error::{Doing, Result, TierError, TierKind};
 use crate::sys::lock::{FileLock, LockAttempt};
 use crate::sys::private_files::{GivenDirectory, PrivateDirectory};
 
@@ -34,7 +34,7 @@ pub struct Found {
 
 /// All tier directories below `base`. Links are not followed, and directories of other users are skipped.
 pub fn scan(base: &Path) -> Result<Vec<Found>> {
-    let given = GivenDirectory::open(base).map_err(|error| failed("opening", base, error, ""))?;
+    let given = GivenDirectory::open(base).map_err(|error| failed(Doing::Opening, base, error, ""))?;
     let mut all = Vec::new();
     for (job, path, jobs) in list(&given, base)? {
         for (host, path, hosts) in list(&jobs, &path)? {
@@ -69,7 +69,7 @@ fn list(directory: &PrivateDirectory, path: &Path) -> Result<Vec<(String, PathBu
         Err(error) if matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::NotFound) => {
             return Ok(Vec::new());
         }
-        Err(error) => return Err(failed("opening", path, error, "")),
+        Err(error) => return Err(failed(Doing::Opening, path, error, "")),
     };
     let mut names: Vec<String> =
         entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
@@ -95,7 +95,8 @@ pub(super) fn check_moved<'a>(
     let mut found = Vec::new();
     for base in bases {
         let (path, base, owner) = (owner.below(base), base.to_path_buf(), owner.clone());
-        found.extend(within_timeout(io_timeout, "opening", &path, move || Ok(elsewhere(&base, &owner)))?);
+        found
+            .extend(within_timeout(io_timeout, Doing::Opening, &path, move || Ok(elsewhere(&base, &owner)))?);
     }
     let Some(path) = found.first() else { return Ok(()) };
     let message = format!(
@@ -140,18 +141,18 @@ pub(super) fn collect_within(io_timeout: Option<Duration>, base: &Path, owner: &
     let path = owner.below(base);
     let (base, owner) = (base.to_path_buf(), owner.clone());
     let begin = move || Directory::begin_claim(&base, &owner, false);
-    let mut step = within_timeout(io_timeout, "opening", &path, begin)?;
+    let mut step = within_timeout(io_timeout, Doing::Opening, &path, begin)?;
     let found = loop {
         match step {
             ClaimStep::Done(found) => break found,
             ClaimStep::Wait(pending, time) => {
                 std::thread::sleep(time);
-                step = within_timeout(io_timeout, "opening", &path, move || pending.resume())?;
+                step = within_timeout(io_timeout, Doing::Opening, &path, move || pending.resume())?;
             }
         }
     };
     match found {
-        Some(directory) => within_timeout(io_timeout, "removing", &path, move || directory.remove()),
-        None => Err(failed("opening", &path, io::ErrorKind::NotFound.into(), "")),
+        Some(directory) => within_timeout(io_timeout, Doing::Removing, &path, move || directory.remove()),
+        None => Err(failed(Doing::Opening, &path, io::ErrorKind::NotFound.into(), "")),
     }
 }

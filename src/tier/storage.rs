@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::directory::{Directory, FILES};
 use super::failures::unless_fenced;
 use super::time_limits::within_timeout;
-use crate::error::{Error, Result};
+use crate::error::{Doing, Error, Result};
 use crate::io::file::File;
 use crate::sys::file::{self, Access};
 use crate::sys::private_files::OpenFlags;
@@ -108,7 +108,7 @@ impl DirStorage {
     }
 
     fn bounded(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
-        within_timeout(self.io_timeout, "reading the owner of", self.directory.path(), work)
+        within_timeout(self.io_timeout, Doing::ReadingOwner, self.directory.path(), work)
     }
 
     fn open_for(&self, name: &str, path: &FilePath, access: Access) -> Result<Arc<File>> {

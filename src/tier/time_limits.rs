@@ -4,14 +4,14 @@
 use std::path::Path;
 use std::time::Duration;
 
-use crate::error::{Error, IoError, IoKind, Result};
+use crate::error::{Doing, Error, IoError, IoKind, Result};
 use crate::sys::time_limit::{self, Answer, NoAnswer};
 
 /// Result of `work` on the files below `path`, or a `Deadline` error after `io_timeout`. A call that did not
 /// return continues in its thread, and keeps the directory's lock until it returns.
 pub(super) fn within_timeout<T: Send + 'static>(
     io_timeout: Option<Duration>,
-    doing: &'static str,
+    doing: Doing,
     path: &Path,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
@@ -22,7 +22,7 @@ pub(super) fn within_timeout<T: Send + 'static>(
 pub(super) fn answer<T>(
     found: Answer<Result<T>>,
     io_timeout: Option<Duration>,
-    doing: &'static str,
+    doing: Doing,
     path: &Path,
 ) -> Result<T> {
     let detail = match found.map_err(|error| Error::system("starting a thread", &error))? {
@@ -42,7 +42,6 @@ pub(super) const EARLIER: &str =
     "an earlier call, to which the file system did not respond, is still in flight";
 
 /// Error of a path that does not respond.
-pub(super) fn no_response(kind: IoKind, doing: &'static str, path: &Path, detail: String) -> Error {
-    let path = path.to_string_lossy().into_owned();
-    IoError { kind, doing, path, offset: 0, bytes: 0, errno: 0, detail }.into()
+pub(super) fn no_response(kind: IoKind, doing: Doing, path: &Path, detail: String) -> Error {
+    IoError::about(kind, doing, path.to_string_lossy()).because(detail).into()
 }

@@ -9,7 +9,7 @@ use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
 use crate::capi::input;
 use crate::capi::output;
-use crate::error::{Error, IoError, IoKind, Result};
+use crate::error::{Doing, Error, IoError, Result};
 use crate::gpu::machine::Machine;
 use crate::gpu::visible::Ask;
 use crate::sys::topology::{NodeKind, Root};
@@ -364,14 +364,5 @@ fn kind(kind: NodeKind) -> spw_topo_node_kind {
 
 fn unreadable(path: &std::path::Path, error: &std::io::Error) -> Error {
     let errno = error.raw_os_error().unwrap_or(0);
-    IoError {
-        kind: IoKind::of_errno(errno),
-        doing: "opening",
-        path: path.display().to_string(),
-        offset: 0,
-        bytes: 0,
-        errno,
-        detail: String::new(),
-    }
-    .into()
+    IoError::of_errno(errno, Doing::Opening, path.display().to_string()).into()
 }

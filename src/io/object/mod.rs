@@ -16,7 +16,7 @@ use std::fmt::Debug;
 use std::{sync::Arc, time::Duration};
 
 use super::options::SCHEME;
-use crate::error::{Error, IoError, IoKind, Result};
+use crate::error::{Doing, Error, IoError, Result};
 
 pub mod index;
 pub mod secrets;
@@ -78,7 +78,7 @@ pub struct StoreError {
 #[derive(Debug, Clone, Copy)]
 pub struct RequestContext<'a> {
     /// The operation, as in [`IoError::doing`].
-    pub doing: &'static str,
+    pub doing: Doing,
     /// The object, file or prefix.
     pub path: &'a str,
 }
@@ -107,8 +107,7 @@ impl StoreError {
     /// The error for the caller, with the context `context`.
     pub fn at(self, context: RequestContext) -> Error {
         let StoreError { errno, message } = self;
-        let (kind, path) = (IoKind::of_errno(errno), context.path.to_string());
-        IoError { kind, doing: context.doing, path, offset: 0, bytes: 0, errno, detail: message }.into()
+        IoError::of_errno(errno, context.doing, context.path).because(message).into()
     }
 }
 
@@ -150,6 +149,7 @@ pub fn connect(address: &Address, timeout: Option<Duration>) -> Result<Arc<dyn S
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::IoKind;
 
     #[test]
     fn addresses_name_a_bucket_and_perhaps_a_prefix() {
@@ -170,7 +170,7 @@ mod tests {
     fn refusals_become_errors_of_their_kind() {
         let kind = |errno| {
             let error = StoreError { errno, message: "HTTP 418".to_string() };
-            let error = error.at(RequestContext { doing: "opening", path: "s3://b/a" });
+            let error = error.at(RequestContext { doing: Doing::Opening, path: "s3://b/a" });
             assert!(error.to_string().contains("s3://b/a") && error.to_string().contains("HTTP 418"));
             error.io_kind().unwrap()
         };

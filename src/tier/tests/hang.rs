@@ -7,7 +7,7 @@ use std::sync::mpsc;
 use std::time::Instant;
 
 use super::*;
-use crate::error::{Error, IoKind, TierKind};
+use crate::error::{Doing, Error, IoKind, TierKind};
 use crate::io::sim::Stop;
 use crate::tier::Health;
 
@@ -227,7 +227,7 @@ fn an_export_into_a_directory_that_does_not_respond_fails_after_the_io_timeout()
     let base = tempfile::tempdir().unwrap();
     let path = base.path().join("hangs");
     let (release, held) = mpsc::channel::<()>();
-    let hung = crate::tier::time_limits::within_timeout(Some(IO_TIMEOUT), "opening", &path, move || {
+    let hung = crate::tier::time_limits::within_timeout(Some(IO_TIMEOUT), Doing::Opening, &path, move || {
         let _ = held.recv();
         Ok(())
     });

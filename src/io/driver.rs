@@ -42,7 +42,7 @@ pub(super) struct Driver {
     shared: Arc<Shared>,
     depth: usize,
     running: Slab<Running>,
-    directions: [DirectionQueue; DIRECTIONS],
+    directions: [Pending; DIRECTIONS],
     in_flight: Slab<InFlight>,
     /// Pieces to start again, each at its time.
     retries: VecDeque<(Instant, usize)>,
@@ -56,7 +56,7 @@ pub(super) struct Driver {
 
 /// Reads, or all other operations.
 #[derive(Default)]
-struct DirectionQueue {
+struct Pending {
     /// Keys of `running` operations with pieces left to start, oldest first.
     order: VecDeque<usize>,
     /// Pieces in flight.
@@ -224,18 +224,18 @@ impl Driver {
         while at < self.directions[direction].order.len() {
             let key = self.directions[direction].order[at];
             match self.dispatch_one(key, &mut room, backend) {
-                Progress::AllStarted => {
+                Dispatch::AllStarted => {
                     self.directions[direction].order.remove(at);
                     self.running[key].queued = false;
                     self.finish_if_done(key);
                 }
-                Progress::NoRoom => return,
-                Progress::NoBounce => at += 1,
+                Dispatch::NoRoom => return,
+                Dispatch::NoBounce => at += 1,
             }
         }
     }
 
-    fn dispatch_one(&mut self, key: usize, room: &mut usize, backend: &mut dyn Backend) -> Progress {
+    fn dispatch_one(&mut self, key: usize, room: &mut usize, backend: &mut dyn Backend) -> Dispatch {
         loop {
             let running = &mut self.running[key];
             let op = &running.op;
@@ -244,13 +244,13 @@ impl Driver {
                     self.failed_devices.contains(&op.device()).then(|| (0, op.refuse_failed_device()));
             }
             if op.stopped() || running.error.is_some() || running.next == op.total() {
-                return Progress::AllStarted;
+                return Dispatch::AllStarted;
             }
             if *room == 0 {
-                return Progress::NoRoom;
+                return Dispatch::NoRoom;
             }
             if !running.op.start() {
-                return Progress::AllStarted;
+                return Dispatch::AllStarted;
             }
             match self.split_next(key) {
                 Ok(Some(token)) => {
@@ -258,7 +258,7 @@ impl Driver {
                     self.directions[self.running[key].op.action.direction()].in_flight += 1;
                     self.start(token, backend);
                 }
-                Ok(None) => return Progress::NoBounce,
+                Ok(None) => return Dispatch::NoBounce,
                 Err(error) => self.running[key].error = Some((self.running[key].next, error)),
             }
         }
@@ -387,7 +387,7 @@ impl Driver {
     }
 }
 
-enum Progress {
+enum Dispatch {
     AllStarted,
     NoRoom,
     NoBounce,

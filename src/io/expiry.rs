@@ -35,7 +35,7 @@ impl Shared {
             .io_timeout
             .map_or(CHECK_EVERY.1, |io_timeout| (io_timeout / 8).clamp(CHECK_EVERY.0, CHECK_EVERY.1));
         let turns = self.turns.load(Ordering::Acquire);
-        if state.progress.notice_stop(now, every, turns) {
+        if state.watchdog.notice_stop(now, every, turns) {
             self.wake();
         }
         let stalled = self.io_timeout.and_then(|io_timeout| {
@@ -43,10 +43,10 @@ impl Shared {
             Some(due.min(now + every))
         });
         let passed = state.deadlines.first().is_some_and(|(deadline, _)| *deadline <= now);
-        if passed && state.progress.notice_deadline(now, turns) {
+        if passed && state.watchdog.notice_deadline(now, turns) {
             self.wake();
         }
-        let settles = state.progress.settles(now, turns);
+        let settles = state.watchdog.settles(now, turns);
         let expired = if settles.is_some() { Vec::new() } else { state.expire(now) };
         if !expired.is_empty() {
             expired.iter().for_each(|_| Counters::add(&self.counters.failed, 1));
@@ -58,7 +58,7 @@ impl Shared {
         let deadline =
             state.deadlines.first().map(|(deadline, _)| settles.unwrap_or(*deadline).max(*deadline));
         let next = deadline.into_iter().chain(stalled).min();
-        state.progress.planned = next.filter(|_| state.unfinished > 0);
+        state.watchdog.planned = next.filter(|_| state.unfinished > 0);
         (state, next, !expired.is_empty())
     }
 }
@@ -77,11 +77,11 @@ impl Engine {
 impl EngineState {
     /// Sets a passed deadline on operations without progress for too long; returns when the next one may be due.
     fn expire_stalled(&mut self, progress: u64, io_timeout: Duration, now: Instant) -> Option<Instant> {
-        if self.progress.seen.0 != progress {
-            self.progress.seen = (progress, Some(now));
+        if self.watchdog.seen.0 != progress {
+            self.watchdog.seen = (progress, Some(now));
             self.forget_stall();
         }
-        let moved = self.progress.seen.1;
+        let moved = self.watchdog.seen.1;
         if let Some(soonest) = moved.and_then(|moved| moved.checked_add(io_timeout)).filter(|at| *at > now) {
             return (self.unfinished > 0).then_some(soonest);
         }
@@ -92,7 +92,7 @@ impl EngineState {
             match from.checked_add(io_timeout) {
                 Some(due) if due <= now => {
                     self.deadlines.insert((due, op.handle));
-                    self.progress.stalled = true;
+                    self.watchdog.stalled = true;
                 }
                 due => next = next.into_iter().chain(due).min(),
             }
@@ -102,7 +102,7 @@ impl EngineState {
 
     /// Removes the deadlines that a stall set, since a completion arrived before the operations expired.
     fn forget_stall(&mut self) {
-        if !std::mem::take(&mut self.progress.stalled) {
+        if !std::mem::take(&mut self.watchdog.stalled) {
             return;
         }
         let entries = &self.entries;
@@ -115,7 +115,7 @@ impl EngineState {
     /// Expires operations past their deadline; returns their errors.
     fn expire(&mut self, now: Instant) -> Vec<Error> {
         let mut errors = Vec::new();
-        self.progress.expired();
+        self.watchdog.expired();
         while let Some((_, handle)) = self.deadlines.first().copied().filter(|(deadline, _)| *deadline <= now)
         {
             self.deadlines.pop_first();

@@ -3,7 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`engine`], `waiting` | the callers' interface: submit, wait, cancel, deadlines |
-//! | `operation`, `expiry`, `progress` | state shared by callers and driver; deadlines; detection of a stopped process |
+//! | `operation`, `expiry`, `watchdog` | state shared by callers and driver; deadlines; detection of a stopped process |
 //! | [`options`], `counters`, `busy` | settings and requests; statistics |
 //! | `driver` | the thread behind an engine: splits operations into pieces and keeps the queue full |
 //! | `classify` | classifies each completion: done, retry or failed |
@@ -25,10 +25,10 @@ mod expiry;
 mod open_files;
 mod operation;
 mod piece_size;
-mod progress;
 mod threads;
 mod uring;
 mod waiting;
+mod watchdog;
 
 pub mod engine;
 pub mod file;

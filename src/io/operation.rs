@@ -16,7 +16,7 @@ use super::backend::{Action, Wake};
 use super::busy::BusyTime;
 use super::counters::Counters;
 use super::file::File;
-use super::progress::Progress;
+use super::watchdog::Watchdog;
 use crate::error::{Doing, Error, IoError, IoKind, Result};
 use crate::pool::transfer_buffer::BufferLease;
 use crate::sys::bell::Bell;
@@ -149,7 +149,7 @@ pub(super) struct EngineState {
     /// Operations that are pending and not expired.
     pub(super) unfinished: usize,
     pub(super) busy: BusyTime,
-    pub(super) progress: Progress,
+    pub(super) watchdog: Watchdog,
     /// Number of expired operations in the kernel, by device.
     pub(super) stuck: HashMap<u64, usize>,
     pub(super) closing: bool,
@@ -301,7 +301,7 @@ impl EngineState {
         if !nothing {
             self.busy.begin(op.action);
             if self.unfinished == 0 {
-                self.progress.starts(op.submitted);
+                self.watchdog.starts(op.submitted);
             }
             self.unfinished += 1;
             op.deadline.map(|deadline| self.deadlines.insert((deadline, handle)));

@@ -20,14 +20,14 @@ struct WorkQueue {
 
 #[derive(Default)]
 struct QueueState {
-    directions: [DirectionQueue; DIRECTIONS],
+    directions: [WorkerQueue; DIRECTIONS],
     done: Vec<Completion>,
     woken: bool,
     closing: bool,
 }
 
 #[derive(Default)]
-struct DirectionQueue {
+struct WorkerQueue {
     pieces: VecDeque<Piece>,
     idle: usize,
     workers: usize,

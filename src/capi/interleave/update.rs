@@ -12,12 +12,12 @@ use crate::capi::optim::adam::{self, spw_adam_options};
 use crate::capi::output::{self, required};
 use crate::error::{Error, Result};
 use crate::gpu::stream::ForeignStream;
-use crate::offload::interleave::engine::{Engine, Reader};
-use crate::offload::interleave::{Backend, Model, trace};
+use crate::offload::interleave::engine::{InterleavedUpdate, Reader};
+use crate::offload::interleave::{Model, trace};
 
 /// An interleaved update.
 pub struct spw_interleave {
-    pub(in crate::capi) engine: Engine<Box<dyn Backend>>,
+    pub(in crate::capi) engine: InterleavedUpdate,
     streams: bool,
 }
 
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn spw_interleave_open(
         unsafe {
             handle::open(interleave_out, || {
                 let Parts { streams, shape, backend } = parts(options, subgroups, count)?;
-                Ok(spw_interleave { engine: Engine::new(shape, backend)?, streams })
+                Ok(spw_interleave { engine: InterleavedUpdate::new(shape, backend)?, streams })
             })
         }
     })
@@ -316,7 +316,7 @@ pub extern "C" fn spw_interleave_close(interleave: Option<Box<spw_interleave>>) 
 pub(in crate::capi) unsafe fn with_stream(
     interleave: Option<&spw_interleave>,
     stream: u64,
-) -> Result<(&Engine<Box<dyn Backend>>, Model)> {
+) -> Result<(&InterleavedUpdate, Model)> {
     let spw_interleave { engine, streams } = handle::get(interleave)?;
     match (*streams, stream) {
         // SAFETY: the caller meets the callee's requirements.
@@ -327,7 +327,7 @@ pub(in crate::capi) unsafe fn with_stream(
 }
 
 /// Number of subgroups. A count is checked against it before an array of that many entries is read.
-pub(in crate::capi) fn subgroups_of(engine: &Engine<Box<dyn Backend>>) -> Result<u64> {
+pub(in crate::capi) fn subgroups_of(engine: &InterleavedUpdate) -> Result<u64> {
     Ok(engine.plan()?.placements().len() as u64)
 }
 

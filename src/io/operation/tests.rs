@@ -54,7 +54,7 @@ fn time_in_which_the_process_did_not_run_is_no_stall() {
     let long_ago = now - Duration::from_secs(10);
     let handle = shared.state.lock().admit(|handle| under_way(handle, long_ago, Some(long_ago))).0;
     // The check planned for `long_ago` happens now.
-    shared.state.lock().progress = Progress::planned_for(long_ago);
+    shared.state.lock().watchdog = Watchdog::planned_for(long_ago);
     let (state, next, expired) = shared.expire(shared.state.lock());
     drop(state);
     assert!(!expired && next.is_some_and(|next| next > now && next < now + io_timeout));
@@ -89,7 +89,7 @@ fn a_completion_ends_a_stall_of_the_operations_beside_it() {
     let stalls = shared.state.lock().admit(|handle| under_way(handle, long_ago, None)).0;
     shared.state.lock().admit(|handle| under_way(handle, long_ago, Some(given)));
     // The check planned for now happens in time.
-    shared.state.lock().progress = Progress::planned_for(Instant::now());
+    shared.state.lock().watchdog = Watchdog::planned_for(Instant::now());
     let (state, _, expired) = shared.expire(shared.state.lock());
     assert!(!expired && state.deadlines.iter().any(|(_, handle)| *handle == stalls));
     drop(state);

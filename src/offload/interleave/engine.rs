@@ -29,8 +29,8 @@ use spillway_planner::interleave::schedule::{self, Lane, LaneEvent};
 use spillway_planner::interleave::{Rates, Shape};
 
 /// The interleaved update of one rank. Thread-safe.
-pub struct Engine<B: Backend + 'static> {
-    inner: PerProcess<Arc<Inner<B>>>,
+pub struct InterleavedUpdate {
+    inner: PerProcess<Arc<Inner>>,
     worker: Arc<Worker>,
     watched: Lock<Watched>,
 }
@@ -44,7 +44,7 @@ pub enum Reader {
     Stream(Model),
 }
 
-/// Maximum number of timings kept for a meter that [`Engine::replan`] never reads.
+/// Maximum number of timings kept for a meter that [`InterleavedUpdate::replan`] never reads.
 const MOST_UNSEEN: usize = 1 << 20;
 
 /// Timings of past steps, and the meter that learns from them.
@@ -57,8 +57,8 @@ struct Watched {
     ran: Vec<Timing>,
 }
 
-struct Inner<B> {
-    backend: B,
+struct Inner {
+    backend: Box<dyn Backend>,
     machine: Lock<Machine>,
     /// Signalled when a subgroup has stepped or a failure occurred.
     changed: Signal,
@@ -71,12 +71,16 @@ struct Worker {
     ended: Signal,
 }
 
-impl<B: Backend + 'static> Engine<B> {
+impl InterleavedUpdate {
     /// Starts with all subgroups on the CPU.
-    pub fn new(shape: Shape, backend: B) -> Result<Engine<B>> {
+    pub fn new(shape: Shape, backend: Box<dyn Backend>) -> Result<InterleavedUpdate> {
         let machine = Lock::new(Machine::new(shape)?);
         let inner = Arc::new(Inner { backend, machine, changed: Signal::default() });
-        Ok(Engine { inner: PerProcess::new(inner), worker: Arc::default(), watched: Lock::default() })
+        Ok(InterleavedUpdate {
+            inner: PerProcess::new(inner),
+            worker: Arc::default(),
+            watched: Lock::default(),
+        })
     }
 
     /// The subgroups and settings, which never change.
@@ -104,7 +108,7 @@ impl<B: Backend + 'static> Engine<B> {
     }
 
     /// Work already queued on `stream` contains every read of the 16-bit parameters of `subgroup`, which may then be
-    /// overwritten. [`Engine::begin`] implies this call for the remaining subgroups.
+    /// overwritten. [`InterleavedUpdate::begin`] implies this call for the remaining subgroups.
     pub fn params_free(&self, subgroup: usize, stream: Model) -> Result<()> {
         self.machine()?.params_free(subgroup, &mut |command| self.inner()?.backend.play(command, stream))
     }
@@ -159,20 +163,20 @@ impl<B: Backend + 'static> Engine<B> {
         Ok(!machine.is_stepping(subgroup) && self.inner()?.backend.reached(LaneEvent::Ready(subgroup))?)
     }
 
-    /// [`Engine::publish`] for every subgroup. Flushes may still be in flight afterwards.
+    /// [`InterleavedUpdate::publish`] for every subgroup. Flushes may still be in flight afterwards.
     pub fn finish(&self, reader: Reader) -> Result<()> {
         let count = self.machine()?.shape().count();
         (0..count).try_for_each(|subgroup| self.publish(subgroup, reader))
     }
 
-    /// Sets initial rates; from then on [`Engine::replan`] corrects them with the timings of every step.
+    /// Sets initial rates; from then on [`InterleavedUpdate::replan`] corrects them with the timings of every step.
     pub fn calibrate(&self, rates: Rates) -> Result<()> {
         drop(self.machine()?);
         self.watched.lock().meter = Some(RateMeter::new(rates)?);
         Ok(())
     }
 
-    /// The current rates; `None` before [`Engine::calibrate`].
+    /// The current rates; `None` before [`InterleavedUpdate::calibrate`].
     pub fn rates(&self) -> Result<Option<Rates>> {
         drop(self.machine()?);
         Ok(self.watched.lock().meter.as_ref().map(|meter| *meter.rates()))
@@ -200,7 +204,7 @@ impl<B: Backend + 'static> Engine<B> {
     }
 
     /// Blocks until the states of all non-resident subgroups are in host memory. Needed before a checkpoint reads them,
-    /// and after [`Engine::set_plan`] removed residents.
+    /// and after [`InterleavedUpdate::set_plan`] removed residents.
     pub fn drain(&self) -> Result<()> {
         self.finish(Reader::Caller)?;
         let plan = self.plan()?;
@@ -249,12 +253,12 @@ impl<B: Backend + 'static> Engine<B> {
         Ok(self.inner()?.machine.lock())
     }
 
-    fn inner(&self) -> Result<&Arc<Inner<B>>> {
+    fn inner(&self) -> Result<&Arc<Inner>> {
         self.inner.check("the interleaved update")
     }
 
     /// Starts a thread of the step in flight. If the thread cannot start, the step fails.
-    fn start_worker(&self, name: &'static str, work: impl FnOnce(&Inner<B>) + Send + 'static) -> Result<()> {
+    fn start_worker(&self, name: &'static str, work: impl FnOnce(&Inner) + Send + 'static) -> Result<()> {
         let (inner, worker) = (Arc::clone(self.inner()?), Arc::clone(&self.worker));
         *worker.running.lock() += 1;
         let spawned = threads::spawn_quiet(name, move || {
@@ -271,7 +275,7 @@ impl<B: Backend + 'static> Engine<B> {
     }
 }
 
-impl<B: Backend> Inner<B> {
+impl Inner {
     fn cpu_part(&self, subgroups: usize) {
         for _ in 0..subgroups {
             let Some((nth, subgroup)) = self.machine.lock().next_cpu() else { return };
@@ -304,9 +308,7 @@ impl<B: Backend> Inner<B> {
     }
 }
 
-impl Worker {}
-
-impl<B: Backend + 'static> Drop for Engine<B> {
+impl Drop for InterleavedUpdate {
     fn drop(&mut self) {
         if !self.inner.is_here() {
             return;

@@ -75,25 +75,3 @@ pub trait Backend: Send + Sync {
     /// Takes the timings of work that ended since the last call.
     fn timings(&self) -> Vec<Timing>;
 }
-
-impl Backend for Box<dyn Backend> {
-    fn play(&self, command: Command, model: Model) -> Result<()> {
-        self.as_ref().play(command, model)
-    }
-
-    fn accepts(&self, plan: &Plan) -> Result<()> {
-        self.as_ref().accepts(plan)
-    }
-
-    fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
-        self.as_ref().begin(rules)
-    }
-
-    fn reached(&self, event: LaneEvent) -> Result<bool> {
-        self.as_ref().reached(event)
-    }
-
-    fn timings(&self) -> Vec<Timing> {
-        self.as_ref().timings()
-    }
-}

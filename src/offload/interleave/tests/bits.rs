@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::super::Backend;
 use super::super::Model as Stream;
-use super::super::engine::{Engine, Reader};
+use super::super::engine::{InterleavedUpdate, Reader};
 use super::super::host::{Host, Subgroup};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 use crate::error::{Error, Result};
@@ -137,7 +137,8 @@ fn shape(transfer_dtype: TransferDtype, gpu_grads: GpuGrads, slots: usize) -> Sh
 
 fn train(shape: Shape, grad: Dtype, copy: Dtype, seed: u64) {
     let (plain, model) = (Model::new(grad, copy), Model::new(grad, copy));
-    let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
+    let engine =
+        InterleavedUpdate::new(shape.clone(), Box::new(Host::new(&shape, model.lend()).unwrap())).unwrap();
     let mut random = Random(seed);
     for step in 1..=STEPS {
         engine.set_plan(random.plan(SIZES.len())).unwrap();
@@ -201,7 +202,9 @@ impl Backend for Forgetful {
 fn a_state_that_is_lost_shows_in_the_bits() {
     let shape = shape(TransferDtype::F32, GpuGrads::Kept, 2);
     let (plain, model) = (Model::new(Dtype::Bf16, Dtype::Bf16), Model::new(Dtype::Bf16, Dtype::Bf16));
-    let engine = Engine::new(shape.clone(), Forgetful(Host::new(&shape, model.lend()).unwrap())).unwrap();
+    let engine =
+        InterleavedUpdate::new(shape.clone(), Box::new(Forgetful(Host::new(&shape, model.lend()).unwrap())))
+            .unwrap();
     engine.set_plan(Plan::of(vec![Placement::Gpu; SIZES.len()])).unwrap();
     for step in 1..=2 {
         plain.gradients(step);
@@ -244,7 +247,7 @@ fn a_failure_ends_every_wait_and_names_what_is_not_home() {
     let model = Model::new(Dtype::Bf16, Dtype::Bf16);
     let breaks = || Err(Error::Unsupported("it broke".into()));
     let backend = Breaking(Host::new(&shape, model.lend()).unwrap(), breaks);
-    let engine = Engine::new(shape.clone(), backend).unwrap();
+    let engine = InterleavedUpdate::new(shape.clone(), Box::new(backend)).unwrap();
     let mut placements = vec![Placement::Cpu; SIZES.len()];
     (placements[0], placements[8]) = (Placement::Gpu, Placement::Resident);
     engine.set_plan(Plan::of(placements)).unwrap();
@@ -262,7 +265,7 @@ fn a_panic_in_an_update_is_an_internal_error_with_its_words() {
     let shape = shape(TransferDtype::Native, GpuGrads::Kept, 2);
     let model = Model::new(Dtype::Bf16, Dtype::Bf16);
     let backend = Breaking(Host::new(&shape, model.lend()).unwrap(), || panic!("a bug"));
-    let engine = Engine::new(shape.clone(), backend).unwrap();
+    let engine = InterleavedUpdate::new(shape.clone(), Box::new(backend)).unwrap();
     (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
     engine.begin(vec![rules(SIZES.len(), 1)[0]], None).unwrap();
     let failed = engine.finish(Reader::Caller).unwrap_err();
@@ -282,7 +285,8 @@ fn what_does_not_fit_is_refused() {
     let mut swapped = model.lend();
     swapped.swap(0, 3);
     assert!(Host::new(&shape, swapped).is_err());
-    let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
+    let engine =
+        InterleavedUpdate::new(shape.clone(), Box::new(Host::new(&shape, model.lend()).unwrap())).unwrap();
     assert!(engine.begin(rules(SIZES.len(), 1), None).is_err() && engine.publish(9, Reader::Caller).is_err());
     (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
     assert!(engine.begin(rules(SIZES.len(), 1)[..2].to_vec(), None).is_err());
@@ -295,7 +299,8 @@ fn what_does_not_fit_is_refused() {
 fn plans_that_follow_the_timings_have_the_bits_too() {
     let shape = shape(TransferDtype::Native, GpuGrads::Kept, 2);
     let (plain, model) = (Model::new(Dtype::Bf16, Dtype::Bf16), Model::new(Dtype::Bf16, Dtype::Bf16));
-    let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
+    let engine =
+        InterleavedUpdate::new(shape.clone(), Box::new(Host::new(&shape, model.lend()).unwrap())).unwrap();
     assert!(engine.replan(0.0).is_err() && engine.rates().unwrap().is_none());
     let rate = 1e9;
     let rates = Rates {

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 
 use super::super::device::Gpu;
 use super::super::device_memory::{Grad, Pinned, Subgroup};
-use super::super::engine::{Engine, Reader};
+use super::super::engine::{InterleavedUpdate, Reader};
 use super::super::{Backend, Model as Foreign, Timing};
 use super::bits::{Model, Random, bits, rules};
 use crate::dtype::Dtype;
@@ -210,7 +210,10 @@ fn train(fixture: &Fixture, run: &Run, left_out: Option<(Edge, Lane)>, seen: &Se
         &run.shape,
         arrays.lend(run.shape.transfer_dtype),
     )?;
-    let engine = Engine::new(run.shape.clone(), Without { gpu, left_out, seen: Arc::clone(seen) })?;
+    let engine = InterleavedUpdate::new(
+        run.shape.clone(),
+        Box::new(Without { gpu, left_out, seen: Arc::clone(seen) }),
+    )?;
     let outcome = steps(fixture, run, &plain, &arrays, &engine);
     // No work may still be queued when the arrays are freed, whatever the outcome.
     drop(engine);
@@ -227,7 +230,7 @@ fn steps(
     run: &Run,
     plain: &Model,
     arrays: &Arrays<'_>,
-    engine: &Engine<Without>,
+    engine: &InterleavedUpdate,
 ) -> Result<()> {
     let (count, stream) = (run.shape.count(), Some(foreign(&fixture.stream)));
     let differs = |what: &str, step| Err(Error::Unsupported(format!("{what} of step {step} differ")));

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use super::super::engine::{Engine, Reader};
+use super::super::engine::{InterleavedUpdate, Reader};
 use super::super::host::Host;
 use super::super::{Backend, Model as Stream, Timing};
 use super::bits::{Model, rules};
@@ -66,7 +66,7 @@ fn the_cpu_works_while_the_queues_of_the_device_are_full() {
     let model = Model::of(&sizes, Dtype::Bf16, Dtype::Bf16);
     let host = Host::new(&shape, model.lend()).unwrap();
     let full = Full { host, stepped: Mutex::default(), changed: Condvar::new() };
-    let engine = Engine::new(shape, full).unwrap();
+    let engine = InterleavedUpdate::new(shape, Box::new(full)).unwrap();
     engine.set_plan(Plan::of(vec![Placement::Gpu, Placement::Cpu, Placement::Gpu, Placement::Cpu])).unwrap();
     model.gradients(1);
     (0..4).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
@@ -91,7 +91,7 @@ fn a_step_of_many_subgroups_fits_the_queues_of_the_device() {
         arrays.lend(shape.transfer_dtype),
     )
     .unwrap();
-    let engine = Engine::new(shape, gpu).unwrap();
+    let engine = InterleavedUpdate::new(shape, Box::new(gpu)).unwrap();
     let residents = |index: usize| if index.is_multiple_of(3) { Placement::Resident } else { Placement::Gpu };
     engine.set_plan(Plan::of((0..COUNT).map(residents).collect())).unwrap();
     let stream = Some(foreign(&fixture.stream));
@@ -137,7 +137,7 @@ fn memory_of_former_residents_is_freed_once_their_states_are_home() {
         arrays.lend(shape.transfer_dtype),
     )
     .unwrap();
-    let engine = Engine::new(shape, gpu).unwrap();
+    let engine = InterleavedUpdate::new(shape, Box::new(gpu)).unwrap();
     let freed = || fakecuda::with(49, |gpu| gpu.calls.iter().filter(|call| **call == "cuMemFree_v2").count());
     engine.set_plan(Plan::of(vec![Placement::Resident; 2])).unwrap();
     engine.set_plan(Plan::cpu(2)).unwrap();

@@ -18,7 +18,7 @@ const SETTLING_CHECK: Duration = Duration::from_millis(5);
 
 /// State from earlier checks of the operations in flight.
 #[derive(Debug, Default)]
-pub(super) struct Progress {
+pub(super) struct Watchdog {
     /// The value of `Shared::progress`, and when it was last seen to change.
     pub(super) seen: (u64, Option<Instant>),
     /// When the next check was planned; `None` if nothing was in flight.
@@ -39,11 +39,11 @@ struct Settling {
     until: Instant,
 }
 
-impl Progress {
+impl Watchdog {
     /// The state after a check that planned the next one for `when`.
     #[cfg(test)]
-    pub(super) fn planned_for(when: Instant) -> Progress {
-        Progress { planned: Some(when), ..Progress::default() }
+    pub(super) fn planned_for(when: Instant) -> Watchdog {
+        Watchdog { planned: Some(when), ..Watchdog::default() }
     }
 
     /// Called when an operation is admitted and no other is in flight. A check is due at once, so a stop before the first

@@ -234,8 +234,8 @@ typedef struct spw_thread_options {
 enum spw_status spw_set_threads(const struct spw_thread_options *options);
 
 // Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Smaller
-// steps run on the calling thread only. Exception: with `SPILLWAY_SPIN_US` set, steps of 32768 to 65536 elements also
-// use workers that spin.
+// steps run on the calling thread only. Exception: steps of 32768 to 65536 elements of the main thread
+// also use OpenMP's threads while these are awake.
 enum spw_status spw_get_threads(uint32_t *count_out);
 
 #ifdef __cplusplus

@@ -182,19 +182,19 @@ def test_what_was_not_recorded_or_has_changed_is_not_taken_for_exact(served, rec
 
 
 def test_modes_are_checked_and_read_once(recorded, monkeypatch):
-    from spillway.deepspeed import _undo
+    from spillway.deepspeed import _undo, _undo_mode
     with pytest.raises(ValueError, match="always"):
         _hook.install(undo="sometimes")
     recorded("auto")
-    monkeypatch.setattr(_hook, "_undo_mode", None)
+    monkeypatch.setattr(_undo_mode, "given", None)
     monkeypatch.setenv("SPILLWAY_DEEPSPEED_UNDO", "on")
     with pytest.raises(ValueError, match="auto, always, never"):
         _undo.read_mode()
     monkeypatch.setenv("SPILLWAY_DEEPSPEED_UNDO", "never")
     _undo.read_mode()
     monkeypatch.setenv("SPILLWAY_DEEPSPEED_UNDO", "always")
-    monkeypatch.delattr(_hook, "undo_mode")
-    assert not _undo.wanted(1), "a step reads neither the variable nor the hook"
+    monkeypatch.delattr(_undo_mode, "chosen")
+    assert not _undo.wanted(1), "a step does not read the variable"
 
 
 SUBGROUPS = """

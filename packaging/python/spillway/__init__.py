@@ -49,6 +49,8 @@ __all__ = ["Adagrad", "Adam", "BusyError", "CorruptError", "DeviceArray", "Event
 
 library_path = _native.library_path
 preload_path = _native.preload_path
+library_version = _native.library_version
+kernel_name = _native.kernel_name
 _log_callback = None
 
 
@@ -61,20 +63,6 @@ class OptimizerStats(_typing.NamedTuple):
     adagrad_elements: int
     lion_calls: int
     lion_elements: int
-
-
-def library_version() -> str:
-    """Returns the version of the loaded library, such as "1.2.3"."""
-    return _native.library().spw_version().decode()
-
-
-def kernel_name() -> str:
-    """Returns the active kernel: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar".
-
-    The environment variable SPILLWAY_KERNEL forces one."""
-    name = _ctypes.c_char_p()
-    _native.call("spw_get_kernel", _ctypes.byref(name))
-    return (name.value or b"").decode()
 
 
 def set_num_threads(count: int = 0) -> None:

@@ -5,17 +5,19 @@
     spillway library-path      libspillway.so, as this package loads it
     spillway doctor ...        and all other commands: the tool in this package; `spillway --help` lists them"""
 
+from __future__ import annotations
+
 import os
 import sys
 
 from . import _console, _native
 
 
-def main():
+def main() -> None:
     _console.run(_main)
 
 
-def _main():
+def _main() -> int:
     command = sys.argv[1] if len(sys.argv) == 2 else None
     if command == "preload-path":
         _console.write(_native.preload_path())
@@ -29,7 +31,7 @@ def _main():
     return 0
 
 
-def _run_tool(arguments):
+def _run_tool(arguments: list[str]) -> None:
     tool = _native.tool_path()
     try:
         os.execv(tool, ["spillway", *arguments])

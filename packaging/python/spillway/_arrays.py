@@ -95,7 +95,7 @@ def dtype_code(name: Any) -> int:
         raise InvalidArgumentError(f"the dtype {name!r} is unknown; pass one of {', '.join(sorted(_abi.DTYPES))}") from None
 
 
-def _torch_span(torch, tensor, argument):
+def _torch_span(torch: Any, tensor: Any, argument: str) -> tuple[int, int, int]:
     if not _torch_dtypes:
         _torch_dtypes.update({torch.float32: _abi.DTYPE_F32, torch.float16: _abi.DTYPE_F16,
                               torch.bfloat16: _abi.DTYPE_BF16})
@@ -113,14 +113,14 @@ def _torch_span(torch, tensor, argument):
     return tensor.data_ptr(), tensor.numel(), code
 
 
-def _check_values(tensor, argument):
+def _check_values(tensor: Any, argument: str) -> None:
     """Raises InvalidArgumentError if the memory of a torch tensor does not have its values."""
     if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
         raise InvalidArgumentError(f"{argument} has torch's negative or conjugate bit, or is a zero tensor, so its memory does not have its "
                                    "values; pass a tensor that tensor.resolve_neg(), tensor.resolve_conj() or tensor + 0 returns")
 
 
-def _numpy_span(array, argument, write, uint16_dtype):
+def _numpy_span(array: Any, argument: str, write: bool, uint16_dtype: str | None) -> tuple[int, int, int]:
     code = _numpy_dtypes.get(array.dtype)
     if code is not None and array.flags.num & _PLAIN == _PLAIN and array.size:
         return ctypes.addressof(ctypes.c_char.from_buffer(array)), array.size, code
@@ -147,7 +147,7 @@ def _numpy_span(array, argument, write, uint16_dtype):
     return array.ctypes.data, array.size, code
 
 
-def _count(shape):
+def _count(shape: Any) -> int:
     count = 1
     for length in shape:
         count *= length

@@ -5,6 +5,8 @@ A finder in front of sys.meta_path sees every import, also of a second copy of a
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 
 class ImportHook:
@@ -14,24 +16,24 @@ class ImportHook:
         concerns: concerns(name) is True for the modules.
         patch: patch(module) is called after the module ran."""
 
-    def __init__(self, concerns, patch):
+    def __init__(self, concerns: Callable[[str], bool], patch: Callable[[Any], object]):
         self._concerns, self._patch = concerns, patch
 
-    def insert(self):
+    def insert(self) -> None:
         """Sees imports from now on. Idempotent."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
-    def remove(self):
+    def remove(self) -> None:
         """Sees no further imports. Idempotent."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def imported(self):
+    def imported(self) -> list[tuple[str, Any]]:
         """The chosen modules that were imported before, with their names."""
         return [(name, module) for name, module in list(sys.modules.items()) if module is not None and self._concerns(name)]
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Finds a module by the other finders, and has it patched after it ran."""
         if not self._concerns(name):
             return None
@@ -44,7 +46,7 @@ class ImportHook:
         return None
 
 
-def _found(finder, name, path, target):
+def _found(finder: Any, name: str, path: Any, target: Any) -> Any:
     """The spec of a module by another finder. Up to Python 3.11 a finder may have find_module alone."""
     if hasattr(finder, "find_spec"):
         return finder.find_spec(name, path, target)
@@ -58,13 +60,13 @@ def _found(finder, name, path, target):
 class _Loader:
     """Runs the module by its own loader, restores that loader, and patches the module."""
 
-    def __init__(self, loader, patch):
+    def __init__(self, loader: Any, patch: Callable[[Any], object]):
         self._loader, self._patch = loader, patch
 
-    def create_module(self, spec):
+    def create_module(self, spec: Any) -> Any:
         return self._loader.create_module(spec) if hasattr(self._loader, "create_module") else None
 
-    def exec_module(self, module):
+    def exec_module(self, module: Any) -> None:
         module.__loader__ = module.__spec__.loader = self._loader
         if hasattr(self._loader, "exec_module"):
             self._loader.exec_module(module)
@@ -78,15 +80,15 @@ class _Loader:
 class Patches:
     """Attributes that were set, with what they replaced."""
 
-    def __init__(self):
-        self._restore = []
+    def __init__(self) -> None:
+        self._restore: list[Callable[[], None]] = []
 
-    def set(self, owner, attribute, value):
+    def set(self, owner: Any, attribute: str, value: Any) -> None:
         """setattr that revert() undoes, unless another program has set the attribute since."""
         missing = object()
         before = vars(owner).get(attribute, missing)
 
-        def restore():
+        def restore() -> None:
             if vars(owner).get(attribute, missing) is not value:
                 return
             if before is missing:
@@ -97,7 +99,7 @@ class Patches:
         setattr(owner, attribute, value)
         self._restore.append(restore)
 
-    def revert(self):
+    def revert(self) -> None:
         """Reverts all changes, the last one first."""
         while self._restore:
             self._restore.pop()()

@@ -56,5 +56,4 @@ def _raise(error: Exception) -> None:
 
 
 def _served(framework: str, op: str) -> str:
-    import spillway
-    return f"{framework}: {op} served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"
+    return f"{framework}: {op} served by libspillway {_native.library_version()}, kernel {_native.kernel_name()}"

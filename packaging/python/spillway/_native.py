@@ -100,6 +100,20 @@ def call(name: str, *arguments: Any) -> None:
     check(getattr(library(), name)(*fitting(name, arguments)))
 
 
+def library_version() -> str:
+    """Returns the version of the loaded library, such as "1.2.3"."""
+    return library().spw_version().decode()
+
+
+def kernel_name() -> str:
+    """Returns the active kernel: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar".
+
+    The environment variable SPILLWAY_KERNEL forces one."""
+    name = ctypes.c_char_p()
+    call("spw_get_kernel", ctypes.byref(name))
+    return (name.value or b"").decode()
+
+
 def check(status: int) -> None:
     """Raises the typed exception of a failed call."""
     # No variable of this frame refers to the exception, whose traceback refers to the frame: such a circle keeps the objects of all callers

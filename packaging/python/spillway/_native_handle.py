@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from . import _kept, _native
@@ -33,7 +34,7 @@ POLL_SECONDS = 0.002
 TIMEOUT = 23
 
 
-def record(outcome, function, *arguments):
+def record(outcome: list[int], function: str, *arguments: Any) -> None:
     """Calls the C function of this name and appends its status to the list `outcome`; no signal handler runs in between.
 
     Raises:
@@ -41,7 +42,7 @@ def record(outcome, function, *arguments):
     record_own(outcome, function, *_native.fitting(function, arguments))
 
 
-def record_own(outcome, function, *arguments):
+def record_own(outcome: list[int], function: str, *arguments: Any) -> None:
     """As `record`, without the check: for hot paths whose integers are all made by this package."""
     outcome.extend(itertools.starmap(getattr(_native.library(), function), (arguments,)))
 
@@ -61,7 +62,7 @@ _open: dict[int, _Open] = {}
 _destroyed: list[Any] = []
 
 
-def _close_lost():
+def _close_lost() -> None:
     """Closes objects whose destructor was interrupted."""
     for owner in list(_destroyed):
         entry = _open.get(id(owner))
@@ -83,6 +84,7 @@ def _close_lost():
 
 
 _Owner = TypeVar("_Owner", bound="_NativeHandle")
+_Result = TypeVar("_Result")
 
 
 class _NativeHandle:
@@ -99,11 +101,13 @@ class _NativeHandle:
     # Containers of memory that the library may access, see _kept.
     _keeps: tuple[Any, ...] = ()
 
-    def _hold(self, opener, *arguments, keeps=()):
+    def _hold(self, opener: str, *arguments: Any, keeps: tuple[Any, ...] = ()) -> None:
         # Set before the call: if the call is interrupted, __del__ still finds and closes the handle.
         _close_lost()
         handle = ctypes.c_void_p()
-        self._process, self._closed, self._inside, self._closing = os.getpid(), False, {}, threading.RLock()
+        self._process, self._closed = os.getpid(), False
+        self._inside: dict[Any, int] = {}
+        self._closing: Any = threading.RLock()
         self._cell = [handle]
         owner = weakref.ref(self, _destroyed.append)
         _open[id(owner)] = _Open(owner, self._cell, self._closing, self._process, type(self))
@@ -124,7 +128,7 @@ class _NativeHandle:
             raise InvalidArgumentError(f"this {self._kind} is closed; open a new one")
         return cell[0]
 
-    def _through(self, work):
+    def _through(self, work: Callable[[Any], _Result]) -> _Result:
         """Returns work(handle). A close waits until `work` has returned."""
         self.handle
         lock = threading.Lock()
@@ -135,10 +139,11 @@ class _NativeHandle:
         finally:
             self._inside.pop(lock, None)
 
-    def _call(self, function, *arguments):
+    def _call(self, function: str, *arguments: Any) -> None:
         self._through(lambda handle: _native.call(function, handle, *arguments))
 
-    def _end(self, *arguments, timeout=None, closer=None, before=None, status=None):
+    def _end(self, *arguments: Any, timeout: float | None = None, closer: str | None = None, before: Callable[[Any], object] | None = None,
+             status: list[int] | None = None) -> bool:
         """Waits up to `timeout` seconds for calls in flight, then calls before(handle) and the closer, whose status it appends to
         the list `status`; False if already closed."""
         if not self._cell or self._process != os.getpid() or self._closing._is_owned():
@@ -152,9 +157,9 @@ class _NativeHandle:
                 self._drain(end)
                 if before is not None:
                     before(self._cell[0])
-                function, status = closer or self.closer, [] if status is None else status
-                given = _native.fitting(function, (self._cell[0], *(argument() if callable(argument) else argument for argument in arguments)))
-                rest, function = [(argument,) for argument in given[1:]], getattr(_native.library(), function)
+                name, status = closer or self.closer, [] if status is None else status
+                given = _native.fitting(name, (self._cell[0], *(argument() if callable(argument) else argument for argument in arguments)))
+                rest, function = [(argument,) for argument in given[1:]], getattr(_native.library(), name)
                 # One step removes the handle from its cell and passes it to C: it is neither lost nor freed twice.
                 status.extend(itertools.islice(map(function, iter(self._cell.pop, None), *rest), 1))
             finally:
@@ -166,7 +171,7 @@ class _NativeHandle:
             _native.check(status[0])
         return True
 
-    def _drain(self, end):
+    def _drain(self, end: float | None) -> None:
         while inside := [thread for lock, thread in list(self._inside.items()) if lock.locked()]:
             if threading.get_ident() in inside:
                 raise BusyError(f"cannot close this {self._kind} from inside one of its own calls, by a callback or a signal handler; "
@@ -179,7 +184,7 @@ class _NativeHandle:
                                     "returned; it is still open, close it again later")
             time.sleep(POLL_SECONDS)
 
-    def _check_process(self):
+    def _check_process(self) -> None:
         if self._process != os.getpid():
             raise UnsupportedError(f"this {self._kind} was opened by process {self._process} and is not usable in its forked "
                                    f"child {os.getpid()}; open a new one in the child")

@@ -4,11 +4,16 @@ No rank writes after a commit before all ranks have committed. Wherever a run is
 one commit apart. A rank that is ahead still has the previous commit intact: its tier discards that commit with the
 first later write. A failure on one rank raises an error on all ranks, so no rank waits for a failed one."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 from . import tier
 from .errors import InvalidArgumentError, TierError
 
 
-def together(world, work, undo=None, group=None):
+def together(world: int, work: Callable[[], Any], undo: Callable[[Any], object] | None = None, group: Any = None) -> Any:
     """Returns the result of `work` on this rank once every rank of `group` (None: all) has its own. If `work` fails on one rank, all
     ranks raise, and `undo` is called with this rank's result."""
     if world == 1:
@@ -33,7 +38,7 @@ def together(world, work, undo=None, group=None):
     return value
 
 
-def open_together(settings, rank, world, open_at, cure, group=None):
+def open_together(settings: Any, rank: int, world: int, open_at: Callable[[int | None], tier.Tier], cure: str, group: Any = None) -> tier.Tier:
     """Opens this rank's tier by open_at(step), at the step that all ranks have; None is a new run. `settings` has paths, job and host; `cure`
     ends the message if the ranks have no step in common."""
     if world == 1:
@@ -42,7 +47,7 @@ def open_together(settings, rank, world, open_at, cure, group=None):
     return together(world, lambda: open_at(step), lambda opened: opened.close(), group)
 
 
-def agreed(everything, rank, world, cure, group=None):
+def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any = None) -> int | None:
     """The step that all tiers of all ranks have; None is a new run, for which commits of some tiers only are removed. `everything` has the
     settings of each tier of this rank; `cure` ends the message if there is no such step."""
     own = together(world, lambda: [tier.steps(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world,
@@ -51,7 +56,7 @@ def agreed(everything, rank, world, cure, group=None):
     last = {steps.last for ranks in everyone for steps in ranks}
     step = last.pop() if len(last) == 1 else _common(everyone, cure)
 
-    def forget():
+    def forget() -> None:
         # A tier without a commit stays: its directories may just be missing.
         for settings, steps in zip(everything, own):
             if step is None and steps.last is not None:
@@ -61,7 +66,7 @@ def agreed(everything, rank, world, cure, group=None):
     return step
 
 
-def _common(everyone, cure):
+def _common(everyone: list[list[tier.Steps]], cure: str) -> int | None:
     """The one step at which all ranks can resume; None is a new run. A rank can start anew if it has a tier with no
     commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
     choices = [{steps.last} | ({None} if steps.first else {steps.before} - {None}) if steps.exists else set()
@@ -75,13 +80,13 @@ def _common(everyone, cure):
     return common.pop()
 
 
-def _forget(settings, rank):
+def _forget(settings: Any, rank: int) -> None:
     for path in settings.paths:
         if path.directory is not None:
             tier.collect(path.directory, job=settings.job, host=settings.host, rank=rank)
 
 
-def gathered(value, world, group=None):
+def gathered(value: Any, world: int, group: Any = None) -> list[Any]:
     """Gathers a value from every rank of `group` (None: all)."""
     if world == 1:
         return [value]

@@ -73,7 +73,7 @@ class Region(NamedTuple):
         in_write: True if a write has begun and has not ended."""
 
     name: str
-    index: int
+    index: int  # type: ignore[assignment]
     address: int
     offset: int
     bytes: int
@@ -415,7 +415,7 @@ class Arena(_NativeHandle):
         """The bytes of a region. They keep this arena alive, and mapped."""
         found = self.region(name)
         # A class of its own: plain ctypes arrays take no attribute, no weak reference, and have no hash.
-        kind = type("_Memory", (ctypes.c_char * found.bytes,), {"__hash__": object.__hash__})
+        kind: Any = type("_Memory", (ctypes.c_char * found.bytes,), {"__hash__": object.__hash__})
         memory = kind.from_address(found.address)
         memory.arena = self
         self._views.add(memory)

@@ -24,26 +24,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import _abi, _arguments, _arrays, _native, _tensor_rows
 from ._arrays import Array
 from .errors import InvalidArgumentError
-from .recording import Recording
+from .recording import Recording, StepStats
 
 # Arrays of one tensor: param, grad, the states, and optionally the 16-bit copy (None: no copy).
 Tensors = Iterable[Sequence["Array | None"]]
-
-
-class StepStats(NamedTuple):
-    """Statistics of scaled gradients.
-
-    Attributes:
-        nonfinite: True if any gradient is Inf or NaN.
-        sum_squares: Sum of the squares of all gradients, in float64; the norm is its square root."""
-
-    nonfinite: bool
-    sum_squares: float
 
 
 class _Optimizer:

@@ -13,16 +13,37 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, Protocol
 
 from . import _abi, _arguments, _native
 from ._native_handle import _NativeHandle, record
 from .errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    from .optim import Prepared, StepStats
-
 MODES = {"arithmetic": 0, "delta": 1, "shadow": 2}
+
+
+class StepStats(NamedTuple):
+    """Statistics of scaled gradients.
+
+    Attributes:
+        nonfinite: True if any gradient is Inf or NaN.
+        sum_squares: Sum of the squares of all gradients, in float64; the norm is its square root."""
+
+    nonfinite: bool
+    sum_squares: float
+
+
+class _Prepared(Protocol):
+    """Prepared tensors, as a Recording uses them."""
+
+    optimizer: Any
+
+    def __len__(self) -> int: ...
+
+    @property
+    def elements(self) -> int: ...
+
+    def _run(self, grad_scale: float, wanted: bool, recording: Any = None) -> StepStats | None: ...
 
 
 class Recording(_NativeHandle):
@@ -54,7 +75,7 @@ class Recording(_NativeHandle):
 
     closer = "spw_undo_close"
 
-    def __init__(self, prepared: Prepared, mode: str = "delta"):
+    def __init__(self, prepared: _Prepared, mode: str = "delta"):
         if mode not in MODES:
             raise InvalidArgumentError(f"Recording: mode is {mode!r}; pass one of {', '.join(MODES)}")
         self._prepared = prepared

@@ -144,7 +144,7 @@ class Stage(_NativeHandle):
             event = _word_event(word) if word is not None else _event(event_fd, after, device)
             if self.arena is None:
                 return self._submit(held, own, table, event, None)
-            index = self.arena._index(self.region)
+            index = self.arena._index(self.region)  # type: ignore[arg-type]
 
             def with_arena(arena: Any) -> None:
                 target = _abi.sized(_abi.StageTarget)

@@ -194,7 +194,7 @@ class Tier(_NativeHandle):
             or Ticket(None, False, ticket)
         while entry.outcome() is None:
             left = None if end is None else _left(end) * 1000
-            slice_ms = _SLICE_MS if left is None else min(_SLICE_MS, left)
+            slice_ms: float = _SLICE_MS if left is None else min(_SLICE_MS, left)
             status = self._through(lambda handle: entry.wait(handle, slice_ms))
             if status == TIMEOUT and slice_ms == left:
                 _native.check(status)
@@ -209,8 +209,8 @@ class Tier(_NativeHandle):
                 finally:
                     self._release(entry)
         self._release(entry)
-        if status := entry.outcome():
-            raise from_status(status, f"ticket {ticket} failed, and a signal handler interrupted the wait that had its message; the "
+        if outcome := entry.outcome():
+            raise from_status(outcome, f"ticket {ticket} failed, and a signal handler interrupted the wait that had its message; the "
                               "status names the cause")
         return entry.generation.value
 

@@ -277,5 +277,5 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _sets(fields: dict[str, _Any], **others: _Any) -> dict[str, _Any]:
-    lists = {name: _numbers(fields[name]) for name in ("cpus", "near_cpus") if name in fields}
+    lists: dict[str, _Any] = {name: _numbers(fields[name]) for name in ("cpus", "near_cpus") if name in fields}
     return {**fields, **lists, **others}

@@ -43,7 +43,7 @@ def test_a_program_that_uses_the_package_is_checked(repository, tmp_path):
     done = subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", tmp_path, "--config-file=", "--follow-imports=silent",
                            tmp_path / "program.py"], cwd=repository / "packaging" / "python", capture_output=True, text=True)
     lines = [line.split(": ", 1)[1] for line in done.stdout.splitlines() if "program.py:" in line]
-    assert lines == ['note: Revealed type is "tuple[bool, float, fallback=spillway.optim.StepStats] | None"',
+    assert lines == ['note: Revealed type is "tuple[bool, float, fallback=spillway.recording.StepStats] | None"',
                      'note: Revealed type is "spillway.tier.Tier"', 'note: Revealed type is "int"',
                      'error: Argument "job" to "Tier" has incompatible type "int"; expected "str"  [arg-type]',
                      'error: Module has no attribute "Adamm"; maybe "Adam"?  [attr-defined]'], done.stdout

@@ -4,12 +4,14 @@ without a GPU.
 A parameter "on the GPU" is a tensor of a subclass whose `is_cuda` is True. What is computed from it is of the subclass too, until `cpu()`
 makes it a plain tensor. Streams and events record what they are asked for, in order."""
 
+from __future__ import annotations
+
 import contextlib
 
 import torch
 
 #: What was asked of streams and events, with the numbers of the streams.
-asked = []
+asked: list[tuple[str, int]] = []
 
 
 class OnGpu(torch.Tensor):

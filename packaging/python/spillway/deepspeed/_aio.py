@@ -1,12 +1,14 @@
 """Replacement of DeepSpeed's async_io: transfers between tensors and files by io_uring, with every completion
 checked."""
 
+from __future__ import annotations
+
 from ..errors import InvalidArgumentError
 from . import _pin
 from ._handle import aio_handle
 
 SERVED = ("aio_handle", "aio_read", "aio_write", "deepspeed_memcpy")
-NOT_SERVED = {}
+NOT_SERVED: dict[str, str] = {}
 
 
 def aio_read(buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate, /):

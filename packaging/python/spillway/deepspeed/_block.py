@@ -99,7 +99,7 @@ class InterleaveBlock(_Strict):
     """CPU and GPU step ZeRO-3's sub-groups at the same time; their states are in host memory."""
 
     backend: Literal["cuda", "host"] = _setting("cuda", _one_of(("cuda", "host")), '"host" replaces the GPU by threads, for tests.')
-    plan: Literal[tuple(PLANS)] = _setting(
+    plan: Literal[tuple(PLANS)] = _setting(  # type: ignore[valid-type]
         "stride", _one_of(PLANS), 'Which sub-groups the GPU steps. "stride": every plan_argument-th one; "count": plan_argument '
         'sub-groups; "model" and "eq1" compute the plan from the rates.')
     plan_argument: _Count = _setting(2, _INTEGER, 'The number that the plans "stride" and "count" need.')
@@ -127,7 +127,7 @@ class Block(_Strict):
     part_elements: int = _setting(
         2 << 20, f"an integer from 1 to {_MOST}", "Most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, "
         "10 with split_master. Several parts are in flight.", ge=1, le=_MOST)
-    durability: Literal[tuple(DURABILITIES)] = _setting(
+    durability: Literal[tuple(DURABILITIES)] = _setting(  # type: ignore[valid-type]
         "data", _one_of(DURABILITIES), 'What a commit survives. "data": a power failure; "process": only the end of the process; '
         '"full": like "data", and also syncs directories.')
     job: _Name = _setting(

@@ -1,5 +1,7 @@
 """Shared by the optimizer modules: argument checks, the C record of a tensor, and call counters."""
 
+from __future__ import annotations
+
 import ctypes
 import threading
 
@@ -8,7 +10,7 @@ from ..errors import InvalidArgumentError, UnknownIdError
 
 # Counters per thread, without a lock that a fork could leave locked.
 _local = threading.local()
-_per_thread = []
+_per_thread: list[dict[str, tuple[int, int]]] = []
 _CALL_SIZE = ctypes.sizeof(_abi.DsAdamCall)
 
 

@@ -3,6 +3,8 @@
 Every call into the library releases the GIL. The memory of operations in flight is referenced here, so it stays
 allocated even if a tensor is dropped or gets other storage."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import threading
@@ -20,7 +22,7 @@ _CLOSE_TIMEOUT_MS = 30_000
 _COUNTED = ("reads", "writes", "read_bytes", "written_bytes", "failed")
 _REQUEST_SIZE = ctypes.sizeof(_abi.IoRequest)
 
-_stuck = _kept.keep([])
+_stuck: list[list[_Entry]] = _kept.keep([])
 
 
 class Engine:
@@ -191,8 +193,8 @@ def _close(op, in_flight):
 
 # Reentrant: the garbage collector may run _close while this thread holds the lock.
 _totals_lock = threading.RLock()
-_totals = {}
-_open_engines = {}
+_totals: dict[str, dict[str, int]] = {}
+_open_engines: dict[int, tuple[str, _InFlight]] = {}
 
 
 def served(op):

@@ -15,11 +15,11 @@ import threading
 from collections.abc import Iterable
 
 from .._import_hook import ImportHook, Patches
+from . import _undo_mode
 
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
 # Replaceable parts: the ops, and Python classes.
 PARTS = (*OPS, "superoffload", "swapper")
-UNDO_MODES = ("auto", "always", "never")
 
 _BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
                     "AsyncIOBuilder": "async_io", "PinMemoryBuilder": "pin_memory", "GDSBuilder": "gds"}
@@ -43,11 +43,10 @@ _HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:a
 _FOLDERS = {"async_io": "aio"}
 
 _lock = threading.RLock()
-_installed = set()
-_undo_mode = None
+_installed: set[str] = set()
 _patches = Patches()
 _set = _patches.set
-_missing_builders = {}
+_missing_builders: dict[tuple[type, str], type] = {}
 
 
 def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> None:
@@ -69,10 +68,9 @@ def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> 
 
     A recording takes per parameter 9 bytes at step 1, 1.2 in steady state and at most 13, and a tenth of the step's
     time."""
-    global _undo_mode
-    if undo not in (None, *UNDO_MODES):
+    if undo not in (None, *_undo_mode.MODES):
         raise ValueError(f"install: undo is {undo!r}; pass \"auto\", \"always\" or \"never\"")
-    _undo_mode = undo if undo is not None else _undo_mode
+    _undo_mode.given = undo if undo is not None else _undo_mode.given
     if (recordings := sys.modules.get(f"{__package__}._undo")) is not None:
         recordings.read_mode()
     wanted = set(PARTS if ops is None else [ops] if isinstance(ops, str) else ops)
@@ -94,14 +92,6 @@ def uninstall() -> None:
         _installed.clear()
         _finder.remove()
         _patches.revert()
-
-
-def undo_mode():
-    """The `undo` argument of install(); if it was not given, that of SPILLWAY_DEEPSPEED_UNDO, or "auto"."""
-    chosen = _undo_mode or os.environ.get("SPILLWAY_DEEPSPEED_UNDO") or "auto"
-    if chosen not in UNDO_MODES:
-        raise ValueError(f"the environment variable SPILLWAY_DEEPSPEED_UNDO is {chosen!r}; set it to one of {', '.join(UNDO_MODES)}")
-    return chosen
 
 
 def installed():

@@ -6,6 +6,8 @@ the same time; their states are in host memory.
 
 Results are bit-identical to DeepSpeedCPUAdam on Spillway's op. When a step returns, all states are in host memory."""
 
+from __future__ import annotations
+
 import collections
 import weakref
 
@@ -15,7 +17,7 @@ from ..interleave import Interleave, Rates, Subgroup, plan
 from . import _call, _lifetime, _tier_config, _versions
 from ._superoffload import gradient_factor, with_data
 
-_updates = weakref.WeakSet()
+_updates: weakref.WeakSet[Update] = weakref.WeakSet()
 
 
 def parse(block):

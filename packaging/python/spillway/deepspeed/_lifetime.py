@@ -64,17 +64,16 @@ def end(engine):
 
 def _parameter_swappers(engine):
     """The engine's AsyncPartitionedParameterSwappers whose parameters are on a tier."""
-    from ._parameters import TierHandle
     module = engine.__dict__.get("_modules", {}).get("module")
     found = {id(swapper): swapper for param in (module.parameters() if module is not None else ())
              if (swapper := getattr(param, "nvme_swapper", None)) is not None}
-    return [swapper for swapper in found.values() if isinstance(getattr(swapper, "aio_read_handle", None), TierHandle)]
+    return [swapper for swapper in found.values() if getattr(swapper, "_spillway_store", None) is not None]
 
 
 def _end_parameters(swapper):
     """Closes the tier and drops the buffers. A parameter in memory keeps its own view of them."""
     try:
-        swapper.aio_read_handle.store.close()
+        swapper._spillway_store.close()
     finally:
         swapper.buffers = swapper.partitioned_swap_buffer = swapper.partitioned_swap_pool = None
         for name in ("param_id_to_swap_buffer", "inflight_swap_in_buffers"):

@@ -4,6 +4,8 @@ The swapper's buffers and bookkeeping stay DeepSpeed's; each of its files become
 paths of the `spillway` block, or offload_param's nvme_path without one. Every read is checked, and writes move to
 another path when a path fails."""
 
+from __future__ import annotations
+
 import gc
 import os
 import weakref
@@ -14,7 +16,7 @@ from . import _lifetime, _scratch, _tier_config
 
 
 # All stores of this process, for active().
-_stores = weakref.WeakSet()
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 def overrides(swapper):
@@ -25,7 +27,8 @@ def overrides(swapper):
         own_configure(self, ds_config)
         settings = _tier_config.settings(self.swap_config.nvme_path, getattr(ds_config, "_param_dict", {}).get("spillway"))
         if settings.enabled and not getattr(self, "use_gds", False):
-            store = Store(settings)
+            # The tier ends with the engine, see _lifetime.
+            store = self._spillway_store = Store(settings)
             # Files that other code reads are there, also after a change of the working directory.
             self.swap_folder = os.path.abspath(self.swap_folder)
             self.aio_read_handle = TierHandle(self.aio_read_handle, store)

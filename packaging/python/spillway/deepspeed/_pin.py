@@ -3,6 +3,8 @@
 If the system refuses the lock, the log has one warning; the process is not aborted. The memory returns to the library
 with the last view of a tensor, freed or not, so every view stays valid."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import weakref
@@ -12,7 +14,7 @@ from ..errors import InvalidArgumentError
 from . import _call
 
 # Base addresses that free() accepts. Each dict operation is atomic, so no lock is needed.
-_live = {}
+_live: dict[int, int] = {}
 
 
 def new_tensor(num_elem, example):
@@ -87,7 +89,7 @@ class pin_handle:
 
 
 SERVED = ("pin_handle",)
-NOT_SERVED = {}
+NOT_SERVED: dict[str, str] = {}
 
 
 def served():

@@ -1,11 +1,14 @@
 """Counters of the preload library, which serves the ops that DeepSpeed compiled, if it is loaded in this process."""
 
+from __future__ import annotations
+
 import ctypes
+from typing import Any
 
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion")
 
 
-def served():
+def served() -> dict[str, dict[str, Any]] | None:
     """For each op the served calls, their elements, and the calls that went to DeepSpeed's own function, for active().
     None if the preload library is not loaded, or is too old to count."""
     try:

@@ -1,6 +1,10 @@
 """Reports the configured limits that are too small for the optimizer states."""
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 from ..errors import InvalidArgumentError, SpillwayError
 
@@ -10,7 +14,7 @@ _STATE, _SPLIT_STATE = 12, 10
 
 
 @contextlib.contextmanager
-def named(settings, elements):
+def named(settings: Any, elements: list[int]) -> Iterator[None]:
     """Turns the tier's error for too small a limit into one that names the settings."""
     try:
         yield

@@ -5,6 +5,8 @@ A step without speculation passes the sub-groups in a fixed order to DeepSpeed's
 optimizer, not per sub-group. A round first computes the powers for each sub-group in that order. Results are therefore
 bit-identical for any order of arrival."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import warnings
@@ -15,12 +17,12 @@ from .. import _abi, _arrays, _log, _native, topo
 from ..errors import InvalidArgumentError, SpillwayError
 from ..optim import Adam
 from ..speculate import Speculation
-from . import _call, _lifetime, _ops
+from . import _adam, _call, _lifetime
 
 # Engines of this process, for active().
-_engines = weakref.WeakSet()
+_engines: weakref.WeakSet[Speculation] = weakref.WeakSet()
 # Counters of closed engines and of steps without speculation, summed.
-_retired = {}
+_retired: dict[str, float] = {}
 
 
 class Call(NamedTuple):
@@ -163,7 +165,7 @@ class _Powers:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
         self.id = DeepSpeedCPUAdam.optimizer_id
         DeepSpeedCPUAdam.optimizer_id += 1
-        _ops.module("cpu_adam").create_adam(self.id, 0.0, 0.0, 0.0, 0.0, 0.0, True, False)
+        _adam.create_adam(self.id, 0.0, 0.0, 0.0, 0.0, 0.0, True, False)
         weakref.finalize(self, _destroy, self.id, os.getpid())
 
     def plan(self, optimizer_id, calls):
@@ -191,7 +193,7 @@ def _restore(optimizer_id, state):
 
 def _destroy(optimizer_id, process):
     if process == os.getpid():
-        _ops.module("cpu_adam").destroy_adam(optimizer_id)
+        _adam.destroy_adam(optimizer_id)
 
 
 def _float(value):

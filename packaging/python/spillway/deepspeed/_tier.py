@@ -5,6 +5,8 @@ One update steps all sub-groups: each is fetched, stepped, published as the mode
 these phases overlap. Gradients stay in host memory where stage 3 accumulates them, in their own dtype. The arithmetic
 is DeepSpeed's: losses and weights are bit-identical to a run with states in host memory."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import gc
@@ -21,7 +23,7 @@ from ._parts import PartedSwap, block_bytes, floats
 
 _CURE = 'load a checkpoint, with "resume": false in the spillway block'
 # All TierSwappers of this process, for active().
-_swappers = weakref.WeakSet()
+_swappers: weakref.WeakSet[TierSwapper] = weakref.WeakSet()
 
 
 class TierSwapper:

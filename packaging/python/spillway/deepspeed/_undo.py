@@ -8,19 +8,22 @@ Between steps at most 3 bytes per parameter stay allocated.
 Recordings are keyed by id and the address of exp_avg, because SuperOffload passes param and grad at changing
 addresses."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import threading
 
 from .. import _abi, _native
-from . import _hook
+from . import _undo_mode
 
 _DELTA = 1
 
 _thread = threading.local()
-_rolled_back = set()
-_recordings = {}
-_exact, _nearly = [], []
+_rolled_back: set[int] = set()
+_recordings: dict[tuple[int, int], _Recording] = {}
+_exact: list[None] = []
+_nearly: list[None] = []
 
 
 _mode = ""
@@ -29,7 +32,7 @@ _mode = ""
 def read_mode():
     """Reads the mode that selects the recorded steps. A step does not read it again."""
     global _mode
-    _mode = _hook.undo_mode()
+    _mode = _undo_mode.chosen()
 
 
 read_mode()

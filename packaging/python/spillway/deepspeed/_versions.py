@@ -4,6 +4,8 @@ A part is replaced in versions between the first and the last minor series in wh
 (ffi_tests/deepspeed/test_versions.py). In another version, or if a method has other parameters, the part is left to
 DeepSpeed: active() reports the reason, and a `spillway` block that needs the part is an error."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import re
@@ -53,7 +55,7 @@ _SOME = {"states": {"get_fp32_grad_partitions": "", "update_fp32_grad_for_param_
                         "param grad_buffer offload_fp32_gradients offload_fp32_offsets"}}
 
 # Parts left to DeepSpeed in this process, with the reason.
-_left = {}
+_left: dict[str, str] = {}
 
 
 def serves(part, owner):

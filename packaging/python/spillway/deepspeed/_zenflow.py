@@ -4,6 +4,8 @@ The trainer makes a control block in shared memory, submits steps and waits for 
 its parameter groups, and steps them with `adam_update` of one id, group after group, so the bits are those of
 DeepSpeed's worker. Each group has two gradients and two sets of moments; `now_state` selects them."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import itertools
@@ -19,7 +21,7 @@ SERVED = ("zenflow_adam_create", "zenflow_adam_register_group", "zenflow_adam_de
           "zenflow_adam_ctrl_init", "zenflow_adam_run_worker", "zenflow_adam_submit", "zenflow_adam_wait",
           "zenflow_adam_ctrl_exit")
 
-NOT_SERVED = {}
+NOT_SERVED: dict[str, str] = {}
 
 _HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
 # The id on which hyper-parameters are checked; DeepSpeed counts its ids from 0.
@@ -27,7 +29,7 @@ _CHECK_ID = -1
 # Linux's mask of cores has as many bits as the largest core; larger numbers are not cores.
 _MOST_CORES = 1 << 16
 
-_handles = {}
+_handles: dict[int, _Worker] = {}
 _numbers = itertools.count()
 
 

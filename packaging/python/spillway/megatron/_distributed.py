@@ -14,8 +14,8 @@ import torch
 
 from .. import _ranks
 from ..errors import InvalidArgumentError, UnsupportedError
+from ._agreement import CURE, check_ranks, settings_of
 from ._shards import Shard
-from ._store import CURE, check_ranks, settings_of
 
 
 def attach(store_class, optimizer, paths, *, job, prefix=None, **options):

@@ -28,7 +28,7 @@ BUCKET_BYTES = 64 << 20
 #: Counters of this process, for active().
 counts = {"optimizers": 0, "steps": 0, "elements": 0, "grad_bytes": 0, "param_bytes": 0}
 
-_subclasses = {}
+_subclasses: dict[type, type] = {}
 
 
 def take(optimizer):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from ..optim import Adam
 from ..swap import STATES, Swap
 from ..tier import Tier, TierPath
 from . import _saved
+from ._agreement import CURE, check_ranks, settings_of
 from ._shards import Bucket, Shard, buckets_of, check_master, digest_of
 
 __all__ = ["OptimizerStateStore", "Shard"]
@@ -400,29 +400,6 @@ class OptimizerStateStore:
             raise InvalidArgumentError("OptimizerStateStore: the tier has the states of other shards, or in buckets of another bucket_bytes; "
                                        "pass the same ones, or another job and load_from() a directory that save_to() wrote")
         return steps
-
-
-#: What to do if the processes have no step in common.
-CURE = "pass another job, and load_from() a directory that save_to() wrote"
-
-
-def settings_of(paths: Iterable[Any], job: str, host: str | None, tier_options: Mapping[str, Any]) -> Any:
-    """What an agreement on a step needs to know of a tier."""
-    return SimpleNamespace(paths=[path if isinstance(path, TierPath) else TierPath(path) for path in paths], job=job, host=host,
-                           degraded=tier_options.get("degraded", False))
-
-
-def check_ranks(world: int, group: Any) -> None:
-    """Raises InvalidArgumentError if `world` processes cannot agree."""
-    if world == 1:
-        return
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        raise InvalidArgumentError(f"OptimizerStateStore: world is {world}, and the processes agree by torch.distributed, which is not initialized; call "
-                                   "torch.distributed.init_process_group first")
-    if distributed.get_world_size(group) != world:
-        raise InvalidArgumentError(f"OptimizerStateStore: world is {world}, and the process group has {distributed.get_world_size(group)} processes; pass "
-                                   "the number of processes of process_group")
 
 
 def _set_options(adam: Adam, bucket: Bucket) -> None:

@@ -3,6 +3,8 @@
 A version between the first and the last minor series in which a test trains (ffi_tests/megatron) is served. In another version, or if a
 method has other parameters, nothing is patched, and active() reports the reason."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import logging
@@ -24,7 +26,7 @@ _ATTRIBUTES = {"cpu_optimizers", "gpu_optimizer", "cpu_copys_map_gpu_param", "pa
                "_cpu_optimizer_map_data_event", "build_cpu_optimizer_list", "_register_param_copy_back_gpu_hook"}
 
 # What is left to Megatron in this process, with the reason.
-_left = {}
+_left: dict[str, str] = {}
 _log = logging.getLogger("spillway.megatron")
 
 

@@ -197,7 +197,7 @@ class Fleet:
             device = sources.get(source)
             if device is not None:
                 try:
-                    answers.append((device, source.recv()))
+                    answers.append((device, source.recv()))  # type: ignore[union-attr, call-arg]
                 except (EOFError, OSError):
                     ended[source] = device
         if not answers:

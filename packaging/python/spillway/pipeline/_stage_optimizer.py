@@ -153,7 +153,7 @@ class _StageStep(RecordedStep):
         stage.finish()
         held = [tensor.detach() for tensor in (*self.written, *self._grads)]
         try:
-            stage._submit(held, next(iter(self._table.options.values())), self._table.entries, None, None)
+            stage._submit(held, next(iter(self.table.options.values())), self.table.entries, None, None)
             stage._through(lambda handle: record(status, "spw_stage_wait", handle, -1, ctypes.byref(stats)))
         finally:
             if status != [0]:

@@ -13,7 +13,7 @@ from ..errors import InvalidArgumentError
 
 def check_keywords(name: str, max_norm: Any, process_group: Any, flags: dict[str, Any], memory_budget: Any) -> None:
     """Checks keywords of the optimizer class `name`. Raises InvalidArgumentError, whose message names the keyword."""
-    if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not max_norm > 0):
+    if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not max_norm > 0):  # type: ignore[operator]
         raise InvalidArgumentError(f"{name}: max_norm is {max_norm!r}; pass a number above 0, or None")
     for keyword, value in flags.items():
         if not isinstance(value, bool):
@@ -27,7 +27,7 @@ def check_keywords(name: str, max_norm: Any, process_group: Any, flags: dict[str
 def check_tier(options: Any) -> None:
     """Checks the fields of a TierOptions that the library does not check. Raises InvalidArgumentError, whose message names the field."""
     def whole(value: Any, least: int) -> bool:
-        return value is None or (isinstance(value, Integral) and not isinstance(value, bool) and value >= least)
+        return value is None or (isinstance(value, Integral) and not isinstance(value, bool) and value >= least)  # type: ignore[operator]
 
     def real(value: Any) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool)

@@ -144,7 +144,7 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
         if last is None:
             raise InvalidArgumentError(f"{type(self).__name__}.rollback: no step is recorded; construct the optimizer with undo=True, and "
                                        "call rollback() at most once after a step")
-        self._pending = pending = last.pending_rollback()
+        self._pending = pending = Pending(last.table, -1)
         try:
             last.rollback(pending.status)
         except SpillwayError:
@@ -272,7 +272,7 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
 
     def _recorded(self, table: Table) -> RecordedStep:
         """The next step of a table, to be run, with a record for a rollback."""
-        return LastStep(self, table)
+        return LastStep(self, table, self.c_name)
 
     def _set_options(self, options: Any, group: dict[str, Any], step: int) -> None:
         """Writes the hyper-parameters of a group into the C options."""

@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     subgroup: int
     first: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]
 
 
 class Layout:
@@ -60,7 +60,7 @@ class Commit(NamedTuple):
     most: int
     parameters: list[tuple[str, list[int]]]
     steps: list[float]
-    count: int
+    count: int  # type: ignore[assignment]
     payload: bytes
     #: Numbers of the parameters without states.
     stateless: list[int]

@@ -26,6 +26,7 @@ class OnTier(Notes):
     resumed_step: int | None
     payload: bytes
     _tier: TierStates | None
+    state: Any
 
     def _open_tier(self, tier: Any, memory_budget: int | None) -> None:
         name, precision = type(self).__name__, self._precision

@@ -77,10 +77,8 @@ class Slice:
             return False
         if self._step_addresses and list(map(_data_ptr, map(_step, self.inner))) != self._step_addresses:
             return False
-        states = map(self._states_of, self.inner)
-        if not self._single:
-            states = chain.from_iterable(states)
-        states = list(self.local(states))
+        of_each: Any = map(self._states_of, self.inner)
+        states = list(self.local(of_each if self._single else chain.from_iterable(of_each)))
         return self._states_same(states) and list(map(_data_ptr, states)) == self._state_addresses
 
     def take_grads(self, words: torch.Tensor) -> bool:

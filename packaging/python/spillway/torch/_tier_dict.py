@@ -8,45 +8,21 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import InvalidArgumentError
 from ._precision import MASTER
 from ._rows import DTensor, local
-
-if TYPE_CHECKING:
-    from ._base import SpillwayOptimizer
-    from ._tier_states import TierStates
+from ._tier_states import MOMENTS, TierStates
 
 #: Elements from which a value is a map of a file.
 _MAPPED = 16 << 10
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class TierState(dict[str, Any]):
-    """The entry of a parameter in `optimizer.state`: it holds the step count only. Its iterator also names the states on the tier, because
-    torch.distributed.checkpoint asks it which values to take from a flattened state dict."""
-
-    on_tier: tuple[str, ...] = _MOMENTS
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*super().__iter__(), *self.on_tier]))
-
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(f"{key}: this state is on the tier; optimizer.state_dict() reads it" if key in self.on_tier else key)
-
-
-class MasterState(TierState):
-    """The entry of a 16-bit parameter, whose master is on the tier too."""
-
-    on_tier = (*_MOMENTS, MASTER)
-
-
-def whole_state(optimizer: SpillwayOptimizer, states: TierStates) -> dict[torch.Tensor, dict[str, Any]]:
+def whole_state(optimizer: torch.optim.Optimizer, states: TierStates) -> dict[torch.Tensor, dict[str, Any]]:
     """The state of every parameter, with the values on the tier."""
     states.take_written()
     whole: dict[torch.Tensor, dict[str, Any]] = {}
@@ -55,12 +31,12 @@ def whole_state(optimizer: SpillwayOptimizer, states: TierStates) -> dict[torch.
     for number, param in zip(numbers, params):
         own = local(param)
         made = {"step": states.step_count(optimizer, number).clone()}
-        made.update({key: _empty(own, states.directory) for key in _MOMENTS})
+        made.update({key: _empty(own, states.directory) for key in MOMENTS})
         if own.dtype is not torch.float32:
             made[MASTER] = _empty(own, states.directory)
         whole[param] = made
     for subgroup, elements in enumerate(states.layout.elements):
-        parts = {key: torch.empty(elements) for key in (MASTER, *_MOMENTS)}
+        parts = {key: torch.empty(elements) for key in (MASTER, *MOMENTS)}
         states.swap.read(subgroup, *parts.values())
         for piece in states.layout.of_subgroup[subgroup]:
             for key, to in whole[states.params[piece.parameter]].items():
@@ -82,7 +58,7 @@ def _empty(own: torch.Tensor, directory: Any) -> torch.Tensor:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise OSError(error.errno, f"no room for {size} bytes of a state dict, which is kept in files below the tier's first directory: "
-                          f"{os.strerror(error.errno)}", os.fspath(directory)) from None
+                          f"{os.strerror(error.errno or 0)}", os.fspath(directory)) from None
         return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=own.numel(), dtype=torch.float32).view(own.shape)
 
 
@@ -90,7 +66,7 @@ def _distributed(param: Any, value: torch.Tensor) -> Any:
     return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
-def check_loaded(optimizer: SpillwayOptimizer, states: TierStates, loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def check_loaded(optimizer: torch.optim.Optimizer, states: TierStates, loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """The saved states by the number of their parameter. Raises InvalidArgumentError if one does not fit; nothing was written then."""
     groups = loaded["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
@@ -108,11 +84,11 @@ def check_loaded(optimizer: SpillwayOptimizer, states: TierStates, loaded: dict[
             raise InvalidArgumentError(f"load_state_dict: {states.names[number]} has no states on the tier, because it did not require a gradient "
                                        "when the optimizer was constructed, and its saved state has been stepped; construct the optimizer while the "
                                        "parameter requires a gradient; nothing was loaded")
-        for key in _MOMENTS:
+        for key in MOMENTS:
             if key not in state:
                 raise InvalidArgumentError(f"load_state_dict: {states.names[number]}: its saved state lacks {key!r}; load the state of an Adam or "
                                            "AdamW")
-        for key in (*_MOMENTS, MASTER):
+        for key in (*MOMENTS, MASTER):
             if key in state and local(state[key]).shape != local(param).shape:
                 raise InvalidArgumentError(f"load_state_dict: {states.names[number]} has shape {tuple(local(param).shape)}, its saved state {key!r} "
                                            f"{tuple(local(state[key]).shape)}; load the state of this model; nothing was loaded")
@@ -120,10 +96,10 @@ def check_loaded(optimizer: SpillwayOptimizer, states: TierStates, loaded: dict[
     return found
 
 
-def write_through(optimizer: SpillwayOptimizer, states: TierStates, found: dict[int, dict[str, Any]]) -> None:
+def write_through(optimizer: torch.optim.Optimizer, states: TierStates, found: dict[int, dict[str, Any]]) -> None:
     """Writes saved states to the tier. A parameter without one gets moments of zero; without a saved master, its value is the master."""
     for subgroup, elements in enumerate(states.layout.elements):
-        parts = {MASTER: states._values(subgroup), **{key: torch.zeros(elements) for key in _MOMENTS}}
+        parts = {MASTER: states._values(subgroup), **{key: torch.zeros(elements) for key in MOMENTS}}
         for piece in states.layout.of_subgroup[subgroup]:
             state = found.get(piece.parameter, {})
             for key, to in parts.items():

@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,19 +25,16 @@ from ..swap import Swap
 from ..tier import Tier, TierPath
 from ._arguments import check_tier, is_count
 from ._layout import Commit, Layout, check_parameters, described
-from ._precision import take_values
+from ._precision import MASTER, take_values
 from ._rows import CODES, holds_values, local, name_of
-from ._tier_dict import MasterState, TierState
-
-if TYPE_CHECKING:
-    from ._base import SpillwayOptimizer
 
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
 _USUAL, _LEAST = 4 << 20, 4 << 10
 _STATE_BYTES = 12
 #: Status of a path that has no room.
 _LIMIT_REACHED = 4
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_version = torch.Tensor._version.__get__
 _Result = TypeVar("_Result")
 
 
@@ -88,11 +85,32 @@ class TierOptions(NamedTuple):
             world=options.world if options.world is not None else torch.distributed.get_world_size() if ready else 1)
 
 
+class TierState(dict[str, Any]):
+    """The entry of a parameter in `optimizer.state`: it holds the step count only. Its iterator also names the states on the tier, because
+    torch.distributed.checkpoint asks it which values to take from a flattened state dict."""
+
+    on_tier: tuple[str, ...] = MOMENTS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*super().__iter__(), *self.on_tier]))
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(f"{key}: this state is on the tier; optimizer.state_dict() reads it" if key in self.on_tier else key)
+
+
+class MasterState(TierState):
+    """The entry of a 16-bit parameter, whose master is on the tier too."""
+
+    on_tier = (*MOMENTS, MASTER)
+
+
 class _Handles:
     """The open tier and the update on it, in the order in which they close."""
 
     def __init__(self) -> None:
-        self.process, self.tier, self.swap = os.getpid(), None, None
+        self.process = os.getpid()
+        self.tier: Tier | None = None
+        self.swap: Swap | None = None
 
     def close(self) -> None:
         # A forked child's handles are copies that it does not own.
@@ -118,7 +136,7 @@ class TierStates:
         InvalidArgumentError: The tier holds states of other parameters, or the budget is too small.
         UnsupportedError: A parameter cannot have its states on a tier."""
 
-    def __init__(self, optimizer: SpillwayOptimizer, given: Any, memory_budget: int | None):
+    def __init__(self, optimizer: torch.optim.Optimizer, given: Any, memory_budget: int | None):
         options, groups = TierOptions.of(given), optimizer.param_groups
         self.params = [param for group in groups for param in group["params"]]
         self.names = [name_of(group, number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
@@ -128,7 +146,7 @@ class TierStates:
         self._shapes = [param.shape for param in self.params]
         self.directory = next((path.directory for path in options.paths
                                if path.directory is not None and not os.fspath(path.directory).startswith("s3://")), None)
-        self._handles, self._world, self._lock = _Handles(), options.world, threading.RLock()
+        self._handles, self._world, self._lock = _Handles(), options.world or 1, threading.RLock()
         #: The record of a commit that has begun, and the status of the library's call once it has returned.
         self._pending: tuple[Commit, list[int]] | None = None
         weakref.finalize(optimizer, _Handles.close, self._handles)
@@ -138,7 +156,7 @@ class TierStates:
             self._handles.close()
             raise
 
-    def _open(self, optimizer: SpillwayOptimizer, options: TierOptions, memory_budget: int | None) -> None:
+    def _open(self, optimizer: torch.optim.Optimizer, options: TierOptions, memory_budget: int | None) -> None:
         self._handles.tier = tier = _open_tier(options)
         tier._user = type(optimizer).__name__
         self.committed = Commit.unpacked(tier.opened.payload) if tier.opened.step is not None else None
@@ -160,7 +178,7 @@ class TierStates:
         self.swap._user = tier._user
         self.count = 0
         if self.committed is not None:
-            self._restore(optimizer)
+            self._restore(optimizer, self.committed)
         else:
             self.set_steps(optimizer, [0.0] * len(self.params))
             for subgroup in range(len(self.layout.elements)):
@@ -171,11 +189,13 @@ class TierStates:
     @property
     def swap(self) -> Swap:
         """The open update."""
+        assert self._handles.swap is not None
         return self._handles.swap
 
     @property
     def tier(self) -> Tier:
         """The open tier."""
+        assert self._handles.tier is not None
         return self._handles.tier
 
     def close(self) -> None:
@@ -209,14 +229,14 @@ class TierStates:
                                        "was constructed; construct the optimizer again, on another job, or set its gradient to None")
         return number
 
-    def set_steps(self, optimizer: SpillwayOptimizer, steps: list[float]) -> None:
+    def set_steps(self, optimizer: torch.optim.Optimizer, steps: list[float]) -> None:
         """Sets the step count of every parameter with states."""
         for param, step, stated in zip(self.params, steps, self.stated):
             if stated:
                 count = torch.tensor(step, dtype=torch.float32, device="cpu")
                 optimizer.state[param] = (TierState if local(param).dtype is torch.float32 else MasterState)(step=count)
 
-    def step_count(self, optimizer: SpillwayOptimizer, number: int) -> torch.Tensor:
+    def step_count(self, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
         """The step count of the parameter with this number; raises InvalidArgumentError if the program has removed it."""
         state = optimizer.state.get(self.params[number])
         if not isinstance(state, dict) or "step" not in state:
@@ -271,14 +291,14 @@ class TierStates:
             master.view(-1)[piece.start:piece.start + piece.count] = whole[piece.first:piece.first + piece.count]
         return master
 
-    def commit(self, optimizer: SpillwayOptimizer, step: int | None, payload: bytes) -> None:
+    def commit(self, optimizer: torch.optim.Optimizer, step: int | None, payload: bytes) -> None:
         """Makes the present states durable; returns after all ranks have committed."""
         self._settle()
         self.take_written()
         steps = [float(self.step_count(optimizer, number)) if stated else 0.0 for number, stated in enumerate(self.stated)]
         record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, payload_of(payload),
                         [number for number, stated in enumerate(self.stated) if not stated])
-        number, status = self.count if step is None else step, []
+        number, status = self.count if step is None else step, list[int]()
         # Noted before the call: a signal handler may raise after the library has committed.
         self._pending = record, status
         try:
@@ -294,23 +314,23 @@ class TierStates:
                 self.committed = record
             self._pending = None
 
-    def rollback(self, optimizer: SpillwayOptimizer) -> None:
+    def rollback(self, optimizer: torch.optim.Optimizer) -> None:
         """Restores the last commit."""
         self._settle()
         if self.committed is None:
             raise InvalidArgumentError(f"{type(optimizer).__name__}.rollback: nothing was committed to the tier; construct the optimizer again")
         self.swap.rollback()
-        self._restore(optimizer)
+        self._restore(optimizer, self.committed)
         self.note_versions()
 
-    def _restore(self, optimizer: SpillwayOptimizer) -> None:
+    def _restore(self, optimizer: torch.optim.Optimizer, committed: Commit) -> None:
         """Gives the parameters the values of their masters, and the steps those of the last commit."""
         with torch.no_grad():
             for subgroup, master in self._masters():
                 for piece in self.layout.of_subgroup[subgroup]:
                     self._part(piece).copy_(master[piece.first:piece.first + piece.count])
-        self.set_steps(optimizer, self.committed.steps)
-        self.count = self.committed.count
+        self.set_steps(optimizer, committed.steps)
+        self.count = committed.count
 
     def _masters(self) -> Iterator[tuple[int, torch.Tensor]]:
         for subgroup, elements in enumerate(self.layout.elements):
@@ -345,6 +365,6 @@ def _check_served(name: str, param: torch.Tensor) -> None:
 
 def _open_tier(options: TierOptions) -> Tier:
     def open_at(step: int | None) -> Tier:
-        return Tier(options.paths, job=options.job, host=options.host, rank=options.rank, world=options.world, mode=options.resume,
+        return Tier(options.paths, job=options.job, host=options.host, rank=options.rank or 0, world=options.world or 1, mode=options.resume,
                     durability=options.durability, io_timeout=options.io_timeout, at_step=step)
-    return _ranks.open_together(options, options.rank, options.world, open_at, "pass another job to TierOptions, and load a checkpoint")
+    return _ranks.open_together(options, options.rank or 0, options.world or 1, open_at, "pass another job to TierOptions, and load a checkpoint")

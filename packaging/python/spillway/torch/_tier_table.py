@@ -15,7 +15,7 @@ from ._rows import CODES, is_served, local, name_of
 from ._table import named
 
 if TYPE_CHECKING:
-    from ._base import SpillwayOptimizer
+    from ._building import Building
     from ._tier_states import TierStates
 
 
@@ -25,7 +25,7 @@ class TierTable:
     Raises:
         InvalidArgumentError, UnsupportedError: A parameter or its gradient does not fit; nothing was stepped."""
 
-    def __init__(self, optimizer: SpillwayOptimizer, states: TierStates):
+    def __init__(self, optimizer: Building, states: TierStates):
         self._optimizer, self._states = optimizer, states
         #: A process group, and for each gradient of the step whether it counts in the group's norm.
         self.counts: tuple[Any, list[bool] | None] = (None, None)

@@ -11,11 +11,9 @@ import torch
 from .. import _abi, _native
 from .._native_handle import _NativeHandle, record
 from ..errors import InvalidArgumentError
-from ._pending import Pending
 from ._rows import local
 
 if TYPE_CHECKING:
-    from ._base import SpillwayOptimizer
     from ._table import Table
 
 
@@ -23,8 +21,8 @@ class RecordedStep:
     """A step of a table's rows that can be rolled back. It keeps the gradients, which a rollback reads, until the next step, and knows
     the tensors that the step wrote."""
 
-    def __init__(self, optimizer: SpillwayOptimizer, table: Table):
-        self._optimizer, self._table = optimizer, table
+    def __init__(self, optimizer: torch.optim.Optimizer, table: Table):
+        self._optimizer, self.table = optimizer, table
         self._grads, self._grads_then = table.grads, _present(table.grads)
         params = [optimizer.param_groups[number]["params"][place] for number, place in table.places]
         states = [value for param in params for name, value in optimizer.state[param].items()
@@ -40,10 +38,6 @@ class RecordedStep:
     def note_versions(self, versions: list[int]) -> None:
         """Remembers the versions of `written` after the step: a rollback needs the values of then."""
         self._written_then = [(version, address) for version, (_, address) in zip(versions, self._written_then)]
-
-    def pending_rollback(self) -> Pending:
-        """The rollback, for `rollback`."""
-        return Pending(self._table, -1)
 
     def rollback(self, status: list[int]) -> None:
         """Restores every bit of parameters and states; appends the status of the call."""
@@ -67,8 +61,9 @@ class LastStep(RecordedStep, _NativeHandle):
     closer = "spw_undo_close"
     close = _NativeHandle.close
 
-    def __init__(self, optimizer: SpillwayOptimizer, table: Table):
+    def __init__(self, optimizer: torch.optim.Optimizer, table: Table, c_name: str):
         super().__init__(optimizer, table)
+        self._c_name = c_name
         options: Any = _abi.sized(_abi.UndoOptions)
         options.mode, options.tensors = 1, len(table.places)
         options.elements = sum(entry.n for entry in table.entries)
@@ -76,8 +71,8 @@ class LastStep(RecordedStep, _NativeHandle):
 
     def run(self, status: list[int]) -> None:
         """Makes the step, and appends the status of the call to `status`."""
-        table, some = self._table, next(iter(self._table.options.values()))
-        step = f"spw_undo_{self._optimizer.c_name}_step"
+        table, some = self.table, next(iter(self.table.options.values()))
+        step = f"spw_undo_{self._c_name}_step"
         self._through(lambda handle: record(status, step, handle, ctypes.byref(some), ctypes.addressof(table.entries), len(table.places), None))
 
     def rollback(self, status: list[int]) -> None:

@@ -1,0 +1,76 @@
+"""Proves how the modules of the package depend on each other: without circles, by agreed faces only, and with optional parts that nothing
+else needs. Imports inside of functions and for annotations count."""
+
+import ast
+
+import pytest
+
+#: Modules with a leading underscore that modules of other folders import. The list only gets shorter.
+FACES = {
+    "_report": {"deepspeed._hook", "deepspeed._versions", "megatron._versions"},
+    "bench._io": {"deepspeed._ops"},
+    "megatron._adam": {"torch._rows"}, "megatron._hybrid": {"torch._rows"}, "megatron._shards": {"torch._rows"},
+    "pipeline._stage_optimizer": {"torch._base", "torch._rows", "torch._table", "torch._torch_step", "torch._undo"}}
+#: Parts that can be left out of a wheel.
+OPTIONAL = ("bench", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def imports(repository):
+    """For each module of the package the modules that it imports; names without `spillway.`."""
+    root = repository / "packaging" / "python" / "spillway"
+    files = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__").rstrip("."): path for path in root.rglob("*.py")}
+
+    def imported(name, node):
+        package = name if files[name].name == "__init__.py" else name.rpartition(".")[0]
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == "spillway")
+        elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "spillway"):
+            above = package.split(".")[:len(package.split(".")) - node.level + 1] if node.level and package else []
+            base = ".".join([*above, *([node.module] if node.module else [])]) if node.level else node.module.partition(".")[2]
+            for alias in node.names:
+                whole = f"{base}.{alias.name}".lstrip(".")
+                yield whole if whole in files else base
+
+    return {name: {found for node in ast.walk(ast.parse(path.read_text())) for found in imported(name, node) if found in files} - {name}
+            for name, path in files.items()}
+
+
+def _folder(module):
+    return module.rpartition(".")[0]
+
+
+def test_no_modules_import_each_other_in_a_circle(imports):
+    left = dict(imports)
+    while ready := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in ready:
+            del left[name]
+    # What remains are circles and their users: without users, the circles alone.
+    while unused := [name for name in left if not any(name in needs for needs in left.values())]:
+        for name in unused:
+            del left[name]
+    assert not left, {name: sorted(needs & left.keys()) for name, needs in left.items()}
+
+
+def test_private_modules_are_imported_by_their_own_folder_and_agreed_users_only(imports):
+    foreign = {}
+    for name, needs in imports.items():
+        own = name if any(other.startswith(f"{name}.") for other in imports) else _folder(name)
+        for needed in needs:
+            # A module of a folder may use the private modules of the folders above.
+            if needed.rpartition(".")[2].startswith("_") and not f"{own}.".startswith(f"{_folder(needed)}.") and _folder(needed):
+                foreign.setdefault(name, set()).add(needed)
+    assert foreign == FACES
+
+
+@pytest.mark.parametrize("part", OPTIONAL)
+def test_nothing_else_imports_an_optional_part(imports, part):
+    users = {name for name, needs in imports.items() for needed in needs if f"{needed}.".startswith(f"{part}.")}
+    assert all(f"{name}.".startswith(f"{part}.") for name in users), users
+
+
+def test_the_graph_has_the_imports_of_the_package(imports):
+    """Relative, absolute, lazy and typing imports."""
+    assert {"_abi", "optim", "errors"} <= imports[""] and "_native" in imports["deepspeed._adam"]
+    assert "deepspeed._undo" in imports["deepspeed._adam"] and "_report" in imports["__main__"]
+    assert "torch._building" in imports["torch._tier_table"] and "torch" in imports["pipeline._stage_optimizer"]

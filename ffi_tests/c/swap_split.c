@@ -151,7 +151,7 @@ int main(void) {
     CHECK_OK(spw_swap_read(swap, 4, NULL, NULL, param, NULL));
     INVALID(spw_swap_read(NULL, 4, weights[current][4], param, NULL, NULL), "swap");
     const void *odd = (const char *)weights[current][4] + 1;
-    INVALID(spw_swap_read(swap, 4, odd, param, NULL, NULL), "weights: must be aligned to 2 bytes");
+    INVALID(spw_swap_read(swap, 4, odd, param, NULL, NULL), "is not aligned to 2 bytes (bf16)");
     weights[current][4][69999] ^= 1;
     INVALID(spw_swap_read(swap, 4, weights[current][4], param, NULL, NULL), "weights");
     weights[current][4][69999] ^= 1;

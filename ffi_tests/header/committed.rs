@@ -50,15 +50,9 @@ fn defaults() -> Vec<Initial> {
 #[test]
 fn the_committed_headers_are_generated_from_the_sources() {
     let folder = root().join("include/spillway");
-    let headers = generate(&root(), spillway::VERSION, &defaults());
-    let bless = std::env::var_os("SPILLWAY_BLESS").is_some();
+    let headers = generate(&root(), spillway::VERSION, &defaults()).headers;
     for (name, text) in &headers {
-        let path = folder.join(name);
-        if bless {
-            fs::write(&path, text).expect("include/spillway is writable");
-        }
-        let committed = fs::read_to_string(&path).unwrap_or_default();
-        assert!(committed == *text, "{name} is stale: SPILLWAY_BLESS=1 cargo test -p spillway-header");
+        is_committed(&folder.join(name), text);
     }
     let made: BTreeSet<String> = headers.into_iter().map(|(name, _)| name).collect();
     let found = fs::read_dir(&folder).expect("include/spillway exists");
@@ -68,11 +62,26 @@ fn the_committed_headers_are_generated_from_the_sources() {
 }
 
 #[test]
+fn the_committed_module_for_ctypes_is_generated_from_the_sources() {
+    let text = generate(&root(), spillway::VERSION, &defaults()).python;
+    is_committed(&root().join("packaging/python/spillway/_c.py"), &text);
+}
+
+/// Fails if the file has another text. Writes the text before if SPILLWAY_BLESS is set.
+fn is_committed(path: &Path, text: &str) {
+    if std::env::var_os("SPILLWAY_BLESS").is_some() {
+        fs::write(path, text).expect("the file is writable");
+    }
+    let committed = fs::read_to_string(path).unwrap_or_default();
+    assert!(committed == text, "{} is stale: SPILLWAY_BLESS=1 cargo test -p spillway-header", path.display());
+}
+
+#[test]
 fn the_umbrella_is_short_and_includes_every_header_that_is_not_experimental() {
     let umbrella = fs::read_to_string(root().join("include/spillway.h")).expect("include/spillway.h exists");
     let lines = umbrella.lines().count();
     assert!(lines <= 150, "include/spillway.h has {lines} lines, at most 150");
-    for (name, text) in generate(&root(), spillway::VERSION, &defaults()) {
+    for (name, text) in generate(&root(), spillway::VERSION, &defaults()).headers {
         let include = format!("#include \"spillway/{name}\"");
         assert_eq!(umbrella.contains(&include), !text.contains("EXPERIMENTAL"), "{name}");
         assert!(umbrella.contains(&format!("spillway/{name}")), "the table of contents lacks {name}");

@@ -5,6 +5,7 @@
 
 pub mod initializers;
 pub mod items;
+mod python;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -23,9 +24,16 @@ struct Module {
     declared: Vec<String>,
 }
 
-/// The headers, each with its file name and its text. `version` is the library's; `defaults` are the initialiser values
-/// other than 0.
-pub fn generate(root: &Path, version: &str, defaults: &[Default]) -> Vec<(String, String)> {
+/// What is generated from src/capi.
+pub struct Generated {
+    /// The headers, each with its file name and its text.
+    pub headers: Vec<(String, String)>,
+    /// The module for Python's ctypes.
+    pub python: String,
+}
+
+/// Generates from src/capi. `version` is the library's; `defaults` are the initialiser values other than 0.
+pub fn generate(root: &Path, version: &str, defaults: &[Default]) -> Generated {
     let modules = modules(&root.join("src/capi"));
     let builder = cbindgen::Builder::new().with_config(cbindgen::Config::from_root_or_default(root));
     let files = modules.iter().flat_map(|module| &module.files);
@@ -38,10 +46,10 @@ pub fn generate(root: &Path, version: &str, defaults: &[Default]) -> Vec<(String
         let owners = modules.iter().filter(|module| module.declared.contains(&item.name)).count();
         assert_eq!(owners, 1, "{} is declared in {owners} modules", item.name);
     }
-    modules
+    let headers = modules
         .iter()
-        .map(|module| (format!("{}.h", module.name), header(module, &modules, &items, version, defaults)))
-        .collect()
+        .map(|module| (format!("{}.h", module.name), header(module, &modules, &items, version, defaults)));
+    Generated { headers: headers.collect(), python: python::module(&items) }
 }
 
 /// The public modules of src/capi, in the order of its list.

@@ -5,10 +5,11 @@ use serde_json::Value;
 use spillway::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 use spillway::error::Result;
 use spillway::kernel::{States, Tensor};
+use spillway::optim;
 use spillway::optim::StepStats;
-use spillway::optim::adagrad::{self, AdagradOptions};
-use spillway::optim::adam::{self, AdamOptions};
-use spillway::optim::lion::{self, LionOptions};
+use spillway::optim::adagrad::AdagradOptions;
+use spillway::optim::adam::AdamOptions;
+use spillway::optim::lion::LionOptions;
 use spillway::optim::parallel::Job;
 
 /// One span as bits, and as elements of its type.
@@ -117,17 +118,17 @@ fn step(
                 bias_correction,
                 stochastic_seed: None,
             };
-            adam::step(&mut [Job { optimizer: options.rule()?, tensor }], true)
+            optim::step(&mut [Job { optimizer: options.rule()?, tensor }], true)
         }
         "adagrad" => {
             let (lr_decay, eps) = (real("lr_decay"), real("eps"));
             let options = AdagradOptions { step, lr, lr_decay, eps, weight_decay, grad_scale };
-            adagrad::step(&mut [Job { optimizer: options.rule()?, tensor }], true)
+            optim::step(&mut [Job { optimizer: options.rule()?, tensor }], true)
         }
         "lion" => {
             let options =
                 LionOptions { lr, beta1: real("beta1"), beta2: real("beta2"), weight_decay, grad_scale };
-            lion::step(&mut [Job { optimizer: options.rule()?, tensor }], true)
+            optim::step(&mut [Job { optimizer: options.rule()?, tensor }], true)
         }
         other => panic!("{other} is not an optimizer"),
     }

@@ -8,6 +8,7 @@
 //! | `chunk` | the entry points: dispatch of a chunk's step or undo to an SVE body or the generic body |
 //! | `step`, `record`, `undo` | the generic bodies: a step, a recorded step, and the exact undo of a recorded step |
 //! | `tensor`, `spans` | the operands of a step: checked slices, then typed addresses |
+//! | `lent` | a tensor whose memory is lent for longer than one borrow |
 //! | `log`, `pack` | the size of an undo log, and the encoding of its residuals |
 //! | `accumulate` | adds a gradient to an accumulated gradient |
 //! | `split` | the step of a bf16 parameter with a split f32 master |
@@ -28,6 +29,7 @@ pub mod dtype;
 mod element;
 mod error;
 pub mod float_mode;
+mod lent;
 mod log;
 mod pack;
 mod publish;
@@ -60,6 +62,7 @@ pub use dispatch::Kernel;
 pub use element::{Dtypes, supported};
 pub use error::{Error, Result};
 pub use float_mode::IeeeMode;
+pub use lent::LentTensor;
 pub use log::{log_bytes, log_used_of};
 pub use publish::publish;
 pub use rules::{AdagradRule, AdamRule, Arithmetic, LionRule, WeightDecay};

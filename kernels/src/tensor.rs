@@ -88,21 +88,21 @@ impl<'a> Tensor<'a> {
         check("exp_avg", states.exp_avg.as_ref().map(FloatsMut::len))?;
         check("exp_avg_sq", states.exp_avg_sq.as_ref().map(FloatsMut::len))?;
         check("param_copy", param_copy.as_ref().map(FloatsMut::len))?;
-        let tensor = Tensor {
-            states,
-            grad,
-            param_copy,
-            shadow: None,
-            low: None,
-            log: None,
-            streams: Streams::default(),
-            first: 0,
-        };
-        let dtypes = tensor.dtypes()?;
-        if !supported(dtypes) {
-            return Err(no_kernel(dtypes));
-        }
+        let tensor = Tensor::of_checked(states, grad, param_copy, None, None);
+        tensor.dtypes()?.check()?;
         Ok(tensor)
+    }
+
+    /// A tensor of spans that [`Tensor::new`], [`Tensor::new_split`] and [`Tensor::with_shadow`] have checked before.
+    #[inline]
+    pub(super) fn of_checked(
+        states: States<'a>,
+        grad: Floats<'a>,
+        param_copy: Option<FloatsMut<'a>>,
+        shadow: Option<States<'a>>,
+        low: Option<&'a mut [u16]>,
+    ) -> Self {
+        Tensor { states, grad, param_copy, shadow, low, log: None, streams: Streams::default(), first: 0 }
     }
 
     /// A bf16 parameter whose f32 master is split: `low` holds the low bits of the master, one word per element.
@@ -117,16 +117,7 @@ impl<'a> Tensor<'a> {
         if let Some((name, length)) = lengths.into_iter().find(|(_, length)| *length != n) {
             return Err(wrong_length(name, length, n));
         }
-        let tensor = Tensor {
-            states,
-            grad,
-            param_copy: None,
-            shadow: None,
-            low: Some(low),
-            log: None,
-            streams: Streams::default(),
-            first: 0,
-        };
+        let tensor = Tensor::of_checked(states, grad, None, None, Some(low));
         let dtypes = tensor.dtypes()?;
         if supports_split(dtypes) { Ok(tensor) } else { Err(no_split_kernel(dtypes)) }
     }
@@ -309,6 +300,14 @@ impl<'a> Tensor<'a> {
             grad: self.grad.dtype(),
             copy: self.copy_dtype(),
         })
+    }
+}
+
+impl Dtypes {
+    /// Fails if no kernel exists for these types.
+    #[inline]
+    pub fn check(self) -> Result<()> {
+        if supported(self) { Ok(()) } else { Err(no_kernel(self)) }
     }
 }
 

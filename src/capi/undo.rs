@@ -24,16 +24,15 @@ use super::abi_struct::{self, abi_struct};
 use super::base::spw_status;
 use super::guard::guard;
 use super::handle::{self, Handle};
-use super::optim::adagrad::{self, spw_adagrad_options};
-use super::optim::adam::{self, spw_adam_options};
-use super::optim::lion::{self, spw_lion_options};
-use super::optim::table;
+use super::optim::adagrad::spw_adagrad_options;
+use super::optim::adam::spw_adam_options;
+use super::optim::lion::spw_lion_options;
+use super::optim::table::{self, StepOptions};
 use super::optim::tensor::{self, spw_step_stats, spw_tensor};
 use super::output;
 use crate::error::{Error, Result};
-use crate::kernel::Tensor;
 use crate::optim;
-use crate::optim::recording::{Mode, Recording, Tensors};
+use crate::optim::recording::{Mode, Recording};
 
 /// How a recorded step is rolled back. Passed as `uint32_t`.
 #[repr(C)]
@@ -72,37 +71,13 @@ pub struct spw_undo_options {
 abi_struct!(spw_undo_options, 24: struct_size, mode, elements, tensors);
 
 /// A recording of one step, which can be rolled back. A forked child has a working copy.
-pub struct spw_undo(pub(in crate::capi) Recording<Recorded>);
+pub struct spw_undo(pub(in crate::capi) Recording);
 
 impl Handle for spw_undo {
     const NAME: &'static str = "undo";
 
     fn check_process(&self) -> Result<()> {
         Ok(())
-    }
-}
-
-/// The tensors of a recorded step. Their owner leaves them as they are until the step is rolled back or committed.
-pub(in crate::capi) struct Recorded(pub(in crate::capi) Vec<spw_tensor>);
-
-impl Tensors for Recorded {
-    fn lengths(&self) -> impl Iterator<Item = usize> {
-        self.0.iter().map(|tensor| tensor.n as usize).filter(|n| *n > 0)
-    }
-
-    fn check_shadows(&self, wanted: bool) -> Result<()> {
-        tensor::check_shadows(&self.0, wanted)
-    }
-
-    fn same_shape(&self, other: &Self) -> bool {
-        let shape = |t: &spw_tensor| (t.n, t.param_dtype, t.state_dtype, t.grad_dtype);
-        self.0.iter().map(shape).eq(other.0.iter().map(shape))
-    }
-
-    fn lend(&mut self) -> Result<Vec<(usize, Tensor<'_>)>> {
-        // SAFETY: the caller of the recorded step leaves the spans in place until the step is over.
-        let spans = unsafe { table::spans(&self.0) }?;
-        spans.map(|(index, tensor)| Ok((index, tensor?))).collect()
     }
 }
 
@@ -153,18 +128,8 @@ pub unsafe extern "C" fn spw_undo_adam_step(
     count: u64,
     stats_out: *mut spw_step_stats,
 ) -> spw_status {
-    guard(|| {
-        let undo = &mut handle::get_mut(undo)?.0;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
-            let jobs = adam::jobs(options, tensors, count)?;
-            let recorded = Recorded(tensor::read_all(tensors, count)?);
-            let squares = !stats_out.is_null();
-            let seen = undo.record(jobs, recorded, |jobs| optim::adam::step(jobs, squares))?;
-            tensor::write_stats(seen, stats_out)
-        }
-    })
+    // SAFETY: the caller meets the callee's requirements.
+    guard(|| unsafe { record(undo, options, tensors, count, stats_out) })
 }
 
 /// Does `spw_adagrad_step` and records it, as `spw_undo_adam_step`.
@@ -179,18 +144,8 @@ pub unsafe extern "C" fn spw_undo_adagrad_step(
     count: u64,
     stats_out: *mut spw_step_stats,
 ) -> spw_status {
-    guard(|| {
-        let undo = &mut handle::get_mut(undo)?.0;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
-            let jobs = adagrad::jobs(options, tensors, count)?;
-            let recorded = Recorded(tensor::read_all(tensors, count)?);
-            let squares = !stats_out.is_null();
-            let seen = undo.record(jobs, recorded, |jobs| optim::adagrad::step(jobs, squares))?;
-            tensor::write_stats(seen, stats_out)
-        }
-    })
+    // SAFETY: the caller meets the callee's requirements.
+    guard(|| unsafe { record(undo, options, tensors, count, stats_out) })
 }
 
 /// Does `spw_lion_step` and records it, as `spw_undo_adam_step`.
@@ -205,18 +160,27 @@ pub unsafe extern "C" fn spw_undo_lion_step(
     count: u64,
     stats_out: *mut spw_step_stats,
 ) -> spw_status {
-    guard(|| {
-        let undo = &mut handle::get_mut(undo)?.0;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
-            let jobs = lion::jobs(options, tensors, count)?;
-            let recorded = Recorded(tensor::read_all(tensors, count)?);
-            let squares = !stats_out.is_null();
-            let seen = undo.record(jobs, recorded, |jobs| optim::lion::step(jobs, squares))?;
-            tensor::write_stats(seen, stats_out)
-        }
-    })
+    // SAFETY: the caller meets the callee's requirements.
+    guard(|| unsafe { record(undo, options, tensors, count, stats_out) })
+}
+
+/// # Safety
+/// As `spw_undo_adam_step`.
+unsafe fn record<O: StepOptions>(
+    undo: Option<&mut spw_undo>,
+    options: *const O,
+    tensors: *const spw_tensor,
+    count: u64,
+    stats_out: *mut spw_step_stats,
+) -> Result<()> {
+    let undo = &mut handle::get_mut(undo)?.0;
+    // SAFETY: the caller meets the callees' requirements. The recording drops the tensors when the step is over.
+    unsafe {
+        abi_struct::check_output(stats_out, "stats_out")?;
+        let tensors = table::lent(tensors, count, &table::rule(options)?, |own| table::own_rule::<O>(own))?;
+        let seen = undo.record(tensors, |jobs| optim::step(jobs, !stats_out.is_null()))?;
+        tensor::write_stats(seen, stats_out)
+    }
 }
 
 /// Rolls back the recorded step and forgets it. param, exp_avg and exp_avg_sq get the bits from before the step

@@ -19,7 +19,8 @@ use super::transfer::{After, Copy, Direction, Transfers};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
 use crate::error::Result;
 use crate::kernel::{States, Tensor};
-use crate::optim::adam::{self, AdamOptions};
+use crate::optim;
+use crate::optim::adam::AdamOptions;
 use crate::optim::parallel::Job;
 use crate::optim::processor;
 use crate::pool::buffer::Buffer;
@@ -111,7 +112,7 @@ fn step_speeds() -> Result<(f64, f64)> {
             };
             let tensor = Tensor::new(states, grad, Some(FloatsMut::Bf16(&mut model)))?;
             let start = Instant::now();
-            adam::step(&mut [Job { optimizer: rule, tensor }], false)?;
+            optim::step(&mut [Job { optimizer: rule, tensor }], false)?;
             Ok(start.elapsed().as_secs_f64())
         })?;
         Ok(STEPPED as f64 / seconds)

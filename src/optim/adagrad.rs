@@ -1,11 +1,9 @@
 //! Adagrad, as in `torch.optim.Adagrad`: L2 weight decay is added to the gradient of the state and of the update.
 #![forbid(unsafe_code)]
 
-use super::parallel::{self, Job};
-use super::{StepStats, check};
+use super::check;
 use crate::error::Result;
 use crate::kernel::AdagradRule;
-use crate::stats;
 
 /// Hyper-parameters of one step. The defaults are those of `torch.optim.Adagrad`, at step 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -47,11 +45,4 @@ impl AdagradOptions {
             weight_decay: self.weight_decay as f32,
         })
     }
-}
-
-/// Steps every tensor, each with its own coefficients. Does not use exp_avg. Sums squares only if `squares` is true.
-pub fn step(jobs: &mut [Job<'_, AdagradRule>], squares: bool) -> Result<StepStats> {
-    let stats = parallel::step_all(jobs, squares)?;
-    stats::ADAGRAD.add(parallel::elements(jobs));
-    Ok(stats)
 }

@@ -5,11 +5,9 @@
 
 use std::cell::Cell;
 
-use super::parallel::{self, Job};
-use super::{StepStats, check};
+use super::check;
 use crate::error::Result;
 use crate::kernel::{self, AdamRule, WeightDecay};
-use crate::stats;
 
 /// Hyper-parameters of one step. The defaults are those of `torch.optim.Adam` at step 1, but with decoupled decay.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -104,13 +102,6 @@ pub(super) fn power(base: f64, step: u64) -> f64 {
     let power = libm::pow(base, step as f64);
     KEPT.set([kept[1], (base, step, power)]);
     power
-}
-
-/// Steps every tensor, each with its own coefficients. Sums squares only if `squares` is true.
-pub fn step(jobs: &mut [Job<'_, AdamRule>], squares: bool) -> Result<StepStats> {
-    let stats = parallel::step_all(jobs, squares)?;
-    stats::ADAM.add(parallel::elements(jobs));
-    Ok(stats)
 }
 
 #[cfg(test)]

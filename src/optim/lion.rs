@@ -1,11 +1,9 @@
 //! Lion, as in Chen et al. 2023, Algorithm 2. The sign of zero is zero.
 #![forbid(unsafe_code)]
 
-use super::parallel::{self, Job};
-use super::{StepStats, check};
+use super::check;
 use crate::error::Result;
 use crate::kernel::LionRule;
-use crate::stats;
 
 /// Hyper-parameters of one step. The defaults are those of the paper.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -46,11 +44,4 @@ impl LionOptions {
             decay_factor: (-self.lr * self.weight_decay) as f32,
         })
     }
-}
-
-/// Steps every tensor, each with its own coefficients. Does not use exp_avg_sq. Sums squares only if `squares` is true.
-pub fn step(jobs: &mut [Job<'_, LionRule>], squares: bool) -> Result<StepStats> {
-    let stats = parallel::step_all(jobs, squares)?;
-    stats::LION.add(parallel::elements(jobs));
-    Ok(stats)
 }

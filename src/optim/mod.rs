@@ -5,11 +5,48 @@ pub mod adagrad;
 pub mod adam;
 pub mod deepspeed;
 pub mod grad;
+pub mod lent;
 pub mod lion;
 pub mod parallel;
 pub mod processor;
 pub mod recording;
 pub mod undo;
+
+use crate::error::Result;
+use crate::kernel::{AdagradRule, AdamRule, LionRule, Optimizer};
+use crate::stats::{self, OptimizerCounter};
+use lent::Lent;
+use parallel::Job;
+
+/// An optimizer of this library: its kernels, its counter, and the record of its steps.
+pub trait Family: Optimizer + 'static {
+    /// Counts the elements of its steps.
+    const COUNTER: &'static OptimizerCounter;
+    /// A recorded step of these tensors.
+    const RECORDED: fn(Lent<Self>) -> recording::Step;
+}
+
+impl Family for AdamRule {
+    const COUNTER: &'static OptimizerCounter = &stats::ADAM;
+    const RECORDED: fn(Lent<Self>) -> recording::Step = recording::Step::Adam;
+}
+
+impl Family for AdagradRule {
+    const COUNTER: &'static OptimizerCounter = &stats::ADAGRAD;
+    const RECORDED: fn(Lent<Self>) -> recording::Step = recording::Step::Adagrad;
+}
+
+impl Family for LionRule {
+    const COUNTER: &'static OptimizerCounter = &stats::LION;
+    const RECORDED: fn(Lent<Self>) -> recording::Step = recording::Step::Lion;
+}
+
+/// Steps every tensor, each with its own coefficients. Sums squares only if `squares` is true.
+pub fn step<O: Family>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
+    let stats = parallel::step_all(jobs, squares)?;
+    O::COUNTER.add(parallel::elements(jobs));
+    Ok(stats)
+}
 
 /// Statistics of the scaled gradients of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]

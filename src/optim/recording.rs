@@ -6,28 +6,13 @@
 //! - The log belongs to the step that is recorded, in the order of its tensors.
 #![forbid(unsafe_code)]
 
+use super::lent::Lent;
 use super::parallel::{self, Job};
-use super::{StepStats, processor, undo};
+use super::{Family, StepStats, processor, undo};
 use crate::error::{Error, Result};
-use crate::kernel::{AdagradRule, AdamRule, LionRule, Optimizer, Tensor, log_bytes};
+use crate::kernel::{AdagradRule, AdamRule, LionRule, Optimizer, log_bytes};
 use crate::stats;
 use crate::sys::reserve::Reserve;
-use crate::sys::try_vec;
-
-/// The tensors of one call. Their owner lends them for each pass over their memory.
-pub trait Tensors {
-    /// Elements of each tensor that is not empty.
-    fn lengths(&self) -> impl Iterator<Item = usize>;
-
-    /// Fails for a tensor without shadow spans if `wanted`, or with shadow spans if not.
-    fn check_shadows(&self, wanted: bool) -> Result<()>;
-
-    /// True if the tensors have the number, lengths and types of `other`.
-    fn same_shape(&self, other: &Self) -> bool;
-
-    /// The tensors that are not empty, each with its index in the call.
-    fn lend(&mut self) -> Result<Vec<(usize, Tensor<'_>)>>;
-}
 
 /// How a step is rolled back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,11 +29,11 @@ pub enum Mode {
 }
 
 /// Records one step.
-pub struct Recording<T> {
+pub struct Recording {
     memory: Memory,
     /// Most tensors of one step.
     capacity: usize,
-    step: Option<Step<T>>,
+    step: Option<Step>,
     /// Checksum of the spans after a sealed step. Its rollback names the spans again, and they may have moved.
     seal: u64,
 }
@@ -59,41 +44,17 @@ enum Memory {
     Shadow,
 }
 
-/// The tensors of the recorded step, and their coefficients.
-pub enum Step<T> {
+/// The tensors of the recorded step, with their coefficients.
+pub enum Step {
     /// A step of Adam.
-    Adam(T, Vec<AdamRule>),
+    Adam(Lent<AdamRule>),
     /// A step of Adagrad.
-    Adagrad(T, Vec<AdagradRule>),
+    Adagrad(Lent<AdagradRule>),
     /// A step of Lion.
-    Lion(T, Vec<LionRule>),
+    Lion(Lent<LionRule>),
 }
 
-/// An optimizer whose steps can be recorded.
-pub trait Recorded: Optimizer {
-    /// The step of `tensors` with these coefficients.
-    fn recorded<T>(tensors: T, rules: Vec<Self>) -> Step<T>;
-}
-
-impl Recorded for AdamRule {
-    fn recorded<T>(tensors: T, rules: Vec<Self>) -> Step<T> {
-        Step::Adam(tensors, rules)
-    }
-}
-
-impl Recorded for AdagradRule {
-    fn recorded<T>(tensors: T, rules: Vec<Self>) -> Step<T> {
-        Step::Adagrad(tensors, rules)
-    }
-}
-
-impl Recorded for LionRule {
-    fn recorded<T>(tensors: T, rules: Vec<Self>) -> Step<T> {
-        Step::Lion(tensors, rules)
-    }
-}
-
-impl<T: Tensors> Recording<T> {
+impl Recording {
     /// A recording for steps of at most `capacity` tensors. Reserves address space for the log.
     pub fn new(mode: Mode, capacity: usize) -> Result<Self> {
         let memory = match mode {
@@ -107,23 +68,22 @@ impl<T: Tensors> Recording<T> {
         Ok(Recording { memory, capacity, step: None, seal: 0 })
     }
 
-    /// Does a step of `jobs`, which are those of `tensors`, and records it. The earlier step becomes permanent.
-    pub fn record<R: Recorded>(
+    /// Does `step` with the jobs of `tensors`, and records it. The earlier step becomes permanent.
+    pub fn record<R: Family>(
         &mut self,
-        jobs: Vec<Job<'_, R>>,
-        tensors: T,
+        mut tensors: Lent<R>,
         step: impl FnOnce(&mut [Job<'_, R>]) -> Result<StepStats>,
     ) -> Result<StepStats> {
-        if jobs.len() > self.capacity {
+        if tensors.count() > self.capacity {
             let reason = format!(
                 "is {}, but the recording has room for {}; raise options.tensors",
-                jobs.len(),
+                tensors.count(),
                 self.capacity
             );
             return Err(Error::invalid("count", reason));
         }
         tensors.check_shadows(matches!(self.memory, Memory::Shadow))?;
-        let rules = jobs.iter().map(|job| job.optimizer).collect();
+        let jobs = tensors.lend()?;
         if let Memory::Delta(log) = &mut self.memory
             && undo::log_bytes_of(&jobs) > log.bytes_mut().len()
         {
@@ -134,14 +94,14 @@ impl<T: Tensors> Recording<T> {
         let mut jobs = attach(jobs, &mut self.memory)?;
         let seen = step(&mut jobs)?;
         drop(jobs);
-        self.step = Some(R::recorded(tensors, rules));
+        self.step = Some(R::RECORDED(tensors));
         Ok(seen)
     }
 
     /// Does an Adam step of one tensor and records it, with a checksum for [`Recording::rollback_sealed`].
-    pub fn record_sealed(&mut self, jobs: Vec<Job<'_, AdamRule>>, tensors: T) -> Result<()> {
+    pub fn record_sealed(&mut self, tensors: Lent<AdamRule>) -> Result<()> {
         let mut seal = 0;
-        self.record(jobs, tensors, |jobs| {
+        self.record(tensors, |jobs| {
             for job in jobs.iter_mut() {
                 seal = undo::step_sealed(job)?;
             }
@@ -152,17 +112,18 @@ impl<T: Tensors> Recording<T> {
         Ok(())
     }
 
-    /// Rolls back the sealed step at the present address of its tensor. `jobs` are those of `tensors`. Returns false
-    /// and changes nothing if another step is recorded, or if the spans are not as the step left them.
-    pub fn rollback_sealed(&mut self, mut jobs: Vec<Job<'_, AdamRule>>, present: T) -> Result<bool> {
-        let (Some(Step::Adam(tensors, rules)), Some(job)) = (&mut self.step, jobs.first_mut()) else {
+    /// Rolls back the sealed step of one tensor, which is now at the address in `present`. Returns false and changes
+    /// nothing if another step is recorded, or if the spans are not as the step left them.
+    pub fn rollback_sealed(&mut self, mut present: Lent<AdamRule>) -> Result<bool> {
+        let mut jobs = present.lend()?;
+        let (Some(Step::Adam(tensors)), Some(job)) = (&mut self.step, jobs.first_mut()) else {
             return Ok(jobs.is_empty());
         };
-        let same = rules[..] == [job.optimizer] && tensors.same_shape(&present);
-        if !same || undo::seal(job)? != self.seal {
+        let seal = undo::seal(job)?;
+        drop(jobs);
+        if !tensors.is_alike(&present) || seal != self.seal {
             return Ok(false);
         }
-        drop(jobs);
         *tensors = present;
         self.rollback(None)?;
         Ok(true)
@@ -172,9 +133,9 @@ impl<T: Tensors> Recording<T> {
     pub fn rollback(&mut self, redo_scale: Option<f32>) -> Result<()> {
         let step = self.step.as_mut().ok_or_else(|| Error::invalid("undo", "has no recorded step"))?;
         match step {
-            Step::Adam(tensors, rules) => rollback(tensors, rules, &mut self.memory, redo_scale),
-            Step::Adagrad(tensors, rules) => rollback(tensors, rules, &mut self.memory, redo_scale),
-            Step::Lion(tensors, rules) => rollback(tensors, rules, &mut self.memory, redo_scale),
+            Step::Adam(tensors) => rollback(tensors, &mut self.memory, redo_scale),
+            Step::Adagrad(tensors) => rollback(tensors, &mut self.memory, redo_scale),
+            Step::Lion(tensors) => rollback(tensors, &mut self.memory, redo_scale),
         }?;
         self.forget();
         Ok(())
@@ -191,7 +152,7 @@ impl<T: Tensors> Recording<T> {
     /// Bytes of log that the recorded step uses.
     pub fn log_used(&mut self) -> u64 {
         match (&self.step, &mut self.memory) {
-            (Some(step), Memory::Delta(log)) => undo::log_used(log, step.tensors().lengths()),
+            (Some(step), Memory::Delta(log)) => undo::log_used(log, step.lengths().into_iter()),
             _ => 0,
         }
     }
@@ -199,36 +160,34 @@ impl<T: Tensors> Recording<T> {
     /// Drops the recorded step, and log memory beyond what steps usually need.
     fn forget(&mut self) {
         if let (Some(step), Memory::Delta(log)) = (self.step.take(), &mut self.memory) {
-            undo::trim(log, step.tensors().lengths());
+            undo::trim(log, step.lengths().into_iter());
         }
     }
 }
 
-impl<T> Step<T> {
-    fn tensors(&self) -> &T {
-        let (Step::Adam(tensors, _) | Step::Adagrad(tensors, _) | Step::Lion(tensors, _)) = self;
-        tensors
+impl Step {
+    fn lengths(&self) -> Vec<usize> {
+        match self {
+            Step::Adam(tensors) => tensors.lengths().collect(),
+            Step::Adagrad(tensors) => tensors.lengths().collect(),
+            Step::Lion(tensors) => tensors.lengths().collect(),
+        }
     }
 }
 
-fn rollback<R: Optimizer, T: Tensors>(
-    tensors: &mut T,
-    rules: &[R],
-    memory: &mut Memory,
-    redo_scale: Option<f32>,
-) -> Result<()> {
+fn rollback<R: Optimizer>(tensors: &mut Lent<R>, memory: &mut Memory, redo_scale: Option<f32>) -> Result<()> {
     let shadow = matches!(memory, Memory::Shadow);
     if shadow && redo_scale.is_none() {
         return Ok(());
     }
-    let lent = tensors.lend()?;
-    let mut jobs = try_vec::with_capacity("listing the tensors", lent.len())?;
-    for ((index, tensor), rule) in lent.into_iter().zip(rules) {
-        let mut job = Job { optimizer: *rule, tensor };
-        if matches!(memory, Memory::Arithmetic) {
-            undo::check_reversible(&mut job).map_err(|error| error.within(&format!("tensors[{index}].")))?;
+    let mut jobs = tensors.lend()?;
+    if matches!(memory, Memory::Arithmetic) {
+        let irreversible = |job: &mut Job<'_, R>| undo::check_reversible(job).err();
+        let found = jobs.iter_mut().enumerate().find_map(|(index, job)| Some((index, irreversible(job)?)));
+        if let Some((index, error)) = found {
+            drop(jobs);
+            return Err(tensors.named(index, error));
         }
-        jobs.push(job);
     }
     let mut jobs = attach(jobs, memory)?;
     match redo_scale.filter(|_| shadow) {

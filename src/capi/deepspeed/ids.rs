@@ -1,20 +1,21 @@
 //! Optimizer ids as in DeepSpeed's op modules `cpu_adam`, `cpu_adagrad` and `cpu_lion`.
 
+use std::ffi::c_void;
+
 use super::call::{rule_of, spw_ds_adam_call};
 use crate::capi::abi_struct;
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::optim::table;
-use crate::capi::optim::tensor::{self, spw_tensor};
+use crate::capi::optim::tensor::{at, no_split_masters, spw_tensor};
 use crate::capi::output::required;
-use crate::capi::undo::{Recorded, spw_undo};
+use crate::capi::undo::spw_undo;
 use crate::error::{Error, Result};
-use crate::kernel::Optimizer;
-use crate::optim::adagrad::{self, AdagradOptions};
+use crate::optim::adagrad::AdagradOptions;
 use crate::optim::deepspeed::{ADAGRAD, ADAM, AdamState, LION};
-use crate::optim::lion::{self, LionOptions};
-use crate::optim::parallel::Job;
-use crate::optim::{adam, undo};
+use crate::optim::lent::Lent;
+use crate::optim::lion::LionOptions;
+use crate::optim::{self, Family, undo};
 
 /// DeepSpeed's `create_adam`: creates the optimizer `id`, or resets it. `adamw_mode` 1 is AdamW, 0 is L2. Ids are
 /// shared by all threads of the process. Calls with an id that was not created are SPW_ERR_UNKNOWN_ID.
@@ -50,8 +51,8 @@ pub unsafe extern "C" fn spw_ds_adam_update(
         unsafe {
             let (state, rule) = rule_of(id, call)?;
             match undo {
-                None => adam::step(&mut jobs(rule, tensor)?, false).map(drop)?,
-                Some(undo) => undo.0.record_sealed(jobs(rule, tensor)?, recorded(tensor)?)?,
+                None => step_one(rule, tensor)?,
+                Some(undo) => undo.0.record_sealed(lent(rule, tensor)?)?,
             }
             ADAM.create(id, state);
         }
@@ -84,11 +85,12 @@ pub unsafe extern "C" fn spw_ds_adam_rollback(
         unsafe {
             let (_, rule) = rule_of(id, call)?;
             let exact = match undo {
-                Some(undo) => undo.0.rollback_sealed(jobs(rule, tensor)?, recorded(tensor)?)?,
+                Some(undo) => undo.0.rollback_sealed(lent(rule, tensor)?)?,
                 None => false,
             };
             if !exact {
-                let mut jobs = jobs(rule, tensor)?;
+                let mut tensors = lent(rule, tensor)?;
+                let mut jobs = tensors.lend()?;
                 jobs.iter_mut().try_for_each(undo::check_reversible)?;
                 undo::undo(&mut jobs, None)?;
             }
@@ -137,8 +139,7 @@ pub unsafe extern "C" fn spw_ds_adagrad_update(
             ..Default::default()
         };
         // SAFETY: the caller meets the callee's requirements.
-        let mut jobs = unsafe { jobs(options.rule()?, tensor) }?;
-        adagrad::step(&mut jobs, false).map(drop)
+        unsafe { step_one(options.rule()?, tensor) }
     })
 }
 
@@ -186,8 +187,7 @@ pub unsafe extern "C" fn spw_ds_lion_update(
             ..Default::default()
         };
         // SAFETY: the caller meets the callee's requirements.
-        let mut jobs = unsafe { jobs(options.rule()?, tensor) }?;
-        lion::step(&mut jobs, false).map(drop)
+        unsafe { step_one(options.rule()?, tensor) }
     })
 }
 
@@ -197,24 +197,41 @@ pub extern "C" fn spw_ds_lion_destroy(id: i32) -> spw_status {
     guard(|| LION.destroy(id))
 }
 
-unsafe fn recorded(tensor: *const spw_tensor) -> Result<Recorded> {
+/// Steps the tensor of a call that names an id.
+///
+/// # Safety
+/// As `spw_adam_step`, for one tensor.
+unsafe fn step_one<R: Family>(rule: R, tensor: *const spw_tensor) -> Result<()> {
     // SAFETY: the caller meets the callee's requirements.
-    Ok(Recorded(unsafe { tensor::read_all(tensor, 1) }?))
+    one(tensor, |own| unsafe {
+        table::with_jobs(tensor, 1, &rule, own, |jobs| match jobs.iter().any(|job| job.tensor.is_split()) {
+            true => Err(at(0, no_split_masters())),
+            false => optim::step(jobs, false).map(drop),
+        })
+    })
 }
 
-/// The job of one tensor.
-pub(in crate::capi) unsafe fn jobs<'a, R: Optimizer>(
-    rule: R,
-    tensor: *const spw_tensor,
-) -> Result<Vec<Job<'a, R>>> {
-    if tensor.is_null() {
-        return Err(Error::invalid("tensor", "is NULL"));
-    }
+/// The tensor of a call that names an id, for longer than the call.
+///
+/// # Safety
+/// As [`table::lent`], for one tensor.
+pub(super) unsafe fn lent<R: Family>(rule: R, tensor: *const spw_tensor) -> Result<Lent<R>> {
     // SAFETY: the caller meets the callee's requirements.
-    let jobs = unsafe {
-        table::jobs(tensor, 1, &rule, |_| {
-            Err(Error::invalid("options", "must be NULL: the id determines the options"))
-        })
-    };
-    jobs.map_err(|error| error.without("tensors[0]."))
+    one(tensor, |own| unsafe { table::lent(tensor, 1, &rule, own) })
+}
+
+/// Calls `read`, which reads one tensor that must not have options of its own. Its errors name no place in an array.
+fn one<R, T>(
+    tensor: *const spw_tensor,
+    read: impl FnOnce(fn(*const c_void) -> Result<R>) -> Result<T>,
+) -> Result<T> {
+    match tensor.is_null() {
+        true => Err(Error::invalid("tensor", "is NULL")),
+        false => read(|_| Err(options_of_id())).map_err(|error| error.without("tensors[0].")),
+    }
+}
+
+/// The error for a tensor with options of its own.
+pub(super) fn options_of_id() -> Error {
+    Error::invalid("options", "must be NULL: the id determines the options")
 }

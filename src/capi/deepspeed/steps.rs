@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 use super::call::{rule_of, rules_of, spw_ds_adam_call};
-use super::ids::jobs;
+use super::ids::{lent, options_of_id};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle;
@@ -12,13 +12,10 @@ use crate::capi::interleave::update::{check_count, spw_interleave, subgroups_of,
 use crate::capi::optim::spw_tensor;
 use crate::capi::speculate::bucket::{parse_event, spw_spec_event};
 use crate::capi::speculate::engine::{Rules, spw_spec};
-use crate::capi::swap::inputs::{published, read_tensors, with_state};
-use crate::capi::swap::spw_swap;
+use crate::capi::swap::{inputs, spw_swap};
 use crate::error::Error;
 use crate::kernel::Arithmetic;
-use crate::optim::adam;
 use crate::optim::deepspeed::ADAM;
-use crate::stats;
 
 /// Called by the thread that runs the update after each subgroup's step, while transfers of other subgroups continue.
 /// `param` holds the subgroup's new f32 master weights and is valid until the return. A return value other than 0 ends
@@ -47,20 +44,21 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
         let swap = &mut handle::get_mut(swap)?.0;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            let raw = read_tensors(swap, tensors, count)?;
             let (kept, rules) = rules_of(id, calls, count)?;
-            swap.step_with(&|subgroup| published(&raw[subgroup]), |subgroup, state| {
-                let whole = with_state(raw[subgroup], state);
-                let named = |error: Error| error.within(&format!("tensors[{subgroup}]."));
-                adam::step(&mut jobs(rules[subgroup], &whole).map_err(named)?, false)?;
-                match stepped.map_or(0, |stepped| stepped(user, subgroup as u64, whole.param.cast())) {
-                    0 => Ok(()),
-                    other => Err(Error::invalid(
-                        "stepped",
-                        format!(
-                            "the callback returned {other} for subgroup {subgroup}, which ended the update"
-                        ),
-                    )),
+            let own = |index: usize, raw: &spw_tensor| match raw.options.is_null() {
+                true => Ok(rules[index]),
+                false => Err(options_of_id()),
+            };
+            let parts = inputs::whole(swap, tensors, count, own)?;
+            swap.adam_step(parts, false, &mut |subgroup, param| match stepped
+                .map_or(0, |stepped| stepped(user, subgroup as u64, param.as_ptr()))
+            {
+                0 => Ok(()),
+                other => {
+                    let reason = format!(
+                        "the callback returned {other} for subgroup {subgroup}, which ended the update"
+                    );
+                    Err(Error::invalid("stepped", reason))
                 }
             })?;
             ADAM.create(id, kept);
@@ -99,8 +97,7 @@ pub unsafe extern "C" fn spw_spec_submit_ds_adam(
             let event = parse_event(event)?;
             let (state, rule) = rule_of(id, call)?;
             let rule = rule.with_grad_scale(round.grad_scale);
-            let own = |_| Err(Error::invalid("options", "must be NULL: the id determines the options"));
-            let work = spec.tensors(rule, tensor, 1, own, &stats::ADAM)?;
+            let work = spec.boxed(lent(rule, tensor)?)?;
             spec.submit(bucket, work, event)?;
             ADAM.create(id, state);
             Ok(())

@@ -8,8 +8,9 @@ use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
-use crate::capi::optim::adam::{parse, rule, spw_adam_options};
+use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::overlap;
+use crate::capi::optim::table::{own_rule, rule};
 use crate::capi::optim::tensor::{self, parse_dtype, spw_step_stats, spw_tensor};
 use crate::error::{Error, Result};
 use crate::gpu::device::Device;
@@ -247,7 +248,7 @@ pub unsafe extern "C" fn spw_gpu_adam_step(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             abi_struct::check_output(stats_out, "stats_out")?;
-            let jobs = jobs(rule(&parse(options)?)?, tensors, count)?;
+            let jobs = jobs(rule(options)?, tensors, count)?;
             let seen = gpu.steps.adam(&jobs, ForeignStream::new(stream), !stats_out.is_null())?;
             tensor::write_stats(seen, stats_out)
         }
@@ -290,7 +291,8 @@ pub(in crate::capi) unsafe fn jobs(
                 // SAFETY: the caller's promise.
                 floats(address as u64, dtype, raw.n, argument)
             };
-            let rule = if raw.options.is_null() { shared } else { rule(&parse(raw.options.cast())?)? };
+            let rule =
+                if raw.options.is_null() { shared } else { own_rule::<spw_adam_options>(raw.options)? };
             tensor::check_copy(raw)?;
             let copy = match raw.copy_dtype {
                 0 => None,

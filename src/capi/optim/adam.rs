@@ -4,12 +4,11 @@
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::{guard, guard_step};
-use crate::capi::optim::table;
-use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
+use crate::capi::optim::table::{self, StepOptions};
+use crate::capi::optim::tensor::{spw_step_stats, spw_tensor};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
-use crate::optim::adam::{self, AdamOptions};
-use crate::optim::parallel::Job;
+use crate::optim::adam::AdamOptions;
 
 /// How weight decay is applied. Passed as `uint32_t`.
 #[repr(C)]
@@ -94,16 +93,8 @@ pub unsafe extern "C" fn spw_adam_step(
     count: u64,
     stats_out: *mut spw_step_stats,
 ) -> spw_status {
-    guard_step(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
-            let rule = rule(&parse(options)?)?;
-            let step = |jobs: &mut [Job<'_, AdamRule>]| adam::step(jobs, !stats_out.is_null());
-            let seen = table::with_jobs(tensors, count, &rule, |own| own_rule(own), step)?;
-            tensor::write_stats(seen, stats_out)
-        }
-    })
+    // SAFETY: the caller meets the callee's requirements.
+    guard_step(|| unsafe { table::step(options, tensors, count, stats_out) })
 }
 
 /// Checks the arguments of `spw_adam_step`, and changes nothing: it fails as the step would, with the same message. A
@@ -118,58 +109,40 @@ pub unsafe extern "C" fn spw_adam_check(
     tensors: *const spw_tensor,
     count: u64,
 ) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe { table::check(tensors, count, &rule(&parse(options)?)?, |own| own_rule(own)) }
-    })
-}
-
-pub(in crate::capi) fn rule(options: &AdamOptions) -> Result<AdamRule> {
-    options.rule().map_err(|error| error.within("options."))
-}
-
-/// Reads the tensors of a call with their coefficients.
-///
-/// # Safety
-/// As `spw_adam_step`.
-pub(in crate::capi) unsafe fn jobs<'a>(
-    options: *const spw_adam_options,
-    tensors: *const spw_tensor,
-    count: u64,
-) -> Result<Vec<Job<'a, AdamRule>>> {
-    // SAFETY: the caller meets the callees' requirements.
-    unsafe { table::jobs(tensors, count, &rule(&parse(options)?)?, |own| own_rule(own)) }
-}
-
-/// The coefficients of a tensor with options of its own.
-///
-/// # Safety
-/// As [`parse`].
-unsafe fn own_rule(options: *const std::ffi::c_void) -> Result<AdamRule> {
     // SAFETY: the caller meets the callee's requirements.
-    rule(&unsafe { parse(options.cast()) }?)
+    guard(|| unsafe { table::check(options, tensors, count) })
 }
 
-/// Returns the rule for a call without stochastic rounding; fails if the options ask for it.
-pub(in crate::capi) fn nearest_rule(options: &AdamOptions) -> Result<AdamRule> {
-    match rule(options)? {
-        rule if rule.stochastic.is_none() => Ok(rule),
-        _ => Err(Error::Unsupported(
-            "options.rounding: this call does not round stochastically; pass SPW_ROUNDING_NEAREST"
-                .to_string(),
-        )),
+impl StepOptions for spw_adam_options {
+    type Rule = AdamRule;
+
+    fn rule(&self) -> Result<AdamRule> {
+        abi_struct::zero("options.reserved", self.reserved)?;
+        abi_struct::zero("options.reserved2", self.reserved2)?;
+        let options = AdamOptions {
+            decoupled: !abi_struct::flag("options.weight_decay_mode", self.weight_decay_mode)?,
+            step: self.step,
+            lr: self.lr,
+            beta1: self.beta1,
+            beta2: self.beta2,
+            eps: self.eps,
+            weight_decay: self.weight_decay,
+            grad_scale: self.grad_scale,
+            bias_correction: !abi_struct::flag("options.no_bias_correction", self.no_bias_correction)?,
+            stochastic_seed: abi_struct::flag("options.rounding", self.rounding)?
+                .then_some(self.rounding_seed),
+        };
+        options.rule().map_err(|error| error.within("options."))
     }
 }
 
-/// Rejects invalid options, both those of the call and those of each tensor. Rejects stochastic rounding.
-pub(in crate::capi) unsafe fn check(options: *const spw_adam_options, tensors: &[spw_tensor]) -> Result<()> {
+/// The coefficients for a call without stochastic rounding. Errors: the options ask for it.
+///
+/// # Safety
+/// As [`table::rule`].
+pub(in crate::capi) unsafe fn nearest_rule(options: *const spw_adam_options) -> Result<AdamRule> {
     // SAFETY: the caller meets the callee's requirements.
-    let parsed = |options: *const spw_adam_options| nearest_rule(&unsafe { parse(options) }?);
-    parsed(options)?;
-    for (index, tensor) in tensors.iter().enumerate().filter(|(_, tensor)| !tensor.options.is_null()) {
-        parsed(tensor.options.cast()).map_err(|error| error.within(&format!("tensors[{index}].")))?;
-    }
-    Ok(())
+    nearest(unsafe { table::rule(options) }?)
 }
 
 /// Reads an array of options as coefficients. Rejects stochastic rounding.
@@ -179,29 +152,15 @@ pub(in crate::capi) unsafe fn check(options: *const spw_adam_options, tensors: &
 pub(in crate::capi) unsafe fn rules(options: *const spw_adam_options, count: u64) -> Result<Vec<AdamRule>> {
     // SAFETY: the caller meets the callee's requirements.
     let all = unsafe { abi_struct::read_all(options, count, "options") }?;
-    all.iter().map(|raw| nearest_rule(&parse_raw(raw)?)).collect()
+    all.iter().map(|raw| nearest(raw.rule()?)).collect()
 }
 
-/// # Safety
-/// `options` is NULL or points to a struct of `struct_size` bytes.
-pub(in crate::capi) unsafe fn parse(options: *const spw_adam_options) -> Result<AdamOptions> {
-    // SAFETY: the caller meets the callee's requirements.
-    parse_raw(&unsafe { abi_struct::read(options, "options") }?)
-}
-
-fn parse_raw(raw: &spw_adam_options) -> Result<AdamOptions> {
-    abi_struct::zero("options.reserved", raw.reserved)?;
-    abi_struct::zero("options.reserved2", raw.reserved2)?;
-    Ok(AdamOptions {
-        decoupled: !abi_struct::flag("options.weight_decay_mode", raw.weight_decay_mode)?,
-        step: raw.step,
-        lr: raw.lr,
-        beta1: raw.beta1,
-        beta2: raw.beta2,
-        eps: raw.eps,
-        weight_decay: raw.weight_decay,
-        grad_scale: raw.grad_scale,
-        bias_correction: !abi_struct::flag("options.no_bias_correction", raw.no_bias_correction)?,
-        stochastic_seed: abi_struct::flag("options.rounding", raw.rounding)?.then_some(raw.rounding_seed),
-    })
+fn nearest(rule: AdamRule) -> Result<AdamRule> {
+    match rule.stochastic {
+        None => Ok(rule),
+        Some(_) => Err(Error::Unsupported(
+            "options.rounding: this call does not round stochastically; pass SPW_ROUNDING_NEAREST"
+                .to_string(),
+        )),
+    }
 }

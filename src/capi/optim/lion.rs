@@ -4,12 +4,11 @@
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::{guard, guard_step};
-use crate::capi::optim::table;
-use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
+use crate::capi::optim::table::{self, StepOptions};
+use crate::capi::optim::tensor::{spw_step_stats, spw_tensor};
 use crate::error::Result;
 use crate::kernel::LionRule;
-use crate::optim::lion::{self, LionOptions};
-use crate::optim::parallel::Job;
+use crate::optim::lion::LionOptions;
 
 /// Hyper-parameters of a Lion step. Begin with SPW_LION_OPTIONS_INIT, which has the defaults of the paper: lr 1e-4,
 /// beta 0.9 and 0.99, no decay, grad_scale 1.
@@ -52,16 +51,8 @@ pub unsafe extern "C" fn spw_lion_step(
     count: u64,
     stats_out: *mut spw_step_stats,
 ) -> spw_status {
-    guard_step(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
-            let rule = rule(&parse(options)?)?;
-            let step = |jobs: &mut [Job<'_, LionRule>]| lion::step(jobs, !stats_out.is_null());
-            let seen = table::with_jobs(tensors, count, &rule, |own| own_rule(own), step)?;
-            tensor::write_stats(seen, stats_out)
-        }
-    })
+    // SAFETY: the caller meets the callee's requirements.
+    guard_step(|| unsafe { table::step(options, tensors, count, stats_out) })
 }
 
 /// Checks the arguments of `spw_lion_step`, and changes nothing: it fails as the step would, with the same message. A
@@ -76,44 +67,17 @@ pub unsafe extern "C" fn spw_lion_check(
     tensors: *const spw_tensor,
     count: u64,
 ) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe { table::check(tensors, count, &rule(&parse(options)?)?, |own| own_rule(own)) }
-    })
-}
-
-pub(in crate::capi) fn rule(options: &LionOptions) -> Result<LionRule> {
-    options.rule().map_err(|error| error.within("options."))
-}
-
-/// Reads the tensors of a call with their coefficients.
-///
-/// # Safety
-/// As `spw_adam_step`.
-pub(in crate::capi) unsafe fn jobs<'a>(
-    options: *const spw_lion_options,
-    tensors: *const spw_tensor,
-    count: u64,
-) -> Result<Vec<Job<'a, LionRule>>> {
-    // SAFETY: the caller meets the callees' requirements.
-    unsafe { table::jobs(tensors, count, &rule(&parse(options)?)?, |own| own_rule(own)) }
-}
-
-/// The coefficients of a tensor with options of its own.
-///
-/// # Safety
-/// As [`parse`].
-unsafe fn own_rule(options: *const std::ffi::c_void) -> Result<LionRule> {
     // SAFETY: the caller meets the callee's requirements.
-    rule(&unsafe { parse(options.cast()) }?)
+    guard(|| unsafe { table::check(options, tensors, count) })
 }
 
-/// # Safety
-/// `options` is NULL or points to a struct of `struct_size` bytes.
-pub(in crate::capi) unsafe fn parse(options: *const spw_lion_options) -> Result<LionOptions> {
-    // SAFETY: the caller meets the callee's requirements.
-    let raw = unsafe { abi_struct::read(options, "options") }?;
-    abi_struct::zero("options.reserved", raw.reserved)?;
-    let spw_lion_options { lr, beta1, beta2, weight_decay, grad_scale, .. } = raw;
-    Ok(LionOptions { lr, beta1, beta2, weight_decay, grad_scale })
+impl StepOptions for spw_lion_options {
+    type Rule = LionRule;
+
+    fn rule(&self) -> Result<LionRule> {
+        abi_struct::zero("options.reserved", self.reserved)?;
+        let spw_lion_options { lr, beta1, beta2, weight_decay, grad_scale, .. } = *self;
+        let options = LionOptions { lr, beta1, beta2, weight_decay, grad_scale };
+        options.rule().map_err(|error| error.within("options."))
+    }
 }

@@ -1,44 +1,85 @@
-//! The tensors of a call as jobs: checked, with the coefficients of each.
+//! The options and tensors of a call as jobs: checked, each tensor with its coefficients.
 
 use std::ffi::c_void;
 
 use super::overlap;
-use super::tensor::{at, no_low_bits, spw_tensor, tensor_of};
-use crate::capi::abi_struct;
+use super::tensor::{self, at, no_low_bits, spw_step_stats, spw_tensor, tensor_of};
+use crate::capi::abi_struct::{self, AbiStruct};
 use crate::error::Result;
-use crate::kernel::{Optimizer, Tensor};
+use crate::kernel::{LentTensor, Optimizer};
+use crate::optim::lent::Lent;
 use crate::optim::parallel::Job;
-use crate::optim::processor;
+use crate::optim::{self, Family, processor};
 use crate::sys::arena::{self, Arena};
-use crate::sys::try_vec;
 
-/// Reads the tensors of a call, except those of no elements. `own` makes coefficients from a tensor's own options.
-/// Rejects param_low.
-///
-/// # Safety
-/// `tensors` points to `count` tensors. No other code uses their spans during `'a`.
-pub(in crate::capi) unsafe fn jobs<'a, R: Optimizer>(
-    tensors: *const spw_tensor,
-    count: u64,
-    optimizer: &R,
-    own: impl Fn(*const c_void) -> Result<R>,
-) -> Result<Vec<Job<'a, R>>> {
-    arena::with(|arena| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let raw = abi_struct::all_in(arena, tensors, count, "tensors")?;
-            no_low_bits(raw)?;
-            let mut jobs = try_vec::with_capacity("listing the tensors", raw.len())?;
-            make_jobs(arena, raw, optimizer, own, |job| jobs.push(job))?;
-            Ok(jobs)
-        }
-    })
+/// The option struct of an optimizer: that of a call, and the struct that a tensor may name as its own.
+pub(in crate::capi) trait StepOptions: AbiStruct {
+    /// Coefficients of a step.
+    type Rule: Family;
+
+    /// The coefficients. An error names the option.
+    fn rule(&self) -> Result<Self::Rule>;
 }
 
-/// Calls `work` with the jobs of [`jobs`], param_low allowed. Their list lasts for the call only, so it costs no allocation.
+/// The coefficients of options.
 ///
 /// # Safety
-/// As [`jobs`].
+/// `options` is NULL, which is an error, or points to a struct of `struct_size` bytes.
+pub(in crate::capi) unsafe fn rule<O: StepOptions>(options: *const O) -> Result<O::Rule> {
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { abi_struct::read(options, "options") }?.rule()
+}
+
+/// [`rule`] of the options that a tensor names as its own.
+///
+/// # Safety
+/// As [`rule`].
+pub(in crate::capi) unsafe fn own_rule<O: StepOptions>(options: *const c_void) -> Result<O::Rule> {
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { rule(options.cast::<O>()) }
+}
+
+/// Steps the tensors of a call, and writes the statistics if the caller wants them.
+///
+/// # Safety
+/// `options` and `stats_out` are NULL or point to structs of `struct_size` bytes, `tensors` to `count` tensors. No other
+/// code uses their spans during the call.
+pub(in crate::capi) unsafe fn step<O: StepOptions>(
+    options: *const O,
+    tensors: *const spw_tensor,
+    count: u64,
+    stats_out: *mut spw_step_stats,
+) -> Result<()> {
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        abi_struct::check_output(stats_out, "stats_out")?;
+        let step = |jobs: &mut [Job<'_, O::Rule>]| optim::step(jobs, !stats_out.is_null());
+        let seen = with_jobs(tensors, count, &rule(options)?, |own| own_rule::<O>(own), step)?;
+        tensor::write_stats(seen, stats_out)
+    }
+}
+
+/// Fails as [`step`] would, and changes nothing.
+///
+/// # Safety
+/// As [`step`].
+pub(in crate::capi) unsafe fn check<O: StepOptions>(
+    options: *const O,
+    tensors: *const spw_tensor,
+    count: u64,
+) -> Result<()> {
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        let known = |_: &mut [Job<'_, O::Rule>]| processor::kernel().map(drop);
+        with_jobs(tensors, count, &rule(options)?, |own| own_rule::<O>(own), known)
+    }
+}
+
+/// Calls `work` with the tensors of a call as jobs. `own` makes coefficients from a tensor's own options. The list lasts
+/// for the call only, so it costs no allocation. Tensors of no elements are left out.
+///
+/// # Safety
+/// As [`step`].
 pub(in crate::capi) unsafe fn with_jobs<R: Optimizer, T>(
     tensors: *const spw_tensor,
     count: u64,
@@ -51,34 +92,45 @@ pub(in crate::capi) unsafe fn with_jobs<R: Optimizer, T>(
         unsafe {
             let raw = abi_struct::all_in(arena, tensors, count, "tensors")?;
             let mut jobs = arena::with_capacity(arena, "listing the tensors", raw.len())?;
-            make_jobs(arena, raw, optimizer, own, |job| jobs.push(job))?;
+            make_jobs(arena, raw, optimizer, own, |_, job| jobs.push(job))?;
             work(&mut jobs)
         }
     })
 }
 
-/// Fails as a step of these tensors would, and changes nothing.
+/// As [`with_jobs`], for longer than the call. Rejects param_low.
 ///
 /// # Safety
-/// As [`jobs`].
-pub(in crate::capi) unsafe fn check<R: Optimizer>(
+/// `tensors` points to `count` tensors. Until the result is dropped, any thread may use their spans, and no other code
+/// uses them.
+pub(in crate::capi) unsafe fn lent<R: Optimizer>(
     tensors: *const spw_tensor,
     count: u64,
     optimizer: &R,
     own: impl Fn(*const c_void) -> Result<R>,
-) -> Result<()> {
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { with_jobs(tensors, count, optimizer, own, |_| processor::kernel().map(drop)) }
+) -> Result<Lent<R>> {
+    arena::with(|arena| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let raw = abi_struct::all_in(arena, tensors, count, "tensors")?;
+            no_low_bits(raw)?;
+            let mut lent = Lent::with_capacity(raw.len())?;
+            make_jobs(arena, raw, optimizer, own, |index, mut job| {
+                lent.push(index, LentTensor::new(&mut job.tensor), job.optimizer);
+            })?;
+            Ok(lent)
+        }
+    })
 }
 
 /// # Safety
-/// As [`spans`].
+/// As [`step`], for `'a`.
 unsafe fn make_jobs<'a, R: Optimizer>(
     arena: &Arena,
     raw: &[spw_tensor],
     optimizer: &R,
     own: impl Fn(*const c_void) -> Result<R>,
-    mut push: impl FnMut(Job<'a, R>),
+    mut push: impl FnMut(usize, Job<'a, R>),
 ) -> Result<()> {
     overlap::check_in(arena, raw)?;
     for (index, raw) in raw.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
@@ -90,21 +142,7 @@ unsafe fn make_jobs<'a, R: Optimizer>(
             optimizer.check_types(&tensor)?;
             Ok(Job { optimizer, tensor })
         });
-        push(job.map_err(|error| at(index, error))?);
+        push(index, job.map_err(|error| at(index, error))?);
     }
     Ok(())
-}
-
-/// Makes the spans of the tensors, except those of no elements, each with its index. An error does not yet name its
-/// tensor.
-///
-/// # Safety
-/// No other code uses the spans during `'a`.
-pub(in crate::capi) unsafe fn spans<'a>(
-    raw: &[spw_tensor],
-) -> Result<impl Iterator<Item = (usize, Result<Tensor<'a>>)>> {
-    overlap::check(raw)?;
-    let with_elements = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0);
-    // SAFETY: the spans do not overlap, and the caller lends them for 'a.
-    Ok(with_elements.map(|(index, raw)| (index, unsafe { tensor_of(raw) })))
 }

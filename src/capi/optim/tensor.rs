@@ -139,29 +139,18 @@ fn known_dtype(dtype: u32) -> Option<Dtype> {
     }
 }
 
-/// Rejects a tensor without shadow spans if `wanted`, or with shadow spans if not.
-pub(in crate::capi) fn check_shadows(tensors: &[spw_tensor], wanted: bool) -> Result<()> {
-    let wrong = |raw: &spw_tensor| raw.n > 0 && raw.shadow_param.is_null() == wanted;
-    let reason = match wanted {
-        true => "is NULL, but the undo mode is SPW_UNDO_MODE_SHADOW",
-        false => "is set, but the undo mode is not SPW_UNDO_MODE_SHADOW",
-    };
-    match tensors.iter().position(wrong) {
-        None => Ok(()),
-        Some(index) => Err(at(index, Error::invalid("shadow_param", reason))),
-    }
-}
-
 /// Rejects param_low, for calls that do not step split masters.
 pub(in crate::capi) fn no_low_bits(tensors: &[spw_tensor]) -> Result<()> {
     match tensors.iter().position(|raw| raw.n > 0 && !raw.param_low.is_null()) {
         None => Ok(()),
-        Some(index) => {
-            let reason =
-                "is set, but this call does not step split masters; pass NULL and an f32 param".to_string();
-            Err(at(index, Error::Unsupported(format!("param_low {reason}"))))
-        }
+        Some(index) => Err(at(index, no_split_masters())),
     }
+}
+
+/// The error for a tensor with param_low in a call that does not step split masters.
+pub(in crate::capi) fn no_split_masters() -> Error {
+    let reason = "param_low is set, but this call does not step split masters; pass NULL and an f32 param";
+    Error::Unsupported(reason.to_string())
 }
 
 /// Copies the tensors of a call as structs of this version. Rejects param_low.
@@ -319,7 +308,7 @@ pub(super) unsafe fn span_mut<'a>(
     })
 }
 
-unsafe fn optional_span<'a>(
+pub(in crate::capi) unsafe fn optional_span<'a>(
     to: *mut c_void,
     dtype: Option<Dtype>,
     n: u64,

@@ -1,26 +1,23 @@
 //! Buckets of a speculation engine: submission and progress.
 #![allow(non_camel_case_types)]
 
-use std::ffi::c_void;
-use std::ptr::null_mut;
-
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
 use crate::capi::gpu::device::spw_gpu;
 use crate::capi::guard::guard;
-use crate::capi::handle::{self};
+use crate::capi::handle;
 use crate::capi::input::timeout;
-use crate::capi::optim::table;
-use crate::capi::optim::tensor::{self, spw_tensor};
-use crate::capi::optim::{adagrad, adam, lion};
-use crate::capi::output::{self};
+use crate::capi::optim::table::{self, StepOptions};
+use crate::capi::optim::tensor::spw_tensor;
+use crate::capi::optim::{spw_adagrad_options, spw_adam_options, spw_lion_options};
+use crate::capi::output;
 use crate::capi::speculate::engine::{Rules, spw_spec};
 use crate::error::{Error, Result, RoundError};
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
-use crate::kernel::Optimizer;
-use crate::offload::speculate::{Bucket, Lender, Progress, Publish, Tensors, Undo};
-use crate::optim::parallel::Job;
-use crate::stats::{self, OptimizerCounter};
+use crate::kernel::Arithmetic;
+use crate::offload::speculate::{Bucket, Progress, Tensors};
+use crate::optim::Family;
+use crate::optim::lent::Lent;
 use crate::sys::descriptor;
 use crate::sys::event::{Event, Word};
 
@@ -147,31 +144,6 @@ pub(in crate::capi) fn state_of(progress: Progress) -> spw_spec_state {
     }
 }
 
-/// Tensors of a bucket, whose spans the caller lent to the engine.
-struct Lent<R> {
-    tensors: Vec<spw_tensor>,
-    rules: Vec<R>,
-}
-
-// SAFETY: the caller of spw_spec_submit lent the spans to any thread until the bucket is final.
-unsafe impl<R: Send> Send for Lent<R> {}
-
-impl<R: Optimizer> Lender<R> for Lent<R> {
-    fn lend(&mut self, copies: bool, shadows: bool) -> Result<Vec<Job<'_, R>>> {
-        let mut tensors = self.tensors.clone();
-        for tensor in tensors.iter_mut().filter(|_| !copies) {
-            (tensor.param_copy, tensor.copy_dtype) = (null_mut(), 0);
-        }
-        for tensor in tensors.iter_mut().filter(|_| !shadows) {
-            (tensor.shadow_param, tensor.shadow_exp_avg, tensor.shadow_exp_avg_sq) =
-                (null_mut(), null_mut(), null_mut());
-        }
-        // SAFETY: the caller of spw_spec_submit lent the spans until the bucket is final, when this is dropped.
-        let spans = unsafe { table::spans(&tensors) }?.zip(&self.rules);
-        spans.map(|((_, tensor), rule)| Ok(Job { optimizer: *rule, tensor: tensor? })).collect()
-    }
-}
-
 pub(in crate::capi) unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
@@ -203,61 +175,40 @@ unsafe fn gpu_event(raw: &spw_spec_event) -> Result<Event> {
 }
 
 impl spw_spec {
+    /// # Safety
+    /// As `spw_spec_submit`.
     unsafe fn bucket(&self, rules: Rules, tensors: *const spw_tensor, count: u64) -> Result<Box<dyn Bucket>> {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             match rules {
                 Rules::None => Err(RoundError::NotBegun.into()),
-                Rules::Adam(rule) => {
-                    let own = |own: *const c_void| adam::rule(&adam::parse(own.cast())?);
-                    self.tensors(rule, tensors, count, own, &stats::ADAM)
-                }
-                Rules::Adagrad(rule) => {
-                    let own = |own: *const c_void| adagrad::rule(&adagrad::parse(own.cast())?);
-                    self.tensors(rule, tensors, count, own, &stats::ADAGRAD)
-                }
-                Rules::Lion(rule) => {
-                    let own = |own: *const c_void| lion::rule(&lion::parse(own.cast())?);
-                    self.tensors(rule, tensors, count, own, &stats::LION)
-                }
+                Rules::Adam(rule) => self.boxed(lent::<spw_adam_options>(rule, tensors, count)?),
+                Rules::Adagrad(rule) => self.boxed(lent::<spw_adagrad_options>(rule, tensors, count)?),
+                Rules::Lion(rule) => self.boxed(lent::<spw_lion_options>(rule, tensors, count)?),
             }
         }
     }
 
-    pub(in crate::capi) unsafe fn tensors<R: Optimizer + 'static>(
-        &self,
-        rule: R,
-        tensors: *const spw_tensor,
-        count: u64,
-        own: impl Fn(*const c_void) -> Result<R>,
-        counter: &'static OptimizerCounter,
-    ) -> Result<Box<dyn Bucket>> {
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { lent_bucket((self.undo, self.engine.publish()), rule, tensors, count, own, counter) }
+    /// The bucket of these tensors.
+    pub(in crate::capi) fn boxed<R: Family>(&self, tensors: Lent<R>) -> Result<Box<dyn Bucket>> {
+        Ok(Box::new(Tensors::new(tensors, self.undo, self.engine.publish())?))
     }
 }
 
-/// A bucket of tensors that the caller lends. Their options have the grad_scale of `rule`.
+/// The tensors of a bucket. Their own options have the grad_scale of `rule`.
 ///
 /// # Safety
 /// As `spw_spec_submit`.
-pub(in crate::capi) unsafe fn lent_bucket<R: Optimizer + 'static>(
-    (undo, publish): (Undo, Publish),
-    rule: R,
+pub(in crate::capi) unsafe fn lent<O: StepOptions>(
+    rule: O::Rule,
     tensors: *const spw_tensor,
     count: u64,
-    own: impl Fn(*const c_void) -> Result<R>,
-    counter: &'static OptimizerCounter,
-) -> Result<Box<dyn Bucket>> {
-    let own = |options| match own(options)? {
-        own if own.grad_scale() == rule.grad_scale() => Ok(own),
-        _ => Err(Error::invalid("options.grad_scale", "must be equal to the grad_scale of the round")),
-    };
+) -> Result<Lent<O::Rule>> {
     // SAFETY: the caller meets the callees' requirements.
-    let (raw, jobs) =
-        unsafe { (tensor::read_all(tensors, count)?, table::jobs(tensors, count, &rule, own)?) };
-    tensor::check_shadows(&raw, undo == Undo::Shadow)?;
-    let rules = jobs.iter().map(|job| job.optimizer).collect();
-    let tensors = raw.into_iter().filter(|raw| raw.n > 0).collect();
-    Ok(Box::new(Tensors::new(Lent { tensors, rules }, undo, publish, counter)))
+    unsafe {
+        table::lent(tensors, count, &rule, |options| match table::own_rule::<O>(options)? {
+            own if own.grad_scale() == rule.grad_scale() => Ok(own),
+            _ => Err(Error::invalid("options.grad_scale", "must be equal to the grad_scale of the round")),
+        })
+    }
 }

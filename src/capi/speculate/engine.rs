@@ -8,9 +8,10 @@ use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
-use crate::capi::optim::adagrad::{self, spw_adagrad_options};
-use crate::capi::optim::adam::{self, spw_adam_options};
-use crate::capi::optim::lion::{self, spw_lion_options};
+use crate::capi::optim::adagrad::spw_adagrad_options;
+use crate::capi::optim::adam::spw_adam_options;
+use crate::capi::optim::lion::spw_lion_options;
+use crate::capi::optim::table::StepOptions;
 use crate::error::{Error, Result};
 use crate::kernel::{AdagradRule, AdamRule, LionRule};
 use crate::offload::speculate::{Clip, Engine, Publication, Publish, Undo};
@@ -167,12 +168,8 @@ pub unsafe extern "C" fn spw_spec_begin_adam(
     options: *const spw_adam_options,
     max_norm: f64,
 ) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let options = unsafe { adam::parse(options) }?;
-        let rules = Rules::Adam(adam::rule(&options)?);
-        handle::get(spec)?.begin(rules, Clip::new(max_norm, options.grad_scale)?)
-    })
+    // SAFETY: the caller meets the callee's requirements.
+    guard(|| unsafe { begin(spec, options, max_norm, |options| options.grad_scale, Rules::Adam) })
 }
 
 /// Opens a round of Adagrad steps, as `spw_spec_begin_adam`.
@@ -185,12 +182,8 @@ pub unsafe extern "C" fn spw_spec_begin_adagrad(
     options: *const spw_adagrad_options,
     max_norm: f64,
 ) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let options = unsafe { adagrad::parse(options) }?;
-        let rules = Rules::Adagrad(adagrad::rule(&options)?);
-        handle::get(spec)?.begin(rules, Clip::new(max_norm, options.grad_scale)?)
-    })
+    // SAFETY: the caller meets the callee's requirements.
+    guard(|| unsafe { begin(spec, options, max_norm, |options| options.grad_scale, Rules::Adagrad) })
 }
 
 /// Opens a round of Lion steps, as `spw_spec_begin_adam`.
@@ -203,12 +196,23 @@ pub unsafe extern "C" fn spw_spec_begin_lion(
     options: *const spw_lion_options,
     max_norm: f64,
 ) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let options = unsafe { lion::parse(options) }?;
-        let rules = Rules::Lion(lion::rule(&options)?);
-        handle::get(spec)?.begin(rules, Clip::new(max_norm, options.grad_scale)?)
-    })
+    // SAFETY: the caller meets the callee's requirements.
+    guard(|| unsafe { begin(spec, options, max_norm, |options| options.grad_scale, Rules::Lion) })
+}
+
+/// # Safety
+/// As `spw_spec_begin_adam`.
+unsafe fn begin<O: StepOptions>(
+    spec: Option<&spw_spec>,
+    options: *const O,
+    max_norm: f64,
+    grad_scale: impl Fn(&O) -> f64,
+    rules: impl Fn(O::Rule) -> Rules,
+) -> Result<()> {
+    // SAFETY: the caller meets the callee's requirements.
+    let options = unsafe { abi_struct::read(options, "options") }?;
+    let rules = rules(options.rule()?);
+    handle::get(spec)?.begin(rules, Clip::new(max_norm, grad_scale(&options))?)
 }
 
 /// Reads the counters.

@@ -7,15 +7,16 @@ use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
 use crate::capi::input::timeout;
-use crate::capi::optim::adam::{self, spw_adam_options};
-use crate::capi::optim::tensor::{self, spw_dtype_size, spw_step_stats, spw_tensor};
+use crate::capi::optim::adam::spw_adam_options;
+use crate::capi::optim::table::StepOptions;
+use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::output;
-use crate::capi::speculate::bucket::{lent_bucket, parse_event, spw_spec_event, state_of};
+use crate::capi::speculate::bucket::{lent, parse_event, spw_spec_event, state_of};
 use crate::error::{Error, Result};
-use crate::offload::speculate::{Publish, Undo, Verdict};
+use crate::kernel::AdamRule;
+use crate::offload::speculate::{Publish, Tensors, Undo, Verdict};
 use crate::offload::stage::{Options, Stage, Target, cores};
-use crate::stats;
-use crate::sys::try_vec;
+use crate::optim::lent::Lent;
 
 /// Options of a stage.
 #[repr(C)]
@@ -154,15 +155,13 @@ pub unsafe extern "C" fn spw_stage_submit_adam(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let stage = handle::get(stage)?;
-            let options = adam::parse(options)?;
-            let rule = adam::rule(&options)?;
-            let own = |own: *const std::ffi::c_void| adam::rule(&adam::parse(own.cast())?);
-            let work =
-                lent_bucket((stage.undo, stage.stage.publish()), rule, tensors, count, own, &stats::ADAM)?;
+            let options = abi_struct::read(options, "options")?;
+            let tensors = lent::<spw_adam_options>(options.rule()?, tensors, count)?;
+            let target = parse_target(target, &tensors)?;
+            let work = Tensors::new(tensors, stage.undo, stage.stage.publish())?;
             let event = parse_event(event)?;
-            let target = parse_target(target, tensors, count)?;
             stage.stage.begin(options.grad_scale)?;
-            stage.stage.submit(work, event, target).inspect_err(|_| drop(stage.stage.rollback()))
+            stage.stage.submit(Box::new(work), event, target).inspect_err(|_| drop(stage.stage.rollback()))
         }
     })
 }
@@ -261,22 +260,13 @@ pub extern "C" fn spw_stage_close(stage: Option<Box<spw_stage>>) -> spw_status {
     })
 }
 
-unsafe fn parse_target(
-    target: *const spw_stage_target,
-    tensors: *const spw_tensor,
-    count: u64,
-) -> Result<Option<Target>> {
+/// # Safety
+/// `target` is NULL or points to a struct of `struct_size` bytes with an open arena.
+unsafe fn parse_target(target: *const spw_stage_target, tensors: &Lent<AdamRule>) -> Result<Option<Target>> {
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
         let Some(raw) = abi_struct::read_optional(target, "target")? else { return Ok(None) };
         let arena = &handle::get(raw.arena.as_ref()).map_err(|error| error.within("target."))?.0;
-        let tensors = tensor::read_all(tensors, count)?;
-        let copies = tensors.iter().filter(|tensor| tensor.n > 0 && !tensor.param_copy.is_null());
-        let mut places = try_vec::with_capacity("listing the 16-bit copies", tensors.len())?;
-        places.extend(copies.map(|tensor| {
-            let bytes = tensor.n.saturating_mul(spw_dtype_size(tensor.copy_dtype));
-            (tensor.param_copy.addr(), usize::try_from(bytes).unwrap_or(usize::MAX))
-        }));
-        Target::new(arena, raw.region, raw.generation, &mut places).map(Some)
+        Target::new(arena, raw.region, raw.generation, tensors.copies()?).map(Some)
     }
 }

@@ -1,113 +1,195 @@
-//! The tensors of a tiered update: their check, their weights of the step before, and their state in memory.
+//! The tensors of a tiered update as parts of its subgroups. Each tensor is checked and converted here, once.
 
 use std::ffi::c_void;
 
+use crate::capi::input;
+use crate::capi::optim::adam::{nearest_rule, spw_adam_options};
 use crate::capi::optim::overlap;
-use crate::capi::optim::tensor::{self, spw_dtype, spw_tensor};
-use crate::dtype::bf16;
+use crate::capi::optim::tensor::{self, at, parse_dtype, spw_dtype, spw_tensor};
+use crate::dtype::{Dtype, Floats, bf16};
 use crate::error::{Error, Result};
+use crate::kernel::AdamRule;
+use crate::offload::swap::Swap;
+use crate::offload::swap::adam::{Part, Parts};
 use crate::offload::swap::encoding::Encoding;
-use crate::offload::swap::{SubgroupState, Swap};
 
-/// Copies the tensors of an update, one for each subgroup, and rejects invalid ones.
+/// The coefficients of each tensor: its own options, or those of the call.
 ///
 /// # Safety
-/// `tensors` points to `count` structs, `struct_size` bytes apart.
-pub(in crate::capi) unsafe fn read_tensors(
+/// `options` points to a struct of `struct_size` bytes, as do the options of each tensor.
+pub(in crate::capi) unsafe fn rules_of(
+    options: *const spw_adam_options,
+) -> Result<impl Fn(usize, &spw_tensor) -> Result<AdamRule>> {
+    // SAFETY: the caller meets the callee's requirements.
+    let shared = unsafe { nearest_rule(options) }?;
+    Ok(move |_, raw: &spw_tensor| match raw.options.is_null() {
+        true => Ok(shared),
+        // SAFETY: the caller meets the callee's requirements.
+        false => unsafe { nearest_rule(raw.options.cast()) },
+    })
+}
+
+/// One tensor for each subgroup, with the coefficients that `rule` returns.
+///
+/// # Safety
+/// `tensors` points to `count` structs, `struct_size` bytes apart. Their spans are lent for `'a`.
+pub(in crate::capi) unsafe fn whole<'a>(
     swap: &Swap,
     tensors: *const spw_tensor,
     count: u64,
-) -> Result<Vec<spw_tensor>> {
-    check_count(swap, count)?;
+    rule: impl Fn(usize, &spw_tensor) -> Result<AdamRule>,
+) -> Result<Parts<'a>> {
+    if count != swap.len() as u64 {
+        let reason = format!("is {count}, but there are {} subgroups", swap.len());
+        return Err(Error::invalid("count", reason));
+    }
     // SAFETY: the caller meets the callee's requirements.
     let raw = unsafe { tensor::read_all(tensors, count) }?;
-    check_inputs(swap, &raw)?;
-    Ok(raw)
-}
-
-/// Rejects a count that is not the number of subgroups, before an array of that many structs is read.
-pub(in crate::capi) fn check_count(swap: &Swap, count: u64) -> Result<()> {
-    match count == swap.len() as u64 {
-        true => Ok(()),
-        false => Err(Error::invalid("count", format!("is {count}, but there are {} subgroups", swap.len()))),
+    for (index, raw) in raw.iter().enumerate() {
+        let elements = swap.elements(index)? as u64;
+        if raw.n != elements {
+            let reason = format!("is {}, but the subgroup has {elements} elements", raw.n);
+            return Err(at(index, Error::invalid("n", reason)));
+        }
     }
-}
-
-/// The caller's tensor with the subgroup's state in memory.
-pub(in crate::capi) fn with_state(tensor: spw_tensor, state: SubgroupState<'_>) -> spw_tensor {
-    spw_tensor {
-        param_dtype: spw_dtype::SPW_DTYPE_F32 as u32,
-        param: state.param.as_mut_ptr().cast(),
-        exp_avg: state.exp_avg.as_mut_ptr().cast(),
-        exp_avg_sq: state.exp_avg_sq.as_mut_ptr().cast(),
-        ..tensor
+    check(&raw, swap.usual() == Encoding::SplitMaster)?;
+    let mut parts = Parts::with_capacity(raw.len(), swap.len())?;
+    for (index, raw) in raw.iter().enumerate() {
+        if raw.n > 0 {
+            // SAFETY: `check` accepted the tensors; the caller lends their spans for `'a`.
+            let part = rule(index, raw).and_then(|rule| unsafe { part_of(raw, 0, rule) });
+            parts.push(index, part.map_err(|error| at(index, error))?);
+        }
     }
+    Ok(parts)
 }
 
-/// The bf16 weights that a tensor names as those of the step before; empty without them.
+/// Each tensor as a part of subgroup `subgroups[i]`, from element `firsts[i]` on.
 ///
 /// # Safety
-/// [`check_inputs`] accepted the tensor. No code writes the weights while the slice is in use.
-pub(in crate::capi) unsafe fn published<'a>(raw: &spw_tensor) -> &'a [bf16] {
-    let (from, _) = weights_of(raw);
-    if from.is_null() || raw.n == 0 {
-        return &[];
+/// As [`whole`]; `subgroups` and `firsts` point to `count` numbers.
+pub(in crate::capi) unsafe fn parts<'a>(
+    swap: &Swap,
+    tensors: *const spw_tensor,
+    [subgroups, firsts]: [*const u64; 2],
+    count: u64,
+    rule: impl Fn(usize, &spw_tensor) -> Result<AdamRule>,
+) -> Result<Parts<'a>> {
+    // SAFETY: the caller meets the callees' requirements.
+    let (raw, subgroups, firsts) = unsafe {
+        (
+            tensor::read_all(tensors, count)?,
+            input::array(subgroups, count, "subgroups")?,
+            input::array(firsts, count, "firsts")?,
+        )
+    };
+    if swap.usual() == Encoding::SplitMaster {
+        let reason = "the masters of this update are split; call spw_swap_adam_step";
+        return Err(Error::Unsupported(reason.to_string()));
     }
-    // SAFETY: the type and alignment are checked, and the caller lends `n` numbers until the call returns. The slice is
-    // used only before the tensor is stepped, and no code writes to it until then.
-    unsafe { std::slice::from_raw_parts(from.cast(), raw.n as usize) }
-}
-
-/// The address of a tensor's bf16 weights and the field that names it; NULL without weights.
-fn weights_of(raw: &spw_tensor) -> (*const c_void, &'static str) {
-    let bf16 = spw_dtype::SPW_DTYPE_BF16 as u32;
-    match (raw.param.is_null(), raw.copy_dtype == bf16) {
-        (false, _) => (raw.param.cast_const(), "param"),
-        (true, true) => (raw.param_copy.cast_const(), "param_copy"),
-        (true, false) => (std::ptr::null(), "param"),
-    }
-}
-
-pub(in crate::capi) fn check_aligned(weights: *const c_void, name: &'static str) -> Result<()> {
-    match weights.cast::<bf16>().is_aligned() {
-        true => Ok(()),
-        false => Err(Error::invalid(name, "must be aligned to 2 bytes")),
-    }
-}
-
-/// Rejects invalid tensors before any subgroup is stepped.
-fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
-    let [f32, bf16] = [spw_dtype::SPW_DTYPE_F32, spw_dtype::SPW_DTYPE_BF16].map(|dtype| dtype as u32);
-    let split = swap.usual() == Encoding::SplitMaster;
-    for (index, raw) in tensors.iter().enumerate() {
-        let at = |error: Error| error.within(&format!("tensors[{index}]."));
-        let elements = swap.elements(index)? as u64;
-        let weights = split && raw.param_dtype == bf16;
-        let wrong = if raw.n != elements {
-            Some(("n", format!("is {}, but the subgroup has {elements} elements", raw.n)))
-        } else if raw.param_dtype != f32 && !weights || raw.state_dtype != f32 {
-            Some(("param_dtype", "must be SPW_DTYPE_F32, and state_dtype too".to_string()))
-        } else if split && raw.n > 0 && (raw.copy_dtype != bf16 || raw.param_copy.is_null()) {
-            Some((
-                "param_copy",
-                "must not be NULL, and copy_dtype must be SPW_DTYPE_BF16: the master weights are split"
-                    .to_string(),
-            ))
-        } else if !raw.param.is_null() && !weights || !raw.exp_avg.is_null() || !raw.exp_avg_sq.is_null() {
-            Some(("param", "must be NULL, exp_avg and exp_avg_sq too: the tier stores them".to_string()))
-        } else if raw.grad.is_null() && raw.n > 0 {
-            Some(("grad", "is NULL".to_string()))
-        } else {
-            None
-        };
-        if let Some((argument, reason)) = wrong {
-            return Err(at(Error::invalid(argument, reason)));
+    check(&raw, false)?;
+    let mut parts = Parts::with_capacity(raw.len(), swap.len())?;
+    let mut end = (0, 0);
+    for (index, ((raw, subgroup), first)) in raw.iter().zip(subgroups).zip(firsts).enumerate() {
+        let (subgroup, after) = place(swap, index, raw.n, *subgroup, *first)?;
+        if (subgroup, *first) < end {
+            let reason =
+                "must not be below the end of the part before: sort the parts by subgroup and element";
+            return Err(Error::invalid(format!("firsts[{index}]"), reason));
         }
+        end = (subgroup, after);
         if raw.n > 0 {
-            let (weights, name) = weights_of(raw);
-            check_aligned(weights, name).map_err(at)?;
+            let first = *first as usize;
+            // SAFETY: `check` accepted the tensors; the caller lends their spans for `'a`.
+            let part = rule(index, raw).and_then(|rule| unsafe { part_of(raw, first, rule) });
+            parts.push(subgroup, part.map_err(|error| at(index, error))?);
         }
     }
-    tensor::no_shadows(tensors)?;
-    overlap::check(tensors)
+    Ok(parts)
+}
+
+/// The subgroup of a part, and the element behind the part.
+fn place(swap: &Swap, index: usize, n: u64, subgroup: u64, first: u64) -> Result<(usize, u64)> {
+    let Some(subgroup) = usize::try_from(subgroup).ok().filter(|subgroup| *subgroup < swap.len()) else {
+        let reason = format!("must be less than the {} subgroups", swap.len());
+        return Err(Error::invalid(format!("subgroups[{index}]"), reason));
+    };
+    let elements = swap.elements(subgroup)?;
+    match first.checked_add(n).filter(|after| *after <= elements as u64) {
+        Some(after) => Ok((subgroup, after)),
+        None => {
+            let reason =
+                format!("plus tensors[{index}].n exceeds the {elements} elements of subgroup {subgroup}");
+            Err(Error::invalid(format!("firsts[{index}]"), reason))
+        }
+    }
+}
+
+/// Rejects tensors that are no parts, before any is converted. `split`: the masters are split, so a tensor names the
+/// weights of the step before.
+fn check(raw: &[spw_tensor], split: bool) -> Result<()> {
+    for (index, raw) in raw.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
+        check_fields(raw, split).map_err(|error| at(index, error))?;
+    }
+    tensor::no_shadows(raw)?;
+    overlap::check(raw)
+}
+
+fn check_fields(raw: &spw_tensor, split: bool) -> Result<()> {
+    let [f32, bf16] = [spw_dtype::SPW_DTYPE_F32, spw_dtype::SPW_DTYPE_BF16].map(|dtype| dtype as u32);
+    let weights = split && raw.param_dtype == bf16;
+    if raw.param_dtype != f32 && !weights || raw.state_dtype != f32 {
+        return Err(Error::invalid("param_dtype", "must be SPW_DTYPE_F32, and state_dtype too"));
+    }
+    if split && (raw.copy_dtype != bf16 || raw.param_copy.is_null()) {
+        let reason = "must not be NULL, and copy_dtype must be SPW_DTYPE_BF16: the master weights are split";
+        return Err(Error::invalid("param_copy", reason));
+    }
+    if !raw.param.is_null() && !weights || !raw.exp_avg.is_null() || !raw.exp_avg_sq.is_null() {
+        let reason = "must be NULL, exp_avg and exp_avg_sq too: the tier stores them";
+        return Err(Error::invalid("param", reason));
+    }
+    tensor::check_copy(raw)
+}
+
+/// A tensor as a part.
+///
+/// # Safety
+/// [`check`] accepted the tensor, and the caller lends the spans for `'a`.
+unsafe fn part_of<'a>(raw: &spw_tensor, first: usize, rule: AdamRule) -> Result<Part<'a>> {
+    let copy_dtype = match raw.copy_dtype {
+        0 => None,
+        dtype => Some(parse_dtype(dtype, "copy_dtype")?),
+    };
+    // SAFETY: the caller meets the callees' requirements.
+    let part = unsafe {
+        Part {
+            first,
+            grad: tensor::span(raw.grad, parse_dtype(raw.grad_dtype, "grad_dtype")?, raw.n, "grad")?,
+            copy: tensor::optional_span(raw.param_copy, copy_dtype, raw.n, "param_copy")?,
+            weights: weights_of(raw.param, raw.n, "param")?,
+            rule,
+        }
+    };
+    part.check()?;
+    Ok(part)
+}
+
+/// The caller's bf16 weights; `None` for NULL.
+///
+/// # Safety
+/// `from` is NULL or points to `n` bf16 numbers, which no code writes during `'a`.
+pub(in crate::capi) unsafe fn weights_of<'a>(
+    from: *const c_void,
+    n: u64,
+    argument: &'static str,
+) -> Result<Option<&'a [bf16]>> {
+    if from.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller meets the callee's requirements.
+    match unsafe { tensor::span(from, Dtype::Bf16, n, argument) }? {
+        Floats::Bf16(weights) => Ok(Some(weights)),
+        _ => Ok(None),
+    }
 }

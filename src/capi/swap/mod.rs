@@ -22,6 +22,4 @@ pub(in crate::capi) mod inputs;
 
 pub mod update;
 
-pub mod parts;
-
-pub use {options::*, parts::*, update::*};
+pub use {options::*, update::*};

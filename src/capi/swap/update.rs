@@ -4,23 +4,20 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use super::inputs::{check_aligned, published, read_tensors, with_state};
+use super::inputs;
 use super::options::{parse, spw_swap_budget, spw_swap_options, spw_swap_stats, write_budget};
 use crate::capi::abi_struct;
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
 use crate::capi::input;
-use crate::capi::optim::adam::{self, spw_adam_options};
+use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::tier::spw_tier;
-use crate::dtype::bf16;
 use crate::error::{Error, Result};
-use crate::kernel::squares;
 use crate::offload::swap::budget;
 use crate::offload::swap::encoding::STREAMS;
 use crate::offload::swap::{SubgroupState, Swap};
-use crate::optim::{self, StepStats};
 use crate::sys::span::Span;
 
 /// A tiered update: subgroups of optimizer state on a tier. A subgroup has f32 param (the master weight), exp_avg and
@@ -160,21 +157,38 @@ pub unsafe extern "C" fn spw_swap_adam_step(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             abi_struct::check_output(stats_out, "stats_out")?;
-            let raw = read_tensors(swap, tensors, count)?;
-            adam::check(options, &raw)?;
-            let mut seen = vec![0.0; raw.len()];
-            swap.step_with(&|subgroup| published(&raw[subgroup]), |subgroup, state| {
-                let whole = with_state(raw[subgroup], state);
-                let named =
-                    |error: Error| error.without("tensors[0].").within(&format!("tensors[{subgroup}]."));
-                let mut jobs = adam::jobs(options, &whole, 1).map_err(named)?;
-                seen[subgroup] = optim::adam::step(&mut jobs, !stats_out.is_null())?.sum_squares;
-                Ok(())
-            })?;
-            // A call leaves tensors of no elements out of its sum.
-            let seen: Vec<f64> =
-                seen.into_iter().zip(&raw).filter(|(_, raw)| raw.n > 0).map(|(sum, _)| sum).collect();
-            tensor::write_stats(StepStats::of(squares_of(&seen)), stats_out)
+            let parts = inputs::whole(swap, tensors, count, inputs::rules_of(options)?)?;
+            let seen = swap.adam_step(parts, !stats_out.is_null(), &mut |_, _| Ok(()))?;
+            tensor::write_stats(seen, stats_out)
+        }
+    })
+}
+
+/// As `spw_swap_adam_step`, for subgroups that hold parts of many tensors. `tensors[i]` is stepped with the `n` elements
+/// of subgroup `subgroups[i]` from element `firsts[i]` on. The parts are sorted by subgroup and element, and do not
+/// overlap. Elements of a subgroup without a part do not change.
+///
+/// A tensor may have options of its own. Its `param_copy` may also be SPW_DTYPE_F32: it then receives the new param
+/// itself. The step does not return statistics. With SPW_SWAP_FLAG_SPLIT_MASTER the call is SPW_ERR_UNSUPPORTED.
+///
+/// # Safety
+/// As `spw_adam_step`; `subgroups` and `firsts` point to `count` numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_adam_step_parts(
+    swap: Option<&mut spw_swap>,
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    subgroups: *const u64,
+    firsts: *const u64,
+    count: u64,
+) -> spw_status {
+    guard(|| {
+        let swap = &mut handle::get_mut(swap)?.0;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let rules = inputs::rules_of(options)?;
+            let parts = inputs::parts(swap, tensors, [subgroups, firsts], count, rules)?;
+            swap.adam_step(parts, false, &mut |_, _| Ok(())).map(drop)
         }
     })
 }
@@ -197,14 +211,10 @@ pub unsafe extern "C" fn spw_swap_read(
 ) -> spw_status {
     guard(|| {
         let swap = &mut handle::get_mut(swap)?.0;
-        check_aligned(weights, "weights")?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let (subgroup, to) = lent(swap, subgroup, [param_out, exp_avg_out, exp_avg_sq_out])?;
-            let weights = match weights.is_null() {
-                true => None,
-                false => Some(std::slice::from_raw_parts(weights.cast::<bf16>(), swap.elements(subgroup)?)),
-            };
+            let weights = inputs::weights_of(weights, swap.elements(subgroup)? as u64, "weights")?;
             swap.read(subgroup, weights, to)
         }
     })
@@ -301,16 +311,4 @@ unsafe fn lent(swap: &Swap, subgroup: u64, parts: [*mut f32; STREAMS]) -> Result
     // SAFETY: the caller lends that many floats until the call returns.
     let span = |part: *mut f32| unsafe { Span::new(part.cast(), bytes) };
     Ok((subgroup, parts.map(|part| if part.is_null() { None } else { span(part) }.unwrap_or(Span::empty()))))
-}
-
-/// Adds the sums of subgroups in the order in which one call adds those of its tensors.
-fn squares_of(parts: &[f64]) -> f64 {
-    match parts {
-        [] => 0.0,
-        [one] => *one,
-        many => {
-            let (left, right) = many.split_at(many.len() / 2);
-            squares::add(squares_of(left), squares_of(right))
-        }
-    }
 }

@@ -10,7 +10,7 @@ use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
 use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
 use crate::gpu::stream::Stream;
 use crate::kernel::{AdamRule, States, Tensor};
-use crate::optim::adam;
+use crate::optim;
 use crate::optim::parallel::Job;
 use crate::pool::buffer::Buffer;
 use crate::sys::shared_slice::SharedSlice;
@@ -302,7 +302,7 @@ impl Memory {
         let copy = copy.as_mut().map(|copy| copy.floats().split_at_mut(len).0);
         let states = States { param: p.floats(), exp_avg: Some(m.floats()), exp_avg_sq: Some(v.floats()) };
         let tensor = Tensor::new(states, grad.floats(), copy)?;
-        adam::step(&mut [Job { optimizer: rule_of(rules, subgroup)?, tensor }], false).map(drop)
+        optim::step(&mut [Job { optimizer: rule_of(rules, subgroup)?, tensor }], false).map(drop)
     }
 
     fn gpu_step(&self, stream: &Stream, subgroup: usize, slot: usize, rules: &[AdamRule]) -> Result<()> {

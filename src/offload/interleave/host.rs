@@ -14,7 +14,7 @@ use super::{Backend, Model, Timing};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, States, Tensor};
-use crate::optim::adam;
+use crate::optim;
 use crate::optim::parallel::Job;
 use crate::sys::shared_slice::SharedSlice;
 use crate::sys::sync::Lock;
@@ -274,7 +274,7 @@ impl Memory {
         };
         let copy = copy.as_mut().map(|copy| copy.floats().split_at_mut(len).0);
         let tensor = Tensor::new(states, grad.floats().split_at(len).0, copy)?;
-        adam::step(&mut [Job { optimizer, tensor }], false).map(drop)
+        optim::step(&mut [Job { optimizer, tensor }], false).map(drop)
     }
 }
 

@@ -1,14 +1,12 @@
 //! The tensors of one bucket, and what each task does to them.
 #![forbid(unsafe_code)]
 
-use std::marker::PhantomData;
-
 use super::round::Task;
 use crate::error::Result;
-use crate::kernel::{Kernel, Optimizer};
+use crate::kernel::{Kernel, LentTensor};
+use crate::optim::lent::Lent;
 use crate::optim::parallel::{self, Job};
-use crate::optim::{StepStats, processor, undo};
-use crate::stats::OptimizerCounter;
+use crate::optim::{Family, StepStats, processor, undo};
 use crate::sys::reserve::Reserve;
 
 /// When the 16-bit copies of parameters are written, and when readers may use them.
@@ -41,12 +39,6 @@ pub trait Bucket: Send {
     fn speculates(&self) -> bool {
         true
     }
-}
-
-/// Lends tensors for the duration of one pass over them.
-pub trait Lender<O>: Send {
-    /// The tensors with their optimizers, and with 16-bit copies and shadows only if requested.
-    fn lend(&mut self, copies: bool, shadows: bool) -> Result<Vec<Job<'_, O>>>;
 }
 
 /// State that a bucket index keeps from round to round: the rollback log of its last step.
@@ -86,19 +78,26 @@ impl Recording {
     }
 }
 
-/// A bucket of tensors that step with the optimizer `O`.
-pub struct Tensors<O, L> {
-    lender: L,
+/// A bucket of tensors that step with the optimizer `O`. Committed steps are counted.
+pub struct Tensors<O> {
+    lent: Lent<O>,
     undo: Undo,
     publish: Publish,
-    counter: &'static OptimizerCounter,
-    optimizer: PhantomData<fn() -> O>,
 }
 
-impl<O: Optimizer, L: Lender<O>> Tensors<O, L> {
-    /// A bucket of the tensors that `lender` lends. `counter` counts the elements of committed steps.
-    pub fn new(lender: L, undo: Undo, publish: Publish, counter: &'static OptimizerCounter) -> Self {
-        Tensors { lender, undo, publish, counter, optimizer: PhantomData }
+impl<O: Family> Tensors<O> {
+    /// A bucket of these tensors. Errors: a tensor has shadow spans and `undo` uses none, or the reverse.
+    pub fn new(lent: Lent<O>, undo: Undo, publish: Publish) -> Result<Self> {
+        lent.check_shadows(undo == Undo::Shadow)?;
+        Ok(Tensors { lent, undo, publish })
+    }
+
+    /// The tensors, with their 16-bit copies only if wanted.
+    fn lend(&mut self, copies: bool) -> Result<Vec<Job<'_, O>>> {
+        match copies {
+            true => self.lent.lend(),
+            false => self.lent.lend_by(LentTensor::borrow_without_copy),
+        }
     }
 
     /// True if speculative steps write 16-bit copies.
@@ -108,8 +107,9 @@ impl<O: Optimizer, L: Lender<O>> Tensors<O, L> {
 
     fn speculate(&mut self, recording: &mut Recording) -> Result<StepStats> {
         let early = self.publishes_early();
-        let mut jobs = self.lender.lend(early, true)?;
-        match self.undo {
+        let undo = self.undo;
+        let mut jobs = self.lend(early)?;
+        match undo {
             Undo::Shadow => parallel::step_all(&mut jobs, true),
             Undo::Delta => {
                 let kernel = recording.begin(undo::log_bytes_of(&jobs))?;
@@ -119,9 +119,9 @@ impl<O: Optimizer, L: Lender<O>> Tensors<O, L> {
     }
 
     fn step(&mut self, factor: f32) -> Result<()> {
-        let mut jobs = self.lender.lend(true, true)?;
+        let mut jobs = self.lend(true)?;
         undo::step_again(&mut jobs, factor)?;
-        self.counter.add(parallel::elements(&jobs));
+        O::COUNTER.add(parallel::elements(&jobs));
         Ok(())
     }
 
@@ -130,7 +130,7 @@ impl<O: Optimizer, L: Lender<O>> Tensors<O, L> {
             Undo::Shadow => self.step(factor),
             Undo::Delta => {
                 let elements = self.undo_recorded(recording, true, Some(factor))?;
-                self.counter.add(elements);
+                O::COUNTER.add(elements);
                 Ok(())
             }
         }
@@ -140,7 +140,9 @@ impl<O: Optimizer, L: Lender<O>> Tensors<O, L> {
         let early = self.publishes_early();
         match self.undo {
             // The old values are still in place, but speculation has overwritten their copies.
-            Undo::Shadow if early => parallel::publish(&mut self.lender.lend(true, false)?),
+            Undo::Shadow if early => {
+                parallel::publish(&mut self.lent.lend_by(LentTensor::borrow_without_shadow)?)
+            }
             Undo::Shadow => Ok(()),
             Undo::Delta => self.undo_recorded(recording, early, None).map(drop),
         }
@@ -154,7 +156,7 @@ impl<O: Optimizer, L: Lender<O>> Tensors<O, L> {
         redo_scale: Option<f32>,
     ) -> Result<usize> {
         let kernel = recording.kernel()?;
-        let jobs = self.lender.lend(copies, true)?;
+        let jobs = self.lend(copies)?;
         let (lengths, elements) = (lengths(&jobs), parallel::elements(&jobs));
         undo::undo_on(kernel, &mut undo::attach(jobs, recording.bytes())?, redo_scale)?;
         recording.forget(lengths);
@@ -163,11 +165,11 @@ impl<O: Optimizer, L: Lender<O>> Tensors<O, L> {
 
     fn commit(&mut self, recording: &mut Recording) -> Result<()> {
         let early = self.publishes_early();
-        let mut jobs = self.lender.lend(true, true)?;
+        let mut jobs = self.lend(true)?;
         if !early {
             parallel::publish(&mut jobs)?;
         }
-        self.counter.add(parallel::elements(&jobs));
+        O::COUNTER.add(parallel::elements(&jobs));
         recording.forget(lengths(&jobs));
         Ok(())
     }
@@ -177,10 +179,10 @@ fn lengths<O>(jobs: &[Job<'_, O>]) -> Vec<usize> {
     jobs.iter().map(|job| job.tensor.len()).collect()
 }
 
-impl<O: Optimizer, L: Lender<O>> Bucket for Tensors<O, L> {
+impl<O: Family> Bucket for Tensors<O> {
     fn run(&mut self, task: Task, recording: &mut Recording) -> Result<StepStats> {
         match task {
-            Task::Measure => return parallel::measure(&mut self.lender.lend(false, true)?),
+            Task::Measure => return parallel::measure(&mut self.lend(false)?),
             Task::Speculate => return self.speculate(recording),
             Task::Pass => {}
             Task::Commit => self.commit(recording)?,

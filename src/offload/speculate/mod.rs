@@ -29,7 +29,7 @@ mod round;
 #[cfg(test)]
 mod tests;
 
-pub use bucket::{Bucket, Lender, Publish, Recording, Tensors, Undo};
+pub use bucket::{Bucket, Publish, Recording, Tensors, Undo};
 pub use clip::{Clip, Verdict};
 pub use device::{Publication, Published, Ready, Resident};
 pub use engine::{Engine, Outcome, Stats};

@@ -16,6 +16,7 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::offload::speculate::{Bucket, Publish, Recording, Task};
 use crate::optim::StepStats;
+use crate::optim::lent::LentCopy;
 
 /// A region, and the generation that a kept step gives it.
 #[derive(Debug)]
@@ -28,31 +29,30 @@ pub struct Target {
 }
 
 impl Target {
-    /// Checks the region. Errors: the arena is mapped for reading only; a part of `copies` (address and length of each
-    /// 16-bit copy) is outside the region.
+    /// Checks the region. Errors: the arena is mapped for reading only; a part of a copy is outside the region.
     pub fn new(
         arena: &Arc<Arena>,
         region: u32,
         generation: u64,
-        copies: &mut [(usize, usize)],
+        mut copies: Vec<LentCopy>,
     ) -> Result<Target> {
         let found = arena.region(region)?;
         if !arena.info()?.writable {
             return Err(Error::invalid("target.arena", "is mapped for reading only"));
         }
-        for (index, (start, bytes)) in copies.iter().enumerate() {
-            if !found.span.covers(*start, *bytes) {
+        for LentCopy { index, address, bytes } in &copies {
+            if !found.span.covers(*address, *bytes) {
                 let reason = format!("is not inside region {:?} of the target", found.name);
                 return Err(Error::invalid(format!("tensors[{index}].param_copy"), reason));
             }
         }
-        copies.sort_unstable();
+        copies.sort_unstable_by_key(|copy| (copy.address, copy.bytes));
         let mut end = found.span.address();
-        for (start, bytes) in copies.iter().filter(|(_, bytes)| *bytes > 0) {
-            if *start > end {
+        for LentCopy { address, bytes, .. } in copies {
+            if address > end {
                 break;
             }
-            end = end.max(start + bytes);
+            end = end.max(address + bytes);
         }
         let covered = end == found.span.address() + found.span.len();
         Ok(Target { arena: Arc::clone(arena), region, generation, covered })

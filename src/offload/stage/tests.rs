@@ -10,6 +10,7 @@ use crate::arena::{Arena, Create, Open, RegionSpec};
 use crate::error::{ArenaKind, Error, Result, RoundError};
 use crate::offload::speculate::{Bucket, Progress, Publish, Recording, Task, Verdict};
 use crate::optim::StepStats;
+use crate::optim::lent::LentCopy;
 use crate::sys::event::{Event, EventFd};
 
 const SOON: Option<Duration> = Some(Duration::from_secs(60));
@@ -21,7 +22,16 @@ fn arena() -> Arc<Arena> {
 }
 
 fn target(arena: &Arc<Arena>, generation: u64) -> Target {
-    Target::new(arena, 0, generation, &mut []).unwrap()
+    Target::new(arena, 0, generation, Vec::new()).unwrap()
+}
+
+fn lent_copies(places: &[(usize, usize)]) -> Vec<LentCopy> {
+    let copy = |(index, (address, bytes)): (usize, &(usize, usize))| LentCopy {
+        index,
+        address: *address,
+        bytes: *bytes,
+    };
+    places.iter().enumerate().map(copy).collect()
 }
 
 /// Tasks, each with whether the region was in a write.
@@ -94,7 +104,7 @@ fn a_task_that_panics_in_a_write_leaves_the_region_torn() {
 fn a_target_that_cannot_be_is_refused() {
     let arena = arena();
     let start = arena.region(0).unwrap().span.address();
-    let new = |region, copy| Target::new(&arena, region, 1, &mut [copy]).map(drop);
+    let new = |region, copy| Target::new(&arena, region, 1, lent_copies(&[copy])).map(drop);
     assert!(new(0, (start, 100)).is_ok());
     assert!(new(0, (start, 101)).is_err() && new(0, (start - 1, 1)).is_err());
     assert!(new(0, (start, usize::MAX)).is_err() && new(1, (start, 1)).is_err());
@@ -143,9 +153,8 @@ fn a_torn_region_goes_to_a_stage_only_if_its_copies_cover_all_of_it() {
     arena.write_begin(0, 1).unwrap();
     arena.write_abort(0, false).unwrap();
     let start = arena.region(0).unwrap().span.address();
-    let claim = |copies: &[(usize, usize)]| {
-        Target::new(&arena, 0, 1, &mut copies.to_vec()).unwrap().claim().map(drop)
-    };
+    let claim =
+        |copies: &[(usize, usize)]| Target::new(&arena, 0, 1, lent_copies(copies)).unwrap().claim().map(drop);
     let parts: [&[(usize, usize)]; 4] =
         [&[], &[(start, 99)], &[(start + 1, 99)], &[(start + 60, 40), (start, 59), (start, 10)]];
     for copies in parts {

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod access;
+pub mod adam;
 pub mod budget;
 pub mod encoding;
 mod extents;
@@ -178,26 +179,16 @@ impl Swap {
     }
 
     /// Gives every subgroup its first state: `fill` writes the state into uninitialised memory.
-    pub fn fill(&mut self, mut fill: impl FnMut(usize, SubgroupState<'_>) -> Result<()>) -> Result<()> {
+    pub fn fill(&mut self, fill: impl FnMut(usize, SubgroupState<'_>) -> Result<()>) -> Result<()> {
         self.ready()?;
-        let outcome = self.run(Source::Nothing, &mut fill);
+        let outcome = self.run(Source::Nothing, &mut Closure(fill));
         self.note(outcome)
     }
 
-    /// Runs one update: `step` is called once per subgroup, in the order in which the states arrive.
-    pub fn step(&mut self, step: impl FnMut(usize, SubgroupState<'_>) -> Result<()>) -> Result<()> {
-        self.step_with(&|_| &[], step)
-    }
-
-    /// As [`Swap::step`], for state with a split master. `copies` returns the 16-bit weights of a subgroup, as the step
-    /// that made the state published them. If param must be rebuilt, `copies` is called before the subgroup is stepped.
-    pub fn step_with<'a>(
-        &mut self,
-        copies: ModelWeights<'a>,
-        mut step: impl FnMut(usize, SubgroupState<'_>) -> Result<()>,
-    ) -> Result<()> {
+    /// Runs one update: each subgroup is stepped once, in the order in which the states arrive.
+    pub fn update(&mut self, update: &mut dyn Update) -> Result<()> {
         self.ready()?;
-        let outcome = self.run(Source::Tier(copies), &mut step);
+        let outcome = self.run(Source::Tier, update);
         self.traffic.end_round(&self.tier);
         self.note(outcome)
     }
@@ -206,7 +197,7 @@ impl Swap {
     pub fn commit(&mut self, step: u64, payload: &[u8]) -> Result<()> {
         self.ready()?;
         self.pipeline.flush_dirty()?;
-        let outcome = self.drive(Source::Nothing, &mut |_, _| Ok(()));
+        let outcome = self.drive(Source::Nothing, &mut Closure(|_, _: SubgroupState<'_>| Ok(())));
         self.note(outcome)?;
         self.extents.remove_older(&self.tier)?;
         self.tier.commit(step, payload)?;
@@ -241,27 +232,27 @@ impl Swap {
         })
     }
 
-    fn run(&mut self, source: Source, work: Work) -> Result<()> {
+    fn run(&mut self, source: Source, work: &mut dyn Update) -> Result<()> {
         self.refresh_slots();
         self.pipeline.begin()?;
         self.drive(source, work)
     }
 
     /// Runs the pipeline to its end. With `Source::Nothing` no subgroup is read: `work` fills the memory.
-    fn drive(&mut self, source: Source, work: Work) -> Result<()> {
+    fn drive(&mut self, source: Source, work: &mut dyn Update) -> Result<()> {
         self.arbiter.begin(&self.tier);
         loop {
             self.arbiter.poll(&self.tier);
             match self.pipeline.next_action() {
-                Action::Fetch { slot, .. } if matches!(source, Source::Nothing) => {
+                Action::Fetch { slot, .. } if source == Source::Nothing => {
                     self.pipeline.mark_filled(slot);
                 }
                 Action::Fetch { subgroup, slot } => self.fetch(subgroup, slot)?,
                 Action::Flush { subgroup, slot, keep } => self.flush(subgroup, slot, keep)?,
                 Action::Step { subgroup, slot } => {
                     let elements = self.extents.elements(subgroup);
-                    self.make_whole(subgroup, slot, source)?;
-                    work(subgroup, self.slots.state(slot, elements)?)?;
+                    self.make_whole(subgroup, slot, source, work)?;
+                    work.step(subgroup, self.slots.state(slot, elements)?)?;
                     if self.pipeline.stays(subgroup) && !self.slots.keep(slot, elements)? {
                         self.pipeline.uncache(slot);
                     }
@@ -292,15 +283,17 @@ impl Swap {
     }
 
     /// Gives a slot its full f32 param. If the source is `Nothing`, only the memory for param. Errors: split masters,
-    /// and the weights of the source do not belong to them; this does not depend on what is cached.
-    fn make_whole(&mut self, subgroup: usize, slot: usize, source: Source) -> Result<()> {
+    /// and the weights of `work` do not belong to them; this does not depend on what is cached.
+    fn make_whole(&mut self, subgroup: usize, slot: usize, source: Source, work: &dyn Update) -> Result<()> {
         if self.usual == Encoding::Full {
             return Ok(());
         }
         let whole = self.slots.has_master(slot);
         self.lend_master(slot)?;
-        let Source::Tier(copies) = source else { return Ok(()) };
-        let (elements, copy) = (self.extents.elements(subgroup), copies(subgroup));
+        if source == Source::Nothing {
+            return Ok(());
+        }
+        let (elements, copy) = (self.extents.elements(subgroup), work.weights(subgroup));
         let outcome = match (whole, self.slots.fetched_encoding(slot)) {
             (true, _) => self.slots.check_copy(slot, elements, copy),
             (false, Encoding::SplitMaster) => self.slots.join(slot, elements, copy),
@@ -396,18 +389,34 @@ impl Swap {
     }
 }
 
-type Work<'a> = &'a mut dyn FnMut(usize, SubgroupState<'_>) -> Result<()>;
+/// What an update does with each subgroup.
+pub trait Update {
+    /// For state with a split master: the 16-bit weights of a subgroup, as the step that made the state published them.
+    /// If param must be rebuilt, this is called before the subgroup is stepped.
+    fn weights(&self, _subgroup: usize) -> &[bf16] {
+        &[]
+    }
 
-/// Returns the 16-bit weights of a subgroup.
-pub type ModelWeights<'a> = &'a dyn Fn(usize) -> &'a [bf16];
+    /// Changes the state of a subgroup.
+    fn step(&mut self, subgroup: usize, state: SubgroupState<'_>) -> Result<()>;
+}
+
+/// An update without weights.
+pub struct Closure<F>(pub F);
+
+impl<F: FnMut(usize, SubgroupState<'_>) -> Result<()>> Update for Closure<F> {
+    fn step(&mut self, subgroup: usize, state: SubgroupState<'_>) -> Result<()> {
+        (self.0)(subgroup, state)
+    }
+}
 
 /// Origin of the states of a round.
-#[derive(Clone, Copy)]
-enum Source<'a> {
-    /// No stored state: `work` fills the memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Source {
+    /// No stored state: the update fills the memory.
     Nothing,
-    /// The tier; the closure returns the 16-bit copies for split states.
-    Tier(ModelWeights<'a>),
+    /// The tier.
+    Tier,
 }
 
 #[cfg(test)]

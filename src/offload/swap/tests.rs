@@ -9,7 +9,8 @@ use super::encoding::STREAMS;
 use super::*;
 use crate::dtype::{Floats, FloatsMut, bf16};
 use crate::kernel::{States, Tensor};
-use crate::optim::adam::{self, AdamOptions};
+use crate::optim;
+use crate::optim::adam::AdamOptions;
 use crate::optim::parallel::Job;
 use crate::pool::buffer::Buffer;
 use crate::sys::span::Span;
@@ -103,8 +104,34 @@ fn adam_step(subgroup: usize, step: u64, state: SubgroupState<'_>) -> Result<Vec
     };
     let tensor = Tensor::new(states, Floats::Bf16(&grad), Some(FloatsMut::Bf16(&mut copy)))?;
     let optimizer = AdamOptions { step, weight_decay: 0.01, ..Default::default() }.rule()?;
-    adam::step(&mut [Job { optimizer, tensor }], false)?;
+    optim::step(&mut [Job { optimizer, tensor }], false)?;
     Ok(copy)
+}
+
+/// One update of a swap without split masters.
+fn step_by(swap: &mut Swap, step: impl FnMut(usize, SubgroupState<'_>) -> Result<()>) -> Result<()> {
+    swap.update(&mut Closure(step))
+}
+
+/// One update from these weights.
+fn step_with(
+    swap: &mut Swap,
+    weights: &[Vec<bf16>],
+    step: impl FnMut(usize, SubgroupState<'_>) -> Result<()>,
+) -> Result<()> {
+    struct Weighted<'a, F>(&'a [Vec<bf16>], F);
+
+    impl<F: FnMut(usize, SubgroupState<'_>) -> Result<()>> Update for Weighted<'_, F> {
+        fn weights(&self, subgroup: usize) -> &[bf16] {
+            &self.0[subgroup]
+        }
+
+        fn step(&mut self, subgroup: usize, state: SubgroupState<'_>) -> Result<()> {
+            (self.1)(subgroup, state)
+        }
+    }
+
+    swap.update(&mut Weighted(weights, step))
 }
 
 type Everything = Vec<[Vec<f32>; 3]>;
@@ -158,7 +185,7 @@ fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
         swap.fill(first_state).unwrap();
         let mut published = vec![Vec::new(); SIZES.len()];
         for step in 1..=STEPS {
-            swap.step(|subgroup, state| {
+            step_by(&mut swap, |subgroup, state| {
                 published[subgroup] = adam_step(subgroup, step, state)?;
                 Ok(())
             })
@@ -181,20 +208,23 @@ fn a_rollback_leads_to_the_last_commit_and_on_to_the_same_bits() {
     let mut swap = Swap::open(tier, &options(&SIZES, 5 * buffer)).unwrap();
     swap.fill(first_state).unwrap();
     for step in 1..=3 {
-        swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+        step_by(&mut swap, |subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
     }
     swap.commit(3, b"three").unwrap();
-    swap.step(|subgroup, state| adam_step(subgroup, 99, state).map(drop)).unwrap();
-    let failed = swap.step(|subgroup, state| match subgroup {
+    step_by(&mut swap, |subgroup, state| adam_step(subgroup, 99, state).map(drop)).unwrap();
+    let failed = step_by(&mut swap, |subgroup, state| match subgroup {
         4 => Err(Error::Unsupported("the caller's own error".to_string())),
         _ => adam_step(subgroup, 100, state).map(drop),
     });
     assert!(matches!(failed, Err(Error::Unsupported(_))));
-    assert!(matches!(swap.step(|_, _| Ok(())), Err(Error::Busy(_))), "half a step must not be taken for one");
+    assert!(
+        matches!(step_by(&mut swap, |_, _| Ok(())), Err(Error::Busy(_))),
+        "half a step must not be taken for one"
+    );
     assert!(matches!(swap.commit(5, b""), Err(Error::Busy(_))));
     swap.rollback().unwrap();
     for step in 4..=STEPS {
-        swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+        step_by(&mut swap, |subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
     }
     assert!(same_bits(&everything(&mut swap), &in_memory(&SIZES, STEPS).0));
 }
@@ -208,7 +238,7 @@ fn a_process_that_ends_after_a_commit_is_taken_up_there() {
         let mut swap = Swap::open(tier_in(places(), Mode::Create), &options(&SIZES, 4 * buffer)).unwrap();
         swap.fill(first_state).unwrap();
         for step in 1..=4 {
-            swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+            step_by(&mut swap, |subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
             if step == 3 {
                 swap.commit(step, b"lr 0.001").unwrap();
             }
@@ -219,7 +249,7 @@ fn a_process_that_ends_after_a_commit_is_taken_up_there() {
     let mut swap = Swap::open(tier, &options(&SIZES, 3 * buffer)).unwrap();
     assert!(swap.filled().unwrap());
     for step in 4..=STEPS {
-        swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+        step_by(&mut swap, |subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
     }
     assert!(same_bits(&everything(&mut swap), &in_memory(&SIZES, STEPS).0));
 }
@@ -260,7 +290,7 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
                 let mut swap = Swap::open(Arc::new(Tier::open(tier).unwrap()), &options).unwrap();
                 swap.fill(first_state).unwrap();
                 for step in 1..=STEPS {
-                    swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+                    step_by(&mut swap, |subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
                 }
                 swap.commit(STEPS, b"").unwrap();
                 assert!(same_bits(&everything(&mut swap), expected), "rank {rank}");
@@ -293,7 +323,8 @@ fn whoever_waits_for_one_path_uses_the_other() {
     let read = |path: usize| tier.paths()[path].read_bytes;
     let before = [read(0), read(1)];
     std::thread::scope(|scope| {
-        let step = scope.spawn(|| swap.step(|subgroup, state| adam_step(subgroup, 1, state).map(drop)));
+        let step =
+            scope.spawn(|| step_by(&mut swap, |subgroup, state| adam_step(subgroup, 1, state).map(drop)));
         while read(1) == before[1] || !other.others_wait().unwrap() {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -315,7 +346,7 @@ fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback()
         let mut swap = Swap::open(tier, &options(&SIZES, buffers * buffer)).unwrap();
         swap.fill(first_state).unwrap();
         let step = |swap: &mut Swap, step| {
-            swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+            step_by(swap, |subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
         };
         step(&mut swap, 1);
         swap.commit(1, b"").unwrap();
@@ -380,9 +411,8 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
         let before = disks[1].requests();
         while at < 4 {
             let from = &weights[at as usize];
-            let stepped = swap.step_with(&|subgroup| &from[subgroup], |subgroup, state| {
-                adam_step(subgroup, at + 1, state).map(drop)
-            });
+            let stepped =
+                step_with(&mut swap, from, |subgroup, state| adam_step(subgroup, at + 1, state).map(drop));
             let Err(error) = stepped.and_then(|()| swap.commit(at + 1, b"")) else {
                 at += 1;
                 continue;

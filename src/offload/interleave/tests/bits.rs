@@ -10,7 +10,8 @@ use super::super::host::{Host, Subgroup};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, States, Tensor};
-use crate::optim::adam::{self, AdamOptions};
+use crate::optim;
+use crate::optim::adam::AdamOptions;
 use crate::optim::parallel::Job;
 use crate::sys::shared_slice::SharedSlice;
 use spillway_planner::interleave::placements::{Placement, Plan};
@@ -88,7 +89,7 @@ impl Model {
             let states =
                 States { param: p.floats(), exp_avg: Some(m.floats()), exp_avg_sq: Some(v.floats()) };
             let tensor = Tensor::new(states, grad.floats(), Some(copy.floats())).unwrap();
-            adam::step(&mut [Job { optimizer: *rule, tensor }], false).unwrap();
+            optim::step(&mut [Job { optimizer: *rule, tensor }], false).unwrap();
         }
     }
 

@@ -46,7 +46,7 @@ fn expected(steps: u64) -> (Everything, Weights) {
 /// Runs one step from these weights, and returns the new weights.
 fn advance(swap: &mut Swap, step: u64, from: &Weights) -> Result<Weights> {
     let mut published = vec![Vec::new(); SIZES.len()];
-    swap.step_with(&|subgroup| &from[subgroup], |subgroup, state| {
+    step_with(swap, from, |subgroup, state| {
         published[subgroup] = adam_step(subgroup, step, state)?;
         Ok(())
     })?;
@@ -119,7 +119,7 @@ fn move_on(subgroup: usize, step: u64, state: SubgroupState<'_>) -> Result<()> {
 /// Steps all subgroups in `swap`, and the same states in memory.
 fn all_move_on(swap: &mut Swap, now: &mut Everything, step: u64) {
     let from = copies(now);
-    swap.step_with(&|subgroup| &from[subgroup], |subgroup, state| move_on(subgroup, step, state)).unwrap();
+    step_with(swap, &from, |subgroup, state| move_on(subgroup, step, state)).unwrap();
     for (subgroup, [param, exp_avg, exp_avg_sq]) in now.iter_mut().enumerate() {
         move_on(subgroup, step, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
     }
@@ -222,7 +222,7 @@ fn weights_of_another_step_are_told_and_change_nothing() {
     assert!(advance(&mut swap, 2, &damaged).is_err());
     swap.rollback().unwrap();
     // A step without the 16-bit weights.
-    assert!(swap.step(|_, _| Ok(())).is_err());
+    assert!(step_by(&mut swap, |_, _| Ok(())).is_err());
     swap.rollback().unwrap();
     let lent = Buffer::open(20_000, backing()).unwrap();
     assert!(swap.read(0, None, [lent.span().part(0, 20_000), Span::empty(), Span::empty()]).is_err());

@@ -1,0 +1,160 @@
+//! The Adam step of a tiered update: what is stepped with what, and the sum of squares of the whole step.
+//!
+//! Invariants:
+//! - Everything about the parts that could fail is checked before the first subgroup is stepped.
+//! - The sums of subgroups are added in the order in which one call over all of them adds those of its tensors.
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+
+use super::{SubgroupState, Swap, Update};
+use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
+use crate::error::Result;
+use crate::kernel::{AdamRule, Dtypes, States, Tensor, squares};
+use crate::optim::parallel::Job;
+use crate::optim::{self, StepStats};
+use crate::sys::try_vec;
+
+/// Elements of one subgroup that are stepped with one gradient.
+#[derive(Debug)]
+pub struct Part<'a> {
+    /// First element in the subgroup.
+    pub first: usize,
+    /// The gradient.
+    pub grad: Floats<'a>,
+    /// Receives the new param, in this type.
+    pub copy: Option<FloatsMut<'a>>,
+    /// The 16-bit weights that the step before published. `None`: `copy` holds them.
+    pub weights: Option<&'a [bf16]>,
+    /// Coefficients.
+    pub rule: AdamRule,
+}
+
+impl Part<'_> {
+    /// Errors: no kernel exists for the types.
+    pub fn check(&self) -> Result<()> {
+        let copy = self.copy.as_ref().map(FloatsMut::dtype).filter(|dtype| *dtype != Dtype::F32);
+        Ok(Dtypes { param: Dtype::F32, state: Dtype::F32, grad: self.grad.dtype(), copy }.check()?)
+    }
+
+    fn range(&self) -> Range<usize> {
+        self.first..self.first + self.grad.len()
+    }
+}
+
+/// The parts of all subgroups, sorted by subgroup and first element.
+#[derive(Debug)]
+pub struct Parts<'a> {
+    list: Vec<Part<'a>>,
+    /// End of each subgroup's parts in the list. Subgroups behind the last have none.
+    ends: Vec<usize>,
+}
+
+impl<'a> Parts<'a> {
+    /// No parts yet, with room for `count` in `subgroups` subgroups.
+    pub fn with_capacity(count: usize, subgroups: usize) -> Result<Parts<'a>> {
+        Ok(Parts {
+            list: try_vec::with_capacity("listing the parts", count)?,
+            ends: try_vec::with_capacity("listing the subgroups", subgroups)?,
+        })
+    }
+
+    /// Adds a part of `subgroup`. Its elements are behind those of the part before. [`Part::check`] accepted it.
+    pub fn push(&mut self, subgroup: usize, part: Part<'a>) {
+        self.ends.resize(subgroup + 1, self.list.len());
+        self.list.push(part);
+        self.ends[subgroup] = self.list.len();
+    }
+
+    fn range(&self, subgroup: usize) -> Range<usize> {
+        let end = |subgroup: usize| self.ends.get(subgroup).copied().unwrap_or(self.list.len());
+        subgroup.checked_sub(1).map_or(0, end)..end(subgroup)
+    }
+}
+
+/// Called with a subgroup and its new param after each subgroup's step. An error ends the update.
+pub type Stepped<'a> = &'a mut dyn FnMut(usize, &[f32]) -> Result<()>;
+
+impl Swap {
+    /// Does one Adam step of all parts. Elements without a part do not change. `squares`: sums the squares of the scaled
+    /// gradients; the bits are those of one call over all subgroups if each has one part.
+    pub fn adam_step(&mut self, parts: Parts<'_>, squares: bool, stepped: Stepped<'_>) -> Result<StepStats> {
+        let mut sums = try_vec::with_capacity("listing the subgroups", self.len())?;
+        sums.resize(self.len(), None);
+        let mut update = AdamUpdate { parts, squares, sums, stepped };
+        self.update(&mut update)?;
+        let sums: Vec<f64> = update.sums.into_iter().flatten().collect();
+        Ok(StepStats::of(sum_of(&sums)))
+    }
+}
+
+struct AdamUpdate<'a, 's> {
+    parts: Parts<'a>,
+    squares: bool,
+    /// Sum of squares of each subgroup with a part.
+    sums: Vec<Option<f64>>,
+    stepped: Stepped<'s>,
+}
+
+impl Update for AdamUpdate<'_, '_> {
+    fn weights(&self, subgroup: usize) -> &[bf16] {
+        let part = self.parts.list[self.parts.range(subgroup)].first();
+        match part.map(|part| (part.weights, part.copy.as_ref().map(FloatsMut::shared))) {
+            Some((Some(weights), _)) => weights,
+            Some((None, Some(Floats::Bf16(copy)))) => copy,
+            _ => &[],
+        }
+    }
+
+    fn step(&mut self, subgroup: usize, mut state: SubgroupState<'_>) -> Result<()> {
+        let range = self.parts.range(subgroup);
+        let parts = &mut self.parts.list[range];
+        if !parts.is_empty() {
+            let mut jobs = jobs_of(parts, &mut state)?;
+            self.sums[subgroup] = Some(optim::step(&mut jobs, self.squares)?.sum_squares);
+        }
+        for part in parts.iter_mut() {
+            let range = part.range();
+            if let Some(FloatsMut::F32(copy)) = &mut part.copy {
+                copy.copy_from_slice(&state.param[range]);
+            }
+        }
+        (self.stepped)(subgroup, state.param)
+    }
+}
+
+/// The parts of one subgroup as jobs. They are sorted by their first element.
+fn jobs_of<'j>(
+    parts: &'j mut [Part<'_>],
+    state: &'j mut SubgroupState<'_>,
+) -> Result<Vec<Job<'j, AdamRule>>> {
+    let mut jobs = try_vec::with_capacity("listing the parts of a subgroup", parts.len())?;
+    let mut rest = [&mut *state.param, &mut *state.exp_avg, &mut *state.exp_avg_sq];
+    let mut at = 0;
+    for part in parts {
+        let range = part.range();
+        let [param, exp_avg, exp_avg_sq] = rest.each_mut().map(|rest| {
+            let (_, from) = std::mem::take(rest).split_at_mut(range.start - at);
+            let (mine, after) = from.split_at_mut(range.len());
+            *rest = after;
+            FloatsMut::F32(mine)
+        });
+        at = range.end;
+        let states = States { param, exp_avg: Some(exp_avg), exp_avg_sq: Some(exp_avg_sq) };
+        let copy = part.copy.as_mut().map(FloatsMut::reborrow).filter(|copy| copy.dtype() != Dtype::F32);
+        jobs.push(Job { optimizer: part.rule, tensor: Tensor::new(states, part.grad, copy)? });
+    }
+    Ok(jobs)
+}
+
+/// Adds the sums of subgroups in the order in which one call adds those of its tensors.
+fn sum_of(sums: &[f64]) -> f64 {
+    match sums {
+        [] => 0.0,
+        [one] => *one,
+        many => {
+            let (left, right) = many.split_at(many.len() / 2);
+            squares::add(sum_of(left), sum_of(right))
+        }
+    }
+}

@@ -14,8 +14,9 @@ from ctypes import (CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_float, 
 from ._integers import Given, address, i32, i64, size, u32, u64
 ";
 
-/// Structs that the library writes, and that a caller passes back as they are: their integers need no check.
-const RETURNED: [&str; 4] = ["spw_step_stats", "spw_arena_snapshot", "spw_ds_adam_state", "spw_plan_result"];
+/// Structs whose integers need no check: rows of tables that the package fills from tensors, and structs that the library
+/// writes and a caller passes back as they are.
+const UNCHECKED: [&str; 4] = ["spw_tensor", "spw_grad_tensor", "spw_step_stats", "spw_ds_adam_state"];
 
 /// The text of the module.
 pub fn module(items: &[Item]) -> String {
@@ -37,7 +38,7 @@ pub fn module(items: &[Item]) -> String {
             item.name
         ));
         for (field, kind) in item.fields() {
-            text.push_str(&format!("        (\"{field}\", {}),\n", field_type(kind, &structs)));
+            text.push_str(&format!("        (\"{field}\", {}),\n", field_type(kind, field, &structs)));
         }
         text.push_str("    ]\n");
     }
@@ -70,7 +71,7 @@ fn given<'a>(items: &'a [Item], structs: &[&'a Item]) -> BTreeSet<&'a str> {
         .collect();
     let is_taken = |item: &&&Item| taken.iter().any(|kind| pointee(kind) == Some(item.name.as_str()));
     let names = structs.iter().filter(is_taken).map(|item| item.name.as_str());
-    names.filter(|name| !RETURNED.contains(name)).collect()
+    names.filter(|name| !UNCHECKED.contains(name)).collect()
 }
 
 /// `NAME = value` for each value of an enum, and for a number that is defined. Names have no `SPW_`.
@@ -83,7 +84,7 @@ fn constants(item: &Item) -> String {
             .collect(),
         false => code
             .filter_map(|line| line.strip_prefix("#define ")?.split_once(' '))
-            .map(|(name, value)| (name, value.trim_end_matches(['u', 'U', 'L'])))
+            .map(|(name, value)| (name, value.replace("UINT32_MAX", &u32::MAX.to_string())))
             .filter(|(_, value)| value.parse::<u64>().is_ok())
             .map(|(name, value)| format!("{} = {value}\n", constant(name)))
             .collect(),
@@ -158,15 +159,17 @@ fn argument_type(kind: &str, name: &str, structs: &[&Item]) -> String {
         // Tables of tensors, and numbers for which a caller has an address, of an array of numpy or torch.
         "void *" | "const void *" | "float *" | "const float *" => "address",
         "const uint64_t *" | "const uint32_t *" => "address",
-        "const spw_tensor *" | "const spw_grad_tensor *" => "address",
+        "const spw_tensor *" | "const spw_grad_tensor *" if name == "tensors" => "address",
         _ => return pointer_type(kind, structs),
     };
     format!("{short}(\"{name}\")")
 }
 
-fn field_type(kind: &str, structs: &[&Item]) -> String {
+fn field_type(kind: &str, field: &str, structs: &[&Item]) -> String {
     match kind {
-        "void *" | "const void *" | "const uint32_t *" => "c_void_p".to_string(),
+        "void *" | "const void *" => "c_void_p".to_string(),
+        // An address of a word that a GPU may write.
+        "const uint32_t *" if field == "word" => "c_void_p".to_string(),
         _ => number(kind).map_or_else(|| pointer_type(kind, structs), str::to_string),
     }
 }

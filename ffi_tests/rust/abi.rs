@@ -122,22 +122,7 @@ fn layout_of_c(compiler: &[&str]) -> String {
     succeed(&mut Command::new(binary), TIMEOUT)
 }
 
-fn layout_of_ctypes() -> String {
-    const SCRIPT: &str = "
-import ctypes, sys
-sys.path.append(sys.argv[1])
-import _structures as structures
-for structure in structures.STRUCTURES:
-    print(structure.c_name, ctypes.sizeof(structure))
-    for name, *_ in structure._fields_:
-        field = getattr(structure, name)
-        print(f'{structure.c_name}.{name}', field.offset, field.size)
-";
-    let module = root().join("packaging/python/spillway");
-    succeed(Command::new("python3").args(["-B", "-c", SCRIPT]).arg(module), TIMEOUT)
-}
-
-/// Sorts structs by name: Rust, C and ctypes each list them in their own order.
+/// Sorts structs by name: Rust and C each list them in their own order.
 fn sorted(layout: &str) -> String {
     let mut blocks: Vec<Vec<&str>> = Vec::new();
     for line in layout.lines() {
@@ -152,10 +137,9 @@ fn sorted(layout: &str) -> String {
 }
 
 #[test]
-fn rust_c_and_ctypes_see_the_committed_layout() {
+fn rust_and_c_see_the_committed_layout() {
     let rust = sorted(&layout_of_rust());
     golden("layout.txt", &rust);
     assert_eq!(sorted(&layout_of_c(&["gcc", "-std=c99"])), rust, "C (left) and Rust");
     assert_eq!(sorted(&layout_of_c(&["g++", "-std=c++11", "-x", "c++"])), rust, "C++ (left) and Rust");
-    assert_eq!(sorted(&layout_of_ctypes()), rust, "ctypes (left) and Rust");
 }

@@ -176,6 +176,19 @@ enum spw_status spw_swap_adam_step(struct spw_swap *swap,
                                    uint64_t count,
                                    struct spw_step_stats *stats_out);
 
+// As `spw_swap_adam_step`, for subgroups that hold parts of many tensors. `tensors[i]` is stepped with the `n` elements
+// of subgroup `subgroups[i]` from element `firsts[i]` on. The parts are sorted by subgroup and element, and do not
+// overlap. Elements of a subgroup without a part do not change.
+//
+// A tensor may have options of its own. Its `param_copy` may also be SPW_DTYPE_F32: it then receives the new param
+// itself. The step does not return statistics. With SPW_SWAP_FLAG_SPLIT_MASTER the call is SPW_ERR_UNSUPPORTED.
+enum spw_status spw_swap_adam_step_parts(struct spw_swap *swap,
+                                         const struct spw_adam_options *options,
+                                         const struct spw_tensor *tensors,
+                                         const uint64_t *subgroups,
+                                         const uint64_t *firsts,
+                                         uint64_t count);
+
 // Copies the f32 state of one subgroup to the caller's memory; NULL skips a part. Steps since the last commit are
 // included. `weights` are the bf16 weights that belong to the state. With SPW_SWAP_FLAG_SPLIT_MASTER they are required
 // to read param, and weights that do not match the state are an error. Otherwise they are not used and may be NULL.
@@ -211,19 +224,6 @@ enum spw_status spw_swap_get_stats(struct spw_swap *swap, struct spw_swap_stats 
 
 // Frees the update. The tier stays open; state that was not committed is lost. NULL does nothing.
 enum spw_status spw_swap_close(struct spw_swap *swap);
-
-// As `spw_swap_adam_step`, for subgroups that hold parts of many tensors. `tensors[i]` is stepped with the `n` elements
-// of subgroup `subgroups[i]` from element `firsts[i]` on. The parts are sorted by subgroup and element, and do not
-// overlap. Elements of a subgroup without a part do not change.
-//
-// A tensor may have options of its own. Its `param_copy` may also be SPW_DTYPE_F32: it then receives the new param
-// itself. The step does not return statistics. With SPW_SWAP_FLAG_SPLIT_MASTER the call is SPW_ERR_UNSUPPORTED.
-enum spw_status spw_swap_adam_step_parts(struct spw_swap *swap,
-                                         const struct spw_adam_options *options,
-                                         const struct spw_tensor *tensors,
-                                         const uint64_t *subgroups,
-                                         const uint64_t *firsts,
-                                         uint64_t count);
 
 #ifdef __cplusplus
 } // extern "C"

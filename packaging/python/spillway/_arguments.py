@@ -6,7 +6,7 @@ import math
 import operator
 from typing import Any
 
-from ._structures.integers import RANGES, between
+from ._integers import RANGES, between
 from .errors import InvalidArgumentError
 
 _NUMPY = {"f32": "float32", "f16": "float16", "bf16": "uint16"}

@@ -26,12 +26,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from . import _kept, _native
+from . import _abi, _kept, _native
 from .errors import BusyError, InvalidArgumentError, TimedOutError, UnsupportedError
 
 # Period in seconds at which a close polls for calls in flight.
 POLL_SECONDS = 0.002
-TIMEOUT = 23
+TIMEOUT = _abi.ERR_TIMEOUT
 
 
 def record(outcome: list[int], function: str, *arguments: Any) -> None:

@@ -12,7 +12,7 @@ import sys
 
 from . import _abi, _console, _native
 
-_URING = 1
+_URING = _abi.IO_BACKEND_URING
 
 
 def lines() -> list[str]:

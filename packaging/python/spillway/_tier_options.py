@@ -12,11 +12,11 @@ from . import _abi, _arguments
 from ._tier_records import TierPath
 from .errors import InvalidArgumentError
 
-MODES = {"auto": 0, "create": 1, "resume": 2}
-DURABILITIES = {"data": 0, "process": 1, "full": 2}
-BACKENDS = {"auto": 0, "uring": 1, "threads": 2}
-_DEGRADED = 1
-_DIRECTORY, _MEMORY = 0, 1
+MODES = {"auto": _abi.TIER_MODE_AUTO, "create": _abi.TIER_MODE_CREATE, "resume": _abi.TIER_MODE_RESUME}
+DURABILITIES = {"data": _abi.TIER_DURABILITY_DATA, "process": _abi.TIER_DURABILITY_PROCESS, "full": _abi.TIER_DURABILITY_FULL}
+BACKENDS = {"auto": _abi.IO_BACKEND_AUTO, "uring": _abi.IO_BACKEND_URING, "threads": _abi.IO_BACKEND_THREADS}
+_DEGRADED = _abi.TIER_FLAG_DEGRADED
+_DIRECTORY, _MEMORY = _abi.TIER_PATH_KIND_DIRECTORY, _abi.TIER_PATH_KIND_MEMORY
 
 
 def tier_options(paths: Iterable[Any], job: str, host: str | None, rank: int, world: int, degraded: bool) -> Any:

@@ -25,8 +25,8 @@ from ._native_handle import _NativeHandle, record
 from .errors import BusyError, InvalidArgumentError, SpillwayError
 from .optim import StepStats
 
-_HUGE, _BIND_NODE, _COLLECT = 1, 2, 4
-_WRITE, _ORPHAN = 1, 2
+_HUGE, _BIND_NODE, _COLLECT = _abi.ARENA_FLAG_HUGE, _abi.ARENA_FLAG_BIND_NODE, _abi.ARENA_FLAG_COLLECT
+_WRITE, _ORPHAN = _abi.ARENA_OPEN_FLAG_WRITE, _abi.ARENA_OPEN_FLAG_ORPHAN
 
 
 class ArenaInfo(NamedTuple):
@@ -148,7 +148,7 @@ class Arena(_NativeHandle):
         options = _abi.sized(_abi.ArenaOptions)
         options.name = None if name is None else _arguments.text("Arena: name", name)
         options.flags = _HUGE * huge + _BIND_NODE * (node is not None) + _COLLECT * collect
-        options.regions = ctypes.cast(table, ctypes.c_void_p)
+        options.regions = table
         options.region_count, options.node = len(table), _arguments.unsigned("Arena: node", node or 0, 32)
         options.processes = _arguments.unsigned("Arena: processes", processes, 32)
         return cls("spw_arena_create", ctypes.byref(options))

@@ -32,7 +32,7 @@ TRANSFER_DTYPES = {"native": 0, "f32": 1, "delivered": 2}
 _D2H, _H2D = 0, 1
 # Each new copy polls up to _MOST_POLLS older ones for their end; a wait returns to Python every _SLICE_MS.
 _MOST_POLLS, _SLICE_MS = 4, 500
-_NOTHING, _EVENT, _STREAM = 0, 1, 2
+_NOTHING, _EVENT, _STREAM = _abi.GPU_AFTER_NOTHING, _abi.GPU_AFTER_EVENT, _abi.GPU_AFTER_STREAM
 _NAMES = {_abi.DTYPE_F32: "f32", _abi.DTYPE_F16: "f16", _abi.DTYPE_BF16: "bf16"}
 _SPANS = ("param", "grad", "exp_avg", "exp_avg_sq", "param_copy")
 

@@ -31,8 +31,8 @@ from .gpu import TRANSFER_DTYPES, CudaStream, Gpu, device_span, options_of, stre
 from .optim import Adam
 
 PLACEMENTS = ("cpu", "gpu", "resident")
-PLANS = {"model": 0, "eq1": 1, "stride": 2, "count": 3}
-_HOST, _CUDA = 0, 1
+PLANS = {"model": _abi.PLAN_MODE_MODEL, "eq1": _abi.PLAN_MODE_EQ1, "stride": _abi.PLAN_MODE_STRIDE, "count": _abi.PLAN_MODE_COUNT}
+_HOST, _CUDA = _abi.INTERLEAVE_BACKEND_HOST, _abi.INTERLEAVE_BACKEND_CUDA
 
 
 class Subgroup(NamedTuple):

@@ -19,7 +19,7 @@ from . import _abi, _arguments, _native
 from ._native_handle import _NativeHandle, record
 from .errors import InvalidArgumentError
 
-MODES = {"arithmetic": 0, "delta": 1, "shadow": 2}
+MODES = {"arithmetic": _abi.UNDO_MODE_ARITHMETIC, "delta": _abi.UNDO_MODE_DELTA, "shadow": _abi.UNDO_MODE_SHADOW}
 
 
 class StepStats(NamedTuple):

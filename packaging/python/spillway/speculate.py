@@ -24,11 +24,13 @@ from .errors import InvalidArgumentError
 from .gpu import CudaEvent, CudaStream, Gpu, device_table, stream_number
 from .optim import StepStats, Tensors, _Optimizer, tensor_table
 
-PUBLISH = {"final": 0, "staged": 1, "speculative": 2}
+PUBLISH = {"final": _abi.SPEC_PUBLISH_FINAL, "staged": _abi.SPEC_PUBLISH_STAGED,
+           "speculative": _abi.SPEC_PUBLISH_SPECULATIVE}
 VERDICTS = ("commit", "skip", "redo")
 STATES = ("missing", "pending", "speculative", "final")
-UNDO = {"delta": 1, "shadow": 2}
-_DESCRIPTOR, _CUDA_EVENT, _CUDA_STREAM = 1, 3, 4
+UNDO = {"delta": _abi.UNDO_MODE_DELTA, "shadow": _abi.UNDO_MODE_SHADOW}
+_DESCRIPTOR = _abi.SPEC_EVENT_KIND_FD
+_CUDA_EVENT, _CUDA_STREAM = _abi.SPEC_EVENT_KIND_CUDA, _abi.SPEC_EVENT_KIND_CUDA_STREAM
 
 
 class Outcome(NamedTuple):

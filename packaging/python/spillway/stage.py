@@ -26,7 +26,7 @@ from .gpu import CudaEvent, CudaStream, Gpu
 from .optim import Adam, StepStats, Tensors, tensor_table
 from .speculate import PUBLISH, STATES, UNDO, _event
 
-_WORD = 2
+_WORD = _abi.SPEC_EVENT_KIND_WORD
 # A settle() that raised so often was called with a value that no call accepts.
 _MOST_INTERRUPTS = 100
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from .tier import Tier
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
-_NO_HUGE_PAGES, _NO_LOCK, _NO_TURNS, _SPLIT_MASTER = 1, 2, 4, 8
+_NO_HUGE_PAGES, _NO_LOCK = _abi.SWAP_FLAG_NO_HUGE_PAGES, _abi.SWAP_FLAG_NO_LOCK
+_NO_TURNS, _SPLIT_MASTER = _abi.SWAP_FLAG_NO_TURNS, _abi.SWAP_FLAG_SPLIT_MASTER
 
 
 class Budget(NamedTuple):
@@ -237,7 +238,7 @@ class Swap(_NativeHandle):
                 return 1
             return 0
 
-        callback = _abi.STEPPED_FN(forward) if stepped else _abi.STEPPED_FN()
+        callback = _abi.SWAP_STEPPED_FN(forward) if stepped else _abi.SWAP_STEPPED_FN()
         rows = (_abi.DsAdamCall * len(calls))(*calls)
 
         def step(handle: Any) -> None:

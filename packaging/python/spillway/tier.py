@@ -28,7 +28,7 @@ from ._ticket import ELSEWHERE, Ticket
 from .errors import InvalidArgumentError, NotFoundError, SpillwayError, TimedOutError, from_status
 
 HEALTH = ("healthy", "draining", "failed", "missing")
-_NO_DIRECT, _AT_STEP = 2, 4
+_NO_DIRECT, _AT_STEP = _abi.TIER_FLAG_NO_DIRECT, _abi.TIER_FLAG_AT_STEP
 _TEXT_BYTES = 4096
 
 # Longest wait in C, in milliseconds: in between Python runs signal handlers.

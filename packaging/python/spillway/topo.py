@@ -25,7 +25,7 @@ from .errors import InvalidArgumentError
 
 _ALL, _TRAINER, _WORKERS = range(3)
 _MOST_32, _MOST_64 = 2**32 - 1, 2**64 - 1
-_SCOPES = {"node": 0, "package": 1}
+_SCOPES = {"node": _abi.TOPO_SCOPE_NODE, "package": _abi.TOPO_SCOPE_PACKAGE}
 
 
 @_dataclass(frozen=True)

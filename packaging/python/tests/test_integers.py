@@ -10,7 +10,7 @@ import pytest
 
 import spillway
 from spillway import _abi, _native, _native_handle
-from spillway._structures.given import Given
+from spillway._integers import Given
 from spillway.tier import collect, steps
 
 PACKAGE = pathlib.Path(spillway.__file__).parent

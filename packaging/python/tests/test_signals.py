@@ -181,7 +181,7 @@ def test_an_interrupt_in_the_callback_of_a_step_is_no_success(tmp_path, monkeypa
     def skips(handle, optimizer, rows, address, count, callback, user):
         # ctypes does this when a handler raises before the callback's first line: no code ran, and
         # the callback returned 0.
-        return own(handle, optimizer, rows, address, count, _abi.STEPPED_FN(lambda *_: 0), user)
+        return own(handle, optimizer, rows, address, count, _abi.SWAP_STEPPED_FN(lambda *_: 0), user)
 
     with spillway.Tier([tmp_path], job="test") as tier:
         with spillway.Swap(tier, [64, 64], huge_pages=False, pin_memory=False) as swap:

@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from .. import _abi
 from ..errors import InvalidArgumentError, SpillwayError
 
-_LIMIT_REACHED = 4
+_LIMIT_REACHED = _abi.ERR_LIMIT_REACHED
 # Bytes of state per parameter.
 _STATE, _SPLIT_STATE = 12, 10
 

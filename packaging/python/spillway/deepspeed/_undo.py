@@ -17,7 +17,7 @@ import threading
 from .. import _abi, _native
 from . import _undo_mode
 
-_DELTA = 1
+_DELTA = _abi.UNDO_MODE_DELTA
 
 _thread = threading.local()
 _rolled_back: set[int] = set()

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 from .. import _abi, _arguments, _native
 from ..errors import InvalidArgumentError
 
-SCHEDULES = {"afab": 0, "1f1b": 1, "decoupled": 2}
+SCHEDULES = {"afab": _abi.PIPELINE_SCHEDULE_AFAB, "1f1b": _abi.PIPELINE_SCHEDULE_1F1B,
+             "decoupled": _abi.PIPELINE_SCHEDULE_DECOUPLED}
 KINDS = ("forward", "backward", "recompute", "fetch", "offload", "optimize", "send_activation", "receive_activation",
          "send_gradient", "receive_gradient", "send_checkpoint", "receive_checkpoint", "validate")
 MEMORY = ("parameters", "checkpoints", "activations", "gradients", "messages")
 COMPUTE = ("forward", "backward", "recompute")
-_RECOMPUTE, _LATE, _ASYNC = 1, 2, 4
+_RECOMPUTE, _LATE, _ASYNC = (_abi.PIPELINE_FLAG_RECOMPUTE, _abi.PIPELINE_FLAG_LATE_CHECKPOINTS,
+                             _abi.PIPELINE_FLAG_ASYNC_OPTIMIZER)
 _NONE = 2**32 - 1
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .. import _ranks
+from .. import _abi, _ranks
 from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import Swap
@@ -32,7 +32,7 @@ from ._rows import CODES, holds_values, local, name_of
 _USUAL, _LEAST = 4 << 20, 4 << 10
 _STATE_BYTES = 12
 #: Status of a path that has no room.
-_LIMIT_REACHED = 4
+_LIMIT_REACHED = _abi.ERR_LIMIT_REACHED
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _version = torch.Tensor._version.__get__
 _Result = TypeVar("_Result")

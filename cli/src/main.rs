@@ -3,8 +3,8 @@
 
 mod bench_adam;
 mod bench_undo;
+mod chart;
 mod doctor;
-mod drawing;
 mod io_load;
 mod measurement;
 mod memory;

@@ -3,8 +3,9 @@
 
 use spillway_planner::model::report::{Outcome, Plan};
 use spillway_planner::model::step::{ROWS, Span, Step};
+use spillway_planner::picture::{Color, Picture};
 
-use super::drawing::{Area, Color, Picture, Rows};
+use super::chart::{Area, Rows};
 
 /// Pixels: area of the bars, a row, the names of the rows, a place of the legend.
 const WIDTH: u32 = 900;

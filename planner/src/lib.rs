@@ -5,6 +5,7 @@
 //! | `interleave` | an optimizer update that CPU and GPU share: its schedule, which the library runs, and its predicted time |
 //! | `pipeline` | schedules of pipelines: passes, transfers, memory |
 //! | `model` | the training of a model on a machine: memory, traffic and seconds of each strategy |
+//! | `picture` | pictures as SVG text |
 //! | `split` | units divided over paths in proportion to weights |
 //! | `cast`, `tail`, `weights` | the rules of SuperOffload: dtype of gradients on the link, last buckets on the GPU, flowing weights |
 //! | `check` | arguments that must be positive, or finite |
@@ -15,6 +16,7 @@ pub mod cast;
 pub mod error;
 pub mod interleave;
 pub mod model;
+pub mod picture;
 pub mod pipeline;
 pub mod split;
 pub mod tail;

@@ -3,8 +3,8 @@
 
 use spillway::gpu::machine::Machine;
 use spillway::sys::topology::{Node, NodeKind};
+use spillway_planner::picture::{BLACK, Color, Picture};
 
-use super::super::drawing::{BLACK, Color, Picture};
 use super::{Placed, text};
 
 /// Pixels.

@@ -23,10 +23,6 @@ fn machine(name: &str) -> PathBuf {
     for cpu in 0..8 {
         let mask = if cpu < 4 { "0f" } else { "f0" };
         file(root, &format!("sys/devices/system/cpu/cpu{cpu}/topology/package_cpus"), mask);
-        let cache = format!("sys/devices/system/cpu/cpu{cpu}/cache/index3");
-        for (name, text) in [("level", "3"), ("type", "Unified"), ("shared_cpu_map", mask)] {
-            file(root, &format!("{cache}/{name}"), text);
-        }
     }
     for node in 0..2 {
         let cpus = if node == 0 { "0-3" } else { "4-7" };

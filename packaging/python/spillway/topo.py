@@ -37,17 +37,6 @@ class Package:
 
 
 @_dataclass(frozen=True)
-class Cache:
-    """A cache: level, kind ("data", "instruction" or "unified"), its processors, size in bytes, the system's number."""
-
-    level: int
-    kind: str
-    cpus: tuple[int, ...]
-    bytes: int
-    id: int | None
-
-
-@_dataclass(frozen=True)
 class Node:
     """A NUMA node. `kind` is "dram", "high_bandwidth", "cxl", "persistent", "gpu", "slower", "other" or "empty"; `near_cpus`
     are the processors that reach the memory best. Bandwidth is in MB/s and latency in nanoseconds, if the firmware states
@@ -93,7 +82,6 @@ class Topology:
     bound: bool
     packages: tuple[Package, ...]
     cores: tuple[tuple[int, ...], ...]
-    caches: tuple[Cache, ...]
     nodes: tuple[Node, ...]
     devices: tuple[Device, ...]
     gpus: tuple[Device | None, ...]
@@ -162,7 +150,6 @@ def read(root: str | _os.PathLike[str] | None = None, *, load_driver: bool = Fal
         online=_numbers(found["online"]), cpuset=_numbers(found["cpuset"]), allowed=_numbers(found["allowed"]),
         bound=found["bound"], packages=tuple(Package(**_sets(package)) for package in found["packages"]),
         cores=tuple(_numbers(core) for core in found["cores"]),
-        caches=tuple(Cache(**_sets(cache)) for cache in found["caches"]),
         nodes=tuple(Node(**_sets(node, distances={int(to): far for to, far in node["distances"].items()}))
                     for node in found["nodes"]),
         devices=devices, gpus=tuple(by_address.get(pci) for pci in found["visible"]["gpus"]))

@@ -45,11 +45,6 @@ def test_this_machine_is_what_hwloc_says():
     assert {cut(core) for core in ours.cores} - {frozenset()} == sets("Core")
     assert ({(node.id, cut(node.near_cpus), node.memory_bytes) for node in ours.nodes if node.allowed} ==
             {(int(item.get("os_index")), frozenset(_mask(item.get("cpuset"))), int(item.get("local_memory") or 0)) for item in of("NUMANode")})
-    kinds = {"unified": 0, "data": 1, "instruction": 2}
-    found = {(int(item.get("depth")), int(item.get("cache_type")), frozenset(_mask(item.get("cpuset"))), int(item.get("cache_size")))
-             for item in hwloc.iter("object") if (item.get("type") or "").endswith("Cache") and item.get("type") != "MemCache"}
-    caches = {(cache.level, kinds[cache.kind], cut(cache.cpus), cache.bytes) for cache in ours.caches if cut(cache.cpus)}
-    assert caches >= found
     drives = {item.get("pci_busid") for item in of("PCIDev") if item.get("pci_type", "").startswith("0108")}
     assert {device.pci for device in ours.devices if device.kind == "nvme"} == drives
 

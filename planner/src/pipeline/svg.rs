@@ -2,19 +2,21 @@
 //! gradients (g) and optimizer steps (o), if they take time.
 #![forbid(unsafe_code)]
 
-use std::fmt::Write;
-
 use super::Plan;
 use super::graph::{Kind, Operation};
 use crate::error::{Error, Result};
+use crate::picture::{Anchor, Color, Picture};
 
 /// Operations that a picture may have. More are too narrow to see.
 pub const MAX_DRAWN: usize = 1 << 14;
 const LEFT: f64 = 62.0;
 const ROW: f64 = 22.0;
 const LANE: f64 = 14.0;
-const FORWARD: [&str; 4] = ["#4e79a7", "#a0cbe8", "#2f5d8a", "#86b3d1"];
-const BACKWARD: [&str; 4] = ["#f1ce63", "#f28e2b", "#d4a017", "#b6672b"];
+/// Pixels of a letter.
+const FONT: u32 = 9;
+const ROOM: Color = [0xf0, 0xf0, 0xf0];
+const FORWARD: [Color; 4] = [[0x4e, 0x79, 0xa7], [0xa0, 0xcb, 0xe8], [0x2f, 0x5d, 0x8a], [0x86, 0xb3, 0xd1]];
+const BACKWARD: [Color; 4] = [[0xf1, 0xce, 0x63], [0xf2, 0x8e, 0x2b], [0xd4, 0xa0, 0x17], [0xb6, 0x67, 0x2b]];
 
 /// Draws the plan with a width of `width` pixels.
 pub fn draw(plan: &Plan, width: u32) -> Result<String> {
@@ -33,32 +35,22 @@ pub fn draw(plan: &Plan, width: u32) -> Result<String> {
     let span = if plan.summary.iteration_seconds > 0.0 { plan.summary.iteration_seconds } else { 1.0 };
     let scale = ((f64::from(width) - LEFT - 8.0) / span).min(f64::MAX);
     let height = tops(plan.shape.devices) + 4.0;
-    let mut text = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height:.0}\" font-family=\"sans-serif\" \
-         font-size=\"9\">\n<rect width=\"{width}\" height=\"{height:.0}\" fill=\"#ffffff\"/>\n"
-    );
+    let mut picture = Picture::new(width, height.round() as u32);
     for device in 0..plan.shape.devices {
         for (index, row) in lanes.iter().enumerate() {
             let (top, high) = place(tops(device), index);
             let label =
                 if *row == 0 { format!("GPU {device}") } else { ["", "p", "g", "o"][*row].to_string() };
-            let _ = writeln!(
-                text,
-                "<text x=\"{:.0}\" y=\"{:.1}\" text-anchor=\"end\">{label}</text>\n<rect x=\"{LEFT}\" y=\"{top:.1}\" \
-                 width=\"{:.1}\" height=\"{high:.1}\" fill=\"#f0f0f0\"/>",
-                LEFT - 6.0,
-                top + high - 4.0,
-                span * scale,
-            );
+            picture.letters(&label, (LEFT - 6.0, top + high - 4.0), FONT, Anchor::End);
+            picture.fill((LEFT, top), (LEFT + span * scale, top + high), ROOM);
         }
     }
     for operation in operations {
         let index = lanes.iter().position(|row| Some(*row) == row_of(operation.kind)).unwrap_or(0);
         let (top, high) = place(tops(operation.device), index);
-        add(&mut text, plan, operation, (top, high), scale);
+        add(&mut picture, plan, operation, (top, high), scale);
     }
-    text.push_str("</svg>\n");
-    Ok(text)
+    Ok(picture.finish())
 }
 
 fn row_of(kind: Kind) -> Option<usize> {
@@ -79,16 +71,16 @@ fn place(top: f64, index: usize) -> (f64, f64) {
     }
 }
 
-fn add(text: &mut String, plan: &Plan, operation: &Operation, (top, high): (f64, f64), scale: f64) {
+fn add(picture: &mut Picture, plan: &Plan, operation: &Operation, (top, high): (f64, f64), scale: f64) {
     let split = if operation.kind == Kind::Forward { plan.shape.split } else { plan.shape.backward_split() };
     let chunk = (operation.first_unit / split / plan.shape.devices) as usize % 4;
     let (letter, fill) = match operation.kind {
         Kind::Forward => ("f", FORWARD[chunk]),
         Kind::Backward => ("b", BACKWARD[chunk]),
-        Kind::Recompute => ("r", "#d0d0d0"),
-        Kind::Fetch => ("p", "#8cd17d"),
-        Kind::Offload => ("g", "#ff9da7"),
-        _ => ("o", "#59a14f"),
+        Kind::Recompute => ("r", [0xd0, 0xd0, 0xd0]),
+        Kind::Fetch => ("p", [0x8c, 0xd1, 0x7d]),
+        Kind::Offload => ("g", [0xff, 0x9d, 0xa7]),
+        _ => ("o", [0x59, 0xa1, 0x4f]),
     };
     let (left, wide) = (LEFT + operation.start * scale, operation.seconds * scale);
     let first = operation.first_unit;
@@ -102,20 +94,11 @@ fn add(text: &mut String, plan: &Plan, operation: &Operation, (top, high): (f64,
         true => format!(", micro-batch {}", operation.micro_batch),
         false => String::new(),
     };
-    let _ = writeln!(
-        text,
-        "<rect x=\"{left:.1}\" y=\"{top:.1}\" width=\"{:.1}\" height=\"{high:.1}\" fill=\"{fill}\">\
-         <title>{letter} {stage}{micro_batch}: {} to {}</title></rect>",
-        (wide - 0.6).max(0.2),
-        operation.start,
-        operation.end,
-    );
+    let title = format!("{letter} {stage}{micro_batch}: {} to {}", operation.start, operation.end);
+    let right = left + (wide - 0.6).max(0.2);
+    picture.titled((left, top), (right, top + high), fill, &title);
     if wide > 7.0 * (1.0 + stage.len() as f64) {
-        let _ = writeln!(
-            text,
-            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{letter}{stage}</text>",
-            left + wide / 2.0,
-            top + high - 4.0,
-        );
+        let middle = (left + wide / 2.0, top + high - 4.0);
+        picture.letters(&format!("{letter}{stage}"), middle, FONT, Anchor::Middle);
     }
 }

@@ -1,10 +1,10 @@
-//! The topology of the machine: packages, cores, caches, NUMA nodes, GPUs and drives, and what this process may use of
+//! The topology of the machine: packages, cores, NUMA nodes, GPUs and drives, and what this process may use of
 //! it. It is read from /sys and /proc below a root that tests can set.
 //!
 //! | file | content |
 //! |---|---|
 //! | `sysfs.rs` | files below the root |
-//! | `processors.rs` | processors, packages, cores, caches |
+//! | `processors.rs` | processors, packages, cores |
 //! | `nodes.rs` | NUMA nodes and the kind of their memory |
 //! | `devices.rs` | GPUs and NVMe drives, and their nodes |
 //! | `allowed.rs` | processors and nodes of cgroups and affinity |
@@ -35,7 +35,7 @@ use serde::Serialize;
 
 pub use devices::{Device, DeviceKind, PciAddress};
 pub use nodes::{Node, NodeKind};
-pub use processors::{Cache, CacheKind, Package};
+pub use processors::Package;
 pub use sysfs::Root;
 
 use super::affinity;
@@ -56,8 +56,6 @@ pub struct Topology {
     pub packages: Vec<Package>,
     /// Online processors of each core.
     pub cores: Vec<Bitmap>,
-    /// Caches by level, kind and first processor.
-    pub caches: Vec<Cache>,
     /// NUMA nodes in ascending order, at least one.
     pub nodes: Vec<Node>,
     /// GPUs and NVMe drives in the order of their PCI addresses.
@@ -89,7 +87,6 @@ impl Topology {
             bound: root.is_live() && affinity::is_narrower_than_parent(),
             packages: processors.packages,
             cores: processors.cores,
-            caches: processors.caches,
             nodes,
             devices,
         }

@@ -1,4 +1,4 @@
-//! Processors, and which of them share a core, a package and caches.
+//! Processors, and which of them share a core and a package.
 #![forbid(unsafe_code)]
 
 use serde::Serialize;
@@ -17,44 +17,17 @@ pub struct Package {
     pub cpus: Bitmap,
 }
 
-/// Content of a cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum CacheKind {
-    /// Data alone.
-    Data,
-    /// Instructions alone.
-    Instruction,
-    /// Both.
-    Unified,
-}
-
-/// A cache.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Cache {
-    /// 1 is next to the core.
-    pub level: u32,
-    /// Its content.
-    pub kind: CacheKind,
-    /// Online processors that share it.
-    pub cpus: Bitmap,
-    /// Size; 0 if unknown.
-    pub bytes: u64,
-}
-
 /// All online processors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Processors {
     pub online: Bitmap,
     pub packages: Vec<Package>,
     pub cores: Vec<Bitmap>,
-    pub caches: Vec<Cache>,
 }
 
 pub(super) fn read(root: &Root) -> Processors {
     let online = online(root);
-    let cores = cores(root, &online);
-    Processors { packages: packages(root, &online), caches: caches(root, &online, &cores), cores, online }
+    Processors { packages: packages(root, &online), cores: cores(root, &online), online }
 }
 
 fn online(root: &Root) -> Bitmap {
@@ -109,47 +82,4 @@ fn cores(root: &Root, online: &Bitmap) -> Vec<Bitmap> {
         cores.push(core);
     }
     cores
-}
-
-fn caches(root: &Root, online: &Bitmap, cores: &[Bitmap]) -> Vec<Cache> {
-    let mut caches = Vec::new();
-    for cpu in online.iter() {
-        let folder = format!("{CPU}/cpu{cpu}/cache");
-        for index in root.numbered(&folder, "index").iter() {
-            let core = cores.iter().find(|core| core.contains(cpu));
-            let cache = cache(root, &format!("{folder}/index{index}"), online, core);
-            // Each cache is reported by all of its processors; the first of them counts.
-            caches.extend(cache.filter(|cache| cache.cpus.first() == Some(cpu)));
-        }
-    }
-    caches.sort_by_key(|cache: &Cache| (cache.level, cache.kind, cache.cpus.first()));
-    caches.dedup_by(|one, two| (one.level, one.kind, &one.cpus) == (two.level, two.kind, &two.cpus));
-    caches
-}
-
-/// A cache of a processor of `core`, which has it alone if the system names no processors.
-fn cache(root: &Root, folder: &str, online: &Bitmap, core: Option<&Bitmap>) -> Option<Cache> {
-    let shared = root.mask(&format!("{folder}/shared_cpu_map")).map(|cpus| cpus.and(online));
-    let shared = shared.filter(|cpus| !cpus.is_empty()).or_else(|| core.cloned());
-    let kind = match root.text(&format!("{folder}/type"))?.trim() {
-        "Data" => CacheKind::Data,
-        "Instruction" => CacheKind::Instruction,
-        _ => CacheKind::Unified,
-    };
-    Some(Cache {
-        level: root.number(&format!("{folder}/level"))?,
-        kind,
-        cpus: shared?,
-        bytes: root.text(&format!("{folder}/size")).and_then(|text| bytes(text.trim())).unwrap_or(0),
-    })
-}
-
-/// A size such as "32K".
-fn bytes(text: &str) -> Option<u64> {
-    let (digits, shift) = match text.chars().last()? {
-        'K' => (&text[..text.len() - 1], 10),
-        'M' => (&text[..text.len() - 1], 20),
-        _ => (text, 0),
-    };
-    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }

@@ -36,8 +36,8 @@ impl Tree {
         Root::at(self.0.path())
     }
 
-    /// Packages of `cores` cores each, whose processors follow each other, with an L3 cache each. With `threads` 2 the
-    /// second processors of all cores come after the first ones.
+    /// Packages of `cores` cores each, whose processors follow each other. With `threads` 2 the second processors of all
+    /// cores come after the first ones.
     fn processors(&self, packages: u32, cores: u32, threads: u32) -> &Tree {
         let all = packages * cores;
         self.file("sys/devices/system/cpu/online", format!("0-{}", all * threads - 1));
@@ -56,11 +56,6 @@ impl Tree {
             }
             self.file(&format!("{folder}/topology/physical_package_id"), package);
             self.file(&format!("{folder}/topology/package_cpus"), mask(&package_cpus));
-            self.file(&format!("{folder}/cache/index3/level"), 3);
-            self.file(&format!("{folder}/cache/index3/type"), "Unified");
-            self.file(&format!("{folder}/cache/index3/size"), "116736K");
-            self.file(&format!("{folder}/cache/index3/id"), package);
-            self.file(&format!("{folder}/cache/index3/shared_cpu_map"), mask(&package_cpus));
         }
         self
     }
@@ -178,8 +173,6 @@ fn memory_of_gpus_is_told_apart_and_devices_have_their_nodes() {
     );
     let drives: Vec<_> = topology.drives().map(|drive| (drive.name.as_str(), drive.node)).collect();
     assert_eq!(drives[3], ("nvme3", Some(3)));
-    let l3: Vec<_> = topology.caches.iter().map(|cache| cache.bytes).collect();
-    assert_eq!(l3, [114 << 20; 4]);
 }
 
 #[test]
@@ -337,7 +330,6 @@ fn broken_files_make_a_part_unknown() {
     let tree = superchips();
     tree.file("sys/devices/system/cpu/cpu0/topology/core_cpus", "zz");
     tree.file("sys/devices/system/cpu/cpu1/topology/package_cpus", "0");
-    tree.file("sys/devices/system/cpu/cpu2/cache/index3/size", "99999999999999999999K");
     tree.file("sys/devices/system/node/node0/distance", "10 x");
     tree.file("sys/devices/system/node/node4294967295/cpumap", "1")
         .file("sys/devices/system/node/nodeX/cpumap", "1");

@@ -17,7 +17,7 @@ mkdir -p "$logs"
 passed=0 failed=0 ignored=0
 summary="" broken=""
 
-format() { cargo fmt --all --check; }
+format() { cargo fmt --all --check && packaging/python_lint.sh; }
 # Lints without object stores, which add 75 crates for one source file. `py` builds that file with warnings as errors.
 lint() { cargo clippy --quiet --workspace --all-targets -- -D warnings; }
 rust() { cargo test --workspace --no-fail-fast --config "target.'cfg(all())'.runner='$root/ffi_tests/timed.sh'"; }

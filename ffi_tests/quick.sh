@@ -11,6 +11,7 @@ slow='tier::tests::crash choose::tests all_patterns_come_back'
 programs='copies fork io_round_trip null plan pool_blocks status structs swap last_error panic tier_steps'
 
 cargo fmt --all --check
+packaging/python_lint.sh
 skipped=
 for name in $slow; do skipped="$skipped --skip $name"; done
 # shellcheck disable=SC2086 # lists of words

@@ -21,7 +21,7 @@ def main():
     case, folder = sys.argv[1:3]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     train.become_single_rank()
-    import deepspeed
+    import deepspeed  # noqa: F401
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     CASES[case](pathlib.Path(folder), *sys.argv[3:])
     train.leave_group()
@@ -184,7 +184,7 @@ def superoffload(folder, _):
         if way == "destroy":
             engine.destroy()
             assert not len(_rounds._engines)
-            refused(lambda: engine.optimizer.superoffload_cpu_optimizer.begin(0, {}, 1.0, 0.0), "closed with its engine")
+            refused(lambda: engine.optimizer.superoffload_cpu_optimizer.begin(0, {}, 1.0, 0.0), "closed with its engine")  # noqa: F821
         del engine, model
         gc.collect()
         assert not len(_rounds._engines)
@@ -211,7 +211,7 @@ def checkpoint(folder, before, after):
     assert all(abs(one - other) <= 1e-3 * abs(other) for one, other in zip(losses, wanted, strict=True)), (losses, wanted)
     compare(state(second), last, 2e-3, 1e-5)
     second.destroy()
-    assert not [name for name in files(folder / "nvme")], files(folder / "nvme")
+    assert not list(files(folder / "nvme")), files(folder / "nvme")
 
 
 def state(engine):

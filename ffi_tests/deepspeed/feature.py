@@ -37,7 +37,7 @@ def import_all():
     import spillway.deepspeed
     spillway.deepspeed.install()
     import deepspeed
-    import deepspeed.runtime.zero.stage3
+    import deepspeed.runtime.zero.stage3  # noqa: F401
 
 
 def main(feature, folder):

@@ -123,9 +123,9 @@ def remember_processor():
 def import_all():
     """Also imports the modules that DeepSpeed would import when it creates an engine."""
     import deepspeed.runtime.zero.muon.muon_optimizer
-    import deepspeed.runtime.zero.stage3
-    import setuptools
-    import torch._dynamo
+    import deepspeed.runtime.zero.stage3  # noqa: F401
+    import setuptools  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
 
 def serve(connection):

@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import json
 import os
-import subprocess
 import sys
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -50,7 +50,7 @@ def test_deepspeeds_launcher_binds_the_same_cores(tmp_path, monkeypatch, package
     assert len(found["ranks"]) == gpus
     cores_of = re.search(r"--bind_core_list (\S+)", found["launch"]["deepspeed"])[1]
     monkeypatch.setattr(numa, "check_for_numactl_pkg", lambda: True)
-    monkeypatch.setattr(numa, "get_numa_cores", lambda: [])
+    monkeypatch.setattr(numa, "get_numa_cores", list)
     monkeypatch.delenv("KMP_AFFINITY", raising=False)
     for rank in found["ranks"]:
         _, command = numa.get_numactl_cmd(cores_of, gpus, rank["rank"])

@@ -11,7 +11,6 @@ import random
 import time
 
 import gradients
-import pytest
 
 # For each place of the states the run of DeepSpeed alone that it must equal. "tier zero" uses a gradient of zero for a
 # parameter without one, so that DeepSpeed's run gets these zeros; the other tiers use its last gradient, as DeepSpeed does.

@@ -6,7 +6,6 @@ without the variable nothing changes."""
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 

@@ -31,7 +31,7 @@ def test_the_weights_are_those_of_steps_on_the_cpu(run):
     for settings in ({"plan": "stride", "plan_argument": 2}, {"plan": "count", "plan_argument": 100, "slots": 1, "chunk": 1000},
                      {"plan": "model", "rates": rates, "replan": True}):
         if settings["plan"] == "count":
-            settings["plan_argument"] = mixed["active"]["interleave"]["cpu"] // mixed["steps"]
+            settings["plan_argument"] = mixed["active"]["interleave"]["cpu"] // mixed["steps"]  # noqa: F821
         mixed = run(*block(backend="host", **settings))
         assert (mixed["sha256"], mixed["losses"]) == (plain["sha256"], plain["losses"]), settings
         served = mixed["active"]["interleave"]

@@ -100,7 +100,7 @@ def test_the_constructor_and_its_getters(served, compiled):
 
 
 def test_the_functions_of_the_module(served, compiled, tmp_path):
-    assert public(compiled("async_io")) == [name for name in public(served("async_io"))]
+    assert public(compiled("async_io")) == list(public(served("async_io")))
     assert public(compiled("pin_memory")) == public(served("pin_memory"))
     data = (torch.arange(SIZE) % 251).to(torch.uint8)
     for module in (served, compiled):

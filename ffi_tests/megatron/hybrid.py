@@ -14,7 +14,8 @@ def optimizer_class():
     """Megatron's class."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Transformer Engine and Apex")
-        import megatron.core.optimizer  # noqa: F401: its CPUAdam is part of what is tested
+        # Its CPUAdam is part of what is tested.
+        import megatron.core.optimizer  # noqa: F401
         from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     return HybridDeviceOptimizer
 

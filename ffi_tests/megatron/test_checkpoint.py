@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-import hybrid
 from hybrid import BF16, F32, build, parameters, plain, same, train
 
 TOLERANCE = {F32: {"rtol": 1e-5, "atol": 1e-6}, BF16: {"rtol": 1e-2, "atol": 1e-4}}

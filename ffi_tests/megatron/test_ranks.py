@@ -8,7 +8,6 @@ import sys
 import textwrap
 
 import pytest
-import torch
 
 import spillway
 from spillway.megatron import OptimizerStateStore

@@ -10,7 +10,7 @@ import spillway
 from spillway.bench import _gpu_on_cpu as gpu
 
 import hybrid
-from hybrid import BF16, build, parameters, plain, same, train
+from hybrid import build, parameters, plain, same, train
 
 
 def only_megatron(installed, reason, make):

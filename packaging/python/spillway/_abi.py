@@ -6,7 +6,8 @@ import ctypes
 from typing import Any, NamedTuple
 
 from ._c import *
-from ._c import PROTOTYPES, STRUCTURES
+from ._c import PROTOTYPES
+from ._c import STRUCTURES as STRUCTURES
 from ._integers import RANGES, Integer
 
 DTYPES = {"float32": DTYPE_F32, "float16": DTYPE_F16, "bfloat16": DTYPE_BF16,

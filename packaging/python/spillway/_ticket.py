@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 from typing import Any
 
-from . import _native
 from ._native_handle import TIMEOUT, record
 
 # Status of a wait for a begun ticket whose outcome another thread is taking at this moment.

@@ -124,7 +124,7 @@ def plan(rates: Rates | Sequence[Any], sizes: Sequence[int], *, mode: str = "mod
     options.mode, options.parameter = _choice(PLANS, mode, "plan: mode"), _arguments.unsigned("argument", argument)
     options.residents, options.backward = _arguments.unsigned("residents", residents), _arguments.real("backward", backward)
     placements, found = (ctypes.c_uint32 * len(sizes))(), _abi.sized(_abi.PlanResult)
-    _native.call("spw_plan_interleave", 
+    _native.call("spw_plan_interleave",
         ctypes.byref(_rates(rates)), ctypes.byref(shape), ctypes.byref(options), placements, ctypes.byref(found))
     return Plan(tuple(PLACEMENTS[placement] for placement in placements), found.exposed_seconds, found.serial_seconds, found.gpu_bytes)
 

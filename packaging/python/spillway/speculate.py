@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _kept, _native
-from ._arrays import Array
 from ._native_handle import _NativeHandle, record
 from .errors import InvalidArgumentError
 from .gpu import CudaEvent, CudaStream, Gpu, device_table, stream_number

@@ -76,7 +76,7 @@ def test_structures_and_constants_are_those_of_the_compiled_header(headers, tmp_
 
 def test_no_field_of_the_header_is_missing_in_ctypes(headers):
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", _text(headers), flags=re.S)
-    bodies = dict((name, body) for body, name in re.findall(r"typedef struct \w+ \{([^}]*)\} (spw_\w+);", text))
+    bodies = {name: body for body, name in re.findall(r"typedef struct \w+ \{([^}]*)\} (spw_\w+);", text)}
     assert set(bodies) == {structure.c_name for structure in _abi.STRUCTURES}
     for structure in _abi.STRUCTURES:
         names = [part for line in bodies[structure.c_name].split(";")

@@ -165,7 +165,7 @@ def test_speculation_under_interrupts_ends_with_nothing_held():
             for bucket in range(2):
                 arrays = [np.ones(20_000, np.float32) for _ in range(4)]
                 seen = weakref.ref(arrays[0])
-                ticking.during(lambda: speculation.submit(bucket, [tuple(arrays)]))
+                ticking.during(lambda: speculation.submit(bucket, [tuple(arrays)]))  # noqa: F821
                 del arrays
                 if speculation.bucket_state(bucket) != "missing":
                     assert seen() is not None, "let go before the verdict"

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 import time
 
-import spillway
 from spillway.deepspeed import _ops
 
 from . import _io_fio, _machine, _progress, _report

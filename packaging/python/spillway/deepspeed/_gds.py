@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._handle import gds_handle
+from ._handle import gds_handle as gds_handle
 
 SERVED = ("gds_handle",)
 NOT_SERVED: dict[str, str] = {}

@@ -135,7 +135,7 @@ class Pipeline:
         orders = []
         for device in range(self.plan.devices):
             given = (parts[0] if device == self._input_device else [], parts[1] if device in self._target_devices else [])
-            orders.append(("step", self._step, self._steps, pickle.dumps(tuple({number: one for number, one in enumerate(some)} for some in given))))
+            orders.append(("step", self._step, self._steps, pickle.dumps(tuple(dict(enumerate(some)) for some in given))))
         answers = self._fleet.ask(orders, timeout)
         committed = all(backend[1] for _, backend in answers)
         self._step, self._steps = self._step + 1, self._steps + committed

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import _abi
-from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ..errors import SpillwayError, UnsupportedError
 from ._parts import part_of
 from ._precision import LOW, master_of
 from ._rows import Row, check_complete, check_kinds, check_memory, check_state, check_versions, is_served, lay_out, local, name_of

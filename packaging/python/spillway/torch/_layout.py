@@ -9,7 +9,7 @@ import json
 import struct
 import zlib
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 

@@ -30,6 +30,7 @@ DIGITS = {"f32": 8, "f16": 4, "bf16": 4}
 
 # A number is ("nan",), ("inf", sign) or ("num", sign, Fraction >= 0); sign is 0 or 1 and matters for zero too.
 
+
 def number(value, sign=None):
     value = Fraction(value)
     return ("num", (value < 0) if sign is None else bool(sign), abs(value))
@@ -132,7 +133,7 @@ def sqrt(x):
         return ("nan",)
     # 40 bits more than the result has, and one that says whether more follow.
     shift = 160 + 2 * abs(log2_floor(x[2]))
-    scaled = x[2] * 4 ** shift
+    scaled = x[2] * 4**shift
     root = math.isqrt(scaled.numerator // scaled.denominator)
     exact = Fraction(root * root) == scaled
     return rounded(("num", False, Fraction(2 * root + (0 if exact else 1), 2 ** (shift + 1))))
@@ -144,6 +145,7 @@ def f32(value):
 
 
 # The optimizers, element by element. Each gives the new (p, m, v).
+
 
 def power(base, step):
     return float(Fraction(base) ** step)
@@ -167,6 +169,7 @@ def adam(o, step):
         if decay and not l2:
             p = fma(p, f32(-o["lr"] * decay), p)
         return fma(div(m, d), size, p), m, v
+
     return element
 
 
@@ -179,6 +182,7 @@ def adagrad(o, step):
             g = fma(p, decay, g)
         v = fma(g, g, v)
         return fma(div(g, add(sqrt(v), eps)), size, p), m, v
+
     return element
 
 
@@ -192,10 +196,12 @@ def lion(o, step):
             p = fma(p, decay, p)
         step = c if c[0] == "nan" or c[0] == "num" and c[2] == 0 else ("num", c[1], lr[2])
         return add(p, negative(step)), fma(g, rest2, mul(m, b2)), v
+
     return element
 
 
 # The sum of squares: tiles of 4096 elements, 256 lanes a tile, trees above both.
+
 
 def sum_squares(grads):
     if any(g[0] == "nan" for g in grads):
@@ -218,13 +224,30 @@ def sum_squares(grads):
             return sums[0]
         left = 1 << (len(sums) - 1).bit_length() - 1
         return tree(sums[:left]) + tree(sums[left:])
-    return 0, tree([tile(grads[at:at + 4096]) for at in range(0, len(grads), 4096)])
+
+    return 0, tree([tile(grads[at : at + 4096]) for at in range(0, len(grads), 4096)])
 
 
 # Inputs.
 
-SPECIAL_F32 = [0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF,
-               0x7F800000, 0xFF800000, 0x7FC00000, 0x3F808000, 0x3F818000, 0x477FF000, 0x33000000, 0x00008000]
+SPECIAL_F32 = [
+    0x00000000,
+    0x80000000,
+    0x00000001,
+    0x80000001,
+    0x007FFFFF,
+    0x00800000,
+    0x7F7FFFFF,
+    0xFF7FFFFF,
+    0x7F800000,
+    0xFF800000,
+    0x7FC00000,
+    0x3F808000,
+    0x3F818000,
+    0x477FF000,
+    0x33000000,
+    0x00008000,
+]
 
 
 class Random:
@@ -232,7 +255,7 @@ class Random:
         self.state = seed
 
     def bits(self):
-        self.state = (self.state * 6364136223846793005 + 1442695040888963407) % 2 ** 64
+        self.state = (self.state * 6364136223846793005 + 1442695040888963407) % 2**64
         return self.state >> 32
 
 
@@ -247,6 +270,7 @@ def inputs(random, n, dtype, positive, specials):
             x = (bits & 0x807FFFFF) | (126 - kind % 12) << 23
         x &= 0x7FFFFFFF if positive else 0xFFFFFFFF
         return narrow(widen(x, "f32"), dtype)
+
     return [one() for _ in range(n)]
 
 
@@ -264,64 +288,112 @@ def case(optimizer, name, dtypes, n, steps, options, specials=False):
     p = inputs(random, n, param, False, specials)
     m = inputs(random, n, state, False, specials) if has_m else []
     v = inputs(random, n, state, True, specials) if has_v else []
-    out = {"name": name, "param": param, "state": state, "grad": grad, "copy": copy, "n": n, "options": options,
-           "param0": hexed(p, param), "exp_avg": hexed(m, state), "exp_avg_sq": hexed(v, state), "steps": []}
+    out = {
+        "name": name,
+        "param": param,
+        "state": state,
+        "grad": grad,
+        "copy": copy,
+        "n": n,
+        "options": options,
+        "param0": hexed(p, param),
+        "exp_avg": hexed(m, state),
+        "exp_avg_sq": hexed(v, state),
+        "steps": [],
+    }
     scale = f32(options["grad_scale"])
     for step in range(steps):
         g = inputs(random, n, grad, False, specials)
         scaled = [mul(widen(x, grad), scale) for x in g]
         element = make(options, options.get("step", 1) + step)
         zero = number(0)
-        new = [element(widen(p[i], param), widen(m[i], state) if has_m else zero, widen(v[i], state) if has_v else zero,
-                       scaled[i]) for i in range(n)]
+        new = [
+            element(widen(p[i], param), widen(m[i], state) if has_m else zero, widen(v[i], state) if has_v else zero, scaled[i])
+            for i in range(n)
+        ]
         p = [narrow(x[0], param) for x in new]
         m = [narrow(x[1], state) for x in new] if has_m else []
         v = [narrow(x[2], state) for x in new] if has_v else []
         copied = [narrow(x[0], copy) for x in new] if copy != "none" else []
         nonfinite, squares = sum_squares(scaled)
-        out["steps"].append({
-            "grad": hexed(g, grad), "param": hexed(p, param), "exp_avg": hexed(m, state),
-            "exp_avg_sq": hexed(v, state), "param_copy": hexed(copied, copy) if copied else "", "nonfinite": nonfinite,
-            "sum_squares": struct.pack(">d", squares).hex()})
+        out["steps"].append(
+            {
+                "grad": hexed(g, grad),
+                "param": hexed(p, param),
+                "exp_avg": hexed(m, state),
+                "exp_avg_sq": hexed(v, state),
+                "param_copy": hexed(copied, copy) if copied else "",
+                "nonfinite": nonfinite,
+                "sum_squares": struct.pack(">d", squares).hex(),
+            }
+        )
     return out
 
 
 def hash_of(text):
     value = 0xCBF29CE484222325
     for byte in text.encode():
-        value = (value ^ byte) * 0x100000001B3 % 2 ** 64
+        value = (value ^ byte) * 0x100000001B3 % 2**64
     return value
 
 
 MIXED = ("f32", "f32", "bf16", "bf16")
-ALL = [("f32", "f32", "f32", "none"), ("f32", "f32", "f32", "f16"), ("f32", "f32", "f32", "bf16"),
-       ("f32", "f32", "f16", "none"), ("f32", "f32", "f16", "f16"), ("f32", "f32", "f16", "bf16"),
-       ("f32", "f32", "bf16", "none"), ("f32", "f32", "bf16", "f16"), MIXED,
-       ("f16", "f32", "f16", "none"), ("f16", "f16", "f16", "none"),
-       ("bf16", "f32", "bf16", "none"), ("bf16", "bf16", "bf16", "none")]
+ALL = [
+    ("f32", "f32", "f32", "none"),
+    ("f32", "f32", "f32", "f16"),
+    ("f32", "f32", "f32", "bf16"),
+    ("f32", "f32", "f16", "none"),
+    ("f32", "f32", "f16", "f16"),
+    ("f32", "f32", "f16", "bf16"),
+    ("f32", "f32", "bf16", "none"),
+    ("f32", "f32", "bf16", "f16"),
+    MIXED,
+    ("f16", "f32", "f16", "none"),
+    ("f16", "f16", "f16", "none"),
+    ("bf16", "f32", "bf16", "none"),
+    ("bf16", "bf16", "bf16", "none"),
+]
 
 
 def files():
-    adam0 = {"weight_decay_mode": 0, "step": 1, "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8,
-             "weight_decay": 0.0, "grad_scale": 1.0, "no_bias_correction": 0}
+    adam0 = {
+        "weight_decay_mode": 0,
+        "step": 1,
+        "lr": 1e-3,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "grad_scale": 1.0,
+        "no_bias_correction": 0,
+    }
     adagrad0 = {"step": 1, "lr": 1e-2, "lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, "grad_scale": 1.0}
     lion0 = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "grad_scale": 1.0}
     starts = {"adam": adam0, "adagrad": adagrad0, "lion": lion0}
     for optimizer, start in starts.items():
         decayed = {**start, "weight_decay": 0.1, "grad_scale": 0.37, "lr": 1e-2}
         cases = [case(optimizer, "types " + " ".join(types), types, 35, 2, decayed) for types in ALL]
-        cases += [case(optimizer, "specials " + " ".join(types), types, 50, 2, decayed, True)
-                  for types in (ALL[0], MIXED, ALL[4], ALL[10], ALL[12])]
+        cases += [
+            case(optimizer, "specials " + " ".join(types), types, 50, 2, decayed, True)
+            for types in (ALL[0], MIXED, ALL[4], ALL[10], ALL[12])
+        ]
         cases.append(case(optimizer, "defaults", ALL[0], 17, 5, start))
-        cases.append(case(optimizer, "no decay, loss scale", MIXED, 33, 5, {**start, "grad_scale": 2.0 ** -16}))
+        cases.append(case(optimizer, "no decay, loss scale", MIXED, 33, 5, {**start, "grad_scale": 2.0**-16}))
         cases.append(case(optimizer, "lanes of the sum", ALL[12], 600, 1, decayed))
-        cases.append(case(optimizer, "denormal coefficients", ALL[0], 20, 2,
-                          {**decayed, "lr": 1e-38, "grad_scale": 1e-39}))
+        cases.append(case(optimizer, "denormal coefficients", ALL[0], 20, 2, {**decayed, "lr": 1e-38, "grad_scale": 1e-39}))
         if optimizer == "adam":
             for mode in (0, 1):
                 for uncorrected in (0, 1):
-                    cases.append(case(optimizer, f"decay mode {mode}, no_bias_correction {uncorrected}", MIXED, 33, 5,
-                                      {**decayed, "weight_decay_mode": mode, "no_bias_correction": uncorrected}))
+                    cases.append(
+                        case(
+                            optimizer,
+                            f"decay mode {mode}, no_bias_correction {uncorrected}",
+                            MIXED,
+                            33,
+                            5,
+                            {**decayed, "weight_decay_mode": mode, "no_bias_correction": uncorrected},
+                        )
+                    )
             cases.append(case(optimizer, "l2 specials", ALL[0], 50, 2, {**decayed, "weight_decay_mode": 1}, True))
             cases.append(case(optimizer, "late step", ALL[0], 17, 2, {**decayed, "step": 100000, "beta2": 0.95}))
         if optimizer == "adagrad":
@@ -344,8 +416,10 @@ def main():
             if committed.read() != text:
                 stale.append(name)
     if stale:
-        sys.exit(f"{', '.join(stale)} in kernels/ differ from the exact results; run python3 kernels/golden.py, which writes them, "
-                 "and look at the change")
+        sys.exit(
+            f"{', '.join(stale)} in kernels/ differ from the exact results; run python3 kernels/golden.py, which writes them, "
+            "and look at the change"
+        )
 
 
 if __name__ == "__main__":

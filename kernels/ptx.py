@@ -18,12 +18,12 @@ import zipfile
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parent
-SHARED = KERNELS / 'spw_gpu.cuh'
-MODULES = ['cast', 'adam']
-WHEEL = 'nvidia-cuda-nvrtc-cu12==12.0.140'
-LIBRARY = 'nvidia/cuda_nvrtc/lib/libnvrtc.so.12'
+SHARED = KERNELS / "spw_gpu.cuh"
+MODULES = ["cast", "adam"]
+WHEEL = "nvidia-cuda-nvrtc-cu12==12.0.140"
+LIBRARY = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
 # No contraction: the kernels write every fma explicitly.
-OPTIONS = [b'--gpu-architecture=compute_70', b'--std=c++17', b'--fmad=false']
+OPTIONS = [b"--gpu-architecture=compute_70", b"--std=c++17", b"--fmad=false"]
 NO_COMPILER = 77
 
 
@@ -31,35 +31,37 @@ def main():
     try:
         nvrtc = ctypes.CDLL(str(compiler()))
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f'cannot load NVRTC, the compiler of the GPU kernels: {error}; the first run downloads it from PyPI')
+        print(f"cannot load NVRTC, the compiler of the GPU kernels: {error}; the first run downloads it from PyPI")
         return NO_COMPILER
     stale = []
     for name in MODULES:
-        target = KERNELS / f'{name}.ptx'
-        text = compile_module(nvrtc, KERNELS / f'{name}.cu')
-        if '--check' not in sys.argv[1:]:
+        target = KERNELS / f"{name}.ptx"
+        text = compile_module(nvrtc, KERNELS / f"{name}.cu")
+        if "--check" not in sys.argv[1:]:
             target.write_text(text)
         elif target.read_text() != text:
             stale.append(target.name)
     if stale:
-        print(f'{", ".join(stale)} in kernels/ differ from what the compiler makes of their sources; run kernels/ptx.py, which '
-              'writes them, and commit the result')
+        print(
+            f"{', '.join(stale)} in kernels/ differ from what the compiler makes of their sources; run kernels/ptx.py, which "
+            "writes them, and commit the result"
+        )
     return 1 if stale else 0
 
 
 def compiler():
     """The compiler's library, fetched once."""
-    home = Path(os.environ.get('XDG_CACHE_HOME', Path.home() / '.cache')) / 'spillway'
-    cache = Path(os.environ.get('SPILLWAY_CACHE', home)) / WHEEL.replace('==', '-')
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "spillway"
+    cache = Path(os.environ.get("SPILLWAY_CACHE", home)) / WHEEL.replace("==", "-")
     library = cache / LIBRARY
     if not library.exists():
-        part = cache.with_suffix(f'.{os.getpid()}')
+        part = cache.with_suffix(f".{os.getpid()}")
         part.mkdir(parents=True, exist_ok=True)
-        python = home / 'venv/bin/python'
-        pip = [str(python) if python.exists() else sys.executable, '-m', 'pip', '--quiet', '--disable-pip-version-check']
-        fetch = ['download', '--no-deps', '--only-binary', ':all:', '--dest', str(part), WHEEL]
+        python = home / "venv/bin/python"
+        pip = [str(python) if python.exists() else sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        fetch = ["download", "--no-deps", "--only-binary", ":all:", "--dest", str(part), WHEEL]
         subprocess.run(pip + fetch, check=True, stdout=sys.stderr)
-        for wheel in part.glob('*.whl'):
+        for wheel in part.glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(part)
             wheel.unlink()
         if not library.exists():
@@ -76,12 +78,12 @@ def compile_module(nvrtc, path):
         sys.exit(read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program))
     ptx = read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
     # Comments, empty lines, and constants of the compiler that nothing uses.
-    dropped = ('//', '.global .align 8')
+    dropped = ("//", ".global .align 8")
     lines = [line.strip() for line in ptx.splitlines()]
     lines = [line for line in lines if line and not line.startswith(dropped)]
     digest = hashlib.sha256(source).hexdigest()
-    head = f'// Made by kernels/ptx.py with {WHEEL} of {SHARED.name} and {path.name}\n// sha256 {digest}\n'
-    return head + '\n'.join(lines) + '\n'
+    head = f"// Made by kernels/ptx.py with {WHEEL} of {SHARED.name} and {path.name}\n// sha256 {digest}\n"
+    return head + "\n".join(lines) + "\n"
 
 
 def read(size_of, text_of, program):
@@ -94,8 +96,8 @@ def read(size_of, text_of, program):
 
 def check(result):
     if result:
-        sys.exit(f'NVRTC, the compiler of the GPU kernels, failed with its error {result}')
+        sys.exit(f"NVRTC, the compiler of the GPU kernels, failed with its error {result}")
 
 
-if __name__ == '__main__':
+if __name__ == "__main__":
     sys.exit(main())

@@ -156,8 +156,10 @@ def _prose(lines, known):
 
 def _listings(lines):
     """Lines of a header's head that are indented by two or three spaces are a listing; Markdown would join them."""
-    return [f"    {line.strip()}" if re.match(r" {2,3}\S", line) else f"  {line}" if re.match(r" {4}", line) and listed else line
-            for line, listed in zip(lines, _inside_listing(lines))]
+    return [
+        f"    {line.strip()}" if re.match(r" {2,3}\S", line) else f"  {line}" if re.match(r" {4}", line) and listed else line
+        for line, listed in zip(lines, _inside_listing(lines))
+    ]
 
 
 def _inside_listing(lines):
@@ -172,8 +174,10 @@ def _link(name, known):
 
 
 def _options(found, known):
-    parts = ["# Option structs\n\nEvery struct of options, with the fields that a caller sets. Set the struct to its\n"
-             "`SPW_..._INIT` macro, then change fields.\n"]
+    parts = [
+        "# Option structs\n\nEvery struct of options, with the fields that a caller sets. Set the struct to its\n"
+        "`SPW_..._INIT` macro, then change fields.\n"
+    ]
     for path, _, items in found:
         for item in items:
             if item.kind == "struct" and item.name.endswith("_options"):

@@ -1,6 +1,6 @@
 """Writes docs/reference/cli.md from the help texts of the command line tool.
 
-    python docs/tools/cli.py target/release/spillway          writes the page"""
+python docs/tools/cli.py target/release/spillway          writes the page"""
 
 import pathlib
 import re
@@ -13,8 +13,7 @@ PAGE = ROOT / "docs" / "reference" / "cli.md"
 
 def help_of(tool, *command):
     """The help text of a command."""
-    made = subprocess.run([tool, *command, "--help"], capture_output=True, text=True, check=True,
-                          env={"COLUMNS": "100", "PATH": ""})
+    made = subprocess.run([tool, *command, "--help"], capture_output=True, text=True, check=True, env={"COLUMNS": "100", "PATH": ""})
     return "\n".join(line.rstrip() for line in made.stdout.rstrip().splitlines())
 
 
@@ -27,8 +26,10 @@ def commands(text):
 
 def page(tool):
     """The text of the page."""
-    parts = ["<!-- Written by docs/tools/cli.py. Do not edit. -->\n# Command line tool\n\n"
-             "The wheel and `make install` install the tool; `make lib` builds it as `target/release/spillway`.\n"]
+    parts = [
+        "<!-- Written by docs/tools/cli.py. Do not edit. -->\n# Command line tool\n\n"
+        "The wheel and `make install` install the tool; `make lib` builds it as `target/release/spillway`.\n"
+    ]
     waiting = [()]
     while waiting:
         command = waiting.pop(0)

@@ -17,7 +17,9 @@ from variables import VARIABLES
 
 # A name of these families in a string of the code is a variable that the code reads.
 _FAMILY = re.compile(r'"((?:SPILLWAY|AWS|XDG)_[A-Z0-9_]+|HOME)"')
-_READ = re.compile(r"""(?:env::var(?:_os)?|environment::(?:value|text|word|path|is_one)|env_number|getenv|environ\.get)\(["'](\w+)["']\)?|environ\[["'](\w+)["']\](?!\s*=[^=])""")
+_READ = re.compile(
+    r"""(?:env::var(?:_os)?|environment::(?:value|text|word|path|is_one)|env_number|getenv|environ\.get)\(["'](\w+)["']\)?|environ\[["'](\w+)["']\](?!\s*=[^=])"""
+)
 _SHELL = re.compile(r"\$\{([A-Z][A-Z0-9_]*)(?=:?[-?=])")
 _COMMENT = {".rs": "//", ".py": "#", ".pth": "\0", ".sh": "#"}
 
@@ -49,7 +51,8 @@ def _names(path):
 
 def page():
     """The text of the page."""
-    parts = ["""<!-- Written by docs/tools/configuration.py. Do not edit. -->
+    parts = [
+        """<!-- Written by docs/tools/configuration.py. Do not edit. -->
 # Configuration
 
 This page is generated from the code that reads each setting. Fields of option structs are in the
@@ -60,7 +63,8 @@ This page is generated from the code that reads each setting. Fields of option s
 The library takes a blank variable as one that is not set, except `SPILLWAY_PROFILE` and `CUDA_VISIBLE_DEVICES`. A value that is
 not UTF-8 is an error that names the variable. A program with more rights than its caller (setuid, setgid, file capabilities)
 reads none.
-"""]
+"""
+    ]
     files = readers()
     for group in dict.fromkeys(row[0] for row in VARIABLES):
         parts.append(f"### {group}\n\n| variable | values | effect | read by |\n|---|---|---|---|")
@@ -74,19 +78,30 @@ reads none.
 
 def _block():
     from spillway.deepspeed import _block
-    parts = ["""## The `spillway` block of a DeepSpeed configuration
+
+    parts = [
+        """## The `spillway` block of a DeepSpeed configuration
 
 The block is a top-level key of the DeepSpeed configuration, like DeepSpeed's own blocks. An unknown setting, a wrong
 value, and a setting without effect in the configuration are errors that name the setting. Without the block,
 `nvme_path` is the only path of ZeRO-3's optimizer states, as scratch space.
-"""]
+"""
+    ]
     for title, model, intro in (
-            ("spillway", _block.Block, "Storage of ZeRO-3's optimizer states with `offload_optimizer` on the device `nvme`. "
-             "`paths`, `job`, `host` and `io_timeout_seconds` also apply to parameters with `offload_param` on the device `nvme`."),
-            ("spillway.paths[]", _block.PathBlock, "An entry of `paths` may also be a string: the path alone."),
-            ("spillway.interleave", _block.InterleaveBlock, "An update that CPU and GPU do together. It needs ZeRO stage 3 with "
-             "`offload_optimizer` on the device `cpu`."),
-            ("spillway.interleave.rates", _block.RatesBlock, "Measured rates, in parameters per second.")):
+        (
+            "spillway",
+            _block.Block,
+            "Storage of ZeRO-3's optimizer states with `offload_optimizer` on the device `nvme`. "
+            "`paths`, `job`, `host` and `io_timeout_seconds` also apply to parameters with `offload_param` on the device `nvme`.",
+        ),
+        ("spillway.paths[]", _block.PathBlock, "An entry of `paths` may also be a string: the path alone."),
+        (
+            "spillway.interleave",
+            _block.InterleaveBlock,
+            "An update that CPU and GPU do together. It needs ZeRO stage 3 with `offload_optimizer` on the device `cpu`.",
+        ),
+        ("spillway.interleave.rates", _block.RatesBlock, "Measured rates, in parameters per second."),
+    ):
         parts.append(f"### `{title}`\n\n{intro}\n\n| setting | type | default | meaning |\n|---|---|---|---|")
         for name, field in model.model_fields.items():
             default = "required" if field.is_required() else f"`{_json(field.default)}`"
@@ -100,8 +115,11 @@ def _cell(text):
 
 
 def _json(value):
-    return {None: "null", True: "true", False: "false"}.get(value, value) if not isinstance(value, (int, float)) or isinstance(value, bool) \
+    return (
+        {None: "null", True: "true", False: "false"}.get(value, value)
+        if not isinstance(value, (int, float)) or isinstance(value, bool)
         else value
+    )
 
 
 def _type(kind):

@@ -3,7 +3,6 @@ backticks and code blocks that are indented by four spaces."""
 
 import re
 
-
 # Sections of named items, and sections of text.
 _ITEMS, _TEXTS = ("Args", "Attributes", "Raises"), ("Returns", "Example", "Conventions")
 

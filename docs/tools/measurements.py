@@ -150,8 +150,13 @@ def table(rows):
     notes = ["note"] if any("note" in row for row in rows) else []
     lines = [[words(name) for name in cases + figures + notes], ["---"] * len(cases + figures + notes)]
     for row in rows:
-        lines.append([*(_case(row["case"].get(key, "")) for key in cases),
-                      *(_figure(row["figures"].get(name)) for name in figures), *(row.get("note", "") for _ in notes)])
+        lines.append(
+            [
+                *(_case(row["case"].get(key, "")) for key in cases),
+                *(_figure(row["figures"].get(name)) for name in figures),
+                *(row.get("note", "") for _ in notes),
+            ]
+        )
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
@@ -160,15 +165,26 @@ def machine(record):
     fields = dict(record["machine"])
     first = [fields.pop("processor"), f"{fields.pop('cores')} cores"]
     virtual = fields.pop("virtual")
-    return "; ".join([*first, f"under {virtual}" if virtual else "not virtual",
-                      *(value if key in ("kernel", "software") else f"{key} {value}" for key, value in fields.items())])
+    return "; ".join(
+        [
+            *first,
+            f"under {virtual}" if virtual else "not virtual",
+            *(value if key in ("kernel", "software") else f"{key} {value}" for key, value in fields.items()),
+        ]
+    )
 
 
 def section(name, record):
     """A record as a section of the page."""
     how = f"`{record['command']}`" if "command" in record else _linked(record["method"])
-    lines = [f"(record-{name})=", f"## {record['title']}", "", f"- **Machine:** {machine(record)}",
-             f"- **Date:** {record['date']}", f"- **How:** {how}"]
+    lines = [
+        f"(record-{name})=",
+        f"## {record['title']}",
+        "",
+        f"- **Machine:** {machine(record)}",
+        f"- **Date:** {record['date']}",
+        f"- **How:** {how}",
+    ]
     if record.get("settings"):
         lines.append("- **Settings:** " + "; ".join(f"{words(key)}: {_case(value)}" for key, value in record["settings"].items()))
     lines += ["", table(record["rows"]), "", *(f"- {_linked(note)}" for note in record["notes"]), ""]

@@ -12,8 +12,11 @@ PLOTS = pathlib.Path(__file__).resolve().parents[1] / "plots"
 def against_others():
     """Of a step of 100 Mi parameters, the time of each contender over Spillway's: [(case, ratio)]."""
     found = [(row["case"], middle(row["figures"]["time_ratio"])) for row in measurements.read("adam_others_xeon")["rows"]]
-    return [(f"{case['contender']}\n{case['work']}", ratio) for case, ratio in found
-            if case.get("parameters") == 100 << 20 and case["contender"] != "spillway"]
+    return [
+        (f"{case['contender']}\n{case['work']}", ratio)
+        for case, ratio in found
+        if case.get("parameters") == 100 << 20 and case["contender"] != "spillway"
+    ]
 
 
 def after_last_gradient():
@@ -28,7 +31,8 @@ def seconds_per_step():
         case, figures = row["case"], row["figures"]
         if case["block"] == "20 KiB":
             found[f"{case['parameters']}, {case['state']}"] = [
-                middle(figures[name]) for name in ("deepspeed_one_path_s", "spillway_one_path_s", "spillway_two_paths_s")]
+                middle(figures[name]) for name in ("deepspeed_one_path_s", "spillway_one_path_s", "spillway_two_paths_s")
+            ]
     return list(found.items())
 
 
@@ -45,6 +49,7 @@ def with_latency():
 def write():
     """Writes every plot as SVG."""
     import matplotlib
+
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "spillway", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     (PLOTS / "records").mkdir(parents=True, exist_ok=True)
@@ -58,6 +63,7 @@ def write():
 
 def _save(name, height, draw):
     from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, height), layout="constrained")
     draw(axes)
     figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None})
@@ -107,8 +113,7 @@ def _speculation(axes):
 
 
 def _tier(axes):
-    _bars(axes, seconds_per_step(), ["DeepSpeed, one path", "Spillway, one path", "Spillway, two paths"],
-          "seconds a step; less is better")
+    _bars(axes, seconds_per_step(), ["DeepSpeed, one path", "Spillway, one path", "Spillway, two paths"], "seconds a step; less is better")
 
 
 def _io(axes):

@@ -21,9 +21,11 @@ def write():
     PAGES.mkdir(exist_ok=True)
     pages = {"measurements.md": measurements.page()}
     for path in SHOWN:
+
         def link(match):
             target = (path.parent / match[2]).resolve()
             return f"[{match[1]}]({page_of(target)})" if target in SHOWN else f"{match[1]} (`{target.relative_to(ROOT)}`)"
+
         pages[page_of(path)] = f"{_LINK.sub(link, path.read_text())}\n*Source: `{path.relative_to(ROOT)}`*\n"
     for old in {path.name for path in PAGES.glob("*.md")} - set(pages):
         (PAGES / old).unlink()
@@ -47,4 +49,5 @@ def inside(name, text):
         if target.exists() and not target.is_relative_to(ROOT / "docs"):
             return f"`{target.relative_to(ROOT)}`" if match[1].startswith("`") else f"{match[1]} (`{target.relative_to(ROOT)}`)"
         return match[0]
+
     return _LINK.sub(link, text)

@@ -15,18 +15,37 @@ F32, BF16 = 1, 3
 
 
 class AdamOptions(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_uint32), ("weight_decay_mode", ctypes.c_uint32), ("step", ctypes.c_uint64),
-                ("lr", ctypes.c_double), ("beta1", ctypes.c_double), ("beta2", ctypes.c_double),
-                ("eps", ctypes.c_double), ("weight_decay", ctypes.c_double), ("grad_scale", ctypes.c_double),
-                ("no_bias_correction", ctypes.c_uint32), ("reserved", ctypes.c_uint32)]
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("weight_decay_mode", ctypes.c_uint32),
+        ("step", ctypes.c_uint64),
+        ("lr", ctypes.c_double),
+        ("beta1", ctypes.c_double),
+        ("beta2", ctypes.c_double),
+        ("eps", ctypes.c_double),
+        ("weight_decay", ctypes.c_double),
+        ("grad_scale", ctypes.c_double),
+        ("no_bias_correction", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
 
 
 class Tensor(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_uint32), ("param_dtype", ctypes.c_uint32), ("state_dtype", ctypes.c_uint32),
-                ("grad_dtype", ctypes.c_uint32), ("copy_dtype", ctypes.c_uint32), ("reserved", ctypes.c_uint32),
-                ("n", ctypes.c_uint64), ("param", ctypes.c_void_p), ("grad", ctypes.c_void_p),
-                ("exp_avg", ctypes.c_void_p), ("exp_avg_sq", ctypes.c_void_p), ("param_copy", ctypes.c_void_p),
-                ("options", ctypes.c_void_p)]
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("param_dtype", ctypes.c_uint32),
+        ("state_dtype", ctypes.c_uint32),
+        ("grad_dtype", ctypes.c_uint32),
+        ("copy_dtype", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("n", ctypes.c_uint64),
+        ("param", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("exp_avg", ctypes.c_void_p),
+        ("exp_avg_sq", ctypes.c_void_p),
+        ("param_copy", ctypes.c_void_p),
+        ("options", ctypes.c_void_p),
+    ]
 
 
 class StepStats(ctypes.Structure):
@@ -63,15 +82,23 @@ def digest(library, n):
     options.weight_decay = 0.01
     options.grad_scale = 0.125
     param = (ctypes.c_float * n)(*((i * 37 % 1009 - 504) / 512 for i in range(n)))
-    grad = (ctypes.c_uint16 * n)(*(0x3c00 + i * 7 % 512 | (i % 3 == 0) << 15 for i in range(n)))
+    grad = (ctypes.c_uint16 * n)(*(0x3C00 + i * 7 % 512 | (i % 3 == 0) << 15 for i in range(n)))
     exp_avg, exp_avg_sq, copy = (ctypes.c_float * n)(), (ctypes.c_float * n)(), (ctypes.c_uint16 * n)()
-    tensor = Tensor(ctypes.sizeof(Tensor), F32, F32, BF16, BF16, 0, n, *(ctypes.addressof(span) for span in (
-        param, grad, exp_avg, exp_avg_sq, copy)), None)
+    tensor = Tensor(
+        ctypes.sizeof(Tensor),
+        F32,
+        F32,
+        BF16,
+        BF16,
+        0,
+        n,
+        *(ctypes.addressof(span) for span in (param, grad, exp_avg, exp_avg_sq, copy)),
+        None,
+    )
     stats = StepStats(ctypes.sizeof(StepStats))
     seen = hashlib.sha256()
     for options.step in range(1, 4):
-        check(library, library.spw_adam_step(ctypes.byref(options), ctypes.byref(tensor), ctypes.c_uint64(1),
-                                             ctypes.byref(stats)))
+        check(library, library.spw_adam_step(ctypes.byref(options), ctypes.byref(tensor), ctypes.c_uint64(1), ctypes.byref(stats)))
         seen.update(stats)
     for span in (param, exp_avg, exp_avg_sq, copy):
         seen.update(span)

@@ -35,10 +35,31 @@ def main():
 
 def assembly(path):
     with tempfile.NamedTemporaryFile(suffix=".s") as out:
-        subprocess.run(["aarch64-linux-gnu-g++", "-S", "-O3", "-std=c++20", "-fopenmp", "-march=armv9-a", f"-D__{path}__",
-                        "-D__DISABLE_CUDA__", "-DTORCH_EXTENSION_NAME=cpu_adam", "-I", SOURCES / "includes", "-I", TORCH,
-                        "-I", TORCH / "torch/csrc/api/include", "-I", sysconfig.get_paths()["include"],
-                        SOURCES / "adam" / "cpu_adam_impl.cpp", "-o", out.name], check=True)
+        subprocess.run(
+            [
+                "aarch64-linux-gnu-g++",
+                "-S",
+                "-O3",
+                "-std=c++20",
+                "-fopenmp",
+                "-march=armv9-a",
+                f"-D__{path}__",
+                "-D__DISABLE_CUDA__",
+                "-DTORCH_EXTENSION_NAME=cpu_adam",
+                "-I",
+                SOURCES / "includes",
+                "-I",
+                TORCH,
+                "-I",
+                TORCH / "torch/csrc/api/include",
+                "-I",
+                sysconfig.get_paths()["include"],
+                SOURCES / "adam" / "cpu_adam_impl.cpp",
+                "-o",
+                out.name,
+            ],
+            check=True,
+        )
         return pathlib.Path(out.name).read_text().splitlines()
 
 
@@ -50,7 +71,7 @@ def loops(lines, square_root):
         start = labels.get(jump[1], number) if jump else number
         if not 0 < number - start < 400:
             continue
-        body = [text for text in lines[start:number + 1] if re.match(r"\s+[a-z]", text)]
+        body = [text for text in lines[start : number + 1] if re.match(r"\s+[a-z]", text)]
         text = "\n".join(body)
         roots = len(re.findall(square_root, text))
         if roots == len(re.findall(r"\bfdivr?\s+[zv]", text)) > 0 and not CONVERSIONS.search(text) and "ret" not in text:
@@ -61,12 +82,18 @@ def figures(body, elements):
     tools = subprocess.run([ROOT / "packaging/arm_env.sh"], check=True, capture_output=True, text=True).stdout.strip()
     # The target of every branch becomes the next instruction.
     code = "\n".join(re.sub(r"\.L\w+", ".", line) for line in body)
-    said = subprocess.run([f"{tools}/bin/llvm-mca", "-mtriple=aarch64-linux-gnu", "-mcpu=neoverse-v2",
-                           f"-iterations={ROUNDS}"], input=code, capture_output=True, text=True)
+    said = subprocess.run(
+        [f"{tools}/bin/llvm-mca", "-mtriple=aarch64-linux-gnu", "-mcpu=neoverse-v2", f"-iterations={ROUNDS}"],
+        input=code,
+        capture_output=True,
+        text=True,
+    )
     if said.returncode != 0:
         sys.exit(said.stderr)
-    total = {name: float(re.search(rf"^{name}: +([\d.]+)", said.stdout, re.MULTILINE)[1])
-             for name in ("Instructions", "Total uOps", "Total Cycles", "Block RThroughput")}
+    total = {
+        name: float(re.search(rf"^{name}: +([\d.]+)", said.stdout, re.MULTILINE)[1])
+        for name in ("Instructions", "Total uOps", "Total Cycles", "Block RThroughput")
+    }
     each = [total[name] / ROUNDS / elements for name in ("Instructions", "Total uOps", "Total Cycles")]
     return " ".join(f"{value:6.2f}" for value in (*each, total["Block RThroughput"] / elements))
 

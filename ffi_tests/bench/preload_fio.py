@@ -42,12 +42,24 @@ def timed():
 
 def fio(file, way, block, depth, environment, more):
     """(requests per second, processor seconds per request)"""
-    command = ["fio", "--name=job", f"--filename={file}", "--ioengine=libaio", "--direct=1", f"--rw={way}", f"--bs={block}",
-               f"--iodepth={depth}", f"--size={SIZE}", "--output-format=json", "--invalidate=0", *more]
+    command = [
+        "fio",
+        "--name=job",
+        f"--filename={file}",
+        "--ioengine=libaio",
+        "--direct=1",
+        f"--rw={way}",
+        f"--bs={block}",
+        f"--iodepth={depth}",
+        f"--size={SIZE}",
+        "--output-format=json",
+        "--invalidate=0",
+        *more,
+    ]
     before = os.times()
     output = subprocess.run(command, env={**os.environ, **environment}, check=True, capture_output=True).stdout
     after = os.times()
-    job = json.loads(output[output.index(b"{"):])["jobs"][0]
+    job = json.loads(output[output.index(b"{") :])["jobs"][0]
     found = job["read" if "read" in way else "write"]
     spent = after.children_user + after.children_system - before.children_user - before.children_system
     return found["iops"], spent / found["total_ios"]
@@ -58,8 +70,10 @@ def print_row(way, block, depth, plain, served):
     rates = [middle(rate for rate, _ in passes) for passes in (plain, served)]
     costs = [middle(cost for _, cost in passes) * 1e6 for passes in (plain, served)]
     speed, cost = (middle(b[at] / a[at] for a, b in zip(plain, served)) for at in (0, 1))
-    print(f"{way:<10} {block:>5} {depth:>5} {rates[0]:>8.0f} {costs[0]:>9.2f} {rates[1]:>9.0f} {costs[1]:>9.2f} "
-          f"{speed:>7.2f} {cost:>7.2f}", flush=True)
+    print(
+        f"{way:<10} {block:>5} {depth:>5} {rates[0]:>8.0f} {costs[0]:>9.2f} {rates[1]:>9.0f} {costs[1]:>9.2f} {speed:>7.2f} {cost:>7.2f}",
+        flush=True,
+    )
 
 
 main()

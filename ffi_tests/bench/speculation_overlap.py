@@ -16,8 +16,10 @@ import spillway
 def main():
     options = arguments()
     n = options.parameters // options.buckets
-    layers = [[np.full(n, 0.1, np.float32), np.full(n, 1e-4, np.float32), np.zeros(n, np.float32),
-               np.zeros(n, np.float32)] for _ in range(options.buckets)]
+    layers = [
+        [np.full(n, 0.1, np.float32), np.full(n, 1e-4, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)]
+        for _ in range(options.buckets)
+    ]
     adam = spillway.Adam(lr=1e-4)
     # The first steps touch the memory and measure the time of a bucket's step.
     for _ in range(3):
@@ -26,17 +28,21 @@ def main():
         pause = 1.3 * (time.perf_counter() - start)
         adam.step([tuple(layer) for layer in layers[1:]])
     norm = sum(spillway.grad_stats(layer[1]).sum_squares for layer in layers) ** 0.5
-    cases = {"waiting for the norm": lambda s: waiting(adam, layers, pause),
-             "speculation, committed": lambda s: speculating(s, adam, layers, pause, 0.0),
-             "speculation, clipped by the first bucket": lambda s: speculating(s, adam, layers, pause, norm / 100),
-             "speculation, clipped by the last bucket": lambda s: speculating(s, adam, layers, pause, norm * 0.999)}
+    cases = {
+        "waiting for the norm": lambda s: waiting(adam, layers, pause),
+        "speculation, committed": lambda s: speculating(s, adam, layers, pause, 0.0),
+        "speculation, clipped by the first bucket": lambda s: speculating(s, adam, layers, pause, norm / 100),
+        "speculation, clipped by the last bucket": lambda s: speculating(s, adam, layers, pause, norm * 0.999),
+    }
     exposed = {name: [] for name in cases}
     with spillway.Speculation(options.buckets, publish="staged") as speculation:
         for _ in range(options.rounds):
             for name, case in cases.items():
                 exposed[name].append(case(speculation))
-    print(f"{options.parameters >> 20} Mi parameters in {options.buckets} buckets, {spillway.num_threads()} threads, "
-          f"{options.rounds} rounds, {1e3 * pause:.1f} ms between gradients")
+    print(
+        f"{options.parameters >> 20} Mi parameters in {options.buckets} buckets, {spillway.num_threads()} threads, "
+        f"{options.rounds} rounds, {1e3 * pause:.1f} ms between gradients"
+    )
     whole = statistics.median(exposed["waiting for the norm"])
     for name, seconds in exposed.items():
         middle = statistics.median(seconds)

@@ -30,20 +30,33 @@ def main():
     seconds = {kind: [] for kind in runs}
     for number in range(options.warm + options.rounds):
         # A rate-limited device transfers more after a pause, so the order of the kinds rotates.
-        for kind in [*runs][number % len(runs):] + [*runs][:number % len(runs)]:
+        for kind in [*runs][number % len(runs) :] + [*runs][: number % len(runs)]:
             runs[kind].stdin.write("step\n")
             seconds[kind].append(json.loads(runs[kind].stdout.readline()))
     ends = {kind: end(process) for kind, process in runs.items()}
     assert len({hashed for hashed, *_ in ends.values()}) == 1, ends
-    report(options, {kind: times[options.warm:] for kind, times in seconds.items()}, ends)
+    report(options, {kind: times[options.warm :] for kind, times in seconds.items()}, ends)
 
 
 def start(options, kind, directories):
     environment = dict(os.environ, DS_ACCELERATOR="cpu")
     if kind != "deepspeed":
         environment["SPILLWAY_DEEPSPEED"] = "1"
-    command = [sys.executable, __file__, *directories, "--kind", kind, "--matrices", str(options.matrices),
-               "--part", str(options.part), "--more", str(options.more), "--aio", options.aio]
+    command = [
+        sys.executable,
+        __file__,
+        *directories,
+        "--kind",
+        kind,
+        "--matrices",
+        str(options.matrices),
+        "--part",
+        str(options.part),
+        "--more",
+        str(options.more),
+        "--aio",
+        options.aio,
+    ]
     if options.split:
         command.append("--split")
     if options.ratio:
@@ -68,9 +81,11 @@ def report(options, seconds, ends):
     print(f"{options.matrices} M parameters, {state / 1e9:.2f} GB of state, {options.rounds} rounds")
     for kind, times in steps.items():
         ratios = [theirs / ours for theirs, ours in zip(steps["deepspeed"], times)]
-        print(f"{kind:11s} {statistics.median(times):7.3f} s a step (from {min(times):.3f} to {max(times):.3f}), "
-              f"{2 * state / statistics.median(times) / 1e9:6.2f} GB/s, DeepSpeed / this: {statistics.median(ratios):.2f}, "
-              f"resident {ends[kind][1]:.2f} GB, at most {ends[kind][2]:.2f}")
+        print(
+            f"{kind:11s} {statistics.median(times):7.3f} s a step (from {min(times):.3f} to {max(times):.3f}), "
+            f"{2 * state / statistics.median(times) / 1e9:6.2f} GB/s, DeepSpeed / this: {statistics.median(ratios):.2f}, "
+            f"resident {ends[kind][1]:.2f} GB, at most {ends[kind][2]:.2f}"
+        )
 
 
 def serve(options):
@@ -78,8 +93,10 @@ def serve(options):
     sys.path.insert(0, str(DEEPSPEED_TESTS))
     output, sys.stdout = sys.stdout, sys.stderr
     import train
+
     train.become_single_rank()
     import deepspeed
+
     engine = made(deepspeed, options)
     print("ready", file=output, flush=True)
     for _ in sys.stdin:
@@ -126,13 +143,17 @@ def made(deepspeed, options):
     model = Matrices()
     offload = {"device": "cpu"}
     if options.kind != "host":
-        offload = {"device": "nvme", "nvme_path": options.directories[0], "buffer_count": 14, "pipeline_read": True,
-                   "pipeline_write": True}
-    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
-              "zero_optimization": {"stage": 3, "sub_group_size": 4 << 20, "offload_optimizer": offload},
-              "aio": json.loads(options.aio),
-              "spillway": block(options),
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "steps_per_print": 1 << 30}
+        offload = {"device": "nvme", "nvme_path": options.directories[0], "buffer_count": 14, "pipeline_read": True, "pipeline_write": True}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "sub_group_size": 4 << 20, "offload_optimizer": offload},
+        "aio": json.loads(options.aio),
+        "spillway": block(options),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "steps_per_print": 1 << 30,
+    }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
 
@@ -143,10 +164,16 @@ def block(options):
     if options.kind in ("host", "deepspeed"):
         return {}
     from spillway.swap import working_bytes
+
     parts = [options.part] * (options.matrices * (1 << 20) // options.part)
     moving = working_bytes(parts, len(options.directories), split_master=options.split)
-    found = {"paths": options.directories, "job": options.kind, "part_elements": options.part, "split_master": options.split,
-             "cache_bytes": (14 * 16 + options.more << 20) - moving}
+    found = {
+        "paths": options.directories,
+        "job": options.kind,
+        "part_elements": options.part,
+        "split_master": options.split,
+        "cache_bytes": (14 * 16 + options.more << 20) - moving,
+    }
     return {**found, "ratio": options.ratio} if options.ratio else found
 
 
@@ -161,8 +188,11 @@ def arguments():
     parser.add_argument("--more", type=int, default=0, help="MiB that Spillway caches beyond what DeepSpeed's buffers take")
     parser.add_argument("--split", action="store_true", help="Spillway with split masters: 10 bytes a parameter instead of 12")
     # The best of DeepSpeed's settings on the measured machines.
-    parser.add_argument("--aio", default='{"block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 2, '
-                                         '"overlap_events": true}', help="DeepSpeed's aio block")
+    parser.add_argument(
+        "--aio",
+        default='{"block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": true}',
+        help="DeepSpeed's aio block",
+    )
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -17,8 +17,9 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TABLE = HERE / "counts.txt"
-LIBRARY = os.environ.setdefault("SPILLWAY_LIBRARY", str(
-    pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
+LIBRARY = os.environ.setdefault(
+    "SPILLWAY_LIBRARY", str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so")
+)
 ROOM = 1.05
 KERNELS = "avx2", "scalar"
 ELEMENTS, TENSORS, SMALL = 4096, 100, 32
@@ -34,19 +35,49 @@ def program(tmp_path_factory):
     abi = re.search(r"#define SPW_ABI_VERSION (\d+)", (ROOT / "include/spillway/base.h").read_text())[1]
     for name in ("libspillway.so", f"libspillway.so.{abi}"):
         (folder / name).symlink_to(LIBRARY)
-    subprocess.run(["cc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-O1", "-Wall", "-Wextra", "-Werror",
-                    str(HERE / "steps.c"), f"-I{ROOT / 'include'}", f"-L{folder}", f"-Wl,-rpath,{folder}",
-                    "-lspillway", "-o", str(folder / "steps")], check=True)
+    subprocess.run(
+        [
+            "cc",
+            "-std=c11",
+            "-D_POSIX_C_SOURCE=200809L",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            str(HERE / "steps.c"),
+            f"-I{ROOT / 'include'}",
+            f"-L{folder}",
+            f"-Wl,-rpath,{folder}",
+            "-lspillway",
+            "-o",
+            str(folder / "steps"),
+        ],
+        check=True,
+    )
     return folder / "steps"
 
 
 def totals(program, kernel, case, elements, tensors):
     """Instructions, and lines that the first cache lacked, of one call."""
     result = program.with_name("callgrind.out")
-    subprocess.run(["valgrind", "--tool=callgrind", "--collect-atstart=no", "--cache-sim=yes", "--D1=32768,8,64",
-                    "--LL=8388608,16,64", f"--callgrind-out-file={result}", str(program), case, str(elements), str(tensors)],
-                   env={**os.environ, "SPILLWAY_KERNEL": kernel, "SPILLWAY_NUM_THREADS": "1"}, check=True,
-                   capture_output=True)
+    subprocess.run(
+        [
+            "valgrind",
+            "--tool=callgrind",
+            "--collect-atstart=no",
+            "--cache-sim=yes",
+            "--D1=32768,8,64",
+            "--LL=8388608,16,64",
+            f"--callgrind-out-file={result}",
+            str(program),
+            case,
+            str(elements),
+            str(tensors),
+        ],
+        env={**os.environ, "SPILLWAY_KERNEL": kernel, "SPILLWAY_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+    )
     text = result.read_text()
     names = re.search(r"^events: (.*)$", text, re.M).group(1).split()
     counts = dict(zip(names, map(int, re.search(r"^totals: (.*)$", text, re.M).group(1).split())))
@@ -72,8 +103,12 @@ def table():
 def excess(rows, limits):
     """What exceeds its limit, as text."""
     names = "instructions", "cache lines"
-    return [f"{' '.join(key)}: {found:.3f} {name}, the table has {limit:.3f}"
-            for key, values in rows.items() for name, found, limit in zip(names, values, limits[key]) if found > limit * ROOM]
+    return [
+        f"{' '.join(key)}: {found:.3f} {name}, the table has {limit:.3f}"
+        for key, values in rows.items()
+        for name, found, limit in zip(names, values, limits[key])
+        if found > limit * ROOM
+    ]
 
 
 def test_no_kernel_and_no_call_needs_more_than_the_table_says(program):
@@ -81,8 +116,9 @@ def test_no_kernel_and_no_call_needs_more_than_the_table_says(program):
         pytest.skip("this processor has no AVX2")
     rows = {key: values for kernel in KERNELS for key, values in measured(program, kernel).items()}
     if os.environ.get("SPILLWAY_BLESS"):
-        TABLE.write_text(HEADER + "".join(
-            f"{kernel} {case} {instructions:.3f} {lines:.3f}\n" for (kernel, case), (instructions, lines) in rows.items()))
+        TABLE.write_text(
+            HEADER + "".join(f"{kernel} {case} {instructions:.3f} {lines:.3f}\n" for (kernel, case), (instructions, lines) in rows.items())
+        )
     assert set(rows) == set(table())
     assert not excess(rows, table())
 

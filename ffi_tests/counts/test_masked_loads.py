@@ -13,8 +13,9 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LIBRARY = os.environ.setdefault("SPILLWAY_LIBRARY", str(
-    pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
+LIBRARY = os.environ.setdefault(
+    "SPILLWAY_LIBRARY", str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so")
+)
 MASKED_LOAD = re.compile(r"\(%rip\).*\{%k[1-7]\}|\bvp?maskmov\w* .*\(%rip\)")
 
 
@@ -32,13 +33,20 @@ def test_no_kernel_has_a_masked_load_of_a_constant():
             for line in objdump.stdout:
                 seen += "{%k" in line
                 yield line
+
         found = masked_loads(lines())
     assert objdump.returncode == 0 and seen > 100, "the library has AVX-512 kernels with masks"
     assert not found, found[:5]
 
 
-@pytest.mark.parametrize("line", ["7e7c8c: vmovdqu16 -0x797576(%rip),%ymm0{%k1}  # 50720", "1: vbroadcastss 0x10(%rip),%zmm1{%k2}",
-                                  "2: vmaskmovps 0x20(%rip),%ymm1,%ymm2"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "7e7c8c: vmovdqu16 -0x797576(%rip),%ymm0{%k1}  # 50720",
+        "1: vbroadcastss 0x10(%rip),%zmm1{%k2}",
+        "2: vmaskmovps 0x20(%rip),%ymm1,%ymm2",
+    ],
+)
 def test_the_check_finds_masked_loads(line):
     assert masked_loads([line]) == [line]
 

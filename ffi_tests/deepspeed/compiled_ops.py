@@ -12,8 +12,14 @@ import os
 import pathlib
 import sys
 
-_BUILDERS = {"cpu_adam": "CPUAdamBuilder", "cpu_adagrad": "CPUAdagradBuilder", "cpu_lion": "CPULionBuilder",
-             "async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder", "deepspeed_shm_comm": "ShareMemCommBuilder"}
+_BUILDERS = {
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "async_io": "AsyncIOBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "deepspeed_shm_comm": "ShareMemCommBuilder",
+}
 _SOURCES = {"cpu_adagrad": ["adagrad/cpu_adagrad.cpp"], "cpu_lion": ["lion/cpu_lion.cpp", "lion/cpu_lion_impl.cpp"]}
 
 
@@ -29,20 +35,26 @@ def oldest(op, package):
     """The op from the sources of an old version, with the flags of the installed version's CPU builder: the old
     builder needs CUDA."""
     from torch.utils import cpp_extension
+
     sources = pathlib.Path(package) / "deepspeed" / "ops" / "csrc"
     with _building():
-        return cpp_extension.load(name=f"{op}_of_oldest", sources=[str(sources / name) for name in _SOURCES[op]],
-                                  extra_include_paths=[str(sources / "includes")], with_cuda=False,
-                                  extra_cflags=[*_builder(op).cxx_args(), "-std=c++17"])
+        return cpp_extension.load(
+            name=f"{op}_of_oldest",
+            sources=[str(sources / name) for name in _SOURCES[op]],
+            extra_include_paths=[str(sources / "includes")],
+            with_cuda=False,
+            extra_cflags=[*_builder(op).cxx_args(), "-std=c++17"],
+        )
 
 
 def vector_width():
-    """"AVX512", "AVX256" or "SCALAR": the body that DeepSpeed's flags select on this processor."""
+    """ "AVX512", "AVX256" or "SCALAR": the body that DeepSpeed's flags select on this processor."""
     return _builder("cpu_adam").simd_width().removeprefix("-D").strip("_")
 
 
 def _builder(op):
     import deepspeed.ops.op_builder as builders
+
     return getattr(builders, _BUILDERS[op])()
 
 

@@ -16,8 +16,9 @@ CACHE = pathlib.Path(sys.prefix).parent
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.pop("SPILLWAY_DEEPSPEED", None)
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE / "torch_extensions"))
-os.environ.setdefault("SPILLWAY_LIBRARY", str(
-    pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
+os.environ.setdefault(
+    "SPILLWAY_LIBRARY", str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so")
+)
 os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).parent)]
 
@@ -27,6 +28,7 @@ def processor():
     """What DeepSpeed asks of the processor for each optimizer, found once."""
     import cpuinfo
     from forked import remember_processor
+
     remember_processor()
     return cpuinfo.get_cpu_info()
 
@@ -53,6 +55,7 @@ def compiled():
         if op == "async_io":
             need_libaio()
         return newest(op)
+
     return load
 
 
@@ -61,6 +64,7 @@ def compiled_oldest(oldest_deepspeed):
     """The oldest version's op from its own sources: compiled_oldest("cpu_lion")."""
     need_compiler()
     from compiled_ops import oldest
+
     return lambda op: oldest(op, oldest_deepspeed)
 
 
@@ -78,6 +82,7 @@ def need_libaio():
 def served():
     """Spillway's op module, as DeepSpeed receives it: served("cpu_adam")."""
     from spillway.deepspeed import _ops
+
     return _ops.module
 
 
@@ -86,8 +91,7 @@ def overlay(tmp_path_factory):
     """A python in which the spillway wheel is installed and activated by its .pth."""
     folder = tmp_path_factory.mktemp("overlay")
     environment = {**os.environ, "SPILLWAY_PREBUILT_LIB": os.environ["SPILLWAY_LIBRARY"], "SPILLWAY_CACHE": str(CACHE)}
-    subprocess.run([ROOT / "packaging" / "python_overlay.sh", folder], check=True, env=environment,
-                   stdout=subprocess.DEVNULL)
+    subprocess.run([ROOT / "packaging" / "python_overlay.sh", folder], check=True, env=environment, stdout=subprocess.DEVNULL)
     return folder / "bin" / "python"
 
 
@@ -95,6 +99,7 @@ def overlay(tmp_path_factory):
 def starter(overlay):
     """Starts runs with Spillway quickly; see forked.py."""
     from forked import Starter
+
     starter = Starter(overlay, SPILLWAY_DEEPSPEED="1")
     yield starter
     starter.close()
@@ -104,6 +109,7 @@ def starter(overlay):
 def native_starter(overlay):
     """The same without Spillway."""
     from forked import Starter
+
     starter = Starter(overlay)
     yield starter
     starter.close()
@@ -119,18 +125,26 @@ def run_script(overlay, processor, tmp_path):
 
     def run(text, *paths, accelerator="cpu", **extra):
         extra = {"DS_ACCELERATOR": accelerator, "PYTHONPATH": os.pathsep.join(map(str, paths)), **extra}
-        return _without_compiled_ops(tmp_path, head + text, extra, lambda script, environment: subprocess.run(
-            [overlay, script], env=environment, capture_output=True, text=True, cwd=tmp_path))
+        return _without_compiled_ops(
+            tmp_path,
+            head + text,
+            extra,
+            lambda script, environment: subprocess.run([overlay, script], env=environment, capture_output=True, text=True, cwd=tmp_path),
+        )
+
     return run
 
 
 @pytest.fixture
 def run_forked(starter, tmp_path):
     """Like run_script with the newest DeepSpeed, in a process that has already imported it."""
+
     def run(text, *paths, **extra):
         head = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path[:0] = {list(map(str, paths))}\n"
-        return _without_compiled_ops(tmp_path, head + text, {"OMP_NUM_THREADS": "1", **extra}, lambda script, environment:
-                                     starter.run([script], environment, 300))
+        return _without_compiled_ops(
+            tmp_path, head + text, {"OMP_NUM_THREADS": "1", **extra}, lambda script, environment: starter.run([script], environment, 300)
+        )
+
     return run
 
 

@@ -31,6 +31,7 @@ class Failed(Exception):
 class Demo:
     def __init__(self, options):
         from forked import Starter
+
         self.work, self.options = pathlib.Path(options.work), options
         self.dtype = fast_dtype()
         self.table, self._starters = [], []
@@ -41,7 +42,8 @@ class Demo:
         self._environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), "DS_ACCELERATOR": "cpu"}
         self._starter = lambda module, **settings: self._keep(
             # Threads that wait leave the processor to others, so that the demo also ends on a busy machine.
-            Starter(sys.executable, module, session=True, DS_ACCELERATOR="cpu", OMP_WAIT_POLICY="passive", **settings))
+            Starter(sys.executable, module, session=True, DS_ACCELERATOR="cpu", OMP_WAIT_POLICY="passive", **settings)
+        )
         self._spillway = self._starter("forked", SPILLWAY_DEEPSPEED="1")
         self._native = None
 
@@ -119,6 +121,7 @@ def fast_dtype():
     """The dtype in which this processor multiplies matrices faster, by a probe of some milliseconds. It counts processor
     time, which other programs do not change much."""
     import torch
+
     torch.set_num_threads(1)
     rates = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
@@ -130,8 +133,10 @@ def fast_dtype():
             seconds.append(time.thread_time() - start)
         rates[name] = 2 * 192**3 / max(min(seconds), 1e-9) / 1e9
     chosen = max(rates, key=rates.get)
-    print(f"demo: this processor multiplies matrices at {rates['bf16']:.0f} GFLOP/s in bf16 and {rates['fp32']:.0f} in fp32 "
-          f"(one thread): the models train in {chosen}")
+    print(
+        f"demo: this processor multiplies matrices at {rates['bf16']:.0f} GFLOP/s in bf16 and {rates['fp32']:.0f} in fp32 "
+        f"(one thread): the models train in {chosen}"
+    )
     return chosen
 
 
@@ -161,11 +166,27 @@ def files(demo):
     """States, gradients and parameters in files, which DeepSpeed moves for matrices of a mebibyte and more."""
     print("ZeRO-3, states and parameters in files")
     folder = demo.folder(pathlib.Path(demo.options.files) / "spillway-files")
-    arguments = ["--nvme", folder, "--dtype", demo.dtype, "--dim", 512 if demo.dtype == "fp32" else 768, "--layers", 1, "--context", 64,
-                 "--batch", 4, "--steps", 10]
+    arguments = [
+        "--nvme",
+        folder,
+        "--dtype",
+        demo.dtype,
+        "--dim",
+        512 if demo.dtype == "fp32" else 768,
+        "--layers",
+        1,
+        "--context",
+        64,
+        "--batch",
+        4,
+        "--steps",
+        10,
+    ]
     ours = demo.run("spillway-files", "train.py", *arguments)
     moved = ours["active"]["async_io"]
-    proves = f"async_io and pin_memory served, {(moved['read_bytes'] + moved['written_bytes']) / 1e9:.1f} GB moved by {ours['active']['io']}"
+    proves = (
+        f"async_io and pin_memory served, {(moved['read_bytes'] + moved['written_bytes']) / 1e9:.1f} GB moved by {ours['active']['io']}"
+    )
     if demo.options.compare == "1":
         demo.folder(folder)
         theirs = demo.native("native-files", "train.py", *arguments, "--native")
@@ -183,8 +204,13 @@ def speculation(demo):
     waits = demo.run("serial", "superoffload.py", "--mode", "serial", *arguments)
     equal("speculation changed the final weights", ours, waits)
     done = ours["active"]["superoffload"]
-    demo.row("SuperOffload", f"clipped during backward: {done['buckets_speculated']} sub-groups stepped early, {done['redos']} updates redone, "
-             f"{done['aborts']} taken back; bits of the run that waits", ours["steps_per_second"], "docs/speculation.md")
+    demo.row(
+        "SuperOffload",
+        f"clipped during backward: {done['buckets_speculated']} sub-groups stepped early, {done['redos']} updates redone, "
+        f"{done['aborts']} taken back; bits of the run that waits",
+        ours["steps_per_second"],
+        "docs/speculation.md",
+    )
 
 
 def tier(demo):
@@ -205,8 +231,12 @@ def tier(demo):
     equal("the run that was killed has other weights", again, host)
     if not 0 < again["began_at"] < 12:
         raise Failed(f"the run began at step {again['began_at']}")
-    demo.row("ZeRO-3, tier", f"resumed at step {again['began_at']} after kill -9; final weights equal the run in host memory, bit for bit",
-             again["steps_per_second"], "docs/tier.md")
+    demo.row(
+        "ZeRO-3, tier",
+        f"resumed at step {again['began_at']} after kill -9; final weights equal the run in host memory, bit for bit",
+        again["steps_per_second"],
+        "docs/tier.md",
+    )
     shutil.rmtree(folder)
 
 
@@ -214,8 +244,12 @@ def pipelined(demo):
     """Two processes with forward and backward passes of a stage in different ones. DeepSpeed is not used."""
     print("torch, a pipeline of two processes by SysX's decoupled schedule")
     report = demo.run("pipelined", "pipelined.py", "--steps", 6, deepspeed=False)
-    demo.row("torch pipeline", "bits of the serial run; a killed process is reported, and nothing is left of it", report["steps_per_second"],
-             "docs/pipeline.md")
+    demo.row(
+        "torch pipeline",
+        "bits of the serial run; a killed process is reported, and nothing is left of it",
+        report["steps_per_second"],
+        "docs/pipeline.md",
+    )
 
 
 def small(demo):
@@ -251,22 +285,28 @@ def print_table(rows):
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(4)]
     print()
     for row in (head, tuple("-" * width for width in widths), *rows):
-        print("  ".join(cell.rjust(width) if column == 2 else cell.ljust(width)
-                        for column, (cell, width) in enumerate(zip(row, widths))).rstrip())
+        print(
+            "  ".join(
+                cell.rjust(width) if column == 2 else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths))
+            ).rstrip()
+        )
 
 
 def import_all():
     """What the process of the runs on DeepSpeed's own ops imports. DeepSpeed's collectives in shared memory, which one rank
     does not use, would take as long to compile as the op."""
     import forked
+
     forked.import_all()
     from deepspeed.ops.op_builder import cpu
+
     cpu.comm.ShareMemCommBuilder.is_compatible = lambda self, verbose=False: False
 
 
 def compile_op():
     os.environ["DS_ACCELERATOR"] = "cpu"
     import compiled_ops
+
     compiled_ops.newest("cpu_adam")
 
 

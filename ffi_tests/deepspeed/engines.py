@@ -22,6 +22,7 @@ def main():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     train.become_single_rank()
     import deepspeed  # noqa: F401
+
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     CASES[case](pathlib.Path(folder), *sys.argv[3:])
     train.leave_group()
@@ -31,6 +32,7 @@ def make(folder, optimizer="nvme", parameters="none", block=None, dtype="bf16", 
     """An engine of a small model, with its states and parameters in the given places."""
     import deepspeed
     import torch
+
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     zero = {"stage": 3, "sub_group_size": 5000, "stage3_param_persistence_threshold": 0}
@@ -39,9 +41,15 @@ def make(folder, optimizer="nvme", parameters="none", block=None, dtype="bf16", 
             zero[name] = {**PLACES[place], **({"nvme_path": str(folder)} if place == "nvme" else {})}
     if parameters != "none":
         zero["offload_param"].update(buffer_count=20, buffer_size=2 * WIDTH * WIDTH)
-    config = {"train_micro_batch_size_per_gpu": 4, dtype: {"enabled": True}, "zero_optimization": zero,
-              "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1 << 30,
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        dtype: {"enabled": True},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1 << 30,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    }
     if dtype == "fp16":
         config[dtype]["initial_scale_power"] = 8
     if block is not None:
@@ -54,6 +62,7 @@ def make(folder, optimizer="nvme", parameters="none", block=None, dtype="bf16", 
 def step(engine, count=1):
     """Trains, and returns the losses."""
     import torch
+
     losses = []
     for _ in range(count):
         source = torch.Generator().manual_seed(engine.global_steps)
@@ -82,6 +91,7 @@ def destroyed(folder, parameters):
     """destroy() closes at once, and closed objects raise an error that says so; a second engine can
     use the same place."""
     from spillway import deepspeed
+
     for _ in range(2):
         engine = make(folder, parameters=parameters)
         step(engine)
@@ -129,6 +139,7 @@ def beside(folder, parameters):
 def resumable(folder, _):
     """A committed tier survives runs whose configuration has no block for its path, and runs with other names."""
     from spillway import tier
+
     first = make(folder, block={"resume": True})
     losses = step(first, 2)
     first.destroy()
@@ -154,6 +165,7 @@ def dead(folder, _):
     if not child:
         for number in (1, 2, 3):
             from spillway import tier
+
             opened = tier.Tier([folder], job=f"deepspeed-scratch-{number}")
             globals().setdefault("keep", []).append(opened)
         os._exit(0)
@@ -167,18 +179,32 @@ def dead(folder, _):
 def superoffload(folder, _):
     """SuperOffload's optimizer closes with its engine."""
     import superoffload
+
     superoffload.allow_the_cpu()
-    from spillway import deepspeed
-    from spillway.deepspeed import _rounds
     import deepspeed as real
     import torch
+
+    from spillway import deepspeed
+    from spillway.deepspeed import _rounds
+
     for way in ("destroy", "drop"):
         model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-        engine = real.initialize(model=model, model_parameters=model.parameters(), config={
-            "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "steps_per_print": 1 << 30,
-            "zero_optimization": {"stage": 3, "sub_group_size": 5000, "stage3_param_persistence_threshold": 0,
-                                  "offload_optimizer": {"device": "cpu", "super_offload": True}},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})[0]
+        engine = real.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config={
+                "train_micro_batch_size_per_gpu": 4,
+                "bf16": {"enabled": True},
+                "steps_per_print": 1 << 30,
+                "zero_optimization": {
+                    "stage": 3,
+                    "sub_group_size": 5000,
+                    "stage3_param_persistence_threshold": 0,
+                    "offload_optimizer": {"device": "cpu", "super_offload": True},
+                },
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            },
+        )[0]
         step(engine)
         assert len(_rounds._engines) == 1 and deepspeed.active()["superoffload"]["commits"] > 0
         if way == "destroy":
@@ -194,6 +220,7 @@ def checkpoint(folder, before, after):
     """A checkpoint of an engine with its parameters and states in one pair of places is loaded by an engine with
     another pair in this process. The weights, moments and losses are those of the run that continued."""
     from deepspeed.accelerator import get_accelerator
+
     dtype = "fp16" if get_accelerator().is_fp16_supported() else "bf16"
     first = make(folder / "nvme", *reversed(before.split("-")), dtype=dtype)
     step(first, 3)
@@ -217,12 +244,17 @@ def checkpoint(folder, before, after):
 def state(engine):
     """Master weights and moments of every parameter, by name."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-    return {(name, part): (safe_get_full_fp32_param(param) if part == "param" else safe_get_full_optimizer_state(param, part)).clone()
-            for name, param in engine.module.named_parameters() for part in ("param", "exp_avg", "exp_avg_sq")}
+
+    return {
+        (name, part): (safe_get_full_fp32_param(param) if part == "param" else safe_get_full_optimizer_state(param, part)).clone()
+        for name, param in engine.module.named_parameters()
+        for part in ("param", "exp_avg", "exp_avg_sq")
+    }
 
 
 def compare(one, other, rtol, atol):
     import torch
+
     assert one.keys() == other.keys() and len(one) == 18
     for key in one:
         torch.testing.assert_close(one[key], other[key], rtol=rtol, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
@@ -253,9 +285,14 @@ def fifty(folder, count):
 def measure(folder):
     status = dict(line.split(":", 1) for line in pathlib.Path("/proc/self/status").read_text().splitlines())
     maps = [os.readlink(link) for link in pathlib.Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return {"VmRSS": int(status["VmRSS"].split()[0]), "VmLck": int(status["VmLck"].split()[0]),
-            "threads": lasting_threads(), "descriptors": len(maps), "locks": len(list(folder.rglob("lock"))),
-            "files": len(files(folder))}
+    return {
+        "VmRSS": int(status["VmRSS"].split()[0]),
+        "VmLck": int(status["VmLck"].split()[0]),
+        "threads": lasting_threads(),
+        "descriptors": len(maps),
+        "locks": len(list(folder.rglob("lock"))),
+        "files": len(files(folder)),
+    }
 
 
 def lasting_threads():

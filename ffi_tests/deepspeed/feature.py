@@ -17,6 +17,7 @@ import types
 def make_room_for_old_versions():
     import numpy
     import torch.distributed.elastic.agent.server.api as api
+
     if not hasattr(numpy, "BUFSIZE"):
         numpy.BUFSIZE = 8192
     for name, value in (("log", logging.getLogger("elastic")), ("_get_socket_with_port", None)):
@@ -26,8 +27,7 @@ def make_room_for_old_versions():
         sys.modules.setdefault(name, types.ModuleType(name))
 
 
-KEYS = {"ops": "cpu_adam", "states": "tier", "parameters": "parameter_tier", "interleave": "interleave",
-        "superoffload": "superoffload"}
+KEYS = {"ops": "cpu_adam", "states": "tier", "parameters": "parameter_tier", "interleave": "interleave", "superoffload": "superoffload"}
 INTEL = ("oneccl_bindings_for_pytorch", "intel_extension_for_pytorch")
 
 
@@ -35,6 +35,7 @@ def import_all():
     """Imports DeepSpeed with Spillway's parts; see forked.py."""
     make_room_for_old_versions()
     import spillway.deepspeed
+
     spillway.deepspeed.install()
     import deepspeed
     import deepspeed.runtime.zero.stage3  # noqa: F401
@@ -44,9 +45,11 @@ def main(feature, folder):
     import_all()
     os.chdir(folder)
     import deepspeed
-    import spillway.deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
+
+    import spillway.deepspeed
+
     get_accelerator()._communication_backend_name = "gloo"
     if get_accelerator().current_stream() is None:
         type(get_accelerator()).current_stream = lambda self, device_index=None: types.SimpleNamespace(synchronize=lambda: None)
@@ -54,6 +57,7 @@ def main(feature, folder):
         sys.modules.pop(name)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import train
+
     train.become_single_rank()
     if feature == "superoffload":
         allow_the_cpu()
@@ -73,9 +77,17 @@ def main(feature, folder):
         if flat is not None:
             digest.update(flat.float().numpy().tobytes())
     active = spillway.deepspeed.active()
-    print(json.dumps({"version": deepspeed.__version__, "losses": losses, "sha256": digest.hexdigest(),
-                      "served": [part for part, key in KEYS.items() if active.get(key)],
-                      "left": active.get("left_to_deepspeed", {})}))
+    print(
+        json.dumps(
+            {
+                "version": deepspeed.__version__,
+                "losses": losses,
+                "sha256": digest.hexdigest(),
+                "served": [part for part, key in KEYS.items() if active.get(key)],
+                "left": active.get("left_to_deepspeed", {}),
+            }
+        )
+    )
     train.leave_group()
 
 
@@ -86,16 +98,23 @@ def config(feature, folder):
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
         block = {"paths": [folder], "resume": True, "pin_memory": False}
     if feature == "parameters":
-        zero.update(stage3_param_persistence_threshold=0, offload_param={
-            "device": "nvme", "nvme_path": folder, "buffer_count": 10, "max_in_cpu": 0, "buffer_size": 5000})
+        zero.update(
+            stage3_param_persistence_threshold=0,
+            offload_param={"device": "nvme", "nvme_path": folder, "buffer_count": 10, "max_in_cpu": 0, "buffer_size": 5000},
+        )
         block = {"paths": [folder]}
     if feature == "interleave":
         block = {"interleave": {"backend": "host", "plan": "stride", "plan_argument": 2}}
     if feature == "superoffload":
         zero["offload_optimizer"].update(super_offload=True, cpuadam_cores_perc=0.8)
-    settings = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
-                "zero_optimization": zero, "steps_per_print": 1 << 30,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "steps_per_print": 1 << 30,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    }
     if block:
         settings["spillway"] = block
     return settings
@@ -104,6 +123,7 @@ def config(feature, folder):
 def allow_the_cpu():
     """DeepSpeed's SuperOffload requires CUDA and waits for a stream; the compared values depend on neither."""
     from deepspeed.accelerator import get_accelerator
+
     try:
         from deepspeed.runtime.superoffload import superoffload_stage3
     except ImportError:

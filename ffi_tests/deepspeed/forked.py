@@ -25,16 +25,21 @@ class Starter:
 
     `settings` are further variables of the process that imports, and import_all() of `module` does the imports. What
     reads a variable during the imports has its value from there and not from the run's environment, with one exception:
-    a run has the OpenMP threads of its own OMP_NUM_THREADS. With `session`, Ctrl-C on the terminal does not reach the runs, and kill() ends all of them with what they started."""
+    a run has the OpenMP threads of its own OMP_NUM_THREADS. With `session`, Ctrl-C on the terminal does not reach the runs, and kill() ends
+    all of them with what they started."""
 
     def __init__(self, python, module="forked", session=False, **settings):
         self.python, self._run = python, None
         environment = {name: value for name, value in os.environ.items() if name not in ("SPILLWAY_LIBRARY", "PYTHONPATH")}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen([python, __file__, str(theirs.fileno()), module], pass_fds=[theirs.fileno()],
-                                             env={**environment, "OMP_NUM_THREADS": "1", **settings},
-                                             stdout=subprocess.DEVNULL, start_new_session=session)
+            self._process = subprocess.Popen(
+                [python, __file__, str(theirs.fileno()), module],
+                pass_fds=[theirs.fileno()],
+                env={**environment, "OMP_NUM_THREADS": "1", **settings},
+                stdout=subprocess.DEVNULL,
+                start_new_session=session,
+            )
 
     def start(self, command, environment, stderr, ranks=1):
         """Starts a script with its arguments on the given number of ranks. The result is like a Popen whose standard
@@ -107,6 +112,7 @@ def main():
         # OpenMP has read the variable already, and more threads in this process would forbid the fork.
         if os.environ.get("OMP_NUM_THREADS", "1") != "1":
             import torch
+
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
@@ -116,6 +122,7 @@ def remember_processor():
     """DeepSpeed asks for the processor for each optimizer, and the answer takes a second: this process asks once, and its
     children not at all."""
     import cpuinfo
+
     found = cpuinfo.get_cpu_info()
     cpuinfo.get_cpu_info = lambda: found
 
@@ -161,8 +168,17 @@ def ranks(count):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(count)]
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        for rank in range(count)
+    ]
 
 
 def ended(pids):

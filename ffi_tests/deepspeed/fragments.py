@@ -16,11 +16,19 @@ place = os.environ["PLACE"]
 torch.manual_seed(0)
 model = train.Gpt(32, 1, 16)
 offload = {"device": "nvme", "nvme_path": place} if place else {"device": "cpu"}
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
-    "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "gradient_clipping": 0.3,
-    "zero_optimization": {"stage": 3, "sub_group_size": 5000, "offload_optimizer": offload},
-    "spillway": json.loads(os.environ["BLOCK"]),
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "steps_per_print": 1 << 30})
+engine, *_ = deepspeed.initialize(
+    model=model,
+    model_parameters=model.parameters(),
+    config={
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": 3, "sub_group_size": 5000, "offload_optimizer": offload},
+        "spillway": json.loads(os.environ["BLOCK"]),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "steps_per_print": 1 << 30,
+    },
+)
 
 
 def show(what, tensor):

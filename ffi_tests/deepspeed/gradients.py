@@ -26,11 +26,13 @@ def main(cells, folder, result):
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
+
     logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)
     logging.disable(logging.WARNING)
     # DeepSpeed asks for instructions that the results do not depend on, and for CUDA.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     from deepspeed.runtime.superoffload import superoffload_stage3
+
     superoffload_stage3._validate_superoffload_accelerator = lambda: None
     type(get_accelerator()).current_stream = lambda self, device_index=None: types.SimpleNamespace(synchronize=lambda: None)
     found = {}
@@ -129,8 +131,10 @@ class Run:
         for parameter in self.params.values():
             if not parameter.requires_grad:
                 continue
-            shown = [self.utils.safe_get_full_fp32_param(parameter),
-                     *(self.utils.safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq"))]
+            shown = [
+                self.utils.safe_get_full_fp32_param(parameter),
+                *(self.utils.safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")),
+            ]
             for tensor in shown:
                 digest.update(b"none" if tensor is None else tensor.float().contiguous().numpy().tobytes())
         self.digests.append(digest.hexdigest()[:16])
@@ -156,10 +160,15 @@ def config(cell, place):
     stage = int(adapter[4:]) if adapter.startswith("zero") else 3
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     if stage == 3:
-        zero.update(sub_group_size=2 * width(cell)**2, stage3_param_persistence_threshold=0)
-    settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": cell["micro_batches"],
-                "gradient_clipping": cell["clip"], "zero_optimization": zero, "steps_per_print": 1 << 30,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
+        zero.update(sub_group_size=2 * width(cell) ** 2, stage3_param_persistence_threshold=0)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": cell["micro_batches"],
+        "gradient_clipping": cell["clip"],
+        "zero_optimization": zero,
+        "steps_per_print": 1 << 30,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    }
     if dtype in AUTOCAST:
         settings["torch_autocast"] = {"enabled": True, "dtype": AUTOCAST[dtype]}
     else:
@@ -176,12 +185,17 @@ def config(cell, place):
     return settings
 
 
-BLOCKS = {"swapper": {"enabled": False}, "tier": {"missing_gradients": "stale", "pin_memory": False},
-          "tier zero": {"pin_memory": False}, "tier split": {"missing_gradients": "stale", "pin_memory": False, "split_master": True},
-          "tier resume": {"missing_gradients": "stale", "pin_memory": False, "resume": True, "durability": "process"}}
+BLOCKS = {
+    "swapper": {"enabled": False},
+    "tier": {"missing_gradients": "stale", "pin_memory": False},
+    "tier zero": {"pin_memory": False},
+    "tier split": {"missing_gradients": "stale", "pin_memory": False, "split_master": True},
+    "tier resume": {"missing_gradients": "stale", "pin_memory": False, "resume": True, "durability": "process"},
+}
 
 
 # Each function is one step of training in one way.
+
 
 def plain(run, last=lambda: None, between=lambda micro: None, **how):
     for micro in range(run.micro_batches):
@@ -242,14 +256,19 @@ def unused_longer(run):
 
 
 def vectorized(run):
-    plain(run, lambda: run.utils.safe_update_full_grad_vectorized([run.params[name] for name in "abd"],
-                                                                   lambda gradient, param: gradient * 0.5 + 1e-3))
+    plain(
+        run,
+        lambda: run.utils.safe_update_full_grad_vectorized(
+            [run.params[name] for name in "abd"], lambda gradient, param: gradient * 0.5 + 1e-3
+        ),
+    )
 
 
 def vectorized_unused(run):
     def change():
         run.given.add("b")
         run.utils.safe_update_full_grad_vectorized([run.params["b"]], lambda gradient, param: gradient * 0.5 + 1e-3)
+
     plain(run, change, use="acd" if run.number % 2 else "abcd")
 
 
@@ -274,6 +293,7 @@ def own_boundary(run, last=lambda: None, between=lambda: None, use=None):
 def as_accelerate(run):
     """The steps of accelerate's DeepSpeedEngineWrapper.backward."""
     from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+
     wrapper = DeepSpeedEngineWrapper(run.engine)
     for micro in range(run.micro_batches + 1):
         wrapper.backward(run.loss(), sync_gradients=micro == run.micro_batches)
@@ -306,6 +326,7 @@ def read_between(run):
             run.utils.safe_get_full_grad(param)
             run.utils.safe_get_full_optimizer_state(param, "exp_avg")
             run.utils.safe_get_full_fp32_param(param)
+
     # Before the first step DeepSpeed has no moments to read.
     plain(run, read if run.number else lambda: None)
 
@@ -318,6 +339,7 @@ def state_between(run):
     def look():
         for state in inner(run).state.values():
             sum(value.sum() for value in state.values() if hasattr(value, "sum"))
+
     plain(run, look)
 
 
@@ -327,6 +349,7 @@ def state_replaced(run):
             for name in ("exp_avg", "exp_avg_sq"):
                 if name in state:
                     state[name].data = state[name].data.clone()
+
     plain(run, replace)
 
 
@@ -336,10 +359,12 @@ def inner(run):
 
 def partitions(run):
     """The dictionary of gradients, changed in place."""
+
     def change():
         for group in run.engine.optimizer.get_fp32_grad_partitions().values():
             for gradient in group.values():
                 gradient.mul_(0.5)
+
     plain(run, change)
 
 
@@ -373,6 +398,7 @@ def other_rate(run):
     def change():
         for group in run.engine.optimizer.param_groups:
             group["lr"] *= 0.5
+
     plain(run, change)
 
 
@@ -383,24 +409,46 @@ def set_with_norm(run):
 
 
 WAYS = {
-    "backward": plain, "several backwards": several_backwards, "by hand": by_hand, "frozen": lambda run: plain(run, use="acd"),
-    "set full": lambda run: plain(run, lambda: run.set("a")), "set local": set_local, "set local unused": set_with_norm,
-    "set unused": set_unused, "set only": set_only,
+    "backward": plain,
+    "several backwards": several_backwards,
+    "by hand": by_hand,
+    "frozen": lambda run: plain(run, use="acd"),
+    "set full": lambda run: plain(run, lambda: run.set("a")),
+    "set local": set_local,
+    "set local unused": set_with_norm,
+    "set unused": set_unused,
+    "set only": set_only,
     "set zero": lambda run: plain(run, lambda: run.set("a", run.torch.zeros(run.width, run.width))),
-    "edited between": edited_between, "edited before the last": edited_before_the_last, "edited by reading": edited_by_reading,
-    "set after step": set_after_step, "vectorized": vectorized, "vectorized unused": vectorized_unused, "partitions": partitions,
-    "partly": partly, "unused at times": unused_at_times, "unused longer": unused_longer,
-    "coalesced": coalesced, "coalesced edited": lambda run: coalesced(run, lambda: run.set("a")),
-    "own boundary": own_boundary, "own boundary edited": lambda run: own_boundary(run, between=lambda: run.set("a")),
+    "edited between": edited_between,
+    "edited before the last": edited_before_the_last,
+    "edited by reading": edited_by_reading,
+    "set after step": set_after_step,
+    "vectorized": vectorized,
+    "vectorized unused": vectorized_unused,
+    "partitions": partitions,
+    "partly": partly,
+    "unused at times": unused_at_times,
+    "unused longer": unused_longer,
+    "coalesced": coalesced,
+    "coalesced edited": lambda run: coalesced(run, lambda: run.set("a")),
+    "own boundary": own_boundary,
+    "own boundary edited": lambda run: own_boundary(run, between=lambda: run.set("a")),
     "own boundary set": lambda run: own_boundary(run, lambda: run.set("a")),
     "own boundary unused": lambda run: own_boundary(run, use=lambda micro: "abcd" if not micro else "acd"),
     "accelerate": as_accelerate,
-    "unmanaged": unmanaged, "unmanaged edited": lambda run: unmanaged(run, between=lambda: run.set("a")),
+    "unmanaged": unmanaged,
+    "unmanaged edited": lambda run: unmanaged(run, between=lambda: run.set("a")),
     "unmanaged set unused": lambda run: unmanaged(run, lambda: run.set("b"), use=lambda micro: "acd"),
     "unmanaged partly": lambda run: unmanaged(run, use=lambda micro: "abcd" if not micro else "acd"),
-    "overflow": overflow, "overflow edited": overflow_edited, "overflow then unused": overflow_then_unused,
-    "read between": read_between, "state read": state_between, "state replaced": state_replaced,
-    "zeroed": zeroed, "no sync": without_sync, "other rate": other_rate,
+    "overflow": overflow,
+    "overflow edited": overflow_edited,
+    "overflow then unused": overflow_then_unused,
+    "read between": read_between,
+    "state read": state_between,
+    "state replaced": state_replaced,
+    "zeroed": zeroed,
+    "no sync": without_sync,
+    "other rate": other_rate,
 }
 
 

@@ -87,7 +87,7 @@ def buffer_at_an_odd_address(op):
     handle = op.aio_handle(64 * KIB, 4)
     data = pattern(8 * KIB)
     write_file("file", data)
-    buffer = pinned(handle, torch.zeros(16 * KIB, dtype=torch.uint8))[1:8 * KIB + 1]
+    buffer = pinned(handle, torch.zeros(16 * KIB, dtype=torch.uint8))[1 : 8 * KIB + 1]
     return handle.sync_pread(buffer, "file"), torch.equal(buffer, data)
 
 
@@ -366,15 +366,15 @@ def become_nobody():
 
 def refuse_io_uring():
     """A seccomp filter as containers have it: io_uring_setup returns EPERM, and all other calls are allowed."""
+
     class Filter(ctypes.Structure):
         _fields_ = [("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32)]
 
     class Program(ctypes.Structure):
         _fields_ = [("len", ctypes.c_uint16), ("filter", ctypes.POINTER(Filter))]
 
-    allow, refuse = 0x7fff0000, 0x00050000 | 1
-    filters = (Filter * 4)(Filter(0x20, 0, 0, 0), Filter(0x15, 0, 1, 425), Filter(0x06, 0, 0, refuse),
-                           Filter(0x06, 0, 0, allow))
+    allow, refuse = 0x7FFF0000, 0x00050000 | 1
+    filters = (Filter * 4)(Filter(0x20, 0, 0, 0), Filter(0x15, 0, 1, 425), Filter(0x06, 0, 0, refuse), Filter(0x06, 0, 0, allow))
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(38, 1, 0, 0, 0) == 0
     assert libc.prctl(22, 2, ctypes.byref(Program(4, filters)), 0, 0) == 0
@@ -383,8 +383,10 @@ def refuse_io_uring():
 def load(name):
     if name == "spillway":
         from spillway.deepspeed import _ops
+
         return _ops.module("async_io")
     from compiled_ops import newest
+
     return newest("async_io")
 
 

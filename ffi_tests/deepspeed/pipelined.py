@@ -82,16 +82,20 @@ def windows(options):
 
 
 def start(units, steps, options):
-    sample = steps[0][0][:options.batch]
-    return pipeline.Pipeline(units, loss_of, functools.partial(pipeline.StageAdamW, **OPTIONS), sample, devices=2, micro_batches=options.micro_batches, split=2)
+    sample = steps[0][0][: options.batch]
+    return pipeline.Pipeline(
+        units, loss_of, functools.partial(pipeline.StageAdamW, **OPTIONS), sample, devices=2, micro_batches=options.micro_batches, split=2
+    )
 
 
 def train_in_pipeline(units, steps, options):
     with start(units, steps, options) as runner:
         plan = runner.plan
-        print(f"GPT of {sum(p.numel() for unit in units for p in unit.parameters()) / 1e6:.2f} M parameters in a pipeline: "
-              f"{plan.devices} processes, {plan.micro_batches} micro-batches, {plan.stages} forward and {len(plan.units)} backward stages",
-              flush=True)
+        print(
+            f"GPT of {sum(p.numel() for unit in units for p in unit.parameters()) / 1e6:.2f} M parameters in a pipeline: "
+            f"{plan.devices} processes, {plan.micro_batches} micro-batches, {plan.stages} forward and {len(plan.units)} backward stages",
+            flush=True,
+        )
         reports, moments = [], []
         for step in steps:
             reports.append(runner.step(*step, timeout=300))
@@ -99,10 +103,16 @@ def train_in_pipeline(units, steps, options):
         runner.sync()
     measured = statistics.median(report.bubble_ratio for report in reports)
     print(f"  bubbles of the passes: {plan.passes_bubble_ratio:.1%} predicted from measured costs, {measured:.1%} measured")
-    print(f"  checkpoints sent per step: {plan.messages['checkpoints'][0]}, activations: {plan.messages['activations'][0]}, gradients: "
-          f"{plan.messages['gradients'][0]}")
-    return {"predicted_bubble_ratio": plan.passes_bubble_ratio, "measured_bubble_ratio": measured, "steps_per_second": rate(moments),
-            "losses": [loss for report in reports for loss in report.losses]}
+    print(
+        f"  checkpoints sent per step: {plan.messages['checkpoints'][0]}, activations: {plan.messages['activations'][0]}, gradients: "
+        f"{plan.messages['gradients'][0]}"
+    )
+    return {
+        "predicted_bubble_ratio": plan.passes_bubble_ratio,
+        "measured_bubble_ratio": measured,
+        "steps_per_second": rate(moments),
+        "losses": [loss for report in reports for loss in report.losses],
+    }
 
 
 def train_serially(units, steps, options):

@@ -33,20 +33,24 @@ def digest(tensors):
 def optimizers():
     """Several DeepSpeedCPUAdam at once: all pairs of dtypes, AdamW and L2, and one that is created anew."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     torch.manual_seed(0)
     made = []
     for dtype, wide in ((F32, True), (BF16, True), (F16, True), (BF16, False), (F16, False)):
         for adamw in (True, False):
             parameters = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (16, 4096, 160_000)]
-            made.append((parameters, DeepSpeedCPUAdam(parameters, lr=1e-2, weight_decay=0.1, adamw_mode=adamw,
-                                                      fp32_optimizer_states=wide)))
+            made.append((parameters, DeepSpeedCPUAdam(parameters, lr=1e-2, weight_decay=0.1, adamw_mode=adamw, fp32_optimizer_states=wide)))
     for _ in range(5):
         for parameters, optimizer in made:
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
             optimizer.step()
-    states = [tensor for parameters, optimizer in made for parameter in parameters
-              for tensor in (parameter.data, optimizer.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg_sq"])]
+    states = [
+        tensor
+        for parameters, optimizer in made
+        for parameter in parameters
+        for tensor in (parameter.data, optimizer.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg_sq"])
+    ]
     return {"sha256": digest(states), "calls": 5 * 3 * len(made), "elements": 5 * len(made) * 164_112}
 
 
@@ -130,6 +134,7 @@ def adagrad_and_lion():
     """DeepSpeed's Lion does not train on AVX, and its Adagrad omits weight decay: the results are those of torch and of
     Lion's paper."""
     import compiled_ops
+
     adagrad, lion = (compiled_ops.oldest(name, os.environ["SPILLWAY_OLD_DEEPSPEED"]) for name in ("cpu_adagrad", "cpu_lion"))
     p, g, v, _ = tensors(4096)
     mine = torch.nn.Parameter(p.clone())
@@ -151,13 +156,13 @@ def adagrad_and_lion():
 def fused():
     """DeepSpeed's CPU FusedAdam is a second library with the same functions and the same optimizer id 0."""
     from deepspeed.ops.op_builder import FusedAdamBuilder
+
     cpu, second = adam(0), FusedAdamBuilder().load(verbose=False)
     one, two = tensors(4096), tensors(4096)
     for number in (1, 2, 3):
         cpu.adam_update(0, number, 1e-3, 0.9, 0.999, 1e-8, 0.1, True, *one)
         p, g, m, v = two
-        second.multi_tensor_adam(2048, torch.zeros(1, dtype=torch.int), [[g], [p], [m], [v]], 1e-3, 0.8, 0.99, 1e-8,
-                                 number + 4, 1, 1, 0.1)
+        second.multi_tensor_adam(2048, torch.zeros(1, dtype=torch.int), [[g], [p], [m], [v]], 1e-3, 0.8, 0.99, 1e-8, number + 4, 1, 1, 0.1)
     return {"sha256": digest(one + two), "calls": 6, "elements": 6 * 4096}
 
 
@@ -181,6 +186,7 @@ def strangers():
 
 def adam(number=3):
     from deepspeed.ops.op_builder import CPUAdamBuilder
+
     op = CPUAdamBuilder().load(verbose=False)
     op.create_adam(number, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
     return op
@@ -214,6 +220,7 @@ def counts():
 def main():
     result = globals()[sys.argv[1]]()
     import spillway.deepspeed
+
     print(json.dumps({**result, "counts": counts(), "active": spillway.deepspeed.active()}))
 
 

@@ -29,7 +29,7 @@ def make_model(torch, scenario):
             if scenario.get("tied"):
                 x = x + torch.tanh(self.layers[0](x))
             gains = torch.cat([getattr(self, f"gain{index}") for index in range(16) if f"gain{index}" not in skipped])
-            return torch.cat([x[:, :len(gains)] * gains, x[:, len(gains):]], dim=1)
+            return torch.cat([x[:, : len(gains)] * gains, x[:, len(gains) :]], dim=1)
 
     model = Model()
     for index in scenario.get("frozen", ()):
@@ -60,9 +60,15 @@ def config(scenario, kind, folder):
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}}
     optimizer["type"] = scenario.get("optimizer", {}).get("type", "AdamW")
     optimizer["params"].update({name: value for name, value in scenario.get("optimizer", {}).items() if name != "type"})
-    found = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": scenario.get("accumulate", 1),
-             "gradient_clipping": scenario.get("clip", 0.0), "zero_optimization": {**zero, **scenario.get("zero", {})},
-             "optimizer": optimizer, "steps_per_print": 1 << 30, **scenario.get("config", {})}
+    found = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": scenario.get("accumulate", 1),
+        "gradient_clipping": scenario.get("clip", 0.0),
+        "zero_optimization": {**zero, **scenario.get("zero", {})},
+        "optimizer": optimizer,
+        "steps_per_print": 1 << 30,
+        **scenario.get("config", {}),
+    }
     if dtype != "fp32":
         found[dtype] = {"enabled": True, **scenario.get(dtype, {})}
     if "scheduler" in scenario:
@@ -75,10 +81,10 @@ def config(scenario, kind, folder):
 def make_engine(scenario, kind, folder):
     import deepspeed
     import torch
+
     torch.manual_seed(0)
     model = make_model(torch, scenario)
-    return deepspeed.initialize(model=model, model_parameters=groups_of(model, scenario),
-                                config=config(scenario, kind, folder))[0]
+    return deepspeed.initialize(model=model, model_parameters=groups_of(model, scenario), config=config(scenario, kind, folder))[0]
 
 
 # A run.
@@ -96,8 +102,13 @@ class Run:
         losses = []
         for step in range(1, self.scenario.get("steps", 5) + 1):
             losses.append(self._step(step, self.scenario.get("at", {}).get(str(step), [])))
-        found = {"losses": losses, "skipped": self.engine.skipped_steps, "weights": self._digest("weights"),
-                 "masters": self._digest("masters"), "seen": self.seen}
+        found = {
+            "losses": losses,
+            "skipped": self.engine.skipped_steps,
+            "weights": self._digest("weights"),
+            "masters": self._digest("masters"),
+            "seen": self.seen,
+        }
         if not self.scenario.get("no_moments"):
             found["moments"] = self._digest("moments")
         self.engine.destroy()
@@ -115,6 +126,7 @@ class Run:
 
     def _backward(self, step, micro, actions):
         import torch
+
         source = torch.Generator().manual_seed(1000 * int(os.environ["RANK"]) + 10 * step + micro)
         dtype = next(self.engine.module.parameters()).dtype
         batch = torch.randn(4, WIDTH, generator=source).to(dtype)
@@ -142,6 +154,7 @@ class Run:
     def _digest(self, what):
         import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
         digest = hashlib.sha256()
         for param in self.engine.module.parameters():
             if what == "weights":
@@ -161,12 +174,14 @@ def optimizer_groups(run):
 
 def edit(run, factor, index=0):
     from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
     param = run.param(index)
     safe_set_full_grad(param, safe_get_full_grad(param) * factor)
 
 
 def edit_local(run, factor):
     from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+
     param = run.param()
     safe_set_local_grad(param, safe_get_local_grad(param) * factor)
 
@@ -187,28 +202,35 @@ def edit_held(run, factor):
 
 def peek(run, *keys):
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+
     for param in (run.param(0), run.param(3)):
         for key in keys:
-            run.look({"master": safe_get_full_fp32_param, "grad": safe_get_full_grad}.get(
-                key, lambda param, key=key: safe_get_full_optimizer_state(param, key))(param))
+            run.look(
+                {"master": safe_get_full_fp32_param, "grad": safe_get_full_grad}.get(
+                    key, lambda param, key=key: safe_get_full_optimizer_state(param, key)
+                )(param)
+            )
 
 
 def set_master(run, value):
-    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
     import torch
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
     param = run.param(2)
     safe_set_full_fp32_param(param, torch.full_like(safe_get_full_fp32_param(param), value))
 
 
 def set_moment(run, key, value):
-    from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
     import torch
+    from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
     param = run.param(1)
     safe_set_full_optimizer_state(param, torch.full_like(safe_get_full_optimizer_state(param, key), value), key)
 
 
 def write_gathered(run, value):
     import deepspeed
+
     with deepspeed.zero.GatheredParameters([run.param(3)], modifier_rank=0):
         if int(os.environ["RANK"]) == 0:
             run.param(3).data.fill_(value)
@@ -270,12 +292,30 @@ def groups_seen(run):
     run.seen.append([[group[name] for name in ("lr", "betas", "weight_decay")] for group in optimizer_groups(run)])
 
 
-ACTIONS = {"edit": (edit, "between"), "edit_local": (edit_local, "between"), "edit_direct": (edit_direct, "between"),
-           "hold": (hold, "before"), "edit_held": (edit_held, "between"), "peek": (peek, "between"),
-           "peek_after": (peek, "after"), "set_master": (set_master, "after"), "set_master_between": (set_master, "between"),
-           "set_moment": (set_moment, "after"), "set_moment_between": (set_moment, "between"),
-           "write_gathered": (write_gathered, "after"), "set": (set_option, "before"), "set_between": (set_option, "between"),
-           "backward_again": (backward_again, "between"), "throw_away": (throw_away, "before"),
-           "throw_away_reset": (throw_away_reset, "before"), "save": (save, "after"), "save_between": (save, "between"),
-           "load": (load, "after"), "load_new": (load_new, "after"), "resume": (resume, "after"), "groups": (groups_seen, "after"),
-           "skip": (None, None), "scale": (None, None)}
+ACTIONS = {
+    "edit": (edit, "between"),
+    "edit_local": (edit_local, "between"),
+    "edit_direct": (edit_direct, "between"),
+    "hold": (hold, "before"),
+    "edit_held": (edit_held, "between"),
+    "peek": (peek, "between"),
+    "peek_after": (peek, "after"),
+    "set_master": (set_master, "after"),
+    "set_master_between": (set_master, "between"),
+    "set_moment": (set_moment, "after"),
+    "set_moment_between": (set_moment, "between"),
+    "write_gathered": (write_gathered, "after"),
+    "set": (set_option, "before"),
+    "set_between": (set_option, "between"),
+    "backward_again": (backward_again, "between"),
+    "throw_away": (throw_away, "before"),
+    "throw_away_reset": (throw_away_reset, "before"),
+    "save": (save, "after"),
+    "save_between": (save, "between"),
+    "load": (load, "after"),
+    "load_new": (load_new, "after"),
+    "resume": (resume, "after"),
+    "groups": (groups_seen, "after"),
+    "skip": (None, None),
+    "scale": (None, None),
+}

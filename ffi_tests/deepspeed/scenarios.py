@@ -40,21 +40,25 @@ _PATIENCE = 200
 
 def worker(kind, folder, names):
     """Trains the scenarios of these names, and writes a line of JSON for each."""
-    import train
     import torch
+    import train
+
     torch.set_num_threads(1)
     if kind != REFERENCE:
         import spillway.deepspeed
+
         spillway.deepspeed.install()
     train.become_single_rank()
     import deepspeed
     import deepspeed.comm.torch
     from deepspeed.accelerator import get_accelerator
+
     deepspeed.comm.torch.build_shm_op = lambda: None
     # A processor without 16-bit instructions multiplies these matrices with slow code, which DeepSpeed refuses.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     logging.disable(logging.WARNING)
     import superoffload
+
     superoffload.allow_the_cpu()
     scenarios = read_scenarios()
     for line in names:
@@ -81,6 +85,7 @@ def counters(kind):
     if kind != "super":
         return {}
     from spillway.deepspeed import _superoffload
+
     return _superoffload.served()
 
 
@@ -89,11 +94,17 @@ class Nursery:
 
     def __init__(self, folder):
         self._folder, self._count, self._lock = folder, 0, threading.Lock()
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-                       "PYTHONPATH": os.pathsep.join([str(ROOT / "packaging" / "python"), str(HERE)])}
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "packaging" / "python"), str(HERE)]),
+        }
         environment.pop("SPILLWAY_DEEPSPEED", None)
-        self._process = subprocess.Popen([sys.executable, __file__, "--nursery"], text=True, stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, env=environment)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--nursery"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
 
     def start(self, kind, place, environment):
         """Forks a process that runs worker(). Returns its process id and pipes to its standard input and output."""
@@ -115,6 +126,7 @@ class Nursery:
 def nursery():
     """Forks a worker for each line."""
     import forked
+
     forked.remember_processor()
     forked.import_all()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -139,10 +151,8 @@ class Worker:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port)}
-        self.processes = [nursery.start(kind, place, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-                          for rank in range(ranks)]
+        environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.processes = [nursery.start(kind, place, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
 
     def run(self, name):
         """The result of one scenario."""
@@ -207,8 +217,7 @@ def compare(scenarios, report):
     """Runs scenarios and compares them. Returns the number of comparisons passed and failed, and the longest time of a
     run. Calls `report(name, kind, message)` for each comparison."""
     passed, failed, longest = 0, 0, (0.0, "")
-    with tempfile.TemporaryDirectory(prefix="spillway-scenarios-") as folder, \
-            contextlib.closing(Nursery(pathlib.Path(folder))) as source:
+    with tempfile.TemporaryDirectory(prefix="spillway-scenarios-") as folder, contextlib.closing(Nursery(pathlib.Path(folder))) as source:
         for ranks in sorted({scenario.get("ranks", 1) for scenario in scenarios}):
             some = [scenario for scenario in scenarios if scenario.get("ranks", 1) == ranks]
             kinds = [kind for kind in KINDS if kind == REFERENCE or any(kind in kinds_of(scenario) for scenario in some)]
@@ -218,8 +227,13 @@ def compare(scenarios, report):
                     words = differences(scenario, found[REFERENCE][scenario["name"]], found[kind][scenario["name"]])
                     passed, failed = passed + (not words), failed + bool(words)
                     report(scenario["name"], kind, words)
-                longest = max(longest, *((found[kind][scenario["name"]]["seconds"], f"{scenario['name']} ({kind})")
-                                         for kind in (REFERENCE, *kinds_of(scenario))))
+                longest = max(
+                    longest,
+                    *(
+                        (found[kind][scenario["name"]]["seconds"], f"{scenario['name']} ({kind})")
+                        for kind in (REFERENCE, *kinds_of(scenario))
+                    ),
+                )
     return passed, failed, longest
 
 
@@ -263,8 +277,10 @@ def main():
     chosen = [known[name] for name in options.names] if options.names else list(known.values())
     began = time.monotonic()
     passed, failed, (seconds, name) = compare(chosen, say)
-    print(f"{len(chosen)} scenarios, {passed} comparisons equal, {failed} not, {time.monotonic() - began:.0f} s; "
-          f"the longest run took {seconds} s: {name}")
+    print(
+        f"{len(chosen)} scenarios, {passed} comparisons equal, {failed} not, {time.monotonic() - began:.0f} s; "
+        f"the longest run took {seconds} s: {name}"
+    )
     return failed > 0
 
 

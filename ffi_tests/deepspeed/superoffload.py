@@ -22,6 +22,7 @@ def main():
     train.become_single_rank()
     import deepspeed
     import torch
+
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if options.mode != "serial":
         allow_the_cpu()
@@ -32,14 +33,23 @@ def main():
     for step in range(1, options.steps + 1):
         loss = engine(batches.next())
         engine.backward(loss * factor(options, step))
-        norms.append([group.grad.norm().item() for group in reversed(engine.optimizer.fp32_partitioned_groups_flat)]
-                     if options.norms else [])
+        norms.append(
+            [group.grad.norm().item() for group in reversed(engine.optimizer.fp32_partitioned_groups_flat)] if options.norms else []
+        )
         engine.step()
         losses.append(loss.item())
         moments.append(time.monotonic())
-    report = {"mode": options.mode, "steps": options.steps, "skipped": engine.skipped_steps, "losses": losses,
-              "steps_per_second": train.rate(moments), "sha256": train.weights_hash(engine.module), "active": train.active(),
-              "stage3": type(engine.optimizer).__name__, "children": children()}
+    report = {
+        "mode": options.mode,
+        "steps": options.steps,
+        "skipped": engine.skipped_steps,
+        "losses": losses,
+        "steps_per_second": train.rate(moments),
+        "sha256": train.weights_hash(engine.module),
+        "active": train.active(),
+        "stage3": type(engine.optimizer).__name__,
+        "children": children(),
+    }
     if options.mode != "serial":
         engine.optimizer.superoffload_cpu_optimizer.close()
     if options.norms:
@@ -51,14 +61,17 @@ def main():
 
 
 def describe(report):
-    lines = [f"  {report['mode']}: {report['steps']} steps, {report['skipped']} skipped, "
-             f"loss {report['losses'][0]:.4f} -> {report['losses'][-1]:.4f}"]
+    lines = [
+        f"  {report['mode']}: {report['steps']} steps, {report['skipped']} skipped, "
+        f"loss {report['losses'][0]:.4f} -> {report['losses'][-1]:.4f}"
+    ]
     done = report["active"].get("superoffload")
     if done:
         lines.append("  rounds: {commits} committed, {redos} clipped and redone, {aborts} taken back".format(**done))
-        lines.append("  sub-groups: {buckets_speculated} stepped before the norm was known, {buckets_redone} of them "
-                     "redone, {buckets_rolled_back} rolled back, {buckets_spared} spared since the verdict was certain"
-                     .format(**done))
+        lines.append(
+            "  sub-groups: {buckets_speculated} stepped before the norm was known, {buckets_redone} of them "
+            "redone, {buckets_rolled_back} rolled back, {buckets_spared} spared since the verdict was certain".format(**done)
+        )
     lines.append(f"  sha256 of the final weights: {report['sha256']}")
     return "\n".join(lines)
 
@@ -84,6 +97,7 @@ def config(options):
 def allow_the_cpu():
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.superoffload import superoffload_stage3
+
     superoffload_stage3._validate_superoffload_accelerator = lambda: None
 
     class Stream:
@@ -108,8 +122,7 @@ def arguments():
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters and gradients")
     parser.add_argument("--norms", help="write the norms to this file")
     parser.add_argument("--json", help="write the report to this file")
-    for name, value in (("dim", 64), ("layers", 4), ("context", 64), ("batch", 4), ("seed", 0), ("steps", 12),
-                        ("sub_group", 40000)):
+    for name, value in (("dim", 64), ("layers", 4), ("context", 64), ("batch", 4), ("seed", 0), ("steps", 12), ("sub_group", 40000)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=1e-3)
     return parser.parse_args()

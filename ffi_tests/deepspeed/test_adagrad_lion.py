@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-
 from compiled_ops import vector_width
 
 N = 16 * 640
@@ -98,8 +97,7 @@ def test_the_oldest_compiled_adagrad_decays_nothing_in_the_numerator(compiled_ol
 def test_the_newest_compiled_adagrad_has_the_same_bits(served, compiled, weight_decay, dtype):
     if vector_width() != "AVX512":
         pytest.skip(f"DeepSpeed compiles its {vector_width()} body here")
-    ours, theirs = [train(op, "adagrad", weight_decay, dtype=dtype) for op in
-                    (served("cpu_adagrad"), compiled("cpu_adagrad"))]
+    ours, theirs = [train(op, "adagrad", weight_decay, dtype=dtype) for op in (served("cpu_adagrad"), compiled("cpu_adagrad"))]
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 

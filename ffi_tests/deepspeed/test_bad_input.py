@@ -9,12 +9,17 @@ import torch
 import spillway
 
 _ids = itertools.count(3_000_000)
-_HYPER = {"cpu_adam": (1e-3, 0.9, 0.999, 1e-8, 0.0, True), "cpu_adagrad": (1e-2, 1e-8, 0.0),
-          "cpu_lion": (1e-4, 0.9, 0.99, 0.0)}
-_CREATE = {"cpu_adam": (1e-3, 0.9, 0.999, 1e-8, 0.0, True, False), "cpu_adagrad": (1e-2, 1e-8, 0.0, False),
-           "cpu_lion": (1e-4, 0.9, 0.99, 0.0, False)}
-_NAMES = {"cpu_adam": ("params", "grads", "exp_avg", "exp_avg_sq"), "cpu_adagrad": ("params", "grads", "exp_avg_sq"),
-          "cpu_lion": ("params", "grads", "exp_avg")}
+_HYPER = {"cpu_adam": (1e-3, 0.9, 0.999, 1e-8, 0.0, True), "cpu_adagrad": (1e-2, 1e-8, 0.0), "cpu_lion": (1e-4, 0.9, 0.99, 0.0)}
+_CREATE = {
+    "cpu_adam": (1e-3, 0.9, 0.999, 1e-8, 0.0, True, False),
+    "cpu_adagrad": (1e-2, 1e-8, 0.0, False),
+    "cpu_lion": (1e-4, 0.9, 0.99, 0.0, False),
+}
+_NAMES = {
+    "cpu_adam": ("params", "grads", "exp_avg", "exp_avg_sq"),
+    "cpu_adagrad": ("params", "grads", "exp_avg_sq"),
+    "cpu_lion": ("params", "grads", "exp_avg"),
+}
 
 WRONG = {
     "float64": (lambda t: t.double(), "has dtype float64"),
@@ -26,8 +31,11 @@ WRONG = {
     "list": (lambda t: t.tolist(), "is a list"),
     "none": (lambda t: None, "NoneType"),
 }
-WRONG_LENGTH = {"short": (lambda t: t[:31].clone(), "(31,)"), "long": (lambda t: torch.ones(33), "(33,)"),
-                "empty": (lambda t: torch.ones(0), "(0,)")}
+WRONG_LENGTH = {
+    "short": (lambda t: t[:31].clone(), "(31,)"),
+    "long": (lambda t: torch.ones(33), "(33,)"),
+    "empty": (lambda t: torch.ones(0), "(0,)"),
+}
 
 
 class Op:
@@ -135,8 +143,9 @@ def test_a_destroyed_id_is_unknown_until_it_is_created_again(op):
     assert op.create() == 0 and op.update(op.tensors()) == 0
 
 
-@pytest.mark.parametrize("step, reason", [(0, "step"), (-1, "step is -1"), (1 << 64, "step is"), (1.5, "step is 1.5"),
-                                          (None, "step is None")])
+@pytest.mark.parametrize(
+    "step, reason", [(0, "step"), (-1, "step is -1"), (1 << 64, "step is"), (1.5, "step is 1.5"), (None, "step is None")]
+)
 def test_a_wrong_step(op, step, reason):
     op.refuses(spillway.InvalidArgumentError, reason, op.tensors(), step=step)
 
@@ -177,7 +186,6 @@ def test_every_function_of_the_compiled_module_is_there_and_those_not_served_nam
         ours, theirs = served(name), compiled(name)
         missing = {function for function in dir(theirs) if not function.startswith("_")} - set(dir(ours))
         assert not missing
-    for name, function in (("cpu_adam", "adam_update_copy"), ("cpu_lion", "lion_update_copy"),
-                           ("cpu_adagrad", "adagrad_update_copy")):
+    for name, function in (("cpu_adam", "adam_update_copy"), ("cpu_lion", "lion_update_copy"), ("cpu_adagrad", "adagrad_update_copy")):
         with pytest.raises(NotImplementedError, match=f"{name} has no {function}: "):
             getattr(served(name), function)(0, 1)

@@ -10,12 +10,12 @@ import subprocess
 import sys
 
 import pytest
+
 from spillway import _native
 from spillway.bench import _output, _report
 
 PACKAGE = pathlib.Path(_report.__file__).parents[2]
-TINY = {"adam": ["--sizes", "4Ki", "--tensors", "3"], "io": ["--size", "2Mi", "--tensor", "1Mi"],
-        "accumulate": ["--size", "64Ki"]}
+TINY = {"adam": ["--sizes", "4Ki", "--tensors", "3"], "io": ["--size", "2Mi", "--tensor", "1Mi"], "accumulate": ["--size", "64Ki"]}
 
 
 def bench(folder, kind, *arguments, before="", code=0):
@@ -29,15 +29,19 @@ def bench(folder, kind, *arguments, before="", code=0):
 
 def compared(folder, old, new, code=0):
     """Standard output and standard error of a comparison."""
-    done = subprocess.run([sys.executable, "-m", "spillway.bench", "compare", old, new], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(PACKAGE)})
+    done = subprocess.run(
+        [sys.executable, "-m", "spillway.bench", "compare", old, new],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
+    )
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 
 
 def tool(folder, *arguments):
-    return subprocess.run([_native.tool_path(), "bench", *arguments], cwd=folder, capture_output=True, text=True,
-                          check=True).stdout
+    return subprocess.run([_native.tool_path(), "bench", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def shape(report):
@@ -65,12 +69,15 @@ def test_a_figure_that_is_not_finite_is_left_out():
     assert not _report.row({}, {"ratio": [1.0, float("inf")]}, "ratio", "higher")["figures"]
 
 
-@pytest.mark.parametrize("old, new, better, verdict", [
-    ([1.0, 1.1, 1.2], [2.0, 2.1, 2.2], "higher", "faster"),
-    ([1.0, 1.1, 1.2], [2.0, 2.1, 2.2], "lower", "slower"),
-    ([2.0, 2.1, 2.2], [1.0, 1.1, 1.2], "higher", "slower"),
-    ([1.0, 1.1, 1.2], [1.1, 1.15, 2.1], "higher", "same"),
-])
+@pytest.mark.parametrize(
+    "old, new, better, verdict",
+    [
+        ([1.0, 1.1, 1.2], [2.0, 2.1, 2.2], "higher", "faster"),
+        ([1.0, 1.1, 1.2], [2.0, 2.1, 2.2], "lower", "slower"),
+        ([2.0, 2.1, 2.2], [1.0, 1.1, 1.2], "higher", "slower"),
+        ([1.0, 1.1, 1.2], [1.1, 1.15, 2.1], "higher", "same"),
+    ],
+)
 def test_only_ranges_that_lie_apart_differ(old, new, better, verdict):
     assert [line[-1] for line in _report.compare(made(old, better), made(new, better))] == [verdict]
 
@@ -83,7 +90,14 @@ def test_rows_of_one_report_are_new_or_missing():
 def test_a_report_without_the_parts_of_a_comparison_is_refused(tmp_path):
     path = tmp_path / "old.json"
     good = made([1.0])
-    for fault in ({"format": 2}, {"bench": "adam"}, {"bench": None}, {"cpu": None}, {"rows": [{}]}, {"rows": [good["rows"][0] | {"headline": "x"}]}):
+    for fault in (
+        {"format": 2},
+        {"bench": "adam"},
+        {"bench": None},
+        {"cpu": None},
+        {"rows": [{}]},
+        {"rows": [good["rows"][0] | {"headline": "x"}]},
+    ):
         path.write_text(json.dumps({**copy.deepcopy(good), **fault}))
         with pytest.raises(SystemExit, match="--compare"):
             _report.read(path, "python adam")

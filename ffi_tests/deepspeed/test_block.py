@@ -21,38 +21,57 @@ def folders(tmp_path):
     return [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
-@pytest.mark.parametrize("block, words", [
-    (7, "spillway is 7, not an object"), ("yes", "spillway is 'yes', not an object"), (None, "spillway is None, not an object"),
-    ({"cach_bytes": 1}, "spillway.cach_bytes is unknown; did you mean cache_bytes\\? The settings are cache_bytes, commit_interval"),
-    ({"resume": 1}, "spillway.resume is 1; true or false is needed"), ({"cache_bytes": "x"}, SWAP),
-    ({"cache_bytes": True}, "spillway.cache_bytes is True; a number of bytes"), ({"cache_bytes": -1}, "cache_bytes is -1; a number"),
-    ({"durability": "none"}, "spillway.durability is 'none'; \"data\" or"), ({"part_elements": 0}, "part_elements is 0; an integer from 1"),
-    ({"paths": []}, "spillway.paths is \\[\\]; a list of directories.*leave it out for nvme_path alone"),
-    ({"paths": "x"}, "spillway.paths is 'x'; a list"), ({"paths": [7]}, "spillway.paths\\[0\\] is 7"),
-    ({"paths": [{"directory": "x"}]}, "spillway.paths\\[0\\].path is missing.*paths\\[0\\].directory is unknown"),
-    ({"paths": [{"path": "x", "limit_bytes": "9G"}]}, "spillway.paths\\[0\\].limit_bytes is '9G'; a number of bytes"),
-    ({"paths": ["/var", "/var/"]}, "spillway.paths\\[1\\] is '/var/', the same directory as spillway.paths\\[0\\]; name each path once"),
-    ({"ratio": ["a", 1]}, "spillway.ratio\\[0\\] is 'a'; a list with a number from 0 for each path"),
-    ({"ratio": [0, 0]}, "spillway.ratio is .*above 0"), ({"ratio": [1], "paths": ["/tmp", "/var"]}, "ratio has 1 numbers for 2 paths"),
-    ({"commit_interval": 2}, 'spillway.commit_interval is 2, but nothing is committed without "resume": true'),
-    ({"durability": "full"}, 'spillway.durability is "full", but nothing is committed'),
-    ({"missing_gradients": "old"}, "spillway.missing_gradients is 'old'; \"zero\" or \"stale\""),
-    ({"io_timeout_seconds": float("inf")}, "spillway.io_timeout_seconds is inf"), ({"job": ""}, "spillway.job is ''; a name"),
-    ({"io_timeout_seconds": 1e300}, "spillway.io_timeout_seconds is 1e\\+300; 0, or a number of seconds from 0.001"),
-    ({"io_timeout_seconds": 1e-9}, "spillway.io_timeout_seconds is 1e-09; 0, or a number of seconds from 0.001"),
-    ({"paths": ["a\0b"]}, "spillway.paths\\[0\\].path is 'a.x00b'; a directory .* without NUL"),
-    ({"paths": [{"path": "x", "limit_bytes": 1 << 64}]}, "spillway.paths\\[0\\].limit_bytes is 18446744073709551616; a number of bytes"),
-    ({"paths": [{"path": "x", "reserve_bytes": 1 << 63}]}, "spillway.paths\\[0\\].reserve_bytes is 9223372036854775808"),
-    ({"cache_bytes": 1 << 64}, "spillway.cache_bytes is 18446744073709551616; a number of bytes"),
-    ({"part_elements": 1 << 64}, "spillway.part_elements is 18446744073709551616"),
-    ({"commit_interval": 1 << 64, "resume": True}, "spillway.commit_interval is 18446744073709551616"),
-    ({"interleave": {"plan_argument": 1 << 64}}, "spillway.interleave.plan_argument is 18446744073709551616; an integer"),
-    ({"interleave": {"slots": 1 << 32}}, "spillway.interleave.slots is 4294967296; an integer"),
-    ({"interleave": {"chunk": 1 << 64}}, "spillway.interleave.chunk is 18446744073709551616"),
-    ({"job": ".."}, "spillway.job is '..'; a name of at most 200 bytes"), ({"host": "a/b"}, "spillway.host is 'a/b'; a name"),
-    ({"job": "x" * 201}, "spillway.job is 'xxx.*'; a name of at most 200 bytes"),
-    ({"enabled": False, "job": "x"}, 'spillway.job has no effect with "enabled": false; take job out'),
-    ({"enabled": False, "resume": True, "paths": ["x"]}, "take paths, resume out, or enabled")])
+@pytest.mark.parametrize(
+    "block, words",
+    [
+        (7, "spillway is 7, not an object"),
+        ("yes", "spillway is 'yes', not an object"),
+        (None, "spillway is None, not an object"),
+        ({"cach_bytes": 1}, "spillway.cach_bytes is unknown; did you mean cache_bytes\\? The settings are cache_bytes, commit_interval"),
+        ({"resume": 1}, "spillway.resume is 1; true or false is needed"),
+        ({"cache_bytes": "x"}, SWAP),
+        ({"cache_bytes": True}, "spillway.cache_bytes is True; a number of bytes"),
+        ({"cache_bytes": -1}, "cache_bytes is -1; a number"),
+        ({"durability": "none"}, "spillway.durability is 'none'; \"data\" or"),
+        ({"part_elements": 0}, "part_elements is 0; an integer from 1"),
+        ({"paths": []}, "spillway.paths is \\[\\]; a list of directories.*leave it out for nvme_path alone"),
+        ({"paths": "x"}, "spillway.paths is 'x'; a list"),
+        ({"paths": [7]}, "spillway.paths\\[0\\] is 7"),
+        ({"paths": [{"directory": "x"}]}, "spillway.paths\\[0\\].path is missing.*paths\\[0\\].directory is unknown"),
+        ({"paths": [{"path": "x", "limit_bytes": "9G"}]}, "spillway.paths\\[0\\].limit_bytes is '9G'; a number of bytes"),
+        (
+            {"paths": ["/var", "/var/"]},
+            "spillway.paths\\[1\\] is '/var/', the same directory as spillway.paths\\[0\\]; name each path once",
+        ),
+        ({"ratio": ["a", 1]}, "spillway.ratio\\[0\\] is 'a'; a list with a number from 0 for each path"),
+        ({"ratio": [0, 0]}, "spillway.ratio is .*above 0"),
+        ({"ratio": [1], "paths": ["/tmp", "/var"]}, "ratio has 1 numbers for 2 paths"),
+        ({"commit_interval": 2}, 'spillway.commit_interval is 2, but nothing is committed without "resume": true'),
+        ({"durability": "full"}, 'spillway.durability is "full", but nothing is committed'),
+        ({"missing_gradients": "old"}, 'spillway.missing_gradients is \'old\'; "zero" or "stale"'),
+        ({"io_timeout_seconds": float("inf")}, "spillway.io_timeout_seconds is inf"),
+        ({"job": ""}, "spillway.job is ''; a name"),
+        ({"io_timeout_seconds": 1e300}, "spillway.io_timeout_seconds is 1e\\+300; 0, or a number of seconds from 0.001"),
+        ({"io_timeout_seconds": 1e-9}, "spillway.io_timeout_seconds is 1e-09; 0, or a number of seconds from 0.001"),
+        ({"paths": ["a\0b"]}, "spillway.paths\\[0\\].path is 'a.x00b'; a directory .* without NUL"),
+        (
+            {"paths": [{"path": "x", "limit_bytes": 1 << 64}]},
+            "spillway.paths\\[0\\].limit_bytes is 18446744073709551616; a number of bytes",
+        ),
+        ({"paths": [{"path": "x", "reserve_bytes": 1 << 63}]}, "spillway.paths\\[0\\].reserve_bytes is 9223372036854775808"),
+        ({"cache_bytes": 1 << 64}, "spillway.cache_bytes is 18446744073709551616; a number of bytes"),
+        ({"part_elements": 1 << 64}, "spillway.part_elements is 18446744073709551616"),
+        ({"commit_interval": 1 << 64, "resume": True}, "spillway.commit_interval is 18446744073709551616"),
+        ({"interleave": {"plan_argument": 1 << 64}}, "spillway.interleave.plan_argument is 18446744073709551616; an integer"),
+        ({"interleave": {"slots": 1 << 32}}, "spillway.interleave.slots is 4294967296; an integer"),
+        ({"interleave": {"chunk": 1 << 64}}, "spillway.interleave.chunk is 18446744073709551616"),
+        ({"job": ".."}, "spillway.job is '..'; a name of at most 200 bytes"),
+        ({"host": "a/b"}, "spillway.host is 'a/b'; a name"),
+        ({"job": "x" * 201}, "spillway.job is 'xxx.*'; a name of at most 200 bytes"),
+        ({"enabled": False, "job": "x"}, 'spillway.job has no effect with "enabled": false; take job out'),
+        ({"enabled": False, "resume": True, "paths": ["x"]}, "take paths, resume out, or enabled"),
+    ],
+)
 def test_what_is_wrong_is_named(block, words):
     with pytest.raises(InvalidArgumentError, match=words):
         _block.read(block)
@@ -97,31 +116,45 @@ def test_a_block_becomes_settings(folders):
 def zero(stage, optimizer=None, parameters=None):
     def offload(device):
         return device and types.SimpleNamespace(device=device)
+
     return types.SimpleNamespace(stage=stage, offload_optimizer=offload(optimizer), offload_param=offload(parameters))
 
 
-@pytest.mark.parametrize("block, configuration, words", [
-    ({"resume": True}, zero(3, "cpu"), "spillway.resume is for optimizer states on a tier.*stage 3 and the device cpu"),
-    ({"cache_bytes": 1, "pin_memory": False}, zero(2, "cpu"), "spillway.cache_bytes .*stage 2.*take cache_bytes, pin_memory out"),
-    ({"paths": ["/tmp"]}, zero(0), "spillway.paths .*stage 0 and the device none"),
-    ({"split_master": True, "paths": ["/tmp"]}, zero(3, "cpu", "nvme"), "spillway.split_master is for"),
-    ({"interleave": {}}, zero(2, "cpu"), "spillway.interleave needs zero_optimization with stage 3"),
-    ({"interleave": {}}, zero(3, "nvme"), "spillway.interleave needs .* the device nvme")])
+@pytest.mark.parametrize(
+    "block, configuration, words",
+    [
+        ({"resume": True}, zero(3, "cpu"), "spillway.resume is for optimizer states on a tier.*stage 3 and the device cpu"),
+        ({"cache_bytes": 1, "pin_memory": False}, zero(2, "cpu"), "spillway.cache_bytes .*stage 2.*take cache_bytes, pin_memory out"),
+        ({"paths": ["/tmp"]}, zero(0), "spillway.paths .*stage 0 and the device none"),
+        ({"split_master": True, "paths": ["/tmp"]}, zero(3, "cpu", "nvme"), "spillway.split_master is for"),
+        ({"interleave": {}}, zero(2, "cpu"), "spillway.interleave needs zero_optimization with stage 3"),
+        ({"interleave": {}}, zero(3, "nvme"), "spillway.interleave needs .* the device nvme"),
+    ],
+)
 def test_what_nothing_would_serve_is_an_error(block, configuration, words):
     with pytest.raises(InvalidArgumentError, match=words):
         _block.refuse_unserved(_block.read(block), configuration)
 
 
-@pytest.mark.parametrize("block, configuration", [
-    ({}, zero(0)), ({"enabled": False}, zero(2, "cpu")), ({"enabled": False, "interleave": {}}, zero(3, "cpu")), ({"cache_bytes": 1}, zero(3, "nvme")),
-    ({"paths": ["/tmp"], "job": "x"}, zero(3, "cpu", "nvme")), ({"interleave": {}}, zero(3, "cpu"))])
+@pytest.mark.parametrize(
+    "block, configuration",
+    [
+        ({}, zero(0)),
+        ({"enabled": False}, zero(2, "cpu")),
+        ({"enabled": False, "interleave": {}}, zero(3, "cpu")),
+        ({"cache_bytes": 1}, zero(3, "nvme")),
+        ({"paths": ["/tmp"], "job": "x"}, zero(3, "cpu", "nvme")),
+        ({"interleave": {}}, zero(3, "cpu")),
+    ],
+)
 def test_what_is_served_is_none(block, configuration):
     _block.refuse_unserved(_block.read(block), configuration)
 
 
 def test_an_engine_checks_its_block(run_forked, folders):
     """The check applies to every stage and device, before anything is created."""
-    assert run_forked(f"""
+    assert run_forked(
+        f"""
 import train
 train.become_single_rank()
 import deepspeed, torch
@@ -144,10 +177,13 @@ for zero, block in (({{"stage": 0}}, {{"cach_bytes": 1}}), ({{"stage": 2, "offlo
     except Exception as error:
         print(type(error).__name__, str(error).split(";")[0].replace(FOLDER, "FOLDER"))
 make({{"stage": 3, "offload_optimizer": NVME}}, {{"pin_memory": False}})
-""", pathlib.Path(__file__).parent).splitlines()[-4:] == [
-        "InvalidArgumentError spillway.cach_bytes is unknown", "InvalidArgumentError spillway is 'yes', not an object",
+""",
+        pathlib.Path(__file__).parent,
+    ).splitlines()[-4:] == [
+        "InvalidArgumentError spillway.cach_bytes is unknown",
+        "InvalidArgumentError spillway is 'yes', not an object",
         "InvalidArgumentError spillway.resume is for optimizer states on a tier, which need zero_optimization with stage 3 and "
         "offload_optimizer on the device nvme",
         "InvalidArgumentError spillway.paths[0].limit_bytes is 1000: too small for the optimizer states of this rank, which take 864 "
-        "bytes, rounded up to whole blocks"]
-
+        "bytes, rounded up to whole blocks",
+    ]

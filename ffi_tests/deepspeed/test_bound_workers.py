@@ -21,8 +21,11 @@ def _machine(root, packages, cores, threads, gpus):
     """Packages of one node each. The second processors of all cores follow the first ones."""
     count = packages * cores
     _write(root / "sys/devices/system/cpu/online", f"0-{count * threads - 1}")
-    mask = lambda cpus: f"{sum(1 << cpu for cpu in cpus):x}" if max(cpus) < 32 else ",".join(
-        f"{sum(1 << cpu for cpu in cpus) >> 32 * word & 0xffffffff:08x}" for word in reversed(range(max(cpus) // 32 + 1)))
+    mask = lambda cpus: (
+        f"{sum(1 << cpu for cpu in cpus):x}"
+        if max(cpus) < 32
+        else ",".join(f"{sum(1 << cpu for cpu in cpus) >> 32 * word & 0xFFFFFFFF:08x}" for word in reversed(range(max(cpus) // 32 + 1)))
+    )
     own = {}
     for cpu in range(count * threads):
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
@@ -62,6 +65,7 @@ def test_deepspeeds_launcher_binds_the_same_cores(tmp_path, monkeypatch, package
 def test_superoffload_binds_its_workers_to_their_share_and_undoes_it():
     from spillway import topo
     from spillway.deepspeed._rounds import SuperOffloadCPUOptimizer
+
     own = os.sched_getaffinity(0)
     config = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
     optimizer = SuperOffloadCPUOptimizer(config, cpuadam_cores_perc=0.5)
@@ -81,9 +85,18 @@ def test_superoffload_binds_its_workers_to_their_share_and_undoes_it():
 def test_arguments_out_of_range_are_refused_and_not_wrapped():
     from spillway import topo
     from spillway.errors import InvalidArgumentError
-    for call in (lambda: topo.pages_at(0, 4096, 2**32), lambda: topo.pages_at(0, 4096, -1), lambda: topo.pages_at(0, 2**64, 0),
-                 lambda: topo.pages_at(0, 4096, 0.5), lambda: topo.place(0, 1, share="0.8"), lambda: topo.bind([0.9]),
-                 lambda: topo.read("\0"), lambda: topo.node_of_path("\0"), lambda: topo.place(0, 0),
-                 lambda: topo.place(0, 2**32)):
+
+    for call in (
+        lambda: topo.pages_at(0, 4096, 2**32),
+        lambda: topo.pages_at(0, 4096, -1),
+        lambda: topo.pages_at(0, 2**64, 0),
+        lambda: topo.pages_at(0, 4096, 0.5),
+        lambda: topo.place(0, 1, share="0.8"),
+        lambda: topo.bind([0.9]),
+        lambda: topo.read("\0"),
+        lambda: topo.node_of_path("\0"),
+        lambda: topo.place(0, 0),
+        lambda: topo.place(0, 2**32),
+    ):
         with pytest.raises(InvalidArgumentError):
             call()

@@ -24,6 +24,7 @@ def case(starter, tmp_path):
         left = [path for path in folder.rglob("*") if path.is_file() and "-scratch-" in str(path)]
         assert not left, "the end of the process closes what is open"
         return done.stdout
+
     return run
 
 
@@ -39,8 +40,17 @@ def test_engines_keep_and_remove_what_they_should(case, name):
 
 
 # Places of parameters and states when the checkpoint is saved, and when it is loaded.
-@pytest.mark.parametrize("before, after", [("none-cpu", "cpu-nvme"), ("cpu-nvme", "none-cpu"), ("nvme-nvme", "nvme-nvme"),
-                                           ("cpu-cpu", "nvme-nvme"), ("nvme-nvme", "cpu-cpu"), ("none-nvme", "nvme-nvme")])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("none-cpu", "cpu-nvme"),
+        ("cpu-nvme", "none-cpu"),
+        ("nvme-nvme", "nvme-nvme"),
+        ("cpu-cpu", "nvme-nvme"),
+        ("nvme-nvme", "cpu-cpu"),
+        ("none-nvme", "nvme-nvme"),
+    ],
+)
 def test_a_checkpoint_goes_on_in_other_places(case, before, after):
     case("checkpoint", before, after)
 

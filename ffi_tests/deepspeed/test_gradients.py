@@ -14,10 +14,18 @@ import gradients
 
 # For each place of the states the run of DeepSpeed alone that it must equal. "tier zero" uses a gradient of zero for a
 # parameter without one, so that DeepSpeed's run gets these zeros; the other tiers use its last gradient, as DeepSpeed does.
-PLACES = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "swapper": "swapper", "tier": "zero3", "tier zero": "zero3",
-          "tier split": "zero3", "tier resume": "zero3", "superoffload": "zero3", "interleave": "zero3"}
-
-
+PLACES = {
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "swapper": "swapper",
+    "tier": "zero3",
+    "tier zero": "zero3",
+    "tier split": "zero3",
+    "tier resume": "zero3",
+    "superoffload": "zero3",
+    "interleave": "zero3",
+}
 
 
 def cell_of(way, place, dtype, micro_batches, clip, zero=False):
@@ -28,7 +36,8 @@ def cell_of(way, place, dtype, micro_batches, clip, zero=False):
 def cells():
     """The whole table."""
     for way, place, dtype, micro_batches, clip in itertools.product(
-            gradients.WAYS, PLACES, ("bf16", "fp16", *gradients.AUTOCAST), (1, 2, 3), (0.0, 0.02)):
+        gradients.WAYS, PLACES, ("bf16", "fp16", *gradients.AUTOCAST), (1, 2, 3), (0.0, 0.02)
+    ):
         yield cell_of(way, place, dtype, micro_batches, clip)
 
 
@@ -46,7 +55,7 @@ def chosen():
     source = random.Random(int(os.environ.get("SPILLWAY_SEED") or time.time() // 86400))
     source.shuffle(table)
     if wanted:
-        return table[:int(wanted)]
+        return table[: int(wanted)]
     found, ways, places = [], set(gradients.WAYS), 2 * list(PLACES)
     for cell in table:
         if cell["dtype"] in ("bf16", "autocast fp16") and cell["way"] in ways and (cell["adapter"] in places or len(places) == 0):
@@ -74,7 +83,7 @@ def difference(cell, ours, theirs):
     """What is wrong in a cell; None if nothing is."""
     if "error" in ours and any(words in ours["error"] for words in REFUSED.get(cell["adapter"], ())):
         # An error before anything changed.
-        return None if ours["digests"] == theirs["digests"][:len(ours["digests"])] else f"refused after a change: {ours}"
+        return None if ours["digests"] == theirs["digests"][: len(ours["digests"])] else f"refused after a change: {ours}"
     if "error" in theirs:
         return None if "error" in ours else f"DeepSpeed refuses it: {theirs['error']}"
     if "error" in ours:
@@ -88,9 +97,12 @@ def difference(cell, ours, theirs):
 
 SERVED = {"superoffload": "superoffload", "interleave": "interleave", **dict.fromkeys(gradients.BLOCKS, "tier"), "swapper": "cpu_adam"}
 # What Spillway refuses where DeepSpeed goes on, by place.
-REFUSED = {"interleave": ("the model's weights have 32 bits", "torch's gradient scaler unscales"),
-           "tier": ("torch's gradient scaler would step only",), "tier resume": ("torch's gradient scaler would step only",),
-           "tier split": ("have to be bfloat16",)}
+REFUSED = {
+    "interleave": ("the model's weights have 32 bits", "torch's gradient scaler unscales"),
+    "tier": ("torch's gradient scaler would step only",),
+    "tier resume": ("torch's gradient scaler would step only",),
+    "tier split": ("have to be bfloat16",),
+}
 
 
 def test_every_way_of_a_gradient_comes_to_deepspeeds_own_bits(starter, native_starter, compiled, tmp_path):

@@ -30,7 +30,9 @@ def step(kind):
     return optimizer
 """
 
-ALL_OPS = STEP + """
+ALL_OPS = (
+    STEP
+    + """
 import sys, deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -44,6 +46,7 @@ maps = open("/proc/self/maps").read()
 assert "libspillway.so" in maps and "cpu_adam.so" not in maps and "cpu_lion.so" not in maps
 print(deepspeed.__version__, type(deepspeed.accelerator.get_accelerator()).__name__, counts, active["kernel"])
 """
+)
 
 IO = """
 import sys, torch, deepspeed
@@ -67,6 +70,7 @@ SERVED_ONCE_EACH = "[(1, 1000), (1, 1000), (1, 1000)]"
 @pytest.mark.parametrize("accelerator, name", [("cpu", "CPU_Accelerator"), ("cuda", "CUDA_Accelerator")])
 def test_the_newest_deepspeed(run_script, accelerator, name):
     from importlib.metadata import version
+
     out = run_script(ALL_OPS, accelerator=accelerator)
     assert f"{version('deepspeed')} {name} {SERVED_ONCE_EACH}" in out
 
@@ -86,7 +90,8 @@ def test_files_and_pinned_memory_in_the_newest_and_the_oldest_deepspeed(run_scri
 
 def test_native_pinning_is_served(run_script):
     """With DS_PIN_MEMORY_BACKEND=native, DeepSpeed's own manager, which frees by address, uses Spillway's memory."""
-    out = run_script("""
+    out = run_script(
+        """
 import gc, sys, torch, deepspeed
 from deepspeed.accelerator import get_accelerator
 pinned = get_accelerator().pin_memory(torch.arange(1000.0).view(10, 100))
@@ -100,13 +105,16 @@ assert view[0, 0] == 500 and active()["pin_memory"]["bytes"] == 4000
 del view
 gc.collect()
 print("then", active()["pin_memory"]["bytes"])
-""", DS_PIN_MEMORY_BACKEND="native")
+""",
+        DS_PIN_MEMORY_BACKEND="native",
+    )
     assert "pinned 4000" in out and "then 0" in out
 
 
 def test_gds_is_not_served_by_its_base_class(run_script):
     """GDSBuilder inherits load() from AsyncIOBuilder."""
-    out = run_script("""
+    out = run_script(
+        """
 import spillway.deepspeed as spillway
 spillway.install("async_io")
 from deepspeed.ops.op_builder.gds import GDSBuilder, AsyncIOBuilder
@@ -115,12 +123,16 @@ GDSBuilder.jit_load = GDSBuilder.load_installed = lambda self, verbose=True: "it
 import deepspeed.ops.op_builder.pin_memory as pin
 pin.PinMemoryBuilder.load = lambda self, verbose=False: None
 print("gds:", GDSBuilder().load())
-""", SPILLWAY_DEEPSPEED="")
+""",
+        SPILLWAY_DEEPSPEED="",
+    )
     assert "gds: its own" in out
 
 
 def test_a_spawned_worker(run_script):
-    out = run_script(STEP + """
+    out = run_script(
+        STEP
+        + """
 import multiprocessing, sys
 def work(queue):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -133,19 +145,25 @@ if __name__ == "__main__":
     worker.start()
     print("worker:", queue.get(timeout=120))
     worker.join()
-""")
+"""
+    )
     assert "worker: {'calls': 1, 'elements': 1000}" in out
 
 
 def test_a_second_import_root(run_script, tmp_path):
     """A checkout of DeepSpeed contains a top-level op_builder package."""
     import deepspeed
+
     builders = os.path.join(os.path.dirname(deepspeed.__file__), "ops", "op_builder")
     shutil.copytree(builders, tmp_path / "root" / "op_builder")
-    out = run_script(ALL_OPS + """
+    out = run_script(
+        ALL_OPS
+        + """
 from deepspeed.ops.op_builder import CPUAdamBuilder
 print("builder:", CPUAdamBuilder.__module__, CPUAdamBuilder().load() is op)
-""", tmp_path / "root")
+""",
+        tmp_path / "root",
+    )
     assert SERVED_ONCE_EACH in out and "builder: op_builder.cpu.cpu_adam True" in out
 
 
@@ -168,8 +186,9 @@ for path in sorted(path for path in root.rglob("*.py") if path.stem in OPS):
 
 
 def test_deepspeed_reports_the_ops_as_compatible(run_script):
-    out = run_script("import deepspeed; ops = deepspeed.ops.__compatible_ops__\n"
-                     "from spillway.deepspeed import OPS\nprint([ops[name] for name in OPS])")
+    out = run_script(
+        "import deepspeed; ops = deepspeed.ops.__compatible_ops__\nfrom spillway.deepspeed import OPS\nprint([ops[name] for name in OPS])"
+    )
     assert "[True, True, True, True, True, True]" in out
 
 
@@ -180,7 +199,8 @@ def test_no_compiler_is_needed(run_script, overlay):
 
 def test_install_after_the_import_and_uninstall(run_script, oldest_deepspeed):
     """Also for the oldest version, where the importing modules hold builders that cannot load."""
-    code = """
+    code = (
+        """
 import deepspeed, sys
 import spillway.deepspeed as spillway
 from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -189,7 +209,9 @@ assert spillway.active() == {}
 spillway.install(); spillway.install("cpu_adam"); spillway.install(ops=["cpu_lion", "cpu_adam"])
 assert sum(type(finder).__module__ == "spillway._import_hook" for finder in sys.meta_path) == 1
 assert CPUAdamBuilder.load is not native
-""" + ALL_OPS + """
+"""
+        + ALL_OPS
+        + """
 spillway.uninstall()
 assert CPUAdamBuilder.load is native and spillway.active() == {}
 from deepspeed.ops.op_builder import CPULionBuilder
@@ -198,27 +220,34 @@ step.__globals__["optimizers"][0].step()
 try: spillway.install("cpu_lamb")
 except ValueError as error: print(error)
 """
+    )
     for prelude, paths in (("", ()), (OLD, (oldest_deepspeed,))):
         out = run_script(prelude + code, *paths, SPILLWAY_DEEPSPEED="0")
         assert SERVED_ONCE_EACH in out and "unknown ops ['cpu_lamb']" in out
 
 
 def test_only_the_ops_asked_for(run_script):
-    out = run_script("""
+    out = run_script(
+        """
 import spillway.deepspeed as spillway
 spillway.install("cpu_adam")
 from deepspeed.ops.op_builder import CPUAdamBuilder, CPULionBuilder
 print("adam", "load" in vars(CPUAdamBuilder), "lion", "load" in vars(CPULionBuilder), sorted(spillway.active()))
-""", SPILLWAY_DEEPSPEED="")
+""",
+        SPILLWAY_DEEPSPEED="",
+    )
     assert "adam True lion False ['cpu_adam', 'kernel']" in out
 
 
 def test_nothing_happens_when_off(run_script):
-    out = run_script("""
+    out = run_script(
+        """
 import sys, deepspeed
 from deepspeed.ops.op_builder import CPUAdamBuilder
 print(CPUAdamBuilder.load.__module__, [name for name in sys.modules if name.startswith("spillway")])
-""", SPILLWAY_DEEPSPEED="0")
+""",
+        SPILLWAY_DEEPSPEED="0",
+    )
     assert "deepspeed.ops.op_builder.builder []" in out
 
 
@@ -232,9 +261,16 @@ print(type(module.__loader__).__name__, type(module.__spec__.loader).__name__, "
 
 
 def test_a_library_that_cannot_be_loaded_is_a_clear_error_and_not_the_native_op(overlay, tmp_path):
-    code = ("from deepspeed.ops.adam import DeepSpeedCPUAdam; import torch\n"
-            "DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(1))])")
-    done = subprocess.run([overlay, "-c", code], capture_output=True, text=True, env={
-        **os.environ, "SPILLWAY_DEEPSPEED": "1", "SPILLWAY_LIBRARY": str(tmp_path / "gone.so"),
-        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")})
+    code = "from deepspeed.ops.adam import DeepSpeedCPUAdam; import torch\nDeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(1))])"
+    done = subprocess.run(
+        [overlay, "-c", code],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "SPILLWAY_DEEPSPEED": "1",
+            "SPILLWAY_LIBRARY": str(tmp_path / "gone.so"),
+            "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
+        },
+    )
     assert done.returncode != 0 and "gone.so" in done.stderr and "SPILLWAY_LIBRARY" in done.stderr

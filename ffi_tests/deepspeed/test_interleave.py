@@ -5,10 +5,10 @@ import collections
 import json
 
 import pytest
+from test_train import attempt, train
 
 from spillway.deepspeed import _block, _interleave
 from spillway.errors import InvalidArgumentError
-from test_train import attempt, train
 
 SIZE = ["--stage", "3", "--sub-group-size", "20000"]
 
@@ -21,6 +21,7 @@ def block(**settings):
 def run(starter, tmp_path):
     def start(*arguments, how=train, **extra):
         return how(starter, tmp_path, *SIZE, *arguments, SPILLWAY_DEEPSPEED="1", **extra)
+
     return start
 
 
@@ -28,8 +29,11 @@ def test_the_weights_are_those_of_steps_on_the_cpu(run):
     plain = run()
     assert "interleave" not in plain["active"]
     rates = {"cpu": 1e9, "gpu": 1e10, "h2d": 5e9, "d2h": 5e9}
-    for settings in ({"plan": "stride", "plan_argument": 2}, {"plan": "count", "plan_argument": 100, "slots": 1, "chunk": 1000},
-                     {"plan": "model", "rates": rates, "replan": True}):
+    for settings in (
+        {"plan": "stride", "plan_argument": 2},
+        {"plan": "count", "plan_argument": 100, "slots": 1, "chunk": 1000},
+        {"plan": "model", "rates": rates, "replan": True},
+    ):
         if settings["plan"] == "count":
             settings["plan_argument"] = mixed["active"]["interleave"]["cpu"] // mixed["steps"]  # noqa: F821
         mixed = run(*block(backend="host", **settings))
@@ -43,13 +47,21 @@ def test_without_a_gpu_the_reason_is_given(run):
     assert done.returncode != 0 and "NoDeviceError: opening libno-such-driver.so.9: cannot load the CUDA driver library" in done.stderr
 
 
-@pytest.mark.parametrize("settings, words", [
-    ({"plans": 1}, "spillway.interleave.plans is unknown; did you mean plan\\?"), ({"plan": "best"}, 'plan is \'best\'; "model" or "eq1"'),
-    ({"plan": "model"}, "interleave.rates is missing"), ({"replan": True}, "interleave.rates is missing"),
-    ({"plan_argument": -1}, "plan_argument is -1; an integer from 0"), ({"plan_argument": True}, "plan_argument is True"),
-    ({"backend": "tpu"}, "backend is 'tpu'; \"cuda\" or \"host\""),
-    ({"backend": "host", "gradient_transfers": True}, "interleave.gradient_transfers needs the backend"),
-    ({"rates": {"cpu": 1e9}}, "interleave.rates.gpu is missing"), ({"rates": 3}, "rates is 3; an object")])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"plans": 1}, "spillway.interleave.plans is unknown; did you mean plan\\?"),
+        ({"plan": "best"}, 'plan is \'best\'; "model" or "eq1"'),
+        ({"plan": "model"}, "interleave.rates is missing"),
+        ({"replan": True}, "interleave.rates is missing"),
+        ({"plan_argument": -1}, "plan_argument is -1; an integer from 0"),
+        ({"plan_argument": True}, "plan_argument is True"),
+        ({"backend": "tpu"}, 'backend is \'tpu\'; "cuda" or "host"'),
+        ({"backend": "host", "gradient_transfers": True}, "interleave.gradient_transfers needs the backend"),
+        ({"rates": {"cpu": 1e9}}, "interleave.rates.gpu is missing"),
+        ({"rates": 3}, "rates is 3; an object"),
+    ],
+)
 def test_what_the_block_gets_wrong_is_named(settings, words):
     with pytest.raises(InvalidArgumentError, match=words):
         _interleave.parse({"interleave": settings})
@@ -79,6 +91,7 @@ class Copies:
 
             def wait(self):
                 self.waited = True
+
         gpu.made.append(Copy())
         return gpu.made[-1]
 
@@ -88,6 +101,7 @@ class Copies:
 def test_gradients_are_let_go_as_their_copies_end(monkeypatch):
     """The GPU never holds more gradients than copies are in flight, and no gradient of a skipped step."""
     import torch
+
     update = object.__new__(_interleave.Update)
     update.gpu, update._copies = Copies(), collections.deque()
     monkeypatch.setattr(_interleave.Update, "_stream", lambda self: None)

@@ -62,8 +62,17 @@ def test_new_files_have_the_mode_and_rewritten_ones_the_size_that_deepspeed_give
 def test_tensors_of_any_type_and_place(handle, tmp_path, dtype):
     path = str(tmp_path / "file")
     whole = random_bytes(80_000).view(torch.uint8).to(dtype)
-    for tensor in (whole, whole[1:777], whole.view(200, 400), whole.view(200, 400).t(), whole[::3], whole[:1], whole[:0],
-                   whole[5], whole.clone().requires_grad_(dtype.is_floating_point)):
+    for tensor in (
+        whole,
+        whole[1:777],
+        whole.view(200, 400),
+        whole.view(200, 400).t(),
+        whole[::3],
+        whole[:1],
+        whole[:0],
+        whole[5],
+        whole.clone().requires_grad_(dtype.is_floating_point),
+    ):
         for offset in (0, 1, 512, 4096, 70_001):
             target = torch.zeros_like(tensor)
             assert handle.sync_pwrite(tensor, path, offset) == 1
@@ -89,7 +98,7 @@ def test_a_descriptor_stays_the_callers(handle, compiled, tmp_path):
         assert handle.async_pwrite(data, fd=descriptor) == 0
         assert handle.wait() == 2
         os.close(descriptor)
-        assert path.read_bytes()[:4096 * 3] == bytes(data.numpy())
+        assert path.read_bytes()[: 4096 * 3] == bytes(data.numpy())
         path.unlink()
 
 
@@ -140,24 +149,27 @@ def test_validation_compares_and_raises(handle, tmp_path):
         handle.pread(data, path, True, True, 0, 0)
 
 
-@pytest.mark.parametrize("call, reason", [
-    (lambda h, p: h.sync_pread([1], p), "buffer is a list"),
-    (lambda h, p: h.sync_pwrite(None, p), "buffer is a NoneType"),
-    (lambda h, p: h.sync_pread(torch.empty(4, device="meta"), p), "meta"),
-    (lambda h, p: h.sync_pwrite(torch.eye(3).to_sparse(), p), "sparse"),
-    (lambda h, p: h.sync_pread(torch.empty(4), p, -1), "file_offset is -1"),
-    (lambda h, p: h.sync_pread(torch.empty(4), p, 1 << 63), "file_offset is"),
-    (lambda h, p: h.sync_pread(torch.empty(4), p, 0.5), "file_offset is 0.5"),
-    (lambda h, p: h.sync_pread(torch.empty(4), p + "\0x"), "NUL"),
-    (lambda h, p: h.async_pwrite(torch.empty(4), -1), "fd is -1"),
-    (lambda h, p: h.async_pwrite(torch.empty(4), fd=1 << 32), "fd is 4294967296"),
-    (lambda h, p: h.new_cpu_locked_tensor(-1, torch.empty(1)), "num_elem is -1"),
-    (lambda h, p: h.new_cpu_locked_tensor(1 << 60, torch.empty(1)), "exceed|memory"),
-    (lambda h, p: h.new_cpu_locked_tensor(1, 2), "example"),
-    (lambda h, p: type(h)(0), "block_size is 0"),
-    (lambda h, p: type(h)(4096, -3), "queue_depth is -3"),
-    (lambda h, p: type(h)(4096, 1, False, False, 0), "intra_op_parallelism is 0"),
-])
+@pytest.mark.parametrize(
+    "call, reason",
+    [
+        (lambda h, p: h.sync_pread([1], p), "buffer is a list"),
+        (lambda h, p: h.sync_pwrite(None, p), "buffer is a NoneType"),
+        (lambda h, p: h.sync_pread(torch.empty(4, device="meta"), p), "meta"),
+        (lambda h, p: h.sync_pwrite(torch.eye(3).to_sparse(), p), "sparse"),
+        (lambda h, p: h.sync_pread(torch.empty(4), p, -1), "file_offset is -1"),
+        (lambda h, p: h.sync_pread(torch.empty(4), p, 1 << 63), "file_offset is"),
+        (lambda h, p: h.sync_pread(torch.empty(4), p, 0.5), "file_offset is 0.5"),
+        (lambda h, p: h.sync_pread(torch.empty(4), p + "\0x"), "NUL"),
+        (lambda h, p: h.async_pwrite(torch.empty(4), -1), "fd is -1"),
+        (lambda h, p: h.async_pwrite(torch.empty(4), fd=1 << 32), "fd is 4294967296"),
+        (lambda h, p: h.new_cpu_locked_tensor(-1, torch.empty(1)), "num_elem is -1"),
+        (lambda h, p: h.new_cpu_locked_tensor(1 << 60, torch.empty(1)), "exceed|memory"),
+        (lambda h, p: h.new_cpu_locked_tensor(1, 2), "example"),
+        (lambda h, p: type(h)(0), "block_size is 0"),
+        (lambda h, p: type(h)(4096, -3), "queue_depth is -3"),
+        (lambda h, p: type(h)(4096, 1, False, False, 0), "intra_op_parallelism is 0"),
+    ],
+)
 def test_bad_input_is_named(handle, tmp_path, call, reason):
     (tmp_path / "file").write_bytes(bytes(100))
     with pytest.raises((spillway.InvalidArgumentError, spillway.SystemCallError), match=reason):
@@ -244,9 +256,8 @@ def test_no_call_holds_the_gil(handle, tmp_path):
         handle.async_pread(data, path)
         keeping = ctypes.PyDLL(spillway.library_path())
         io, in_flight = ctypes.c_void_p(handle._engine._in_flight.io), handle._engine._in_flight
-        entry, = in_flight.entries
-        assert during(lambda: keeping.spw_io_wait(io, ctypes.byref(entry.handle), ctypes.c_uint64(1),
-                                                  ctypes.c_int64(-1), None)) == 0
+        (entry,) = in_flight.entries
+        assert during(lambda: keeping.spw_io_wait(io, ctypes.byref(entry.handle), ctypes.c_uint64(1), ctypes.c_int64(-1), None)) == 0
         in_flight.entries.clear()
     finally:
         sys.setswitchinterval(interval)

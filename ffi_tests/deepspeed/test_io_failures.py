@@ -55,8 +55,9 @@ class Server:
     def __init__(self, op, fault):
         package = HERE.parents[1] / "packaging" / "python"
         environment = {**os.environ, "LD_PRELOAD": str(fault), "PYTHONPATH": str(package)}
-        self._process = subprocess.Popen([sys.executable, HERE / "io_cases.py", op], env=environment, text=True,
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, HERE / "io_cases.py", op], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self._answer(START)
 
     def run(self, case, directory, seconds):
@@ -95,8 +96,9 @@ def fault(tmp_path_factory):
     if compiler is None:
         pytest.skip("no C compiler for the faults")
     library = tmp_path_factory.mktemp("fault") / "libfault.so"
-    subprocess.run([compiler, "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", library,
-                    HERE / "io_fault.c", "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", library, HERE / "io_fault.c", "-ldl"], check=True
+    )
     return library
 
 
@@ -165,5 +167,4 @@ def bless(name, column, seen):
     found[title_of(name)] = cells
     head = TABLE.read_text().split("|---|---|---|\n")[0] + "|---|---|---|\n"
     order = [*map(title_of, names()), *found]
-    TABLE.write_text(head + "".join(f"| {title} | {' | '.join(found[title])} |\n"
-                                    for title in sorted(found, key=order.index)))
+    TABLE.write_text(head + "".join(f"| {title} | {' | '.join(found[title])} |\n" for title in sorted(found, key=order.index)))

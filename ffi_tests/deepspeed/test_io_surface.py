@@ -19,8 +19,7 @@ _PARAMETER = re.compile(r"(\w+): [\w.| ]+?(?: = (\w+))?(?:, |$)")
 
 def overloads(function):
     """Parses [(parameters as (name, has a default)...)] of a compiled function from the docstring that pybind wrote."""
-    found = [[(name, default != "") for name, default in _PARAMETER.findall(match[1])]
-             for match in _OVERLOAD.finditer(function.__doc__)]
+    found = [[(name, default != "") for name, default in _PARAMETER.findall(match[1])] for match in _OVERLOAD.finditer(function.__doc__)]
     assert found, function.__doc__
     return found
 
@@ -46,24 +45,35 @@ class Bench:
         result = getattr({"aio": self.handle, "pin": self.pin}[owner], method)(*positional, **named)
         waited = self.handle.wait() if asynchronous or method.startswith("async_") else None
         if isinstance(result, torch.Tensor):
-            result = (result.shape, result.dtype, result.device.type, result.stride(), result.data_ptr() % 4096,
-                      result.requires_grad)
+            result = (result.shape, result.dtype, result.device.type, result.stride(), result.data_ptr() % 4096, result.requires_grad)
         return type(result), result, waited, bytes(self.buffer.numpy()), self.path.read_bytes()
 
     def arguments(self, asynchronous):
         self.buffer = self.handle.new_cpu_locked_tensor(SIZE, torch.empty(0, dtype=torch.uint8)).fill_(7)
         locked = self.pin.new_cpu_locked_tensor(100, torch.empty(0, dtype=torch.bfloat16))
-        return {"buffer": self.buffer, "filename": str(self.path), "fd": self.fd, "file_offset": 0, "validate": False,
-                "async": asynchronous, "num_elem": 33, "example_tenosr": torch.empty(2, 2, dtype=torch.float16),
-                "example_tensor": torch.empty(2, 2, dtype=torch.float16), "tensor": locked, "locked_tensor": locked,
-                "address": locked.data_ptr()}
+        return {
+            "buffer": self.buffer,
+            "filename": str(self.path),
+            "fd": self.fd,
+            "file_offset": 0,
+            "validate": False,
+            "async": asynchronous,
+            "num_elem": 33,
+            "example_tenosr": torch.empty(2, 2, dtype=torch.float16),
+            "example_tensor": torch.empty(2, 2, dtype=torch.float16),
+            "tensor": locked,
+            "locked_tensor": locked,
+            "address": locked.data_ptr(),
+        }
 
 
 @pytest.fixture(scope="module")
 def benches(served, compiled, tmp_path_factory):
     folder = tmp_path_factory.mktemp("surface")
-    return [Bench(served("async_io"), served("pin_memory"), folder / "ours"),
-            Bench(compiled("async_io"), compiled("pin_memory"), folder / "theirs")]
+    return [
+        Bench(served("async_io"), served("pin_memory"), folder / "ours"),
+        Bench(compiled("async_io"), compiled("pin_memory"), folder / "theirs"),
+    ]
 
 
 def ways(parameters):
@@ -94,7 +104,7 @@ def test_the_constructor_and_its_getters(served, compiled):
         getters = [name for name in public(theirs) if name.startswith("get_")]
         assert len(getters) == 6
         assert [getattr(ours, name)() for name in getters] == [getattr(theirs, name)() for name in getters]
-    parameters, = overloads(compiled("async_io").aio_handle.__init__)
+    (parameters,) = overloads(compiled("async_io").aio_handle.__init__)
     named = dict(zip([name for name, _ in parameters], (8192, 16, True, False, 2)))
     assert served("async_io").aio_handle(**named).get_alignment() == 1024
 
@@ -166,6 +176,7 @@ def test_every_method_of_the_oldest_version_is_there_with_as_many_arguments(serv
 
 def test_every_method_of_gds_is_there(served):
     import deepspeed
+
     root = pathlib.Path(deepspeed.__file__).parent / "ops" / "csrc"
     text = re.sub(r"\s+", " ", (root / "gds" / "py_lib" / "py_ds_gds.cpp").read_text())
     methods = re.findall(r'\.def\( ?"(\w+)"', text)

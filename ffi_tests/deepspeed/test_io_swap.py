@@ -2,7 +2,6 @@
 the buffer pools, the fast checkpoint writer with one and with two buffers, and the benchmark engine of
 deepspeed.nvme. Training runs through the optimizer and parameter swappers are in test_train.py."""
 
-
 # The fast writer needs DeepSpeed's utils op, which the CPU accelerator does not have; one function of it is used.
 UTILS = """
 import types, deepspeed.io.fast_file_writer as writer
@@ -45,7 +44,10 @@ print("swapped", len(list(pathlib.Path(".").glob("gradient*"))))
 def test_the_fast_checkpoint_writer(run_forked, tmp_path):
     """The writer's files equal those of torch.save, for sizes around the buffer's; it writes through
     a descriptor with O_DIRECT."""
-    out = run_forked("import torch, deepspeed\n" + UTILS + """
+    out = run_forked(
+        "import torch, deepspeed\n"
+        + UTILS
+        + """
 from deepspeed.io import FastFileWriter, FastFileWriterConfig
 from deepspeed.ops.op_builder import AsyncIOBuilder
 handle = AsyncIOBuilder().load().aio_handle(1 << 16, 8, False, True, 2)
@@ -63,12 +65,16 @@ for double in (False, True):
         assert open("fast", "rb").read() == open("plain", "rb").read()
         import os; os.unlink("fast")
 print("written")
-""")
+"""
+    )
     assert "written" in out
 
 
 def test_the_checkpoint_engine_with_native_pinning(run_forked):
-    out = run_forked("import torch, types, deepspeed\n" + UTILS + """
+    out = run_forked(
+        "import torch, types, deepspeed\n"
+        + UTILS
+        + """
 from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 from deepspeed.runtime.model_checkpointing import constants as names
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
@@ -82,7 +88,9 @@ engine.save(state, "checkpoint")
 assert torch.equal(engine.load("checkpoint")["weight"], state["weight"])
 import sys
 print("saved", sys.modules["spillway.deepspeed"].active()["async_io"]["failed"])
-""", DS_PIN_MEMORY_BACKEND="native")
+""",
+        DS_PIN_MEMORY_BACKEND="native",
+    )
     assert "saved 0" in out
 
 

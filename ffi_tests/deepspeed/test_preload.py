@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-
 from compiled_ops import vector_width
 
 HERE = pathlib.Path(__file__).parent
@@ -30,13 +29,21 @@ def run(compiled, oldest_deepspeed, processor):
         return kept[case]
 
     def start(case, log="warn", **extra):
-        environment = {**os.environ, "OMP_NUM_THREADS": "2", "SPILLWAY_LOG": log, "SPILLWAY_OLD_DEEPSPEED": str(oldest_deepspeed),
-                       "SPILLWAY_TEST_PROCESSOR": json.dumps(processor), "PYTHONPATH": str(HERE.parents[1] / "packaging" / "python"), "PYTHONWARNINGS": "ignore", **extra}
-        done = subprocess.run([sys.executable, HERE / "preloaded.py", case], env=environment, capture_output=True, text=True,
-                              timeout=500)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "2",
+            "SPILLWAY_LOG": log,
+            "SPILLWAY_OLD_DEEPSPEED": str(oldest_deepspeed),
+            "SPILLWAY_TEST_PROCESSOR": json.dumps(processor),
+            "PYTHONPATH": str(HERE.parents[1] / "packaging" / "python"),
+            "PYTHONWARNINGS": "ignore",
+            **extra,
+        }
+        done = subprocess.run([sys.executable, HERE / "preloaded.py", case], env=environment, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
         log = [line for line in done.stderr.splitlines() if line.startswith("spillway: preload: ")]
         return json.loads(done.stdout.splitlines()[-1]), log
+
     return run
 
 
@@ -121,10 +128,14 @@ def test_a_caller_that_is_no_op_gets_an_error(run):
     assert any("the optimizer id 1048576 is outside 0 to 1048575" in line for line in log)
 
 
-@pytest.mark.parametrize("extra, reason", [
-    ({"SPILLWAY_LIBRARY": str(PRELOAD)}, "does not have ABI version 2; install both libraries of one release"),
-    ({"SPILLWAY_PRELOAD_FORWARD": "1"}, "SPILLWAY_PRELOAD_FORWARD=1"),
-    ({"SPILLWAY_LIBRARY": "/no/such/library.so"}, "no libspillway.so is found; searched: /no/such/library.so")])
+@pytest.mark.parametrize(
+    "extra, reason",
+    [
+        ({"SPILLWAY_LIBRARY": str(PRELOAD)}, "does not have ABI version 2; install both libraries of one release"),
+        ({"SPILLWAY_PRELOAD_FORWARD": "1"}, "SPILLWAY_PRELOAD_FORWARD=1"),
+        ({"SPILLWAY_LIBRARY": "/no/such/library.so"}, "no libspillway.so is found; searched: /no/such/library.so"),
+    ],
+)
 def test_a_process_without_spillway_runs_on_deepspeeds_kernels(run, extra, reason):
     (ours, log), (theirs, _) = run("optimizers", **extra), run("optimizers", preload=False)
     assert ours["sha256"] == theirs["sha256"]
@@ -137,8 +148,13 @@ def test_zenflows_compiled_worker_runs_under_the_preload(compiled, tmp_path):
     compiled("cpu_adam")
     results = []
     for preload in ({}, {"LD_PRELOAD": str(PRELOAD)}):
-        done = subprocess.run([sys.executable, HERE / "zenflow.py", "2", "1", "0"], capture_output=True, text=True, timeout=300,
-                              env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **preload})
+        done = subprocess.run(
+            [sys.executable, HERE / "zenflow.py", "2", "1", "0"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **preload},
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         results.append(json.loads(done.stdout.splitlines()[-1]))
     assert results[0]["sha256"] == results[1]["sha256"] and results[0]["losses"] == results[1]["losses"]

@@ -32,8 +32,7 @@ CASES = {
 }
 
 
-def run(op, step=50, spike=1.0, bad=0, bias_correction=True, adamw=True, weight_decay=0.01, betas=(0.9, 0.999),
-        dtype=torch.float32):
+def run(op, step=50, spike=1.0, bad=0, bias_correction=True, adamw=True, weight_decay=0.01, betas=(0.9, 0.999), dtype=torch.float32):
     """Trains up to the step, does the step, and rolls it back. Returns the states before and after. Also returns
     which parameters are NaN after one more step in which each tenth gradient is zero."""
     source, optimizer_id = torch.Generator().manual_seed(5), next(_ids)
@@ -42,8 +41,7 @@ def run(op, step=50, spike=1.0, bad=0, bias_correction=True, adamw=True, weight_
     op.create_adam(optimizer_id, LR, *betas, 1e-8, weight_decay, adamw, False)
 
     def call(function, number, grad):
-        return function(optimizer_id, number, LR, *betas, 1e-8, weight_decay, bias_correction, param, grad, exp_avg,
-                        exp_avg_sq)
+        return function(optimizer_id, number, LR, *betas, 1e-8, weight_decay, bias_correction, param, grad, exp_avg, exp_avg_sq)
 
     def gradient():
         return (torch.randn(N, generator=source) * 1e-3).to(dtype)
@@ -84,6 +82,7 @@ def row(op, case):
 @pytest.fixture
 def recorded(monkeypatch):
     from spillway.deepspeed import _undo
+
     return lambda mode: monkeypatch.setattr(_undo, "_mode", mode)
 
 
@@ -94,8 +93,7 @@ def test_a_recorded_step_comes_back_to_the_bit(served, recorded, case):
 
 
 def table(op):
-    lines = ["| | param | exp_avg | exp_avg_sq | largest error of param | NaN params after the next step |",
-             "|---|---|---|---|---|---|"]
+    lines = ["| | param | exp_avg | exp_avg_sq | largest error of param | NaN params after the next step |", "|---|---|---|---|---|---|"]
     return "\n".join(lines + [f"| {case} | {' | '.join(row(op, case))} |" for case in CASES])
 
 
@@ -138,6 +136,7 @@ Every case: 0.0% of the values differ, no NaN.
 def test_what_was_not_recorded_or_has_changed_is_not_taken_for_exact(served, recorded):
     recorded("auto")
     from spillway.deepspeed import _undo
+
     op, optimizer_id = served("cpu_adam"), next(_ids)
     op.create_adam(optimizer_id, LR, 0.9, 0.999, 1e-8, 0.0, True, False)
     tensors = [torch.randn(1000) * 0.02, torch.randn(1000) * 1e-3, torch.zeros(1000), torch.zeros(1000)]
@@ -183,6 +182,7 @@ def test_what_was_not_recorded_or_has_changed_is_not_taken_for_exact(served, rec
 
 def test_modes_are_checked_and_read_once(recorded, monkeypatch):
     from spillway.deepspeed import _undo, _undo_mode
+
     with pytest.raises(ValueError, match="always"):
         _hook.install(undo="sometimes")
     recorded("auto")
@@ -237,7 +237,9 @@ def test_the_subgroups_of_superoffload_are_recorded_without_a_setting(run_forked
 
 
 def test_the_switch_turns_recording_off(run_forked):
-    out = run_forked(SUBGROUPS.replace("import sys, torch\n", "import sys, torch, spillway.deepspeed\n"
-                                       "spillway.deepspeed.install(undo='never')\n")
-                     .replace("range(3)", "range(1)").replace("torch.equal(a, b)", "torch.allclose(a, b, atol=1e-6)"))
+    out = run_forked(
+        SUBGROUPS.replace("import sys, torch\n", "import sys, torch, spillway.deepspeed\nspillway.deepspeed.install(undo='never')\n")
+        .replace("range(3)", "range(1)")
+        .replace("torch.equal(a, b)", "torch.allclose(a, b, atol=1e-6)")
+    )
     assert "'recordings': 0" in out and "'exact_rollbacks': 0, 'arithmetic_rollbacks': 4" in out

@@ -5,9 +5,24 @@ environment of packaging/python_env.sh."""
 import scenario_run
 import scenarios
 
-SAMPLE = ("bf16-clipped", "fp16", "accumulate", "groups-three", "l2", "missing-clipped", "edited", "two-backwards",
-          "thrown-away-and-reset", "overflow", "peek-masters", "lr-between", "checkpoint-same-engine", "resume-other-lr",
-          "resume-other-mode", "two-ranks-missing-fp16")
+SAMPLE = (
+    "bf16-clipped",
+    "fp16",
+    "accumulate",
+    "groups-three",
+    "l2",
+    "missing-clipped",
+    "edited",
+    "two-backwards",
+    "thrown-away-and-reset",
+    "overflow",
+    "peek-masters",
+    "lr-between",
+    "checkpoint-same-engine",
+    "resume-other-lr",
+    "resume-other-mode",
+    "two-ranks-missing-fp16",
+)
 
 
 def test_the_list_is_what_it_says():
@@ -21,6 +36,5 @@ def test_the_list_is_what_it_says():
 def test_a_sample_has_deepspeeds_bits(compiled):
     compiled("cpu_adam")
     known, failed = scenarios.read_scenarios(), []
-    passed, _, _ = scenarios.compare([known[name] for name in SAMPLE],
-                                     lambda *words: failed.append(words) if words[2] else None)
+    passed, _, _ = scenarios.compare([known[name] for name in SAMPLE], lambda *words: failed.append(words) if words[2] else None)
     assert not failed and passed == sum(len(scenarios.kinds_of(known[name])) for name in SAMPLE), failed

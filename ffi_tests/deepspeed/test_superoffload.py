@@ -25,6 +25,7 @@ def train(starter, native_starter, tmp_path):
             done = native_starter.run(command, environment, 180)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         return json.loads(report.read_text())
+
     return run
 
 
@@ -56,7 +57,8 @@ def test_the_weights_are_those_of_deepspeeds_own_superoffload(train, compiled):
 
 
 def test_the_optimizer_refuses_what_it_cannot_do(run_forked):
-    assert run_forked("""
+    assert (
+        run_forked("""
 import torch
 from spillway.deepspeed import _ops
 from spillway.deepspeed._rounds import Call, SuperOffloadCPUOptimizer
@@ -74,4 +76,6 @@ optimizer.submit(3, param, grad, *states)
 assert optimizer.missing() == [0] and optimizer.has(3) and not optimizer.has(0)
 optimizer.close()
 assert torch.equal(param, torch.ones(8)) and states[0].abs().sum() == 0
-""") == "SuperOffload: amsgrad is not supported; set amsgrad to false\n" * 2
+""")
+        == "SuperOffload: amsgrad is not supported; set amsgrad to false\n" * 2
+    )

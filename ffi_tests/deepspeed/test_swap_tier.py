@@ -15,6 +15,7 @@ import time
 import types
 
 import pytest
+
 from spillway.errors import TierError
 from spillway.tier import Steps, Tier, steps
 
@@ -35,8 +36,9 @@ def attempt(starter, folder, *arguments, ranks=1, launcher=(), kill_after=None, 
     command = [HERE / "tiered.py", *map(str, arguments), "--json", report]
     with open(folder / "stderr", "w+") as errors:
         if launcher:
-            process = subprocess.Popen([starter.python, *launcher, *command], env=environment, stdout=subprocess.PIPE,
-                                       stderr=errors, text=True)
+            process = subprocess.Popen(
+                [starter.python, *launcher, *command], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
         else:
             process = starter.start(command, environment, errors, ranks)
         lines, said = [], []
@@ -79,6 +81,7 @@ def refused(starter, tmp_path):
         status, output, _ = attempt(starter, tmp_path, *arguments, **how)
         assert status == 1, output
         return output
+
     return run
 
 
@@ -123,7 +126,7 @@ def test_the_bits_are_those_of_states_in_host_memory(train, in_host, paths, name
     parted = {**({"part_elements": 5000} if name in PARTED else {}), "split_master": name == "split"}
     on_tier = train("--paths", *paths, "--block", json.dumps({"ratio": [2, 1], **parted}), *RUNS[name])
     assert same(on_tier, in_host(*RUNS[name]))
-    tier, = on_tier["active"]["tier"]
+    (tier,) = on_tier["active"]["tier"]
     assert tier["subgroups"] > 5 and tier["cached"] == 0 and tier["commits"] == 0
     a, b = (path["blocks"] for path in tier["paths"])
     assert a > b > 0 and on_tier["active"]["async_io"]["written_bytes"] == 0
@@ -148,7 +151,7 @@ def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, in_host,
 def test_a_cache_saves_what_it_holds(train, in_host, paths):
     cached = train("--paths", *paths, "--block", '{"cache_bytes": 1200000}')
     assert same(cached, in_host())
-    tier, = cached["active"]["tier"]
+    (tier,) = cached["active"]["tier"]
     assert 0 < tier["cached"] < tier["subgroups"] and tier["hits"] == (tier["rounds"] - 1) * tier["cached"]
 
 
@@ -159,7 +162,7 @@ def test_parameters_on_a_tier_as_well(train, paths, tmp_path):
     assert same(on_tier, found) and on_tier["active"]["async_io"]["written_bytes"] == 0
     # With the block the files are on its paths, otherwise at the place that the configuration names.
     for report, count in ((on_tier, 2), (found, 1)):
-        tier, = report["active"]["parameter_tier"]
+        (tier,) = report["active"]["parameter_tier"]
         assert len(tier["paths"]) == count and sum(path["written_bytes"] for path in tier["paths"]) > 10 << 20
     own = train("--paths", *paths, "--block", '{"enabled": false}', *large)
     assert same(own, found) and own["active"]["async_io"]["written_bytes"] > 10 << 20
@@ -192,8 +195,7 @@ def killed_between_commits(starter, folder, both, rank, step, *arguments):
 
 # (rank, step) of two deaths before a commit: in the first step and in a later one, or in some step and in the first one
 # after the resume.
-KILLED = {"cached": (((1, 1), (0, 4)), 1200000, False, ()),
-          "unclipped": (((0, 3), (1, 3)), 0, True, ("--clip", "0", "--accumulate", "2"))}
+KILLED = {"cached": (((1, 1), (0, 4)), 1200000, False, ()), "unclipped": (((0, 3), (1, 3)), 0, True, ("--clip", "0", "--accumulate", "2"))}
 
 
 @pytest.mark.parametrize("name", KILLED)
@@ -205,7 +207,7 @@ def test_ranks_killed_between_their_commits_go_on_at_the_step_of_both(starter, t
     for rank, step in kills:
         killed_between_commits(starter, tmp_path, both, rank, step, *tiered)
     last = train(*tiered, **both)
-    assert last["began_at"] == kills[-1][1] - 1 and last["losses"] == whole["losses"][last["began_at"]:]
+    assert last["began_at"] == kills[-1][1] - 1 and last["losses"] == whole["losses"][last["began_at"] :]
     assert (last["sha256"], last["published"]) == (whole["sha256"], whole["published"])
 
 
@@ -226,9 +228,13 @@ def test_ranks_without_a_common_step_are_refused_and_keep_what_they_have(starter
 
 def test_the_step_at_which_ranks_go_on(monkeypatch):
     from spillway import _ranks
+
     nothing, began = Steps(None, None, False, False), Steps(None, None, False, True)
     first, fifth, sixth = Steps(1, None, True, True), Steps(5, 4, False, True), Steps(6, 5, False, True)
-    assert _ranks._common([[fifth], [sixth]], "load a checkpoint") == 5 and _ranks._common([[sixth], [fifth], [sixth]], "load a checkpoint") == 5
+    assert (
+        _ranks._common([[fifth], [sixth]], "load a checkpoint") == 5
+        and _ranks._common([[sixth], [fifth], [sixth]], "load a checkpoint") == 5
+    )
     assert _ranks._common([[first], [began]], "load a checkpoint") is None
     for apart in ([first, nothing], [first, sixth], [fifth, began], [sixth, nothing, sixth], [began, nothing, first]):
         with pytest.raises(ValueError, match="their last steps are"):
@@ -245,10 +251,12 @@ def test_the_step_at_which_ranks_go_on(monkeypatch):
 
 def test_a_commit_that_could_not_be_taken_up_is_refused():
     from spillway.deepspeed import _resume, _tier
+
     swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
     swapper.committed, swapper.world = 5, 2
-    engine = types.SimpleNamespace(optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=5, micro_steps=8,
-                                   gradient_accumulation_steps=lambda: 4)
+    engine = types.SimpleNamespace(
+        optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=5, micro_steps=8, gradient_accumulation_steps=lambda: 4
+    )
     with pytest.raises(ValueError, match="step 5 is already committed"):
         _resume.commit(engine)
     engine.global_steps, engine.micro_steps = 6, 11
@@ -266,6 +274,7 @@ def test_a_commit_that_could_not_be_taken_up_is_refused():
 @pytest.mark.parametrize("interval, resume, at, commits", [(1, True, 400, 1), (1, True, 500, 0), (0, True, 400, 0), (1, False, 400, 0)])
 def test_what_a_checkpoint_brought_is_committed_unless_that_is_left_to_the_caller(monkeypatch, interval, resume, at, commits):
     from spillway.deepspeed import _resume, _tier, _versions
+
     made = []
     monkeypatch.setattr(_resume, "commit", made.append)
     swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
@@ -296,13 +305,14 @@ def test_a_killed_run_goes_on_at_its_last_commit(starter, train, in_host, paths,
     arguments = ("--steps", "18", "--progress")
     whole, chance, began_at = in_host(*arguments), random.Random(interval), []
     for step in kills:
-        status, output, _ = attempt(starter, tmp_path, "--paths", *paths, "--block", block, *arguments, kill_after=step,
-                                    delay=chance.random())
+        status, output, _ = attempt(
+            starter, tmp_path, "--paths", *paths, "--block", block, *arguments, kill_after=step, delay=chance.random()
+        )
         assert status == -9, output
         began_at.append(int(output.split("step ", 1)[1].split("\n", 1)[0]) - 1)
     last = train("--paths", *paths, "--block", block, *arguments)
     assert (last["sha256"], last["published"]) == (whole["sha256"], whole["published"])
-    assert last["losses"] == whole["losses"][last["began_at"]:]
+    assert last["losses"] == whole["losses"][last["began_at"] :]
     began_at.append(last["began_at"])
     # The tier holds a commit at least as new as the reported step, and complete commits only.
     assert began_at[0] == 0 and all(step // interval * interval <= at for step, at in zip(kills, began_at[1:]))

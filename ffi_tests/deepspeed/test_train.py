@@ -42,11 +42,11 @@ def with_spillway(starter, tmp_path):
     def run(*arguments, **extra):
         extensions = tmp_path / "extensions"
         extensions.mkdir(exist_ok=True)
-        report = train(starter, tmp_path, *arguments, SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(extensions),
-                       **extra)
+        report = train(starter, tmp_path, *arguments, SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(extensions), **extra)
         assert not list(extensions.iterdir()) and not report["compiled_ops"]
         assert report["active"]["cpu_adam"]["calls"] >= report["steps"]
         return report
+
     return run
 
 
@@ -66,8 +66,7 @@ def build_all(compiled, *more):
 
 
 @pytest.mark.parametrize("pipeline", [[], ["--pipeline"]], ids=["", "pipeline"])
-def test_the_weights_are_those_of_the_compiled_ops_with_all_states_in_files(with_spillway, compiled, native_starter, tmp_path,
-                                                                            pipeline):
+def test_the_weights_are_those_of_the_compiled_ops_with_all_states_in_files(with_spillway, compiled, native_starter, tmp_path, pipeline):
     """Runs DeepSpeed's swappers: of parameters, of gradients, and the synchronous or the pipelined one of states."""
     build_all(compiled, "async_io", "pin_memory")
     ours = with_spillway("--nvme", str(tmp_path), *LARGE, *pipeline)

@@ -10,15 +10,19 @@ import pathlib
 import sys
 
 import pytest
-
 from forked import Starter
+
 from spillway.deepspeed import _versions
 
 SCRIPT = pathlib.Path(__file__).parent / "feature.py"
 # The parts that Spillway replaces in each version. DeepSpeed 0.14.0 needs numactl for states in host memory; its ops
 # are in test_hook.py.
-SERVED = {"0.14.0": (), "0.16.9": ("ops", "states"), "0.18.9": ("ops", "states"),
-          "0.19.8": ("ops", "states", "parameters", "interleave", "superoffload")}
+SERVED = {
+    "0.14.0": (),
+    "0.16.9": ("ops", "states"),
+    "0.18.9": ("ops", "states"),
+    "0.19.8": ("ops", "states", "parameters", "interleave", "superoffload"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +56,14 @@ def weights(tmp_path_factory):
             if not kept:
                 file.write(sha256)
             return kept or sha256
+
     return compared
 
 
 def test_the_table_and_the_tests_name_the_same_versions():
     assert tuple(SERVED) == _versions.TRIED
     from importlib.metadata import version
+
     assert version("deepspeed") == _versions.TRIED[-1]
 
 
@@ -72,10 +78,14 @@ def test_a_part_trains_in_the_versions_that_have_it(start, weights, version, par
     assert weights(found["sha256"]) == found["sha256"], "another version or part came to other weights"
 
 
-@pytest.mark.parametrize("version, part, words", [
-    ("0.14.0", "states", "optimizer states on a tier are tested with DeepSpeed 0.16.0 to 0.19.x, and this is 0.14.0"),
-    ("0.18.9", "interleave", "interleaved updates are tested with DeepSpeed 0.19.5 to 0.19.x, and this is 0.18.9"),
-    ("0.18.9", "parameters", "16-bit parameters on a tier are tested with DeepSpeed 0.19.0 to 0.19.x")])
+@pytest.mark.parametrize(
+    "version, part, words",
+    [
+        ("0.14.0", "states", "optimizer states on a tier are tested with DeepSpeed 0.16.0 to 0.19.x, and this is 0.14.0"),
+        ("0.18.9", "interleave", "interleaved updates are tested with DeepSpeed 0.19.5 to 0.19.x, and this is 0.18.9"),
+        ("0.18.9", "parameters", "16-bit parameters on a tier are tested with DeepSpeed 0.19.0 to 0.19.x"),
+    ],
+)
 def test_a_block_that_asks_for_what_a_version_lacks_is_an_error(start, version, part, words, tmp_path):
     done = start(version, part, tmp_path)
     assert done.returncode != 0 and words in done.stderr, done.stderr[-3000:]
@@ -96,15 +106,15 @@ def test_a_method_with_other_parameters_is_left_to_deepspeed():
         return type("Swapper", (), {name: space[name] for name in written})
 
     assert _versions._methods_lack("parameters", owner()) is None
-    assert "takes (param, must_exist, mode)" in _versions._methods_lack(
-        "parameters", owner(get_path=["param", "must_exist", "mode"]))
+    assert "takes (param, must_exist, mode)" in _versions._methods_lack("parameters", owner(get_path=["param", "must_exist", "mode"]))
     gone = owner()
     del gone.get_path
     assert "has no get_path" in _versions._methods_lack("parameters", gone)
 
 
-@pytest.mark.parametrize("version, fits", [("0.20.0", False), ("0.19.99", True), ("0.19.8+abc", True), ("0.13.5", False), ("", False),
-                                           ("1.0", False)])
+@pytest.mark.parametrize(
+    "version, fits", [("0.20.0", False), ("0.19.99", True), ("0.19.8+abc", True), ("0.13.5", False), ("", False), ("1.0", False)]
+)
 def test_versions_outside_of_what_was_tried_are_left_to_deepspeed(monkeypatch, version, fits):
     monkeypatch.setattr(_versions, "_stated_version", lambda: version)
     assert (_versions.version_lacks("engine", version) is None) == fits

@@ -12,13 +12,17 @@ import threading
 import pytest
 import torch
 import torch.multiprocessing
-
 import zenflow_worker
 from compiled_ops import vector_width
 
 HERE = pathlib.Path(__file__).parent
-PAIRS = [(torch.float32, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.float32),
-         (torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16)]
+PAIRS = [
+    (torch.float32, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+]
 ID = 77
 
 
@@ -38,8 +42,12 @@ def shared(size, dtype, seed=None):
 
 def group(size, param=torch.float32, state=torch.float32, seed=1):
     """param, two gradients, two of each moment, stale."""
-    return [shared(size, param, seed), *(shared(size, param) for _ in range(2)), *(shared(size, state) for _ in range(4)),
-            shared(size, param)]
+    return [
+        shared(size, param, seed),
+        *(shared(size, param) for _ in range(2)),
+        *(shared(size, state) for _ in range(4)),
+        shared(size, param),
+    ]
 
 
 def block(op, groups):
@@ -50,8 +58,9 @@ def block(op, groups):
 
 def submit(op, ctrl, now_state, step, groups=1, **changed):
     hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "bias_correction": 1, **changed}
-    op.zenflow_adam_submit(ctrl.data_ptr(), now_state, step, *([value] * groups if not isinstance(value, list) else value
-                                                               for value in hyper.values()))
+    op.zenflow_adam_submit(
+        ctrl.data_ptr(), now_state, step, *([value] * groups if not isinstance(value, list) else value for value in hyper.values())
+    )
 
 
 @contextlib.contextmanager
@@ -106,8 +115,16 @@ def test_the_worker_has_the_bits_of_deepspeeds_worker(served, compiled):
             for tensors, gradient in zip(groups, gradients):
                 tensors[1 + now].copy_(gradient)
             count = len(groups)
-            submit(op, ctrl, now, step, count, lr=[1e-3 * (1 + i % 3) for i in range(count)],
-                   weight_decay=[0.1 * (i % 2) for i in range(count)], bias_correction=[i % 4 > 0 for i in range(count)])
+            submit(
+                op,
+                ctrl,
+                now,
+                step,
+                count,
+                lr=[1e-3 * (1 + i % 3) for i in range(count)],
+                weight_decay=[0.1 * (i % 2) for i in range(count)],
+                bias_correction=[i % 4 > 0 for i in range(count)],
+            )
             assert op.zenflow_adam_wait(ctrl.data_ptr(), 300.0) is True
         for index, (theirs, ours) in enumerate(zip(sides[0][1], sides[1][1])):
             for name, a, b in zip(("param", "grad0", "grad1", "m0", "m1", "v0", "v1", "stale"), theirs, ours):
@@ -153,8 +170,9 @@ def test_two_steps_queue_in_order_and_a_third_is_refused(op):
         assert not op.zenflow_adam_wait(ctrl.data_ptr(), 0.01)
     op.create_adam(ID + 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
     for now, step in ((0, 1), (1, 2)):
-        op.adam_update(ID + 1, step, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, expected[0], expected[1 + now], expected[3 + now],
-                       expected[5 + now])
+        op.adam_update(
+            ID + 1, step, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, expected[0], expected[1 + now], expected[3 + now], expected[5 + now]
+        )
     expected[7].copy_(expected[0])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors, expected))
 
@@ -208,6 +226,7 @@ def test_a_failing_step_is_raised_in_the_trainer_with_its_reason(op):
                 run()
             except RuntimeError as error:
                 failures.append(error)
+
         return thread(kept)
 
     with worker(op, ctrl, [group(64)], run_and_keep, optimizer_id=987_654):
@@ -248,11 +267,21 @@ def test_the_largest_number_of_groups(op):
     op.zenflow_adam_destroy(handle)
 
 
-@pytest.mark.parametrize("now_state, step, changed, message", [
-    (2, 1, {}, "now_state is 2"), (-1, 1, {}, "now_state is -1"), (0, 0, {}, "step is 0"),
-    (0, 1, {"lr": math.nan}, "group 0: .*lr"), (0, 1, {"beta1": 1.0}, "group 0: beta1"), (0, 1, {"eps": -1.0}, "group 0: .*eps"),
-    (0, 1, {"weight_decay": -0.1}, "group 0: .*weight_decay"), (0, 1, {"bias_correction": 2}, "bias_correction is 2"),
-    (0, 1, {"lr": [1e-3, 1e-3]}, r"have \[1, 2\] values"), (0, 1, {"eps": ["x"]}, "eps is 'x'")])
+@pytest.mark.parametrize(
+    "now_state, step, changed, message",
+    [
+        (2, 1, {}, "now_state is 2"),
+        (-1, 1, {}, "now_state is -1"),
+        (0, 0, {}, "step is 0"),
+        (0, 1, {"lr": math.nan}, "group 0: .*lr"),
+        (0, 1, {"beta1": 1.0}, "group 0: beta1"),
+        (0, 1, {"eps": -1.0}, "group 0: .*eps"),
+        (0, 1, {"weight_decay": -0.1}, "group 0: .*weight_decay"),
+        (0, 1, {"bias_correction": 2}, "bias_correction is 2"),
+        (0, 1, {"lr": [1e-3, 1e-3]}, r"have \[1, 2\] values"),
+        (0, 1, {"eps": ["x"]}, "eps is 'x'"),
+    ],
+)
 def test_wrong_arguments_are_refused_before_the_worker_sees_them(op, now_state, step, changed, message):
     ctrl = block(op, 1)
     with pytest.raises(ValueError, match=message):
@@ -265,8 +294,11 @@ def test_wrong_arguments_are_refused_before_the_worker_sees_them(op, now_state, 
 def test_wrong_pointers_handles_and_tensors_are_refused(op):
     empty = torch.zeros(op.zenflow_adam_ctrl_size(), dtype=torch.uint8)
     for call in (op.zenflow_adam_ctrl_exit, lambda pointer: op.zenflow_adam_wait(pointer, 0.0)):
-        for pointer, message in ((0, "control_ptr is 0x0"), (empty.data_ptr() + 1, "aligned"),
-                                 (empty.data_ptr(), "was not made by Spillway")):
+        for pointer, message in (
+            (0, "control_ptr is 0x0"),
+            (empty.data_ptr() + 1, "aligned"),
+            (empty.data_ptr(), "was not made by Spillway"),
+        ):
             with pytest.raises(ValueError, match=message):
                 call(pointer)
     ctrl = block(op, 1)
@@ -276,9 +308,14 @@ def test_wrong_pointers_handles_and_tensors_are_refused(op):
         op.zenflow_adam_run_worker(12345, empty.data_ptr())
     op.zenflow_adam_destroy(12345)
     handle = op.zenflow_adam_create(ID, [])
-    for place, wrong, message in ((0, torch.zeros(8, 2).t(), "not contiguous"), (2, torch.zeros(4), "shape"),
-                                  (1, torch.zeros(8, dtype=torch.bfloat16), "dtype"), (7, torch.zeros(4), "stale"),
-                                  (7, torch.zeros(8, dtype=torch.float16), "stale"), (4, torch.zeros(9), "exp_avg")):
+    for place, wrong, message in (
+        (0, torch.zeros(8, 2).t(), "not contiguous"),
+        (2, torch.zeros(4), "shape"),
+        (1, torch.zeros(8, dtype=torch.bfloat16), "dtype"),
+        (7, torch.zeros(4), "stale"),
+        (7, torch.zeros(8, dtype=torch.float16), "stale"),
+        (4, torch.zeros(9), "exp_avg"),
+    ):
         tensors = group(8)
         tensors[place] = wrong
         with pytest.raises(ValueError, match=message):
@@ -337,11 +374,16 @@ def test_a_worker_of_deepspeeds_compiled_op_leaves_and_is_named(op, compiled):
 def test_steps_run_on_the_cores_of_the_worker_with_a_thread_for_each(op, monkeypatch):
     import spillway
     from spillway.deepspeed import _zenflow
+
     seen, core = [], max(os.sched_getaffinity(0))
     monkeypatch.setattr(_zenflow._Group, "publish", lambda _group: seen.append((os.sched_getaffinity(0), spillway.num_threads())))
     before = spillway.num_threads()
-    for cores, expected in (([core], ({core}, 1)), ([core] * 3, ({core}, 3)), ([], (os.sched_getaffinity(0), 1)),
-                            ([(1 << 31) - 1, -5], (os.sched_getaffinity(0), 2))):
+    for cores, expected in (
+        ([core], ({core}, 1)),
+        ([core] * 3, ({core}, 3)),
+        ([], (os.sched_getaffinity(0), 1)),
+        ([(1 << 31) - 1, -5], (os.sched_getaffinity(0), 2)),
+    ):
         ctrl = block(op, 1)
         handle = op.zenflow_adam_create(ID, cores)
         op.zenflow_adam_register_group(handle, *group(64))

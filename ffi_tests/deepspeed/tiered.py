@@ -23,6 +23,7 @@ def main():
     train.become_single_rank()
     import deepspeed
     import torch
+
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if options.die:
         die_in_commit(*options.die)
@@ -34,9 +35,17 @@ def main():
         torch.manual_seed(options.seed + engine.global_steps)
     began_at = engine.global_steps
     losses, rate = run(engine, options, torch)
-    report = {"steps": engine.global_steps, "began_at": began_at, "skipped": engine.skipped_steps, "losses": losses,
-              "steps_per_second": rate, "sha256": train.weights_hash(engine.module), "published": published(engine), "active": train.active(),
-              "compiled_ops": train.compiled_ops()}
+    report = {
+        "steps": engine.global_steps,
+        "began_at": began_at,
+        "skipped": engine.skipped_steps,
+        "losses": losses,
+        "steps_per_second": rate,
+        "sha256": train.weights_hash(engine.module),
+        "published": published(engine),
+        "active": train.active(),
+        "compiled_ops": train.compiled_ops(),
+    }
     if int(os.environ["RANK"]) == 0:
         describe(report)
         if options.json:
@@ -47,6 +56,7 @@ def main():
 def die_in_commit(rank, step, marker):
     """Kills a rank just before its commit of a step, after another rank has committed that step and left the marker."""
     import spillway
+
     own_commit, marker = spillway.Swap._commit, pathlib.Path(marker)
 
     def commit(self, at, payload, status):
@@ -107,6 +117,7 @@ def parameters_of(model, options):
 def published(engine):
     """sha256 over the 16-bit weights in this rank's part of the model."""
     import hashlib
+
     digest = hashlib.sha256()
     for flat in engine.optimizer.fp16_partitioned_groups_flat:
         if flat is not None:
@@ -121,9 +132,16 @@ def config(options):
         offload = {"device": "nvme", "nvme_path": options.paths[0], "pipeline_read": options.pipeline}
     zero = {"stage": 3, "sub_group_size": options.sub_group, "offload_optimizer": offload}
     if options.params:
-        zero.update(stage3_param_persistence_threshold=0,
-                    offload_param={"device": "nvme", "nvme_path": options.params, "buffer_count": 20, "max_in_cpu": 0,
-                                   "buffer_size": 4 * options.dim * options.dim})
+        zero.update(
+            stage3_param_persistence_threshold=0,
+            offload_param={
+                "device": "nvme",
+                "nvme_path": options.params,
+                "buffer_count": 20,
+                "max_in_cpu": 0,
+                "buffer_size": 4 * options.dim * options.dim,
+            },
+        )
     settings = {
         "train_micro_batch_size_per_gpu": options.batch,
         "gradient_accumulation_steps": options.accumulate,
@@ -148,16 +166,24 @@ def precision(dtype):
 
 
 def describe(report):
-    print(f"  steps {report['began_at'] + 1} to {report['steps']}, {report['skipped']} skipped, "
-          f"loss {report['losses'][0]:.4f} -> {report['losses'][-1]:.4f}" if report["losses"] else "  no steps left")
+    print(
+        f"  steps {report['began_at'] + 1} to {report['steps']}, {report['skipped']} skipped, "
+        f"loss {report['losses'][0]:.4f} -> {report['losses'][-1]:.4f}"
+        if report["losses"]
+        else "  no steps left"
+    )
     for tier in report["active"].get("tier", []):
         blocks = sum(path["blocks"] for path in tier["paths"]) or 1
         for path in tier["paths"]:
-            print(f"  {path['directory']}: {100 * path['blocks'] / blocks:.0f} % of the state, "
-                  f"{path['written_bytes'] / 1e9:.3f} GB written, {path['read_bytes'] / 1e9:.3f} GB read")
+            print(
+                f"  {path['directory']}: {100 * path['blocks'] / blocks:.0f} % of the state, "
+                f"{path['written_bytes'] / 1e9:.3f} GB written, {path['read_bytes'] / 1e9:.3f} GB read"
+            )
         wanted = max(1, (tier["rounds"]) * tier["subgroups"])
-        print(f"  {tier['rounds']} updates of {tier['subgroups']} sub-groups: {100 * tier['hits'] / wanted:.0f} % found in "
-              f"memory; {tier['commits']} commits")
+        print(
+            f"  {tier['rounds']} updates of {tier['subgroups']} sub-groups: {100 * tier['hits'] / wanted:.0f} % found in "
+            f"memory; {tier['commits']} commits"
+        )
     print(f"  sha256 of the final weights: {report['sha256']}", flush=True)
 
 
@@ -173,8 +199,17 @@ def arguments():
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("save", "load", "json"):
         parser.add_argument(f"--{name}")
-    for name, value in (("dim", 64), ("layers", 3), ("context", 64), ("batch", 4), ("seed", 0), ("steps", 8),
-                        ("sub_group", 12000), ("accumulate", 1), ("save_at", 0)):
+    for name, value in (
+        ("dim", 64),
+        ("layers", 3),
+        ("context", 64),
+        ("batch", 4),
+        ("seed", 0),
+        ("steps", 8),
+        ("sub_group", 12000),
+        ("accumulate", 1),
+        ("save_at", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=1e-3)
     return parser.parse_args()

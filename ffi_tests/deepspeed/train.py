@@ -31,6 +31,7 @@ def main():
     options = arguments()
     become_single_rank()
     import deepspeed
+
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     torch.manual_seed(options.seed)
     model = Gpt(options.dim, options.layers, options.context)
@@ -38,15 +39,28 @@ def main():
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(options))
     mode = "DeepSpeed's compiled op" if options.native else "Spillway"
     place = f"and parameters in files in {options.nvme}" if options.nvme else "in CPU memory"
-    print(f"ZeRO stage {options.stage}, optimizer states {place}, {parameters / 1e6:.2f} M parameters, "
-          f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, optimizer: {mode}", flush=True)
+    print(
+        f"ZeRO stage {options.stage}, optimizer states {place}, {parameters / 1e6:.2f} M parameters, "
+        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, optimizer: {mode}",
+        flush=True,
+    )
     losses, rate = train(engine, options)
-    report = {"stage": options.stage, "native": options.native, "deepspeed": deepspeed.__version__,
-              "files": files_in(options.nvme),
-              "parameters": parameters, "steps": len(losses), "steps_per_second": rate, "losses": losses,
-              "sha256": weights_hash(engine.module), "active": active(), "compiled_ops": compiled_ops()}
+    report = {
+        "stage": options.stage,
+        "native": options.native,
+        "deepspeed": deepspeed.__version__,
+        "files": files_in(options.nvme),
+        "parameters": parameters,
+        "steps": len(losses),
+        "steps_per_second": rate,
+        "losses": losses,
+        "sha256": weights_hash(engine.module),
+        "active": active(),
+        "compiled_ops": compiled_ops(),
+    }
     if options.native:
         import compiled_ops as builds
+
         report["width"] = builds.vector_width()
     finish(report, options)
     leave_group()
@@ -112,8 +126,7 @@ def active():
 
 def compiled_ops():
     """Libraries that DeepSpeed compiled and this process has mapped."""
-    names = ("cpu_adam.so", "cpu_adagrad.so", "cpu_lion.so", "fused_adam.so", "async_io.so", "pin_memory.so",
-             "deepspeed_shm_comm.so")
+    names = ("cpu_adam.so", "cpu_adagrad.so", "cpu_lion.so", "fused_adam.so", "async_io.so", "pin_memory.so", "deepspeed_shm_comm.so")
     mapped = {line.split()[-1].rsplit("/", 1)[-1] for line in pathlib.Path("/proc/self/maps").read_text().splitlines()}
     return sorted(name for name in mapped if name in names)
 
@@ -121,6 +134,7 @@ def compiled_ops():
 def weights_hash(module):
     """sha256 over the float32 master weights, in the order of the parameters."""
     from deepspeed.utils import safe_get_full_fp32_param
+
     digest = hashlib.sha256()
     for parameter in module.parameters():
         digest.update(safe_get_full_fp32_param(parameter).contiguous().cpu().numpy().tobytes())
@@ -142,12 +156,24 @@ def config(options):
         zero["sub_group_size"] = options.sub_group_size
     if options.nvme:
         # Tensors below 1 MiB stay in memory. A buffer is large enough for every parameter.
-        zero = {"stage": 3, "sub_group_size": 4 << 20, "stage3_param_persistence_threshold": 0,
-                "offload_optimizer": {"device": "nvme", "nvme_path": options.nvme,
-                                      "buffer_count": 14 if options.pipeline else 5,
-                                      "pipeline_read": options.pipeline, "pipeline_write": options.pipeline},
-                "offload_param": {"device": "nvme", "nvme_path": options.nvme, "buffer_count": 12,
-                                  "buffer_size": 4 * options.dim * options.dim}}
+        zero = {
+            "stage": 3,
+            "sub_group_size": 4 << 20,
+            "stage3_param_persistence_threshold": 0,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": options.nvme,
+                "buffer_count": 14 if options.pipeline else 5,
+                "pipeline_read": options.pipeline,
+                "pipeline_write": options.pipeline,
+            },
+            "offload_param": {
+                "device": "nvme",
+                "nvme_path": options.nvme,
+                "buffer_count": 12,
+                "buffer_size": 4 * options.dim * options.dim,
+            },
+        }
     return {
         "train_micro_batch_size_per_gpu": options.batch,
         **precision(options.dtype),

@@ -16,7 +16,6 @@ import types
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
-
 import train
 
 
@@ -24,6 +23,7 @@ def main():
     stage, overlap, offload = (int(word) for word in sys.argv[1:4])
     train.become_single_rank()
     import deepspeed
+
     redirect_cuda()
     torch.manual_seed(1)
     model = train.Gpt(64, 2, 32)
@@ -39,20 +39,33 @@ def main():
     if overlap:
         assert optimizer.zf_op.zenflow_adam_wait(optimizer.zf_ctrl.data_ptr(), 60.0)
         assert not optimizer.zf_op.zenflow_adam_wait(optimizer.zf_ctrl.data_ptr(), 0.0)
-    print(json.dumps({"losses": losses, "sha256": weights_hash(optimizer), "active": train.active(),
-                      "compiled_ops": train.compiled_ops()}))
+    print(json.dumps({"losses": losses, "sha256": weights_hash(optimizer), "active": train.active(), "compiled_ops": train.compiled_ops()}))
     sys.stdout.flush()
     train.leave_group()
 
 
 def config(stage, overlap, offload):
-    return {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "steps_per_print": 1 << 30,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {
-                "stage": stage, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True,
-                "zenflow": {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 1000, "update_interval": 2,
-                            "overlap_step": bool(overlap), "offload": bool(offload), "full_warm_up_rounds": 3}}}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "steps_per_print": 1 << 30,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {"device": "cpu"},
+            "overlap_comm": True,
+            "zenflow": {
+                "topk_ratio": 0.2,
+                "select_strategy": "step",
+                "select_interval": 1000,
+                "update_interval": 2,
+                "overlap_step": bool(overlap),
+                "offload": bool(offload),
+                "full_warm_up_rounds": 3,
+            },
+        },
+    }
 
 
 def weights_hash(optimizer):

@@ -8,9 +8,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 def work(compiled, groups, ctrl, ready, cores):
     if compiled:
         import compiled_ops
+
         op = compiled_ops.newest("cpu_adam")
     else:
         from spillway.deepspeed import _ops
+
         op = _ops.module("cpu_adam")
     op.create_adam(0, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
     handle = op.zenflow_adam_create(0, cores)

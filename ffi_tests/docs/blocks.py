@@ -46,9 +46,15 @@ def of(path):
             continue
         reason = re.search(r'not-run="([^"]+)"', info)
         language, *words = re.sub(r'not-run="[^"]+"', "", info).split() or ("",)
-        lines = [line[len(match["indent"]):] for line in match["body"].splitlines()]
-        block = Block(str(path.relative_to(ROOT)), text.count("\n", 0, match.start()) + 1, language, tuple(words),
-                      reason[1] if reason else None, "\n".join(lines) + "\n")
+        lines = [line[len(match["indent"]) :] for line in match["body"].splitlines()]
+        block = Block(
+            str(path.relative_to(ROOT)),
+            text.count("\n", 0, match.start()) + 1,
+            language,
+            tuple(words),
+            reason[1] if reason else None,
+            "\n".join(lines) + "\n",
+        )
         if language == "text" and "output" in words:
             found[-1] = found[-1]._replace(output=block.text)
         found.append(block)

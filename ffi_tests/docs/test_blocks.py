@@ -51,9 +51,27 @@ def test_python_blocks_run(block, tmp_path):
 def test_c_and_cpp_blocks_compile_and_run(block, tmp_path, linked):
     compiler, standard = ("gcc", "-std=c99") if block.language == "c" else ("g++", "-std=c++17")
     program = tmp_path / "program"
-    subprocess.run([compiler, standard, "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I", ROOT / "include",
-                    save(block, tmp_path, block.language), "-o", program, "-L", linked, f"-Wl,-rpath,{linked}", "-lspillway",
-                    "-lm"], check=True)
+    subprocess.run(
+        [
+            compiler,
+            standard,
+            "-Wall",
+            "-Wextra",
+            "-Wpedantic",
+            "-Werror",
+            "-I",
+            ROOT / "include",
+            save(block, tmp_path, block.language),
+            "-o",
+            program,
+            "-L",
+            linked,
+            f"-Wl,-rpath,{linked}",
+            "-lspillway",
+            "-lm",
+        ],
+        check=True,
+    )
     run(block, [program], tmp_path)
 
 
@@ -63,15 +81,19 @@ def test_json_blocks_are_accepted_by_what_reads_them(block, tmp_path):
     found = json.loads(block.text)
     if "title" in found:
         import measurements
+
         assert not measurements.faults(found)
         return
     if "bench" in found:
         from spillway.bench import _report
+
         _report.read(save(block, tmp_path, "json"), found["bench"])
         return
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
     from spillway.deepspeed import _block
+
     zero = DeepSpeedZeroConfig(**found["zero_optimization"])
     _block.refuse_unserved(_block.read(found["spillway"]), zero)
 
@@ -94,16 +116,24 @@ def run(block, command, folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "packaging" / "python"), "DS_ACCELERATOR": "cpu", "RANK": "0",
-                   "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                   "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "packaging" / "python"),
+        "DS_ACCELERATOR": "cpu",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+    }
     environment.pop("SPILLWAY_DEEPSPEED", None)
     made = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
     assert made.returncode == 0, made.stderr
     if block.output is not None:
         # Frameworks print lines of their own before the output.
         wanted = block.output.splitlines()
-        printed = made.stdout.splitlines()[-len(wanted):]
+        printed = made.stdout.splitlines()[-len(wanted) :]
         assert [normal(line) for line in printed] == [normal(line) for line in wanted]
 
 

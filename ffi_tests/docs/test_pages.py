@@ -35,6 +35,7 @@ def test_the_configuration_page_is_fresh():
 
 def test_the_page_of_the_command_line_tool_is_fresh(tool):
     import cli
+
     assert cli.PAGE.read_text() == cli.page(tool), "run python docs/tools/cli.py target/release/spillway"
 
 
@@ -92,8 +93,12 @@ def test_messages_that_people_search_for_are_headings_in_deepspeeds_words():
     folder = pathlib.Path(package.submodule_search_locations[0]) / "ops"
     said = "".join((folder / name).read_text() for name in ("op_builder/builder.py", "op_builder/async_io.py"))
     headings = "\n".join(re.findall(r"^### (.+)$", (DOCS / "troubleshooting.md").read_text(), re.M))
-    for words in ("Unable to JIT load the", "due to ninja not being installed", "does not match the version torch was compiled with",
-                  "requires the dev libaio .so object and headers but these were not found"):
+    for words in (
+        "Unable to JIT load the",
+        "due to ninja not being installed",
+        "does not match the version torch was compiled with",
+        "requires the dev libaio .so object and headers but these were not found",
+    ):
         assert words in headings and words in re.sub(r'"\s*f?"', "", said), words
 
 
@@ -107,8 +112,11 @@ def test_the_glossary_has_at_most_40_terms_in_order():
 def test_links_to_files_of_the_repository_work(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     made = ("records/", "plots/", "c/")
-    broken = [target for target in re.findall(r"\]\(([^)\s#:]+)(?:#[^)]*)?\)", text)
-              if not (page.parent / target).exists() and not target.startswith(made)]
+    broken = [
+        target
+        for target in re.findall(r"\]\(([^)\s#:]+)(?:#[^)]*)?\)", text)
+        if not (page.parent / target).exists() and not target.startswith(made)
+    ]
     assert not broken
 
 
@@ -153,8 +161,16 @@ def test_tables_are_whole(page):
     assert not _broken_tables(page.read_text())
 
 
-@pytest.mark.parametrize("text, broken", [("| a |\n|---|\n| b |\n", []), ("| a |\n|---|\n| b |\n\n| c |\n", [5]),
-                                          ("| a | b |\n|---|---|\n| c |\n", [3]), ("| a |\n\n|---|\n", [1, 3]),
-                                          ("```text\n| a |\n```\n", []), ("| `a|b` |\n|---|\n", [])])
+@pytest.mark.parametrize(
+    "text, broken",
+    [
+        ("| a |\n|---|\n| b |\n", []),
+        ("| a |\n|---|\n| b |\n\n| c |\n", [5]),
+        ("| a | b |\n|---|---|\n| c |\n", [3]),
+        ("| a |\n\n|---|\n", [1, 3]),
+        ("```text\n| a |\n```\n", []),
+        ("| `a|b` |\n|---|\n", []),
+    ],
+)
 def test_a_broken_table_is_found(text, broken):
     assert _broken_tables(text) == broken

@@ -41,9 +41,11 @@ def _median(name, figure, **case):
 
 def test_figures_of_the_readme_are_those_of_the_records():
     text = (measurements.ROOT / "README.md").read_text()
-    works = {"AdamW, 100 Mi parameters in float32": {"work": "plain f32", "parameters": 104857600},
-             "the same from bf16 gradients": {"work": "fused step, bf16 gradient and copy"},
-             "10,000 tensors of 1 to 4096 elements": {"work": "10000 tensors of 1 to 4096 elements"}}
+    works = {
+        "AdamW, 100 Mi parameters in float32": {"work": "plain f32", "parameters": 104857600},
+        "the same from bf16 gradients": {"work": "fused step, bf16 gradient and copy"},
+        "10,000 tensors of 1 to 4096 elements": {"work": "10000 tensors of 1 to 4096 elements"},
+    }
     contenders = [("deepspeed", "deepspeed op and torch operations", "deepspeed, a call each"), ("torch fused",), ("spillway",)]
     seen = 0
     for begin, work in works.items():
@@ -57,9 +59,15 @@ def test_figures_of_the_readme_are_those_of_the_records():
                 seen += 1
     assert seen == 8
     ratio = _median("adam_others_xeon", "time_ratio", contender="deepspeed op and torch operations")
-    waiting, committed, first, last = (_median("speculation_overlap", "ms", step=step) for step in (
-        "waiting for the norm", "speculation, committed", "speculation, clipped by the first bucket",
-        "speculation, clipped by the last bucket"))
+    waiting, committed, first, last = (
+        _median("speculation_overlap", "ms", step=step)
+        for step in (
+            "waiting for the norm",
+            "speculation, committed",
+            "speculation, clipped by the first bucket",
+            "speculation, clipped by the last bucket",
+        )
+    )
     plain = " ".join(text.split())
     assert f"{ratio:.1f} times as fast as DeepSpeed's op" in plain
     assert f"{committed:.0f} ms of a step remain after backward instead of {waiting:.0f} ms" in plain
@@ -73,22 +81,25 @@ def test_forms_of_a_figure_are_those_of_the_docs():
     assert len(rows) == 5 and sorted(map(sorted, forms)) == sorted(map(sorted, measurements.FORMS))
 
 
-@pytest.mark.parametrize("change, fault", [
-    (lambda record: record.pop("title"), "title is missing"),
-    (lambda record: record.pop("machine"), "machine is missing"),
-    (lambda record: record["machine"].pop("cores"), "machine has no cores"),
-    (lambda record: record.pop("command"), "one of command and method"),
-    (lambda record: record.update(date="today"), "date is not"),
-    (lambda record: record.update(format=2), "format is not 1"),
-    (lambda record: record.update(notes=[]), "notes is missing"),
-    (lambda record: record["rows"][0].update(headline="absent"), "the headline is no figure"),
-    (lambda record: record["rows"][0]["figures"].update(ms="fast"), "ms has no known form"),
-    (lambda record: record["rows"][0]["figures"].update(ms={"median": 1, "q1": 1}), "ms has no known form"),
-    (lambda record: record["rows"][0]["figures"].update(ms={"low": 2, "high": 1}), "ms has no known form"),
-    (lambda record: record["rows"][0]["figures"].update(ms={"runs": [1]}), "ms has no known form"),
-    (lambda record: record.update(bench="adam"), "a report needs version"),
-    (lambda record: record.update(bench="adam"), "has no quartiles"),
-])
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        (lambda record: record.pop("title"), "title is missing"),
+        (lambda record: record.pop("machine"), "machine is missing"),
+        (lambda record: record["machine"].pop("cores"), "machine has no cores"),
+        (lambda record: record.pop("command"), "one of command and method"),
+        (lambda record: record.update(date="today"), "date is not"),
+        (lambda record: record.update(format=2), "format is not 1"),
+        (lambda record: record.update(notes=[]), "notes is missing"),
+        (lambda record: record["rows"][0].update(headline="absent"), "the headline is no figure"),
+        (lambda record: record["rows"][0]["figures"].update(ms="fast"), "ms has no known form"),
+        (lambda record: record["rows"][0]["figures"].update(ms={"median": 1, "q1": 1}), "ms has no known form"),
+        (lambda record: record["rows"][0]["figures"].update(ms={"low": 2, "high": 1}), "ms has no known form"),
+        (lambda record: record["rows"][0]["figures"].update(ms={"runs": [1]}), "ms has no known form"),
+        (lambda record: record.update(bench="adam"), "a report needs version"),
+        (lambda record: record.update(bench="adam"), "has no quartiles"),
+    ],
+)
 def test_a_fault_of_a_record_is_found(change, fault):
     record = copy.deepcopy(RECORDS["speculation_overlap"])
     change(record)
@@ -98,13 +109,18 @@ def test_a_fault_of_a_record_is_found(change, fault):
 def test_values_and_whiskers_of_each_form():
     forms = {5: (5, None), 1.5: (1.5, None)}
     assert {figure: (measurements.middle(figure), measurements.whisker(figure)) for figure in forms} == forms
-    for figure, value, ends in [({"median": 3}, 3, None), ({"median": 3, "q1": 2, "q3": 5}, 3, (2, 5)),
-                                ({"low": 1, "high": 2}, 1.5, (1, 2)), ({"runs": [4, 1, 2]}, 2, (1, 4))]:
+    for figure, value, ends in [
+        ({"median": 3}, 3, None),
+        ({"median": 3, "q1": 2, "q3": 5}, 3, (2, 5)),
+        ({"low": 1, "high": 2}, 1.5, (1, 2)),
+        ({"runs": [4, 1, 2]}, 2, (1, 4)),
+    ]:
         assert (measurements.middle(figure), measurements.whisker(figure)) == (value, ends)
 
 
 def test_a_link_to_a_record_leads_to_its_section():
     import records
+
     text = records.inside("benchmarks.md", "[a](../ffi_tests/bench/records/zero3_tier.json), [b](c.md)")
     assert text == "[a](#record-zero3_tier), [b](c.md)"
 
@@ -112,6 +128,7 @@ def test_a_link_to_a_record_leads_to_its_section():
 @pytest.mark.parametrize("name", REPORTS)
 def test_python_reads_a_record_that_a_tool_wrote(name):
     from spillway.bench import _report
+
     record = _report.read(measurements.FOLDER / f"{name}.json", RECORDS[name]["bench"])
     assert {verdict for *_, verdict in _report.compare(record, record)} == {"same"}
 

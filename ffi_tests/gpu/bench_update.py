@@ -8,8 +8,9 @@ import os
 import pathlib
 import time
 
-import spillway
 from machine import QUICK, alternating, available_bytes, ratio, report, seconds, size, torch_on_gpu
+
+import spillway
 
 torch = torch_on_gpu()
 SIZE = size(100_000_000, 1_000_000)
@@ -30,21 +31,30 @@ def main():
     with spillway.Interleave(subgroups, gpu=gpu, chunk=CHUNK) as update:
         rates = measure_rates(gpu, subgroups)
         lines.append(f"rates in G parameters/s, the CPU's beside copies both ways: {scaled(rates)}")
-        plans = {"all on the CPU": spillway.plan(rates, sizes, mode="count", argument=0, chunk=CHUNK),
-                 "model's plan": spillway.plan(rates, sizes, chunk=CHUNK),
-                 "Eq. 1": spillway.plan(rates, sizes, mode="eq1", chunk=CHUNK),
-                 "stride 2": spillway.plan(rates, sizes, mode="stride", argument=2, chunk=CHUNK)}
+        plans = {
+            "all on the CPU": spillway.plan(rates, sizes, mode="count", argument=0, chunk=CHUNK),
+            "model's plan": spillway.plan(rates, sizes, chunk=CHUNK),
+            "Eq. 1": spillway.plan(rates, sizes, mode="eq1", chunk=CHUNK),
+            "stride 2": spillway.plan(rates, sizes, mode="stride", argument=2, chunk=CHUNK),
+        }
         adam = spillway.Adam()
-        taken = alternating({name: lambda plan=plan: phase(update, adam, plan) for name, plan in plans.items()},
-                            lambda work: work(), rounds=2 if QUICK else 3)
+        taken = alternating(
+            {name: lambda plan=plan: phase(update, adam, plan) for name, plan in plans.items()},
+            lambda work: work(),
+            rounds=2 if QUICK else 3,
+        )
         trace = update.trace()
     for name, plan in plans.items():
-        lines.append(f"{name:<16} {plan.placements.count('gpu'):3d} on the GPU {taken[name]:8.3f} s, "
-                     f"{count * SIZE / taken[name] / 1e9:6.2f} G parameters/s, model {plan.exposed_seconds:8.3f} s "
-                     f"({plan.exposed_seconds / taken[name]:.3f} of measured)")
+        lines.append(
+            f"{name:<16} {plan.placements.count('gpu'):3d} on the GPU {taken[name]:8.3f} s, "
+            f"{count * SIZE / taken[name] / 1e9:6.2f} G parameters/s, model {plan.exposed_seconds:8.3f} s "
+            f"({plan.exposed_seconds / taken[name]:.3f} of measured)"
+        )
     missed = abs(1 - plans["model's plan"].exposed_seconds / taken["model's plan"])
-    lines += [f"model's plan: prediction off by {missed:.3f}, at most 0.15 wanted: {'reached' if missed <= 0.15 else 'MISSED'}",
-              ratio("model's plan against all on the CPU", taken["all on the CPU"] / taken["model's plan"], 1.7)]
+    lines += [
+        f"model's plan: prediction off by {missed:.3f}, at most 0.15 wanted: {'reached' if missed <= 0.15 else 'MISSED'}",
+        ratio("model's plan against all on the CPU", taken["all on the CPU"] / taken["model's plan"], 1.7),
+    ]
     lines += deepspeed(subgroups, taken["model's plan"])
     report("update", "Update phase of states in host memory", gpu, lines, "ffi_tests/gpu/run.sh update")
     path = pathlib.Path(os.environ.get("LOGS") or ".") / "update-trace.json"
@@ -56,8 +66,9 @@ def subgroup():
     states = [spillway.pinned(SIZE) for _ in range(3)]
     for state in states:
         state[:] = 0
-    return spillway.Subgroup(*states, torch.full((SIZE,), 1e-3, dtype=torch.bfloat16, device="cuda"),
-                             torch.zeros(SIZE, dtype=torch.bfloat16, device="cuda"))
+    return spillway.Subgroup(
+        *states, torch.full((SIZE,), 1e-3, dtype=torch.bfloat16, device="cuda"), torch.zeros(SIZE, dtype=torch.bfloat16, device="cuda")
+    )
 
 
 def phase(update, adam, plan):
@@ -82,8 +93,10 @@ def measure_rates(gpu, subgroups):
     the GPU's step alone."""
     states = [torch.from_numpy(array) for array in subgroups[0][:3]]
     if not all(state.is_pinned() for state in states):
-        raise SystemExit("the states are not page-locked for the driver, so their copies would be slower than the link; run as a user "
-                         "that may lock memory")
+        raise SystemExit(
+            "the states are not page-locked for the driver, so their copies would be slower than the link; run as a user "
+            "that may lock memory"
+        )
     up, down = torch.cuda.Stream(), torch.cuda.Stream()
     slot = [torch.empty(SIZE, device="cuda") for _ in range(2)]
     stream = torch.cuda.current_stream()

@@ -8,9 +8,9 @@ import sys
 import time
 
 import numpy as np
+from machine import available_bytes, size, torch_on_gpu
 
 import spillway
-from machine import available_bytes, size, torch_on_gpu
 
 torch = torch_on_gpu()
 failures = []
@@ -67,11 +67,11 @@ def round_to(values, kind):
     """Converts f32 to 16 bits, to nearest even; every NaN becomes one pattern."""
     bits = values.view(np.uint32)
     if kind == np.uint16:
-        rounded = ((bits + (0x7fff + (bits >> 16 & 1))) >> 16).astype(np.uint16)
-        return np.where(np.isnan(values), np.uint16(0x7fc0), rounded)
+        rounded = ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
+        return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float16)
-    return np.where(np.isnan(values), np.uint16(0x7e00), rounded.view(np.uint16)).view(np.float16)
+    return np.where(np.isnan(values), np.uint16(0x7E00), rounded.view(np.uint16)).view(np.float16)
 
 
 def widen(values):
@@ -112,7 +112,12 @@ def adam(gpu):
         for grad in (np.float32, np.uint16, np.float16):
             for copy in (None, np.uint16, np.float16):
                 plain = [source.standard_normal(count).astype(np.float32) for _ in range(2)] + [np.zeros(count, np.float32)] * 2
-                param, gradient, exp_avg, exp_avg_sq = plain[0], round_or_keep(mixed(plain[1], source), grad), plain[2].copy(), plain[3].copy()
+                param, gradient, exp_avg, exp_avg_sq = (
+                    plain[0],
+                    round_or_keep(mixed(plain[1], source), grad),
+                    plain[2].copy(),
+                    plain[3].copy(),
+                )
                 tensors = [param, gradient, exp_avg, exp_avg_sq] + ([np.zeros(count, copy)] if copy else [])
                 device = [on_gpu(array) for array in tensors]
                 ours, theirs = (spillway.Adam(lr=1e-2, weight_decay=0.1, weight_decay_mode=mode) for _ in range(2))
@@ -141,13 +146,18 @@ def shadowed(gpu, count, source):
 def mixed(values, source):
     scale = np.exp2(source.integers(-120, 20, values.size).astype(np.float32))
     values = (values * scale).astype(np.float32)
-    values[:: 97] = 0
+    values[::97] = 0
     return values
 
 
 def round_or_keep(values, kind):
-    return values if kind == np.float32 else np.nan_to_num(round_to(np.clip(values, -1e4, 1e4), kind)) if kind == np.float16 \
+    return (
+        values
+        if kind == np.float32
+        else np.nan_to_num(round_to(np.clip(values, -1e4, 1e4), kind))
+        if kind == np.float16
         else round_to(values, kind)
+    )
 
 
 def memory(gpu):
@@ -156,7 +166,7 @@ def memory(gpu):
 
     def taken(array):
         try:
-            gpu.copy_out(device[:array.size], array).wait()
+            gpu.copy_out(device[: array.size], array).wait()
             return True
         except spillway.InvalidArgumentError as error:
             assert "not pinned" in str(error), error
@@ -166,8 +176,8 @@ def memory(gpu):
     plain = np.zeros(1 << 20, np.float32)
     expect("pageable memory is refused", not taken(plain))
     driver = ctypes.CDLL("libcuda.so.1")
-    page = plain[(-plain.ctypes.data % 4096) // 4:][:(1 << 19)]
-    half = page[:page.size // 2]
+    page = plain[(-plain.ctypes.data % 4096) // 4 :][: (1 << 19)]
+    half = page[: page.size // 2]
     status = driver.cuMemHostRegister_v2(ctypes.c_void_p(half.ctypes.data), ctypes.c_size_t(half.nbytes), 1)
     expect("half an array was registered by its owner", status == 0, f"cuMemHostRegister {status}")
     expect("its registered half is taken", taken(half))
@@ -183,8 +193,10 @@ def memory(gpu):
     large = spillway.pinned(room // 4)
     allocated = time.perf_counter()
     taken(large[:1])
-    print(f"     {room >> 20} MiB: {room / (allocated - start) / 1e9:.2f} GB/s to allocate and touch, "
-          f"{room / (time.perf_counter() - allocated) / 1e9:.2f} GB/s to register with the driver")
+    print(
+        f"     {room >> 20} MiB: {room / (allocated - start) / 1e9:.2f} GB/s to allocate and touch, "
+        f"{room / (time.perf_counter() - allocated) / 1e9:.2f} GB/s to register with the driver"
+    )
 
 
 def foreign(gpu):

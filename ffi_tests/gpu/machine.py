@@ -66,12 +66,15 @@ def report(name, title, gpu, lines, command):
     row."""
     info = gpu.info()
     gpu_name = f"{info.name} (compute capability {info.capability / 10}, driver {_driver()})"
-    record = {"format": 1, "title": title, "command": command,
-              "machine": {"processor": _cpu(), "cores": os.cpu_count(), "gpu": gpu_name, "virtual": _hypervisor()},
-              "date": str(datetime.date.today()),
-              "notes": [f"Times are medians in alternation{' (QUICK=1)' if QUICK else ''}.",
-                        *(line for line in lines if isinstance(line, str))],
-              "rows": [line for line in lines if not isinstance(line, str)]}
+    record = {
+        "format": 1,
+        "title": title,
+        "command": command,
+        "machine": {"processor": _cpu(), "cores": os.cpu_count(), "gpu": gpu_name, "virtual": _hypervisor()},
+        "date": str(datetime.date.today()),
+        "notes": [f"Times are medians in alternation{' (QUICK=1)' if QUICK else ''}.", *(line for line in lines if isinstance(line, str))],
+        "rows": [line for line in lines if not isinstance(line, str)],
+    }
     folder = pathlib.Path(os.environ.get("BENCH") or ".")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=2) + "\n"
@@ -81,8 +84,13 @@ def report(name, title, gpu, lines, command):
 
 def ratio(name, value, wanted):
     """A row with the reached value and the target."""
-    return {"case": {"comparison": name}, "figures": {"ratio": round(value, 4), "wanted": wanted}, "headline": "ratio",
-            "better": "higher", "note": "reached" if value >= wanted else "MISSED"}
+    return {
+        "case": {"comparison": name},
+        "figures": {"ratio": round(value, 4), "wanted": wanted},
+        "headline": "ratio",
+        "better": "higher",
+        "note": "reached" if value >= wanted else "MISSED",
+    }
 
 
 def _cpu():

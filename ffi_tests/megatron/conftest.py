@@ -1,5 +1,5 @@
-"""Paths of Spillway and of megatron-core for the tests of spillway.megatron. packaging/python_env.sh installs the versions of megatron-core,
-each in a folder of its own, without what they depend on: HybridDeviceOptimizer needs only torch and numpy."""
+"""Paths of Spillway and of megatron-core for the tests of spillway.megatron. packaging/python_env.sh installs the versions of
+megatron-core, each in a folder of its own, without what they depend on: HybridDeviceOptimizer needs only torch and numpy."""
 
 import os
 import pathlib
@@ -12,8 +12,9 @@ CACHE = pathlib.Path(sys.prefix).parent
 NEWEST = "0.16.1"
 
 os.environ.pop("SPILLWAY_MEGATRON", None)
-os.environ.setdefault("SPILLWAY_LIBRARY", str(
-    pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
+os.environ.setdefault(
+    "SPILLWAY_LIBRARY", str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so")
+)
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).parent), str(CACHE / f"megatron-core-{NEWEST}")]
 
 
@@ -27,6 +28,7 @@ def megatron_core():
 def cpu_as_gpu(monkeypatch):
     """CUDA's streams and events on the CPU."""
     from spillway.bench import _gpu_on_cpu
+
     _gpu_on_cpu.install(monkeypatch.setattr)
 
 
@@ -35,6 +37,7 @@ def installed(cpu_as_gpu):
     """spillway.megatron, installed for one test."""
     import spillway.megatron
     from spillway.megatron import _hybrid, _versions
+
     _hybrid.counts.update(dict.fromkeys(_hybrid.counts, 0))
     _versions._left.clear()
     spillway.megatron.install()

@@ -1,4 +1,5 @@
-"""Megatron's DistributedDataParallel and DistributedOptimizer over a small model, in one process, on the GPU of spillway.bench._gpu_on_cpu."""
+"""Megatron's DistributedDataParallel and DistributedOptimizer over a small model, in one process, on the GPU of
+spillway.bench._gpu_on_cpu."""
 
 import contextlib
 
@@ -31,6 +32,7 @@ def one_process(folder, set_attribute):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
     from megatron.core import parallel_state
     from megatron.core.optimizer import optimizer_config
+
     # Megatron asks for Transformer Engine, whose optimizer steps the GPU's share.
     set_attribute(optimizer_config, "is_te_min_version", lambda version: True)
     parallel_state.initialize_model_parallel()
@@ -65,15 +67,28 @@ class Training:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
+
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True, params_dtype=torch.bfloat16)
         self.model = Model(config)
         if not with_float32:
             del self.model.scale
         self.parallel = DistributedDataParallel(
-            config, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True), self.model)
-        self.chained = get_megatron_optimizer(OptimizerConfig(
-            optimizer="adam", lr=1e-2, weight_decay=0.1, adam_beta2=0.95, bf16=True, params_dtype=torch.bfloat16,
-            use_distributed_optimizer=True, clip_grad=1.0, **options), [self.parallel])
+            config, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True), self.model
+        )
+        self.chained = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                weight_decay=0.1,
+                adam_beta2=0.95,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=True,
+                clip_grad=1.0,
+                **options,
+            ),
+            [self.parallel],
+        )
         (self.optimizer,) = self.chained.chained_optimizers
 
     def train(self, steps):

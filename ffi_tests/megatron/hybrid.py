@@ -29,15 +29,23 @@ def parameters(dtype=BF16):
 def groups(params):
     """Two groups with the keys that Megatron gives them, of which the second has no weight decay."""
     keys = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-    return [{"params": params[::2], "weight_decay": 0.1, "wd_mult": 1.0, **keys},
-            {"params": params[1::2], "weight_decay": 0.0, "wd_mult": 0.0, **keys}]
+    return [
+        {"params": params[::2], "weight_decay": 0.1, "wd_mult": 1.0, **keys},
+        {"params": params[1::2], "weight_decay": 0.0, "wd_mult": 0.0, **keys},
+    ]
 
 
 def build(params, fraction=1.0, overlap=True, in_fp32=True, cpu_class=torch.optim.AdamW, **options):
     """A HybridDeviceOptimizer, as Megatron builds it."""
-    return optimizer_class()(groups(params), offload_fraction=fraction, cpu_optimizer_cls=cpu_class, gpu_optimizer_cls=torch.optim.AdamW,
-                             param_update_in_fp32=in_fp32, overlap_cpu_optimizer_d2h_h2d=overlap,
-                             **{"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "fused": True, **options})
+    return optimizer_class()(
+        groups(params),
+        offload_fraction=fraction,
+        cpu_optimizer_cls=cpu_class,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=in_fp32,
+        overlap_cpu_optimizer_d2h_h2d=overlap,
+        **{"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "fused": True, **options},
+    )
 
 
 def grads(params, step, dtype=None):
@@ -72,5 +80,6 @@ def plain(params):
 
 def same(one, other):
     """True if all tensors have the same bits."""
-    return all(torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
-               for a, b in zip(one, other, strict=True))
+    return all(
+        torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b) for a, b in zip(one, other, strict=True)
+    )

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-
 from hybrid import BF16, F32, build, parameters, plain, same, train
 
 TOLERANCE = {F32: {"rtol": 1e-5, "atol": 1e-6}, BF16: {"rtol": 1e-2, "atol": 1e-4}}
@@ -77,8 +76,12 @@ def test_a_state_dict_has_the_keys_and_dtypes_of_megatrons(installed):
         optimizer = build(params)
         train(optimizer, params, range(2))
         found = optimizer.state_dict()
-        shapes.append(({number: {key: (value.dtype, value.shape) for key, value in state.items()} for number, state in found["state"].items()},
-                       found["param_groups"]))
+        shapes.append(
+            (
+                {number: {key: (value.dtype, value.shape) for key, value in state.items()} for number, state in found["state"].items()},
+                found["param_groups"],
+            )
+        )
     assert shapes[0] == shapes[1]
 
 
@@ -87,8 +90,10 @@ def test_a_checkpoint_is_read_without_spillway(installed, tmp_path):
     optimizer = build(params)
     train(optimizer, params, range(2))
     (tmp_path / "checkpoint").write_bytes(saved(optimizer, params))
-    code = ("import sys; sys.modules['spillway'] = None\nimport torch\n"
-            f"print(len(torch.load({str(tmp_path / 'checkpoint')!r}, weights_only=False)['optimizer']['state']))")
+    code = (
+        "import sys; sys.modules['spillway'] = None\nimport torch\n"
+        f"print(len(torch.load({str(tmp_path / 'checkpoint')!r}, weights_only=False)['optimizer']['state']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == f"{len(params)}\n", done.stderr
 
@@ -141,6 +146,7 @@ def test_a_sharded_checkpoint_of_megatron(installed, one_process, tmp_path, monk
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 

@@ -12,13 +12,12 @@ import zlib
 
 import pytest
 import torch
+from hybrid import same
+from test_store import Model, stored, train
 
 import spillway
 from spillway import _files
 from spillway.megatron import _saved
-
-from hybrid import same
-from test_store import Model, stored, train
 
 MANIFEST, TENSORS = "rank-00000.json", "rank-00000-step-2.safetensors"
 
@@ -57,8 +56,10 @@ def rewritten(folder, change):
 
 def spanned(place, value):
     """A change of one number of the first span."""
+
     def change(content):
         next(iter(content["spans"].values()))[place] = value
+
     return change
 
 
@@ -68,10 +69,25 @@ def two_of_one(content):
 
 
 CHANGES = {
-    **{f"the step {step!r}": lambda content, step=step: content.update(step=step)
-       for step in (-5, 1 << 64, (1 << 63) - 1, 1e308, 2.0, math.nan, math.inf, True, "2", None, [2])},
-    **{f"the file {file[:20]!r}": lambda content, file=file: content.update(file=file)
-       for file in ("", ".", "..", "/", "x" * 5000, "rank-00000-step-2.safetensors\0", "../saved/" + TENSORS, "/dev/zero", "/etc/passwd", MANIFEST)},
+    **{
+        f"the step {step!r}": lambda content, step=step: content.update(step=step)
+        for step in (-5, 1 << 64, (1 << 63) - 1, 1e308, 2.0, math.nan, math.inf, True, "2", None, [2])
+    },
+    **{
+        f"the file {file[:20]!r}": lambda content, file=file: content.update(file=file)
+        for file in (
+            "",
+            ".",
+            "..",
+            "/",
+            "x" * 5000,
+            "rank-00000-step-2.safetensors\0",
+            "../saved/" + TENSORS,
+            "/dev/zero",
+            "/etc/passwd",
+            MANIFEST,
+        )
+    },
     **{f"a file that is a {type(file).__name__}": lambda content, file=file: content.update(file=file) for file in (3, None, [TENSORS])},
     **{f"the offset {offset!r}": spanned(0, offset) for offset in (-1, 1 << 63, (1 << 63) - 1, 1 << 62, 1e3, True, "8")},
     **{f"the length {length!r}": spanned(1, length) for length in (-4, 1 << 63, 4e3)},
@@ -88,7 +104,9 @@ def test_a_manifest_with_a_right_checksum_and_wrong_values_is_damage_and_changes
     rewritten(folder, CHANGES[name])
     with pytest.raises(spillway.SpillwayError) as raised:
         store.load_from(folder)
-    assert type(raised.value) is (spillway.NoStateError if name.startswith("spans") and "list" not in name else spillway.CorruptError), raised.value
+    assert type(raised.value) is (spillway.NoStateError if name.startswith("spans") and "list" not in name else spillway.CorruptError), (
+        raised.value
+    )
     assert len(str(raised.value)) < 1000
     unchanged()
 
@@ -102,6 +120,7 @@ def a_link_to(target):
     def plant(path):
         path.unlink()
         path.symlink_to(target)
+
     return plant
 
 
@@ -118,15 +137,26 @@ def deep(path):
     path.write_text('{"format": ' + "[" * 200_000 + "]" * 200_000 + "}")
 
 
-PLANTS = {"a FIFO": a_fifo, "a link to /dev/zero": a_link_to("/dev/zero"), "a link to itself": a_link_to(MANIFEST), "a directory": a_directory,
-          "nothing": lambda path: path.write_bytes(b""), "a sparse file": a_sparse_file, "deep JSON": deep,
-          "a long number": lambda path: path.write_text('{"format": ' + "1" * 1_000_000 + "}"),
-          "no UTF-8": lambda path: path.write_bytes(b'{"format": "\xff"}'), "UTF-16": lambda path: path.write_text('{"format": 1}', "utf-16"),
-          "a list": lambda path: path.write_text("[1, 2]"), "null": lambda path: path.write_text("null")}
+PLANTS = {
+    "a FIFO": a_fifo,
+    "a link to /dev/zero": a_link_to("/dev/zero"),
+    "a link to itself": a_link_to(MANIFEST),
+    "a directory": a_directory,
+    "nothing": lambda path: path.write_bytes(b""),
+    "a sparse file": a_sparse_file,
+    "deep JSON": deep,
+    "a long number": lambda path: path.write_text('{"format": ' + "1" * 1_000_000 + "}"),
+    "no UTF-8": lambda path: path.write_bytes(b'{"format": "\xff"}'),
+    "UTF-16": lambda path: path.write_text('{"format": 1}', "utf-16"),
+    "a list": lambda path: path.write_text("[1, 2]"),
+    "null": lambda path: path.write_text("null"),
+}
 
 
 # A file of tensors may be larger than they are.
-@pytest.mark.parametrize("file, name", [(file, name) for file in (MANIFEST, TENSORS) for name in PLANTS if (file, name) != (TENSORS, "a sparse file")])
+@pytest.mark.parametrize(
+    "file, name", [(file, name) for file in (MANIFEST, TENSORS) for name in PLANTS if (file, name) != (TENSORS, "a sparse file")]
+)
 def test_a_planted_file_is_damage_at_once(saved, file, name):
     store, folder, unchanged = saved
     PLANTS[name](folder / file)
@@ -199,12 +229,15 @@ def damage(folder, chance):
             try:
                 content = json.loads(manifest.read_text())
                 name, value = chance.choice(list(content["spans"])), chance.choice([-1, 0, 1, 8, 1 << 40, 1 << 70, None, "x", 0.5, [], {}])
-                chance.choice([
-                    lambda: content["spans"][name].__setitem__(chance.randrange(3), value),
-                    lambda: content["spans"].pop(name),
-                    lambda: content["spans"].update({name + "x": content["spans"].pop(name)}),
-                    lambda: content.update({chance.choice(["step", "file", "spans"]): value}),
-                    lambda: content["spans"][name].append(3)])()
+                chance.choice(
+                    [
+                        lambda: content["spans"][name].__setitem__(chance.randrange(3), value),
+                        lambda: content["spans"].pop(name),
+                        lambda: content["spans"].update({name + "x": content["spans"].pop(name)}),
+                        lambda: content.update({chance.choice(["step", "file", "spans"]): value}),
+                        lambda: content["spans"][name].append(3),
+                    ]
+                )()
                 manifest.write_text(signed(content))
             except (OSError, LookupError, ValueError, TypeError, AttributeError):
                 pass
@@ -243,17 +276,20 @@ def test_a_save_follows_no_link_and_leaves_private_files(saved, tmp_path):
     assert store.load_from(folder)
 
 
-@pytest.mark.parametrize("name, master, reason", [
-    ("a.weight", torch.tensor(7.), "torch.float32 of 1 elements; pass float32 of 1000"),
-    ("a.weight", torch.zeros(1000, dtype=torch.float64), "torch.float64 of 1000"),
-    ("a.weight", torch.zeros(1000, dtype=torch.int32), "torch.int32 of 1000"),
-    ("a.weight", torch.zeros(999), "of 999 elements"),
-    ("a.weight", [0.0] * 1000, "is a list; pass a float32 tensor"),
-    ("a.weight", torch.zeros(1000, device="meta"), "has no memory"),
-    ("a.weight", torch.zeros(1000).to_sparse(), "float32 of 1000"),
-    ("x", torch.zeros(1), "no shard 'x'"),
-    (3, torch.zeros(1), "no shard 3"),
-])
+@pytest.mark.parametrize(
+    "name, master, reason",
+    [
+        ("a.weight", torch.tensor(7.0), "torch.float32 of 1 elements; pass float32 of 1000"),
+        ("a.weight", torch.zeros(1000, dtype=torch.float64), "torch.float64 of 1000"),
+        ("a.weight", torch.zeros(1000, dtype=torch.int32), "torch.int32 of 1000"),
+        ("a.weight", torch.zeros(999), "of 999 elements"),
+        ("a.weight", [0.0] * 1000, "is a list; pass a float32 tensor"),
+        ("a.weight", torch.zeros(1000, device="meta"), "has no memory"),
+        ("a.weight", torch.zeros(1000).to_sparse(), "float32 of 1000"),
+        ("x", torch.zeros(1), "no shard 'x'"),
+        (3, torch.zeros(1), "no shard 3"),
+    ],
+)
 def test_masters_that_do_not_fit_are_named_and_change_nothing(saved, name, master, reason):
     store, _, unchanged = saved
     with pytest.raises(spillway.InvalidArgumentError, match=reason):
@@ -264,8 +300,18 @@ def test_masters_that_do_not_fit_are_named_and_change_nothing(saved, name, maste
 def test_json_has_a_limit_of_levels_and_unique_keys():
     for accepted in (b"[" * 300 + b"]" * 300, b'"' + b"[" * 400 + b'"', b'{"a": "\\"[["}', b"[[], {}]"):
         _files.parse_json(accepted)
-    for refused in (b"[" * 301 + b"]" * 301, b'{"a":' * 400 + b"1" + b"}" * 400, b"[" * 10_000_000, b"[NaN]", b"[Infinity]", b"9" * 5000, b"", b"\xff",
-                    b'{"a": 1, "a": 1}', b'[{"b": {"a": 1, "\\u0061": 2}}]'):
+    for refused in (
+        b"[" * 301 + b"]" * 301,
+        b'{"a":' * 400 + b"1" + b"}" * 400,
+        b"[" * 10_000_000,
+        b"[NaN]",
+        b"[Infinity]",
+        b"9" * 5000,
+        b"",
+        b"\xff",
+        b'{"a": 1, "a": 1}',
+        b'[{"b": {"a": 1, "\\u0061": 2}}]',
+    ):
         with pytest.raises(ValueError):
             _files.parse_json(refused)
 

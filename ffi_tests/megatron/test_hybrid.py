@@ -3,16 +3,15 @@
 import copy
 import pickle
 
+import hybrid
 import pytest
 import torch
+from hybrid import BF16, F16, F32, build, parameters, plain, same, train
 
 import spillway
 import spillway.torch
 from spillway import _log
 from spillway.bench import _gpu_on_cpu as gpu
-
-import hybrid
-from hybrid import BF16, F16, F32, build, parameters, plain, same, train
 
 TOLERANCE = {F32: {"rtol": 1e-5, "atol": 1e-6}, BF16: {"rtol": 1e-2, "atol": 1e-4}, F16: {"rtol": 2e-3, "atol": 1e-4}}
 
@@ -55,7 +54,8 @@ def test_the_first_step_in_a_process_logs_a_line(installed, monkeypatch):
     finally:
         spillway.set_log(None)
     assert [line for line in lines if " served by " in line] == [
-        f"megatron: HybridDeviceOptimizer served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"]
+        f"megatron: HybridDeviceOptimizer served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"
+    ]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
@@ -71,6 +71,7 @@ def test_16_bit_parameters_without_masters(installed, dtype):
 def test_bits_are_those_of_spillways_adamw_over_the_masters(installed, monkeypatch, dtype):
     """The arithmetic is that of a step in memory with the same gradients, whatever the buckets, the overlap and the share."""
     from spillway.megatron import _hybrid
+
     masters = [torch.nn.Parameter(param.float()) for param in plain(parameters(dtype))]
     alone = spillway.torch.AdamW(hybrid.groups(masters), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     for number in range(5):
@@ -91,20 +92,35 @@ def test_bits_are_those_of_spillways_adamw_over_the_masters(installed, monkeypat
 
 def test_buckets_have_about_64_mib_of_float32(installed, monkeypatch):
     from spillway.megatron import _hybrid
+
     assert _hybrid.BUCKET_BYTES == 64 << 20
     params = parameters()
     assert len(build(params).cpu_optimizers) == 1 and len(build(params, overlap=False).cpu_optimizers) == 1
     monkeypatch.setattr(_hybrid, "BUCKET_BYTES", 4 * 4000)
     optimizer = build(params)
     assert [[list(param.shape) for param in inner.params()] for inner in optimizer.cpu_optimizers] == [
-        [[4096]], [[20_000]], [[1], [100, 10], [33], [7, 3, 5]]]
+        [[4096]],
+        [[20_000]],
+        [[1], [100, 10], [33], [7, 3, 5]],
+    ]
     assert [[group["weight_decay"] for group in inner.param_groups] for inner in optimizer.cpu_optimizers] == [[0.1], [0.1], [0.1, 0.0]]
     installed.uninstall()
     assert len(build(params).cpu_optimizers) == 6, "Megatron makes one optimizer for each parameter"
 
 
-@pytest.mark.parametrize("dtype, given, sent", [(BF16, None, BF16), (F16, None, F16), (BF16, F32, F32), (BF16, BF16, BF16), (F32, None, F32),
-                                               (F32, BF16, BF16), (BF16, torch.float64, F32)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, given, sent",
+    [
+        (BF16, None, BF16),
+        (F16, None, F16),
+        (BF16, F32, F32),
+        (BF16, BF16, BF16),
+        (F32, None, F32),
+        (F32, BF16, BF16),
+        (BF16, torch.float64, F32),
+    ],
+    ids=str,
+)
 def test_gradients_keep_their_dtype_on_the_way_and_parameters_come_back_in_theirs(installed, dtype, given, sent):
     params = parameters(dtype)
     optimizer = build(params)
@@ -152,6 +168,7 @@ def test_parameters_without_gradients_keep_their_bits(installed):
 
 def test_each_bucket_waits_for_its_gradients_and_the_current_stream_for_its_parameters(installed, monkeypatch):
     from spillway.megatron import _adam, _hybrid
+
     monkeypatch.setattr(_hybrid, "BUCKET_BYTES", 4 * 4000)
     params = parameters()
     optimizer = build(params)
@@ -215,6 +232,7 @@ def test_a_copy_of_the_optimizer_is_of_megatrons_class(installed):
 
 def test_the_class_that_slime_sets_is_served_too(installed):
     import megatron.core.optimizer
+
     hybrid.optimizer_class()
     assert megatron.core.optimizer.CPUAdam is spillway.torch.AdamW
     results = []
@@ -230,6 +248,7 @@ def test_the_class_that_slime_sets_is_served_too(installed):
 
 def test_uninstall_leaves_a_class_that_another_program_set(installed, monkeypatch):
     import megatron.core.optimizer
+
     monkeypatch.setattr(megatron.core.optimizer, "CPUAdam", torch.optim.Adam)
     installed.uninstall()
     assert megatron.core.optimizer.CPUAdam is torch.optim.Adam

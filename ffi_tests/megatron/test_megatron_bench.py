@@ -10,8 +10,22 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "packaging" / "python"
 
 
 def bench(folder, *paths):
-    command = [sys.executable, "-W", "ignore", "-m", "spillway.bench", "megatron", "--tensors", "9", "--elements", "4Ki", "--rounds", "3",
-               "--json", "report.json"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "spillway.bench",
+        "megatron",
+        "--tensors",
+        "9",
+        "--elements",
+        "4Ki",
+        "--rounds",
+        "3",
+        "--json",
+        "report.json",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PACKAGE, *paths)))}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -22,8 +36,12 @@ def test_both_contenders_are_measured_whole_and_alone(tmp_path, megatron_core):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["bench"] == "python megatron" and report["settings"]["megatron_core"] == "0.16.1"
     cases = [(row["case"]["work"], row["case"]["part"], row["case"]["contender"]) for row in report["rows"]]
-    assert cases == [(work, part, contender) for work in ("overlapped", "not overlapped") for part in ("whole step", "optimizers alone")
-                     for contender in ("spillway", "torch fused")]
+    assert cases == [
+        (work, part, contender)
+        for work in ("overlapped", "not overlapped")
+        for part in ("whole step", "optimizers alone")
+        for contender in ("spillway", "torch fused")
+    ]
     assert all(row["figures"]["ms"]["median"] > 0 for row in report["rows"]) and len(done.stdout.splitlines()) == 2 + len(cases)
 
 

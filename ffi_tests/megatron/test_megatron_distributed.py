@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
+from distributed import Training, one_process
+from hybrid import same
 
 import spillway
 from spillway.megatron import OptimizerStateStore
-
-from distributed import Training, one_process
-from hybrid import same
 
 
 @pytest.fixture
@@ -19,8 +18,12 @@ def job(cpu_as_gpu, tmp_path, monkeypatch):
         yield
 
 
-OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True,
-             "overlap_cpu_optimizer_d2h_h2d": True}
+OFFLOADED = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+    "use_precision_aware_optimizer": True,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+}
 
 
 def close(one, other):
@@ -45,8 +48,10 @@ def test_megatrons_state_dict_resumes_with_both(installed, job):
     ours = Training(with_float32=False, **OFFLOADED)
     ours.train(range(3))
     kept, weights = copy.deepcopy(ours.optimizer.state_dict()), ours.weights()
-    states = [{key: value.detach().clone() for key, value in ours.optimizer._get_main_param_and_optimizer_states(param).items()}
-              for param in ours.model.parameters()]
+    states = [
+        {key: value.detach().clone() for key, value in ours.optimizer._get_main_param_and_optimizer_states(param).items()}
+        for param in ours.model.parameters()
+    ]
     assert {group["step"] for group in kept["optimizer"]["param_groups"]} == {3}
     wanted = ours.train(range(3, 6))
     for reader in (installed.install, installed.uninstall):
@@ -56,7 +61,8 @@ def test_megatrons_state_dict_resumes_with_both(installed, job):
         other.set_weights(weights)
         for param, state in zip(other.model.parameters(), states, strict=True):
             other.optimizer._set_main_param_and_optimizer_states(
-                param, {key: value.clone() for key, value in state.items() if key != "step"})
+                param, {key: value.clone() for key, value in state.items() if key != "step"}
+            )
         other.optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
         trained = other.train(range(3, 6))
         close(trained, wanted)
@@ -100,8 +106,10 @@ def test_new_model_weights_become_the_masters(job):
     ours, other = Training(), Training()
     other.set_weights([weight * 2 for weight in other.weights()])
     other.optimizer.reload_model_params()
-    with OptimizerStateStore.attach(ours.optimizer, [None], job="one") as store, \
-            OptimizerStateStore.attach(other.optimizer, [None], job="two"):
+    with (
+        OptimizerStateStore.attach(ours.optimizer, [None], job="one") as store,
+        OptimizerStateStore.attach(other.optimizer, [None], job="two"),
+    ):
         ours.set_weights(other.weights())
         ours.optimizer.reload_model_params()
         assert all(main.untyped_storage().nbytes() == 0 for group in ours.optimizer.shard_fp32_from_float16_groups for main in group)
@@ -112,8 +120,10 @@ def test_new_model_weights_become_the_masters(job):
 def test_a_second_store_of_an_optimizer_is_refused(job, closed):
     """The first store has freed the memory of the masters, which a second one would read."""
     ours, alone = Training(), Training()
-    with OptimizerStateStore.attach(ours.optimizer, [None], job="first") as store, \
-            OptimizerStateStore.attach(alone.optimizer, [None], job="alone"):
+    with (
+        OptimizerStateStore.attach(ours.optimizer, [None], job="first") as store,
+        OptimizerStateStore.attach(alone.optimizer, [None], job="alone"),
+    ):
         ours.train([0])
         if closed:
             store.close()
@@ -130,7 +140,9 @@ def test_a_second_store_of_an_optimizer_is_refused(job, closed):
 def test_optimizers_that_a_store_cannot_step(installed, job):
     stepped = Training()
     stepped.train([0])
-    for training, reason in [(stepped, "attach a store before its first step"),
-                             (Training(with_float32=False, **OFFLOADED), "use_precision_aware_optimizer")]:
+    for training, reason in [
+        (stepped, "attach a store before its first step"),
+        (Training(with_float32=False, **OFFLOADED), "use_precision_aware_optimizer"),
+    ]:
         with pytest.raises(spillway.UnsupportedError, match=reason):
             OptimizerStateStore.attach(training.optimizer, [None], job="states")

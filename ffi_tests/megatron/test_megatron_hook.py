@@ -21,7 +21,9 @@ def trained():
     return hybrid.train(hybrid.build(params, fraction=0.5), params, range(4))
 """
 
-COMPARED = TRAIN + """
+COMPARED = (
+    TRAIN
+    + """
 import spillway.megatron, megatron.core
 ours, found = trained(), spillway.megatron.active()
 spillway.megatron.uninstall()
@@ -31,11 +33,13 @@ spillway.megatron.install()
 assert hybrid.same(trained(), ours)
 print(megatron.core.__version__, found["optimizers"], found["steps"], megatron.core.optimizer.CPUAdam.__module__)
 """
+)
 
 
 @pytest.fixture
 def run(megatron_core, tmp_path):
     """Runs a script as with an installed wheel: Python runs the lines of its .pth file at the start."""
+
     def run(text, version=None, **extra):
         script = tmp_path / "script.py"
         script.write_text(text)
@@ -46,6 +50,7 @@ def run(megatron_core, tmp_path):
         done = subprocess.run([sys.executable, "-W", "ignore", script], env=environment, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
+
     return run
 
 
@@ -60,7 +65,9 @@ def test_the_table_names_the_versions_that_are_installed(megatron_core):
 
 
 def test_a_spawned_worker(run):
-    out = run(TRAIN + """
+    out = run(
+        TRAIN
+        + """
 import multiprocessing
 def work(queue):
     trained()
@@ -72,21 +79,28 @@ if __name__ == "__main__":
     worker.start()
     print("worker:", queue.get(timeout=120))
     worker.join()
-""")
+"""
+    )
     assert "worker: 4" in out
 
 
 def test_without_the_variable_nothing_changes(run):
-    out = run(TRAIN + """
+    out = run(
+        TRAIN
+        + """
 trained()
 import megatron.core.optimizer
 print("spillway.megatron" in sys.modules, megatron.core.optimizer.CPUAdam)
-""", SPILLWAY_MEGATRON="0")
+""",
+        SPILLWAY_MEGATRON="0",
+    )
     assert out == "False <class 'torch.optim.adamw.AdamW'>\n"
 
 
 def test_install_reaches_modules_that_were_imported_before(run):
-    out = run(TRAIN + """
+    out = run(
+        TRAIN
+        + """
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 import megatron.core.optimizer, spillway.megatron
 for _ in range(2):
@@ -97,7 +111,9 @@ for _ in range(2):
     spillway.megatron.uninstall()
 trained()
 print(spillway.megatron.active()["optimizers"], megatron.core.optimizer.CPUAdam.__module__)
-""", SPILLWAY_MEGATRON="0")
+""",
+        SPILLWAY_MEGATRON="0",
+    )
     assert out == "1 spillway.torch._optimizers\n1 torch.optim.adamw\n"
 
 

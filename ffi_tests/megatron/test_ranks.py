@@ -8,12 +8,11 @@ import sys
 import textwrap
 
 import pytest
+from hybrid import same
+from test_store import Model, in_memory, stored
 
 import spillway
 from spillway.megatron import OptimizerStateStore
-
-from hybrid import same
-from test_store import Model, in_memory, stored
 
 WORLD = 2
 #: A process of a job. `script` has the name `make`, which makes the store of `model`.
@@ -39,10 +38,17 @@ def train(store, steps):
 def run(tmp_path, script, name):
     """Runs a script in each rank; returns exit codes and outputs."""
     (tmp_path / "states").mkdir(exist_ok=True)
-    code = WORKER.format(paths=[str(pathlib.Path(__file__).parent), *sys.path], folder=str(tmp_path / "states"), world=WORLD,
-                         rendezvous=str(tmp_path / f"rendezvous-{name}"), script=textwrap.dedent(script))
-    ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-             for rank in range(WORLD)]
+    code = WORKER.format(
+        paths=[str(pathlib.Path(__file__).parent), *sys.path],
+        folder=str(tmp_path / "states"),
+        world=WORLD,
+        rendezvous=str(tmp_path / f"rendezvous-{name}"),
+        script=textwrap.dedent(script),
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(WORLD)
+    ]
     outputs = [rank.communicate(timeout=300) for rank in ranks]
     return [rank.returncode for rank in ranks], outputs
 
@@ -72,14 +78,18 @@ except Exception:
 def test_ranks_of_which_one_was_killed_before_its_commit_resume_at_the_step_of_both(tmp_path):
     codes, outputs = run(tmp_path, KILLED, "killed")
     assert codes == [0, -signal.SIGKILL] and outputs[0][0] == "committed 2\n", outputs
-    codes, outputs = run(tmp_path, """
+    codes, outputs = run(
+        tmp_path,
+        """
         store = make()
         print(store.resumed_step, store.steps, same(model.copies(), __import__("test_store").in_memory(range(1))))
         train(store, [1, 2])
         store.commit()
         print(store.committed_step, same(model.copies(), __import__("test_store").in_memory(range(3))))
         store.close()
-        """, "resumed")
+        """,
+        "resumed",
+    )
     assert codes == [0, 0] and all(output[0] == "1 1 True\n3 True\n" for output in outputs), outputs
 
 
@@ -92,15 +102,22 @@ FAILURES = {
     "the number of a commit": ("made.append(make()); made[-1].commit(-1 if rank else None)", "InvalidArgumentError"),
     "other steps": ("made.append(make()); train(made[-1], range(1 + rank)); made[-1].commit()", "InvalidArgumentError"),
     "a save": ("made.append(make()); made[-1].save_to(folder + ('/missing/saved' if rank else '/saved'))", "FileNotFoundError"),
-    "a load": ("made.append(make()); made[-1].save_to(folder + '/saved'); made[-1].load_from(folder + ('/none' if rank else '/saved'))",
-               "NoStateError"),
-    "a write of a load": ("made.append(make()); made[-1].save_to(folder + '/saved')\n"
-                          "if rank: made[-1]._swap.write = None\nmade[-1].load_from(folder + '/saved')", "TypeError"),
+    "a load": (
+        "made.append(make()); made[-1].save_to(folder + '/saved'); made[-1].load_from(folder + ('/none' if rank else '/saved'))",
+        "NoStateError",
+    ),
+    "a write of a load": (
+        "made.append(make()); made[-1].save_to(folder + '/saved')\n"
+        "if rank: made[-1]._swap.write = None\nmade[-1].load_from(folder + '/saved')",
+        "TypeError",
+    ),
 }
 
 
 def test_an_error_of_one_rank_is_an_error_of_all(tmp_path):
-    codes, outputs = run(tmp_path, f"""
+    codes, outputs = run(
+        tmp_path,
+        f"""
         make_in = make
         for name, (code, _) in {FAILURES!r}.items():
             made = []
@@ -113,7 +130,9 @@ def test_an_error_of_one_rank_is_an_error_of_all(tmp_path):
                 print(f"{{name}}: no error")
             for store in made:
                 store.close()
-        """, "job")
+        """,
+        "job",
+    )
     assert codes == [0, 0], outputs
     first, second = (output.splitlines() for output, _ in outputs)
     assert len(first) == len(second) == len(FAILURES)
@@ -132,6 +151,7 @@ def test_processes_without_a_group_are_refused(tmp_path):
 def test_stores_of_a_process_that_was_killed_between_their_commits_resume_at_one_step(tmp_path, monkeypatch):
     """attach_all() agrees over the stores of all optimizers."""
     from spillway.megatron import _distributed
+
     models = []
 
     def attach(store_class, model, paths, *, job, **options):
@@ -172,7 +192,10 @@ def test_stores_of_a_process_that_was_killed_between_their_commits_resume_at_one
 
 def test_stores_of_which_one_only_has_its_first_commit_begin_anew(tmp_path, monkeypatch):
     from spillway.megatron import _distributed
-    monkeypatch.setattr(_distributed, "attach", lambda store_class, model, paths, *, job, **options: store_class(model.shards(), paths, job=job, **options))
+
+    monkeypatch.setattr(
+        _distributed, "attach", lambda store_class, model, paths, *, job, **options: store_class(model.shards(), paths, job=job, **options)
+    )
     with stored(Model(), tmp_path, job="run-0"):
         pass
     spillway.Tier([tmp_path], job="run-1", durability="process").close()

@@ -3,14 +3,13 @@
 import logging
 import types
 
+import hybrid
 import pytest
 import torch
+from hybrid import build, parameters, plain, same, train
 
 import spillway
 from spillway.bench import _gpu_on_cpu as gpu
-
-import hybrid
-from hybrid import build, parameters, plain, same, train
 
 
 def only_megatron(installed, reason, make):
@@ -28,9 +27,19 @@ class Own(torch.optim.AdamW):
 
 
 def test_other_classes(installed):
-    only_megatron(installed, "its CPU optimizer is SGD", lambda params: hybrid.optimizer_class()(
-        hybrid.groups(params), offload_fraction=1.0, cpu_optimizer_cls=torch.optim.SGD, gpu_optimizer_cls=torch.optim.SGD,
-        param_update_in_fp32=True, lr=1e-2, momentum=0.9))
+    only_megatron(
+        installed,
+        "its CPU optimizer is SGD",
+        lambda params: hybrid.optimizer_class()(
+            hybrid.groups(params),
+            offload_fraction=1.0,
+            cpu_optimizer_cls=torch.optim.SGD,
+            gpu_optimizer_cls=torch.optim.SGD,
+            param_update_in_fp32=True,
+            lr=1e-2,
+            momentum=0.9,
+        ),
+    )
     only_megatron(installed, "its CPU optimizer is Own", lambda params: build(params, cpu_class=Own))
 
 
@@ -68,7 +77,8 @@ def test_a_reason_is_logged_once(installed, caplog):
         for _ in range(3):
             build(parameters(), cpu_class=Own)
     assert [record.getMessage() for record in caplog.records] == [
-        "left to Megatron: a HybridDeviceOptimizer: its CPU optimizer is Own, and Spillway has Adam and AdamW"]
+        "left to Megatron: a HybridDeviceOptimizer: its CPU optimizer is Own, and Spillway has Adam and AdamW"
+    ]
 
 
 def test_a_gradient_of_another_shape_is_refused_before_any_step(installed):
@@ -117,14 +127,18 @@ def fake(methods=None, version="0.16.1"):
     return module
 
 
-@pytest.mark.parametrize("methods, reason", [
-    ({"_set_sub_optimizer_grads": lambda self, stream: None}, "_set_sub_optimizer_grads of this megatron-core takes (stream)"),
-    ({"build_cpu_optimizer_list": staticmethod(lambda groups: [])}, "build_cpu_optimizer_list of this megatron-core takes (groups)"),
-    ({"_sync_hdo_state_to_sub_optimizers": None}, "has no _sync_hdo_state_to_sub_optimizers"),
-    ({"_init_sub_optimizers": lambda self: None}, "_init_sub_optimizers of this megatron-core does not set"),
-])
+@pytest.mark.parametrize(
+    "methods, reason",
+    [
+        ({"_set_sub_optimizer_grads": lambda self, stream: None}, "_set_sub_optimizer_grads of this megatron-core takes (stream)"),
+        ({"build_cpu_optimizer_list": staticmethod(lambda groups: [])}, "build_cpu_optimizer_list of this megatron-core takes (groups)"),
+        ({"_sync_hdo_state_to_sub_optimizers": None}, "has no _sync_hdo_state_to_sub_optimizers"),
+        ({"_init_sub_optimizers": lambda self: None}, "_init_sub_optimizers of this megatron-core does not set"),
+    ],
+)
 def test_other_methods_are_not_patched(installed, methods, reason):
     from spillway.megatron import _hook
+
     installed.uninstall()
     module = fake(methods)
     before = dict(vars(module.HybridDeviceOptimizer))
@@ -133,12 +147,14 @@ def test_other_methods_are_not_patched(installed, methods, reason):
     assert reason in installed.active()["left_to_megatron"]["HybridDeviceOptimizer"]
 
 
-@pytest.mark.parametrize("version, fits", [("0.11.0", False), ("0.12.0", True), ("0.16.9", True), ("0.17.0rc1", False), ("1.0", False),
-                                           ("unknown", False)])
+@pytest.mark.parametrize(
+    "version, fits", [("0.11.0", False), ("0.12.0", True), ("0.16.9", True), ("0.17.0rc1", False), ("1.0", False), ("unknown", False)]
+)
 def test_versions(installed, monkeypatch, version, fits):
     import megatron.core.package_info
 
     from spillway.megatron import _hook
+
     installed.uninstall()
     module = fake()
     monkeypatch.setattr(megatron.core.package_info, "__version__", version)

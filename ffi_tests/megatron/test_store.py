@@ -10,13 +10,12 @@ import time
 
 import pytest
 import torch
+from hybrid import BF16, F16, F32, same
 
 import spillway
 from spillway import _log
 from spillway.megatron import OptimizerStateStore, Shard
 from spillway.torch import AdamW
-
-from hybrid import BF16, F16, F32, same
 
 SIZES = {"a.weight": (1000, BF16), "a.bias": (17, F32), "b.weight": (4096, BF16), "b.bias": (33, F16), "c.weight": (777, BF16)}
 OPTIONS = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -34,8 +33,10 @@ class Model:
         self.masters = {name: weight.float().clone() for name, weight in self.weights.items()}
 
     def shards(self):
-        return [Shard(name, weight, self.groups[name.endswith("bias")], lambda name=name: self.grads.get(name), self.masters[name])
-                for name, weight in self.weights.items()]
+        return [
+            Shard(name, weight, self.groups[name.endswith("bias")], lambda name=name: self.grads.get(name), self.masters[name])
+            for name, weight in self.weights.items()
+        ]
 
     def backward(self, step, dtype=BF16):
         for at, (name, (size, _)) in enumerate(SIZES.items()):
@@ -63,8 +64,12 @@ def in_memory(steps, dtype=BF16, optimizer_class=AdamW):
     """The weights of spillway.torch over float32 masters in memory."""
     model = Model()
     params = {name: torch.nn.Parameter(master) for name, master in model.masters.items()}
-    optimizer = optimizer_class([{"params": [param for name, param in params.items() if name.endswith("bias") is bias], **group}
-                                 for bias, group in zip((False, True), model.groups, strict=True)])
+    optimizer = optimizer_class(
+        [
+            {"params": [param for name, param in params.items() if name.endswith("bias") is bias], **group}
+            for bias, group in zip((False, True), model.groups, strict=True)
+        ]
+    )
     for step in steps:
         model.backward(step, dtype)
         for name, param in params.items():
@@ -185,6 +190,7 @@ def as_ranks(monkeypatch):
     """Stores of one process that say that they are ranks of a job, of which each agrees with itself. test_ranks.py has processes."""
     from spillway import _ranks
     from spillway.megatron import _store
+
     monkeypatch.setattr(_store, "check_ranks", lambda world, group: None)
     monkeypatch.setattr(_ranks, "gathered", lambda value, world, group=None: [value] * world)
 
@@ -232,8 +238,12 @@ def test_shards_of_any_name_are_read_by_other_tools_and_by_the_store(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     weights = {name: torch.full((8,), float(at)) for at, name in enumerate(NAMES)}
     group = {"lr": 1e-2, "weight_decay": 0.0, **OPTIONS}
-    with OptimizerStateStore([Shard(name, weight, group, lambda: None) for name, weight in weights.items()], [None], job="names",
-                             tier_options={"durability": "process"}) as store:
+    with OptimizerStateStore(
+        [Shard(name, weight, group, lambda: None) for name, weight in weights.items()],
+        [None],
+        job="names",
+        tier_options={"durability": "process"},
+    ) as store:
         store.save_to(tmp_path / "saved")
         assert store.load_from(tmp_path / "saved")
     found = safetensors.load_file(tmp_path / "saved" / "rank-00000-step-0.safetensors")
@@ -241,7 +251,9 @@ def test_shards_of_any_name_are_read_by_other_tools_and_by_the_store(tmp_path):
     assert all(torch.equal(found[f"{name}.param"], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("plant", ["rank-00000-step-2.safetensors", "rank-00000-step-2.safetensors.part", "rank-00000.json", "rank-00000.json.part"])
+@pytest.mark.parametrize(
+    "plant", ["rank-00000-step-2.safetensors", "rank-00000-step-2.safetensors.part", "rank-00000.json", "rank-00000.json.part"]
+)
 def test_a_save_over_a_directory_names_it_and_writes_nothing(tmp_path, plant):
     model = Model()
     with stored(model) as store:
@@ -279,8 +291,10 @@ def test_directories_that_cannot_be_loaded_change_nothing(tmp_path):
         assert store.load_from(tmp_path / "nothing", allow_missing=True) is False
         whole = tmp_path / "saved" / "rank-00000-step-2.safetensors"
         content = whole.read_bytes()
-        for damaged, reason in [(content[:-1], "and its tensors end at byte"),
-                                (content[:-7] + bytes([content[-7] ^ 1]) + content[-6:], "does not match its checksum")]:
+        for damaged, reason in [
+            (content[:-1], "and its tensors end at byte"),
+            (content[:-7] + bytes([content[-7] ^ 1]) + content[-6:], "does not match its checksum"),
+        ]:
             whole.write_bytes(damaged)
             with pytest.raises(spillway.CorruptError, match=reason):
                 store.load_from(tmp_path / "saved")
@@ -328,17 +342,20 @@ def test_refresh_sets_the_masters_and_keeps_the_moments():
             store.refresh({"x": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("change, reason", [
-    (lambda shards: shards[:0], "there are no shards"),
-    (lambda shards: shards + shards[:1], "two shards have the name 'a.weight'"),
-    (lambda shards: [shards[0]._replace(name="")], "a shard's name is ''"),
-    (lambda shards: [shards[0]._replace(name=3)], "a shard's name is 3"),
-    (lambda shards: [shards[0]._replace(name="\ud800")], "of valid Unicode"),
-    (lambda shards: [shards[0]._replace(weight=torch.zeros(4, dtype=torch.float64))], "torch.float64 of shape"),
-    (lambda shards: [shards[0]._replace(weight=torch.zeros(4, 5).t(), master=None)], "pass a contiguous tensor"),
-    (lambda shards: [shards[0]._replace(weight=torch.zeros(0))], "with elements"),
-    (lambda shards: [shards[0]._replace(master=torch.zeros(3))], "float32 of 1000"),
-])
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda shards: shards[:0], "there are no shards"),
+        (lambda shards: shards + shards[:1], "two shards have the name 'a.weight'"),
+        (lambda shards: [shards[0]._replace(name="")], "a shard's name is ''"),
+        (lambda shards: [shards[0]._replace(name=3)], "a shard's name is 3"),
+        (lambda shards: [shards[0]._replace(name="\ud800")], "of valid Unicode"),
+        (lambda shards: [shards[0]._replace(weight=torch.zeros(4, dtype=torch.float64))], "torch.float64 of shape"),
+        (lambda shards: [shards[0]._replace(weight=torch.zeros(4, 5).t(), master=None)], "pass a contiguous tensor"),
+        (lambda shards: [shards[0]._replace(weight=torch.zeros(0))], "with elements"),
+        (lambda shards: [shards[0]._replace(master=torch.zeros(3))], "float32 of 1000"),
+    ],
+)
 def test_bad_shards(tmp_path, change, reason):
     with pytest.raises(spillway.InvalidArgumentError, match=reason):
         OptimizerStateStore(change(Model().shards()), [tmp_path], job="run")
@@ -384,11 +401,13 @@ def test_the_first_step_of_a_store_logs_a_line(monkeypatch):
     finally:
         spillway.set_log(None)
     assert [line for line in lines if " served by " in line] == [
-        f"megatron: OptimizerStateStore served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"]
+        f"megatron: OptimizerStateStore served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"
+    ]
 
 
 def test_a_closed_store_a_copy_and_a_second_process(tmp_path):
     import copy
+
     model = Model()
     store = stored(model, tmp_path)
     with pytest.raises(spillway.TierLockedError):
@@ -413,11 +432,13 @@ def test_a_closed_store_a_copy_and_a_second_process(tmp_path):
 
 def test_an_interrupt_leaves_a_store_that_counts_its_steps(tmp_path):
     """Signals whose handler raises, at random moments of a step: afterwards the store steps on, or returns to its last commit."""
+
     class Interrupt(Exception):
         pass
 
     def handler(*_):
         raise Interrupt
+
     before = signal.signal(signal.SIGALRM, handler)
     try:
         for tenth_ms in range(1, 40, 3):
@@ -453,11 +474,17 @@ def test_shards_whose_weights_overlap_are_refused():
     group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
     def store(*ranges):
-        return OptimizerStateStore([Shard(f"w[{start}:{end}]", whole[start:end], group, lambda n=end - start: torch.ones(n))
-                                    for start, end in ranges], [None], job="run")
+        return OptimizerStateStore(
+            [Shard(f"w[{start}:{end}]", whole[start:end], group, lambda n=end - start: torch.ones(n)) for start, end in ranges],
+            [None],
+            job="run",
+        )
+
     for ranges in ([(0, 15), (14, 30)], [(0, 30), (10, 20)], [(5, 9), (4, 8)], [(20, 25), (0, 22)]):
         first, second = sorted(ranges)
-        with pytest.raises(spillway.InvalidArgumentError, match=rf"'w\[{first[0]}:{first[1]}\]' and 'w\[{second[0]}:{second[1]}\]' overlap"):
+        with pytest.raises(
+            spillway.InvalidArgumentError, match=rf"'w\[{first[0]}:{first[1]}\]' and 'w\[{second[0]}:{second[1]}\]' overlap"
+        ):
             store(*ranges)
     with store((15, 30), (0, 15)) as whole_store:
         whole_store.step()
@@ -487,6 +514,7 @@ def test_a_save_commits_the_step(tmp_path):
 
 def test_ctrl_c_that_arrives_while_the_library_commits(tmp_path, monkeypatch):
     """Python raises the KeyboardInterrupt once the call has returned; the library has committed then."""
+
     def interrupted(status):
         assert status == 0
         raise KeyboardInterrupt
@@ -505,6 +533,7 @@ def test_ctrl_c_that_arrives_while_the_library_commits(tmp_path, monkeypatch):
 
 def test_a_store_whose_construction_fails_at_the_weights_lets_go_of_the_tier(tmp_path, monkeypatch):
     from spillway.megatron import _shards
+
     with stored(Model(), tmp_path):
         pass
 

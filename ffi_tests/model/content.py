@@ -42,8 +42,11 @@ def streams(seed, extent, generation, sizes):
 def generation_of(arrays, seed, extent, allowed, sizes):
     """The generation among `allowed` whose contents the arrays hold, or None."""
     for generation in sorted(allowed, reverse=True):
-        if all(np.array_equal(array, make(seed, extent, stream, generation, size))
-               for stream, (array, size) in enumerate(zip(arrays, sizes)) if array is not None):
+        if all(
+            np.array_equal(array, make(seed, extent, stream, generation, size))
+            for stream, (array, size) in enumerate(zip(arrays, sizes))
+            if array is not None
+        ):
             return generation
     return None
 
@@ -53,7 +56,7 @@ def describe(array, seed, limit=6):
     whole = len(array) // CELL
     if not whole:
         return f"{len(array)} bytes: {bytes(array).hex()}"
-    words = np.ascontiguousarray(array[:whole * CELL]).view(np.uint32).reshape(-1, 4)
+    words = np.ascontiguousarray(array[: whole * CELL]).view(np.uint32).reshape(-1, 4)
     shift = words[:, 3].astype(np.int64) - np.arange(whole)
     keys = np.column_stack([words[:, :3].astype(np.int64), shift])
     starts = np.flatnonzero(np.r_[True, (keys[1:] != keys[:-1]).any(axis=1)])

@@ -69,8 +69,10 @@ def _fills(child, moves, how):
             name = draw.choice(sorted(now))
             extent, array = episode.call("define", tier.define, f"extent {name}", [SIZE]).value, np.zeros(SIZE, np.uint8)
             episode.call("wait", tier.wait, episode.call("get", tier.get, extent, [array], show=(name,)).value)
-            episode.check(np.array_equal(array, content.make(episode.seed, name, 0, now[name], SIZE)),
-                          f"extent {name} holds {content.describe(array, episode.seed)}, not generation {now[name]}")
+            episode.check(
+                np.array_equal(array, content.make(episode.seed, name, 0, now[name], SIZE)),
+                f"extent {name} holds {content.describe(array, episode.seed)}, not generation {now[name]}",
+            )
     episode.call("close", tier.close)
 
 

@@ -25,7 +25,11 @@ def engine(episode):
     draw = episode.random("engine")
     options = _abi.sized(_abi.IoOptions)
     options.backend, options.flags = draw.choice((0, 0, 2)), draw.choice((0, 1, 2, 3))
-    options.queue_depth, options.block_bytes, options.workers = draw.choice((0, 1, 7)), draw.choice((0, 4096, 65536)), draw.choice((0, 1, 3))
+    options.queue_depth, options.block_bytes, options.workers = (
+        draw.choice((0, 1, 7)),
+        draw.choice((0, 4096, 65536)),
+        draw.choice((0, 1, 3)),
+    )
     io = ctypes.c_void_p()
     c(episode, "spw_io_open", ctypes.byref(options), ctypes.byref(io))
     count = draw.choice((1, 2, 3))
@@ -70,8 +74,9 @@ class _File:
     def run(self):
         for number, _ in self.episode.steps():
             draw = self.episode.random("file", self.number, number)
-            name = draw.choices(("write", "read", "sync", "wait", "wait_many", "cancel", "stale", "missing"),
-                                (10, 10, 2, 16, 2, 3, 1, 1))[0]
+            name = draw.choices(("write", "read", "sync", "wait", "wait_many", "cancel", "stale", "missing"), (10, 10, 2, 16, 2, 3, 1, 1))[
+                0
+            ]
             getattr(self, name)(draw)
         while self.pending and self.episode.random("leave", self.number).random() < 0.7:
             self.wait(self.episode.random("end"), -1)
@@ -97,7 +102,7 @@ class _File:
         size = draw.choice((1, 511, 4096, 5000, 65536 - 16))
         skew = draw.choice((0, 0, 1, 8))
         raw = np.empty(size + 16, np.uint8)
-        array = raw[skew:skew + size]
+        array = raw[skew : skew + size]
         array[:] = content.make(self.episode.seed, region, self.number, self.generation, size)
         self.begin("spw_io_write", region, array, ("write", region, raw, array, self.generation))
 
@@ -107,7 +112,7 @@ class _File:
             return
         size = self.holds[region][1]
         raw = np.full(size + 16, 0xEE, np.uint8)
-        array = raw[draw.choice((0, 1)):][:size]
+        array = raw[draw.choice((0, 1)) :][:size]
         self.begin("spw_io_read", region, array, ("read", region, raw, array, self.holds[region][0]))
 
     def begin(self, function, region, array, operation, may=()):
@@ -137,8 +142,17 @@ class _File:
         may = (CANCELLED,) if operation[-1] == "cancelled" else ()
         if 0 <= timeout < 20000:
             may = (*may, TIMEOUT)
-        answer = c(self.episode, "spw_io_wait", self.io, ctypes.byref(ctypes.c_uint64(handle)), 1, timeout, ctypes.byref(moved),
-                   may=may, show=(self.number, handle, timeout))
+        answer = c(
+            self.episode,
+            "spw_io_wait",
+            self.io,
+            ctypes.byref(ctypes.c_uint64(handle)),
+            1,
+            timeout,
+            ctypes.byref(moved),
+            may=may,
+            show=(self.number, handle, timeout),
+        )
         if answer.status != TIMEOUT:
             del self.pending[handle]
             self.done.append(handle)
@@ -155,10 +169,12 @@ class _File:
             return
         expected = content.make(self.episode.seed, region, self.number, generation, array.nbytes)
         if not np.array_equal(array, expected):
-            raise Defect(f"file {self.number}, region {region}: generation {generation} was written; a read found "
-                         f"{content.describe(array, self.episode.seed)}")
+            raise Defect(
+                f"file {self.number}, region {region}: generation {generation} was written; a read found "
+                f"{content.describe(array, self.episode.seed)}"
+            )
         skew = array.ctypes.data - raw.ctypes.data
-        around = np.concatenate([raw[:skew], raw[skew + array.nbytes:]])
+        around = np.concatenate([raw[:skew], raw[skew + array.nbytes :]])
         self.episode.check((around == 0xEE).all(), "a read wrote outside its buffer")
 
     def wait_many(self, draw):
@@ -166,8 +182,17 @@ class _File:
         chosen = draw.sample(sure, min(len(sure), draw.randrange(4)))
         timeout = draw.choice((0, 20000, -1))
         handles = (ctypes.c_uint64 * len(chosen))(*chosen)
-        answer = c(self.episode, "spw_io_wait", self.io, handles, len(chosen), timeout, None,
-                   may=(TIMEOUT,) if timeout == 0 else (), show=(self.number, chosen, timeout))
+        answer = c(
+            self.episode,
+            "spw_io_wait",
+            self.io,
+            handles,
+            len(chosen),
+            timeout,
+            None,
+            may=(TIMEOUT,) if timeout == 0 else (),
+            show=(self.number, chosen, timeout),
+        )
         if answer.ok:
             for handle in chosen:
                 self.done.append(handle)

@@ -159,9 +159,18 @@ def _read_only(episode, moves):
         os.chmod(os.path.join(rank(moves, number), "data"), 0o400)
 
 
-ATTACKS = {"copy": _copy, "read the lock": _read_lock, "remove all": _remove_all, "remove data": _remove_data,
-           "remove superblocks": _remove_superblocks, "replace data": _replace_data, "replace directory": _replace_directory,
-           "move away": _move_away, "remove one path": _one_path, "read-only": _read_only}
+ATTACKS = {
+    "copy": _copy,
+    "read the lock": _read_lock,
+    "remove all": _remove_all,
+    "remove data": _remove_data,
+    "remove superblocks": _remove_superblocks,
+    "replace data": _replace_data,
+    "replace directory": _replace_directory,
+    "move away": _move_away,
+    "remove one path": _one_path,
+    "read-only": _read_only,
+}
 
 
 def planted(episode):
@@ -193,8 +202,13 @@ def _plants(child, moves, what, name, after):
     before = open(victim, "rb").read()
     if os.path.exists(target):
         os.unlink(target)
-    {"link": lambda: os.symlink(victim, target), "hard link": lambda: os.link(victim, target), "fifo": lambda: os.mkfifo(target),
-     "directory": lambda: os.mkdir(target), "dangling": lambda: os.symlink(victim + ".new", target)}[what]()
+    {
+        "link": lambda: os.symlink(victim, target),
+        "hard link": lambda: os.link(victim, target),
+        "fifo": lambda: os.mkfifo(target),
+        "directory": lambda: os.mkdir(target),
+        "dangling": lambda: os.symlink(victim + ".new", target),
+    }[what]()
     answer = open_tier(episode, moves, may=ANY)
     if answer.ok:
         tier = answer.value
@@ -235,7 +249,7 @@ def _degrades(child, moves, how, flag):
     elif how == "no superblocks":
         [os.unlink(path) for path in files]
     else:
-        for path in files[:2 if how == "blank superblocks" else 1]:
+        for path in files[: 2 if how == "blank superblocks" else 1]:
             os.truncate(path, 0) if how == "torn superblock" else _blank(path)
     torn = how == "torn superblock"
     answer = open_tier(episode, moves, may=ANY, degraded=flag)
@@ -245,9 +259,11 @@ def _degrades(child, moves, how, flag):
             raise Defect(f"a degraded open without one of two paths failed: {answer.error}")
         return
     tier = answer.value
-    episode.check(tier.opened.step is not None,
-                  f"two steps are committed, {how!r} on the last of {len(moves.bases)} paths, degraded={flag}: the open found "
-                  f"nothing and made an empty tier of {len(tier.paths())} paths")
+    episode.check(
+        tier.opened.step is not None,
+        f"two steps are committed, {how!r} on the last of {len(moves.bases)} paths, degraded={flag}: the open found "
+        f"nothing and made an empty tier of {len(tier.paths())} paths",
+    )
     legal = [2] if not torn else [1, 2]
     episode.check(tier.opened.step in legal, f"the open found step {tier.opened.step}; possible are {legal}")
     if on_last and not torn:

@@ -121,10 +121,29 @@ def _reads(child, moves):
 def _heritage(child, objects, number):
     episode = objects.episode
     draw = episode.random("heir", number)
-    names = ["define", "put", "get", "wait", "commit", "rollback", "verify", "evacuate", "extents", "paths", "set_health",
-             "export", "swap", "spec", "pool", "pinned", "io", "own", "reopen"]
+    names = [
+        "define",
+        "put",
+        "get",
+        "wait",
+        "commit",
+        "rollback",
+        "verify",
+        "evacuate",
+        "extents",
+        "paths",
+        "set_health",
+        "export",
+        "swap",
+        "spec",
+        "pool",
+        "pinned",
+        "io",
+        "own",
+        "reopen",
+    ]
     draw.shuffle(names)
-    for name in names[:draw.randrange(3, len(names))]:
+    for name in names[: draw.randrange(3, len(names))]:
         _inherited(objects, name, number)
     for name in draw.sample(["destroy", "close", "drop", "swap close", "spec close", "pool close", "io close"], 3):
         _ended(objects, name)
@@ -135,11 +154,22 @@ def _inherited(objects, name, number):
     must have no effect."""
     episode, tier, extent = objects.episode, objects.tier, 0
     arrays = [np.zeros(size, np.uint8) for size in objects.tier._streams.get(extent, (1,))]
-    table = {"define": (tier.define, "of a child", [5]), "put": (tier.put, extent, arrays), "get": (tier.get, extent, arrays),
-             "wait": (tier.wait, 1, 0.1), "commit": (tier.commit, 999), "rollback": (tier.rollback,), "verify": (tier.verify,),
-             "evacuate": (tier.evacuate, 0), "extents": (tier.extents,), "paths": (tier.paths,),
-             "set_health": (tier.set_health, 0, "draining"), "export": (tier.export, episode.path(f"child{number}")),
-             "swap": (objects.swap.commit, 77), "spec": (objects.speculation.local_result, 0.1)}
+    table = {
+        "define": (tier.define, "of a child", [5]),
+        "put": (tier.put, extent, arrays),
+        "get": (tier.get, extent, arrays),
+        "wait": (tier.wait, 1, 0.1),
+        "commit": (tier.commit, 999),
+        "rollback": (tier.rollback,),
+        "verify": (tier.verify,),
+        "evacuate": (tier.evacuate, 0),
+        "extents": (tier.extents,),
+        "paths": (tier.paths,),
+        "set_health": (tier.set_health, 0, "draining"),
+        "export": (tier.export, episode.path(f"child{number}")),
+        "swap": (objects.swap.commit, 77),
+        "spec": (objects.speculation.local_result, 0.1),
+    }
     if name in table:
         function, *arguments = table[name]
         answer = episode.call("child " + name, function, *arguments, may=ANY, limit=QUICK, show=())
@@ -160,8 +190,9 @@ def _inherited(objects, name, number):
         c(episode, "spw_io_read", objects.io, ctypes.byref(request), ctypes.byref(handle), may=ANY, limit=QUICK)
         c(episode, "spw_io_wait_all", objects.io, 100, None, may=ANY, limit=QUICK)
     elif name == "reopen":
-        answer = episode.call("child open", spillway.Tier, list(objects.moves.bases), may=(LOCKED,), limit=QUICK, show=(),
-                              **objects.moves.options)
+        answer = episode.call(
+            "child open", spillway.Tier, list(objects.moves.bases), may=(LOCKED,), limit=QUICK, show=(), **objects.moves.options
+        )
         episode.check(not answer.ok, "a forked child opened the tier that its parent has")
     else:
         _own(episode, number)
@@ -228,7 +259,9 @@ def crowd(episode):
         tier = None
         gc.collect()
         again = episode.call("open", spillway.Tier, [base], job="crowd", show=()).value
-        episode.check(again.opened.step == (None if destroy else 1), f"after the opens of several processes the open found step {again.opened.step}")
+        episode.check(
+            again.opened.step == (None if destroy else 1), f"after the opens of several processes the open found step {again.opened.step}"
+        )
         episode.call("close", again.close)
 
 

@@ -1,8 +1,8 @@
 """Runs episodes, each in a process of its own, and counts their results.
 
-    python -m model --kind tier --seed 7 --moves 200       one episode; its moves are printed if it fails
-    python -m model --seconds 60                            regression seeds, then fresh ones
-    python -m model --kind tier --seed 7 --shrink           the fewest steps that fail the same way"""
+python -m model --kind tier --seed 7 --moves 200       one episode; its moves are printed if it fails
+python -m model --seconds 60                            regression seeds, then fresh ones
+python -m model --kind tier --seed 7 --shrink           the fewest steps that fail the same way"""
 
 import argparse
 import collections
@@ -18,7 +18,7 @@ import time
 
 from . import content
 from .episode import Defect, Episode
-from .processes import Child, left_over, holdings, status_number
+from .processes import Child, holdings, left_over, status_number
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 EPISODE_SECONDS = 240
@@ -41,6 +41,7 @@ class Result:
 
 def kinds():
     from . import disk_kinds, engine_kinds, file_kinds, process_kinds, signal_kinds, state_kinds, ticket_kinds, tier_kinds
+
     found = {}
     for module in (tier_kinds, ticket_kinds, engine_kinds, process_kinds, signal_kinds, state_kinds, file_kinds, disk_kinds):
         found.update(module.KINDS)
@@ -99,8 +100,10 @@ def _episode(child, body, errors):
 def _warm(episode):
     """Allocates the resources that a process needs once: the library's threads and tables."""
     import numpy as np
+
     import spillway
     from spillway import _native
+
     adam = spillway.Adam(lr=1e-3)
     arrays = [np.zeros(1 << 18, np.float32) for _ in range(4)]
     adam.step([tuple(arrays)])
@@ -154,7 +157,7 @@ def shrink(result, seconds=120):
     while piece and time.monotonic() < end:
         at = 0
         while at < len(numbers) and time.monotonic() < end:
-            part = set(numbers[at:at + piece])
+            part = set(numbers[at : at + piece])
             again = run(result.kind, result.seed, result.moves, drop | part)
             if again.failure and again.sort == result.sort:
                 drop |= part
@@ -183,8 +186,21 @@ def fresh(seed, only=None):
         yield draw.choices(names, weights)[0], draw.randrange(1 << 31), draw.choice((40, 120, 400, 1000))
 
 
-WEIGHTS = {"tier": 12, "threads": 4, "kill": 6, "engine": 8, "pools": 8, "swap": 6, "speculation": 6, "fork": 2, "signals": 2,
-           "stopped": 0.2, "closing": 0.3, "unwaited": 0.5, "frozen": 0.1}
+WEIGHTS = {
+    "tier": 12,
+    "threads": 4,
+    "kill": 6,
+    "engine": 8,
+    "pools": 8,
+    "swap": 6,
+    "speculation": 6,
+    "fork": 2,
+    "signals": 2,
+    "stopped": 0.2,
+    "closing": 0.3,
+    "unwaited": 0.5,
+    "frozen": 0.1,
+}
 
 
 def session(seconds, seed, only=None, stop_at=None, report=print):
@@ -207,8 +223,10 @@ def session(seconds, seed, only=None, stop_at=None, report=print):
                 break
     took = time.monotonic() - begun
     total = sum(counts.values())
-    report(f"model: {sum(episodes.values())} episodes ({', '.join(f'{k} {n}' for k, n in sorted(episodes.items()))}), "
-           f"{total} moves in {took:.0f} s ({total / took:.0f} a second), {len(failed)} failed")
+    report(
+        f"model: {sum(episodes.values())} episodes ({', '.join(f'{k} {n}' for k, n in sorted(episodes.items()))}), "
+        f"{total} moves in {took:.0f} s ({total / took:.0f} a second), {len(failed)} failed"
+    )
     return failed, counts, episodes
 
 
@@ -259,5 +277,5 @@ def _ranges(numbers):
         while last + 1 < len(numbers) and numbers[last + 1] == numbers[last] + 1:
             last += 1
         parts.append(str(numbers[0]) if not last else f"{numbers[0]}-{numbers[last]}")
-        numbers = numbers[last + 1:]
+        numbers = numbers[last + 1 :]
     return ",".join(parts)

@@ -24,7 +24,7 @@ class Signalled(TierMoves):
     def interrupted(self, name, extent=None, generation=None):
         """Allocates memory that the interrupted call may have freed, and marks it."""
         gc.collect()
-        for size in (extent.sizes if extent else ()):
+        for size in extent.sizes if extent else ():
             self.watched.append(np.full(size, 0x77, np.uint8))
         del self.watched[:-6]
         if extent is not None and generation is not None:
@@ -34,8 +34,10 @@ class Signalled(TierMoves):
 
     def look(self):
         for array in self.watched:
-            self.episode.check((array == 0x77).all(), "the library wrote to memory that was released after a signal: "
-                               f"{content.describe(array, self.episode.seed)}")
+            self.episode.check(
+                (array == 0x77).all(),
+                f"the library wrote to memory that was released after a signal: {content.describe(array, self.episode.seed)}",
+            )
 
     def define_large(self, draw):
         name, sizes = f"extent {len(self.oracle.extents)}", [draw.choice((70000, 300000, 1 << 20))]

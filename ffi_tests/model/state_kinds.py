@@ -7,6 +7,7 @@ import threading
 import numpy as np
 
 import spillway
+
 from . import content
 from .episode import Defect
 from .tier_moves import BUSY, INVALID, TIMEOUT
@@ -38,8 +39,12 @@ class Swapped:
         for base in self.bases:
             os.mkdir(base)
         self.elements = [draw.choice((1, 17, 4096, 20000, 50001)) for _ in range(draw.choice((1, 2, 5)))]
-        self.options = {"turns": draw.random() < 0.2, "huge_pages": False, "pin_memory": draw.random() < 0.5,
-                        "memory_budget": draw.choice((None, None, 1 << 22))}
+        self.options = {
+            "turns": draw.random() < 0.2,
+            "huge_pages": False,
+            "pin_memory": draw.random() < 0.5,
+            "memory_budget": draw.choice((None, None, 1 << 22)),
+        }
         self.tier_options = {"job": "swap", "block_bytes": draw.choice((4096, 65536)), "backend": draw.choice(("auto", "threads"))}
         self.half = draw.random() < 0.5
         self.twin = [[numbers(self.generator, n), np.zeros(n, np.float32), np.zeros(n, np.float32)] for n in self.elements]
@@ -64,8 +69,9 @@ class Swapped:
             rows.append((grad, weight))
             twin_rows.append((param, grad, first, second, *([twin_weight] if self.half else [])))
         self.adam.lr = self.twin_adam.lr = lr
-        found = self.episode.call("swap step", self.swap.step, self.adam, rows, grad_scale=scale, return_stats=True, uint16_dtype=BF16,
-                                  show=(lr, scale)).value
+        found = self.episode.call(
+            "swap step", self.swap.step, self.adam, rows, grad_scale=scale, return_stats=True, uint16_dtype=BF16, show=(lr, scale)
+        ).value
         twin = self.twin_adam.step(twin_rows, grad_scale=scale, return_stats=True, uint16_dtype=BF16)
         self.episode.check(found == twin, f"the step's statistics are {found}, the twin's {twin}")
         for (_, weight), (*_, twin_weight) in zip(rows, twin_rows):
@@ -124,8 +130,10 @@ class Swapped:
     def wrong(self, draw):
         """Refused calls change nothing."""
         for arguments in ((self.adam, [(np.zeros(3, np.float32), None)]), (object(), [])):
-            self.episode.check(not self.episode.call("swap step", self.swap.step, *arguments, may=(INVALID,), show=("wrong",)).ok,
-                               "a step with wrong tensors succeeded")
+            self.episode.check(
+                not self.episode.call("swap step", self.swap.step, *arguments, may=(INVALID,), show=("wrong",)).ok,
+                "a step with wrong tensors succeeded",
+            )
 
 
 def swap(episode):
@@ -212,8 +220,10 @@ def _round(episode, draw, generator, engine, adam, twin_adam, state, twin):
         else:
             outcome = episode.call("spec resolve", engine.resolve, total, show=()).value
             verdict, factor = _verdict(total, limit, scale)
-            episode.check(outcome.verdict == verdict, f"the verdict is {outcome.verdict}, the twin's {verdict}: {outcome}, {total}, "
-                          f"limit {limit}, scale {scale}")
+            episode.check(
+                outcome.verdict == verdict,
+                f"the verdict is {outcome.verdict}, the twin's {verdict}: {outcome}, {total}, limit {limit}, scale {scale}",
+            )
         for bucket in draw.sample(order, draw.randrange(len(order) + 1)):
             episode.call("spec wait", engine.wait, bucket, draw.choice((None, 20.0)))
             episode.call("spec bucket_state", engine.bucket_state, bucket)
@@ -254,8 +264,9 @@ def _submit(episode, draw, engine, state, order):
     def some(buckets):
         try:
             for bucket in buckets:
-                episode.call("spec submit", engine.submit, bucket, state[bucket], event_fd=table.get(bucket), uint16_dtype=BF16,
-                             show=(bucket,))
+                episode.call(
+                    "spec submit", engine.submit, bucket, state[bucket], event_fd=table.get(bucket), uint16_dtype=BF16, show=(bucket,)
+                )
         except BaseException as error:
             failures.append(error)
 

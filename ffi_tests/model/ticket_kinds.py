@@ -22,8 +22,7 @@ def unwaited(episode):
     moves = TierMoves(episode)
     moves.open()
     sizes = [3 << 20]
-    extents = [Extent(f"extent {n}", moves.oracle.next_ident(), sizes, moves.call("define", f"extent {n}", sizes).value)
-               for n in range(3)]
+    extents = [Extent(f"extent {n}", moves.oracle.next_ident(), sizes, moves.call("define", f"extent {n}", sizes).value) for n in range(3)]
     alive, before = [], status_number("VmRSS")
     for number in range(min(24, max(6, episode.moves // 10))):
         for extent in extents:
@@ -36,9 +35,10 @@ def unwaited(episode):
         moves.call("commit", number + 1)
         gc.collect()
     kept = sum(reference() is not None for reference in alive)
-    episode.check(kept <= 2 * len(extents),
-                  f"{kept} of {len(alive)} arrays are still held after the commits that wrote them, "
-                  f"{status_number('VmRSS') - before} KiB")
+    episode.check(
+        kept <= 2 * len(extents),
+        f"{kept} of {len(alive)} arrays are still held after the commits that wrote them, {status_number('VmRSS') - before} KiB",
+    )
     for extent in extents:
         array = np.zeros(sizes[0], np.uint8)
         moves.call("get", extent.number, [array], show=(extent.name,))

@@ -14,8 +14,24 @@ from .processes import Child
 from .tier_moves import BUSY, LOCKED, TierMoves
 from .tier_oracle import NEVER, Commit, Extent
 
-WEIGHTS = {"define": 6, "remove": 2, "put": 24, "put_striped": 8, "get": 20, "wait": 30, "commit": 8, "rollback": 3, "verify": 2,
-           "evacuate": 2, "set_health": 2, "extents": 3, "paths": 2, "export": 1, "second": 1, "reopen": 2}
+WEIGHTS = {
+    "define": 6,
+    "remove": 2,
+    "put": 24,
+    "put_striped": 8,
+    "get": 20,
+    "wait": 30,
+    "commit": 8,
+    "rollback": 3,
+    "verify": 2,
+    "evacuate": 2,
+    "set_health": 2,
+    "extents": 3,
+    "paths": 2,
+    "export": 1,
+    "second": 1,
+    "reopen": 2,
+}
 
 
 def one_move(moves, draw, weights=None):

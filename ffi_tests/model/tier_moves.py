@@ -30,15 +30,22 @@ class TierMoves:
         for base in bases:
             os.makedirs(base, exist_ok=True)
         self.bases, self.commits, self.step = bases, 0, 0
-        self.options = {"job": "model", "block_bytes": draw.choice(BLOCKS), "backend": draw.choice(("auto", "threads")),
-                        "durability": draw.choice(("data", "process", "full")), "direct": draw.random() < 0.5,
-                        "queue_depth": draw.choice((0, 1, 4)), **options}
+        self.options = {
+            "job": "model",
+            "block_bytes": draw.choice(BLOCKS),
+            "backend": draw.choice(("auto", "threads")),
+            "durability": draw.choice(("data", "process", "full")),
+            "direct": draw.random() < 0.5,
+            "queue_depth": draw.choice((0, 1, 4)),
+            **options,
+        }
 
     # Opening and closing.
 
     def open(self, mode="auto", at_step=None, chosen=None, may=()):
-        answer = self.episode.call("open", spillway.Tier, list(self.bases), mode=mode, at_step=at_step, may=may,
-                                   show=(mode, at_step), **self.options)
+        answer = self.episode.call(
+            "open", spillway.Tier, list(self.bases), mode=mode, at_step=at_step, may=may, show=(mode, at_step), **self.options
+        )
         if answer.ok:
             self.tier = answer.value
             opened = self.tier.opened
@@ -79,8 +86,11 @@ class TierMoves:
         if known is not None and draw.random() < 0.3:
             self.call("define", name, [size + 1 for size in known.sizes], may=(FOREIGN,))
             return
-        sizes = known.sizes if known else [draw.choice((1, 15, 4096, 4097, 20000, 65536, 150000, 300001))
-                                           for _ in range(draw.choice((1, 1, 2, 3)))]
+        sizes = (
+            known.sizes
+            if known
+            else [draw.choice((1, 15, 4096, 4097, 20000, 65536, 150000, 300001)) for _ in range(draw.choice((1, 1, 2, 3)))]
+        )
         number = self.call("define", name, sizes).value
         if known is None:
             self.oracle.extents[name] = Extent(name, self.oracle.next_ident(), sizes, number)
@@ -123,8 +133,14 @@ class TierMoves:
         arrays = content.streams(self.episode.seed, extent.ident, generation, extent.sizes)
         count = len(self.bases) if draw.random() < 0.9 else draw.randrange(5)
         counts = [draw.choice((0, 0, 1, 2, 5, 1000, (1 << 32) - 1)) for _ in range(count)]
-        answer = self.call("put_striped", extent.number, arrays, counts, may=(BUSY, INVALID) if extent.busy else (INVALID,),
-                           show=(extent.name, generation, counts))
+        answer = self.call(
+            "put_striped",
+            extent.number,
+            arrays,
+            counts,
+            may=(BUSY, INVALID) if extent.busy else (INVALID,),
+            show=(extent.name, generation, counts),
+        )
         self._begun(answer, extent, generation)
 
     def _begun(self, answer, extent, generation):
@@ -182,8 +198,7 @@ class TierMoves:
         found = content.generation_of(arrays, self.episode.seed, extent.ident, seen - {NEVER}, extent.sizes)
         if found is None:
             held = " | ".join(content.describe(array, self.episode.seed) for array in arrays if array is not None)
-            raise Defect(f"a read of {extent.name} (extent {extent.ident}) found none of the generations "
-                         f"{sorted(seen)}: {held}")
+            raise Defect(f"a read of {extent.name} (extent {extent.ident}) found none of the generations {sorted(seen)}: {held}")
         return found
 
     def settle(self):
@@ -257,11 +272,14 @@ class TierMoves:
         for extent in self.oracle.extents.values():
             known = listed.get(extent.name)
             self.episode.check(known is not None, f"{extent.name} is not listed")
-            self.episode.check(known.bytes == sum(extent.sizes) and known.streams == len(extent.sizes),
-                               f"{extent.name} is listed with {known.bytes} bytes in {known.streams} streams")
+            self.episode.check(
+                known.bytes == sum(extent.sizes) and known.streams == len(extent.sizes),
+                f"{extent.name} is listed with {known.bytes} bytes in {known.streams} streams",
+            )
             if not extent.busy:
-                self.episode.check((known.generation == 0) == (extent.seen == {NEVER}),
-                                   f"{extent.name} is listed with generation {known.generation}")
+                self.episode.check(
+                    (known.generation == 0) == (extent.seen == {NEVER}), f"{extent.name} is listed with generation {known.generation}"
+                )
         extra = set(listed) - set(self.oracle.extents)
         self.episode.check(not extra, f"extents are listed that were never defined: {sorted(extra)}")
 
@@ -306,7 +324,8 @@ class TierMoves:
     def second(self, draw):
         """Opens the tier a second time and calls steps() while this tier is open."""
         self.episode.call("second open", spillway.Tier, list(self.bases), job="model", may=(LOCKED,), show=()).ok and _fail(
-            "a second open succeeded while the first lives")
+            "a second open succeeded while the first lives"
+        )
         self.episode.call("steps", tier_module.steps, list(self.bases), job="model", may=(LOCKED,), show=())
         collected = self.episode.call("collect", tier_module.collect, self.bases[0], job="model", may=(LOCKED,), show=())
         self.episode.check(not collected.ok, "a live tier was collected")
@@ -332,9 +351,11 @@ class TierMoves:
             may = (NO_STATE,) if other == "resume" else (FOREIGN,)
             refused = self.open(other, may=may)
             if other == "resume" or state:
-                self.episode.check(refused.ok == (state and other == "resume"),
-                                   f"an open with mode {other} {'succeeded' if refused.ok else 'failed'}; a committed state "
-                                   f"is {'there' if state else 'not there'}")
+                self.episode.check(
+                    refused.ok == (state and other == "resume"),
+                    f"an open with mode {other} {'succeeded' if refused.ok else 'failed'}; a committed state "
+                    f"is {'there' if state else 'not there'}",
+                )
             if refused.ok:
                 return
         if commit is not None and found.before is not None and draw.random() < 0.3 and not self.oracle.doubtful:
@@ -359,8 +380,10 @@ class TierMoves:
         self.episode.check(answer.value.last in legal, f"steps() reports {answer.value.last} as the last step; possible are {legal}")
         if answer.value.before is not None and not self.oracle.doubtful:
             wanted = self.oracle.before
-            self.episode.check(wanted is not None and wanted.step == answer.value.before,
-                               f"steps() reports {answer.value.before} as the step before the last; the model has {wanted and wanted.step}")
+            self.episode.check(
+                wanted is not None and wanted.step == answer.value.before,
+                f"steps() reports {answer.value.before} as the step before the last; the model has {wanted and wanted.step}",
+            )
         return answer.value
 
     def read_all(self):

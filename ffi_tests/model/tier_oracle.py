@@ -17,13 +17,19 @@ class Commit:
     extents: dict
 
     def record(self):
-        return {"step": self.step, "payload": self.payload.hex(),
-                "extents": {name: [ident, sizes, sorted(found)] for name, (ident, sizes, found) in self.extents.items()}}
+        return {
+            "step": self.step,
+            "payload": self.payload.hex(),
+            "extents": {name: [ident, sizes, sorted(found)] for name, (ident, sizes, found) in self.extents.items()},
+        }
 
     @staticmethod
     def of_record(record):
-        return Commit(record["step"], bytes.fromhex(record["payload"]),
-                      {name: (ident, list(sizes), set(found)) for name, (ident, sizes, found) in record["extents"].items()})
+        return Commit(
+            record["step"],
+            bytes.fromhex(record["payload"]),
+            {name: (ident, list(sizes), set(found)) for name, (ident, sizes, found) in record["extents"].items()},
+        )
 
 
 class Extent:
@@ -106,8 +112,9 @@ class Oracle:
                 break
             if commit is not None and step == commit.step:
                 if payload != commit.payload:
-                    raise Defect(f"the open found step {step} with another payload than was committed: {payload[:60]!r}, "
-                                 f"not {commit.payload[:60]!r}")
+                    raise Defect(
+                        f"the open found step {step} with another payload than was committed: {payload[:60]!r}, not {commit.payload[:60]!r}"
+                    )
                 break
         else:
             raise Defect(f"the open found step {step}; possible are {[commit and commit.step for commit in legal]}")

@@ -9,8 +9,9 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-os.environ.setdefault("SPILLWAY_LIBRARY", str(
-    pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
+os.environ.setdefault(
+    "SPILLWAY_LIBRARY", str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so")
+)
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(ROOT / "ffi_tests" / "torch")]
 
 

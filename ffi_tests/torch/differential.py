@@ -1,5 +1,5 @@
-"""Random programs of spillway.torch's classes against torch's own: dtypes, layouts, groups, wrappers, schedules, copies, checkpoints, replaced
-tensors, scalers, refused steps and signal handlers that raise.
+"""Random programs of spillway.torch's classes against torch's own: dtypes, layouts, groups, wrappers, schedules, copies, checkpoints,
+replaced tensors, scalers, refused steps and signal handlers that raise.
 
     python ffi_tests/torch/differential.py FIRST COUNT [SECONDS]
 
@@ -74,7 +74,9 @@ class Side:
 
     def __init__(self, cls, specs, groups, options):
         self.params = [torch.nn.Parameter(values(*spec)) for spec in specs]
-        self.optimizer = cls([{"params": [self.params[at] for at in places], **given} for places, given in groups], **copy.deepcopy(options))
+        self.optimizer = cls(
+            [{"params": [self.params[at] for at in places], **given} for places, given in groups], **copy.deepcopy(options)
+        )
 
     @property
     def inner(self):
@@ -93,7 +95,9 @@ class Program:
         self.seed, self.chance = seed, random.Random(seed)
         chance = self.chance
         self.name = chance.choice(["Adam", "AdamW", "Adagrad"])
-        self.specs = [(chance.choice(SHAPES), chance.choice(DTYPES), chance.choice(LAYOUTS), 100 * seed + at) for at in range(chance.randrange(1, 7))]
+        self.specs = [
+            (chance.choice(SHAPES), chance.choice(DTYPES), chance.choice(LAYOUTS), 100 * seed + at) for at in range(chance.randrange(1, 7))
+        ]
         if chance.random() < 0.5:
             self.specs = [(shape, torch.float32 if dtype.is_complex else dtype, "plain", at) for shape, dtype, _, at in self.specs]
         places = list(range(len(self.specs)))
@@ -106,8 +110,10 @@ class Program:
         self.max_norm = chance.choice([None, None, 0.5, 10.0])
         self.fused_scaler = False
         beyond = {} if self.max_norm is None else {"max_norm": self.max_norm}
-        self.sides = [Side(getattr(torch.optim, self.name), self.specs, self.groups, self.options),
-                      Side(getattr(own, self.name), self.specs, self.groups, {**self.options, **beyond})]
+        self.sides = [
+            Side(getattr(torch.optim, self.name), self.specs, self.groups, self.options),
+            Side(getattr(own, self.name), self.specs, self.groups, {**self.options, **beyond}),
+        ]
         self.log = [f"{self.name} {self.options} {beyond} {self.groups} {self.specs}"]
 
     def group_options(self):
@@ -124,8 +130,27 @@ class Program:
 
     def run(self):
         for step in range(self.chance.randrange(2, 7)):
-            event = self.chance.choice(["none", "none", "copy", "pickle", "load", "exchange", "replace", "schedule", "wrap", "refuse", "signal",
-                                        "append", "absent", "shared", "closure", "write", "state dtype"])
+            event = self.chance.choice(
+                [
+                    "none",
+                    "none",
+                    "copy",
+                    "pickle",
+                    "load",
+                    "exchange",
+                    "replace",
+                    "schedule",
+                    "wrap",
+                    "refuse",
+                    "signal",
+                    "append",
+                    "absent",
+                    "shared",
+                    "closure",
+                    "write",
+                    "state dtype",
+                ]
+            )
             self.log.append(f"step {step}: {event}")
             self.event(event, step)
             self.set_grads(step, event)
@@ -264,8 +289,10 @@ class Program:
         self.clip_as_ours()
         theirs, ours = self.sides
         # A copied parameter is contiguous, and its gradient need not be.
-        served = all(dtype in TOLERANCE and param.is_contiguous() and (param.grad is None or param.grad.is_contiguous())
-                     for param, (_, dtype, _, _) in zip(ours.params, self.specs))
+        served = all(
+            dtype in TOLERANCE and param.is_contiguous() and (param.grad is None or param.grad.is_contiguous())
+            for param, (_, dtype, _, _) in zip(ours.params, self.specs)
+        )
         if not served or any(group.get("amsgrad") for group in ours.inner.param_groups) or not any(p.grad is not None for p in ours.params):
             for side in self.sides:
                 side.optimizer.step()

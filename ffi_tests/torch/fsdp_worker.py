@@ -1,6 +1,6 @@
 """One process of test_distributed.py: trains a model that FSDP2 shards over two processes, on the CPU with gloo.
 
-    fsdp_worker.py FOLDER CASE...     prints a line for each case that holds"""
+fsdp_worker.py FOLDER CASE...     prints a line for each case that holds"""
 
 import os
 import pathlib

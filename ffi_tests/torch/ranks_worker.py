@@ -1,6 +1,7 @@
-"""One process of test_placements.py: norms, random bits and refusals of optimizers whose parameters are placed on meshes of 2 or 4 processes.
+"""One process of test_placements.py: norms, random bits and refusals of optimizers whose parameters are placed on meshes of 2 or 4
+processes.
 
-    ranks_worker.py CASE...     prints a line for each case that holds"""
+ranks_worker.py CASE...     prints a line for each case that holds"""
 
 import copy
 import datetime
@@ -27,7 +28,9 @@ BEYOND = {"moment_dtype": torch.bfloat16, "moment_rounding": "stochastic", "roun
 def meshes():
     """A mesh with one dimension, and with 4 processes one with two."""
     world = dist.get_world_size()
-    return [init_device_mesh("cpu", (world,))] + ([init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))] if world == 4 else [])
+    return [init_device_mesh("cpu", (world,))] + (
+        [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))] if world == 4 else []
+    )
 
 
 def placed(mesh):
@@ -57,8 +60,11 @@ def parts(tensor):
 
 
 def same_bits(one, other):
-    return one.dtype is other.dtype and one.shape == other.shape and one.contiguous().view(-1).view(torch.uint8).equal(
-        other.contiguous().view(-1).view(torch.uint8))
+    return (
+        one.dtype is other.dtype
+        and one.shape == other.shape
+        and one.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8))
+    )
 
 
 def raises(kind, work, words):
@@ -165,8 +171,14 @@ def odd(params, optimizer):
 
 
 def other_placement(params, optimizer):
-    params[0].grad = DTensor.from_local(params[0].grad._local_tensor, params[0].device_mesh, [Replicate()], shape=params[0].shape,
-                                        stride=params[0].stride(), run_check=False)
+    params[0].grad = DTensor.from_local(
+        params[0].grad._local_tensor,
+        params[0].device_mesh,
+        [Replicate()],
+        shape=params[0].shape,
+        stride=params[0].stride(),
+        run_check=False,
+    )
 
 
 def other_shape(params, optimizer):
@@ -241,7 +253,8 @@ def hook():
 
 
 def reference_norm(params):
-    """Clips nothing; the norm of the whole gradients. torch refuses plain tensors beside DTensors, so their parts are put together first."""
+    """Clips nothing; the norm of the whole gradients. torch refuses plain tensors beside DTensors, so their parts are put together
+    first."""
     grads = [param.grad for param in params if param.grad is not None]
     if not any(isinstance(grad, DTensor) for grad in grads) or all(isinstance(grad, DTensor) for grad in grads):
         norm = torch.nn.utils.get_total_norm(grads)
@@ -272,8 +285,13 @@ def training(seed):
         beyond["tier"] = own.TierOptions(None, part_elements=4096, pin_memory=False)
     elif all(dtype is torch.float32 for *_, dtype in plan) and not options.get("amsgrad") and choose.random() < 0.3:
         beyond["undo"] = True
-    both = [[torch.nn.Parameter(values(at, shape).to(dtype)) if places is None else parameter(mesh, places, at, shape, dtype)
-             for places, at, shape, dtype in plan] for _ in range(2)]
+    both = [
+        [
+            torch.nn.Parameter(values(at, shape).to(dtype)) if places is None else parameter(mesh, places, at, shape, dtype)
+            for places, at, shape, dtype in plan
+        ]
+        for _ in range(2)
+    ]
     optimizers = [getattr(own, name)(both[0], **options, **beyond), getattr(torch.optim, name)(both[1], **options)]
     for step in range(choose.randint(1, 6)):
         absent = [choose.random() < 0.15 for _ in plan]
@@ -301,8 +319,13 @@ def training(seed):
             optimizers[0].rollback()
         optimizers[0].step()
         if max_norm is not None:
-            torch.testing.assert_close(optimizers[0].grad_norm, float(norm), rtol=2e-2 if any(param.dtype is torch.bfloat16 for param in present) else 1e-5,
-                                       atol=1e-12, msg=lambda text: f"seed {seed}, step {step}: {text}")
+            torch.testing.assert_close(
+                optimizers[0].grad_norm,
+                float(norm),
+                rtol=2e-2 if any(param.dtype is torch.bfloat16 for param in present) else 1e-5,
+                atol=1e-12,
+                msg=lambda text: f"seed {seed}, step {step}: {text}",
+            )
             factor = min(1.0, max_norm / (optimizers[0].grad_norm + 1e-6))
             for param in present:
                 param.grad.mul_(factor)

@@ -26,6 +26,7 @@ def parameters(dtype=torch.float32, seed=0):
 
     def random(*shape):
         return torch.randn(list(shape), generator=generator, dtype=torch.float64).to(dtype)
+
     made = [random(10, 5), random(10), random(), random(0), random(6, 4).t(), random(4097)]
     return [torch.nn.Parameter(tensor) for tensor in made]
 
@@ -131,9 +132,13 @@ def test_a_copy_steps_its_own_parameters_alike(name, way):
     assert all(torch.equal(one, two) for one, two in zip(params, before))
 
 
-SCHEDULERS = [lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5), lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
-              lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, 2 * STEPS), lambda optimizer: lr_scheduler.LinearLR(optimizer),
-              lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9)]
+SCHEDULERS = [
+    lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, 2 * STEPS),
+    lambda optimizer: lr_scheduler.LinearLR(optimizer),
+    lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+]
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -181,7 +186,7 @@ def test_closure_hooks_and_counters(name):
     optimizer, calls = getattr(own, name)(params), []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])      # constructing it adds hooks to torch's own step
+    torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])  # constructing it adds hooks to torch's own step
     versions = params[0]._version
 
     def closure():
@@ -190,6 +195,7 @@ def test_closure_hooks_and_counters(name):
         loss = params[0].square().sum()
         loss.backward()
         return loss
+
     loss = optimizer.step(closure)
     assert loss.item() > 0 and calls == ["before", "after"] and params[0]._version > versions
     assert isinstance(optimizer, getattr(torch.optim, name, torch.optim.Optimizer)) and name in repr(optimizer)

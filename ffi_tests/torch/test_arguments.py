@@ -12,10 +12,21 @@ from spillway import torch as own
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("keyword, values", [
-    ("rounding_seed", (1.5, -1, 2**64, "1", True)), ("undo", ("yes", 1, None)), ("skip_nonfinite", ("no", 0)), ("process_group", (5, "gloo")),
-    ("max_norm", (-1, 0, NAN, "1", True)), ("memory_budget", ("x", 1.5, -1, True)), ("tier", (5, "", [], True, [5], b"x", ...)),
-    ("moment_rounding", (1, [])), ("master", (True, ["f32"]))], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "keyword, values",
+    [
+        ("rounding_seed", (1.5, -1, 2**64, "1", True)),
+        ("undo", ("yes", 1, None)),
+        ("skip_nonfinite", ("no", 0)),
+        ("process_group", (5, "gloo")),
+        ("max_norm", (-1, 0, NAN, "1", True)),
+        ("memory_budget", ("x", 1.5, -1, True)),
+        ("tier", (5, "", [], True, [5], b"x", ...)),
+        ("moment_rounding", (1, [])),
+        ("master", (True, ["f32"])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_a_keyword_with_a_wrong_value_is_named(keyword, values):
     for value in values:
         further = {"tier": [None]} if keyword == "memory_budget" else {}
@@ -23,8 +34,20 @@ def test_a_keyword_with_a_wrong_value_is_named(keyword, values):
             own.AdamW([torch.nn.Parameter(torch.zeros(10))], **{keyword: value}, **further)
 
 
-@pytest.mark.parametrize("field, value", [("rank", "a"), ("rank", -1), ("world", 0), ("part_elements", True), ("ratio", "x"), ("turns", "x"),
-                                          ("pin_memory", "no"), ("io_timeout", "x"), ("io_timeout", NAN)])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("rank", "a"),
+        ("rank", -1),
+        ("world", 0),
+        ("part_elements", True),
+        ("ratio", "x"),
+        ("turns", "x"),
+        ("pin_memory", "no"),
+        ("io_timeout", "x"),
+        ("io_timeout", NAN),
+    ],
+)
 def test_a_field_of_tier_options_with_a_wrong_value_is_named(field, value):
     with pytest.raises(spillway.InvalidArgumentError, match=f"TierOptions: {field} is "):
         own.AdamW([torch.nn.Parameter(torch.zeros(10))], tier=own.TierOptions([None], **{field: value}))

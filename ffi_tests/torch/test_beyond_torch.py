@@ -171,6 +171,7 @@ def test_replaced_tensors_are_stepped_and_not_the_old_ones():
                 state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
         elif step == 11:
             params[1].data = torch.cat([params[1].data, params[1].data])[::2]
+
     for step in range(15):
         for optimizer, params in zip(pair, (ours, theirs)):
             change(optimizer, params, step)
@@ -236,6 +237,7 @@ def test_complex_gradients_count_in_the_norm(name):
 def test_steps_of_tensors_without_values(options):
     """Tools that estimate memory step under FakeTensorMode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+
     with FakeTensorMode():
         params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
         optimizer = own.AdamW(params, **options)
@@ -253,6 +255,7 @@ def test_the_norm_of_many_tensors_is_one_call_of_the_library(monkeypatch):
         def __getattr__(self, name):
             calls.append(name)
             return getattr(own_library, name)
+
     params = parameters(50, 7)
     optimizer = own.AdamW(params, max_norm=1.0)
     random_grads(params, 0)
@@ -271,7 +274,7 @@ def test_the_norm_has_the_bits_of_a_sum_in_the_order_of_the_parameters():
     total = 0.0
     for param in params:
         total += spillway.grad_stats(param.grad).sum_squares
-    assert optimizer.grad_norm == total ** 0.5
+    assert optimizer.grad_norm == total**0.5
 
 
 def refused(params, optimizer, error, words):
@@ -290,6 +293,7 @@ def test_bad_input_names_the_parameter_and_steps_nothing():
         random_grads(params, 0)
         optimizer.step()
         return params, optimizer, optimizer.state[params[1]]
+
     name = r"param_groups\[0\]\['params'\]\[1\] \(second\)"
 
     params, optimizer, state = prepared()
@@ -322,9 +326,11 @@ def test_bad_input_names_the_parameter_and_steps_nothing():
 def test_a_loaded_state_that_does_not_fit_is_named_and_steps_nothing():
     invalid, unsupported = spillway.InvalidArgumentError, spillway.UnsupportedError
     name = r"param_groups\[0\]\['params'\]\[1\] \(second\)"
-    cases = [(lambda state: state.update(exp_avg=torch.zeros(299)), invalid, r" has shape \(300,\), its state 'exp_avg' \(299,\); load"),
-             (lambda state: state.update(exp_avg_sq=torch.zeros(150, 2)), invalid, r" has shape \(300,\), its state 'exp_avg_sq' \(150, 2\)"),
-             (lambda state: state.pop("exp_avg"), invalid, ": its state lacks 'exp_avg'; load the state of this optimizer")]
+    cases = [
+        (lambda state: state.update(exp_avg=torch.zeros(299)), invalid, r" has shape \(300,\), its state 'exp_avg' \(299,\); load"),
+        (lambda state: state.update(exp_avg_sq=torch.zeros(150, 2)), invalid, r" has shape \(300,\), its state 'exp_avg_sq' \(150, 2\)"),
+        (lambda state: state.pop("exp_avg"), invalid, ": its state lacks 'exp_avg'; load the state of this optimizer"),
+    ]
     for change, error, words in cases:
         params = parameters()
         optimizer = own.AdamW([("first", params[0]), ("second", params[1]), ("third", params[2])])
@@ -357,7 +363,9 @@ def test_gradients_elsewhere_and_resized_parameters_are_named():
     refused(params, optimizer, spillway.InvalidArgumentError, name + r" has shape \(200,\), its state 'exp_avg' \(300,\); load the state")
     params[1].data, params[1].grad = old, None
     params[1].grad = torch.randn(300).to_sparse()
-    refused(params, optimizer, spillway.UnsupportedError, name + ": AdamW does not support sparse gradients, and this one is torch.sparse_coo")
+    refused(
+        params, optimizer, spillway.UnsupportedError, name + ": AdamW does not support sparse gradients, and this one is torch.sparse_coo"
+    )
     with pytest.raises(RuntimeError, match="device"):
         params[1].grad = torch.zeros(300, device="meta")
     # torch refuses to assign such a gradient; the check is there for those that get past it.
@@ -365,9 +373,16 @@ def test_gradients_elsewhere_and_resized_parameters_are_named():
         is_served(params[1], torch.zeros(300, device="meta"), "second")
 
 
-@pytest.mark.parametrize("make", [
-    lambda: own.AdamW(parameters(), max_norm=0), lambda: own.AdamW(parameters(), max_norm=-1.0),
-    lambda: own.Lion(parameters(), lr=-1.0), lambda: own.Lion(parameters(), betas=(0.9, 1.0)), lambda: own.Adam(parameters(), lr=-1.0)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: own.AdamW(parameters(), max_norm=0),
+        lambda: own.AdamW(parameters(), max_norm=-1.0),
+        lambda: own.Lion(parameters(), lr=-1.0),
+        lambda: own.Lion(parameters(), betas=(0.9, 1.0)),
+        lambda: own.Adam(parameters(), lr=-1.0),
+    ],
+)
 def test_arguments_out_of_range_are_refused(make):
     with pytest.raises(ValueError):
         make()

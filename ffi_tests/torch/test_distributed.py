@@ -20,8 +20,13 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases")
     for case in ALIKE:
         (folder / case).mkdir()
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", WORKER, folder, *ALIKE,
-                           "one rank"], capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", WORKER, folder, *ALIKE, "one rank"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.mark.parametrize("case", ALIKE)

@@ -21,8 +21,16 @@ def trained(optimizer_class, folder, resume=False):
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2))
     data = [{"input_ids": torch.arange(32).roll(by), "labels": torch.arange(32).roll(by)} for by in range(64)]
     arguments = transformers.TrainingArguments(
-        str(folder), max_steps=10, per_device_train_batch_size=8, save_steps=5, logging_steps=1, report_to=[], use_cpu=True,
-        disable_tqdm=True, max_grad_norm=0.5)
+        str(folder),
+        max_steps=10,
+        per_device_train_batch_size=8,
+        save_steps=5,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        max_grad_norm=0.5,
+    )
     trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=(optimizer_class, {"lr": 1e-3}))
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5") if resume else None)
     return trainer
@@ -117,9 +125,11 @@ def documented_extension(monkeypatch):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("bias_correction", [False, True])
 @pytest.mark.parametrize("loss_scale", [-1.0, 128.0])
-@pytest.mark.parametrize("dtypes, tolerance", [
-    ((torch.float32, torch.float32), 1e-5), ((torch.float32, torch.float16), 1e-3), ((torch.float16, torch.float16), 1e-3),
-], ids=str)
+@pytest.mark.parametrize(
+    "dtypes, tolerance",
+    [((torch.float32, torch.float32), 1e-5), ((torch.float32, torch.float16), 1e-3), ((torch.float16, torch.float16), 1e-3)],
+    ids=str,
+)
 def test_colossalais_kernel(monkeypatch, adamw, weight_decay, bias_correction, loss_scale, dtypes, tolerance):
     """The extension of docs/frameworks.md against the formula that ColossalAI compares its kernels with, on float32 copies; loaded as its
     KernelLoader does. ColossalAI does not install beside this version of torch, so that its loader is a stand-in."""

@@ -1,5 +1,5 @@
-"""A KeyboardInterrupt at any line of a step or rollback. Parameters, masters, moments and counts are afterwards those of one whole number of
-steps, and training goes on with the bits of an undisturbed run."""
+"""A KeyboardInterrupt at any line of a step or rollback. Parameters, masters, moments and counts are afterwards those of one whole number
+of steps, and training goes on with the bits of an undisturbed run."""
 
 import concurrent.futures
 import gc
@@ -12,8 +12,13 @@ import spillway
 from spillway import pipeline
 from spillway import torch as own
 
-KINDS = {"plain": {}, "f32": {"master": "f32"}, "split": {"master": "split"}, "undo": {"master": "f32", "undo": True},
-         "stage": {"master": "f32"}}
+KINDS = {
+    "plain": {},
+    "f32": {"master": "f32"},
+    "split": {"master": "split"},
+    "undo": {"master": "f32", "undo": True},
+    "stage": {"master": "f32"},
+}
 
 
 def made(kind, steps=0):
@@ -43,7 +48,8 @@ def train(optimizer, params, step):
 def snapshot(optimizer, params):
     """Masters and states, after the optimizer has noted what the library has done."""
     return [optimizer.master(param).detach().clone() for param in params] + [
-        value.clone() for state in optimizer.state_dict()["state"].values() for key, value in sorted(state.items()) if key != "master_param"]
+        value.clone() for state in optimizer.state_dict()["state"].values() for key, value in sorted(state.items()) if key != "master_param"
+    ]
 
 
 def same(one, other):
@@ -51,14 +57,15 @@ def same(one, other):
 
 
 def interrupted_at(line, call):
-    """_interrupted_at() in a thread of its own. Tracing can raise between a `with` block and its end, where Python runs no signal handler: the
-    flags of torch that the end would have restored are those of the thread."""
+    """_interrupted_at() in a thread of its own. Tracing can raise between a `with` block and its end, where Python runs no signal handler:
+    the flags of torch that the end would have restored are those of the thread."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(_interrupted_at, line, call).result()
 
 
 def _interrupted_at(line, call):
-    """Calls, and raises KeyboardInterrupt before the line of Spillway with this number in the order of execution; False if there are fewer."""
+    """Calls, and raises KeyboardInterrupt before the line of Spillway with this number in the order of execution; False if there are
+    fewer."""
     seen, hit = 0, False
 
     def trace(frame, event, _):
@@ -74,6 +81,7 @@ def _interrupted_at(line, call):
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return trace
+
     before = sys.gettrace()
     gc.disable()
     sys.settrace(trace)

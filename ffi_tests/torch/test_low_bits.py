@@ -1,4 +1,5 @@
-"""The low bits of split masters once the program has written to the parameter: they are forgotten, in every order of steps, writes and copies."""
+"""The low bits of split masters once the program has written to the parameter: they are forgotten, in every order of steps, writes and
+copies."""
 
 import copy
 import io

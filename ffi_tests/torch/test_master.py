@@ -7,7 +7,11 @@ import spillway
 from spillway import torch as own
 
 BF16 = torch.bfloat16
-KINDS = {"f32": {"master": "f32"}, "split": {"master": "split"}, "tier": {"tier": own.TierOptions([None], part_elements=70, pin_memory=False)}}
+KINDS = {
+    "f32": {"master": "f32"},
+    "split": {"master": "split"},
+    "tier": {"tier": own.TierOptions([None], part_elements=70, pin_memory=False)},
+}
 
 
 def trained(kind, steps):

@@ -16,6 +16,7 @@ def both(train):
 
 def test_gradients_of_real_and_imaginary_parts_go_in_torchs_direction():
     """autograd gives the imaginary part of one element a gradient with the negative bit."""
+
     def train(kind):
         real, imaginary = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
         optimizer = kind([real, imaginary], lr=0.1)
@@ -25,6 +26,7 @@ def test_gradients_of_real_and_imaginary_parts_go_in_torchs_direction():
             assert imaginary.grad.is_neg()
             optimizer.step()
         return torch.cat([real, imaginary]).detach()
+
     torch.testing.assert_close(*both(train))
 
 
@@ -43,6 +45,7 @@ def test_a_gradient_that_becomes_special_and_ordinary_again(special, guards, mon
                 param.grad = special(grad) if number == 1 and step in (0, 3, 4) else grad
             optimizer.step()
         return torch.cat(params).detach()
+
     torch.testing.assert_close(*both(train), rtol=2e-6, atol=2e-6)
 
 
@@ -61,6 +64,7 @@ def test_a_parameter_with_the_negative_bit():
         param.grad = torch.ones(4)
         optimizer.step()
         return param.detach()
+
     torch.testing.assert_close(*both(train))
 
 
@@ -91,7 +95,9 @@ def test_a_tier_names_the_parameter_or_gradient():
 @pytest.mark.parametrize("bad", [torch._neg_view(torch.ones(4)), torch._efficientzerotensor(4)])
 def test_calls_with_arrays_refuse_such_tensors(bad):
     param, first, second = torch.zeros(4), torch.zeros(4), torch.zeros(4)
-    with pytest.raises(spillway.InvalidArgumentError, match=r"tensors\[0\].grad has torch's negative or conjugate bit, or is a zero tensor"):
+    with pytest.raises(
+        spillway.InvalidArgumentError, match=r"tensors\[0\].grad has torch's negative or conjugate bit, or is a zero tensor"
+    ):
         spillway.Adam(lr=0.1).step([(param, bad, first, second)])
     with pytest.raises(spillway.InvalidArgumentError, match=r"src\[0\] has torch's negative"):
         spillway.accumulate_([param], [bad])

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.optim.optimizer as optimizer_module
 from torch.nn import Parameter
-
 from torch_suite import F32, closure_of, every_class, every_input, first_and_last_loss, inputs, model_and_step
 
 
@@ -94,8 +93,12 @@ def test_pre_and_post_hooks_of_steps(info):
 
     def changing(one, args, kwargs):
         return args, {**kwargs, "closure": kwargs["closure"]}
-    handles = [optimizer.register_step_pre_hook(pre), optimizer.register_step_pre_hook(changing),
-               optimizer.register_step_post_hook(lambda *_: calls.append("post"))]
+
+    handles = [
+        optimizer.register_step_pre_hook(pre),
+        optimizer.register_step_pre_hook(changing),
+        optimizer.register_step_post_hook(lambda *_: calls.append("post")),
+    ]
     everywhere = optimizer_module.register_optimizer_step_pre_hook(lambda *_: calls.append("global pre"))
     last = optimizer_module.register_optimizer_step_post_hook(lambda *_: calls.append("global post"))
     try:

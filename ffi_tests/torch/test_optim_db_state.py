@@ -6,14 +6,15 @@ import io
 import pytest
 import torch
 from torch.nn import Parameter
-
 from torch_suite import equal_trees, every_class, every_input, model_and_step
+
 from spillway import torch as own
 
 
 @every_input
 def test_equal_runs_have_equal_state_dicts(info, kwargs):
-    """torch's test_state_dict_deterministic: two runs that continue from one state dict have equal states; parameters may be cast in between."""
+    """torch's test_state_dict_deterministic: two runs that continue from one state dict have equal states; parameters may be cast in
+    between."""
     torch.manual_seed(2)
     params, optimizer, closure = model_and_step(info, copy.deepcopy(kwargs))
     for _ in range(3):
@@ -92,6 +93,7 @@ def test_named_parameters_load_from_unnamed_and_back(info):
         layer(torch.ones(3)).sum().backward()
         made.step()
         return made
+
     torchs = getattr(torch.optim, info.optim_cls.__name__, torch.optim.AdamW)
     for source, target in [(True, False), (False, True), (True, True)]:
         names = []
@@ -124,6 +126,7 @@ def test_hooks_of_state_dicts(info):
         state_dict = copy.copy(state_dict)
         state_dict["param_groups"] = [{**group, "lr": 0.003} for group in state_dict["param_groups"]]
         return state_dict
+
     optimizer.register_state_dict_pre_hook(lambda one: calls.append("state_dict pre"))
     optimizer.register_state_dict_post_hook(post)
     optimizer.register_load_state_dict_pre_hook(load_pre)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from torch.nn import Parameter
-
 from torch_suite import BY_NAME, F32, INFOS, cases, closure_of, every_class, every_input, first_and_last_loss, model_and_step
+
 from spillway import torch as own
 
 
@@ -70,8 +70,12 @@ def test_flags_of_the_implementation_change_no_parameter_that_spillway_steps(inf
                 optimizer.step(closure)
             results.append(params)
         for other in results[1:]:
-            torch.testing.assert_close(results[0], other, rtol=0 if dtype is F32 and not given.kwargs.get("amsgrad") else 1e-5,
-                                       atol=0 if dtype is F32 and not given.kwargs.get("amsgrad") else 1e-6)
+            torch.testing.assert_close(
+                results[0],
+                other,
+                rtol=0 if dtype is F32 and not given.kwargs.get("amsgrad") else 1e-5,
+                atol=0 if dtype is F32 and not given.kwargs.get("amsgrad") else 1e-6,
+            )
 
 
 @every_input
@@ -128,6 +132,7 @@ def test_rosenbrock_with_sparse_gradients(with_schedulers):
         grad = torch.stack([-400 * x * (y - x**2) - 2 * (1 - x), 200 * (y - x**2)])
         index = torch.tensor([[0 if first_half else 1]])
         return torch.sparse_coo_tensor(index, grad[index[0]], (2,), check_invariants=True)
+
     first = (params[0].detach() - solution).norm()
     for number in range(1800):
         for param, optimizer, schedule in zip(params, optimizers, schedules):
@@ -189,6 +194,7 @@ def test_gradients_are_never_written_to(info, kwargs):
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_a_differentiable_step_has_gradients(name, amsgrad):
     """torch's TestDifferentiableOptimizer, by torch's own step."""
+
     def run(param):
         grad = torch.full((3,), 0.7, dtype=torch.float64, requires_grad=True)
         param = param.clone()
@@ -196,6 +202,7 @@ def test_a_differentiable_step_has_gradients(name, amsgrad):
         param.grad = grad
         optimizer.step()
         return param
+
     start = torch.rand(3, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match="can't optimize a non-leaf"):
         getattr(own, name)([start.clone()])

@@ -25,9 +25,20 @@ def opened(units, optimizer=ADAMW, **options):
     return pipeline.Pipeline(units, LOSS, optimizer, torch.ones(3, DIM), **options)
 
 
-OPTIONS = [{"lr": math.nan}, {"lr": math.inf}, {"eps": -math.inf},
-           {"lr": "abc"}, {"lr": None}, {"betas": (2, 2)}, {"betas": 3}, {"betas": (0.9, math.nan)},
-           {"weight_decay": "x"}, {"amsgrad": True}, {"lr": numpy.array(math.inf)}, {"betas": (numpy.array(math.nan), 0.9)}]
+OPTIONS = [
+    {"lr": math.nan},
+    {"lr": math.inf},
+    {"eps": -math.inf},
+    {"lr": "abc"},
+    {"lr": None},
+    {"betas": (2, 2)},
+    {"betas": 3},
+    {"betas": (0.9, math.nan)},
+    {"weight_decay": "x"},
+    {"amsgrad": True},
+    {"lr": numpy.array(math.inf)},
+    {"betas": (numpy.array(math.nan), 0.9)},
+]
 
 
 def other(state, change):
@@ -37,21 +48,34 @@ def other(state, change):
 
 
 def other_shape(state):
-    return {**state, "state": {number: {name: value if name == "step" else torch.zeros(DIM + 1, DIM + 1) for name, value in one.items()}
-                               for number, one in state["state"].items()}}
+    return {
+        **state,
+        "state": {
+            number: {name: value if name == "step" else torch.zeros(DIM + 1, DIM + 1) for name, value in one.items()}
+            for number, one in state["state"].items()
+        },
+    }
 
 
 def other_groups(change):
     return lambda state: {**state, "param_groups": [change(group) for group in state["param_groups"]]}
 
 
-STATES = [other_shape, lambda state: {**state, "state": {0: 5}}, other_groups(lambda group: {"params": group["params"]}),
-          other_groups(lambda group: {**group, "lr": math.nan}), other_groups(lambda group: None), lambda state: None]
+STATES = [
+    other_shape,
+    lambda state: {**state, "state": {0: 5}},
+    other_groups(lambda group: {"params": group["params"]}),
+    other_groups(lambda group: {**group, "lr": math.nan}),
+    other_groups(lambda group: None),
+    lambda state: None,
+]
 
 
-@pytest.mark.parametrize("optimizer, shape, options", [(ADAMW, {}, [*OPTIONS, {"lr": -1}, {"eps": -1}]),
-                                                       (TORCHS, {"async_optimizer": False, "check_finite": False}, OPTIONS)],
-                         ids=["spillway", "torch"])
+@pytest.mark.parametrize(
+    "optimizer, shape, options",
+    [(ADAMW, {}, [*OPTIONS, {"lr": -1}, {"eps": -1}]), (TORCHS, {"async_optimizer": False, "check_finite": False}, OPTIONS)],
+    ids=["spillway", "torch"],
+)
 def test_values_with_which_no_optimizer_can_step_are_refused_and_change_no_bit(optimizer, shape, options):
     steps, weights = batches(2, 2), []
     for hostile in (False, True):
@@ -95,14 +119,16 @@ def test_options_before_the_first_step_and_of_groups_by_shape_are_taken():
 def test_messages_name_the_method_and_steps_without_targets_or_time_are_refused():
     inputs, targets = batches(1, 2)[0]
     with opened(model(4)) as runner:
-        for call, words in [(lambda: runner.set_options(lr=lambda: 0), "^set_options: the values must be picklable"),
-                            (lambda: runner.load_state_dict({unit: LocalClass() for unit in range(4)}), "^load_state_dict: "),
-                            (lambda: runner.step(inputs, targets, timeout=-1), "timeout is -1"),
-                            (lambda: runner.step(inputs, targets, timeout="1"), "timeout is '1'"),
-                            (lambda: runner.step(inputs.to_sparse(), targets), "inputs is a tensor of torch.sparse_coo"),
-                            (lambda: runner.step(inputs, targets.to("meta")), "targets is a tensor of .* on meta"),
-                            (lambda: runner.step(inputs, targets[:0]), "targets must be a tensor whose first dimension"),
-                            (lambda: runner.step(inputs[:0], targets), "inputs must be a tensor whose first dimension")]:
+        for call, words in [
+            (lambda: runner.set_options(lr=lambda: 0), "^set_options: the values must be picklable"),
+            (lambda: runner.load_state_dict({unit: LocalClass() for unit in range(4)}), "^load_state_dict: "),
+            (lambda: runner.step(inputs, targets, timeout=-1), "timeout is -1"),
+            (lambda: runner.step(inputs, targets, timeout="1"), "timeout is '1'"),
+            (lambda: runner.step(inputs.to_sparse(), targets), "inputs is a tensor of torch.sparse_coo"),
+            (lambda: runner.step(inputs, targets.to("meta")), "targets is a tensor of .* on meta"),
+            (lambda: runner.step(inputs, targets[:0]), "targets must be a tensor whose first dimension"),
+            (lambda: runner.step(inputs[:0], targets), "inputs must be a tensor whose first dimension"),
+        ]:
             with pytest.raises(spillway.InvalidArgumentError, match=words):
                 call()
         assert runner.step(inputs, targets, timeout=300).committed
@@ -120,6 +146,7 @@ def test_a_close_that_a_signal_handler_interrupts_is_completed_by_the_next_one()
     def interrupted():
         process.kill = kill
         raise KeyboardInterrupt
+
     process.kill = interrupted
     with pytest.raises(KeyboardInterrupt):
         runner.close()
@@ -200,7 +227,11 @@ def test_states_of_another_split_continue_to_the_bit_or_are_refused():
             runner.step(*step, timeout=300)
         runner.sync()
         state = runner.state_dict()
-    for options, fits in [({"split": 4, "devices": 1}, True), ({"schedule": "afab", "split": 1}, True), ({"schedule": "1f1b", "split": 2}, False)]:
+    for options, fits in [
+        ({"split": 4, "devices": 1}, True),
+        ({"schedule": "afab", "split": 1}, True),
+        ({"schedule": "1f1b", "split": 2}, False),
+    ]:
         units = model(4)
         units.load_state_dict(first.state_dict())
         with opened(units, **options) as runner:
@@ -217,25 +248,29 @@ def test_states_of_another_split_continue_to_the_bit_or_are_refused():
         assert all(torch.equal(left, right) for left, right in zip(units.parameters(), theirs.parameters()))
 
 
-FORGOTTEN = {"forgotten": "del runner; gc.collect(); print(*filter(exists, ids), 'left', flush=True)",
-             "in a circle": "me = [runner]; me.append(me); del runner, me; print('left', flush=True)",
-             "error": "print('left', flush=True); raise SystemExit(3)"}
+FORGOTTEN = {
+    "forgotten": "del runner; gc.collect(); print(*filter(exists, ids), 'left', flush=True)",
+    "in a circle": "me = [runner]; me.append(me); del runner, me; print('left', flush=True)",
+    "error": "print('left', flush=True); raise SystemExit(3)",
+}
 
 
 @pytest.mark.parametrize("way", FORGOTTEN)
 def test_a_pipeline_that_is_never_closed_leaves_no_process(tmp_path, way):
     program = tmp_path / "forgets.py"
-    program.write_text("import gc, os, sys\n"
-                       f"sys.path[:0] = {sys.path!r}\n"
-                       "import torch\n"
-                       "from test_pipeline_refusals import batches, model, opened\n"
-                       "exists = lambda process: os.path.exists(f'/proc/{process}')\n"
-                       "if __name__ == '__main__':\n"
-                       "    runner = opened(model(2), split=1)\n"
-                       "    runner.step(*batches(1, 2)[0], timeout=300)\n"
-                       "    ids = runner.process_ids()\n"
-                       "    print(*ids, flush=True)\n"
-                       f"    {FORGOTTEN[way]}\n")
+    program.write_text(
+        "import gc, os, sys\n"
+        f"sys.path[:0] = {sys.path!r}\n"
+        "import torch\n"
+        "from test_pipeline_refusals import batches, model, opened\n"
+        "exists = lambda process: os.path.exists(f'/proc/{process}')\n"
+        "if __name__ == '__main__':\n"
+        "    runner = opened(model(2), split=1)\n"
+        "    runner.step(*batches(1, 2)[0], timeout=300)\n"
+        "    ids = runner.process_ids()\n"
+        "    print(*ids, flush=True)\n"
+        f"    {FORGOTTEN[way]}\n"
+    )
     ended = subprocess.run([sys.executable, program], stdout=subprocess.PIPE, text=True, timeout=300)
     ids, left = ended.stdout.splitlines()
     assert ended.returncode == (3 if way == "error" else 0) and left == "left"

@@ -52,8 +52,9 @@ def same(left, right):
 
 
 @pytest.mark.parametrize("ours, theirs", [(StageAdamW, AdamW), (StageAdam, Adam)])
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}, {"master": "f32"},
-                                     {"master": "f32", "moment_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1, "maximize": True}, {"master": "f32"}, {"master": "f32", "moment_dtype": torch.bfloat16}], ids=str
+)
 def test_steps_and_rollbacks_have_the_bits_of_the_class_without_a_stage(ours, theirs, options):
     dtypes = DTYPES[:1] if "moment_dtype" in options else DTYPES
     left, right = parameters(dtypes), parameters(dtypes)
@@ -84,18 +85,20 @@ def test_steps_and_rollbacks_have_the_bits_of_the_class_without_a_stage(ours, th
     copy.deepcopy(one).step()
     del one
     gc.collect()
-    assert same(left, stepped)                      # a step without a verdict is kept
+    assert same(left, stepped)  # a step without a verdict is kept
 
 
 def test_what_a_stage_cannot_step_is_refused_with_a_cure():
     double = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]
     apart = [{"params": parameters()}, {"params": parameters(), "maximize": True}]
     for given, options, error, words in [
-            (parameters(), {"undo": False}, spillway.InvalidArgumentError, "leave out undo"),
-            (double, {}, spillway.UnsupportedError, "float64 .* cast or copy it"),
-            (parameters(), {"amsgrad": True}, spillway.UnsupportedError, "no amsgrad"), (apart, {}, spillway.UnsupportedError, "maximize differs"),
-            (parameters(), {"master": "split"}, spillway.UnsupportedError, 'pass master="f32"'),
-            (parameters(), {"tier": ["x"]}, spillway.UnsupportedError, "spillway.torch.AdamW")]:
+        (parameters(), {"undo": False}, spillway.InvalidArgumentError, "leave out undo"),
+        (double, {}, spillway.UnsupportedError, "float64 .* cast or copy it"),
+        (parameters(), {"amsgrad": True}, spillway.UnsupportedError, "no amsgrad"),
+        (apart, {}, spillway.UnsupportedError, "maximize differs"),
+        (parameters(), {"master": "split"}, spillway.UnsupportedError, 'pass master="f32"'),
+        (parameters(), {"tier": ["x"]}, spillway.UnsupportedError, "spillway.torch.AdamW"),
+    ]:
         with pytest.raises(error, match=words):
             StageAdamW(given, **options)
     optimizer = StageAdamW([{"params": [one]} for one in parameters()])
@@ -125,6 +128,7 @@ def test_a_step_is_kept_when_its_optimizer_is_freed_also_if_a_signal_handler_rai
         calls.append(stage)
         if interrupted:
             raise KeyboardInterrupt
+
     monkeypatch.setattr(_KeptStage, "_drain", drain)
     del optimizer
     gc.collect()
@@ -183,7 +187,9 @@ PLAN = pipeline.plan("decoupled", devices=1, micro_batches=1, stages=2)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("optimizer, passes", [(STAGE, 0), (ADAMW, 1), (functools.partial(STAGE, max_norm=1.0), 1)], ids=["stage", "torch", "clips"])
+@pytest.mark.parametrize(
+    "optimizer, passes", [(STAGE, 0), (ADAMW, 1), (functools.partial(STAGE, max_norm=1.0), 1)], ids=["stage", "torch", "clips"]
+)
 def test_only_a_step_that_does_not_check_needs_a_pass_over_the_gradients(monkeypatch, optimizer, passes, asynchronous):
     calls, isfinite = [], torch.isfinite
     monkeypatch.setattr(torch, "isfinite", lambda tensor: calls.append(tensor) or isfinite(tensor))

@@ -36,13 +36,14 @@ def model(units, seed=0):
 
 def batches(steps, micro_batches, seed=1):
     random = torch.Generator().manual_seed(seed)
-    return [(torch.randn(3 * micro_batches, DIM, generator=random), torch.randn(3 * micro_batches, DIM, generator=random))
-            for _ in range(steps)]
+    return [
+        (torch.randn(3 * micro_batches, DIM, generator=random), torch.randn(3 * micro_batches, DIM, generator=random)) for _ in range(steps)
+    ]
 
 
 def serial(units, steps, micro_batches, stage, spoil=None):
     """Trains without a pipeline, in one process. Returns the losses."""
-    optimizers = [ADAMW([p for unit in units[first:first + stage] for p in unit.parameters()]) for first in range(0, len(units), stage)]
+    optimizers = [ADAMW([p for unit in units[first : first + stage] for p in unit.parameters()]) for first in range(0, len(units), stage)]
     losses = []
     for step, (inputs, targets) in enumerate(steps):
         for micro_batch, (x, target) in enumerate(zip(inputs.chunk(micro_batches), targets.chunk(micro_batches))):
@@ -67,12 +68,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-SHAPES = [("decoupled", {"devices": 2, "micro_batches": 3, "split": 2}, 8),
-          ("decoupled", {"devices": 3, "micro_batches": 2, "split": 1, "slots": 1}, 5),
-          ("afab", {"devices": 2, "micro_batches": 4, "split": 2, "recompute": True}, 8),
-          ("afab", {"devices": 2, "micro_batches": 2, "recompute": False}, 6),
-          ("1f1b", {"devices": 2, "micro_batches": 5, "recompute": False, "slots": 1}, 2),
-          ("1f1b", {"devices": 2, "micro_batches": 4, "recompute": True, "async_optimizer": True}, 4)]
+SHAPES = [
+    ("decoupled", {"devices": 2, "micro_batches": 3, "split": 2}, 8),
+    ("decoupled", {"devices": 3, "micro_batches": 2, "split": 1, "slots": 1}, 5),
+    ("afab", {"devices": 2, "micro_batches": 4, "split": 2, "recompute": True}, 8),
+    ("afab", {"devices": 2, "micro_batches": 2, "recompute": False}, 6),
+    ("1f1b", {"devices": 2, "micro_batches": 5, "recompute": False, "slots": 1}, 2),
+    ("1f1b", {"devices": 2, "micro_batches": 4, "recompute": True, "async_optimizer": True}, 4),
+]
 
 
 @pytest.mark.parametrize("schedule, options, count", SHAPES, ids=lambda value: str(value))
@@ -84,8 +87,11 @@ def test_weights_and_losses_are_those_of_the_serial_run_to_the_bit(schedule, opt
         reports = [runner.step(*step, timeout=300) for step in steps]
         runner.sync()
         for device, events in enumerate(reports[-1].memory):
-            assert events == [(change.operation, change.memory, change.freed, change.resident) for change in runner.plan.changes
-                              if change.device == device]
+            assert events == [
+                (change.operation, change.memory, change.freed, change.resident)
+                for change in runner.plan.changes
+                if change.device == device
+            ]
         stage = runner.plan.backward_split
     losses = serial(theirs, steps, micro_batches, stage)
     assert [loss for report in reports for loss in report.losses] == losses
@@ -117,12 +123,14 @@ def mixed():
     return [torch.nn.Linear(DIM, DIM), Half(), Transposed(), frozen, torch.nn.ReLU(), torch.nn.Linear(DIM, DIM)]
 
 
-@pytest.mark.parametrize("schedule, options, kind", [("afab", {"devices": 3, "recompute": False}, ADAMW),
-                                                     ("decoupled", {"devices": 3, "split": 2}, STAGE)])
+@pytest.mark.parametrize(
+    "schedule, options, kind", [("afab", {"devices": 3, "recompute": False}, ADAMW), ("decoupled", {"devices": 3, "split": 2}, STAGE)]
+)
 def test_strides_16_bit_parameters_frozen_units_and_units_without_parameters_keep_the_bits(schedule, options, kind):
     steps, ours, theirs = batches(3, 2), mixed(), mixed()
-    with pipeline.Pipeline(ours, torch.nn.functional.mse_loss, kind, steps[0][0][:3], schedule=schedule, micro_batches=2, seed=7,
-                           **options) as runner:
+    with pipeline.Pipeline(
+        ours, torch.nn.functional.mse_loss, kind, steps[0][0][:3], schedule=schedule, micro_batches=2, seed=7, **options
+    ) as runner:
         for step in steps:
             runner.step(*step, timeout=300)
         runner.sync()
@@ -145,8 +153,9 @@ def test_a_gradient_with_inf_changes_no_weight_of_any_stage(asynchronous):
     steps = batches(3, 2)
     steps[1][1][0, 0] = float("inf")
     ours, theirs = model(4), model(4)
-    with pipeline.Pipeline(ours, torch.nn.functional.mse_loss, ADAMW, steps[0][0][:3], micro_batches=2, split=2, seed=7,
-                           async_optimizer=asynchronous) as runner:
+    with pipeline.Pipeline(
+        ours, torch.nn.functional.mse_loss, ADAMW, steps[0][0][:3], micro_batches=2, split=2, seed=7, async_optimizer=asynchronous
+    ) as runner:
         committed = [runner.step(*step, timeout=300).committed for step in steps]
         runner.sync()
     assert committed == [True, False, True]
@@ -216,7 +225,7 @@ def test_a_killed_stage_process_is_reported_and_nothing_is_left():
         runner.step(*batches(1, 2)[0], timeout=300)
     assert failure.value.device == 0
     assert not any(os.path.exists(f"/proc/{process}") for process in ids)
-    runner.sync()                                   # no optimizer had begun
+    runner.sync()  # no optimizer had begun
     with pytest.raises(spillway.BusyError):
         runner.step(*batches(1, 2)[0])
     assert memory_files() != shared
@@ -262,9 +271,15 @@ class Statistics(torch.nn.Module):
         return self.norm(x)
 
 
-@pytest.mark.parametrize("unit, words", [
-    (Statistics(), "changes its buffer norm."), (torch.nn.InstanceNorm1d(3, track_running_stats=True), "changes its buffer running_mean"), (torch.nn.LSTM(DIM, DIM), "returned a tuple"),
-    (torch.nn.ReLU(inplace=True), "in place|leaf Variable")])
+@pytest.mark.parametrize(
+    "unit, words",
+    [
+        (Statistics(), "changes its buffer norm."),
+        (torch.nn.InstanceNorm1d(3, track_running_stats=True), "changes its buffer running_mean"),
+        (torch.nn.LSTM(DIM, DIM), "returned a tuple"),
+        (torch.nn.ReLU(inplace=True), "in place|leaf Variable"),
+    ],
+)
 def test_units_that_cannot_be_recomputed_are_refused(unit, words):
     with pytest.raises((spillway.UnsupportedError, RuntimeError), match=words):
         pipeline.Pipeline([*model(1), unit], torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM))
@@ -273,10 +288,12 @@ def test_units_that_cannot_be_recomputed_are_refused(unit, words):
 def test_arguments_that_do_not_fit_are_refused():
     units, sample = model(4), torch.ones(3, DIM)
     shared = torch.nn.Linear(DIM, DIM)
-    for arguments, words in [(([shared, shared], torch.nn.functional.mse_loss, ADAMW, sample), "belongs to unit 0 too"),
-                             (([], torch.nn.functional.mse_loss, ADAMW, sample), "0 units"),
-                             ((units, lambda *_: None, ADAMW, sample), "picklable"),
-                             ((units, torch.nn.functional.mse_loss, torch.optim.AdamW, sample), "cannot roll back")]:
+    for arguments, words in [
+        (([shared, shared], torch.nn.functional.mse_loss, ADAMW, sample), "belongs to unit 0 too"),
+        (([], torch.nn.functional.mse_loss, ADAMW, sample), "0 units"),
+        ((units, lambda *_: None, ADAMW, sample), "picklable"),
+        ((units, torch.nn.functional.mse_loss, torch.optim.AdamW, sample), "cannot roll back"),
+    ]:
         with pytest.raises(spillway.InvalidArgumentError, match=words):
             pipeline.Pipeline(*arguments)
     with pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, sample, micro_batches=2, split=2) as runner:
@@ -297,7 +314,11 @@ class Sometimes(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.gain, self.idle = torch.nn.Linear(DIM, DIM), torch.nn.Parameter(torch.ones(DIM)), torch.nn.Parameter(torch.ones(3))
+        self.linear, self.gain, self.idle = (
+            torch.nn.Linear(DIM, DIM),
+            torch.nn.Parameter(torch.ones(DIM)),
+            torch.nn.Parameter(torch.ones(3)),
+        )
 
     def forward(self, x):
         return self.linear(x) * self.gain if x[0, 0] > 0 else self.linear(x)
@@ -342,7 +363,7 @@ def test_parameters_that_share_memory_are_refused_and_parts_of_one_buffer_are_no
     same[1].weight = torch.nn.Parameter(same[0].weight.data)
     flat = torch.randn(3 * DIM * DIM)
     for unit, start in ((shifted[0], 0), (shifted[1], DIM), (apart[0], 0), (apart[1], DIM * DIM)):
-        unit.weight = torch.nn.Parameter(flat[start:start + DIM * DIM].view(DIM, DIM))
+        unit.weight = torch.nn.Parameter(flat[start : start + DIM * DIM].view(DIM, DIM))
     for units in (same, shifted):
         with pytest.raises(spillway.InvalidArgumentError, match="parameter weight of unit 1 shares memory with parameter weight of unit 0"):
             pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM))
@@ -361,12 +382,18 @@ def test_refused_arguments_leave_the_pipeline_usable():
     with pipeline.Pipeline(units, torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2, split=2) as runner:
         state = runner.state_dict()
         fewer = {**state, 0: {**state[0], "param_groups": [{**state[0]["param_groups"][0], "params": [0]}]}}
-        for call, words in [(lambda: runner.set_options(nope=1), "no option nope"), (lambda: runner.set_options(params=[]), "no option params"),
-                            (lambda: runner.set_options(lr=lambda: 1), "picklable"), (lambda: runner.set_options(lr=Foreign()), "unpickle"),
-                            (lambda: runner.load_state_dict({}), r"stages \[\]"), (lambda: runner.load_state_dict(None), "stages NoneType"),
-                            (lambda: runner.load_state_dict(dict.fromkeys(state)), "parameter groups"),
-                            (lambda: runner.load_state_dict(fewer), "parameter groups"),
-                            (lambda: runner.step(*step, timeout=float("inf")), "finite"), (lambda: runner.step(*step, timeout=float("nan")), "finite")]:
+        for call, words in [
+            (lambda: runner.set_options(nope=1), "no option nope"),
+            (lambda: runner.set_options(params=[]), "no option params"),
+            (lambda: runner.set_options(lr=lambda: 1), "picklable"),
+            (lambda: runner.set_options(lr=Foreign()), "unpickle"),
+            (lambda: runner.load_state_dict({}), r"stages \[\]"),
+            (lambda: runner.load_state_dict(None), "stages NoneType"),
+            (lambda: runner.load_state_dict(dict.fromkeys(state)), "parameter groups"),
+            (lambda: runner.load_state_dict(fewer), "parameter groups"),
+            (lambda: runner.step(*step, timeout=float("inf")), "finite"),
+            (lambda: runner.step(*step, timeout=float("nan")), "finite"),
+        ]:
             with pytest.raises(spillway.InvalidArgumentError, match=words):
                 call()
         assert runner.step(*step, timeout=1e10).committed
@@ -390,8 +417,12 @@ class Mistaken(torch.nn.Module):
 
 
 def test_an_exception_in_a_unit_has_the_traceback_of_the_unit():
-    with pipeline.Pipeline([*model(3), Mistaken()], torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2,
-                           split=2) as runner, pytest.raises(pipeline.PipelineError, match="shapes cannot be multiplied") as failure:
+    with (
+        pipeline.Pipeline(
+            [*model(3), Mistaken()], torch.nn.functional.mse_loss, ADAMW, torch.ones(3, DIM), micro_batches=2, split=2
+        ) as runner,
+        pytest.raises(pipeline.PipelineError, match="shapes cannot be multiplied") as failure,
+    ):
         runner.step(*batches(1, 2)[0], timeout=300)
     assert "x if os.getpid() == self.parent else x[:, 1:]" in str(failure.value) and "in forward" in str(failure.value)
     assert "_executor" not in str(failure.value)

@@ -11,15 +11,23 @@ from spillway.errors import InvalidArgumentError, UnsupportedError
 
 BF16, F32 = torch.bfloat16, torch.float32
 STOCHASTIC = {"moment_dtype": BF16, "moment_rounding": "stochastic"}
-KINDS = [{"moment_dtype": BF16}, STOCHASTIC, {"master": "f32"}, {"master": "f32", **STOCHASTIC}, {"master": "split"},
-         {"master": "split", **STOCHASTIC}]
+KINDS = [
+    {"moment_dtype": BF16},
+    STOCHASTIC,
+    {"master": "f32"},
+    {"master": "f32", **STOCHASTIC},
+    {"master": "split"},
+    {"master": "split", **STOCHASTIC},
+]
 
 
 def parameters(dtype=F32, seed=0):
     """Two parameters of this dtype around one that always is f32."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(kind))
-            for shape, kind in [((40, 8), dtype), ((7,), F32), ((5000,), dtype)]]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(kind))
+        for shape, kind in [((40, 8), dtype), ((7,), F32), ((5000,), dtype)]
+    ]
 
 
 def random_grads(params, seed):
@@ -110,6 +118,7 @@ def test_random_bits_differ_between_parameters_steps_and_seeds_only():
                 param.grad = torch.full((300_000,), 0.3)
             optimizer.step()
         return [optimizer.state[param]["exp_avg"] for param in params]
+
     one, other = moments(5)
     assert one.unique().numel() == 2 and not torch.equal(one, other)
     assert torch.equal(moments(5)[0], one) and torch.equal(moments(5)[1], other)
@@ -214,15 +223,19 @@ def test_parameters_with_and_without_masters_in_any_order():
         torch.testing.assert_close(optimizer.state[one].get("master_param", one), other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda p: own.AdamW(p, moment_dtype=torch.float64), "moment_dtype is torch.float64"),
-    (lambda p: own.AdamW(p, moment_rounding="up"), "moment_rounding is 'up'"),
-    (lambda p: own.AdamW(p, moment_rounding="stochastic"), "with moment_dtype=torch.bfloat16"),
-    (lambda p: own.Lion(p, **STOCHASTIC), "is for Adam and AdamW"),
-    (lambda p: own.AdamW(p, rounding_seed=-1, **STOCHASTIC), "rounding_seed is -1"),
-    (lambda p: own.AdamW(p, master="bf16"), "master is 'bf16'"),
-    (lambda p: own.AdamW(p, master="split", undo=True), "a step of split masters cannot be rolled back"),
-], ids=range(7))
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: own.AdamW(p, moment_dtype=torch.float64), "moment_dtype is torch.float64"),
+        (lambda p: own.AdamW(p, moment_rounding="up"), "moment_rounding is 'up'"),
+        (lambda p: own.AdamW(p, moment_rounding="stochastic"), "with moment_dtype=torch.bfloat16"),
+        (lambda p: own.Lion(p, **STOCHASTIC), "is for Adam and AdamW"),
+        (lambda p: own.AdamW(p, rounding_seed=-1, **STOCHASTIC), "rounding_seed is -1"),
+        (lambda p: own.AdamW(p, master="bf16"), "master is 'bf16'"),
+        (lambda p: own.AdamW(p, master="split", undo=True), "a step of split masters cannot be rolled back"),
+    ],
+    ids=range(7),
+)
 def test_arguments_out_of_range_are_refused(make, message):
     with pytest.raises((InvalidArgumentError, UnsupportedError), match=message):
         make(parameters())
@@ -246,6 +259,8 @@ def test_a_state_of_another_dtype_is_refused():
     before = [param.detach().clone() for param in params]
     optimizer.state[params[2]]["exp_avg"] = optimizer.state[params[2]]["exp_avg"].float()
     random_grads(params, 2)
-    with pytest.raises(UnsupportedError, match=r"\['params'\]\[2\] is torch.float32, its state 'exp_avg' torch.float32; cast the state to torch.bf"):
+    with pytest.raises(
+        UnsupportedError, match=r"\['params'\]\[2\] is torch.float32, its state 'exp_avg' torch.float32; cast the state to torch.bf"
+    ):
         optimizer.step()
     assert all(torch.equal(one, other) for one, other in zip(params, before))

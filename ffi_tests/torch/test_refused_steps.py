@@ -1,5 +1,5 @@
-"""A step that is refused changes no bit of a parameter, state or gradient and no step count, wherever the refusal is: at any parameter, by the
-library or by torch's share, with clipping, a scaler or a record. The next step has the bits of a run without the refusal."""
+"""A step that is refused changes no bit of a parameter, state or gradient and no step count, wherever the refusal is: at any parameter, by
+the library or by torch's share, with clipping, a scaler or a record. The next step has the bits of a run without the refusal."""
 
 import copy
 import random
@@ -10,8 +10,14 @@ import torch
 import spillway
 from spillway import torch as own
 
-KINDS = {"f32": (torch.float32, False), "bf16": (torch.bfloat16, False), "f16": (torch.float16, False), "f64": (torch.float64, False),
-         "complex": (torch.complex64, False), "strided": (torch.float32, True)}
+KINDS = {
+    "f32": (torch.float32, False),
+    "bf16": (torch.bfloat16, False),
+    "f16": (torch.float16, False),
+    "f64": (torch.float64, False),
+    "complex": (torch.complex64, False),
+    "strided": (torch.float32, True),
+}
 SERVED = ("f32", "bf16", "f16")
 SHAPES = [(5, 3), (40,), (1,), (300,)]
 
@@ -77,7 +83,11 @@ def raw(value):
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return repr(value)
     value = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1))
-    return str(value.dtype), tuple(value.shape), (torch.view_as_real(value) if value.is_complex() else value).view(-1).view(torch.uint8).tolist()
+    return (
+        str(value.dtype),
+        tuple(value.shape),
+        (torch.view_as_real(value) if value.is_complex() else value).view(-1).view(torch.uint8).tolist(),
+    )
 
 
 def options_out_of_range(run, at):
@@ -88,7 +98,11 @@ def options_out_of_range(run, at):
     if "eps" in group:
         wrong += [("eps", 1e-60), ("eps", "a word")]
     for key, value in wrong:
-        yield f"{key} {value!r}", lambda key=key, value=value: group.__setitem__(key, value), lambda key=key, before=group[key]: group.__setitem__(key, before)
+        yield (
+            f"{key} {value!r}",
+            lambda key=key, value=value: group.__setitem__(key, value),
+            lambda key=key, before=group[key]: group.__setitem__(key, before),
+        )
 
 
 def states_that_do_not_fit(run, at):
@@ -104,7 +118,11 @@ def states_that_do_not_fit(run, at):
             strict = run.kinds[at] in SERVED or (run.name in ("Adam", "AdamW") and key == "exp_avg" and not value.is_complex())
             wrong += [value.to(other)] if strict else []
         for number, bad in enumerate(wrong):
-            yield (f"{key} {number}", lambda key=key, bad=bad: state.__setitem__(key, bad), lambda key=key, value=value: state.__setitem__(key, value))
+            yield (
+                f"{key} {number}",
+                lambda key=key, bad=bad: state.__setitem__(key, bad),
+                lambda key=key, value=value: state.__setitem__(key, value),
+            )
         # An empty state is that of a new parameter.
         if key != "master_param" and len(state) > 1:
             yield f"without {key}", lambda key=key: state.pop(key), lambda key=key, value=value: put_back(state, key, value)
@@ -122,6 +140,7 @@ def gradients_that_do_not_fit(run, at):
     def give(value):
         param.grad = None
         param.grad = value
+
     if run.kinds[at] in SERVED:
         odd = torch.frombuffer(bytearray(param.nbytes + 1), dtype=param.dtype, offset=1).view(param.shape)
         yield "odd address", lambda: give(odd), lambda: give(grad)
@@ -187,8 +206,14 @@ def test_an_option_that_is_refused_names_its_group():
     for param in params:
         param.grad = torch.ones(2)
     optimizer.step()
-    for number, option, value, words in [(0, "lr", -1.0, "lr: -1"), (1, "lr", -1.0, "lr: -1"), (1, "betas", (0.9, 1.0), r"betas\[1\]: 1"),
-                                         (0, "eps", -1.0, "eps: -1"), (1, "eps", "a word", "no number"), (0, "weight_decay", None, "no number")]:
+    for number, option, value, words in [
+        (0, "lr", -1.0, "lr: -1"),
+        (1, "lr", -1.0, "lr: -1"),
+        (1, "betas", (0.9, 1.0), r"betas\[1\]: 1"),
+        (0, "eps", -1.0, "eps: -1"),
+        (1, "eps", "a word", "no number"),
+        (0, "weight_decay", None, "no number"),
+    ]:
         before = copy.deepcopy(optimizer.param_groups[number][option])
         optimizer.param_groups[number][option] = value
         with pytest.raises(ValueError, match=rf"param_groups\[{number}\].*{words}"):
@@ -210,7 +235,10 @@ def test_a_gradient_at_an_odd_address_names_its_parameter(options):
 def test_a_state_that_is_none_names_its_parameter(value):
     params = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
     for at, param in enumerate(params):
-        for change in (lambda optimizer: optimizer.state.__setitem__(param, value), lambda optimizer: optimizer.state[param].update(exp_avg=value)):
+        for change in (
+            lambda optimizer: optimizer.state.__setitem__(param, value),
+            lambda optimizer: optimizer.state[param].update(exp_avg=value),
+        ):
             optimizer = own.AdamW(params)
             for other in params:
                 other.grad = torch.ones_like(other)
@@ -238,7 +266,9 @@ def test_an_inference_tensor_among_the_states_names_its_parameter(options):
 
 def _mixed(*, served=1, rest=2, cls=own.AdamW, dtype=torch.float64, **options):
     """An optimizer after one step, with parameters that Spillway steps and others that torch steps."""
-    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(served)] + [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(rest)]
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(served)] + [
+        torch.nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(rest)
+    ]
     optimizer = cls(params, lr=0.1, **options)
     for param in params:
         param.grad = torch.ones_like(param)
@@ -267,8 +297,16 @@ def _count_of(value):
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("dtype, spoil", [(torch.float64, _inference), (torch.float64, _expanded), (torch.complex64, _fused_for_complex),
-                                          (torch.float64, _count_of(-5.0)), (torch.float64, _count_of(float("nan")))])
+@pytest.mark.parametrize(
+    "dtype, spoil",
+    [
+        (torch.float64, _inference),
+        (torch.float64, _expanded),
+        (torch.complex64, _fused_for_complex),
+        (torch.float64, _count_of(-5.0)),
+        (torch.float64, _count_of(float("nan"))),
+    ],
+)
 def test_what_only_torchs_real_step_refuses_changes_nothing(dtype, spoil, max_norm):
     params, optimizer = _mixed(dtype=dtype, max_norm=max_norm)
     spoil(params, optimizer)
@@ -338,9 +376,16 @@ def test_memory_that_was_freed_is_an_error_that_names_it(options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("cls, options, key", [
-    (own.AdamW, {}, "exp_avg_sq"), (own.Adam, {}, "exp_avg"), (own.AdamW, {}, "step"), (own.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
-    (own.Adagrad, {}, "sum")])
+@pytest.mark.parametrize(
+    "cls, options, key",
+    [
+        (own.AdamW, {}, "exp_avg_sq"),
+        (own.Adam, {}, "exp_avg"),
+        (own.AdamW, {}, "step"),
+        (own.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (own.Adagrad, {}, "sum"),
+    ],
+)
 def test_a_state_that_lacks_a_part_names_its_parameter_in_the_share_of_the_library_and_of_torch(cls, options, key, dtype):
     params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]
     optimizer = cls(params, **options)

@@ -15,8 +15,10 @@ STOCHASTIC = {"moment_dtype": BF16, "moment_rounding": "stochastic", "rounding_s
 
 def parameters(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(kind))
-            for shape, kind in [((40, 8), BF16), ((7,), F32), ((70_001,), BF16), ((), BF16), ((0,), BF16)]]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(kind))
+        for shape, kind in [((40, 8), BF16), ((7,), F32), ((70_001,), BF16), ((), BF16), ((0,), BF16)]
+    ]
 
 
 def random_grads(params, seed, scale=1.0):
@@ -36,8 +38,8 @@ def pair(name="AdamW", **options):
 
 def nearest(master):
     """The bf16 number nearest to a master, ties away from zero. The tests of the kernels compare it with distances in float64."""
-    bits = master.view(torch.int32).to(torch.int64) & 0xffffffff
-    return torch.where(master.isnan(), 0x7fc0, ((bits + 0x8000) >> 16).to(torch.int16)).to(torch.int16).view(BF16)
+    bits = master.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return torch.where(master.isnan(), 0x7FC0, ((bits + 0x8000) >> 16).to(torch.int16)).to(torch.int16).view(BF16)
 
 
 def assert_same(split, whole):
@@ -51,9 +53,21 @@ def assert_same(split, whole):
                 assert torch.equal(split[1].state[one][key], value), key
 
 
-@pytest.mark.parametrize("name, options", [
-    ("AdamW", {}), ("Adam", {"weight_decay": 0.1}), ("Adagrad", {}), ("Lion", {"weight_decay": 0.1}), ("AdamW", {"moment_dtype": BF16}),
-    ("AdamW", STOCHASTIC), ("AdamW", {"max_norm": 1.0}), ("AdamW", {"skip_nonfinite": True}), ("AdamW", {"maximize": True})], ids=str)
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("AdamW", {}),
+        ("Adam", {"weight_decay": 0.1}),
+        ("Adagrad", {}),
+        ("Lion", {"weight_decay": 0.1}),
+        ("AdamW", {"moment_dtype": BF16}),
+        ("AdamW", STOCHASTIC),
+        ("AdamW", {"max_norm": 1.0}),
+        ("AdamW", {"skip_nonfinite": True}),
+        ("AdamW", {"maximize": True}),
+    ],
+    ids=str,
+)
 def test_masters_have_the_bits_of_f32_masters(name, options):
     split, whole = pair(name, **options)
     for step in range(12):
@@ -78,14 +92,17 @@ def test_a_split_master_takes_two_bytes():
 
 def test_ties_infinity_and_nan_of_every_sign():
     """Masters at exact ties, at the largest finite numbers, Inf and NaN, which the step leaves or makes."""
-    values = [0x3f808000, 0x3f818000, 0xbf808000, 0xbf818000, 0x7f7fffff, 0xff7f8000, 0x00008000, 0x80008000, 0x7f800000, 0x7fc00000, 1]
+    values = [0x3F808000, 0x3F818000, 0xBF808000, 0xBF818000, 0x7F7FFFFF, 0xFF7F8000, 0x00008000, 0x80008000, 0x7F800000, 0x7FC00000, 1]
     masters = torch.tensor([value - 2**32 * (value >> 31) for value in values], dtype=torch.int32).view(F32)
     params = [torch.nn.Parameter(nearest(masters)), torch.nn.Parameter(masters.bfloat16())]
-    optimizers = [own.AdamW([params[0]], lr=0.0, weight_decay=0, master="split"), own.AdamW([params[1]], lr=0.0, weight_decay=0, master="f32")]
+    optimizers = [
+        own.AdamW([params[0]], lr=0.0, weight_decay=0, master="split"),
+        own.AdamW([params[1]], lr=0.0, weight_decay=0, master="f32"),
+    ]
     for param, optimizer in zip(params, optimizers):
         param.grad = torch.zeros_like(param)
         optimizer.step()
-    low = (masters.view(torch.int32) & 0xffff).to(torch.int16)
+    low = (masters.view(torch.int32) & 0xFFFF).to(torch.int16)
     optimizers[0].state[params[0]]["master_low"].copy_(low)
     optimizers[1].state[params[1]]["master_param"].copy_(masters)
     for param, optimizer in zip(params, optimizers):
@@ -117,6 +134,7 @@ def test_a_resumed_run_has_the_bits_in_every_order_of_loading(order):
         with torch.no_grad():
             for param, value in zip(params, loaded["weights"]):
                 param.copy_(value)
+
     loads = [load_model, lambda: optimizer.load_state_dict(loaded["optimizer"])]
     for load in loads if "model first" in order else loads[::-1]:
         load()

@@ -1,5 +1,5 @@
-"""States whose memory is smaller than a step of their parameter would write: refused, or stepped as what they are. Each is followed by a guard of
-bytes, so that a write behind it is seen."""
+"""States whose memory is smaller than a step of their parameter would write: refused, or stepped as what they are. Each is followed by a
+guard of bytes, so that a write behind it is seen."""
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ class Guarded:
     def tensor(self, dtype):
         self.memory.fill_(77)
         self.used = N * dtype.itemsize
-        made = self.memory[:self.used].view(dtype)
+        made = self.memory[: self.used].view(dtype)
         return made.zero_()
 
     def intact(self):
-        return bool((self.memory[self.used:] == 77).all())
+        return bool((self.memory[self.used :] == 77).all())
 
 
 def stepped(dtype, **options):
@@ -80,7 +80,7 @@ def test_a_shorter_state_at_the_address_of_the_old_one_is_seen(swap):
     optimizer.step()
     memory = guard.tensor(torch.bfloat16)
     if swap == "shorter":
-        state["exp_avg"] = memory[:N // 2].view(torch.float32)
+        state["exp_avg"] = memory[: N // 2].view(torch.float32)
         guard.used = N
         guard.memory[N:] = 77
     else:

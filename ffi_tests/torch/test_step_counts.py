@@ -53,8 +53,19 @@ def test_states_that_are_moved_to_shared_memory_count_there():
     assert optimizer.state[params[1]]["step"].is_shared()
 
 
-@pytest.mark.parametrize("step", [torch.tensor([4.0]), torch.tensor([[4.0]]), torch.tensor(4), torch.tensor([4]), torch.tensor(4.0, dtype=torch.float64),
-                                  torch.tensor(4, dtype=torch.int32), torch.tensor(4.0, dtype=torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    "step",
+    [
+        torch.tensor([4.0]),
+        torch.tensor([[4.0]]),
+        torch.tensor(4),
+        torch.tensor([4]),
+        torch.tensor(4.0, dtype=torch.float64),
+        torch.tensor(4, dtype=torch.int32),
+        torch.tensor(4.0, dtype=torch.float16),
+    ],
+    ids=str,
+)
 def test_counts_of_other_shapes_and_dtypes_are_stepped_as_torch_does(step):
     results = []
     for cls in (torch.optim.AdamW, own.AdamW):

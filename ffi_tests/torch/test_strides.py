@@ -52,6 +52,7 @@ def test_another_memory_format_between_two_steps():
                 model.to(memory_format=torch.contiguous_format if step == 2 else torch.channels_last)
             train(model, optimizer, [step])
         return weights(model)
+
     torch.testing.assert_close(trained(own.AdamW), trained(torch.optim.AdamW), rtol=1e-5, atol=1e-6)
 
 

@@ -5,16 +5,24 @@ import weakref
 
 import pytest
 import torch
-
-import spillway
-from spillway import torch as own
 from tier_runs import same, same_states, tier, train
 from tier_worker import parameters, random_grads
 
+import spillway
+from spillway import torch as own
 
-@pytest.mark.parametrize("name, arguments", [
-    ("AdamW", {}), ("Adam", {"weight_decay": 0.1}), ("AdamW", {"max_norm": 1.0}), ("AdamW", {"skip_nonfinite": True}),
-    ("AdamW", {"maximize": True, "betas": (0.8, 0.9)})], ids=str)
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("AdamW", {}),
+        ("Adam", {"weight_decay": 0.1}),
+        ("AdamW", {"max_norm": 1.0}),
+        ("AdamW", {"skip_nonfinite": True}),
+        ("AdamW", {"maximize": True, "betas": (0.8, 0.9)}),
+    ],
+    ids=str,
+)
 def test_a_run_has_the_bits_of_one_in_memory(tier, name, arguments):
     ours, theirs = parameters(), parameters()
     pair = []

@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from tier_runs import same, same_states, tier, train
+from tier_worker import options, parameters, random_grads
 
 import spillway
 from spillway import torch as own
-from tier_runs import same, same_states, tier, train
-from tier_worker import options, parameters, random_grads
 
 WORKER = pathlib.Path(__file__).with_name("tier_worker.py")
 

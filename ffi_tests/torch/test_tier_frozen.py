@@ -4,10 +4,10 @@ import os
 
 import pytest
 import torch
+from tier_runs import same, same_states, tier, train
 
 import spillway
 from spillway import torch as own
-from tier_runs import same, same_states, tier, train
 
 
 def frozen(dtype=torch.float32, count=200_000):

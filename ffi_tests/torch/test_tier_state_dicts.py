@@ -8,15 +8,18 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
+from tier_runs import same, same_states, tier, train
+from tier_worker import parameters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from spillway import torch as own
-from tier_runs import same, same_states, tier, train
-from tier_worker import parameters
 
 
-@pytest.mark.parametrize("plain", [lambda params: own.AdamW(params, lr=1e-2, master="f32"), lambda params: torch.optim.AdamW(params, lr=1e-2)],
-                         ids=["spillway", "torch"])
+@pytest.mark.parametrize(
+    "plain",
+    [lambda params: own.AdamW(params, lr=1e-2, master="f32"), lambda params: torch.optim.AdamW(params, lr=1e-2)],
+    ids=["spillway", "torch"],
+)
 def test_state_dicts_load_both_ways(tier, plain):
     ours, theirs = parameters(), parameters()
     mine, other = own.AdamW(ours, lr=1e-2, tier=tier), plain(theirs)
@@ -40,7 +43,9 @@ def test_state_dicts_load_both_ways(tier, plain):
     train(mine, ours, [4])
     train(other, theirs, [4])
     for one, two in zip(ours, theirs):
-        torch.testing.assert_close(one, two, rtol=1e-5 if one.dtype is torch.float32 else 2e-2, atol=1e-6 if one.dtype is torch.float32 else 2e-2)
+        torch.testing.assert_close(
+            one, two, rtol=1e-5 if one.dtype is torch.float32 else 2e-2, atol=1e-6 if one.dtype is torch.float32 else 2e-2
+        )
     assert float(mine.state[ours[0]]["step"]) == 5
 
 
@@ -111,12 +116,14 @@ def test_large_values_of_a_state_dict_are_maps_of_files_without_a_name(tier, mon
         with open("/proc/self/maps", encoding="utf-8") as lines:
             spans = [(line.split("-")[0], line.split("-")[1].split()[0], line) for line in lines if "(deleted)" in line]
         return any(int(start, 16) <= value.data_ptr() < int(end, 16) and str(tier.paths[0]) in line for start, end, line in spans)
+
     state = optimizer.state_dict()["state"]
     assert mapped(state[2]["exp_avg"]) and mapped(state[2]["master_param"]) and not mapped(state[0]["exp_avg"])
     assert not [name for name in os.listdir(tier.paths[0]) if name.startswith("tmp")]
 
     def full(*_):
         raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="no room for 120004 bytes of a state dict, which is kept in files below the tier's first directory"):
         optimizer.state_dict()

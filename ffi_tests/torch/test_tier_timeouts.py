@@ -1,5 +1,5 @@
-"""States on a tier whose path stops responding, and a close while threads step: errors after the I/O timeout, an optimizer that can be closed,
-and a clean exit."""
+"""States on a tier whose path stops responding, and a close while threads step: errors after the I/O timeout, an optimizer that can be
+closed, and a clean exit."""
 
 import pathlib
 import subprocess
@@ -77,7 +77,8 @@ def test_a_store_that_stops_responding(calls):
 
 
 def test_a_close_while_threads_step():
-    """They end with an error. Daemon threads in torch's code abort an interpreter that ends, with torch's classes too, so they are joined."""
+    """They end with an error. Daemon threads in torch's code abort an interpreter that ends, with torch's classes too, so they are
+    joined."""
     run("""
         params, optimizer = made(tempfile.mkdtemp(), durability="process")
         ends = []

@@ -1,5 +1,5 @@
-"""What libraries do to an optimizer: they make a class that inherits from the optimizer's and delegates to it, replace its `step`, ask whether it
-unscales gradients, copy and pickle it."""
+"""What libraries do to an optimizer: they make a class that inherits from the optimizer's and delegates to it, replace its `step`, ask
+whether it unscales gradients, copy and pickle it."""
 
 import copy
 import gc
@@ -65,7 +65,7 @@ def test_a_wrapper_shows_what_the_last_step_was(wrapper):
     assert optimizer.skipped and optimizer._optimizer.skipped
     param.grad = torch.ones(3)
     optimizer.step()
-    assert not optimizer.skipped and optimizer.grad_norm == pytest.approx(3 ** 0.5) == optimizer._optimizer.grad_norm
+    assert not optimizer.skipped and optimizer.grad_norm == pytest.approx(3**0.5) == optimizer._optimizer.grad_norm
 
 
 def one_dict(optimizer):
@@ -106,7 +106,9 @@ def test_two_objects_with_one_state_step_as_one_optimizer_or_refuse(way, options
             with pytest.raises(TypeError, match="has no shallow copy, .*; use copy.deepcopy"):
                 alternating(own.AdamW, way, order, dtype, **options)
         elif way is copied_dict and "d" in order:
-            with pytest.raises(spillway.InvalidArgumentError, match="a copy of the attributes of an optimizer that was deleted; keep the optimizer"):
+            with pytest.raises(
+                spillway.InvalidArgumentError, match="a copy of the attributes of an optimizer that was deleted; keep the optimizer"
+            ):
                 alternating(own.AdamW, way, order, dtype, **options)
         else:
             assert all(map(torch.equal, alternating(own.AdamW, way, order, dtype, **options), wanted)), order
@@ -186,6 +188,7 @@ def test_a_scaler_skips_unscales_and_steps_as_with_torchs_class(fused):
 
 def test_accelerate_sees_a_step_that_a_scaler_skips():
     import accelerate
+
     accelerate.Accelerator(cpu=True)
     for cls in (torch.optim.AdamW, own.AdamW):
         param = parameter()
@@ -225,6 +228,7 @@ def test_a_copy_has_the_process_group_and_a_pickle_names_it(one_process):
 
 def test_zero_redundancy_optimizer_steps_with_the_class(one_process):
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
     results = []
     for cls in (torch.optim.AdamW, own.AdamW):
         params = [torch.nn.Parameter(torch.linspace(-1, 1, length)) for length in (3, 50)]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from tier_worker import options, random_grads
 
 

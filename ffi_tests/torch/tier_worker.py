@@ -12,8 +12,15 @@ from spillway import torch as own
 
 def parameters(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    kinds = [((40, 8), torch.float32), ((7,), torch.float32), ((30_001,), torch.bfloat16), ((0,), torch.float32), ((), torch.float32),
-             ((90, 100), torch.float16), ((9000,), torch.float32)]
+    kinds = [
+        ((40, 8), torch.float32),
+        ((7,), torch.float32),
+        ((30_001,), torch.bfloat16),
+        ((0,), torch.float32),
+        ((), torch.float32),
+        ((90, 100), torch.float16),
+        ((9000,), torch.float32),
+    ]
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(kind)) for shape, kind in kinds]
 
 

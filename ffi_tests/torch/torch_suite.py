@@ -1,4 +1,5 @@
-"""The classes of spillway.torch as torch's own optimizer suite (test/test_optim.py, on the CPU) has its classes, for the tests of its checks.
+"""The classes of spillway.torch as torch's own optimizer suite (test/test_optim.py, on the CPU) has its classes, for the tests of its
+checks.
 
 torch ships the inputs of that suite in `torch.testing._internal.common_optimizers`, and not its test file. Each class has an OptimizerInfo
 here, made from that of torch's class. Checks that test_against_torch.py makes are left out: training with every input against torch,
@@ -9,21 +10,46 @@ import copy
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.testing._internal.common_optimizers import (OptimizerInfo, OptimizerInput, _get_optim_inputs_including_global_cliquey_kwargs,
-                                                       optim_db)
+from torch.testing._internal.common_optimizers import (
+    OptimizerInfo,
+    OptimizerInput,
+    _get_optim_inputs_including_global_cliquey_kwargs,
+    optim_db,
+)
 
 from spillway import torch as own
 
 F32 = torch.float32
-_FIELDS = ("optim_inputs_func", "scheduler_inputs", "supported_impls", "not_og_supported_flags", "supports_sparse", "has_capturable_arg",
-           "metadata_for_sparse", "only_supports_sparse_grads", "supports_complex", "step_requires_closure", "supports_param_groups",
-           "supports_multiple_devices", "optim_error_inputs_func", "supports_fused_on")
+_FIELDS = (
+    "optim_inputs_func",
+    "scheduler_inputs",
+    "supported_impls",
+    "not_og_supported_flags",
+    "supports_sparse",
+    "has_capturable_arg",
+    "metadata_for_sparse",
+    "only_supports_sparse_grads",
+    "supports_complex",
+    "step_requires_closure",
+    "supports_param_groups",
+    "supports_multiple_devices",
+    "optim_error_inputs_func",
+    "supports_fused_on",
+)
 
 
 def _inputs_of_lion(device, dtype=None):
-    return [OptimizerInput(params=None, kwargs=kwargs, desc=desc) for desc, kwargs in [
-        ("default", {}), ("non-default lr", {"lr": 0.01}), ("Tensor lr", {"lr": torch.tensor(0.001)}),
-        ("nonzero weight_decay", {"weight_decay": 0.9}), ("betas", {"betas": (0.8, 0.88)}), ("maximize", {"weight_decay": 0.9, "maximize": True})]]
+    return [
+        OptimizerInput(params=None, kwargs=kwargs, desc=desc)
+        for desc, kwargs in [
+            ("default", {}),
+            ("non-default lr", {"lr": 0.01}),
+            ("Tensor lr", {"lr": torch.tensor(0.001)}),
+            ("nonzero weight_decay", {"weight_decay": 0.9}),
+            ("betas", {"betas": (0.8, 0.88)}),
+            ("maximize", {"weight_decay": 0.9, "maximize": True}),
+        ]
+    ]
 
 
 def _info(torchs):
@@ -31,8 +57,11 @@ def _info(torchs):
 
 
 INFOS = [_info(info) for info in optim_db if info.optim_cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad)]
-INFOS.append(OptimizerInfo(own.Lion, optim_inputs_func=_inputs_of_lion, supported_impls=(), not_og_supported_flags=("maximize",),
-                           supports_complex=False))
+INFOS.append(
+    OptimizerInfo(
+        own.Lion, optim_inputs_func=_inputs_of_lion, supported_impls=(), not_og_supported_flags=("maximize",), supports_complex=False
+    )
+)
 BY_NAME = {info.optim_cls.__name__: info for info in INFOS}
 
 
@@ -41,8 +70,11 @@ def inputs(info, dtype=F32, skip=("differentiable",)):
     if not info.supported_impls:
         return info.optim_inputs_func(device="cpu")
     made = _get_optim_inputs_including_global_cliquey_kwargs("cpu", dtype, info, skip=skip)
-    return [given for given in made if not given.kwargs.get("capturable")
-            and not (torch.is_tensor(given.kwargs.get("lr")) and given.kwargs.get("foreach"))]
+    return [
+        given
+        for given in made
+        if not given.kwargs.get("capturable") and not (torch.is_tensor(given.kwargs.get("lr")) and given.kwargs.get("foreach"))
+    ]
 
 
 def cases(dtype=F32, skip=("differentiable",), infos=INFOS):
@@ -66,11 +98,13 @@ def model_and_step(info, kwargs, dtype=F32):
 
 def closure_of(optimizer, weight, bias, data):
     """A closure of the suite's model, which has gradients and returns the loss."""
+
     def closure():
         optimizer.zero_grad()
         loss = (weight.mv(data) + bias).pow(2).sum()
         loss.backward()
         return loss
+
     return closure
 
 

@@ -44,6 +44,7 @@ def _install(framework):
             sys.modules["spillway._native"].library()
     except Exception as error:
         import traceback
+
         traceback.print_exc()
         if required:
             print(f"spillway: {variable}=require, and {failed}: {error}; the process ends", file=sys.stderr, flush=True)

@@ -3,8 +3,8 @@ the hooks under DeepSpeed and Megatron.
 
 cargo builds the binaries: in the repository around this folder, or in the folder `rust` of a source distribution, which
 has a copy of its Rust sources. SPILLWAY_CARGO_FEATURES=spillway/s3 adds object stores, and SPILLWAY_CARGO_PROFILE names
-another profile than `release`. Or the binaries are the library that SPILLWAY_PREBUILT_LIB names and the two files beside it; with SPILLWAY_WHEEL_WITHOUT_TOOL=1
-the tool may be missing. Everything is built in a scratch folder, so that the source tree stays as it is.
+another profile than `release`. Or the binaries are the library that SPILLWAY_PREBUILT_LIB names and the two files beside it; with
+SPILLWAY_WHEEL_WITHOUT_TOOL=1 the tool may be missing. Everything is built in a scratch folder, so that the source tree stays as it is.
 
 The version is that of Cargo.toml."""
 
@@ -26,8 +26,20 @@ from setuptools.command.sdist import sdist
 HERE = pathlib.Path(__file__).resolve().parent
 RUST = HERE / "rust" if (HERE / "rust").is_dir() else HERE.parent.parent
 # What cargo needs: the crates of the workspace. It reads the manifests of all members.
-RUST_SOURCES = ("Cargo.toml", "Cargo.lock", "build.rs", "LICENSE", "src", "cli", "include", "kernels", "planner", "packaging/preload",
-                "ffi_tests/fakecuda", "ffi_tests/header")
+RUST_SOURCES = (
+    "Cargo.toml",
+    "Cargo.lock",
+    "build.rs",
+    "LICENSE",
+    "src",
+    "cli",
+    "include",
+    "kernels",
+    "planner",
+    "packaging/preload",
+    "ffi_tests/fakecuda",
+    "ffi_tests/header",
+)
 
 
 def version():
@@ -37,8 +49,11 @@ def version():
 def readme():
     """README.md without relative links, which lead nowhere on a package index: the name of the page in the repository stands there."""
     folder = "packaging/python"
-    return re.sub(r"\[[^\]]*\]\((?![a-z]+:|#)([^)\s]+)\)", lambda link: f"`{os.path.normpath(os.path.join(folder, link[1]))}`",
-                  (HERE / "README.md").read_text())
+    return re.sub(
+        r"\[[^\]]*\]\((?![a-z]+:|#)([^)\s]+)\)",
+        lambda link: f"`{os.path.normpath(os.path.join(folder, link[1]))}`",
+        (HERE / "README.md").read_text(),
+    )
 
 
 class BuildWithLibrary(build_py):
@@ -82,8 +97,11 @@ class BinaryDistribution(Distribution):
 def binaries():
     """The files to package, with their names in the package."""
     library = library_path()
-    files = [(library, "libspillway.so"), (library.with_name("libspillway_preload.so"), "libspillway_preload.so"),
-             (library.with_name("spillway"), "spillway-tool")]
+    files = [
+        (library, "libspillway.so"),
+        (library.with_name("libspillway_preload.so"), "libspillway_preload.so"),
+        (library.with_name("spillway"), "spillway-tool"),
+    ]
     if os.environ.get("SPILLWAY_WHEEL_WITHOUT_TOOL") == "1" and not files[2][0].is_file():
         files.pop()
     for file, _ in files:
@@ -104,8 +122,26 @@ def library_path():
     profile = os.environ.get("SPILLWAY_CARGO_PROFILE") or "release"
     features = os.environ.get("SPILLWAY_CARGO_FEATURES")
     target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or RUST / "target")
-    subprocess.run(["cargo", "build", "--locked", "--profile", profile, "--package", "spillway", "--package", "spillway-cli",
-                    "--package", "spillway-preload", *(["--features", features] if features else []), "--target-dir", str(target)], cwd=RUST, check=True)
+    subprocess.run(
+        [
+            "cargo",
+            "build",
+            "--locked",
+            "--profile",
+            profile,
+            "--package",
+            "spillway",
+            "--package",
+            "spillway-cli",
+            "--package",
+            "spillway-preload",
+            *(["--features", features] if features else []),
+            "--target-dir",
+            str(target),
+        ],
+        cwd=RUST,
+        check=True,
+    )
     # The profile `dev` has a folder of another name.
     return target / {"dev": "debug"}.get(profile, profile) / "libspillway.so"
 
@@ -114,10 +150,14 @@ def scratch():
     """Options that move build folders and metadata out of the source tree."""
     folder = tempfile.mkdtemp(prefix="spillway-build-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return {"build": {"build_base": folder}, "egg_info": {"egg_base": folder},
-            "bdist_wheel": {"bdist_dir": os.path.join(folder, "wheel")}}
+    return {"build": {"build_base": folder}, "egg_info": {"egg_base": folder}, "bdist_wheel": {"bdist_dir": os.path.join(folder, "wheel")}}
 
 
-setup(version=version(), long_description=readme(), long_description_content_type="text/markdown",
-      cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel, "sdist": SourceDistribution}, distclass=BinaryDistribution,
-      options=scratch())
+setup(
+    version=version(),
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel, "sdist": SourceDistribution},
+    distclass=BinaryDistribution,
+    options=scratch(),
+)

@@ -26,9 +26,28 @@ import typing as _typing
 from collections.abc import Callable as _Callable
 
 from . import _abi, _arguments, _log, _native, _version
-from .errors import (BusyError, CorruptError, GpuError, InternalError, InvalidArgumentError, IoError, LibraryNotFoundError,
-                     NoDeviceError, NoStateError, NoStepError, NotFoundError, OutOfOrderError, SpillwayError, SystemCallError,
-                     TierError, TierFencedError, TierLockedError, TimedOutError, UnknownIdError, UnsupportedError)
+from .errors import (
+    BusyError,
+    CorruptError,
+    GpuError,
+    InternalError,
+    InvalidArgumentError,
+    IoError,
+    LibraryNotFoundError,
+    NoDeviceError,
+    NoStateError,
+    NoStepError,
+    NotFoundError,
+    OutOfOrderError,
+    SpillwayError,
+    SystemCallError,
+    TierError,
+    TierFencedError,
+    TierLockedError,
+    TimedOutError,
+    UnknownIdError,
+    UnsupportedError,
+)
 from .gpu import DeviceArray, Event, Gpu, Stream, gpu_count, pinned
 from .interleave import Interleave, Rates, Subgroup, plan
 from .optim import Adagrad, Adam, Lion, Prepared, Recording, StepStats, accumulate_, grad_stats
@@ -39,13 +58,60 @@ from .tier import Tier, TierPath
 
 __version__ = _version.VERSION
 
-__all__ = ["Adagrad", "Adam", "BusyError", "CorruptError", "DeviceArray", "Event", "Gpu", "GpuError", "Interleave",
-           "InternalError", "InvalidArgumentError", "IoError", "LibraryNotFoundError", "Lion", "NoDeviceError", "NoStateError",
-           "NoStepError", "NotFoundError", "OptimizerStats", "OutOfOrderError", "Prepared", "Rates", "Recording", "Speculation",
-           "SpillwayError", "StepStats", "Stream", "Subgroup", "Swap", "SystemCallError", "Tier", "TierError",
-           "TierFencedError", "TierLockedError", "TierPath", "TimedOutError", "UnknownIdError", "UnsupportedError",
-           "accumulate_", "gpu_count", "grad_stats", "kernel_name", "library_path", "library_version", "num_threads",
-           "pinned", "plan", "plan_model", "preload_path", "set_log", "set_num_threads", "stats"]
+__all__ = [
+    "Adagrad",
+    "Adam",
+    "BusyError",
+    "CorruptError",
+    "DeviceArray",
+    "Event",
+    "Gpu",
+    "GpuError",
+    "Interleave",
+    "InternalError",
+    "InvalidArgumentError",
+    "IoError",
+    "LibraryNotFoundError",
+    "Lion",
+    "NoDeviceError",
+    "NoStateError",
+    "NoStepError",
+    "NotFoundError",
+    "OptimizerStats",
+    "OutOfOrderError",
+    "Prepared",
+    "Rates",
+    "Recording",
+    "Speculation",
+    "SpillwayError",
+    "StepStats",
+    "Stream",
+    "Subgroup",
+    "Swap",
+    "SystemCallError",
+    "Tier",
+    "TierError",
+    "TierFencedError",
+    "TierLockedError",
+    "TierPath",
+    "TimedOutError",
+    "UnknownIdError",
+    "UnsupportedError",
+    "accumulate_",
+    "gpu_count",
+    "grad_stats",
+    "kernel_name",
+    "library_path",
+    "library_version",
+    "num_threads",
+    "pinned",
+    "plan",
+    "plan_model",
+    "preload_path",
+    "set_log",
+    "set_num_threads",
+    "stats",
+]
 
 library_path = _native.library_path
 preload_path = _native.preload_path

@@ -1,9 +1,9 @@
 """The command line of Spillway, as `spillway` and as `python -m spillway`.
 
-    spillway                   what this installation serves: library, machine, frameworks
-    spillway preload-path      the preload library: LD_PRELOAD=$(spillway preload-path) program
-    spillway library-path      libspillway.so, as this package loads it
-    spillway doctor ...        and all other commands: the tool in this package; `spillway --help` lists them"""
+spillway                   what this installation serves: library, machine, frameworks
+spillway preload-path      the preload library: LD_PRELOAD=$(spillway preload-path) program
+spillway library-path      libspillway.so, as this package loads it
+spillway doctor ...        and all other commands: the tool in this package; `spillway --help` lists them"""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def _main() -> int:
         _console.write(_native.library_path())
     elif len(sys.argv) == 1:
         from . import _report
+
         return _report.main()
     else:
         _run_tool(sys.argv[1:])

@@ -67,13 +67,15 @@ def milliseconds(timeout: Any) -> int:
 def numpy_dtype(argument: str, dtype: Any) -> Any:
     """The numpy dtype of "f32", "f16", "bf16" (as uint16) or of anything that names one. Shared bytes are no Python objects."""
     import numpy
+
     try:
         kind = numpy.dtype(_NUMPY.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"{argument} is {dtype!r}, which names no numpy dtype: {error}") from None
     if kind.hasobject or kind.itemsize == 0:
-        raise InvalidArgumentError(f"{argument} is {dtype!r}, whose elements are {'Python objects' if kind.hasobject else 'empty'}; pass a "
-                                   "dtype of plain numbers")
+        raise InvalidArgumentError(
+            f"{argument} is {dtype!r}, whose elements are {'Python objects' if kind.hasobject else 'empty'}; pass a dtype of plain numbers"
+        )
     return kind
 
 

@@ -51,12 +51,15 @@ def memory(array: Any, argument: str, write: bool) -> tuple[int, int]:
         _check_values(array, argument)
         address, size = array.data_ptr(), array.numel() * array.element_size()
         if size and not address:
-            raise InvalidArgumentError(f"{argument} has no memory, because its storage was freed or is of another tensor; pass a tensor with values")
+            raise InvalidArgumentError(
+                f"{argument} has no memory, because its storage was freed or is of another tensor; pass a tensor with values"
+            )
         return address, size
     if numpy is not None and isinstance(array, numpy.ndarray):
         if array.dtype.hasobject:
-            raise InvalidArgumentError(f"{argument} has dtype {array.dtype}, whose elements are addresses of Python objects; pass an array of plain "
-                                       "values")
+            raise InvalidArgumentError(
+                f"{argument} has dtype {array.dtype}, whose elements are addresses of Python objects; pass an array of plain values"
+            )
         if not array.flags.c_contiguous:
             raise InvalidArgumentError(f"{argument} is not contiguous; pass a contiguous array")
         if write and not array.flags.writeable:
@@ -76,8 +79,9 @@ def same_shape(array: Any, other: Any, argument: str, other_argument: str) -> No
         return
     if (len(shape) == 1 or len(wanted) == 1) and _count(shape) == _count(wanted):
         return
-    raise InvalidArgumentError(f"{argument} has shape {shape}, {other_argument} has {wanted}; the shapes must agree, or one be flat "
-                               "with as many elements")
+    raise InvalidArgumentError(
+        f"{argument} has shape {shape}, {other_argument} has {wanted}; the shapes must agree, or one be flat with as many elements"
+    )
 
 
 def held(array: Any) -> Any:
@@ -97,8 +101,7 @@ def dtype_code(name: Any) -> int:
 
 def _torch_span(torch: Any, tensor: Any, argument: str) -> tuple[int, int, int]:
     if not _torch_dtypes:
-        _torch_dtypes.update({torch.float32: _abi.DTYPE_F32, torch.float16: _abi.DTYPE_F16,
-                              torch.bfloat16: _abi.DTYPE_BF16})
+        _torch_dtypes.update({torch.float32: _abi.DTYPE_F32, torch.float16: _abi.DTYPE_F16, torch.bfloat16: _abi.DTYPE_BF16})
     code = _torch_dtypes.get(tensor.dtype)
     if code is None:
         raise InvalidArgumentError(f"{argument} has dtype {str(tensor.dtype).removeprefix('torch.')}; pass {_EXPECTED}")
@@ -107,8 +110,10 @@ def _torch_span(torch: Any, tensor: Any, argument: str) -> tuple[int, int, int]:
     if tensor.layout is not torch.strided:
         raise InvalidArgumentError(f"{argument} is sparse ({tensor.layout}); pass its values()")
     if not tensor.is_contiguous():
-        raise InvalidArgumentError(f"{argument} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()}); "
-                                   "pass the contiguous tensor itself, because a step on a copy would be lost")
+        raise InvalidArgumentError(
+            f"{argument} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()}); "
+            "pass the contiguous tensor itself, because a step on a copy would be lost"
+        )
     _check_values(tensor, argument)
     return tensor.data_ptr(), tensor.numel(), code
 
@@ -116,8 +121,10 @@ def _torch_span(torch: Any, tensor: Any, argument: str) -> tuple[int, int, int]:
 def _check_values(tensor: Any, argument: str) -> None:
     """Raises InvalidArgumentError if the memory of a torch tensor does not have its values."""
     if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
-        raise InvalidArgumentError(f"{argument} has torch's negative or conjugate bit, or is a zero tensor, so its memory does not have its "
-                                   "values; pass a tensor that tensor.resolve_neg(), tensor.resolve_conj() or tensor + 0 returns")
+        raise InvalidArgumentError(
+            f"{argument} has torch's negative or conjugate bit, or is a zero tensor, so its memory does not have its "
+            "values; pass a tensor that tensor.resolve_neg(), tensor.resolve_conj() or tensor + 0 returns"
+        )
 
 
 def _numpy_span(array: Any, argument: str, write: bool, uint16_dtype: str | None) -> tuple[int, int, int]:
@@ -128,11 +135,11 @@ def _numpy_span(array: Any, argument: str, write: bool, uint16_dtype: str | None
     if name == "uint16" and uint16_dtype is not None:
         code = dtype_code(uint16_dtype)
         if code == _abi.DTYPE_F32:
-            raise InvalidArgumentError(f"{argument} has dtype uint16, which cannot hold {uint16_dtype}; pass uint16_dtype=\"bf16\" or \"f16\"")
+            raise InvalidArgumentError(f'{argument} has dtype uint16, which cannot hold {uint16_dtype}; pass uint16_dtype="bf16" or "f16"')
     else:
         code = _abi.DTYPES.get(name)
     if code is None or not native:
-        hint = ", or uint16_dtype=\"bf16\" if it holds bfloat16 bits" if name == "uint16" else ""
+        hint = ', or uint16_dtype="bf16" if it holds bfloat16 bits' if name == "uint16" else ""
         order = "" if native else " in foreign byte order"
         raise InvalidArgumentError(f"{argument} has dtype {name}{order}; pass {_EXPECTED}{hint}")
     flags = array.flags

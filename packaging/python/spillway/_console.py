@@ -1,5 +1,5 @@
-"""Standard output of the commands of this package. Output that cannot be written ends the command with status 1 and one line on standard error,
-or without a line where the reader of a pipe has ended."""
+"""Standard output of the commands of this package. Output that cannot be written ends the command with status 1 and one line on standard
+error, or without a line where the reader of a pipe has ended."""
 
 from __future__ import annotations
 

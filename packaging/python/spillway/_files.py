@@ -77,8 +77,8 @@ def check_levels(content: bytes) -> None:
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of UTF-8 encoded JSON. ValueError if it is none, has more than MOST_LEVELS levels, numbers that are not finite, or an object with
-    the same key twice."""
+    """The value of UTF-8 encoded JSON. ValueError if it is none, has more than MOST_LEVELS levels, numbers that are not finite, or an
+    object with the same key twice."""
     check_levels(content)
     return json.loads(content.decode(), parse_int=_integer, parse_constant=_constant, object_pairs_hook=_object)
 
@@ -86,7 +86,7 @@ def parse_json(content: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        (twice, _), = collections.Counter(key for key, _ in pairs).most_common(1)
+        ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice[:100]!r} twice in one object")
     return found
 
@@ -136,7 +136,9 @@ def check_replaceable(path: str) -> None:
     """IsADirectoryError if a file cannot take this name by `durable`, because a directory has it."""
     for taken in (path, f"{path}.part"):
         if os.path.isdir(taken) and not os.path.islink(taken):
-            raise IsADirectoryError(errno.EISDIR, "a directory has the name of a file to be written; remove it, or use another directory", taken)
+            raise IsADirectoryError(
+                errno.EISDIR, "a directory has the name of a file to be written; remove it, or use another directory", taken
+            )
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:

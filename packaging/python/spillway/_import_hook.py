@@ -53,6 +53,7 @@ def _found(finder: Any, name: str, path: Any, target: Any) -> Any:
     if sys.version_info >= (3, 12) or not hasattr(finder, "find_module"):
         return None
     from importlib.util import spec_from_loader
+
     loader = finder.find_module(name, path)
     return None if loader is None else spec_from_loader(name, loader)
 

@@ -15,18 +15,25 @@ from typing import Any, NamedTuple
 
 #: The least and the largest value of the integer types of C, and of an address.
 RANGES: dict[Any, tuple[int, int]] = {
-    c_uint32: (0, 2**32 - 1), c_int32: (-2**31, 2**31 - 1), c_uint64: (0, 2**64 - 1), c_int64: (-2**63, 2**63 - 1),
-    c_size_t: (0, 2**64 - 1), c_void_p: (0, 2**64 - 1)}
+    c_uint32: (0, 2**32 - 1),
+    c_int32: (-(2**31), 2**31 - 1),
+    c_uint64: (0, 2**64 - 1),
+    c_int64: (-(2**63), 2**63 - 1),
+    c_size_t: (0, 2**64 - 1),
+    c_void_p: (0, 2**64 - 1),
+}
 
 
 def between(argument: str, value: Any, least: int, most: int) -> int:
-    """The value as an int, if it is an integer from `least` to `most`. Integers of numpy and torch, and bools, are integers; floats are none."""
+    """The value as an int, if it is an integer from `least` to `most`. Integers of numpy and torch, and bools, are integers; floats are
+    none."""
     try:
         number = operator.index(value)
     except TypeError:
         number = least - 1
     if not least <= number <= most:
         from .errors import InvalidArgumentError
+
         raise InvalidArgumentError(f"{argument} is {value!r}; pass an integer from {least} to {most}")
     return number
 

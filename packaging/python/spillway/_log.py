@@ -43,8 +43,8 @@ def first_served(framework: str, op: str) -> None:
 
 
 def _call(function: Callable[[str, str], object], message: str) -> None:
-    """Calls the program's function. Its exception is reported as ctypes reports one of a line that the library logs: the call that logs has been
-    done, and must not look like one that failed."""
+    """Calls the program's function. Its exception is reported as ctypes reports one of a line that the library logs: the call that logs has
+    been done, and must not look like one that failed."""
     try:
         function("info", message)
     except Exception as error:

@@ -20,8 +20,8 @@ _library: ctypes.CDLL | None = None
 def library() -> ctypes.CDLL:
     """The loaded library, prototypes set and ABI version checked.
 
-    ctypes shortens integers that do not fit: call its functions by `call` or `_native_handle.record`, which check them. A hot path may call a
-    function itself if the package has made all integers."""
+    ctypes shortens integers that do not fit: call its functions by `call` or `_native_handle.record`, which check them. A hot path may call
+    a function itself if the package has made all integers."""
     global _library
     if _library is None:
         with _lock:
@@ -61,17 +61,21 @@ def _load(path: str) -> ctypes.CDLL:
         loaded.spw_abi_version.argtypes = []
         found = loaded.spw_abi_version()
     except (OSError, AttributeError) as error:
-        raise LibraryNotFoundError(f"cannot load {path}: {error}; reinstall the spillway wheel, or name the library "
-                              "in SPILLWAY_LIBRARY") from error
+        raise LibraryNotFoundError(
+            f"cannot load {path}: {error}; reinstall the spillway wheel, or name the library in SPILLWAY_LIBRARY"
+        ) from error
     if found != _abi.ABI_VERSION:
-        raise LibraryNotFoundError(f"{path} has ABI version {found}, this package needs {_abi.ABI_VERSION}; install the library and the "
-                                   "package of one release")
+        raise LibraryNotFoundError(
+            f"{path} has ABI version {found}, this package needs {_abi.ABI_VERSION}; install the library and the package of one release"
+        )
     for name, (restype, argtypes) in _abi.PROTOTYPES.items():
         try:
             function = getattr(loaded, name)
         except AttributeError as error:
-            raise LibraryNotFoundError(f"{path} lacks the function {name}, because it is older than this package; install the library "
-                                       "and the package of one release") from error
+            raise LibraryNotFoundError(
+                f"{path} lacks the function {name}, because it is older than this package; install the library "
+                "and the package of one release"
+            ) from error
         function.restype = restype
         function.argtypes = [argument.kind if isinstance(argument, _abi.Integer) else argument for argument in argtypes]
     return loaded
@@ -80,8 +84,8 @@ def _load(path: str) -> ctypes.CDLL:
 def fitting(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a C function, after a check that its integers fit their C types.
 
-    ctypes would keep the lower bits of an integer that is too large. Its own hook for the conversion of an argument, from_param, is not used:
-    ctypes replaces every exception there, also that of a signal handler, by an ArgumentError.
+    ctypes would keep the lower bits of an integer that is too large. Its own hook for the conversion of an argument, from_param, is not
+    used: ctypes replaces every exception there, also that of a signal handler, by an ArgumentError.
 
     Raises:
         InvalidArgumentError: An integer does not fit. The message has its name in the C header, and the range."""

@@ -142,8 +142,14 @@ class _NativeHandle:
     def _call(self, function: str, *arguments: Any) -> None:
         self._through(lambda handle: _native.call(function, handle, *arguments))
 
-    def _end(self, *arguments: Any, timeout: float | None = None, closer: str | None = None, before: Callable[[Any], object] | None = None,
-             status: list[int] | None = None) -> bool:
+    def _end(
+        self,
+        *arguments: Any,
+        timeout: float | None = None,
+        closer: str | None = None,
+        before: Callable[[Any], object] | None = None,
+        status: list[int] | None = None,
+    ) -> bool:
         """Waits up to `timeout` seconds for calls in flight, then calls before(handle) and the closer, whose status it appends to
         the list `status`; False if already closed."""
         if not self._cell or self._process != os.getpid() or self._closing._is_owned():
@@ -174,20 +180,28 @@ class _NativeHandle:
     def _drain(self, end: float | None) -> None:
         while inside := [thread for lock, thread in list(self._inside.items()) if lock.locked()]:
             if threading.get_ident() in inside:
-                raise BusyError(f"cannot close this {self._kind} from inside one of its own calls, by a callback or a signal handler; "
-                                "close it after the call has returned")
+                raise BusyError(
+                    f"cannot close this {self._kind} from inside one of its own calls, by a callback or a signal handler; "
+                    "close it after the call has returned"
+                )
             if sys.is_finalizing():
-                raise BusyError(f"cannot close this {self._kind} at the end of the interpreter: threads that have not ended are inside of its "
-                                "calls; close it earlier")
+                raise BusyError(
+                    f"cannot close this {self._kind} at the end of the interpreter: threads that have not ended are inside of its "
+                    "calls; close it earlier"
+                )
             if end is not None and time.monotonic() >= end:
-                raise TimedOutError(f"timed out while closing this {self._kind}: {len(inside)} calls of other threads have not "
-                                    "returned; it is still open, close it again later")
+                raise TimedOutError(
+                    f"timed out while closing this {self._kind}: {len(inside)} calls of other threads have not "
+                    "returned; it is still open, close it again later"
+                )
             time.sleep(POLL_SECONDS)
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
-            raise UnsupportedError(f"this {self._kind} was opened by process {self._process} and is not usable in its forked "
-                                   f"child {os.getpid()}; open a new one in the child")
+            raise UnsupportedError(
+                f"this {self._kind} was opened by process {self._process} and is not usable in its forked "
+                f"child {os.getpid()}; open a new one in the child"
+            )
 
     def close(self) -> None:
         """Closes the object after calls of other threads have returned; a second call does nothing."""

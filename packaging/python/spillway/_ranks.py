@@ -38,9 +38,11 @@ def together(world: int, work: Callable[[], Any], undo: Callable[[Any], object] 
     return value
 
 
-def open_together(settings: Any, rank: int, world: int, open_at: Callable[[int | None], tier.Tier], cure: str, group: Any = None) -> tier.Tier:
-    """Opens this rank's tier by open_at(step), at the step that all ranks have; None is a new run. `settings` has paths, job and host; `cure`
-    ends the message if the ranks have no step in common."""
+def open_together(
+    settings: Any, rank: int, world: int, open_at: Callable[[int | None], tier.Tier], cure: str, group: Any = None
+) -> tier.Tier:
+    """Opens this rank's tier by open_at(step), at the step that all ranks have; None is a new run. `settings` has paths, job and host;
+    `cure` ends the message if the ranks have no step in common."""
     if world == 1:
         return open_at(None)
     step = agreed([settings], rank, world, cure, group)
@@ -50,8 +52,16 @@ def open_together(settings: Any, rank: int, world: int, open_at: Callable[[int |
 def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any = None) -> int | None:
     """The step that all tiers of all ranks have; None is a new run, for which commits of some tiers only are removed. `everything` has the
     settings of each tier of this rank; `cure` ends the message if there is no such step."""
-    own = together(world, lambda: [tier.steps(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world,
-                                              degraded=getattr(settings, "degraded", False)) for settings in everything], group=group)
+    own = together(
+        world,
+        lambda: [
+            tier.steps(
+                settings.paths, job=settings.job, host=settings.host, rank=rank, world=world, degraded=getattr(settings, "degraded", False)
+            )
+            for settings in everything
+        ],
+        group=group,
+    )
     everyone = [[tier.Steps(*steps) for steps in ranks] for ranks in gathered([tuple(steps) for steps in own], world, group)]
     last = {steps.last for ranks in everyone for steps in ranks}
     step = last.pop() if len(last) == 1 else _common(everyone, cure)
@@ -69,14 +79,19 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
 def _common(everyone: list[list[tier.Steps]], cure: str) -> int | None:
     """The one step at which all ranks can resume; None is a new run. A rank can start anew if it has a tier with no
     commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
-    choices = [{steps.last} | ({None} if steps.first else {steps.before} - {None}) if steps.exists else set()
-               for ranks in everyone for steps in ranks]
+    choices = [
+        {steps.last} | ({None} if steps.first else {steps.before} - {None}) if steps.exists else set()
+        for ranks in everyone
+        for steps in ranks
+    ]
     common = set.intersection(*choices)
     if len(common) != 1:
         nothing = [rank for rank, ranks in enumerate(everyone) if not all(steps.exists for steps in ranks)]
         found = f"; ranks {nothing} found no tier of their own, because a path is missing or the host has another name" if nothing else ""
-        raise InvalidArgumentError(f"the ranks have no committed step in common: their last steps are {[steps.last for ranks in everyone for steps in ranks]}"
-                                   f"{found}; {cure}")
+        raise InvalidArgumentError(
+            f"the ranks have no committed step in common: their last steps are {[steps.last for ranks in everyone for steps in ranks]}"
+            f"{found}; {cure}"
+        )
     return common.pop()
 
 
@@ -91,6 +106,7 @@ def gathered(value: Any, world: int, group: Any = None) -> list[Any]:
     if world == 1:
         return [value]
     import torch
+
     values = [None] * world
     torch.distributed.all_gather_object(values, value, group=group)
     return values

@@ -18,9 +18,14 @@ _URING = _abi.IO_BACKEND_URING
 def lines() -> list[str]:
     """The report. Raises LibraryNotFoundError if the library cannot be loaded."""
     import spillway
-    found = [f"spillway {spillway.__version__}, libspillway {spillway.library_version()} from {spillway.library_path()}",
-             _row("kernel", spillway.kernel_name()), _row("threads", str(spillway.num_threads())), _row("memlock", _memlock()),
-             _row("io_uring", _io_uring())]
+
+    found = [
+        f"spillway {spillway.__version__}, libspillway {spillway.library_version()} from {spillway.library_path()}",
+        _row("kernel", spillway.kernel_name()),
+        _row("threads", str(spillway.num_threads())),
+        _row("memlock", _memlock()),
+        _row("io_uring", _io_uring()),
+    ]
     for name, describe in (("deepspeed", _deepspeed), ("torch", _torch), ("megatron-core", _megatron)):
         version = _version(name)
         found += ["", f"{name} {version}" if version else f"{name}: not installed"]
@@ -67,13 +72,19 @@ def _variable(name: str) -> tuple[str, str]:
 
 def _deepspeed(version: str) -> list[tuple[str, str]]:
     from .deepspeed import _hook, _versions
+
     rows = [(op, _answer(_versions.ops_lack(version))) for op in _hook.OPS]
     rows += [(_SHORT[part], _answer(_versions.version_lacks(part, version))) for part in _versions.PARTS]
     return [*rows, _variable("SPILLWAY_DEEPSPEED")]
 
 
-_SHORT = {"engine": "engine.destroy()", "states": "ZeRO-3 states, tier", "parameters": "ZeRO-3 weights, tier",
-          "interleave": "interleave", "superoffload": "SuperOffload"}
+_SHORT = {
+    "engine": "engine.destroy()",
+    "states": "ZeRO-3 states, tier",
+    "parameters": "ZeRO-3 weights, tier",
+    "interleave": "interleave",
+    "superoffload": "SuperOffload",
+}
 
 
 def _torch(version: str) -> list[tuple[str, str]]:
@@ -83,6 +94,7 @@ def _torch(version: str) -> list[tuple[str, str]]:
 
 def _megatron(version: str) -> list[tuple[str, str]]:
     from .megatron import _versions
+
     return [("HybridDeviceOptimizer", _answer(_versions.version_lacks(version))), _variable("SPILLWAY_MEGATRON")]
 
 
@@ -93,6 +105,7 @@ def _answer(reason: str | None) -> str:
 def main() -> int:
     """Prints the report; returns the exit status."""
     from .errors import LibraryNotFoundError
+
     try:
         _console.write("\n".join(lines()))
     except LibraryNotFoundError as error:

@@ -1,5 +1,5 @@
-"""The header of the format safetensors: eight bytes with the length of a JSON object, and the object, in which each tensor has its dtype, its
-shape and the range of its bytes behind the header."""
+"""The header of the format safetensors: eight bytes with the length of a JSON object, and the object, in which each tensor has its dtype,
+its shape and the range of its bytes behind the header."""
 
 from __future__ import annotations
 
@@ -14,8 +14,21 @@ from .errors import InvalidArgumentError
 _ALIGNMENT, _MOST_HEADER = 8, 100_000_000
 _METADATA = "__metadata__"
 #: Bytes of an element of each dtype.
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8,
-              "BOOL": 1}
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+    "BOOL": 1,
+}
 
 
 def entry(dtype: str, shape: Sequence[int], start: int) -> dict[str, Any]:
@@ -30,14 +43,18 @@ def header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None = None
         InvalidArgumentError: A name or a text cannot be part of a header, or the header is too large; readers would refuse it."""
     for name in entries:
         if name == _METADATA or not is_text(name):
-            raise InvalidArgumentError(f"the name {name!r} cannot be that of a tensor in a safetensors file; use another name of valid Unicode")
+            raise InvalidArgumentError(
+                f"the name {name!r} cannot be that of a tensor in a safetensors file; use another name of valid Unicode"
+            )
     if metadata is not None and not _are_texts(metadata):
         raise InvalidArgumentError("the metadata of a safetensors file are strings of valid Unicode; pass such strings")
     encoded = json.dumps({**({_METADATA: metadata} if metadata else {}), **entries}).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     if len(encoded) > _MOST_HEADER:
-        raise InvalidArgumentError(f"the header of {len(entries)} tensors has {len(encoded)} bytes, and a safetensors file has at most {_MOST_HEADER}; "
-                                   "use shorter names, or fewer tensors in a file")
+        raise InvalidArgumentError(
+            f"the header of {len(entries)} tensors has {len(encoded)} bytes, and a safetensors file has at most {_MOST_HEADER}; "
+            "use shorter names, or fewer tensors in a file"
+        )
     return len(encoded).to_bytes(8, "little") + encoded
 
 
@@ -48,13 +65,13 @@ def parse(data: bytes) -> tuple[dict[str, Any], dict[str, Any], memoryview]:
     size = int.from_bytes(data[:8], "little")
     if size > min(len(data) - 8, _MOST_HEADER):
         raise ValueError(f"a header of {size} bytes in {len(data)}")
-    entries = _files.parse_json(data[8:8 + size])
+    entries = _files.parse_json(data[8 : 8 + size])
     if not isinstance(entries, dict):
         raise ValueError("a header that is no object")
     metadata = entries.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not _are_texts(metadata):
         raise ValueError("metadata that are not strings")
-    return metadata, entries, memoryview(data)[8 + size:]
+    return metadata, entries, memoryview(data)[8 + size :]
 
 
 def _are_texts(metadata: Mapping[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 | property of an array | checked by |
 |---|---|
-| dtype, device, layout, values in memory | `_arrays.span` and `gpu.device_span`, and _rows.py of spillway.torch, which read them from the array |
+| dtype, device, layout, values in memory | `_arrays.span`, `gpu.device_span`, and _rows.py of spillway.torch, which read the array |
 | number of elements, and one dtype for both moments and for a span and its shadow | `put` |
 | alignment, overlap with other tensors, combination of dtypes | the library, at each call |"""
 
@@ -14,8 +14,17 @@ from typing import Any
 from .errors import InvalidArgumentError
 
 #: The field with the dtype of each span.
-DTYPE_FIELDS = {"param": "param_dtype", "grad": "grad_dtype", "host_grad": "grad_dtype", "exp_avg": "state_dtype", "exp_avg_sq": "state_dtype",
-                "param_copy": "copy_dtype", "shadow_param": "param_dtype", "shadow_exp_avg": "state_dtype", "shadow_exp_avg_sq": "state_dtype"}
+DTYPE_FIELDS = {
+    "param": "param_dtype",
+    "grad": "grad_dtype",
+    "host_grad": "grad_dtype",
+    "exp_avg": "state_dtype",
+    "exp_avg_sq": "state_dtype",
+    "param_copy": "copy_dtype",
+    "shadow_param": "param_dtype",
+    "shadow_exp_avg": "state_dtype",
+    "shadow_exp_avg_sq": "state_dtype",
+}
 
 
 def begin(row: Any, elements: int) -> Any:
@@ -50,5 +59,7 @@ def put(row: Any, field: str, span: tuple[int, int, int], argument: str, dtypes:
 def _misfit(row: Any, argument: str, elements: int) -> InvalidArgumentError:
     if elements != row.n:
         return InvalidArgumentError(f"{argument} has {elements} elements, and its tensor has {row.n}; pass arrays of one size")
-    return InvalidArgumentError(f"{argument} has another dtype than the arrays of its kind before it; both moments have one dtype, and so have a "
-                                "span and its shadow")
+    return InvalidArgumentError(
+        f"{argument} has another dtype than the arrays of its kind before it; both moments have one dtype, and so have a "
+        "span and its shadow"
+    )

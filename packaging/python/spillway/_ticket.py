@@ -28,8 +28,7 @@ class Ticket:
 
     def wait(self, handle: Any, milliseconds: float) -> int:
         """Waits in C and returns the status."""
-        record(self.ended, "spw_tier_wait", handle, self.number.value, round(milliseconds),
-               ctypes.byref(self.generation))
+        record(self.ended, "spw_tier_wait", handle, self.number.value, round(milliseconds), ctypes.byref(self.generation))
         status = self.ended[-1]
         for passing in (TIMEOUT, ELSEWHERE) if self.begun else (TIMEOUT,):
             with contextlib.suppress(ValueError):

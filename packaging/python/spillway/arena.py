@@ -124,8 +124,16 @@ class Arena(_NativeHandle):
         self._hold(opener, *arguments)
 
     @classmethod
-    def create(cls, name: str | None, regions: Mapping[str, int], *, processes: int = 0, huge: bool = False,
-               node: int | None = None, collect: bool = False) -> Arena:
+    def create(
+        cls,
+        name: str | None,
+        regions: Mapping[str, int],
+        *,
+        processes: int = 0,
+        huge: bool = False,
+        node: int | None = None,
+        collect: bool = False,
+    ) -> Arena:
         """Creates an arena, whose regions hold zeros in generation 0. This object is its owner: its close removes the name.
 
         Args:
@@ -144,7 +152,10 @@ class Arena(_NativeHandle):
         table = (_abi.ArenaRegion * len(regions))()
         for row, (region, size) in zip(table, regions.items()):
             row.struct_size = ctypes.sizeof(_abi.ArenaRegion)
-            row.name, row.bytes = _arguments.text("Arena: a region's name", region), _arguments.unsigned(f"Arena: bytes of region {region}", size)
+            row.name, row.bytes = (
+                _arguments.text("Arena: a region's name", region),
+                _arguments.unsigned(f"Arena: bytes of region {region}", size),
+            )
         options = _abi.sized(_abi.ArenaOptions)
         options.name = None if name is None else _arguments.text("Arena: name", name)
         options.flags = _HUGE * huge + _BIND_NODE * (node is not None) + _COLLECT * collect
@@ -168,7 +179,9 @@ class Arena(_NativeHandle):
             PeerEndedError: Its owner has ended.
             ArenaFormatError: It is truncated, damaged, not an arena, or of another version.
             ArenaForeignError: It belongs to another user."""
-        return cls("spw_arena_open", _arguments.text("Arena: name", name), _WRITE * write + _ORPHAN * orphan, _arguments.milliseconds(timeout))
+        return cls(
+            "spw_arena_open", _arguments.text("Arena: name", name), _WRITE * write + _ORPHAN * orphan, _arguments.milliseconds(timeout)
+        )
 
     @classmethod
     def open_fd(cls, fd: int, *, write: bool = False, orphan: bool = False) -> Arena:
@@ -183,9 +196,20 @@ class Arena(_NativeHandle):
         self._call("spw_arena_get_notes", None, 0, ctypes.byref(needed))
         notes = ctypes.create_string_buffer(needed.value)
         self._call("spw_arena_get_notes", notes, needed.value, None)
-        return ArenaInfo(found.fd, found.base, found.bytes, found.id, found.region_count, found.processes, found.owner_pid,
-                         bool(found.owner_lives), bool(found.is_owner), bool(found.writable), bool(found.huge),
-                         notes.value.decode("utf-8", "replace"))
+        return ArenaInfo(
+            found.fd,
+            found.base,
+            found.bytes,
+            found.id,
+            found.region_count,
+            found.processes,
+            found.owner_pid,
+            bool(found.owner_lives),
+            bool(found.is_owner),
+            bool(found.writable),
+            bool(found.huge),
+            notes.value.decode("utf-8", "replace"),
+        )
 
     def fileno(self) -> int:
         """Returns a descriptor of the memory, valid until close. It may be sent to other processes."""
@@ -213,6 +237,7 @@ class Arena(_NativeHandle):
         Raises:
             InvalidArgumentError: The dtype has Python objects, or the shape does not fit the region."""
         import numpy
+
         kind = _arguments.numpy_dtype("Arena.view: dtype", dtype)
         memory = self._memory(name)
         flat = numpy.frombuffer(memory, kind, len(memory) // kind.itemsize)
@@ -220,7 +245,7 @@ class Arena(_NativeHandle):
             found = flat
         else:
             lengths = _arguments.shape("Arena.view: shape", shape, len(flat))
-            found = flat[:math.prod(lengths)].reshape(lengths)
+            found = flat[: math.prod(lengths)].reshape(lengths)
         if not self.info().writable:
             found.flags.writeable = False
         return found
@@ -229,16 +254,17 @@ class Arena(_NativeHandle):
         """Returns the memory of a region as a torch tensor. A write to a tensor of a read-only arena ends the process with
         SIGSEGV. Arguments as of `view`, with torch dtypes; None: torch.float32."""
         import torch
+
         known = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, None: torch.float32}
         kind = dtype if isinstance(dtype, torch.dtype) else known.get(dtype)
         if kind is None:
-            raise InvalidArgumentError(f"Arena.tensor: dtype is {dtype!r}; pass a torch dtype, \"f32\", \"f16\" or \"bf16\"")
+            raise InvalidArgumentError(f'Arena.tensor: dtype is {dtype!r}; pass a torch dtype, "f32", "f16" or "bf16"')
         memory = self._memory(name)
         flat = torch.frombuffer(memory, dtype=kind, count=len(memory) // kind.itemsize)
         if shape is None:
             return flat
         lengths = _arguments.shape("Arena.tensor: shape", shape, len(flat))
-        return flat[:math.prod(lengths)].reshape(lengths)
+        return flat[: math.prod(lengths)].reshape(lengths)
 
     def read(self, name: str, dtype: Any = "f32", *, at_least: int = 0, timeout: float | None = None) -> tuple[int, Any]:
         """Returns the generation of a region and a copy of its values, all of that one step.
@@ -253,6 +279,7 @@ class Arena(_NativeHandle):
             TornError: The writer ended in the middle of a write.
             TimedOutError: The message names the writer, or the generation."""
         import numpy
+
         kind = _arguments.numpy_dtype("Arena.read: dtype", dtype)
         copy = numpy.empty(self.region(name).bytes // kind.itemsize, kind)
         return self.read_into(name, copy, at_least=at_least, timeout=timeout), copy
@@ -267,10 +294,19 @@ class Arena(_NativeHandle):
             at_least: Wait for this generation.
             timeout: Longest wait in seconds; None: no limit."""
         from . import _arrays
+
         address, size = _arrays.memory(to, "to", True)
         generation = ctypes.c_uint64()
-        self._call("spw_arena_read", self._index(name), _arguments.unsigned("Arena: at_least", at_least), _arguments.unsigned("Arena: offset", offset), address, size,
-                   _arguments.milliseconds(timeout), ctypes.byref(generation))
+        self._call(
+            "spw_arena_read",
+            self._index(name),
+            _arguments.unsigned("Arena: at_least", at_least),
+            _arguments.unsigned("Arena: offset", offset),
+            address,
+            size,
+            _arguments.milliseconds(timeout),
+            ctypes.byref(generation),
+        )
         return generation.value
 
     def snapshot(self, name: str, *, at_least: int = 0, timeout: float | None = None) -> Snapshot:
@@ -281,8 +317,13 @@ class Arena(_NativeHandle):
             at_least: Wait for this generation.
             timeout: Longest wait in seconds; None: no limit."""
         found = _abi.sized(_abi.ArenaSnapshot)
-        self._call("spw_arena_read_begin", self._index(name), _arguments.unsigned("Arena: at_least", at_least), _arguments.milliseconds(timeout),
-                   ctypes.byref(found))
+        self._call(
+            "spw_arena_read_begin",
+            self._index(name),
+            _arguments.unsigned("Arena: at_least", at_least),
+            _arguments.milliseconds(timeout),
+            ctypes.byref(found),
+        )
         return Snapshot(found.generation, found.sequence)
 
     def validate(self, name: str, snapshot: Snapshot) -> None:
@@ -305,8 +346,7 @@ class Arena(_NativeHandle):
         outcome: list[int] = []
         _arguments.unsigned("Arena: generation", generation)
         try:
-            self._through(lambda handle: record(outcome, "spw_arena_write_begin", handle, index, generation,
-                                                ctypes.byref(torn)))
+            self._through(lambda handle: record(outcome, "spw_arena_write_begin", handle, index, generation, ctypes.byref(torn)))
             _native.check(outcome[0])
             yield bool(torn.value)
             self._call("spw_arena_write_end", index)
@@ -355,8 +395,7 @@ class Arena(_NativeHandle):
         given.nonfinite, given.sum_squares = int(stats[0]), stats[1]
         number = _arguments.unsigned("Arena.post: process", process, 32)
         which = _arguments.unsigned("Arena.post: round", round)
-        self._through(lambda handle: record(outcome, "spw_arena_post", handle, number, which, ctypes.byref(given),
-                                            int(failed)))
+        self._through(lambda handle: record(outcome, "spw_arena_post", handle, number, which, ctypes.byref(given), int(failed)))
         _native.check(outcome[0])
 
     def wait_verdict(self, round: int, *, timeout: float | None = None) -> Verdict:
@@ -371,8 +410,12 @@ class Arena(_NativeHandle):
                 An object that has not joined aborts no round: it waits on for a process that ended.
             TimedOutError: The round is open. Wait again, or abort it; do not roll back before."""
         found = _abi.sized(_abi.ArenaVerdict)
-        self._call("spw_arena_wait_verdict", _arguments.unsigned("Arena.wait_verdict: round", round), _arguments.milliseconds(timeout),
-                   ctypes.byref(found))
+        self._call(
+            "spw_arena_wait_verdict",
+            _arguments.unsigned("Arena.wait_verdict: round", round),
+            _arguments.milliseconds(timeout),
+            ctypes.byref(found),
+        )
         return Verdict(bool(found.nonfinite), found.failed, found.sum_squares)
 
     def abort_round(self, process: int, round: int) -> Verdict | None:
@@ -384,8 +427,13 @@ class Arena(_NativeHandle):
             process: The number that this object joined as.
             round: Number of the round."""
         found, decided = _abi.sized(_abi.ArenaVerdict), ctypes.c_uint32()
-        self._call("spw_arena_abort_round", _arguments.unsigned("Arena.abort_round: process", process, 32),
-                   _arguments.unsigned("Arena.abort_round: round", round), ctypes.byref(decided), ctypes.byref(found))
+        self._call(
+            "spw_arena_abort_round",
+            _arguments.unsigned("Arena.abort_round: process", process, 32),
+            _arguments.unsigned("Arena.abort_round: round", round),
+            ctypes.byref(decided),
+            ctypes.byref(found),
+        )
         return Verdict(bool(found.nonfinite), found.failed, found.sum_squares) if decided.value else None
 
     def close(self) -> None:
@@ -408,8 +456,7 @@ class Arena(_NativeHandle):
     def _region(self, index: int) -> Region:
         found, name = _abi.sized(_abi.ArenaRegionInfo), ctypes.create_string_buffer(65)
         self._call("spw_arena_get_region", index, ctypes.byref(found), name, len(name), None)
-        return Region(name.value.decode(), index, found.address, found.offset, found.bytes, found.generation,
-                      bool(found.in_write))
+        return Region(name.value.decode(), index, found.address, found.offset, found.bytes, found.generation, bool(found.in_write))
 
     def _memory(self, name: str) -> Any:
         """The bytes of a region. They keep this arena alive, and mapped."""

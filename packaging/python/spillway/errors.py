@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 
-
 class SpillwayError(RuntimeError):
     """A call of the library failed; the base of all exceptions of this package.
 
@@ -225,17 +224,24 @@ class LibraryNotFoundError(SpillwayError, ImportError):
     status = 2
 
 
-_BY_STATUS: dict[int, type[SpillwayError]] = {kind.status: kind for kind in (
-    InvalidArgumentError, UnsupportedError, UnknownIdError, InternalError, SystemCallError, TimedOutError, BusyError)}
+_BY_STATUS: dict[int, type[SpillwayError]] = {
+    kind.status: kind
+    for kind in (InvalidArgumentError, UnsupportedError, UnknownIdError, InternalError, SystemCallError, TimedOutError, BusyError)
+}
 _BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 26, 27), IoError))
 _BY_STATUS.update(dict.fromkeys(range(30, 38), TierError))
-_BY_STATUS.update({kind.status: kind for kind in (NotFoundError, CorruptError, TierLockedError, TierFencedError, NoStateError,
-                                                  NoStepError)})
+_BY_STATUS.update(
+    {kind.status: kind for kind in (NotFoundError, CorruptError, TierLockedError, TierFencedError, NoStateError, NoStepError)}
+)
 _BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrderError))
 _BY_STATUS.update(dict.fromkeys(range(51, 58), GpuError))
 _BY_STATUS[NoDeviceError.status] = NoDeviceError
-_BY_STATUS.update({kind.status: kind for kind in (TornError, ChangedError, PeerEndedError, ArenaFormatError, ArenaForeignError,
-                                                  ArenaExistsError, ArenaMissingError)})
+_BY_STATUS.update(
+    {
+        kind.status: kind
+        for kind in (TornError, ChangedError, PeerEndedError, ArenaFormatError, ArenaForeignError, ArenaExistsError, ArenaMissingError)
+    }
+)
 
 
 def from_status(status: int, message: str) -> SpillwayError:

@@ -119,7 +119,6 @@ class Link(NamedTuple):
     step_native: float
 
 
-
 def gpu_count() -> int:
     """Returns the number of GPUs that this process sees.
 
@@ -146,6 +145,7 @@ def pinned(elements: int, dtype: str = "float32") -> Any:
     Example:
         host = spillway.pinned(grad.numel(), "bfloat16")"""
     import numpy
+
     code, elements = _arrays.dtype_code(dtype), _arguments.unsigned("pinned: elements", elements, 48)
     kind = {_abi.DTYPE_F32: numpy.float32, _abi.DTYPE_F16: numpy.float16, _abi.DTYPE_BF16: numpy.uint16}[code]
     size = numpy.dtype(kind).itemsize * elements
@@ -174,15 +174,20 @@ def stream_number(stream: CudaStream | None, ordinal: int | None = None) -> int:
 def device_span(array: Any, argument: str, ordinal: int | None = None) -> tuple[int, int, int]:
     """Returns (address, elements, dtype code) of an array in the memory of GPU `ordinal`."""
     if isinstance(array, DeviceArray):
-        address, elements = _arguments.unsigned(f"{argument}.address", array.address), _arguments.unsigned(f"{argument}.elements", array.elements)
+        address, elements = (
+            _arguments.unsigned(f"{argument}.address", array.address),
+            _arguments.unsigned(f"{argument}.elements", array.elements),
+        )
         return address, elements, _arrays.dtype_code(array.dtype)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor):
         raise InvalidArgumentError(f"{argument} is a {type(array).__name__}; pass a torch tensor on a GPU or a DeviceArray")
     code = _abi.DTYPES.get(str(array.dtype).removeprefix("torch."))
     if not array.is_cuda or not array.is_contiguous() or code is None:
-        raise InvalidArgumentError(f"{argument} is {array.dtype} on device {array.device}, strides {array.stride()}; pass a contiguous "
-                                   "tensor of float32, float16 or bfloat16 on a GPU")
+        raise InvalidArgumentError(
+            f"{argument} is {array.dtype} on device {array.device}, strides {array.stride()}; pass a contiguous "
+            "tensor of float32, float16 or bfloat16 on a GPU"
+        )
     if ordinal is not None and array.device.index != ordinal:
         raise InvalidArgumentError(f"{argument} is on device {array.device}, and this Gpu is number {ordinal}; pass a tensor on that GPU")
     return array.data_ptr(), array.numel(), code
@@ -298,8 +303,16 @@ class Gpu(_NativeHandle):
         self._memory.pop(id(copy), None)
         self._in_flight.pop(copy, None)
 
-    def step(self, adam: Adam, tensors: Iterable[Sequence[Any]], *, shadow: Iterable[Sequence[Any]] | None = None,
-             stream: CudaStream | None = None, grad_scale: float = 1.0, return_stats: bool = False) -> StepStats | None:
+    def step(
+        self,
+        adam: Adam,
+        tensors: Iterable[Sequence[Any]],
+        *,
+        shadow: Iterable[Sequence[Any]] | None = None,
+        stream: CudaStream | None = None,
+        grad_scale: float = 1.0,
+        return_stats: bool = False,
+    ) -> StepStats | None:
         """Runs one step on the device, with the bits of a step on the CPU.
 
         Args:
@@ -320,7 +333,13 @@ class Gpu(_NativeHandle):
         options = options_of(adam, grad_scale)
         table = device_table(tensors, shadow, self.ordinal)
         out: Any = _abi.sized(_abi.StepStats) if return_stats else None
-        arguments = ctypes.byref(options), table, len(table), stream_number(stream, self.ordinal), ctypes.byref(out) if return_stats else None
+        arguments = (
+            ctypes.byref(options),
+            table,
+            len(table),
+            stream_number(stream, self.ordinal),
+            ctypes.byref(out) if return_stats else None,
+        )
         status: list[int] = []
         try:
             self._through(lambda handle: record(status, "spw_gpu_adam_step", handle, *arguments))
@@ -337,8 +356,15 @@ class Gpu(_NativeHandle):
             remeasure: Measure again instead of reading the saved result."""
         found = _abi.sized(_abi.GpuLink)
         self._call("spw_gpu_measure_link", int(accumulates), int(remeasure), ctypes.byref(found))
-        return Link(("native", "f32")[found.transfer_dtype], found.d2h_f32, found.d2h_native, found.h2d_f32, found.h2d_native,
-                    found.step_f32, found.step_native)
+        return Link(
+            ("native", "f32")[found.transfer_dtype],
+            found.d2h_f32,
+            found.d2h_native,
+            found.h2d_f32,
+            found.h2d_native,
+            found.step_f32,
+            found.step_native,
+        )
 
 
 class Copy:
@@ -392,15 +418,15 @@ class Copy:
         self._gpu._call("spw_gpu_copy_stream_wait", self._ticket.value, stream_number(stream, self._gpu.ordinal))
 
 
-def device_table(tensors: Iterable[Sequence[Any]], shadow: Iterable[Sequence[Any]] | None = None,
-                 ordinal: int | None = None) -> Any:
+def device_table(tensors: Iterable[Sequence[Any]], shadow: Iterable[Sequence[Any]] | None = None, ordinal: int | None = None) -> Any:
     """Returns the C table of tensors in device memory."""
     entries = [tuple(entry) for entry in tensors]
     table = (_abi.Tensor * len(entries))()
     for index, (slot, entry) in enumerate(zip(table, entries)):
         if len(entry) not in (4, 5):
-            raise InvalidArgumentError(f"tensors[{index}] has {len(entry)} arrays; pass param, grad, exp_avg, exp_avg_sq and optionally "
-                                       "param_copy")
+            raise InvalidArgumentError(
+                f"tensors[{index}] has {len(entry)} arrays; pass param, grad, exp_avg, exp_avg_sq and optionally param_copy"
+            )
         for name, array in zip(_SPANS, entry):
             if array is not None:
                 span = device_span(array, f"tensors[{index}].{name}", ordinal)

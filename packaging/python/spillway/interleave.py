@@ -91,10 +91,19 @@ class Plan(NamedTuple):
     gpu_bytes: int
 
 
-
-def plan(rates: Rates | Sequence[Any], sizes: Sequence[int], *, mode: str = "model", argument: int = 0, residents: int = 0,
-         backward: float = 0.0, transfer_dtype: str = "native", fetch_gradients: bool = False, slots: int = 0,
-         chunk: int = 0) -> Plan:
+def plan(
+    rates: Rates | Sequence[Any],
+    sizes: Sequence[int],
+    *,
+    mode: str = "model",
+    argument: int = 0,
+    residents: int = 0,
+    backward: float = 0.0,
+    transfer_dtype: str = "native",
+    fetch_gradients: bool = False,
+    slots: int = 0,
+    chunk: int = 0,
+) -> Plan:
     """Computes a Plan of an interleaved update.
 
     Args:
@@ -124,8 +133,9 @@ def plan(rates: Rates | Sequence[Any], sizes: Sequence[int], *, mode: str = "mod
     options.mode, options.parameter = _choice(PLANS, mode, "plan: mode"), _arguments.unsigned("argument", argument)
     options.residents, options.backward = _arguments.unsigned("residents", residents), _arguments.real("backward", backward)
     placements, found = (ctypes.c_uint32 * len(sizes))(), _abi.sized(_abi.PlanResult)
-    _native.call("spw_plan_interleave",
-        ctypes.byref(_rates(rates)), ctypes.byref(shape), ctypes.byref(options), placements, ctypes.byref(found))
+    _native.call(
+        "spw_plan_interleave", ctypes.byref(_rates(rates)), ctypes.byref(shape), ctypes.byref(options), placements, ctypes.byref(found)
+    )
     return Plan(tuple(PLACEMENTS[placement] for placement in placements), found.exposed_seconds, found.serial_seconds, found.gpu_bytes)
 
 
@@ -158,8 +168,17 @@ class Interleave(_NativeHandle):
 
     closer = "spw_interleave_close"
 
-    def __init__(self, subgroups: Iterable[Sequence[Any]], *, gpu: Gpu | None = None, transfer_dtype: str = "native",
-                 fetch_gradients: bool = False, slots: int = 0, chunk: int = 0, uint16_dtype: str | None = None):
+    def __init__(
+        self,
+        subgroups: Iterable[Sequence[Any]],
+        *,
+        gpu: Gpu | None = None,
+        transfer_dtype: str = "native",
+        fetch_gradients: bool = False,
+        slots: int = 0,
+        chunk: int = 0,
+        uint16_dtype: str | None = None,
+    ):
         self._subgroups = [Subgroup(*subgroup) for subgroup in subgroups]
         options = _abi.sized(_abi.InterleaveOptions)
         options.backend = _HOST if gpu is None else _CUDA
@@ -267,7 +286,7 @@ class Interleave(_NativeHandle):
         states are lost."""
         found, count = (ctypes.c_uint64 * len(self))(), ctypes.c_uint64()
         self._call("spw_interleave_get_in_flight", found, len(self), ctypes.byref(count))
-        return list(found[:count.value])
+        return list(found[: count.value])
 
     def calibrate(self, rates: Rates | Sequence[Any]) -> None:
         """Sets the Rates from which replan() starts."""

@@ -14,7 +14,7 @@ Arrays are contiguous, in CPU memory, and of one shape per tuple; a flat array m
 |---|---|
 | param | float32, float16 or bfloat16 |
 | grad | float32, float16 or bfloat16 |
-| exp_avg, exp_avg_sq | float32, or the dtype of a 16-bit param; bfloat16 for a float32 param with gradient and copy of float32 or bfloat16 |
+| exp_avg, exp_avg_sq | float32, the dtype of a 16-bit param, or bfloat16 for a float32 param whose gradient and copy are not float16 |
 | param_copy | float16 or bfloat16; written by the step |
 
 numpy has no bfloat16: a uint16 array with `uint16_dtype="bf16"`, or ml_dtypes.bfloat16."""
@@ -62,8 +62,15 @@ class _Optimizer:
         #: Number of steps done; the next step has this number plus one.
         self.step_count = 0
 
-    def step(self, tensors: Tensors, *, grad_scale: float = 1.0, return_stats: bool = False, uint16_dtype: str | None = None,
-             number: int | None = None) -> StepStats | None:
+    def step(
+        self,
+        tensors: Tensors,
+        *,
+        grad_scale: float = 1.0,
+        return_stats: bool = False,
+        uint16_dtype: str | None = None,
+        number: int | None = None,
+    ) -> StepStats | None:
         """Runs one step over all tensors, in place.
 
         Args:
@@ -121,8 +128,9 @@ class _Optimizer:
             return self.step_count + 1
         return _arguments.between(f"{type(self).__name__}: number", number, 1, (1 << 63) - 1)
 
-    def _run(self, table: Any, count: int, grad_scale: float, wanted: bool, recording: Any = None,
-             number: int | None = None) -> StepStats | None:
+    def _run(
+        self, table: Any, count: int, grad_scale: float, wanted: bool, recording: Any = None, number: int | None = None
+    ) -> StepStats | None:
         # Written for few bytecodes: a step of a small tensor takes less time than this method.
         number = self.step_count + 1 if number is None else self._number(number)
         options = self._options
@@ -191,19 +199,35 @@ class Adam(_Optimizer):
     c_name, _options_type, _states = "adam", _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
     _defaults = {"step": 1, "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "grad_scale": 1.0}
 
-    def __init__(self, lr: float | None = None, betas: tuple[float | None, float | None] = (None, None),
-                 eps: float | None = None, weight_decay: float | None = None, *, weight_decay_mode: str = "decoupled",
-                 bias_correction: bool = True, rounding: str = "nearest", rounding_seed: int = 0):
+    def __init__(
+        self,
+        lr: float | None = None,
+        betas: tuple[float | None, float | None] = (None, None),
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        *,
+        weight_decay_mode: str = "decoupled",
+        bias_correction: bool = True,
+        rounding: str = "nearest",
+        rounding_seed: int = 0,
+    ):
         if not isinstance(weight_decay_mode, str) or weight_decay_mode not in _abi.WEIGHT_DECAY_MODES:
-            raise InvalidArgumentError(f"Adam: weight_decay_mode is {weight_decay_mode!r}; pass \"decoupled\" or \"l2\"")
+            raise InvalidArgumentError(f'Adam: weight_decay_mode is {weight_decay_mode!r}; pass "decoupled" or "l2"')
         if not isinstance(rounding, str) or rounding not in _abi.ROUNDINGS:
-            raise InvalidArgumentError(f"Adam: rounding is {rounding!r}; pass \"nearest\" or \"stochastic\"")
+            raise InvalidArgumentError(f'Adam: rounding is {rounding!r}; pass "nearest" or "stochastic"')
         rounding_seed = _arguments.unsigned("Adam: rounding_seed", rounding_seed)
         beta1, beta2 = _pair(betas)
-        super().__init__(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-                         weight_decay_mode=_abi.WEIGHT_DECAY_MODES[weight_decay_mode],
-                         no_bias_correction=int(not bias_correction), rounding=_abi.ROUNDINGS[rounding],
-                         rounding_seed=rounding_seed)
+        super().__init__(
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            weight_decay_mode=_abi.WEIGHT_DECAY_MODES[weight_decay_mode],
+            no_bias_correction=int(not bias_correction),
+            rounding=_abi.ROUNDINGS[rounding],
+            rounding_seed=rounding_seed,
+        )
 
     lr = _option("lr", "Learning rate of the next step.")
     eps = _option("eps", "Term added to the denominator.")
@@ -231,8 +255,7 @@ class Adagrad(_Optimizer):
     c_name, _options_type, _states = "adagrad", _abi.AdagradOptions, ("exp_avg_sq",)
     _defaults = {"step": 1, "lr": 1e-2, "eps": 1e-10, "grad_scale": 1.0}
 
-    def __init__(self, lr: float | None = None, lr_decay: float | None = None, eps: float | None = None,
-                 weight_decay: float | None = None):
+    def __init__(self, lr: float | None = None, lr_decay: float | None = None, eps: float | None = None, weight_decay: float | None = None):
         super().__init__(lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
 
     lr = _option("lr", "Learning rate of the next step.")
@@ -258,8 +281,7 @@ class Lion(_Optimizer):
     c_name, _options_type, _states = "lion", _abi.LionOptions, ("exp_avg",)
     _defaults = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "grad_scale": 1.0}
 
-    def __init__(self, lr: float | None = None, betas: tuple[float | None, float | None] = (None, None),
-                 weight_decay: float | None = None):
+    def __init__(self, lr: float | None = None, betas: tuple[float | None, float | None] = (None, None), weight_decay: float | None = None):
         beta1, beta2 = _pair(betas)
         super().__init__(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
 
@@ -317,8 +339,9 @@ class Prepared:
         return self.optimizer._run(self._address, self._count, grad_scale, wanted, recording, number)
 
 
-def tensor_table(optimizer: _Optimizer, tensors: Tensors, uint16_dtype: str | None = None,
-                 shadow: Tensors | None = None) -> tuple[Any, list[Any]]:
+def tensor_table(
+    optimizer: _Optimizer, tensors: Tensors, uint16_dtype: str | None = None, shadow: Tensors | None = None
+) -> tuple[Any, list[Any]]:
     """Returns the C table of an optimizer's tensors, and references that keep their memory alive."""
     names = ("param", "grad", *optimizer._states, "param_copy")
     try:
@@ -351,8 +374,9 @@ def _fill(slot: Any, entry: tuple[Any, ...], names: tuple[str, ...], prefix: str
         _tensor_rows.put(slot, name, span, argument)
 
 
-def _fill_shadows(table: Any, optimizer: _Optimizer, shadow: Tensors, tensors: list[tuple[Any, ...]],
-                  uint16_dtype: str | None) -> list[Any]:
+def _fill_shadows(
+    table: Any, optimizer: _Optimizer, shadow: Tensors, tensors: list[tuple[Any, ...]], uint16_dtype: str | None
+) -> list[Any]:
     """Writes the shadows into the C table; returns references that keep their memory alive."""
     entries = [tuple(entry) for entry in shadow]
     if len(entries) != len(table):
@@ -396,8 +420,9 @@ def grad_stats(grad: Array, *, scale: float = 1.0, uint16_dtype: str | None = No
     return StepStats(bool(out.nonfinite), out.sum_squares)
 
 
-def accumulate_(dst: Array | list[Array], src: Array | list[Array], *, scale: float = 1.0, return_stats: bool = False,
-                uint16_dtype: str | None = None) -> StepStats | None:
+def accumulate_(
+    dst: Array | list[Array], src: Array | list[Array], *, scale: float = 1.0, return_stats: bool = False, uint16_dtype: str | None = None
+) -> StepStats | None:
     """Adds gradients to accumulated gradients, in place: dst += src * scale, with one rounding.
 
     Args:

@@ -17,13 +17,37 @@ from .errors import InvalidArgumentError, LibraryNotFoundError
 
 __all__ = ["plan_model"]
 
-_OPTIONS = ("machine", "ranks", "zero_stage", "micro_batch", "sequence", "accumulation", "sub_group_size", "gpu_memory",
-            "host_memory", "gpu_reserve", "link_gbps", "cpu_adam_gbps", "gpu_adam_gbps", "gpu_tflops", "profile", "profile_link",
-            "adam_report", "svg", "strategy")
+_OPTIONS = (
+    "machine",
+    "ranks",
+    "zero_stage",
+    "micro_batch",
+    "sequence",
+    "accumulation",
+    "sub_group_size",
+    "gpu_memory",
+    "host_memory",
+    "gpu_reserve",
+    "link_gbps",
+    "cpu_adam_gbps",
+    "gpu_adam_gbps",
+    "gpu_tflops",
+    "profile",
+    "profile_link",
+    "adam_report",
+    "svg",
+    "strategy",
+)
 
 
-def plan_model(model: str | os.PathLike[str] | Mapping[str, Any] | Any, *, paths: Sequence[str | os.PathLike[str]] = (),
-               recompute: bool = True, commits: bool = True, **options: Any) -> dict[str, Any]:
+def plan_model(
+    model: str | os.PathLike[str] | Mapping[str, Any] | Any,
+    *,
+    paths: Sequence[str | os.PathLike[str]] = (),
+    recompute: bool = True,
+    commits: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
     """Returns the plan of a model's training on a machine.
 
     Args:
@@ -53,11 +77,13 @@ def plan_model(model: str | os.PathLike[str] | Mapping[str, Any] | Any, *, paths
         return _run(os.fspath(model), given)
     fields = model if isinstance(model, Mapping) else getattr(model, "to_dict", lambda: None)()
     if not isinstance(fields, Mapping):
-        raise InvalidArgumentError(f"plan_model: model is a {type(model).__name__}; pass a path, a name, a dictionary or a "
-                                   "configuration of transformers")
+        raise InvalidArgumentError(
+            f"plan_model: model is a {type(model).__name__}; pass a path, a name, a dictionary or a configuration of transformers"
+        )
     # Here and in _run: `import spillway` must be fast.
     import json
     import tempfile
+
     with tempfile.TemporaryDirectory(prefix="spillway-plan-") as folder:
         path = os.path.join(folder, "config.json")
         try:
@@ -79,14 +105,16 @@ def _text(name: str, value: Any) -> str:
 def _run(model: str, given: list[str]) -> dict[str, Any]:
     import json
     import subprocess
+
     tool = _native.tool_path()
     try:
         made = subprocess.run([tool, "plan", *given, "--json", "--", model], capture_output=True, text=True, check=False)
     except ValueError as error:
         raise InvalidArgumentError(f"plan_model: {error}") from error
     except OSError as error:
-        raise LibraryNotFoundError(f"plan_model: cannot run {tool}: {error.strerror}; reinstall the spillway wheel, or build the "
-                                   "tool: make lib") from error
+        raise LibraryNotFoundError(
+            f"plan_model: cannot run {tool}: {error.strerror}; reinstall the spillway wheel, or build the tool: make lib"
+        ) from error
     if made.returncode:
         raise InvalidArgumentError("plan_model: " + made.stderr.strip().removeprefix("spillway: "))
     found: dict[str, Any] = json.loads(made.stdout)

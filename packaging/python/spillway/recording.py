@@ -1,13 +1,13 @@
 """Optimizer steps that can be rolled back.
 
-    recording = adam.prepare([(param, grad, exp_avg, exp_avg_sq)]).record()
-    stats = recording.step(return_stats=True)
-    if stats.nonfinite:
-        recording.rollback()               # every bit is as before the step
-    elif norm > limit:
-        recording.redo(grad_scale=limit / norm)     # bit-identical to a step with that scale
-    else:
-        recording.commit()
+recording = adam.prepare([(param, grad, exp_avg, exp_avg_sq)]).record()
+stats = recording.step(return_stats=True)
+if stats.nonfinite:
+    recording.rollback()               # every bit is as before the step
+elif norm > limit:
+    recording.redo(grad_scale=limit / norm)     # bit-identical to a step with that scale
+else:
+    recording.commit()
 """
 
 from __future__ import annotations

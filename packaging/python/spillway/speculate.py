@@ -23,8 +23,7 @@ from .errors import InvalidArgumentError
 from .gpu import CudaEvent, CudaStream, Gpu, device_table, stream_number
 from .optim import StepStats, Tensors, _Optimizer, tensor_table
 
-PUBLISH = {"final": _abi.SPEC_PUBLISH_FINAL, "staged": _abi.SPEC_PUBLISH_STAGED,
-           "speculative": _abi.SPEC_PUBLISH_SPECULATIVE}
+PUBLISH = {"final": _abi.SPEC_PUBLISH_FINAL, "staged": _abi.SPEC_PUBLISH_STAGED, "speculative": _abi.SPEC_PUBLISH_SPECULATIVE}
 VERDICTS = ("commit", "skip", "redo")
 STATES = ("missing", "pending", "speculative", "final")
 UNDO = {"delta": _abi.UNDO_MODE_DELTA, "shadow": _abi.UNDO_MODE_SHADOW}
@@ -45,7 +44,6 @@ class Outcome(NamedTuple):
     norm: float
     grad_scale: float
     rolled_back: int
-
 
 
 class SpeculationStats(NamedTuple):
@@ -133,14 +131,24 @@ class Speculation(_NativeHandle):
         Raises:
             OutOfOrderError: The last round is not finished."""
         if not isinstance(optimizer, _Optimizer):
-            raise InvalidArgumentError(f"Speculation.begin: optimizer is a {type(optimizer).__name__}; pass a spillway.Adam, Adagrad or "
-                                       "Lion")
+            raise InvalidArgumentError(
+                f"Speculation.begin: optimizer is a {type(optimizer).__name__}; pass a spillway.Adam, Adagrad or Lion"
+            )
         options = optimizer.options_of_next_step(grad_scale)
         self._call(f"spw_spec_begin_{optimizer.c_name}", ctypes.byref(options), max_norm)
         self._optimizer = optimizer
 
-    def submit(self, bucket: int, tensors: Tensors, *, shadow: Tensors | None = None, event_fd: int | None = None,
-               after: CudaStream | CudaEvent | None = None, gpu: Gpu | None = None, uint16_dtype: str | None = None) -> None:
+    def submit(
+        self,
+        bucket: int,
+        tensors: Tensors,
+        *,
+        shadow: Tensors | None = None,
+        event_fd: int | None = None,
+        after: CudaStream | CudaEvent | None = None,
+        gpu: Gpu | None = None,
+        uint16_dtype: str | None = None,
+    ) -> None:
         """Submits a bucket, whose step starts at once or after an event.
 
         Args:
@@ -160,13 +168,19 @@ class Speculation(_NativeHandle):
         table, held = tensor_table(self._optimizer, tensors, uint16_dtype, shadow)
 
         def submit(device: Any = None) -> None:
-            self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table),
-                              _event(event_fd, after, device))
+            self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table), _event(event_fd, after, device))
 
         submit() if gpu is None else gpu._through(submit)
 
-    def submit_gpu(self, bucket: int, gpu: Gpu, tensors: Iterable[Sequence[Any]], *, stream: CudaStream | None = None,
-                   after: CudaStream | CudaEvent | None = None) -> None:
+    def submit_gpu(
+        self,
+        bucket: int,
+        gpu: Gpu,
+        tensors: Iterable[Sequence[Any]],
+        *,
+        stream: CudaStream | None = None,
+        after: CudaStream | CudaEvent | None = None,
+    ) -> None:
         """Submits a bucket in GPU memory, in a round of Adam. The GPU steps it once, after the verdict.
 
         Args:
@@ -176,9 +190,18 @@ class Speculation(_NativeHandle):
             stream: Stream in whose order the GPU steps; None: torch's current stream.
             after: Stream or event after which the GPU computes the norm."""
         table = device_table(tensors, ordinal=gpu.ordinal)
-        gpu._through(lambda device: self.submit_table(
-            "spw_spec_submit_gpu", bucket, (list(tensors), stream), device, ctypes.addressof(table), len(table),
-            stream_number(stream, gpu.ordinal), _event(None, after, device)))
+        gpu._through(
+            lambda device: self.submit_table(
+                "spw_spec_submit_gpu",
+                bucket,
+                (list(tensors), stream),
+                device,
+                ctypes.addressof(table),
+                len(table),
+                stream_number(stream, gpu.ordinal),
+                _event(None, after, device),
+            )
+        )
 
     def publish_to(self, bucket: int, gpu: Gpu, copies: Sequence[Sequence[Any]]) -> None:
         """Uploads a bucket's 16-bit copies to the GPU as soon as they are valid, from now on. Call it between rounds.
@@ -195,8 +218,7 @@ class Speculation(_NativeHandle):
         destinations.append(copies)
 
         def publish_to(device: Any) -> None:
-            self._through(lambda handle: record(outcome, "spw_spec_publish_to", handle, bucket, device, table,
-                                                len(table)))
+            self._through(lambda handle: record(outcome, "spw_spec_publish_to", handle, bucket, device, table, len(table)))
             _native.check(outcome[0])
 
         try:
@@ -219,6 +241,7 @@ class Speculation(_NativeHandle):
 
     def submit_table(self, function: str, bucket: int, held: Any, *arguments: Any) -> None:
         """Submits a bucket by the C function of that name; `held` is kept alive until the round ends."""
+
         def submit(outcome: list[int]) -> None:
             self._through(lambda handle: record(outcome, function, handle, bucket, *arguments))
             _native.check(outcome[0])
@@ -295,14 +318,15 @@ class Speculation(_NativeHandle):
         """Returns the numbers of the buckets that were already stepped when the last verdict rolled them back."""
         buckets, count = (ctypes.c_uint32 * self.buckets)(), ctypes.c_uint64()
         self._call("spw_spec_get_rolled_back", buckets, self.buckets, ctypes.byref(count))
-        return list(buckets[:count.value])
+        return list(buckets[: count.value])
 
     def stats(self) -> SpeculationStats:
         """Returns the counters since the open."""
         counters = _abi.sized(_abi.SpecStats)
         self._call("spw_spec_get_stats", ctypes.byref(counters))
-        return SpeculationStats(*(getattr(counters, {"exposed_seconds": "seconds_exposed"}.get(name, name))
-                                  for name in SpeculationStats._fields))
+        return SpeculationStats(
+            *(getattr(counters, {"exposed_seconds": "seconds_exposed"}.get(name, name)) for name in SpeculationStats._fields)
+        )
 
     def close(self) -> None:
         """Closes the engine; an open round is rolled back first."""

@@ -93,9 +93,20 @@ class Stage(_NativeHandle):
 
     closer = "spw_stage_close"
 
-    def __init__(self, tensors: Tensors, adam: Adam, *, priority: int = 0, cores: int = 0, publish: str = "final",
-                 undo: str = "delta", shadow: Tensors | None = None, arena: Arena | None = None, region: str | None = None,
-                 uint16_dtype: str | None = None):
+    def __init__(
+        self,
+        tensors: Tensors,
+        adam: Adam,
+        *,
+        priority: int = 0,
+        cores: int = 0,
+        publish: str = "final",
+        undo: str = "delta",
+        shadow: Tensors | None = None,
+        arena: Arena | None = None,
+        region: str | None = None,
+        uint16_dtype: str | None = None,
+    ):
         known = {name: value for name, value in PUBLISH.items() if name != "speculative"}
         for name, value, values in (("publish", publish, known), ("undo", undo, UNDO)):
             if value not in values:
@@ -113,9 +124,18 @@ class Stage(_NativeHandle):
         self._held = _kept.Submitted()
         self._hold("spw_stage_open", ctypes.byref(options), keeps=(self._held,))
 
-    def submit(self, step: int, *, lr: float | None = None, grad_scale: float = 1.0, generation: int | None = None,
-               event_fd: int | None = None, word: tuple[int, int] | None = None, after: CudaStream | CudaEvent | None = None,
-               gpu: Gpu | None = None) -> None:
+    def submit(
+        self,
+        step: int,
+        *,
+        lr: float | None = None,
+        grad_scale: float = 1.0,
+        generation: int | None = None,
+        event_fd: int | None = None,
+        word: tuple[int, int] | None = None,
+        after: CudaStream | CudaEvent | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
         """Starts a step and returns at once. The step runs at once, or after an event.
 
         Args:
@@ -157,8 +177,11 @@ class Stage(_NativeHandle):
 
     def _submit(self, held: Any, options: Any, table: Any, event: Any, target: Any) -> None:
         def submit(outcome: list[int]) -> None:
-            self._through(lambda handle: record(outcome, "spw_stage_submit_adam", handle, ctypes.byref(options),
-                                                ctypes.addressof(table), len(table), event, target))
+            self._through(
+                lambda handle: record(
+                    outcome, "spw_stage_submit_adam", handle, ctypes.byref(options), ctypes.addressof(table), len(table), event, target
+                )
+            )
             _native.check(outcome[0])
 
         self._held.submit((held, table), submit)
@@ -211,7 +234,7 @@ class Stage(_NativeHandle):
     def exchange(self) -> None:
         """Exchanges the tensors' param and states with the shadows, after a step that was kept with undo "shadow"."""
         if self.shadow is None:
-            raise InvalidArgumentError("Stage.exchange: this Stage has no shadow; open it with undo=\"shadow\"")
+            raise InvalidArgumentError('Stage.exchange: this Stage has no shadow; open it with undo="shadow"')
         for index, (tensor, shadow) in enumerate(zip(self.tensors, self.shadow)):
             param, grad, exp_avg, exp_avg_sq, *rest = tensor
             self.tensors[index] = (shadow[0], grad, shadow[1], shadow[2], *rest)
@@ -229,8 +252,15 @@ class Stage(_NativeHandle):
             self._held.clear()
 
 
-def settle(stages: Iterable[Stage], *, arena: Arena | None = None, process: int = 0, round: int = 0,
-           reduce: Callable[[StepStats], StepStats] | None = None, timeout: float | None = None) -> Settled:
+def settle(
+    stages: Iterable[Stage],
+    *,
+    arena: Arena | None = None,
+    process: int = 0,
+    round: int = 0,
+    reduce: Callable[[StepStats], StepStats] | None = None,
+    timeout: float | None = None,
+) -> Settled:
     """Waits for all stages, exchanges the local results, then keeps every step or rolls every step back, and waits until
     that is done.
 
@@ -285,9 +315,16 @@ def settle(stages: Iterable[Stage], *, arena: Arena | None = None, process: int 
 class _Settlement:
     """One settle(). A signal handler may raise between any two bytecodes; advance() is then called again."""
 
-    def __init__(self, stages: Iterable[Stage], arena: Arena | None, process: int, round: int,
-                 reduce: Callable[[StepStats], StepStats] | None, timeout: float | None,
-                 raised: list[BaseException]):
+    def __init__(
+        self,
+        stages: Iterable[Stage],
+        arena: Arena | None,
+        process: int,
+        round: int,
+        reduce: Callable[[StepStats], StepStats] | None,
+        timeout: float | None,
+        raised: list[BaseException],
+    ):
         self.named, self.arena, self.process, self.round = stages, arena, process, round
         self.reduce, self.timeout = reduce, timeout
         self.listed: list[Stage] = []
@@ -338,8 +375,9 @@ class _Settlement:
     def _check(self) -> None:
         if len(self.stages) != len(self.listed):
             other = [type(stage).__name__ for stage in self.listed if not isinstance(stage, Stage)]
-            raise InvalidArgumentError(f"settle: stages has a {other[0]}; pass Stages" if other else
-                                       "settle: stages names a stage twice; pass each stage once")
+            raise InvalidArgumentError(
+                f"settle: stages has a {other[0]}; pass Stages" if other else "settle: stages names a stage twice; pass each stage once"
+            )
         if self.arena is not None and not isinstance(self.arena, Arena):
             raise InvalidArgumentError(f"settle: arena is a {type(self.arena).__name__}; pass a spillway.arena.Arena")
         if self.reduce is not None and not callable(self.reduce):
@@ -400,8 +438,9 @@ class _Settlement:
             nonfinite, sum_squares = self.reduced[0]
             return bool(nonfinite), float(sum_squares)
         except Exception as error:
-            self.failures.append(InvalidArgumentError(
-                f"settle: reduce returned {self.reduced[0]!r}; return a StepStats (nonfinite, sum_squares): {error}"))
+            self.failures.append(
+                InvalidArgumentError(f"settle: reduce returned {self.reduced[0]!r}; return a StepStats (nonfinite, sum_squares): {error}")
+            )
             return True, float("nan")
 
     def _give(self, kept: bool) -> None:

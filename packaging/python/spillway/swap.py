@@ -134,9 +134,20 @@ class Swap(_NativeHandle):
 
     closer = "spw_swap_close"
 
-    def __init__(self, tier: Tier, elements: Sequence[int], *, memory_budget: int | None = None,
-                 ratio: Sequence[float] | None = None, speeds: Sequence[float] | None = None, huge_pages: bool = True,
-                 pin_memory: bool = True, turns: bool = True, split_master: bool = False, turn_timeout: float = 0.0):
+    def __init__(
+        self,
+        tier: Tier,
+        elements: Sequence[int],
+        *,
+        memory_budget: int | None = None,
+        ratio: Sequence[float] | None = None,
+        speeds: Sequence[float] | None = None,
+        huge_pages: bool = True,
+        pin_memory: bool = True,
+        turns: bool = True,
+        split_master: bool = False,
+        turn_timeout: float = 0.0,
+    ):
         paths = len(tier.paths())
         self.elements, self.split_master = tuple(elements), split_master
         least = working_bytes(elements, paths, split_master=split_master) if memory_budget is None else memory_budget
@@ -181,8 +192,15 @@ class Swap(_NativeHandle):
                 addresses[3 * subgroup + place] = address
         self._call("spw_swap_fill", addresses)
 
-    def step(self, optimizer: Adam | Sequence[Adam], tensors: Sequence[Sequence[Array | None]], *, grad_scale: float = 1.0,
-             return_stats: bool = False, uint16_dtype: str | None = None) -> StepStats | None:
+    def step(
+        self,
+        optimizer: Adam | Sequence[Adam],
+        tensors: Sequence[Sequence[Array | None]],
+        *,
+        grad_scale: float = 1.0,
+        return_stats: bool = False,
+        uint16_dtype: str | None = None,
+    ) -> StepStats | None:
         """Runs one step over all subgroups. After a failure call rollback().
 
         Args:
@@ -215,8 +233,7 @@ class Swap(_NativeHandle):
                 adam.count_step(status)
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
-    def ds_step(self, optimizer_id: int, calls: Sequence[Any], table: Any,
-                stepped: Callable[[int, int], object] | None = None) -> None:
+    def ds_step(self, optimizer_id: int, calls: Sequence[Any], table: Any, stepped: Callable[[int, int], object] | None = None) -> None:
         """Runs one step with the arithmetic of DeepSpeed's optimizer `optimizer_id`.
 
         Args:
@@ -268,8 +285,11 @@ class Swap(_NativeHandle):
         table = (_abi.Tensor * len(tensors))()
         for subgroup, (row, (grad, weight, *belonging)) in enumerate(zip(table, tensors)):
             _tensor_rows.begin(row, self.elements[subgroup]).state_dtype = _abi.DTYPE_F32
-            spans = [("grad", f"tensors[{subgroup}].grad", grad, False), ("param_copy", f"tensors[{subgroup}].weight", weight, True),
-                     ("param", f"tensors[{subgroup}][2]", belonging[0] if belonging else None, False)]
+            spans = [
+                ("grad", f"tensors[{subgroup}].grad", grad, False),
+                ("param_copy", f"tensors[{subgroup}].weight", weight, True),
+                ("param", f"tensors[{subgroup}][2]", belonging[0] if belonging else None, False),
+            ]
             for field, argument, array, write in spans:
                 if array is not None or field == "grad":
                     _tensor_rows.put(row, field, _arrays.span(array, argument, write, uint16_dtype), argument)
@@ -277,8 +297,16 @@ class Swap(_NativeHandle):
         table.held = [_arrays.held(array) for row in tensors for array in row if array is not None]
         return table
 
-    def read(self, subgroup: int, param: Array | None = None, exp_avg: Array | None = None, exp_avg_sq: Array | None = None, *,
-             weights: Array | None = None, uint16_dtype: str | None = None) -> None:
+    def read(
+        self,
+        subgroup: int,
+        param: Array | None = None,
+        exp_avg: Array | None = None,
+        exp_avg_sq: Array | None = None,
+        *,
+        weights: Array | None = None,
+        uint16_dtype: str | None = None,
+    ) -> None:
         """Copies parts of a subgroup's state into arrays.
 
         Args:
@@ -297,12 +325,12 @@ class Swap(_NativeHandle):
         address, count, code = _arrays.span(weights, "weights", False, uint16_dtype)
         self._same(subgroup, count, "weights")
         if code != _abi.DTYPE_BF16:
-            raise InvalidArgumentError(f"Swap.read: the weights of subgroup {subgroup} are not bfloat16; pass the bf16 weights that belong "
-                                       "to the state")
+            raise InvalidArgumentError(
+                f"Swap.read: the weights of subgroup {subgroup} are not bfloat16; pass the bf16 weights that belong to the state"
+            )
         self._call("spw_swap_read", subgroup, address, *parts)
 
-    def write(self, subgroup: int, param: Array | None = None, exp_avg: Array | None = None,
-              exp_avg_sq: Array | None = None) -> None:
+    def write(self, subgroup: int, param: Array | None = None, exp_avg: Array | None = None, exp_avg_sq: Array | None = None) -> None:
         """Sets parts of a subgroup's state.
 
         Args:
@@ -354,8 +382,10 @@ class Swap(_NativeHandle):
 
     def _same(self, subgroup: int, count: int | None, name: str) -> None:
         if count != self.elements[subgroup]:
-            raise InvalidArgumentError(f"Swap: {name} has {count} elements, subgroup {subgroup} has {self.elements[subgroup]}; pass an "
-                                       "array of the subgroup's size")
+            raise InvalidArgumentError(
+                f"Swap: {name} has {count} elements, subgroup {subgroup} has {self.elements[subgroup]}; pass an "
+                "array of the subgroup's size"
+            )
 
 
 def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = False) -> int:

@@ -22,9 +22,9 @@ from typing import Any
 from . import _abi, _arguments, _arrays, _kept, _native
 from ._arrays import Array
 from ._native_handle import POLL_SECONDS, TIMEOUT, _NativeHandle, record
+from ._ticket import ELSEWHERE, Ticket
 from ._tier_options import BACKENDS, DURABILITIES, MODES, choice, milliseconds, number, payload_of, text, tier_options
 from ._tier_records import Extent, Opened, PathReport, Steps, TierPath
-from ._ticket import ELSEWHERE, Ticket
 from .errors import InvalidArgumentError, NotFoundError, SpillwayError, TimedOutError, from_status
 
 HEALTH = ("healthy", "draining", "failed", "missing")
@@ -82,10 +82,24 @@ class Tier(_NativeHandle):
 
     closer, _closer_arguments = "spw_tier_close", (-1,)
 
-    def __init__(self, paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str, host: str | None = None,
-                 rank: int = 0, world: int = 1, mode: str = "auto", durability: str = "data", degraded: bool = False,
-                 direct: bool = True, block_bytes: int = 0, io_timeout: float = 0.0, queue_depth: int = 0,
-                 backend: str = "auto", at_step: int | None = None):
+    def __init__(
+        self,
+        paths: Iterable[str | os.PathLike[str] | TierPath | None],
+        *,
+        job: str,
+        host: str | None = None,
+        rank: int = 0,
+        world: int = 1,
+        mode: str = "auto",
+        durability: str = "data",
+        degraded: bool = False,
+        direct: bool = True,
+        block_bytes: int = 0,
+        io_timeout: float = 0.0,
+        queue_depth: int = 0,
+        backend: str = "auto",
+        at_step: int | None = None,
+    ):
         options = tier_options(paths, job, host, rank, world, degraded)
         options.mode = choice(MODES, mode, "mode")
         options.durability = choice(DURABILITIES, durability, "durability")
@@ -190,8 +204,9 @@ class Tier(_NativeHandle):
         if entry is None and ticket in self._ended:
             return self._outcome_of(ticket)
         # A put or get that a signal handler interrupted may be in _in_flight but not yet in _by_number.
-        entry = entry or next((other for other in list(self._in_flight) if other.number.value == ticket), None) \
-            or Ticket(None, False, ticket)
+        entry = (
+            entry or next((other for other in list(self._in_flight) if other.number.value == ticket), None) or Ticket(None, False, ticket)
+        )
         while entry.outcome() is None:
             left = None if end is None else _left(end) * 1000
             slice_ms: float = _SLICE_MS if left is None else min(_SLICE_MS, left)
@@ -210,8 +225,10 @@ class Tier(_NativeHandle):
                     self._release(entry)
         self._release(entry)
         if outcome := entry.outcome():
-            raise from_status(outcome, f"ticket {ticket} failed, and a signal handler interrupted the wait that had its message; the "
-                              "status names the cause")
+            raise from_status(
+                outcome,
+                f"ticket {ticket} failed, and a signal handler interrupted the wait that had its message; the status names the cause",
+            )
         return entry.generation.value
 
     def commit(self, step: int, payload: bytes | bytearray | memoryview = b"") -> None:
@@ -246,14 +263,28 @@ class Tier(_NativeHandle):
 
     def extents(self) -> list[Extent]:
         """Returns all extents."""
-        return [Extent(info.extent, name, info.bytes, info.generation, info.streams, bool(info.committed), bool(info.lost),
-                       info.blocks) for info, name in self._all("spw_tier_get_extent", _abi.TierExtentInfo)]
+        return [
+            Extent(info.extent, name, info.bytes, info.generation, info.streams, bool(info.committed), bool(info.lost), info.blocks)
+            for info, name in self._all("spw_tier_get_extent", _abi.TierExtentInfo)
+        ]
 
     def paths(self) -> list[PathReport]:
         """Returns a report of each path, in the order of their numbers."""
-        return [PathReport(directory, HEALTH[info.health], info.read_bytes, info.written_bytes, info.reading_ns / 1e9,
-                           info.writing_ns / 1e9, info.wear_bytes, info.file_bytes, info.free_bytes, info.blocks)
-                for info, directory in self._all("spw_tier_get_path", _abi.TierPathInfo)]
+        return [
+            PathReport(
+                directory,
+                HEALTH[info.health],
+                info.read_bytes,
+                info.written_bytes,
+                info.reading_ns / 1e9,
+                info.writing_ns / 1e9,
+                info.wear_bytes,
+                info.file_bytes,
+                info.free_bytes,
+                info.blocks,
+            )
+            for info, directory in self._all("spw_tier_get_path", _abi.TierPathInfo)
+        ]
 
     def set_health(self, path: int, health: str) -> None:
         """Sets a path's health.
@@ -295,13 +326,18 @@ class Tier(_NativeHandle):
                 responding, the tier is closed, as the message says."""
         end, timeout = _end_of(timeout), _arguments.seconds(timeout)
         try:
-            self._end(lambda: _arguments.milliseconds(None if end is None else _left(end)), timeout=timeout,
-                      before=lambda handle: self._settle(handle, end))
+            self._end(
+                lambda: _arguments.milliseconds(None if end is None else _left(end)),
+                timeout=timeout,
+                before=lambda handle: self._settle(handle, end),
+            )
         except TimedOutError as error:
             if self._cell:
                 raise
-            raise TimedOutError(f"the tier is closed, but a path has not responded, and its operations have not ended: {error}; the memory of these "
-                                "operations stays allocated, and the files stay locked until they end") from None
+            raise TimedOutError(
+                f"the tier is closed, but a path has not responded, and its operations have not ended: {error}; the memory of these "
+                "operations stays allocated, and the files stay locked until they end"
+            ) from None
 
     def destroy(self) -> None:
         """Closes the tier and removes its files."""
@@ -312,10 +348,15 @@ class Tier(_NativeHandle):
         """Waits for the tickets in flight: only a ticket's own status shows whether its memory is free. A failed put is
         ignored, since everything not committed is lost."""
         for entry in list(self._in_flight):
-            if entry.number.value and entry.outcome() is None \
-                    and entry.wait(handle, _arguments.milliseconds(None if end is None else _left(end))) == TIMEOUT:
-                raise TimedOutError(f"timed out while closing this Tier: {len(self._in_flight)} puts and gets are in flight; it is still open, "
-                                    "close it again later")
+            if (
+                entry.number.value
+                and entry.outcome() is None
+                and entry.wait(handle, _arguments.milliseconds(None if end is None else _left(end))) == TIMEOUT
+            ):
+                raise TimedOutError(
+                    f"timed out while closing this Tier: {len(self._in_flight)} puts and gets are in flight; it is still open, "
+                    "close it again later"
+                )
             self._release(entry)
 
     def _reap(self, entry: Ticket) -> None:
@@ -370,8 +411,9 @@ class Tier(_NativeHandle):
                 continue
             addresses[n], given = _arrays.memory(array, f"arrays[{n}]", optional)
             if given != size:
-                raise InvalidArgumentError(f"Tier: arrays[{n}] has {given} bytes, stream {n} of extent {extent} has {size}; pass an array of the "
-                                           "stream's size")
+                raise InvalidArgumentError(
+                    f"Tier: arrays[{n}] has {given} bytes, stream {n} of extent {extent} has {size}; pass an array of the stream's size"
+                )
         return addresses
 
     def _begin(self, put: bool, function: str, extent: int, arrays: Sequence[Any], streams: Any, *arguments: Any) -> int:
@@ -384,8 +426,7 @@ class Tier(_NativeHandle):
         def begin(handle: Any) -> None:
             # Enter the ticket before the call, so that an interrupt cannot free memory that the system uses.
             self._in_flight[entry] = None
-            record(entry.begun, function, handle, extent, streams, *arguments,
-                   ctypes.byref(entry.number))
+            record(entry.begun, function, handle, extent, streams, *arguments, ctypes.byref(entry.number))
             _native.check(entry.begun[0])
 
         try:
@@ -416,8 +457,15 @@ class Tier(_NativeHandle):
         return step.value
 
 
-def steps(paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str, host: str | None = None, rank: int = 0,
-          world: int = 1, degraded: bool = False) -> Steps:
+def steps(
+    paths: Iterable[str | os.PathLike[str] | TierPath | None],
+    *,
+    job: str,
+    host: str | None = None,
+    rank: int = 0,
+    world: int = 1,
+    degraded: bool = False,
+) -> Steps:
     """Returns the steps at which a tier can be opened, without changing it.
 
     Ranks that commit independently must call this before they open the tier, because an open discards the other step.
@@ -427,8 +475,7 @@ def steps(paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str
     info = _abi.sized(_abi.TierStepsInfo)
     options = tier_options(paths, job, host, rank, world, degraded)
     _native.call("spw_tier_get_steps", ctypes.byref(options), ctypes.byref(info))
-    return Steps(info.last if info.committed else None, info.before if info.has_before else None, bool(info.first),
-                 bool(info.exists))
+    return Steps(info.last if info.committed else None, info.before if info.has_before else None, bool(info.first), bool(info.exists))
 
 
 def collect(directory: str | os.PathLike[str], *, job: str, host: str | None = None, rank: int = 0) -> bool:

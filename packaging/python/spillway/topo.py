@@ -147,16 +147,27 @@ def read(root: str | _os.PathLike[str] | None = None, *, load_driver: bool = Fal
     devices = tuple(Device(**device) for device in found["devices"])
     by_address = {device.pci: device for device in devices}
     return Topology(
-        online=_numbers(found["online"]), cpuset=_numbers(found["cpuset"]), allowed=_numbers(found["allowed"]),
-        bound=found["bound"], packages=tuple(Package(**_sets(package)) for package in found["packages"]),
+        online=_numbers(found["online"]),
+        cpuset=_numbers(found["cpuset"]),
+        allowed=_numbers(found["allowed"]),
+        bound=found["bound"],
+        packages=tuple(Package(**_sets(package)) for package in found["packages"]),
         cores=tuple(_numbers(core) for core in found["cores"]),
-        nodes=tuple(Node(**_sets(node, distances={int(to): far for to, far in node["distances"].items()}))
-                    for node in found["nodes"]),
-        devices=devices, gpus=tuple(by_address.get(pci) for pci in found["visible"]["gpus"]))
+        nodes=tuple(Node(**_sets(node, distances={int(to): far for to, far in node["distances"].items()})) for node in found["nodes"]),
+        devices=devices,
+        gpus=tuple(by_address.get(pci) for pci in found["visible"]["gpus"]),
+    )
 
 
-def place(rank: int, ranks: int, share: float = 0.8, scope: str = "node", *, load_driver: bool = False,
-          root: str | _os.PathLike[str] | None = None) -> Cores:
+def place(
+    rank: int,
+    ranks: int,
+    share: float = 0.8,
+    scope: str = "node",
+    *,
+    load_driver: bool = False,
+    root: str | _os.PathLike[str] | None = None,
+) -> Cores:
     """Returns the processors of a rank of this machine: those of the node of its GPU, shared by the ranks on that node.
 
     Args:
@@ -240,7 +251,9 @@ def _cores(root: _Any, load_driver: bool, ranks: int, rank: int, share: float, s
     options = _abi.sized(_abi.TopoRankOptions)
     options.ranks, options.rank, options.scope, options.share = ranks, rank, _SCOPES[scope], share
     with _Handle(root, load_driver) as handle:
-        return Cores(*(_numbers(handle.text("spw_topo_get_rank_cpus", _ctypes.byref(options), which)) for which in (_ALL, _TRAINER, _WORKERS)))
+        return Cores(
+            *(_numbers(handle.text("spw_topo_get_rank_cpus", _ctypes.byref(options), which)) for which in (_ALL, _TRAINER, _WORKERS))
+        )
 
 
 def _path(name: str, value: _Any) -> bytes:

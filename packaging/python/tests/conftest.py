@@ -11,8 +11,9 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 REPOSITORY = PACKAGE.parents[1]
 
 sys.path.insert(0, str(PACKAGE))
-os.environ.setdefault("SPILLWAY_LIBRARY", str(
-    pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target") / "release" / "libspillway.so"))
+os.environ.setdefault(
+    "SPILLWAY_LIBRARY", str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target") / "release" / "libspillway.so")
+)
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,13 @@ class FakeDriver:
 
     def upload(self, array, device, stream):
         """Copies an array to the device on a stream, from page-locked memory."""
-        self("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(device.address), ctypes.c_void_p(array.ctypes.data),
-             ctypes.c_size_t(array.nbytes), ctypes.c_void_p(stream.cuda_stream))
+        self(
+            "cuMemcpyHtoDAsync_v2",
+            ctypes.c_uint64(device.address),
+            ctypes.c_void_p(array.ctypes.data),
+            ctypes.c_size_t(array.nbytes),
+            ctypes.c_void_p(stream.cuda_stream),
+        )
 
     def seen(self, device, like):
         """The contents of device memory, after the work on it has finished."""

@@ -11,8 +11,13 @@ import threading
 import boto3
 import botocore.config
 
-VARIABLES = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "proof-of-someone", "AWS_REGION": "us-east-1",
-             "NO_PROXY": "127.0.0.1", "AWS_EC2_METADATA_DISABLED": "true"}
+VARIABLES = {
+    "AWS_ACCESS_KEY_ID": "someone",
+    "AWS_SECRET_ACCESS_KEY": "proof-of-someone",
+    "AWS_REGION": "us-east-1",
+    "NO_PROXY": "127.0.0.1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
 
 
 class Server:
@@ -21,8 +26,9 @@ class Server:
     def __init__(self, folder):
         command = os.environ.get("SPILLWAY_TEST_S3_SERVER")
         command = shlex.split(command) if command else [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-        self.process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         said = []
         for line in self.process.stdout:
             said.append(line)
@@ -34,9 +40,13 @@ class Server:
         self.endpoint = found.group()
         threading.Thread(target=lambda: [None for _ in self.process.stdout], daemon=True).start()
         self.client = boto3.client(
-            "s3", endpoint_url=self.endpoint, aws_access_key_id=VARIABLES["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=VARIABLES["AWS_SECRET_ACCESS_KEY"], region_name=VARIABLES["AWS_REGION"],
-            config=botocore.config.Config(s3={"addressing_style": "path"}, request_checksum_calculation="when_required"))
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=VARIABLES["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=VARIABLES["AWS_SECRET_ACCESS_KEY"],
+            region_name=VARIABLES["AWS_REGION"],
+            config=botocore.config.Config(s3={"addressing_style": "path"}, request_checksum_calculation="when_required"),
+        )
 
     def bucket(self, name):
         self.client.create_bucket(Bucket=name)
@@ -101,12 +111,18 @@ class Scripted:
                     self.answer(204)
                 elif self.headers.get("Range"):
                     first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-                    self.answer(206, objects[key][first:last + 1], Content_Range=f"bytes {first}-{last}/{len(objects[key])}")
+                    self.answer(206, objects[key][first : last + 1], Content_Range=f"bytes {first}-{last}/{len(objects[key])}")
                 else:
-                    rows = "".join(f"<Contents><Key>{key}</Key><Size>{len(content)}</Size></Contents>"
-                                   for key, content in sorted(objects.items()))
-                    self.answer(200, ('<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-                                      f"<IsTruncated>false</IsTruncated>{rows}</ListBucketResult>").encode())
+                    rows = "".join(
+                        f"<Contents><Key>{key}</Key><Size>{len(content)}</Size></Contents>" for key, content in sorted(objects.items())
+                    )
+                    self.answer(
+                        200,
+                        (
+                            '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+                            f"<IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
+                        ).encode(),
+                    )
 
             do_GET = do_PUT = do_DELETE = serve
 

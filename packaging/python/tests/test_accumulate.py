@@ -61,16 +61,19 @@ def test_uint16_arrays_hold_what_is_said():
     assert torch.equal(torch.from_numpy(words.view(np.int16)), dst.view(torch.int16))
 
 
-@pytest.mark.parametrize("dst, src, message", [
-    (lambda a: a, lambda a: [a], "one of dst and src is an array"),
-    (lambda a: [a, a], lambda a: [a], "dst has 2 arrays and src has 1"),
-    (lambda a: a, lambda a: a[:50], r"src\[0\]"),
-    (lambda a: a, lambda a: a, "overlaps"),
-    (lambda a: a[:60], lambda a: a[40:], "overlaps"),
-    (lambda a: a, lambda a: a.double(), r"src\[0\]"),
-    (lambda a: a[::2], lambda a: a[:50].clone(), r"dst\[0\]"),
-    (lambda a: a, lambda a: "no array", r"src\[0\] is a str"),
-])
+@pytest.mark.parametrize(
+    "dst, src, message",
+    [
+        (lambda a: a, lambda a: [a], "one of dst and src is an array"),
+        (lambda a: [a, a], lambda a: [a], "dst has 2 arrays and src has 1"),
+        (lambda a: a, lambda a: a[:50], r"src\[0\]"),
+        (lambda a: a, lambda a: a, "overlaps"),
+        (lambda a: a[:60], lambda a: a[40:], "overlaps"),
+        (lambda a: a, lambda a: a.double(), r"src\[0\]"),
+        (lambda a: a[::2], lambda a: a[:50].clone(), r"dst\[0\]"),
+        (lambda a: a, lambda a: "no array", r"src\[0\] is a str"),
+    ],
+)
 def test_wrong_arguments_change_nothing(dst, src, message):
     array = torch.arange(100.0)
     with pytest.raises(InvalidArgumentError, match=message):

@@ -23,8 +23,9 @@ def name():
 
 
 def run(code, *arguments, environment, **options):
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment, stdout=subprocess.PIPE, text=True,
-                            **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], env=environment, stdout=subprocess.PIPE, text=True, **options
+    )
 
 
 def test_two_processes_share_regions_by_name(name, child_environment):
@@ -76,14 +77,14 @@ def test_views_are_the_memory_and_keep_it_mapped():
     arena = Arena.create(None, {"a": 4000})
     tensor, view = arena.tensor("a", torch.bfloat16, (20, 100)), arena.view("a", "bf16")
     tensor.fill_(1.0)
-    assert (view[:2000] == 0x3f80).all() and (view.dtype, tensor.shape) == (np.uint16, (20, 100))
+    assert (view[:2000] == 0x3F80).all() and (view.dtype, tensor.shape) == (np.uint16, (20, 100))
     assert arena.view("a", np.int64).size == 500
     with pytest.raises(spillway.BusyError, match="2 views or tensors of it are alive"):
         arena.close()
     with arena:
         pass
     del tensor
-    assert view[0] == 0x3f80
+    assert view[0] == 0x3F80
     del view
     arena.close()
     with pytest.raises(spillway.InvalidArgumentError, match="this Arena is closed"):
@@ -253,8 +254,15 @@ def test_a_length_of_minus_one_is_the_rest_of_the_region():
         assert arena.view("a", "f32", -1).shape == (1024,) and arena.view("a", "f32", (0, 3)).shape == (0, 3)
         assert torch.equal(arena.tensor("a", "f32", (-1, 8)), torch.from_numpy(whole).reshape(-1, 8))
         assert arena.view("a", "f32", np.int64(7)).shape == (7,)
-        for shape, words in [((3, -1), "no multiple of 3"), ((0, -1), "no multiple of 0"), ((-1, -1), "one may be -1"),
-                             ((-2, 4), "at least 0"), ((-2, -4), "at least 0"), (1.5, "at least 0"), ((33, 32), "with 1056 elements")]:
+        for shape, words in [
+            ((3, -1), "no multiple of 3"),
+            ((0, -1), "no multiple of 0"),
+            ((-1, -1), "one may be -1"),
+            ((-2, 4), "at least 0"),
+            ((-2, -4), "at least 0"),
+            (1.5, "at least 0"),
+            ((33, 32), "with 1056 elements"),
+        ]:
             for call in (arena.view, arena.tensor):
                 with pytest.raises(spillway.InvalidArgumentError, match=words):
                     call("a", "f32", shape)
@@ -263,13 +271,26 @@ def test_a_length_of_minus_one_is_the_rest_of_the_region():
 
 def test_what_c_cannot_hold_is_refused_and_not_shortened(name):
     with Arena.create(None, {"a": 64}, processes=1) as arena:
-        for call in (lambda: arena.join(2**32), lambda: arena.join(-1), lambda: arena.join("0"), lambda: arena.post(2**32, 1, (False, 1.0)),
-                     lambda: Arena.open_fd(2**32 + arena.fileno()), lambda: Arena.create(None, {"a": 1}, processes=2**32),
-                     lambda: Arena.create(None, {"a": 1}, node=2**32), lambda: Arena.create(None, {"a": 2**64 + 8})):
+        for call in (
+            lambda: arena.join(2**32),
+            lambda: arena.join(-1),
+            lambda: arena.join("0"),
+            lambda: arena.post(2**32, 1, (False, 1.0)),
+            lambda: Arena.open_fd(2**32 + arena.fileno()),
+            lambda: Arena.create(None, {"a": 1}, processes=2**32),
+            lambda: Arena.create(None, {"a": 1}, node=2**32),
+            lambda: Arena.create(None, {"a": 2**64 + 8}),
+        ):
             with pytest.raises(spillway.InvalidArgumentError, match="pass an integer from"):
                 call()
-        for call in (lambda: arena.region("a\0b"), lambda: Arena.create(name + "\0b", {"a": 1}), lambda: Arena.create(None, {"a\0b": 1}),
-                     lambda: Arena.open(name + "\0b"), lambda: collect("\0"), lambda: Arena.open(b"name")):
+        for call in (
+            lambda: arena.region("a\0b"),
+            lambda: Arena.create(name + "\0b", {"a": 1}),
+            lambda: Arena.create(None, {"a\0b": 1}),
+            lambda: Arena.open(name + "\0b"),
+            lambda: collect("\0"),
+            lambda: Arena.open(b"name"),
+        ):
             with pytest.raises(spillway.InvalidArgumentError, match="without NUL"):
                 call()
         with arena.write("a", 1):

@@ -74,8 +74,12 @@ def refuse(arrays, name, spoil, reason):
     arrays[name] = spoil(arrays[name])
     before = {key: snapshot(array) for key, array in arrays.items()}
     with pytest.raises(spillway.InvalidArgumentError) as caught:
-        spillway.Adam().step([tuple(numpy_arrays().values()) if isinstance(arrays["param"], np.ndarray)
-                              else tuple(torch_arrays().values()), tuple(arrays.values())])
+        spillway.Adam().step(
+            [
+                tuple(numpy_arrays().values()) if isinstance(arrays["param"], np.ndarray) else tuple(torch_arrays().values()),
+                tuple(arrays.values()),
+            ]
+        )
     assert f"tensors[1].{name}" in str(caught.value) and reason in str(caught.value)
     assert caught.value.status == 1 and isinstance(caught.value, ValueError)
     assert all(snapshot(array) == before[key] for key, array in arrays.items())
@@ -112,8 +116,18 @@ def test_overlapping_arrays_are_refused():
     assert (memory == before).all()
 
 
-@pytest.mark.parametrize("options", [{"lr": "fast"}, {"betas": (0.9,)}, {"betas": (1.5, 0.9)}, {"betas": (0.9, 1.0)},
-                                     {"eps": -1.0}, {"weight_decay_mode": "both"}, {"lr": float("nan")}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": "fast"},
+        {"betas": (0.9,)},
+        {"betas": (1.5, 0.9)},
+        {"betas": (0.9, 1.0)},
+        {"eps": -1.0},
+        {"weight_decay_mode": "both"},
+        {"lr": float("nan")},
+    ],
+)
 def test_wrong_options(options):
     arrays = numpy_arrays()
     with pytest.raises(spillway.InvalidArgumentError):

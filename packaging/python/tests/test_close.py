@@ -176,8 +176,10 @@ def test_other_objects_close_beside_threads_too(tmp_path):
                     if "is closed" not in str(error):
                         strange.append(error)
 
-            threads = [threading.Thread(target=use, args=(call,)) for call in
-                       (lambda: swap.stats(), lambda: swap.budget, speculation.stats, lambda: recording.log_bytes)]
+            threads = [
+                threading.Thread(target=use, args=(call,))
+                for call in (lambda: swap.stats(), lambda: swap.budget, speculation.stats, lambda: recording.log_bytes)
+            ]
             for thread in threads:
                 thread.start()
             time.sleep(0.002)
@@ -191,6 +193,7 @@ def test_other_objects_close_beside_threads_too(tmp_path):
 def test_puts_are_over_with_a_commit_and_their_tickets_do_not_pile_up(tmp_path):
     import gc
     import weakref
+
     with spillway.Tier([tmp_path], job="test") as tier:
         extents = [tier.define(f"e{n}", [4096]) for n in range(50)]
         seen = []
@@ -245,6 +248,7 @@ def test_waits_beside_commits_get_their_outcomes(tmp_path):
 
 def test_an_object_whose_call_failed_is_closed_with_its_last_reference(tmp_path):
     """Without the garbage collector: an error keeps none of the objects in its traceback alive once it is handled."""
+
     def refused(tier):
         extent, array, errors = tier.define("x", [4096]), np.zeros(4096, np.uint8), 0
         for call in (lambda: tier.define("", [4]), lambda: tier.wait(12345), lambda: tier.put(99, [array])):
@@ -288,6 +292,7 @@ def _settle_with_a_reduce_that_raises():
 def _rank_that_fails():
     def work():
         raise ValueError("no")
+
     _ranks.together(2, work)
 
 

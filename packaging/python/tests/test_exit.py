@@ -1,5 +1,5 @@
-"""Proves that an interpreter ends cleanly while the library works on its memory: after timeouts, with lost objects, exceptions, daemon threads,
-exit handlers and forked children. A lost object keeps the memory of its work until it is closed."""
+"""Proves that an interpreter ends cleanly while the library works on its memory: after timeouts, with lost objects, exceptions, daemon
+threads, exit handlers and forked children. A lost object keeps the memory of its work until it is closed."""
 
 import gc
 import os
@@ -102,9 +102,15 @@ ENDINGS = {
     "has a cycle": ("cycle = [owner, memory]; cycle.append(cycle); del owner, memory, timeouts, cycle", 0),
     "has a reference that lives longest": ("time_out(); sys.modules['builtins'].kept = owner; del owner, memory", 0),
     "has an exit handler": ("atexit.register(time_out)", 0),
-    "has a daemon thread": ("threading.Thread(target=lambda: [time_out() for _ in range(10**9)], daemon=True).start(); time.sleep(0.02)", 0),
-    "forks": ("if not (child := os.fork()): del owner, memory, timeouts; sys.exit(0)\n"
-              "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0", 0),
+    "has a daemon thread": (
+        "threading.Thread(target=lambda: [time_out() for _ in range(10**9)], daemon=True).start(); time.sleep(0.02)",
+        0,
+    ),
+    "forks": (
+        "if not (child := os.fork()): del owner, memory, timeouts; sys.exit(0)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0",
+        0,
+    ),
 }
 
 PROGRAM = """
@@ -205,6 +211,7 @@ def test_a_lost_object_whose_close_failed_keeps_its_memory(monkeypatch):
 @pytest.mark.parametrize("collected", [False, True])
 def test_an_object_whose_destructor_was_interrupted_is_closed_by_the_next_open(tmp_path, monkeypatch, collected):
     """Python drops the exception of a signal handler in a destructor. A tier would stay locked until the process ends."""
+
     def interrupted(_):
         raise KeyboardInterrupt
 
@@ -242,5 +249,7 @@ def test_a_close_at_the_end_of_the_interpreter_does_not_wait_for_threads_that_ru
                 close()
         builtins.closes = Closes()
         """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=child_environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=child_environment, capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0 and "threads that have not ended are inside of its calls" in ended.stderr, ended

@@ -31,33 +31,47 @@ def run(optimizer, case):
     for name, value in case["options"].items():
         setattr(options, name, value)
     n, copy_dtype = case["n"], case["copy"]
-    spans = {"param": decode(case["param0"], case["param"]), "exp_avg": decode(case["exp_avg"], case["state"]),
-             "exp_avg_sq": decode(case["exp_avg_sq"], case["state"]),
-             "param_copy": np.zeros(n, _FORMATS[copy_dtype]) if copy_dtype != "none" else None}
+    spans = {
+        "param": decode(case["param0"], case["param"]),
+        "exp_avg": decode(case["exp_avg"], case["state"]),
+        "exp_avg_sq": decode(case["exp_avg_sq"], case["state"]),
+        "param_copy": np.zeros(n, _FORMATS[copy_dtype]) if copy_dtype != "none" else None,
+    }
     for number, step in enumerate(case["steps"]):
         grad = decode(step["grad"], case["grad"])
         stats = _abi.sized(_abi.StepStats)
         if hasattr(options, "step"):
             options.step = case["options"]["step"] + number
         tensor = record(case, spans, grad, n)
-        _native.check(getattr(_native.library(), f"spw_{optimizer}_step")(
-            ctypes.byref(options), ctypes.addressof(tensor), 1, ctypes.byref(stats)))
+        _native.check(
+            getattr(_native.library(), f"spw_{optimizer}_step")(ctypes.byref(options), ctypes.addressof(tensor), 1, ctypes.byref(stats))
+        )
         where = f"{optimizer}, case {case['name']}, update {number}"
-        for name, dtype in (("param", case["param"]), ("exp_avg", case["state"]), ("exp_avg_sq", case["state"]),
-                            ("param_copy", copy_dtype)):
+        for name, dtype in (
+            ("param", case["param"]),
+            ("exp_avg", case["state"]),
+            ("exp_avg_sq", case["state"]),
+            ("param_copy", copy_dtype),
+        ):
             if spans[name] is not None:
                 assert same(spans[name], decode(step[name], dtype)), f"{where}: {name}"
         assert stats.nonfinite == step["nonfinite"], where
-        expected, = struct.unpack(">d", bytes.fromhex(step["sum_squares"]))
+        (expected,) = struct.unpack(">d", bytes.fromhex(step["sum_squares"]))
         assert stats.sum_squares == expected or math.isnan(expected) and math.isnan(stats.sum_squares), where
 
 
 def record(case, spans, grad, n):
     address = {name: span.ctypes.data if span is not None else None for name, span in {**spans, "grad": grad}.items()}
     codes = {"none": _abi.DTYPE_NONE, **_abi.DTYPES}
-    return _abi.Tensor(struct_size=ctypes.sizeof(_abi.Tensor), param_dtype=codes[case["param"]],
-                       state_dtype=codes[case["state"]], grad_dtype=codes[case["grad"]], copy_dtype=codes[case["copy"]],
-                       n=n, **address)
+    return _abi.Tensor(
+        struct_size=ctypes.sizeof(_abi.Tensor),
+        param_dtype=codes[case["param"]],
+        state_dtype=codes[case["state"]],
+        grad_dtype=codes[case["grad"]],
+        copy_dtype=codes[case["copy"]],
+        n=n,
+        **address,
+    )
 
 
 def decode(text, dtype):

@@ -11,9 +11,9 @@ import weakref
 
 import numpy as np
 import pytest
+from fake_cuda import FakeDriver
 
 import spillway
-from fake_cuda import FakeDriver
 
 SIZES = (1000, 70, 0, 513)
 SCALE = 0.5
@@ -37,7 +37,7 @@ def normal(n, seed, size=1.0):
 
 def bf16(values):
     bits = values.view(np.uint32)
-    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def locked(values):
@@ -101,8 +101,10 @@ def test_interleaved_steps_have_the_bits_of_the_cpu(desk):
     plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
     grads, copies = [driver.device(grad) for grad in plain.grad], [driver.device(copy) for copy in plain.copy]
     staging, seen = [locked(grad) for grad in plain.grad], [locked(copy) for copy in plain.copy]
-    subgroups = [spillway.Subgroup(*map(locked, arrays), grad, copy) for *arrays, grad, copy in
-                 zip(plain.param, plain.exp_avg, plain.exp_avg_sq, grads, copies)]
+    subgroups = [
+        spillway.Subgroup(*map(locked, arrays), grad, copy)
+        for *arrays, grad, copy in zip(plain.param, plain.exp_avg, plain.exp_avg_sq, grads, copies)
+    ]
     sites = [["cpu"] * 4, ["gpu"] * 4, ["gpu", "cpu", "gpu", "resident"], ["resident", "gpu", "cpu", "cpu"]]
     with spillway.Interleave(subgroups, gpu=gpu, chunk=256) as update:
         for number in range(8):
@@ -135,10 +137,11 @@ def test_gradients_in_host_memory_alone(desk):
     driver, gpu, stream = desk
     plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
     plain.grad = [np.zeros(n, np.float32) for n in SIZES]
-    copies, homes, seen = ([make(copy) for copy in plain.copy] for make in
-                           (driver.device, lambda copy: spillway.pinned(copy.size), locked))
-    subgroups = [spillway.Subgroup(*map(locked, arrays), None, copy, home) for *arrays, copy, home in
-                 zip(plain.param, plain.exp_avg, plain.exp_avg_sq, copies, homes)]
+    copies, homes, seen = ([make(copy) for copy in plain.copy] for make in (driver.device, lambda copy: spillway.pinned(copy.size), locked))
+    subgroups = [
+        spillway.Subgroup(*map(locked, arrays), None, copy, home)
+        for *arrays, copy, home in zip(plain.param, plain.exp_avg, plain.exp_avg_sq, copies, homes)
+    ]
     with spillway.Interleave(subgroups, gpu=gpu, transfer_dtype="delivered", fetch_gradients=True) as update:
         update.set_plan(["gpu", "cpu", "gpu", "gpu"])
         for number in range(3):
@@ -276,13 +279,20 @@ def test_a_step_on_the_gpu_is_counted_if_a_handler_raises_after_the_call(desk, m
 def test_numbers_that_do_not_fit_are_named(desk):
     driver, gpu, stream = desk
     device = driver.device(normal(10, 1))
-    for make in (lambda: spillway.pinned(-1), lambda: spillway.pinned(1.5), lambda: spillway.pinned("a word"), lambda: spillway.pinned(2**70),
-                 lambda: spillway.Gpu(-1), lambda: spillway.Gpu("a word"), lambda: spillway.Gpu(0, chunk_bytes=-1),
-                 lambda: gpu.copy_out(spillway.DeviceArray(-1, 10, "float32"), spillway.pinned(10), after=stream),
-                 lambda: gpu.copy_out(device, spillway.pinned(10), after=spillway.Stream(-1)),
-                 lambda: gpu.copy_out(device, spillway.pinned(10), after=stream).wait(timeout="a word"),
-                 lambda: gpu.step(spillway.Adam(), [[device] * 4], shadow=[[device] * 3] * 2, stream=stream),
-                 lambda: gpu.step(spillway.Adam(), [[device] * 4], shadow=[[device]], stream=stream)):
+    for make in (
+        lambda: spillway.pinned(-1),
+        lambda: spillway.pinned(1.5),
+        lambda: spillway.pinned("a word"),
+        lambda: spillway.pinned(2**70),
+        lambda: spillway.Gpu(-1),
+        lambda: spillway.Gpu("a word"),
+        lambda: spillway.Gpu(0, chunk_bytes=-1),
+        lambda: gpu.copy_out(spillway.DeviceArray(-1, 10, "float32"), spillway.pinned(10), after=stream),
+        lambda: gpu.copy_out(device, spillway.pinned(10), after=spillway.Stream(-1)),
+        lambda: gpu.copy_out(device, spillway.pinned(10), after=stream).wait(timeout="a word"),
+        lambda: gpu.step(spillway.Adam(), [[device] * 4], shadow=[[device] * 3] * 2, stream=stream),
+        lambda: gpu.step(spillway.Adam(), [[device] * 4], shadow=[[device]], stream=stream),
+    ):
         with pytest.raises(spillway.InvalidArgumentError):
             make()
     assert spillway.pinned(0).size == 0
@@ -292,6 +302,7 @@ def test_numbers_that_do_not_fit_are_named(desk):
 @pytest.fixture
 def torch_on(monkeypatch):
     """Replaces sys.modules["torch"] with a torch that uses CUDA, with this current stream on this GPU alone."""
+
     def make(stream, ordinal):
         class Tensor:
             def __init__(self, array, index=ordinal):
@@ -307,10 +318,12 @@ def torch_on(monkeypatch):
             def numel(self):
                 return self._array.elements
 
-        cuda = types.SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True,
-                                     current_stream=lambda index=None: {None: stream, ordinal: stream}[index])
+        cuda = types.SimpleNamespace(
+            is_available=lambda: True, is_initialized=lambda: True, current_stream=lambda index=None: {None: stream, ordinal: stream}[index]
+        )
         monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(Tensor=Tensor, cuda=cuda))
         return Tensor
+
     return make
 
 
@@ -383,9 +396,11 @@ def test_pinned_arrays_live_as_long_as_their_views():
 
 
 def test_no_driver_is_an_error_of_its_own(child_environment):
-    script = ("import spillway\n"
-              "try:\n    spillway.Gpu()\n"
-              "except spillway.NoDeviceError as error:\n    print(error.status, isinstance(error, spillway.GpuError))")
+    script = (
+        "import spillway\n"
+        "try:\n    spillway.Gpu()\n"
+        "except spillway.NoDeviceError as error:\n    print(error.status, isinstance(error, spillway.GpuError))"
+    )
     child_environment["SPILLWAY_CUDA_LIBRARY"] = "libno-such-driver.so.9"
     done = subprocess.run([sys.executable, "-c", script], env=child_environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["50", "True"], done.stderr
@@ -395,8 +410,10 @@ def test_rates_are_measured_on_memory_that_is_registered(repository):
     """Opening the update registers the states; copies from memory that is not registered block."""
     program = ast.parse((repository / "ffi_tests" / "gpu" / "bench_update.py").read_text())
     main = next(node for node in program.body if getattr(node, "name", None) == "main")
-    lines = {name: min(call.lineno for call in ast.walk(main) if isinstance(call, ast.Call) and name in ast.unparse(call.func))
-             for name in ("Interleave", "measure_rates")}
+    lines = {
+        name: min(call.lineno for call in ast.walk(main) if isinstance(call, ast.Call) and name in ast.unparse(call.func))
+        for name in ("Interleave", "measure_rates")
+    }
     assert lines["Interleave"] < lines["measure_rates"]
 
 

@@ -15,29 +15,31 @@ def run(code, environment, **extra):
 
 
 def test_import_needs_neither_torch_nor_numpy_nor_the_library(child_environment):
-    code = ("import sys\n"
-            "for name in ('torch', 'numpy', 'deepspeed'): sys.modules[name] = None\n"
-            "import spillway, spillway.deepspeed, spillway.megatron\n"
-            "print('ok')")
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'deepspeed'): sys.modules[name] = None\n"
+        "import spillway, spillway.deepspeed, spillway.megatron\n"
+        "print('ok')"
+    )
     done = run(code, child_environment, SPILLWAY_LIBRARY="/nonexistent/libspillway.so")
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
 def test_a_step_needs_no_torch(child_environment):
-    code = ("import sys; sys.modules['torch'] = None\n"
-            "import numpy, spillway\n"
-            "arrays = [numpy.ones(8, numpy.float32) for _ in range(4)]\n"
-            "spillway.Adam().step([tuple(arrays)])\n"
-            "assert (arrays[0] != 1).all()\n"
-            "del sys.modules['torch']; assert 'torch' not in sys.modules")
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import numpy, spillway\n"
+        "arrays = [numpy.ones(8, numpy.float32) for _ in range(4)]\n"
+        "spillway.Adam().step([tuple(arrays)])\n"
+        "assert (arrays[0] != 1).all()\n"
+        "del sys.modules['torch']; assert 'torch' not in sys.modules"
+    )
     done = run(code, child_environment)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_missing_library_is_named(child_environment):
-    code = ("import spillway\n"
-            "try: spillway.kernel_name()\n"
-            "except spillway.LibraryNotFoundError as error: print(error)")
+    code = "import spillway\ntry: spillway.kernel_name()\nexcept spillway.LibraryNotFoundError as error: print(error)"
     done = run(code, child_environment, SPILLWAY_LIBRARY="/nonexistent/libspillway.so")
     assert "/nonexistent/libspillway.so" in done.stdout and "SPILLWAY_LIBRARY" in done.stdout, done.stderr
 
@@ -46,13 +48,12 @@ def test_another_abi_version_is_refused_before_any_other_call(child_environment,
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         pytest.skip("no C compiler")
-    (tmp_path / "other.c").write_text("unsigned spw_abi_version(void) { return 4711; }\n"
-                                      "int spw_get_kernel(const char **n) { __builtin_trap(); }\n")
+    (tmp_path / "other.c").write_text(
+        "unsigned spw_abi_version(void) { return 4711; }\nint spw_get_kernel(const char **n) { __builtin_trap(); }\n"
+    )
     library = tmp_path / "libother.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "other.c"], check=True)
-    code = ("import spillway\n"
-            "try: spillway.kernel_name()\n"
-            "except ImportError as error: print(error)")
+    code = "import spillway\ntry: spillway.kernel_name()\nexcept ImportError as error: print(error)"
     done = run(code, child_environment, SPILLWAY_LIBRARY=str(library))
     assert "ABI version 4711" in done.stdout, done.stderr
 
@@ -82,9 +83,11 @@ def test_a_pth_line_imports_one_module_of_spillway_and_none_when_off(repository,
 def test_the_hook_is_installed_by_the_import_of_its_framework(repository, child_environment, tmp_path, framework):
     line, variable = pth_line(repository, framework), f"SPILLWAY_{framework.upper()}"
     (tmp_path / f"{framework}.py").write_text("")
-    code = (f"import sys\n{line}\nsys.path.insert(0, {str(tmp_path)!r})\nhook = 'spillway.{framework}._hook'\n"
-            f"import json, email\nassert hook not in sys.modules\nimport {framework}\nassert hook in sys.modules\n"
-            "print(sum(type(finder).__name__ == 'ImportHook' for finder in sys.meta_path))")
+    code = (
+        f"import sys\n{line}\nsys.path.insert(0, {str(tmp_path)!r})\nhook = 'spillway.{framework}._hook'\n"
+        f"import json, email\nassert hook not in sys.modules\nimport {framework}\nassert hook in sys.modules\n"
+        "print(sum(type(finder).__name__ == 'ImportHook' for finder in sys.meta_path))"
+    )
     assert run(code, child_environment, **{variable: "1"}).stdout == "1\n"
 
 
@@ -95,8 +98,10 @@ def test_a_hook_that_cannot_be_installed_ends_a_process_that_requires_it(reposit
     (tmp_path / "spillway" / "__init__.py").write_text("raise OSError('half installed')")
     (tmp_path / f"{framework}.py").write_text("")
     # Python runs the lines of such files in this way: it prints an error, and the process continues.
-    code = (f"import traceback\ntry:\n    exec({line!r})\nexcept Exception:\n    traceback.print_exc()\n"
-            f"print('goes on', flush=True)\nimport {framework}\nprint('imported')")
+    code = (
+        f"import traceback\ntry:\n    exec({line!r})\nexcept Exception:\n    traceback.print_exc()\n"
+        f"print('goes on', flush=True)\nimport {framework}\nprint('imported')"
+    )
     package = repository / "packaging" / "python"
     (tmp_path / "_spillway_hook.py").write_text((package / "_spillway_hook.py").read_text())
     broken = {**child_environment, "PYTHONPATH": str(tmp_path)}
@@ -159,8 +164,7 @@ if sys.version_info < (3, 12):
 def test_the_oldest_python_that_the_package_asks_for_reads_every_module(repository):
     project = (repository / "packaging" / "python" / "pyproject.toml").read_text()
     oldest = re.search(r'requires-python = ">=3\.(\d+)"', project)
-    modules = [*(repository / "packaging" / "python" / "spillway").rglob("*.py"),
-               repository / "packaging" / "python" / "_spillway_hook.py"]
+    modules = [*(repository / "packaging" / "python" / "spillway").rglob("*.py"), repository / "packaging" / "python" / "_spillway_hook.py"]
     assert len(modules) > 20
     for module in modules:
         ast.parse(module.read_text(), str(module), feature_version=(3, int(oldest[1])))

@@ -35,7 +35,7 @@ def test_every_integer_argument_of_every_function_is_checked(name):
             arguments[checked.position] = value
             return _native.fitting(name, tuple(arguments))[checked.position]
 
-        wrong = [checked.least - 1, checked.most + 1, 2**70, -2**70]
+        wrong = [checked.least - 1, checked.most + 1, 2**70, -(2**70)]
         wrong += [] if checked.is_address else [1.5, "1", None, Index(checked.most + 1), np.float32(2)]
         for value in wrong:
             with pytest.raises(spillway.InvalidArgumentError) as raised:
@@ -67,14 +67,22 @@ def _functions_taken(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr.startswith("spw_"):
             yield node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr" \
-                and "library" in ast.unparse(node.args[0]):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
+            and "library" in ast.unparse(node.args[0])
+        ):
             yield ast.unparse(node.args[1])
 
 
 # Functions with integers that only the package makes: the hot path of a step, and addresses that the library returned.
-OWN = {("optim.py", "self._step_name"), ("optim.py", "self._recorded_step_name"), ("gpu.py", "spw_pinned_free"),
-       ("deepspeed/_adam.py", "spw_ds_adam_update")}
+OWN = {
+    ("optim.py", "self._step_name"),
+    ("optim.py", "self._recorded_step_name"),
+    ("gpu.py", "spw_pinned_free"),
+    ("deepspeed/_adam.py", "spw_ds_adam_update"),
+}
 
 
 def test_no_module_calls_a_function_with_integers_past_the_check():
@@ -90,7 +98,7 @@ def test_no_module_calls_a_function_with_integers_past_the_check():
 def test_a_rank_that_does_not_fit_removes_no_tier(tmp_path):
     with spillway.Tier([tmp_path], job="run") as tier:
         tier.commit(1)
-    for rank in (2**32, -2**32, np.int64(2**32), 0.0):
+    for rank in (2**32, -(2**32), np.int64(2**32), 0.0):
         with pytest.raises(spillway.InvalidArgumentError, match="rank is .*; pass an integer from 0 to 4294967295"):
             collect(tmp_path, job="run", rank=rank)
         with pytest.raises(spillway.InvalidArgumentError, match="rank"):
@@ -104,8 +112,12 @@ def test_an_extent_that_does_not_fit_is_not_another_extent():
         extent = tier.define("a", [4])
         tier.wait(tier.put(extent, [np.ones(1, np.float32)]))
         tier.commit(1)
-        for call in (tier.remove, tier.evacuate, lambda path: tier.set_health(path, "draining"),
-                     lambda path: tier.put(extent, [np.ones(1, np.float32)], path=path)):
+        for call in (
+            tier.remove,
+            tier.evacuate,
+            lambda path: tier.set_health(path, "draining"),
+            lambda path: tier.put(extent, [np.ones(1, np.float32)], path=path),
+        ):
             with pytest.raises(spillway.InvalidArgumentError, match=f"is {2**32 + extent}; pass an integer from 0 to {2**32 - 1}"):
                 call(2**32 + extent)
         assert [found.name for found in tier.extents()] == ["a"]

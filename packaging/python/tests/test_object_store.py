@@ -65,6 +65,7 @@ def scripted(monkeypatch):
         servers.append(object_store.Scripted(judge))
         monkeypatch.setenv("AWS_ENDPOINT_URL", servers[-1].endpoint)
         return "s3://bucket/prefix"
+
     yield start
     for server in servers:
         server.close()
@@ -158,20 +159,20 @@ def test_a_changed_byte_is_named(store):
 
 
 def run_child(environment, code):
-    start = (f"import os, signal, sys; sys.path[:0] = [{os.path.dirname(__file__)!r}]\n"
-             "import test_object_store as t\n")
-    return subprocess.Popen([sys.executable, "-c", start + code], env=environment, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, text=True)
+    start = f"import os, signal, sys; sys.path[:0] = [{os.path.dirname(__file__)!r}]\nimport test_object_store as t\n"
+    return subprocess.Popen([sys.executable, "-c", start + code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_living_owner_is_respected_and_a_dead_one_followed(store, child_environment):
-    child = run_child({**child_environment, **os.environ, "PYTHONPATH": child_environment["PYTHONPATH"]},
-                      f"tier = t.open_tier([{store.path!r}])\n"
-                      "for step in range(1, 100):\n"
-                      "    t.put(tier, step)\n"
-                      "    tier.commit(step)\n"
-                      "    print(step, flush=True)\n"
-                      "    step == 3 and sys.stdin.read(1)\n")
+    child = run_child(
+        {**child_environment, **os.environ, "PYTHONPATH": child_environment["PYTHONPATH"]},
+        f"tier = t.open_tier([{store.path!r}])\n"
+        "for step in range(1, 100):\n"
+        "    t.put(tier, step)\n"
+        "    tier.commit(step)\n"
+        "    print(step, flush=True)\n"
+        "    step == 3 and sys.stdin.read(1)\n",
+    )
     assert [int(child.stdout.readline()) for _ in range(3)] == [1, 2, 3]
     who = f"process {child.pid} on .*delete s3://{store.bucket}/.*/lock/.* to free it"
     with pytest.raises(spillway.TierLockedError, match=who):
@@ -247,12 +248,14 @@ def test_a_server_in_trouble_is_asked_again(scripted):
     assert {count for (method, key), count in seen.items() if method == "PUT" and "/data/" in key} == {4}
 
 
-@pytest.mark.parametrize("status, words", [(403, "HTTP 403 Told: by the test"), (500, "HTTP 500 Told: by the test .4 attempts"),
-                                           (507, "HTTP 507"), (301, "HTTP 301")])
+@pytest.mark.parametrize(
+    "status, words",
+    [(403, "HTTP 403 Told: by the test"), (500, "HTTP 500 Told: by the test .4 attempts"), (507, "HTTP 507"), (301, "HTTP 301")],
+)
 def test_a_refusal_is_named(scripted, status, words):
     path = scripted(lambda method, key: status if method == "PUT" and "/data/" in key else None)
     with open_tier([path]) as tier:
-        with pytest.raises(spillway.IoError, match=f"writing .* at offset .* of {path}/.*{words}.*\"weights\"") as caught:
+        with pytest.raises(spillway.IoError, match=f'writing .* at offset .* of {path}/.*{words}.*"weights"') as caught:
             put(tier, 1)
         expected = {403: "EACCES", 507: "ENOSPC"}.get(status, "EIO")
         assert caught.value.errno == getattr(errno, expected)

@@ -59,13 +59,19 @@ elif CASE == "fork":
     [adam.step() for _ in range(20)]
 else:
     steps(20)
-print("by workers" if work_of_workers() - before > 1_000_000 else "by OpenMP", arrays[0].double().sum().item(), arrays[3].double().sum().item())
+by = "by workers" if work_of_workers() - before > 1_000_000 else "by OpenMP"
+print(by, arrays[0].double().sum().item(), arrays[3].double().sum().item())
 """
 
 
 def run(case, value, environment):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, case], capture_output=True, text=True, timeout=120,
-                          env={**environment, **({} if value is None else {"SPILLWAY_OPENMP": value})})
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, case],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**environment, **({} if value is None else {"SPILLWAY_OPENMP": value})},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -89,6 +95,7 @@ def test_without_a_setting_the_results_are_the_same(child_environment):
 
 
 def test_a_wrong_value_is_an_error_that_names_the_variable(child_environment):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, "main"], capture_output=True, text=True,
-                          env={**child_environment, "SPILLWAY_OPENMP": "maybe"})
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "main"], capture_output=True, text=True, env={**child_environment, "SPILLWAY_OPENMP": "maybe"}
+    )
     assert done.returncode != 0 and "SPILLWAY_OPENMP" in done.stderr

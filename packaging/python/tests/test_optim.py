@@ -140,8 +140,9 @@ def test_a_failed_step_does_not_count():
 def test_bias_correction_and_l2_are_what_they_say():
     ones = [np.ones(16, np.float32) for _ in range(2)]
     param, exp_avg, exp_avg_sq = np.ones(16, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
-    spillway.Adam(lr=0.1, weight_decay=1.0, weight_decay_mode="l2", bias_correction=False,
-                  eps=0.0).step([(param, ones[0], exp_avg, exp_avg_sq)])
+    spillway.Adam(lr=0.1, weight_decay=1.0, weight_decay_mode="l2", bias_correction=False, eps=0.0).step(
+        [(param, ones[0], exp_avg, exp_avg_sq)]
+    )
     np.testing.assert_allclose(exp_avg, 0.2, rtol=1e-6)
     np.testing.assert_allclose(param, 1 - 0.1 * 0.2 / np.sqrt(0.004), rtol=1e-6)
 
@@ -195,19 +196,31 @@ def test_calls_that_are_one_step_of_a_model_give_its_number():
     assert each.step_count == 3
 
 
-@pytest.mark.parametrize("make", [
-    lambda: spillway.Adam(lr=10**400), lambda: spillway.Adam(lr="a word"), lambda: spillway.Adam(betas=(0.9, None, 1)),
-    lambda: spillway.Adam(rounding_seed="a word"), lambda: spillway.Adam(rounding_seed=1.5), lambda: spillway.Adam(rounding_seed=-1),
-    lambda: spillway.Adam(rounding=[]), lambda: spillway.Adam(weight_decay_mode={}), lambda: spillway.Adam(eps=[1]),
-    lambda: spillway.Lion(betas=("a", "b")), lambda: spillway.Adagrad(lr_decay=10**400),
-    lambda: spillway.Adam().step([[np.ones(1, np.float32)] * 4], grad_scale="a word"),
-    lambda: spillway.Adam().step([[np.ones(1, np.float32)] * 4], grad_scale=10**400),
-    lambda: spillway.Adam().step([[np.ones(1, np.float32)] * 4], number="a word"),
-    lambda: spillway.grad_stats(np.ones(1, np.float32), scale="a word"),
-    lambda: spillway.accumulate_(np.ones(1, np.float32), np.ones(1, np.float32), scale=10**400),
-    lambda: spillway.Adam().prepare([[np.ones(1, np.float32) for _ in range(4)]]).record().redo(grad_scale="a word"),
-    lambda: spillway.plan("words", [1]), lambda: spillway.plan((1, 1, 1, 1), [-1]), lambda: spillway.plan((1, 1, 1, 1), [1], slots=-1),
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: spillway.Adam(lr=10**400),
+        lambda: spillway.Adam(lr="a word"),
+        lambda: spillway.Adam(betas=(0.9, None, 1)),
+        lambda: spillway.Adam(rounding_seed="a word"),
+        lambda: spillway.Adam(rounding_seed=1.5),
+        lambda: spillway.Adam(rounding_seed=-1),
+        lambda: spillway.Adam(rounding=[]),
+        lambda: spillway.Adam(weight_decay_mode={}),
+        lambda: spillway.Adam(eps=[1]),
+        lambda: spillway.Lion(betas=("a", "b")),
+        lambda: spillway.Adagrad(lr_decay=10**400),
+        lambda: spillway.Adam().step([[np.ones(1, np.float32)] * 4], grad_scale="a word"),
+        lambda: spillway.Adam().step([[np.ones(1, np.float32)] * 4], grad_scale=10**400),
+        lambda: spillway.Adam().step([[np.ones(1, np.float32)] * 4], number="a word"),
+        lambda: spillway.grad_stats(np.ones(1, np.float32), scale="a word"),
+        lambda: spillway.accumulate_(np.ones(1, np.float32), np.ones(1, np.float32), scale=10**400),
+        lambda: spillway.Adam().prepare([[np.ones(1, np.float32) for _ in range(4)]]).record().redo(grad_scale="a word"),
+        lambda: spillway.plan("words", [1]),
+        lambda: spillway.plan((1, 1, 1, 1), [-1]),
+        lambda: spillway.plan((1, 1, 1, 1), [1], slots=-1),
+    ],
+)
 def test_numbers_that_do_not_fit_are_an_error_of_the_package(make):
     with pytest.raises(spillway.InvalidArgumentError):
         make()

@@ -29,11 +29,19 @@ class RunsCode:
 
 def values():
     return {
-        "numbers": [0, -1, 1 << 80, 0.1, 5e-324, -0.0, math.inf, -math.inf, True, None], "words": "\u00e4\0\ud7ff", "bytes": b"\0\xff",
-        "tuple": (1, (2, [3]), ()), 7: {0.5: "float key", None: "none", True: "bool"}, "named": Point(1, (2,)),
-        "deque": collections.deque([1, (2,)], maxlen=5), "counter": collections.Counter({3: 2, 9: 1}),
-        "ordered": collections.OrderedDict(b=1, a=2), "dict": {"tuple": {"dict": "looks like a kind"}},
-        "random": random.getstate(), "numpy": np.random.RandomState(3).get_state(), "dtype": torch.bfloat16,
+        "numbers": [0, -1, 1 << 80, 0.1, 5e-324, -0.0, math.inf, -math.inf, True, None],
+        "words": "\u00e4\0\ud7ff",
+        "bytes": b"\0\xff",
+        "tuple": (1, (2, [3]), ()),
+        7: {0.5: "float key", None: "none", True: "bool"},
+        "named": Point(1, (2,)),
+        "deque": collections.deque([1, (2,)], maxlen=5),
+        "counter": collections.Counter({3: 2, 9: 1}),
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "dict": {"tuple": {"dict": "looks like a kind"}},
+        "random": random.getstate(),
+        "numpy": np.random.RandomState(3).get_state(),
+        "dtype": torch.bfloat16,
     }
 
 
@@ -50,8 +58,12 @@ def test_what_is_data_comes_back_as_it_was():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_tensors_and_arrays_come_back_to_the_bit(dtype):
-    tensors = [torch.arange(24).reshape(2, 3, 4).to(dtype), torch.ones((), dtype=dtype), torch.empty((0, 3), dtype=dtype),
-               torch.arange(24).to(dtype).reshape(4, 6).t()]
+    tensors = [
+        torch.arange(24).reshape(2, 3, 4).to(dtype),
+        torch.ones((), dtype=dtype),
+        torch.empty((0, 3), dtype=dtype),
+        torch.arange(24).to(dtype).reshape(4, 6).t(),
+    ]
     arrays = [np.arange(5.0), np.array([True]), np.arange(4, dtype=">i4"), np.float32(0.1), np.zeros((2, 0), np.int8)]
     for before, after in zip(tensors, _payload.unpack(_payload.pack(tensors))):
         assert before.dtype == after.dtype and before.shape == after.shape and torch.equal(before, after)
@@ -62,8 +74,14 @@ def test_tensors_and_arrays_come_back_to_the_bit(dtype):
 def test_what_is_not_data_is_refused_by_its_place():
     itself = []
     itself.append(itself)
-    for value, words in ((RunsCode(), r"record\['client_state'\]\[1\] is a .*RunsCode"), (len, "builtin"), ({(1, 2): 3}, "key"),
-                         (itself, "contains itself"), (np.array(["a"]), "tensor of dtype str"), ({1, 2}, "set")):
+    for value, words in (
+        (RunsCode(), r"record\['client_state'\]\[1\] is a .*RunsCode"),
+        (len, "builtin"),
+        ({(1, 2): 3}, "key"),
+        (itself, "contains itself"),
+        (np.array(["a"]), "tensor of dtype str"),
+        ({1, 2}, "set"),
+    ):
         with pytest.raises(spillway.InvalidArgumentError, match=words):
             _payload.pack({"client_state": [0, value]})
 
@@ -82,7 +100,7 @@ def test_a_record_that_was_cut_is_an_error_and_other_damage_raises_nothing_else(
     data = _payload.pack(values() | {"tensor": torch.ones(100)})
     chance = random.Random(1)
     for _ in range(3000):
-        damaged = bytearray(data[:chance.randrange(len(data) + 1)] if chance.random() < 0.3 else data)
+        damaged = bytearray(data[: chance.randrange(len(data) + 1)] if chance.random() < 0.3 else data)
         for _ in range(chance.randrange(1, 4)):
             if damaged:
                 damaged[chance.randrange(len(damaged))] = chance.randrange(256)
@@ -94,10 +112,17 @@ def test_a_record_that_was_cut_is_an_error_and_other_damage_raises_nothing_else(
     assert torch.equal(_payload.unpack(data)["tensor"], torch.ones(100))
 
 
-@pytest.mark.parametrize("entry", [
-    {"dtype": "F32", "shape": [100], "data_offsets": [0, 4000]}, {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
-    {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}, {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 0]},
-    {"dtype": "X", "shape": [1], "data_offsets": [0, 4]}, {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [100], "data_offsets": [0, 4000]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+        {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 0]},
+        {"dtype": "X", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]},
+    ],
+)
 def test_a_tensor_lies_within_the_bytes(entry):
     header = json.dumps({"__metadata__": {"format": "spillway-payload-1", "value": '{"tensor":"0"}'}, "0": entry}).encode()
     for size in (len(header), len(header) + 1, 1 << 63):
@@ -107,22 +132,32 @@ def test_a_tensor_lies_within_the_bytes(entry):
 
 ENTRY = '"0": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
 GOOD = f'{{"__metadata__": {{"format": "spillway-payload-1", "value": "1"}}, {ENTRY}}}'
-HEADERS = {"a tensor twice": GOOD[:-1] + f", {ENTRY}}}", "a field of a tensor twice": GOOD.replace('"shape"', '"shape": [1], "shape"'),
-           "a text twice": GOOD.replace('"value": "1"', '"value": "1", "value": "1"'), "metadata twice": GOOD[:-1] + ', "__metadata__": {}}',
-           "a text that is true": GOOD.replace('"value": "1"', '"value": "1", "other": true'), "a list of metadata": '{"__metadata__": []}',
-           "a number": GOOD.replace('"value": "1"', '"value": 1'), "a text": '"abc"', "a list of tensors": "[]"}
+HEADERS = {
+    "a tensor twice": GOOD[:-1] + f", {ENTRY}}}",
+    "a field of a tensor twice": GOOD.replace('"shape"', '"shape": [1], "shape"'),
+    "a text twice": GOOD.replace('"value": "1"', '"value": "1", "value": "1"'),
+    "metadata twice": GOOD[:-1] + ', "__metadata__": {}}',
+    "a text that is true": GOOD.replace('"value": "1"', '"value": "1", "other": true'),
+    "a list of metadata": '{"__metadata__": []}',
+    "a number": GOOD.replace('"value": "1"', '"value": 1'),
+    "a text": '"abc"',
+    "a list of tensors": "[]",
+}
 
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_has_unique_keys_and_metadata_of_strings(name):
     def framed(header):
         return len(header).to_bytes(8, "little") + header.encode() + b"1234"
+
     assert _payload.unpack(framed(GOOD)) == 1
     with pytest.raises(spillway.CorruptError):
         _payload.unpack(framed(HEADERS[name]))
 
 
-@pytest.mark.parametrize("names, metadata", [(["__metadata__"], {}), (["\ud800"], {}), (["a", 3], {}), (["a"], {"b": True}), (["a"], {"b": "\udfff"})])
+@pytest.mark.parametrize(
+    "names, metadata", [(["__metadata__"], {}), (["\ud800"], {}), (["a", 3], {}), (["a"], {"b": True}), (["a"], {"b": "\udfff"})]
+)
 def test_a_header_that_readers_would_refuse_is_not_written(names, metadata):
     with pytest.raises(spillway.InvalidArgumentError, match="safetensors file"):
         _safetensors.header({name: _safetensors.entry("F32", [1], 0) for name in names}, metadata)

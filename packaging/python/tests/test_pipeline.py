@@ -39,26 +39,54 @@ def random_plan(seed):
         chunks = choose.randint(1, 2)
         stages = devices * chunks
         micro_batches = devices * choose.randint(1, 2) if chunks > 1 else micro_batches
-    units = [pipeline.Unit(forward=choose.choice([0.0, 1.0, 2.0]), backward=choose.random() * 3, recompute=choose.choice([0.0, 1.0]),
-                           fetch=choose.random() * 2, offload=choose.random(), optimizer=choose.random() * 3,
-                           param_bytes=choose.randrange(5000), grad_bytes=choose.randrange(5000),
-                           activation_bytes=choose.randrange(20_000), input_bytes=choose.choice([0, 3, 700, 300_000]))
-             for _ in range(stages * split)]
-    return pipeline.plan(schedule, devices=devices, micro_batches=micro_batches, stages=stages, split=split, units=units,
-                         slots=choose.randint(1, 3), recompute=True if schedule == "decoupled" else choose.choice([False, True]),
-                         early_checkpoints=choose.choice([False, True]), async_optimizer=choose.choice([False, True]),
-                         latency=choose.choice([0.0, 0.2]), seconds_per_byte=choose.choice([0.0, 1e-6]))
+    units = [
+        pipeline.Unit(
+            forward=choose.choice([0.0, 1.0, 2.0]),
+            backward=choose.random() * 3,
+            recompute=choose.choice([0.0, 1.0]),
+            fetch=choose.random() * 2,
+            offload=choose.random(),
+            optimizer=choose.random() * 3,
+            param_bytes=choose.randrange(5000),
+            grad_bytes=choose.randrange(5000),
+            activation_bytes=choose.randrange(20_000),
+            input_bytes=choose.choice([0, 3, 700, 300_000]),
+        )
+        for _ in range(stages * split)
+    ]
+    return pipeline.plan(
+        schedule,
+        devices=devices,
+        micro_batches=micro_batches,
+        stages=stages,
+        split=split,
+        units=units,
+        slots=choose.randint(1, 3),
+        recompute=True if schedule == "decoupled" else choose.choice([False, True]),
+        early_checkpoints=choose.choice([False, True]),
+        async_optimizer=choose.choice([False, True]),
+        latency=choose.choice([0.0, 0.2]),
+        seconds_per_byte=choose.choice([0.0, 1e-6]),
+    )
 
 
 def fixed_plan():
     """A plan in which every device has forward and backward passes."""
-    return pipeline.plan("decoupled", devices=DEVICES, micro_batches=4, stages=4, split=2,
-                         units=pipeline.Unit(param_bytes=100, grad_bytes=100, activation_bytes=100, input_bytes=100))
+    return pipeline.plan(
+        "decoupled",
+        devices=DEVICES,
+        micro_batches=4,
+        stages=4,
+        split=2,
+        units=pipeline.Unit(param_bytes=100, grad_bytes=100, activation_bytes=100, input_bytes=100),
+    )
 
 
 #: The transports of messages.
-TRANSPORTS = [pytest.param(name, marks=pytest.mark.skipif(name == "gloo" and not importlib.util.find_spec("torch"), reason="torch is not installed"))
-              for name in ("pipes", "gloo")]
+TRANSPORTS = [
+    pytest.param(name, marks=pytest.mark.skipif(name == "gloo" and not importlib.util.find_spec("torch"), reason="torch is not installed"))
+    for name in ("pipes", "gloo")
+]
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -74,7 +102,7 @@ def test_processes_run_random_plans_over_gloo_and_listen_on_the_loopback_interfa
         for seed in range(10):
             check_plan(fleet, seed)
         listening = [address for process in fleet.process_ids() for address in addresses(process)]
-        assert len(listening) == DEVICES and set(listening) == {"0100007F"}      # 127.0.0.1
+        assert len(listening) == DEVICES and set(listening) == {"0100007F"}  # 127.0.0.1
     finally:
         fleet.close()
 
@@ -97,16 +125,18 @@ def check_plan(fleet, seed):
     answers = fleet.ask([("step", seed)] * DEVICES, timeout=300)
     offloaded, optimized = {}, []
     for device, ((events, spans), (own, steps, verdicts)) in enumerate(answers):
-        predicted = [(change.operation, change.memory, change.freed, change.resident) for change in plan.changes
-                     if change.device == device]
+        predicted = [(change.operation, change.memory, change.freed, change.resident) for change in plan.changes if change.device == device]
         assert [tuple(event) for event in events] == predicted
         offloaded.update(own)
         optimized += steps
         # One of five devices finds fault: with four devices, the verdict is that of the unlucky one.
         assert verdicts == [all((seed + other) % 5 != 0 for other in range(DEVICES))]
         passes = [plan.operations[number] for number, _, _ in spans]
-        assert passes == [operation for operation in plan.operations
-                          if operation.device == device and operation.kind in ("forward", "backward", "recompute")]
+        assert passes == [
+            operation
+            for operation in plan.operations
+            if operation.device == device and operation.kind in ("forward", "backward", "recompute")
+        ]
     assert offloaded == pipeline_light.serial(plan, seed)
     assert sorted(optimized) == [(first, plan.backward_split) for first in range(0, len(plan.units), plan.backward_split)]
 
@@ -140,8 +170,10 @@ class SlowBackend(pipeline_light.LightBackend):
 def test_an_error_in_a_pass_is_reported_and_a_stopped_process_times_out(transport):
     plan = fixed_plan()
     pairs = {(operation.device, operation.peer) for operation in plan.operations if operation.kind.startswith("send")}
-    for backend, error, words in ((FailingBackend, pipeline.PipelineError, "device 1 .*backward of.*ZeroDivisionError"),
-                                  (StoppedBackend, spillway.TimedOutError, "device 0: ")):
+    for backend, error, words in (
+        (FailingBackend, pipeline.PipelineError, "device 1 .*backward of.*ZeroDivisionError"),
+        (StoppedBackend, spillway.TimedOutError, "device 0: "),
+    ):
         fleet = Fleet(DEVICES, pairs, backend, transport)
         ids = fleet.process_ids()
         try:
@@ -168,8 +200,10 @@ class ForkingBackend(SlowBackend):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_process_is_reported_while_a_child_of_it_lives(transport, descriptors, tmp_path, monkeypatch):
     if not descriptors:
+
         def refused(_):
             raise PermissionError
+
         monkeypatch.setattr(os, "pidfd_open", refused)
     monkeypatch.setenv("FORKED", str(tmp_path / "child"))
     plan = fixed_plan()
@@ -280,8 +314,11 @@ def test_a_close_between_two_waits_ends_a_call():
 def test_no_wait_is_long_because_a_signal_just_before_it_does_not_end_it(monkeypatch):
     fleet, ids = started(pipeline_light.LightBackend)
     waits = []
-    monkeypatch.setattr(_fleet, "connection", types.SimpleNamespace(
-        wait=lambda sources, timeout=None: waits.append(timeout) or connection.wait(sources, timeout)))
+    monkeypatch.setattr(
+        _fleet,
+        "connection",
+        types.SimpleNamespace(wait=lambda sources, timeout=None: waits.append(timeout) or connection.wait(sources, timeout)),
+    )
     for timeout in (300, None):
         fleet.ask([("step", 1)] * DEVICES, timeout)
     fleet.close()
@@ -308,9 +345,13 @@ def test_a_forked_child_can_neither_use_nor_end_the_processes():
 
 
 #: Ways in which another process holds the ends of a parent's pipes: nobody, a forked child, a program that a child executes.
-HOLDERS = {"nobody": "0", "child": "os.fork() or time.sleep(1000)", "program": """os.fork() or (
+HOLDERS = {
+    "nobody": "0",
+    "child": "os.fork() or time.sleep(1000)",
+    "program": """os.fork() or (
         [os.set_inheritable(int(name), True) for name in os.listdir('/proc/self/fd') if os.path.exists('/proc/self/fd/' + name)],
-        os.execvp('sleep', ['sleep', '1000']))"""}
+        os.execvp('sleep', ['sleep', '1000']))""",
+}
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -318,18 +359,21 @@ HOLDERS = {"nobody": "0", "child": "os.fork() or time.sleep(1000)", "program": "
 def test_processes_end_with_a_parent_that_is_killed(tmp_path, child_environment, holder, stopped):
     import subprocess
     import sys
+
     program = tmp_path / "parent.py"
-    program.write_text("import os, sys, time\n"
-                       f"sys.path.insert(0, {os.path.dirname(pipeline_light.__file__)!r})\n"
-                       "import pipeline_light\n"
-                       "from spillway.pipeline._fleet import Fleet\n"
-                       "if __name__ == '__main__':\n"
-                       "    fleet = Fleet(2, [(0, 1)], pipeline_light.LightBackend)\n"
-                       # The first answer of a process comes after it has asked for the signal.
-                       "    fleet.ask([('call', 'begin', (0,))] * 2, 300)\n"
-                       f"    holder = {HOLDERS[holder]}\n"
-                       "    print(holder, *fleet.process_ids(), flush=True)\n"
-                       "    time.sleep(1000)\n")
+    program.write_text(
+        "import os, sys, time\n"
+        f"sys.path.insert(0, {os.path.dirname(pipeline_light.__file__)!r})\n"
+        "import pipeline_light\n"
+        "from spillway.pipeline._fleet import Fleet\n"
+        "if __name__ == '__main__':\n"
+        "    fleet = Fleet(2, [(0, 1)], pipeline_light.LightBackend)\n"
+        # The first answer of a process comes after it has asked for the signal.
+        "    fleet.ask([('call', 'begin', (0,))] * 2, 300)\n"
+        f"    holder = {HOLDERS[holder]}\n"
+        "    print(holder, *fleet.process_ids(), flush=True)\n"
+        "    time.sleep(1000)\n"
+    )
     parent = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True, env=child_environment)
     held, *ids = [int(word) for word in parent.stdout.readline().split()]
     for process in ids if stopped else ():
@@ -388,14 +432,27 @@ def test_a_plan_is_an_object_that_can_be_sent_and_drawn():
         "send of the checkpoint of unit 0 on micro-batch 0 (to device 1)",
         "send of the checkpoint of unit 0 on micro-batch 1 (to device 1)",
         "send of the checkpoint of unit 3 on micro-batch 0 (to device 0)",
-        "send of the checkpoint of unit 3 on micro-batch 1 (to device 0)"]
+        "send of the checkpoint of unit 3 on micro-batch 1 (to device 0)",
+    ]
 
 
-@pytest.mark.parametrize("change, name", [
-    ({"devices": 0}, "devices"), ({"micro_batches": -1}, "micro_batches"), ({"stages": 2**32}, "stages"), ({"split": 1.5}, "split"),
-    ({"stages": 2**31, "split": 2**31}, "stages"), ({"schedule": "gpipe"}, "schedule"), ({"recompute": False}, "recompute"),
-    ({"latency": -1.0}, "latency"), ({"units": []}, "unit_count"), ({"units": pipeline.Unit(forward=float("nan"))}, "forward"),
-    ({"units": pipeline.Unit(param_bytes=2**64)}, "param_bytes"), ({"slots": 0}, "slots")])
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"devices": 0}, "devices"),
+        ({"micro_batches": -1}, "micro_batches"),
+        ({"stages": 2**32}, "stages"),
+        ({"split": 1.5}, "split"),
+        ({"stages": 2**31, "split": 2**31}, "stages"),
+        ({"schedule": "gpipe"}, "schedule"),
+        ({"recompute": False}, "recompute"),
+        ({"latency": -1.0}, "latency"),
+        ({"units": []}, "unit_count"),
+        ({"units": pipeline.Unit(forward=float("nan"))}, "forward"),
+        ({"units": pipeline.Unit(param_bytes=2**64)}, "param_bytes"),
+        ({"slots": 0}, "slots"),
+    ],
+)
 def test_arguments_that_cannot_be_are_refused_by_name(change, name):
     arguments = {"schedule": "decoupled", "devices": 2, "micro_batches": 2, "stages": 2, **change}
     with pytest.raises(spillway.InvalidArgumentError, match=name):

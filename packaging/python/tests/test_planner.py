@@ -13,37 +13,75 @@ import spillway
 # Of a tiny model of each family, in fields of its configuration.
 TINY = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
 GPT2 = {"vocab_size": 131, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 50}
-OPT = {"vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 100,
-       "max_position_embeddings": 40}
+OPT = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "ffn_dim": 100,
+    "max_position_embeddings": 40,
+}
 BLOOM = {"vocab_size": 131, "hidden_size": 64, "n_layer": 3, "n_head": 4}
 FALCON = {"vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 CASES = [
-    ("llama", TINY), ("llama", {**TINY, "num_key_value_heads": 2}), ("llama", {**TINY, "tie_word_embeddings": True}),
+    ("llama", TINY),
+    ("llama", {**TINY, "num_key_value_heads": 2}),
+    ("llama", {**TINY, "tie_word_embeddings": True}),
     ("llama", {**TINY, "attention_bias": True, "mlp_bias": True, "head_dim": 24}),
-    ("mistral", {**TINY, "num_key_value_heads": 2}), ("mistral", {**TINY, "num_attention_heads": 8, "head_dim": 16}),
+    ("mistral", {**TINY, "num_key_value_heads": 2}),
+    ("mistral", {**TINY, "num_attention_heads": 8, "head_dim": 16}),
     ("mixtral", {**TINY, "num_key_value_heads": 1, "num_local_experts": 5, "num_experts_per_tok": 3}),
     ("mixtral", {**TINY, "num_attention_heads": 8}),
-    ("qwen2", {**TINY, "num_key_value_heads": 2}), ("qwen2", {**TINY, "num_key_value_heads": 4, "tie_word_embeddings": True}),
-    ("qwen3", {**TINY, "num_key_value_heads": 2}), ("qwen3", {**TINY, "num_key_value_heads": 2, "attention_bias": True, "head_dim": 8}),
-    ("gemma", {**TINY, "num_key_value_heads": 1}), ("gemma", {**TINY, "num_key_value_heads": 1, "tie_word_embeddings": False}),
-    ("gemma2", {**TINY, "num_key_value_heads": 2}), ("gemma2", {**TINY, "num_key_value_heads": 2, "attention_bias": True}),
-    ("gpt2", GPT2), ("gpt2", {**GPT2, "n_inner": 100, "tie_word_embeddings": False}),
-    ("gpt_neox", TINY), ("gpt_neox", {**TINY, "attention_bias": False, "tie_word_embeddings": True}),
-    ("opt", OPT), ("opt", {**OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    ("opt", {**OPT, "enable_bias": False, "layer_norm_elementwise_affine": False}), ("opt", {**OPT, "_remove_final_layer_norm": True}),
-    ("bloom", BLOOM), ("bloom", {**BLOOM, "tie_word_embeddings": False}),
-    ("falcon", FALCON), ("falcon", {**FALCON, "bias": True, "multi_query": False, "parallel_attn": False}),
+    ("qwen2", {**TINY, "num_key_value_heads": 2}),
+    ("qwen2", {**TINY, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    ("qwen3", {**TINY, "num_key_value_heads": 2}),
+    ("qwen3", {**TINY, "num_key_value_heads": 2, "attention_bias": True, "head_dim": 8}),
+    ("gemma", {**TINY, "num_key_value_heads": 1}),
+    ("gemma", {**TINY, "num_key_value_heads": 1, "tie_word_embeddings": False}),
+    ("gemma2", {**TINY, "num_key_value_heads": 2}),
+    ("gemma2", {**TINY, "num_key_value_heads": 2, "attention_bias": True}),
+    ("gpt2", GPT2),
+    ("gpt2", {**GPT2, "n_inner": 100, "tie_word_embeddings": False}),
+    ("gpt_neox", TINY),
+    ("gpt_neox", {**TINY, "attention_bias": False, "tie_word_embeddings": True}),
+    ("opt", OPT),
+    ("opt", {**OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    ("opt", {**OPT, "enable_bias": False, "layer_norm_elementwise_affine": False}),
+    ("opt", {**OPT, "_remove_final_layer_norm": True}),
+    ("bloom", BLOOM),
+    ("bloom", {**BLOOM, "tie_word_embeddings": False}),
+    ("falcon", FALCON),
+    ("falcon", {**FALCON, "bias": True, "multi_query": False, "parallel_attn": False}),
     ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
 ]
 # The shapes of models that are in use, from the defaults of transformers and from published configurations.
 LARGE = [
-    ("llama", {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
-               "num_key_value_heads": 8, "vocab_size": 128256}),
-    ("mistral", {}), ("mixtral", {}), ("qwen2", {}), ("qwen3", {}), ("gemma", {}), ("gemma2", {}), ("gpt2", {}), ("gpt_neox", {}),
-    ("opt", {}), ("bloom", {"hidden_size": 14336, "n_layer": 70, "n_head": 112}),
-    ("falcon", {"hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128, "num_kv_heads": 8,
-                "new_decoder_architecture": True}),
+    (
+        "llama",
+        {
+            "num_hidden_layers": 80,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    ),
+    ("mistral", {}),
+    ("mixtral", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("gemma", {}),
+    ("gemma2", {}),
+    ("gpt2", {}),
+    ("gpt_neox", {}),
+    ("opt", {}),
+    ("bloom", {"hidden_size": 14336, "n_layer": 70, "n_head": 112}),
+    (
+        "falcon",
+        {"hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128, "num_kv_heads": 8, "new_decoder_architecture": True},
+    ),
 ]
 
 
@@ -85,13 +123,17 @@ def test_parameters_are_those_of_transformers_where_it_writes_the_file(family, f
 def test_hostile_configurations_are_errors_that_name_the_fault(tmp_path):
     path = tmp_path / "config.json"
     llama = {"model_type": "llama", **TINY}
-    for text, words in [("", "is not JSON"), ("[" * 1_000_000, "recursion limit"), ("[1]", "is not a JSON object"),
-                        (json.dumps({**llama, "hidden_size": -64}), "hidden_size: is -64"),
-                        (json.dumps({**llama, "hidden_size": 10 ** 30}), r"hidden_size: is 1e\+30"),
-                        (json.dumps({**llama, "num_hidden_layers": 2 ** 20, "hidden_size": 2 ** 32}), "the limit is"),
-                        (json.dumps({"model_type": "llama"}), "lacks num_hidden_layers, hidden_size, vocab_size"),
-                        (json.dumps({"model_type": "rwkv"}), "lacks parameters, num_hidden_layers, hidden_size, vocab_size"),
-                        ("\0" * 100, "is not JSON")]:
+    for text, words in [
+        ("", "is not JSON"),
+        ("[" * 1_000_000, "recursion limit"),
+        ("[1]", "is not a JSON object"),
+        (json.dumps({**llama, "hidden_size": -64}), "hidden_size: is -64"),
+        (json.dumps({**llama, "hidden_size": 10**30}), r"hidden_size: is 1e\+30"),
+        (json.dumps({**llama, "num_hidden_layers": 2**20, "hidden_size": 2**32}), "the limit is"),
+        (json.dumps({"model_type": "llama"}), "lacks num_hidden_layers, hidden_size, vocab_size"),
+        (json.dumps({"model_type": "rwkv"}), "lacks parameters, num_hidden_layers, hidden_size, vocab_size"),
+        ("\0" * 100, "is not JSON"),
+    ]:
         path.write_text(text)
         with pytest.raises(spillway.InvalidArgumentError, match=words) as error:
             spillway.plan_model(path)
@@ -99,19 +141,33 @@ def test_hostile_configurations_are_errors_that_name_the_fault(tmp_path):
     with path.open("wb") as file:
         file.truncate(1 << 30)
     os.mkfifo(tmp_path / "fifo")
-    for hostile, words in [(path, "longer than 1048576 bytes"), (tmp_path / "fifo", "not a regular file"),
-                           ("/dev/zero", "not a regular file"), ("no-such-model", "the models of the papers are")]:
+    for hostile, words in [
+        (path, "longer than 1048576 bytes"),
+        (tmp_path / "fifo", "not a regular file"),
+        ("/dev/zero", "not a regular file"),
+        ("no-such-model", "the models of the papers are"),
+    ]:
         with pytest.raises(spillway.InvalidArgumentError, match=words):
             spillway.plan_model(hostile)
 
 
 def test_wrong_arguments_are_refused_by_name():
-    for options, words in [({"colour": 1}, "colour is not an option"), ({"ranks": 0}, "ranks: is 0"), ({"ranks": -1}, "--ranks"),
-                           ({"sequence": 2 ** 40}, "sequence: is"), ({"gpu_memory": "much"}, "gpu-memory"),
-                           ({"machine": "dgx"}, "gh200"), ({"link_gbps": "nan"}, "link to the GPU"), ({"link_gbps": 0}, "link to the GPU"),
-                           ({"paths": ["/no/such/folder"]}, "spillway tune"), ({"paths": [".:1:-1:1GB"]}, "path.write"),
-                           ({"profile": "/no/such/file"}, "no such file"), ({"machine": "a\0b"}, "zero byte"),
-                           ({"adam_report": "/no/such/file"}, "adam-report"), ({"strategy": "tier"}, "--svg")]:
+    for options, words in [
+        ({"colour": 1}, "colour is not an option"),
+        ({"ranks": 0}, "ranks: is 0"),
+        ({"ranks": -1}, "--ranks"),
+        ({"sequence": 2**40}, "sequence: is"),
+        ({"gpu_memory": "much"}, "gpu-memory"),
+        ({"machine": "dgx"}, "gh200"),
+        ({"link_gbps": "nan"}, "link to the GPU"),
+        ({"link_gbps": 0}, "link to the GPU"),
+        ({"paths": ["/no/such/folder"]}, "spillway tune"),
+        ({"paths": [".:1:-1:1GB"]}, "path.write"),
+        ({"profile": "/no/such/file"}, "no such file"),
+        ({"machine": "a\0b"}, "zero byte"),
+        ({"adam_report": "/no/such/file"}, "adam-report"),
+        ({"strategy": "tier"}, "--svg"),
+    ]:
         with pytest.raises(spillway.InvalidArgumentError, match=words):
             spillway.plan_model("dos-7b", **options)
     circular = {}
@@ -126,11 +182,11 @@ def test_measurements_of_tune_are_used_and_options_override_them(tmp_path, monke
     monkeypatch.setenv("SPILLWAY_PROFILE", str(profile))
     tool = spillway._native.tool_path()
     subprocess.run([tool, "tune", "--dir", tmp_path, "--seconds", "5"], check=True, stdout=subprocess.DEVNULL)
-    entry, = json.loads(profile.read_text())["filesystems"].values()
+    (entry,) = json.loads(profile.read_text())["filesystems"].values()
     link = {"out_f32": 3e9, "out_native": 6e9, "in_f32": 3e9, "in_native": 5e9, "step_f32": 1e9, "step_native": 1.5e9}
     profile.write_text(json.dumps({**json.loads(profile.read_text()), "links": {"a": link}}))
     found = spillway.plan_model("dos-7b", paths=[tmp_path])
-    path, = found["machine"]["paths"]
+    (path,) = found["machine"]["paths"]
     assert path["read"] == pytest.approx(1e9 * entry["read_gb_per_s"]) and path["write"] == pytest.approx(1e9 * entry["write_gb_per_s"])
     assert (found["machine"]["h2d"], found["machine"]["d2h"], found["machine"]["cpu"]) == (10e9, 12e9, 1.5e9)
     assert found["sources"]["h2d"] == f"profile {profile}"
@@ -193,15 +249,22 @@ SIZES = [(4, 512), (8, 640), (12, 768)]
 
 
 def planned(layers, hidden, tmp_path, **options):
-    config = {"model_type": "llama", "vocab_size": 4000, "hidden_size": hidden, "num_hidden_layers": layers,
-              "num_attention_heads": 8, "intermediate_size": 3 * hidden}
+    config = {
+        "model_type": "llama",
+        "vocab_size": 4000,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "intermediate_size": 3 * hidden,
+    }
     paths = [f"{tmp_path / name}:2:1:1TB" for name in ("a", "b")]
     return spillway.plan_model(config, paths=paths, sub_group_size=1 << 20, **options)
 
 
 def measured(child_environment, *arguments):
-    done = subprocess.run([sys.executable, "-c", MEASURE, json.dumps(arguments)], env=child_environment, capture_output=True,
-                          text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, json.dumps(arguments)], env=child_environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -237,13 +300,23 @@ def test_memory_and_bytes_of_a_tiered_run_are_as_planned(layers, hidden, strateg
     found = planned(layers, hidden, tmp_path, host_memory=memory)
     plan = outcome(found, strategy)
     assert plan["fits"]
-    seen = measured(child_environment, subgroups(found), [str(tmp_path / name) for name in ("a", "b")], plan["host"]["states"],
-                    strategy == "tier-split-master")
+    seen = measured(
+        child_environment,
+        subgroups(found),
+        [str(tmp_path / name) for name in ("a", "b")],
+        plan["host"]["states"],
+        strategy == "tier-split-master",
+    )
     assert seen["cached"] == plan["cached_subgroups"] and (strategy == "tier") == (seen["cached"] == 0)
     # Without a split master the run writes no 16-bit weights, for which the plan has staging buffers.
     staging = 0 if strategy == "tier-split-master" else plan["host"]["weights"]
-    close = {"budget": plan["host"]["states"], "peak": plan["host_bytes"] - staging, "stored": sum(path["bytes"] for path in plan["paths"]),
-             "read": plan["traffic"]["path_read"], "written": plan["traffic"]["path_written"]}
+    close = {
+        "budget": plan["host"]["states"],
+        "peak": plan["host_bytes"] - staging,
+        "stored": sum(path["bytes"] for path in plan["paths"]),
+        "read": plan["traffic"]["path_read"],
+        "written": plan["traffic"]["path_written"],
+    }
     for name, expected in close.items():
         assert seen[name] == pytest.approx(expected, rel=0.1), (name, seen, plan)
 
@@ -254,7 +327,7 @@ def test_the_space_of_a_path_is_as_planned(commits, tmp_path):
     count, size = 16, 1 << 18
     description = {"parameters": count * size, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 64}
     found = spillway.plan_model(description, paths=[f"{tmp_path}:1:1:1GB"], sub_group_size=size, commits=commits)
-    plan, = outcome(found, "tier")["paths"]
+    (plan,) = outcome(found, "tier")["paths"]
     adam, rows = spillway.Adam(), [(numpy.ones(size, numpy.float16), None)] * count
     with spillway.Tier([tmp_path], job="space") as tier, spillway.Swap(tier, [size] * count, huge_pages=False, pin_memory=False) as swap:
         swap.fill([(None, None, None)] * count)
@@ -262,5 +335,5 @@ def test_the_space_of_a_path_is_as_planned(commits, tmp_path):
             swap.step(adam, rows)
             if commits:
                 swap.commit(number)
-        seen, = tier.paths()
+        (seen,) = tier.paths()
     assert seen.file_bytes == pytest.approx(plan["space_bytes"], rel=0.1)

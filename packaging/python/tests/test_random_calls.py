@@ -1,5 +1,5 @@
-"""Random orders of calls of a tier, with timeouts of zero and signal handlers that raise: memory in flight stays allocated, every error is a
-typed one, a close can be repeated, and the next open finds a whole commit."""
+"""Random orders of calls of a tier, with timeouts of zero and signal handlers that raise: memory in flight stays allocated, every error is
+a typed one, a close can be repeated, and the next open finds a whole commit."""
 
 import gc
 import os
@@ -9,9 +9,9 @@ import weakref
 
 import numpy as np
 import pytest
+from test_signals import Ticking
 
 import spillway
-from test_signals import Ticking
 
 EXTENTS, BYTES = 4, 300_000
 ERRORS = (spillway.TimedOutError, spillway.BusyError, spillway.InvalidArgumentError)
@@ -127,7 +127,13 @@ def test_random_orders_of_calls(tmp_path, seed, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with Ticking() as ticking:
         program = Program(tmp_path, seed, ticking)
-        calls = [program.put] * 6 + [program.get] * 3 + [program.wait] * 4 + [program.commit] * 2 + [program.rollback, program.close, program.lose]
+        calls = (
+            [program.put] * 6
+            + [program.get] * 3
+            + [program.wait] * 4
+            + [program.commit] * 2
+            + [program.rollback, program.close, program.lose]
+        )
         for _ in range(120):
             program.chance.choice(calls)()
         program.close()

@@ -16,8 +16,8 @@ KINDS = {"Adam": ("exp_avg", "exp_avg_sq"), "Adagrad": ("exp_avg_sq",), "Lion": 
 def aligned(source, scale):
     memory = np.zeros(N + 16, np.float32)
     start = (-memory.ctypes.data // 4) % 16
-    memory[start:start + N] = source.standard_normal(N) * scale
-    return memory[start:start + N]
+    memory[start : start + N] = source.standard_normal(N) * scale
+    return memory[start : start + N]
 
 
 def make(kind, seed=0):

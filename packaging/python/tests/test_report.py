@@ -51,7 +51,10 @@ def test_output_that_cannot_be_written_is_one_line_and_a_status(child_environmen
     environment = {name: value for name, value in child_environment.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", *command], env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "spillway: cannot write to standard output: No space left on device; the output is not complete\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "spillway: cannot write to standard output: No space left on device; the output is not complete\n",
+    )
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-m", *command], env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
@@ -60,7 +63,10 @@ def test_output_that_cannot_be_written_is_one_line_and_a_status(child_environmen
 
 
 def test_no_framework_is_imported(child_environment):
-    code = "from spillway import _report; import sys; _report.lines(); print([name for name in ('torch', 'deepspeed', 'megatron') if name in sys.modules])"
+    code = (
+        "from spillway import _report; import sys; _report.lines(); "
+        "print([name for name in ('torch', 'deepspeed', 'megatron') if name in sys.modules])"
+    )
     assert run(child_environment, "-c", code).stdout == "[]\n"
 
 
@@ -131,8 +137,19 @@ def test_the_first_step_of_each_class_of_torch_logs_a_line(child_environment):
     pytest.importorskip("torch")
     done = run(child_environment, "-c", STEPPED)
     by = f"served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"
-    assert done.stdout.splitlines() == ["refused", f"torch: AdamW {by}", "stepped", "refused", f"torch: Lion {by}", "stepped", "refused", "stepped",
-                                        "refused", f"torch: Own {by}", "stepped"], done.stderr
+    assert done.stdout.splitlines() == [
+        "refused",
+        f"torch: AdamW {by}",
+        "stepped",
+        "refused",
+        f"torch: Lion {by}",
+        "stepped",
+        "refused",
+        "stepped",
+        "refused",
+        f"torch: Own {by}",
+        "stepped",
+    ], done.stderr
 
 
 def test_the_first_served_call_of_each_op_logs_a_line(child_environment):
@@ -143,8 +160,10 @@ def test_the_first_served_call_of_each_op_logs_a_line(child_environment):
         # The library logs lines of its own.
         return ["\n".join(line for line in text.splitlines() if " served by " in line) for text in (done.stdout, done.stderr)]
 
-    ops = [f"deepspeed: {op} served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"
-           for op in ("cpu_adam", "async_io")]
+    ops = [
+        f"deepspeed: {op} served by libspillway {spillway.library_version()}, kernel {spillway.kernel_name()}"
+        for op in ("cpu_adam", "async_io")
+    ]
     assert logged(False, SPILLWAY_LOG="info")[1].splitlines() == [f"spillway: {op}" for op in ops]
     assert logged(False)[1] == logged(False, SPILLWAY_LOG="warn")[1] == ""
     assert logged(True)[0].splitlines() == [f"info {op}" for op in ops] and logged(True, SPILLWAY_LOG="info")[1] == ""

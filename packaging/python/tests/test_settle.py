@@ -13,7 +13,6 @@ import spillway.stage
 from spillway.arena import Arena
 from spillway.stage import Stage, settle
 
-
 LATE = """if True:
     import sys
     sys.path.insert(0, sys.argv[2])
@@ -42,8 +41,13 @@ def late(child_environment):
     own, name = layer(5000, 3), f"late-{os.getpid()}"
     with Arena.create(name, {"unused": 1}, processes=2) as arena, Stage([tuple(own)], spillway.Adam()) as stage:
         arena.join(0)
-        child = subprocess.Popen([sys.executable, "-c", LATE, name, os.path.dirname(__file__)], env=child_environment,
-                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", LATE, name, os.path.dirname(__file__)],
+            env=child_environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert child.stdout.readline() == "ready\n"
         stage.submit(1)
         yield arena, stage, own, child
@@ -129,7 +133,8 @@ def test_a_wrong_argument_rolls_back_all_processes(late, wrong):
         "iterator": (broken([stage]), {}, "broken"),
         "no iterator": (7, {}, "not iterable"),
         "reduce": ([stage], {"reduce": 7}, "reduce is a int"),
-        "timeout": ([stage], {"timeout": "soon"}, "timeout")}[wrong]
+        "timeout": ([stage], {"timeout": "soon"}, "timeout"),
+    }[wrong]
     kind = {"iterator": ZeroDivisionError, "no iterator": TypeError}.get(wrong, spillway.InvalidArgumentError)
     with pytest.raises(kind, match=words):
         settle(stages, arena=arena, process=0, round=1, **options)
@@ -143,8 +148,12 @@ def test_a_wrong_argument_rolls_back_all_processes(late, wrong):
 def test_a_wrong_argument_leaves_no_stage_open():
     own, before = layer(5000, 1), layer(5000, 1)
     with Stage([tuple(own)], spillway.Adam()) as stage, Arena.create(None, {"unused": 1}, processes=1) as arena:
-        for options, words in [({"arena": 7}, "arena is a int"), ({"arena": arena, "process": 9, "round": 1}, "process"),
-                               ({"arena": arena, "process": "a"}, "process is"), ({"arena": arena, "round": None}, "round is")]:
+        for options, words in [
+            ({"arena": 7}, "arena is a int"),
+            ({"arena": arena, "process": 9, "round": 1}, "process"),
+            ({"arena": arena, "process": "a"}, "process is"),
+            ({"arena": arena, "round": None}, "round is"),
+        ]:
             stage.submit(1)
             with pytest.raises(spillway.InvalidArgumentError, match=words):
                 settle([stage], **options)

@@ -65,6 +65,7 @@ def fast_collections():
 @pytest.fixture
 def after_the_call(monkeypatch):
     """after_the_call(module) interrupts the module's next C call that begins an operation, after C has returned."""
+
     def patch(module):
         def interrupted(outcome, function, *arguments):
             _native_handle.record(outcome, function, *arguments)
@@ -229,6 +230,7 @@ def test_a_step_is_done_and_counted_if_a_handler_raises_after_the_call(monkeypat
     def interrupted(function, arguments):
         yield function(*arguments[0])
         raise Interrupt
+
     for way in (lambda: ours.step([seen]), prepared.step, prepared.record().step):
         with monkeypatch.context() as patch, pytest.raises(Interrupt):
             patch.setattr(optim, "starmap", interrupted)

@@ -15,8 +15,16 @@ SIZES = (1000, 70000, 64)
 
 def model(seed):
     source = np.random.default_rng(seed)
-    return [[source.standard_normal(n).astype(np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32),
-             np.zeros(n, np.float32), np.zeros(n, np.uint16)] for n in SIZES]
+    return [
+        [
+            source.standard_normal(n).astype(np.float32),
+            np.zeros(n, np.float32),
+            np.zeros(n, np.float32),
+            np.zeros(n, np.float32),
+            np.zeros(n, np.uint16),
+        ]
+        for n in SIZES
+    ]
 
 
 def fill(layers, seed, size):
@@ -31,8 +39,7 @@ def serial(adam, layers, max_norm, scale):
     if any(stats.nonfinite for stats in seen):
         return
     norm = sum(stats.sum_squares for stats in seen) ** 0.5
-    adam.step([tuple(layer) for layer in layers], grad_scale=scale * min(1.0, max_norm / (norm + 1e-6)),
-              uint16_dtype="bf16")
+    adam.step([tuple(layer) for layer in layers], grad_scale=scale * min(1.0, max_norm / (norm + 1e-6)), uint16_dtype="bf16")
 
 
 @pytest.mark.parametrize("undo", ["delta", "shadow"])

@@ -15,8 +15,11 @@ from spillway.stage import Stage, settle
 
 def layer(elements, seed, spans=4):
     random = np.random.default_rng(seed)
-    return [random.standard_normal(elements, dtype=np.float32), random.standard_normal(elements, dtype=np.float32),
-            *(np.zeros(elements, np.float32) for _ in range(spans - 2))]
+    return [
+        random.standard_normal(elements, dtype=np.float32),
+        random.standard_normal(elements, dtype=np.float32),
+        *(np.zeros(elements, np.float32) for _ in range(spans - 2)),
+    ]
 
 
 def bits(layers):
@@ -60,8 +63,7 @@ def test_copies_in_an_arena_are_those_of_whole_steps(publish):
     own, serial = layer(5000, 1), layer(5000, 1)
     adam, alone, copy = spillway.Adam(lr=0.01), spillway.Adam(lr=0.01), np.zeros(5000, np.uint16)
     with Arena.create(None, {"copies": 10_000}) as arena, Arena.open_fd(arena.fileno()) as reader:
-        stage = Stage([(*own, arena.view("copies", "bf16"))], adam, arena=arena, region="copies", uint16_dtype="bf16",
-                      publish=publish)
+        stage = Stage([(*own, arena.view("copies", "bf16"))], adam, arena=arena, region="copies", uint16_dtype="bf16", publish=publish)
         for step in (1, 2, 3):
             stage.submit(step, lr=0.01 * step, grad_scale=0.5)
             assert not stage.wait(60).nonfinite
@@ -92,8 +94,17 @@ def test_a_region_has_one_stage_or_writer_at_a_time(publish):
     layers = [layer(500, n) for n in range(2)]
     with Arena.create(None, {"copies": 2000}) as arena:
         view = arena.view("copies", "bf16")
-        first, second = (Stage([(*spans, view[500 * n:500 * n + 500])], spillway.Adam(), arena=arena, region="copies",
-                               uint16_dtype="bf16", publish=publish) for n, spans in enumerate(layers))
+        first, second = (
+            Stage(
+                [(*spans, view[500 * n : 500 * n + 500])],
+                spillway.Adam(),
+                arena=arena,
+                region="copies",
+                uint16_dtype="bf16",
+                publish=publish,
+            )
+            for n, spans in enumerate(layers)
+        )
         first.submit(1)
         with pytest.raises(spillway.BusyError, match="or has a stage that will"):
             second.submit(1)
@@ -173,8 +184,9 @@ def test_processes_settle_together(child_environment):
     own, name = layer(5000, 3), f"stage-{os.getpid()}"
     with Arena.create(name, {"unused": 1}, processes=2) as arena, Stage([tuple(own)], spillway.Adam()) as stage:
         arena.join(0)
-        child = subprocess.Popen([sys.executable, "-c", code, name, os.path.dirname(__file__)], env=child_environment,
-                                 stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, name, os.path.dirname(__file__)], env=child_environment, stdout=subprocess.PIPE, text=True
+        )
         kept = []
         for step in (1, 2, 3):
             own[1][0] = np.inf if step == 1 else 1.0
@@ -229,8 +241,12 @@ def test_arguments_are_checked():
             stage.exchange()
         with pytest.raises(errors.OutOfOrderError):
             stage.wait()
-        for options, words in [({"event_fd": 2**32}, "event_fd is"), ({"word": (own[0].ctypes.data, 2**32)}, "value of word"),
-                               ({"word": (2**64, 1)}, "address of word"), ({"generation": 2**64}, "generation is")]:
+        for options, words in [
+            ({"event_fd": 2**32}, "event_fd is"),
+            ({"word": (own[0].ctypes.data, 2**32)}, "value of word"),
+            ({"word": (2**64, 1)}, "address of word"),
+            ({"generation": 2**64}, "generation is"),
+        ]:
             with pytest.raises(spillway.InvalidArgumentError, match=words):
                 stage.submit(1, **options)
         with pytest.raises(spillway.InvalidArgumentError, match="step is"):

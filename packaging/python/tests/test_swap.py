@@ -110,7 +110,7 @@ def test_parts_that_are_written_between_steps_count(folders, buffers):
 def rounded(floats):
     """The bf16 weights of float32 masters, as their bits."""
     bits = floats.view(np.uint32)
-    return (bits + (0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -135,8 +135,13 @@ def test_a_step_before_its_verdict_is_taken_back_and_made_again_clipped(folders,
 
             def attempt(factor):
                 new = [np.empty_like(copy) for copy in published]
-                seen = swap.step(hasty, list(zip(grads, new, published)) if split else list(zip(grads, new)),
-                                 grad_scale=factor, return_stats=True, uint16_dtype="bf16")
+                seen = swap.step(
+                    hasty,
+                    list(zip(grads, new, published)) if split else list(zip(grads, new)),
+                    grad_scale=factor,
+                    return_stats=True,
+                    uint16_dtype="bf16",
+                )
                 return new, seen
 
             new, seen = attempt(1.0)
@@ -145,13 +150,12 @@ def test_a_step_before_its_verdict_is_taken_back_and_made_again_clipped(folders,
                 hasty.step_count -= 1
             verdict = "skipped" if seen.nonfinite else "clipped" if norm > clip else "kept"
             verdicts[verdict] += 1
-            assert seen.nonfinite == (not np.isfinite(norm)) and (seen.nonfinite or seen.sum_squares == pytest.approx(norm ** 2))
+            assert seen.nonfinite == (not np.isfinite(norm)) and (seen.nonfinite or seen.sum_squares == pytest.approx(norm**2))
             factor = float(np.float32(clip / norm)) if verdict == "clipped" else 1.0
             if verdict != "skipped":
                 published = attempt(factor)[0] if verdict == "clipped" else new
                 swap.commit(number)
-                patient.step([(p, g, m, v, c) for (p, m, v), g, c in zip(waiting, grads, expected)], grad_scale=factor,
-                             uint16_dtype="bf16")
+                patient.step([(p, g, m, v, c) for (p, m, v), g, c in zip(waiting, grads, expected)], grad_scale=factor, uint16_dtype="bf16")
             assert same([published], [expected])
             assert same(everything(swap, published if split else None), waiting)
         assert verdicts["skipped"] == 2 and verdicts["clipped"] > 1 and verdicts["kept"] > 1
@@ -160,15 +164,17 @@ def test_a_step_before_its_verdict_is_taken_back_and_made_again_clipped(folders,
 
 
 def test_a_process_that_is_killed_is_taken_up_at_its_last_commit(folders, child_environment):
-    code = (f"import sys, os, signal; sys.path[:0] = {[os.path.dirname(__file__)]!r}\n"
-            "import test_swap as t, spillway\n"
-            f"tier = t.open_tier({[str(folder) for folder in folders]!r})\n"
-            "swap = t.open_swap(tier, 4); swap.fill([(p, None, None) for p in t.first()])\n"
-            "adam = spillway.Adam(lr=1e-2, weight_decay=0.1)\n"
-            "for number in range(1, 5):\n"
-            "    t.step(swap, adam, number)\n"
-            "    number == 3 and swap.commit(3, b'lr 0.01')\n"
-            "os.kill(os.getpid(), signal.SIGKILL)\n")
+    code = (
+        f"import sys, os, signal; sys.path[:0] = {[os.path.dirname(__file__)]!r}\n"
+        "import test_swap as t, spillway\n"
+        f"tier = t.open_tier({[str(folder) for folder in folders]!r})\n"
+        "swap = t.open_swap(tier, 4); swap.fill([(p, None, None) for p in t.first()])\n"
+        "adam = spillway.Adam(lr=1e-2, weight_decay=0.1)\n"
+        "for number in range(1, 5):\n"
+        "    t.step(swap, adam, number)\n"
+        "    number == 3 and swap.commit(3, b'lr 0.01')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], env=child_environment, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
     with open_tier(folders, mode="resume") as tier:
@@ -210,7 +216,7 @@ def test_a_commit_is_given_up_for_the_one_before_and_made_again_with_the_same_bi
 
 
 def test_extents_by_name(folders, tmp_path):
-    tier = open_tier([*folders, ])
+    tier = open_tier([*folders])
     old, new = np.arange(50_000, dtype=np.int64), bytearray(b"x" * 1000)
     extent = tier.define("a", [old.nbytes, 1000])
     assert tier.wait(tier.put(extent, [old, new], path=1)) == 1

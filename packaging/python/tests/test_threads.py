@@ -12,18 +12,22 @@ USABLE = len(os.sched_getaffinity(0))
 
 def workers(environment, before="", **variables):
     program = f"{before}\nimport spillway\nprint(spillway.num_threads())"
-    clean = {name: value for name, value in environment.items()
-             if name not in ("LOCAL_WORLD_SIZE", "SPILLWAY_NUM_THREADS", "OMP_NUM_THREADS")}
+    clean = {
+        name: value for name, value in environment.items() if name not in ("LOCAL_WORLD_SIZE", "SPILLWAY_NUM_THREADS", "OMP_NUM_THREADS")
+    }
     return subprocess.run([sys.executable, "-c", program], env={**clean, **variables}, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("variables, expected", [
-    ({}, USABLE),
-    ({"OMP_NUM_THREADS": "1"}, USABLE),
-    ({"LOCAL_WORLD_SIZE": "2"}, max(1, USABLE // 2)),
-    ({"LOCAL_WORLD_SIZE": "64"}, max(1, USABLE // 64)),
-    ({"SPILLWAY_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "2"}, 3),
-])
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({}, USABLE),
+        ({"OMP_NUM_THREADS": "1"}, USABLE),
+        ({"LOCAL_WORLD_SIZE": "2"}, max(1, USABLE // 2)),
+        ({"LOCAL_WORLD_SIZE": "64"}, max(1, USABLE // 64)),
+        ({"SPILLWAY_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "2"}, 3),
+    ],
+)
 def test_settings_decide(child_environment, variables, expected):
     assert workers(child_environment, **variables).stdout == f"{expected}\n"
 
@@ -49,4 +53,3 @@ for _ in range(3):
 def test_a_wrong_number_is_an_error_that_names_the_variable(child_environment, value):
     seen = workers(child_environment, SPILLWAY_NUM_THREADS=value)
     assert seen.returncode != 0 and "SPILLWAY_NUM_THREADS" in seen.stderr
-

@@ -9,8 +9,11 @@ import pytest
 FACES = {
     "_report": {"deepspeed._hook", "deepspeed._versions", "megatron._versions"},
     "bench._io": {"deepspeed._ops"},
-    "megatron._adam": {"torch._rows"}, "megatron._hybrid": {"torch._rows"}, "megatron._shards": {"torch._rows"},
-    "pipeline._stage_optimizer": {"torch._base", "torch._rows", "torch._table", "torch._torch_step", "torch._undo"}}
+    "megatron._adam": {"torch._rows"},
+    "megatron._hybrid": {"torch._rows"},
+    "megatron._shards": {"torch._rows"},
+    "pipeline._stage_optimizer": {"torch._base", "torch._rows", "torch._table", "torch._torch_step", "torch._undo"},
+}
 #: Parts that can be left out of a wheel.
 OPTIONAL = ("bench", "pipeline")
 
@@ -19,21 +22,25 @@ OPTIONAL = ("bench", "pipeline")
 def imports(repository):
     """For each module of the package the modules that it imports; names without `spillway.`."""
     root = repository / "packaging" / "python" / "spillway"
-    files = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__").rstrip("."): path for path in root.rglob("*.py")}
+    files = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__").rstrip("."): path for path in root.rglob("*.py")
+    }
 
     def imported(name, node):
         package = name if files[name].name == "__init__.py" else name.rpartition(".")[0]
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == "spillway")
         elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "spillway"):
-            above = package.split(".")[:len(package.split(".")) - node.level + 1] if node.level and package else []
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level and package else []
             base = ".".join([*above, *([node.module] if node.module else [])]) if node.level else node.module.partition(".")[2]
             for alias in node.names:
                 whole = f"{base}.{alias.name}".lstrip(".")
                 yield whole if whole in files else base
 
-    return {name: {found for node in ast.walk(ast.parse(path.read_text())) for found in imported(name, node) if found in files} - {name}
-            for name, path in files.items()}
+    return {
+        name: {found for node in ast.walk(ast.parse(path.read_text())) for found in imported(name, node) if found in files} - {name}
+        for name, path in files.items()
+    }
 
 
 def _folder(module):

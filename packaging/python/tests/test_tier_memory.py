@@ -138,7 +138,10 @@ def test_arrays_of_python_objects_are_refused(tier, dtype):
     for call in (lambda: tier.get(0, [array]), lambda: tier.put(0, [array])):
         with pytest.raises(spillway.InvalidArgumentError, match="addresses of Python objects"):
             call()
-    with spillway.arena.Arena.create(None, {"r": 4096}) as arena, pytest.raises(spillway.InvalidArgumentError, match="addresses of Python objects"):
+    with (
+        spillway.arena.Arena.create(None, {"r": 4096}) as arena,
+        pytest.raises(spillway.InvalidArgumentError, match="addresses of Python objects"),
+    ):
         arena.read_into("r", array)
 
 

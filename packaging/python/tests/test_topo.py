@@ -43,8 +43,9 @@ def test_this_machine_is_what_hwloc_says():
     cut = lambda cpus: frozenset(set(cpus) & allowed)
     assert {cut(package.cpus) for package in ours.packages} - {frozenset()} == sets("Package")
     assert {cut(core) for core in ours.cores} - {frozenset()} == sets("Core")
-    assert ({(node.id, cut(node.near_cpus), node.memory_bytes) for node in ours.nodes if node.allowed} ==
-            {(int(item.get("os_index")), frozenset(_mask(item.get("cpuset"))), int(item.get("local_memory") or 0)) for item in of("NUMANode")})
+    assert {(node.id, cut(node.near_cpus), node.memory_bytes) for node in ours.nodes if node.allowed} == {
+        (int(item.get("os_index")), frozenset(_mask(item.get("cpuset"))), int(item.get("local_memory") or 0)) for item in of("NUMANode")
+    }
     drives = {item.get("pci_busid") for item in of("PCIDev") if item.get("pci_type", "").startswith("0108")}
     assert {device.pci for device in ours.devices if device.kind == "nvme"} == drives
 
@@ -52,8 +53,11 @@ def test_this_machine_is_what_hwloc_says():
 @pytest.fixture
 def gpus(tmp_path):
     """A tree with four GPUs on two nodes."""
-    for name, text in {"sys/devices/system/cpu/online": "0-7", "sys/devices/system/node/node0/cpulist": "0-3",
-                       "sys/devices/system/node/node1/cpulist": "4-7"}.items():
+    for name, text in {
+        "sys/devices/system/cpu/online": "0-7",
+        "sys/devices/system/node/node0/cpulist": "0-3",
+        "sys/devices/system/node/node1/cpulist": "4-7",
+    }.items():
         _write(tmp_path / name, text)
     for gpu in range(4):
         folder = tmp_path / f"sys/bus/pci/devices/0000:0{gpu + 1}:00.0"
@@ -68,8 +72,31 @@ def _write(path, text):
     path.write_text(f"{text}\n")
 
 
-@pytest.mark.parametrize("value", [None, "", "0,1", "3,1", "2", "1,1", "0,7,1", "-1", "1gpu2,2x", " 2 , 0", "NoDevFiles", "0,,1", "x",
-                                   "GPU-b2,GPU-a0", "GPU-a", "GPU-a1f,GPU-c", "GPU-a0,GPU-a0f", "GPU-zz", "GPU-a0,1", "1,GPU-a0"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "",
+        "0,1",
+        "3,1",
+        "2",
+        "1,1",
+        "0,7,1",
+        "-1",
+        "1gpu2,2x",
+        " 2 , 0",
+        "NoDevFiles",
+        "0,,1",
+        "x",
+        "GPU-b2,GPU-a0",
+        "GPU-a",
+        "GPU-a1f,GPU-c",
+        "GPU-a0,GPU-a0f",
+        "GPU-zz",
+        "GPU-a0,1",
+        "1,GPU-a0",
+    ],
+)
 def test_gpus_have_the_ordinals_that_torch_gives_them(gpus, monkeypatch, value):
     cuda = pytest.importorskip("torch").cuda
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -161,8 +188,17 @@ def test_only_the_librarys_threads_are_bound_and_the_binding_is_undone():
     assert _comes(lambda: len(_workers() - {str(last)}) == 1)
 
 
-@pytest.mark.parametrize("cpus, words", [([], "names no processor"), ([1000], "1000"), ("0-", "not a list"), ("a", "not a list"),
-                                         ("-1", "not a list"), ([70000], "not a list")])
+@pytest.mark.parametrize(
+    "cpus, words",
+    [
+        ([], "names no processor"),
+        ([1000], "1000"),
+        ("0-", "not a list"),
+        ("a", "not a list"),
+        ("-1", "not a list"),
+        ([70000], "not a list"),
+    ],
+)
 def test_processors_that_cannot_be_bound_are_refused(cpus, words):
     with pytest.raises(spillway.InvalidArgumentError, match=words):
         topo.bind(cpus)
@@ -201,12 +237,20 @@ def test_a_rank_that_its_launcher_bound_shares_its_processors_with_no_rank(child
     own = os.sched_getaffinity(0)
     if len(own) < 2:
         pytest.skip("needs two processors")
-    program = "from spillway import topo\nimport spillway, numpy\nprint(topo.read().bound, topo.split(1.0).cpus)\n" \
-              "p, g, m, v = (numpy.zeros(70000, numpy.float32) for _ in range(4))\nspillway.Adam().step([(p, g, m, v)])"
+    program = (
+        "from spillway import topo\nimport spillway, numpy\nprint(topo.read().bound, topo.split(1.0).cpus)\n"
+        "p, g, m, v = (numpy.zeros(70000, numpy.float32) for _ in range(4))\nspillway.Adam().step([(p, g, m, v)])"
+    )
     environment = {**child_environment, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "SPILLWAY_LOG": "info"}
     last = max(own)
-    bound = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True,
-                           preexec_fn=lambda: os.sched_setaffinity(0, {last}))
+    bound = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, {last}),
+    )
     assert bound.stdout == f"True ({last},)\n" and "the launcher has bound this rank" in bound.stderr, bound
     free = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert free.stdout.startswith("False") and "2 local ranks" in free.stderr, free

@@ -16,8 +16,9 @@ mypy = pytest.importorskip("mypy", reason="mypy is not installed: packaging/pyth
 
 
 def test_a_type_checker_accepts_the_public_modules(repository, tmp_path):
-    done = subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", tmp_path], cwd=repository / "packaging" / "python",
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", tmp_path], cwd=repository / "packaging" / "python", capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -40,13 +41,20 @@ def test_a_program_that_uses_the_package_is_checked(repository, tmp_path):
     """Checks the results that a user's type checker reports: the types of results, a wrong
     argument, an unknown name."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", tmp_path, "--config-file=", "--follow-imports=silent",
-                           tmp_path / "program.py"], cwd=repository / "packaging" / "python", capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", tmp_path, "--config-file=", "--follow-imports=silent", tmp_path / "program.py"],
+        cwd=repository / "packaging" / "python",
+        capture_output=True,
+        text=True,
+    )
     lines = [line.split(": ", 1)[1] for line in done.stdout.splitlines() if "program.py:" in line]
-    assert lines == ['note: Revealed type is "tuple[bool, float, fallback=spillway.recording.StepStats] | None"',
-                     'note: Revealed type is "spillway.tier.Tier"', 'note: Revealed type is "int"',
-                     'error: Argument "job" to "Tier" has incompatible type "int"; expected "str"  [arg-type]',
-                     'error: Module has no attribute "Adamm"; maybe "Adam"?  [attr-defined]'], done.stdout
+    assert lines == [
+        'note: Revealed type is "tuple[bool, float, fallback=spillway.recording.StepStats] | None"',
+        'note: Revealed type is "spillway.tier.Tier"',
+        'note: Revealed type is "int"',
+        'error: Argument "job" to "Tier" has incompatible type "int"; expected "str"  [arg-type]',
+        'error: Module has no attribute "Adamm"; maybe "Adam"?  [attr-defined]',
+    ], done.stdout
 
 
 STRICT = """
@@ -81,15 +89,41 @@ except spillway.SpillwayError as error:
 def test_a_program_under_strict_rules_needs_no_exception(repository, tmp_path):
     """Under --strict a call of a function without annotations, or a name that is not exported, is an error."""
     (tmp_path / "strict.py").write_text(STRICT)
-    done = subprocess.run([sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path, "--config-file=",
-                           "--follow-imports=silent", tmp_path / "strict.py"], cwd=repository / "packaging" / "python",
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--cache-dir",
+            tmp_path,
+            "--config-file=",
+            "--follow-imports=silent",
+            tmp_path / "strict.py",
+        ],
+        cwd=repository / "packaging" / "python",
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def public():
     """Every public class and function, and the methods that a class defines itself."""
-    for module in (spillway, errors, gpu, interleave, optim, pipeline, recording, speculate, swap, tier, spillway.deepspeed, spillway.megatron):
+    for module in (
+        spillway,
+        errors,
+        gpu,
+        interleave,
+        optim,
+        pipeline,
+        recording,
+        speculate,
+        swap,
+        tier,
+        spillway.deepspeed,
+        spillway.megatron,
+    ):
         for name, value in vars(module).items():
             if name.startswith("_") or not getattr(value, "__module__", "").startswith("spillway"):
                 continue

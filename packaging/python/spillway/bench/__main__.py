@@ -46,8 +46,12 @@ def _arguments():
     io.add_argument("--dir", default=".", help="where the test files are made")
     io.add_argument("--size", type=_size, default=_size("128Mi"), help="bytes of each measurement")
     io.add_argument("--tensor", type=_sizes, default=_sizes("128Mi,4Mi"), help="sizes of the tensors they are cut into")
-    io.add_argument("--files", type=lambda text: [("one", "each").index(word) == 1 for word in text.split(",")],
-                    default=[False], help="one,each: all tensors in one file, or a file each")
+    io.add_argument(
+        "--files",
+        type=lambda text: [("one", "each").index(word) == 1 for word in text.split(",")],
+        default=[False],
+        help="one,each: all tensors in one file, or a file each",
+    )
     for kind, rounds in ((adam, 7), (torch, 9), (accumulate, 15), (megatron, 9), (io, 7)):
         kind.add_argument("--rounds", type=_count, default=rounds)
         _output.add_arguments(kind)

@@ -10,8 +10,15 @@ import spillway
 from . import _machine, _progress, _report
 
 NAME = "python accumulate"
-COLUMNS = [("work", "work", 20, None), ("elements", "elements", 8, None), ("contender", "contender", 22, None), ("ms", "ms", 8, 3),
-           ("GB/s", "gb_per_s", 7, 1), ("time ratio", "time_ratio", 10, 2), ("q1..q3", "quartiles", 12, 2)]
+COLUMNS = [
+    ("work", "work", 20, None),
+    ("elements", "elements", 8, None),
+    ("contender", "contender", 22, None),
+    ("ms", "ms", 8, 3),
+    ("GB/s", "gb_per_s", 7, 1),
+    ("time ratio", "time_ratio", 10, 2),
+    ("q1..q3", "quartiles", 12, 2),
+]
 _SCALE = 0.5
 
 
@@ -19,8 +26,13 @@ def prepare(options):
     """The settings of the report, and torch."""
     _progress.stage("loading torch")
     import torch
-    settings = {"kernel": spillway.kernel_name(), "rounds": options.rounds, "torch": torch.__version__,
-                "torch_threads": torch.get_num_threads()}
+
+    settings = {
+        "kernel": spillway.kernel_name(),
+        "rounds": options.rounds,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
     return settings, torch
 
 
@@ -50,8 +62,11 @@ def _measure(dst, src, work, rounds):
     for name, taken in times.items():
         # The first round warms up.
         taken, ours = taken[1:], times["spillway"][1:]
-        figures = {"ms": [seconds * 1e3 for seconds in taken], "gb_per_s": [traffic / seconds / 1e9 for seconds in taken],
-                   "time_ratio": _report.ratios(taken, ours)}
+        figures = {
+            "ms": [seconds * 1e3 for seconds in taken],
+            "gb_per_s": [traffic / seconds / 1e9 for seconds in taken],
+            "time_ratio": _report.ratios(taken, ours),
+        }
         yield _report.row({"work": work, "elements": dst.numel(), "contender": name}, figures, "time_ratio", "higher")
 
 

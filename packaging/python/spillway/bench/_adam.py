@@ -14,18 +14,31 @@ _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 _SCALE = 0.125
 
 NAME = "python adam"
-COLUMNS = [("work", "work", 12, None), ("parameters", "parameters", 10, None), ("tensors", "tensors", 7, None),
-           ("contender", "contender", 48, None), ("ms", "ms", 9, 3), ("ns/param", "ns_per_parameter", 8, 3),
-           ("time ratio", "time_ratio", 10, 2), ("q1..q3", "quartiles", 12, 2)]
+COLUMNS = [
+    ("work", "work", 12, None),
+    ("parameters", "parameters", 10, None),
+    ("tensors", "tensors", 7, None),
+    ("contender", "contender", 48, None),
+    ("ms", "ms", 9, 3),
+    ("ns/param", "ns_per_parameter", 8, 3),
+    ("time ratio", "time_ratio", 10, 2),
+    ("q1..q3", "quartiles", 12, 2),
+]
 
 
 def prepare(options):
     """The settings of the report, and the implementations."""
     _progress.stage("loading torch and DeepSpeed's op, which may compile it")
     import torch
+
     native, reason = _machine.deepspeed_op("CPUAdamBuilder")
-    settings = {"deepspeed": reason, "kernel": spillway.kernel_name(), "rounds": options.rounds,
-                "torch": torch.__version__, "torch_threads": torch.get_num_threads()}
+    settings = {
+        "deepspeed": reason,
+        "kernel": spillway.kernel_name(),
+        "rounds": options.rounds,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
     return settings, (torch, native)
 
 
@@ -72,6 +85,7 @@ def _fused(torch, native, n, rounds):
             grad32.mul_(_SCALE)
             step()
             copy.copy_(param)
+
         return run
 
     name = "deepspeed" if native else "torch fused"
@@ -84,8 +98,7 @@ def _fused(torch, native, n, rounds):
 def _many(torch, native, count, rounds):
     """Many tensors of 1 to 4096 elements: one call of Spillway, one call per tensor of DeepSpeed's op."""
     lengths = torch.randint(1, 4097, (count,), generator=torch.Generator().manual_seed(0)).tolist()
-    entries = [[_random(torch, n, seed), _random(torch, n, seed + 1), torch.zeros(n), torch.zeros(n)]
-               for seed, n in enumerate(lengths)]
+    entries = [[_random(torch, n, seed), _random(torch, n, seed + 1), torch.zeros(n), torch.zeros(n)] for seed, n in enumerate(lengths)]
     contenders = {"spillway": _prepared([tuple(entry) for entry in entries]).step}
     if native:
         contenders["deepspeed, a call each"] = _native_steps(native, entries)
@@ -109,6 +122,7 @@ def _native_steps(native, entries):
         state["step"] += 1
         for entry in entries:
             native.adam_update(optimizer_id, state["step"], _LR, *_BETAS, _EPS, _DECAY, True, *entry)
+
     return run
 
 
@@ -134,6 +148,7 @@ def _reset(entries):
             param.copy_(saved)
             exp_avg.zero_()
             exp_avg_sq.zero_()
+
     return reset
 
 
@@ -165,9 +180,11 @@ def _measure(case, contenders, rounds):
                 run()
             times[name].append((time.perf_counter() - start) / repeats[name])
     for name, taken in times.items():
-        figures = {"ms": [seconds * 1e3 for seconds in taken],
-                   "ns_per_parameter": [seconds / n * 1e9 for seconds in taken],
-                   "time_ratio": _report.ratios(taken, times["spillway"])}
+        figures = {
+            "ms": [seconds * 1e3 for seconds in taken],
+            "ns_per_parameter": [seconds / n * 1e9 for seconds in taken],
+            "time_ratio": _report.ratios(taken, times["spillway"]),
+        }
         yield _report.row({**case, "contender": name}, figures, "time_ratio", "higher")
 
 

@@ -25,10 +25,18 @@ _OURS = [(_MIB, depth, False, True, 1) for depth in (4, 8, 32)]
 
 
 NAME = "python io"
-COLUMNS = [("tensors", "tensors", 7, None), ("of", "tensor_bytes", 5, None), ("files", "files", 5, None),
-           ("way", "direction", 5, None), ("contender", "contender", 11, None), ("GB/s", "gb_per_s", 7, 3),
-           ("cpu s/GB", "cpu_seconds_per_gb", 8, 4), ("time ratio", "time_ratio", 10, 2), ("q1..q3", "quartiles", 12, 2),
-           ("cpu ratio", "cpu_time_ratio", 9, 2)]
+COLUMNS = [
+    ("tensors", "tensors", 7, None),
+    ("of", "tensor_bytes", 5, None),
+    ("files", "files", 5, None),
+    ("way", "direction", 5, None),
+    ("contender", "contender", 11, None),
+    ("GB/s", "gb_per_s", 7, 3),
+    ("cpu s/GB", "cpu_seconds_per_gb", 8, 4),
+    ("time ratio", "time_ratio", 10, 2),
+    ("q1..q3", "quartiles", 12, 2),
+    ("cpu ratio", "cpu_time_ratio", 9, 2),
+]
 
 
 def prepare(options):
@@ -54,13 +62,12 @@ def rows(options, native):
 def _case(folder, native, options, tensor, apart):
     """`size` bytes as tensors of `tensor` bytes, in one file or a file each."""
     count = max(1, options.size // tensor)
-    places = [(os.path.join(folder, f"tensor{n}" if apart else "tensors"), 0 if apart else n * tensor)
-              for n in range(count)]
+    places = [(os.path.join(folder, f"tensor{n}" if apart else "tensors"), 0 if apart else n * tensor) for n in range(count)]
     tensors = "1 tensor" if count == 1 else f"{count} tensors"
     case = f"{tensors} of {_report.text(tensor)}, {'a file each' if apart else 'one file'}"
     _progress.stage(f"{case}: writing the files")
     _fill(places, tensor)
-    part = places[:max(1, count // 4)]
+    part = places[: max(1, count // 4)]
     ours = _ops.module("async_io")
     _progress.stage(f"{case}: finding Spillway's best settings")
     work = {"spillway": Contender("Spillway", ours, places, tensor, _fastest(ours, part, tensor, _OURS))}
@@ -92,13 +99,14 @@ def _best(native, places, tensor):
     """DeepSpeed's op at its fastest settings: block size, depth, one or many requests per call, overlap, threads.
 
     The first search varies block size, depth and threads, with overlap; the second varies submission and waiting."""
-    settings = [(block, depth, False, True, threads)
-                for block, depth, threads in itertools.product((_MIB, 8 * _MIB), (32, 128), (1, 2, 8))
-                if block <= max(tensor, _MIB)]
+    settings = [
+        (block, depth, False, True, threads)
+        for block, depth, threads in itertools.product((_MIB, 8 * _MIB), (32, 128), (1, 2, 8))
+        if block <= max(tensor, _MIB)
+    ]
     found = _fastest(native, places, tensor, settings)
     block, depth, _, _, threads = found
-    others = [(block, depth, single, overlap, threads)
-              for single, overlap in ((False, False), (True, True), (True, False))]
+    others = [(block, depth, single, overlap, threads) for single, overlap in ((False, False), (True, True), (True, False))]
     return _fastest(native, places, tensor, [found, *others])
 
 
@@ -123,7 +131,7 @@ def _fill(places, tensor):
             file.seek(offset)
             for part in range(tensor // _MIB):
                 stamp = f"{number} {part} ".encode()
-                file.write(stamp + block[len(stamp):])
+                file.write(stamp + block[len(stamp) :])
     os.sync()
 
 
@@ -158,8 +166,7 @@ def _rows(fields, taken, settings):
     our_seconds, our_processor = columns["spillway"]
     headline = "time_ratio" if len(taken) > 1 else "gb_per_s"
     for name, (seconds, processor) in columns.items():
-        figures = {"gb_per_s": [gigabytes / each for each in seconds],
-                   "time_ratio": _report.ratios(seconds, our_seconds)}
+        figures = {"gb_per_s": [gigabytes / each for each in seconds], "time_ratio": _report.ratios(seconds, our_seconds)}
         if None not in processor:
             figures["cpu_seconds_per_gb"] = [each / gigabytes for each in processor]
             figures["cpu_time_ratio"] = _report.ratios(processor, our_processor)

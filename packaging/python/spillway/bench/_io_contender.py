@@ -6,6 +6,7 @@ class Contender:
 
     def __init__(self, name, module, places, size, setting):
         import torch
+
         self.setting = setting
         self._name, self._places = name, places
         self._handle = module.aio_handle(*setting)
@@ -26,7 +27,9 @@ class Contender:
             with open(path, "rb") as file:
                 file.seek(offset)
                 if file.read(tensor.numel()) != tensor.numpy().tobytes():
-                    raise SystemExit(f"bench io: {self._name} has other bytes than {path} at offset {offset}, so their times cannot be compared")
+                    raise SystemExit(
+                        f"bench io: {self._name} has other bytes than {path} at offset {offset}, so their times cannot be compared"
+                    )
 
     def close(self):
         for tensor in self._tensors:

@@ -22,8 +22,18 @@ class Ceiling:
 
     def _seconds(self, way, setting):
         engine, depth = setting
-        command = ["fio", "--name=ceiling", f"--filename={self._path}", f"--rw={way}", "--bs=1M", "--direct=1",
-                   f"--ioengine={engine}", f"--iodepth={depth}", "--end_fsync=0", "--output-format=json"]
+        command = [
+            "fio",
+            "--name=ceiling",
+            f"--filename={self._path}",
+            f"--rw={way}",
+            "--bs=1M",
+            "--direct=1",
+            f"--ioengine={engine}",
+            f"--iodepth={depth}",
+            "--end_fsync=0",
+            "--output-format=json",
+        ]
         job = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["jobs"][0]
         return job[way]["runtime"] / 1e3
 

@@ -7,12 +7,14 @@ import sys
 def deepspeed_op(builder):
     """DeepSpeed's compiled op and its version, or None and the reason."""
     from spillway import deepspeed as hook
+
     hook.uninstall()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"
     try:
         import deepspeed
         from deepspeed.ops import op_builder
+
         return getattr(op_builder, builder)().load(verbose=False), deepspeed.__version__
     except Exception as error:  # whatever keeps the op from building is a reason to go on without it
         return None, f"not measured: {error}"
@@ -26,8 +28,10 @@ def require_memory(parameters, per_parameter):
     """Ends the program if the arrays of a benchmark do not fit into the available memory. The system would otherwise end it,
     or another program."""
     if not has_memory(parameters, per_parameter):
-        raise SystemExit(f"{parameters} parameters need {parameters * per_parameter / _SHARE / 2**30:.1f} GiB of available memory, but "
-                         f"{_available() / 2**30:.1f} GiB are available; pass a smaller number")
+        raise SystemExit(
+            f"{parameters} parameters need {parameters * per_parameter / _SHARE / 2**30:.1f} GiB of available memory, but "
+            f"{_available() / 2**30:.1f} GiB are available; pass a smaller number"
+        )
 
 
 def has_memory(parameters, per_parameter):

@@ -16,9 +16,17 @@ import spillway
 from . import _machine, _progress, _report
 
 NAME = "python megatron"
-COLUMNS = [("work", "work", 17, None), ("part", "part", 16, None), ("tensors", "tensors", 7, None), ("elements", "elements", 8, None),
-           ("contender", "contender", 11, None), ("ms", "ms", 9, 3), ("ns/param", "ns_per_parameter", 8, 3),
-           ("time ratio", "time_ratio", 10, 2), ("q1..q3", "quartiles", 12, 2)]
+COLUMNS = [
+    ("work", "work", 17, None),
+    ("part", "part", 16, None),
+    ("tensors", "tensors", 7, None),
+    ("elements", "elements", 8, None),
+    ("contender", "contender", 11, None),
+    ("ms", "ms", 9, 3),
+    ("ns/param", "ns_per_parameter", 8, 3),
+    ("time ratio", "time_ratio", 10, 2),
+    ("q1..q3", "quartiles", 12, 2),
+]
 _BETAS = (0.9, 0.95)
 _CONTENDERS = ("spillway", "torch fused")
 # Bytes of a contender per parameter: 12 of master and states, 4 of the gradient in float32, 4 of parameters and gradients "on the GPU",
@@ -34,18 +42,26 @@ def prepare(options):
     """The settings of the report, and Megatron's class."""
     _progress.stage("loading torch and Megatron")
     import torch
+
     warnings.filterwarnings("ignore", "Transformer Engine and Apex")
     gpu = None
     if not torch.cuda.is_available():
         from . import _gpu_on_cpu as gpu
+
         gpu.install()
     try:
         from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
         from megatron.core.package_info import __version__
     except ImportError as error:
         raise SystemExit(f"bench megatron needs megatron-core: pip install --no-deps megatron-core ({error})") from None
-    settings = {"kernel": spillway.kernel_name(), "rounds": options.rounds, "torch": torch.__version__, "megatron_core": __version__,
-                "torch_threads": torch.get_num_threads(), "gpu": "none; copies in host memory" if gpu else torch.cuda.get_device_name()}
+    settings = {
+        "kernel": spillway.kernel_name(),
+        "rounds": options.rounds,
+        "torch": torch.__version__,
+        "megatron_core": __version__,
+        "torch_threads": torch.get_num_threads(),
+        "gpu": "none; copies in host memory" if gpu else torch.cuda.get_device_name(),
+    }
     return settings, (torch, gpu, HybridDeviceOptimizer)
 
 
@@ -83,14 +99,18 @@ def _measure(torch, gpu, hybrid, work, overlap, both, options):
         # With both contenders in memory, the first round warms up.
         taken, ours = taken[both:], times[part, "spillway"][both:]
         case = {"work": work, "part": part, "tensors": options.tensors, "elements": options.elements, "contender": name}
-        figures = {"ms": [seconds * 1e3 for seconds in taken], "ns_per_parameter": [seconds / total * 1e9 for seconds in taken],
-                   "time_ratio": _report.ratios(taken, ours)}
+        figures = {
+            "ms": [seconds * 1e3 for seconds in taken],
+            "ns_per_parameter": [seconds / total * 1e9 for seconds in taken],
+            "time_ratio": _report.ratios(taken, ours),
+        }
         yield _report.row(case, figures, "time_ratio", "higher")
 
 
 def _optimizer(torch, gpu, hybrid, overlap, options, served):
     """Parameters with gradients, and an optimizer of both groups, with weight decay and without it."""
     import spillway.megatron
+
     (spillway.megatron.install if served else spillway.megatron.uninstall)()
     params = []
     for at in range(options.tensors):
@@ -99,9 +119,19 @@ def _optimizer(torch, gpu, hybrid, overlap, options, served):
         params[-1].grad = torch.full_like(params[-1].detach(), 1e-3)
     split = max(1, options.tensors * 7 // 8)
     groups = [{"params": part, "weight_decay": decay} for part, decay in ((params[:split], 0.1), (params[split:], 0.0)) if part]
-    optimizer = hybrid(groups, offload_fraction=1.0, cpu_optimizer_cls=torch.optim.AdamW, gpu_optimizer_cls=torch.optim.AdamW,
-                       param_update_in_fp32=True, overlap_cpu_optimizer_d2h_h2d=overlap, lr=1e-4, betas=_BETAS, eps=1e-8,
-                       bias_correction=True, fused=True)
+    optimizer = hybrid(
+        groups,
+        offload_fraction=1.0,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=overlap,
+        lr=1e-4,
+        betas=_BETAS,
+        eps=1e-8,
+        bias_correction=True,
+        fused=True,
+    )
     spillway.megatron.uninstall()
     return params, optimizer
 

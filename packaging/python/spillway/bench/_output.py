@@ -10,11 +10,19 @@ from . import _progress, _report
 
 
 def add_arguments(parser):
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE",
-                        help="writes the report as one JSON object to FILE; without FILE to standard output, instead of the rows")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="writes the report as one JSON object to FILE; without FILE to standard output, instead of the rows",
+    )
     parser.add_argument("--plot", metavar="FILE.svg", help="draws the headline of each row as a bar in this SVG file")
-    parser.add_argument("--compare", metavar="OLD.json",
-                        help="compares each row with an earlier report: faster or slower where the ranges between the quartiles lie apart")
+    parser.add_argument(
+        "--compare",
+        metavar="OLD.json",
+        help="compares each row with an earlier report: faster or slower where the ranges between the quartiles lie apart",
+    )
 
 
 def run(options, measurement):
@@ -113,6 +121,7 @@ def _cells(columns, row):
         if name == "quartiles":
             return f"{figure['q1']:.{decimals}f}..{figure['q3']:.{decimals}f}"
         return f"{figure['median']:.{decimals}f}"
+
     return f"{_line(columns, text)}  {row.get('note', '')}".rstrip()
 
 
@@ -122,8 +131,10 @@ def _verdicts(path, old, new):
     median = lambda figure: f"{figure['median']:.3f}" if figure else "-"
     ratio = lambda old, new: f"{new['median'] / old['median']:.3f}" if old and new and old["median"] else "-"
     cells = [("case", "figure", "old", "new", "new/old", "verdict")]
-    cells += [(name, figure, median(before), median(after), ratio(before, after), verdict)
-              for name, (_, figure, before, after, verdict) in zip(names, lines)]
+    cells += [
+        (name, figure, median(before), median(after), ratio(before, after), verdict)
+        for name, (_, figure, before, after, verdict) in zip(names, lines)
+    ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     texts = [f"bench {new['bench']} compared with {path} of {old['date']}{': ' if common else ''}{common}"]
     for first, *others in cells:
@@ -140,6 +151,7 @@ def _pyplot():
     # Labels remain text.
     matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": 9})
     from matplotlib import pyplot
+
     return pyplot
 
 

@@ -47,6 +47,7 @@ def _spinner():
             yield show
         return
     from rich.console import Console
+
     columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     # Rows go to standard output, which rich would redirect to the terminal of standard error.
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as _bar:

@@ -16,9 +16,16 @@ FORMAT = 1
 
 def new(bench, settings):
     """A report without rows, of this machine and version."""
-    return {"format": FORMAT, "bench": bench, "version": spillway.__version__,
-            "date": time.strftime("%Y-%m-%d", time.gmtime()), "cpu": _machine.cpu(), "threads": spillway.num_threads(),
-            "settings": settings, "rows": []}
+    return {
+        "format": FORMAT,
+        "bench": bench,
+        "version": spillway.__version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "cpu": _machine.cpu(),
+        "threads": spillway.num_threads(),
+        "settings": settings,
+        "rows": [],
+    }
 
 
 def row(case, figures, headline, better, note=None):
@@ -38,6 +45,7 @@ def quartiles(values):
         place = share * (len(ordered) - 1)
         below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
         return below + (above - below) * (place - math.floor(place))
+
     return {"median": at(0.5), "q1": at(0.25), "q3": at(0.75)}
 
 
@@ -70,21 +78,25 @@ def _is_complete(report):
     """True if a comparison finds all that it reads."""
     kinds = {"bench": str, "cpu": str, "date": str, "threads": int, "rows": list}
     try:
-        return (all(isinstance(report[name], kind) for name, kind in kinds.items())
-                and all(_row_is_complete(row) for row in report["rows"]))
+        return all(isinstance(report[name], kind) for name, kind in kinds.items()) and all(_row_is_complete(row) for row in report["rows"])
     except (KeyError, TypeError, AttributeError, OverflowError):
         return False
 
 
 def _row_is_complete(row):
     numbers = [figure[name] for figure in row["figures"].values() for name in ("median", "q1", "q3")]
-    return (isinstance(row["case"], dict) and row["headline"] in row["figures"] and row["better"] in ("higher", "lower")
-            and all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers))
+    return (
+        isinstance(row["case"], dict)
+        and row["headline"] in row["figures"]
+        and row["better"] in ("higher", "lower")
+        and all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers)
+    )
 
 
 def compare(old, new):
     """A tuple for each case: case, figure, old and new quartiles or None, verdict. First the new report's rows, then
     those that only the old one has."""
+
     def alone(row, verdict):
         figure = row["figures"].get(row["headline"])
         return row["case"], row["headline"], *((None, figure) if verdict == "new" else (figure, None)), verdict

@@ -1,8 +1,8 @@
 """Benchmarks spillway.torch.AdamW against torch's AdamW, fused and foreach.
 
-Spillway with bf16 moments is a further contender. All run in this process on the same parameters and states, in alternation; their results are compared before the timing. Every step has
-new gradient tensors, as after `zero_grad()` and a backward pass. The gradients are made outside of the measured time. A ratio is the
-other class's time divided by Spillway's: above 1, Spillway is faster."""
+Spillway with bf16 moments is a further contender. All run in this process on the same parameters and states, in alternation; their results
+are compared before the timing. Every step has new gradient tensors, as after `zero_grad()` and a backward pass. The gradients are made
+outside of the measured time. A ratio is the other class's time divided by Spillway's: above 1, Spillway is faster."""
 
 import time
 
@@ -11,17 +11,29 @@ import spillway
 from . import _machine, _progress, _report
 
 NAME = "python torch"
-COLUMNS = [("work", "work", 24, None), ("parameters", "parameters", 10, None), ("tensors", "tensors", 7, None),
-           ("contender", "contender", 16, None), ("ms", "ms", 9, 3), ("ns/param", "ns_per_parameter", 8, 3),
-           ("time ratio", "time_ratio", 10, 2), ("q1..q3", "quartiles", 12, 2)]
+COLUMNS = [
+    ("work", "work", 24, None),
+    ("parameters", "parameters", 10, None),
+    ("tensors", "tensors", 7, None),
+    ("contender", "contender", 16, None),
+    ("ms", "ms", 9, 3),
+    ("ns/param", "ns_per_parameter", 8, 3),
+    ("time ratio", "time_ratio", 10, 2),
+    ("q1..q3", "quartiles", 12, 2),
+]
 
 
 def prepare(options):
     """The settings of the report, and torch."""
     _progress.stage("loading torch")
     import torch
-    settings = {"kernel": spillway.kernel_name(), "rounds": options.rounds, "torch": torch.__version__,
-                "torch_threads": torch.get_num_threads()}
+
+    settings = {
+        "kernel": spillway.kernel_name(),
+        "rounds": options.rounds,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
     return settings, torch
 
 
@@ -30,16 +42,32 @@ def rows(options, torch):
     # Parameter, gradient, moments in both types, and a copy of the parameter.
     _machine.require_memory(options.size, 28)
     lengths = torch.randint(1, 4097, (10_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    for work, shapes in (("1,000 tensors", [4096] * 1000), ("10,000 tensors", lengths), ("GPT-2 small", _gpt2()),
-                         ("one tensor", [options.size])):
+    for work, shapes in (
+        ("1,000 tensors", [4096] * 1000),
+        ("10,000 tensors", lengths),
+        ("GPT-2 small", _gpt2()),
+        ("one tensor", [options.size]),
+    ):
         yield from _measure(torch, work, shapes, options.rounds)
 
 
 def _gpt2():
     """The shapes of GPT-2 small: 148 tensors, 124 M parameters."""
     width = 768
-    block = [width, width, width * 3 * width, 3 * width, width * width, width, width, width, width * 4 * width, 4 * width,
-             4 * width * width, width]
+    block = [
+        width,
+        width,
+        width * 3 * width,
+        3 * width,
+        width * width,
+        width,
+        width,
+        width,
+        width * 4 * width,
+        4 * width,
+        4 * width * width,
+        width,
+    ]
     return [50257 * width, 1024 * width, *block * 12, width, width]
 
 
@@ -69,17 +97,24 @@ def _measure(torch, work, lengths, rounds):
 
 
 def _row(case, taken, ours, total):
-    figures = {"ms": [seconds * 1e3 for seconds in taken], "ns_per_parameter": [seconds / total * 1e9 for seconds in taken],
-               "time_ratio": _report.ratios(taken, ours)}
+    figures = {
+        "ms": [seconds * 1e3 for seconds in taken],
+        "ns_per_parameter": [seconds / total * 1e9 for seconds in taken],
+        "time_ratio": _report.ratios(taken, ours),
+    }
     return _report.row(case, figures, "time_ratio", "higher")
 
 
 def _optimizers(torch, lengths):
     """The parameters, and an optimizer of each kind with the same states."""
     from spillway.torch import AdamW
+
     params = [torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(at))) for at, n in enumerate(lengths)]
-    optimizers = {"spillway": AdamW(params), "torch fused": torch.optim.AdamW(params, fused=True),
-                  "torch foreach": torch.optim.AdamW(params, foreach=True)}
+    optimizers = {
+        "spillway": AdamW(params),
+        "torch fused": torch.optim.AdamW(params, fused=True),
+        "torch foreach": torch.optim.AdamW(params, foreach=True),
+    }
     for name, rounding in (("bf16 moments", "nearest"), ("bf16, stochastic", "stochastic")):
         optimizers[name] = AdamW(params, moment_dtype=torch.bfloat16, moment_rounding=rounding)
     for param in params:

@@ -42,6 +42,7 @@ def active() -> dict[str, Any]:
     import spillway
 
     from . import _engine, _ops, _preload, _undo, _zenflow
+
     report = {op: _ops.served(op) for op in OPS if op in _hook.installed()}
     if report:
         report["kernel"] = spillway.kernel_name()
@@ -80,6 +81,7 @@ def commit(engine: Any) -> None:
         InvalidArgumentError: The states are not on a tier, or the engine is between two micro-batches of a step.
         TierError: Another rank failed."""
     from . import _resume
+
     _resume.commit(engine)
 
 
@@ -92,6 +94,7 @@ def client_state(engine: Any) -> dict[Any, Any]:
     Raises:
         InvalidArgumentError: The engine's optimizer states are not on a tier."""
     from . import _resume
+
     return _resume.client_state(engine)
 
 
@@ -101,10 +104,12 @@ def resumed_step(engine: Any) -> int | None:
     Raises:
         InvalidArgumentError: The engine's optimizer states are not on a tier."""
     from . import _resume
+
     return _resume.resumed_step(engine)
 
 
 def describe_settings() -> str:
     """Returns all settings of the `spillway` block as Markdown tables: valid values, defaults and meaning."""
     from . import _block
+
     return _block.describe()

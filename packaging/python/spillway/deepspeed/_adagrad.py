@@ -3,8 +3,7 @@
 from . import _call
 
 SERVED = ("create_adagrad", "adagrad_update", "destroy_adagrad")
-NOT_SERVED = {"adagrad_update_copy": "it copies to a GPU and exists up to DeepSpeed 0.14.2; use adagrad_update and copy the "
-                                     "parameter"}
+NOT_SERVED = {"adagrad_update_copy": "it copies to a GPU and exists up to DeepSpeed 0.14.2; use adagrad_update and copy the parameter"}
 
 
 def create_adagrad(optimizer_id, alpha, eps, weight_decay, should_log, /):
@@ -17,8 +16,7 @@ def create_adagrad(optimizer_id, alpha, eps, weight_decay, should_log, /):
 def adagrad_update(optimizer_id, step, lr, eps, weight_decay, params, grads, exp_avg_sq, /):
     """One step over one tensor."""
     hyper = _call.numbers(lr=lr, eps=eps, weight_decay=weight_decay)
-    return _call.update("cpu_adagrad", "spw_ds_adagrad_update", optimizer_id, step, hyper, params, grads,
-                        exp_avg_sq=exp_avg_sq)
+    return _call.update("cpu_adagrad", "spw_ds_adagrad_update", optimizer_id, step, hyper, params, grads, exp_avg_sq=exp_avg_sq)
 
 
 def destroy_adagrad(optimizer_id, /):

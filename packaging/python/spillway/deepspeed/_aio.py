@@ -24,11 +24,14 @@ def aio_write(buffer, filename, block_size, queue_depth, single_submit, overlap_
 def deepspeed_memcpy(dest, src, /):
     """Copies one tensor into another of the same dtype and size; returns 0."""
     import torch
+
     _pin.tensor_argument(dest, "dest")
     _pin.tensor_argument(src, "src")
     if dest.dtype is not src.dtype or dest.numel() != src.numel():
-        raise InvalidArgumentError(f"deepspeed_memcpy: dest has {dest.numel()} elements of {dest.dtype}, src {src.numel()} of {src.dtype}; "
-                                   "pass tensors of one dtype and size")
+        raise InvalidArgumentError(
+            f"deepspeed_memcpy: dest has {dest.numel()} elements of {dest.dtype}, src {src.numel()} of {src.dtype}; "
+            "pass tensors of one dtype and size"
+        )
     with torch.no_grad():
         dest.copy_(src.reshape(dest.shape))
     return 0

@@ -55,8 +55,11 @@ def _as_list(given):
 
 def _as_name(given):
     # The rule of the library for the names of its directories.
-    if not 0 < len(given.encode(errors="replace")) <= _MOST_NAME or given.startswith(".") or any(
-            letter == "/" or unicodedata.category(letter) in ("Cc", "Cs") for letter in given):
+    if (
+        not 0 < len(given.encode(errors="replace")) <= _MOST_NAME
+        or given.startswith(".")
+        or any(letter == "/" or unicodedata.category(letter) in ("Cc", "Cs") for letter in given)
+    ):
         raise ValueError
     return given
 
@@ -81,7 +84,8 @@ class PathBlock(_Strict):
     """A path of the tier; a string stands for an object with `path` alone."""
 
     path: Annotated[str, AfterValidator(_as_place)] = _setting(
-        ..., 'a directory or "s3://BUCKET/PREFIX", without NUL,', "An existing directory or an object store.", min_length=1)
+        ..., 'a directory or "s3://BUCKET/PREFIX", without NUL,', "An existing directory or an object store.", min_length=1
+    )
     limit_bytes: _Count = _setting(0, _BYTES, "Most bytes of the path that the run uses; 0: no limit.")
     reserve_bytes: _Count = _setting(0, _BYTES, "Bytes that are allocated at the start.")
 
@@ -100,14 +104,17 @@ class InterleaveBlock(_Strict):
 
     backend: Literal["cuda", "host"] = _setting("cuda", _one_of(("cuda", "host")), '"host" replaces the GPU by threads, for tests.')
     plan: Literal[tuple(PLANS)] = _setting(  # type: ignore[valid-type]
-        "stride", _one_of(PLANS), 'Which sub-groups the GPU steps. "stride": every plan_argument-th one; "count": plan_argument '
-        'sub-groups; "model" and "eq1" compute the plan from the rates.')
+        "stride",
+        _one_of(PLANS),
+        'Which sub-groups the GPU steps. "stride": every plan_argument-th one; "count": plan_argument '
+        'sub-groups; "model" and "eq1" compute the plan from the rates.',
+    )
     plan_argument: _Count = _setting(2, _INTEGER, 'The number that the plans "stride" and "count" need.')
-    rates: RatesBlock | None = _setting(None, "an object with cpu, gpu, h2d and d2h in parameters/s",
-                                        "Measured rates of the machine.")
+    rates: RatesBlock | None = _setting(None, "an object with cpu, gpu, h2d and d2h in parameters/s", "Measured rates of the machine.")
     replan: bool = _setting(False, _BOOLEAN, "Adapt the plan to the measured times after every step; needs rates.")
     gradient_transfers: bool = _setting(
-        False, _BOOLEAN, "Spillway copies gradients to the host: widened on the GPU, in chunks, on separate streams.")
+        False, _BOOLEAN, "Spillway copies gradients to the host: widened on the GPU, in chunks, on separate streams."
+    )
     slots: _Slots = _setting(0, "an integer from 0 to 4294967295", "Number of state buffers on the GPU; 0: 2.")
     chunk: _Count = _setting(0, f"a number of parameters, an integer from 0 to {_MOST}", "Parameters per copy; 0: 16 Mi.")
 
@@ -115,44 +122,77 @@ class InterleaveBlock(_Strict):
 class Block(_Strict):
     """Storage of ZeRO-3's optimizer states, and of its 16-bit parameters, on a tier."""
 
-    paths: Annotated[list[Annotated[PathBlock, BeforeValidator(_as_path)]], Field(min_length=1),
-                     BeforeValidator(_as_list)] | None = _setting(
-        None, 'a list of directories, "s3://BUCKET/PREFIX" or objects with path, limit_bytes and reserve_bytes, at least one; '
-        "leave it out for nvme_path alone", "The paths of the tier; without it nvme_path alone.")
+    paths: Annotated[list[Annotated[PathBlock, BeforeValidator(_as_path)]], Field(min_length=1), BeforeValidator(_as_list)] | None = (
+        _setting(
+            None,
+            'a list of directories, "s3://BUCKET/PREFIX" or objects with path, limit_bytes and reserve_bytes, at least one; '
+            "leave it out for nvme_path alone",
+            "The paths of the tier; without it nvme_path alone.",
+        )
+    )
     ratio: Annotated[list[_Number], Field(min_length=1), BeforeValidator(_as_list)] | None = _setting(
-        None, "a list with a number from 0 for each path",
-        "Share of each path in the state; without it equal at first, then in proportion to the measured bandwidths.")
-    cache_bytes: _Count = _setting(0, _BYTES, "Host memory for parts that stay in memory between steps, in addition to the "
-                                              "transfer buffers.")
+        None,
+        "a list with a number from 0 for each path",
+        "Share of each path in the state; without it equal at first, then in proportion to the measured bandwidths.",
+    )
+    cache_bytes: _Count = _setting(
+        0, _BYTES, "Host memory for parts that stay in memory between steps, in addition to the transfer buffers."
+    )
     part_elements: int = _setting(
-        2 << 20, f"an integer from 1 to {_MOST}", "Most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, "
-        "10 with split_master. Several parts are in flight.", ge=1, le=_MOST)
+        2 << 20,
+        f"an integer from 1 to {_MOST}",
+        "Most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, "
+        "10 with split_master. Several parts are in flight.",
+        ge=1,
+        le=_MOST,
+    )
     durability: Literal[tuple(DURABILITIES)] = _setting(  # type: ignore[valid-type]
-        "data", _one_of(DURABILITIES), 'What a commit survives. "data": a power failure; "process": only the end of the process; '
-        '"full": like "data", and also syncs directories.')
+        "data",
+        _one_of(DURABILITIES),
+        'What a commit survives. "data": a power failure; "process": only the end of the process; '
+        '"full": like "data", and also syncs directories.',
+    )
     job: _Name = _setting(
-        "deepspeed", _NAME, 'Name of the run, and of a directory below each path. Concurrent runs that resume need different '
-        'names. Without "resume" the directories are <job>-scratch-1 and so on, which runs that resume do not use.')
+        "deepspeed",
+        _NAME,
+        "Name of the run, and of a directory below each path. Concurrent runs that resume need different "
+        'names. Without "resume" the directories are <job>-scratch-1 and so on, which runs that resume do not use.',
+    )
     host: _Name | None = _setting(
-        None, _NAME, "Name of this machine, and of a directory below that; without it the host name. A run that resumes needs "
-        "its previous name, which in a container may change with every start.")
+        None,
+        _NAME,
+        "Name of this machine, and of a directory below that; without it the host name. A run that resumes needs "
+        "its previous name, which in a container may change with every start.",
+    )
     split_master: bool = _setting(
-        False, _BOOLEAN, "Store master weights without their upper halves, which the model's weights (bfloat16, in host memory) "
+        False,
+        _BOOLEAN,
+        "Store master weights without their upper halves, which the model's weights (bfloat16, in host memory) "
         "imply: 10 bytes per parameter instead of 12. A change of those weights between steps, other than by DeepSpeed, ends the "
-        'run with an error. With "resume" commits store the weights too: 2 bytes per parameter.')
+        'run with an error. With "resume" commits store the weights too: 2 bytes per parameter.',
+    )
     missing_gradients: Literal["zero", "stale"] = _setting(
-        "zero", _one_of(("zero", "stale")), "Gradient of a parameter that had none since the last step, if another of its "
-        'sub-group had one: "zero", or "stale", the scaled gradient of its last step, as DeepSpeed uses in host memory.')
-    resume: bool = _setting(False, _BOOLEAN, "Resume at the last commit that all ranks have, if any, and commit every "
-                                             "commit_interval steps.")
-    commit_interval: _Count = _setting(1, f"a number of steps, an integer from 0 to {_MOST}",
-                                       "Steps between commits; 0: only spillway.deepspeed.commit(engine) commits.")
+        "zero",
+        _one_of(("zero", "stale")),
+        "Gradient of a parameter that had none since the last step, if another of its "
+        'sub-group had one: "zero", or "stale", the scaled gradient of its last step, as DeepSpeed uses in host memory.',
+    )
+    resume: bool = _setting(
+        False, _BOOLEAN, "Resume at the last commit that all ranks have, if any, and commit every commit_interval steps."
+    )
+    commit_interval: _Count = _setting(
+        1, f"a number of steps, an integer from 0 to {_MOST}", "Steps between commits; 0: only spillway.deepspeed.commit(engine) commits."
+    )
     turns: bool = _setting(True, _BOOLEAN, "One process of a user at a time transfers the state of a step on a device; see tier.md.")
     pin_memory: bool = _setting(True, _BOOLEAN, "Page-locked buffers in 2 MiB pages.")
-    io_timeout_seconds: _Timeout = _setting(0.0, f"0, or a number of seconds from {_LEAST_TIMEOUT} to {_MOST_TIMEOUT:.0f},",
-                                           "Time without progress after which a path counts as failed; 0: 60.")
-    enabled: bool = _setting(True, _BOOLEAN, "false leaves states and parameters to DeepSpeed's own swappers. It "
-                             "excludes all other settings but interleave.")
+    io_timeout_seconds: _Timeout = _setting(
+        0.0,
+        f"0, or a number of seconds from {_LEAST_TIMEOUT} to {_MOST_TIMEOUT:.0f},",
+        "Time without progress after which a path counts as failed; 0: 60.",
+    )
+    enabled: bool = _setting(
+        True, _BOOLEAN, "false leaves states and parameters to DeepSpeed's own swappers. It excludes all other settings but interleave."
+    )
     interleave: InterleaveBlock | None = _setting(None, "an object", "CPU and GPU step sub-groups at the same time.")
 
 
@@ -175,8 +215,9 @@ def read(given):
     for name in ("commit_interval", "durability"):
         if not found.resume and name in found.model_fields_set:
             value = f'"{found.durability}"' if name == "durability" else found.commit_interval
-            raise InvalidArgumentError(f'spillway.{name} is {value}, but nothing is committed without "resume": true; set that, or '
-                                       f"take {name} out")
+            raise InvalidArgumentError(
+                f'spillway.{name} is {value}, but nothing is committed without "resume": true; set that, or take {name} out'
+            )
     return found
 
 
@@ -203,8 +244,9 @@ def _check_paths(block):
     for index, path in enumerate(block.paths or ()):
         place = path.path.rstrip("/") if path.path.startswith("s3://") else os.path.realpath(path.path)
         if place in seen:
-            raise InvalidArgumentError(f"spillway.paths[{index}] is {path.path!r}, the same directory as "
-                                       f"spillway.paths[{seen[place]}]; name each path once")
+            raise InvalidArgumentError(
+                f"spillway.paths[{index}] is {path.path!r}, the same directory as spillway.paths[{seen[place]}]; name each path once"
+            )
         seen[place] = index
     if block.ratio is None:
         return
@@ -221,11 +263,13 @@ def _check_interleave(block):
         return
     if block.rates is None and (block.replan or block.plan not in ("stride", "count")):
         reason = "replan" if block.replan else f'the plan "{block.plan}"'
-        raise InvalidArgumentError(f"spillway.interleave.rates is missing, which {reason} needs; give cpu, gpu, h2d and d2h in "
-                                   "parameters/s")
+        raise InvalidArgumentError(
+            f"spillway.interleave.rates is missing, which {reason} needs; give cpu, gpu, h2d and d2h in parameters/s"
+        )
     if block.gradient_transfers and block.backend != "cuda":
-        raise InvalidArgumentError('spillway.interleave.gradient_transfers needs the backend "cuda", and backend is '
-                                   f'"{block.backend}"; change one of them')
+        raise InvalidArgumentError(
+            f'spillway.interleave.gradient_transfers needs the backend "cuda", and backend is "{block.backend}"; change one of them'
+        )
 
 
 def parts(block, zero):
@@ -247,18 +291,22 @@ def refuse_unserved(block, zero):
     """Raises InvalidArgumentError for settings that this configuration would ignore. `zero` is DeepSpeed's zero_config."""
     stage, states, parameters = int(zero.stage), _device(zero.offload_optimizer), _device(zero.offload_param)
     if block.interleave is not None and (stage, states) != (3, "cpu"):
-        raise InvalidArgumentError("spillway.interleave needs zero_optimization with stage 3 and offload_optimizer on the device "
-                                   f"cpu; this configuration has stage {stage} and the device {states}. Change them, or take "
-                                   "interleave out")
+        raise InvalidArgumentError(
+            "spillway.interleave needs zero_optimization with stage 3 and offload_optimizer on the device "
+            f"cpu; this configuration has stage {stage} and the device {states}. Change them, or take "
+            "interleave out"
+        )
     tiered = {"offload_optimizer": stage == 3 and states == "nvme", "offload_param": stage == 3 and parameters == "nvme"}
     if tiered["offload_optimizer"]:
         return
     asked = sorted(block.model_fields_set - {"interleave", "enabled"} - (_OF_PARAMETERS if tiered["offload_param"] else set()))
     if asked:
-        raise InvalidArgumentError(f"spillway.{asked[0]} is for optimizer states on a tier, which need zero_optimization with "
-                                   "stage 3 and offload_optimizer on the device nvme; this configuration has stage "
-                                   f"{stage} and the device {states}. Change them, or take {', '.join(asked)} out of the "
-                                   "spillway block")
+        raise InvalidArgumentError(
+            f"spillway.{asked[0]} is for optimizer states on a tier, which need zero_optimization with "
+            "stage 3 and offload_optimizer on the device nvme; this configuration has stage "
+            f"{stage} and the device {states}. Change them, or take {', '.join(asked)} out of the "
+            "spillway block"
+        )
 
 
 def _device(offload):
@@ -269,11 +317,17 @@ def _device(offload):
 def describe():
     """All settings as Markdown: a table per object of the block."""
     tables = []
-    for place, model in (("spillway", Block), ("spillway.paths[]", PathBlock), ("spillway.interleave", InterleaveBlock),
-                         ("spillway.interleave.rates", RatesBlock)):
+    for place, model in (
+        ("spillway", Block),
+        ("spillway.paths[]", PathBlock),
+        ("spillway.interleave", InterleaveBlock),
+        ("spillway.interleave.rates", RatesBlock),
+    ):
         rows = [f"## {place}", "", model.__doc__, "", "| setting | valid values | default | meaning |", "|---|---|---|---|"]
-        rows += [f"| `{name}` | {field.json_schema_extra['valid']} | {_default(field)} | {field.description} |"
-                 for name, field in model.model_fields.items()]
+        rows += [
+            f"| `{name}` | {field.json_schema_extra['valid']} | {_default(field)} | {field.description} |"
+            for name, field in model.model_fields.items()
+        ]
         tables.append("\n".join(rows))
     return "\n\n".join(tables) + "\n"
 

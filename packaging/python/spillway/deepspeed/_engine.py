@@ -93,8 +93,11 @@ class Engine:
         with self._lock:
             # Skip entries with handle 0: another thread is submitting them and will wait for them. Entries that
             # already have a wait of this thread belong to a wait that was interrupted.
-            mine = [entry for entry in in_flight.entries if entry.handle.value and entry.owner in (None, me)
-                    and (entry.wait is None or entry.wait.thread == me)]
+            mine = [
+                entry
+                for entry in in_flight.entries
+                if entry.handle.value and entry.owner in (None, me) and (entry.wait is None or entry.wait.thread == me)
+            ]
             left = [entry for entry in mine if not entry.is_over()]
             for entry in left:
                 entry.wait = wait

@@ -69,6 +69,7 @@ class Gradients:
     def for_step(self, index):
         """The gradient of a sub-group for the step, before the step's factor."""
         import torch
+
         found, apart = self._buffer(index), []
         for param in self._stage3.fp16_groups[index]:
             lent = self._lent.get(param)
@@ -92,11 +93,14 @@ class Gradients:
         import torch
 
         from ..errors import InvalidArgumentError
+
         for index, gradient in enumerate(gradients):
             if not torch.isfinite(gradient).all():
-                raise InvalidArgumentError(f"a gradient of sub-group {index} is not finite: the program set it, or it is old and has "
-                                           "missed a skipped step. torch's gradient scaler would step only the other sub-groups; set finite "
-                                           "gradients")
+                raise InvalidArgumentError(
+                    f"a gradient of sub-group {index} is not finite: the program set it, or it is old and has "
+                    "missed a skipped step. torch's gradient scaler would step only the other sub-groups; set finite "
+                    "gradients"
+                )
         found = []
         for index, gradient in enumerate(gradients):
             gradient = gradient.float()
@@ -127,7 +131,7 @@ class Gradients:
             self._apart[param] = self._part(self._buffer(index), param).float().clone().mul_(self._factor.pop(param, 1.0))
 
     def _buffer(self, index):
-        return self._stage3.grad_partitions_flat_buffer[self._starts[index]:self._starts[index + 1]]
+        return self._stage3.grad_partitions_flat_buffer[self._starts[index] : self._starts[index + 1]]
 
     def _part(self, gradient, param):
         _, offset, count = self._position(param)

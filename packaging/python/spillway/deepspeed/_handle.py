@@ -22,8 +22,7 @@ class aio_handle:
 
     _op = "async_io"
 
-    def __init__(self, block_size=1 << 20, queue_depth=128, single_submit=False, overlap_events=False,
-                 intra_op_parallelism=1):
+    def __init__(self, block_size=1 << 20, queue_depth=128, single_submit=False, overlap_events=False, intra_op_parallelism=1):
         self._block_size = _call.integer(block_size, "block_size", _INT, 1)
         self._queue_depth = _call.integer(queue_depth, "queue_depth", _INT, 1)
         self._parallelism = _call.integer(intra_op_parallelism, "intra_op_parallelism", _INT, 1)
@@ -149,6 +148,7 @@ class gds_handle(aio_handle):
         """A 1-D tensor on the device of the example. For an example on the CPU it is on the current GPU, or in
         page-locked host memory if there is no GPU."""
         import torch
+
         _pin.tensor_argument(example_tenosr, "example_tenosr")
         device = example_tenosr.device if not example_tenosr.is_cpu else "cuda"
         if device == "cuda" and not torch.cuda.is_available():
@@ -175,8 +175,12 @@ class gds_handle(aio_handle):
 def _after_validate(positional, named):
     """The arguments `async` and `file_offset`; `async` is a Python keyword, so it cannot be a parameter name."""
     given = dict(zip(("async", "file_offset"), positional))
-    if len(positional) > 2 or given.keys() & named.keys() or not named.keys() <= {"async", "file_offset"} \
-            or "async" not in (given := {**given, **named}):
+    if (
+        len(positional) > 2
+        or given.keys() & named.keys()
+        or not named.keys() <= {"async", "file_offset"}
+        or "async" not in (given := {**given, **named})
+    ):
         raise TypeError("the arguments are (buffer, filename, validate, async, file_offset=0)")
     return given["async"], given.get("file_offset", 0)
 
@@ -186,4 +190,5 @@ def _then_verify(after, path, offset, address, size):
         _transfer.verify(path, offset, address, size)
         if after is not None:
             after()
+
     return both

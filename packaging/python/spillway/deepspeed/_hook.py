@@ -21,8 +21,14 @@ OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
 # Replaceable parts: the ops, and Python classes.
 PARTS = (*OPS, "superoffload", "swapper")
 
-_BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
-                    "AsyncIOBuilder": "async_io", "PinMemoryBuilder": "pin_memory", "GDSBuilder": "gds"}
+_BUILDER_CLASSES = {
+    "CPUAdamBuilder": "cpu_adam",
+    "CPUAdagradBuilder": "cpu_adagrad",
+    "CPULionBuilder": "cpu_lion",
+    "AsyncIOBuilder": "async_io",
+    "PinMemoryBuilder": "pin_memory",
+    "GDSBuilder": "gds",
+}
 _ROOT = r"(?:deepspeed\.ops\.)?op_builder"
 _OP_MODULE = re.compile(rf"{_ROOT}(?:\.\w+)?\.({'|'.join(OPS)})")
 _COMM_MODULE = re.compile(rf"{_ROOT}\.cpu\.comm")
@@ -35,9 +41,11 @@ _STAGE3_MODULE = re.compile(r"deepspeed\.runtime\.zero\.stage3")
 _PARAMETERS_MODULE = re.compile(r"deepspeed\.runtime\.swap_tensor\.partitioned_param_swapper")
 _ENGINE_MODULE = re.compile(r"deepspeed\.runtime\.engine")
 # Modules that import a builder class by name.
-_HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)"
-                      r"|deepspeed\.ops\.(?:aio|gds)|deepspeed\.nvme\.\w+|deepspeed\.runtime\.swap_tensor\.\w+"
-                      r"|deepspeed\.runtime\.model_checkpointing\.\w+")
+_HOLDERS = re.compile(
+    rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)"
+    r"|deepspeed\.ops\.(?:aio|gds)|deepspeed\.nvme\.\w+|deepspeed\.runtime\.swap_tensor\.\w+"
+    r"|deepspeed\.runtime\.model_checkpointing\.\w+"
+)
 
 # Folder of a prebuilt op in DeepSpeed, if it differs from the op's name.
 _FOLDERS = {"async_io": "aio"}
@@ -69,7 +77,7 @@ def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> 
     A recording takes per parameter 9 bytes at step 1, 1.2 in steady state and at most 13, and a tenth of the step's
     time."""
     if undo not in (None, *_undo_mode.MODES):
-        raise ValueError(f"install: undo is {undo!r}; pass \"auto\", \"always\" or \"never\"")
+        raise ValueError(f'install: undo is {undo!r}; pass "auto", "always" or "never"')
     _undo_mode.given = undo if undo is not None else _undo_mode.given
     if (recordings := sys.modules.get(f"{__package__}._undo")) is not None:
         recordings.read_mode()
@@ -108,9 +116,20 @@ _finder = ImportHook(lambda name: _concerns(name), _run)
 
 
 def _concerns(name):
-    return any(pattern.fullmatch(name) for pattern in
-               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _ADAM_MODULE, _REPORT_MODULE, _SUPEROFFLOAD_MODULE,
-                _STAGE3_MODULE, _PARAMETERS_MODULE, _ENGINE_MODULE))
+    return any(
+        pattern.fullmatch(name)
+        for pattern in (
+            _OP_MODULE,
+            _COMM_MODULE,
+            _ACCELERATOR_MODULE,
+            _ADAM_MODULE,
+            _REPORT_MODULE,
+            _SUPEROFFLOAD_MODULE,
+            _STAGE3_MODULE,
+            _PARAMETERS_MODULE,
+            _ENGINE_MODULE,
+        )
+    )
 
 
 def _patch(module, name):
@@ -128,8 +147,7 @@ def _patch(module, name):
     elif _SUPEROFFLOAD_MODULE.fullmatch(name):
         _patch_superoffload(module)
     elif _STAGE3_MODULE.fullmatch(name):
-        _patch_swapper(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None), states="_stage3",
-                       interleave="_interleave")
+        _patch_swapper(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None), states="_stage3", interleave="_interleave")
     elif _PARAMETERS_MODULE.fullmatch(name):
         _patch_swapper(getattr(module, "AsyncPartitionedParameterSwapper", None), parameters="_parameters")
     elif _ENGINE_MODULE.fullmatch(name):
@@ -148,6 +166,7 @@ def _patch_subgroups(optimizer):
 
     def step_subgroup(self, *args, **kwargs):
         from . import _undo
+
         with _undo.subgroup_step():
             return inner(self, *args, **kwargs)
 
@@ -172,6 +191,7 @@ def _patch_builder(builder, op):
 def _patch_report(module):
     inner = module._probe_compatible_ops
     if not hasattr(inner, "_spillway"):
+
         def probe():
             return {**inner(), **dict.fromkeys(_installed.intersection(OPS), True)}
 
@@ -181,6 +201,7 @@ def _patch_report(module):
 
 def _op(op):
     from . import _ops
+
     return _ops.module(op)
 
 
@@ -205,10 +226,18 @@ def _present(builder, class_name):
         return builder
     key = (builder, op)
     if key not in _missing_builders:
-        _missing_builders[key] = type(class_name, (builder,), {
-            "NAME": op, "BUILD_VAR": f"DS_BUILD_{op.upper()}", "_spillway_op": op,
-            "absolute_name": lambda self: f"deepspeed.ops.{_FOLDERS.get(op, op.removeprefix('cpu_'))}.{op}_op",
-            "load": lambda self, verbose=True: _op(op), "is_compatible": lambda self, verbose=True: True})
+        _missing_builders[key] = type(
+            class_name,
+            (builder,),
+            {
+                "NAME": op,
+                "BUILD_VAR": f"DS_BUILD_{op.upper()}",
+                "_spillway_op": op,
+                "absolute_name": lambda self: f"deepspeed.ops.{_FOLDERS.get(op, op.removeprefix('cpu_'))}.{op}_op",
+                "load": lambda self, verbose=True: _op(op),
+                "is_compatible": lambda self, verbose=True: True,
+            },
+        )
     return _missing_builders[key]
 
 
@@ -222,6 +251,7 @@ def _replace_missing(module):
 def _patch_superoffload(module):
     """Replaces optimizer and stage 3 together; a version whose stage 3 has other methods is not patched."""
     from . import _superoffload, _versions
+
     stage3 = vars(module).get("SuperOffloadOptimizer_Stage3")
     if "superoffload" not in _installed or stage3 is None or "_spillway_op" in vars(stage3):
         return
@@ -236,6 +266,7 @@ def _patch_superoffload(module):
 def _patch_swapper(owner, **parts):
     """Applies each part from the module of its name. A part that does not fit this version is left to DeepSpeed."""
     from . import _versions
+
     if "swapper" not in _installed or owner is None or "_spillway_op" in vars(owner):
         return
     fitting = [module for part, module in parts.items() if _versions.serves(part, owner)]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import collections
 import weakref
 
-from .. import _abi, _native, gpu as _gpu
+from .. import _abi, _native
+from .. import gpu as _gpu
 from ..errors import InvalidArgumentError
 from ..interleave import Interleave, Rates, Subgroup, plan
 from . import _call, _lifetime, _tier_config, _versions
@@ -26,6 +27,7 @@ def parse(block):
         return None
     # pydantic is installed with DeepSpeed; it is imported only if a block is given.
     from . import _block
+
     return _block.read(block).interleave
 
 
@@ -97,8 +99,10 @@ class Update:
     def gradient_out(self, grad, host):
         """Starts copying a gradient to host memory."""
         if grad.dtype != host.dtype and host.element_size() != 4:
-            raise InvalidArgumentError(f"spillway.interleave: a gradient of {grad.dtype} cannot be copied to {host.dtype}; use float32 "
-                                       "master gradients, or the gradient's dtype")
+            raise InvalidArgumentError(
+                f"spillway.interleave: a gradient of {grad.dtype} cannot be copied to {host.dtype}; use float32 "
+                "master gradients, or the gradient's dtype"
+            )
         # Each copy keeps its gradient on the GPU alive until it ends. Copies end in the order of their start.
         while self._copies and self._copies[0].done():
             self._copies.popleft()
@@ -113,6 +117,7 @@ class Update:
         if self.gpu is None:
             return None
         import torch
+
         return torch.cuda.current_stream()
 
     def _open(self):
@@ -125,11 +130,20 @@ class Update:
             return
         self._end()
         settings, sizes = self.settings, [group.param.numel() for group in arrays]
-        self._interleave = Interleave(arrays, gpu=self.gpu, transfer_dtype="delivered", fetch_gradients=True, slots=settings.slots,
-                                      chunk=settings.chunk)
+        self._interleave = Interleave(
+            arrays, gpu=self.gpu, transfer_dtype="delivered", fetch_gradients=True, slots=settings.slots, chunk=settings.chunk
+        )
         rates = Rates(**settings.rates.model_dump()) if settings.rates else Rates(1.0, 1.0, 1.0, 1.0)
-        found = plan(rates, sizes, mode=settings.plan, argument=settings.plan_argument, transfer_dtype="delivered", fetch_gradients=True,
-                     slots=settings.slots, chunk=settings.chunk)
+        found = plan(
+            rates,
+            sizes,
+            mode=settings.plan,
+            argument=settings.plan_argument,
+            transfer_dtype="delivered",
+            fetch_gradients=True,
+            slots=settings.slots,
+            chunk=settings.chunk,
+        )
         self._interleave.set_plan(found.placements)
         if settings.rates:
             self._interleave.calibrate(rates)
@@ -141,6 +155,7 @@ class Update:
         state = stage3.optimizer.state[master]
         if "exp_avg" not in state:
             import torch
+
             state.update(step=state.get("step", 0), exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
         if self.gpu is None:
             return Subgroup(master.data, state["exp_avg"], state["exp_avg_sq"], master.grad.data, weights)
@@ -215,6 +230,7 @@ def overrides(stage3):
             if update is not None:
                 update.scale_old_gradients()
             return own[name](self, *arguments, **named)
+
         return method
 
     def at_boundary(self, param, grad_buffer, *gradients):
@@ -226,11 +242,18 @@ def overrides(stage3):
         host = self.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, grad_buffer.numel())
         update.gradient_out(grad_buffer, host)
 
-    return {"initialize_optimizer_states": initialize_optimizer_states, "unscale_and_clip_grads": unscale_and_clip_grads,
-            "_optimizer_step": optimizer_step, "_reassign_or_swap_out_partitioned_parameters": reassign,
-            "_offload_grad_partition_at_boundary": at_boundary, "_overflow_clean_up": overflow_clean_up,
-            **{name: seeing_gradients(name) for name in ("_get_fp32_grad_state_partition", "get_fp32_grad_partitions",
-                                                         "update_fp32_grad_for_param_vectorized")}}
+    return {
+        "initialize_optimizer_states": initialize_optimizer_states,
+        "unscale_and_clip_grads": unscale_and_clip_grads,
+        "_optimizer_step": optimizer_step,
+        "_reassign_or_swap_out_partitioned_parameters": reassign,
+        "_offload_grad_partition_at_boundary": at_boundary,
+        "_overflow_clean_up": overflow_clean_up,
+        **{
+            name: seeing_gradients(name)
+            for name in ("_get_fp32_grad_state_partition", "get_fp32_grad_partitions", "update_fp32_grad_for_param_vectorized")
+        },
+    }
 
 
 def interleaved(stage3):
@@ -242,6 +265,7 @@ def _unfit(stage3):
     """The reason why this optimizer's sub-groups cannot be interleaved; None if they can."""
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     optimizer = stage3.optimizer
     if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
         return f"the optimizer is {type(optimizer).__name__}; DeepSpeedCPUAdam on Spillway's op is needed"
@@ -255,21 +279,25 @@ def _unfit(stage3):
         return "torch's gradient scaler unscales the gradients before the step; take torch_autocast out, or use bfloat16"
     if getattr(stage3, "partial_offload", 1.0) != 1.0:
         return "offload_optimizer.ratio is not 1; set it to 1"
-    return "SuperOffload runs its own update; take super_offload or interleave out" if hasattr(stage3, "superoffload_cpu_optimizer") else None
+    return (
+        "SuperOffload runs its own update; take super_offload or interleave out" if hasattr(stage3, "superoffload_cpu_optimizer") else None
+    )
 
 
 def _ordinal():
     """The Gpu that torch uses; raises InvalidArgumentError if torch has no CUDA."""
     _gpu.gpu_count()
     import torch
+
     if not torch.cuda.is_available():
-        raise InvalidArgumentError("spillway.interleave: this torch has no CUDA; with \"backend\": \"host\" threads take its part")
+        raise InvalidArgumentError('spillway.interleave: this torch has no CUDA; with "backend": "host" threads take its part')
     return torch.cuda.current_device()
 
 
 def _pinned(tensor):
     """The tensor, or a copy in page-locked memory if it is not page-locked."""
     import torch
+
     known = _abi.c_uint32()
     address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     _native.call("spw_pinned_contains", address, size, known)

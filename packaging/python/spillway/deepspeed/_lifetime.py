@@ -65,8 +65,11 @@ def end(engine):
 def _parameter_swappers(engine):
     """The engine's AsyncPartitionedParameterSwappers whose parameters are on a tier."""
     module = engine.__dict__.get("_modules", {}).get("module")
-    found = {id(swapper): swapper for param in (module.parameters() if module is not None else ())
-             if (swapper := getattr(param, "nvme_swapper", None)) is not None}
+    found = {
+        id(swapper): swapper
+        for param in (module.parameters() if module is not None else ())
+        if (swapper := getattr(param, "nvme_swapper", None)) is not None
+    }
     return [swapper for swapper in found.values() if getattr(swapper, "_spillway_store", None) is not None]
 
 

@@ -3,8 +3,7 @@
 from . import _call
 
 SERVED = ("create_lion", "lion_update", "destroy_lion")
-NOT_SERVED = {"lion_update_copy": "it copies to a GPU and exists up to DeepSpeed 0.14.2; use lion_update and copy the "
-                                  "parameter"}
+NOT_SERVED = {"lion_update_copy": "it copies to a GPU and exists up to DeepSpeed 0.14.2; use lion_update and copy the parameter"}
 
 
 def create_lion(optimizer_id, alpha, betta1, betta2, weight_decay, should_log, /):
@@ -17,8 +16,7 @@ def create_lion(optimizer_id, alpha, betta1, betta2, weight_decay, should_log, /
 def lion_update(optimizer_id, step, lr, beta1, beta2, weight_decay, params, grads, exp_avg, /):
     """One step over one tensor."""
     hyper = _call.numbers(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
-    return _call.update("cpu_lion", "spw_ds_lion_update", optimizer_id, step, hyper, params, grads,
-                        exp_avg=exp_avg)
+    return _call.update("cpu_lion", "spw_ds_lion_update", optimizer_id, step, hyper, params, grads, exp_avg=exp_avg)
 
 
 def destroy_lion(optimizer_id, /):

@@ -11,8 +11,14 @@ from . import _adagrad, _adam, _aio, _call, _engine, _gds, _lion, _pin, _zenflow
 
 _lock = threading.Lock()
 _modules: dict[str, types.ModuleType] = {}
-_SOURCES = {"cpu_adam": (_adam, _zenflow), "cpu_adagrad": (_adagrad,), "cpu_lion": (_lion,), "async_io": (_aio,),
-            "gds": (_gds,), "pin_memory": (_pin,)}
+_SOURCES = {
+    "cpu_adam": (_adam, _zenflow),
+    "cpu_adagrad": (_adagrad,),
+    "cpu_lion": (_lion,),
+    "async_io": (_aio,),
+    "gds": (_gds,),
+    "pin_memory": (_pin,),
+}
 
 
 def module(op):

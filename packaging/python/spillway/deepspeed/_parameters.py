@@ -14,7 +14,6 @@ from .. import _files
 from ..errors import InvalidArgumentError
 from . import _lifetime, _scratch, _tier_config
 
-
 # All stores of this process, for active().
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
 
@@ -48,6 +47,7 @@ class Store:
 
     def __init__(self, settings):
         from deepspeed import comm as dist
+
         if _stores:
             # An unreferenced store may still hold its tier.
             gc.collect()
@@ -61,8 +61,9 @@ class Store:
     def tier(self):
         """The open tier."""
         if not self._finalizer.alive:
-            raise InvalidArgumentError("the parameters on the tier were closed with their engine; make a new model and engine, and "
-                                  "load a checkpoint")
+            raise InvalidArgumentError(
+                "the parameters on the tier were closed with their engine; make a new model and engine, and load a checkpoint"
+            )
         return self._tier
 
     def close(self):
@@ -84,7 +85,7 @@ class Store:
         if path not in self._extents:
             raise InvalidArgumentError(f"{path} was never written to the tier of parameters; write it before it is read")
         extent, size = self._extents[path]
-        return self.tier.get(extent, [buffer.flatten()[:size // buffer.element_size()]])
+        return self.tier.get(extent, [buffer.flatten()[: size // buffer.element_size()]])
 
     def write_file(self, path):
         """Writes the content to a plain file, for code that reads the file by its name."""

@@ -12,8 +12,9 @@ class PartedSwap:
     """A Swap of parts of at most `most` elements, addressed by sub-group."""
 
     def __init__(self, tier, elements, most, *, cache_bytes, split_master=False, **options):
-        self.parts = [(index, start, min(start + most, count))
-                      for index, count in enumerate(elements) for start in range(0, max(count, 1), most)]
+        self.parts = [
+            (index, start, min(start + most, count)) for index, count in enumerate(elements) for start in range(0, max(count, 1), most)
+        ]
         sizes = [end - start for _, start, end in self.parts]
         memory_budget = working_bytes(sizes, len(tier.paths()), split_master=split_master) + cache_bytes
         self.swap = Swap(tier, sizes, memory_budget=memory_budget, split_master=split_master, **options)
@@ -36,8 +37,10 @@ class PartedSwap:
     def _places(self, index, arrays):
         for name, array in zip(STATES, arrays):
             if array is not None and len(array) != self._elements[index]:
-                raise InvalidArgumentError(f"{name} has {len(array)} elements, sub-group {index} has {self._elements[index]}; pass a "
-                                           "tensor of the sub-group's size")
+                raise InvalidArgumentError(
+                    f"{name} has {len(array)} elements, sub-group {index} has {self._elements[index]}; pass a "
+                    "tensor of the sub-group's size"
+                )
         return self._of[index]
 
     def ds_step(self, optimizer_id, calls, tensors, stepped=None):
@@ -85,10 +88,12 @@ def block_bytes(part_elements, split_master):
 def floats(count):
     """An uninitialized float32 tensor."""
     import torch
+
     return torch.empty(count, dtype=torch.float32)
 
 
 def floats_at(address, count):
     """A float32 tensor over existing memory, without a copy."""
     import torch
+
     return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)

@@ -24,8 +24,21 @@ _VERSION = "spillway-payload-1"
 # Most bytes of a record in the tier's commit payload; a larger record gets an extent of its own.
 _MOST_PAYLOAD = (1 << 20) - 1024
 _PIECE, _EXTENT = 1 << 20, "record-"
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-           "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool"}
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "BOOL": "bool",
+}
 _NAMES = {name: code for code, name in _DTYPES.items()}
 _PAIRS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}
 
@@ -61,7 +74,7 @@ def store(tier, record):
     if old is not None:
         tier.remove(old.number)
     padded = bytearray(size)
-    padded[:len(data)] = data
+    padded[: len(data)] = data
     tier.wait(tier.put(tier.define(name, [size]), [padded]))
     return pack({"record": name, "bytes": len(data)})
 
@@ -78,7 +91,7 @@ def load(tier, payload):
         raise CorruptError(f"the commit's record is damaged: it refers to the extent {record['record']!r}, which the tier lacks")
     padded = bytearray(extent.bytes)
     tier.wait(tier.get(tier.define(extent.name, [extent.bytes]), [padded]))
-    return unpack(bytes(padded[:record["bytes"]]))
+    return unpack(bytes(padded[: record["bytes"]]))
 
 
 class _Writer:
@@ -119,8 +132,10 @@ class _Writer:
             return {"named": [type(value).__name__, list(value._fields), self._items(value, place)]}
         if isinstance(value, tuple):
             return {"tuple": self._items(value, place)}
-        raise InvalidArgumentError(f"{place} is a {type(value).__module__}.{type(value).__qualname__}; a commit stores data only: None, "
-                              "numbers, strings, bytes, lists, tuples, deques, dictionaries, tensors and numpy arrays")
+        raise InvalidArgumentError(
+            f"{place} is a {type(value).__module__}.{type(value).__qualname__}; a commit stores data only: None, "
+            "numbers, strings, bytes, lists, tuples, deques, dictionaries, tensors and numpy arrays"
+        )
 
     def _items(self, values, place):
         return [self.encode(value, f"{place}[{index}]") for index, value in enumerate(values)]
@@ -169,7 +184,7 @@ class _Reader:
             return [self._decode(word) for word in words]
         if not isinstance(words, dict):
             return words
-        (kind, body), = words.items()
+        ((kind, body),) = words.items()
         if kind in _PAIRS:
             return _PAIRS[kind]({self._decode(key): self._decode(item) for key, item in body})
         if kind == "tuple":
@@ -184,6 +199,7 @@ class _Reader:
             return base64.b64decode(body, validate=True)
         if kind == "dtype":
             import torch
+
             return getattr(torch, _DTYPES[_NAMES[body]])
         if kind == "float":
             return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[body]
@@ -197,9 +213,11 @@ class _Reader:
         content = bytearray(_safetensors.bytes_of(name, entry, self._content))
         if kind == "array":
             import numpy
+
             found = numpy.frombuffer(content, numpy.dtype(_DTYPES[dtype]).newbyteorder("<")).reshape(shape)
             # A scalar is stored as an array without dimensions.
             return found.astype(found.dtype.newbyteorder("="))[()] if not shape else found.astype(found.dtype.newbyteorder("="))
         import torch
+
         found = getattr(torch, _DTYPES[dtype])
         return torch.frombuffer(content, dtype=found).reshape(shape) if content else torch.empty(shape, dtype=found)

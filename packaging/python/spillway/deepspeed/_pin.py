@@ -20,6 +20,7 @@ _live: dict[int, int] = {}
 def new_tensor(num_elem, example):
     """An uninitialized 1-D tensor of `num_elem` elements with the dtype of `example`, in pinned memory."""
     import torch
+
     count = _call.integer(num_elem, "num_elem", 1 << 63)
     tensor_argument(example, "example_tensor")
     size = count * example.element_size()
@@ -50,6 +51,7 @@ def is_pinned(buffer):
 def tensor_argument(value, name):
     """Raises InvalidArgumentError for an object that is no tensor."""
     import torch
+
     if not isinstance(value, torch.Tensor):
         raise InvalidArgumentError(f"{name} is a {type(value).__name__}; pass a torch tensor")
 

@@ -10,7 +10,6 @@ import sys
 from ..errors import InvalidArgumentError
 from . import _lifetime, _payload, _stage3, _tier_config, _versions
 
-
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -67,9 +66,15 @@ def overrides(engine_type):
         with _by_pages() if _stage3.tiered(self.optimizer) else contextlib.nullcontext():
             return own_load(self, *arguments, **named)
 
-    found = {"__init__": init, "destroy": destroy, "_do_sanity_check": do_sanity_check, "step": step,
-             "_configure_zero_optimizer": configure_zero_optimizer,
-             "load_checkpoint": load_checkpoint, "_load_zero_checkpoint": load_zero_checkpoint}
+    found = {
+        "__init__": init,
+        "destroy": destroy,
+        "_do_sanity_check": do_sanity_check,
+        "step": step,
+        "_configure_zero_optimizer": configure_zero_optimizer,
+        "load_checkpoint": load_checkpoint,
+        "_load_zero_checkpoint": load_zero_checkpoint,
+    }
     # States on a tier are saved and loaded like those in host memory, not like DeepSpeed's swap files.
     for name in ("zero_nvme_offload_optimizer", "zero_has_nvme_offload"):
         if hasattr(engine_type, name):
@@ -85,12 +90,12 @@ def _refuse_what_is_not_served(engine):
         return
     # pydantic is installed with DeepSpeed; it is imported only if a block is given.
     from . import _block
+
     block, zero = _block.read(given["spillway"]), engine._config.zero_config
     for part in _block.parts(block, zero):
         reason = _versions.lacking(part)
         if reason:
-            raise InvalidArgumentError(f"spillway: {reason}; install a version that fits, or take the block out of the "
-                                       "configuration")
+            raise InvalidArgumentError(f"spillway: {reason}; install a version that fits, or take the block out of the configuration")
     _block.refuse_unserved(block, zero)
 
 
@@ -98,6 +103,7 @@ def _by_pages():
     """Makes torch map checkpoints instead of reading them into memory, which may be smaller than the state."""
     try:
         from torch.utils.serialization import config
+
         return config.patch({"load.mmap": True})
     except (ImportError, AttributeError):
         return contextlib.nullcontext()
@@ -113,11 +119,14 @@ def commit(engine):
     step could not be told apart after a crash."""
     swapper = _swapper(engine)
     if _between_micro_batches(engine):
-        raise InvalidArgumentError("commit: the engine is between two micro-batches of a step, whose gradients a commit does not store; commit "
-                                   "after the step")
+        raise InvalidArgumentError(
+            "commit: the engine is between two micro-batches of a step, whose gradients a commit does not store; commit after the step"
+        )
     if swapper.committed == engine.global_steps and swapper.world > 1:
-        raise InvalidArgumentError(f"commit: step {engine.global_steps} is already committed, and with several ranks a step can be committed "
-                                   'once; set "commit_interval": 0 to commit by calls alone')
+        raise InvalidArgumentError(
+            f"commit: step {engine.global_steps} is already committed, and with several ranks a step can be committed "
+            'once; set "commit_interval": 0 to commit by calls alone'
+        )
     swapper.commit(engine.global_steps, _payload.store(swapper.tier, _record(engine, swapper)))
 
 
@@ -148,26 +157,36 @@ def resumed_step(engine):
 def _swapper(engine):
     swapper = _stage3.tiered(engine.optimizer)
     if swapper is None:
-        raise InvalidArgumentError("the engine's optimizer states are not on a tier; put offload_optimizer on the device nvme under ZeRO stage 3")
+        raise InvalidArgumentError(
+            "the engine's optimizer states are not on a tier; put offload_optimizer on the device nvme under ZeRO stage 3"
+        )
     return swapper
 
 
 def _record(engine, swapper):
-    return {"counts": {name: getattr(engine, name) for name in _COUNTS}, "elements": swapper.elements,
-            "steps": swapper.steps, "adam_state": swapper.adam_state(), "groups": _groups(engine),
-            "configured": swapper.configured,
-            "loss_scaler": dict(vars(engine.optimizer.loss_scaler)), "random": _random_state(),
-            "grad_scaler": scaler.state_dict() if (scaler := _grad_scaler(engine)) is not None else None,
-            "lr_scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
-            "buffers": {name: buffer.detach().cpu() for name, buffer in _buffers(engine.module)},
-            "client_state": client_state(engine)}
+    return {
+        "counts": {name: getattr(engine, name) for name in _COUNTS},
+        "elements": swapper.elements,
+        "steps": swapper.steps,
+        "adam_state": swapper.adam_state(),
+        "groups": _groups(engine),
+        "configured": swapper.configured,
+        "loss_scaler": dict(vars(engine.optimizer.loss_scaler)),
+        "random": _random_state(),
+        "grad_scaler": scaler.state_dict() if (scaler := _grad_scaler(engine)) is not None else None,
+        "lr_scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
+        "buffers": {name: buffer.detach().cpu() for name, buffer in _buffers(engine.module)},
+        "client_state": client_state(engine),
+    }
 
 
 def _restore(engine, swapper):
     record = _payload.load(swapper.tier, swapper.tier.opened.payload)
     if record["elements"] != swapper.elements:
-        raise InvalidArgumentError(f"the tier holds sub-groups of {record['elements']} elements, this run has {swapper.elements}; use the "
-                                   "model, sub_group_size and number of ranks of the run that committed")
+        raise InvalidArgumentError(
+            f"the tier holds sub-groups of {record['elements']} elements, this run has {swapper.elements}; use the "
+            "model, sub_group_size and number of ranks of the run that committed"
+        )
     for name, count in record["counts"].items():
         setattr(engine, name, count)
     _restore_groups(engine, record, swapper.configured)
@@ -201,8 +220,10 @@ def _restore_groups(engine, record, configured):
     """Restores each option of a group, unless the configuration has changed the option since the commit."""
     before = record.get("configured", configured)
     if len(record["groups"]) != len(configured) or len(before) != len(configured):
-        raise InvalidArgumentError(f"the commit has {len(record['groups'])} parameter groups, this run has {len(configured)}; give the "
-                              'model the groups that it had, or load a checkpoint with "resume": false in the spillway block')
+        raise InvalidArgumentError(
+            f"the commit has {len(record['groups'])} parameter groups, this run has {len(configured)}; give the "
+            'model the groups that it had, or load a checkpoint with "resume": false in the spillway block'
+        )
     for group, committed, old, new in zip(engine.optimizer.param_groups, record["groups"], before, configured):
         group.update({name: value for name, value in committed.items() if name not in new or _same(old.get(name), new[name])})
 
@@ -222,6 +243,7 @@ def _buffers(module):
 
 def _random_state():
     import torch
+
     found = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         found["numpy"] = sys.modules["numpy"].random.get_state()
@@ -232,10 +254,12 @@ def _random_state():
 
 def _set_random_state(found):
     import torch
+
     random.setstate(found["python"])
     torch.set_rng_state(found["torch"])
     if "numpy" in found:
         import numpy
+
         numpy.random.set_state(found["numpy"])
     if "cuda" in found and torch.cuda.is_available():
         torch.cuda.set_rng_state(found["cuda"])

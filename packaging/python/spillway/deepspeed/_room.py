@@ -20,11 +20,12 @@ def named(settings: Any, elements: list[int]) -> Iterator[None]:
     try:
         yield
     except SpillwayError as error:
-        limits = {f"spillway.paths[{index}].limit_bytes": path.limit_bytes for index, path in enumerate(settings.paths)
-                  if path.limit_bytes}
+        limits = {f"spillway.paths[{index}].limit_bytes": path.limit_bytes for index, path in enumerate(settings.paths) if path.limit_bytes}
         if not limits or error.status != _LIMIT_REACHED:
             raise
         needed = (_SPLIT_STATE if settings.split_master else _STATE) * sum(elements)
         given = ", ".join(f"{name} is {limit}" for name, limit in limits.items())
-        raise InvalidArgumentError(f"{given}: too small for the optimizer states of this rank, which take {needed} bytes, rounded up to "
-                                   "whole blocks; raise the limits, or add a path") from error
+        raise InvalidArgumentError(
+            f"{given}: too small for the optimizer states of this rank, which take {needed} bytes, rounded up to "
+            "whole blocks; raise the limits, or add a path"
+        ) from error

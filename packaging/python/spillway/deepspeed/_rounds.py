@@ -98,8 +98,14 @@ class SuperOffloadCPUOptimizer:
         tensor = _call.tensor(param, grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         _restore(self._powers.id, self._found[sub_group])
         self._engine.submit_table(
-            "spw_spec_submit_ds_adam", list(self._calls).index(sub_group), [_arrays.held(array) for array in arrays],
-            self._powers.id, ctypes.byref(_call.adam_call(*self._calls[sub_group])), ctypes.byref(tensor), None)
+            "spw_spec_submit_ds_adam",
+            list(self._calls).index(sub_group),
+            [_arrays.held(array) for array in arrays],
+            self._powers.id,
+            ctypes.byref(_call.adam_call(*self._calls[sub_group])),
+            ctypes.byref(tensor),
+            None,
+        )
         self._submitted.add(sub_group)
 
     def resolve(self, factor):
@@ -163,6 +169,7 @@ class _Powers:
 
     def __init__(self):
         from deepspeed.ops.adam import DeepSpeedCPUAdam
+
         self.id = DeepSpeedCPUAdam.optimizer_id
         DeepSpeedCPUAdam.optimizer_id += 1
         _adam.create_adam(self.id, 0.0, 0.0, 0.0, 0.0, 0.0, True, False)
@@ -175,8 +182,7 @@ class _Powers:
             found[sub_group] = state
             _restore(self.id, state)
             # A step over no elements advances only the powers.
-            _native.call("spw_ds_adam_update", None, self.id, ctypes.byref(_call.adam_call(*call)),
-                                                               ctypes.byref(nothing))
+            _native.call("spw_ds_adam_update", None, self.id, ctypes.byref(_call.adam_call(*call)), ctypes.byref(nothing))
             state = _saved(self.id)
         return found, state
 

@@ -26,8 +26,17 @@ def open_scratch(settings, job, rank, world, **options):
         try:
             for path in settings.paths:
                 tier.collect(path.directory, job=name, host=settings.host, rank=rank)
-            opened = tier.Tier(settings.paths, job=name, host=settings.host, rank=rank, world=world, mode="create",
-                               durability="process", io_timeout=settings.io_timeout_seconds, **options)
+            opened = tier.Tier(
+                settings.paths,
+                job=name,
+                host=settings.host,
+                rank=rank,
+                world=world,
+                mode="create",
+                durability="process",
+                io_timeout=settings.io_timeout_seconds,
+                **options,
+            )
         except TierLockedError:
             if number == _MOST:
                 raise

@@ -37,7 +37,7 @@ def _setting_up(stage3):
         settings = _tier_config.settings(offload_optimizer_config.nvme_path)
         reason = _unfit(self)
         if settings.enabled and _tier_config.block() is not None and reason:
-            raise InvalidArgumentError(f"spillway: {reason}; set \"enabled\": false to leave the states to DeepSpeed's own swapper")
+            raise InvalidArgumentError(f'spillway: {reason}; set "enabled": false to leave the states to DeepSpeed\'s own swapper')
         if settings.enabled and settings.split_master and not reason:
             reason = _unsplit(self)
             if reason:
@@ -64,6 +64,7 @@ def _unfit(stage3):
     """The reason why the states of this optimizer cannot be on a tier; None if they can."""
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     optimizer = stage3.optimizer
     if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
         return f"the optimizer is {type(optimizer).__name__}, and the tier needs DeepSpeedCPUAdam on Spillway's op"
@@ -77,6 +78,7 @@ def _unfit(stage3):
 def _unsplit(stage3):
     """The reason why master weights cannot be split; None if they can."""
     import torch
+
     for flat in stage3.fp16_partitioned_groups_flat:
         if flat is None or not flat.is_cpu or flat.dtype is not torch.bfloat16:
             return "the model's weights have to be bfloat16 in host memory, because the master weights are rebuilt from them"
@@ -85,21 +87,34 @@ def _unsplit(stage3):
 
 def _master_dtype(stage3):
     import torch
+
     if hasattr(stage3, "master_weights_and_grads_dtype"):
         return stage3.master_weights_and_grads_dtype
     return torch.float16 if getattr(stage3, "fp16_master_weights_and_gradients", False) else torch.float32
 
 
 def _stepping(stage3):
-    own = {name: getattr(stage3, name, None) for name in
-           ("_prepare_sub_group", "unscale_and_clip_grads", "_optimizer_step", "_release_sub_group", "reset_swap_buffers",
-            "_reassign_or_swap_out_partitioned_parameters", "_offload_grad_partition_at_boundary", "get_fp32_grad_partitions",
-            "partition_grads", *_SETTERS)}
+    own = {
+        name: getattr(stage3, name, None)
+        for name in (
+            "_prepare_sub_group",
+            "unscale_and_clip_grads",
+            "_optimizer_step",
+            "_release_sub_group",
+            "reset_swap_buffers",
+            "_reassign_or_swap_out_partitioned_parameters",
+            "_offload_grad_partition_at_boundary",
+            "get_fp32_grad_partitions",
+            "partition_grads",
+            *_SETTERS,
+        )
+    }
     own_reassign = own["_reassign_or_swap_out_partitioned_parameters"]
 
     def nothing(name):
         def method(self, *arguments, **named):
             return None if tiered(self) else own[name](self, *arguments, **named)
+
         return method
 
     def unscale_and_clip_grads(self, sub_group_id, total_norm):
@@ -129,6 +144,7 @@ def _stepping(stage3):
             params = given if isinstance(given, (list, tuple)) else [given]
             with tiered(self).setting(params) if tiered(self) else contextlib.nullcontext():
                 return own[name](self, value, *arguments, **named)
+
         return method
 
     def reset_swap_buffers(self):
@@ -138,14 +154,23 @@ def _stepping(stage3):
         swapper = tiered(self)
         if swapper is None:
             return own["get_fp32_grad_partitions"](self)
-        return {index: {place: swapper.gradients.lend(param) for place, param in enumerate(group)}
-                for index, group in enumerate(self.fp16_groups)}
+        return {
+            index: {place: swapper.gradients.lend(param) for place, param in enumerate(group)}
+            for index, group in enumerate(self.fp16_groups)
+        }
 
-    return {**{name: nothing(name) for name in ("_prepare_sub_group", "_optimizer_step", "_release_sub_group",
-                                                "_reassign_or_swap_out_partitioned_parameters")},
-            "unscale_and_clip_grads": unscale_and_clip_grads, "_offload_grad_partition_at_boundary": at_boundary,
-            "reset_swap_buffers": reset_swap_buffers, "get_fp32_grad_partitions": get_fp32_grad_partitions,
-            "partition_grads": partition_grads, **{name: setter(name) for name in _SETTERS}}
+    return {
+        **{
+            name: nothing(name)
+            for name in ("_prepare_sub_group", "_optimizer_step", "_release_sub_group", "_reassign_or_swap_out_partitioned_parameters")
+        },
+        "unscale_and_clip_grads": unscale_and_clip_grads,
+        "_offload_grad_partition_at_boundary": at_boundary,
+        "reset_swap_buffers": reset_swap_buffers,
+        "get_fp32_grad_partitions": get_fp32_grad_partitions,
+        "partition_grads": partition_grads,
+        **{name: setter(name) for name in _SETTERS},
+    }
 
 
 def _checkpointing(stage3):
@@ -185,19 +210,26 @@ def _checkpointing(stage3):
             return own_restore(self)
         for index, flat in enumerate(self.fp16_partitioned_groups_flat):
             if flat is None:
-                raise NotImplementedError("Spillway cannot start from the 16-bit weights of a checkpoint while the parameters "
-                                          "are in files; load the optimizer states too")
+                raise NotImplementedError(
+                    "Spillway cannot start from the 16-bit weights of a checkpoint while the parameters "
+                    "are in files; load the optimizer states too"
+                )
             swapper.give(index, flat, None, None, None)
 
     def load_universal_checkpoint(self, *arguments, **named):
         if tiered(self):
-            raise NotImplementedError("Spillway's tier does not load universal checkpoints; load this one with "
-                                      "offload_optimizer on the device cpu, and save an ordinary one")
+            raise NotImplementedError(
+                "Spillway's tier does not load universal checkpoints; load this one with "
+                "offload_optimizer on the device cpu, and save an ordinary one"
+            )
         return own_universal(self, *arguments, **named)
 
-    return {"_rigid_state_dict": rigid_state_dict, "_rigid_load_state_dict": rigid_load_state_dict,
-            "_restore_from_bit16_weights": restore_from_bit16_weights,
-            "_load_universal_checkpoint": load_universal_checkpoint}
+    return {
+        "_rigid_state_dict": rigid_state_dict,
+        "_rigid_load_state_dict": rigid_load_state_dict,
+        "_restore_from_bit16_weights": restore_from_bit16_weights,
+        "_load_universal_checkpoint": load_universal_checkpoint,
+    }
 
 
 def _order(stage3):
@@ -209,15 +241,19 @@ def _order(stage3):
 def _refuse_swap_files(swapper, masters, order):
     """A checkpoint of DeepSpeed's own NVMe swapper has empty masters: its states are in copies of swap files."""
     if any(swapper.elements[index] and not master.numel() for index, master in zip(order, masters)):
-        raise InvalidArgumentError("the checkpoint was saved with DeepSpeed's own NVMe swapper: its optimizer states are copies of swap files, "
-                                   "below offloaded_tensors, which the tier does not read. Load it in a run with \"enabled\": false in "
-                                   "the spillway block; save_16bit_model() there writes weights from which a new run can start")
+        raise InvalidArgumentError(
+            "the checkpoint was saved with DeepSpeed's own NVMe swapper: its optimizer states are copies of swap files, "
+            'below offloaded_tensors, which the tier does not read. Load it in a run with "enabled": false in '
+            "the spillway block; save_16bit_model() there writes weights from which a new run can start"
+        )
 
 
 def _take_over(swapper, masters, states, order):
     if len(masters) != len(order):
-        raise InvalidArgumentError(f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "
-                                   "number of ranks of the run that saved it")
+        raise InvalidArgumentError(
+            f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "
+            "number of ranks of the run that saved it"
+        )
     for place, index in enumerate(order):
         state = states.get(place, {})
         swapper.give(index, masters[index], state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step"))
@@ -243,6 +279,7 @@ def _in_files(swapper, masters, states):
 
 def _mapped(path, count):
     import torch
+
     with open(path, "wb") as file:
         # Allocate first: a full disk is an error here, but SIGBUS when the mapped memory is written.
         if count:

@@ -74,8 +74,7 @@ class _Window:
             return
         _synchronize()
         if not self._rounds.is_open:
-            self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), float(stage3.loss_scale),
-                               float(stage3.clip_grad or 0.0))
+            self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), float(stage3.loss_scale), float(stage3.clip_grad or 0.0))
         for sub_group in complete:
             # The accumulation buffer: no code edits gradients there, so the step can always be rolled back.
             self._submit(stage3, sub_group, stage3.grad_partitions_flat_buffer[self._spans[sub_group]])
@@ -85,15 +84,18 @@ class _Window:
         if not self._rounds.is_open:
             return False
         if self._calls(stage3) == self._rounds.calls and all(
-                _versions_of(stage3, group) == versions for group, versions in self._versions.items()):
+            _versions_of(stage3, group) == versions for group, versions in self._versions.items()
+        ):
             return True
         rebound = self.rebound(stage3)
         self._rounds.abort()
         if rebound:
             self.end()
-            raise InvalidArgumentError(f"SuperOffload: the moments of sub-group {rebound[0]} were replaced between backward and step(), through "
-                                       "a dictionary that was fetched before; the new ones may hold a step that was rolled back. Fetch "
-                                       "optimizer.state again after backward")
+            raise InvalidArgumentError(
+                f"SuperOffload: the moments of sub-group {rebound[0]} were replaced between backward and step(), through "
+                "a dictionary that was fetched before; the new ones may hold a step that was rolled back. Fetch "
+                "optimizer.state again after backward"
+            )
         return False
 
     def settle(self, stage3, factor):
@@ -106,8 +108,11 @@ class _Window:
 
     def rebound(self, stage3):
         """The sub-groups whose moments were replaced since they were submitted, behind the back of `state`."""
-        return [group for group, versions in self._versions.items()
-                if [address for _, address in versions[2:]] != [address for _, address in _versions_of(stage3, group)[2:]]]
+        return [
+            group
+            for group, versions in self._versions.items()
+            if [address for _, address in versions[2:]] != [address for _, address in _versions_of(stage3, group)[2:]]
+        ]
 
     def _submit(self, stage3, sub_group, grad):
         state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
@@ -161,14 +166,21 @@ def overrides(stage3):
                 _scale_gradients(self, factor, scaled_global_grad_norm)
             window.end()
 
-    return {"partition_grads": partition_grads, "_wait_for_async_operations": lambda self, timeout_seconds=60: None,
-            "_handle_overflow_rollback": lambda self: None, "_loss_scale_update_and_overflow_cleanup": cleanup,
-            "_step_with_clipping": step, "_step_without_clipping": step, _MASTERS: _masters()}
+    return {
+        "partition_grads": partition_grads,
+        "_wait_for_async_operations": lambda self, timeout_seconds=60: None,
+        "_handle_overflow_rollback": lambda self: None,
+        "_loss_scale_update_and_overflow_cleanup": cleanup,
+        "_step_with_clipping": step,
+        "_step_without_clipping": step,
+        _MASTERS: _masters(),
+    }
 
 
 def _masters():
     """DeepSpeed's list of master weights, as a property that aborts the round before code outside these methods sees
     it."""
+
     def get(self):
         window = self.__dict__.get("_spillway_window")
         if window is not None and not self.__dict__.get("_spillway_inside"):
@@ -199,8 +211,9 @@ def _watch(stage3):
     def put(self, value):
         self.__dict__["state"] = value
 
-    optimizer.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__,
-                                                        "state": property(get, put)})
+    optimizer.__class__ = type(
+        kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "state": property(get, put)}
+    )
 
 
 def _window(stage3):
@@ -222,6 +235,7 @@ def _unfit(stage3):
     """The reason why this optimizer's sub-groups step only in step(); None if they can step earlier."""
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     optimizer = stage3.optimizer
     if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
         return f"the optimizer is {type(optimizer).__name__}, not DeepSpeedCPUAdam on Spillway's op"
@@ -236,13 +250,15 @@ def _unfit(stage3):
 
 def with_data(stage3, params):
     """Ids of the parameters of which this rank holds a part."""
-    return {stage3.get_param_id(param) for param in params
-            if param.partition_numel() * stage3._get_param_partition_rank(param) < param.ds_numel}
+    return {
+        stage3.get_param_id(param) for param in params if param.partition_numel() * stage3._get_param_partition_rank(param) < param.ds_numel
+    }
 
 
 def _state(stage3, sub_group):
     """Moments and step of a sub-group in the state dict of DeepSpeed's optimizer."""
     import torch
+
     master = getattr(stage3, _MASTERS)[sub_group]
     state = stage3.optimizer.state[master]
     if "exp_avg" not in state:
@@ -252,8 +268,14 @@ def _state(stage3, sub_group):
 
 def _call_of(stage3, sub_group):
     group = stage3.optimizer.param_groups[stage3.sub_group_to_group_id[sub_group]]
-    return Call(int(_state(stage3, sub_group)["step"]) + 1, float(group["lr"]), *map(float, group["betas"]), float(group["eps"]),
-                float(group["weight_decay"]), int(group["bias_correction"]))
+    return Call(
+        int(_state(stage3, sub_group)["step"]) + 1,
+        float(group["lr"]),
+        *map(float, group["betas"]),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        int(group["bias_correction"]),
+    )
 
 
 def _versions_of(stage3, sub_group):
@@ -274,6 +296,7 @@ def _scale_gradients(stage3, factor, norm):
 def _synchronize():
     """Waits for the copies of gradients from the GPU."""
     from deepspeed.accelerator import get_accelerator
+
     stream = get_accelerator().current_stream()
     if stream is not None:
         stream.synchronize()

@@ -31,6 +31,7 @@ class TierSwapper:
 
     def __init__(self, stage3, settings):
         from deepspeed import comm as dist
+
         self._stage3, self.settings = weakref.proxy(stage3), settings
         self.elements = [int(count) for count in stage3.fp16_partitioned_groups_flat_numel]
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -73,8 +74,9 @@ class TierSwapper:
 
     def _still_open(self):
         if self._open.closed:
-            raise InvalidArgumentError("the optimizer states on the tier were closed with their engine; make a new engine, and "
-                                       "load a checkpoint or resume")
+            raise InvalidArgumentError(
+                "the optimizer states on the tier were closed with their engine; make a new engine, and load a checkpoint or resume"
+            )
         return self._open
 
     def close(self):
@@ -115,9 +117,12 @@ class TierSwapper:
             gradients, factor = self.gradients.unscale(gradients, factor, stage3.torch_autocast_gradscaler), 1.0
         weights = [self._weight(index) for index in everything]
         shown = _Shown(self, own_reassign, {index for index, weight in enumerate(weights) if weight is None})
-        self.parted.ds_step(stage3.optimizer.opt_id, [self._call_of(index, factor) for index in everything],
-                            [(gradients[index], weights[index], self._belonging.get(index)) for index in everything],
-                            shown if shown.apart else None)
+        self.parted.ds_step(
+            stage3.optimizer.opt_id,
+            [self._call_of(index, factor) for index in everything],
+            [(gradients[index], weights[index], self._belonging.get(index)) for index in everything],
+            shown if shown.apart else None,
+        )
         self._belonging.clear()
         for index, elements in enumerate(self.elements):
             self._set_step(index, self.steps[index] + 1)
@@ -127,8 +132,7 @@ class TierSwapper:
     def _call_of(self, index, factor):
         group = self._stage3.optimizer.param_groups[self._stage3.sub_group_to_group_id[index]]
         hyper = [float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"])]
-        return _abi.DsAdamCall(ctypes.sizeof(_abi.DsAdamCall), int(group["bias_correction"]), self.steps[index] + 1, *hyper,
-                               factor)
+        return _abi.DsAdamCall(ctypes.sizeof(_abi.DsAdamCall), int(group["bias_correction"]), self.steps[index] + 1, *hyper, factor)
 
     def _weight(self, index):
         """The model's weights of a sub-group if the step can write them directly (contiguous, 16 bits, in host memory),
@@ -202,6 +206,7 @@ class TierSwapper:
     def write(self, index, param, exp_avg, exp_avg_sq):
         """Sets a sub-group's state from float32 arrays; None keeps a part."""
         import torch
+
         self.parted.write(index, param, exp_avg, exp_avg_sq)
         if self.settings.split_master and param is not None:
             self._belonging[index] = param.to(torch.bfloat16)
@@ -219,8 +224,9 @@ class TierSwapper:
         """Loads the weights of the last commit into the model. A commit without a split master has none and needs
         none."""
         known = {extent.name for extent in self.tier.extents() if extent.generation}
-        tickets = [self.tier.get(extent, [self._weight(index)]) for index, extent in self._weight_extents()
-                   if _weights_name(index) in known]
+        tickets = [
+            self.tier.get(extent, [self._weight(index)]) for index, extent in self._weight_extents() if _weights_name(index) in known
+        ]
         for ticket in tickets:
             self.tier.wait(ticket)
 
@@ -264,8 +270,9 @@ class TierSwapper:
         for index, other in enumerate(self._stage3.fp32_partitioned_groups_flat):
             if other is parameter:
                 return index
-        raise InvalidArgumentError("spillway: the parameter is no sub-group's master weights of this optimizer; pass one of its "
-                                   "fp32_partitioned_groups_flat")
+        raise InvalidArgumentError(
+            "spillway: the parameter is no sub-group's master weights of this optimizer; pass one of its fp32_partitioned_groups_flat"
+        )
 
     # Parts of DeepSpeed's swapper interface without a function here: nothing is timed.
 
@@ -302,9 +309,18 @@ class _Shown:
 
 def served():
     """Reports of this process's tiers, for active()."""
-    return [{"paths": [path._asdict() for path in swapper.tier.paths()], **swapper.swap.stats()._asdict(),
-             **swapper.swap.budget._asdict(), "subgroups": len(swapper.elements), "parts": len(swapper.swap), "commits": swapper.commits,
-             "resumed_at": swapper.tier.opened.step} for swapper in _swappers]
+    return [
+        {
+            "paths": [path._asdict() for path in swapper.tier.paths()],
+            **swapper.swap.stats()._asdict(),
+            **swapper.swap.budget._asdict(),
+            "subgroups": len(swapper.elements),
+            "parts": len(swapper.swap),
+            "commits": swapper.commits,
+            "resumed_at": swapper.tier.opened.step,
+        }
+        for swapper in _swappers
+    ]
 
 
 class _Opened:
@@ -315,17 +331,37 @@ class _Opened:
         options = {"block_bytes": block_bytes(settings.part_elements, settings.split_master)}
 
         def open_at(step):
-            return tier.Tier(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world, at_step=step,
-                             io_timeout=settings.io_timeout_seconds, durability=settings.durability, **options)
+            return tier.Tier(
+                settings.paths,
+                job=settings.job,
+                host=settings.host,
+                rank=rank,
+                world=world,
+                at_step=step,
+                io_timeout=settings.io_timeout_seconds,
+                durability=settings.durability,
+                **options,
+            )
 
-        self.tier = _ranks.open_together(settings, rank, world, open_at, _CURE) if settings.resume \
+        self.tier = (
+            _ranks.open_together(settings, rank, world, open_at, _CURE)
+            if settings.resume
             else _scratch.open_scratch(settings, settings.job, rank, world, **options)
+        )
 
     def swap(self, elements):
         settings = self._settings
-        self.parted = PartedSwap(self.tier, elements, settings.part_elements, cache_bytes=settings.cache_bytes,
-                                 ratio=settings.ratio, turns=settings.turns, huge_pages=settings.pin_memory, pin_memory=settings.pin_memory,
-                                 split_master=settings.split_master)
+        self.parted = PartedSwap(
+            self.tier,
+            elements,
+            settings.part_elements,
+            cache_bytes=settings.cache_bytes,
+            ratio=settings.ratio,
+            turns=settings.turns,
+            huge_pages=settings.pin_memory,
+            pin_memory=settings.pin_memory,
+            split_master=settings.split_master,
+        )
 
     def close(self):
         # A forked child's handles are copies that it does not own.
@@ -345,4 +381,5 @@ def _weights_name(index):
 
 def _cpu_floats(tensor):
     import torch
+
     return tensor.detach().to("cpu", torch.float32).flatten()

@@ -46,22 +46,26 @@ def parse(block, nvme_path):
     """The Block with `paths` as a tuple of TierPath, nvme_path alone if it names none; the defaults if it is None."""
     # pydantic is installed with the versions of DeepSpeed that reach this function, but not with all that import it.
     from . import _block
+
     found = _block.read(block if block is not None else {})
     if _scratch.is_scratch(found.job):
-        raise InvalidArgumentError(f"spillway.job is {found.job!r}; names that end in -scratch-N are those of scratch directories, "
-                                   "use another")
+        raise InvalidArgumentError(
+            f"spillway.job is {found.job!r}; names that end in -scratch-N are those of scratch directories, use another"
+        )
     paths = tuple(TierPath(_fixed(path.path), path.limit_bytes, path.reserve_bytes) for path in found.paths or ())
     return found.model_copy(update={"paths": paths or (_directory(nvme_path),)})
 
 
 def _directory(nvme_path):
     if nvme_path is None:
-        raise InvalidArgumentError("offload_optimizer has the device nvme, but there is neither nvme_path nor spillway.paths; add "
-                                   "one of them")
+        raise InvalidArgumentError(
+            "offload_optimizer has the device nvme, but there is neither nvme_path nor spillway.paths; add one of them"
+        )
     # DeepSpeed converts it to a path, which reduces two slashes to one.
     if os.fspath(nvme_path).startswith("s3:/"):
-        raise InvalidArgumentError(f"nvme_path is {os.fspath(nvme_path)!r}, which DeepSpeed takes for a directory; an object store "
-                                   "goes into spillway.paths")
+        raise InvalidArgumentError(
+            f"nvme_path is {os.fspath(nvme_path)!r}, which DeepSpeed takes for a directory; an object store goes into spillway.paths"
+        )
     if "\0" in os.fspath(nvme_path):
         raise InvalidArgumentError(f"nvme_path is {os.fspath(nvme_path)!r}; a path without NUL is needed")
     # As DeepSpeed does for its own files.

@@ -27,10 +27,12 @@ def memory(tensor, reads):
 
 def _staging(tensor, reads):
     import torch
+
     _pin.tensor_argument(tensor, "buffer")
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        raise InvalidArgumentError(f"buffer is {tensor.layout} on device {tensor.device} and has no bytes to transfer; pass a dense tensor "
-                                   "with data")
+        raise InvalidArgumentError(
+            f"buffer is {tensor.layout} on device {tensor.device} and has no bytes to transfer; pass a dense tensor with data"
+        )
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     if not reads:
         _copy(staged, tensor)
@@ -39,6 +41,7 @@ def _staging(tensor, reads):
 
 def _copy(target, source):
     import torch
+
     with torch.no_grad():
         target.copy_(source)
 
@@ -58,5 +61,7 @@ def verify(path, offset, address, size):
         for at in range(0, size, _COMPARED_AT_ONCE):
             length = min(_COMPARED_AT_ONCE, size - at)
             if file.read(length) != ctypes.string_at(address + at, length):
-                raise SpillwayError(f"validating {size} bytes at offset {offset} of {os.fsdecode(path)}: file and buffer differ in the "
-                                    f"{length} bytes from byte {offset + at} of the file; the transfer is not intact, repeat it")
+                raise SpillwayError(
+                    f"validating {size} bytes at offset {offset} of {os.fsdecode(path)}: file and buffer differ in the "
+                    f"{length} bytes from byte {offset + at} of the file; the transfer is not intact, repeat it"
+                )

@@ -91,8 +91,13 @@ def report():
     """Entry for active(); empty if nothing was recorded or rolled back."""
     if not (_recordings or _exact or _nearly):
         return {}
-    return {"mode": _mode, "recordings": len(_recordings), "log_bytes": sum(r.bytes() for r in list(_recordings.values())),
-            "exact_rollbacks": len(_exact), "arithmetic_rollbacks": len(_nearly)}
+    return {
+        "mode": _mode,
+        "recordings": len(_recordings),
+        "log_bytes": sum(r.bytes() for r in list(_recordings.values())),
+        "exact_rollbacks": len(_exact),
+        "arithmetic_rollbacks": len(_nearly),
+    }
 
 
 class _Recording:

@@ -16,43 +16,73 @@ TRIED = ("0.14.0", "0.16.9", "0.18.9", "0.19.8")
 # The last minor series that was tested.
 _LAST = (0, 19)
 # For each part the first tested version that has the methods it replaces.
-_FIRST = {"engine": (0, 14, 0), "states": (0, 16, 0), "parameters": (0, 19, 0), "interleave": (0, 19, 5),
-          "superoffload": (0, 19, 0)}
+_FIRST = {"engine": (0, 14, 0), "states": (0, 16, 0), "parameters": (0, 19, 0), "interleave": (0, 19, 5), "superoffload": (0, 19, 0)}
 PARTS = tuple(_FIRST)
-_NAMES = {"engine": "engines that close what they opened", "states": "optimizer states on a tier",
-          "parameters": "16-bit parameters on a tier", "interleave": "interleaved updates",
-          "superoffload": "SuperOffload on Spillway's speculation"}
+_NAMES = {
+    "engine": "engines that close what they opened",
+    "states": "optimizer states on a tier",
+    "parameters": "16-bit parameters on a tier",
+    "interleave": "interleaved updates",
+    "superoffload": "SuperOffload on Spillway's speculation",
+}
 
 # Parameters after `self` of each method that is replaced or called. _SOME lists those that exist only in some versions.
 _METHODS = {
-    "engine": {"_configure_zero_optimizer": "optimizer", "destroy": "", "step": "lr_kwargs", "_do_sanity_check": "",
-               "load_checkpoint": "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
-                                  "load_module_only custom_load_fn",
-               "_load_zero_checkpoint": "load_dir tag load_optimizer_states"},
-    "states": {"_configure_tensor_swapping": "offload_optimizer_config aio_config", "initialize_optimizer_states": "",
-               "_prepare_sub_group": "sub_group_id timer_names", "unscale_and_clip_grads": "sub_group_id total_norm",
-               "_optimizer_step": "sub_group_id", "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
-               "_release_sub_group": "sub_group_id timer_names", "_rigid_state_dict": "",
-               "_rigid_load_state_dict": "state_dict load_optimizer_states", "_restore_from_bit16_weights": "",
-               "reset_swap_buffers": "", "partition_grads": "params_to_release grad_partitions",
-               "set_fp32_grad_for_param": "value param", "set_local_grad_for_param": "value param", "_set_fp32_optimizer_param_groups": ""},
-    "parameters": {"_configure_aio": "ds_config", "get_path": "param must_exist", "synchronize_reads": "",
-                   "synchronize_writes": ""},
-    "interleave": {"initialize_optimizer_states": "", "_overflow_clean_up": "prev_scale",
-                   "unscale_and_clip_grads": "sub_group_id total_norm",
-                   "_get_fp32_grad_state_partition": "param release_swap_buffers", "get_fp32_grad_partitions": "",
-                   "update_fp32_grad_for_param_vectorized": "update_func param_list",
-                   "_optimizer_step": "sub_group_id", "_unflatten_partitioned_parameters": "sub_group_id",
-                   "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
-                   "_offload_grad_partition_at_boundary": "param grad_buffer offload_fp32_gradients offload_fp32_offsets"},
-    "superoffload": {"partition_grads": "params_to_release grad_partitions", "_get_param_partition_rank": "param",
-                     "_step_with_clipping": "scaled_global_grad_norm timer_names",
-                     "_step_without_clipping": "scaled_global_grad_norm timer_names",
-                     "_wait_for_async_operations": "timeout_seconds", "_handle_overflow_rollback": "",
-                     "_loss_scale_update_and_overflow_cleanup": ""}}
-_SOME = {"states": {"get_fp32_grad_partitions": "", "update_fp32_grad_for_param_vectorized": "update_func param_list",
-                    "_offload_grad_partition_at_boundary":
-                        "param grad_buffer offload_fp32_gradients offload_fp32_offsets"}}
+    "engine": {
+        "_configure_zero_optimizer": "optimizer",
+        "destroy": "",
+        "step": "lr_kwargs",
+        "_do_sanity_check": "",
+        "load_checkpoint": "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only custom_load_fn",
+        "_load_zero_checkpoint": "load_dir tag load_optimizer_states",
+    },
+    "states": {
+        "_configure_tensor_swapping": "offload_optimizer_config aio_config",
+        "initialize_optimizer_states": "",
+        "_prepare_sub_group": "sub_group_id timer_names",
+        "unscale_and_clip_grads": "sub_group_id total_norm",
+        "_optimizer_step": "sub_group_id",
+        "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
+        "_release_sub_group": "sub_group_id timer_names",
+        "_rigid_state_dict": "",
+        "_rigid_load_state_dict": "state_dict load_optimizer_states",
+        "_restore_from_bit16_weights": "",
+        "reset_swap_buffers": "",
+        "partition_grads": "params_to_release grad_partitions",
+        "set_fp32_grad_for_param": "value param",
+        "set_local_grad_for_param": "value param",
+        "_set_fp32_optimizer_param_groups": "",
+    },
+    "parameters": {"_configure_aio": "ds_config", "get_path": "param must_exist", "synchronize_reads": "", "synchronize_writes": ""},
+    "interleave": {
+        "initialize_optimizer_states": "",
+        "_overflow_clean_up": "prev_scale",
+        "unscale_and_clip_grads": "sub_group_id total_norm",
+        "_get_fp32_grad_state_partition": "param release_swap_buffers",
+        "get_fp32_grad_partitions": "",
+        "update_fp32_grad_for_param_vectorized": "update_func param_list",
+        "_optimizer_step": "sub_group_id",
+        "_unflatten_partitioned_parameters": "sub_group_id",
+        "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
+        "_offload_grad_partition_at_boundary": "param grad_buffer offload_fp32_gradients offload_fp32_offsets",
+    },
+    "superoffload": {
+        "partition_grads": "params_to_release grad_partitions",
+        "_get_param_partition_rank": "param",
+        "_step_with_clipping": "scaled_global_grad_norm timer_names",
+        "_step_without_clipping": "scaled_global_grad_norm timer_names",
+        "_wait_for_async_operations": "timeout_seconds",
+        "_handle_overflow_rollback": "",
+        "_loss_scale_update_and_overflow_cleanup": "",
+    },
+}
+_SOME = {
+    "states": {
+        "get_fp32_grad_partitions": "",
+        "update_fp32_grad_for_param_vectorized": "update_func param_list",
+        "_offload_grad_partition_at_boundary": "param grad_buffer offload_fp32_gradients offload_fp32_offsets",
+    }
+}
 
 # Parts left to DeepSpeed in this process, with the reason.
 _left: dict[str, str] = {}
@@ -104,6 +134,7 @@ def _numbers(stated):
 def _stated_version():
     """DeepSpeed's version. Also works during the import of its package, which then has no __version__ yet."""
     import deepspeed
+
     if not hasattr(deepspeed, "__version__"):
         for name in ("git_version_info_installed", "git_version_info"):
             try:
@@ -119,8 +150,10 @@ def _methods_lack(part, owner):
         if method is None:
             return f"{owner.__name__} of this DeepSpeed has no {name}, which {_NAMES[part]} replace"
         if _parameters(method) != expected.split():
-            return (f"{owner.__name__}.{name} of this DeepSpeed takes ({', '.join(_parameters(method))}), and {_NAMES[part]} "
-                    f"were written for ({', '.join(expected.split())})")
+            return (
+                f"{owner.__name__}.{name} of this DeepSpeed takes ({', '.join(_parameters(method))}), and {_NAMES[part]} "
+                f"were written for ({', '.join(expected.split())})"
+            )
     for name, expected in _SOME.get(part, {}).items():
         method = getattr(owner, name, None)
         if method is not None and _parameters(method) != expected.split():

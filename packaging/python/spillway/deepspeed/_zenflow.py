@@ -17,9 +17,17 @@ from .. import _arrays, _native
 from ..errors import InvalidArgumentError, UnknownIdError
 from . import _call, _zenflow_control
 
-SERVED = ("zenflow_adam_create", "zenflow_adam_register_group", "zenflow_adam_destroy", "zenflow_adam_ctrl_size",
-          "zenflow_adam_ctrl_init", "zenflow_adam_run_worker", "zenflow_adam_submit", "zenflow_adam_wait",
-          "zenflow_adam_ctrl_exit")
+SERVED = (
+    "zenflow_adam_create",
+    "zenflow_adam_register_group",
+    "zenflow_adam_destroy",
+    "zenflow_adam_ctrl_size",
+    "zenflow_adam_ctrl_init",
+    "zenflow_adam_run_worker",
+    "zenflow_adam_submit",
+    "zenflow_adam_wait",
+    "zenflow_adam_ctrl_exit",
+)
 
 NOT_SERVED: dict[str, str] = {}
 
@@ -51,8 +59,10 @@ def zenflow_adam_register_group(handle, param, grad0, grad1, exp_avg0, exp_avg1,
     worker = _worker(handle)
     if len(worker.groups) == _zenflow_control.MOST_GROUPS:
         raise InvalidArgumentError(f"a ZenFlow worker has at most {_zenflow_control.MOST_GROUPS} groups")
-    records = (_call.tensor(param, grad0, exp_avg=exp_avg0, exp_avg_sq=exp_avg_sq0),
-               _call.tensor(param, grad1, exp_avg=exp_avg1, exp_avg_sq=exp_avg_sq1))
+    records = (
+        _call.tensor(param, grad0, exp_avg=exp_avg0, exp_avg_sq=exp_avg_sq0),
+        _call.tensor(param, grad1, exp_avg=exp_avg1, exp_avg_sq=exp_avg_sq1),
+    )
     if records[0].grad_dtype != records[0].param_dtype or records[1].grad_dtype != records[0].param_dtype:
         raise InvalidArgumentError("grad0 or grad1 has another dtype than param; ZenFlow's gradients have the dtype of param")
     if stale is not None:

@@ -30,18 +30,20 @@ _SLICE = 0.1
 
 class _Semaphore(ctypes.Structure):
     """Room for a sem_t; glibc's has 32 bytes."""
+
     _fields_ = [("room", ctypes.c_uint64 * 8)]
 
 
 class _Process(ctypes.Structure):
     """A process that is told apart from a later one with the same id."""
+
     _fields_ = [("pid", ctypes.c_int64), ("started", ctypes.c_uint64)]
 
 
 class Group(ctypes.Structure):
     """Hyper-parameters of one parameter group."""
-    _fields_ = [(name, ctypes.c_float) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")] + \
-               [("bias_correction", ctypes.c_uint32)]
+
+    _fields_ = [(name, ctypes.c_float) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")] + [("bias_correction", ctypes.c_uint32)]
 
 
 class _Slot(ctypes.Structure):
@@ -50,16 +52,29 @@ class _Slot(ctypes.Structure):
 
 class _Decoy(ctypes.Structure):
     """The start of DeepSpeed's own block: two semaphores and a command."""
-    _fields_ = [("value", ctypes.c_uint32), ("rest", ctypes.c_uint32 * 15), ("command", ctypes.c_int32),
-                ("padding", ctypes.c_int32 * 15)]
+
+    _fields_ = [("value", ctypes.c_uint32), ("rest", ctypes.c_uint32 * 15), ("command", ctypes.c_int32), ("padding", ctypes.c_int32 * 15)]
 
 
 class _Block(ctypes.Structure):
-    _fields_ = [("decoy", _Decoy), ("magic", ctypes.c_uint64), ("groups", ctypes.c_uint64),
-                ("submitting", _Semaphore), ("free", _Semaphore), ("ready", _Semaphore), ("done", _Semaphore),
-                ("attaching", _Semaphore), ("owner", _Process), ("worker", _Process),
-                ("submitted", ctypes.c_uint64), ("taken", ctypes.c_uint64), ("leave", ctypes.c_uint32),
-                ("failed", ctypes.c_uint32), ("reason", ctypes.c_char * _REASON_BYTES), ("slots", _Slot * _SLOTS)]
+    _fields_ = [
+        ("decoy", _Decoy),
+        ("magic", ctypes.c_uint64),
+        ("groups", ctypes.c_uint64),
+        ("submitting", _Semaphore),
+        ("free", _Semaphore),
+        ("ready", _Semaphore),
+        ("done", _Semaphore),
+        ("attaching", _Semaphore),
+        ("owner", _Process),
+        ("worker", _Process),
+        ("submitted", ctypes.c_uint64),
+        ("taken", ctypes.c_uint64),
+        ("leave", ctypes.c_uint32),
+        ("failed", ctypes.c_uint32),
+        ("reason", ctypes.c_char * _REASON_BYTES),
+        ("slots", _Slot * _SLOTS),
+    ]
 
 
 SIZE = ctypes.sizeof(_Block)
@@ -72,8 +87,10 @@ def create(pointer, groups):
     groups = _call.integer(groups, "num_groups", MOST_GROUPS + 1)
     block = _at(pointer)
     if block.magic == _MAGIC and block.worker.pid and _lives(block.worker):
-        raise BusyError(f"the control block is in use by the ZenFlow optimizer process {block.worker.pid}; end it with "
-                        "zenflow_adam_ctrl_exit, or pass another block")
+        raise BusyError(
+            f"the control block is in use by the ZenFlow optimizer process {block.worker.pid}; end it with "
+            "zenflow_adam_ctrl_exit, or pass another block"
+        )
     ctypes.memset(ctypes.addressof(block), 0, SIZE)
     for name, value in (("submitting", 1), ("free", _SLOTS), ("ready", 0), ("done", 0), ("attaching", 1)):
         if _library().sem_init(ctypes.byref(getattr(block, name)), 1, value):
@@ -87,22 +104,28 @@ def submit(pointer, now_state, step, groups):
     """Passes a step to the worker, and does not wait for it."""
     block = _made(pointer)
     if len(groups) != block.groups:
-        raise InvalidArgumentError(f"{len(groups)} groups were submitted, and the control block is for {block.groups}; pass one value "
-                                   "per group")
+        raise InvalidArgumentError(
+            f"{len(groups)} groups were submitted, and the control block is for {block.groups}; pass one value per group"
+        )
     _raise_failure(block, "submitting a step")
     if not _try(block.submitting):
-        raise BusyError("another thread or process is submitting a step on this control block, or died while it did; "
-                        "submit from one thread at a time")
+        raise BusyError(
+            "another thread or process is submitting a step on this control block, or died while it did; submit from one thread at a time"
+        )
     try:
         if block.leave:
-            raise OutOfOrderError("a step was submitted after zenflow_adam_ctrl_exit; create a control block with "
-                                  "zenflow_adam_ctrl_init and start a process for it")
+            raise OutOfOrderError(
+                "a step was submitted after zenflow_adam_ctrl_exit; create a control block with "
+                "zenflow_adam_ctrl_init and start a process for it"
+            )
         if not _try(block.free):
-            raise BusyError(f"the ZenFlow optimizer process has not begun {_SLOTS} steps that were submitted before; call "
-                            "zenflow_adam_wait before the next submit")
+            raise BusyError(
+                f"the ZenFlow optimizer process has not begun {_SLOTS} steps that were submitted before; call "
+                "zenflow_adam_wait before the next submit"
+            )
         slot = block.slots[block.submitted % _SLOTS]
         slot.now_state, slot.step = now_state, step
-        slot.groups[:len(groups)] = groups
+        slot.groups[: len(groups)] = groups
         if block.owner.pid != os.getpid():
             block.owner = _this_process()
         block.submitted += 1
@@ -164,7 +187,7 @@ class Attached:
 
     def _fail(self, error):
         if error is not None:
-            text = f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:_REASON_BYTES - 1]
+            text = f"{type(error).__name__}: {error}".encode("utf-8", "replace")[: _REASON_BYTES - 1]
             self._block.reason = text.decode("utf-8", "ignore").encode()
         self._block.failed = 1
 
@@ -199,8 +222,10 @@ def _at(pointer):
 def _made(pointer):
     block = _at(pointer)
     if block.magic != _MAGIC:
-        raise InvalidArgumentError("the control block was not made by Spillway's zenflow_adam_ctrl_init; both processes have to use "
-                                   "Spillway's cpu_adam, so set SPILLWAY_DEEPSPEED=1 for both")
+        raise InvalidArgumentError(
+            "the control block was not made by Spillway's zenflow_adam_ctrl_init; both processes have to use "
+            "Spillway's cpu_adam, so set SPILLWAY_DEEPSPEED=1 for both"
+        )
     return block
 
 
@@ -210,11 +235,15 @@ def _raise_failure(block, doing):
         reason = block.reason.decode("utf-8", "replace") or "zenflow_adam_ctrl_exit was called"
         raise SystemCallError(f"{doing}: the ZenFlow optimizer process {block.worker.pid} has left its loop: {reason}")
     if block.worker.pid and not _lives(block.worker):
-        raise SystemCallError(f"{doing}: the ZenFlow optimizer process {block.worker.pid} is dead; {block.taken} of "
-                              f"{block.submitted} submitted steps were begun. Look for a kill by the system (out of memory)")
+        raise SystemCallError(
+            f"{doing}: the ZenFlow optimizer process {block.worker.pid} is dead; {block.taken} of "
+            f"{block.submitted} submitted steps were begun. Look for a kill by the system (out of memory)"
+        )
     if block.decoy.value == 0:
-        raise SystemCallError(f"{doing}: the ZenFlow optimizer process uses DeepSpeed's compiled cpu_adam, because it is not "
-                              "patched; set SPILLWAY_DEEPSPEED=1, or call install() at module level")
+        raise SystemCallError(
+            f"{doing}: the ZenFlow optimizer process uses DeepSpeed's compiled cpu_adam, because it is not "
+            "patched; set SPILLWAY_DEEPSPEED=1, or call install() at module level"
+        )
 
 
 def _this_process():

@@ -40,6 +40,7 @@ def active() -> dict[str, Any]:
     report: dict[str, Any] = {}
     if served and served.counts["optimizers"]:
         import spillway
+
         report = {**served.counts, "kernel": spillway.kernel_name()}
     if versions and versions.left():
         report["left_to_megatron"] = versions.left()
@@ -50,5 +51,6 @@ def __getattr__(name: str) -> Any:
     # These need torch, which an import of this package must not load.
     if name in ("OptimizerStateStore", "Shard"):
         from . import _store
+
         return getattr(_store, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

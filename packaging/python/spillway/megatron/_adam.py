@@ -50,9 +50,11 @@ class _Offloaded:
         table = super()._build()
         if self._rest:
             number, index = self._rest[0]
-            raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} cannot be stepped by Spillway: its group has "
-                                   "amsgrad, capturable or differentiable, or its gradient is not contiguous; leave these out, or call "
-                                   "spillway.megatron.uninstall() before the optimizer is built")
+            raise UnsupportedError(
+                f"{name_of(self.param_groups[number], number, index)} cannot be stepped by Spillway: its group has "
+                "amsgrad, capturable or differentiable, or its gradient is not contiguous; leave these out, or call "
+                "spillway.megatron.uninstall() before the optimizer is built"
+            )
         return table
 
 
@@ -65,5 +67,9 @@ class Adam(_Offloaded, spillway.torch.Adam):
 
 
 #: For each class that Megatron is given: torch's class, which checkpoints name, and Spillway's.
-CLASSES = {torch.optim.AdamW: (torch.optim.AdamW, AdamW), spillway.torch.AdamW: (torch.optim.AdamW, AdamW),
-           torch.optim.Adam: (torch.optim.Adam, Adam), spillway.torch.Adam: (torch.optim.Adam, Adam)}
+CLASSES = {
+    torch.optim.AdamW: (torch.optim.AdamW, AdamW),
+    spillway.torch.AdamW: (torch.optim.AdamW, AdamW),
+    torch.optim.Adam: (torch.optim.Adam, Adam),
+    spillway.torch.Adam: (torch.optim.Adam, Adam),
+}

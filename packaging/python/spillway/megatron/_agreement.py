@@ -17,8 +17,12 @@ CURE = "pass another job, and load_from() a directory that save_to() wrote"
 
 def settings_of(paths: Iterable[Any], job: str, host: str | None, tier_options: Mapping[str, Any]) -> Any:
     """What an agreement on a step needs to know of a tier."""
-    return SimpleNamespace(paths=[path if isinstance(path, TierPath) else TierPath(path) for path in paths], job=job, host=host,
-                           degraded=tier_options.get("degraded", False))
+    return SimpleNamespace(
+        paths=[path if isinstance(path, TierPath) else TierPath(path) for path in paths],
+        job=job,
+        host=host,
+        degraded=tier_options.get("degraded", False),
+    )
 
 
 def check_ranks(world: int, group: Any) -> None:
@@ -27,8 +31,12 @@ def check_ranks(world: int, group: Any) -> None:
         return
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
-        raise InvalidArgumentError(f"OptimizerStateStore: world is {world}, and the processes agree by torch.distributed, which is not initialized; call "
-                                   "torch.distributed.init_process_group first")
+        raise InvalidArgumentError(
+            f"OptimizerStateStore: world is {world}, and the processes agree by torch.distributed, which is not initialized; call "
+            "torch.distributed.init_process_group first"
+        )
     if distributed.get_world_size(group) != world:
-        raise InvalidArgumentError(f"OptimizerStateStore: world is {world}, and the process group has {distributed.get_world_size(group)} processes; pass "
-                                   "the number of processes of process_group")
+        raise InvalidArgumentError(
+            f"OptimizerStateStore: world is {world}, and the process group has {distributed.get_world_size(group)} processes; pass "
+            "the number of processes of process_group"
+        )

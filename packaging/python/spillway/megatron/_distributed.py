@@ -33,12 +33,19 @@ def attach(store_class, optimizer, paths, *, job, prefix=None, **options):
 def attach_all(store_class, optimizers, paths, *, job, **options):
     """See OptimizerStateStore.attach_all."""
     options = _ranked(options)
-    rank, world, group, given = options.get("rank", 0), options.get("world", 1), options.get("process_group"), options.pop("tier_options", None) or {}
+    rank, world, group, given = (
+        options.get("rank", 0),
+        options.get("world", 1),
+        options.get("process_group"),
+        options.pop("tier_options", None) or {},
+    )
     check_ranks(world, group)
     jobs = [f"{job}-{number}" for number in range(len(optimizers))]
     if len(set(_ranks.gathered(len(jobs), world, group))) != 1:
-        raise InvalidArgumentError("OptimizerStateStore.attach_all: the processes have different numbers of optimizers; attach() each one, with a "
-                                   "process_group of the processes that have it")
+        raise InvalidArgumentError(
+            "OptimizerStateStore.attach_all: the processes have different numbers of optimizers; attach() each one, with a "
+            "process_group of the processes that have it"
+        )
     if "at_step" not in given:
         step = _ranks.agreed([settings_of(paths, name, options.get("host"), given) for name in jobs], rank, world, CURE, group)
         given = given if step is None else {**given, "at_step": step}
@@ -68,8 +75,9 @@ def _shards(optimizer, prefix):
 
 def _check(optimizer):
     if hasattr(optimizer, "_spillway_store"):
-        raise UnsupportedError("OptimizerStateStore: the optimizer has a store already, which has freed its main parameters; build the optimizer "
-                               "again")
+        raise UnsupportedError(
+            "OptimizerStateStore: the optimizer has a store already, which has freed its main parameters; build the optimizer again"
+        )
     config, asked = optimizer.config, "call OptimizerStateStore.attach without it"
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "offload_optimizer_states", "reuse_grad_buf_for_mxfp8_param_ag"):
         if getattr(config, name, False):
@@ -89,26 +97,39 @@ def _check(optimizer):
 def _model_parallel() -> str:
     """The ranks of this process in the groups that divide the model: processes of other ranks have other parameters of the same name."""
     from megatron.core import parallel_state
+
     if not parallel_state.model_parallel_is_initialized():
         return ""
-    ranks = {"tp": parallel_state.get_tensor_model_parallel_rank(), "pp": parallel_state.get_pipeline_model_parallel_rank(),
-             "ep": parallel_state.get_expert_model_parallel_rank()}
+    ranks = {
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "ep": parallel_state.get_expert_model_parallel_rank(),
+    }
     return "".join(f"{name}{rank}." for name, rank in ranks.items())
 
 
 def shards_of(optimizer: Any, prefix: str) -> Iterator[Shard]:
     """The shards of this process. A name has the parameter and the elements of it that the shard has."""
-    names = {param: f"{prefix}chunk{number}.{name}" for number, chunk in enumerate(optimizer.model_chunks)
-             for name, param in chunk.named_parameters()}
-    groups = zip(optimizer.optimizer.param_groups, optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups,
-                 optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True)
+    names = {
+        param: f"{prefix}chunk{number}.{name}"
+        for number, chunk in enumerate(optimizer.model_chunks)
+        for name, param in chunk.named_parameters()
+    }
+    groups = zip(
+        optimizer.optimizer.param_groups,
+        optimizer.model_float16_groups,
+        optimizer.shard_fp32_from_float16_groups,
+        optimizer.model_fp32_groups,
+        optimizer.shard_fp32_groups,
+        strict=True,
+    )
     for number, (_, halves, masters, floats, parts) in enumerate(groups):
         group = _Group(optimizer, number)
         for param, main in [*zip(halves, masters, strict=True), *zip(floats, parts, strict=True)]:
             places = optimizer._get_model_param_range_map(param)
             inside, world = places["param"], places["gbuf_world_in_bucket"]
             buffer, _, bucket = optimizer.model_param_gbuf_map[param]
-            weight = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[world.start:world.end]
+            weight = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[world.start : world.end]
             yield Shard(f"{names[param]}[{inside.start}:{inside.end}]", weight, group, _grad_of(main), main.detach())
 
 

@@ -45,6 +45,7 @@ _hook = ImportHook(lambda name: name in (_HYBRID, _OPTIMIZERS), _run)
 
 def _patch(module):
     from . import _versions
+
     hybrid = vars(module).get("HybridDeviceOptimizer")
     if hybrid is None or not _versions.serves(hybrid):
         return
@@ -59,15 +60,18 @@ def _patch_class(module):
     import torch
 
     from ..torch import AdamW
+
     if vars(module).get("CPUAdam") is torch.optim.AdamW:
         _patches.set(module, "CPUAdam", AdamW)
 
 
 def _offering(inner):
     """Megatron's `_init_sub_optimizers`, which serves the optimizer if Spillway can."""
+
     @functools.wraps(inner)
     def _init_sub_optimizers(self):
         from . import _hybrid
+
         if isinstance(self, _hybrid.Served) or not _hybrid.take(self):
             return inner(self)
         return self._init_sub_optimizers()

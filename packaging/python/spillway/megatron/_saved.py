@@ -1,10 +1,11 @@
 """States of shards in a directory, which every process writes its part of and any process reads.
 
 A process writes two files: `rank-R-step-S.safetensors` with the tensors SHARD.param, SHARD.exp_avg and SHARD.exp_avg_sq, and `rank-R.json`,
-which names it, the step, and a checksum of each tensor and of itself. The second one is renamed into place after the first one is durable. So a
-process that is killed leaves its old part or its new one.
+which names it, the step, and a checksum of each tensor and of itself. The second one is renamed into place after the first one is durable.
+So a process that is killed leaves its old part or its new one.
 
-The directory may be one that others write to. Whatever is in it, a read ends, and reports what is not as write() wrote it as CorruptError."""
+The directory may be one that others write to. Whatever is in it, a read ends, and reports what is not as write() wrote it as
+CorruptError."""
 
 from __future__ import annotations
 
@@ -87,8 +88,9 @@ def places(directory: str) -> dict[str, Place]:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptError(f"{path} is damaged: {error!r}; use another checkpoint") from None
         if written != _FORMAT:
-            raise InvalidArgumentError(f"{path} has format {_shortened(written)}, and this Spillway reads {_FORMAT}; load it with the version that "
-                                       "wrote it")
+            raise InvalidArgumentError(
+                f"{path} has format {_shortened(written)}, and this Spillway reads {_FORMAT}; load it with the version that wrote it"
+            )
     return found
 
 
@@ -115,8 +117,11 @@ def _enter(found: dict[str, Place], directory: str, content: dict[str, Any]) -> 
     spans: dict[str, dict[str, tuple[int, int, int]]] = {}
     for tensor, (offset, length, checksum) in content["spans"].items():
         shard, _, state = tensor.rpartition(".")
-        spans.setdefault(shard, {})[state] = (_integer("an offset", offset, _MOST_OFFSET), _integer("a length", length, _MOST_OFFSET),
-                                              _integer("a checksum", checksum, (1 << 32) - 1))
+        spans.setdefault(shard, {})[state] = (
+            _integer("an offset", offset, _MOST_OFFSET),
+            _integer("a length", length, _MOST_OFFSET),
+            _integer("a checksum", checksum, (1 << 32) - 1),
+        )
     ends = 0
     for offset, length, _ in sorted(span for states in spans.values() for span in states.values()):
         if offset < ends:
@@ -146,12 +151,15 @@ def step_of(found: dict[str, Place], shards: dict[str, int], directory: str) -> 
             raise NoStateError(f"{directory} has no state of shard {name!r}; load a checkpoint of the same shards")
         lengths = {found[name].spans.get(state, (0, 0, 0))[1] for state in STATES}
         if lengths != {4 * elements}:
-            raise InvalidArgumentError(f"{directory}: the states of shard {name!r} have {sorted(lengths)} bytes, and {4 * elements} are needed; "
-                                       "load a checkpoint of the same shards")
+            raise InvalidArgumentError(
+                f"{directory}: the states of shard {name!r} have {sorted(lengths)} bytes, and {4 * elements} are needed; "
+                "load a checkpoint of the same shards"
+            )
     steps = sorted({found[name].step for name in shards})
     if len(steps) != 1:
-        raise InvalidArgumentError(f"{directory} has shards of the steps {steps}: not every process wrote its part of one step; use another "
-                                   "checkpoint")
+        raise InvalidArgumentError(
+            f"{directory} has shards of the steps {steps}: not every process wrote its part of one step; use another checkpoint"
+        )
     ends: dict[str, int] = {}
     for place in (found[name] for name in shards):
         ends[place.file] = max(ends.get(place.file, 0), *(sum(place.spans[state][:2]) for state in STATES))

@@ -71,8 +71,9 @@ class Bucket:
             grad = shard.grad()
             if grad is None or grad.numel() != shard.weight.numel():
                 given = "no gradient" if grad is None else f"a gradient of {grad.numel()} elements for {shard.weight.numel()}"
-                raise InvalidArgumentError(f"shard {shard.name!r} has {given}; every step needs a gradient of each shard, of zeros where "
-                                           "there is none")
+                raise InvalidArgumentError(
+                    f"shard {shard.name!r} has {given}; every step needs a gradient of each shard, of zeros where there is none"
+                )
             grads.append(grad.detach())
         dtypes = {grad.dtype for grad in grads}
         dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= set(CODES) else torch.float32
@@ -123,13 +124,17 @@ def buckets_of(shards: Iterable[Shard], bucket_bytes: int) -> list[Bucket]:
 
 def _check(shard: Shard, before: Shard | None) -> None:
     if not shard.name or not _safetensors.is_text(shard.name):
-        raise InvalidArgumentError(f"OptimizerStateStore: a shard's name is {shard.name!r}; pass a string of valid Unicode that is unique in the job")
+        raise InvalidArgumentError(
+            f"OptimizerStateStore: a shard's name is {shard.name!r}; pass a string of valid Unicode that is unique in the job"
+        )
     if before is not None and before.name == shard.name:
         raise InvalidArgumentError(f"OptimizerStateStore: two shards have the name {shard.name!r}; names are unique in the job")
     weight = shard.weight
     if weight.dtype not in CODES or not weight.is_contiguous() or not weight.numel():
-        raise InvalidArgumentError(f"OptimizerStateStore: the weight of shard {shard.name!r} is {weight.dtype} of shape {tuple(weight.shape)}; "
-                                   "pass a contiguous tensor of float32, bfloat16 or float16 with elements")
+        raise InvalidArgumentError(
+            f"OptimizerStateStore: the weight of shard {shard.name!r} is {weight.dtype} of shape {tuple(weight.shape)}; "
+            "pass a contiguous tensor of float32, bfloat16 or float16 with elements"
+        )
     _check_memory_of(shard, "weight", weight)
     if shard.master is not None:
         check_master(shard, shard.master)
@@ -139,18 +144,24 @@ def check_master(shard: Shard, master: Any) -> None:
     """Raises InvalidArgumentError if `master` cannot be the float32 values of a shard. Its shape is free."""
     elements = shard.weight.numel()
     if not isinstance(master, torch.Tensor):
-        raise InvalidArgumentError(f"OptimizerStateStore: the master of shard {shard.name!r} is a {type(master).__name__}; pass a float32 tensor of "
-                                   f"{elements} elements")
+        raise InvalidArgumentError(
+            f"OptimizerStateStore: the master of shard {shard.name!r} is a {type(master).__name__}; pass a float32 tensor of "
+            f"{elements} elements"
+        )
     if master.dtype is not torch.float32 or master.numel() != elements or master.layout is not torch.strided:
-        raise InvalidArgumentError(f"OptimizerStateStore: the master of shard {shard.name!r} is {master.dtype} of {master.numel()} elements; pass "
-                                   f"float32 of {elements}")
+        raise InvalidArgumentError(
+            f"OptimizerStateStore: the master of shard {shard.name!r} is {master.dtype} of {master.numel()} elements; pass "
+            f"float32 of {elements}"
+        )
     _check_memory_of(shard, "master", master)
 
 
 def _check_memory_of(shard: Shard, name: str, tensor: torch.Tensor) -> None:
     if not tensor.data_ptr():
-        raise InvalidArgumentError(f"OptimizerStateStore: the {name} of shard {shard.name!r} has no memory: it is a meta tensor, or its storage "
-                                   "was freed; pass a tensor with values")
+        raise InvalidArgumentError(
+            f"OptimizerStateStore: the {name} of shard {shard.name!r} has no memory: it is a meta tensor, or its storage "
+            "was freed; pass a tensor with values"
+        )
 
 
 def _check_memory(shards: list[Shard]) -> None:
@@ -158,8 +169,10 @@ def _check_memory(shards: list[Shard]) -> None:
     parts = sorted((str(shard.weight.device), shard.weight.data_ptr(), shard.weight.nbytes, shard.name) for shard in shards)
     for (device, start, nbytes, first), (other, begin, _, second) in zip(parts, parts[1:]):
         if device == other and begin < start + nbytes:
-            raise InvalidArgumentError(f"OptimizerStateStore: the weights of shards {first!r} and {second!r} overlap in memory; "
-                                       "pass each element of a parameter in one shard")
+            raise InvalidArgumentError(
+                f"OptimizerStateStore: the weights of shards {first!r} and {second!r} overlap in memory; "
+                "pass each element of a parameter in one shard"
+            )
 
 
 def digest_of(buckets: list[Bucket]) -> str:

@@ -38,8 +38,8 @@ class OptimizerStateStore:
     A new store commits its start values as step 0. A store whose tier has a committed step resumes there, and writes the weights of that
     step to the shards. What was not committed is lost at a crash.
 
-    With `world` above 1 the processes agree by torch.distributed. All of them make the store, and call commit(), save_to() and load_from() at
-    the same points. If one fails there, all raise. They resume at the last step that all of them have committed.
+    With `world` above 1 the processes agree by torch.distributed. All of them make the store, and call commit(), save_to() and load_from()
+    at the same points. If one fails there, all raise. They resume at the last step that all of them have committed.
 
     Args:
         shards: The Shards of this process, in any order.
@@ -59,8 +59,8 @@ class OptimizerStateStore:
         committed_step: The last committed step.
 
     Raises:
-        InvalidArgumentError: A shard has a wrong value, or the tier has the states of other shards. Or the processes have no committed step in
-            common.
+        InvalidArgumentError: A shard has a wrong value, or the tier has the states of other shards. Or the processes have no committed step
+            in common.
         TierError: Another process failed.
         TierLockedError: A live process holds the tier.
 
@@ -69,9 +69,21 @@ class OptimizerStateStore:
         store.step()
         store.commit()"""
 
-    def __init__(self, shards: Iterable[Shard], paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str,
-                 host: str | None = None, rank: int = 0, world: int = 1, process_group: Any = None, decoupled: bool = True,
-                 memory_budget: int | None = None, bucket_bytes: int = 64 << 20, tier_options: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        shards: Iterable[Shard],
+        paths: Iterable[str | os.PathLike[str] | TierPath | None],
+        *,
+        job: str,
+        host: str | None = None,
+        rank: int = 0,
+        world: int = 1,
+        process_group: Any = None,
+        decoupled: bool = True,
+        memory_budget: int | None = None,
+        bucket_bytes: int = 64 << 20,
+        tier_options: Mapping[str, Any] | None = None,
+    ):
         check_ranks(world, process_group)
         self._rank, self._world, self._group = rank, world, process_group
         self._buckets = self._together(lambda: buckets_of(shards, bucket_bytes))
@@ -124,17 +136,21 @@ class OptimizerStateStore:
         """Raises InvalidArgumentError in all processes if they have different values."""
         values = _ranks.gathered(value, self._world, self._group)
         if any(other != values[0] for other in values):
-            raise InvalidArgumentError(f"OptimizerStateStore: the processes have different {name}: {values}; call the store at the same points in "
-                                       "all processes")
+            raise InvalidArgumentError(
+                f"OptimizerStateStore: the processes have different {name}: {values}; call the store at the same points in all processes"
+            )
 
     def _check_apart(self) -> None:
         if self._apart:
-            raise TierError("OptimizerStateStore: this process committed a step that another process could not commit; close the stores of all "
-                            "processes and make them again: they resume at the step that all of them have")
+            raise TierError(
+                "OptimizerStateStore: this process committed a step that another process could not commit; close the stores of all "
+                "processes and make them again: they resume at the step that all of them have"
+            )
 
     @classmethod
-    def attach(cls, distributed_optimizer: Any, paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str,
-               **options: Any) -> OptimizerStateStore:
+    def attach(
+        cls, distributed_optimizer: Any, paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str, **options: Any
+    ) -> OptimizerStateStore:
         """Makes a store of a Megatron DistributedOptimizer's states, and steps the optimizer through it.
 
         The memory of the float32 main parameters on the GPU is freed. Call it before a checkpoint is loaded. The state dict of the
@@ -148,11 +164,13 @@ class OptimizerStateStore:
         Raises:
             UnsupportedError: The optimizer is of a kind that a store cannot step."""
         from . import _distributed
+
         return _distributed.attach(cls, distributed_optimizer, paths, job=job, **options)
 
     @classmethod
-    def attach_all(cls, distributed_optimizers: Iterable[Any], paths: Sequence[str | os.PathLike[str] | TierPath | None], *, job: str,
-                   **options: Any) -> list[OptimizerStateStore]:
+    def attach_all(
+        cls, distributed_optimizers: Iterable[Any], paths: Sequence[str | os.PathLike[str] | TierPath | None], *, job: str, **options: Any
+    ) -> list[OptimizerStateStore]:
         """Makes stores of the optimizers of a ChainedOptimizer, as attach() does. All of them resume at one step.
 
         A process may be killed between the commits of two stores. So stores that are attached one by one may resume at different steps.
@@ -169,6 +187,7 @@ class OptimizerStateStore:
         Raises:
             InvalidArgumentError: The stores have no committed step in common."""
         from . import _distributed
+
         return _distributed.attach_all(cls, list(distributed_optimizers), paths, job=job, **options)
 
     @property
@@ -195,8 +214,9 @@ class OptimizerStateStore:
         for adam, bucket in zip(self._adams, self._buckets, strict=True):
             _set_options(adam, bucket)
         self._changed = True
-        self._swap.step(self._adams, [(grad, bucket.weights()) for grad, bucket in zip(grads, self._buckets, strict=True)],
-                        grad_scale=grad_scale)
+        self._swap.step(
+            self._adams, [(grad, bucket.weights()) for grad, bucket in zip(grads, self._buckets, strict=True)], grad_scale=grad_scale
+        )
         for number, bucket in enumerate(self._buckets):
             stepped = bucket.weights()
             bucket.publish(self._masters(number) if stepped is None else stepped)
@@ -288,7 +308,8 @@ class OptimizerStateStore:
             The step of the states.
 
         Raises:
-            OSError: The directory cannot be written; a directory with the name of a file, or a file in its place, is named before the write.
+            OSError: The directory cannot be written; a directory with the name of a file, or a file in its place, is named before the
+                write.
             TierError: Another process failed."""
         self._commit_changes()
         sizes = [(f"{shard.name}.{state}", shard.weight.numel()) for bucket in self._buckets for shard in bucket.shards for state in STATES]
@@ -397,8 +418,10 @@ class OptimizerStateStore:
         except (ValueError, KeyError, TypeError):
             raise InvalidArgumentError("OptimizerStateStore: the tier was written by another program; pass another job") from None
         if digest != self._digest:
-            raise InvalidArgumentError("OptimizerStateStore: the tier has the states of other shards, or in buckets of another bucket_bytes; "
-                                       "pass the same ones, or another job and load_from() a directory that save_to() wrote")
+            raise InvalidArgumentError(
+                "OptimizerStateStore: the tier has the states of other shards, or in buckets of another bucket_bytes; "
+                "pass the same ones, or another job and load_from() a directory that save_to() wrote"
+            )
         return steps
 
 
@@ -408,8 +431,10 @@ def _set_options(adam: Adam, bucket: Bucket) -> None:
         options.lr, options.eps, options.weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
         options.beta1, options.beta2 = map(float, group["betas"])
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"the group of shard {bucket.shards[0].name!r} lacks a hyper-parameter, or it is no number: {error!r}; set "
-                                   "lr, betas, eps and weight_decay") from None
+        raise InvalidArgumentError(
+            f"the group of shard {bucket.shards[0].name!r} lacks a hyper-parameter, or it is no number: {error!r}; set "
+            "lr, betas, eps and weight_decay"
+        ) from None
 
 
 def _read_bucket(bucket: Bucket, found: Mapping[str, _saved.Place], state: str) -> torch.Tensor:

@@ -15,15 +15,32 @@ TRIED = ("0.12.3", "0.14.0", "0.16.1")
 _FIRST, _LAST = (0, 12), (0, 16)
 
 # Parameters after `self` of each method that is replaced or called.
-_METHODS = {"__init__": "params offload_fraction cpu_optimizer_cls gpu_optimizer_cls param_update_in_fp32 pin_cpu_grads pin_cpu_params "
-                        "overlap_cpu_optimizer_d2h_h2d kwargs",
-            "_init_sub_optimizers": "", "_set_sub_optimizer_grads": "", "_register_param_copy_back_gpu_hook": "", "step": "closure",
-            "_get_sub_optimizer_param_groups": "offload_fraction", "_sync_hdo_param_groups_to_sub_optimizers": "",
-            "_sync_hdo_state_to_sub_optimizers": "", "_sync_sub_optimizers_state_to_hdo": "", "_update_fp32_params_by_new_state": "",
-            "build_cpu_optimizer_list": "cpu_optimizer_cls cpu_param_groups"}
+_METHODS = {
+    "__init__": "params offload_fraction cpu_optimizer_cls gpu_optimizer_cls param_update_in_fp32 pin_cpu_grads pin_cpu_params "
+    "overlap_cpu_optimizer_d2h_h2d kwargs",
+    "_init_sub_optimizers": "",
+    "_set_sub_optimizer_grads": "",
+    "_register_param_copy_back_gpu_hook": "",
+    "step": "closure",
+    "_get_sub_optimizer_param_groups": "offload_fraction",
+    "_sync_hdo_param_groups_to_sub_optimizers": "",
+    "_sync_hdo_state_to_sub_optimizers": "",
+    "_sync_sub_optimizers_state_to_hdo": "",
+    "_update_fp32_params_by_new_state": "",
+    "build_cpu_optimizer_list": "cpu_optimizer_cls cpu_param_groups",
+}
 # Attributes that `_init_sub_optimizers` sets or calls.
-_ATTRIBUTES = {"cpu_optimizers", "gpu_optimizer", "cpu_copys_map_gpu_param", "param_to_fp32_param", "_d2h_stream", "_h2d_stream",
-               "_cpu_optimizer_map_data_event", "build_cpu_optimizer_list", "_register_param_copy_back_gpu_hook"}
+_ATTRIBUTES = {
+    "cpu_optimizers",
+    "gpu_optimizer",
+    "cpu_copys_map_gpu_param",
+    "param_to_fp32_param",
+    "_d2h_stream",
+    "_h2d_stream",
+    "_cpu_optimizer_map_data_event",
+    "build_cpu_optimizer_list",
+    "_register_param_copy_back_gpu_hook",
+}
 
 # What is left to Megatron in this process, with the reason.
 _left: dict[str, str] = {}
@@ -73,9 +90,11 @@ def _methods_lack(hybrid):
         if method is None:
             return f"HybridDeviceOptimizer of this megatron-core has no {name}"
         static = isinstance(method, staticmethod)
-        taken = list(inspect.signature(method.__func__ if static else method).parameters)[0 if static else 1:]
+        taken = list(inspect.signature(method.__func__ if static else method).parameters)[0 if static else 1 :]
         if taken != expected.split():
-            return (f"HybridDeviceOptimizer.{name} of this megatron-core takes ({', '.join(taken)}), and Spillway was written for "
-                    f"({', '.join(expected.split())})")
+            return (
+                f"HybridDeviceOptimizer.{name} of this megatron-core takes ({', '.join(taken)}), and Spillway was written for "
+                f"({', '.join(expected.split())})"
+            )
     missing = _ATTRIBUTES - set(hybrid._init_sub_optimizers.__code__.co_names)
     return f"_init_sub_optimizers of this megatron-core does not set {', '.join(sorted(missing))}" if missing else None

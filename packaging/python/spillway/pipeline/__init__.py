@@ -20,15 +20,30 @@ if TYPE_CHECKING:
     from ._runner import Pipeline, StepReport, seed_of
     from ._stage_optimizer import StageAdam, StageAdamW
 
-__all__ = ["MemoryChange", "Operation", "Pipeline", "PipelineError", "Plan", "Rollback", "StageAdam", "StageAdamW", "StepReport", "Unit",
-           "plan", "rollback_cost", "seed_of"]
+__all__ = [
+    "MemoryChange",
+    "Operation",
+    "Pipeline",
+    "PipelineError",
+    "Plan",
+    "Rollback",
+    "StageAdam",
+    "StageAdamW",
+    "StepReport",
+    "Unit",
+    "plan",
+    "rollback_cost",
+    "seed_of",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Pipeline", "StepReport", "seed_of"):
         from . import _runner
+
         return getattr(_runner, name)
     if name in ("StageAdam", "StageAdamW"):
         from . import _stage_optimizer
+
         return getattr(_stage_optimizer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,10 +50,18 @@ class Memory:
         """Sets the value of a buffer; `size` is its measured number of bytes, None if it cannot be measured."""
         buffer = self._buffers[key]
         if size is not None and size != buffer[1]:
-            names = {"x": "the input", "y": "the input", "d": "the gradient of the input", "a": "the activations", "p": "the parameters",
-                     "g": "the gradients"}
-            raise SpillwayError(f"{names[key[0]]} of unit {key[1]} has {size} bytes, but the plan has {buffer[1]}; all micro-batches need "
-                                "the shapes of the sample")
+            names = {
+                "x": "the input",
+                "y": "the input",
+                "d": "the gradient of the input",
+                "a": "the activations",
+                "p": "the parameters",
+                "g": "the gradients",
+            }
+            raise SpillwayError(
+                f"{names[key[0]]} of unit {key[1]} has {size} bytes, but the plan has {buffer[1]}; all micro-batches need "
+                "the shapes of the sample"
+            )
         buffer[3] = value
 
     def __contains__(self, key: tuple[Any, ...]) -> bool:
@@ -84,8 +92,15 @@ class Executor:
             its pass begins; -1: the pass has ended.
         validate: Called with the device's verdict; returns a function that waits for the verdict of all devices."""
 
-    def __init__(self, plan: Plan, device: int, backend: Any, channels: Channels, progress: Callable[..., None],
-                 validate: Callable[[bool], Callable[[], bool]]):
+    def __init__(
+        self,
+        plan: Plan,
+        device: int,
+        backend: Any,
+        channels: Channels,
+        progress: Callable[..., None],
+        validate: Callable[[bool], Callable[[], bool]],
+    ):
         self.plan, self.device, self.backend, self.channels = plan, device, backend, channels
         self.progress, self.validate = progress, validate
         self.total = plan.stages * plan.split
@@ -129,6 +144,7 @@ class Executor:
             finally:
                 self._spans.append((number, start, time.monotonic()))
                 self.progress(-1, True)
+
         return self._passes.submit(timed)
 
     def _sum(self, first: int, units: int, name: str) -> int:
@@ -162,7 +178,11 @@ class Executor:
         first, after, micro_batch = operation.first_unit, operation.first_unit + operation.units, operation.micro_batch
         output, inputs, activations = result
         for letter in ("x", "y"):
-            if after < self.total and (letter, after, micro_batch) in self.memory and self.memory.value((letter, after, micro_batch)) is None:
+            if (
+                after < self.total
+                and (letter, after, micro_batch) in self.memory
+                and self.memory.value((letter, after, micro_batch)) is None
+            ):
                 self.memory.fill((letter, after, micro_batch), output, self.backend.size(output))
         if self.plan.backward_split == 1:
             for unit in range(first + 1, after):
@@ -256,8 +276,11 @@ class Executor:
 
     def _begin_receive(self, operation: Operation, number: int) -> Future[Any]:
         key, wire = self._keys(operation)
-        memory, users = {"activation": ("checkpoints" if self.plan.recompute else "activations", 2), "gradient": ("messages", 1),
-                         "checkpoint": ("checkpoints", 1)}[wire[0]]
+        memory, users = {
+            "activation": ("checkpoints" if self.plan.recompute else "activations", 2),
+            "gradient": ("messages", 1),
+            "checkpoint": ("checkpoints", 1),
+        }[wire[0]]
         self.memory.reserve(memory, key, self.plan.units[key[1]].input_bytes, users)
         return self.channels.receive(operation.peer or 0, wire)
 

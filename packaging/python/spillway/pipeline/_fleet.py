@@ -74,8 +74,11 @@ class Fleet:
                 self._controls.append(ours)
                 ends.append(theirs)
                 process = context.Process(
-                    target=_worker.main, name=f"spillway device {device}", daemon=True,
-                    args=(device, self._process_id, theirs, self._progress, endpoint, main_thread, make_backend))
+                    target=_worker.main,
+                    name=f"spillway device {device}",
+                    daemon=True,
+                    args=(device, self._process_id, theirs, self._progress, endpoint, main_thread, make_backend),
+                )
                 process.start()
                 self._processes.append(process)
                 getattr(multiprocessing.process, "_children", set()).discard(process)
@@ -103,8 +106,9 @@ class Fleet:
 
     def _check_owner(self) -> None:
         if self._process_id != os.getpid():
-            raise UnsupportedError(f"this pipeline was opened by process {self._process_id} and is not usable in its forked child; open a "
-                                   "new one in the child")
+            raise UnsupportedError(
+                f"this pipeline was opened by process {self._process_id} and is not usable in its forked child; open a new one in the child"
+            )
 
     def _check_open(self) -> None:
         if self.closed:
@@ -227,8 +231,12 @@ class Fleet:
 
     def _failure(self, device: int, number: int, _is_peer: bool, text: str) -> PipelineError:
         doing = self._describe(number)
-        return PipelineError(f"the pipeline process of device {device} failed ({doing}): {text}. All its processes were ended; open a new "
-                             "pipeline from the last weights", device, doing)
+        return PipelineError(
+            f"the pipeline process of device {device} failed ({doing}): {text}. All its processes were ended; open a new "
+            "pipeline from the last weights",
+            device,
+            doing,
+        )
 
     def kill(self) -> None:
         """Ends and reaps all processes. Does nothing in a forked child."""

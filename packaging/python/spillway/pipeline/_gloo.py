@@ -38,11 +38,13 @@ class GlooEndpoint(Endpoint):
 
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing import reduction
+
         return _opened, (reduction.DupFd(self._store), self._device, self._devices, self._peers)
 
     def open(self) -> dict[int, Link]:
         """Returns the links; see Endpoint."""
         from torch import distributed
+
         if not self._devices:
             return {}
         store = distributed.FileStore(f"/proc/self/fd/{self._store}", self._devices)
@@ -64,8 +66,9 @@ def connect(devices: int, pairs: Iterable[tuple[int, int]]) -> list[Endpoint]:
     Raises:
         UnsupportedError: torch has no Gloo."""
     from torch import distributed
+
     if not distributed.is_available() or not distributed.is_gloo_available():
-        raise UnsupportedError("Pipeline: this build of torch has no Gloo; pass transport=\"pipes\"")
+        raise UnsupportedError('Pipeline: this build of torch has no Gloo; pass transport="pipes"')
     peers: list[set[int]] = [set() for _ in range(devices)]
     for sender, receiver in pairs:
         peers[sender].add(receiver)
@@ -86,8 +89,8 @@ class _GlooLink(Link):
         view = memoryview(data)
         first = bytearray(_FIRST)
         struct.pack_into(_LENGTHS, first, 0, len(head), view.nbytes)
-        first[_START:] = head[:_FIRST - _START].ljust(_FIRST - _START)
-        for part in (first, bytearray(head[_FIRST - _START:]), bytearray(view) if view.readonly else view):
+        first[_START:] = head[: _FIRST - _START].ljust(_FIRST - _START)
+        for part in (first, bytearray(head[_FIRST - _START :]), bytearray(view) if view.readonly else view):
             self._transfer("sending to", self._group.send, part)
 
     def read(self) -> tuple[bytes, bytes]:
@@ -97,10 +100,11 @@ class _GlooLink(Link):
         rest, data = bytearray(max(0, head_bytes - (_FIRST - _START))), bytearray(data_bytes)
         for part in (rest, data):
             self._transfer("receiving from", self._group.recv, part)
-        return bytes(first[_START:_START + head_bytes] + rest), bytes(data)
+        return bytes(first[_START : _START + head_bytes] + rest), bytes(data)
 
     def _transfer(self, words: str, begin: Any, part: Any) -> None:
         import torch
+
         if not len(part):
             return
         try:

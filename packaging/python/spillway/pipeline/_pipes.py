@@ -1,4 +1,5 @@
-"""Links over one pipe for each ordered pair of devices: the default on one machine. Nothing but the processes of the pipeline can open them."""
+"""Links over one pipe for each ordered pair of devices: the default on one machine. Nothing but the processes of the pipeline can open
+them."""
 
 from __future__ import annotations
 

@@ -12,14 +12,25 @@ from typing import Any, NamedTuple
 from .. import _abi, _arguments, _native
 from ..errors import InvalidArgumentError
 
-SCHEDULES = {"afab": _abi.PIPELINE_SCHEDULE_AFAB, "1f1b": _abi.PIPELINE_SCHEDULE_1F1B,
-             "decoupled": _abi.PIPELINE_SCHEDULE_DECOUPLED}
-KINDS = ("forward", "backward", "recompute", "fetch", "offload", "optimize", "send_activation", "receive_activation",
-         "send_gradient", "receive_gradient", "send_checkpoint", "receive_checkpoint", "validate")
+SCHEDULES = {"afab": _abi.PIPELINE_SCHEDULE_AFAB, "1f1b": _abi.PIPELINE_SCHEDULE_1F1B, "decoupled": _abi.PIPELINE_SCHEDULE_DECOUPLED}
+KINDS = (
+    "forward",
+    "backward",
+    "recompute",
+    "fetch",
+    "offload",
+    "optimize",
+    "send_activation",
+    "receive_activation",
+    "send_gradient",
+    "receive_gradient",
+    "send_checkpoint",
+    "receive_checkpoint",
+    "validate",
+)
 MEMORY = ("parameters", "checkpoints", "activations", "gradients", "messages")
 COMPUTE = ("forward", "backward", "recompute")
-_RECOMPUTE, _LATE, _ASYNC = (_abi.PIPELINE_FLAG_RECOMPUTE, _abi.PIPELINE_FLAG_LATE_CHECKPOINTS,
-                             _abi.PIPELINE_FLAG_ASYNC_OPTIMIZER)
+_RECOMPUTE, _LATE, _ASYNC = (_abi.PIPELINE_FLAG_RECOMPUTE, _abi.PIPELINE_FLAG_LATE_CHECKPOINTS, _abi.PIPELINE_FLAG_ASYNC_OPTIMIZER)
 _NONE = 2**32 - 1
 
 
@@ -85,8 +96,12 @@ class Operation(NamedTuple):
     def describe(self) -> str:
         """Returns the operation in words."""
         stage = f"unit {self.first_unit}" if self.units == 1 else f"units {self.first_unit} to {self.first_unit + self.units - 1}"
-        words = {"validate": "validation of the gradients", "optimize": f"optimizer step of {stage}",
-                 "fetch": f"fetch of the parameters of {stage}", "offload": f"offload of the gradients of {stage}"}
+        words = {
+            "validate": "validation of the gradients",
+            "optimize": f"optimizer step of {stage}",
+            "fetch": f"fetch of the parameters of {stage}",
+            "offload": f"offload of the gradients of {stage}",
+        }
         text = words.get(self.kind, f"{self.kind.replace('_', ' of the ') if '_' in self.kind else self.kind} of {stage}")
         text += "" if self.micro_batch is None else f" on micro-batch {self.micro_batch}"
         return text if self.peer is None else f"{text} ({'to' if self.kind[0] == 's' else 'from'} device {self.peer})"
@@ -225,9 +240,21 @@ def rollback_cost(iteration: float, rollback: float, exposed: float = 0.0, every
     return Rollback(per_event.value, mean.value)
 
 
-def plan(schedule: str, *, devices: int, micro_batches: int, stages: int, split: int = 1, units: Unit | Sequence[Unit] | None = None,
-         slots: int = 2, recompute: bool | None = None, early_checkpoints: bool = True, async_optimizer: bool | None = None,
-         latency: float = 0.0, seconds_per_byte: float = 0.0) -> Plan:
+def plan(
+    schedule: str,
+    *,
+    devices: int,
+    micro_batches: int,
+    stages: int,
+    split: int = 1,
+    units: Unit | Sequence[Unit] | None = None,
+    slots: int = 2,
+    recompute: bool | None = None,
+    early_checkpoints: bool = True,
+    async_optimizer: bool | None = None,
+    latency: float = 0.0,
+    seconds_per_byte: float = 0.0,
+) -> Plan:
     """Plans a pipeline.
 
     Args:
@@ -258,15 +285,24 @@ def plan(schedule: str, *, devices: int, micro_batches: int, stages: int, split:
     decoupled = schedule == "decoupled"
     devices, micro_batches, stages, split, slots = (
         _arguments.between(f"plan: {name}", value, 1, (1 << 32) - 1)
-        for name, value in (("devices", devices), ("micro_batches", micro_batches), ("stages", stages), ("split", split), ("slots", slots)))
+        for name, value in (("devices", devices), ("micro_batches", micro_batches), ("stages", stages), ("split", split), ("slots", slots))
+    )
     if units is None:
         units = Unit(forward=1 / split, backward=2 / split)
     costs = (units,) if isinstance(units, Unit) else tuple(units)
     given: dict[str, Any] = dict(
-        schedule=schedule, devices=devices, micro_batches=micro_batches, stages=stages, split=split, slots=slots,
-        recompute=decoupled if recompute is None else bool(recompute), early_checkpoints=bool(early_checkpoints),
-        async_optimizer=decoupled if async_optimizer is None else bool(async_optimizer), latency=latency,
-        seconds_per_byte=seconds_per_byte)
+        schedule=schedule,
+        devices=devices,
+        micro_batches=micro_batches,
+        stages=stages,
+        split=split,
+        slots=slots,
+        recompute=decoupled if recompute is None else bool(recompute),
+        early_checkpoints=bool(early_checkpoints),
+        async_optimizer=decoupled if async_optimizer is None else bool(async_optimizer),
+        latency=latency,
+        seconds_per_byte=seconds_per_byte,
+    )
     handle = _open(Given(**given, units=costs))
     try:
         found = _read(handle, devices)
@@ -309,16 +345,24 @@ def _read(handle: ctypes.c_void_p, devices: int) -> dict[str, Any]:
     closed = result.closed_bubble_ratio
     return dict(
         operations=tuple(_operation(one, before) for one in operations),
-        changes=tuple(MemoryChange(one.operation, one.device, MEMORY[one.memory], bool(one.freed), one.bytes, one.resident)
-                      for one in changes),
-        passes_seconds=result.passes_seconds, iteration_seconds=result.iteration_seconds, exposed_seconds=result.exposed_seconds,
-        passes_bubble_ratio=result.passes_bubble_ratio, iteration_bubble_ratio=result.iteration_bubble_ratio,
+        changes=tuple(
+            MemoryChange(one.operation, one.device, MEMORY[one.memory], bool(one.freed), one.bytes, one.resident) for one in changes
+        ),
+        passes_seconds=result.passes_seconds,
+        iteration_seconds=result.iteration_seconds,
+        exposed_seconds=result.exposed_seconds,
+        passes_bubble_ratio=result.passes_bubble_ratio,
+        iteration_bubble_ratio=result.iteration_bubble_ratio,
         closed_bubble_ratio=closed if closed == closed else None,
         peak_bytes=tuple(one.peak_bytes for one in found),
         peaks=tuple({name: getattr(one, name) for name in MEMORY} for one in found),
-        messages={"fetches": (result.fetches, result.fetched_bytes), "activations": (result.activations, result.activation_bytes),
-                  "gradients": (result.gradients, result.gradient_bytes),
-                  "checkpoints": (result.checkpoints, result.checkpoint_bytes)})
+        messages={
+            "fetches": (result.fetches, result.fetched_bytes),
+            "activations": (result.activations, result.activation_bytes),
+            "gradients": (result.gradients, result.gradient_bytes),
+            "checkpoints": (result.checkpoints, result.checkpoint_bytes),
+        },
+    )
 
 
 def _structs(kind: Any, count: int) -> Any:
@@ -333,5 +377,17 @@ def _operation(one: Any, before: list[int]) -> Operation:
     peer = None if one.peer == _NONE else one.peer
     micro_batch = None if one.micro_batch == _NONE else one.micro_batch
     first = one.first_dependency
-    return Operation(KINDS[one.kind], one.device, peer, micro_batch, one.first_unit, one.units, one.begins, one.ends, one.bytes,
-                     one.start, one.end, tuple(before[first:first + one.dependencies]))
+    return Operation(
+        KINDS[one.kind],
+        one.device,
+        peer,
+        micro_batch,
+        one.first_unit,
+        one.units,
+        one.begins,
+        one.ends,
+        one.bytes,
+        one.start,
+        one.end,
+        tuple(before[first : first + one.dependencies]),
+    )

@@ -81,13 +81,34 @@ class Pipeline:
                 print(pipeline.step(inputs, targets).loss)
             pipeline.sync()"""
 
-    def __init__(self, units: Sequence[torch.nn.Module] | torch.nn.Sequential, loss: Callable[..., torch.Tensor],
-                 optimizer: Callable[..., torch.optim.Optimizer], sample: torch.Tensor, *, schedule: str = "decoupled", devices: int = 2,
-                 micro_batches: int = 4, split: int = 1, recompute: bool | None = None, early_checkpoints: bool = True,
-                 async_optimizer: bool | None = None, slots: int = 2, seed: int = 0, threads: int = 1, check_finite: bool = True,
-                 transport: str = "pipes"):
+    def __init__(
+        self,
+        units: Sequence[torch.nn.Module] | torch.nn.Sequential,
+        loss: Callable[..., torch.Tensor],
+        optimizer: Callable[..., torch.optim.Optimizer],
+        sample: torch.Tensor,
+        *,
+        schedule: str = "decoupled",
+        devices: int = 2,
+        micro_batches: int = 4,
+        split: int = 1,
+        recompute: bool | None = None,
+        early_checkpoints: bool = True,
+        async_optimizer: bool | None = None,
+        slots: int = 2,
+        seed: int = 0,
+        threads: int = 1,
+        check_finite: bool = True,
+        transport: str = "pipes",
+    ):
         self._units = list(units)
-        for name, value in (("devices", devices), ("micro_batches", micro_batches), ("split", split), ("slots", slots), ("threads", threads)):
+        for name, value in (
+            ("devices", devices),
+            ("micro_batches", micro_batches),
+            ("split", split),
+            ("slots", slots),
+            ("threads", threads),
+        ):
             if _arguments.unsigned(f"Pipeline: {name}", value, 31) == 0:
                 raise InvalidArgumentError(f"Pipeline: {name} is 0; pass a number of at least 1")
         if transport not in list(TRANSPORTS):
@@ -96,9 +117,18 @@ class Pipeline:
             raise InvalidArgumentError(f"Pipeline: there are {len(self._units)} units; pass a multiple of split, {split}")
         _refuse_tier(optimizer)
         _refuse_for_stage(optimizer, self._units)
-        self.plan: Plan = plan(schedule, devices=devices, micro_batches=micro_batches, stages=len(self._units) // split, split=split,
-                               units=measure(self._units, sample), slots=slots, recompute=recompute, early_checkpoints=early_checkpoints,
-                               async_optimizer=async_optimizer)
+        self.plan: Plan = plan(
+            schedule,
+            devices=devices,
+            micro_batches=micro_batches,
+            stages=len(self._units) // split,
+            split=split,
+            units=measure(self._units, sample),
+            slots=slots,
+            recompute=recompute,
+            early_checkpoints=early_checkpoints,
+            async_optimizer=async_optimizer,
+        )
         _refuse_unusable(optimizer, check_finite and self.plan.async_optimizer)
         self._sample, self._step, self._steps, self._closed = sample, 0, 0, False
         self._store = Store(self._units)
@@ -130,8 +160,10 @@ class Pipeline:
         parts = [self._divided(tensor, name) for tensor, name in ((inputs, "inputs"), (targets, "targets"))]
         for part in parts[0]:
             if part.shape != self._sample.shape or part.dtype != self._sample.dtype:
-                raise InvalidArgumentError(f"step: a micro-batch of inputs has shape {tuple(part.shape)} and {part.dtype}; the sample has "
-                                           f"{tuple(self._sample.shape)} and {self._sample.dtype}")
+                raise InvalidArgumentError(
+                    f"step: a micro-batch of inputs has shape {tuple(part.shape)} and {part.dtype}; the sample has "
+                    f"{tuple(self._sample.shape)} and {self._sample.dtype}"
+                )
         orders = []
         for device in range(self.plan.devices):
             given = (parts[0] if device == self._input_device else [], parts[1] if device in self._target_devices else [])
@@ -146,15 +178,23 @@ class Pipeline:
         spans = [span for (_, device_spans), _ in answers for span in device_spans]
         seconds = max(end for _, _, end in spans) - min(start for _, start, _ in spans)
         busy = sum(end - start for _, start, end in spans)
-        return StepReport(sum(ordered) / len(ordered), ordered, committed, seconds,
-                          1 - busy / (seconds * self.plan.devices), [[tuple(event) for event in events] for (events, _), _ in answers])
+        return StepReport(
+            sum(ordered) / len(ordered),
+            ordered,
+            committed,
+            seconds,
+            1 - busy / (seconds * self.plan.devices),
+            [[tuple(event) for event in events] for (events, _), _ in answers],
+        )
 
     def _divided(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         count = self.plan.micro_batches
         if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_meta):
             raise InvalidArgumentError(f"step: {name} is a tensor of {tensor.layout} on {tensor.device}; pass one with strides and values")
         if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or not tensor.shape[0] or tensor.shape[0] % count:
-            raise InvalidArgumentError(f"step: {name} must be a tensor whose first dimension is a multiple of {count} micro-batches, and not 0")
+            raise InvalidArgumentError(
+                f"step: {name} must be a tensor whose first dimension is a multiple of {count} micro-batches, and not 0"
+            )
         return [part.detach().cpu().clone() for part in tensor.chunk(count)]
 
     def set_options(self, **options: Any) -> None:
@@ -178,8 +218,14 @@ class Pipeline:
         Raises:
             InvalidArgumentError: The states are those of other stages or parameters, or an optimizer cannot step with them.
                 Nothing was done."""
-        stages = sorted({one.first_unit for one in self.plan.operations if one.kind == "optimize"
-                         and any(self._store.is_trained(unit) for unit in range(one.first_unit, one.first_unit + one.units))})
+        stages = sorted(
+            {
+                one.first_unit
+                for one in self.plan.operations
+                if one.kind == "optimize"
+                and any(self._store.is_trained(unit) for unit in range(one.first_unit, one.first_unit + one.units))
+            }
+        )
         if not isinstance(state, dict) or set(state) != set(stages):
             given = sorted(state, key=repr) if isinstance(state, dict) else type(state).__name__
             raise InvalidArgumentError(f"load_state_dict: the states are of the stages {given}; pass those of {stages}, from state_dict()")
@@ -261,11 +307,17 @@ def measure(units: Sequence[torch.nn.Module], sample: torch.Tensor) -> list[Unit
                 if not torch.allclose(buffers[name], buffer, rtol=0, atol=0, equal_nan=True):
                     raise _torch.changes_buffer(number, name)
             forward, backward = _seconds(module, leaf.detach(), leaf.requires_grad)
-            costs.append(Unit(forward=forward, backward=backward, recompute=forward,
-                              param_bytes=sum(parameter.nbytes for parameter in module.parameters()),
-                              grad_bytes=sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
-                              activation_bytes=sum(saved.values()),
-                              input_bytes=leaf.numel() * leaf.element_size()))
+            costs.append(
+                Unit(
+                    forward=forward,
+                    backward=backward,
+                    recompute=forward,
+                    param_bytes=sum(parameter.nbytes for parameter in module.parameters()),
+                    grad_bytes=sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
+                    activation_bytes=sum(saved.values()),
+                    input_bytes=leaf.numel() * leaf.element_size(),
+                )
+            )
             value = output.detach()
     return costs
 
@@ -289,8 +341,9 @@ def _seconds(module: torch.nn.Module, value: torch.Tensor, requires_grad: bool) 
 
 def _refuse_tier(optimizer: Callable[..., Any]) -> None:
     if getattr(optimizer, "keywords", {}).get("tier") is not None:
-        raise InvalidArgumentError("Pipeline: the optimizer has tier=, but the optimizers of several stages cannot share the job of a tier; "
-                                   "leave out tier")
+        raise InvalidArgumentError(
+            "Pipeline: the optimizer has tier=, but the optimizers of several stages cannot share the job of a tier; leave out tier"
+        )
 
 
 def _refuse_for_stage(optimizer: Callable[..., Any], units: Sequence[torch.nn.Module]) -> None:
@@ -316,10 +369,14 @@ def _refuse_unusable(optimizer: Callable[..., Any], rolls_back: bool) -> None:
     try:
         made.step()
     except Exception as error:
-        raise InvalidArgumentError(f"Pipeline: {type(made).__name__} cannot step with these options: {type(error).__name__}: {error}") from error
+        raise InvalidArgumentError(
+            f"Pipeline: {type(made).__name__} cannot step with these options: {type(error).__name__}: {error}"
+        ) from error
     if not rolls_back:
         return
     if not hasattr(made, "rollback") or not getattr(made, "undo", True):
-        raise InvalidArgumentError(f"Pipeline: {type(made).__name__} cannot roll back a step, which asynchronous optimizers need; pass "
-                                   "spillway.pipeline.StageAdamW, or spillway.torch.AdamW with undo=True, or async_optimizer=False, "
-                                   "or check_finite=False")
+        raise InvalidArgumentError(
+            f"Pipeline: {type(made).__name__} cannot roll back a step, which asynchronous optimizers need; pass "
+            "spillway.pipeline.StageAdamW, or spillway.torch.AdamW with undo=True, or async_optimizer=False, "
+            "or check_finite=False"
+        )

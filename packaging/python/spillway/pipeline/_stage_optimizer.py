@@ -39,8 +39,10 @@ class StageOptimizer(SpillwayOptimizer):
     verdict = StepStats(False, 0.0)
     _stage: _KeptStage | None = None
     _last: _StageStep | None = None
-    _rest_words = ("cannot be stepped by a stage, which has no amsgrad, capturable or differentiable, and needs contiguous CPU parameters and "
-                   "gradients of float32, bfloat16 or float16; leave these options out and cast the parameter, or pass another optimizer")
+    _rest_words = (
+        "cannot be stepped by a stage, which has no amsgrad, capturable or differentiable, and needs contiguous CPU parameters and "
+        "gradients of float32, bfloat16 or float16; leave these options out and cast the parameter, or pass another optimizer"
+    )
 
     def __init__(self, params: Any, *args: Any, **options: Any):
         super().__init__(params, *args, **_options(type(self).__name__, options))
@@ -189,15 +191,17 @@ def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     if options.get("tier") is not None:
         raise UnsupportedError(f"{name}: the states of a stage are in host memory; leave out tier, or pass spillway.torch.{name[5:]}")
     if options.get("master") == "split":
-        raise UnsupportedError(f"{name}: a step of split masters cannot be rolled back; pass master=\"f32\"")
+        raise UnsupportedError(f'{name}: a step of split masters cannot be rolled back; pass master="f32"')
     return {**options, "undo": True}
 
 
 def refuse_parameter(kind: str, name: str, parameter: torch.Tensor) -> None:
     """Raises UnsupportedError for a trained parameter that a stage cannot step."""
     if parameter.requires_grad and not (parameter.dtype in CODES and parameter.is_cpu and parameter.is_contiguous()):
-        raise UnsupportedError(f"{kind}: {name} is {parameter.dtype} on {parameter.device} with strides {parameter.stride()}; a stage steps "
-                               "contiguous float32, bfloat16 and float16 parameters in CPU memory: cast or copy it, or pass another optimizer")
+        raise UnsupportedError(
+            f"{kind}: {name} is {parameter.dtype} on {parameter.device} with strides {parameter.stride()}; a stage steps "
+            "contiguous float32, bfloat16 and float16 parameters in CPU memory: cast or copy it, or pass another optimizer"
+        )
 
 
 def _check_group(optimizer: StageOptimizer, number: int) -> None:
@@ -211,5 +215,7 @@ def _check_group(optimizer: StageOptimizer, number: int) -> None:
 
 def _check_signs(optimizer: StageOptimizer) -> None:
     if len({bool(group.get("maximize")) for group in optimizer.param_groups}) > 1:
-        raise UnsupportedError(f"{type(optimizer).__name__}: maximize differs between two groups, and the job of a stage has one sign for all; "
-                               "pass the same value for all groups")
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}: maximize differs between two groups, and the job of a stage has one sign for all; "
+            "pass the same value for all groups"
+        )

@@ -45,23 +45,29 @@ class Store:
             places: list[_Place] = []
             for name, parameter in unit.named_parameters():
                 if owner.setdefault(id(parameter), number) != number:
-                    raise InvalidArgumentError(f"Pipeline: parameter {name} of unit {number} belongs to unit {owner[id(parameter)]} too; a "
-                                               "parameter must belong to one unit")
+                    raise InvalidArgumentError(
+                        f"Pipeline: parameter {name} of unit {number} belongs to unit {owner[id(parameter)]} too; a "
+                        "parameter must belong to one unit"
+                    )
                 if parameter.device.type != "cpu" or type(parameter.data) is not torch.Tensor:
-                    raise InvalidArgumentError(f"Pipeline: parameter {name} of unit {number} is a {type(parameter.data).__name__} on "
-                                               f"{parameter.device}; pass plain tensors in CPU memory")
+                    raise InvalidArgumentError(
+                        f"Pipeline: parameter {name} of unit {number} is a {type(parameter.data).__name__} on "
+                        f"{parameter.device}; pass plain tensors in CPU memory"
+                    )
                 start = -(-places[-1].end // _ALIGN) * _ALIGN if places else 0
                 places.append(_Place(parameter.dtype, tuple(parameter.shape), start, start + parameter.nbytes, parameter.requires_grad))
             self._places.append(places)
         _refuse_overlaps(units)
-        self._arena = Arena.create(None, {_region(number): places[-1].end if places and places[-1].end else 1
-                                          for number, places in enumerate(self._places)})
+        self._arena = Arena.create(
+            None, {_region(number): places[-1].end if places and places[-1].end else 1 for number, places in enumerate(self._places)}
+        )
         for number, unit in enumerate(units):
             for ours, theirs in zip(self.tensors(number), unit.parameters()):
                 ours.copy_(theirs.detach())
 
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing import reduction
+
         return _opened, (reduction.DupFd(self._arena.fileno()), self._places)
 
     def tensors(self, unit: int) -> list[torch.Tensor]:
@@ -69,7 +75,7 @@ class Store:
         return self._views(unit, self._arena.tensor(_region(unit), torch.uint8))
 
     def _views(self, unit: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[place.start:place.end].view(place.dtype).view(place.shape) for place in self._places[unit]]
+        return [flat[place.start : place.end].view(place.dtype).view(place.shape) for place in self._places[unit]]
 
     def is_trained(self, unit: int) -> bool:
         """Returns True if a parameter of a unit requires a gradient."""
@@ -108,8 +114,9 @@ class Store:
         torn = [unit for unit, region in regions if region.in_write]
         if torn or len({region.generation for _, region in regions}) > 1 or any(region.generation < steps for _, region in regions):
             words = ", ".join(map(str, torn)) or "none"
-            raise TornError(f"the weights are those of half a step: its optimizers had begun (units in a write: {words}); load an earlier "
-                            "checkpoint")
+            raise TornError(
+                f"the weights are those of half a step: its optimizers had begun (units in a write: {words}); load an earlier checkpoint"
+            )
 
     def close(self) -> None:
         """Unmaps the arena."""
@@ -138,8 +145,10 @@ def _refuse_overlaps(units: Sequence[torch.nn.Module]) -> None:
     for start, end, kind, name in sorted(spans, key=lambda span: (span[0], span[2] == "buffer")):
         for other in _CONFLICTS[kind]:
             if start < farthest[other][0]:
-                raise InvalidArgumentError(f"Pipeline: {name} shares memory with {farthest[other][1]}, and a pipeline would train them apart; "
-                                           "use one Parameter object within a unit, or clone")
+                raise InvalidArgumentError(
+                    f"Pipeline: {name} shares memory with {farthest[other][1]}, and a pipeline would train them apart; "
+                    "use one Parameter object within a unit, or clone"
+                )
         farthest[kind] = max(farthest[kind], (end, name))
 
 

@@ -39,7 +39,9 @@ def without_parameters(units: Sequence[torch.nn.Module]) -> list[torch.nn.Module
     """Copies of the modules with parameters that have shapes only."""
     copies = []
     for unit in units:
-        memo = {id(parameter): torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad) for parameter in unit.parameters()}
+        memo = {
+            id(parameter): torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad) for parameter in unit.parameters()
+        }
         copies.append(copy.deepcopy(unit, memo))
     return copies
 
@@ -48,14 +50,24 @@ class Maker:
     """Makes the backend of a device; can be pickled. The modules travel in one piece of bytes, without torch's sharing of
     tensors between processes."""
 
-    def __init__(self, units: Sequence[torch.nn.Module], loss: Callable[..., Any], optimizer: Callable[..., Any], store: Store, seed: int,
-                 threads: int, check_finite: bool):
+    def __init__(
+        self,
+        units: Sequence[torch.nn.Module],
+        loss: Callable[..., Any],
+        optimizer: Callable[..., Any],
+        store: Store,
+        seed: int,
+        threads: int,
+        check_finite: bool,
+    ):
         self.store, self.seed, self.threads, self.check_finite = store, seed, threads, check_finite
         try:
             self.modules = pickle.dumps((without_parameters(units), loss, optimizer))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise InvalidArgumentError(f"Pipeline: units, loss and optimizer must be picklable, for the processes of the devices: {error}; "
-                                       "pass functions and classes of a module, functools.partial in place of a lambda") from error
+            raise InvalidArgumentError(
+                f"Pipeline: units, loss and optimizer must be picklable, for the processes of the devices: {error}; "
+                "pass functions and classes of a module, functools.partial in place of a lambda"
+            ) from error
 
     def __call__(self, device: int) -> TorchBackend:
         torch.set_num_threads(self.threads)
@@ -191,8 +203,9 @@ class TorchBackend:
     def recompute(self, first: int, units: int, micro_batch: int, value: torch.Tensor, _: Any) -> Any:
         return self._with_graph(first, units, micro_batch, value)
 
-    def backward(self, first: int, units: int, micro_batch: int, activations: Any, gradient: torch.Tensor | None, _before: Any,
-                 _held: Any) -> tuple[Any, ...]:
+    def backward(
+        self, first: int, units: int, micro_batch: int, activations: Any, gradient: torch.Tensor | None, _before: Any, _held: Any
+    ) -> tuple[Any, ...]:
         """Returns the gradient of the input, and the gradients of the parameters. The gradient of the input is None if the
         loss does not depend on it: the units before get no gradient then, as in a serial run."""
         leaf, output, found = activations
@@ -201,7 +214,9 @@ class TorchBackend:
         if output.requires_grad:
             output.backward(gradient)
         elif first > 0:
-            raise UnsupportedError(f"unit {first} has an output that does not depend on its input or parameters; merge it into another unit")
+            raise UnsupportedError(
+                f"unit {first} has an output that does not depend on its input or parameters; merge it into another unit"
+            )
         if first > 0 and not leaf.is_floating_point():
             raise UnsupportedError(f"unit {first} has an input of {leaf.dtype}, which has no gradient; merge it into the unit before")
         return found[0] if found else None, self._grads(first, units)
@@ -243,8 +258,10 @@ def _strides(value: torch.Tensor) -> tuple[int, ...] | None:
 
 def changes_buffer(unit: int, name: str) -> UnsupportedError:
     """The error of a unit that recomputation would change twice."""
-    return UnsupportedError(f"unit {unit} changes its buffer {name} in its forward pass, and recomputation would change it again; use eval() "
-                            "for this module, or one without running statistics")
+    return UnsupportedError(
+        f"unit {unit} changes its buffer {name} in its forward pass, and recomputation would change it again; use eval() "
+        "for this module, or one without running statistics"
+    )
 
 
 def _empty(module: torch.nn.Module) -> torch.nn.Module:

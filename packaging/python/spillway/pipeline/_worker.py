@@ -46,6 +46,7 @@ class SharedMemory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing import reduction
+
         return _mapped, (reduction.DupFd(self.fd), self.size)
 
     def close(self) -> None:
@@ -70,8 +71,15 @@ _PR_SET_PDEATHSIG = 1
 _FRAMES = 20
 
 
-def main(device: int, parent: int, control: Any, progress: SharedMemory, endpoint: Endpoint, dies_with_parent: bool,
-         make_backend: Callable[[int], Any]) -> None:
+def main(
+    device: int,
+    parent: int,
+    control: Any,
+    progress: SharedMemory,
+    endpoint: Endpoint,
+    dies_with_parent: bool,
+    make_backend: Callable[[int], Any],
+) -> None:
     """Body of a process, a child of process `parent`. An order is a tuple: ("plan", plan), ("step", inputs), ("call", name, arguments) or
     ("verdict", verdict). Each but a verdict has one answer: ("done", result) or ("failed", operation, is_peer, text)."""
     if dies_with_parent:

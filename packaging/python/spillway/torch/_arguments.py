@@ -19,13 +19,16 @@ def check_keywords(name: str, max_norm: Any, process_group: Any, flags: dict[str
         if not isinstance(value, bool):
             raise InvalidArgumentError(f"{name}: {keyword} is {value!r}; pass True or False")
     if process_group is not None and not (torch.distributed.is_available() and isinstance(process_group, torch.distributed.ProcessGroup)):
-        raise InvalidArgumentError(f"{name}: process_group is {process_group!r}; pass a group of torch.distributed with this process, or None")
+        raise InvalidArgumentError(
+            f"{name}: process_group is {process_group!r}; pass a group of torch.distributed with this process, or None"
+        )
     if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, Integral) or memory_budget < 0):
         raise InvalidArgumentError(f"{name}: memory_budget is {memory_budget!r}; pass a whole number of bytes, or None")
 
 
 def check_tier(options: Any) -> None:
     """Checks the fields of a TierOptions that the library does not check. Raises InvalidArgumentError, whose message names the field."""
+
     def whole(value: Any, least: int) -> bool:
         return value is None or (isinstance(value, Integral) and not isinstance(value, bool) and value >= least)  # type: ignore[operator]
 
@@ -63,5 +66,7 @@ def check_steps(loaded: dict[str, Any], counted: bool) -> None:
             continue
         step = state.get("step")
         if not (isinstance(step, torch.Tensor) and step.is_meta) and not is_count(step):
-            raise InvalidArgumentError(f"load_state_dict: state[{number!r}]['step'] is {step!r}; pass the number of steps that the state has had, "
-                                       "a whole number from 0 on; nothing was loaded")
+            raise InvalidArgumentError(
+                f"load_state_dict: state[{number!r}]['step'] is {step!r}; pass the number of steps that the state has had, "
+                "a whole number from 0 on; nothing was loaded"
+            )

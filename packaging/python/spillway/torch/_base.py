@@ -1,9 +1,9 @@
-"""The step that all classes share: its order, what a refused step leaves, and what is saved of an optimizer. _building.py has the table of the
-parameters, _clipping.py the norm of the gradients, _torch_step.py the parameters that torch steps.
+"""The step that all classes share: its order, what a refused step leaves, and what is saved of an optimizer. _building.py has the table of
+the parameters, _clipping.py the norm of the gradients, _torch_step.py the parameters that torch steps.
 
 Order of a step: the closure, then everything that can be refused (other shapes, options out of range, shared memory, gradients with Inf or
-NaN), then torch's step of the parameters that Spillway does not serve, then one call of the library. A refused step changes no parameter, no
-state, no count and no gradient."""
+NaN), then torch's step of the parameters that Spillway does not serve, then one call of the library. A refused step changes no parameter,
+no state, no count and no gradient."""
 
 from __future__ import annotations
 
@@ -29,8 +29,18 @@ from ._tier_table import TierTable
 from ._undo import LastStep, RecordedStep
 
 #: The keywords beyond torch, with their defaults.
-_BEYOND: dict[str, Any] = {"max_norm": None, "process_group": None, "skip_nonfinite": False, "undo": False, "moment_dtype": None,
-                           "moment_rounding": "nearest", "rounding_seed": 0, "master": None, "tier": None, "memory_budget": None}
+_BEYOND: dict[str, Any] = {
+    "max_norm": None,
+    "process_group": None,
+    "skip_nonfinite": False,
+    "undo": False,
+    "moment_dtype": None,
+    "moment_rounding": "nearest",
+    "rounding_seed": 0,
+    "master": None,
+    "tier": None,
+    "memory_budget": None,
+}
 _KEPT = ("max_norm", "skip_nonfinite", "undo", "_precision")
 
 
@@ -48,19 +58,29 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
 
     skipped: bool
 
-    def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool, tier: Any, memory_budget: int | None,
-              **precision: Any) -> None:
+    def _keep(
+        self,
+        max_norm: float | None,
+        process_group: Any,
+        skip_nonfinite: bool,
+        undo: bool,
+        tier: Any,
+        memory_budget: int | None,
+        **precision: Any,
+    ) -> None:
         check_keywords(type(self).__name__, max_norm, process_group, {"skip_nonfinite": skip_nonfinite, "undo": undo}, memory_budget)
         self.max_norm, self.process_group, self.skip_nonfinite, self.undo = max_norm, process_group, skip_nonfinite, undo
         self._precision = Precision.of(type(self).__name__, self.c_name == "adam", **precision)
         if undo and self._precision.master == "split":
-            raise UnsupportedError(f"{type(self).__name__}: a step of split masters cannot be rolled back; pass undo=False or master=\"f32\"")
+            raise UnsupportedError(f'{type(self).__name__}: a step of split masters cannot be rolled back; pass undo=False or master="f32"')
         for param, state in self.state.items():
             self._precision.cast(param, state, state, list(self._keys))
         if tier is not None:
             self._open_tier(tier, memory_budget)
         elif memory_budget is not None:
-            raise InvalidArgumentError(f"{type(self).__name__}: memory_budget is the memory for states on a tier; pass tier, or leave it out")
+            raise InvalidArgumentError(
+                f"{type(self).__name__}: memory_budget is the memory for states on a tier; pass tier, or leave it out"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._tier is not None:
@@ -71,8 +91,10 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
 
     def __copy__(self) -> Any:
         if self._precision.master == "split":
-            raise TypeError(f"an {type(self).__name__} with master=\"split\" has no shallow copy, which would share its parameters and states, while "
-                            "neither optimizer knew of the other's steps; use copy.deepcopy, or the optimizer itself")
+            raise TypeError(
+                f'an {type(self).__name__} with master="split" has no shallow copy, which would share its parameters and states, while '
+                "neither optimizer knew of the other's steps; use copy.deepcopy, or the optimizer itself"
+            )
         make, arguments, state, *_ = cast(Any, self.__reduce_ex__(4))
         made = make(*arguments)
         made.__setstate__(state)
@@ -99,6 +121,7 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
         def see(_: Any, loaded: dict[str, Any]) -> None:
             check_steps(loaded, self._counted)
             seen.append(dict(loaded))
+
         with self._before_loading(see):
             super().load_state_dict(state_dict)
         self._precision.load(self, seen[0], list(self._keys))
@@ -131,8 +154,8 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
 
     @of_itself
     def rollback(self) -> None:
-        """Restores the parameters and states of the time before the last step, bit for bit; needs `undo=True`. With `tier`, those of the last
-        commit, also after a step that failed.
+        """Restores the parameters and states of the time before the last step, bit for bit; needs `undo=True`. With `tier`, those of the
+        last commit, also after a step that failed.
 
         Raises:
             InvalidArgumentError: There is no step to roll back, or its gradients, parameters or states were written to since."""
@@ -142,8 +165,10 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
         self._settle()
         last = self._last
         if last is None:
-            raise InvalidArgumentError(f"{type(self).__name__}.rollback: no step is recorded; construct the optimizer with undo=True, and "
-                                       "call rollback() at most once after a step")
+            raise InvalidArgumentError(
+                f"{type(self).__name__}.rollback: no step is recorded; construct the optimizer with undo=True, and "
+                "call rollback() at most once after a step"
+            )
         self._pending = pending = Pending(last.table, -1)
         try:
             last.rollback(pending.status)
@@ -156,8 +181,8 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
 
     @of_itself
     def master(self, param: torch.Tensor) -> torch.Tensor:
-        """The float32 master of a parameter, of which the next step computes; for a DTensor, of the part that this process holds. Before the
-        first step, and where the program has written to the parameter since, it has the values of the parameter.
+        """The float32 master of a parameter, of which the next step computes; for a DTensor, of the part that this process holds. Before
+        the first step, and where the program has written to the parameter since, it has the values of the parameter.
 
         Returns:
             The state of `master="f32"`; a new tensor for a split master, for a master on a tier, and before the first step. The parameter
@@ -166,7 +191,9 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
         Raises:
             InvalidArgumentError: The tensor is not a parameter of this optimizer."""
         if not any(param is own for group in self.param_groups for own in group["params"]):
-            raise InvalidArgumentError(f"{type(self).__name__}.master: the tensor is not a parameter of this optimizer; pass one of its param_groups")
+            raise InvalidArgumentError(
+                f"{type(self).__name__}.master: the tensor is not a parameter of this optimizer; pass one of its param_groups"
+            )
         check_has_memory(local(param), f"{type(self).__name__}.master: the parameter")
         tier = self._tier
         if tier is not None:
@@ -242,8 +269,9 @@ class SpillwayOptimizer(Building, Clipping, OnTier):
             except KeyError as error:
                 raise InvalidArgumentError(f"param_groups[{number}] has no option {error}; set it; nothing was stepped") from None
             except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-                raise InvalidArgumentError(f"param_groups[{number}]: an option is no number: {type(error).__name__}: {error}; set a number; nothing was "
-                                           "stepped") from None
+                raise InvalidArgumentError(
+                    f"param_groups[{number}]: an option is no number: {type(error).__name__}: {error}; set a number; nothing was stepped"
+                ) from None
             options.grad_scale = -factor if group.get("maximize") else factor
         return number, options
 
@@ -290,6 +318,8 @@ class _Group:
 
     def __reduce__(self) -> Any:
         if self.group is not None:
-            raise TypeError("an optimizer with process_group cannot be pickled, because a process group belongs to its process; save the optimizer's "
-                            "state_dict(), or set optimizer.process_group = None first")
+            raise TypeError(
+                "an optimizer with process_group cannot be pickled, because a process group belongs to its process; save the optimizer's "
+                "state_dict(), or set optimizer.process_group = None first"
+            )
         return _Group, (None,)

@@ -1,4 +1,5 @@
-"""The table of the present tensors: it is built of the parameters that Spillway serves, and again after a change that a table cannot take."""
+"""The table of the present tensors: it is built of the parameters that Spillway serves, and again after a change that a table cannot
+take."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ class Building(TorchStep):
     #: Whether a group asks for torch's own step, for each group of the present table.
     _flags: list[bool]
     #: Why this optimizer cannot leave a parameter to torch's step, and what to do.
-    _rest_words = ("is stepped by torch, which cannot roll a step back and keeps no moments or masters of other dtypes; leave out undo, "
-                   "moment_dtype and master, or pass contiguous CPU parameters and gradients of 16 or 32 bits")
+    _rest_words = (
+        "is stepped by torch, which cannot roll a step back and keeps no moments or masters of other dtypes; leave out undo, "
+        "moment_dtype and master, or pass contiguous CPU parameters and gradients of 16 or 32 bits"
+    )
 
     def _current(self) -> Table:
         """The table of the present tensors."""
@@ -64,8 +67,15 @@ class Building(TorchStep):
             raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} {self._rest_words}")
         check_memory(rows, self.param_groups)
         self._rest = rest
-        return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic,
-                     master=self._precision.master_state[0], grad_name=self._grad_name)
+        return Table(
+            self,
+            rows,
+            self._keys,
+            self._new_options,
+            own_options=self._precision.stochastic,
+            master=self._precision.master_state[0],
+            grad_name=self._grad_name,
+        )
 
     def _row(self, number: int, index: int, name: str) -> Row:
         group = self.param_groups[number]
@@ -74,8 +84,9 @@ class Building(TorchStep):
         if self._precision.has_master(param):
             key, dtype = self._precision.master_state
             if key == LOW and param.dtype is not torch.bfloat16:
-                raise UnsupportedError(f"{name} is {param.dtype}, and master=\"split\" is for torch.bfloat16; pass master=\"f32\", or cast the "
-                                       "parameter")
+                raise UnsupportedError(
+                    f'{name} is {param.dtype}, and master="split" is for torch.bfloat16; pass master="f32", or cast the parameter'
+                )
             lay_out(param, self.state[param], [key])
             master = master_of(self._precision, param, self.state[param])
             check_state(local(param), master, key, name, (dtype,))

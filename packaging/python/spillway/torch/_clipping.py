@@ -20,7 +20,6 @@ from ._rows import DTensor, check_has_memory, has_memory, local, name_of
 from ._table import Table, named
 from ._torch_step import TorchStep
 
-
 _ALONE = nullcontext()
 
 
@@ -64,7 +63,7 @@ class Clipping(TorchStep):
             grad = local(group["params"][index].grad)
             if not has_memory(grad):
                 check_has_memory(grad, f"{name_of(group, number, index)}: its gradient")
-            square = _square(grad) * factor ** 2
+            square = _square(grad) * factor**2
             if counts is None or counts[at]:
                 total += square
             if square - square != 0 and not nonfinite:
@@ -80,26 +79,32 @@ class Clipping(TorchStep):
         if group is not None:
             parts = Parts(everything, group)
             places = [(self.param_groups[number], number, index) for number, index in [*table.places, *self._rest]]
-            table.counts = group, [parts.count(getattr(own["params"][index], self._grad_name), name_of(own, number, index))
-                                   for own, number, index in places]
+            table.counts = (
+                group,
+                [parts.count(getattr(own["params"][index], self._grad_name), name_of(own, number, index)) for own, number, index in places],
+            )
             return table.counts[1]
         if any(isinstance(param, DTensor) for param in everything):
-            raise InvalidArgumentError(f"{type(self).__name__}: parameters are DTensors, so max_norm and skip_nonfinite need process_group, the "
-                                       "group over which the parts are summed")
+            raise InvalidArgumentError(
+                f"{type(self).__name__}: parameters are DTensors, so max_norm and skip_nonfinite need process_group, the "
+                "group over which the parts are summed"
+            )
         return None
 
     def _clip(self, measured: Measured) -> float | None:
         """The factor that clips the gradients to `max_norm`; None to skip the step."""
         total, nonfinite, found_inf = self._reduced(measured)
-        self.grad_norm = total ** 0.5
+        self.grad_norm = total**0.5
         if found_inf:
             self.grad_norm = float("inf")
             return None
         if nonfinite and self.skip_nonfinite:
             return None
         if nonfinite:
-            raise InvalidArgumentError(f"the gradient of {measured.culprit or 'a parameter of another process'} has Inf or NaN; nothing was "
-                                       "stepped. Pass skip_nonfinite=True to skip such steps")
+            raise InvalidArgumentError(
+                f"the gradient of {measured.culprit or 'a parameter of another process'} has Inf or NaN; nothing was "
+                "stepped. Pass skip_nonfinite=True to skip such steps"
+            )
         return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) if self.max_norm is not None else 1.0
 
     def _telling(self) -> AbstractContextManager[None]:
@@ -131,8 +136,10 @@ class Clipping(TorchStep):
             return measured.total, measured.nonfinite, False
         total, bad, found, refused = self._summed([measured.total, float(measured.nonfinite), 0.0, 0.0])
         if refused:
-            raise SpillwayError(f"{type(self).__name__}: another process of process_group refused this step, and its error says why; nothing was "
-                                "stepped here")
+            raise SpillwayError(
+                f"{type(self).__name__}: another process of process_group refused this step, and its error says why; nothing was "
+                "stepped here"
+            )
         return total, bool(bad), bool(found)
 
 

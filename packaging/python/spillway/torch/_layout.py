@@ -79,7 +79,9 @@ class Commit(NamedTuple):
             InvalidArgumentError: Another program has committed the tier."""
         start = len(_MAGIC) + _LENGTH.size
         if not stored.startswith(_MAGIC) or len(stored) < start:
-            raise InvalidArgumentError("the tier holds states that no optimizer of spillway.torch has committed; pass other paths or another job")
+            raise InvalidArgumentError(
+                "the tier holds states that no optimizer of spillway.torch has committed; pass other paths or another job"
+            )
         end = start + _LENGTH.unpack_from(stored, len(_MAGIC))[0]
         most, parameters, steps, count, *stateless = json.loads(zlib.decompress(stored[start:end]))
         return Commit(most, [(dtype, shape) for dtype, shape in parameters], steps, count, stored[end:], stateless[0] if stateless else [])
@@ -95,13 +97,19 @@ def check_parameters(commit: Commit, params: list[torch.Tensor], names: list[str
     cure = "pass the model of the run that committed, or other paths or another job for this one"
     for name, param, stored in zip(names, params, commit.parameters):
         if described(local(param)) != stored:
-            raise InvalidArgumentError(f"{name} is {param.dtype} of shape {tuple(local(param).shape)}; the tier was committed with torch.{stored[0]} of "
-                                       f"shape {tuple(stored[1])} there; {cure}")
+            raise InvalidArgumentError(
+                f"{name} is {param.dtype} of shape {tuple(local(param).shape)}; the tier was committed with torch.{stored[0]} of "
+                f"shape {tuple(stored[1])} there; {cure}"
+            )
     if len(params) != len(commit.parameters):
         first = names[len(commit.parameters)] if len(params) > len(commit.parameters) else f"parameter number {len(params)}"
-        raise InvalidArgumentError(f"the optimizer has {len(params)} parameters, and the tier was committed with {len(commit.parameters)}: {first} "
-                                   f"is the first without a counterpart; {cure}")
+        raise InvalidArgumentError(
+            f"the optimizer has {len(params)} parameters, and the tier was committed with {len(commit.parameters)}: {first} "
+            f"is the first without a counterpart; {cure}"
+        )
     for number in commit.stateless:
         if params[number].requires_grad:
-            raise InvalidArgumentError(f"{names[number]} requires a gradient, and the tier was committed without states for it, because it required "
-                                       "none then; freeze it before the optimizer is constructed, or pass another job and load a state dict")
+            raise InvalidArgumentError(
+                f"{names[number]} requires a gradient, and the tier was committed without states for it, because it required "
+                "none then; freeze it before the optimizer is constructed, or pass another job and load a state dict"
+            )

@@ -1,8 +1,9 @@
 """Tensor versions at the last step: they show which parameters the program has written since.
 
-Versions: a split master is the parameter and its low bits, so low bits are stale once the program has written to the parameter. The version of
-each parameter with low bits is noted at its last step. The present table has these versions, and `_noted` those of parameters that a former
-table has stepped. A version is valid for the dict of states with which it was noted, because `load_state_dict` brings new low bits."""
+Versions: a split master is the parameter and its low bits, so low bits are stale once the program has written to the parameter. The version
+of each parameter with low bits is noted at its last step. The present table has these versions, and `_noted` those of parameters that a
+former table has stepped. A version is valid for the dict of states with which it was noted, because `load_state_dict` brings new low
+bits."""
 
 from __future__ import annotations
 
@@ -21,25 +22,28 @@ from ._rows import local
 from ._table import Table
 from ._undo import RecordedStep
 
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def of_itself(method: _Method) -> _Method:
     """A method that runs on the optimizer itself if a wrapper calls it with the wrapper in its place."""
+
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         own = self._itself()
         return method(heir_of(self) if own is None else own, *arguments, **options)
+
     return cast(_Method, call)
 
 
 def heir_of(other: Any) -> Any:
-    """An object with the attributes of an optimizer that was deleted: it takes the place of the optimizer if the attributes are the same dict.
-    A copy of that dict does not have what the optimizer noted after the copy was made."""
+    """An object with the attributes of an optimizer that was deleted: it takes the place of the optimizer if the attributes are the same
+    dict. A copy of that dict does not have what the optimizer noted after the copy was made."""
     if id(other.__dict__) != other._attributes:
-        raise InvalidArgumentError(f"{type(other).__name__}: this object has a copy of the attributes of an optimizer that was deleted; keep the "
-                                   "optimizer as long as the object is used")
+        raise InvalidArgumentError(
+            f"{type(other).__name__}: this object has a copy of the attributes of an optimizer that was deleted; keep the "
+            "optimizer as long as the object is used"
+        )
     other._itself = weakref.ref(other)
     return other
 
@@ -65,11 +69,30 @@ class Notes(torch.optim.Optimizer):
         # Wrappers inherit from the class of the optimizer that they wrap, and look in it for the attributes that they lack. An attribute of
         # the class would be found before that of the wrapped optimizer.
         made: Any = super().__new__(cls)
-        made.__dict__.update({
-            "undo": False, "max_norm": None, "process_group": None, "skip_nonfinite": False, "grad_norm": None, "skipped": False,
-            "resumed_step": None, "payload": b"", "_precision": Precision(), "_table": None, "_last": None, "_pending": None, "_noted": {},
-            "_tier": None, "_rest": [], "_tried": [], "_flags": [], "_itself": weakref.ref(made),
-            "_attributes": id(made.__dict__), "_said": False})
+        made.__dict__.update(
+            {
+                "undo": False,
+                "max_norm": None,
+                "process_group": None,
+                "skip_nonfinite": False,
+                "grad_norm": None,
+                "skipped": False,
+                "resumed_step": None,
+                "payload": b"",
+                "_precision": Precision(),
+                "_table": None,
+                "_last": None,
+                "_pending": None,
+                "_noted": {},
+                "_tier": None,
+                "_rest": [],
+                "_tried": [],
+                "_flags": [],
+                "_itself": weakref.ref(made),
+                "_attributes": id(made.__dict__),
+                "_said": False,
+            }
+        )
         return made
 
     def _settle(self) -> None:

@@ -37,7 +37,9 @@ class OnTier(Notes):
             raise UnsupportedError(f"{name}: states on a tier are for Adam and AdamW; leave out tier")
         for keyword, given in refused.items():
             if given:
-                raise UnsupportedError(f"{name}: {keyword} cannot be combined with tier, which keeps f32 masters and moments; leave out one of them")
+                raise UnsupportedError(
+                    f"{name}: {keyword} cannot be combined with tier, which keeps f32 masters and moments; leave out one of them"
+                )
         self._tier = TierStates(self, tier, memory_budget)
         self.resumed_step = self._tier.resumed_step
         self.payload = self._tier.committed.payload if self._tier.committed is not None else b""
@@ -46,8 +48,10 @@ class OnTier(Notes):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch does; with `tier`, all groups must be passed at construction."""
         if self._tier is not None:
-            raise UnsupportedError(f"{type(self).__name__}.add_param_group: the layout of states on a tier is fixed at construction; pass all groups "
-                                   "to the constructor")
+            raise UnsupportedError(
+                f"{type(self).__name__}.add_param_group: the layout of states on a tier is fixed at construction; pass all groups "
+                "to the constructor"
+            )
         super().add_param_group(param_group)
 
     @of_itself
@@ -96,9 +100,11 @@ class OnTier(Notes):
 
     def _alone(self, tier: TierStates, work: Callable[[], _Result]) -> _Result:
         """Returns work(), during which no other thread uses the states. The last call of the library is noted before."""
+
         def settled() -> _Result:
             self._settle()
             return work()
+
         return tier.alone(settled)
 
     def _load_to_tier(self, state_dict: dict[str, Any], tier: TierStates) -> None:
@@ -109,6 +115,7 @@ class OnTier(Notes):
             check_steps(loaded, True)
             found.update(check_loaded(self, tier, loaded))
             return {**loaded, "state": {}}
+
         own = self.state
         try:
             with self._before_loading(take):

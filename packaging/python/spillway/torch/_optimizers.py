@@ -110,13 +110,25 @@ class Lion(SpillwayOptimizer):
     _counted = False
     _keys = {"exp_avg": "exp_avg"}
 
-    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, *,
-                 maximize: bool = False, **options: Any):
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Any,
+    ):
         beyond = take_beyond(options)
         if options:
             raise TypeError(f"Lion has no argument {next(iter(options))!r}")
-        for name, value, fits in [("lr", lr, lr >= 0), ("betas[0]", betas[0], 0 <= betas[0] < 1), ("betas[1]", betas[1], 0 <= betas[1] < 1),
-                                  ("weight_decay", weight_decay, weight_decay >= 0)]:
+        for name, value, fits in [
+            ("lr", lr, lr >= 0),
+            ("betas[0]", betas[0], 0 <= betas[0] < 1),
+            ("betas[1]", betas[1], 0 <= betas[1] < 1),
+            ("weight_decay", weight_decay, weight_decay >= 0),
+        ]:
             if not fits:
                 raise InvalidArgumentError(f"Lion: {name} is {value!r}, which is out of range")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})

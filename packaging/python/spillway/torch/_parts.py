@@ -40,8 +40,10 @@ class Parts:
         meshes = {id(param.device_mesh): param.device_mesh for param in params if isinstance(param, DTensor)}
         everyone = [set(mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
         if any(ranks != everyone[0] for ranks in everyone):
-            raise InvalidArgumentError(f"parameters are on meshes of different processes, {sorted(map(sorted, everyone))}, so their gradients have no "
-                                       "common norm; place all parameters on meshes of the same processes, or leave out max_norm and skip_nonfinite")
+            raise InvalidArgumentError(
+                f"parameters are on meshes of different processes, {sorted(map(sorted, everyone))}, so their gradients have no "
+                "common norm; place all parameters on meshes of the same processes, or leave out max_norm and skip_nonfinite"
+            )
         self._rank = torch.distributed.get_rank()
         self._within = [rank for rank in torch.distributed.get_process_group_ranks(group) if not everyone or rank in everyone[0]]
         self._distributed = bool(meshes)
@@ -55,15 +57,19 @@ class Parts:
         if not isinstance(tensor, DTensor):
             return not self._distributed or self._within[:1] == [self._rank]
         if is_partial(tensor):
-            raise InvalidArgumentError(f"the gradient of {name} is placed as {tensor.placements}: its processes hold terms of a sum, which have no "
-                                       "norm; redistribute the gradient")
+            raise InvalidArgumentError(
+                f"the gradient of {name} is placed as {tensor.placements}: its processes hold terms of a sum, which have no "
+                "norm; redistribute the gradient"
+            )
         mesh, split = tensor.device_mesh, _split(tensor.placements)
         if (id(mesh), split) not in self._known:
             holders = self._holders(mesh.mesh, split)
             lacking = [part for part in product(*(range(size) for size, apart in zip(mesh.shape, split) if apart)) if part not in holders]
             if lacking:
-                raise InvalidArgumentError(f"{name} is placed as {tensor.placements} on {mesh}, and process_group has {len(holders)} of the "
-                                           f"{len(holders) + len(lacking)} parts; pass a group with all processes of the mesh")
+                raise InvalidArgumentError(
+                    f"{name} is placed as {tensor.placements} on {mesh}, and process_group has {len(holders)} of the "
+                    f"{len(holders) + len(lacking)} parts; pass a group with all processes of the mesh"
+                )
             self._known[id(mesh), split] = self._rank in holders.values()
         return self._known[id(mesh), split]
 

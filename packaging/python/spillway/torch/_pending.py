@@ -1,8 +1,8 @@
 """A call of the library that steps or rolls back, until the optimizer has noted its result.
 
 A signal handler may raise between any two bytecodes, also after the library has written the parameters. Invariants:
-- The optimizer holds the call before the library is entered. The library's status and the new versions are stored without a bytecode between
-  the call and the store.
+- The optimizer holds the call before the library is entered. The library's status and the new versions are stored without a bytecode
+  between the call and the store.
 - `settle` may be repeated: it sets step counts and versions to values that were computed once."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Pending:
             # The program has written to a parameter since an interrupted call: no version marks the values of the step.
             versions = [after if now == before else -1 for after, now, before in zip(versions, self._now, self._before)]
         self._table.set_counts(self._counts)
-        self._table.note_versions(versions[:self._recorded])
+        self._table.note_versions(versions[: self._recorded])
         if self.last is not None:
-            self.last.note_versions(versions[self._recorded:])
+            self.last.note_versions(versions[self._recorded :])
         return True

@@ -30,7 +30,9 @@ class Precision(NamedTuple):
     master: str | None = None
 
     @staticmethod
-    def of(name: str, adam: bool, moment_dtype: torch.dtype | None, moment_rounding: str, rounding_seed: int, master: str | None) -> Precision:
+    def of(
+        name: str, adam: bool, moment_dtype: torch.dtype | None, moment_rounding: str, rounding_seed: int, master: str | None
+    ) -> Precision:
         """Checks the arguments of an optimizer's class."""
         if moment_dtype not in (None, torch.float32, torch.bfloat16):
             raise InvalidArgumentError(f"{name}: moment_dtype is {moment_dtype!r}; pass torch.bfloat16, torch.float32 or None")
@@ -38,11 +40,11 @@ class Precision(NamedTuple):
             raise InvalidArgumentError(f"{name}: moment_rounding is {moment_rounding!r}; pass one of {tuple(_abi.ROUNDINGS)}")
         stochastic = moment_rounding == "stochastic"
         if stochastic and (moment_dtype is not torch.bfloat16 or not adam):
-            raise InvalidArgumentError(f"{name}: moment_rounding=\"stochastic\" is for Adam and AdamW with moment_dtype=torch.bfloat16")
+            raise InvalidArgumentError(f'{name}: moment_rounding="stochastic" is for Adam and AdamW with moment_dtype=torch.bfloat16')
         if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, Integral) or not 0 <= rounding_seed < 2**64:
             raise InvalidArgumentError(f"{name}: rounding_seed is {rounding_seed!r}; pass a whole number from 0 to 2**64 - 1")
         if master not in (None, *_STATES):
-            raise InvalidArgumentError(f"{name}: master is {master!r}; pass \"f32\", \"split\" or None")
+            raise InvalidArgumentError(f'{name}: master is {master!r}; pass "f32", "split" or None')
         return Precision(moment_dtype, stochastic, rounding_seed, master)
 
     @property

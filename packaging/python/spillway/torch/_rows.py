@@ -16,8 +16,10 @@ from ..errors import InvalidArgumentError, UnsupportedError
 try:
     from torch.distributed.tensor import DTensor
 except ImportError:  # a build of torch without distributed
+
     class DTensor:  # type: ignore[no-redef]
         """Stands in where torch has no DTensor."""
+
 
 CODES = {torch.float32: _abi.DTYPE_F32, torch.float16: _abi.DTYPE_F16, torch.bfloat16: _abi.DTYPE_BF16}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -83,8 +85,9 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
     if isinstance(param, DTensor) != isinstance(grad, DTensor):
         raise InvalidArgumentError(f"{name}: one of parameter and gradient is a DTensor; pass both as DTensors")
     if isinstance(param, DTensor) and grad.placements != param.placements:
-        raise InvalidArgumentError(f"{name}: the gradient is placed as {grad.placements}, the parameter as {param.placements}; "
-                                   "redistribute the gradient")
+        raise InvalidArgumentError(
+            f"{name}: the gradient is placed as {grad.placements}, the parameter as {param.placements}; redistribute the gradient"
+        )
     if is_partial(param):
         return False
     param, grad = local(param), local(grad)
@@ -94,8 +97,15 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
         raise InvalidArgumentError(f"{name} is on {param.device}, its gradient on {grad.device}; move the gradient")
     if param.shape != grad.shape:
         raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}; compute the gradient again")
-    served = (param.is_cpu and param.dtype in CODES and grad.dtype in CODES and param.is_contiguous() and grad.is_contiguous()
-              and holds_values(param) and holds_values(grad))
+    served = (
+        param.is_cpu
+        and param.dtype in CODES
+        and grad.dtype in CODES
+        and param.is_contiguous()
+        and grad.is_contiguous()
+        and holds_values(param)
+        and holds_values(grad)
+    )
     if served:
         check_has_memory(param, name)
         check_has_memory(grad, f"the gradient of {name}")
@@ -103,7 +113,8 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
 
 
 def lay_out(param: torch.Tensor, states: dict[str, Any], keys: list[str]) -> None:
-    """Replaces states by contiguous copies, as a contiguous parameter needs them. Saved states of channels_last parameters have other strides."""
+    """Replaces states by contiguous copies, as a contiguous parameter needs them. Saved states of channels_last parameters have other
+    strides."""
     for key in keys:
         own = local(states[key]) if isinstance(states.get(key), torch.Tensor) else None
         if own is not None and own.shape == local(param).shape and own.is_cpu and own.layout is torch.strided and not own.is_contiguous():
@@ -113,46 +124,61 @@ def lay_out(param: torch.Tensor, states: dict[str, Any], keys: list[str]) -> Non
 def check_kinds(states: Any, keys: Iterable[str], name: str) -> None:
     """Raises an error if the states of a parameter are none: a dict, whose values for `keys` are tensors."""
     if not isinstance(states, dict):
-        raise InvalidArgumentError(f"{name}: optimizer.state has {states!r} for it; load the state of this parameter, or delete "
-                                   "optimizer.state[parameter]")
+        raise InvalidArgumentError(
+            f"{name}: optimizer.state has {states!r} for it; load the state of this parameter, or delete optimizer.state[parameter]"
+        )
     for key in keys:
         if key in states and not isinstance(states[key], torch.Tensor):
-            raise InvalidArgumentError(f"{name}: its state {key!r} is {states[key]!r}; load the state of this parameter, or delete "
-                                       "optimizer.state[parameter]")
+            raise InvalidArgumentError(
+                f"{name}: its state {key!r} is {states[key]!r}; load the state of this parameter, or delete optimizer.state[parameter]"
+            )
 
 
 def check_complete(states: dict[str, Any], keys: Iterable[str], name: str) -> None:
     """Raises an error if one of the states of a parameter is missing."""
     for key in keys:
         if key not in states:
-            raise InvalidArgumentError(f"{name}: its state lacks {key!r}; load the state of this optimizer, or delete optimizer.state[parameter]")
+            raise InvalidArgumentError(
+                f"{name}: its state lacks {key!r}; load the state of this optimizer, or delete optimizer.state[parameter]"
+            )
 
 
 def check_versions(tensors: Iterable[torch.Tensor], name: str) -> None:
     """Raises an error for tensors in which torch does not note writes."""
     if any(tensor.is_inference() for tensor in tensors):
-        raise InvalidArgumentError(f"{name}: the parameter, its gradient or a state is an inference tensor, in which torch notes no writes, as undo and "
-                                   "master need them; clone it outside of torch.inference_mode")
+        raise InvalidArgumentError(
+            f"{name}: the parameter, its gradient or a state is an inference tensor, in which torch notes no writes, as undo and "
+            "master need them; clone it outside of torch.inference_mode"
+        )
 
 
 def check_state(param: torch.Tensor, state: torch.Tensor, key: str, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raises an error if a state does not belong to its parameter, or has none of `dtypes`."""
     if state.shape != param.shape:
-        raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, its state {key!r} {tuple(state.shape)}; load the state of "
-                                   "this parameter, or delete optimizer.state[parameter]")
+        raise InvalidArgumentError(
+            f"{name} has shape {tuple(param.shape)}, its state {key!r} {tuple(state.shape)}; load the state of "
+            "this parameter, or delete optimizer.state[parameter]"
+        )
     if not (state.is_cpu and state.is_contiguous() and holds_values(state)):
-        raise InvalidArgumentError(f"{name}: its state {key!r} is not contiguous in CPU memory as the parameter is, or has torch's negative "
-                                   "bit; replace the state by a copy in CPU memory")
+        raise InvalidArgumentError(
+            f"{name}: its state {key!r} is not contiguous in CPU memory as the parameter is, or has torch's negative "
+            "bit; replace the state by a copy in CPU memory"
+        )
     check_has_memory(state, f"the state {key!r} of {name}")
     if state.dtype not in dtypes:
-        raise UnsupportedError(f"{name} is {param.dtype}, its state {key!r} {state.dtype}; cast the state to "
-                               f"{' or '.join(dict.fromkeys(map(str, dtypes)))}")
+        raise UnsupportedError(
+            f"{name} is {param.dtype}, its state {key!r} {state.dtype}; cast the state to {' or '.join(dict.fromkeys(map(str, dtypes)))}"
+        )
 
 
 def check_memory(rows: list[Row], groups: list[dict[str, Any]]) -> None:
     """Raises an error if parameters or states of two rows share memory."""
-    parts = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, at)
-                   for at, row in enumerate(rows) for tensor in (row.param, *row.states, *([] if row.master is None else [row.master])) if tensor.numel())
+    parts = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, at)
+        for at, row in enumerate(rows)
+        for tensor in (row.param, *row.states, *([] if row.master is None else [row.master]))
+        if tensor.numel()
+    )
     for (_, end, first), (start, _, second) in zip(parts, parts[1:]):
         if start < end:
             one, other = (name_of(groups[row.group], row.group, row.place) for row in (rows[first], rows[second]))

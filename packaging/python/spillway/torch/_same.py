@@ -14,6 +14,7 @@ TensorGuards: Any = None
 try:
     # The guards of torch.compile compare a list of tensors in C++: a sixth of the time of the passes below.
     from torch._C._dynamo import guards as _guards
+
     TensorGuards = _guards.TensorGuards
 except (ImportError, AttributeError):
     pass
@@ -35,9 +36,12 @@ def properties_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], bool]:
 
 def _slow_properties_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], bool]:
     types, known = list(map(type, tensors)), [list(map(get, tensors)) for get in _PROPERTIES]
-    return lambda others: (list(map(type, others)) == types and all(map(torch.Tensor.is_contiguous, others))
-                           and all(map(holds_values, others))
-                           and all(list(map(get, others)) == own for get, own in zip(_PROPERTIES, known)))
+    return lambda others: (
+        list(map(type, others)) == types
+        and all(map(torch.Tensor.is_contiguous, others))
+        and all(map(holds_values, others))
+        and all(list(map(get, others)) == own for get, own in zip(_PROPERTIES, known))
+    )
 
 
 def _guards_work() -> bool:
@@ -46,8 +50,17 @@ def _guards_work() -> bool:
     if _verdict is None:
         some = torch.zeros(2, 3, device="cpu")
         other = torch.zeros(3, 2, device="cpu")
-        others = [other, other.t(), some.double(), some.to("meta"), some.to_sparse(), torch.nn.Parameter(some), None,
-                  torch._neg_view(some), torch._efficientzerotensor(2, 3)]
+        others = [
+            other,
+            other.t(),
+            some.double(),
+            some.to("meta"),
+            some.to_sparse(),
+            torch.nn.Parameter(some),
+            None,
+            torch._neg_view(some),
+            torch._efficientzerotensor(2, 3),
+        ]
         try:
             check = TensorGuards(some, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             _verdict = check(torch.ones_like(some)) and not any(check(other) for other in others)

@@ -36,8 +36,17 @@ class Slice:
         master: Name of the state that holds the rows' masters, if they have masters.
         grad_name: Attribute of a parameter that holds its gradient."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], mask: list[bool], rows: list[Row], keys: list[str],
-                 first: int, master: str | None, grad_name: str):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: list[torch.Tensor],
+        mask: list[bool],
+        rows: list[Row],
+        keys: list[str],
+        first: int,
+        master: str | None,
+        grad_name: str,
+    ):
         self._params, self._mask = params, None if all(mask) else mask
         self._grad = attrgetter(grad_name)
         self.rows = range(first, first + len(rows))

@@ -12,7 +12,7 @@ def join(param: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """The f32 master of a bf16 parameter and its int16 low bits."""
     # The conversion extends the sign: a set highest bit subtracts one from the upper half. A zero has no such master.
     bits = low.to(torch.int32)
-    bits = torch.where((param == 0) & (bits < 0), bits & 0xffff, bits)
+    bits = torch.where((param == 0) & (bits < 0), bits & 0xFFFF, bits)
     return bits.add_(param.detach().view(torch.int16).to(torch.int32) << 16).view(torch.float32)
 
 
@@ -22,6 +22,6 @@ def low_of(master: torch.Tensor) -> torch.Tensor:
     bits = master.detach().to(torch.float32).contiguous().view(torch.int32)
     low = bits.to(torch.int16)
     ties = (low == -0x8000) & ((bits >> 16) & 1 == 0)
-    low[ties] = 0x7fff
+    low[ties] = 0x7FFF
     low[master.isnan()] = 0
     return low

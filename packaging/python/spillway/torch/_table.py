@@ -44,8 +44,16 @@ class Table:
         master: Name of the state that holds masters.
         grad_name: Attribute of a parameter that holds its gradient."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rows: list[Row], keys: dict[str, str],
-                 make_options: Callable[[tuple[int, int]], Any], own_options: bool = False, master: str = "", grad_name: str = "grad"):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rows: list[Row],
+        keys: dict[str, str],
+        make_options: Callable[[tuple[int, int]], Any],
+        own_options: bool = False,
+        master: str = "",
+        grad_name: str = "grad",
+    ):
         self._optimizer, self._master = optimizer, master
         #: A process group, and for each gradient of the step whether it counts in the group's norm.
         self.counts: tuple[Any, list[bool] | None] = (None, None)
@@ -69,13 +77,16 @@ class Table:
         slices, first, at = [], 0, 0
         while at < len(params):
             # Rows with and without a master have other states: none of the other kind is in the slice.
-            kinds = [chosen.get(place) for place in places[at:at + LENGTH]]
+            kinds = [chosen.get(place) for place in places[at : at + LENGTH]]
             kind = next((kind for kind in kinds if kind is not None), False)
             length = next((number for number, other in enumerate(kinds) if other is (not kind)), len(kinds))
             mask = [other is not None for other in kinds[:length]]
             end = first + sum(mask)
-            slices.append(Slice(self._optimizer, params[at:at + length], mask, rows[first:end], keys, first,
-                                self._master if kind else None, grad_name))
+            slices.append(
+                Slice(
+                    self._optimizer, params[at : at + length], mask, rows[first:end], keys, first, self._master if kind else None, grad_name
+                )
+            )
             first, at = end, at + length
         return slices
 
@@ -101,8 +112,8 @@ class Table:
             _tensor_rows.put(entry, field, _span(state), f"state of the C field {field}")
 
     def _gather_steps(self) -> None:
-        """Moves the step counts into one piece of memory, where counting a step is one addition. Each has a storage of its own there: a count
-        that is pickled takes no other one along."""
+        """Moves the step counts into one piece of memory, where counting a step is one addition. Each has a storage of its own there: a
+        count that is pickled takes no other one along."""
         inner = [state for part in self._slices for state in part.inner]
         #: Step counts that other processes see too: by the number of the row. They stay where they are.
         self._shared: dict[int, torch.Tensor] = {}
@@ -113,8 +124,9 @@ class Table:
         found = [state["step"] for state in inner]
         for number, step in enumerate(found):
             if not isinstance(step, torch.Tensor) or not is_count(step):
-                raise InvalidArgumentError(f"{self.name(number)}: its state 'step' is {step!r}; set a tensor with the number of steps, or load the "
-                                           "state again")
+                raise InvalidArgumentError(
+                    f"{self.name(number)}: its state 'step' is {step!r}; set a tensor with the number of steps, or load the state again"
+                )
         dtype = found[0].dtype if found[0].dtype in _COUNTS else torch.float32
         memory = bytearray(len(found) * dtype.itemsize)
         self.steps = torch.frombuffer(memory, dtype=dtype)
@@ -138,21 +150,25 @@ class Table:
     def refresh(self) -> bool:
         """Patches new gradients in; False if the table no longer describes the optimizer's tensors."""
         try:
-            return self._same_lists() and all(part.is_same() and part.take_grads(self._grads[part.rows.start:part.rows.stop])
-                                                for part in self._slices)
+            return self._same_lists() and all(
+                part.is_same() and part.take_grads(self._grads[part.rows.start : part.rows.stop]) for part in self._slices
+            )
         except (KeyError, RuntimeError, NotImplementedError, AttributeError, TypeError):
             # A state was removed, or a tensor has no address any more; building the table again names the reason.
             return False
 
     def _same_lists(self) -> bool:
         groups = self._optimizer.param_groups
-        return (len(groups) == len(self._lists)
-                and all(len(group["params"]) == len(known) and all(map(is_, group["params"], known))
-                        for group, known in zip(groups, self._lists))
-                and len(self._optimizer.state) == len(self._states)
-                and all(map(is_, self._optimizer.state.values(), self._states))
-                and (not self._counting or torch.equal(self.steps, self._known))
-                and all(float(step) == float(self.steps[number]) for number, step in self._shared.items()))
+        return (
+            len(groups) == len(self._lists)
+            and all(
+                len(group["params"]) == len(known) and all(map(is_, group["params"], known)) for group, known in zip(groups, self._lists)
+            )
+            and len(self._optimizer.state) == len(self._states)
+            and all(map(is_, self._optimizer.state.values(), self._states))
+            and (not self._counting or torch.equal(self.steps, self._known))
+            and all(float(step) == float(self.steps[number]) for number, step in self._shared.items())
+        )
 
     @property
     def grads(self) -> list[torch.Tensor]:
@@ -174,8 +190,10 @@ class Table:
 
     def counted(self, by: int) -> tuple[torch.Tensor, dict[tuple[int, int, int], Any]]:
         """Step counts and options after `by` more steps, for `set_counts`."""
-        return (self.steps + by if self._counting else self.steps.clone(),
-                {(group, step + by, place): options for (group, step, place), options in self.options.items()})
+        return (
+            self.steps + by if self._counting else self.steps.clone(),
+            {(group, step + by, place): options for (group, step, place), options in self.options.items()},
+        )
 
     def set_counts(self, counts: tuple[torch.Tensor, dict[tuple[int, int, int], Any]]) -> None:
         """Sets the step counts."""
@@ -220,9 +238,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def named(error: SpillwayError, name: Callable[[int], str], group: int | None = None) -> SpillwayError:
     """An error of the library with names of parameters and groups. `group`: the group whose options the call itself had."""
+
     def place(match: re.Match[str]) -> str:
         row, of_row, of_call = match.groups()
         option = _OPTION_NAMES.get(of_row or of_call, of_row or of_call)
         where = f"param_groups[{group}]" if row is None else name(int(row))
         return where if option is None else f"{where}, option {option}"
+
     return type(error)(_PLACES.sub(place, str(error)), error.status)

@@ -41,7 +41,7 @@ def whole_state(optimizer: torch.optim.Optimizer, states: TierStates) -> dict[to
         for piece in states.layout.of_subgroup[subgroup]:
             for key, to in whole[states.params[piece.parameter]].items():
                 if key != "step":
-                    to.view(-1)[piece.start:piece.start + piece.count] = parts[key][piece.first:piece.first + piece.count]
+                    to.view(-1)[piece.start : piece.start + piece.count] = parts[key][piece.first : piece.first + piece.count]
     for param in params:
         if isinstance(param, DTensor):
             whole[param].update({key: _distributed(param, value) for key, value in whole[param].items() if key != "step"})
@@ -57,8 +57,12 @@ def _empty(own: torch.Tensor, directory: Any) -> torch.Tensor:
             # Without this, a full disk would end the process at the write to a page.
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            raise OSError(error.errno, f"no room for {size} bytes of a state dict, which is kept in files below the tier's first directory: "
-                          f"{os.strerror(error.errno or 0)}", os.fspath(directory)) from None
+            raise OSError(
+                error.errno,
+                f"no room for {size} bytes of a state dict, which is kept in files below the tier's first directory: "
+                f"{os.strerror(error.errno or 0)}",
+                os.fspath(directory),
+            ) from None
         return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=own.numel(), dtype=torch.float32).view(own.shape)
 
 
@@ -81,17 +85,22 @@ def check_loaded(optimizer: torch.optim.Optimizer, states: TierStates, loaded: d
         if not state or (not states.stated[number] and float(state.get("step", 0)) == 0):
             continue
         if not states.stated[number]:
-            raise InvalidArgumentError(f"load_state_dict: {states.names[number]} has no states on the tier, because it did not require a gradient "
-                                       "when the optimizer was constructed, and its saved state has been stepped; construct the optimizer while the "
-                                       "parameter requires a gradient; nothing was loaded")
+            raise InvalidArgumentError(
+                f"load_state_dict: {states.names[number]} has no states on the tier, because it did not require a gradient "
+                "when the optimizer was constructed, and its saved state has been stepped; construct the optimizer while the "
+                "parameter requires a gradient; nothing was loaded"
+            )
         for key in MOMENTS:
             if key not in state:
-                raise InvalidArgumentError(f"load_state_dict: {states.names[number]}: its saved state lacks {key!r}; load the state of an Adam or "
-                                           "AdamW")
+                raise InvalidArgumentError(
+                    f"load_state_dict: {states.names[number]}: its saved state lacks {key!r}; load the state of an Adam or AdamW"
+                )
         for key in (*MOMENTS, MASTER):
             if key in state and local(state[key]).shape != local(param).shape:
-                raise InvalidArgumentError(f"load_state_dict: {states.names[number]} has shape {tuple(local(param).shape)}, its saved state {key!r} "
-                                           f"{tuple(local(state[key]).shape)}; load the state of this model; nothing was loaded")
+                raise InvalidArgumentError(
+                    f"load_state_dict: {states.names[number]} has shape {tuple(local(param).shape)}, its saved state {key!r} "
+                    f"{tuple(local(state[key]).shape)}; load the state of this model; nothing was loaded"
+                )
         found[number] = state
     return found
 
@@ -104,7 +113,7 @@ def write_through(optimizer: torch.optim.Optimizer, states: TierStates, found: d
             state = found.get(piece.parameter, {})
             for key, to in parts.items():
                 if key in state and (key != MASTER or states.params[piece.parameter].dtype is not torch.float32):
-                    to[piece.first:piece.first + piece.count] = local(state[key]).reshape(-1)[piece.start:piece.start + piece.count]
+                    to[piece.first : piece.first + piece.count] = local(state[key]).reshape(-1)[piece.start : piece.start + piece.count]
         states.swap.write(subgroup, *parts.values())
     states.set_steps(optimizer, [float(found.get(number, {}).get("step", 0)) for number in range(len(states.params))])
     # A master that does not round to its parameter is replaced at the next step, as without a tier.

@@ -82,7 +82,8 @@ class TierOptions(NamedTuple):
         return options._replace(
             paths=[path if isinstance(path, TierPath) else TierPath(path) for path in paths],
             rank=options.rank if options.rank is not None else torch.distributed.get_rank() if ready else 0,
-            world=options.world if options.world is not None else torch.distributed.get_world_size() if ready else 1)
+            world=options.world if options.world is not None else torch.distributed.get_world_size() if ready else 1,
+        )
 
 
 class TierState(dict[str, Any]):
@@ -144,8 +145,10 @@ class TierStates:
         self._check_served()
         self.numbers = {id(param): number for number, param in enumerate(self.params)}
         self._shapes = [param.shape for param in self.params]
-        self.directory = next((path.directory for path in options.paths
-                               if path.directory is not None and not os.fspath(path.directory).startswith("s3://")), None)
+        self.directory = next(
+            (path.directory for path in options.paths if path.directory is not None and not os.fspath(path.directory).startswith("s3://")),
+            None,
+        )
         self._handles, self._world, self._lock = _Handles(), options.world or 1, threading.RLock()
         #: The record of a commit that has begun, and the status of the library's call once it has returned.
         self._pending: tuple[Commit, list[int]] | None = None
@@ -168,13 +171,22 @@ class TierStates:
         counts = [local(param).numel() if stated else 0 for param, stated in zip(self.params, self.stated)]
         self.layout = Layout(counts, self.committed.most if self.committed else _part_elements(options, memory_budget, sum(counts)))
         try:
-            self._handles.swap = Swap(tier, self.layout.elements, memory_budget=memory_budget, ratio=options.ratio, turns=options.turns,
-                                      huge_pages=options.pin_memory, pin_memory=options.pin_memory)
+            self._handles.swap = Swap(
+                tier,
+                self.layout.elements,
+                memory_budget=memory_budget,
+                ratio=options.ratio,
+                turns=options.turns,
+                huge_pages=options.pin_memory,
+                pin_memory=options.pin_memory,
+            )
         except SpillwayError as error:
             if error.status != _LIMIT_REACHED:
                 raise
-            raise InvalidArgumentError(f"the states of the optimizer need {_STATE_BYTES * sum(counts) / 1e6:.1f} MB on the tier: {error}; raise the "
-                                       "limits of the paths, or add a path") from error
+            raise InvalidArgumentError(
+                f"the states of the optimizer need {_STATE_BYTES * sum(counts) / 1e6:.1f} MB on the tier: {error}; raise the "
+                "limits of the paths, or add a path"
+            ) from error
         self.swap._user = tier._user
         self.count = 0
         if self.committed is not None:
@@ -219,14 +231,20 @@ class TierStates:
         """The number of a parameter; raises InvalidArgumentError if it is not one of the construction, was resized, or has no states."""
         number = self.numbers.get(id(param))
         if number is None:
-            raise InvalidArgumentError(f"{name} is not one of the parameters that the optimizer was constructed with, so the tier has no states "
-                                       "for it; construct the optimizer again")
+            raise InvalidArgumentError(
+                f"{name} is not one of the parameters that the optimizer was constructed with, so the tier has no states "
+                "for it; construct the optimizer again"
+            )
         if param.shape != self._shapes[number]:
-            raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, and its states on the tier have {tuple(self._shapes[number])}; "
-                                       "construct the optimizer again, on another job")
+            raise InvalidArgumentError(
+                f"{name} has shape {tuple(param.shape)}, and its states on the tier have {tuple(self._shapes[number])}; "
+                "construct the optimizer again, on another job"
+            )
         if not self.stated[number]:
-            raise InvalidArgumentError(f"{name} has a gradient and no states on the tier, because it did not require a gradient when the optimizer "
-                                       "was constructed; construct the optimizer again, on another job, or set its gradient to None")
+            raise InvalidArgumentError(
+                f"{name} has a gradient and no states on the tier, because it did not require a gradient when the optimizer "
+                "was constructed; construct the optimizer again, on another job, or set its gradient to None"
+            )
         return number
 
     def set_steps(self, optimizer: torch.optim.Optimizer, steps: list[float]) -> None:
@@ -240,11 +258,15 @@ class TierStates:
         """The step count of the parameter with this number; raises InvalidArgumentError if the program has removed it."""
         state = optimizer.state.get(self.params[number])
         if not isinstance(state, dict) or "step" not in state:
-            raise InvalidArgumentError(f"{self.names[number]}: optimizer.state has no step count for it, as after optimizer.state.clear(), and its "
-                                       "other states are on the tier; call rollback() to return to the last commit, or load_state_dict()")
+            raise InvalidArgumentError(
+                f"{self.names[number]}: optimizer.state has no step count for it, as after optimizer.state.clear(), and its "
+                "other states are on the tier; call rollback() to return to the last commit, or load_state_dict()"
+            )
         step = state["step"]
         if not isinstance(step, torch.Tensor) or not is_count(step):
-            raise InvalidArgumentError(f"{self.names[number]}: its state 'step' is {step!r}; set a tensor with the number of steps, or call rollback()")
+            raise InvalidArgumentError(
+                f"{self.names[number]}: its state 'step' is {step!r}; set a tensor with the number of steps, or call rollback()"
+            )
         return step
 
     def note_versions(self) -> None:
@@ -271,7 +293,7 @@ class TierStates:
             self.swap.read(subgroup, master)
             for piece in self.layout.of_subgroup[subgroup]:
                 if piece.parameter in written:
-                    differs |= take_values(master[piece.first:piece.first + piece.count], self._part(piece))
+                    differs |= take_values(master[piece.first : piece.first + piece.count], self._part(piece))
             if differs:
                 self.swap.write(subgroup, master)
         self.note_versions()
@@ -288,7 +310,7 @@ class TierStates:
         for piece in self.layout.of_parameter[number]:
             whole = torch.empty(self.layout.elements[piece.subgroup], device="cpu")
             self.swap.read(piece.subgroup, whole)
-            master.view(-1)[piece.start:piece.start + piece.count] = whole[piece.first:piece.first + piece.count]
+            master.view(-1)[piece.start : piece.start + piece.count] = whole[piece.first : piece.first + piece.count]
         return master
 
     def commit(self, optimizer: torch.optim.Optimizer, step: int | None, payload: bytes) -> None:
@@ -296,8 +318,14 @@ class TierStates:
         self._settle()
         self.take_written()
         steps = [float(self.step_count(optimizer, number)) if stated else 0.0 for number, stated in enumerate(self.stated)]
-        record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, payload_of(payload),
-                        [number for number, stated in enumerate(self.stated) if not stated])
+        record = Commit(
+            self.layout.most,
+            [described(local(param)) for param in self.params],
+            steps,
+            self.count,
+            payload_of(payload),
+            [number for number, stated in enumerate(self.stated) if not stated],
+        )
         number, status = self.count if step is None else step, list[int]()
         # Noted before the call: a signal handler may raise after the library has committed.
         self._pending = record, status
@@ -318,7 +346,9 @@ class TierStates:
         """Restores the last commit."""
         self._settle()
         if self.committed is None:
-            raise InvalidArgumentError(f"{type(optimizer).__name__}.rollback: nothing was committed to the tier; construct the optimizer again")
+            raise InvalidArgumentError(
+                f"{type(optimizer).__name__}.rollback: nothing was committed to the tier; construct the optimizer again"
+            )
         self.swap.rollback()
         self._restore(optimizer, self.committed)
         self.note_versions()
@@ -328,7 +358,7 @@ class TierStates:
         with torch.no_grad():
             for subgroup, master in self._masters():
                 for piece in self.layout.of_subgroup[subgroup]:
-                    self._part(piece).copy_(master[piece.first:piece.first + piece.count])
+                    self._part(piece).copy_(master[piece.first : piece.first + piece.count])
         self.set_steps(optimizer, committed.steps)
         self.count = committed.count
 
@@ -342,11 +372,11 @@ class TierStates:
         """The values of the parameters in a subgroup."""
         values = torch.empty(self.layout.elements[subgroup])
         for piece in self.layout.of_subgroup[subgroup]:
-            values[piece.first:piece.first + piece.count] = self._part(piece)
+            values[piece.first : piece.first + piece.count] = self._part(piece)
         return values
 
     def _part(self, piece: Any) -> torch.Tensor:
-        return local(self.params[piece.parameter]).detach().view(-1)[piece.start:piece.start + piece.count]
+        return local(self.params[piece.parameter]).detach().view(-1)[piece.start : piece.start + piece.count]
 
 
 def _part_elements(options: TierOptions, memory_budget: int | None, total: int) -> int:
@@ -359,12 +389,26 @@ def _part_elements(options: TierOptions, memory_budget: int | None, total: int) 
 def _check_served(name: str, param: torch.Tensor) -> None:
     own = local(param)
     if not (own.is_cpu and own.layout is torch.strided and own.is_contiguous() and own.dtype in CODES and holds_values(own)):
-        raise UnsupportedError(f"{name} is {own.dtype} on {own.device} with strides {own.stride() if own.layout is torch.strided else None}; states "
-                               "on a tier need contiguous CPU parameters of 16 or 32 bits; leave out tier for this parameter's optimizer")
+        raise UnsupportedError(
+            f"{name} is {own.dtype} on {own.device} with strides {own.stride() if own.layout is torch.strided else None}; states "
+            "on a tier need contiguous CPU parameters of 16 or 32 bits; leave out tier for this parameter's optimizer"
+        )
 
 
 def _open_tier(options: TierOptions) -> Tier:
     def open_at(step: int | None) -> Tier:
-        return Tier(options.paths, job=options.job, host=options.host, rank=options.rank or 0, world=options.world or 1, mode=options.resume,
-                    durability=options.durability, io_timeout=options.io_timeout, at_step=step)
-    return _ranks.open_together(options, options.rank or 0, options.world or 1, open_at, "pass another job to TierOptions, and load a checkpoint")
+        return Tier(
+            options.paths,
+            job=options.job,
+            host=options.host,
+            rank=options.rank or 0,
+            world=options.world or 1,
+            mode=options.resume,
+            durability=options.durability,
+            io_timeout=options.io_timeout,
+            at_step=step,
+        )
+
+    return _ranks.open_together(
+        options, options.rank or 0, options.world or 1, open_at, "pass another job to TierOptions, and load a checkpoint"
+    )

@@ -39,7 +39,9 @@ class TierTable:
         #: A row for each gradient, for its norm.
         self.entries = (_abi.Tensor * len(self.grads))()
         for entry, grad in zip(self.entries, self.grads):
-            _tensor_rows.put(_tensor_rows.begin(entry, grad.numel()), "grad", (grad.data_ptr(), grad.numel(), CODES[grad.dtype]), "gradient")
+            _tensor_rows.put(
+                _tensor_rows.begin(entry, grad.numel()), "grad", (grad.data_ptr(), grad.numel(), CODES[grad.dtype]), "gradient"
+            )
         self._options: dict[tuple[int, int, int], Any] = {}
         self._rows = self._make_rows()
 
@@ -47,16 +49,21 @@ class TierTable:
         name = name_of(group, number, place)
         parameter = self._states.check(param, name)
         if any(group.get(flag) for flag in ("amsgrad", "capturable", "differentiable")) or not is_served(param, param.grad, name):
-            raise UnsupportedError(f"{name}: states on a tier need contiguous CPU tensors of 16 or 32 bits, as parameter and as gradient, without "
-                                   "amsgrad, capturable or differentiable")
+            raise UnsupportedError(
+                f"{name}: states on a tier need contiguous CPU tensors of 16 or 32 bits, as parameter and as gradient, without "
+                "amsgrad, capturable or differentiable"
+            )
         self.places.append((number, place))
         self._numbers.append(parameter)
         self.grads.append(local(param.grad))
 
     def _make_rows(self) -> Any:
         """The rows, sorted by subgroup; those of one group and step count share options."""
-        pieces = sorted((piece.subgroup, piece.first, at, piece) for at, number in enumerate(self._numbers)
-                        for piece in self._states.layout.of_parameter[number])
+        pieces = sorted(
+            (piece.subgroup, piece.first, at, piece)
+            for at, number in enumerate(self._numbers)
+            for piece in self._states.layout.of_parameter[number]
+        )
         self._of_row = [at for _, _, at, _ in pieces]
         self._subgroups = array("Q", [subgroup for subgroup, *_ in pieces])
         self._firsts = array("Q", [first for _, first, *_ in pieces])
@@ -83,9 +90,18 @@ class TierTable:
     def run(self, c_name: str, options: Any, status: list[int]) -> None:
         """Steps all rows; appends the status of the call."""
         self._states.take_written()
-        self._states.swap._through(lambda handle: record(
-            status, "spw_swap_adam_step_parts", handle, ctypes.byref(options), ctypes.addressof(self._rows), self._subgroups.buffer_info()[0],
-            self._firsts.buffer_info()[0], len(self._rows)))
+        self._states.swap._through(
+            lambda handle: record(
+                status,
+                "spw_swap_adam_step_parts",
+                handle,
+                ctypes.byref(options),
+                ctypes.addressof(self._rows),
+                self._subgroups.buffer_info()[0],
+                self._firsts.buffer_info()[0],
+                len(self._rows),
+            )
+        )
 
     def check(self, c_name: str, options: Any) -> None:
         """Raises the error of options out of range; changes nothing. The tensors of a row are the tier's."""

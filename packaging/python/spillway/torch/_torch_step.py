@@ -1,10 +1,10 @@
-"""torch's own step of the parameters that Spillway does not serve: those of a group that only torch can step, and those that are no row of the
-C table (see _rows.py).
+"""torch's own step of the parameters that Spillway does not serve: those of a group that only torch can step, and those that are no row of
+the C table (see _rows.py).
 
-torch checks a parameter when its turn comes, after it has stepped others. `_check_rest` finds such refusals before the first write. It makes
-torch's step twice of stand-ins: of tensors without memory (device "meta") that have the dtypes, shapes and options of the real ones, and of
-copies of single elements on the real device, which run the same kernels. What only whole tensors show is checked by name: memory that was
-freed, memory that several elements share, and inference tensors."""
+torch checks a parameter when its turn comes, after it has stepped others. `_check_rest` finds such refusals before the first write. It
+makes torch's step twice of stand-ins: of tensors without memory (device "meta") that have the dtypes, shapes and options of the real ones,
+and of copies of single elements on the real device, which run the same kernels. What only whole tensors show is checked by name: memory
+that was freed, memory that several elements share, and inference tensors."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ class TorchStep(Notes):
         """Raises the error of torch's step, if it would refuse one of these parameters; its message names the parameter."""
         groups = [self.param_groups[number] for number, _ in self._rest]
         params = [group["params"][index] for group, (_, index) in zip(groups, self._rest)]
-        facts = [*map(_options, groups), *(_facts([param, param.grad, *self.state.get(param, {}).values()]) for param in params),
-                 *(_count(self.state.get(param, {})) for param in params)]
+        facts = [
+            *map(_options, groups),
+            *(_facts([param, param.grad, *self.state.get(param, {}).values()]) for param in params),
+            *(_count(self.state.get(param, {})) for param in params),
+        ]
         if facts == self._tried:
             return
         elements = []
@@ -72,21 +75,28 @@ class TorchStep(Notes):
         for what, tensor in {"the parameter": param, **states}.items():
             own = local(tensor)
             if own.is_inference() and not torch.is_inference_mode_enabled():
-                raise InvalidArgumentError(f"{name}: {what} is an inference tensor, which torch cannot write to outside of torch.inference_mode; "
-                                           "clone it; nothing was stepped")
+                raise InvalidArgumentError(
+                    f"{name}: {what} is an inference tensor, which torch cannot write to outside of torch.inference_mode; "
+                    "clone it; nothing was stepped"
+                )
             if own.layout is torch.strided and torch._debug_has_internal_overlap(own) == 1:
-                raise InvalidArgumentError(f"{name}: elements of {what} share memory, as after expand(), so that torch cannot write to it; clone it; "
-                                           "nothing was stepped")
+                raise InvalidArgumentError(
+                    f"{name}: elements of {what} share memory, as after expand(), so that torch cannot write to it; clone it; "
+                    "nothing was stepped"
+                )
             if what != "its state 'step'" and own.device != param.device:
                 raise InvalidArgumentError(f"{name} is on {param.device}, {what} on {own.device}; move the state; nothing was stepped")
         for what, tensor in {"the parameter": param, "its gradient": param.grad, **states}.items():
             check_has_memory(local(tensor), f"{name}: {what}")
         count = _count(self.state.get(param, {}))
         if count is False:
-            raise InvalidArgumentError(f"{name}: its state 'step' is no number of steps; load the state of this parameter; nothing was stepped")
+            raise InvalidArgumentError(
+                f"{name}: its state 'step' is no number of steps; load the state of this parameter; nothing was stepped"
+            )
 
     def _try_elements(self, parts: list[tuple[dict[str, Any], torch.Tensor, str]]) -> None:
         """torch's step of copies of single elements: of all parameters at once, as torch does it, and of each alone for the name."""
+
         def run(some: list[tuple[dict[str, Any], torch.Tensor, str]]) -> None:
             groups: dict[int, dict[str, Any]] = {}
             states: Any = defaultdict(dict)
@@ -94,9 +104,12 @@ class TorchStep(Notes):
                 stand_in = _element(param)
                 stand_in.grad = _element(param.grad)
                 groups.setdefault(id(group), {**group, "params": []})["params"].append(stand_in)
-                states[stand_in] = {key: value.clone() if key == "step" and isinstance(value, torch.Tensor) else _element(value)
-                                    for key, value in self.state.get(param, {}).items()}
+                states[stand_in] = {
+                    key: value.clone() if key == "step" and isinstance(value, torch.Tensor) else _element(value)
+                    for key, value in self.state.get(param, {}).items()
+                }
             self._with(list(groups.values()), states)._torch_step()
+
         try:
             run(parts)
         except Exception as together:
@@ -113,8 +126,10 @@ class TorchStep(Notes):
         # It needs no gradient: a differentiable step refuses to write to a leaf that does.
         stand_in = _without_memory(param)
         stand_in.grad = _without_memory(param.grad)
-        state = {key: value.clone() if key == "step" and isinstance(value, torch.Tensor) else _without_memory(value)
-                 for key, value in self.state.get(param, {}).items()}
+        state = {
+            key: value.clone() if key == "step" and isinstance(value, torch.Tensor) else _without_memory(value)
+            for key, value in self.state.get(param, {}).items()
+        }
         # The implementation and the devices of `capturable` are questions of the real device.
         own = {**group, "params": [stand_in], "foreach": False, "fused": False}
         if own.get("capturable") and param.device.type != "cpu":
@@ -126,8 +141,10 @@ class TorchStep(Notes):
 
     def _step_rest(self, factor: float) -> None:
         """torch's step of the parameters that Spillway does not serve."""
-        groups = [{**group, "params": [group["params"][index] for at, index in self._rest if at == number]}
-                  for number, group in enumerate(self.param_groups)]
+        groups = [
+            {**group, "params": [group["params"][index] for at, index in self._rest if at == number]}
+            for number, group in enumerate(self.param_groups)
+        ]
         groups = [group for group in groups if group["params"]]
         if factor != 1.0:
             # Parameters may have one gradient in common, also as two tensors of the same memory. It is scaled once.
@@ -144,7 +161,9 @@ class TorchStep(Notes):
     def _with(self, groups: list[dict[str, Any]], states: Any) -> TorchStep:
         """This optimizer with other groups, and without the attributes of a GradScaler."""
         other = type(self).__new__(type(self))
-        other.__dict__.update({**self.__dict__, "param_groups": groups, "state": states, "_itself": other._itself, "_attributes": other._attributes})
+        other.__dict__.update(
+            {**self.__dict__, "param_groups": groups, "state": states, "_itself": other._itself, "_attributes": other._attributes}
+        )
         for name in ("grad_scale", "found_inf"):
             other.__dict__.pop(name, None)
         return other
@@ -173,23 +192,39 @@ def is_torchs(group: dict[str, Any]) -> bool:
 def check_layout(grad: torch.Tensor, name: str, kind: str, sparse: bool) -> None:
     """Raises an error for gradients that torch's class refuses too, so that it names the parameter."""
     if not sparse and local(grad).layout is not torch.strided:
-        raise UnsupportedError(f"{name}: {kind} does not support sparse gradients, and this one is {local(grad).layout}; pass dense gradients, or "
-                               "leave the parameter to torch.optim.SparseAdam")
+        raise UnsupportedError(
+            f"{name}: {kind} does not support sparse gradients, and this one is {local(grad).layout}; pass dense gradients, or "
+            "leave the parameter to torch.optim.SparseAdam"
+        )
 
 
 def _options(group: dict[str, Any]) -> list[Any]:
     """What torch's step may refuse of the options of a group."""
+
     def kind(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return [kind(inner) for inner in value]
         return value if value is None or isinstance(value, (bool, str)) else type(value)
+
     return [(name, kind(value)) for name, value in group.items() if name not in ("params", "param_names")]
 
 
 def _facts(values: Iterable[Any]) -> list[Any]:
     """What torch's step may refuse of tensors."""
-    return [(type(value), value.dtype, value.device, value.layout, value.shape, value.is_inference(),
-             value.stride() if value.layout is torch.strided else None) if isinstance(value, torch.Tensor) else type(value) for value in values]
+    return [
+        (
+            type(value),
+            value.dtype,
+            value.device,
+            value.layout,
+            value.shape,
+            value.is_inference(),
+            value.stride() if value.layout is torch.strided else None,
+        )
+        if isinstance(value, torch.Tensor)
+        else type(value)
+        for value in values
+    ]
 
 
 def _memory(grad: torch.Tensor) -> Any:

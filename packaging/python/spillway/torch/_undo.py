@@ -25,8 +25,12 @@ class RecordedStep:
         self._optimizer, self.table = optimizer, table
         self._grads, self._grads_then = table.grads, _present(table.grads)
         params = [optimizer.param_groups[number]["params"][place] for number, place in table.places]
-        states = [value for param in params for name, value in optimizer.state[param].items()
-                  if name != "step" and isinstance(value, torch.Tensor)]
+        states = [
+            value
+            for param in params
+            for name, value in optimizer.state[param].items()
+            if name != "step" and isinstance(value, torch.Tensor)
+        ]
         #: The tensors that the step writes.
         self.written = [local(tensor) for tensor in [*params, *states]]
         self._written_then = _present(self.written)
@@ -48,11 +52,15 @@ class RecordedStep:
 
     def _check_unchanged(self) -> None:
         if _present(self.written) != self._written_then:
-            raise InvalidArgumentError("rollback: a parameter or a state was written to since the step, so its values before the step are lost; "
-                                       "roll back before anything else writes to them")
+            raise InvalidArgumentError(
+                "rollback: a parameter or a state was written to since the step, so its values before the step are lost; "
+                "roll back before anything else writes to them"
+            )
         if _present(self._grads) != self._grads_then:
-            raise InvalidArgumentError("rollback: a gradient was written to since the step, and a rollback reads it; roll back before "
-                                       "zero_grad(set_to_none=False) and before the next backward")
+            raise InvalidArgumentError(
+                "rollback: a gradient was written to since the step, and a rollback reads it; roll back before "
+                "zero_grad(set_to_none=False) and before the next backward"
+            )
 
 
 class LastStep(RecordedStep, _NativeHandle):
@@ -73,7 +81,9 @@ class LastStep(RecordedStep, _NativeHandle):
         """Makes the step, and appends the status of the call to `status`."""
         table, some = self.table, next(iter(self.table.options.values()))
         step = f"spw_undo_{self._c_name}_step"
-        self._through(lambda handle: record(status, step, handle, ctypes.byref(some), ctypes.addressof(table.entries), len(table.places), None))
+        self._through(
+            lambda handle: record(status, step, handle, ctypes.byref(some), ctypes.addressof(table.entries), len(table.places), None)
+        )
 
     def rollback(self, status: list[int]) -> None:
         """Restores every bit of parameters and states; appends the status of the call."""

@@ -34,7 +34,9 @@ pub struct Generated {
 
 /// Generates from src/capi. `version` is the library's; `defaults` are the initialiser values other than 0.
 pub fn generate(root: &Path, version: &str, defaults: &[Default]) -> Generated {
-    let modules = modules(&root.join("src/capi"));
+    let copy = tempfile::tempdir().expect("the temporary directory is writable");
+    copy_without_macros(&root.join("src/capi"), copy.path());
+    let modules = modules(copy.path());
     let builder = cbindgen::Builder::new().with_config(cbindgen::Config::from_root_or_default(root));
     let files = modules.iter().flat_map(|module| &module.files);
     let builder = files.fold(builder, cbindgen::Builder::with_src);
@@ -50,6 +52,27 @@ pub fn generate(root: &Path, version: &str, defaults: &[Default]) -> Generated {
         .iter()
         .map(|module| (format!("{}.h", module.name), header(module, &modules, &items, version, defaults)));
     Generated { headers: headers.collect(), python: python::module(&items) }
+}
+
+/// Copies the sources. cbindgen expands no macro of Rust, so an item inside `c_struct!` or `statuses!` stands alone in the
+/// copy.
+fn copy_without_macros(from: &Path, to: &Path) {
+    for entry in fs::read_dir(from).expect("src/capi can be read") {
+        let path = entry.expect("its entries can be read").path();
+        let target = to.join(path.file_name().expect("an entry has a name"));
+        if path.is_dir() {
+            fs::create_dir(&target).expect("the copy is writable");
+            copy_without_macros(&path, &target);
+            continue;
+        }
+        let text: String = read(&path)
+            .lines()
+            .filter(|line| *line != "statuses! {")
+            .map(|line| if line.starts_with("c_struct! {") { "#[repr(C)]\n".into() } else { format!("{line}\n") })
+            .collect();
+        // The item's own brace stays.
+        fs::write(target, text.replace("\n}\n}\n", "\n}\n")).expect("the copy is writable");
+    }
 }
 
 /// The public modules of src/capi, in the order of its list.

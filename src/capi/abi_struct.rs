@@ -78,6 +78,23 @@ macro_rules! abi_struct {
 }
 pub(in crate::capi) use abi_struct;
 
+/// Declares a struct of the header and implements [`AbiStruct`] for it: `c_struct! { first BYTES;`, then the struct. BYTES
+/// is its size in the first release. The tool that writes the headers reads the struct inside the braces.
+macro_rules! c_struct {
+    (first $first:literal; $(#[$about:meta])* pub struct $name:ident {
+        $($(#[$field_about:meta])* pub $field:ident: $type:ty),* $(,)?
+    }) => {
+        $(#[$about])*
+        #[repr(C)]
+        #[derive(Debug, Clone, Copy)]
+        pub struct $name {
+            $($(#[$field_about])* pub $field: $type,)*
+        }
+        $crate::capi::abi_struct::abi_struct!($name, $first: $($field),*);
+    };
+}
+pub(in crate::capi) use c_struct;
+
 /// Copies an input struct.
 ///
 /// # Safety

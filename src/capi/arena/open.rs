@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
 use crate::arena::{Arena, Create, Open, RegionSpec, collect};
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
@@ -38,9 +38,8 @@ pub enum spw_arena_open_flag {
     SPW_ARENA_OPEN_FLAG_ORPHAN = 2,
 }
 
+c_struct! { first 24;
 /// A region to make. Regions begin at whole pages.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_arena_region {
     /// `sizeof(spw_arena_region)`
     pub struct_size: u32,
@@ -51,12 +50,10 @@ pub struct spw_arena_region {
     /// Length in bytes, at least 1.
     pub bytes: u64,
 }
+}
 
-abi_struct!(spw_arena_region, 24: struct_size, reserved, name, bytes);
-
+c_struct! { first 40;
 /// An arena to create.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_arena_options {
     /// `sizeof(spw_arena_options)`
     pub struct_size: u32,
@@ -74,13 +71,11 @@ pub struct spw_arena_options {
     /// Number of processes that post results, at most 4096; 0 for none.
     pub processes: u32,
 }
+}
 
-abi_struct!(spw_arena_options, 40: struct_size, flags, name, regions, region_count, node, processes);
-
+c_struct! { first 64;
 /// An arena as this process sees it. `base`, `bytes` and `fd` describe the memory for a library that registers it,
 /// such as one for RDMA: they are valid until `spw_arena_close`, and `id` tells two arenas at one address apart.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_arena_info {
     /// `sizeof(spw_arena_info)`
     pub struct_size: u32,
@@ -107,9 +102,7 @@ pub struct spw_arena_info {
     /// 1 if reserved huge pages back it, else 0.
     pub huge: u32,
 }
-
-abi_struct!(spw_arena_info, 64: struct_size, fd, base, bytes, id, region_count, processes, owner_pid, owner_lives,
-    is_owner, writable, huge);
+}
 
 /// An arena that this process has mapped. Several threads may use it at once.
 pub struct spw_arena(pub(in crate::capi) Arc<Arena>);

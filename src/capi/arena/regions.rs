@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_void};
 
 use crate::arena::Snapshot;
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::arena::open::spw_arena;
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
@@ -13,9 +13,8 @@ use crate::capi::input::{self, timeout};
 use crate::capi::output::{self, required};
 use crate::error::{Error, Result};
 
+c_struct! { first 40;
 /// A region of an arena.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_arena_region_info {
     /// `sizeof(spw_arena_region_info)`
     pub struct_size: u32,
@@ -30,12 +29,10 @@ pub struct spw_arena_region_info {
     /// The step whose values the region holds; 0 for no step, before the first write.
     pub generation: u64,
 }
+}
 
-abi_struct!(spw_arena_region_info, 40: struct_size, in_write, address, offset, bytes, generation);
-
+c_struct! { first 24;
 /// A region at the begin of a read.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_arena_snapshot {
     /// `sizeof(spw_arena_snapshot)`
     pub struct_size: u32,
@@ -46,8 +43,7 @@ pub struct spw_arena_snapshot {
     /// For `spw_arena_read_validate`.
     pub sequence: u64,
 }
-
-abi_struct!(spw_arena_snapshot, 24: struct_size, reserved, generation, sequence);
+}
 
 /// Writes the index of the region of that name: its place in the list of the arena's options.
 ///

@@ -2,7 +2,7 @@
 #![allow(non_camel_case_types)]
 
 use crate::arena::Verdict;
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::arena::open::spw_arena;
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
@@ -13,9 +13,8 @@ use crate::capi::output::{self, required};
 use crate::error::Result;
 use crate::optim::StepStats;
 
+c_struct! { first 24;
 /// The results of all processes of an arena together.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_arena_verdict {
     /// `sizeof(spw_arena_verdict)`
     pub struct_size: u32,
@@ -28,8 +27,7 @@ pub struct spw_arena_verdict {
     /// Sum of squares over all processes, added in the order of their numbers; NaN if `nonfinite` is 1.
     pub sum_squares: f64,
 }
-
-abi_struct!(spw_arena_verdict, 24: struct_size, nonfinite, failed, reserved, sum_squares);
+}
 
 /// Takes the number `process` (from 0, below `processes` of the arena) for this handle. Every process joins before the
 /// first round, so that the others notice its death. An open round that an earlier process posted with this number is

@@ -6,6 +6,31 @@ use std::ffi::{CStr, c_char};
 use super::failure::{self, Failure};
 use crate::error::{ArenaKind, Error, GpuKind, IoError, IoKind, RoundError, TierKind};
 
+/// Declares the statuses, and the name of each.
+macro_rules! statuses {
+    ($(#[$about:meta])* pub enum $enum:ident { $($(#[$doc:meta])* $name:ident = $number:literal,)* }) => {
+        $(#[$about])*
+        pub enum $enum {
+            $($(#[$doc])* $name = $number,)*
+        }
+
+        fn name_of(status: i32) -> &'static CStr {
+            match status {
+                $($number => const { c_name(concat!(stringify!($name), "\0")) },)*
+                _ => c"SPW_ERR_UNKNOWN",
+            }
+        }
+    };
+}
+
+const fn c_name(name: &str) -> &CStr {
+    match CStr::from_bytes_with_nul(name.as_bytes()) {
+        Ok(name) => name,
+        Err(_) => panic!("a name ends with its only NUL"),
+    }
+}
+
+statuses! {
 /// Outcome of a call. Values are never renumbered or reused. Newer libraries may add values: treat an unknown value as
 /// a failure.
 #[repr(C)]
@@ -118,6 +143,7 @@ pub enum spw_status {
     /// There is no arena of this name, or its owner has not completed it.
     SPW_ERR_ARENA_MISSING = 66,
 }
+}
 
 /// The status of an error.
 pub(in crate::capi) fn of(error: &Error) -> spw_status {
@@ -207,56 +233,7 @@ pub(in crate::capi) fn last_message() -> String {
 /// constant.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
-    let name = match status {
-        0 => c"SPW_OK",
-        1 => c"SPW_ERR_INVALID_ARGUMENT",
-        2 => c"SPW_ERR_UNSUPPORTED",
-        3 => c"SPW_ERR_UNKNOWN_ID",
-        4 => c"SPW_ERR_LIMIT_REACHED",
-        5 => c"SPW_ERR_BUSY",
-        9 => c"SPW_ERR_INTERNAL",
-        11 => c"SPW_ERR_SYSTEM",
-        20 => c"SPW_ERR_IO",
-        21 => c"SPW_ERR_NO_SPACE",
-        22 => c"SPW_ERR_SHORT_FILE",
-        23 => c"SPW_ERR_TIMEOUT",
-        24 => c"SPW_ERR_CANCELLED",
-        25 => c"SPW_ERR_NOT_FOUND",
-        26 => c"SPW_ERR_DEADLINE",
-        27 => c"SPW_ERR_PATH_FAILED",
-        30 => c"SPW_ERR_CORRUPT",
-        31 => c"SPW_ERR_FORMAT",
-        32 => c"SPW_ERR_FOREIGN",
-        33 => c"SPW_ERR_LOCKED",
-        34 => c"SPW_ERR_PATH_MISSING",
-        35 => c"SPW_ERR_LOST",
-        36 => c"SPW_ERR_NO_STATE",
-        37 => c"SPW_ERR_NO_STEP",
-        38 => c"SPW_ERR_FENCED",
-        40 => c"SPW_ERR_NO_ROUND",
-        41 => c"SPW_ERR_ROUND_OPEN",
-        42 => c"SPW_ERR_ROUND_RESOLVED",
-        43 => c"SPW_ERR_BUCKET_MISSING",
-        44 => c"SPW_ERR_BUCKET_SUBMITTED",
-        45 => c"SPW_ERR_EVENT_BROKEN",
-        50 => c"SPW_ERR_NO_DEVICE",
-        51 => c"SPW_ERR_DRIVER_STUB",
-        52 => c"SPW_ERR_DRIVER_TOO_OLD",
-        53 => c"SPW_ERR_GPU_JIT",
-        54 => c"SPW_ERR_GPU_OUT_OF_MEMORY",
-        55 => c"SPW_ERR_GPU_LOST",
-        56 => c"SPW_ERR_GPU_FORKED",
-        57 => c"SPW_ERR_GPU",
-        60 => c"SPW_ERR_ARENA_TORN",
-        61 => c"SPW_ERR_ARENA_CHANGED",
-        62 => c"SPW_ERR_ARENA_PEER_ENDED",
-        63 => c"SPW_ERR_ARENA_FORMAT",
-        64 => c"SPW_ERR_ARENA_FOREIGN",
-        65 => c"SPW_ERR_ARENA_EXISTS",
-        66 => c"SPW_ERR_ARENA_MISSING",
-        _ => c"SPW_ERR_UNKNOWN",
-    };
-    name.as_ptr()
+    name_of(status).as_ptr()
 }
 
 /// Returns the message of this thread's last failed call: which argument or operation failed, and why. The pointer is

@@ -1,15 +1,14 @@
 //! Settings of the thread pool.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::status::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::output::{self};
 use crate::sys::threads;
 
+c_struct! { first 8;
 /// Settings of the process's thread pool. Every process has one pool.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_thread_options {
     /// `sizeof(spw_thread_options)`
     pub struct_size: u32,
@@ -17,8 +16,7 @@ pub struct spw_thread_options {
     /// and `LOCAL_WORLD_SIZE`.
     pub num_threads: u32,
 }
-
-abi_struct!(spw_thread_options, 8: struct_size, num_threads);
+}
 
 /// Sets the number of threads per step, including the calling thread. The caller starts at once; workers join as they
 /// wake up. Without this call the number is that of the environment variable `SPILLWAY_NUM_THREADS`. Without the

@@ -4,7 +4,7 @@
 use std::ffi::c_char;
 
 use super::status::spw_status;
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::guard::guard;
 use crate::capi::output;
 use crate::optim::processor;
@@ -48,9 +48,8 @@ pub unsafe extern "C" fn spw_get_kernel(name_out: *mut *const c_char) -> spw_sta
     })
 }
 
+c_struct! { first 56;
 /// Optimizer work of this process since the library was loaded.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_stats {
     /// `sizeof(spw_stats)`
     pub struct_size: u32,
@@ -69,9 +68,7 @@ pub struct spw_stats {
     /// Elements that these calls updated.
     pub lion_elements: u64,
 }
-
-abi_struct!(spw_stats, 56: struct_size, reserved, adam_calls, adam_elements, adagrad_calls, adagrad_elements,
-    lion_calls, lion_elements);
+}
 
 /// Reads the counters of the process.
 ///

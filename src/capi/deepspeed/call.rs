@@ -1,17 +1,16 @@
 //! The arguments of a step of a DeepSpeed id, and the state that the id keeps between steps.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, Arithmetic};
 use crate::optim::deepspeed::{ADAM, AdamCall, AdamState};
 
+c_struct! { first 40;
 /// Arguments of DeepSpeed's `adam_update`, except id and tensor. Begin with SPW_DS_ADAM_CALL_INIT, in which grad_scale
 /// and bias_correction are 1.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_ds_adam_call {
     /// `sizeof(spw_ds_adam_call)`, the same in all structs of an array.
     pub struct_size: u32,
@@ -33,13 +32,10 @@ pub struct spw_ds_adam_call {
     /// Factor on the gradient.
     pub grad_scale: f32,
 }
+}
 
-abi_struct!(spw_ds_adam_call, 40: struct_size, bias_correction, step, lr, beta1, beta2, eps, weight_decay,
-    grad_scale);
-
+c_struct! { first 32;
 /// State that an id keeps between steps.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_ds_adam_state {
     /// `sizeof(spw_ds_adam_state)`
     pub struct_size: u32,
@@ -56,8 +52,7 @@ pub struct spw_ds_adam_state {
     /// The power of beta2 in that step.
     pub beta2_power: f32,
 }
-
-abi_struct!(spw_ds_adam_state, 32: struct_size, adamw_mode, step, beta1, beta2, beta1_power, beta2_power);
+}
 
 /// Writes the state of an id, for `spw_ds_adam_set_state` in another process.
 ///

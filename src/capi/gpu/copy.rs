@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 use super::device::{floats, spw_gpu};
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle;
@@ -44,13 +44,12 @@ pub enum spw_gpu_after {
     SPW_GPU_AFTER_STREAM = 2,
 }
 
+c_struct! { first 56;
 /// One copy between the framework's device memory and pinned host memory.
 ///
 /// host_dtype is device_dtype or f32. If it is f32 and the device has 16 bits, the GPU converts (rounding to nearest
 /// even towards the device) and f32 crosses the link (SuperOffload section 4.5). With 16 bits on both sides half the
 /// bytes cross the link, and the CPU step converts in its registers.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_gpu_copy {
     /// `sizeof(spw_gpu_copy)`
     pub struct_size: u32,
@@ -73,9 +72,7 @@ pub struct spw_gpu_copy {
     /// The event or the stream that `after` selects.
     pub handle: u64,
 }
-
-abi_struct!(spw_gpu_copy, 56: struct_size, direction, device_dtype, host_dtype, after, reserved, n, device,
-    host, handle);
+}
 
 /// The type in which gradients are transferred to the host. Passed as `uint32_t`.
 #[repr(C)]
@@ -89,9 +86,8 @@ pub enum spw_transfer_dtype {
     SPW_TRANSFER_DTYPE_DELIVERED = 2,
 }
 
+c_struct! { first 56;
 /// Measured rates of a GPU's link and of the CPU's step, in parameters per second.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_gpu_link {
     /// `sizeof(spw_gpu_link)`
     pub struct_size: u32,
@@ -110,9 +106,7 @@ pub struct spw_gpu_link {
     /// Adam step on the CPU from 16-bit gradients.
     pub step_native: f64,
 }
-
-abi_struct!(spw_gpu_link, 56: struct_size, transfer_dtype, d2h_f32, d2h_native, h2d_f32, h2d_native, step_f32,
-    step_native);
+}
 
 /// Queues a copy, in chunks on the library's own streams, and returns. `ticket_out` (may be NULL) receives its ticket.
 /// Copies of one direction run in the order of the calls; the two directions run concurrently. Until the copy ends, the

@@ -4,7 +4,7 @@
 use std::ffi::{CString, c_char, c_void};
 use std::sync::Arc;
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
@@ -23,9 +23,8 @@ use crate::gpu::transfer::Transfers;
 use crate::gpu::watch::Watches;
 use crate::kernel::AdamRule;
 
+c_struct! { first 16;
 /// The CUDA driver of this process.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_gpu_driver {
     /// `sizeof(spw_gpu_driver)`
     pub struct_size: u32,
@@ -36,12 +35,10 @@ pub struct spw_gpu_driver {
     /// 0
     pub reserved: u32,
 }
+}
 
-abi_struct!(spw_gpu_driver, 16: struct_size, devices, cuda_version, reserved);
-
+c_struct! { first 16;
 /// Options of a GPU. Zero is a good default for every field but struct_size.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_gpu_options {
     /// `sizeof(spw_gpu_options)`
     pub struct_size: u32,
@@ -50,12 +47,10 @@ pub struct spw_gpu_options {
     /// Bytes of a chunk of a transfer; 0: 32 MiB.
     pub chunk_bytes: u64,
 }
+}
 
-abi_struct!(spw_gpu_options, 16: struct_size, ordinal, chunk_bytes);
-
+c_struct! { first 56;
 /// Properties of a GPU.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_gpu_info {
     /// `sizeof(spw_gpu_info)`
     pub struct_size: u32,
@@ -78,9 +73,7 @@ pub struct spw_gpu_info {
     /// PCI address, for example "0000:17:00.0". The system lists the device's NUMA node under it.
     pub pci: *const c_char,
 }
-
-abi_struct!(spw_gpu_info, 56: struct_size, ordinal, capability, multiprocessors, copy_engines, reserved,
-    memory_bytes, free_bytes, name, pci);
+}
 
 /// An open GPU.
 pub struct spw_gpu {

@@ -1,7 +1,7 @@
 //! Placements of subgroups, and the rates that plans are made from.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::error::{Error, Result};
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::{GpuGrads, Rates, Shape, TransferDtype};
@@ -18,9 +18,8 @@ pub enum spw_placement {
     SPW_PLACEMENT_RESIDENT = 2,
 }
 
+c_struct! { first 64;
 /// Rates of one GPU, its link and its share of the host, in parameters per second.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_interleave_rates {
     /// `sizeof(spw_interleave_rates)`
     pub struct_size: u32,
@@ -41,8 +40,7 @@ pub struct spw_interleave_rates {
     /// Bandwidth of host memory, in bytes per second; 0 if it is not a limit.
     pub dram: f64,
 }
-
-abi_struct!(spw_interleave_rates, 64: struct_size, half_duplex, cpu, downscale, gpu, h2d, d2h, cast, dram);
+}
 
 /// # Safety
 /// `rates` is NULL or points to a struct of `struct_size` bytes.

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::plan::{parse_transfer_dtype, shape_of};
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::gpu::device::{floats, spw_gpu};
 use crate::capi::handle;
 use crate::capi::optim::tensor::parse_dtype;
@@ -31,9 +31,8 @@ pub enum spw_interleave_backend {
     SPW_INTERLEAVE_BACKEND_CUDA = 1,
 }
 
+c_struct! { first 48;
 /// Options of an interleaved update, fixed at open.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_interleave_options {
     /// `sizeof(spw_interleave_options)`
     pub struct_size: u32,
@@ -56,15 +55,12 @@ pub struct spw_interleave_options {
     /// The GPU for SPW_INTERLEAVE_BACKEND_CUDA, else NULL. It may be closed before the update.
     pub gpu: *const spw_gpu,
 }
+}
 
-abi_struct!(spw_interleave_options, 48: struct_size, backend, transfer_dtype, fetch_gradients, slots, grad_dtype,
-    copy_dtype, reserved, chunk, gpu);
-
+c_struct! { first 64;
 /// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They must not move until
 /// `spw_interleave_close`. With SPW_INTERLEAVE_BACKEND_CUDA, host memory must be pinned (`spw_pinned_alloc`, a pool,
 /// cudaHostAlloc).
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_interleave_subgroup {
     /// `sizeof(spw_interleave_subgroup)`. It is also the distance in bytes between the subgroups of an array.
     pub struct_size: u32,
@@ -89,9 +85,7 @@ pub struct spw_interleave_subgroup {
     /// CPU updates the subgroup, or the gradient is fetched, the caller writes it before `spw_interleave_grad_ready`.
     pub host_grad: *mut c_void,
 }
-
-abi_struct!(spw_interleave_subgroup, 64: struct_size, reserved, n, param, exp_avg, exp_avg_sq, grad,
-    param_copy, host_grad);
+}
 
 /// Types and settings that all subgroups share.
 #[derive(Clone, Copy)]

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
@@ -42,13 +42,12 @@ pub enum spw_io_flag {
     SPW_IO_FLAG_NO_PREALLOCATE = 2,
 }
 
+c_struct! { first 40;
 /// Settings of an engine. Zero is the default of every field.
 ///
 /// Some defaults come from the profile of the file system, which `spillway tune` measured. The profile file is the path
 /// in the environment variable `SPILLWAY_PROFILE`, else `spillway/io-profile` in `XDG_CACHE_HOME` or `~/.cache`. An
 /// empty variable disables profiles. An invalid profile, or one of another file system, is one warning in the log.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_io_options {
     /// `sizeof(spw_io_options)`
     pub struct_size: u32,
@@ -69,13 +68,10 @@ pub struct spw_io_options {
     /// Default deadline of operations, in milliseconds; 0: none.
     pub deadline_ms: u64,
 }
+}
 
-abi_struct!(spw_io_options, 40: struct_size, backend, flags, queue_depth, block_bytes, workers, file_mode,
-    deadline_ms);
-
+c_struct! { first 48;
 /// One operation.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_io_request {
     /// `sizeof(spw_io_request)`
     pub struct_size: u32,
@@ -93,12 +89,10 @@ pub struct spw_io_request {
     /// Deadline of the operation in milliseconds; 0: the engine's default.
     pub deadline_ms: u64,
 }
+}
 
-abi_struct!(spw_io_request, 48: struct_size, fd, path, offset, buffer, bytes, deadline_ms);
-
+c_struct! { first 112;
 /// Counters of an engine.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_io_stats {
     /// `sizeof(spw_io_stats)`
     pub struct_size: u32,
@@ -135,10 +129,7 @@ pub struct spw_io_stats {
     /// Maximum bytes of one request, for the last file.
     pub block_bytes: u64,
 }
-
-abi_struct!(spw_io_stats, 112: struct_size, reserved, reads, writes, read_bytes, written_bytes, failed,
-    requests, direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck, queue_depth,
-    block_bytes);
+}
 
 /// An I/O engine: one queue with a thread that keeps it full across files and tensors.
 pub struct spw_io(pub(in crate::capi) Engine);

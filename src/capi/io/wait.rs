@@ -3,7 +3,7 @@
 
 use std::ffi::c_char;
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::status::{self, spw_status};
 use crate::capi::guard::guard;
 use crate::capi::handle::{self};
@@ -96,9 +96,8 @@ pub unsafe extern "C" fn spw_io_holds_memory(
     })
 }
 
+c_struct! { first 32;
 /// Details of a failed file operation.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_io_failure {
     /// `sizeof(spw_io_failure)`
     pub struct_size: u32,
@@ -111,8 +110,7 @@ pub struct spw_io_failure {
     /// The file, as the caller named it. Valid until the next failing call of this thread.
     pub path: *const c_char,
 }
-
-abi_struct!(spw_io_failure, 32: struct_size, system_errno, offset, bytes, path);
+}
 
 /// Reads the details of this thread's last failed call, whose message spw_last_error() returns. If that call was no
 /// file operation, `path` is NULL and the other fields are 0.

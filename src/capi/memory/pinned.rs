@@ -3,16 +3,15 @@
 
 use std::ffi::c_void;
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::output::{self, required};
 use crate::error::Error;
 use crate::pool::pinned;
 
+c_struct! { first 48;
 /// Counters of the process's `spw_pinned_alloc` allocations.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_pinned_stats {
     /// `sizeof(spw_pinned_stats)`
     pub struct_size: u32,
@@ -29,9 +28,7 @@ pub struct spw_pinned_stats {
     /// Mapped bytes that are locked.
     pub locked_bytes: u64,
 }
-
-abi_struct!(spw_pinned_stats, 48: struct_size, reserved, allocations, bytes, high_water, mapped_bytes,
-    locked_bytes);
+}
 
 /// Allocates `bytes` bytes of pinned memory, page-aligned, in 2 MiB pages where possible, locked as by `spw_pool_open`.
 /// Small allocations share 2 MiB pages. Any thread may free an allocation. Memory that was registered with a GPU is not

@@ -3,7 +3,7 @@
 
 use std::ffi::c_void;
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
@@ -38,9 +38,8 @@ pub enum spw_page_kind {
     SPW_PAGE_KIND_RESERVED = 2,
 }
 
+c_struct! { first 32;
 /// Size and placement of a pool. Zero is a good default for every field but struct_size, block_bytes and block_count.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_pool_options {
     /// `sizeof(spw_pool_options)`
     pub struct_size: u32,
@@ -55,12 +54,10 @@ pub struct spw_pool_options {
     /// 0
     pub reserved: u32,
 }
+}
 
-abi_struct!(spw_pool_options, 32: struct_size, flags, block_bytes, block_count, node, reserved);
-
+c_struct! { first 64;
 /// Counters of a pool.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_pool_stats {
     /// `sizeof(spw_pool_stats)`
     pub struct_size: u32,
@@ -81,9 +78,7 @@ pub struct spw_pool_stats {
     /// Bytes of the pool that are locked.
     pub locked_bytes: u64,
 }
-
-abi_struct!(spw_pool_stats, 64: struct_size, page_kind, block_bytes, block_count, in_use, high_water,
-    quarantined, bytes, locked_bytes);
+}
 
 /// A pool of pinned blocks of equal size.
 pub struct spw_pool(Pool);

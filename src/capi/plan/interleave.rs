@@ -1,7 +1,7 @@
 //! Plans of the interleaved update and their predictions.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::interleave::plan::{
@@ -29,9 +29,8 @@ pub enum spw_plan_mode {
     SPW_PLAN_MODE_COUNT = 3,
 }
 
+c_struct! { first 48;
 /// The subgroups of a rank, in the order in which their gradients arrive, and how gradients and state are transferred.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_plan_shape {
     /// `sizeof(spw_plan_shape)`
     pub struct_size: u32,
@@ -50,12 +49,10 @@ pub struct spw_plan_shape {
     /// Parameters per copy; 0: 16 Mi.
     pub chunk: u64,
 }
+}
 
-abi_struct!(spw_plan_shape, 48: struct_size, transfer_dtype, fetch_gradients, slots, count, sizes, size, chunk);
-
+c_struct! { first 32;
 /// Options of a plan.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_plan_options {
     /// `sizeof(spw_plan_options)`
     pub struct_size: u32,
@@ -69,12 +66,10 @@ pub struct spw_plan_options {
     /// them.
     pub backward: f64,
 }
+}
 
-abi_struct!(spw_plan_options, 32: struct_size, mode, parameter, residents, backward);
-
+c_struct! { first 112;
 /// Predictions of the model for one step of a plan.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_plan_result {
     /// `sizeof(spw_plan_result)`
     pub struct_size: u32,
@@ -107,10 +102,7 @@ pub struct spw_plan_result {
     /// Bytes transferred to the host per step.
     pub to_host_bytes: u64,
 }
-
-abi_struct!(spw_plan_result, 112: struct_size, reserved, exposed_seconds, home_seconds, serial_seconds,
-    cpu_seconds, h2d_seconds, d2h_seconds, gpu_seconds, gpu, residents, gpu_bytes, host_bytes,
-    to_device_bytes, to_host_bytes);
+}
 
 /// Plans an interleaved update (Deep Optimizer States section 4). `placements_out` receives an `spw_placement` for each
 /// subgroup, and `result_out` the model's prediction. Either may be NULL. The model simulates the commands of

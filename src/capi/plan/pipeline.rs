@@ -1,7 +1,7 @@
 //! Schedules of pipeline parallelism with offloaded parameters.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
@@ -33,10 +33,9 @@ pub enum spw_pipeline_flag {
     SPW_PIPELINE_FLAG_ASYNC_OPTIMIZER = 4,
 }
 
+c_struct! { first 48;
 /// A pipeline: its devices, stages and rules. A model is a list of units. A forward stage has `split` of them; so has a
 /// backward stage, unless the schedule is decoupled: then a backward stage has one.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_pipeline_options {
     /// `sizeof(spw_pipeline_options)`
     pub struct_size: u32,
@@ -59,13 +58,10 @@ pub struct spw_pipeline_options {
     /// Further seconds of a message per byte.
     pub seconds_per_byte: f64,
 }
+}
 
-abi_struct!(spw_pipeline_options, 48: struct_size, schedule, devices, micro_batches, stages, split, slots, flags,
-    latency, seconds_per_byte);
-
+c_struct! { first 88;
 /// Costs of a unit. Passes, activations and inputs are those of one micro-batch.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_pipeline_unit {
     /// `sizeof(spw_pipeline_unit)`
     pub struct_size: u32,
@@ -92,9 +88,7 @@ pub struct spw_pipeline_unit {
     /// Bytes of the input, which is the output of the unit before.
     pub input_bytes: u64,
 }
-
-abi_struct!(spw_pipeline_unit, 88: struct_size, reserved, forward, backward, recompute, fetch, offload, optimizer,
-    param_bytes, grad_bytes, activation_bytes, input_bytes);
+}
 
 /// A planned pipeline. It never changes, and several threads and forked processes may use it.
 pub struct spw_pipeline(Plan);

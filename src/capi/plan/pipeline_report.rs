@@ -4,7 +4,7 @@
 use std::ffi::c_char;
 
 use super::pipeline::spw_pipeline;
-use crate::capi::abi_struct::{self, AbiStruct, abi_struct};
+use crate::capi::abi_struct::{self, AbiStruct, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle;
@@ -61,10 +61,9 @@ pub enum spw_pipeline_memory {
     SPW_PIPELINE_MEMORY_MESSAGES = 4,
 }
 
+c_struct! { first 152;
 /// Predictions for an iteration. Two accountings of bubbles: from the first pass to the last (SysX Equation 3), and from
 /// the first fetch to the last optimizer step (Figures 2 and 8).
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_pipeline_result {
     /// `sizeof(spw_pipeline_result)`
     pub struct_size: u32,
@@ -108,16 +107,11 @@ pub struct spw_pipeline_result {
     /// Their bytes.
     pub checkpoint_bytes: u64,
 }
+}
 
-abi_struct!(spw_pipeline_result, 152: struct_size, reserved, passes_seconds, iteration_seconds, exposed_seconds,
-    passes_bubble_ratio, iteration_bubble_ratio, closed_bubble_ratio, operations, dependencies, changes, fetches,
-    fetched_bytes, offloaded_bytes, activations, activation_bytes, gradients, gradient_bytes, checkpoints,
-    checkpoint_bytes);
-
+c_struct! { first 72;
 /// An operation of a device. The positions of all begins and ends are one total order, which respects the dependencies.
 /// A receipt begins and ends right behind its send.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_pipeline_operation {
     /// `sizeof(spw_pipeline_operation)`
     pub struct_size: u32,
@@ -148,14 +142,11 @@ pub struct spw_pipeline_operation {
     /// Seconds from the start of the iteration to the end.
     pub end: f64,
 }
+}
 
-abi_struct!(spw_pipeline_operation, 72: struct_size, kind, device, peer, micro_batch, first_unit, units, begins, ends,
-    dependencies, first_dependency, bytes, start, end);
-
+c_struct! { first 40;
 /// A change of the bytes of one kind on one device: an allocation with the begin of an operation, or a release with the
 /// end of one.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_pipeline_change {
     /// `sizeof(spw_pipeline_change)`
     pub struct_size: u32,
@@ -174,12 +165,10 @@ pub struct spw_pipeline_change {
     /// The bytes of this kind on the device afterwards.
     pub resident: u64,
 }
+}
 
-abi_struct!(spw_pipeline_change, 40: struct_size, operation, device, memory, freed, reserved, bytes, resident);
-
+c_struct! { first 88;
 /// Predictions for a device.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_pipeline_device {
     /// `sizeof(spw_pipeline_device)`
     pub struct_size: u32,
@@ -206,9 +195,7 @@ pub struct spw_pipeline_device {
     /// Largest number of bytes in transfer between stages.
     pub messages: u64,
 }
-
-abi_struct!(spw_pipeline_device, 88: struct_size, reserved, busy, first, last, operations, peak_bytes, parameters,
-    checkpoints, activations, gradients, messages);
+}
 
 /// Writes the predictions for an iteration.
 ///

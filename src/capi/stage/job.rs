@@ -1,7 +1,7 @@
 //! A stage, its jobs and their verdicts.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::arena::open::spw_arena;
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
@@ -18,9 +18,8 @@ use crate::offload::speculate::{Publish, Tensors, Undo, Verdict};
 use crate::offload::stage::{Options, Stage, Target, cores};
 use crate::optim::lent::Lent;
 
+c_struct! { first 24;
 /// Options of a stage.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_stage_options {
     /// `sizeof(spw_stage_options)`
     pub struct_size: u32,
@@ -39,12 +38,10 @@ pub struct spw_stage_options {
     /// 0
     pub reserved: u32,
 }
+}
 
-abi_struct!(spw_stage_options, 24: struct_size, priority, cores, undo_mode, publish, reserved);
-
+c_struct! { first 24;
 /// The region of an arena that holds the 16-bit copies (param_copy) of a job's tensors.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_stage_target {
     /// `sizeof(spw_stage_target)`
     pub struct_size: u32,
@@ -55,12 +52,10 @@ pub struct spw_stage_target {
     /// Generation that the region gets if the step is kept: above the present one.
     pub generation: u64,
 }
+}
 
-abi_struct!(spw_stage_target, 24: struct_size, region, arena, generation);
-
+c_struct! { first 24;
 /// The processors that the stages of this process share.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_stage_cores {
     /// `sizeof(spw_stage_cores)`
     pub struct_size: u32,
@@ -75,8 +70,7 @@ pub struct spw_stage_cores {
     /// 0
     pub reserved: u32,
 }
-
-abi_struct!(spw_stage_cores, 24: struct_size, threads, in_use, waiting, peak_threads, reserved);
+}
 
 /// A stage. It has one thread, which sleeps until its job may run, and then works with the thread pool.
 pub struct spw_stage {

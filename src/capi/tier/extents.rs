@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_void};
 
 use super::open::spw_tier;
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle;
@@ -56,9 +56,8 @@ pub extern "C" fn spw_tier_remove(tier: Option<&spw_tier>, extent: u32) -> spw_s
     guard(|| handle::get(tier)?.0.remove(extent))
 }
 
+c_struct! { first 24;
 /// The paths that `spw_tier_put` writes an extent to.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_tier_target {
     /// `sizeof(spw_tier_target)`
     pub struct_size: u32,
@@ -70,8 +69,7 @@ pub struct spw_tier_target {
     /// Number of entries of `path_blocks`.
     pub path_count: u64,
 }
-
-abi_struct!(spw_tier_target, 24: struct_size, path, path_blocks, path_count);
+}
 
 /// Starts to write an extent, and returns a ticket for `spw_tier_wait`. The call computes the checksums of all blocks
 /// before it returns. If the data file must grow, it also waits for the allocation, at most for the I/O timeout.

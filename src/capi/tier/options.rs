@@ -4,7 +4,7 @@
 use std::ffi::c_char;
 use std::time::Duration;
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::input::{path, text};
 use crate::capi::io::engine::backend;
 use crate::error::{Error, Result};
@@ -62,9 +62,8 @@ pub enum spw_tier_flag {
     SPW_TIER_FLAG_AT_STEP = 4,
 }
 
+c_struct! { first 32;
 /// One path of a tier.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_tier_path {
     /// `sizeof(spw_tier_path)`, the same in all of an array.
     pub struct_size: u32,
@@ -87,12 +86,10 @@ pub struct spw_tier_path {
     /// Initial bytes of the data file.
     pub reserve_bytes: u64,
 }
+}
 
-abi_struct!(spw_tier_path, 32: struct_size, kind, directory, limit_bytes, reserve_bytes);
-
+c_struct! { first 80;
 /// Settings of a tier. Zero is the default of every field but struct_size, job and paths.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_tier_options {
     /// `sizeof(spw_tier_options)`
     pub struct_size: u32,
@@ -127,9 +124,7 @@ pub struct spw_tier_options {
     /// The step to resume at, with SPW_TIER_FLAG_AT_STEP; else 0.
     pub at_step: u64,
 }
-
-abi_struct!(spw_tier_options, 80: struct_size, mode, job, host, rank, world, paths, path_count, durability,
-    flags, block_bytes, io_timeout_ms, queue_depth, io_backend, at_step);
+}
 
 pub(in crate::capi) unsafe fn owner(job: *const c_char, host: *const c_char, rank: u32) -> Result<Owner> {
     // SAFETY: the caller meets the callees' requirements.

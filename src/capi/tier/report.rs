@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_void};
 
 use super::open::spw_tier;
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle;
@@ -27,9 +27,8 @@ pub enum spw_tier_health {
     SPW_TIER_HEALTH_MISSING = 3,
 }
 
+c_struct! { first 40;
 /// Result of an open.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_tier_opened_info {
     /// `sizeof(spw_tier_opened_info)`
     pub struct_size: u32,
@@ -44,12 +43,10 @@ pub struct spw_tier_opened_info {
     /// Number of extents with a part on a missing path.
     pub lost_extents: u64,
 }
+}
 
-abi_struct!(spw_tier_opened_info, 40: struct_size, resumed, step, payload_bytes, missing_paths, lost_extents);
-
+c_struct! { first 40;
 /// One extent of a tier.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_tier_extent_info {
     /// `sizeof(spw_tier_extent_info)`
     pub struct_size: u32,
@@ -68,13 +65,10 @@ pub struct spw_tier_extent_info {
     /// Number of blocks.
     pub blocks: u32,
 }
+}
 
-abi_struct!(spw_tier_extent_info, 40: struct_size, extent, bytes, generation, streams, committed, lost,
-    blocks);
-
+c_struct! { first 80;
 /// One path of a tier, and its traffic.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_tier_path_info {
     /// `sizeof(spw_tier_path_info)`
     pub struct_size: u32,
@@ -101,13 +95,10 @@ pub struct spw_tier_path_info {
     /// Blocks of extents that are read from this path.
     pub blocks: u64,
 }
+}
 
-abi_struct!(spw_tier_path_info, 80: struct_size, health, kind, reserved, read_bytes, written_bytes,
-    reading_ns, writing_ns, wear_bytes, file_bytes, free_bytes, blocks);
-
+c_struct! { first 40;
 /// Counts of `spw_tier_verify`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_tier_verify_info {
     /// `sizeof(spw_tier_verify_info)`
     pub struct_size: u32,
@@ -122,8 +113,7 @@ pub struct spw_tier_verify_info {
     /// Blocks, headers and superblocks that are damaged, lost or unreadable.
     pub damaged: u64,
 }
-
-abi_struct!(spw_tier_verify_info, 40: struct_size, reserved, extents, blocks, bytes, damaged);
+}
 
 /// Reads the result of the open. `payload_out` (may be NULL) receives the first `payload_bytes` bytes of the commit's
 /// payload.

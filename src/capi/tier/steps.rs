@@ -1,16 +1,15 @@
 //! The virtual tier: the steps at which it can be opened.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::tier::options::{parse, spw_tier_options};
 use crate::tier::Tier;
 use crate::tier::superblock_set::{Before, Steps};
 
+c_struct! { first 32;
 /// The steps at which a tier can be opened.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_tier_steps_info {
     /// `sizeof(spw_tier_steps_info)`
     pub struct_size: u32,
@@ -29,9 +28,7 @@ pub struct spw_tier_steps_info {
     /// 0
     pub reserved: u32,
 }
-
-abi_struct!(spw_tier_steps_info, 32: struct_size, committed, last, before, has_before, first, exists,
-    reserved);
+}
 
 /// Inspects a tier without opening it: its last committed step and the step before it, at which SPW_TIER_FLAG_AT_STEP
 /// can open. The steps stay unchanged, and a missing tier is no error. The tier's locks are held during the call.

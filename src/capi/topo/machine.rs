@@ -3,7 +3,7 @@
 
 use std::ffi::{CString, c_char};
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
@@ -48,9 +48,8 @@ pub enum spw_topo_node_kind {
     SPW_TOPO_NODE_KIND_EMPTY = 7,
 }
 
+c_struct! { first 16;
 /// Source of the topology. Zero is a good default for every field but struct_size.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_topo_options {
     /// `sizeof(spw_topo_options)`
     pub struct_size: u32,
@@ -59,12 +58,10 @@ pub struct spw_topo_options {
     /// Directory of a recorded tree, with `sys` and `proc` below it; NULL or "/": this machine.
     pub root: *const c_char,
 }
+}
 
-abi_struct!(spw_topo_options, 16: struct_size, flags, root);
-
+c_struct! { first 40;
 /// Numbers of parts. The texts are valid until the topology is closed.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_topo_info {
     /// `sizeof(spw_topo_info)`
     pub struct_size: u32,
@@ -85,12 +82,10 @@ pub struct spw_topo_info {
     /// Processors that the calling thread of `spw_topo_open` may use.
     pub allowed: *const c_char,
 }
+}
 
-abi_struct!(spw_topo_info, 40: struct_size, processors, cores, packages, nodes, gpus, drives, bound, allowed);
-
+c_struct! { first 64;
 /// A NUMA node. The texts are valid until the topology is closed.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_topo_node {
     /// `sizeof(spw_topo_node)`
     pub struct_size: u32,
@@ -113,13 +108,10 @@ pub struct spw_topo_node {
     /// Processors that reach the memory best.
     pub near_cpus: *const c_char,
 }
+}
 
-abi_struct!(spw_topo_node, 64: struct_size, node, kind, allowed, memory_bytes, memory_side_cache_bytes,
-    read_bandwidth, read_latency_ns, cpus, near_cpus);
-
+c_struct! { first 32;
 /// A GPU. The texts are valid until the topology is closed.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_topo_gpu {
     /// `sizeof(spw_topo_gpu)`
     pub struct_size: u32,
@@ -134,8 +126,7 @@ pub struct spw_topo_gpu {
     /// Processors of the node; empty if the node is not known.
     pub cpus: *const c_char,
 }
-
-abi_struct!(spw_topo_gpu, 32: struct_size, node, memory_node, reserved, pci, cpus);
+}
 
 /// A topology: a copy of what the system stated. A forked child may use its parent's.
 pub struct spw_topo {

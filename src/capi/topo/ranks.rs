@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_void};
 
 use super::machine::spw_topo;
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle;
@@ -40,9 +40,8 @@ pub enum spw_topo_cpus {
     SPW_TOPO_CPUS_WORKERS = 2,
 }
 
+c_struct! { first 24;
 /// A rank of this machine. Zero is a good default for every field but struct_size.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_topo_rank_options {
     /// `sizeof(spw_topo_rank_options)`
     pub struct_size: u32,
@@ -57,12 +56,10 @@ pub struct spw_topo_rank_options {
     /// floor((1 - share) * cores) cores, at least one unless the share is 1. 0: 0.8.
     pub share: f64,
 }
+}
 
-abi_struct!(spw_topo_rank_options, 24: struct_size, ranks, rank, scope, share);
-
+c_struct! { first 40;
 /// Pages of a range by their place.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_topo_pages {
     /// `sizeof(spw_topo_pages)`
     pub struct_size: u32,
@@ -77,8 +74,7 @@ pub struct spw_topo_pages {
     /// On no node: never touched, or swapped out.
     pub absent: u64,
 }
-
-abi_struct!(spw_topo_pages, 40: struct_size, reserved, sampled, on_node, elsewhere, absent);
+}
 
 /// Writes processors of a rank: of the node of its GPU, divided evenly among the ranks on that node (SuperOffload section
 /// 4.7). A rank gets only processors that this process may use; cores are never divided. If the node of the GPU is not

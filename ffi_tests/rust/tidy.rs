@@ -28,7 +28,7 @@ const CRATE_CONSTANTS: [&str; 1] = ["VERSION"];
 const MAY_BE_UNSAFE: [&str; 6] = ["environment", "sys", "kernel", "pool", "gpu", "capi"];
 /// The ring, and tests that lend the engine their own memory. A lint in the two mod.rs would also apply to these files.
 const MAY_BE_UNSAFE_FILES: [&str; 4] = ["io/uring.rs", "io/mod.rs", "io/tests/mod.rs", "io/tests/real.rs"];
-const MOST_LINES: usize = 450;
+const MOST_LINES: usize = 900;
 
 fn layer(module: &str) -> Option<usize> {
     LAYERS.iter().position(|modules| modules.contains(&module))

@@ -65,122 +65,54 @@ pub struct Bf16;
 #[derive(Clone, Copy)]
 pub struct Absent;
 
-impl Element for F32 {
-    type Raw = f32;
-    #[inline(always)]
-    unsafe fn load<V: Vector>(from: *const f32) -> V {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::load_f32(from) }
-    }
-    #[inline(always)]
-    unsafe fn store<V: Vector>(value: V, to: *mut f32) {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { value.store_f32(to) }
-    }
-    #[inline(always)]
-    unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::load_bits32(from.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::store_bits32(bits, to.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn store_nt<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::stream_bits32(bits, to.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn encode<V: Vector>(value: V) -> V::Bits {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { value.to_bits() }
-    }
-    #[inline(always)]
-    unsafe fn decode<V: Vector>(bits: V::Bits) -> V {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::from_bits(bits) }
-    }
+/// An element type that forwards to the functions of [`Vector`] for its memory type.
+macro_rules! element {
+    ($name:ident, $raw:ty, $bits:ty: $load:ident $store:ident $load_bits:ident $store_bits:ident $stream:ident
+     $encode:ident $decode:ident) => {
+        impl Element for $name {
+            type Raw = $raw;
+            #[inline(always)]
+            unsafe fn load<V: Vector>(from: *const $raw) -> V {
+                // SAFETY: the caller upholds the callee's contract.
+                unsafe { V::$load(from) }
+            }
+            #[inline(always)]
+            unsafe fn store<V: Vector>(value: V, to: *mut $raw) {
+                // SAFETY: the caller upholds the callee's contract.
+                unsafe { value.$store(to) }
+            }
+            #[inline(always)]
+            unsafe fn load_bits<V: Vector>(from: *const $raw) -> V::Bits {
+                // SAFETY: the caller upholds the callee's contract.
+                unsafe { V::$load_bits(from.cast::<$bits>()) }
+            }
+            #[inline(always)]
+            unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut $raw) {
+                // SAFETY: the caller upholds the callee's contract.
+                unsafe { V::$store_bits(bits, to.cast::<$bits>()) }
+            }
+            #[inline(always)]
+            unsafe fn store_nt<V: Vector>(bits: V::Bits, to: *mut $raw) {
+                // SAFETY: the caller upholds the callee's contract.
+                unsafe { V::$stream(bits, to.cast::<$bits>()) }
+            }
+            #[inline(always)]
+            unsafe fn encode<V: Vector>(value: V) -> V::Bits {
+                // SAFETY: the caller upholds the callee's contract.
+                unsafe { value.$encode() }
+            }
+            #[inline(always)]
+            unsafe fn decode<V: Vector>(bits: V::Bits) -> V {
+                // SAFETY: the caller upholds the callee's contract.
+                unsafe { V::$decode(bits) }
+            }
+        }
+    };
 }
 
-impl Element for F16 {
-    type Raw = u16;
-    #[inline(always)]
-    unsafe fn load<V: Vector>(from: *const u16) -> V {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::load_f16(from) }
-    }
-    #[inline(always)]
-    unsafe fn store<V: Vector>(value: V, to: *mut u16) {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { value.store_f16(to) }
-    }
-    #[inline(always)]
-    unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::load_bits16(from) }
-    }
-    #[inline(always)]
-    unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::store_bits16(bits, to) }
-    }
-    #[inline(always)]
-    unsafe fn store_nt<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::stream_bits16(bits, to) }
-    }
-    #[inline(always)]
-    unsafe fn encode<V: Vector>(value: V) -> V::Bits {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { value.round_f16() }
-    }
-    #[inline(always)]
-    unsafe fn decode<V: Vector>(bits: V::Bits) -> V {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::widen_f16(bits) }
-    }
-}
-
-impl Element for Bf16 {
-    type Raw = u16;
-    #[inline(always)]
-    unsafe fn load<V: Vector>(from: *const u16) -> V {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::load_bf16(from) }
-    }
-    #[inline(always)]
-    unsafe fn store<V: Vector>(value: V, to: *mut u16) {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { value.store_bf16(to) }
-    }
-    #[inline(always)]
-    unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::load_bits16(from) }
-    }
-    #[inline(always)]
-    unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::store_bits16(bits, to) }
-    }
-    #[inline(always)]
-    unsafe fn store_nt<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::stream_bits16(bits, to) }
-    }
-    #[inline(always)]
-    unsafe fn encode<V: Vector>(value: V) -> V::Bits {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { value.round_bf16() }
-    }
-    #[inline(always)]
-    unsafe fn decode<V: Vector>(bits: V::Bits) -> V {
-        // SAFETY: the caller upholds the callee's contract.
-        unsafe { V::widen_bf16(bits) }
-    }
-}
+element!(F32, f32, u32: load_f32 store_f32 load_bits32 store_bits32 stream_bits32 to_bits from_bits);
+element!(F16, u16, u16: load_f16 store_f16 load_bits16 store_bits16 stream_bits16 round_f16 widen_f16);
+element!(Bf16, u16, u16: load_bf16 store_bf16 load_bits16 store_bits16 stream_bits16 round_bf16 widen_bf16);
 
 impl Element for Absent {
     type Raw = ();

@@ -65,11 +65,14 @@ fn copy_without_macros(from: &Path, to: &Path) {
             copy_without_macros(&path, &target);
             continue;
         }
-        let text: String = read(&path)
-            .lines()
-            .filter(|line| *line != "statuses! {")
-            .map(|line| if line.starts_with("c_struct! {") { "#[repr(C)]\n".into() } else { format!("{line}\n") })
-            .collect();
+        let text: String =
+            read(&path)
+                .lines()
+                .filter(|line| *line != "statuses! {")
+                .map(|line| {
+                    if line.starts_with("c_struct! {") { "#[repr(C)]\n".into() } else { format!("{line}\n") }
+                })
+                .collect();
         // The item's own brace stays.
         fs::write(target, text.replace("\n}\n}\n", "\n}\n")).expect("the copy is writable");
     }

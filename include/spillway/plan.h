@@ -220,20 +220,6 @@ enum spw_status spw_plan_pipeline(const struct spw_pipeline_options *options,
 // Frees a plan. NULL is allowed.
 enum spw_status spw_pipeline_close(struct spw_pipeline *pipeline);
 
-// Computes the cost of rollbacks as fractions of an iteration's time (SysX section 5.6).
-//
-// - `iteration`: seconds of an iteration.
-// - `rollback`: seconds of a rollback.
-// - `exposed`: seconds of optimizer steps that no pass hides, and that would have been skipped.
-// - `every`: one of this many iterations is rolled back.
-// - `per_event_out` receives the cost of one rollback, `mean_out` (may be NULL) the mean over all iterations.
-enum spw_status spw_plan_rollback(double iteration,
-                                  double rollback,
-                                  double exposed,
-                                  double every,
-                                  double *per_event_out,
-                                  double *mean_out);
-
 // Kind of an operation. Passed as `uint32_t`.
 typedef enum spw_pipeline_kind {
     // Forward pass of a stage.

@@ -3,8 +3,7 @@
 //! The tests compare them with the generated schedules.
 #![forbid(unsafe_code)]
 
-use super::{Schedule, Shape, check};
-use crate::error::{Error, Result};
+use super::{Schedule, Shape};
 
 /// Times of the passes of a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -57,35 +56,4 @@ pub fn passes(shape: &Shape, forward: f64, backward: f64) -> Option<Closed> {
     };
     let busy = micro_batches * (forward_chunks * forward + backward_chunks * backward);
     Some(Closed { bubble_seconds: passes_seconds - busy, passes_seconds })
-}
-
-/// Cost of rollbacks (SysX section 5.6), as fractions of an iteration's time.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Rollback {
-    /// Cost of an iteration that is rolled back.
-    pub per_event: f64,
-    /// Mean cost over all iterations.
-    pub mean: f64,
-}
-
-/// The cost of a rollback in an iteration of `iteration` seconds, once in `every` iterations. It takes `rollback`
-/// seconds. The optimizer steps that the passes do not hide took `exposed` seconds, and would have been skipped.
-pub fn rollback(iteration: f64, rollback: f64, exposed: f64, every: f64) -> Result<Rollback> {
-    check::positive("iteration", iteration)?;
-    check::not_negative("rollback", rollback)?;
-    check::not_negative("exposed", exposed)?;
-    check::positive("every", every)?;
-    if every < 1.0 {
-        return Err(Error::invalid(
-            "every",
-            format!("{every} is below 1; an iteration is rolled back at most once"),
-        ));
-    }
-    let per_event = (rollback + exposed) / iteration;
-    if !per_event.is_finite() {
-        let reason =
-            format!("{iteration} is too small beside the {rollback} and {exposed} seconds of a rollback");
-        return Err(Error::invalid("iteration", reason));
-    }
-    Ok(Rollback { per_event, mean: per_event / every })
 }

@@ -5,9 +5,8 @@ use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
-use crate::capi::output::{self, required};
 use crate::error::{Error, Result};
-use spillway_planner::pipeline::{Plan, Schedule, Shape, Unit, closed, plan};
+use spillway_planner::pipeline::{Plan, Schedule, Shape, Unit, plan};
 
 /// The order of the passes on the devices. Passed as `uint32_t`.
 #[repr(C)]
@@ -142,37 +141,6 @@ pub unsafe extern "C" fn spw_plan_pipeline(
 pub unsafe extern "C" fn spw_pipeline_close(pipeline: Option<Box<spw_pipeline>>) -> spw_status {
     guard(|| {
         drop(handle::close(pipeline));
-        Ok(())
-    })
-}
-
-/// Computes the cost of rollbacks as fractions of an iteration's time (SysX section 5.6).
-///
-/// - `iteration`: seconds of an iteration.
-/// - `rollback`: seconds of a rollback.
-/// - `exposed`: seconds of optimizer steps that no pass hides, and that would have been skipped.
-/// - `every`: one of this many iterations is rolled back.
-/// - `per_event_out` receives the cost of one rollback, `mean_out` (may be NULL) the mean over all iterations.
-///
-/// # Safety
-/// `per_event_out` points to a double, `mean_out` to a double or is NULL.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_plan_rollback(
-    iteration: f64,
-    rollback: f64,
-    exposed: f64,
-    every: f64,
-    per_event_out: *mut f64,
-    mean_out: *mut f64,
-) -> spw_status {
-    guard(|| {
-        let per_event_out = required(per_event_out, "per_event_out")?;
-        let found = closed::rollback(iteration, rollback, exposed, every)?;
-        // SAFETY: not NULL, and valid by the caller's promise.
-        unsafe {
-            per_event_out.write(found.per_event);
-            output::write_optional(found.mean, mean_out);
-        }
         Ok(())
     })
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -235,9 +236,19 @@ def rollback_cost(iteration: float, rollback: float, exposed: float = 0.0, every
 
     Example:
         spillway.pipeline.rollback_cost(iteration=10, rollback=4, exposed=1.3, every=100).mean"""
-    per_event, mean = ctypes.c_double(), ctypes.c_double()
-    _native.call("spw_plan_rollback", iteration, rollback, exposed, every, ctypes.byref(per_event), ctypes.byref(mean))
-    return Rollback(per_event.value, mean.value)
+    given = {"iteration": iteration, "rollback": rollback, "exposed": exposed, "every": every}
+    values = {name: _arguments.real(f"rollback_cost: {name}", value) for name, value in given.items()}
+    for name, least in (("rollback", 0.0), ("exposed", 0.0), ("every", 1.0)):
+        if not least <= values[name] < math.inf:
+            raise InvalidArgumentError(f"rollback_cost: {name} is {given[name]!r}; pass a finite number of at least {least:g}")
+    if not 0 < values["iteration"] < math.inf:
+        raise InvalidArgumentError(f"rollback_cost: iteration is {iteration!r}; pass a positive finite number of seconds")
+    per_event = (values["rollback"] + values["exposed"]) / values["iteration"]
+    if not math.isfinite(per_event):
+        raise InvalidArgumentError(
+            f"rollback_cost: iteration is {iteration!r}, too small beside the {rollback!r} and {exposed!r} seconds of rollback"
+        )
+    return Rollback(per_event, per_event / values["every"])
 
 
 def plan(

@@ -26,7 +26,7 @@ use clap::{Parser, Subcommand};
 
 /// Optimizer offload for training large models on few GPUs.
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "spillway", version = spillway::VERSION)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

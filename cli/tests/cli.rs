@@ -26,6 +26,12 @@ fn spillway() -> Command {
     Command::new(env!("CARGO_BIN_EXE_spillway"))
 }
 
+#[test]
+fn the_tool_states_its_name_and_the_version_of_the_library() {
+    let said = succeed(spillway().arg("--version"), TIMEOUT);
+    assert_eq!(said, format!("spillway {}\n", spillway::VERSION));
+}
+
 /// Verdict and remedy of each check.
 fn doctor(
     environment: &[(&str, &str)],

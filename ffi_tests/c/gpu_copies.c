@@ -170,15 +170,15 @@ static int warnings;
 
 static void count_warnings(void *user, int32_t level, const char *message) {
     (void)user;
-    warnings += level == SPW_LOG_LEVEL_WARN && strstr(message, "format of an earlier version") != NULL;
+    warnings += level == SPW_LOG_LEVEL_WARN && strstr(message, "gpu_copies.profile") != NULL;
 }
 
-// The bandwidth is measured once, read from the profile later, and measured again on request. A profile in an earlier
+// The bandwidth is measured once, read from the profile later, and measured again on request. A profile in another
 // format causes one warning and is replaced.
 static void link(spw_gpu *gpu) {
     CHECK(setenv("SPILLWAY_PROFILE", "gpu_copies.profile", 1) == 0);
-    FILE *earlier = fopen("gpu_copies.profile", "w");
-    CHECK(earlier != NULL && fputs("spillway profile 1\n", earlier) >= 0 && fclose(earlier) == 0);
+    FILE *other = fopen("gpu_copies.profile", "w");
+    CHECK(other != NULL && fputs("link a\n", other) >= 0 && fclose(other) == 0);
     spw_gpu_link first = {.struct_size = sizeof first}, second = first, third = first;
     CHECK_OK(spw_set_log(count_warnings, NULL, SPW_LOG_LEVEL_WARN));
     CHECK_OK(spw_gpu_measure_link(gpu, 0, 0, &first));

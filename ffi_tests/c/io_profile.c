@@ -73,10 +73,9 @@ int main(void) {
 
     uint64_t normal = requests(); // The profile does not exist yet.
     CHECK(normal > 0 && !strstr(messages, "profile") && stats.queue_depth == 32 && stats.block_bytes == BYTES);
-    // The first and the third are in formats of earlier versions, which share one message.
-    const char *bad[] = {"spillway-io-profile 1\n", "{\"version\": 1}", "spillway profile 1\n",
+    const char *bad[] = {"queue_depth = 3\n", "{\"version\": 1}",
                          "{\"version\": 2, \"filesystems\": {\"x\": {}}}"};
-    for (int n = 0; n < 4; n++) {
+    for (int n = 0; n < 3; n++) {
         write_profile(bad[n]);
         CHECK(requests() == normal && strstr(messages, "2: ") && strstr(messages, profile));
         CHECK(requests() == normal && !strstr(messages, profile)); // The warning appears once.

@@ -109,11 +109,10 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_an_earlier_version_is_replaced() {
+    fn a_file_in_another_format_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("profile");
-        let earlier = "out_f32=1 out_native=1 in_f32=1 in_native=1 step_f32=1 step_native=1";
-        fs::write(&path, format!("spillway profile 1\nlink a = {earlier}\n")).unwrap();
+        fs::write(&path, "link a = out_f32=1\n").unwrap();
         assert_eq!(find(&path, "a"), None);
         keep(&path, "a", &LINK);
         assert_eq!(find(&path, "a"), Some(LINK));

@@ -11,8 +11,8 @@
 //! }
 //! ```
 //!
-//! Each writer keeps the entries of the other, and sections that neither knows. A file in another format, the text
-//! format of earlier versions included, is an error for its reader: one warning, and the figures are measured again.
+//! Each writer keeps the entries of the other, and sections that neither knows. A file in another format is an
+//! error for its reader: one warning, and the figures are measured again.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -31,8 +31,6 @@ use crate::environment;
 use crate::log::{self, Level};
 
 const VERSION: u32 = 2;
-/// First lines of files that earlier versions wrote.
-const EARLIER: [&str; 2] = ["spillway-io-profile 1", "spillway profile 1"];
 /// Size limit of a profile, which normally has a few hundred bytes; larger files are rejected.
 pub const MOST_BYTES: u64 = 64 << 10;
 
@@ -83,11 +81,6 @@ impl Contents {
 
     /// Parses a profile; the error text names the line.
     pub fn parse(bytes: &[u8]) -> Result<Contents, String> {
-        if EARLIER.iter().any(|first| bytes.starts_with(first.as_bytes())) {
-            return Err(
-                "it has the format of an earlier version; measure again with spillway tune".to_string()
-            );
-        }
         let contents: Contents = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         match contents.version {
             VERSION => Ok(contents),
@@ -169,9 +162,7 @@ mod tests {
             ("{}", "missing field `version`"),
             (r#"{"version": 3, "filesystems": {}}"#, "it has version 3"),
             (r#"{"version": 2, "links": 7}"#, "line 1"),
-            ("spillway-io-profile 1\n[filesystem ef53-7]\nqueue_depth = 3\n", "format of an earlier version"),
-            ("spillway profile 1\nlink a = out_f32=1\n", "format of an earlier version"),
-            ("spillway-io-profile 9\n", "line 1"),
+            ("queue_depth = 3\n", "line 1"),
         ] {
             let error = Contents::parse(text.as_bytes()).unwrap_err();
             assert!(error.contains(words), "{text:?}: {error}");

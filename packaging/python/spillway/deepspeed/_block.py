@@ -1,7 +1,7 @@
 """The settings of the `spillway` block of a DeepSpeed configuration: their names, defaults, valid values and meaning.
 
 An engine validates its block before it makes anything. Unknown settings, wrong values, and settings without effect in
-this configuration are errors that name the setting. Old names of settings work for one release, with a FutureWarning."""
+this configuration are errors that name the setting."""
 
 import difflib
 import json

@@ -12,13 +12,13 @@
 //   spillway/io.h           Asynchronous reads and writes of files.
 //   spillway/tier.h         Crash-safe storage of optimizer state over several paths, with commits.
 //   spillway/swap.h         Adam over states that are stored on a tier.
-//   spillway/gpu.h          Adam on a GPU, and copies between device and host memory.
 //   spillway/speculate.h    Steps before the norm of the whole gradient is known, then a verdict.
-//   spillway/interleave.h   An update divided between CPU and GPU.
 //   spillway/deepspeed.h    The optimizer ids of DeepSpeed.
 //
 // Experimental headers. This one does not include them, and their ABI is not frozen:
 //
+//   spillway/gpu.h          Adam on a GPU, copies between device and host memory, buckets in device memory.
+//   spillway/interleave.h   An update divided between CPU and GPU.
 //   spillway/plan.h         Predictions of an update's time; schedules of pipelines.
 //   spillway/arena.h        Parameters that several processes share.
 //   spillway/stage.h        Asynchronous optimizer jobs of a pipeline.
@@ -108,9 +108,7 @@
 #include "spillway/io.h"
 #include "spillway/tier.h"
 #include "spillway/swap.h"
-#include "spillway/gpu.h"
 #include "spillway/speculate.h"
-#include "spillway/interleave.h"
 #include "spillway/deepspeed.h"
 
 #endif // SPILLWAY_H

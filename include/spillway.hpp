@@ -36,6 +36,8 @@
 #include <vector>
 
 #include "spillway.h"
+#include "spillway/gpu.h"
+#include "spillway/interleave.h"
 
 namespace spillway {
 

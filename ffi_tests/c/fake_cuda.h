@@ -7,6 +7,8 @@
 
 #include "check.h"
 
+#include <spillway/gpu.h>
+
 #include <dlfcn.h>
 
 static void *fake_driver;

@@ -3,6 +3,8 @@
 
 #include "fake_cuda.h"
 
+#include <spillway/interleave.h>
+
 enum { SUBGROUPS = 6, ORDINAL = 7 };
 // A transfer type of this test: the gradients are in host memory alone, and the GPU fetches them from there.
 static const uint32_t HOME = 1000;

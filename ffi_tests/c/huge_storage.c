@@ -3,6 +3,8 @@
 
 #include "huge_values.h"
 
+#include <spillway/gpu.h>
+
 static void engine(void) {
     EACH(value) {
         for (int field = 0; field < 5; field++) {

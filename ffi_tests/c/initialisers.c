@@ -2,6 +2,8 @@
 
 #include "check.h"
 
+#include <spillway/interleave.h>
+
 // All bytes after struct_size are zero.
 #define EMPTY(type, macro) do { \
         const type value = macro; \

@@ -3,6 +3,8 @@
 
 #include "check.h"
 
+#include <spillway/interleave.h>
+
 #include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>

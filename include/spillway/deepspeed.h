@@ -29,7 +29,6 @@
 #include "undo.h"
 #include "swap.h"
 #include "speculate.h"
-#include "interleave.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -186,14 +185,6 @@ enum spw_status spw_spec_submit_ds_adam(const struct spw_spec *spec,
                                         const struct spw_ds_adam_call *call,
                                         const struct spw_tensor *tensor,
                                         const struct spw_spec_event *event);
-
-// Does `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`, one call per subgroup, applied in the order
-// of `calls`. The id advances if the step starts.
-enum spw_status spw_interleave_begin_ds_adam(const struct spw_interleave *interleave,
-                                             int32_t id,
-                                             const struct spw_ds_adam_call *calls,
-                                             uint64_t count,
-                                             uint64_t stream);
 
 #ifdef __cplusplus
 } // extern "C"

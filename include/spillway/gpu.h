@@ -1,6 +1,9 @@
 // spillway/gpu.h
 //
-// GPUs through the CUDA driver: Adam on the device, and copies between device memory and pinned host memory.
+// EXPERIMENTAL: GPUs through the CUDA driver. This header is not part of spillway.h, and its ABI is not frozen: functions
+// and structs may change with any release.
+//
+// Adam on the device, copies between device memory and pinned host memory, and speculation with buckets in device memory.
 //
 // The driver is loaded at run time. Without a GPU, a call with valid arguments is SPW_ERR_NO_DEVICE. Streams, events
 // and device memory are those of the framework: the library uses the device's primary context. A stream is passed as
@@ -34,6 +37,7 @@
 
 #include "base.h"
 #include "optim.h"
+#include "speculate.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -249,6 +253,39 @@ enum spw_status spw_gpu_measure_link(const struct spw_gpu *gpu,
                                      uint32_t accumulates,
                                      uint32_t again,
                                      struct spw_gpu_link *link_out);
+
+// Sets the uploads of a bucket's 16-bit copies. From now on each copy is uploaded as soon as it is valid. `copies` are
+// `count` copies of direction SPW_GPU_DIRECTION_H2D from pinned memory, which the bucket's tensors name as param_copy.
+// Each upload first waits for its `handle`: that event or stream should cover all reads of the old parameters. `count`
+// 0 ends the uploads. Call it between rounds.
+//
+// The engine overwrites a 16-bit copy only after its last upload has ended. Device memory, host memory and handles of
+// the copies stay valid until the engine is closed or this function is called again. `gpu` may be closed before the
+// engine.
+enum spw_status spw_spec_publish_to(const struct spw_spec *spec,
+                                    uint32_t bucket,
+                                    const struct spw_gpu *gpu,
+                                    const struct spw_gpu_copy *copies,
+                                    uint64_t count);
+
+// Submits a bucket whose tensors' spans are all device memory (a tail bucket of SuperOffload section
+// 4.3). The engine measures its gradient when `event` has happened. The GPU steps it once, after the verdict, with the
+// bits of any other bucket. Its work runs in order on `stream`, which stays alive until the bucket is final. The round
+// must be of `spw_spec_begin_adam`. Otherwise as `spw_spec_submit`.
+enum spw_status spw_spec_submit_gpu(const struct spw_spec *spec,
+                                    uint32_t bucket,
+                                    const struct spw_gpu *gpu,
+                                    const struct spw_tensor *tensors,
+                                    uint64_t count,
+                                    uint64_t stream,
+                                    const struct spw_spec_event *event);
+
+// Waits as `spw_spec_wait`. Then it makes work queued later on `stream` wait, on the device, for the bucket's new
+// parameters. They come from an upload of `spw_spec_publish_to` or from the GPU's step.
+enum spw_status spw_spec_stream_wait(const struct spw_spec *spec,
+                                     uint32_t bucket,
+                                     uint64_t stream,
+                                     int64_t timeout_ms);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -1,7 +1,9 @@
 // spillway/interleave.h
 //
-// The interleaved update (Deep Optimizer States): CPU and GPU step different subgroups at the same time, while states
-// move between host and device memory.
+// EXPERIMENTAL: the interleaved update (Deep Optimizer States). This header is not part of spillway.h, and its ABI is not
+// frozen: functions and structs may change with any release.
+//
+// CPU and GPU step different subgroups at the same time, while states move between host and device memory.
 //
 //     spw_interleave_options options = SPW_INTERLEAVE_OPTIONS_INIT;
 //     options.backend = SPW_INTERLEAVE_BACKEND_CUDA;
@@ -33,6 +35,7 @@
 #include "base.h"
 #include "optim.h"
 #include "gpu.h"
+#include "deepspeed.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -250,6 +253,14 @@ enum spw_status spw_interleave_get_trace(const struct spw_interleave *interleave
 
 // Waits for all transfers in flight and frees the update. NULL does nothing.
 enum spw_status spw_interleave_close(struct spw_interleave *interleave);
+
+// Does `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`, one call per subgroup, applied in the order
+// of `calls`. The id advances if the step starts.
+enum spw_status spw_interleave_begin_ds_adam(const struct spw_interleave *interleave,
+                                             int32_t id,
+                                             const struct spw_ds_adam_call *calls,
+                                             uint64_t count,
+                                             uint64_t stream);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -38,7 +38,6 @@
 #include "base.h"
 #include "optim.h"
 #include "undo.h"
-#include "gpu.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -189,8 +188,8 @@ typedef struct spw_spec_event {
     uint32_t value;
     // Address for SPW_SPEC_EVENT_KIND_WORD, aligned to 4 bytes.
     const uint32_t *word;
-    // GPU for SPW_SPEC_EVENT_KIND_CUDA and SPW_SPEC_EVENT_KIND_CUDA_STREAM. It may be closed after the call.
-    const struct spw_gpu *gpu;
+    // The `spw_gpu` for SPW_SPEC_EVENT_KIND_CUDA and SPW_SPEC_EVENT_KIND_CUDA_STREAM. It may be closed after the call.
+    const void *gpu;
     // Event for SPW_SPEC_EVENT_KIND_CUDA, stream for SPW_SPEC_EVENT_KIND_CUDA_STREAM.
     uint64_t handle;
 } spw_spec_event;
@@ -295,39 +294,6 @@ enum spw_status spw_spec_get_rolled_back(const struct spw_spec *spec,
                                          uint32_t *buckets_out,
                                          uint64_t capacity,
                                          uint64_t *count_out);
-
-// Sets the uploads of a bucket's 16-bit copies. From now on each copy is uploaded as soon as it is valid. `copies` are
-// `count` copies of direction SPW_GPU_DIRECTION_H2D from pinned memory, which the bucket's tensors name as param_copy.
-// Each upload first waits for its `handle`: that event or stream should cover all reads of the old parameters. `count`
-// 0 ends the uploads. Call it between rounds.
-//
-// The engine overwrites a 16-bit copy only after its last upload has ended. Device memory, host memory and handles of
-// the copies stay valid until the engine is closed or this function is called again. `gpu` may be closed before the
-// engine.
-enum spw_status spw_spec_publish_to(const struct spw_spec *spec,
-                                    uint32_t bucket,
-                                    const struct spw_gpu *gpu,
-                                    const struct spw_gpu_copy *copies,
-                                    uint64_t count);
-
-// Submits a bucket whose tensors' spans are all device memory (a tail bucket of SuperOffload section
-// 4.3). The engine measures its gradient when `event` has happened. The GPU steps it once, after the verdict, with the
-// bits of any other bucket. Its work runs in order on `stream`, which stays alive until the bucket is final. The round
-// must be of `spw_spec_begin_adam`. Otherwise as `spw_spec_submit`.
-enum spw_status spw_spec_submit_gpu(const struct spw_spec *spec,
-                                    uint32_t bucket,
-                                    const struct spw_gpu *gpu,
-                                    const struct spw_tensor *tensors,
-                                    uint64_t count,
-                                    uint64_t stream,
-                                    const struct spw_spec_event *event);
-
-// Waits as `spw_spec_wait`. Then it makes work queued later on `stream` wait, on the device, for the bucket's new
-// parameters. They come from an upload of `spw_spec_publish_to` or from the GPU's step.
-enum spw_status spw_spec_stream_wait(const struct spw_spec *spec,
-                                     uint32_t bucket,
-                                     uint64_t stream,
-                                     int64_t timeout_ms);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -699,6 +699,19 @@ class GpuLink(Structure):
     ]
 
 
+class SpecEvent(Given):
+    c_name = "spw_spec_event"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("kind", c_uint32),
+        ("fd", c_int32),
+        ("value", c_uint32),
+        ("word", c_void_p),
+        ("gpu", c_void_p),
+        ("handle", c_uint64),
+    ]
+
+
 class SpecOptions(Given):
     c_name = "spw_spec_options"
     _fields_ = [
@@ -724,19 +737,6 @@ class SpecStats(Structure):
         ("buckets_rolled_back", c_uint64),
         ("buckets_spared", c_uint64),
         ("seconds_exposed", c_double),
-    ]
-
-
-class SpecEvent(Given):
-    c_name = "spw_spec_event"
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("kind", c_uint32),
-        ("fd", c_int32),
-        ("value", c_uint32),
-        ("word", c_void_p),
-        ("gpu", c_void_p),
-        ("handle", c_uint64),
     ]
 
 
@@ -798,19 +798,6 @@ class InterleaveRates(Given):
     ]
 
 
-class DsAdamState(Structure):
-    c_name = "spw_ds_adam_state"
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("adamw_mode", c_uint32),
-        ("step", c_uint64),
-        ("beta1", c_float),
-        ("beta2", c_float),
-        ("beta1_power", c_float),
-        ("beta2_power", c_float),
-    ]
-
-
 class DsAdamCall(Given):
     c_name = "spw_ds_adam_call"
     _fields_ = [
@@ -823,6 +810,19 @@ class DsAdamCall(Given):
         ("eps", c_float),
         ("weight_decay", c_float),
         ("grad_scale", c_float),
+    ]
+
+
+class DsAdamState(Structure):
+    c_name = "spw_ds_adam_state"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("adamw_mode", c_uint32),
+        ("step", c_uint64),
+        ("beta1", c_float),
+        ("beta2", c_float),
+        ("beta1_power", c_float),
+        ("beta2_power", c_float),
     ]
 
 
@@ -1200,15 +1200,15 @@ STRUCTURES = (
     GpuInfo,
     GpuCopy,
     GpuLink,
+    SpecEvent,
     SpecOptions,
     SpecStats,
-    SpecEvent,
     SpecOutcome,
     InterleaveOptions,
     InterleaveSubgroup,
     InterleaveRates,
-    DsAdamState,
     DsAdamCall,
+    DsAdamState,
     PlanShape,
     PlanOptions,
     PlanResult,
@@ -1399,6 +1399,9 @@ PROTOTYPES = {
     "spw_gpu_copy_wait": (c_int32, [c_void_p, u64("ticket"), i64("timeout_ms")]),
     "spw_gpu_copy_stream_wait": (c_int32, [c_void_p, u64("ticket"), u64("stream")]),
     "spw_gpu_measure_link": (c_int32, [c_void_p, u32("accumulates"), u32("again"), POINTER(GpuLink)]),
+    "spw_spec_publish_to": (c_int32, [c_void_p, u32("bucket"), c_void_p, POINTER(GpuCopy), u64("count")]),
+    "spw_spec_submit_gpu": (c_int32, [c_void_p, u32("bucket"), c_void_p, address("tensors"), u64("count"), u64("stream"), POINTER(SpecEvent)]),
+    "spw_spec_stream_wait": (c_int32, [c_void_p, u32("bucket"), u64("stream"), i64("timeout_ms")]),
     "spw_gpu_probe": (c_int32, [POINTER(GpuDriver)]),
     "spw_gpu_open": (c_int32, [POINTER(GpuOptions), POINTER(c_void_p)]),
     "spw_gpu_close": (c_int32, [c_void_p]),
@@ -1408,21 +1411,6 @@ PROTOTYPES = {
     "spw_gpu_copy_wait": (c_int32, [c_void_p, u64("ticket"), i64("timeout_ms")]),
     "spw_gpu_copy_stream_wait": (c_int32, [c_void_p, u64("ticket"), u64("stream")]),
     "spw_gpu_measure_link": (c_int32, [c_void_p, u32("accumulates"), u32("again"), POINTER(GpuLink)]),
-    "spw_spec_open": (c_int32, [POINTER(SpecOptions), POINTER(c_void_p)]),
-    "spw_spec_begin_adam": (c_int32, [c_void_p, POINTER(AdamOptions), c_double]),
-    "spw_spec_begin_adagrad": (c_int32, [c_void_p, POINTER(AdagradOptions), c_double]),
-    "spw_spec_begin_lion": (c_int32, [c_void_p, POINTER(LionOptions), c_double]),
-    "spw_spec_get_stats": (c_int32, [c_void_p, POINTER(SpecStats)]),
-    "spw_spec_close": (c_int32, [c_void_p]),
-    "spw_spec_submit": (c_int32, [c_void_p, u32("bucket"), address("tensors"), u64("count"), POINTER(SpecEvent)]),
-    "spw_spec_get_bucket": (c_int32, [c_void_p, u32("bucket"), POINTER(c_uint32)]),
-    "spw_spec_wait": (c_int32, [c_void_p, u32("bucket"), i64("timeout_ms")]),
-    "spw_spec_local_result": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(StepStats)]),
-    "spw_spec_resolve": (c_int32, [c_void_p, POINTER(StepStats), POINTER(SpecOutcome)]),
-    "spw_spec_resolve_as": (c_int32, [c_void_p, u32("verdict"), c_double, POINTER(SpecOutcome)]),
-    "spw_spec_abort": (c_int32, [c_void_p]),
-    "spw_spec_finish": (c_int32, [c_void_p, i64("timeout_ms")]),
-    "spw_spec_get_rolled_back": (c_int32, [c_void_p, POINTER(c_uint32), u64("capacity"), POINTER(c_uint64)]),
     "spw_spec_publish_to": (c_int32, [c_void_p, u32("bucket"), c_void_p, POINTER(GpuCopy), u64("count")]),
     "spw_spec_submit_gpu": (c_int32, [c_void_p, u32("bucket"), c_void_p, address("tensors"), u64("count"), u64("stream"), POINTER(SpecEvent)]),
     "spw_spec_stream_wait": (c_int32, [c_void_p, u32("bucket"), u64("stream"), i64("timeout_ms")]),
@@ -1441,9 +1429,21 @@ PROTOTYPES = {
     "spw_spec_abort": (c_int32, [c_void_p]),
     "spw_spec_finish": (c_int32, [c_void_p, i64("timeout_ms")]),
     "spw_spec_get_rolled_back": (c_int32, [c_void_p, POINTER(c_uint32), u64("capacity"), POINTER(c_uint64)]),
-    "spw_spec_publish_to": (c_int32, [c_void_p, u32("bucket"), c_void_p, POINTER(GpuCopy), u64("count")]),
-    "spw_spec_submit_gpu": (c_int32, [c_void_p, u32("bucket"), c_void_p, address("tensors"), u64("count"), u64("stream"), POINTER(SpecEvent)]),
-    "spw_spec_stream_wait": (c_int32, [c_void_p, u32("bucket"), u64("stream"), i64("timeout_ms")]),
+    "spw_spec_open": (c_int32, [POINTER(SpecOptions), POINTER(c_void_p)]),
+    "spw_spec_begin_adam": (c_int32, [c_void_p, POINTER(AdamOptions), c_double]),
+    "spw_spec_begin_adagrad": (c_int32, [c_void_p, POINTER(AdagradOptions), c_double]),
+    "spw_spec_begin_lion": (c_int32, [c_void_p, POINTER(LionOptions), c_double]),
+    "spw_spec_get_stats": (c_int32, [c_void_p, POINTER(SpecStats)]),
+    "spw_spec_close": (c_int32, [c_void_p]),
+    "spw_spec_submit": (c_int32, [c_void_p, u32("bucket"), address("tensors"), u64("count"), POINTER(SpecEvent)]),
+    "spw_spec_get_bucket": (c_int32, [c_void_p, u32("bucket"), POINTER(c_uint32)]),
+    "spw_spec_wait": (c_int32, [c_void_p, u32("bucket"), i64("timeout_ms")]),
+    "spw_spec_local_result": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(StepStats)]),
+    "spw_spec_resolve": (c_int32, [c_void_p, POINTER(StepStats), POINTER(SpecOutcome)]),
+    "spw_spec_resolve_as": (c_int32, [c_void_p, u32("verdict"), c_double, POINTER(SpecOutcome)]),
+    "spw_spec_abort": (c_int32, [c_void_p]),
+    "spw_spec_finish": (c_int32, [c_void_p, i64("timeout_ms")]),
+    "spw_spec_get_rolled_back": (c_int32, [c_void_p, POINTER(c_uint32), u64("capacity"), POINTER(c_uint64)]),
     "spw_interleave_open": (c_int32, [POINTER(InterleaveOptions), POINTER(InterleaveSubgroup), u64("count"), POINTER(c_void_p)]),
     "spw_interleave_set_plan": (c_int32, [c_void_p, address("placements"), u64("count")]),
     "spw_interleave_get_plan": (c_int32, [c_void_p, POINTER(c_uint32)]),
@@ -1459,6 +1459,7 @@ PROTOTYPES = {
     "spw_interleave_replan": (c_int32, [c_void_p, c_double, POINTER(c_uint32)]),
     "spw_interleave_get_trace": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_interleave_close": (c_int32, [c_void_p]),
+    "spw_interleave_begin_ds_adam": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), u64("count"), u64("stream")]),
     "spw_interleave_open": (c_int32, [POINTER(InterleaveOptions), POINTER(InterleaveSubgroup), u64("count"), POINTER(c_void_p)]),
     "spw_interleave_set_plan": (c_int32, [c_void_p, address("placements"), u64("count")]),
     "spw_interleave_get_plan": (c_int32, [c_void_p, POINTER(c_uint32)]),
@@ -1474,20 +1475,6 @@ PROTOTYPES = {
     "spw_interleave_replan": (c_int32, [c_void_p, c_double, POINTER(c_uint32)]),
     "spw_interleave_get_trace": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_interleave_close": (c_int32, [c_void_p]),
-    "spw_ds_adam_get_state": (c_int32, [i32("id"), POINTER(DsAdamState)]),
-    "spw_ds_adam_set_state": (c_int32, [i32("id"), POINTER(DsAdamState)]),
-    "spw_ds_adam_create": (c_int32, [i32("id"), c_float, c_float, u32("adamw_mode")]),
-    "spw_ds_adam_update": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), POINTER(Tensor)]),
-    "spw_ds_adam_rollback": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), POINTER(Tensor), POINTER(c_uint32)]),
-    "spw_ds_adam_destroy": (c_int32, [i32("id")]),
-    "spw_ds_adagrad_create": (c_int32, [i32("id")]),
-    "spw_ds_adagrad_update": (c_int32, [i32("id"), u64("step"), c_float, c_float, c_float, POINTER(Tensor)]),
-    "spw_ds_adagrad_destroy": (c_int32, [i32("id")]),
-    "spw_ds_lion_create": (c_int32, [i32("id")]),
-    "spw_ds_lion_update": (c_int32, [i32("id"), u64("step"), c_float, c_float, c_float, c_float, POINTER(Tensor)]),
-    "spw_ds_lion_destroy": (c_int32, [i32("id")]),
-    "spw_swap_ds_adam_step": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), address("tensors"), u64("count"), SWAP_STEPPED_FN, address("user")]),
-    "spw_spec_submit_ds_adam": (c_int32, [c_void_p, u32("bucket"), i32("id"), POINTER(DsAdamCall), POINTER(Tensor), POINTER(SpecEvent)]),
     "spw_interleave_begin_ds_adam": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), u64("count"), u64("stream")]),
     "spw_ds_adam_get_state": (c_int32, [i32("id"), POINTER(DsAdamState)]),
     "spw_ds_adam_set_state": (c_int32, [i32("id"), POINTER(DsAdamState)]),
@@ -1503,7 +1490,20 @@ PROTOTYPES = {
     "spw_ds_lion_destroy": (c_int32, [i32("id")]),
     "spw_swap_ds_adam_step": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), address("tensors"), u64("count"), SWAP_STEPPED_FN, address("user")]),
     "spw_spec_submit_ds_adam": (c_int32, [c_void_p, u32("bucket"), i32("id"), POINTER(DsAdamCall), POINTER(Tensor), POINTER(SpecEvent)]),
-    "spw_interleave_begin_ds_adam": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), u64("count"), u64("stream")]),
+    "spw_ds_adam_get_state": (c_int32, [i32("id"), POINTER(DsAdamState)]),
+    "spw_ds_adam_set_state": (c_int32, [i32("id"), POINTER(DsAdamState)]),
+    "spw_ds_adam_create": (c_int32, [i32("id"), c_float, c_float, u32("adamw_mode")]),
+    "spw_ds_adam_update": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), POINTER(Tensor)]),
+    "spw_ds_adam_rollback": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), POINTER(Tensor), POINTER(c_uint32)]),
+    "spw_ds_adam_destroy": (c_int32, [i32("id")]),
+    "spw_ds_adagrad_create": (c_int32, [i32("id")]),
+    "spw_ds_adagrad_update": (c_int32, [i32("id"), u64("step"), c_float, c_float, c_float, POINTER(Tensor)]),
+    "spw_ds_adagrad_destroy": (c_int32, [i32("id")]),
+    "spw_ds_lion_create": (c_int32, [i32("id")]),
+    "spw_ds_lion_update": (c_int32, [i32("id"), u64("step"), c_float, c_float, c_float, c_float, POINTER(Tensor)]),
+    "spw_ds_lion_destroy": (c_int32, [i32("id")]),
+    "spw_swap_ds_adam_step": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), address("tensors"), u64("count"), SWAP_STEPPED_FN, address("user")]),
+    "spw_spec_submit_ds_adam": (c_int32, [c_void_p, u32("bucket"), i32("id"), POINTER(DsAdamCall), POINTER(Tensor), POINTER(SpecEvent)]),
     "spw_plan_interleave": (c_int32, [POINTER(InterleaveRates), POINTER(PlanShape), POINTER(PlanOptions), POINTER(c_uint32), POINTER(PlanResult)]),
     "spw_plan_pipeline": (c_int32, [POINTER(PipelineOptions), POINTER(PipelineUnit), u64("unit_count"), POINTER(c_void_p)]),
     "spw_pipeline_close": (c_int32, [c_void_p]),

@@ -1,4 +1,4 @@
-//! DeepSpeed's Adam in a tiered update, in a speculation round and in an interleaved update.
+//! DeepSpeed's Adam in a tiered update and in a speculation round.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
@@ -8,7 +8,6 @@ use super::ids::{lent, options_of_id};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle;
-use crate::capi::interleave::update::{check_count, spw_interleave, subgroups_of, with_stream};
 use crate::capi::optim::spw_tensor;
 use crate::capi::speculate::bucket::{parse_event, spw_spec_event};
 use crate::capi::speculate::engine::{Rules, spw_spec};
@@ -100,33 +99,6 @@ pub unsafe extern "C" fn spw_spec_submit_ds_adam(
             let work = spec.boxed(lent(rule, tensor)?)?;
             spec.submit(bucket, work, event)?;
             ADAM.create(id, state);
-            Ok(())
-        }
-    })
-}
-
-/// Does `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`, one call per subgroup, applied in the order
-/// of `calls`. The id advances if the step starts.
-///
-/// # Safety
-/// `calls` points to `count` structs, `struct_size` bytes apart; `stream` as for `spw_interleave_begin`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_interleave_begin_ds_adam(
-    interleave: Option<&spw_interleave>,
-    id: i32,
-    calls: *const spw_ds_adam_call,
-    count: u64,
-    stream: u64,
-) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let (engine, stream) = with_stream(interleave, stream)?;
-            let subgroups = subgroups_of(engine)?;
-            check_count(count, [subgroups, subgroups])?;
-            let (kept, rules) = rules_of(id, calls, count)?;
-            engine.begin(rules, stream)?;
-            ADAM.create(id, kept);
             Ok(())
         }
     })

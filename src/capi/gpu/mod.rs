@@ -1,4 +1,7 @@
-//! GPUs through the CUDA driver: Adam on the device, and copies between device memory and pinned host memory.
+//! EXPERIMENTAL: GPUs through the CUDA driver. This header is not part of spillway.h, and its ABI is not frozen: functions
+//! and structs may change with any release.
+//!
+//! Adam on the device, copies between device memory and pinned host memory, and speculation with buckets in device memory.
 //!
 //! The driver is loaded at run time. Without a GPU, a call with valid arguments is SPW_ERR_NO_DEVICE. Streams, events
 //! and device memory are those of the framework: the library uses the device's primary context. A stream is passed as
@@ -26,4 +29,6 @@ pub mod device;
 
 pub mod copy;
 
-pub use {copy::*, device::*};
+pub mod speculate;
+
+pub use {copy::*, device::*, speculate::*};

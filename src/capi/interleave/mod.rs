@@ -1,5 +1,7 @@
-//! The interleaved update (Deep Optimizer States): CPU and GPU step different subgroups at the same time, while states
-//! move between host and device memory.
+//! EXPERIMENTAL: the interleaved update (Deep Optimizer States). This header is not part of spillway.h, and its ABI is not
+//! frozen: functions and structs may change with any release.
+//!
+//! CPU and GPU step different subgroups at the same time, while states move between host and device memory.
 //!
 //!     spw_interleave_options options = SPW_INTERLEAVE_OPTIONS_INIT;
 //!     options.backend = SPW_INTERLEAVE_BACKEND_CUDA;
@@ -26,4 +28,6 @@ pub mod subgroups;
 
 pub mod update;
 
-pub use {plan::*, subgroups::*, update::*};
+pub mod deepspeed;
+
+pub use {deepspeed::*, plan::*, subgroups::*, update::*};

@@ -1,6 +1,8 @@
 //! Buckets of a speculation engine: submission and progress.
 #![allow(non_camel_case_types)]
 
+use std::ffi::c_void;
+
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
 use crate::capi::gpu::device::spw_gpu;
@@ -70,8 +72,8 @@ pub struct spw_spec_event {
     pub value: u32,
     /// Address for SPW_SPEC_EVENT_KIND_WORD, aligned to 4 bytes.
     pub word: *const u32,
-    /// GPU for SPW_SPEC_EVENT_KIND_CUDA and SPW_SPEC_EVENT_KIND_CUDA_STREAM. It may be closed after the call.
-    pub gpu: *const spw_gpu,
+    /// The `spw_gpu` for SPW_SPEC_EVENT_KIND_CUDA and SPW_SPEC_EVENT_KIND_CUDA_STREAM. It may be closed after the call.
+    pub gpu: *const c_void,
     /// Event for SPW_SPEC_EVENT_KIND_CUDA, stream for SPW_SPEC_EVENT_KIND_CUDA_STREAM.
     pub handle: u64,
 }
@@ -165,7 +167,7 @@ pub(in crate::capi) unsafe fn parse_event(event: *const spw_spec_event) -> Resul
 unsafe fn gpu_event(raw: &spw_spec_event) -> Result<Event> {
     // SAFETY: NULL or an open GPU, and a handle of its primary context, by the caller's promise.
     unsafe {
-        let watches = &handle::get(raw.gpu.as_ref())?.watches;
+        let watches = &handle::get(raw.gpu.cast::<spw_gpu>().as_ref())?.watches;
         let watch = match raw.kind == spw_spec_event_kind::SPW_SPEC_EVENT_KIND_CUDA as u32 {
             true => watches.event(ForeignEvent::new(raw.handle, "handle")?)?,
             false => watches.stream(ForeignStream::new(raw.handle))?,

@@ -31,6 +31,4 @@ pub mod bucket;
 
 pub mod verdict;
 
-pub mod device;
-
-pub use {bucket::*, device::*, engine::*, verdict::*};
+pub use {bucket::*, engine::*, verdict::*};

@@ -11,7 +11,8 @@ import pytest
 
 
 def run(code, environment, **extra):
-    return subprocess.run([sys.executable, "-c", code], env={**environment, **extra}, capture_output=True, text=True)
+    # Not in the directory of the tests: Python imports packages of the working directory before all others.
+    return subprocess.run([sys.executable, "-c", code], env={**environment, **extra}, capture_output=True, text=True, cwd="/")
 
 
 def test_import_needs_neither_torch_nor_numpy_nor_the_library(child_environment):

@@ -63,6 +63,8 @@ def identity(optimizer_id):
 
 def integer(value, argument, end, start=0):
     """The value as an int, if it is an integer from `start` to `end` - 1."""
+    if type(value) is int and start <= value < end:
+        return value
     return _arguments.between(argument, value, start, end - 1)
 
 

@@ -26,12 +26,27 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from . import _abi, _kept, _native
+from . import _abi, _arguments, _kept, _native
 from .errors import BusyError, InvalidArgumentError, TimedOutError, UnsupportedError
 
 # Period in seconds at which a close polls for calls in flight.
 POLL_SECONDS = 0.002
 TIMEOUT = _abi.ERR_TIMEOUT
+
+
+# Longest wait in C, in milliseconds: in between Python runs signal handlers.
+SLICE_MS = 500
+
+
+def in_slices(timeout: float | None, wait: Callable[[int], int]) -> int:
+    """The status of `wait(milliseconds)`, a call of C that waits, called again and again until it ends or `timeout` seconds are over."""
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = None if end is None else max(0, round((end - time.monotonic()) * 1000))
+        slice_ms = SLICE_MS if left is None else min(SLICE_MS, left)
+        status = wait(slice_ms)
+        if status != TIMEOUT or slice_ms == left:
+            return status
 
 
 def record(outcome: list[int], function: str, *arguments: Any) -> None:
@@ -141,6 +156,16 @@ class _NativeHandle:
 
     def _call(self, function: str, *arguments: Any) -> None:
         self._through(lambda handle: _native.call(function, handle, *arguments))
+
+    def _wait_by(self, timeout: Any, function: str, *arguments: Any, after: tuple[Any, ...] = ()) -> None:
+        """Calls a C function that waits; its timeout comes after `arguments`. A signal handler that raises ends the wait."""
+
+        def wait(milliseconds: int) -> int:
+            outcome: list[int] = []
+            self._through(lambda handle: record(outcome, function, handle, *arguments, milliseconds, *after))
+            return outcome[0]
+
+        _native.check(in_slices(_arguments.seconds(timeout), wait))
 
     def _end(
         self,

@@ -297,15 +297,15 @@ class Arena(_NativeHandle):
 
         address, size = _arrays.memory(to, "to", True)
         generation = ctypes.c_uint64()
-        self._call(
+        self._wait_by(
+            timeout,
             "spw_arena_read",
             self._index(name),
             _arguments.unsigned("Arena: at_least", at_least),
             _arguments.unsigned("Arena: offset", offset),
             address,
             size,
-            _arguments.milliseconds(timeout),
-            ctypes.byref(generation),
+            after=(ctypes.byref(generation),),
         )
         return generation.value
 
@@ -317,12 +317,12 @@ class Arena(_NativeHandle):
             at_least: Wait for this generation.
             timeout: Longest wait in seconds; None: no limit."""
         found = _abi.sized(_abi.ArenaSnapshot)
-        self._call(
+        self._wait_by(
+            timeout,
             "spw_arena_read_begin",
             self._index(name),
             _arguments.unsigned("Arena: at_least", at_least),
-            _arguments.milliseconds(timeout),
-            ctypes.byref(found),
+            after=(ctypes.byref(found),),
         )
         return Snapshot(found.generation, found.sequence)
 
@@ -410,11 +410,8 @@ class Arena(_NativeHandle):
                 An object that has not joined aborts no round: it waits on for a process that ended.
             TimedOutError: The round is open. Wait again, or abort it; do not roll back before."""
         found = _abi.sized(_abi.ArenaVerdict)
-        self._call(
-            "spw_arena_wait_verdict",
-            _arguments.unsigned("Arena.wait_verdict: round", round),
-            _arguments.milliseconds(timeout),
-            ctypes.byref(found),
+        self._wait_by(
+            timeout, "spw_arena_wait_verdict", _arguments.unsigned("Arena.wait_verdict: round", round), after=(ctypes.byref(found),)
         )
         return Verdict(bool(found.nonfinite), found.failed, found.sum_squares)
 

@@ -17,21 +17,20 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from . import _abi, _arguments, _arrays, _native, _tensor_rows
 from ._arrays import Array
-from ._native_handle import TIMEOUT, _NativeHandle, record
+from ._native_handle import TIMEOUT, _NativeHandle, in_slices, record
 from .errors import InvalidArgumentError
 from .optim import Adam, StepStats
 
 TRANSFER_DTYPES = {"native": 0, "f32": 1, "delivered": 2}
 _D2H, _H2D = 0, 1
-# Each new copy polls up to _MOST_POLLS older ones for their end; a wait returns to Python every _SLICE_MS.
-_MOST_POLLS, _SLICE_MS = 4, 500
+# Each new copy polls up to this number of older ones for their end.
+_MOST_POLLS = 4
 _NOTHING, _EVENT, _STREAM = _abi.GPU_AFTER_NOTHING, _abi.GPU_AFTER_EVENT, _abi.GPU_AFTER_STREAM
 _NAMES = {_abi.DTYPE_F32: "f32", _abi.DTYPE_F16: "f16", _abi.DTYPE_BF16: "bf16"}
 _SPANS = ("param", "grad", "exp_avg", "exp_avg_sq", "param_copy")
@@ -387,15 +386,7 @@ class Copy:
         Raises:
             TimedOutError: The copy is still in flight.
             GpuError: The copy failed."""
-        timeout = _arguments.seconds(timeout)
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = None if end is None else max(0, round((end - time.monotonic()) * 1000))
-            # In slices, so that Python runs signal handlers.
-            slice_ms = _SLICE_MS if left is None else min(_SLICE_MS, left)
-            status = self._poll(slice_ms)
-            if status != TIMEOUT or slice_ms == left:
-                return _native.check(status)
+        _native.check(in_slices(_arguments.seconds(timeout), self._poll))
 
     def done(self) -> bool:
         """Returns True if the copy has ended; raises GpuError if it failed."""

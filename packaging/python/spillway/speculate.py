@@ -237,7 +237,7 @@ class Speculation(_NativeHandle):
 
         Raises:
             TimedOutError: The bucket has no new parameters yet."""
-        self._call("spw_spec_stream_wait", bucket, stream_number(stream), _arguments.milliseconds(timeout))
+        self._wait_by(timeout, "spw_spec_stream_wait", bucket, stream_number(stream))
 
     def submit_table(self, function: str, bucket: int, held: Any, *arguments: Any) -> None:
         """Submits a bucket by the C function of that name; `held` is kept alive until the round ends."""
@@ -258,7 +258,7 @@ class Speculation(_NativeHandle):
             TimedOutError: A bucket was not measured in this time.
             OutOfOrderError: A bucket was not submitted."""
         stats = _abi.sized(_abi.StepStats)
-        self._call("spw_spec_local_result", _arguments.milliseconds(timeout), ctypes.byref(stats))
+        self._wait_by(timeout, "spw_spec_local_result", after=(ctypes.byref(stats),))
         return StepStats(bool(stats.nonfinite), stats.sum_squares)
 
     def resolve(self, total: StepStats | tuple[bool, float]) -> Outcome:
@@ -300,10 +300,11 @@ class Speculation(_NativeHandle):
 
         Raises:
             TimedOutError: The copies are not valid yet."""
-        self._call("spw_spec_wait", bucket, _arguments.milliseconds(timeout))
+        self._wait_by(timeout, "spw_spec_wait", bucket)
 
     def finish(self, timeout: float | None = None) -> None:
-        """Waits until every bucket of the resolved round is final; their memory belongs to the caller again.
+        """Waits until every bucket of the resolved round is final; their memory belongs to the caller again. While the round has no
+        verdict, the call waits for that of another thread.
 
         Args:
             timeout: Longest wait in seconds; None: no limit.
@@ -311,7 +312,7 @@ class Speculation(_NativeHandle):
         Raises:
             TimedOutError: A bucket is not final yet."""
         begun = self._held.begun()
-        self._call("spw_spec_finish", _arguments.milliseconds(timeout))
+        self._wait_by(timeout, "spw_spec_finish")
         self._held.over(begun)
 
     def rolled_back_buckets(self) -> list[int]:

@@ -197,7 +197,7 @@ class Stage(_NativeHandle):
             TimedOutError: The step has not run yet.
             SpillwayError: The job failed: roll every stage back."""
         stats = _abi.sized(_abi.StepStats)
-        self._call("spw_stage_wait", _arguments.milliseconds(timeout), ctypes.byref(stats))
+        self._wait_by(timeout, "spw_stage_wait", after=(ctypes.byref(stats),))
         self.verdict = StepStats(bool(stats.nonfinite), stats.sum_squares)
         return self.verdict
 
@@ -224,7 +224,7 @@ class Stage(_NativeHandle):
             SpillwayError: The job failed, before or during the wait. It is rolled back, and needs no verdict."""
         begun = self._held.begun()
         try:
-            self._call("spw_stage_finish", _arguments.milliseconds(timeout))
+            self._wait_by(timeout, "spw_stage_finish")
         except SpillwayError as error:
             if error.status != TIMEOUT:
                 self._held.over(begun)

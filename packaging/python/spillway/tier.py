@@ -21,7 +21,7 @@ from typing import Any
 
 from . import _abi, _arguments, _arrays, _kept, _native
 from ._arrays import Array
-from ._native_handle import POLL_SECONDS, TIMEOUT, _NativeHandle, record
+from ._native_handle import POLL_SECONDS, SLICE_MS, TIMEOUT, _NativeHandle, record
 from ._ticket import ELSEWHERE, Ticket
 from ._tier_options import BACKENDS, DURABILITIES, MODES, choice, milliseconds, number, payload_of, text, tier_options
 from ._tier_records import Extent, Opened, PathReport, Steps, TierPath
@@ -31,8 +31,6 @@ HEALTH = ("healthy", "draining", "failed", "missing")
 _NO_DIRECT, _AT_STEP = _abi.TIER_FLAG_NO_DIRECT, _abi.TIER_FLAG_AT_STEP
 _TEXT_BYTES = 4096
 
-# Longest wait in C, in milliseconds: in between Python runs signal handlers.
-_SLICE_MS = 500
 # Beyond _MOST_IN_FLIGHT tickets in flight, a put releases finished puts; the last _MOST_ENDED outcomes are kept.
 _MOST_IN_FLIGHT, _MOST_ENDED = 256, 4096
 
@@ -209,7 +207,7 @@ class Tier(_NativeHandle):
         )
         while entry.outcome() is None:
             left = None if end is None else _left(end) * 1000
-            slice_ms: float = _SLICE_MS if left is None else min(_SLICE_MS, left)
+            slice_ms: float = SLICE_MS if left is None else min(SLICE_MS, left)
             status = self._through(lambda handle: entry.wait(handle, slice_ms))
             if status == TIMEOUT and slice_ms == left:
                 _native.check(status)

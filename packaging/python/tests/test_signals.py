@@ -265,6 +265,20 @@ def test_an_interleaved_step_is_begun_and_counted_if_a_handler_raises_after_the_
         assert adam.step_count == 1 and (param != 1).all()
 
 
+@pytest.mark.parametrize("wait", ["finish", "local_result", "wait"])
+def test_a_handler_that_raises_ends_a_wait_that_nothing_else_would_end(wait):
+    event = os.eventfd(0)
+    with spillway.Speculation(1) as speculation:
+        speculation.begin(spillway.Adam())
+        speculation.submit(0, [tuple(arrays_of_a_tensor())], event_fd=event)
+        with Ticking():
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Interrupt):
+                speculation.wait(0) if wait == "wait" else getattr(speculation, wait)()
+        speculation.abort()
+    os.close(event)
+
+
 def test_a_kept_round_is_counted_if_a_handler_raises_after_the_call(after_the_call):
     arrays, adam = arrays_of_a_tensor(), spillway.Adam()
     with spillway.Speculation(1) as speculation:

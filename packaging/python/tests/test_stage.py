@@ -10,7 +10,7 @@ import pytest
 import spillway
 from spillway import errors
 from spillway.arena import Arena
-from spillway.stage import Stage, settle
+from spillway.stage import Stage, cores, settle  # noqa: F401, of the programs in strings
 
 
 def layer(elements, seed, spans=4):

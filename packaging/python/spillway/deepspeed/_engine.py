@@ -11,12 +11,10 @@ import threading
 import weakref
 
 from .. import _abi, _kept, _log, _native
-from .._native_handle import TIMEOUT, record
+from .._native_handle import SLICE_MS, TIMEOUT, record
 from ..errors import InvalidArgumentError, SystemCallError
 from . import _lifetime
 
-# Longest wait in C, in milliseconds, so that Ctrl-C works while a device hangs.
-_SLICE_MS = 500
 # Time for the operations in flight when a handle is dropped; after a timeout their memory is never freed.
 _CLOSE_TIMEOUT_MS = 30_000
 _COUNTED = ("reads", "writes", "read_bytes", "written_bytes", "failed")
@@ -169,7 +167,7 @@ class _Wait:
         handles = (ctypes.c_uint64 * count)(*handles)
         while self.outcome() is None:
             self._statuses.clear()
-            record(self._statuses, "spw_io_wait", io, handles, count, _SLICE_MS, None)
+            record(self._statuses, "spw_io_wait", io, handles, count, SLICE_MS, None)
             if self._statuses[0] != TIMEOUT:
                 _native.check(self._statuses[0])
 

@@ -2,7 +2,7 @@
 #![allow(non_camel_case_types)]
 
 use std::collections::HashMap;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::capi::abi_struct;
 use crate::capi::base::spw_status;
@@ -19,6 +19,7 @@ use crate::gpu::stream::ForeignStream;
 use crate::gpu::transfer::Direction;
 use crate::offload::speculate::{Bucket, Publication, Published, Resident};
 use crate::sys::event::Event;
+use crate::sys::sync::Guard;
 
 /// Sets the uploads of a bucket's 16-bit copies. From now on each copy is uploaded as soon as it is valid. `copies` are
 /// `count` copies of direction SPW_GPU_DIRECTION_H2D from pinned memory, which the bucket's tensors name as param_copy.
@@ -161,7 +162,7 @@ impl spw_spec {
         self.engine.submit(bucket, work, event)
     }
 
-    fn devices(&self) -> MutexGuard<'_, HashMap<u32, Publication>> {
-        self.devices.lock().unwrap_or_else(PoisonError::into_inner)
+    fn devices(&self) -> Guard<'_, HashMap<u32, Publication>> {
+        self.devices.lock()
     }
 }

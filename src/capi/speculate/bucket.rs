@@ -3,7 +3,7 @@
 
 use std::ffi::c_void;
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::gpu::device::spw_gpu;
 use crate::capi::guard::guard;
@@ -58,9 +58,8 @@ pub enum spw_spec_event_kind {
     SPW_SPEC_EVENT_KIND_CUDA_STREAM = 4,
 }
 
+c_struct! { first 24;
 /// The event that signals that a bucket's gradient is complete.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_spec_event {
     /// `sizeof(spw_spec_event)`
     pub struct_size: u32,
@@ -77,8 +76,7 @@ pub struct spw_spec_event {
     /// Event for SPW_SPEC_EVENT_KIND_CUDA, stream for SPW_SPEC_EVENT_KIND_CUDA_STREAM.
     pub handle: u64,
 }
-
-abi_struct!(spw_spec_event, 24: struct_size, kind, fd, value, word, gpu, handle);
+}
 
 /// Submits a bucket and returns at once. The bucket's step starts when `event` has happened, or now if `event` is NULL.
 /// Tensors may have their own options, with the round's grad_scale. The engine copies the structs. Until the bucket is

@@ -2,9 +2,8 @@
 #![allow(non_camel_case_types)]
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
@@ -15,6 +14,7 @@ use crate::capi::optim::table::StepOptions;
 use crate::error::{Error, Result};
 use crate::kernel::{AdagradRule, AdamRule, LionRule};
 use crate::offload::speculate::{Clip, Engine, Publication, Publish, Undo};
+use crate::sys::sync::{Guard, Lock};
 
 /// When the 16-bit copies of parameters (param_copy) are written, and when readers may use them. Passed as `uint32_t`.
 #[repr(C)]
@@ -29,9 +29,8 @@ pub enum spw_spec_publish {
     SPW_SPEC_PUBLISH_SPECULATIVE = 2,
 }
 
+c_struct! { first 16;
 /// Options of an engine.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_spec_options {
     /// `sizeof(spw_spec_options)`
     pub struct_size: u32,
@@ -45,12 +44,10 @@ pub struct spw_spec_options {
     /// An `spw_spec_publish`.
     pub publish: u32,
 }
+}
 
-abi_struct!(spw_spec_options, 16: struct_size, buckets, undo_mode, publish);
-
+c_struct! { first 88;
 /// Counters since the engine was opened.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_spec_stats {
     /// `sizeof(spw_spec_stats)`
     pub struct_size: u32,
@@ -78,17 +75,15 @@ pub struct spw_spec_stats {
     /// callers.
     pub seconds_exposed: f64,
 }
-
-abi_struct!(spw_spec_stats, 88: struct_size, reserved, commits, redos, skips, aborts, buckets_speculated,
-    buckets_committed, buckets_redone, buckets_rolled_back, buckets_spared, seconds_exposed);
+}
 
 /// A speculation engine. It has one thread, which distributes steps to the thread pool.
 pub struct spw_spec {
     pub(in crate::capi) engine: Engine,
     pub(in crate::capi) undo: Undo,
-    rules: Mutex<Rules>,
+    rules: Lock<Rules>,
     /// Uploads and GPU steps of each bucket. Dropped after the engine, which uses them.
-    pub(in crate::capi) devices: Mutex<HashMap<u32, Publication>>,
+    pub(in crate::capi) devices: Lock<HashMap<u32, Publication>>,
 }
 
 impl Handle for spw_spec {
@@ -145,7 +140,7 @@ pub unsafe extern "C" fn spw_spec_open(
         };
         let open = || {
             let engine = Engine::open(options.buckets, publish).map_err(|error| error.within("options."))?;
-            Ok(spw_spec { engine, undo, rules: Mutex::new(Rules::None), devices: Mutex::default() })
+            Ok(spw_spec { engine, undo, rules: Lock::new(Rules::None), devices: Lock::default() })
         };
         // SAFETY: the caller meets the callee's requirements.
         unsafe { handle::open(spec_out, open) }
@@ -265,8 +260,8 @@ impl spw_spec {
         Ok(())
     }
 
-    pub(in crate::capi) fn rules(&self) -> Result<MutexGuard<'_, Rules>> {
+    pub(in crate::capi) fn rules(&self) -> Result<Guard<'_, Rules>> {
         self.engine.check_process()?;
-        Ok(self.rules.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self.rules.lock())
     }
 }

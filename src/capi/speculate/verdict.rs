@@ -1,7 +1,7 @@
 //! The verdict of a speculation round: its inputs, its outcome, and the steps that it rolled back.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self};
@@ -25,9 +25,8 @@ pub enum spw_spec_verdict {
     SPW_SPEC_VERDICT_REDO = 2,
 }
 
+c_struct! { first 32;
 /// Result of a verdict.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_spec_outcome {
     /// `sizeof(spw_spec_outcome)`
     pub struct_size: u32,
@@ -42,8 +41,7 @@ pub struct spw_spec_outcome {
     /// 0
     pub reserved: u32,
 }
-
-abi_struct!(spw_spec_outcome, 32: struct_size, verdict, norm, grad_scale, rolled_back, reserved);
+}
 
 /// Waits until every bucket of the round is measured, for up to `timeout_ms` milliseconds (0: poll; negative: without
 /// limit). Writes this rank's statistics: the sum of squares of the scaled gradients, added in the order of the bucket

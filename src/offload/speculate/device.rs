@@ -9,7 +9,7 @@
 //! - A framework stream ordered by [`Ready`] reads the parameters of the bucket's last task, never older ones.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use super::bucket::{Bucket, Publish, Recording};
 use super::round::Task;
@@ -19,10 +19,11 @@ use crate::gpu::stream::{ForeignStream, GpuEvent};
 use crate::gpu::transfer::{Copy, Transfers};
 use crate::kernel::Arithmetic;
 use crate::optim::StepStats;
+use crate::sys::sync::{Guard, Lock};
 
 /// The device operations that must finish before a bucket's new parameters can be read.
 #[derive(Debug, Default)]
-pub struct Ready(Mutex<Vec<Mark>>);
+pub struct Ready(Lock<Vec<Mark>>);
 
 #[derive(Debug)]
 enum Mark {
@@ -45,8 +46,8 @@ impl Ready {
         marks.iter().try_for_each(Mark::settle)
     }
 
-    fn marks(&self) -> MutexGuard<'_, Vec<Mark>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn marks(&self) -> Guard<'_, Vec<Mark>> {
+        self.0.lock()
     }
 }
 
@@ -64,7 +65,7 @@ impl Drop for Ready {
     fn drop(&mut self) {
         // `get_mut` takes no lock: after a fork, another thread of the parent may have held it. Errors are ignored: a
         // lost context, or the context of another process, copies nothing any more.
-        let marks = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let marks = self.0.get_mut();
         let _ = marks.iter().try_for_each(Mark::settle);
     }
 }

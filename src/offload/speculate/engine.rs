@@ -6,7 +6,7 @@
 //! - In a forked child every call returns an error and never waits for the parent's executor thread.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::bucket::{Bucket, Publish};
@@ -17,6 +17,7 @@ use crate::error::{Error, Result, RoundError};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
 use crate::sys::process::OpeningProcess;
+use crate::sys::sync::Guard;
 use crate::sys::threads;
 
 /// Maximum number of buckets: each bucket costs memory from `open` on, and every verdict visits all of them.
@@ -175,9 +176,9 @@ impl Engine {
         self.opener.check("the speculation engine")
     }
 
-    fn lock(&self) -> Result<MutexGuard<'_, Inner>> {
+    fn lock(&self) -> Result<Guard<'_, Inner>> {
         self.check_process()?;
-        Ok(self.shared.lock())
+        Ok(self.shared.inner.lock())
     }
 
     fn abort_locked(&self, inner: &mut Inner) {
@@ -188,7 +189,7 @@ impl Engine {
         }
     }
 
-    fn close_round(&self, inner: &mut MutexGuard<'_, Inner>, verdict: Verdict) -> Result<Outcome> {
+    fn close_round(&self, inner: &mut Guard<'_, Inner>, verdict: Verdict) -> Result<Outcome> {
         let scale = inner.round.clip().scale();
         inner.round.resolve(verdict)?;
         inner.sweep();
@@ -228,15 +229,11 @@ impl Engine {
             if inner.executor_gone {
                 break Err(Error::Internal("the speculation thread ended unexpectedly".to_string()));
             }
-            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
-            inner = match left {
-                Some(Duration::ZERO) => break Err(timed_out(&inner, start.elapsed())),
-                Some(left) => {
-                    let woken = self.shared.changed.wait_timeout(inner, left);
-                    woken.unwrap_or_else(PoisonError::into_inner).0
-                }
-                None => self.shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner),
-            };
+            let in_time;
+            (inner, in_time) = self.shared.changed.wait_until(inner, end);
+            if !in_time {
+                break Err(timed_out(&inner, start.elapsed()));
+            }
         };
         inner.exposed += start.elapsed();
         outcome
@@ -252,7 +249,7 @@ impl Drop for Engine {
         inner.closing = true;
         self.shared.waker.set();
         while !inner.executor_gone {
-            inner = self.shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+            inner = self.shared.changed.wait(inner);
         }
     }
 }

@@ -9,7 +9,7 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::bucket::{Bucket, Recording};
@@ -17,13 +17,14 @@ use super::round::{Round, Task};
 use crate::error::{Error, Result, RoundError};
 use crate::optim::StepStats;
 use crate::sys::event::{Event, EventFd, Status, poll};
+use crate::sys::sync::{Lock, Signal};
 use crate::sys::try_vec;
 
 /// State shared by the callers and the executor.
 pub struct Shared {
-    inner: Mutex<Inner>,
+    pub inner: Lock<Inner>,
     /// Signalled when a bucket changes its state or the executor ends.
-    pub changed: Condvar,
+    pub changed: Signal,
     /// Wakes the executor: it may have work.
     pub waker: EventFd,
 }
@@ -68,12 +69,7 @@ impl Shared {
             executor_gone: false,
             exposed: Duration::ZERO,
         };
-        Ok(Shared { inner: Mutex::new(inner), changed: Condvar::new(), waker })
-    }
-
-    /// Takes the lock. A poisoned lock still holds valid state, since tasks run outside it.
-    pub fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        Ok(Shared { inner: Lock::new(inner), changed: Signal::default(), waker })
     }
 }
 
@@ -165,17 +161,17 @@ pub fn execute(shared: &Shared) {
     struct Gone<'a>(&'a Shared);
     impl Drop for Gone<'_> {
         fn drop(&mut self) {
-            self.0.lock().executor_gone = true;
+            self.0.inner.lock().executor_gone = true;
             self.0.changed.notify_all();
         }
     }
     let _gone = Gone(shared);
     loop {
-        let mut inner = shared.lock();
+        let mut inner = shared.inner.lock();
         if let Some(job) = inner.next() {
             drop(inner);
             let done = run(Some(job));
-            shared.lock().put_back(done);
+            shared.inner.lock().put_back(done);
             shared.changed.notify_all();
             continue;
         }
@@ -188,7 +184,7 @@ pub fn execute(shared: &Shared) {
         let events: Vec<&Event> = watched.iter().map(|(_, event)| &**event).collect();
         let seen = poll(&shared.waker, &events, true);
         shared.waker.clear();
-        shared.lock().record_statuses(&watched, seen);
+        shared.inner.lock().record_statuses(&watched, seen);
         shared.changed.notify_all();
     }
 }

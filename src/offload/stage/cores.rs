@@ -9,10 +9,10 @@
 
 use std::collections::BTreeSet;
 use std::ops::Deref;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Result;
 use crate::sys::per_process::PerProcessStatic;
+use crate::sys::sync::{Lock, Signal};
 use crate::sys::{cap, threads};
 
 /// The state of the processors.
@@ -30,8 +30,8 @@ pub struct Cores {
 
 #[derive(Debug, Default)]
 struct Gate {
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Lock<State>,
+    changed: Signal,
 }
 
 #[derive(Debug, Default)]
@@ -45,17 +45,11 @@ struct State {
 /// A forked child has its own gate: its parent's tasks do not run there.
 static GATE: PerProcessStatic<Gate> = PerProcessStatic::empty();
 
-impl Gate {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// The state of the processors now.
 pub fn cores() -> Result<Cores> {
     let all = threads::count()?;
     let gate = GATE.get_or_make(Gate::default);
-    let state = gate.lock();
+    let state = gate.state.lock();
     let (_, peak_threads) = cap::running_and_peak();
     Ok(Cores { all, in_use: state.in_use, waiting: state.waiting.len(), peak_threads })
 }
@@ -75,12 +69,12 @@ struct Held<G: Deref<Target = Gate>> {
 
 impl<G: Deref<Target = Gate>> Held<G> {
     fn wait(gate: G, all: usize, priority: i32, quota: usize) -> Held<G> {
-        let mut state = gate.lock();
+        let mut state = gate.state.lock();
         let mine = (-i64::from(priority), state.next);
         state.next += 1;
         state.waiting.insert(mine);
         while state.waiting.first() != Some(&mine) || state.in_use >= all {
-            state = gate.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = gate.changed.wait(state);
         }
         state.waiting.remove(&mine);
         let free = all - state.in_use;
@@ -95,7 +89,7 @@ impl<G: Deref<Target = Gate>> Held<G> {
 
 impl<G: Deref<Target = Gate>> Drop for Held<G> {
     fn drop(&mut self) {
-        self.gate.lock().in_use -= self.cores;
+        self.gate.state.lock().in_use -= self.cores;
         self.gate.changed.notify_all();
     }
 }
@@ -108,7 +102,7 @@ mod tests {
 
     #[test]
     fn free_cores_go_to_the_highest_priority_first() {
-        let (gate, order) = (Gate::default(), Mutex::new(Vec::new()));
+        let (gate, order) = (Gate::default(), Lock::new(Vec::new()));
         std::thread::scope(|scope| {
             let first = Held::wait(&gate, 2, i32::MIN, 0);
             assert_eq!(first.cores, 2);
@@ -116,15 +110,15 @@ mod tests {
                 let (gate, order) = (&gate, &order);
                 scope.spawn(move || {
                     let held = Held::wait(gate, 2, priority, 7);
-                    order.lock().unwrap().push((number, held.cores));
+                    order.lock().push((number, held.cores));
                 });
-                while gate.lock().waiting.len() <= number {
+                while gate.state.lock().waiting.len() <= number {
                     std::thread::yield_now();
                 }
             }
             drop(first);
         });
-        assert_eq!(*order.lock().unwrap(), [(2, 2), (1, 2), (3, 2), (0, 2)]);
+        assert_eq!(*order.lock(), [(2, 2), (1, 2), (3, 2), (0, 2)]);
     }
 
     #[test]
@@ -144,6 +138,6 @@ mod tests {
                 });
             }
         });
-        assert_eq!(gate.lock().in_use, 0);
+        assert_eq!(gate.state.lock().in_use, 0);
     }
 }

@@ -7,7 +7,7 @@
 //! output struct, fields unknown to this library become zero.
 
 use crate::error::{Error, Result};
-use crate::sys::arena::{self, Arena};
+use crate::sys::bump::{self, Bump};
 use crate::sys::try_vec;
 
 /// A larger `struct_size` is an uninitialised field, not a struct.
@@ -153,12 +153,12 @@ pub unsafe fn read_all<T: AbiStruct>(first: *const T, count: u64, argument: &'st
 }
 
 /// An array of input structs, for the time of a call: the caller's own array if its structs are those of this version,
-/// else a copy in `arena`.
+/// else a copy in `bump`.
 ///
 /// # Safety
-/// As [`read_all`]. No code writes the array while `arena` is borrowed.
+/// As [`read_all`]. No code writes the array while `bump` is borrowed.
 pub unsafe fn all_in<'a, T: AbiStruct>(
-    arena: &'a Arena,
+    bump: &'a Bump,
     first: *const T,
     count: u64,
     argument: &'static str,
@@ -170,7 +170,7 @@ pub unsafe fn all_in<'a, T: AbiStruct>(
         // SAFETY: `count` structs without a gap, as just checked; any bytes are valid.
         return Ok(unsafe { std::slice::from_raw_parts(first, count) });
     }
-    let mut structs = arena::with_capacity(arena, "copying the caller's structs", count)?;
+    let mut structs = bump::with_capacity(bump, "copying the caller's structs", count)?;
     // SAFETY: the caller meets the callee's requirements.
     unsafe { read_each(first, count, argument, |value| structs.push(value)) }?;
     Ok(structs.into_bump_slice())

@@ -20,7 +20,7 @@
 //!     spw_undo_close(undo);
 #![allow(non_camel_case_types)]
 
-use super::abi_struct::{self, abi_struct};
+use super::abi_struct::{self, c_struct};
 use super::base::spw_status;
 use super::guard::guard;
 use super::handle::{self, Handle};
@@ -54,9 +54,8 @@ pub enum spw_undo_mode {
     SPW_UNDO_MODE_SHADOW = 2,
 }
 
+c_struct! { first 24;
 /// Mode and capacity of a recording.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_undo_options {
     /// `sizeof(spw_undo_options)`
     pub struct_size: u32,
@@ -67,8 +66,7 @@ pub struct spw_undo_options {
     /// Maximum number of tensors of one step.
     pub tensors: u64,
 }
-
-abi_struct!(spw_undo_options, 24: struct_size, mode, elements, tensors);
+}
 
 /// A recording of one step, which can be rolled back. A forked child has a working copy.
 pub struct spw_undo(pub(in crate::capi) Recording);

@@ -7,8 +7,12 @@
 //! - A forked child keeps its parent's binding, as it keeps the number of threads, and binds workers of its own.
 #![forbid(unsafe_code)]
 
+use std::io;
+
+use nix::sched::CpuSet;
+
+use super::affinity::{bind_own_thread, current};
 use super::bitmap::Bitmap;
-use super::cpuset;
 use super::threads::{self, Binding};
 use crate::error::{Error, Result};
 
@@ -18,7 +22,7 @@ pub fn bind(cpus: &Bitmap, cores: usize) -> Result<()> {
         return Err(Error::invalid("cpus", "names no processor"));
     }
     let refused = |reason: String| Error::invalid("cpus", format!("{cpus}: {reason}"));
-    let granted = cpuset::granted(cpus).map_err(|error| match error.raw_os_error() {
+    let granted = granted(cpus).map_err(|error| match error.raw_os_error() {
         Some(libc::EINVAL) => refused(format!("the system refuses them: {error}")),
         _ => Error::system("asking the system for the processors on a thread of the library", &error),
     })?;
@@ -35,13 +39,31 @@ pub fn unbind() {
     threads::set_binding(None);
 }
 
+/// Processors that a new thread of this process gets if it asks for `wanted`: the system leaves out those that are
+/// offline or not in the cpuset. An error if none is left.
+pub fn granted(wanted: &Bitmap) -> io::Result<Bitmap> {
+    let (send, receive) = std::sync::mpsc::channel();
+    let wanted = wanted.clone();
+    threads::spawn_quiet("spillway-probe", move || {
+        let granted = bind_own_thread(&wanted).and_then(|()| {
+            current().ok_or_else(|| io::Error::other("the system does not state the affinity of a thread"))
+        });
+        let _ = send.send(granted);
+    })?;
+    receive.recv().unwrap_or_else(|_| Err(io::Error::other("the thread ended early")))
+}
+
+/// All processors of this process's cpuset, whatever the affinity of the calling thread.
+pub fn widest() -> Option<Bitmap> {
+    granted(&(0..CpuSet::count() as u32).collect()).ok()
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
     use std::sync::Mutex;
 
     use super::*;
-    use crate::sys::affinity::current;
     use crate::sys::process::in_forked_child;
 
     /// Affinities of the threads that did some of the work, other than the caller.

@@ -1,14 +1,13 @@
 //! Operating system services: processors, threads, memory, files and events.
 
 pub mod affinity;
-pub mod arena;
 pub mod bell;
 pub mod binding;
 pub mod bitmap;
+pub mod bump;
 pub mod cancellation;
 pub mod cap;
 mod cgroup_memory;
-pub mod cpuset;
 pub mod descriptor;
 pub mod event;
 pub mod file;

@@ -13,8 +13,8 @@ use super::scratch::Scratch;
 use super::snapshot::{HeldExtent, View};
 use super::state::{DurableCopy, PathState, TierState};
 use super::store::Tier;
+use super::time_limits::deadline_after;
 use super::transfer::check_header;
-use super::waiting::deadline_after;
 use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::io::counters::EngineTraffic;
 

@@ -14,8 +14,8 @@ use super::extent::{Chunk, Shape, Version};
 use super::health::Health;
 use super::state::{TicketState, TierState};
 use super::store::Tier;
+use super::time_limits::timed_out;
 use super::transfer::{Direction, Job, verdict};
-use super::waiting::timed_out;
 use crate::error::{Error, IoKind, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
 

@@ -16,12 +16,12 @@
 //! | `path_check` | the check of all paths at the begin of a commit |
 //! | `snapshot` | the contents of all extents at one moment |
 //! | `data_length` | data files that were truncated while the tier was open |
-//! | `health`, `waiting`, `failures` | health of a path; timeouts of callers; errors that modules report alike |
+//! | `health`, `failures` | health of a path; errors that modules report alike |
 //! | [`claim`] | the right of one tiered update to step the states |
 //! | [`turns`] | turns: one process of the node uses a path at a time |
 //! | `path`, `path_claim`, `storage`, [`directory`] | files of a path, and the lock on its directory |
 //! | `ownership`, `owned_lock`, `holder` | the owner's record and its lease; the lock file; proof that a process has ended |
-//! | `path_files`, `time_limits` | calls on a path that are no transfers, and their time limit |
+//! | `path_files`, `time_limits` | calls on a path that are no transfers, and their time limit; timeouts of callers |
 //! | [`scan`] | directories of ended runs and other hosts: list and remove them |
 //! | `bucket`, `prefix_lock` | files of a path in an object store, and the lock on its prefix |
 //!
@@ -54,7 +54,6 @@ mod state;
 mod storage;
 mod time_limits;
 mod transfer;
-mod waiting;
 mod wire;
 
 pub mod directory;

@@ -1,11 +1,21 @@
-//! The time limit of a call on a path, and the errors of a path that does not respond.
+//! The time limit of a call on a path, and the errors of a path that does not respond; the timeouts of callers.
 #![forbid(unsafe_code)]
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Doing, Error, IoError, IoKind, Result};
 use crate::sys::time_limit::{self, Answer, NoAnswer};
+
+/// Deadline that lies `timeout` ahead; `None` without a timeout.
+pub(super) fn deadline_after(timeout: Option<Duration>) -> Option<Instant> {
+    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
+}
+
+/// Error of a caller whose timeout expired while the transfer is in flight.
+pub(super) fn timed_out() -> Error {
+    IoError::wait_timeout("the tier's transfer is still in flight")
+}
 
 /// Result of `work` on the files below `path`, or a `Deadline` error after `io_timeout`. A call that did not
 /// return continues in its thread, and keeps the directory's lock until it returns.

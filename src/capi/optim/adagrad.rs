@@ -1,7 +1,7 @@
 //! Adagrad.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::{guard, guard_step};
 use crate::capi::optim::table::{self, StepOptions};
@@ -10,10 +10,9 @@ use crate::error::Result;
 use crate::kernel::AdagradRule;
 use crate::optim::adagrad::AdagradOptions;
 
+c_struct! { first 56;
 /// Hyper-parameters of one Adagrad step. Begin with SPW_ADAGRAD_OPTIONS_INIT, which has the defaults of
 /// `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_adagrad_options {
     /// `sizeof(spw_adagrad_options)`
     pub struct_size: u32,
@@ -32,9 +31,7 @@ pub struct spw_adagrad_options {
     /// Factor on the gradient, rounded to f32.
     pub grad_scale: f64,
 }
-
-abi_struct!(spw_adagrad_options, 56: struct_size, reserved, step, lr, lr_decay, eps, weight_decay,
-    grad_scale);
+}
 
 /// Does one Adagrad step of every tensor (Duchi et al. 2011, as `torch.optim.Adagrad`). exp_avg_sq holds the running
 /// sum v of squares. exp_avg is not used; pass NULL.

@@ -1,7 +1,7 @@
 //! Adam and AdamW: one call for any number of tensors, and an object that counts its steps.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::{guard, guard_step};
 use crate::capi::optim::table::{self, StepOptions};
@@ -30,10 +30,9 @@ pub enum spw_rounding {
     SPW_ROUNDING_STOCHASTIC = 1,
 }
 
+c_struct! { first 72;
 /// Hyper-parameters of one Adam step. Begin with SPW_ADAM_OPTIONS_INIT, which has the defaults of `torch.optim.AdamW`
 /// without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1, grad_scale 1, decoupled decay.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_adam_options {
     /// `sizeof(spw_adam_options)`
     pub struct_size: u32,
@@ -66,9 +65,7 @@ pub struct spw_adam_options {
     /// tensor. Give each tensor of a model a seed of its own.
     pub rounding_seed: u64,
 }
-
-abi_struct!(spw_adam_options, 72: struct_size, weight_decay_mode, step, lr, beta1, beta2, eps, weight_decay,
-    grad_scale, no_bias_correction, reserved, rounding, reserved2, rounding_seed);
+}
 
 /// Does one Adam or AdamW step of `count` tensors, in one pass over their memory (SuperOffload section 4.6,
 /// "GraceAdam"):

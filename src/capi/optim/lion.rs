@@ -1,7 +1,7 @@
 //! Lion.
 #![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::{guard, guard_step};
 use crate::capi::optim::table::{self, StepOptions};
@@ -10,10 +10,9 @@ use crate::error::Result;
 use crate::kernel::LionRule;
 use crate::optim::lion::LionOptions;
 
+c_struct! { first 48;
 /// Hyper-parameters of a Lion step. Begin with SPW_LION_OPTIONS_INIT, which has the defaults of the paper: lr 1e-4,
 /// beta 0.9 and 0.99, no decay, grad_scale 1.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_lion_options {
     /// `sizeof(spw_lion_options)`
     pub struct_size: u32,
@@ -30,8 +29,7 @@ pub struct spw_lion_options {
     /// Factor on the gradient, rounded to f32.
     pub grad_scale: f64,
 }
-
-abi_struct!(spw_lion_options, 48: struct_size, reserved, lr, beta1, beta2, weight_decay, grad_scale);
+}
 
 /// Does one Lion step of every tensor (Chen et al. 2023, Algorithm 2). The sign of zero is zero. exp_avg_sq is not
 /// used; pass NULL.

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 
 use super::tensor::{at, spw_dtype, spw_dtype_size, spw_grad_tensor, spw_tensor};
 use crate::error::{Error, Result};
-use crate::sys::arena::{self, Arena};
+use crate::sys::bump::{self, Bump};
 use crate::sys::try_vec;
 
 /// One span of a call: its addresses, tensor index and field.
@@ -36,11 +36,11 @@ const GRAD: u8 = 1;
 
 /// Rejects a written span that shares a byte with any other span of the call.
 pub(in crate::capi) fn check(tensors: &[spw_tensor]) -> Result<()> {
-    arena::with(|arena| check_in(arena, tensors))
+    bump::with(|bump| check_in(bump, tensors))
 }
 
-/// [`check`] with the arena of the call.
-pub(in crate::capi) fn check_in(arena: &Arena, tensors: &[spw_tensor]) -> Result<()> {
+/// [`check`] with the bump of the call.
+pub(in crate::capi) fn check_in(bump: &Bump, tensors: &[spw_tensor]) -> Result<()> {
     if let [one] = tensors {
         // Without an allocation: a step of one small tensor takes less time than that.
         let mut ranges = [const { Range { start: 0, end: 0, tensor: 0, span: 0 } }; SPANS.len()];
@@ -53,7 +53,7 @@ pub(in crate::capi) fn check_in(arena: &Arena, tensors: &[spw_tensor]) -> Result
     }
     // Listed by field, not by tensor: allocators return each kind at rising addresses, and the sort detects such runs.
     let most = tensors.len().saturating_mul(SPANS.len());
-    let mut ranges = arena::with_capacity(arena, "listing the spans", most)?;
+    let mut ranges = bump::with_capacity(bump, "listing the spans", most)?;
     for span in 0..SPANS.len() as u8 {
         let of = |(tensor, raw): (usize, &spw_tensor)| range(tensor as u32, raw, span);
         ranges.extend(tensors.iter().enumerate().filter_map(of));

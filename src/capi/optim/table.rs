@@ -10,7 +10,7 @@ use crate::kernel::{LentTensor, Optimizer};
 use crate::optim::lent::Lent;
 use crate::optim::parallel::Job;
 use crate::optim::{self, Family, processor};
-use crate::sys::arena::{self, Arena};
+use crate::sys::bump::{self, Bump};
 
 /// The option struct of an optimizer: that of a call, and the struct that a tensor may name as its own.
 pub(in crate::capi) trait StepOptions: AbiStruct {
@@ -87,12 +87,12 @@ pub(in crate::capi) unsafe fn with_jobs<R: Optimizer, T>(
     own: impl Fn(*const c_void) -> Result<R>,
     work: impl FnOnce(&mut [Job<'_, R>]) -> Result<T>,
 ) -> Result<T> {
-    arena::with(|arena| {
+    bump::with(|bump| {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            let raw = abi_struct::all_in(arena, tensors, count, "tensors")?;
-            let mut jobs = arena::with_capacity(arena, "listing the tensors", raw.len())?;
-            make_jobs(arena, raw, optimizer, own, |_, job| jobs.push(job))?;
+            let raw = abi_struct::all_in(bump, tensors, count, "tensors")?;
+            let mut jobs = bump::with_capacity(bump, "listing the tensors", raw.len())?;
+            make_jobs(bump, raw, optimizer, own, |_, job| jobs.push(job))?;
             work(&mut jobs)
         }
     })
@@ -109,13 +109,13 @@ pub(in crate::capi) unsafe fn lent<R: Optimizer>(
     optimizer: &R,
     own: impl Fn(*const c_void) -> Result<R>,
 ) -> Result<Lent<R>> {
-    arena::with(|arena| {
+    bump::with(|bump| {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            let raw = abi_struct::all_in(arena, tensors, count, "tensors")?;
+            let raw = abi_struct::all_in(bump, tensors, count, "tensors")?;
             no_low_bits(raw)?;
             let mut lent = Lent::with_capacity(raw.len())?;
-            make_jobs(arena, raw, optimizer, own, |index, mut job| {
+            make_jobs(bump, raw, optimizer, own, |index, mut job| {
                 lent.push(index, LentTensor::new(&mut job.tensor), job.optimizer);
             })?;
             Ok(lent)
@@ -126,13 +126,13 @@ pub(in crate::capi) unsafe fn lent<R: Optimizer>(
 /// # Safety
 /// As [`step`], for `'a`.
 unsafe fn make_jobs<'a, R: Optimizer>(
-    arena: &Arena,
+    bump: &Bump,
     raw: &[spw_tensor],
     optimizer: &R,
     own: impl Fn(*const c_void) -> Result<R>,
     mut push: impl FnMut(usize, Job<'a, R>),
 ) -> Result<()> {
-    overlap::check_in(arena, raw)?;
+    overlap::check_in(bump, raw)?;
     for (index, raw) in raw.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
         let optimizer = if raw.options.is_null() { Ok(*optimizer) } else { own(raw.options) };
         let job = optimizer.and_then(|optimizer| {

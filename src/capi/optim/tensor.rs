@@ -3,7 +3,7 @@
 
 use std::ffi::c_void;
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::output::required;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
@@ -30,6 +30,7 @@ pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
     known_dtype(dtype).map_or(0, |dtype| dtype.size() as u64)
 }
 
+c_struct! { first 80;
 /// One tensor of a step. Each span is a contiguous array of `n` elements, aligned to its element. Spans do not overlap.
 ///
 /// Without shadow spans a step updates param and states in place. With shadow spans a step writes the new values to
@@ -44,8 +45,6 @@ pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
 /// | f16 | f32, f16 | f16 | none |
 /// | bf16 | f32, bf16 | bf16 | none |
 /// | bf16 with param_low | f32, bf16 | f32, bf16 | none |
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_tensor {
     /// `sizeof(spw_tensor)`. It is also the distance in bytes between the tensors of an array.
     pub struct_size: u32,
@@ -85,13 +84,10 @@ pub struct spw_tensor {
     /// `spw_lion_step` take it, without shadow spans.
     pub param_low: *mut c_void,
 }
+}
 
-abi_struct!(spw_tensor, 80: struct_size, param_dtype, state_dtype, grad_dtype, copy_dtype, reserved, n, param,
-    grad, exp_avg, exp_avg_sq, param_copy, options, shadow_param, shadow_exp_avg, shadow_exp_avg_sq, param_low);
-
+c_struct! { first 16;
 /// Statistics of the scaled gradients of all tensors of one call.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_step_stats {
     /// `sizeof(spw_step_stats)`
     pub struct_size: u32,
@@ -101,12 +97,10 @@ pub struct spw_step_stats {
     /// processor and for every number of threads. Inf or NaN if `nonfinite` is 1.
     pub sum_squares: f64,
 }
+}
 
-abi_struct!(spw_step_stats, 16: struct_size, nonfinite, sum_squares);
-
+c_struct! { first 40;
 /// A gradient and the accumulated gradient to which it is added.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_grad_tensor {
     /// `sizeof(spw_grad_tensor)`
     pub struct_size: u32,
@@ -123,8 +117,7 @@ pub struct spw_grad_tensor {
     /// Gradient to add. It is only read.
     pub src: *const c_void,
 }
-
-abi_struct!(spw_grad_tensor, 40: struct_size, dst_dtype, src_dtype, reserved, n, dst, src);
+}
 
 pub(in crate::capi) fn parse_dtype(dtype: u32, argument: &'static str) -> Result<Dtype> {
     known_dtype(dtype).ok_or_else(|| Error::invalid(argument, format!("{dtype} is not an spw_dtype")))

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::input;
 use crate::error::{Error, Result};
 use crate::offload::swap::SwapOptions;
@@ -30,9 +30,8 @@ pub enum spw_swap_flag {
     SPW_SWAP_FLAG_SPLIT_MASTER = 8,
 }
 
+c_struct! { first 56;
 /// Settings of a tiered update.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_swap_options {
     /// `sizeof(spw_swap_options)`
     pub struct_size: u32,
@@ -54,13 +53,10 @@ pub struct spw_swap_options {
     /// Milliseconds that a process waits for its turn on a path before it proceeds without the turn; 0: 30000.
     pub turn_timeout_ms: u64,
 }
+}
 
-abi_struct!(spw_swap_options, 56: struct_size, flags, memory_budget, elements, subgroups, ratio, speeds,
-    turn_timeout_ms);
-
+c_struct! { first 56;
 /// Memory and traffic of a tiered update.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_swap_budget {
     /// `sizeof(spw_swap_budget)`
     pub struct_size: u32,
@@ -86,13 +82,10 @@ pub struct spw_swap_budget {
     /// Bytes of host memory that suffice for all paths to read and write at once, without any cached subgroups.
     pub working_bytes: u64,
 }
+}
 
-abi_struct!(spw_swap_budget, 56: struct_size, reserved, host_bytes, buffer_bytes, buffers, cached,
-    state_bytes, step_bytes, master_bytes, masters, working_bytes);
-
+c_struct! { first 56;
 /// Counters since open.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
 pub struct spw_swap_stats {
     /// `sizeof(spw_swap_stats)`
     pub struct_size: u32,
@@ -111,9 +104,7 @@ pub struct spw_swap_stats {
     /// Seconds in which the step waited for data.
     pub exposed_seconds: f64,
 }
-
-abi_struct!(spw_swap_stats, 56: struct_size, reserved, rounds, hits, fetched, flushed, moved,
-    exposed_seconds);
+}
 
 /// Maximum number of subgroups. Each is an extent of the tier.
 const MAX_SUBGROUPS: u64 = 1 << 20;

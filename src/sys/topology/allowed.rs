@@ -3,8 +3,8 @@
 
 use super::cgroups::{Group, groups};
 use super::sysfs::Root;
+use crate::sys::binding::widest;
 use crate::sys::bitmap::Bitmap;
-use crate::sys::cpuset::widest;
 
 /// Processors and memory nodes that a process may use.
 #[derive(Debug, Clone, PartialEq, Eq)]

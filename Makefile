@@ -22,7 +22,7 @@ demo: ## train a small GPT under DeepSpeed with Spillway's optimizer (STEPS=, NV
 test: packages ## every test, on an emulated Arm too; installs what it needs
 	ffi_tests/all.sh
 
-quick: ## the inner loop: format, unit tests, tidy, header, ABI, kernels and some C programs, in under two minutes
+quick: ## the inner loop: format, unit tests, tidy, ABI, kernels and some C programs, in under two minutes
 	ffi_tests/quick.sh
 
 py: ## one Python test file: make py T=ffi_tests/deepspeed/test_rollback.py K=changed

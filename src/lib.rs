@@ -1,11 +1,11 @@
 //! Spillway: the CPU half of optimizer offload, for training large models on few GPUs.
 //!
 //! The product is the C interface in [`capi`] (header `include/spillway.h`). The Rust modules below it are layers: a
-//! module uses only modules of the layers listed above its own (`ffi_tests/rust/tidy.rs` checks this):
+//! module uses only modules of lower layers (`ffi_tests/rust/tidy.rs` checks this):
 //!
 //! | layer | modules |
 //! |---|---|
-//! | L0 | [`error`], [`environment`], [`dtype`], [`log`], [`stats`], [`trace`], [`checksum`], [`plan`]: no dependency inside the crate |
+//! | L0 | [`error`], [`environment`], [`dtype`], [`log`], [`stats`], [`trace`], [`checksum`]: no dependency inside the crate |
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver; [`arena`]: memory that processes share |

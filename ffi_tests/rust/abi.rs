@@ -1,5 +1,5 @@
 //! Proves that the binary interface equals the committed one: exported symbols, and sizes and offsets in
-//! Rust, C and ctypes.
+//! Rust and C.
 //!
 //! `SPILLWAY_BLESS=1 cargo test --test abi` rewrites exports.txt and layout.txt. After the release of an
 //! SPW_ABI_VERSION, lines may be added to them, and no line may change.
@@ -26,7 +26,7 @@ fn golden(file: &str, text: &str) {
     assert!(committed == text, "{file} is stale: SPILLWAY_BLESS=1 cargo test --test abi; now it is\n{text}");
 }
 
-/// The text of all headers, including the experimental one.
+/// The text of all headers, including the experimental ones.
 fn headers() -> String {
     let folder = root().join("include/spillway");
     let mut paths: Vec<PathBuf> = fs::read_dir(&folder)

@@ -28,7 +28,7 @@ pub trait Optimizer: Arithmetic {
     fn undo(self, kernel: Kernel, tensor: Tensor<'_>, redo_scale: Option<f32>) -> Result<()>;
 }
 
-/// Implements [`Rule`] for one concrete type. A blanket impl would be compiled again in every crate that calls it;
+/// Implements [`Optimizer`] for one concrete type. A blanket impl would be compiled again in every crate that calls it;
 /// concrete impls are compiled once, in this crate.
 macro_rules! rule {
     ($rule:ty) => {

@@ -14,6 +14,7 @@
 //! | `split` | the step of a bf16 parameter with a split f32 master |
 //! | `publish` | writes the 16-bit copy of a parameter without a step |
 //! | `chunk_loop` | the loop over a chunk: whole vectors, then one padded vector for the remainder |
+//! | `dtype`, `error` | element types that are known at run time; the errors of this crate |
 //! | `element` | element types in memory, and the table of supported type combinations |
 //! | `squares` | the fixed tree in which squares are summed |
 //! | `vector` | the trait of vector operations; `scalar`, `avx2`, `avx512` and `neon` implement it |

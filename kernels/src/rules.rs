@@ -73,7 +73,7 @@ pub trait Arithmetic: Copy + Send + Sync {
     /// Same contract as [`Vector`].
     unsafe fn forward<V: Vector>(&self, old: ElementState<V>, grad: V) -> ElementState<V>;
 
-    /// Estimates the old values from the new values as stored, and passes each estimate to `settle`. `grad` is the
+    /// Estimates the old values from the new values as stored, and passes each estimate to `corrector`. `grad` is the
     /// scaled gradient.
     ///
     /// # Safety

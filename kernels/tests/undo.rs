@@ -1,5 +1,5 @@
 //! The precision of rolling a step back. The log restores the same bits after a million cycles on every kernel. The
-//! inverse formula stays within the errors that spillway.h documents.
+//! inverse formula stays within the errors that spillway/undo.h documents.
 
 use std::io::Write;
 

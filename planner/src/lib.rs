@@ -8,7 +8,7 @@
 //! | `picture` | pictures as SVG text |
 //! | `split` | units divided over paths in proportion to weights |
 //! | `cast`, `tail`, `weights` | the rules of SuperOffload: dtype of gradients on the link, last buckets on the GPU, flowing weights |
-//! | `check` | arguments that must be positive, or finite |
+//! | `check`, `error` | arguments that must be positive, or finite; the error for the others |
 //! | `time` | times that a queue can sort |
 #![forbid(unsafe_code)]
 

@@ -13,7 +13,7 @@ use crate::sys::try_vec;
 /// A larger `struct_size` is an uninitialised field, not a struct.
 const SIZE_LIMIT: usize = 4096;
 
-/// A `#[repr(C)]` struct whose first field is `struct_size: u32`. Only [`abi_struct`] implements it.
+/// A `#[repr(C)]` struct whose first field is `struct_size: u32`. Only [`c_struct`] implements it.
 ///
 /// # Safety
 /// All bytes zero, and any bytes a C caller can write, are valid values; there is no padding.

@@ -64,7 +64,7 @@ impl Steps {
     }
 
     /// Steps every tensor, in order on `stream`. With `squares` the call blocks, and returns the same statistics as
-    /// `optim::adam::step`; without, it returns default statistics at once. If a tensor is refused, no tensor steps.
+    /// `optim::step`; without, it returns default statistics at once. If a tensor is refused, no tensor steps.
     pub fn adam(&self, jobs: &[Job], stream: ForeignStream, squares: bool) -> Result<StepStats> {
         self.run(jobs, stream, if squares { Part::Both } else { Part::Step }).map(|(_, seen)| seen)
     }

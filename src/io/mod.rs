@@ -10,7 +10,7 @@
 //! | [`plan`] | where operations are split, as pure arithmetic |
 //! | [`profile`] | settings measured by `spillway tune` |
 //! | `piece_size` | the piece size for each file system |
-//! | `file` | open files: direct or buffered, and why |
+//! | `file`, `open_files` | open files: direct or buffered, and why; the files that an engine keeps open |
 //! | `object` | files stored as objects of an S3-compatible store; with the feature `s3`, and in unit tests |
 //! | `backend` | the interface below: `uring`, `threads` (files and object stores), `sim` (seeded faults, for tests) |
 //!

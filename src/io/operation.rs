@@ -322,7 +322,7 @@ impl EngineState {
         })
     }
 
-    /// Records an operation that the kernel has released; appends the condition variables to notify to `woken`.
+    /// Records an operation that the kernel has released; appends the signals to notify to `woken`.
     fn end(&mut self, ended: Ended, counters: &Counters, woken: &mut Vec<Arc<Signal>>) {
         let Ended { handle, action, deadline, device, outcome } = ended;
         let key = key_of(handle);

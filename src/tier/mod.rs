@@ -13,6 +13,7 @@
 //! | [`superblock`], [`layout`], `wire` | on-disk formats |
 //! | [`extent`], `contents`, `checksums` | streams, blocks, chunks; the contents of an extent; block checksums |
 //! | `allocation`, [`space`], `state` | allocation of space, free space, state of an open tier |
+//! | `scratch` | page-aligned memory for headers and superblocks |
 //! | `path_check` | the check of all paths at the begin of a commit |
 //! | `snapshot` | the contents of all extents at one moment |
 //! | `data_length` | data files that were truncated while the tier was open |

@@ -12,7 +12,7 @@
 //! | `case` | a model on a machine, the strategies, and how one places it |
 //! | `flow` | the weights that do not fit on the GPU |
 //! | `strategy` | the bytes of each strategy |
-//! | `step` | the seconds of a step: its work on the simulator of `plan::interleave` |
+//! | `step` | the seconds of a step: its work on the simulator of `crate::interleave` |
 //! | `report` | the plan: every strategy, and the best |
 //!
 //! Limits of the model:

@@ -5,7 +5,7 @@
 //! | `gpu` | after backward, on the GPU | they are there |
 //! | `host` | after the last gradient arrived: the norm needs all of them | after its step |
 //! | `speculation` | as soon as its gradient arrived | after its step |
-//! | `interleave` | as `plan::interleave::model` predicts | as predicted there |
+//! | `interleave` | as `crate::interleave::model` predicts | as predicted there |
 //! | `tier*` | after its fetch, which begins after the last gradient arrived; then it is flushed | after its step |
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Pinned memory: pools of equal blocks, and single allocations.
+//! Pinned memory: pools of equal blocks.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;

@@ -1,4 +1,4 @@
-//! Adam and AdamW: one call for any number of tensors, and an object that counts its steps.
+//! Adam and AdamW: one call for any number of tensors.
 #![allow(non_camel_case_types)]
 
 use crate::capi::abi_struct::{self, c_struct};

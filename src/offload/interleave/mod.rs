@@ -1,6 +1,6 @@
 //! The interleaved update: CPU and GPU step different subgroups at the same time, on a backend.
 //!
-//! [`plan::interleave`](spillway_planner::interleave) decides which commands are enqueued in which order; this module runs
+//! [`spillway_planner::interleave`] decides which commands are enqueued in which order; this module runs
 //! them.
 //!
 //! | file | holds |

@@ -10,7 +10,7 @@ use crate::capi::guard::guard;
 use crate::capi::handle;
 use crate::capi::optim::spw_tensor;
 use crate::capi::speculate::bucket::{parse_event, spw_spec_event};
-use crate::capi::speculate::engine::{Rules, spw_spec};
+use crate::capi::speculate::engine::spw_spec;
 use crate::capi::swap::{inputs, spw_swap};
 use crate::error::Error;
 use crate::kernel::Arithmetic;
@@ -85,14 +85,7 @@ pub unsafe extern "C" fn spw_spec_submit_ds_adam(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let spec = handle::get(spec)?;
-            let rules = *spec.rules()?;
-            spec.engine.may_submit(bucket)?;
-            let Rules::Adam(round) = rules else {
-                return Err(Error::invalid(
-                    "spec",
-                    "has no open round of Adam; call spw_spec_begin_adam first",
-                ));
-            };
+            let round = spec.adam_round_for(bucket)?;
             let event = parse_event(event)?;
             let (state, rule) = rule_of(id, call)?;
             let rule = rule.with_grad_scale(round.grad_scale);

@@ -13,7 +13,7 @@ use crate::capi::handle::{self};
 use crate::capi::input::timeout;
 use crate::capi::optim::tensor::{self, spw_tensor};
 use crate::capi::speculate::bucket::{parse_event, spw_spec_event};
-use crate::capi::speculate::engine::{Rules, spw_spec};
+use crate::capi::speculate::engine::spw_spec;
 use crate::error::{Error, Result};
 use crate::gpu::stream::ForeignStream;
 use crate::gpu::transfer::Direction;
@@ -92,14 +92,7 @@ pub unsafe extern "C" fn spw_spec_submit_gpu(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let spec = handle::get(spec)?;
-            let rules = *spec.rules()?;
-            spec.engine.may_submit(bucket)?;
-            let Rules::Adam(round) = rules else {
-                return Err(Error::invalid(
-                    "spec",
-                    "has no open round of Adam; call spw_spec_begin_adam first",
-                ));
-            };
+            let round = spec.adam_round_for(bucket)?;
             let gpu = handle::get(gpu)?;
             if spec.devices().get(&bucket).is_some_and(Publication::uploads) {
                 return Err(Error::invalid(

@@ -101,8 +101,7 @@ pub unsafe extern "C" fn spw_spec_submit(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let spec = handle::get(spec)?;
-            let rules = *spec.rules()?;
-            spec.engine.may_submit(bucket)?;
+            let rules = spec.rules_for(bucket)?;
             let event = parse_event(event)?;
             let work = spec.bucket(rules, tensors, count)?;
             spec.submit(bucket, work, event)

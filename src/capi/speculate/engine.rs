@@ -260,7 +260,22 @@ impl spw_spec {
         Ok(())
     }
 
-    pub(in crate::capi) fn rules(&self) -> Result<Guard<'_, Rules>> {
+    /// The coefficients of the round, if it takes this bucket now.
+    pub(in crate::capi) fn rules_for(&self, bucket: u32) -> Result<Rules> {
+        let rules = *self.rules()?;
+        self.engine.may_submit(bucket)?;
+        Ok(rules)
+    }
+
+    /// As [`spw_spec::rules_for`]. Errors: the round is not of Adam.
+    pub(in crate::capi) fn adam_round_for(&self, bucket: u32) -> Result<AdamRule> {
+        match self.rules_for(bucket)? {
+            Rules::Adam(rule) => Ok(rule),
+            _ => Err(Error::invalid("spec", "has no open round of Adam; call spw_spec_begin_adam first")),
+        }
+    }
+
+    fn rules(&self) -> Result<Guard<'_, Rules>> {
         self.engine.check_process()?;
         Ok(self.rules.lock())
     }

@@ -232,6 +232,24 @@ static void the_log_is_bounded_and_shrinks_after_a_step_that_could_not_be_predic
     CHECK_OK(spw_undo_close(undo));
 }
 
+// The rollback of DeepSpeed's step by the inverse formula is not reported as exact, and ends the record.
+static void an_arithmetic_rollback_is_not_called_exact(void) {
+    spw_undo *undo = open_undo(SPW_UNDO_MODE_ARITHMETIC);
+    struct model model = make_model();
+    spw_ds_adam_call call = SPW_DS_ADAM_CALL_INIT;
+    call.step = 1, call.lr = 1e-3f, call.beta1 = 0.9f, call.beta2 = 0.999f, call.eps = 1e-8f;
+    fill_grad(model.grad, 0, 1);
+    CHECK_OK(spw_ds_adam_create(77, 0.9f, 0.999f, 1));
+    CHECK_OK(spw_ds_adam_update(undo, 77, &call, &model.tensor));
+    uint32_t exact = 9;
+    CHECK_OK(spw_ds_adam_rollback(undo, 77, &call, &model.tensor, &exact));
+    CHECK(exact == 0);
+    INVALID(spw_undo_rollback(undo), "no recorded step");
+    CHECK_OK(spw_ds_adam_destroy(77));
+    free_model(&model);
+    CHECK_OK(spw_undo_close(undo));
+}
+
 static void arithmetic_is_close_and_refuses_what_it_cannot_undo(void) {
     spw_undo *undo = open_undo(SPW_UNDO_MODE_ARITHMETIC);
     struct model model = make_model();
@@ -327,6 +345,7 @@ int main(void) {
     a_million_cycles_leave_the_bits(SPW_UNDO_MODE_DELTA);
     a_million_cycles_leave_the_bits(SPW_UNDO_MODE_SHADOW);
     the_log_is_bounded_and_shrinks_after_a_step_that_could_not_be_predicted();
+    an_arithmetic_rollback_is_not_called_exact();
     arithmetic_is_close_and_refuses_what_it_cannot_undo();
     misuse_is_refused();
     return 0;

@@ -47,7 +47,7 @@ typedef enum spw_swap_flag {
     // bytes per parameter on the tier and in memory instead of 12. A subgroup with too many values that cannot be
     // split still takes 12. Every step needs the weights that the step before published. A resumed tier needs the
     // weights of its commit: save them with it, else param is lost. A checksum detects weights that do not match the
-    // state; then nothing is changed.
+    // state: a read then changes nothing, and a step is an error that a rollback ends.
     SPW_SWAP_FLAG_SPLIT_MASTER = 8,
 } spw_swap_flag;
 

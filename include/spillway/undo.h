@@ -80,7 +80,8 @@ enum spw_status spw_undo_open(const struct spw_undo_options *options,
 // Does `spw_adam_step` and records it in `undo`; the previously recorded step becomes permanent. Until this step is
 // rolled back, redone or committed, the spans must not move, and only Spillway may write to them, gradients included.
 // In mode SPW_UNDO_MODE_SHADOW every tensor must have shadow spans; in the other modes no tensor may. A step with more
-// elements or tensors than the recording's capacity is an error. Statistics are computed if `stats_out` is not NULL.
+// elements or tensors than the recording has room for is an error; the room may be a little larger than asked for, and
+// tensors of no elements need none. Statistics are computed if `stats_out` is not NULL.
 enum spw_status spw_undo_adam_step(struct spw_undo *undo,
                                    const struct spw_adam_options *options,
                                    const struct spw_tensor *tensors,

@@ -112,22 +112,24 @@ impl Recording {
         Ok(())
     }
 
-    /// Rolls back the sealed step of one tensor, which is now at the address in `present`. Returns false and changes
-    /// nothing if another step is recorded, or if the spans are not as the step left them.
-    pub fn rollback_sealed(&mut self, mut present: Lent<AdamRule>) -> Result<bool> {
-        let Some(Step::Adam(tensors)) = &mut self.step else { return Ok(present.count() == 0) };
+    /// Rolls back the sealed step of one tensor, which is now at the address in `present`. Returns whether the
+    /// rollback was exact. `None`, and nothing is changed, if another step is recorded, or if the spans are not as the
+    /// step left them.
+    pub fn rollback_sealed(&mut self, mut present: Lent<AdamRule>) -> Result<Option<bool>> {
+        let nothing = (present.count() == 0).then_some(true);
+        let Some(Step::Adam(tensors)) = &mut self.step else { return Ok(nothing) };
         // Before the seal, which costs a pass over the memory.
         if !tensors.is_alike(&present) {
-            return Ok(present.count() == 0);
+            return Ok(nothing);
         }
         for job in &mut present.lend()? {
             if undo::seal(job)? != self.seal {
-                return Ok(false);
+                return Ok(None);
             }
         }
         *tensors = present;
         self.rollback(None)?;
-        Ok(true)
+        Ok(Some(!matches!(self.memory, Memory::Arithmetic)))
     }
 
     /// Rolls back the recorded step, and repeats it if there is another gradient scale.

@@ -435,12 +435,14 @@ class Arena(_NativeHandle):
 
     def close(self) -> None:
         """Unmaps the arena; the owner removes its name. BusyError while a view or tensor of it is alive."""
-        if self._views and self._cell:
-            raise BusyError(f"cannot close this Arena: {len(self._views)} views or tensors of it are alive; delete them first")
+        # A signal handler that raises while a view ends leaves a dead entry in the set; the iteration skips it.
+        alive = len(list(self._views))
+        if alive and self._cell:
+            raise BusyError(f"cannot close this Arena: {alive} views or tensors of it are alive; delete them first")
         self._end()
 
     def __exit__(self, *_: object) -> None:
-        if not self._views:
+        if not list(self._views):
             self.close()
 
     def _index(self, name: str) -> int:

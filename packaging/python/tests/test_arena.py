@@ -303,3 +303,19 @@ def test_what_c_cannot_hold_is_refused_and_not_shortened(name):
             with pytest.raises(spillway.InvalidArgumentError, match="finite number of seconds"):
                 arena.read("a", timeout=timeout)
         assert arena.read("a", "u1", timeout=1e300)[1][0] == 0x41
+
+
+def test_a_handler_that_raises_while_a_view_ends_does_not_keep_the_arena_open():
+    arena = Arena.create(None, {"x": 4096})
+    view = arena.view("x")
+
+    def raising(frame, event, argument):
+        if frame.f_code.co_name == "_remove":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(raising)
+    del view
+    sys.settrace(before)
+    arena.close()

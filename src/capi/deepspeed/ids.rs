@@ -84,17 +84,17 @@ pub unsafe extern "C" fn spw_ds_adam_rollback(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let (_, rule) = rule_of(id, call)?;
-            let exact = match undo {
+            let rolled_back = match undo {
                 Some(undo) => undo.0.rollback_sealed(lent(rule, tensor)?)?,
-                None => false,
+                None => None,
             };
-            if !exact {
+            if rolled_back.is_none() {
                 let mut tensors = lent(rule, tensor)?;
                 let mut jobs = tensors.lend()?;
                 jobs.iter_mut().try_for_each(undo::check_reversible)?;
                 undo::undo(&mut jobs, None)?;
             }
-            exact_out.write(exact.into());
+            exact_out.write((rolled_back == Some(true)).into());
         }
         Ok(())
     })

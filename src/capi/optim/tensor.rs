@@ -219,7 +219,7 @@ unsafe fn split_tensor<'a>(raw: &spw_tensor, states: States<'a>, grad: Floats<'a
 
 /// Rejects shadow spans, for calls that keep their own states.
 pub(in crate::capi) fn no_shadows(tensors: &[spw_tensor]) -> Result<()> {
-    match tensors.iter().position(has_shadow) {
+    match tensors.iter().position(|raw| raw.n > 0 && has_shadow(raw)) {
         None => Ok(()),
         Some(index) => Err(at(
             index,

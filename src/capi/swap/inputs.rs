@@ -52,6 +52,11 @@ pub(in crate::capi) unsafe fn whole<'a>(
             return Err(at(index, Error::invalid("n", reason)));
         }
     }
+    let f32 = spw_dtype::SPW_DTYPE_F32 as u32;
+    if let Some(index) = raw.iter().position(|raw| raw.n > 0 && raw.copy_dtype == f32) {
+        let reason = "must be of 16 bits; spw_swap_adam_step_parts also takes SPW_DTYPE_F32";
+        return Err(at(index, Error::invalid("copy_dtype", reason)));
+    }
     check(&raw, swap.usual() == Encoding::SplitMaster)?;
     let mut parts = Parts::with_capacity(raw.len(), swap.len())?;
     for (index, raw) in raw.iter().enumerate() {

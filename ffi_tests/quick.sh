@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 export SPILLWAY_TEST_QUICK=1
 # Unit tests of more than a second: crashes at every write, all values of a type, the exhaustive search over plans.
 slow='tier::tests::crash choose::tests all_patterns_come_back'
-programs='copies fork io_round_trip null plan pool_blocks status structs swap last_error panic tier_steps'
+programs='copies fork io_round_trip null pinned_memory plan status structs swap last_error panic tier_steps'
 
 cargo fmt --all --check
 packaging/python_lint.sh

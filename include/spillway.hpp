@@ -237,7 +237,6 @@ namespace detail {
 // Destructors cannot report a status. Close an object by hand to see it: spw_tier_close(tier.release(), 1000).
 struct close {
     void operator()(spw_undo *object) const noexcept { (void)spw_undo_close(object); }
-    void operator()(spw_pool *object) const noexcept { (void)spw_pool_close(object); }
     void operator()(spw_io *object) const noexcept { (void)spw_io_close(object, -1); }
     void operator()(spw_tier *object) const noexcept { (void)spw_tier_close(object, -1); }
     void operator()(spw_swap *object) const noexcept { (void)spw_swap_close(object); }
@@ -275,7 +274,7 @@ public:
             throw std::length_error("spillway::pinned: the size exceeds the address space");
         }
         void *start = nullptr;
-        check(spw_pinned_alloc(size * sizeof(T), &start));
+        check(spw_pinned_alloc(nullptr, size * sizeof(T), &start));
         memory_.reset(static_cast<T *>(start));
     }
     T *data() const noexcept { return memory_.get(); }

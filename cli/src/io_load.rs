@@ -16,7 +16,7 @@ use spillway::error::{Error, Result};
 use spillway::io::engine::Engine;
 use spillway::io::file::File;
 use spillway::io::options::{BackendChoice, Options, Request, Target};
-use spillway::pool::fixed::{Pool, PoolOptions};
+use spillway::pool::buffer::Buffer;
 use spillway::pool::region::Backing;
 use spillway::sys::file::Access;
 use spillway::sys::host;
@@ -72,8 +72,7 @@ fn nameless(directory: &Path) -> io::Result<std::fs::File> {
 /// An engine and its memory.
 pub struct Load {
     engine: Engine,
-    pool: Pool,
-    buffers: Vec<Span>,
+    buffers: Vec<Buffer>,
 }
 
 impl Load {
@@ -82,11 +81,9 @@ impl Load {
         let options =
             Options { backend, depth, workers: depth, block_bytes: block_bytes as u64, ..Options::default() };
         let engine = Engine::open(options)?;
-        let block_count = (depth as usize).max(2);
-        let pool = Pool::open(PoolOptions { block_bytes, block_count, backing: Backing::default() })?;
-        let buffers = (0..block_count).map(|_| pool.alloc()).collect::<Result<Vec<Span>>>()?;
-        buffers.iter().enumerate().for_each(|(n, buffer)| fill(*buffer, n as u64));
-        Ok(Load { engine, pool, buffers })
+        let buffers = Buffer::open_many((depth as usize).max(2), block_bytes, Backing::default())?;
+        buffers.iter().enumerate().for_each(|(n, buffer)| fill(buffer.span(), n as u64));
+        Ok(Load { engine, buffers })
     }
 
     /// GB/s of a pass over the first `bytes` bytes of the file, rounded down to whole blocks.
@@ -104,19 +101,19 @@ impl Load {
             Direction::Write => Access::Write { mode: 0o600 },
         };
         let open = Arc::new(File::open(&file.path, access, true)?);
-        let block_bytes = self.buffers[0].len() as u64;
+        let block_bytes = self.buffers[0].span().len() as u64;
         let count = bytes.min(file.bytes) / block_bytes;
         let mut in_flight = VecDeque::new();
         for n in 0..count {
             if in_flight.len() == self.buffers.len() {
                 in_flight.pop_front().map_or(Ok(0), |handle| self.engine.wait(handle, WAIT_TIMEOUT))?;
             }
-            let span = self.buffers[n as usize % self.buffers.len()];
+            let buffer = &self.buffers[n as usize % self.buffers.len()];
             let offset = n * block_bytes;
             let request = Request {
                 target: Target::File(Arc::clone(&open)),
                 offset,
-                buffer: span.into(),
+                buffer: buffer.transfer(0, buffer.span().len()),
                 deadline: None,
             };
             in_flight.push_back(match direction {
@@ -131,9 +128,7 @@ impl Load {
 
 impl Drop for Load {
     fn drop(&mut self) {
-        // Close the engine first: the pool keeps buffers that are still in use.
         let _ = self.engine.close(Some(Duration::from_secs(60)));
-        self.buffers.iter().for_each(|buffer| drop(self.pool.free(buffer.address())));
     }
 }
 

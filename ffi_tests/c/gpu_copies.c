@@ -19,7 +19,7 @@ static void gradients_and_parameters(spw_gpu *gpu, void *stream) {
     uint16_t *values = malloc(N * sizeof *values);
     for (uint32_t i = 0; i < N; i++) values[i] = (uint16_t)(i * 5 % 0x7f80);
     float *wide = NULL;
-    CHECK_OK(spw_pinned_alloc(N * sizeof *wide, (void **)&wide));
+    CHECK_OK(spw_pinned_alloc(NULL, N * sizeof *wide, (void **)&wide));
     const uint64_t grads = device_memory(values, N * sizeof *values);
     uint64_t event = 0, ticket = 0;
     FAKE("cuEventCreate", &event, 2u);

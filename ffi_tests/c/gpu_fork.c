@@ -1,3 +1,4 @@
+// Build: forks
 // In a child of a process that uses a GPU, every GPU call returns an error status. The child may close the inherited
 // handles and step on the processor; its parent goes on. A child of a process that never used a GPU may use one.
 
@@ -39,29 +40,25 @@ static void inherits(spw_gpu *gpu) {
     CHECK_OK(spw_gpu_close(gpu));
 }
 
-enum { POOL_BYTES = 1 << 16 };
-static spw_pool *pool;
+enum { BLOCK_BYTES = 1 << 16 };
 static void *block;
 
 // Memory that the GPU can reach is not mapped in the child. What the child maps at the same addresses stays mapped when
 // it closes the inherited handles.
 static void maps_in_its_place(spw_gpu *gpu) {
-    CHECK(msync(block, POOL_BYTES, MS_ASYNC) != 0);
+    CHECK(msync(block, BLOCK_BYTES, MS_ASYNC) != 0);
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
-    unsigned char *own = mmap(block, POOL_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
+    unsigned char *own = mmap(block, BLOCK_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
     CHECK(own == block);
-    memset(own, 7, POOL_BYTES);
+    memset(own, 7, BLOCK_BYTES);
     CHECK_OK(spw_gpu_close(gpu));
-    spw_pool_free(pool, block);
-    spw_pool_close(pool);
-    CHECK(own[0] == 7 && own[POOL_BYTES - 1] == 7);
+    CHECK(spw_pinned_free(block) == SPW_ERR_UNSUPPORTED);
+    CHECK(own[0] == 7 && own[BLOCK_BYTES - 1] == 7);
 }
 
-// A copy into the pool registers the pool with the driver.
+// A copy into the block registers its mapping with the driver.
 static void reach(spw_gpu *gpu) {
-    const spw_pool_options options = {.struct_size = sizeof options, .block_bytes = POOL_BYTES, .block_count = 1};
-    CHECK_OK(spw_pool_open(&options, &pool));
-    CHECK_OK(spw_pool_alloc(pool, &block));
+    CHECK_OK(spw_pinned_alloc(NULL, BLOCK_BYTES, &block));
     enter_context(0);
     const float value = 1.0f;
     spw_gpu_copy copy = {.struct_size = sizeof copy, .direction = SPW_GPU_DIRECTION_D2H, .device_dtype = SPW_DTYPE_F32,
@@ -88,8 +85,7 @@ int main(void) {
     spw_gpu_info info = {.struct_size = sizeof info};
     CHECK_OK(spw_gpu_get_info(gpu, &info));
     CHECK(strcmp(info.name, "Fake GPU") == 0 && info.capability == 90 && info.memory_bytes >= info.free_bytes);
-    CHECK_OK(spw_pool_free(pool, block));
-    CHECK_OK(spw_pool_close(pool));
+    CHECK_OK(spw_pinned_free(block));
     CHECK_OK(spw_gpu_close(gpu));
     return 0;
 }

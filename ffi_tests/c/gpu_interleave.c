@@ -18,7 +18,7 @@ static void *stream;
 
 static void *pinned(size_t bytes) {
     void *start = NULL;
-    CHECK_OK(spw_pinned_alloc(bytes + 1, &start));
+    CHECK_OK(spw_pinned_alloc(NULL, bytes + 1, &start));
     return start;
 }
 

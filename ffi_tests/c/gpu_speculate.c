@@ -15,7 +15,7 @@ static uint64_t seed = 1;
 
 static void *pinned(size_t bytes) {
     void *start = NULL;
-    CHECK_OK(spw_pinned_alloc(bytes, &start));
+    CHECK_OK(spw_pinned_alloc(NULL, bytes, &start));
     return start;
 }
 

@@ -11,47 +11,23 @@
 
 #include <spillway/plan.h>
 
-static void pools(void) {
+static void pinned(void) {
     // Calls that allocate real memory if the size is valid.
     limit_address_space(1);
     EACH(value) {
-        for (int swapped = 0; swapped < 2; swapped++) {
-            for (uint32_t flags = 0; flags < 8; flags++) {
-                if (value > 65 && value < (1ull << 31) && flags > 1) continue;
-                spw_pool_options options = {.struct_size = sizeof options, .flags = flags | SPW_POOL_FLAG_NO_LOCK};
-                options.block_bytes = swapped ? value : 4096;
-                options.block_count = swapped ? 2 : value;
-                options.node = UINT32_MAX;
-                if (value == 1ull << 20) continue;
-                spw_pool *pool = NULL;
-                if (SANE(spw_pool_open(&options, &pool)) != SPW_OK) continue;
-                CHECK(options.block_bytes * options.block_count < 1ull << 30);
-                CHECK_OK(spw_pool_close(pool));
-            }
+        for (uint32_t flags = 0; flags < 8; flags++) {
+            if (value > 65 && value < (1ull << 31) && flags > 1) continue;
+            const spw_pinned_options options = {
+                .struct_size = sizeof options, .flags = flags | SPW_PINNED_FLAG_NO_LOCK, .node = UINT32_MAX};
+            void *start = NULL;
+            if (SANE(spw_pinned_alloc(&options, value, &start)) != SPW_OK) continue;
+            CHECK(value < 1ull << 30);
+            CHECK_OK(spw_pinned_free(start));
         }
     }
-    const spw_pool_options both[] = {
-        {sizeof *both, 0, 4096, 1ull << 40, 0, 0}, {sizeof *both, 0, 1, UINT64_MAX, 0, 0},
-        {sizeof *both, 0, UINT64_MAX, UINT64_MAX, 0, 0}, {sizeof *both, 0, 1ull << 32, 1ull << 32, 0, 0},
-        {sizeof *both, 0, 1ull << 33, (1ull << 31) + 1, 0, 0},
-    };
-    for (int i = 0; i < 5; i++) {
-        spw_pool *pool = NULL;
-        CHECK(SANE(spw_pool_open(&both[i], &pool)) != SPW_OK && pool == NULL);
-    }
-    const spw_pool_options good = {.struct_size = sizeof good, .block_bytes = 5000, .block_count = 2};
-    spw_pool *pool = NULL;
-    void *block = NULL;
-    CHECK_OK(spw_pool_open(&good, &pool));
-    CHECK_OK(spw_pool_alloc(pool, &block));
-    EACH(value) {
-        SANE(spw_pool_free(pool, (void *)(uintptr_t)value));
-    }
-    CHECK_OK(spw_pool_free(pool, block));
-    CHECK_OK(spw_pool_close(pool));
     EACH(value) {
         void *start = NULL;
-        if (SANE(spw_pinned_alloc(value, &start)) == SPW_OK) {
+        if (SANE(spw_pinned_alloc(NULL, value, &start)) == SPW_OK) {
             uint32_t contains = 7;
             CHECK_OK(spw_pinned_contains(start, UINT64_MAX, &contains));
             CHECK(contains == 0 && value < 1ull << 31);
@@ -216,7 +192,7 @@ static void interleaved(void) {
 
 int main(void) {
     set_up();
-    pools();
+    pinned();
     threads();
     tensors();
     speculation();

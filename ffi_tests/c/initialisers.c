@@ -47,7 +47,7 @@ int main(void) {
     EMPTY(spw_tensor, SPW_TENSOR_INIT);
     EMPTY(spw_step_stats, SPW_STEP_STATS_INIT);
     EMPTY(spw_undo_options, SPW_UNDO_OPTIONS_INIT);
-    EMPTY(spw_pool_options, SPW_POOL_OPTIONS_INIT);
+    EMPTY(spw_pinned_options, SPW_PINNED_OPTIONS_INIT);
     EMPTY(spw_io_options, SPW_IO_OPTIONS_INIT);
     EMPTY(spw_tier_options, SPW_TIER_OPTIONS_INIT);
     EMPTY(spw_tier_target, SPW_TIER_TARGET_INIT);

@@ -117,7 +117,7 @@ static void a_user_who_may_lock_little(uint32_t backend, rlim_t bytes) {
         struct rlimit limit = {bytes, bytes};
         CHECK(setrlimit(RLIMIT_MEMLOCK, &limit) == 0 && setgid(NOBODY) == 0 && setuid(NOBODY) == 0);
         void *start = NULL;
-        CHECK(spw_pinned_alloc(BYTES + 4096, &start) == SPW_OK);
+        CHECK(spw_pinned_alloc(NULL, BYTES + 4096, &start) == SPW_OK);
         memory = start;
         spw_pinned_stats stats = {.struct_size = sizeof stats};
         CHECK(spw_pinned_get_stats(&stats) == SPW_OK);
@@ -143,7 +143,7 @@ int main(void) {
     snprintf(directory, sizeof directory, "%s/spillway-io-XXXXXX", base ? base : P_tmpdir);
     CHECK(mkdtemp(directory) != NULL);
     void *start = NULL;
-    CHECK(spw_pinned_alloc(BYTES + 4096, &start) == SPW_OK);
+    CHECK(spw_pinned_alloc(NULL, BYTES + 4096, &start) == SPW_OK);
     expected = malloc(BYTES);
     bool sectors = true;
     const uint32_t backends[] = {SPW_IO_BACKEND_THREADS, SPW_IO_BACKEND_AUTO};

@@ -65,7 +65,7 @@ int main(void) {
     snprintf(profile, sizeof profile, "%s/profile", directory);
     snprintf(file, sizeof file, "%s/file", directory);
     void *start = NULL;
-    CHECK(spw_pinned_alloc(BYTES, &start) == SPW_OK);
+    CHECK(spw_pinned_alloc(NULL, BYTES, &start) == SPW_OK);
     memory = start;
     FILE *to = fopen(file, "w");
     CHECK(to != NULL && fwrite(memory, 1, BYTES, to) == BYTES && fclose(to) == 0);

@@ -61,7 +61,7 @@ int main(void) {
         return unlink(file) == 0 ? SKIPPED : 1;
     }
     void *memory = NULL;
-    CHECK(spw_pinned_alloc(BYTES, &memory) == SPW_OK);
+    CHECK(spw_pinned_alloc(NULL, BYTES, &memory) == SPW_OK);
     if (ring_page(text, sizeof text) == 0 || !strstr(text, "UserBufs")) {
         puts("this kernel does not show its rings");
         return unlink(file) == 0 ? SKIPPED : 1;

@@ -191,7 +191,7 @@ int main(void) {
     snprintf(directory, sizeof directory, "%s/spillway-io-XXXXXX", base ? base : P_tmpdir);
     CHECK(mkdtemp(directory) != NULL);
     void *start = NULL;
-    CHECK(spw_pinned_alloc(LARGEST + 4096, &start) == SPW_OK);
+    CHECK(spw_pinned_alloc(NULL, LARGEST + 4096, &start) == SPW_OK);
     memory = start;
     expected = malloc(LARGEST);
     const uint32_t backends[] = {SPW_IO_BACKEND_THREADS, SPW_IO_BACKEND_URING};

@@ -84,22 +84,18 @@ static void optimizers(void) {
 }
 
 static void memory_and_io(const char *file) {
-    EDGE(spw_pool_options, SPW_POOL_OPTIONS_INIT, options);
-    EDGE(spw_pool_stats, SPW_POOL_STATS_INIT, stats);
+    EDGE(spw_pinned_options, SPW_PINNED_OPTIONS_INIT, options);
     EDGE(spw_pinned_stats, SPW_PINNED_STATS_INIT, pinned);
     EDGE(spw_io_options, SPW_IO_OPTIONS_INIT, engine);
     EDGE(spw_io_request, SPW_IO_REQUEST_INIT, request);
     EDGE(spw_io_stats, SPW_IO_STATS_INIT, counts);
     EDGE(spw_io_failure, SPW_IO_FAILURE_INIT, failure);
-    options->flags = SPW_POOL_FLAG_NO_LOCK;
-    options->block_bytes = 4096;
-    options->block_count = 2;
-    spw_pool *pool = NULL;
-    OK(spw_pool_open(options, &pool));
-    OK(spw_pool_get_stats(pool, stats));
-    if (stats->block_count != 2) exit(1);
-    OK(spw_pool_close(pool));
+    options->flags = SPW_PINNED_FLAG_NO_LOCK;
+    void *start = NULL;
+    OK(spw_pinned_alloc(options, 4096, &start));
     OK(spw_pinned_get_stats(pinned));
+    if (pinned->allocations != 1) exit(1);
+    OK(spw_pinned_free(start));
 
     engine->backend = SPW_IO_BACKEND_THREADS;
     spw_io *io = NULL;

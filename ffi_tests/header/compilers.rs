@@ -123,7 +123,7 @@ extern const spw_gpu *gpu;
 extern spw_interleave_subgroup *subgroups;
 extern uint32_t placements[24];
 extern spw_interleave_rates rates;
-extern spw_pool_options pool_options;
+extern spw_pinned_options pinned_options;
 extern uint32_t local_rank;
 int example(void);
 int example(void) {

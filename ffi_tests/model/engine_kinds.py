@@ -1,4 +1,4 @@
-"""Episodes on the I/O engine, on pools and on pinned memory, with several threads."""
+"""Episodes on the I/O engine, and on pinned memory, with several threads."""
 
 import ctypes
 import threading
@@ -10,7 +10,7 @@ from spillway import _abi, _native
 from . import content
 from .episode import Defect
 
-INVALID, LIMIT, BUSY, SHORT, TIMEOUT, CANCELLED, MISSING, DEADLINE = 1, 4, 5, 22, 23, 24, 25, 26
+INVALID, SHORT, TIMEOUT, CANCELLED, MISSING, DEADLINE = 1, 22, 23, 24, 25, 26
 PAGE = 4096
 
 
@@ -219,19 +219,11 @@ class _File:
         self.episode.check(not answer.ok, "a read of a missing file was accepted")
 
 
-def pools(episode):
-    """Several threads allocate blocks of a pool and single pinned areas. No other thread may change a block, and
-    none may be allocated twice."""
-    draw = episode.random("pool")
-    options = _abi.sized(_abi.PoolOptions)
-    options.block_bytes, options.block_count = draw.choice((1, 4096, 100000, 1 << 20)), draw.choice((1, 3, 16))
-    options.flags = draw.choice((0, 1, 2, 3))
-    pool = ctypes.c_void_p()
-    c(episode, "spw_pool_open", ctypes.byref(options), ctypes.byref(pool))
-    stats = _abi.sized(_abi.PoolStats)
-    c(episode, "spw_pool_get_stats", pool, ctypes.byref(stats))
-    shared = _Blocks(pool, stats.block_bytes, stats.block_count, stats.bytes)
-    users = [_User(episode, shared, number) for number in range(draw.choice((1, 2, 4)))]
+def pinned(episode):
+    """Several threads allocate pinned memory, of its own mapping and shared. No other thread may change it, and no part
+    may be allocated twice."""
+    shared = _Shared()
+    users = [_User(episode, shared, number) for number in range(episode.random("pinned").choice((1, 2, 4)))]
     workers = [threading.Thread(target=user.guarded) for user in users]
     for worker in workers:
         worker.start()
@@ -240,37 +232,29 @@ def pools(episode):
     for user in users:
         if user.failure:
             raise user.failure
-    c(episode, "spw_pool_get_stats", pool, ctypes.byref(stats))
-    episode.check(stats.in_use == len(shared.owned), f"{stats.in_use} blocks are in use; {len(shared.owned)} were handed out")
-    if shared.owned:
-        answer = c(episode, "spw_pool_close", pool, may=(BUSY,))
-        episode.check(not answer.ok, "a pool with blocks handed out was closed")
-        for address in list(shared.owned):
-            c(episode, "spw_pool_free", pool, address)
-    c(episode, "spw_pool_close", pool)
-    before = _abi.sized(_abi.PinnedStats)
-    c(episode, "spw_pinned_get_stats", ctypes.byref(before))
-    episode.check(before.allocations == 0, f"{before.allocations} pinned allocations are left although all were freed")
+    left = _abi.sized(_abi.PinnedStats)
+    c(episode, "spw_pinned_get_stats", ctypes.byref(left))
+    episode.check(left.allocations == 0, f"{left.allocations} pinned allocations are left although all were freed")
 
 
-class _Blocks:
-    """Shared by the threads: the pool and the owner of each block."""
+class _Shared:
+    """The sizes of all allocations of all threads, by address."""
 
-    def __init__(self, pool, size, count, whole):
-        self.pool, self.size, self.count, self.whole, self.lock, self.owned = pool, size, count, whole, threading.Lock(), {}
+    def __init__(self):
+        self.lock, self.sizes = threading.Lock(), {}
 
 
 class _User:
     def __init__(self, episode, shared, number):
         self.episode, self.shared, self.number, self.failure = episode, shared, number, None
-        self.blocks, self.pinned, self.stamp = {}, {}, 0
+        self.marks, self.stamp = {}, 0
 
     def guarded(self):
         try:
             for number, _ in self.episode.steps():
                 draw = self.episode.random("user", self.number, number)
-                getattr(self, draw.choice(("take", "take", "give", "look", "foreign", "pin", "unpin", "look")))(draw)
-            for address in list(self.pinned):
+                getattr(self, draw.choice(("pin", "pin", "unpin", "look", "foreign", "pin", "unpin", "look")))(draw)
+            for address in list(self.marks):
                 self.unpin(None, address)
         except BaseException as error:
             self.failure = error
@@ -285,64 +269,39 @@ class _User:
         if content.spoil_now() or not (_words(address, size) == mark).all():
             raise Defect(f"memory at {address:#x} changed while a thread had it: {_words(address, size)[:4]}, not {mark:#x}")
 
-    def take(self, draw):
-        block, shared = ctypes.c_void_p(), self.shared
-        answer = c(self.episode, "spw_pool_alloc", shared.pool, ctypes.byref(block), may=(LIMIT,))
-        if not answer.ok:
-            return
-        with shared.lock:
-            if block.value in shared.owned:
-                raise Defect(f"block {block.value:#x} was handed out twice")
-            shared.owned[block.value] = self.number
-            self.episode.check(len(shared.owned) <= shared.count, "more blocks are allocated than the pool has")
-        self.episode.check(block.value % PAGE == 0, "a block is not page-aligned")
-        self.blocks[block.value] = self.fill(block.value, shared.size)
-
-    def give(self, draw):
-        if not self.blocks:
-            return
-        address = draw.choice(sorted(self.blocks))
-        self.same(address, self.shared.size, self.blocks.pop(address))
-        with self.shared.lock:
-            del self.shared.owned[address]
-        c(self.episode, "spw_pool_free", self.shared.pool, address)
-
     def look(self, draw):
-        for address, mark in self.blocks.items():
-            self.same(address, self.shared.size, mark)
-        for address, (size, mark) in self.pinned.items():
+        for address, (size, mark) in self.marks.items():
             self.same(address, size, mark)
 
     def foreign(self, draw):
-        """Both kinds of free refuse pointers that are not the start of a block."""
+        """A free refuses pointers that are not the start of an allocation."""
         here = ctypes.create_string_buffer(8)
         candidates = [1, PAGE, ctypes.addressof(here), (1 << 64) - PAGE]
-        candidates += [address + draw.choice((1, 64, 4095)) for address in [*self.blocks, *self.pinned]]
+        candidates += [address + draw.choice((1, 64, 4095)) for address in self.marks]
         address = draw.choice(candidates)
-        for name, arguments in (("spw_pool_free", (self.shared.pool, address)), ("spw_pinned_free", (address,))):
-            if address in self.blocks or address in self.pinned:
-                continue
-            answer = c(self.episode, name, *arguments, may=(INVALID,), show=(hex(address),))
-            self.episode.check(not answer.ok, f"{name} of {address:#x}, which was never allocated, succeeded")
+        answer = c(self.episode, "spw_pinned_free", address, may=(INVALID,), show=(hex(address),))
+        self.episode.check(not answer.ok, f"spw_pinned_free of {address:#x}, which was never allocated, succeeded")
 
     def pin(self, draw):
-        size, start = draw.choice((0, 1, 100, 5000, 100000, 3 << 20)), ctypes.c_void_p()
-        answer = c(self.episode, "spw_pinned_alloc", size, ctypes.byref(start), may=(INVALID,) if size == 0 else (), show=(size,))
-        if answer.ok and size:
-            for address, (other, _) in self.pinned.items():
-                self.episode.check(start.value + size <= address or address + other <= start.value, "pinned allocations overlap")
-            self.pinned[start.value] = (size, self.fill(start.value, size) if size >= 4 else 0)
-            if size < 4:
-                ctypes.memset(start.value, 0, size)
-        elif answer.ok and start.value:
-            c(self.episode, "spw_pinned_free", start.value)
+        size, start, options = draw.choice((0, 1, 100, 5000, 100000, 3 << 20)), ctypes.c_void_p(), _abi.sized(_abi.PinnedOptions)
+        options.flags = draw.choice((0, 0, 0, _abi.PINNED_FLAG_NO_HUGE_PAGES, _abi.PINNED_FLAG_NO_LOCK))
+        c(self.episode, "spw_pinned_alloc", ctypes.byref(options), size, ctypes.byref(start), show=(options.flags, size))
+        self.episode.check(start.value % PAGE == 0, "pinned memory is not page-aligned")
+        with self.shared.lock:
+            for address, other in self.shared.sizes.items():
+                apart = start.value + max(size, 1) <= address or address + max(other, 1) <= start.value
+                self.episode.check(apart, "pinned allocations overlap")
+            self.shared.sizes[start.value] = size
+        self.marks[start.value] = (size, self.fill(start.value, size) if size >= 4 else 0)
 
     def unpin(self, draw, address=None):
-        if address is None and not self.pinned:
+        if address is None and not self.marks:
             return
-        address = address or draw.choice(sorted(self.pinned))
-        size, mark = self.pinned.pop(address)
+        address = address or draw.choice(sorted(self.marks))
+        size, mark = self.marks.pop(address)
         self.same(address, size, mark)
+        with self.shared.lock:
+            del self.shared.sizes[address]
         c(self.episode, "spw_pinned_free", address)
 
 
@@ -351,4 +310,4 @@ def _words(address, size):
     return np.frombuffer((ctypes.c_char * (size // 4 * 4)).from_address(address), np.uint32)
 
 
-KINDS = {"engine": engine, "pools": pools}
+KINDS = {"engine": engine, "pinned": pinned}

@@ -38,15 +38,14 @@ class Objects:
         self.tensors = [tuple(np.ones(3000, np.float32) for _ in range(4)) for _ in range(2)]
         self.speculation.begin(self.adam)
         self.speculation.submit(0, [self.tensors[0]])
-        self.io, self.pool, self.block = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        self.io, self.block = ctypes.c_void_p(), ctypes.c_void_p()
         c(episode, "spw_io_open", None, ctypes.byref(self.io))
-        options = _abi.sized(_abi.PoolOptions)
-        options.block_bytes, options.block_count = 8192, 3
-        c(episode, "spw_pool_open", ctypes.byref(options), ctypes.byref(self.pool))
-        c(episode, "spw_pool_alloc", self.pool, ctypes.byref(self.block))
+        options = _abi.sized(_abi.PinnedOptions)
+        options.flags = _abi.PINNED_FLAG_NO_LOCK
+        c(episode, "spw_pinned_alloc", ctypes.byref(options), 8192, ctypes.byref(self.block))
         ctypes.memset(self.block, 0x5A, 8192)
         self.pinned = ctypes.c_void_p()
-        c(episode, "spw_pinned_alloc", 5000, ctypes.byref(self.pinned))
+        c(episode, "spw_pinned_alloc", None, 5000, ctypes.byref(self.pinned))
         ctypes.memset(self.pinned, 0x5B, 5000)
 
     def end(self):
@@ -54,8 +53,7 @@ class Objects:
         episode = self.episode
         for address, byte, size in ((self.block, 0x5A, 8192), (self.pinned, 0x5B, 5000)):
             episode.check(ctypes.string_at(address, size) == bytes([byte]) * size, "a child changed memory of its parent")
-        c(episode, "spw_pool_free", self.pool, self.block)
-        c(episode, "spw_pool_close", self.pool)
+        c(episode, "spw_pinned_free", self.block)
         c(episode, "spw_pinned_free", self.pinned)
         c(episode, "spw_io_close", self.io, 5000)
         episode.call("submit", self.speculation.submit, 1, [self.tensors[1]], show=())
@@ -136,7 +134,6 @@ def _heritage(child, objects, number):
         "export",
         "swap",
         "spec",
-        "pool",
         "pinned",
         "io",
         "own",
@@ -145,7 +142,7 @@ def _heritage(child, objects, number):
     draw.shuffle(names)
     for name in names[: draw.randrange(3, len(names))]:
         _inherited(objects, name, number)
-    for name in draw.sample(["destroy", "close", "drop", "swap close", "spec close", "pool close", "io close"], 3):
+    for name in draw.sample(["destroy", "close", "drop", "swap close", "spec close", "io close"], 3):
         _ended(objects, name)
 
 
@@ -175,13 +172,10 @@ def _inherited(objects, name, number):
         answer = episode.call("child " + name, function, *arguments, may=ANY, limit=QUICK, show=())
         if name in ("commit", "put", "evacuate", "rollback", "swap"):
             episode.check(not answer.ok, f"{name} of a forked child succeeded on its parent's object")
-    elif name == "pool":
-        block = ctypes.c_void_p()
-        c(episode, "spw_pool_alloc", objects.pool, ctypes.byref(block), may=ANY, limit=QUICK)
-        c(episode, "spw_pool_free", objects.pool, objects.block, may=ANY, limit=QUICK)
     elif name == "pinned":
         start = ctypes.c_void_p()
-        if c(episode, "spw_pinned_alloc", 100, ctypes.byref(start), may=ANY, limit=QUICK).ok:
+        c(episode, "spw_pinned_free", objects.block, may=ANY, limit=QUICK)
+        if c(episode, "spw_pinned_alloc", None, 100, ctypes.byref(start), may=ANY, limit=QUICK).ok:
             ctypes.memset(start, 1, 100)
             c(episode, "spw_pinned_free", start, may=ANY, limit=QUICK)
     elif name == "io":
@@ -222,8 +216,6 @@ def _ended(objects, name):
         episode.call("child swap close", objects.swap.close, may=ANY, limit=QUICK)
     elif name == "spec close":
         episode.call("child spec close", objects.speculation.close, may=ANY, limit=QUICK)
-    elif name == "pool close":
-        c(episode, "spw_pool_close", objects.pool, may=ANY, limit=QUICK)
     elif name == "io close":
         c(episode, "spw_io_close", objects.io, 500, may=ANY, limit=QUICK)
 

@@ -108,7 +108,7 @@ def _warm(episode):
     arrays = [np.zeros(1 << 18, np.float32) for _ in range(4)]
     adam.step([tuple(arrays)])
     start = ctypes.c_void_p()
-    _native.check(_native.library().spw_pinned_alloc(8, ctypes.byref(start)))
+    _native.check(_native.library().spw_pinned_alloc(None, 8, ctypes.byref(start)))
     _native.check(_native.library().spw_pinned_free(start))
     base = episode.path("warm")
     os.mkdir(base)
@@ -191,7 +191,7 @@ WEIGHTS = {
     "threads": 4,
     "kill": 6,
     "engine": 8,
-    "pools": 8,
+    "pinned": 8,
     "swap": 6,
     "speculation": 6,
     "fork": 2,

@@ -88,44 +88,32 @@ static void nodes_are_the_machines(const spw_topo *topo) {
 }
 
 // The thread touches the memory from the processors of node 0.
-static void a_pool_lies_on_its_node(uint32_t node, uint32_t flags) {
-    spw_pool_options options = SPW_POOL_OPTIONS_INIT;
-    spw_pool *pool;
-    void *block;
-    options.flags = SPW_POOL_FLAG_BIND_NODE | flags;
-    options.node = node;
-    options.block_bytes = 8 * MIB;
-    options.block_count = 4;
-    CHECK_OK(spw_pool_open(&options, &pool));
+static void an_allocation_lies_on_its_node(uint32_t node, uint32_t flags) {
+    const spw_pinned_options options = {
+        .struct_size = sizeof options, .flags = SPW_PINNED_FLAG_BIND_NODE | flags, .node = node};
+    void *start;
     for (int i = 0; i < 4; i++) {
-        CHECK_OK(spw_pool_alloc(pool, &block));
-        memset(block, i + 1, 8 * MIB);
-        const spw_topo_pages here = pages(block, 8 * MIB, node), there = pages(block, 8 * MIB, (node + 1) % 3);
+        CHECK_OK(spw_pinned_alloc(&options, 8 * MIB, &start));
+        memset(start, i + 1, 8 * MIB);
+        const spw_topo_pages here = pages(start, 8 * MIB, node), there = pages(start, 8 * MIB, (node + 1) % 3);
         CHECK(here.sampled == 8 * MIB / PAGE && here.on_node == here.sampled && here.elsewhere == 0);
         CHECK(there.on_node == 0 && there.elsewhere == there.sampled);
         int bound;
-        const unsigned long own = counted(block, node, &bound);
-        CHECK(own == 0 || (bound && own >= 4 * 8 * MIB / PAGE));
-        CHECK_OK(spw_pool_free(pool, block));
+        const unsigned long own = counted(start, node, &bound);
+        CHECK(own == 0 || (bound && own >= 8 * MIB / PAGE));
+        CHECK_OK(spw_pinned_free(start));
     }
-    CHECK_OK(spw_pool_close(pool));
 }
 
 // 320 MiB do not fit on a node of 256, although the machine has them. A bound mapping would end this process.
 static void a_node_without_room_is_left_out(void) {
-    spw_pool_options options = SPW_POOL_OPTIONS_INIT;
-    spw_pool *pool;
-    options.flags = SPW_POOL_FLAG_BIND_NODE | SPW_POOL_FLAG_NO_LOCK;
-    options.node = 2;
-    options.block_bytes = 320 * (uint64_t)MIB;
-    options.block_count = 1;
-    CHECK_OK(spw_pool_open(&options, &pool));
-    void *block;
-    CHECK_OK(spw_pool_alloc(pool, &block));
-    memset(block, 1, 320 * (size_t)MIB);
-    CHECK(pages(block, 320 * (size_t)MIB, 2).elsewhere > 0);
-    CHECK_OK(spw_pool_free(pool, block));
-    CHECK_OK(spw_pool_close(pool));
+    const spw_pinned_options options = {
+        .struct_size = sizeof options, .flags = SPW_PINNED_FLAG_BIND_NODE | SPW_PINNED_FLAG_NO_LOCK, .node = 2};
+    void *start;
+    CHECK_OK(spw_pinned_alloc(&options, 320 * (uint64_t)MIB, &start));
+    memset(start, 1, 320 * (size_t)MIB);
+    CHECK(pages(start, 320 * (size_t)MIB, 2).elsewhere > 0);
+    CHECK_OK(spw_pinned_free(start));
 }
 
 static void the_share_of_remote_pages_is_exact(void) {
@@ -207,8 +195,8 @@ int main(void) {
     CPU_SET(1, &node0);
     CHECK(sched_setaffinity(0, sizeof node0, &node0) == 0);
     for (uint32_t node = 0; node < 3; node++) {
-        a_pool_lies_on_its_node(node, 0);
-        a_pool_lies_on_its_node(node, SPW_POOL_FLAG_NO_HUGE_PAGES | SPW_POOL_FLAG_NO_LOCK);
+        an_allocation_lies_on_its_node(node, 0);
+        an_allocation_lies_on_its_node(node, SPW_PINNED_FLAG_NO_HUGE_PAGES | SPW_PINNED_FLAG_NO_LOCK);
     }
     the_share_of_remote_pages_is_exact();
     workers_run_on_the_node_they_are_bound_to(topo);

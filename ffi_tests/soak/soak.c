@@ -60,7 +60,6 @@ struct sample {
 
 static char paths[FILES][4096];
 static spw_io *engines[ENGINES];
-static spw_pool *pool;
 static struct worker workers[THREADS];
 static pthread_barrier_t barrier;
 static atomic_bool stopping;
@@ -104,21 +103,21 @@ static uint64_t seed_of(const struct worker *worker, int file, const struct exte
     return mix(((uint64_t)worker->number << 48) ^ ((uint64_t)file << 40) ^ (extent->offset << 8)) ^ mix(extent->generation);
 }
 
-// Takes pinned memory, a block of the pool, or plain memory, at any address.
+// Takes pinned memory of its own mapping, pinned memory that shares one, or plain memory, at any address.
 static void take_memory(struct worker *worker, struct operation *op) {
     uint64_t shift = draw(worker, 2) ? 0 : draw(worker, 5000);
     void *start = NULL;
     op->kind = (int)draw(worker, 3);
-    if (op->kind == 0 && spw_pool_alloc(pool, &start) != SPW_OK) op->kind = 1; // All blocks are in use.
-    if (op->kind == 1) CHECK(spw_pinned_alloc(LARGEST + 5000, &start) == SPW_OK);
+    const spw_pinned_options own = {.struct_size = sizeof own, .flags = SPW_PINNED_FLAG_NO_LOCK};
+    if (op->kind == 0) CHECK(spw_pinned_alloc(&own, LARGEST + 5000, &start) == SPW_OK);
+    if (op->kind == 1) CHECK(spw_pinned_alloc(NULL, LARGEST + 5000, &start) == SPW_OK);
     if (op->kind == 2) CHECK((start = malloc(LARGEST + 5000)) != NULL);
     op->start = start;
     op->memory = op->start + shift;
 }
 
 static void give_memory(struct operation *op) {
-    if (op->kind == 0) CHECK(spw_pool_free(pool, op->start) == SPW_OK);
-    if (op->kind == 1) CHECK(spw_pinned_free(op->start) == SPW_OK);
+    if (op->kind != 2) CHECK(spw_pinned_free(op->start) == SPW_OK);
     if (op->kind == 2) free(op->start);
 }
 
@@ -239,8 +238,6 @@ static void set_up(const char *directory) {
             }
         }
     }
-    spw_pool_options memory = {.struct_size = sizeof memory, .block_bytes = LARGEST + 5000, .block_count = 12};
-    CHECK(spw_pool_open(&memory, &pool) == SPW_OK);
     const spw_io_options options[ENGINES] = {
         {.struct_size = sizeof *options},
         {.struct_size = sizeof *options, .backend = SPW_IO_BACKEND_THREADS, .block_bytes = 256 << 10},
@@ -281,7 +278,6 @@ int main(int count, char **arguments) {
     }
     for (int t = 0; t < THREADS; t++) pthread_join(workers[t].thread, NULL);
     for (int n = 0; n < ENGINES; n++) CHECK(spw_io_close(engines[n], FOR_EVER) == SPW_OK);
-    CHECK(spw_pool_close(pool) == SPW_OK);
     struct sample after = sample();
     for (int n = 0; n < 1000 && after.threads > before.threads; n++) { // Threads end on their own, a moment later.
         usleep(5000);

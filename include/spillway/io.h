@@ -91,7 +91,7 @@ typedef struct spw_io_request {
     const char *path;
     // Offset in the file, in bytes.
     uint64_t offset;
-    // Memory of the transfer. Any alignment is allowed; pinned memory (spw_pool, spw_pinned) is fastest. It stays in
+    // Memory of the transfer. Any alignment is allowed; pinned memory (spw_pinned_alloc) is fastest. It stays in
     // use until the operation ends.
     void *buffer;
     // Bytes to transfer. Any number is allowed.
@@ -218,11 +218,9 @@ enum spw_status spw_io_wait_all(const struct spw_io *io,
 enum spw_status spw_io_cancel(const struct spw_io *io,
                               uint64_t handle);
 
-// Writes 1 if the system may still use the memory of an operation after SPW_ERR_DEADLINE, else 0. Memory of spw_pool
-// and spw_pinned needs no check: the library quarantines it when it is freed.
-enum spw_status spw_io_holds_memory(const struct spw_io *io,
-                                    uint64_t handle,
-                                    uint32_t *holds_out);
+// Writes 1 if the system may still use the memory of an operation after SPW_ERR_DEADLINE, else 0. Memory of
+// spw_pinned_alloc needs no check: the library quarantines it when it is freed.
+enum spw_status spw_io_holds_memory(const struct spw_io *io, uint64_t handle, uint32_t *holds_out);
 
 // Details of a failed file operation.
 typedef struct spw_io_failure {

@@ -299,7 +299,7 @@ enum spw_status spw_tier_get(const struct spw_tier *tier,
 //
 // Two errors leave the streams in use by the system: SPW_ERR_DEADLINE (a path did not respond within the tier's
 // `io_timeout_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost). Then the caller keeps the memory allocated and unused
-// until the process ends. Memory of spw_pool and spw_pinned may be freed: the library quarantines it until the
+// until the process ends. Memory of spw_pinned_alloc may be freed: the library quarantines it until the
 // operation ends. After any other status the streams are free.
 enum spw_status spw_tier_wait(const struct spw_tier *tier,
                               uint64_t ticket,

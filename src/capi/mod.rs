@@ -63,7 +63,7 @@ pub fn visit_structs(mut visit: impl FnMut(&'static str, usize, Fields)) {
         optim: spw_tensor spw_step_stats spw_grad_tensor spw_adam_options spw_adagrad_options
             spw_lion_options;
         undo: spw_undo_options;
-        memory: spw_pool_options spw_pool_stats spw_pinned_stats;
+        memory: spw_pinned_options spw_pinned_stats;
         io: spw_io_options spw_io_request spw_io_stats spw_io_failure;
         tier: spw_tier_path spw_tier_options spw_tier_steps_info spw_tier_opened_info spw_tier_target
             spw_tier_extent_info spw_tier_path_info spw_tier_verify_info;

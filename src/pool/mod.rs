@@ -1,4 +1,4 @@
-//! Pinned memory: pools of equal blocks, and single allocations of any size.
+//! Pinned memory: buffers of the library, and allocations of callers.
 //!
 //! Both take their memory from a [`region::Region`]: touched, in 2 MiB pages where possible, locked where the limit
 //! allows. The request of a transfer owns its memory as a [`transfer_buffer::TransferBuffer`]. While the kernel accesses a
@@ -6,7 +6,6 @@
 //! ends, even if its owner frees it.
 
 pub mod buffer;
-pub mod fixed;
 pub mod pinned;
 pub mod region;
 pub mod transfer_buffer;

@@ -1,6 +1,6 @@
-//! Single pinned allocations of any size, shared by the whole process and freed by address.
+//! Pinned allocations of any size, shared by the whole process and freed by address.
 //!
-//! Small allocations come from arenas, so a thousand tensors of 1 MiB share 2 MiB pages and a few registrations. A
+//! Small allocations of the default kind come from arenas, so a thousand tensors of 1 MiB share 2 MiB pages and a few registrations. A
 //! freed part that the kernel still uses is quarantined until its lease ends.
 #![forbid(unsafe_code)]
 
@@ -66,18 +66,17 @@ fn shared() -> Shared<Lock<PinnedState>> {
 }
 
 /// Allocates `bytes` (0 counts as 1): page-aligned and touched, with unspecified contents.
-pub fn alloc(bytes: usize) -> Result<Span> {
+pub fn alloc(bytes: usize, backing: Backing) -> Result<Span> {
     let shared = shared();
     let Some(size) = bytes.max(1).checked_next_multiple_of(BASE_PAGE) else {
         return Err(Error::invalid("bytes", format!("{bytes} bytes exceed the address space")));
     };
     let mut state = shared.lock();
-    let (region, span) = match size <= ARENA_SHARE {
-        true => state.cut(size)?,
-        false => {
-            let region = Region::open(size, Backing::default())?;
-            (Arc::clone(&region), region.span())
-        }
+    let (region, span) = if size <= ARENA_SHARE && backing == Backing::default() {
+        state.cut(size)?
+    } else {
+        let region = Region::open(size, backing)?;
+        (Arc::clone(&region), region.span())
     };
     state.live.insert(span.address(), Allocation { region, span, requested: bytes });
     state.bytes += bytes;
@@ -91,7 +90,7 @@ pub fn free(address: usize) -> Result<()> {
     let shared = shared();
     let mut state = shared.lock();
     let Some(allocation) = state.live.remove(&address) else {
-        if region::find(address, 1).is_some_and(|region| !region.is_own()) {
+        if region::is_inherited(address) {
             let message = format!("{address:#x} was allocated by the parent of this process; free it there");
             return Err(Error::Unsupported(message));
         }
@@ -115,7 +114,8 @@ pub fn contains(address: usize, len: usize) -> bool {
 pub fn stats() -> PinnedStats {
     let shared = shared();
     let state = shared.lock();
-    let own = state.live.values().filter(|one| one.span.len() > ARENA_SHARE).map(|one| &one.region);
+    let own =
+        state.live.values().filter(|one| one.span.len() == one.region.span().len()).map(|one| &one.region);
     let regions: Vec<_> = own.chain(state.arenas.iter().map(|arena| &arena.region)).collect();
     PinnedStats {
         allocations: state.live.len(),
@@ -196,7 +196,7 @@ mod tests {
     #[test]
     fn allocations_of_every_size_are_disjoint_and_sliceable() {
         let sizes = [1, 4096, 4097, 1 << 20, 3 << 20, ARENA_SHARE, ARENA_SHARE + 1];
-        let spans: Vec<Span> = sizes.iter().map(|size| alloc(*size).unwrap()).collect();
+        let spans: Vec<Span> = sizes.iter().map(|size| alloc(*size, Backing::default()).unwrap()).collect();
         for (n, span) in spans.iter().enumerate() {
             assert_eq!((span.len(), span.address() % BASE_PAGE), (sizes[n], 0));
             span.write(&vec![n as u8; span.len()]);
@@ -211,7 +211,17 @@ mod tests {
             assert!(!contains(span.address(), 1));
             assert!(free(span.address()).is_err());
         }
-        assert!(alloc(usize::MAX).is_err());
+        assert!(alloc(usize::MAX, Backing::default()).is_err());
+    }
+
+    #[test]
+    fn an_allocation_of_another_kind_has_its_own_mapping() {
+        let unlocked = Backing { lock: false, ..Backing::default() };
+        let span = alloc(5000, unlocked).unwrap();
+        let region = region::find(span.address(), 5000).unwrap();
+        assert!(!region.locked() && region.span().address() == span.address());
+        free(span.address()).unwrap();
+        assert!(region.retired());
     }
 
     #[test]

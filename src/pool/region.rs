@@ -216,9 +216,18 @@ impl Drop for Reach {
 
 /// The region that contains all of `address..address + len`; `None` if there is none, or if a parent process opened it.
 pub fn find(address: usize, len: usize) -> Option<Arc<Region>> {
+    containing(address, len).filter(|region| region.is_own())
+}
+
+/// True if a parent of this process opened the region at `address`.
+pub fn is_inherited(address: usize) -> bool {
+    containing(address, 1).is_some_and(|region| !region.is_own())
+}
+
+fn containing(address: usize, len: usize) -> Option<Arc<Region>> {
     let index = INDEX.load();
     let (_, region) = index.as_ref()?.range(..=address).next_back()?;
-    (region.is_own() && region.span().covers(address, len)).then(|| Arc::clone(region))
+    region.span().covers(address, len).then(|| Arc::clone(region))
 }
 
 /// The regions of this process that share a byte with `address..address + len`.
@@ -278,7 +287,7 @@ fn lock(mapping: &Mapping) -> bool {
         let need = mapping.span().len();
         let limit = memory::lock_limit().map_or("unlimited".to_string(), |bytes| format!("{bytes} bytes"));
         let message = format!(
-            "memory is not locked: {error}; RLIMIT_MEMLOCK is {limit}, and this pool needs {need} bytes: \
+            "memory is not locked: {error}; RLIMIT_MEMLOCK is {limit}, and this memory needs {need} bytes: \
              raise it with ulimit -l or in limits.conf. Transfers work, but are slower if the system swaps"
         );
         log::write(Level::Warn, &message);

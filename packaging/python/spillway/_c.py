@@ -83,15 +83,10 @@ UNDO_MODE_ARITHMETIC = 0
 UNDO_MODE_DELTA = 1
 UNDO_MODE_SHADOW = 2
 
-# spw_pool_flag
-POOL_FLAG_NO_HUGE_PAGES = 1
-POOL_FLAG_NO_LOCK = 2
-POOL_FLAG_BIND_NODE = 4
-
-# spw_page_kind
-PAGE_KIND_BASE = 0
-PAGE_KIND_TRANSPARENT = 1
-PAGE_KIND_RESERVED = 2
+# spw_pinned_flag
+PINNED_FLAG_NO_HUGE_PAGES = 1
+PINNED_FLAG_NO_LOCK = 2
+PINNED_FLAG_BIND_NODE = 4
 
 # spw_io_backend
 IO_BACKEND_AUTO = 0
@@ -376,30 +371,13 @@ class UndoOptions(Given):
     ]
 
 
-class PoolOptions(Given):
-    c_name = "spw_pool_options"
+class PinnedOptions(Given):
+    c_name = "spw_pinned_options"
     _fields_ = [
         ("struct_size", c_uint32),
         ("flags", c_uint32),
-        ("block_bytes", c_uint64),
-        ("block_count", c_uint64),
         ("node", c_uint32),
         ("reserved", c_uint32),
-    ]
-
-
-class PoolStats(Structure):
-    c_name = "spw_pool_stats"
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("page_kind", c_uint32),
-        ("block_bytes", c_uint64),
-        ("block_count", c_uint64),
-        ("in_use", c_uint64),
-        ("high_water", c_uint64),
-        ("quarantined", c_uint64),
-        ("bytes", c_uint64),
-        ("locked_bytes", c_uint64),
     ]
 
 
@@ -1177,8 +1155,7 @@ STRUCTURES = (
     LionOptions,
     GradTensor,
     UndoOptions,
-    PoolOptions,
-    PoolStats,
+    PinnedOptions,
     PinnedStats,
     IoOptions,
     IoRequest,
@@ -1284,21 +1261,11 @@ PROTOTYPES = {
     "spw_undo_commit": (c_int32, [c_void_p, u32("release_memory")]),
     "spw_undo_get_log_bytes": (c_int32, [c_void_p, POINTER(c_uint64)]),
     "spw_undo_close": (c_int32, [c_void_p]),
-    "spw_pool_open": (c_int32, [POINTER(PoolOptions), POINTER(c_void_p)]),
-    "spw_pool_close": (c_int32, [c_void_p]),
-    "spw_pool_alloc": (c_int32, [c_void_p, POINTER(c_void_p)]),
-    "spw_pool_free": (c_int32, [c_void_p, address("block")]),
-    "spw_pool_get_stats": (c_int32, [c_void_p, POINTER(PoolStats)]),
-    "spw_pinned_alloc": (c_int32, [u64("bytes"), POINTER(c_void_p)]),
+    "spw_pinned_alloc": (c_int32, [POINTER(PinnedOptions), u64("bytes"), POINTER(c_void_p)]),
     "spw_pinned_free": (c_int32, [address("start")]),
     "spw_pinned_contains": (c_int32, [address("start"), u64("bytes"), POINTER(c_uint32)]),
     "spw_pinned_get_stats": (c_int32, [POINTER(PinnedStats)]),
-    "spw_pool_open": (c_int32, [POINTER(PoolOptions), POINTER(c_void_p)]),
-    "spw_pool_close": (c_int32, [c_void_p]),
-    "spw_pool_alloc": (c_int32, [c_void_p, POINTER(c_void_p)]),
-    "spw_pool_free": (c_int32, [c_void_p, address("block")]),
-    "spw_pool_get_stats": (c_int32, [c_void_p, POINTER(PoolStats)]),
-    "spw_pinned_alloc": (c_int32, [u64("bytes"), POINTER(c_void_p)]),
+    "spw_pinned_alloc": (c_int32, [POINTER(PinnedOptions), u64("bytes"), POINTER(c_void_p)]),
     "spw_pinned_free": (c_int32, [address("start")]),
     "spw_pinned_contains": (c_int32, [address("start"), u64("bytes"), POINTER(c_uint32)]),
     "spw_pinned_get_stats": (c_int32, [POINTER(PinnedStats)]),

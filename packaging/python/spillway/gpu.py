@@ -149,7 +149,7 @@ def pinned(elements: int, dtype: str = "float32") -> Any:
     kind = {_abi.DTYPE_F32: numpy.float32, _abi.DTYPE_F16: numpy.float16, _abi.DTYPE_BF16: numpy.uint16}[code]
     size = numpy.dtype(kind).itemsize * elements
     start = ctypes.c_void_p()
-    _native.call("spw_pinned_alloc", max(1, size), ctypes.byref(start))
+    _native.call("spw_pinned_alloc", None, max(1, size), ctypes.byref(start))
     memory = (ctypes.c_char * size).from_address(start.value or 0)
     weakref.finalize(memory, _native.library().spw_pinned_free, start.value).atexit = False
     return numpy.frombuffer(memory, kind)

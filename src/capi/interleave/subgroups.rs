@@ -59,7 +59,7 @@ pub struct spw_interleave_options {
 
 c_struct! { first 64;
 /// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They must not move until
-/// `spw_interleave_close`. With SPW_INTERLEAVE_BACKEND_CUDA, host memory must be pinned (`spw_pinned_alloc`, a pool,
+/// `spw_interleave_close`. With SPW_INTERLEAVE_BACKEND_CUDA, host memory must be pinned (`spw_pinned_alloc`,
 /// cudaHostAlloc).
 pub struct spw_interleave_subgroup {
     /// `sizeof(spw_interleave_subgroup)`. It is also the distance in bytes between the subgroups of an array.

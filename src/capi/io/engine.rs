@@ -81,7 +81,7 @@ pub struct spw_io_request {
     pub path: *const c_char,
     /// Offset in the file, in bytes.
     pub offset: u64,
-    /// Memory of the transfer. Any alignment is allowed; pinned memory (spw_pool, spw_pinned) is fastest. It stays in
+    /// Memory of the transfer. Any alignment is allowed; pinned memory (spw_pinned_alloc) is fastest. It stays in
     /// use until the operation ends.
     pub buffer: *mut c_void,
     /// Bytes to transfer. Any number is allowed.

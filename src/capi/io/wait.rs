@@ -78,8 +78,8 @@ pub extern "C" fn spw_io_cancel(io: Option<&spw_io>, handle: u64) -> spw_status 
     guard(|| handle::get(io)?.0.cancel(handle))
 }
 
-/// Writes 1 if the system may still use the memory of an operation after SPW_ERR_DEADLINE, else 0. Memory of spw_pool
-/// and spw_pinned needs no check: the library quarantines it when it is freed.
+/// Writes 1 if the system may still use the memory of an operation after SPW_ERR_DEADLINE, else 0. Memory of
+/// spw_pinned_alloc needs no check: the library quarantines it when it is freed.
 ///
 /// # Safety
 /// `holds_out` points to a u32.

@@ -1,23 +1,15 @@
-//! Pinned host memory: pools of equal blocks, and single allocations.
+//! Pinned host memory.
 //!
 //! Transfers of the other headers take memory of any kind. Pinned memory avoids a copy through a bounce buffer: it is
-//! page-aligned, locked as far as the system allows, and registered with io_uring and the GPU at its first use. A pool
-//! takes all its memory at open; a block is free again after `spw_pool_free`:
+//! page-aligned, locked as far as the system allows, and registered with io_uring and the GPU at its first use.
 //!
-//!     spw_pool_options options = SPW_POOL_OPTIONS_INIT;
-//!     options.block_bytes = 64 << 20;
-//!     options.block_count = 8;
-//!     spw_pool *pool;
-//!     spw_pool_open(&options, &pool);
-//!
-//!     void *block;
-//!     spw_pool_alloc(pool, &block);
-//!     spw_pool_free(pool, block);
-//!
-//!     spw_pool_close(pool);
-
-pub mod pool;
+//!     spw_pinned_options options = SPW_PINNED_OPTIONS_INIT;
+//!     options.flags = SPW_PINNED_FLAG_BIND_NODE;
+//!     options.node = 1;
+//!     void *start;
+//!     spw_pinned_alloc(&options, 64 << 20, &start);
+//!     spw_pinned_free(start);
 
 pub mod pinned;
 
-pub use {pinned::*, pool::*};
+pub use pinned::*;

@@ -1,4 +1,4 @@
-//! Single allocations of pinned memory.
+//! Allocations of pinned memory.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
@@ -7,8 +7,36 @@ use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::output::{self, required};
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::pool::pinned;
+use crate::pool::region::Backing;
+
+/// Flags of an allocation, combined by addition.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_pinned_flag {
+    /// Use base pages even if 2 MiB pages are available.
+    SPW_PINNED_FLAG_NO_HUGE_PAGES = 1,
+    /// Do not lock the memory (mlock).
+    SPW_PINNED_FLAG_NO_LOCK = 2,
+    /// Allocate the memory on NUMA node `node`. If the node is refused, or has less free memory than the allocation needs,
+    /// the memory is anywhere, and one warning is logged.
+    SPW_PINNED_FLAG_BIND_NODE = 4,
+}
+
+c_struct! { first 16;
+/// Pages and place of an allocation. Zero is a good default for every field but struct_size.
+pub struct spw_pinned_options {
+    /// `sizeof(spw_pinned_options)`
+    pub struct_size: u32,
+    /// Sum of `spw_pinned_flag`. An allocation with a flag has its own mapping; others share mappings while they are small.
+    pub flags: u32,
+    /// NUMA node, used with SPW_PINNED_FLAG_BIND_NODE.
+    pub node: u32,
+    /// 0
+    pub reserved: u32,
+}
+}
 
 c_struct! { first 48;
 /// Counters of the process's `spw_pinned_alloc` allocations.
@@ -30,21 +58,40 @@ pub struct spw_pinned_stats {
 }
 }
 
-/// Allocates `bytes` bytes of pinned memory, page-aligned, in 2 MiB pages where possible, locked as by `spw_pool_open`.
-/// Small allocations share 2 MiB pages. Any thread may free an allocation. Memory that was registered with a GPU is not
-/// mapped in a forked child, which must not touch it.
+/// Allocates `bytes` bytes of pinned memory, page-aligned, touched and not cleared, in 2 MiB pages where possible, locked as
+/// far as `RLIMIT_MEMLOCK` allows. If huge pages, locking or the NUMA node are unavailable, the log gets one warning and
+/// the call succeeds. Any thread may free an allocation. Memory that was registered with a GPU is not mapped in a forked
+/// child, which must not touch it. `options` may be NULL.
 ///
 /// # Safety
-/// `start_out` points to a pointer.
+/// `options` is NULL or points to a struct of `struct_size` bytes, `start_out` to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pinned_alloc(bytes: u64, start_out: *mut *mut c_void) -> spw_status {
+pub unsafe extern "C" fn spw_pinned_alloc(
+    options: *const spw_pinned_options,
+    bytes: u64,
+    start_out: *mut *mut c_void,
+) -> spw_status {
     guard(|| {
         let start_out = required(start_out, "start_out")?;
+        // SAFETY: the caller meets the callee's requirements.
+        let raw = unsafe { abi_struct::read_optional(options, "options") }?;
+        let backing = raw.map_or(Ok(Backing::default()), parse)?;
         let bytes =
             usize::try_from(bytes).map_err(|_| Error::invalid("bytes", "exceeds the address space"))?;
         // SAFETY: not NULL, and valid by the caller's promise.
-        unsafe { start_out.write(pinned::alloc(bytes)?.as_ptr().cast()) };
+        unsafe { start_out.write(pinned::alloc(bytes, backing)?.as_ptr().cast()) };
         Ok(())
+    })
+}
+
+fn parse(raw: spw_pinned_options) -> Result<Backing> {
+    abi_struct::flags("options.flags", raw.flags, 7)?;
+    abi_struct::zero("options.reserved", raw.reserved)?;
+    let has = |flag: spw_pinned_flag| raw.flags & flag as u32 != 0;
+    Ok(Backing {
+        huge: !has(spw_pinned_flag::SPW_PINNED_FLAG_NO_HUGE_PAGES),
+        lock: !has(spw_pinned_flag::SPW_PINNED_FLAG_NO_LOCK),
+        node: has(spw_pinned_flag::SPW_PINNED_FLAG_BIND_NODE).then_some(raw.node),
     })
 }
 

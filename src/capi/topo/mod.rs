@@ -7,8 +7,8 @@
 //!     spw_topo_open(NULL, &topo);
 //!     spw_topo_gpu gpu = SPW_TOPO_GPU_INIT;
 //!     spw_topo_get_gpu(topo, 0, &gpu);
-//!     pool_options.flags = SPW_POOL_FLAG_BIND_NODE;
-//!     pool_options.node = gpu.node;
+//!     pinned_options.flags = SPW_PINNED_FLAG_BIND_NODE;
+//!     pinned_options.node = gpu.node;
 //!
 //!     spw_topo_rank_options rank = SPW_TOPO_RANK_OPTIONS_INIT;
 //!     rank.ranks = 4;

@@ -20,6 +20,7 @@ use crate::kernel::squares::{TILE, tree_sum};
 use crate::kernel::{AdamRule, CHUNK, Optimizer, WeightDecay};
 use crate::optim::{StepStats, processor};
 use crate::pool::pinned;
+use crate::pool::region::Backing;
 
 const DECAYS: [WeightDecay; 3] = [WeightDecay::None, WeightDecay::L2, WeightDecay::Decoupled];
 
@@ -44,7 +45,7 @@ impl Bench {
         let mut kernels = Kernels::compile(&device, cast, adam).unwrap();
         kernels.most_blocks = 8;
         let stream = Stream::new(&device).unwrap();
-        let span = pinned::alloc(STAGING).unwrap();
+        let span = pinned::alloc(STAGING, Backing::default()).unwrap();
         let staging = Registry::new(&device).host(span, "staging").unwrap();
         Bench { device, kernels, stream, staging, address: span.address() }
     }

@@ -14,7 +14,7 @@ use crate::gpu::memory::{DeviceMemory, DeviceSpan, Registry};
 use crate::gpu::module::Module;
 use crate::gpu::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::gpu::table::Table;
-use crate::pool::fixed::{Pool, PoolOptions};
+use crate::pool::buffer::Buffer;
 use crate::pool::pinned;
 use crate::pool::region::{Backing, Region};
 use crate::sys::span::Span;
@@ -146,7 +146,7 @@ fn memory_that_is_used_up_is_named_and_the_device_goes_on() {
     let (found, words) = kind(DeviceMemory::new(&device, 1 << 40));
     assert_eq!(found, GpuKind::OutOfMemory);
     assert!(words.contains("1099511627776 bytes of memory on GPU 12"), "{words}");
-    let span = pinned::alloc(100).unwrap();
+    let span = pinned::alloc(100, Backing::default()).unwrap();
     fakecuda::with(12, |gpu| gpu.faults.push(("cuMemHostRegister_v2", 0, 2)));
     let registry = Registry::new(&device);
     assert_eq!(kind(registry.host(span, "host")).0, GpuKind::OutOfMemory);
@@ -198,15 +198,14 @@ fn nothing_is_left_behind_and_the_callers_context_is_untouched() {
             DeviceMemory::new(&device, 0).unwrap(),
             Kernels::load(&device).unwrap(),
         );
-        let pool = pool();
+        let buffer = Buffer::open(4096, Backing::default()).unwrap();
         let registry = Registry::new(&device);
-        let block = pool.alloc().unwrap();
+        let block = buffer.span();
         registry.host(block, "block").unwrap();
         registry.host(block.part(10, 20), "block").unwrap();
         fakecuda::with(16, |gpu| assert_eq!(gpu.alive(), [1, 2, 2, 1, 1]));
-        pool.free(block.address()).unwrap();
-        // The region is released with the pool, and the registration before the region.
-        drop(pool);
+        // The region is released with the buffer, and the registration before the region.
+        drop(buffer);
         fakecuda::with(16, |gpu| assert_eq!(gpu.alive()[4], 0));
     }
     fakecuda::with(16, |gpu| {
@@ -218,10 +217,6 @@ fn nothing_is_left_behind_and_the_callers_context_is_untouched() {
     // SAFETY: the pointer is valid.
     let empty = unsafe { fakecuda::api::cuCtxPopCurrent_v2(&mut std::ptr::null_mut()) };
     assert_eq!(empty, 201, "no context is left on this thread");
-}
-
-fn pool() -> Pool {
-    Pool::open(PoolOptions { block_bytes: 4096, block_count: 2, backing: Backing::default() }).unwrap()
 }
 
 #[test]
@@ -272,8 +267,8 @@ fn a_missing_wait_is_seen_and_a_wait_makes_it_good() {
     for waits in [true, false] {
         let device = device(19);
         let memory = DeviceMemory::new(&device, 64).unwrap();
-        let pool = pool();
-        let (from, to) = (pool.alloc().unwrap(), pool.alloc().unwrap());
+        let buffers = Buffer::open_many(2, 4096, Backing::default()).unwrap();
+        let (from, to) = (buffers[0].span(), buffers[1].span());
         let registry = Registry::new(&device);
         let host = |span: Span| registry.host(span.part(0, 64), "block").unwrap();
         let (up, down) = (Stream::new(&device).unwrap(), Stream::new(&device).unwrap());
@@ -292,7 +287,6 @@ fn a_missing_wait_is_seen_and_a_wait_makes_it_good() {
         let arrived = to.part(0, 64).to_vec() == [7; 64];
         let races = fakecuda::with(19, |gpu| gpu.races().len());
         assert_eq!((arrived, races), if waits { (true, 0) } else { (false, 1) });
-        [from, to].iter().for_each(|block| pool.free(block.address()).unwrap());
     }
 }
 

@@ -13,6 +13,7 @@ use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
 use crate::gpu::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::gpu::transfer::{After, Copy, Direction, Transfers};
 use crate::pool::pinned;
+use crate::pool::region::Backing;
 
 /// Elements per chunk; small, so that copies have many chunks.
 const CHUNK: usize = 1000;
@@ -45,7 +46,7 @@ impl Fixture {
 
     /// Pinned memory that contains `bytes`.
     fn pinned(&mut self, bytes: &[u8]) -> HostSpan {
-        let block = pinned::alloc(bytes.len()).unwrap();
+        let block = pinned::alloc(bytes.len(), Backing::default()).unwrap();
         self.blocks.push(block.address());
         block.write(bytes);
         self.registry.host(block.part(0, bytes.len()), "host").unwrap()
@@ -251,7 +252,7 @@ fn copies_that_do_not_fit_are_refused() {
 fn pinned_memory_stays_until_its_copy_is_over_even_if_its_owner_lets_go() {
     let fixture = Fixture::new(24);
     let (_memory, floats) = fixture.memory(Dtype::F32, 1 << 23);
-    let big = pinned::alloc(4 << 23).unwrap();
+    let big = pinned::alloc(4 << 23, Backing::default()).unwrap();
     let host = fixture.registry.host(big, "host").unwrap();
     let copy = Copy {
         direction: Direction::D2h,

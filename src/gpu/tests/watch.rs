@@ -9,13 +9,15 @@ use crate::gpu::memory::{DeviceMemory, Registry};
 use crate::gpu::stream::{ForeignEvent, GpuEvent, Stream};
 use crate::gpu::watch::Watches;
 use crate::pool::pinned;
+use crate::pool::region::Backing;
 use crate::sys::event::{PollSource, Status};
 
 #[test]
 fn an_event_may_go_at_once_and_streams_are_used_again() {
     let device = device(43);
     let (stream, watches) = (Stream::new(&device).unwrap(), Arc::new(Watches::new(&device)));
-    let (memory, block) = (DeviceMemory::new(&device, 64).unwrap(), pinned::alloc(64).unwrap());
+    let (memory, block) =
+        (DeviceMemory::new(&device, 64).unwrap(), pinned::alloc(64, Backing::default()).unwrap());
     let host = Registry::new(&device).host(block.part(0, 64), "block").unwrap();
     for kind in 0..4 {
         block.write(&[kind; 64]);

@@ -6,7 +6,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::faults::{SECTOR_512, pool};
+use super::faults::{SECTOR_512, buffers};
 use crate::io::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
 use crate::io::driver::{Bounce, Driver};
 use crate::io::file::File;
@@ -97,8 +97,8 @@ fn run(count: usize) -> Counting {
 }
 
 fn run_on<B: Backend>(count: usize, mut backend: B) -> B {
-    let pool = pool(BLOCK, 1);
-    let span = pool.alloc().unwrap();
+    let buffers = buffers(BLOCK, 1);
+    let span = buffers[0].span();
     let file = Arc::new(File::named("file", 1, Some(SECTOR_512)));
     let shared = Arc::new(Shared::new(None));
     for n in 0..count {
@@ -121,7 +121,6 @@ fn run_on<B: Backend>(count: usize, mut backend: B) -> B {
     let bounce = Bounce::new(BLOCK, 1).unwrap();
     Driver::new(Arc::clone(&shared), DEPTH, bounce).run(&mut backend).unwrap();
     assert_eq!(shared.state.lock().unfinished, 0);
-    pool.free(span.address()).unwrap();
     backend
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Instant;
 
-use super::faults::{SECTOR_512, engine, file, options, pool};
+use super::faults::{SECTOR_512, buffers, engine, file, options};
 use super::*;
 use crate::error::{Error, IoKind};
 use crate::io::backend::{Backend, Completion, Piece, Sleep, Wake};
@@ -13,6 +13,7 @@ use crate::io::file::File;
 use crate::io::sim::{Disk, Faults, Sim};
 use crate::io::threads::Threads;
 use crate::io::uring::Uring;
+use crate::pool::buffer::Buffer;
 use crate::pool::transfer_buffer::TransferBuffer;
 
 #[test]
@@ -20,9 +21,8 @@ fn a_deadline_frees_the_caller_and_quarantines_buffer_and_device() {
     let disk = Disk::default();
     disk.put("stuck", pattern(5, 100_000));
     let engine = engine(&disk, Faults { hang_nth: Some(1), ..Faults::default() });
-    let pool = pool(100_000, 1);
-    let block = pool.alloc().unwrap();
-    let span = block.part(0, 100_000);
+    let mine = buffers(100_000, 1);
+    let span = mine[0].span().part(0, 100_000);
     let deadline = Some(Duration::from_millis(50));
     let request_with = |deadline| Request {
         target: Target::File(file("stuck")),
@@ -37,25 +37,21 @@ fn a_deadline_frees_the_caller_and_quarantines_buffer_and_device() {
     assert!(engine.holds_memory(handle).unwrap() && engine.stats().unwrap().stuck == 1);
     assert_eq!(engine.wait_all(PATIENCE), Ok(0));
 
-    pool.free(block.address()).unwrap();
-    assert!(pool.alloc().is_err(), "the system may still write to the block");
+    assert!(mine[0].in_transfer(), "the system may still write to the buffer");
     assert_eq!(engine.read(request_with(None)).unwrap_err().io_kind(), Some(IoKind::PathFailed));
     let other = Arc::new(File::named("elsewhere", 2, Some(SECTOR_512)));
     disk.put("elsewhere", pattern(6, 8192));
-    let more = self::pool(8192, 1);
-    let healthy = more.alloc().unwrap();
-    let handle = engine.read(request(Target::File(other), 0, healthy)).unwrap();
+    let healthy = buffers(8192, 1);
+    let handle = engine.read(request(Target::File(other), 0, healthy[0].span())).unwrap();
     assert_eq!(engine.wait(handle, PATIENCE), Ok(8192));
-    more.free(healthy.address()).unwrap();
 
     disk.release();
     while engine.stats().unwrap().stuck > 0 {
         thread::yield_now();
     }
-    let again = pool.alloc().unwrap();
+    assert!(!mine[0].in_transfer());
     let handle = engine.read(request_with(None)).unwrap();
     assert_eq!(engine.wait(handle, PATIENCE), Ok(100_000));
-    pool.free(again.address()).unwrap();
     engine.close(PATIENCE).unwrap();
 }
 
@@ -64,8 +60,8 @@ fn closing_with_a_stuck_operation_does_not_hang_and_a_wait_that_times_out_leaves
     let disk = Disk::default();
     disk.put("stuck", pattern(5, 100_000));
     let engine = engine(&disk, Faults { hang_nth: Some(0), ..Faults::default() });
-    let pool = pool(4096, 2);
-    let block = pool.alloc().unwrap();
+    let buffers = buffers(4096, 2);
+    let block = buffers[0].span();
     let handle = engine.read(request(Target::File(file("stuck")), 0, block)).unwrap();
     let short = Some(Duration::from_millis(20));
     assert_eq!(engine.wait(handle, short).unwrap_err().io_kind(), Some(IoKind::Timeout));
@@ -73,10 +69,9 @@ fn closing_with_a_stuck_operation_does_not_hang_and_a_wait_that_times_out_leaves
     assert_eq!(engine.wait_all(short).unwrap_err().io_kind(), Some(IoKind::Timeout));
     assert_eq!(engine.close(short).unwrap_err().io_kind(), Some(IoKind::Timeout));
     drop(engine);
-    pool.free(block.address()).unwrap();
-    assert_eq!(pool.stats().unwrap().quarantined, 1);
+    assert!(buffers[0].in_transfer());
     disk.release();
-    while pool.stats().unwrap().quarantined > 0 {
+    while buffers[0].in_transfer() {
         thread::yield_now();
     }
 }
@@ -88,8 +83,8 @@ fn a_cancelled_operation_ends_once_the_system_has_given_its_memory_back() {
     // Depth 1: the hanging piece keeps the others waiting.
     let sim = Sim::new(&disk, Faults { hang_nth: Some(2), ..Faults::default() });
     let engine = Engine::open_simulated(Options { depth: 1, ..options() }, sim).unwrap();
-    let pool = pool(1 << 20, 1);
-    let block = pool.alloc().unwrap();
+    let buffers = buffers(1 << 20, 1);
+    let block = buffers[0].span();
     let handle = engine.read(request(Target::File(file("long")), 0, block)).unwrap();
     while disk.requests() < 3 {
         thread::yield_now();
@@ -101,14 +96,13 @@ fn a_cancelled_operation_ends_once_the_system_has_given_its_memory_back() {
     assert_eq!(engine.wait(handle, PATIENCE).unwrap_err().io_kind(), Some(IoKind::Cancelled));
     assert!(disk.requests() < 64, "no piece starts after the cancel");
     assert!(engine.cancel(handle).is_err());
-    pool.free(block.address()).unwrap();
 }
 
 /// A throttled device may delay one direction for long.
 #[test]
 fn reads_go_past_writes_that_wait_and_writes_past_reads() {
-    let pool = pool(4096, 3);
-    let blocks: Vec<Span> = (0..3).map(|_| pool.alloc().unwrap()).collect();
+    let buffers = buffers(4096, 3);
+    let blocks: Vec<Span> = buffers.iter().map(Buffer::span).collect();
     for writes_hang in [true, false] {
         let disk = Disk::default();
         disk.put("data", pattern(5, 3 * 4096));
@@ -132,15 +126,14 @@ fn reads_go_past_writes_that_wait_and_writes_past_reads() {
         assert_eq!((engine.wait(hung, PATIENCE), engine.wait(behind, PATIENCE)), (Ok(4096), Ok(4096)));
         engine.close(PATIENCE).unwrap();
     }
-    blocks.iter().for_each(|block| pool.free(block.address()).unwrap());
 }
 
 #[test]
 fn a_deadline_is_noticed_although_nobody_waits() {
     let disk = Disk::default();
     disk.put("stuck", pattern(5, 4096));
-    let pool = pool(4096, 3);
-    let blocks: Vec<Span> = (0..3).map(|_| pool.alloc().unwrap()).collect();
+    let buffers = buffers(4096, 3);
+    let blocks: Vec<Span> = buffers.iter().map(Buffer::span).collect();
     // Depth 1, and the only piece hangs. The driver sleeps until its deadline when operations with earlier deadlines
     // arrive.
     let sim = Sim::new(&disk, Faults { hang_nth: Some(0), ..Faults::default() });
@@ -169,7 +162,6 @@ fn a_deadline_is_noticed_although_nobody_waits() {
     }
     disk.release();
     assert_eq!(engine.wait(hung, PATIENCE), Ok(4096));
-    blocks.iter().for_each(|block| pool.free(block.address()).unwrap());
     engine.close(PATIENCE).unwrap();
 }
 

@@ -9,7 +9,7 @@ use crate::error::IoKind;
 use crate::io::file::File;
 use crate::io::plan::Alignment;
 use crate::io::sim::{Crash, Disk, Faults, Sim};
-use crate::pool::fixed::{Pool, PoolOptions};
+use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
 
 pub(super) const SECTOR_512: Alignment = Alignment { memory: 512, offset: 4096 };
@@ -27,14 +27,13 @@ pub(super) fn file(name: &str) -> Arc<File> {
     Arc::new(File::named(name, 1, Some(SECTOR_512)))
 }
 
-pub(super) fn pool(block_bytes: usize, block_count: usize) -> Pool {
-    let backing = Backing { huge: false, lock: false, node: None };
-    Pool::open(PoolOptions { block_bytes, block_count, backing }).unwrap()
+pub(super) fn buffers(bytes: usize, count: usize) -> Vec<Buffer> {
+    Buffer::open_many(count, bytes, Backing { huge: false, lock: false, node: None }).unwrap()
 }
 
 /// The writes and reads of a small training step: unaligned tensors in two files.
 struct Workload {
-    pool: Pool,
+    _buffers: Vec<Buffer>,
     spans: Vec<Span>,
 }
 
@@ -43,9 +42,10 @@ const TENSOR_BYTES: usize = 50_001;
 
 impl Workload {
     fn new() -> Workload {
-        let pool = pool(TENSOR_BYTES + 700, TENSORS);
-        let spans = (0..TENSORS).map(|n| pool.alloc().unwrap().part(n * 100, TENSOR_BYTES)).collect();
-        Workload { pool, spans }
+        let buffers = buffers(TENSOR_BYTES + 700, TENSORS);
+        let part = |(n, buffer): (usize, &Buffer)| buffer.span().part(n * 100, TENSOR_BYTES);
+        let spans = buffers.iter().enumerate().map(part).collect();
+        Workload { _buffers: buffers, spans }
     }
 
     /// The outcomes of six writes and six reads after them. The data of the reads is checked.
@@ -74,12 +74,6 @@ impl Workload {
             }
         }
         outcomes
-    }
-}
-
-impl Drop for Workload {
-    fn drop(&mut self) {
-        self.spans.iter().enumerate().for_each(|(n, span)| self.pool.free(span.address() - n * 100).unwrap());
     }
 }
 
@@ -141,8 +135,8 @@ fn an_interruption_without_end_is_an_error_in_the_end() {
 
 #[test]
 fn every_alignment_at_sector_edges_matches_a_byte_exact_model() {
-    let pool = pool(64 << 10, 1);
-    let block = pool.alloc().unwrap();
+    let buffers = buffers(64 << 10, 1);
+    let block = buffers[0].span();
     for need in
         [Alignment { memory: 4, offset: 4096 }, SECTOR_512, Alignment { memory: 4096, offset: 16_384 }]
     {
@@ -178,13 +172,12 @@ fn every_alignment_at_sector_edges_matches_a_byte_exact_model() {
         assert!(disk.contents("model") == model);
         assert_eq!(file.buffered_reason(), None, "a request was not aligned");
     }
-    pool.free(block.address()).unwrap();
 }
 
 #[test]
 fn neighbours_that_share_a_sector_do_not_lose_each_others_bytes() {
-    let pool = pool(TENSOR_BYTES * 6, 1);
-    let block = pool.alloc().unwrap();
+    let buffers = buffers(TENSOR_BYTES * 6, 1);
+    let block = buffers[0].span();
     let all = pattern(3, TENSOR_BYTES * 6);
     for seed in 0..40 {
         let disk = Disk::default();
@@ -198,7 +191,6 @@ fn neighbours_that_share_a_sector_do_not_lose_each_others_bytes() {
         assert_eq!(engine.wait_all(PATIENCE), Ok(6));
         assert!(disk.contents("packed") == all, "seed {seed}");
     }
-    pool.free(block.address()).unwrap();
 }
 
 #[test]
@@ -215,8 +207,8 @@ fn a_full_disk_and_a_truncated_file_are_named() {
     let disk = Disk::default();
     disk.put("cut", pattern(4, 100_000));
     let engine = engine(&disk, Faults { hang_nth: Some(3), ..Faults::default() });
-    let pool = pool(100_000, 1);
-    let block = pool.alloc().unwrap().part(0, 100_000);
+    let buffers = buffers(100_000, 1);
+    let block = buffers[0].span().part(0, 100_000);
     let handle = engine.read(request(Target::File(file("cut")), 0, block)).unwrap();
     while disk.requests() < 4 {
         thread::yield_now();
@@ -225,7 +217,6 @@ fn a_full_disk_and_a_truncated_file_are_named() {
     disk.release();
     let error = engine.wait(handle, PATIENCE).unwrap_err();
     assert_eq!(error.io_kind(), Some(IoKind::ShortFile), "{error}");
-    pool.free(block.address()).unwrap();
 }
 
 #[test]
@@ -233,14 +224,13 @@ fn the_first_error_is_that_of_the_first_operation_also_after_the_numbers_of_hand
     let disk = Disk::default();
     let engine = engine(&disk, Faults { error_permille: vec![(libc::EIO, 1000)], ..Faults::default() });
     engine.shared.state.lock().generation = crate::io::operation::GENERATIONS - 1;
-    let pool = pool(4096, 1);
-    let block = pool.alloc().unwrap();
+    let buffers = buffers(4096, 1);
+    let block = buffers[0].span();
     for name in ["first", "second", "third"] {
         engine.write(request(Target::File(file(name)), 0, block)).unwrap();
     }
     let error = engine.wait_all(PATIENCE).unwrap_err().to_string();
     assert!(error.contains("first") && error.contains("2 more"), "{error}");
-    pool.free(block.address()).unwrap();
 }
 
 #[test]
@@ -248,8 +238,8 @@ fn a_wait_for_several_takes_no_outcome_if_one_was_taken_before() {
     let disk = Disk::default();
     let hung = Faults { hang_nth: Some(0), ..Faults::default() };
     let engine = engine(&disk, hung);
-    let pool = pool(4096, 2);
-    let (block, other) = (pool.alloc().unwrap(), pool.alloc().unwrap());
+    let buffers = buffers(4096, 2);
+    let (block, other) = (buffers[0].span(), buffers[1].span());
     let other_device = Arc::new(File::named("other", 2, Some(SECTOR_512)));
     let late =
         Request { deadline: Some(Duration::from_millis(1)), ..request(Target::File(file("late")), 0, block) };
@@ -260,7 +250,6 @@ fn a_wait_for_several_takes_no_outcome_if_one_was_taken_before() {
     assert_eq!(engine.wait(done, PATIENCE), Ok(4096), "its outcome is still there");
     disk.release();
     engine.close(PATIENCE).unwrap();
-    [block, other].iter().for_each(|block| pool.free(block.address()).unwrap());
 }
 
 #[test]
@@ -269,31 +258,29 @@ fn a_ring_without_workers_is_named_with_its_cure() {
         &Disk::default(),
         Faults { error_permille: vec![(libc::ECANCELED, 1000)], ..Faults::default() },
     );
-    let pool = pool(4096, 1);
-    let block = pool.alloc().unwrap();
+    let buffers = buffers(4096, 1);
+    let block = buffers[0].span();
     let handle = engine.write(request(Target::File(file("a")), 0, block)).unwrap();
     let error = engine.wait(handle, PATIENCE).unwrap_err().to_string();
     assert!(error.contains("ulimit -u") && error.contains("SPILLWAY_IO=threads"), "{error}");
-    pool.free(block.address()).unwrap();
 }
 
 #[test]
 fn errors_that_nobody_waited_for_are_named_at_close() {
     let disk = Disk::default();
     let engine = engine(&disk, Faults { error_permille: vec![(libc::EIO, 1000)], ..Faults::default() });
-    let pool = pool(4096, 1);
-    let block = pool.alloc().unwrap();
+    let buffers = buffers(4096, 1);
+    let block = buffers[0].span();
     engine.write(request(Target::File(file("lost")), 0, block)).unwrap();
     let error = engine.close(PATIENCE).unwrap_err();
     assert!(error.to_string().contains("lost") && error.to_string().contains("(errno 5)"), "{error}");
     assert!(engine.write(request(Target::File(file("lost")), 0, block)).is_err());
-    pool.free(block.address()).unwrap();
 }
 
 #[test]
 fn what_was_synced_survives_every_crash_and_the_rest_meets_its_fate() {
-    let pool = pool(40_960, 2);
-    let (old, new) = (pool.alloc().unwrap(), pool.alloc().unwrap());
+    let buffers = buffers(40_960, 2);
+    let (old, new) = (buffers[0].span(), buffers[1].span());
     old.write(&pattern(1, 40_960));
     new.write(&pattern(2, 40_960));
     let mut torn = 0;
@@ -323,8 +310,6 @@ fn what_was_synced_survives_every_crash_and_the_rest_meets_its_fate() {
         }
     }
     assert!(torn > 10);
-    pool.free(old.address()).unwrap();
-    pool.free(new.address()).unwrap();
 }
 
 #[test]
@@ -332,8 +317,8 @@ fn a_file_system_that_refuses_direct_transfers_gets_buffered_ones_and_the_reason
     let disk = Disk::default();
     disk.put("refuses", pattern(9, 50_000));
     let engine = engine(&disk, Faults { fail_nth: Some((0, libc::EINVAL)), ..Faults::default() });
-    let pool = pool(50_000, 1);
-    let block = pool.alloc().unwrap();
+    let buffers = buffers(50_000, 1);
+    let block = buffers[0].span();
     let file = file("refuses");
     for _ in 0..2 {
         let read = request(Target::File(Arc::clone(&file)), 0, block.part(0, 50_000));
@@ -342,19 +327,17 @@ fn a_file_system_that_refuses_direct_transfers_gets_buffered_ones_and_the_reason
     }
     assert!(file.direct().is_none());
     assert!(engine.stats().unwrap().buffered_reason.contains("refused"));
-    pool.free(block.address()).unwrap();
 }
 
 #[test]
 fn eight_threads_share_an_engine_and_each_gets_its_own_outcomes() {
     let disk = Disk::default();
     let engine = engine(&disk, Faults { reorder: true, seed: 11, short_permille: 50, ..Faults::default() });
-    let pool = pool(30_000, 8);
+    let buffers = buffers(30_000, 8);
     thread::scope(|scope| {
         for n in 0..8_u64 {
-            let (engine, pool) = (&engine, &pool);
+            let (engine, block) = (&engine, buffers[n as usize].span().part(0, 30_000));
             scope.spawn(move || {
-                let block = pool.alloc().unwrap().part(0, 30_000);
                 let name = format!("thread-{n}");
                 for round in 0..30 {
                     block.write(&pattern(n * 100 + round, 30_000));
@@ -365,7 +348,6 @@ fn eight_threads_share_an_engine_and_each_gets_its_own_outcomes() {
                     engine.wait(handle, PATIENCE).unwrap();
                     assert!(block.to_vec() == pattern(n * 100 + round, 30_000));
                 }
-                pool.free(block.address()).unwrap();
             });
         }
     });

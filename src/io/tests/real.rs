@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use super::*;
 use crate::error::{Error, IoKind};
 use crate::pool::pinned;
+use crate::pool::region::Backing;
 
 /// A directory beside the build output, which is on a disk rather than on tmpfs on most machines.
 fn disk_dir() -> tempfile::TempDir {
@@ -29,7 +30,7 @@ struct Memory(Span);
 
 impl Memory {
     fn new(len: usize) -> Memory {
-        Memory(pinned::alloc(len).unwrap())
+        Memory(pinned::alloc(len, Backing::default()).unwrap())
     }
 }
 

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use super::*;
 use crate::io::profile::{Notes, Profile, Settings};
 use crate::pool::pinned;
+use crate::pool::region::Backing;
 use crate::sys::file::{FileSystem, file_system};
 
 const TUNED: Settings = Settings { backend: BackendChoice::Auto, block_bytes: 64 << 10, depth: 12 };
@@ -20,7 +21,7 @@ impl Bench {
     fn new() -> Bench {
         let volume = tempfile::tempdir().unwrap();
         fs::write(volume.path().join("file"), pattern(1, 1 << 20)).unwrap();
-        Bench { volume, memory: pinned::alloc(1 << 20).unwrap() }
+        Bench { volume, memory: pinned::alloc(1 << 20, Backing::default()).unwrap() }
     }
 
     fn system(&self) -> FileSystem {

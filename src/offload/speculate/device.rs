@@ -191,6 +191,7 @@ mod tests {
     use crate::gpu::tests::{device, foreign};
     use crate::gpu::transfer::{After, Direction};
     use crate::pool::pinned;
+    use crate::pool::region::Backing;
     use crate::sys::span::Span;
 
     const ORDINAL: u32 = 45;
@@ -211,7 +212,7 @@ mod tests {
     }
 
     fn locked(registry: &Registry) -> (usize, HostSpan) {
-        let block = pinned::alloc(64).unwrap();
+        let block = pinned::alloc(64, Backing::default()).unwrap();
         (block.address(), registry.host(block.part(0, 64), "block").unwrap())
     }
 

@@ -22,7 +22,8 @@ use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
 use crate::gpu::stream::Stream;
 use crate::gpu::tests::{device, foreign};
 use crate::kernel::AdamRule;
-use crate::pool::{pinned, region};
+use crate::pool::pinned;
+use crate::pool::region::{self, Backing};
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::schedule::{Command, Edge, Lane, LaneEvent, NUMBERED_EDGES};
 use spillway_planner::interleave::{GpuGrads, Shape, TransferDtype};
@@ -51,7 +52,7 @@ impl Fixture {
     }
 
     fn pinned(&self, bytes: &[u8]) -> HostSpan {
-        let block = pinned::alloc(bytes.len().max(1)).unwrap();
+        let block = pinned::alloc(bytes.len().max(1), Backing::default()).unwrap();
         self.blocks.lock().unwrap().push(block.address());
         block.write(bytes);
         self.registry.host(block.part(0, bytes.len()), "host").unwrap()

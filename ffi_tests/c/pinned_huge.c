@@ -1,6 +1,5 @@
-// A pool uses the 2 MiB pages that the administrator reserved: both its reported kind and the system say so. It
-// then works like any other pool: locked memory, direct I/O, unchanged bytes. The test reserves the pages
-// itself and releases them.
+// A large allocation uses the 2 MiB pages that the administrator reserved, as the system says. It then works like any other:
+// locked memory, direct I/O, unchanged bytes. The test reserves the pages itself and releases them.
 
 #include "check.h"
 #include <spillway.h>
@@ -10,8 +9,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { HUGE_PAGE = 2 << 20, BLOCKS = 3, TRIES = 20, FOR_EVER = -1 };
-// More pages than the pool needs: programs that run at the same time take reserved pages, too.
+// Small allocations share a larger mapping.
+enum { HUGE_PAGE = 2 << 20, PAGES = 10, TRIES = 20, FOR_EVER = -1 };
+// More pages than the memory needs: programs that run at the same time take reserved pages, too.
 enum { EXTRA = 64 };
 
 static const char setting[] = "/proc/sys/vm/nr_hugepages";
@@ -34,13 +34,14 @@ static int reserve(long pages) {
     return fclose(file) == 0 && written;
 }
 
-static spw_pool *open_pool(spw_pool_stats *stats) {
-    const spw_pool_options options = {.struct_size = sizeof options, .block_bytes = HUGE_PAGE, .block_count = BLOCKS};
-    spw_pool *pool = NULL;
-    CHECK(spw_pool_open(&options, &pool) == SPW_OK);
-    *stats = (spw_pool_stats){.struct_size = sizeof *stats};
-    CHECK(spw_pool_get_stats(pool, stats) == SPW_OK);
-    return pool;
+static unsigned char *allocate(void) {
+    void *start = NULL;
+    CHECK(spw_pinned_alloc(NULL, (uint64_t)PAGES * HUGE_PAGE, &start) == SPW_OK);
+    return start;
+}
+
+static long reserved_pages_in_use(void) {
+    return number_in("/proc/self/status", "HugetlbPages: %ld") / (HUGE_PAGE >> 10);
 }
 
 static void move(spw_io *io, spw_status (*begin)(const spw_io *, const spw_io_request *, uint64_t *), const char *path,
@@ -52,15 +53,13 @@ static void move(spw_io *io, spw_status (*begin)(const spw_io *, const spw_io_re
     CHECK(moved == HUGE_PAGE);
 }
 
-static void goes_to_a_file_and_back(spw_pool *pool) {
-    char path[] = "pool_huge.XXXXXX";
+static void goes_to_a_file_and_back(unsigned char *from) {
+    char path[] = "pinned_huge.XXXXXX";
     int fd = mkstemp(path);
     CHECK(fd >= 0);
     spw_io *io = NULL;
-    void *out = NULL, *in = NULL;
     CHECK(spw_io_open(NULL, &io) == SPW_OK);
-    CHECK(spw_pool_alloc(pool, &out) == SPW_OK && spw_pool_alloc(pool, &in) == SPW_OK);
-    unsigned char *from = out, *to = in;
+    unsigned char *to = from + HUGE_PAGE;
     for (size_t n = 0; n < HUGE_PAGE; n++) from[n] = (unsigned char)(n * 2654435761u >> 13);
     memset(to, 0, HUGE_PAGE);
     move(io, spw_io_write, path, from);
@@ -69,32 +68,31 @@ static void goes_to_a_file_and_back(spw_pool *pool) {
     spw_io_stats stats = {.struct_size = sizeof stats};
     CHECK(spw_io_get_stats(io, &stats) == SPW_OK && stats.bounced_bytes == 0);
     CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
-    CHECK(spw_pool_free(pool, out) == SPW_OK && spw_pool_free(pool, in) == SPW_OK);
     unlink(path);
     close(fd);
 }
 
-static spw_pool *open_on_reserved_pages(spw_pool_stats *stats) {
+static unsigned char *allocate_reserved_pages(void) {
     for (int n = 0; n < TRIES; n++) {
-        CHECK(reserve(before + BLOCKS + EXTRA));
-        if (number_in("/proc/meminfo", "HugePages_Free: %ld") < BLOCKS) continue;
-        spw_pool *pool = open_pool(stats);
-        if (stats->page_kind == SPW_PAGE_KIND_RESERVED) return pool;
-        CHECK(spw_pool_close(pool) == SPW_OK);
+        CHECK(reserve(before + PAGES + EXTRA));
+        if (number_in("/proc/meminfo", "HugePages_Free: %ld") < PAGES) continue;
+        unsigned char *start = allocate();
+        if (reserved_pages_in_use() == PAGES) return start;
+        CHECK(spw_pinned_free(start) == SPW_OK);
     }
-    if (number_in("/proc/meminfo", "HugePages_Free: %ld") < BLOCKS) skip("too few free 2 MiB pages");
-    fail(__FILE__, __LINE__, "there are reserved pages, but the pool does not use them");
+    if (number_in("/proc/meminfo", "HugePages_Free: %ld") < PAGES) skip("too few free 2 MiB pages");
+    fail(__FILE__, __LINE__, "there are reserved pages, but the allocation does not use them");
     return NULL;
 }
 
-static void a_pool_takes_them(void) {
-    spw_pool_stats stats;
-    spw_pool *pool = open_on_reserved_pages(&stats);
-    CHECK(stats.bytes == (uint64_t)BLOCKS * HUGE_PAGE && stats.locked_bytes == stats.bytes);
-    CHECK(number_in("/proc/self/status", "HugetlbPages: %ld") == BLOCKS * (HUGE_PAGE >> 10));
-    goes_to_a_file_and_back(pool);
-    CHECK(spw_pool_close(pool) == SPW_OK);
-    CHECK(number_in("/proc/self/status", "HugetlbPages: %ld") == 0);
+static void an_allocation_takes_them(void) {
+    unsigned char *start = allocate_reserved_pages();
+    spw_pinned_stats stats = SPW_PINNED_STATS_INIT;
+    CHECK(spw_pinned_get_stats(&stats) == SPW_OK);
+    CHECK(stats.mapped_bytes == (uint64_t)PAGES * HUGE_PAGE && stats.locked_bytes == stats.mapped_bytes);
+    goes_to_a_file_and_back(start);
+    CHECK(spw_pinned_free(start) == SPW_OK);
+    CHECK(reserved_pages_in_use() == 0);
 }
 
 int main(void) {
@@ -106,7 +104,7 @@ int main(void) {
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        a_pool_takes_them();
+        an_allocation_takes_them();
         return 0;
     }
     int status = -1;

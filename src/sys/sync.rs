@@ -4,7 +4,7 @@
 //! that each leave it valid, and a panic is reported by the call in which it arose.
 #![forbid(unsafe_code)]
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 /// A value that one thread at a time uses.
@@ -23,6 +23,15 @@ impl<T> Lock<T> {
     /// Waits until no other thread uses the value.
     pub fn lock(&self) -> Guard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The value, unless a thread uses it, this one included.
+    pub fn try_lock(&self) -> Option<Guard<'_, T>> {
+        match self.0.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poison)) => Some(poison.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// The value, through an exclusive borrow that no other thread can have.

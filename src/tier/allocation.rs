@@ -6,9 +6,8 @@
 //! - A call allocates space for all requested blocks, or for none.
 #![forbid(unsafe_code)]
 
-use super::extent::{Chunk, Shape};
+use super::extent::{Chunk, Shape, header_bytes};
 use super::health::Health;
-use super::layout::header_bytes;
 use super::state::TierState;
 use crate::error::{Doing, Error, IoError, IoKind, Result};
 

@@ -1,32 +1,47 @@
 //! A path in an object store: object names below `PREFIX/job/host/rank-N`.
 //!
 //! Invariants:
-//! - A process writes only below a prefix that it has claimed (see `prefix_lock`). Every open file keeps the lock
-//!   alive, so the lock ends after the last request in flight. A later request could delete objects of the next owner.
+//! - A process writes only below a prefix that it has claimed. Every open file keeps the lock alive, so the
+//!   lock ends after the last request in flight. A later request could delete objects of the next owner.
 //! - A superblock of up to [`OBJECT_BYTES`] is one object, written by one put: a crash never leaves a partial one. A
 //!   longer superblock is several objects. It is then as safe as on a disk: the last committed superblock is in the
 //!   other copy.
 //! - The bucket must exist. A mistyped bucket name is an error and never creates a bucket.
 //! - A removal deletes the superblocks first, so a partial removal leaves no valid state. It does not delete locks:
-//!   other processes may create theirs at any moment, and each deletes its own (see `prefix_lock`).
+//!   other processes may create theirs at any moment, and each deletes its own.
+//! - An object store has no locks that end with a process. A process that claims a prefix first puts a lock object with a unique name, and then lists the locks. It gets the
+//!   prefix only if its own lock is listed and every other lock belongs to a dead process. A listing shows every object
+//!   that exists, so of two concurrent claims at least one sees the other. Both may be refused; never do both succeed.
+//! - One object put with If-None-Match does not suffice. To take over a dead lock, a process must delete the object,
+//!   which may belong to a live process by then.
+//! - The files below the prefix are listed after that. A listing of several pages that began earlier could show data of
+//!   a holder in mid-work, and miss the lock of a holder that released it meanwhile.
+//! - A lock is deleted only by its owner, or by the process that got the prefix and knows that the owner is dead. Any
+//!   other process that put a lock may be about to list it.
+//! - A process counts as dead only if this machine can prove it (see `ownership`). A process elsewhere, also in another
+//!   container, counts as alive until a person deletes its lock object.
+//! - A process whose lock was deleted commits nothing any more. It reads its lock after each superblock. A process that
+//!   claims the prefix after that read finds the superblock.
 //!
 //! [`OBJECT_BYTES`]: crate::io::object::volume::OBJECT_BYTES
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
 
-use super::directory::{FILES, Owner, inherited};
-use super::failures::unless_fenced;
-use super::layout::PAGE;
-use super::prefix_lock::{LOCKS, PrefixLock};
-use super::storage::{FilePair, NamedFile, Storage, in_flight};
-use crate::error::{Doing, Error, IoKind, Result};
+use super::directory::Owner;
+use super::extent::PAGE;
+use super::ownership::{self, Holder, Life};
+use super::storage::{FILES, FilePair, NamedFile, Storage, fenced, in_flight, inherited, unless_fenced};
+use crate::error::{Doing, Error, IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
+use crate::io::object::secrets::printable;
 use crate::io::object::volume::ObjectVolume;
-use crate::io::object::{self, Address, RequestContext, Store, StoreResult};
+use crate::io::object::{self, Address, ObjectMeta, RequestContext, Store, StoreError, StoreResult};
 use crate::io::options::Options as IoOptions;
+use crate::log::{self, Level};
+use crate::sys::process::OpeningProcess;
 use crate::sys::sync::Lock;
-use crate::sys::threads;
+use crate::sys::{host, threads};
 
 /// Number of concurrent deletions.
 const DELETERS: usize = 8;
@@ -215,6 +230,297 @@ pub(super) fn collect(address: &str, owner: &Owner) -> Result<()> {
             let error =
                 object::StoreError { errno: libc::ENOENT, message: "it contains no tier".to_string() };
             Err(error.at(RequestContext { doing: Doing::Opening, path: &name(&address.text(), owner) }))
+        }
+    }
+}
+
+/// Prefix of the lock objects, below the claimed prefix.
+pub(super) const LOCKS: &str = "lock/";
+/// Maximum length of a lock object, in bytes. Locks of this library are shorter.
+const MAX_LOCK_BYTES: u64 = 4096;
+
+/// A claimed prefix. Dropping it releases the prefix.
+#[derive(Debug)]
+pub(super) struct PrefixLock {
+    store: Arc<dyn Store>,
+    key: String,
+    /// Length of the lock object, in bytes.
+    bytes: u64,
+    opener: OpeningProcess,
+}
+
+impl PrefixLock {
+    /// Claims `prefix`, then lists its objects; no other process changes them from then on.
+    pub(super) fn acquire(
+        store: &Arc<dyn Store>,
+        prefix: &str,
+        name: &str,
+    ) -> Result<(PrefixLock, Vec<ObjectMeta>)> {
+        let failed = |error: StoreError| error.at(RequestContext { doing: Doing::Opening, path: name });
+        let number =
+            host::random().map_err(|error| Error::system("generating the number of a lock", &error))?;
+        let key = format!("{prefix}{LOCKS}{number:032x}");
+        let me = Holder::this_process();
+        let message = serde_json::to_vec(&*me)
+            .map_err(|error| Error::System { what: "writing a lock", reason: error.to_string() })?;
+        // Before the put, because a put that reports an error may still take effect.
+        let lock = PrefixLock {
+            store: Arc::clone(store),
+            key,
+            bytes: message.len() as u64,
+            opener: OpeningProcess::current(),
+        };
+        ownership::hold(&lock.key);
+        store.put(&lock.key, &message).map_err(failed)?;
+        let locks = store.list(&format!("{prefix}{LOCKS}")).map_err(failed)?;
+        let (own, others): (Vec<_>, Vec<_>) = locks.iter().partition(|one| one.key == lock.key);
+        if own.is_empty() {
+            // A later claim would not see this lock.
+            let message = "another process deleted the lock that this process just wrote".to_string();
+            return Err(TierError::at(TierKind::Locked, name, message));
+        }
+        let mut dead = Vec::new();
+        for ObjectMeta { key, len } in others {
+            match read(store, key, *len).map_err(failed)? {
+                LockContent::Gone => {}
+                LockContent::Holder(holder) if holder.life(&me, key) == Life::Dead => dead.push(key),
+                LockContent::Holder(holder) => {
+                    return Err(locked(name, key, prefix, &printable(&holder.describe(&me))));
+                }
+                LockContent::Unknown => {
+                    return Err(locked(name, key, prefix, "its lock object cannot be read"));
+                }
+            }
+        }
+        for key in dead {
+            store.delete(key).map_err(failed)?;
+        }
+        let listed = store.list(prefix).map_err(failed)?;
+        Ok((lock, listed))
+    }
+
+    /// False in a forked child.
+    pub(super) fn is_own(&self) -> bool {
+        self.opener.is_current()
+    }
+
+    /// Fails if the lock object was deleted: with `Fenced` if another process put one, else with `PathMissing`. Errors of
+    /// the store are returned.
+    pub(super) fn check(&self, prefix: &str, name: &str) -> Result<()> {
+        let failed = |error: StoreError| error.at(RequestContext { doing: Doing::Opening, path: name });
+        if !matches!(read(&self.store, &self.key, self.bytes).map_err(failed)?, LockContent::Gone) {
+            return Ok(());
+        }
+        if !self.store.list(&format!("{prefix}{LOCKS}")).map_err(failed)?.is_empty() {
+            return Err(fenced(name, "another process"));
+        }
+        let message = "its lock object was deleted while the tier was open; another process may have written there \
+                       since";
+        Err(TierError::at(TierKind::PathMissing, name, message))
+    }
+}
+
+impl Drop for PrefixLock {
+    fn drop(&mut self) {
+        if !self.is_own() {
+            return;
+        }
+        if let Err(error) = self.store.delete(&self.key) {
+            let message = format!(
+                "cannot delete the lock {}, so the next open takes it over: {}",
+                self.key, error.message
+            );
+            log::write(Level::Warn, &message);
+        }
+        ownership::let_go(&self.key);
+    }
+}
+
+/// Content of a lock object.
+enum LockContent {
+    Holder(Holder),
+    /// Deleted since it was listed.
+    Gone,
+    Unknown,
+}
+
+fn read(store: &Arc<dyn Store>, key: &str, len: u64) -> std::result::Result<LockContent, StoreError> {
+    let mut bytes = vec![0; len.min(MAX_LOCK_BYTES) as usize];
+    let got = store.get(key, 0, bytes.len() as u64, &mut |at, part| {
+        bytes[at..at + part.len()].copy_from_slice(part);
+    });
+    match got {
+        Err(StoreError { errno: libc::ENOENT, .. }) => Ok(LockContent::Gone),
+        Err(error) => Err(error),
+        Ok(()) => Ok(serde_json::from_slice(&bytes).map_or(LockContent::Unknown, LockContent::Holder)),
+    }
+}
+
+fn locked(name: &str, key: &str, prefix: &str, message: &str) -> Error {
+    let object = printable(key.strip_prefix(prefix).unwrap_or(key));
+    let message = format!("{message}; if no process uses the tier, delete {name}/{object} to free it");
+    TierError::at(TierKind::Locked, name, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::object::StoreResult;
+    use crate::io::object::memory::MemoryStore;
+    use crate::sys::host;
+
+    fn lock(memory: &MemoryStore, holder: &Holder) {
+        memory.put("p/lock/other", &serde_json::to_vec(holder).unwrap()).unwrap();
+    }
+
+    fn take(memory: &MemoryStore) -> Result<PrefixLock> {
+        let store: Arc<dyn Store> = Arc::new(memory.clone());
+        PrefixLock::acquire(&store, "p/", "s3://b/p").map(|(claim, _)| claim)
+    }
+
+    fn refused(memory: &MemoryStore) -> String {
+        let error = take(memory).unwrap_err();
+        assert_eq!(error.tier_kind(), Some(TierKind::Locked));
+        error.to_string()
+    }
+
+    #[test]
+    fn a_prefix_is_claimed_once_and_free_again_when_dropped() {
+        let memory = MemoryStore::default();
+        let lock = take(&memory).unwrap();
+        let message = refused(&memory);
+        assert!(
+            message.contains("this process has the tier open") && message.contains("s3://b/p/lock/"),
+            "{message}"
+        );
+        assert_eq!(memory.keys().len(), 1, "who is refused leaves nothing");
+        drop(lock);
+        assert_eq!(memory.keys(), [""; 0]);
+        take(&memory).unwrap();
+    }
+
+    #[test]
+    fn the_dead_are_taken_over_and_the_living_are_not() {
+        let me = (*Holder::this_process()).clone();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let dead = [
+            Holder { pid: child.id(), ..me.clone() },
+            Holder { started: me.started + 1, ..me.clone() },
+            Holder { boot: "another".to_string(), ..me.clone() },
+            // Of this process, which failed to delete it.
+            me.clone(),
+        ];
+        for holder in dead {
+            let memory = MemoryStore::default();
+            lock(&memory, &holder);
+            let lock = take(&memory).unwrap_or_else(|error| panic!("{holder:?}: {error}"));
+            assert_eq!(memory.keys(), [lock.key.as_str()]);
+        }
+        let parent = std::os::unix::process::parent_id();
+        let living = [
+            Holder { pid: parent, started: host::process_start(parent).unwrap(), ..me.clone() },
+            Holder { host: "elsewhere".to_string(), pid: child.id(), ..me.clone() },
+            Holder { machine: "another".to_string(), boot: "another".to_string(), ..me.clone() },
+            Holder { namespace: "another".to_string(), pid: child.id(), ..me.clone() },
+            Holder { pid: child.id(), started: 0, ..me.clone() },
+        ];
+        for holder in living {
+            let memory = MemoryStore::default();
+            lock(&memory, &holder);
+            let message = refused(&memory);
+            assert!(message.contains(&format!("process {} on {}", holder.pid, holder.host)), "{message}");
+            assert!(message.contains("delete s3://b/p/lock/other to free it"), "{message}");
+            assert_eq!(memory.keys(), ["p/lock/other"]);
+        }
+    }
+
+    /// A change of the store at one moment of a claim.
+    type Hook = fn(&MemoryStore);
+
+    /// A store that lists in two pages: the objects before the locks, then the rest.
+    #[derive(Debug)]
+    struct Paged {
+        memory: MemoryStore,
+        before_listing: Hook,
+        between_pages: Hook,
+    }
+
+    impl Store for Paged {
+        fn put(&self, key: &str, bytes: &[u8]) -> StoreResult<()> {
+            self.memory.put(key, bytes)
+        }
+
+        fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> StoreResult<()> {
+            self.memory.get(key, from, len, part)
+        }
+
+        fn delete(&self, key: &str) -> StoreResult<()> {
+            self.memory.delete(key)
+        }
+
+        fn list(&self, prefix: &str) -> StoreResult<Vec<ObjectMeta>> {
+            (self.before_listing)(&self.memory);
+            let mut first = self.memory.list(prefix)?;
+            first.retain(|one| one.key.as_str() < "p/lock/");
+            (self.between_pages)(&self.memory);
+            let mut rest = self.memory.list(prefix)?;
+            rest.retain(|one| one.key.as_str() >= "p/lock/");
+            Ok(first.into_iter().chain(rest).collect())
+        }
+    }
+
+    fn take_paged(
+        memory: &MemoryStore,
+        before_listing: Hook,
+        between_pages: Hook,
+    ) -> Result<Vec<ObjectMeta>> {
+        let store: Arc<dyn Store> = Arc::new(Paged { memory: memory.clone(), before_listing, between_pages });
+        PrefixLock::acquire(&store, "p/", "s3://b/p").map(|(_, listed)| listed)
+    }
+
+    #[test]
+    fn who_lost_its_lock_before_it_looked_does_not_get_the_prefix() {
+        let delete_all = |memory: &MemoryStore| {
+            memory.keys().iter().for_each(|key| memory.delete(key).unwrap());
+        };
+        let error = take_paged(&MemoryStore::default(), delete_all, |_| {}).unwrap_err();
+        assert_eq!(error.tier_kind(), Some(TierKind::Locked));
+        assert!(error.to_string().contains("another process deleted the lock"), "{error}");
+    }
+
+    #[test]
+    fn what_a_holder_did_before_it_let_go_is_in_the_listing() {
+        let memory = MemoryStore::default();
+        memory.put("p/data/old", b"1").unwrap();
+        lock(&memory, &Holder { host: "elsewhere".to_string(), ..(*Holder::this_process()).clone() });
+        let finish = |memory: &MemoryStore| {
+            memory.put("p/data/new", b"2").unwrap();
+            memory.delete("p/data/old").unwrap();
+            memory.delete("p/lock/other").unwrap();
+        };
+        let listed = take_paged(&memory, |_| {}, finish).unwrap();
+        assert_eq!(listed[0].key, "p/data/new");
+    }
+
+    #[test]
+    fn a_lock_that_cannot_be_read_is_a_live_one() {
+        let memory = MemoryStore::default();
+        memory.put("p/lock/other", b"{}").unwrap();
+        assert!(refused(&memory).contains("cannot be read"));
+    }
+
+    #[test]
+    fn of_many_at_once_at_most_one_gets_it() {
+        for _ in 0..20 {
+            let memory = MemoryStore::default();
+            let outcomes: Vec<Result<PrefixLock>> = std::thread::scope(|scope| {
+                let all: Vec<_> = (0..4).map(|_| scope.spawn(|| take(&memory))).collect();
+                all.into_iter().map(|one| one.join().unwrap()).collect()
+            });
+            let claimed = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
+            assert!(claimed <= 1, "{claimed}");
+            assert_eq!(memory.keys().len(), claimed);
         }
     }
 }

@@ -6,8 +6,7 @@ use crate::checksum;
 use crate::error::Result;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
-use crate::sys::threads;
-use crate::sys::try_vec;
+use crate::sys::{threads, try_vec};
 
 /// At most this many bytes are summed on one thread.
 const GRAIN: u64 = 2 << 20;

@@ -20,18 +20,28 @@
 //!
 //! If no path completes point 7, the outcome is unknown: a crash may or may not find the step. Both steps then keep
 //! their space until a later commit succeeds.
+//!
+//! Invariants:
+//! - A commit succeeds only if every data file reaches the last written byte of the chunks that the commit names.
+//! - A file that lacks only bytes behind the last written one is extended with zeros. Written bytes are never extended
+//!   over: a file that lacks some of them is an error of the commit, and of the next open.
+//! - The superblock of an open is written to every working path, and synced except with `Durability::Process`, before
+//!   space is reused. If the paths are too full for it, the tier is open for reading. The first put or commit writes it,
+//!   or fails.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::contents::WriteOrigin;
-use super::failures::{fenced, with_reason};
+use super::extent::{Chunk, PAGE, Shape};
+use super::format::{Encoded, ExtentRecord, PathRecord, Superblock};
 use super::health::Health;
 use super::options::Durability;
-use super::path::{SuperblockCopy, TierPath};
 use super::state::{DurableCopy, Extent, PathState, TierState};
+use super::storage::{fenced, with_reason};
 use super::store::Tier;
-use super::superblock::{Encoded, ExtentRecord, PathRecord, Superblock};
+use super::volume::{SuperblockCopy, Volume};
 use crate::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
 
 /// Maximum length of a commit's payload, in bytes.
@@ -106,13 +116,13 @@ impl Tier {
     /// Fails with `Fenced` if another process claimed one of the paths. An error of a device is that of the calls which
     /// follow.
     fn check_owners(&self) -> Result<()> {
-        let checked = self.paths.iter().flatten().filter_map(|path| path.check_owner().err());
+        let checked = self.volumes.iter().flatten().filter_map(|path| path.check_owner().err());
         checked.filter(Error::is_fenced).map(Err).next().unwrap_or(Ok(()))
     }
 
     /// Fails with `Fenced` if the copy that the next superblock replaces on a path is of another owner. A path whose
     /// copy cannot be read gets no superblock, and has failed.
-    fn check_replaced(&self, paths: Vec<(usize, Arc<TierPath>)>) -> Result<ReplacedCopies> {
+    fn check_replaced(&self, paths: Vec<(usize, Arc<Volume>)>) -> Result<ReplacedCopies> {
         let mut reads = Vec::new();
         for (number, path) in paths {
             let (copy, found) = {
@@ -144,13 +154,13 @@ impl Tier {
 
     /// Syncs the data of all paths. If a sync fails, the data is moved to other paths, if it can still be read.
     fn sync_data(&self) -> Result<()> {
-        for _ in 0..=self.paths.len() {
+        for _ in 0..=self.volumes.len() {
             let dirty: Vec<usize> = {
                 let state = self.state.lock();
-                (0..self.paths.len()).filter(|path| state.paths[*path].dirty).collect()
+                (0..self.volumes.len()).filter(|path| state.paths[*path].dirty).collect()
             };
-            let live: Vec<(usize, &Arc<TierPath>)> =
-                dirty.iter().filter_map(|path| Some((*path, self.paths[*path].as_ref()?))).collect();
+            let live: Vec<(usize, &Arc<Volume>)> =
+                dirty.iter().filter_map(|path| Some((*path, self.volumes[*path].as_ref()?))).collect();
             let handles: Vec<Result<u64>> = live.iter().map(|(_, path)| path.sync_data()).collect();
             let mut failed = Vec::new();
             for ((number, path), handle) in live.iter().zip(handles) {
@@ -254,7 +264,7 @@ impl Tier {
     }
 
     /// With full durability, syncs the directory and reads the superblock back.
-    fn look_again(&self, path: &TierPath, copy: usize, sequence: u64) -> Result<()> {
+    fn look_again(&self, path: &Volume, copy: usize, sequence: u64) -> Result<()> {
         if self.durability() != Durability::Full {
             return Ok(());
         }
@@ -271,10 +281,10 @@ impl Tier {
         }
     }
 
-    pub(super) fn superblock_paths(&self) -> Vec<(usize, Arc<TierPath>)> {
+    pub(super) fn superblock_paths(&self) -> Vec<(usize, Arc<Volume>)> {
         let state = self.state.lock();
         let works = |number: usize| state.paths[number].health as u8 <= Health::Draining as u8;
-        let paths = self.paths.iter().enumerate();
+        let paths = self.volumes.iter().enumerate();
         paths
             .filter_map(|(number, path)| Some((number, Arc::clone(path.as_ref()?))))
             .filter(|(number, path)| path.lasts() && works(*number))
@@ -307,7 +317,7 @@ impl Tier {
 #[derive(Debug, Default)]
 struct ReplacedCopies {
     /// Path number, path and copy.
-    copies: Vec<(usize, Arc<TierPath>, usize)>,
+    copies: Vec<(usize, Arc<Volume>, usize)>,
     /// Paths whose copy cannot be read.
     errors: Vec<(usize, Error)>,
 }
@@ -325,7 +335,7 @@ impl Tier {
     /// Superblock of the current state, as reads see it.
     pub(super) fn superblock(&self, state: &TierState, step: Option<u64>, payload: Vec<u8>) -> Superblock {
         let written = |number: usize| {
-            let stats = self.paths[number].as_ref().and_then(|path| path.engine.stats().ok());
+            let stats = self.volumes[number].as_ref().and_then(|path| path.engine.stats().ok());
             stats.map_or(0, |stats| stats.written_bytes)
         };
         // A path without files and without data is dropped from the tier, so the next open does not report it as
@@ -370,6 +380,174 @@ impl Tier {
             paths: paths.collect(),
             extents: extents.collect(),
         }
+    }
+}
+
+impl Tier {
+    /// Marks paths as failed whose files were removed, replaced or renamed, or which do not respond. Moves readable data
+    /// off the paths whose files are gone: no open would find the data there. Fails if a part cannot be moved, or if no
+    /// durable path is left.
+    pub(super) fn check_paths(&self) -> Result<()> {
+        let present: Vec<(usize, &Volume)> = self
+            .volumes
+            .iter()
+            .enumerate()
+            .filter_map(|(number, path)| Some((number, path.as_deref()?)))
+            .collect();
+        let checked = Volume::check_all(&present.iter().map(|(_, path)| *path).collect::<Vec<_>>());
+        let failed: Vec<(usize, Error)> = present
+            .iter()
+            .zip(checked)
+            .filter_map(|((number, _), checked)| Some((*number, checked.err()?)))
+            .collect();
+        for (number, error) in &failed {
+            self.mark(*number, Health::Failed, &error.to_string());
+        }
+        // The files of a path that does not respond may be where they were.
+        let gone = || failed.iter().filter(|(_, error)| error.tier_kind().is_some());
+        let silent =
+            |number: usize| failed.iter().any(|(one, error)| *one == number && error.io_kind().is_some());
+        for (number, path) in
+            self.state.lock().paths.iter_mut().enumerate().filter(|(number, _)| !silent(*number))
+        {
+            path.gone = gone().any(|(one, _)| *one == number);
+        }
+        for (number, error) in gone() {
+            self.move_all(*number as u32).map_err(|reason| with_reason(error, &reason))?;
+        }
+        match failed.into_iter().next() {
+            Some((_, error)) if self.superblock_paths().is_empty() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Moves everything that the next commit names off a path.
+    fn move_all(&self, path: u32) -> Result<()> {
+        let there = |extent: &Extent| {
+            let current = extent.current.as_ref().filter(|_| !extent.removed);
+            current.is_some_and(|current| current.version.touches(path))
+        };
+        let extents: Vec<u32> = {
+            let state = self.state.lock();
+            let numbered = (0..).zip(&state.extents);
+            numbered.filter_map(|(n, extent)| extent.as_ref().filter(|one| there(one)).map(|_| n)).collect()
+        };
+        extents.into_iter().try_for_each(|extent| self.move_extent(extent, WriteOrigin::Commit))
+    }
+}
+
+/// Space of a chunk in a data file, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct UsedSpace {
+    /// Offset of the chunk, and its length with the padding of the last page.
+    pub(super) range: (u64, u64),
+    /// End of the last byte that was written.
+    pub(super) written_end: u64,
+}
+
+impl UsedSpace {
+    /// Space of a chunk.
+    pub(super) fn of(chunk: &Chunk, shape: &Shape) -> UsedSpace {
+        let last = shape.runs(chunk.first, chunk.count).into_iter().map(|run| run.at + run.len).max();
+        let range = (chunk.offset, chunk.stored(shape));
+        UsedSpace { range, written_end: chunk.data() + last.unwrap_or(0) }
+    }
+}
+
+/// Length of the data file at an open. Extends a file that lacks only the padding of its last page.
+pub(super) fn opened_length(path: &Volume, used: &[UsedSpace]) -> Result<u64> {
+    let len = path.data_len()?;
+    let written = used.iter().map(|space| space.written_end).max().unwrap_or(0);
+    let padded = written.next_multiple_of(PAGE);
+    if len >= padded || len < written {
+        return Ok(len);
+    }
+    path.allocate(len, padded)?;
+    Ok(padded)
+}
+
+impl Tier {
+    /// Extends data files that were truncated behind the last written byte of the next commit. Fails with `Corrupt` if
+    /// written bytes are missing, and names an extent to which they belong.
+    pub(super) fn complete_lengths(&self) -> Result<()> {
+        for (number, path) in self.volumes.iter().enumerate() {
+            let Some(path) = path.as_ref().filter(|_| !self.state.lock().paths[number].gone) else {
+                continue;
+            };
+            let end = self.state.lock().paths[number].space.end();
+            // An error of the device is that of the sync which follows.
+            let Some(len) = path.data_len().ok().filter(|len| *len < end) else { continue };
+            if let Some((extent, written_end)) = self.beyond(number as u32, len) {
+                return Err(truncated(path, extent, len, written_end));
+            }
+            // The next open extends the file of a path that failed.
+            if self.state.lock().paths[number].health as u8 <= Health::Draining as u8 {
+                path.allocate(len, end)?;
+                self.state.lock().paths[number].dirty = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// An extent of the next commit with bytes on `path` behind offset `len`, and the end of these bytes.
+    fn beyond(&self, path: u32, len: u64) -> Option<(String, u64)> {
+        let state = self.state.lock();
+        state.extents.iter().flatten().filter(|extent| !extent.removed).find_map(|extent| {
+            let chunks = &extent.current.as_ref()?.version.chunks;
+            let ends = chunks.iter().filter(|chunk| chunk.path == path);
+            let end = ends.map(|chunk| UsedSpace::of(chunk, &extent.shape).written_end).max()?;
+            (end > len).then(|| (extent.name.clone(), end))
+        })
+    }
+}
+
+fn truncated(path: &Volume, extent: String, len: u64, written_end: u64) -> Error {
+    let detail = format!(
+        "the file was truncated to {len} bytes while the tier was open, and this extent has data up to byte \
+         {written_end}; nothing was committed; write the extent again before the next commit"
+    );
+    let path = path.data_name().to_string();
+    TierError { kind: TierKind::Corrupt, path, extent, block: None, detail }.into()
+}
+
+impl Tier {
+    /// Writes the state that was found, or the empty one, as a new superblock to every path. The superblock that was
+    /// found may exist only in the page cache, and paths may have been renamed, added or left out.
+    pub(super) fn write_opening_superblock(&self) -> Result<()> {
+        let (step, payload) = {
+            let state = self.state.lock();
+            (state.step, state.payload.clone())
+        };
+        let (superblock, bytes) = self.next_superblock(step, &payload)?;
+        let table = bytes.on_path(0).len() as u64;
+        for path in self.volumes.iter().flatten().filter(|path| path.lasts()) {
+            path.reserve_superblocks(table)?;
+        }
+        if self.durability() != Durability::Process {
+            let live = || self.volumes.iter().flatten().filter(|path| path.lasts());
+            for path in live() {
+                let all = [path.sync_data()?, path.sync_superblock(0)?, path.sync_superblock(1)?];
+                for handle in all {
+                    path.wait(handle, None)?;
+                }
+            }
+        }
+        self.write_superblocks(&superblock, &bytes)
+    }
+
+    /// Writes the opening superblock if the open had no room for it. Without it no space may be used.
+    pub(super) fn complete_opening(&self) -> Result<()> {
+        if !self.opening_due.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let _one_at_a_time = self.opening.lock();
+        if self.opening_due.load(Ordering::Acquire) {
+            let more =
+                "the tier was opened without room for a superblock; free some space, then repeat the call";
+            self.write_opening_superblock().map_err(|error| error.context(more))?;
+            self.opening_due.store(false, Ordering::Release);
+        }
+        Ok(())
     }
 }
 

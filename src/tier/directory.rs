@@ -13,27 +13,24 @@
 //!   directory holds a file named `removing`. The next process that claims the directory completes the removal.
 #![forbid(unsafe_code)]
 
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
+use std::{fs, io};
 
 use super::extent::check_name;
-use super::failures::{failed, fenced, locked};
-use super::owned_lock::{LOCK, LockStep, OwnedLock, PendingLock};
+use super::ownership::{LockStep, OwnedLock, PendingLock};
+use super::storage::{
+    FILES, FilePair, LOCK, NamedFile, SUPERBLOCKS, Storage, failed, fenced, in_flight, inherited, locked,
+    unless_fenced, within_timeout,
+};
 use crate::error::{Doing, Error, Result, TierError, TierKind};
-use crate::sys::file::Identity;
+use crate::io::file::File;
+use crate::sys::file::{Access, Identity};
 use crate::sys::fork_closed;
 use crate::sys::lock::{FileLock, LockAttempt};
-use crate::sys::private_files::OpenFlags;
-use crate::sys::private_files::{GivenDirectory, PrivateDirectory};
+use crate::sys::private_files::{GivenDirectory, OpenFlags, PrivateDirectory};
 
-/// File names of the two superblock copies.
-pub(super) const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
-/// File name of the data.
-pub(super) const DATA: &str = "data";
-/// Files of a directory, superblocks first: the order of removal.
-pub const FILES: [&str; 3] = [SUPERBLOCKS[0], SUPERBLOCKS[1], DATA];
 const REMOVING: &str = "removing";
 /// Transient errors, which do not prove that a file is gone.
 const PASSING: [i32; 5] = [libc::EINTR, libc::EAGAIN, libc::ENOMEM, libc::EIO, libc::ETIMEDOUT];
@@ -61,7 +58,7 @@ pub struct Directory {
 
 /// Result of a part of a claim.
 #[derive(Debug)]
-pub enum ClaimStep {
+enum ClaimStep {
     /// The claim has ended. `None`: the directory does not exist.
     Done(Option<Directory>),
     /// Go on after this time, in which another owner may show that it lives.
@@ -70,7 +67,7 @@ pub enum ClaimStep {
 
 /// A claim that waits.
 #[derive(Debug)]
-pub struct PendingClaim {
+struct PendingClaim {
     path: PathBuf,
     base: GivenDirectory,
     below: Vec<(String, PrivateDirectory)>,
@@ -99,25 +96,44 @@ impl Owner {
     }
 }
 
-impl Directory {
-    /// Claims the directory of `owner` below `base` and locks it. `None` if it does not exist and `make` is false.
-    /// Errors: `Locked` if another process holds it, `Foreign` if another user owns a part of it. The call may wait for
-    /// the lease of an owner on another machine.
-    pub fn claim(base: &Path, owner: &Owner, make: bool) -> Result<Option<Directory>> {
-        let mut step = Directory::begin_claim(base, owner, make)?;
-        loop {
-            match step {
-                ClaimStep::Done(claimed) => return Ok(claimed),
-                ClaimStep::Wait(pending, time) => {
-                    std::thread::sleep(time);
-                    step = pending.resume()?;
-                }
+/// Claims the directory of `owner` below `base` and locks it. `None` if it does not exist and `make` is false. Errors:
+/// `Locked` if another process holds it, `Foreign` if another user owns a part of it. `io_timeout` bounds each part of
+/// the claim, but not the wait for the lease of an owner on another machine.
+pub fn claim(
+    io_timeout: Option<Duration>,
+    base: &Path,
+    owner: &Owner,
+    make: bool,
+) -> Result<Option<Directory>> {
+    let path = owner.below(base);
+    let (base, owner) = (base.to_path_buf(), owner.clone());
+    let begin = move || Directory::begin_claim(&base, &owner, make);
+    let mut step = within_timeout(io_timeout, Doing::Opening, &path, begin)?;
+    loop {
+        match step {
+            ClaimStep::Done(claimed) => return Ok(claimed),
+            ClaimStep::Wait(pending, time) => {
+                std::thread::sleep(time);
+                step = within_timeout(io_timeout, Doing::Opening, &path, move || pending.resume())?;
             }
         }
     }
+}
 
-    /// The first part of [`Directory::claim`], which does not wait for another owner.
-    pub fn begin_claim(base: &Path, owner: &Owner, make: bool) -> Result<ClaimStep> {
+/// Removes the directory of an owner whose process has ended. Fails for a live owner, and for a directory of another
+/// user. `io_timeout` bounds each part of the removal, but not the wait for another owner's lease.
+pub fn collect(io_timeout: Option<Duration>, base: &Path, owner: &Owner) -> Result<()> {
+    owner.check()?;
+    let path = owner.below(base);
+    match claim(io_timeout, base, owner, false)? {
+        Some(directory) => within_timeout(io_timeout, Doing::Removing, &path, move || directory.remove()),
+        None => Err(failed(Doing::Opening, &path, io::ErrorKind::NotFound.into(), "")),
+    }
+}
+
+impl Directory {
+    /// The first part of [`claim`], which does not wait for another owner.
+    fn begin_claim(base: &Path, owner: &Owner, make: bool) -> Result<ClaimStep> {
         let path = owner.below(base);
         let given = match GivenDirectory::open(base) {
             Err(error) if !is_absence(&error) => return Err(failed(Doing::Opening, base, error, "")),
@@ -321,7 +337,7 @@ impl Directory {
 
 impl PendingClaim {
     /// Goes on with the claim.
-    pub fn resume(self) -> Result<ClaimStep> {
+    fn resume(self) -> Result<ClaimStep> {
         let PendingClaim { path, base, below, lock } = self;
         match lock.resume(&path)? {
             LockStep::Owned(lock) => {
@@ -334,11 +350,6 @@ impl PendingClaim {
             }
         }
     }
-}
-
-/// Error for a removal in a forked child, which removes nothing.
-pub(super) fn inherited(path: &str) -> Error {
-    Error::Unsupported(format!("{path} is in use by the parent of this process; nothing was removed"))
 }
 
 fn gone(path: PathBuf, message: &str) -> Result<()> {
@@ -395,4 +406,140 @@ fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<PendingLock> {
             LockAttempt::HeldByOther(message) => return Err(locked(path, message.trim())),
         }
     }
+}
+
+/// A directory of a mounted file system.
+#[derive(Debug)]
+pub struct DirStorage {
+    directory: Arc<Directory>,
+    direct: bool,
+    io_timeout: Option<Duration>,
+}
+
+impl DirStorage {
+    /// Storage in this directory. `direct`: bypass the page cache. `io_timeout`: longest time to wait for the owner's
+    /// record, which is read without a call of `PathFiles`.
+    pub fn new(directory: Directory, direct: bool, io_timeout: Option<Duration>) -> DirStorage {
+        DirStorage { directory: Arc::new(directory), direct, io_timeout }
+    }
+
+    fn bounded(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+        within_timeout(self.io_timeout, Doing::ReadingOwner, self.directory.path(), work)
+    }
+
+    fn open_for(&self, name: &str, path: &Path, access: Access) -> Result<Arc<File>> {
+        let write = access != Access::Read;
+        let want = |direct| OpenFlags { read: !write, write, make: write, direct };
+        let file =
+            File::open_with(path, access, self.direct, |direct| self.directory.open(name, want(direct)))?;
+        Ok(Arc::new(file.keep_alive(Arc::clone(&self.directory) as _)))
+    }
+}
+
+impl Storage for DirStorage {
+    fn name(&self) -> String {
+        self.directory.path().to_string_lossy().into_owned()
+    }
+
+    fn key(&self) -> PathBuf {
+        self.directory.path().to_path_buf()
+    }
+
+    fn open(&self, file: &str) -> Result<FilePair> {
+        let path = self.directory.file(file);
+        let writer = self.open_for(file, &path, Access::Write { mode: 0o600 })?;
+        Ok(FilePair { reader: self.open_for(file, &path, Access::Read)?, writer })
+    }
+
+    fn len(&self, file: &str) -> Result<Option<u64>> {
+        self.directory.len(file)
+    }
+
+    fn check(&self, files: &[NamedFile]) -> Result<()> {
+        let files: Vec<_> = files.iter().map(|(name, file)| (*name, file.identity())).collect();
+        self.directory.check(&files)
+    }
+
+    fn check_owner(&self) -> Result<()> {
+        if !self.directory.is_leased() {
+            // The page is in the cache of this machine since the open. No server is asked.
+            return self.directory.check_owner();
+        }
+        let directory = Arc::clone(&self.directory);
+        self.bounded(move || directory.check_owner())
+    }
+
+    fn check_lease(&self) -> Result<()> {
+        if self.directory.lease_is_valid() {
+            return Ok(());
+        }
+        let directory = Arc::clone(&self.directory);
+        self.bounded(move || directory.check_lease())
+    }
+
+    fn check_removal(&self, files: &[NamedFile]) -> Result<()> {
+        // The caller bounds a removal and its checks.
+        unless_fenced(self.directory.check_owner())?;
+        let named = files.iter().filter(|(_, file)| file.has_a_name());
+        let files: Vec<_> = named.map(|(name, file)| (*name, file.identity())).collect();
+        self.directory.check_removal(&files)
+    }
+
+    fn finishes_removal(&self) -> bool {
+        true
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.directory.sync()
+    }
+
+    fn remove(self: Arc<Self>) -> Result<()> {
+        let name = self.name();
+        let only = Arc::into_inner(self).and_then(|storage| Arc::into_inner(storage.directory));
+        only.ok_or_else(|| in_flight(&name))?.remove()
+    }
+}
+
+/// Fails with `Foreign` if an unlocked directory of another host holds the state of this rank. A new tier would
+/// otherwise silently ignore that state.
+pub(super) fn check_moved<'a>(
+    bases: impl Iterator<Item = &'a Path>,
+    owner: &Owner,
+    io_timeout: Option<Duration>,
+) -> Result<()> {
+    let mut found = Vec::new();
+    for base in bases {
+        let (path, base, owner) = (owner.below(base), base.to_path_buf(), owner.clone());
+        found
+            .extend(within_timeout(io_timeout, Doing::Opening, &path, move || Ok(elsewhere(&base, &owner)))?);
+    }
+    let Some(path) = found.first() else { return Ok(()) };
+    let message = format!(
+        "it has the state of this rank of job {:?} under another host name than {:?}; set that host name, or \
+         remove the state with spw_tier_collect",
+        owner.job, owner.host
+    );
+    Err(TierError::at(TierKind::Foreign, path.to_string_lossy(), message))
+}
+
+/// Unlocked directories below `base` with state of the same job and rank under another host name. Directories of other
+/// users are skipped.
+fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
+    let hosts = fs::read_dir(base.join(&owner.job)).into_iter().flatten().filter_map(|entry| entry.ok());
+    let names = hosts.filter_map(|entry| entry.file_name().into_string().ok());
+    let Ok(given) = GivenDirectory::open(base) else { return Vec::new() };
+    let holds_state = |owner: &Owner| {
+        let Ok(Some(below)) = enter(&given, base, owner, false) else { return false };
+        let Some((_, rank)) = below.last() else { return false };
+        let written =
+            |file: &&str| rank.entry(file).is_ok_and(|found| found.is_some_and(|found| found.len > 0));
+        SUPERBLOCKS.iter().any(written)
+            && matches!(FileLock::attempt(rank, LOCK), Ok(LockAttempt::Acquired(_)))
+    };
+    names
+        .filter(|host| *host != owner.host)
+        .map(|host| Owner { host, ..owner.clone() })
+        .filter(holds_state)
+        .map(|owner| owner.below(base))
+        .collect()
 }

@@ -21,13 +21,12 @@ use serde::{Deserialize, Serialize};
 
 use super::allocation::ExtentPlacement;
 use super::extent::check_name;
-use super::failures::failed;
 use super::inspect::BlockVisitor;
 use super::options::absolute;
-use super::scratch::Scratch;
 use super::snapshot::{HeldExtent, Snapshot, View};
+use super::storage::{failed, within_timeout};
 use super::store::Tier;
-use super::time_limits::within_timeout;
+use super::volume::Scratch;
 use crate::checksum::{self, RunningChecksum};
 use crate::error::{Doing, Error, Result, TierError, TierKind};
 use crate::io::options::is_address;

@@ -4,14 +4,23 @@
 //! pages.
 #![forbid(unsafe_code)]
 
-use super::layout::{PAGE, header_bytes};
 use crate::error::{Error, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::memory::BASE_PAGE;
 
+/// Alignment and unit of allocations on disk, in bytes.
+pub const PAGE: u64 = BASE_PAGE as u64;
+/// Bytes of the fixed part of a chunk header.
+pub(super) const CHUNK_FIXED: u64 = 128;
 /// Maximum number of streams in an extent.
 pub const MAX_STREAMS: usize = 64;
 /// Maximum length of a name, in bytes.
 pub const MAX_NAME: usize = 255;
+
+/// Size in bytes of a chunk header for `blocks` blocks: a multiple of [`PAGE`].
+pub fn header_bytes(blocks: u64) -> u64 {
+    (CHUNK_FIXED + 8 * blocks).next_multiple_of(PAGE)
+}
 
 /// Sizes of an extent: its streams and its block size.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -5,16 +5,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::checksums;
-use super::extent::Chunk;
+use super::extent::{Chunk, header_bytes};
 use super::health::Health;
-use super::layout::header_bytes;
-use super::path::{SuperblockCopy, TierPath};
-use super::scratch::Scratch;
 use super::snapshot::{HeldExtent, View};
 use super::state::{DurableCopy, PathState, TierState};
+use super::storage::deadline_after;
 use super::store::Tier;
-use super::time_limits::deadline_after;
 use super::transfer::check_header;
+use super::volume::{Scratch, SuperblockCopy, Volume};
 use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::io::counters::EngineTraffic;
 
@@ -102,7 +100,7 @@ impl Tier {
     pub(super) fn walk(&self, extent: &HeldExtent, visit: &mut impl BlockVisitor) -> Result<()> {
         let version = &extent.contents.version;
         for chunk in &version.chunks {
-            let Some(path) = &self.paths[chunk.path as usize] else { continue };
+            let Some(path) = &self.volumes[chunk.path as usize] else { continue };
             let header = path.scratch(header_bytes(chunk.count.into()) as usize)?;
             let read = path.read(chunk.offset, header.transfer()).and_then(|handle| path.wait(handle, None));
             if let Err(error) = read {
@@ -126,7 +124,7 @@ impl Tier {
 
     fn walk_blocks(
         &self,
-        path: &TierPath,
+        path: &Volume,
         chunk: &Chunk,
         checksums: &[u64],
         extent: &HeldExtent,
@@ -169,7 +167,7 @@ impl Tier {
     }
 
     fn verify_superblocks(&self, checked: &mut VerifyReport) {
-        for number in 0..self.paths.len() {
+        for number in 0..self.volumes.len() {
             if let Some(error) = self.superblock_damage(number) {
                 checked.damage.push(error);
             }
@@ -179,7 +177,7 @@ impl Tier {
     /// Error of the last superblock of a path, if it is damaged. Concurrent commits write to the other copy first. A
     /// copy therefore counts as damaged only if it was the last one before the read and still is.
     fn superblock_damage(&self, number: usize) -> Option<Error> {
-        let path = self.paths[number].as_ref()?;
+        let path = self.volumes[number].as_ref()?;
         let last = || {
             let state = self.state.lock();
             state.paths[number].durable_copy.filter(|_| state.paths[number].health != Health::Failed)
@@ -226,18 +224,17 @@ impl Tier {
     /// Health and traffic of all paths, by number.
     pub fn flows(&self) -> Vec<PathFlow> {
         let state = self.state.lock();
-        let traffic =
-            |path: &Option<Arc<TierPath>>| path.as_ref().and_then(|path| path.engine.traffic().ok());
+        let traffic = |path: &Option<Arc<Volume>>| path.as_ref().and_then(|path| path.engine.traffic().ok());
         let flow = |(state, path): (&PathState, _)| PathFlow {
             health: state.health,
             traffic: traffic(path).unwrap_or_default(),
         };
-        state.paths.iter().zip(&self.paths).map(flow).collect()
+        state.paths.iter().zip(&self.volumes).map(flow).collect()
     }
 
     fn report(&self, state: &TierState, number: usize) -> PathReport {
         let path = &state.paths[number];
-        let stats = self.paths[number].as_ref().and_then(|path| path.engine.stats().ok());
+        let stats = self.volumes[number].as_ref().and_then(|path| path.engine.stats().ok());
         let of = |get: fn(&crate::io::counters::EngineStats) -> u64| stats.as_ref().map_or(0, get);
         PathReport {
             name: path.name.clone(),
@@ -282,7 +279,7 @@ impl Tier {
     pub fn close(self, timeout: Option<Duration>) -> Result<()> {
         let until = deadline_after(timeout);
         let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
-        self.paths.iter().flatten().try_for_each(|path| match path.engine.close(left()) {
+        self.volumes.iter().flatten().try_for_each(|path| match path.engine.close(left()) {
             // Errors of operations that no caller waited for concern writes that are discarded here.
             Err(error) if error.io_kind() == Some(IoKind::Timeout) => Err(error),
             _ => Ok(()),
@@ -290,18 +287,18 @@ impl Tier {
         if !self.opener.is_current() {
             return Ok(());
         }
-        let Tier { paths, state, .. } = self;
+        let Tier { volumes: paths, state, .. } = self;
         // Transfers without a waiter hold references to their paths.
         drop(state);
         let paths = paths.into_iter().flatten().filter_map(Arc::into_inner).collect();
-        TierPath::close_all(left().map(|left| left.max(CLOSE_AT_LEAST)), paths)
+        Volume::close_all(left().map(|left| left.max(CLOSE_AT_LEAST)), paths)
     }
 
     /// Removes the tier from every path that is present. Returns the first error, after trying all paths. `Busy` if an
     /// operation is in flight. `Deadline` if a file system does not respond; the removal then continues on its own.
     pub fn destroy(self) -> Result<()> {
         self.check_process()?;
-        let Tier { paths, state, .. } = self;
+        let Tier { volumes: paths, state, .. } = self;
         // Transfers without a waiter hold references to their paths.
         drop(state);
         let (mut outcome, mut owned) = (Ok(()), Vec::new());
@@ -312,7 +309,7 @@ impl Tier {
                 None => outcome = outcome.and(Err(Error::Busy(format!("{name} is still in use")))),
             }
         }
-        outcome.and(TierPath::remove_all(owned))
+        outcome.and(Volume::remove_all(owned))
     }
 }
 

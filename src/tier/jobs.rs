@@ -13,8 +13,8 @@ use super::contents::{Contents, WriteOrigin};
 use super::extent::{Chunk, Shape, Version};
 use super::health::Health;
 use super::state::{TicketState, TierState};
+use super::storage::timed_out;
 use super::store::Tier;
-use super::time_limits::timed_out;
 use super::transfer::{Direction, Job, verdict};
 use crate::error::{Error, IoKind, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -160,7 +160,7 @@ impl Tier {
             source: None,
             reading: false,
             transfers: Vec::new(),
-            excluded: vec![false; self.paths.len()],
+            excluded: vec![false; self.volumes.len()],
         })
     }
 
@@ -188,7 +188,7 @@ impl Tier {
         let mut chunks = self.allocate_chunks(request, placement, home)?;
         let mut started = Ok(());
         for chunk in &mut chunks {
-            let path = self.paths[chunk.path as usize].clone();
+            let path = self.volumes[chunk.path as usize].clone();
             let gone = || Error::invalid("placement", "the path is missing");
             started = started.and_then(|()| job.start_write(chunk, &path.ok_or_else(gone)?, self.identity));
         }
@@ -232,7 +232,7 @@ impl Tier {
     /// I/O timeout bounds the wait for a device that does not answer.
     fn grow_file(&self, path: usize, end: u64) -> Result<()> {
         let gone = || Error::invalid("placement", "the path is missing");
-        let files = self.paths[path].as_ref().ok_or_else(gone)?;
+        let files = self.volumes[path].as_ref().ok_or_else(gone)?;
         let _one_at_a_time = files.growing();
         let from = self.state.lock().paths[path].space.end();
         if end <= from {

@@ -4,10 +4,11 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::directory::Owner;
-use super::failures::failed;
-use super::scan;
-use super::superblock::{MAX_PATHS, block_bytes_fit};
+#[cfg(feature = "s3")]
+use super::bucket;
+use super::directory::{self, Owner};
+use super::format::{MAX_PATHS, block_bytes_fit};
+use super::storage::failed;
 use crate::error::{Doing, Error, Result};
 use crate::io::options::{Options as IoOptions, is_address};
 
@@ -74,9 +75,9 @@ impl PathLocation {
     /// Removes the files of an owner whose process has ended. A live owner is an error.
     pub fn collect(&self, owner: &Owner) -> Result<()> {
         match self {
-            PathLocation::Directory(base) => scan::collect_within(IO_TIMEOUT, base, owner),
+            PathLocation::Directory(base) => directory::collect(IO_TIMEOUT, base, owner),
             #[cfg(feature = "s3")]
-            PathLocation::Bucket(address) => super::bucket::collect(address, owner),
+            PathLocation::Bucket(address) => bucket::collect(address, owner),
             #[cfg(not(feature = "s3"))]
             PathLocation::Bucket(_) => Err(no_object_stores()),
             _ => Err(Error::invalid(

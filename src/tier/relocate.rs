@@ -11,17 +11,15 @@ use std::sync::{Arc, OnceLock};
 
 use super::allocation::{AllocationRequest, ExtentPlacement, free_chunks};
 use super::checksums;
-use super::contents::Contents;
-use super::contents::WriteOrigin;
-use super::extent::{Chunk, Run, Shape, Version};
+use super::contents::{Contents, WriteOrigin};
+use super::extent::{Chunk, Run, Shape, Version, header_bytes};
+use super::format::ChunkHeader;
 use super::health::Health;
 use super::inspect::WINDOW;
 use super::jobs::StartedWrite;
-use super::layout::{ChunkHeader, header_bytes};
-use super::path::TierPath;
-use super::scratch::Scratch;
 use super::store::Tier;
 use super::transfer::{Direction, check_header, may_go_on, verdict};
+use super::volume::{Scratch, Volume};
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -48,7 +46,7 @@ impl Tier {
     /// Marks a path as draining, and moves all its data to other paths. The move becomes durable with the next commit.
     /// `Busy` if a commit is in flight.
     pub fn evacuate(&self, path: u32) -> Result<()> {
-        if path as usize >= self.paths.len() {
+        if path as usize >= self.volumes.len() {
             return Err(Error::invalid("number", format!("there is no path {path}")));
         }
         self.state.lock().between_commits()?;
@@ -86,7 +84,7 @@ impl Tier {
             Some(checksums) => Arc::clone(checksums),
             None => self.stored_checksums(source)?,
         };
-        let mut excluded = vec![false; self.paths.len()];
+        let mut excluded = vec![false; self.volumes.len()];
         loop {
             let request = AllocationRequest { shape, first: 0, count: shape.blocks(), excluded: &excluded };
             let mut chunks = self.allocate_chunks(request, &ExtentPlacement::Auto, begun.home)?;
@@ -199,8 +197,8 @@ impl Tier {
         Ok(())
     }
 
-    fn there(&self, path: usize) -> Result<&Arc<TierPath>> {
-        self.paths[path].as_ref().ok_or_else(|| Error::invalid("path", format!("path {path} is missing")))
+    fn there(&self, path: usize) -> Result<&Arc<Volume>> {
+        self.volumes[path].as_ref().ok_or_else(|| Error::invalid("path", format!("path {path} is missing")))
     }
 
     fn mark_after(&self, path: usize, direction: Direction, error: &Error) {
@@ -213,6 +211,6 @@ impl Tier {
 const READING: Direction = Direction::Read { unchecked: false };
 
 /// Waits for a started transfer.
-fn transfer(begun: Result<u64>, path: &TierPath) -> Result<()> {
+fn transfer(begun: Result<u64>, path: &Volume) -> Result<()> {
     path.wait(begun?, None).map(|_| ())
 }

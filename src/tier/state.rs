@@ -17,9 +17,9 @@ use std::sync::Arc;
 
 use super::contents::Contents;
 use super::extent::Shape;
+use super::format::Stamp;
 use super::health::Health;
 use super::space::Space;
-use super::superblock::Stamp;
 use super::transfer::Job;
 use crate::error::{Error, Result, TierError, TierKind};
 

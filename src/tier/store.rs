@@ -16,10 +16,10 @@ use super::contents::{Contents, WriteOrigin};
 use super::extent::{Shape, check_name};
 use super::health::Health;
 use super::options::{Durability, TierOptions};
-use super::path::TierPath;
 use super::state::{Extent, TicketState, TierState};
-use super::time_limits::{deadline_after, timed_out};
+use super::storage::{deadline_after, timed_out};
 use super::transfer::{Direction, Job, TierIdentity};
+use super::volume::Volume;
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -35,7 +35,7 @@ pub struct Tier {
     pub(super) identity: TierIdentity,
     pub(super) block_bytes: u64,
     /// By path number; `None` for missing paths.
-    pub(super) paths: Vec<Option<Arc<TierPath>>>,
+    pub(super) volumes: Vec<Option<Arc<Volume>>>,
     pub(super) state: Lock<TierState>,
     pub(super) changed: Signal,
     /// Rung whenever transfers of a path may have ended.
@@ -216,7 +216,7 @@ impl Tier {
         placement: &ExtentPlacement,
         checksums: Option<Vec<u64>>,
     ) -> Result<u64> {
-        placement.check(self.paths.len(), self.shape(extent)?.blocks())?;
+        placement.check(self.volumes.len(), self.shape(extent)?.blocks())?;
         let begun = self.begin_write(extent, Some(spans), WriteOrigin::Caller)?;
         self.start_write(begun, spans, placement, checksums)
     }
@@ -260,7 +260,7 @@ impl Tier {
         let known = source.checksums.get().is_some();
         let mut started = Ok(());
         for chunk in &source.version.chunks {
-            let path = self.paths[chunk.path as usize].clone();
+            let path = self.volumes[chunk.path as usize].clone();
             let gone = || Error::invalid("extent", "one of its paths is missing");
             started = started.and_then(|()| job.start_read(chunk, &path.ok_or_else(gone)?, known));
         }
@@ -329,7 +329,7 @@ impl Tier {
 
     /// Name of the first path that is present, for error messages about the whole tier.
     pub(super) fn some_name(&self) -> String {
-        self.paths.iter().flatten().next().map_or_else(String::new, |path| path.name())
+        self.volumes.iter().flatten().next().map_or_else(String::new, |path| path.name())
     }
 
     /// Discards all changes since the last commit. `Busy` while a commit is in flight.
@@ -347,37 +347,6 @@ impl Tier {
 
     pub(super) fn durability(&self) -> Durability {
         self.options.durability
-    }
-}
-
-impl Tier {
-    /// Closes the gate of a path: new reads and writes of its data are held.
-    pub(super) fn close_gate(&self, path: usize) {
-        self.at(path, TierPath::close_gate);
-    }
-
-    /// Opens the gate of a path, and starts the held transfers.
-    pub(super) fn open_gate(&self, path: usize) {
-        self.at(path, |path| path.release_held(false));
-    }
-
-    /// Starts the held transfers of a path, and closes its gate for later ones.
-    pub(super) fn release_held(&self, path: usize) {
-        self.at(path, |path| path.release_held(true));
-    }
-
-    /// True if transfers are held at the gate of a path.
-    pub(super) fn held_back(&self, path: usize) -> bool {
-        self.at(path, |path| path.held_back() > 0).unwrap_or(false)
-    }
-
-    /// True if no transfer is in flight on a path.
-    pub(super) fn quiet(&self, path: usize) -> bool {
-        self.at(path, TierPath::quiet).unwrap_or(true)
-    }
-
-    fn at<T>(&self, path: usize, work: impl FnOnce(&TierPath) -> T) -> Option<T> {
-        self.paths.get(path)?.as_deref().map(work)
     }
 }
 

@@ -10,11 +10,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::contents::Contents;
-use super::extent::{Chunk, Run, Shape, Version};
+use super::extent::{Chunk, Run, Shape, Version, header_bytes};
+use super::format::ChunkHeader;
 use super::health::Health;
-use super::layout::{ChunkHeader, header_bytes};
-use super::path::TierPath;
-use super::scratch::Scratch;
+use super::volume::{Scratch, Volume};
 use crate::error::{Error, IoKind, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
 
@@ -54,7 +53,7 @@ pub(super) struct Transfer {
     pub(super) chunk: Chunk,
     /// Blocks that are transferred; `None` for the header.
     pub(super) run: Option<Run>,
-    pub(super) path: Arc<TierPath>,
+    pub(super) path: Arc<Volume>,
     pub(super) handle: Result<u64>,
     pub(super) outcome: Option<Result<()>>,
     header: Option<Scratch>,
@@ -72,7 +71,7 @@ impl Job {
     pub(super) fn start_write(
         &mut self,
         chunk: &mut Chunk,
-        path: &Arc<TierPath>,
+        path: &Arc<Volume>,
         identity: TierIdentity,
     ) -> Result<()> {
         let checksums = self.contents.checksums.get().map_or(&[][..], |checksums| checksums);
@@ -103,7 +102,7 @@ impl Job {
 
     /// Starts the reads of a chunk; also of its header unless the checksums are `known`. A stream with an empty span is
     /// skipped.
-    pub(super) fn start_read(&mut self, chunk: &Chunk, path: &Arc<TierPath>, known: bool) -> Result<()> {
+    pub(super) fn start_read(&mut self, chunk: &Chunk, path: &Arc<Volume>, known: bool) -> Result<()> {
         if !known {
             let header = path.scratch(header_bytes(chunk.count.into()) as usize)?;
             let handle = path.read(chunk.offset, header.transfer());
@@ -232,7 +231,7 @@ impl Transfer {
     fn new(
         chunk: &Chunk,
         run: Option<Run>,
-        path: &Arc<TierPath>,
+        path: &Arc<Volume>,
         handle: Result<u64>,
         header: Option<Scratch>,
     ) -> Transfer {

@@ -10,8 +10,8 @@ use crate::capi::io::engine::backend;
 use crate::error::{Error, Result};
 use crate::sys::host;
 use crate::tier::directory::Owner;
+use crate::tier::format::MAX_PATHS;
 use crate::tier::options::{Durability, Mode, PathLocation, PathOptions, TierOptions};
-use crate::tier::superblock::MAX_PATHS;
 
 /// How `spw_tier_open` treats existing state. Passed as `uint32_t`.
 #[repr(C)]

@@ -6,7 +6,7 @@ use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::tier::options::{parse, spw_tier_options};
 use crate::tier::Tier;
-use crate::tier::superblock_set::{Before, Steps};
+use crate::tier::recover::{Before, Steps};
 
 c_struct! { first 32;
 /// The steps at which a tier can be opened.

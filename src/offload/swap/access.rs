@@ -77,7 +77,7 @@ impl Swap {
             }
             self.pipeline.uncache(slot);
         }
-        self.arbiter.begin(&self.tier);
+        self.arbiter.begin();
         let outcome = self.flush(subgroup, slot, false).and_then(|()| self.collect_all());
         self.note(outcome)
     }

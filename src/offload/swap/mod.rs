@@ -38,7 +38,7 @@ use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::tier::Tier;
 use crate::tier::claim::UpdateClaim;
-use crate::tier::turns::arbiter::PathArbiter;
+use crate::tier::turns::PathArbiter;
 
 pub use encoding::SubgroupState;
 
@@ -103,7 +103,7 @@ impl Swap {
         let slots = Slots::open(&budget, options.usual, options.backing)?;
         let traffic = Traffic::new(&tier, options)?;
         let arbiter = match options.exclusive {
-            true => PathArbiter::new(&tier, options.turn_timeout)?,
+            true => PathArbiter::new(&tier, options.turn_timeout),
             false => PathArbiter::without_turns(),
         };
         // Last: a failure before this line leaves the tier unchanged.
@@ -207,7 +207,7 @@ impl Swap {
 
     /// Rolls back to the last commit.
     pub fn rollback(&mut self) -> Result<()> {
-        self.arbiter.end(&self.tier);
+        self.arbiter.end();
         self.finish_transfers();
         self.tier.rollback()?;
         self.pipeline.forget()?;
@@ -225,7 +225,7 @@ impl Swap {
     }
 
     fn note(&mut self, outcome: Result<()>) -> Result<()> {
-        self.arbiter.end(&self.tier);
+        self.arbiter.end();
         outcome.inspect_err(|error| {
             self.finish_transfers();
             self.broken = Some(error.clone());
@@ -240,9 +240,9 @@ impl Swap {
 
     /// Runs the pipeline to its end. With `Source::Nothing` no subgroup is read: `work` fills the memory.
     fn drive(&mut self, source: Source, work: &mut dyn Update) -> Result<()> {
-        self.arbiter.begin(&self.tier);
+        self.arbiter.begin();
         loop {
-            self.arbiter.poll(&self.tier);
+            self.arbiter.poll();
             match self.pipeline.next_action() {
                 Action::Fetch { slot, .. } if source == Source::Nothing => {
                     self.pipeline.mark_filled(slot);
@@ -373,7 +373,7 @@ impl Swap {
     /// all.
     fn collect(&mut self, wait: bool) -> Result<()> {
         let mut outcome = Ok(());
-        for done in self.traffic.collect_ended(&self.tier, &mut self.arbiter, wait) {
+        for done in self.traffic.collect_ended(&self.tier, &self.arbiter, wait) {
             self.ended(done.direction, done.slot, done.outcome.is_ok());
             outcome = outcome.and(done.outcome);
         }

@@ -302,7 +302,7 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
 /// While another process has the turn on one path, a step proceeds on the other path; it completes when the turn ends.
 #[test]
 fn whoever_waits_for_one_path_uses_the_other() {
-    use crate::tier::turns::queue::{TurnQueue, TurnRequest};
+    use crate::tier::turns::{TurnQueue, TurnRequest};
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
     let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
     let tier = tier_in(

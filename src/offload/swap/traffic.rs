@@ -13,7 +13,7 @@ use super::placement::{self, Flow, Observed, PathPlan, SubgroupPlacement};
 use crate::error::{Error, IoKind, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::tier::extent::Shape;
-use crate::tier::turns::arbiter::PathArbiter;
+use crate::tier::turns::PathArbiter;
 use crate::tier::{self, Health, Tier};
 
 /// Direction of a transfer.
@@ -158,14 +158,14 @@ impl Traffic {
     pub(super) fn collect_ended(
         &mut self,
         tier: &Tier,
-        arbiter: &mut PathArbiter,
+        arbiter: &PathArbiter,
         wait: bool,
     ) -> Vec<EndedTransfer> {
         let began = Instant::now();
         let mut ended = Vec::new();
         while !self.pending.is_empty() {
             let events = tier.events();
-            arbiter.poll(tier);
+            arbiter.poll();
             let mut index = 0;
             while index < self.pending.len() {
                 let outcome = tier.wait(self.pending[index].ticket, Some(Duration::ZERO));

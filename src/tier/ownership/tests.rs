@@ -95,9 +95,9 @@ fn an_owner_that_this_machine_knows_is_refused_or_replaced_without_a_wait() {
     let register = Shared::default();
     claim(&register, &of("mine"), now);
     let next = of("next");
-    crate::tier::holder::hold("mine");
+    hold("mine");
     assert!(matches!(claim(&register, &next, now), (Progress::Held(_), Duration::ZERO)));
-    crate::tier::holder::let_go("mine");
+    let_go("mine");
     assert_eq!(claim(&register, &next, now), (Progress::Owned, TIMING.settle));
 }
 
@@ -241,4 +241,31 @@ fn of_processes_that_race_stop_and_resume_no_two_write_data_at_once() {
         }
     }
     assert!(owned > 1000 && refused > 1000 && fenced > 50, "{owned} {refused} {fenced}");
+}
+
+#[test]
+fn machines_without_an_id_are_told_apart_by_their_starts() {
+    let of = |machine: &str, boot: &str| Holder {
+        host: "localhost".to_string(),
+        machine: machine.to_string(),
+        boot: boot.to_string(),
+        namespace: "one".to_string(),
+        pid: u32::MAX,
+        started: 1,
+    };
+    let life = |theirs: Holder, mine: Holder| theirs.life(&mine, "p/lock/other");
+    assert_eq!(life(of("", "monday"), of("", "tuesday")), Life::Unknown, "it may be another machine");
+    assert_eq!(life(of("id", "monday"), of("id", "tuesday")), Life::Dead);
+    assert_eq!(life(of("id", "monday"), of("", "tuesday")), Life::Unknown);
+    assert_eq!(life(of("", "monday"), of("", "monday")), Life::Dead, "this machine has no such process");
+}
+
+#[test]
+fn a_key_that_this_process_does_not_hold_is_of_a_dead_holder() {
+    let me = Holder::this_process();
+    assert_eq!(me.life(&me, "a key"), Life::Dead);
+    hold("a key");
+    assert_eq!(me.life(&me, "a key"), Life::Alive);
+    let_go("a key");
+    assert_eq!(me.life(&me, "a key"), Life::Dead);
 }

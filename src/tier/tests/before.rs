@@ -6,7 +6,7 @@ use super::crash::{Commit, FATES, allowed, check, record};
 use super::*;
 use crate::error::TierKind;
 use crate::io::sim::Journal;
-use crate::tier::superblock_set::{Before, Steps};
+use crate::tier::recover::{Before, Steps};
 
 fn at(disks: &[Disk], step: u64) -> Result<Tier> {
     Tier::open(TierOptions { at_step: Some(step), ..on_disks(disks, &[]) })

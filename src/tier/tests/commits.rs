@@ -8,8 +8,7 @@ use std::thread;
 use super::*;
 use crate::error::{Error, IoKind};
 use crate::tier::Health;
-use crate::tier::contents::Contents;
-use crate::tier::contents::WriteOrigin;
+use crate::tier::contents::{Contents, WriteOrigin};
 
 /// A tier on two disks with extents 0 and 1 written on disk 0, not committed; and the number of requests to disk 0.
 fn written(disks: &[Disk], faults: &[Faults]) -> (Tier, u64) {
@@ -156,7 +155,7 @@ fn a_read_that_is_over_leaves_its_extent_free_although_its_ticket_is_lost() {
     let tier = written(&disks(), &[]).0;
     let memory = Memory::new(STREAMS[0]);
     let ticket = tier.read(0, &memory.buffers(), false).unwrap();
-    until(|| tier.paths.iter().flatten().all(|path| path.quiet()));
+    until(|| tier.volumes.iter().flatten().all(|path| path.quiet()));
     write(&tier, 0, seed_of(2, 0), &ExtentPlacement::Auto).unwrap();
     tier.commit(2, &[]).unwrap();
     // The ticket is still valid, and its memory holds the old contents.

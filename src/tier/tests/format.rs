@@ -5,8 +5,7 @@ use std::path::PathBuf;
 
 use crate::checksum;
 use crate::tier::extent::{Chunk, Shape, Version};
-use crate::tier::layout::ChunkHeader;
-use crate::tier::superblock::{ExtentRecord, MAX_PATHS, PathRecord, Superblock, SuperblockHeader};
+use crate::tier::format::{ChunkHeader, ExtentRecord, MAX_PATHS, PathRecord, Superblock, SuperblockHeader};
 use crate::tier::transfer::check_header;
 
 /// Golden bytes of this name, as the first release wrote them. `SPILLWAY_BLESS=1` writes the bytes of a new format

@@ -227,7 +227,7 @@ fn an_export_into_a_directory_that_does_not_respond_fails_after_the_io_timeout()
     let base = tempfile::tempdir().unwrap();
     let path = base.path().join("hangs");
     let (release, held) = mpsc::channel::<()>();
-    let hung = crate::tier::time_limits::within_timeout(Some(IO_TIMEOUT), Doing::Opening, &path, move || {
+    let hung = crate::tier::storage::within_timeout(Some(IO_TIMEOUT), Doing::Opening, &path, move || {
         let _ = held.recv();
         Ok(())
     });
@@ -306,10 +306,17 @@ fn a_verification_and_an_export_keep_the_space_of_their_state_while_writes_go_on
     assert!(used(&tier) < before, "the space is free after the snapshot");
 }
 
-/// The write of a part to another path is held at a gate, and the next part has no path left. The thread that would open
-/// the gate is the one that waits.
+/// A turn that never comes.
+#[derive(Debug)]
+struct Never;
+
+impl crate::tier::volume::Turn for Never {
+    fn poll(&self) {}
+}
+
+/// The write of a part to another path is held at a gate, and the next part has no path left.
 #[test]
-fn a_write_that_fails_does_not_wait_for_a_gate_that_only_its_own_thread_opens() {
+fn a_write_that_fails_does_not_wait_for_a_turn() {
     let disks = [Disk::default(), Disk::default(), Disk::default()];
     drop(Tier::open(on_disks(&disks, &[])).unwrap());
     let first = disks.each_ref().map(Disk::requests);
@@ -320,7 +327,8 @@ fn a_write_that_fails_does_not_wait_for_a_gate_that_only_its_own_thread_opens() 
     let mut options = on_disks(&disks, &[fails(0), Faults::default(), fails(2)]);
     options.paths[1].limit = Some(4 * BLOCK);
     let tier = std::sync::Arc::new(Tier::open(options).unwrap());
-    tier.close_gate(1);
+    let volume = tier.volumes[1].as_ref().unwrap();
+    volume.close_gate(std::sync::Weak::<Never>::new());
     let (report, reported) = mpsc::channel();
     let theirs = std::sync::Arc::clone(&tier);
     std::thread::spawn(move || {
@@ -329,6 +337,6 @@ fn a_write_that_fails_does_not_wait_for_a_gate_that_only_its_own_thread_opens() 
     });
     let outcome = reported.recv_timeout(PATIENCE.unwrap()).expect("the write waits for ever");
     assert_eq!(outcome.unwrap_err().io_kind(), Some(IoKind::Failed));
-    assert!(!tier.held_back(1), "nothing is left at the gate");
-    tier.open_gate(1);
+    assert!(!volume.held_back(), "nothing is left at the gate");
+    volume.release_held(false);
 }

@@ -26,7 +26,7 @@ use nix::unistd::Pid;
 
 use super::directory::Owner;
 use super::options::{Durability, Mode, PathLocation, PathOptions, TierOptions};
-use super::scratch::Scratch;
+use super::volume::Scratch;
 use super::{ExtentPlacement, Tier};
 use crate::error::Result;
 use crate::io::options::Options as IoOptions;

@@ -8,7 +8,7 @@ use std::process::Command;
 use super::*;
 use crate::error::{Error, IoKind, TierKind};
 use crate::tier::Health;
-use crate::tier::scan::{collect, scan};
+use crate::tier::directory::collect;
 
 /// Two base directories in a temporary directory below `target`.
 pub(super) fn bases() -> (tempfile::TempDir, Vec<PathBuf>) {
@@ -93,8 +93,8 @@ fn state_under_the_name_of_another_host_is_not_forgotten() {
     // The owner on host a is alive, so host b is another run and may create its own tier.
     drop(on("b", Mode::Auto).unwrap());
     drop(tier);
-    collect(&bases[0], &Owner { host: "b".to_string(), ..owner() }).unwrap();
-    collect(&bases[1], &Owner { host: "b".to_string(), ..owner() }).unwrap();
+    collect(None, &bases[0], &Owner { host: "b".to_string(), ..owner() }).unwrap();
+    collect(None, &bases[1], &Owner { host: "b".to_string(), ..owner() }).unwrap();
     let (found, message) = kind(on("b", Mode::Auto));
     assert!(
         found == Some(TierKind::Foreign) && message.contains("another host name than \"b\""),
@@ -115,15 +115,12 @@ fn two_tiers_on_one_path_exclude_each_other_and_a_dead_one_can_be_collected() {
     let mut other = TierOptions { world: 2, ..options(&bases) };
     other.owner.rank = 1;
     let second = Tier::open(other).unwrap();
-    let list = scan(&bases[0]).unwrap();
-    assert_eq!(list.len(), 2);
-    assert!(list.iter().all(|one| one.live.is_some()));
-    assert_eq!(collect(&bases[0], &owner()).unwrap_err().tier_kind(), Some(TierKind::Locked));
+    assert_eq!(collect(None, &bases[0], &owner()).unwrap_err().tier_kind(), Some(TierKind::Locked));
     drop((tier, second));
-    let list = scan(&bases[0]).unwrap();
-    assert!(list.iter().all(|one| one.live.is_none() && one.bytes > 0), "{list:?}");
-    list.iter().for_each(|one| collect(&bases[0], &one.owner).unwrap());
-    assert!(scan(&bases[0]).unwrap().is_empty());
+    for rank in 0..2 {
+        collect(None, &bases[0], &Owner { rank, ..owner() }).unwrap();
+    }
+    assert_eq!(fs::read_dir(&bases[0]).unwrap().count(), 0);
     assert_eq!(
         kind(Tier::open(TierOptions { mode: Mode::Resume, ..options(&bases[..1]) })).0,
         Some(TierKind::NoState)
@@ -165,7 +162,7 @@ fn stale_files_of_another_run_rank_version_or_size_are_refused_and_named() {
         }
     }
     refused(other.clone(), TierKind::Foreign, "rank 0 of 1");
-    bases.iter().for_each(|base| collect(base, &other.owner).unwrap());
+    bases.iter().for_each(|base| collect(None, base, &other.owner).unwrap());
 
     // One path belongs to another run of the same name.
     let (_dir2, bases2) = self::bases();
@@ -424,7 +421,7 @@ fn full_file_systems_are_left_for_others_or_named_and_lose_nothing() {
     assert!(tier.paths()[0].file_bytes <= 300 << 10);
     drop(tier);
     assert!(is_at(&Tier::open(options(&[small.0.clone(), bases[0].clone()])).unwrap(), 6));
-    collect(&small.0, &owner()).unwrap();
+    collect(None, &small.0, &owner()).unwrap();
 
     let Some(other) = Small::mount(dir.path().join("other"), 300 << 10) else { return };
     let both = [small.0.clone(), other.0.clone()];

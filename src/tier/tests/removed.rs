@@ -11,7 +11,7 @@ use super::*;
 use crate::error::TierKind;
 use crate::io::object::memory::MemoryStore as Store;
 use crate::tier::Health;
-use crate::tier::scan::collect;
+use crate::tier::directory::collect;
 
 const NAMES: [&str; 4] = ["lock", "data", "superblock.0", "superblock.1"];
 
@@ -225,7 +225,7 @@ fn a_tier_whose_superblocks_are_lost_is_not_written_over() {
             }
         }
         assert!(fs::read(rank(&bases[0]).join("data")).unwrap() == before);
-        bases.iter().for_each(|base| collect(base, &owner()).unwrap());
+        bases.iter().for_each(|base| collect(None, base, &owner()).unwrap());
         step(&Tier::open(options(&bases)).unwrap(), 1).unwrap();
     }
 }

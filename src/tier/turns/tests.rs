@@ -1,13 +1,14 @@
 //! Turns among threads that act as processes, and among real processes, one of which is killed during its turn.
 #![forbid(unsafe_code)]
 
-use super::*;
 use std::fs::OpenOptions;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
+
+use super::*;
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -142,7 +143,7 @@ fn real_processes_exclude_each_other_and_survive_a_killed_one() {
     let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
     let start = |hold: bool| -> Child {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "tier::turns::queue::tests::child_process", "--nocapture"]);
+        command.args(["--ignored", "--exact", "tier::turns::tests::child_process", "--nocapture"]);
         command.env("SPILLWAY_TEST_TURNS", dir.path()).env("SPILLWAY_TEST_TURNS_OTHER", other.path());
         if hold {
             command.env("SPILLWAY_TEST_TURNS_HOLD", "1");
@@ -248,4 +249,29 @@ fn a_turn_ends_although_a_forked_child_has_its_descriptor() {
     let mut next = claim(dir.path());
     assert!(next.poll().unwrap() && matches!(next.state, RequestState::Turn { .. }));
     drop(copy);
+}
+
+/// One thread alone closes the gates, reads, and waits without a limit.
+#[test]
+fn a_wait_needs_no_other_thread_to_take_the_turn() {
+    use crate::tier::directory::Owner;
+    use crate::tier::options::TierOptions;
+    use crate::tier::volume::Scratch;
+    let dir = tempfile::tempdir().unwrap();
+    let owner = Owner { job: "run".to_string(), host: "node".to_string(), rank: 0 };
+    let tier = Tier::open(TierOptions::new(owner, [dir.path().to_path_buf()])).unwrap();
+    let arbiter = PathArbiter::new(&tier, LONG);
+    let (extent, memory) = (tier.define("one", &[8192]).unwrap(), Scratch::new(8192).unwrap());
+    for _ in 0..3 {
+        arbiter.begin();
+        let ticket = tier.write(extent, &[memory.transfer()], &Default::default(), None).unwrap();
+        tier.wait(ticket, None).unwrap();
+        let ticket = tier.read(extent, &[memory.transfer()], false).unwrap();
+        tier.wait(ticket, None).unwrap();
+        arbiter.end();
+    }
+    arbiter.begin();
+    let ticket = tier.read(extent, &[memory.transfer()], false).unwrap();
+    drop(arbiter);
+    tier.wait(ticket, None).unwrap();
 }

@@ -1,6 +1,11 @@
 //! Turns on a storage path: one process of the node uses the path at a time (MLP-Offload section 3.2).
 //!
 //! Invariants:
+//! - In a round, transfers to a path wait at the path's gate until this process has its turn, or its timeout passes.
+//!   Other paths are not delayed: the parts of a subgroup travel independently.
+//! - A process keeps its turn while no other process waits. When one does, this process closes the gate, finishes the
+//!   transfers that have passed it, and gives the turn up.
+//! - A turn depends only on the path's own transfers, so processes never wait for each other in a cycle.
 //! - At most one live process holds the turn of a path: the holder has the file lock on `turn`.
 //! - Turns are granted in ticket order, so a process waits for at most one turn of each other process.
 //! - The end of a turn unlocks its file, also while a child that was forked during the turn has the descriptor.
@@ -25,14 +30,170 @@ use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use super::store::Tier;
+use super::volume::{POLL_INTERVAL, Turn, Volume};
 use crate::environment;
 use crate::error::{Error, Result};
+use crate::io::options::is_address;
 use crate::log::{self, Level};
-use crate::sys::private_files::OpenFlags;
-use crate::sys::private_files::{self, GivenDirectory, PrivateDirectory};
+use crate::sys::private_files::{self, GivenDirectory, OpenFlags, PrivateDirectory};
 use crate::sys::process::OpeningProcess;
+use crate::sys::sync::Lock;
+
+/// The turns of one process on the paths of a tier. Its drop opens all gates.
+#[derive(Debug)]
+pub struct PathArbiter {
+    /// Devices whose paths have turns. Other paths are always open.
+    devices: Vec<Arc<SharedDevice>>,
+    opener: OpeningProcess,
+}
+
+/// The paths on one device, which share one queue of waiting processes.
+#[derive(Debug)]
+struct SharedDevice {
+    me: Weak<SharedDevice>,
+    volumes: Vec<Weak<Volume>>,
+    turn: Lock<DeviceTurn>,
+}
+
+#[derive(Debug)]
+struct DeviceTurn {
+    /// `None` after an error of the queue: the paths are always open then.
+    request: Option<TurnRequest>,
+    last_poll: Option<Instant>,
+}
+
+impl PathArbiter {
+    /// Joins the queues of the shared paths of `tier`. A turn is awaited for at most `turn_timeout`.
+    pub fn new(tier: &Tier, turn_timeout: Duration) -> PathArbiter {
+        let mut queues: Vec<(TurnQueue, Vec<Weak<Volume>>)> = Vec::new();
+        for volume in tier.volumes.iter().flatten() {
+            let name = volume.name();
+            // Memory belongs to this process alone, and an object store serves all processes at once.
+            if !volume.lasts() || is_address(&name) {
+                continue;
+            }
+            let queue = match TurnQueue::join(Path::new(&name), None) {
+                Ok(queue) => queue,
+                // Turns only improve bandwidth: without them every process uses the path at any time.
+                Err(error) => {
+                    let message =
+                        format!("{name} is used without taking turns with other processes: {error}");
+                    log::write(Level::Warn, &message);
+                    continue;
+                }
+            };
+            match queues.iter_mut().find(|(known, _)| known.directory() == queue.directory()) {
+                Some((_, volumes)) => volumes.push(Arc::downgrade(volume)),
+                None => queues.push((queue, vec![Arc::downgrade(volume)])),
+            }
+        }
+        let device = |(queue, volumes)| {
+            let request = Some(TurnRequest::new(queue, turn_timeout));
+            let turn = Lock::new(DeviceTurn { request, last_poll: None });
+            Arc::new_cyclic(|me: &Weak<SharedDevice>| SharedDevice { me: Weak::clone(me), volumes, turn })
+        };
+        let devices = queues.into_iter().map(device).collect();
+        PathArbiter { devices, opener: OpeningProcess::current() }
+    }
+
+    /// An arbiter without turns: all paths are always open.
+    pub fn without_turns() -> PathArbiter {
+        PathArbiter { devices: Vec::new(), opener: OpeningProcess::current() }
+    }
+
+    /// Begins a round: closes the gates of paths with turns.
+    pub fn begin(&self) {
+        for device in &self.devices {
+            let mut turn = device.turn.lock();
+            turn.last_poll = None;
+            if turn.request.is_some() {
+                device.close();
+            }
+        }
+    }
+
+    /// Requests turns that are needed, and gives up turns that other processes wait for. Call repeatedly in a round.
+    pub fn poll(&self) {
+        self.devices.iter().for_each(|device| device.poll());
+    }
+
+    /// Time until the next `poll` is useful; `None` if no path has turns.
+    pub fn next_poll(&self) -> Option<Duration> {
+        (!self.devices.is_empty()).then_some(POLL_INTERVAL)
+    }
+
+    /// Ends a round: opens all gates and gives all turns up.
+    pub fn end(&self) {
+        for device in &self.devices {
+            let mut turn = device.turn.lock();
+            device.open(false);
+            turn.request.iter_mut().for_each(TurnRequest::release);
+        }
+    }
+}
+
+impl Drop for PathArbiter {
+    fn drop(&mut self) {
+        // A forked child must not take a lock that a thread of the parent may hold.
+        if self.opener.is_current() {
+            self.end();
+        }
+    }
+}
+
+impl Turn for SharedDevice {
+    fn poll(&self) {
+        // Another thread polls, or this one in a log callback.
+        let Some(mut turn) = self.turn.try_lock() else { return };
+        let DeviceTurn { request: Some(request), last_poll } = &mut *turn else { return };
+        if last_poll.is_some_and(|last_poll| last_poll.elapsed() < POLL_INTERVAL) {
+            return;
+        }
+        *last_poll = Some(Instant::now());
+        if let Err(error) = self.advance(request) {
+            log::write(Level::Warn, &format!("this process takes no more turns on a path: {error}"));
+            turn.request = None;
+            self.open(false);
+        }
+    }
+}
+
+impl SharedDevice {
+    fn advance(&self, request: &mut TurnRequest) -> Result<()> {
+        if request.granted() {
+            if !request.others_wait()? {
+                self.open(false);
+                return Ok(());
+            }
+            self.close();
+            if !self.present().all(|volume| volume.quiet()) {
+                return Ok(());
+            }
+            request.release();
+        }
+        if self.present().any(|volume| volume.held_back()) && request.poll()? {
+            self.open(true);
+        }
+        Ok(())
+    }
+
+    fn present(&self) -> impl Iterator<Item = Arc<Volume>> {
+        self.volumes.iter().filter_map(Weak::upgrade)
+    }
+
+    fn close(&self) {
+        self.present().for_each(|volume| volume.close_gate(Weak::clone(&self.me) as Weak<dyn Turn>));
+    }
+
+    /// Starts the held transfers. Later ones are held again if `closed`.
+    fn open(&self, closed: bool) {
+        self.present().for_each(|volume| volume.release_held(closed));
+    }
+}
 
 /// Maximum number of processes in a queue.
 const SLOTS: usize = 1024;
@@ -50,14 +211,14 @@ pub struct TurnQueue {
     tickets: File,
 }
 
-/// The turn on a path. Dropping it ends the turn.
+/// The turn on a device. Dropping it ends the turn.
 #[derive(Debug)]
-pub struct Turn {
+pub struct HeldTurn {
     lock: File,
     opener: OpeningProcess,
 }
 
-impl Drop for Turn {
+impl Drop for HeldTurn {
     fn drop(&mut self) {
         // To close the file would not end the turn while a child, forked during the turn, has the descriptor too.
         if self.opener.is_current()
@@ -76,7 +237,7 @@ enum RequestState {
     /// The process waits. It has a ticket after it could lock the file `desk`.
     Waiting { ticket: Option<u64>, since: Instant },
     /// The process has the turn.
-    Turn { _turn: Turn },
+    Turn { _turn: HeldTurn },
     /// The timeout passed; the process uses the path without a turn.
     TimedOut,
 }
@@ -202,13 +363,13 @@ impl TurnQueue {
         self.mine.write_all_at(&0u64.to_le_bytes(), 0)
     }
 
-    fn try_take(&self, ticket: u64) -> io::Result<Option<Turn>> {
+    fn try_take(&self, ticket: u64) -> io::Result<Option<HeldTurn>> {
         if self.is_anyone_before(ticket)? {
             return Ok(None);
         }
         let file = shared_file(&self.files, "turn")?;
         match file.try_lock() {
-            Ok(()) => Ok(Some(Turn { lock: file, opener: OpeningProcess::current() })),
+            Ok(()) => Ok(Some(HeldTurn { lock: file, opener: OpeningProcess::current() })),
             Err(TryLockError::WouldBlock) => Ok(None),
             Err(TryLockError::Error(error)) => Err(error),
         }

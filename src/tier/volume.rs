@@ -1,29 +1,49 @@
-//! One path: its files, and its own I/O engine, so that a slow path does not delay the queue of another.
+//! One path: its storage, its I/O engine, its pair of superblocks, and the gate of its turns. An engine of its own, so
+//! that a slow path does not delay the queue of another.
+//!
+//! Invariants:
+//! - A gate is open by default. Only a tiered update closes it, and reopens it at the end of each round.
+//! - A transfer that reaches a closed gate is held. It starts when the gate opens, and callers wait for it as for any
+//!   other. If it cannot start then, it has failed.
+//! - A gate is closed by a turn, and every thread that waits for a held transfer asks that turn to open it. So no wait
+//!   needs another thread, and none can wait for an opening that only itself would make.
+//! - Time spent at the gate does not count toward a deadline: use of the path by other processes is not a stall.
+//! - Memory that a transfer still uses is not handed out again, even if its owner gave it up.
 #![forbid(unsafe_code)]
 
-use std::sync::Arc;
+use std::collections::{HashMap, VecDeque};
+use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::directory::{DATA, SUPERBLOCKS};
-use super::layout::{PAGE, is_chunk};
-use super::path_files::PathFiles;
-use super::scratch::{Scratch, ScratchPool};
-use super::storage::{FilePair, NamedFile, Storage};
-use super::superblock::{HEADER_BYTES, Stamp, Superblock, SuperblockHeader};
-use super::time_limits::{deadline_after, timed_out};
-use super::turns::gate::{DataTransfer, Gate};
+#[cfg(any(test, feature = "s3"))]
+use super::bucket;
+use super::directory::{self, DirStorage};
+use super::extent::PAGE;
+use super::format::{HEADER_BYTES, Stamp, Superblock, SuperblockHeader, is_chunk};
+#[cfg(not(feature = "s3"))]
+use super::options::no_object_stores;
+use super::options::{PathLocation, TierOptions};
+#[cfg(any(test, feature = "sim"))]
+use super::storage::SimStorage;
+use super::storage::{
+    DATA, FilePair, MemoryStorage, NamedFile, PathFiles, SUPERBLOCKS, Storage, deadline_after, timed_out,
+    within_timeout,
+};
 use crate::error::{Doing, Error, IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
-use crate::io::options::{Request, Target};
+use crate::io::options::{Options as IoOptions, Request, Target};
+use crate::pool::region::{Backing, Region};
 use crate::pool::transfer_buffer::TransferBuffer;
-use crate::sys::sync::{Guard, Lock};
+use crate::sys::span::Span;
+use crate::sys::sync::{Guard, Lock, Signal};
 
 /// Bytes that are allocated for a superblock file at first.
 const SUPERBLOCK_ROOM: u64 = 64 << 10;
 
 /// Files and I/O engine of a path.
-pub struct TierPath {
+pub struct Volume {
     // Dropped before the files. Operations that the engine gave up on keep their files, and with them the storage's
     // lock.
     pub(super) engine: Engine,
@@ -39,9 +59,9 @@ pub struct TierPath {
     files: PathFiles,
 }
 
-impl std::fmt::Debug for TierPath {
+impl Debug for Volume {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_tuple("TierPath").field(&self.files).finish()
+        out.debug_tuple("Volume").field(&self.files).finish()
     }
 }
 
@@ -56,8 +76,8 @@ pub(super) enum SuperblockCopy {
     Corrupt(String, Option<Stamp>),
 }
 
-impl TierPath {
-    pub(super) fn open(storage: Box<dyn Storage>, engine: Engine) -> Result<TierPath> {
+impl Volume {
+    pub(super) fn open(storage: Box<dyn Storage>, engine: Engine) -> Result<Volume> {
         let superblocks = [storage.open(SUPERBLOCKS[0])?, storage.open(SUPERBLOCKS[1])?];
         let (data, gate, pool) = (storage.open(DATA)?, Gate::default(), Arc::default());
         let (superblock_room, growing) = (AtomicU64::new(0), Lock::default());
@@ -65,7 +85,7 @@ impl TierPath {
         // The handles for writing identify the files.
         let files = pairs.map(|(name, pair)| (name, Arc::clone(&pair.writer))).to_vec();
         let files = PathFiles::new(Arc::from(storage), files, engine.options().io_timeout);
-        Ok(TierPath { engine, data, superblocks, superblock_room, gate, pool, growing, files })
+        Ok(Volume { engine, data, superblocks, superblock_room, gate, pool, growing, files })
     }
 
     /// Error about a block that is stored at `offset` of the data file.
@@ -181,9 +201,9 @@ impl TierPath {
         self.gate.withdraw(handle)
     }
 
-    /// Closes the gate: later reads and writes of data are held.
-    pub(super) fn close_gate(&self) {
-        self.gate.close();
+    /// Closes the gate: later reads and writes of data are held until `turn` opens it.
+    pub(super) fn close_gate(&self, turn: Weak<dyn Turn>) {
+        self.gate.close(turn);
     }
 
     /// Starts the held transfers. Later transfers are held again if `closed`.
@@ -191,9 +211,9 @@ impl TierPath {
         self.gate.release_held(closed, |transfer| self.begin(transfer));
     }
 
-    /// Number of held reads and writes.
-    pub(super) fn held_back(&self) -> usize {
-        self.gate.waiting()
+    /// True if reads or writes are held at the gate.
+    pub(super) fn held_back(&self) -> bool {
+        self.gate.waiting() > 0
     }
 
     /// True if no operation is in flight.
@@ -285,7 +305,7 @@ impl TierPath {
         Ok((handle, scratch))
     }
 
-    /// The stamp that [`TierPath::read_stamp`] reads; `None` if the copy is blank or corrupt.
+    /// The stamp that [`Volume::read_stamp`] reads; `None` if the copy is blank or corrupt.
     pub(super) fn stamp(&self, (handle, scratch): (u64, Scratch)) -> Result<Option<Stamp>> {
         match self.wait(handle, None) {
             Ok(_) => Ok(scratch.span().with_bytes(SuperblockHeader::parse).ok().map(|header| header.stamp)),
@@ -301,7 +321,7 @@ impl TierPath {
 
     /// For each path: fails if the files no longer have their names, if the lock was lost, or if the path does not
     /// respond. All paths share one I/O timeout.
-    pub(super) fn check_all(paths: &[&TierPath]) -> Vec<Result<()>> {
+    pub(super) fn check_all(paths: &[&Volume]) -> Vec<Result<()>> {
         let known: Vec<Result<()>> =
             paths.iter().map(|path| path.engine.check_device(&path.data.writer, Doing::Opening)).collect();
         let asked = paths.iter().zip(&known).filter(|(_, known)| known.is_ok()).map(|(path, _)| &path.files);
@@ -353,7 +373,7 @@ impl TierPath {
 
     /// Removes the files of all paths. Returns the first error, after all were tried: `Busy` if an operation is still
     /// in flight, `PathMissing` if a file has another name now, `Deadline` if the path does not respond.
-    pub(super) fn remove_all(paths: Vec<TierPath>) -> Result<()> {
+    pub(super) fn remove_all(paths: Vec<Volume>) -> Result<()> {
         let mut outcome = Ok(());
         let mut ready = Vec::new();
         for path in paths {
@@ -370,13 +390,13 @@ impl TierPath {
     }
 
     /// Closes the files of all paths within `limit` and the I/O timeout, whichever is shorter. Their engines are closed.
-    pub(super) fn close_all(limit: Option<Duration>, paths: Vec<TierPath>) -> Result<()> {
-        PathFiles::close_all(limit, paths.into_iter().map(TierPath::taken_apart).collect())
+    pub(super) fn close_all(limit: Option<Duration>, paths: Vec<Volume>) -> Result<()> {
+        PathFiles::close_all(limit, paths.into_iter().map(Volume::taken_apart).collect())
     }
 
     /// The files, and what uses them.
     fn taken_apart(self) -> (PathFiles, (Engine, FilePair, [FilePair; 2])) {
-        let TierPath { engine, data, superblocks, files, .. } = self;
+        let Volume { engine, data, superblocks, files, .. } = self;
         (files, (engine, data, superblocks))
     }
 }
@@ -384,3 +404,236 @@ impl TierPath {
 fn request(file: &Arc<crate::io::file::File>, offset: u64, buffer: TransferBuffer) -> Request<'static> {
     Request { target: Target::File(Arc::clone(file)), offset, buffer, deadline: None }
 }
+
+/// Claims the path of an options entry and opens it. `None` if it does not exist and `make` is false. The I/O timeout
+/// bounds each part of the open.
+pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<Option<Volume>> {
+    // A tier allocates its files itself.
+    let io = IoOptions { preallocate: false, ..options.io };
+    let (storage, engine): (Box<dyn Storage>, Engine) = match &options.paths[number].location {
+        PathLocation::Directory(base) => {
+            let Some(directory) = directory::claim(io.io_timeout, base, &options.owner, make)? else {
+                return Ok(None);
+            };
+            let place = directory.path().to_path_buf();
+            return within_timeout(io.io_timeout, Doing::Opening, &place, move || {
+                let storage = DirStorage::new(directory, io.direct, io.io_timeout);
+                Volume::open(Box::new(storage), Engine::open(io)?).map(Some)
+            });
+        }
+        // Each request has a timeout, and so has each listing.
+        #[cfg(feature = "s3")]
+        PathLocation::Bucket(address) => match bucket::open(address, &options.owner, io, make)? {
+            Some(opened) => opened,
+            None => return Ok(None),
+        },
+        #[cfg(not(feature = "s3"))]
+        PathLocation::Bucket(_) => return Err(no_object_stores()),
+        PathLocation::Memory if !make => return Ok(None),
+        PathLocation::Memory => (Box::new(MemoryStorage::new()?), Engine::open(io)?),
+        #[cfg(test)]
+        PathLocation::Store(store) => match bucket::open_in_memory(store, &options.owner, io, make)? {
+            Some(opened) => opened,
+            None => return Ok(None),
+        },
+        #[cfg(any(test, feature = "sim"))]
+        PathLocation::Simulated(disk, faults) => {
+            let storage = SimStorage::claim(disk, number as u64, faults.stop)?;
+            let key = storage.key();
+            let sim = crate::io::sim::Sim::new(disk, faults.clone());
+            return within_timeout(io.io_timeout, Doing::Opening, &key, move || {
+                Volume::open(Box::new(storage), Engine::open_simulated(io, sim)?).map(Some)
+            });
+        }
+    };
+    Volume::open(storage, engine).map(Some)
+}
+
+/// A read or write of a path's data.
+#[derive(Debug, Clone)]
+struct DataTransfer {
+    write: bool,
+    offset: u64,
+    buffer: TransferBuffer,
+}
+
+/// What opens a closed gate: the turn of this process on the device of the path.
+pub(super) trait Turn: Send + Sync + Debug {
+    /// Opens the gate if the turn has come. It never waits for another thread.
+    fn poll(&self);
+}
+
+#[derive(Debug, Default)]
+struct Gate {
+    state: Lock<GateState>,
+    opened: Signal,
+}
+
+#[derive(Debug, Default)]
+struct GateState {
+    /// What opens the gate, while the gate is closed.
+    closed: Option<Weak<dyn Turn>>,
+    waiting: VecDeque<(u64, DataTransfer)>,
+    /// Outcomes of released transfers by number, kept until [`Gate::forget`]: engine handle or error.
+    begun: HashMap<u64, Result<u64>>,
+    numbers: u64,
+}
+
+/// Interval between looks at the turn of a closed gate; a turn lasts tens of milliseconds or more.
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// Bit that marks numbers of held transfers; handles of the engine are far smaller.
+const HELD: u64 = 1 << 63;
+
+impl Gate {
+    /// Holds a transfer if the gate is closed, and returns its number.
+    fn hold(&self, transfer: &DataTransfer) -> Option<u64> {
+        let mut state = self.state.lock();
+        state.closed.as_ref()?;
+        state.numbers += 1;
+        let number = HELD | state.numbers;
+        state.waiting.push_back((number, transfer.clone()));
+        Some(number)
+    }
+
+    /// Starts the held transfers with `begin`. Later transfers are held if `closed`.
+    fn release_held(&self, closed: bool, mut begin: impl FnMut(DataTransfer) -> Result<u64>) {
+        let mut state = self.state.lock();
+        if !closed {
+            state.closed = None;
+        }
+        let held = std::mem::take(&mut state.waiting);
+        // Released first: `begin` may log, and the log callback may use the path.
+        drop(state);
+        for (number, transfer) in held {
+            let handle = begin(transfer);
+            self.state.lock().begun.insert(number, handle);
+        }
+        self.opened.notify_all();
+    }
+
+    /// Removes a held transfer. False if it is not held any more.
+    fn withdraw(&self, number: u64) -> bool {
+        if number & HELD == 0 {
+            return false;
+        }
+        let mut state = self.state.lock();
+        let held = state.waiting.iter().position(|(other, _)| *other == number);
+        held.and_then(|at| state.waiting.remove(at)).is_some()
+    }
+
+    /// Closes the gate: later transfers are held until `turn` opens it.
+    fn close(&self, turn: Weak<dyn Turn>) {
+        self.state.lock().closed = Some(turn);
+    }
+
+    /// Number of held transfers.
+    fn waiting(&self) -> usize {
+        self.state.lock().waiting.len()
+    }
+
+    /// Engine handle of a transfer. `number` comes from [`Gate::hold`] or is an engine handle itself. `None` if the
+    /// transfer is still held at `until`.
+    fn handle(&self, number: u64, until: Option<Instant>) -> Result<Option<u64>> {
+        if number & HELD == 0 {
+            return Ok(Some(number));
+        }
+        loop {
+            let state = self.state.lock();
+            if let Some(begun) = state.begun.get(&number) {
+                return begun.clone().map(Some);
+            }
+            let now = Instant::now();
+            if until.is_some_and(|until| until <= now) {
+                return Ok(None);
+            }
+            let turn = state.closed.as_ref().and_then(Weak::upgrade);
+            let next = now + POLL_INTERVAL;
+            drop(self.opened.wait_until(state, Some(until.map_or(next, |until| until.min(next)))));
+            // The thread that waits may be the only one that could open the gate.
+            turn.iter().for_each(|turn| turn.poll());
+        }
+    }
+
+    /// Forgets a transfer that has ended. Its number must not be used again.
+    fn forget(&self, number: u64) {
+        if number & HELD != 0 {
+            self.state.lock().begun.remove(&number);
+        }
+    }
+}
+
+/// A memory region. When dropped, it is retired or returned to its pool; transfers in flight keep it mapped.
+#[derive(Debug)]
+pub struct Scratch {
+    region: Arc<Region>,
+    bytes: usize,
+    pool: Option<Arc<ScratchPool>>,
+}
+
+/// Cache of small regions. Each chunk that is transferred needs memory for its header. Mapping and unmapping memory
+/// interrupts each core that the process runs on, and retiring a region wakes every engine.
+#[derive(Debug, Default)]
+pub struct ScratchPool(Lock<Vec<Arc<Region>>>);
+
+/// Length of each cached region in bytes, and maximum number of cached regions.
+const CACHED_BYTES: usize = 8 << 10;
+const MAX_CACHED: usize = 64;
+const SMALL: Backing = Backing { huge: false, lock: false, node: None };
+
+impl Scratch {
+    /// Allocates zeroed memory of `bytes` bytes.
+    pub fn new(bytes: usize) -> Result<Scratch> {
+        let backing = Backing { huge: bytes >= 2 << 20, ..SMALL };
+        Ok(Scratch { region: Region::open(bytes.max(1), backing)?, bytes, pool: None })
+    }
+
+    /// Zeroed memory of `bytes` bytes, from the pool if it is small.
+    pub fn from_pool(pool: &Arc<ScratchPool>, bytes: usize) -> Result<Scratch> {
+        if bytes > CACHED_BYTES {
+            return Scratch::new(bytes);
+        }
+        let kept = pool.0.lock().pop();
+        let region = match kept {
+            Some(region) => region,
+            None => Region::open(CACHED_BYTES, SMALL)?,
+        };
+        region.span().write(&[0; CACHED_BYTES]);
+        Ok(Scratch { region, bytes, pool: Some(Arc::clone(pool)) })
+    }
+
+    /// Address and length of the whole memory.
+    pub fn span(&self) -> Span {
+        self.region.span().part(0, self.bytes)
+    }
+
+    /// The whole memory, for a transfer.
+    pub fn transfer(&self) -> TransferBuffer {
+        TransferBuffer::pinned(&self.region, 0, self.bytes)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // A forked child must not take this lock: a thread of the parent may hold it.
+        if let Some(pool) = self.pool.take()
+            && self.region.is_own()
+            && !self.region.leased(self.region.span())
+        {
+            let mut kept = pool.0.lock();
+            if kept.len() < MAX_CACHED {
+                return kept.push(Arc::clone(&self.region));
+            }
+        }
+        self.region.retire();
+    }
+}
+
+impl Drop for ScratchPool {
+    fn drop(&mut self) {
+        let kept = self.0.get_mut();
+        kept.drain(..).for_each(|region| region.retire());
+    }
+}
+
+#[cfg(test)]
+mod tests;

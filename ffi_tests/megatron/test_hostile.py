@@ -170,15 +170,15 @@ def test_a_planted_file_is_damage_at_once(saved, file, name):
 def test_a_load_whose_commit_fails_returns_to_the_last_commit(saved, monkeypatch):
     store, folder, unchanged = saved
     rewritten(folder, lambda content: content.update(step=7, file=TENSORS))
-    committed = store._swap._commit
+    committed = store._tiered.swap._commit
 
     def full(*arguments):
         raise spillway.IoError("no room")
 
-    monkeypatch.setattr(store._swap, "_commit", full)
+    monkeypatch.setattr(store._tiered.swap, "_commit", full)
     with pytest.raises(spillway.IoError, match="no room"):
         store.load_from(folder)
-    monkeypatch.setattr(store._swap, "_commit", committed)
+    monkeypatch.setattr(store._tiered.swap, "_commit", committed)
     unchanged()
     assert store.load_from(folder) and (store.steps, store.committed_step) == (7, 7)
     store.load_from(folder)

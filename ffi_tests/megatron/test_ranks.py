@@ -60,7 +60,7 @@ train(store, [0])
 store.commit()
 train(store, [1])
 if rank == 1:
-    store._swap._commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    store._tiered.swap._commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 try:
     store.commit()
 except Exception:
@@ -111,7 +111,7 @@ FAILURES = {
     ),
     "a write of a load": (
         "made.append(make()); made[-1].save_to(folder + '/saved')\n"
-        "if rank: made[-1]._swap.write = None\nmade[-1].load_from(folder + '/saved')",
+        "if rank: made[-1]._tiered.swap.write = None\nmade[-1].load_from(folder + '/saved')",
         "TypeError",
     ),
 }

@@ -6,7 +6,7 @@ import torch
 
 import spillway
 from spillway import torch as own
-from spillway.torch import _same
+from spillway.torch import _tensors
 
 
 def both(train):
@@ -34,7 +34,7 @@ def test_gradients_of_real_and_imaginary_parts_go_in_torchs_direction():
 @pytest.mark.parametrize("special", [lambda grad: torch._neg_view(-grad), lambda grad: torch._efficientzerotensor(grad.shape)])
 def test_a_gradient_that_becomes_special_and_ordinary_again(special, guards, monkeypatch):
     if not guards:
-        monkeypatch.setattr(_same, "TensorGuards", None)
+        monkeypatch.setattr(_tensors, "TensorGuards", None)
 
     def train(kind):
         params = [torch.nn.Parameter(torch.linspace(-1, 1, 30)) for _ in range(3)]

@@ -81,10 +81,10 @@ def test_the_program_may_write_to_parameters(tier):
 def test_the_memory_budget_holds(tmp_path):
     params = [torch.nn.Parameter(torch.randn(300_000)) for _ in range(3)]
     optimizer = own.AdamW(params, tier=own.TierOptions(tmp_path, pin_memory=False), memory_budget=4 << 20)
-    budget = optimizer._tier.swap.budget
-    assert budget.host_bytes <= 4 << 20 < budget.state_bytes and budget.cached < len(optimizer._tier.layout.elements)
+    budget = optimizer._home.tiered.swap.budget
+    assert budget.host_bytes <= 4 << 20 < budget.state_bytes and budget.cached < len(optimizer._home.on_tier.layout.elements)
     train(optimizer, params, range(2))
-    assert optimizer._tier.swap.stats().fetched > 0
+    assert optimizer._home.tiered.swap.stats().fetched > 0
     optimizer.commit()
     optimizer.close()
     with pytest.raises(spillway.InvalidArgumentError, match="memory_budget|bytes"):
@@ -108,7 +108,7 @@ def test_garbage_collection_frees_the_lock_and_the_memory(tier):
         params = parameters()
         optimizer = own.AdamW(params, lr=1e-2, tier=tier)
         train(optimizer, params, [0])
-        handles = weakref.ref(optimizer._tier._handles.swap)
+        handles = weakref.ref(optimizer._home.tiered.swap)
         del optimizer
         gc.collect()
         assert handles() is None

@@ -92,7 +92,7 @@ def test_a_forked_child_is_refused_and_leaves_the_parents_tier(tier):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     train(optimizer, params, [1])
     optimizer.commit()
-    assert optimizer._tier.tier.verify() > 0
+    assert optimizer._home.tiered.tier.verify() > 0
 
 
 def test_ctrl_c_that_arrives_while_the_library_commits(tier, monkeypatch):

@@ -216,7 +216,7 @@ def test_locks_copies_and_closed_optimizers(tier):
 def test_a_step_whose_states_cannot_be_read_names_the_file(tmp_path):
     params = [torch.nn.Parameter(torch.randn(60_000)) for _ in range(4)]
     optimizer = own.AdamW(params, lr=1e-2, tier=own.TierOptions(tmp_path, part_elements=20_000, pin_memory=False))
-    assert optimizer._tier.swap.budget.cached < 12
+    assert optimizer._home.tiered.swap.budget.cached < 12
     train(optimizer, params, range(2))
     optimizer.commit()
     data = next(path for path in tmp_path.rglob("data") if path.is_file())

@@ -2,7 +2,7 @@
 
 | property of an array | checked by |
 |---|---|
-| dtype, device, layout, values in memory | `_arrays.span`, `gpu.device_span`, and _rows.py of spillway.torch, which read the array |
+| dtype, device, layout, values in memory | `_arrays.span`, `gpu.device_span`, and _tensors.py of spillway.torch, which read the array |
 | number of elements, and one dtype for both moments and for a span and its shadow | `put` |
 | alignment, overlap with other tensors, combination of dtypes | the library, at each call |"""
 

@@ -9,21 +9,30 @@ import torch
 
 import spillway.torch
 
-from ..errors import UnsupportedError
-from ..torch._rows import name_of
+from ..torch import inner
+
+
+class _Memory(inner.Memory):
+    """States in host memory, whose steps take and write what a HybridDeviceOptimizer has."""
+
+    grad_name = "decoupled_grad"
+    serves_all = True
+    rest_words = (
+        "cannot be stepped by Spillway: its group has amsgrad, capturable or differentiable, or its gradient is not contiguous; leave "
+        "these out, or call spillway.megatron.uninstall() before the optimizer is built"
+    )
 
 
 class _Offloaded:
-    """Mixed into spillway.torch's classes.
+    """Mixed into spillway.torch's classes."""
 
-    Attributes:
-        copies: The 16-bit copies that a step writes, by parameter."""
+    _memory: type[inner.Memory] = _Memory
 
-    _grad_name = "decoupled_grad"
-
-    def __init__(self, params):
-        self.copies = {}
-        super().__init__(params)
+    @property
+    def copies(self):
+        """The 16-bit copies that a step writes, by parameter. Those of a pickled optimizer belonged to the parameters of its
+        HybridDeviceOptimizer."""
+        return self._home.copies
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
@@ -35,27 +44,8 @@ class _Offloaded:
         """All parameters."""
         return [param for group in self.param_groups for param in group["params"]]
 
-    def __setstate__(self, state):
-        # The copies of a pickled optimizer belonged to the parameters of its HybridDeviceOptimizer.
-        self.__dict__.setdefault("copies", {})
-        super().__setstate__(state)
-
     def _log_name(self):
         return "megatron", "HybridDeviceOptimizer"
-
-    def _copy_of(self, param):
-        return self.copies.get(param)
-
-    def _build(self):
-        table = super()._build()
-        if self._rest:
-            number, index = self._rest[0]
-            raise UnsupportedError(
-                f"{name_of(self.param_groups[number], number, index)} cannot be stepped by Spillway: its group has "
-                "amsgrad, capturable or differentiable, or its gradient is not contiguous; leave these out, or call "
-                "spillway.megatron.uninstall() before the optimizer is built"
-            )
-        return table
 
 
 class AdamW(_Offloaded, spillway.torch.AdamW):

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..errors import InvalidArgumentError
 from ..tier import TierPath
+from ..tiered import Place
 
 #: What to do if the processes have no step in common.
 CURE = "pass another job, and load_from() a directory that save_to() wrote"
 
 
-def settings_of(paths: Iterable[Any], job: str, host: str | None, tier_options: Mapping[str, Any]) -> Any:
-    """What an agreement on a step needs to know of a tier."""
-    return SimpleNamespace(
-        paths=[path if isinstance(path, TierPath) else TierPath(path) for path in paths],
-        job=job,
-        host=host,
-        degraded=tier_options.get("degraded", False),
+def place_of(
+    paths: Iterable[Any], job: str, host: str | None, rank: int, world: int, group: Any, tier_options: Mapping[str, Any] | None
+) -> Place:
+    """Where the tier of a process is."""
+    return Place(
+        [path if isinstance(path, TierPath) else TierPath(path) for path in paths], job, host, rank, world, group, tier_options or {}
     )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from .. import _ranks
 from ..errors import InvalidArgumentError, UnsupportedError
-from ._agreement import CURE, check_ranks, settings_of
+from ._agreement import CURE, check_ranks, place_of
 from ._shards import Shard
 
 
@@ -47,7 +47,9 @@ def attach_all(store_class, optimizers, paths, *, job, **options):
             "process_group of the processes that have it"
         )
     if "at_step" not in given:
-        step = _ranks.agreed([settings_of(paths, name, options.get("host"), given) for name in jobs], rank, world, CURE, group)
+        step = _ranks.agreed(
+            [place_of(paths, name, options.get("host"), rank, world, group, given) for name in jobs], rank, world, CURE, group
+        )
         given = given if step is None else {**given, "at_step": step}
     stores = []
     try:

@@ -18,7 +18,8 @@ import copyreg
 
 import torch
 
-from ..torch._rows import CODES, DTensor
+from .._groups import TORCHS
+from ..torch.inner import CODES, DTensor
 from . import _versions
 from ._adam import CLASSES
 
@@ -52,7 +53,7 @@ def _lacks(optimizer):
     if given not in CLASSES:
         return f"its CPU optimizer is {getattr(given, '__name__', given)}, and Spillway has Adam and AdamW"
     for group in optimizer.param_groups:
-        flags = [flag for flag in ("amsgrad", "capturable", "differentiable") if group.get(flag)]
+        flags = [flag for flag in TORCHS if group.get(flag)]
         if flags:
             return f"a group has {flags[0]}, which Spillway's Adam does not support"
         for param in group["params"]:

@@ -14,7 +14,7 @@ import torch
 
 from .. import _safetensors
 from ..errors import InvalidArgumentError
-from ..torch._rows import CODES
+from ..torch.inner import CODES
 
 
 class Shard(NamedTuple):

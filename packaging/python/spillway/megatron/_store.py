@@ -12,21 +12,22 @@ that go back to the GPU. A step has the bits of a step in memory (spillway.torch
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import _files, _log, _ranks
+from .._groups import put_numbers
 from .._tier_options import number as whole_number
 from ..errors import InvalidArgumentError, NoStateError, TierError
 from ..optim import Adam
 from ..swap import STATES, Swap
 from ..tier import Tier, TierPath
+from ..tiered import Record, Tiered
 from . import _saved
-from ._agreement import CURE, check_ranks, settings_of
+from ._agreement import CURE, check_ranks, place_of
 from ._shards import Bucket, Shard, buckets_of, check_master, digest_of
 
 __all__ = ["OptimizerStateStore", "Shard"]
@@ -85,63 +86,57 @@ class OptimizerStateStore:
         tier_options: Mapping[str, Any] | None = None,
     ):
         check_ranks(world, process_group)
-        self._rank, self._world, self._group = rank, world, process_group
-        self._buckets = self._together(lambda: buckets_of(shards, bucket_bytes))
+        self._place = place_of(paths, job, host, rank, world, process_group, tier_options)
+        self._buckets = self._place.together(lambda: buckets_of(shards, bucket_bytes))
         self._digest = digest_of(self._buckets)
-        #: True after a commit that succeeded here and failed in another process.
-        self._apart = False
-        #: Step and count of a commit that has begun, and the status of the library's call once it has returned.
-        self._pending: tuple[int, int, list[int]] | None = None
-        self._committed_steps = 0
         mode = "decoupled" if decoupled else "l2"
         self._adams = [Adam(weight_decay_mode=mode) for _ in self._buckets]
-        self._swap: Any = None
-        options = dict(tier_options or {})
-        settings = settings_of(paths, job, host, options)
 
-        def open_at(step: int | None) -> Tier:
-            return Tier(settings.paths, job=job, host=host, rank=rank, world=world, **{"at_step": step, **options})
+        def update(tier: Tier, committed: Record | None) -> Swap:
+            if committed is not None:
+                self._check_shards(committed)
+            return Swap(tier, [bucket.elements for bucket in self._buckets], memory_budget=memory_budget)
 
-        if "at_step" in options:
-            self._tier = self._together(lambda: open_at(None), Tier.close)
-        else:
-            self._tier = _ranks.open_together(settings, rank, world, open_at, CURE, process_group)
+        foreign = "OptimizerStateStore: the tier was written by another program; pass another job"
+        self._tiered = Tiered(type(self).__name__, "megatron", self._place, CURE, foreign, update)
         try:
-            self._together(lambda: self._begin(memory_budget))
-            if self.resumed_step is None:
-                self._together(self._fill)
+            if self._tiered.committed is None:
+                self._place.together(self._fill)
                 self.commit(0)
             else:
-                self._together(self.publish)
+                self._set_steps(self._tiered.committed.facts["steps"])
+                self._place.together(self.publish)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, memory_budget: int | None) -> None:
-        self._tier._user = type(self).__name__
-        opened = self._tier.opened
-        if opened.step is not None:
-            self._committed_steps = self._check_payload(opened.payload)
-            self._set_steps(self._committed_steps)
-        self._swap = Swap(self._tier, [bucket.elements for bucket in self._buckets], memory_budget=memory_budget)
-        self._swap._user = self._tier._user
-        self.resumed_step: int | None = opened.step
-        self.committed_step = 0 if opened.step is None else opened.step
-        self._changed = False
+    @property
+    def resumed_step(self) -> int | None:
+        """The step at which the tier was resumed; None for a new store."""
+        return self._tiered.resumed_step
 
-    def _together(self, work: Callable[[], Any], undo: Callable[[Any], Any] | None = None) -> Any:
-        return _ranks.together(self._world, work, undo, self._group)
+    @property
+    def committed_step(self) -> int:
+        """The last committed step."""
+        return self._tiered.committed_step or 0
+
+    def _check_shards(self, committed: Record) -> None:
+        if committed.facts["shards"] != self._digest:
+            raise InvalidArgumentError(
+                "OptimizerStateStore: the tier has the states of other shards, or in buckets of another bucket_bytes; "
+                "pass the same ones, or another job and load_from() a directory that save_to() wrote"
+            )
 
     def _same(self, name: str, value: Any) -> None:
         """Raises InvalidArgumentError in all processes if they have different values."""
-        values = _ranks.gathered(value, self._world, self._group)
+        values = _ranks.gathered(value, self._place.world, self._place.group)
         if any(other != values[0] for other in values):
             raise InvalidArgumentError(
                 f"OptimizerStateStore: the processes have different {name}: {values}; call the store at the same points in all processes"
             )
 
     def _check_apart(self) -> None:
-        if self._apart:
+        if self._tiered.apart:
             raise TierError(
                 "OptimizerStateStore: this process committed a step that another process could not commit; close the stores of all "
                 "processes and make them again: they resume at the step that all of them have"
@@ -213,8 +208,8 @@ class OptimizerStateStore:
         _synchronize(self._buckets)
         for adam, bucket in zip(self._adams, self._buckets, strict=True):
             _set_options(adam, bucket)
-        self._changed = True
-        self._swap.step(
+        self._tiered.changes()
+        self._tiered.swap.step(
             self._adams, [(grad, bucket.weights()) for grad, bucket in zip(grads, self._buckets, strict=True)], grad_scale=grad_scale
         )
         for number, bucket in enumerate(self._buckets):
@@ -238,38 +233,17 @@ class OptimizerStateStore:
             IoError: A path failed; the commit before is still there.
             InvalidArgumentError: The processes have different steps; nothing was committed.
             TierError: Another process failed. If this one has committed, make the stores again."""
-        self._settle()
         self._check_apart()
-        number = self._together(lambda: whole_number(self.steps if step is None else step, "step"))
+        number = self._place.together(lambda: whole_number(self.steps if step is None else step, "step"))
         self._same("steps", (number, self.steps))
-        payload = json.dumps({"format": 1, "steps": self.steps, "shards": self._digest}).encode()
-        status: list[int] = []
-        # Noted before the call: a signal handler may raise after the library has committed.
-        self._pending = number, self.steps, status
-        try:
-            self._together(lambda: self._swap._commit(number, payload, status))
-        except BaseException:
-            self._apart = self._world > 1 and status == [0]
-            raise
-        finally:
-            self._settle()
+        self._tiered.commit(number, {"steps": self.steps, "shards": self._digest})
         return number
-
-    def _settle(self) -> None:
-        """Takes over step and count of a commit that the library has completed."""
-        if self._pending is not None:
-            number, steps, status = self._pending
-            if status == [0]:
-                self.committed_step, self._changed, self._committed_steps = number, False, steps
-            self._pending = None
 
     def rollback(self) -> None:
         """Returns to the last commit, weights included; also after a failed step."""
-        self._settle()
         self._check_apart()
-        self._swap.rollback()
-        self._set_steps(self._committed_steps)
-        self._changed = False
+        self._tiered.rollback()
+        self._set_steps(self._tiered.committed.facts["steps"] if self._tiered.committed is not None else 0)
         self.publish()
 
     @torch.no_grad()
@@ -293,9 +267,8 @@ class OptimizerStateStore:
             if name not in shards:
                 raise InvalidArgumentError(f"refresh: there is no shard {name!r}; pass names of shards of this process")
             check_master(shards[name], master)
-        self._changed = True
         for number, bucket in enumerate(self._buckets):
-            self._swap.write(number, bucket.collect(lambda shard: given.get(shard.name, shard.weight)))
+            self._tiered.write(number, bucket.collect(lambda shard: given.get(shard.name, shard.weight)))
 
     @torch.no_grad()
     def save_to(self, directory: str | os.PathLike[str]) -> int:
@@ -316,21 +289,21 @@ class OptimizerStateStore:
 
         def save() -> None:
             _files.make_directory(directory)
-            _saved.write(os.fspath(directory), self._rank, self.steps, sizes, self._states())
+            _saved.write(os.fspath(directory), self._place.rank, self.steps, sizes, self._states())
 
-        self._together(save)
+        self._place.together(save)
         return self.steps
 
     def _commit_changes(self) -> None:
         self._check_apart()
         self._same("steps", self.steps)
-        if any(_ranks.gathered(self._changed, self._world, self._group)):
+        if any(_ranks.gathered(self._tiered.changed, self._place.world, self._place.group)):
             self.commit()
 
     def _states(self) -> Iterable[tuple[str, torch.Tensor]]:
         for number, bucket in enumerate(self._buckets):
             flats = [torch.empty(bucket.elements, device="cpu") for _ in STATES]
-            self._swap.read(number, *flats)
+            self._tiered.read(number, *flats)
             for parts in zip(*(bucket.parts(flat) for flat in flats), strict=True):
                 yield from ((f"{shard.name}.{state}", part) for state, (shard, part) in zip(STATES, parts, strict=True))
 
@@ -355,40 +328,36 @@ class OptimizerStateStore:
             TierError: Another process failed; the store is at its last commit."""
         self._check_apart()
         where = os.fspath(directory)
-        found = self._together(lambda: _saved.places(where))
-        missing = [not there for there in _ranks.gathered(bool(found), self._world, self._group)]
+        found = self._place.together(lambda: _saved.places(where))
+        missing = [not there for there in _ranks.gathered(bool(found), self._place.world, self._place.group)]
         if all(missing) and allow_missing:
             return False
         if any(missing):
             of = "" if all(missing) else f" for the processes {[rank for rank, none in enumerate(missing) if none]}"
             raise NoStateError(f"{where} has no optimizer states{of}; pass allow_missing=True to start with new ones if no process has any")
         wanted = {shard.name: shard.weight.numel() for bucket in self._buckets for shard in bucket.shards}
-        steps = self._together(lambda: _saved.step_of(found, wanted, where))
+        steps = self._place.together(lambda: _saved.step_of(found, wanted, where))
         self._same("steps in the directory", steps)
         self._commit_changes()
 
         def load() -> None:
             for number, bucket in enumerate(self._buckets):
-                self._swap.write(number, *(_read_bucket(bucket, found, state) for state in STATES))
+                self._tiered.write(number, *(_read_bucket(bucket, found, state) for state in STATES))
 
         try:
-            self._together(load)
+            self._place.together(load)
             self._set_steps(steps)
             self.commit()
             self.publish()
         except BaseException:
-            if not self._apart:
+            if not self._tiered.apart:
                 self.rollback()
             raise
         return True
 
     def close(self) -> None:
         """Closes the tier. What was not committed is lost."""
-        try:
-            if self._swap is not None:
-                self._swap.close()
-        finally:
-            self._tier.close()
+        self._tiered.close()
 
     def __enter__(self) -> OptimizerStateStore:
         return self
@@ -400,36 +369,21 @@ class OptimizerStateStore:
         for number, bucket in enumerate(self._buckets):
             zeros = torch.zeros(bucket.elements, device="cpu")
             start = bucket.collect(lambda shard: shard.weight if shard.master is None else shard.master)
-            self._swap.write(number, start, zeros, zeros)
+            self._tiered.write(number, start, zeros, zeros)
 
     def _masters(self, number: int) -> torch.Tensor:
         masters = torch.empty(self._buckets[number].elements, device="cpu")
-        self._swap.read(number, masters)
+        self._tiered.read(number, masters)
         return masters
 
     def _set_steps(self, steps: int) -> None:
         for adam in self._adams:
             adam.step_count = steps
 
-    def _check_payload(self, payload: bytes) -> int:
-        try:
-            content = json.loads(payload)
-            steps, digest = int(content["steps"]), content["shards"]
-        except (ValueError, KeyError, TypeError):
-            raise InvalidArgumentError("OptimizerStateStore: the tier was written by another program; pass another job") from None
-        if digest != self._digest:
-            raise InvalidArgumentError(
-                "OptimizerStateStore: the tier has the states of other shards, or in buckets of another bucket_bytes; "
-                "pass the same ones, or another job and load_from() a directory that save_to() wrote"
-            )
-        return steps
-
 
 def _set_options(adam: Adam, bucket: Bucket) -> None:
-    group, options = bucket.group, adam._options
     try:
-        options.lr, options.eps, options.weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
-        options.beta1, options.beta2 = map(float, group["betas"])
+        put_numbers(adam._options, bucket.group)
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgumentError(
             f"the group of shard {bucket.shards[0].name!r} lacks a hyper-parameter, or it is no number: {error!r}; set "

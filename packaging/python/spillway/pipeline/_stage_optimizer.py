@@ -16,17 +16,117 @@ from typing import Any
 import torch
 
 from .. import _abi, _native
+from .._groups import is_torchs
 from .._native_handle import record
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..optim import Adam as PlainAdam
 from ..optim import StepStats
 from ..stage import Stage
 from ..torch import Adam, AdamW
-from ..torch._base import SpillwayOptimizer
-from ..torch._rows import CODES, name_of
-from ..torch._table import Table
-from ..torch._torch_step import is_torchs
-from ..torch._undo import RecordedStep
+from ..torch.inner import CODES, Memory, Recorded, SpillwayOptimizer, name_of
+
+
+class _KeptStage(Stage):
+    """A stage that keeps an open step when it is closed or freed."""
+
+    _before_closer = "spw_stage_commit"
+
+    @property
+    def is_closed(self) -> bool:
+        """True after close() or cancel()."""
+        return not self._cell
+
+    def close(self) -> None:
+        """Keeps an open step, and closes the stage."""
+        if self._end(before=getattr(_native.library(), self._before_closer)):
+            self._held.clear()
+
+    def cancel(self, status: list[int]) -> None:
+        """Rolls an open step back, closes the stage, and appends the status of the call."""
+        # Names a stage that is closed or belongs to another process.
+        self.handle
+        if self._end(status=status):
+            self._held.clear()
+
+
+class _StageStep(Recorded):
+    """A step that is an open job of the stage."""
+
+    def __init__(self, table: Any, stage: _KeptStage, verdicts: list[StepStats]):
+        super().__init__(table)
+        self._stage, self._verdicts = stage, verdicts
+
+    def run(self, status: list[int]) -> None:
+        """Submits the job and waits until its tensors are stepped; appends the status of the wait."""
+        stage, stats = self._stage, _abi.sized(_abi.StepStats)
+        # An interrupted call may have left a job.
+        stage.rollback()
+        stage.finish()
+        held = [tensor.detach() for tensor in (*self.written, *self._grads)]
+        try:
+            stage._submit(held, next(iter(self.table.options.values())), self.table.entries, None, None)
+            stage._through(lambda handle: record(status, "spw_stage_wait", handle, -1, ctypes.byref(stats)))
+        finally:
+            if status != [0]:
+                stage.rollback()
+                stage.finish()
+        self._verdicts[:] = [StepStats(bool(stats.nonfinite), stats.sum_squares)]
+
+    def keep(self) -> None:
+        """Keeps the step. In a forked child the values are kept already: the job belongs to the parent."""
+        if self._stage._process == os.getpid():
+            _keep(self._stage)
+
+    def rollback(self, status: list[int]) -> None:
+        """Restores every bit of parameters and states; appends the status of the call."""
+        try:
+            self._check_unchanged()
+        except InvalidArgumentError:
+            self.keep()
+            raise
+        self._stage.cancel(status)
+
+
+class _Jobs(Memory):
+    """States in host memory, whose steps are jobs of a stage.
+
+    Attributes:
+        verdicts: The verdict of the last step."""
+
+    rest_words = (
+        "cannot be stepped by a stage, which has no amsgrad, capturable or differentiable, and needs contiguous CPU parameters and "
+        "gradients of float32, bfloat16 or float16; leave these options out and cast the parameter, or pass another optimizer"
+    )
+    _stage: _KeptStage | None = None
+    _last: _StageStep | None
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.verdicts = [StepStats(False, 0.0)]
+
+    def keep(self) -> None:
+        """Keeps the last step, if there is one."""
+        self.settle()
+        if self._last is not None:
+            self._last.keep()
+            self._last = None
+
+    def begin(self, groups: list[dict[str, Any]], undo: bool) -> None:
+        """Begins a step: the one before is kept."""
+        self.keep()
+        _check_signs(self.name, groups)
+        self.verdicts[:] = [StepStats(False, 0.0)]
+        super().begin(groups, undo)
+
+    def load(self, by_torch: Any) -> None:
+        """Loads a state dict; keeps the last step first."""
+        self.keep()
+        super().load(by_torch)
+
+    def _recorded(self, rows: Any) -> Recorded:
+        if self._stage is None or self._stage.is_closed or self._stage._process != os.getpid():
+            self._stage = _KeptStage([], PlainAdam(), publish="staged")
+        return _StageStep(rows, self._stage, self.verdicts)
 
 
 class StageOptimizer(SpillwayOptimizer):
@@ -36,13 +136,7 @@ class StageOptimizer(SpillwayOptimizer):
         verdict: StepStats of the gradients of the last step, from the pass of the step itself. A step with Inf or NaN is done
             all the same: roll it back."""
 
-    verdict = StepStats(False, 0.0)
-    _stage: _KeptStage | None = None
-    _last: _StageStep | None = None
-    _rest_words = (
-        "cannot be stepped by a stage, which has no amsgrad, capturable or differentiable, and needs contiguous CPU parameters and "
-        "gradients of float32, bfloat16 or float16; leave these options out and cast the parameter, or pass another optimizer"
-    )
+    _memory = _Jobs
 
     def __init__(self, params: Any, *args: Any, **options: Any):
         super().__init__(params, *args, **_options(type(self).__name__, options))
@@ -59,28 +153,19 @@ class StageOptimizer(SpillwayOptimizer):
             self.param_groups.pop()
             raise
 
+    @property
+    def verdict(self) -> StepStats:
+        """StepStats of the gradients of the last step."""
+        return self._jobs.verdicts[-1]
+
+    @property
+    def _jobs(self) -> _Jobs:
+        assert isinstance(self._home, _Jobs)
+        return self._home
+
     def keep(self) -> None:
         """Keeps the last step: it cannot be rolled back any more. Does nothing without such a step."""
-        self._settle()
-        if self._last is not None:
-            self._last.keep()
-            self._last = None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of torch's; keeps the last step first."""
-        self.keep()
-        super().load_state_dict(state_dict)
-
-    def _step_all(self) -> None:
-        self.keep()
-        _check_signs(self)
-        self.verdict = StepStats(False, 0.0)
-        super()._step_all()
-
-    def _recorded(self, table: Table) -> _StageStep:
-        if self._stage is None or self._stage.is_closed or self._stage._process != os.getpid():
-            self._stage = _KeptStage([], PlainAdam(), publish="staged")
-        return _StageStep(self, table, self._stage)
+        self._jobs.keep()
 
 
 class StageAdam(StageOptimizer, Adam):
@@ -117,67 +202,6 @@ class StageAdamW(StageOptimizer, AdamW):
         optimizer = functools.partial(spillway.pipeline.StageAdamW, lr=1e-3, weight_decay=0.1)"""
 
 
-class _KeptStage(Stage):
-    """A stage that keeps an open step when it is closed or freed."""
-
-    _before_closer = "spw_stage_commit"
-
-    @property
-    def is_closed(self) -> bool:
-        """True after close() or cancel()."""
-        return not self._cell
-
-    def close(self) -> None:
-        """Keeps an open step, and closes the stage."""
-        if self._end(before=getattr(_native.library(), self._before_closer)):
-            self._held.clear()
-
-    def cancel(self, status: list[int]) -> None:
-        """Rolls an open step back, closes the stage, and appends the status of the call."""
-        # Names a stage that is closed or belongs to another process.
-        self.handle
-        if self._end(status=status):
-            self._held.clear()
-
-
-class _StageStep(RecordedStep):
-    """A step that is an open job of the stage."""
-
-    def __init__(self, optimizer: StageOptimizer, table: Table, stage: _KeptStage):
-        super().__init__(optimizer, table)
-        self._stage = stage
-
-    def run(self, status: list[int]) -> None:
-        """Submits the job and waits until its tensors are stepped; appends the status of the wait."""
-        stage, stats = self._stage, _abi.sized(_abi.StepStats)
-        # An interrupted call may have left a job.
-        stage.rollback()
-        stage.finish()
-        held = [tensor.detach() for tensor in (*self.written, *self._grads)]
-        try:
-            stage._submit(held, next(iter(self.table.options.values())), self.table.entries, None, None)
-            stage._through(lambda handle: record(status, "spw_stage_wait", handle, -1, ctypes.byref(stats)))
-        finally:
-            if status != [0]:
-                stage.rollback()
-                stage.finish()
-        self._optimizer.verdict = StepStats(bool(stats.nonfinite), stats.sum_squares)
-
-    def keep(self) -> None:
-        """Keeps the step. In a forked child the values are kept already: the job belongs to the parent."""
-        if self._stage._process == os.getpid():
-            _keep(self._stage)
-
-    def rollback(self, status: list[int]) -> None:
-        """Restores every bit of parameters and states; appends the status of the call."""
-        try:
-            self._check_unchanged()
-        except InvalidArgumentError:
-            self.keep()
-            raise
-        self._stage.cancel(status)
-
-
 def _keep(stage: Stage) -> None:
     if stage.state() == "speculative":
         stage.commit()
@@ -208,14 +232,13 @@ def _check_group(optimizer: StageOptimizer, number: int) -> None:
     group, kind = optimizer.param_groups[number], type(optimizer).__name__
     if is_torchs(group):
         raise UnsupportedError(f"{kind}: a stage has no amsgrad, capturable or differentiable; leave them out, or pass torch's optimizer")
-    _check_signs(optimizer)
+    _check_signs(kind, optimizer.param_groups)
     for index, parameter in enumerate(group["params"]):
         refuse_parameter(kind, name_of(group, number, index), parameter)
 
 
-def _check_signs(optimizer: StageOptimizer) -> None:
-    if len({bool(group.get("maximize")) for group in optimizer.param_groups}) > 1:
+def _check_signs(kind: str, groups: list[dict[str, Any]]) -> None:
+    if len({bool(group.get("maximize")) for group in groups}) > 1:
         raise UnsupportedError(
-            f"{type(optimizer).__name__}: maximize differs between two groups, and the job of a stage has one sign for all; "
-            "pass the same value for all groups"
+            f"{kind}: maximize differs between two groups, and the job of a stage has one sign for all; pass the same value for all groups"
         )

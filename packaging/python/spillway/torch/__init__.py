@@ -33,7 +33,120 @@ Keywords beyond torch, for all classes:
 A checkpoint keeps bf16 moments and masters. A master takes the value of its parameter where the program wrote to the parameter, except by
 `param.data`, which leaves no trace."""
 
-from ._optimizers import Adagrad, Adam, AdamW, Lion
-from ._tier_states import TierOptions
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _abi
+from ..errors import InvalidArgumentError
+from ._keywords import TierOptions, take_beyond
+from ._optimizer import SpillwayOptimizer
+from ._states import MOMENTS, Rule
 
 __all__ = ["Adagrad", "Adam", "AdamW", "Lion", "TierOptions"]
+
+_ADAM = Rule("adam", _abi.AdamOptions, {key: key for key in MOMENTS}, ("lr", "eps", "weight_decay", "betas"), decoupled=False)
+
+
+class Adam(SpillwayOptimizer, torch.optim.Adam):
+    """torch.optim.Adam; see the module for what Spillway steps and for the keywords.
+
+    Args:
+        params: Parameters, or groups of parameters.
+        lr, betas, eps, weight_decay: As in torch.optim.Adam.
+        options: The keywords beyond torch (see the module), and further arguments of torch.optim.Adam.
+
+    Example:
+        optimizer = spillway.torch.Adam(model.parameters(), lr=1e-3, max_norm=1.0)"""
+
+    _rule, _torch_class = _ADAM, torch.optim.Adam
+
+
+class AdamW(SpillwayOptimizer, torch.optim.AdamW):
+    """torch.optim.AdamW; see the module for what Spillway steps and for the keywords.
+
+    Args:
+        params: Parameters, or groups of parameters.
+        lr, betas, eps, weight_decay: As in torch.optim.AdamW.
+        options: The keywords beyond torch (see the module), and further arguments of torch.optim.AdamW.
+
+    Example:
+        optimizer = spillway.torch.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)"""
+
+    _rule, _torch_class = _ADAM._replace(decoupled=True), torch.optim.AdamW
+
+
+class Adagrad(SpillwayOptimizer, torch.optim.Adagrad):
+    """torch.optim.Adagrad; see the module for what Spillway steps and for the keywords.
+
+    Args:
+        params: Parameters, or groups of parameters.
+        lr, lr_decay, weight_decay, initial_accumulator_value, eps: As in torch.optim.Adagrad.
+        options: The keywords beyond torch (see the module), and further arguments of torch.optim.Adagrad."""
+
+    _rule = Rule(
+        "adagrad",
+        _abi.AdagradOptions,
+        {"sum": "exp_avg_sq"},
+        ("lr", "lr_decay", "eps", "weight_decay"),
+        sparse=True,
+        start="initial_accumulator_value",
+    )
+    _torch_class = torch.optim.Adagrad
+
+
+class Lion(SpillwayOptimizer):
+    """Lion (Chen et al., Symbolic Discovery of Optimization Algorithms), with decoupled weight decay.
+
+    Args:
+        params: Parameters, or groups of parameters.
+        lr: Learning rate.
+        betas: Decay rates of the interpolation and of the moment.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize instead of minimize.
+        options: The keywords beyond torch; see the module.
+
+    Raises:
+        InvalidArgumentError: A hyper-parameter is out of range."""
+
+    _rule = Rule("lion", _abi.LionOptions, {"exp_avg": "exp_avg"}, ("lr", "weight_decay", "betas"), counted=False)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Any,
+    ):
+        beyond = take_beyond(options)
+        if options:
+            raise TypeError(f"Lion has no argument {next(iter(options))!r}")
+        for name, value, fits in [
+            ("lr", lr, lr >= 0),
+            ("betas[0]", betas[0], 0 <= betas[0] < 1),
+            ("betas[1]", betas[1], 0 <= betas[1] < 1),
+            ("weight_decay", weight_decay, weight_decay >= 0),
+        ]:
+            if not fits:
+                raise InvalidArgumentError(f"Lion: {name} is {value!r}, which is out of range")
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        self._keep(**beyond)
+
+    def _torch_step(self) -> None:
+        """Lion in torch operations, for parameters that Spillway does not serve."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                grad = -param.grad if group["maximize"] else param.grad
+                state = self.state[param]
+                if not state:
+                    state.update(self._rule.new_state(group, param, self._home.precision))
+                average = state["exp_avg"]
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(torch.lerp(grad, average, beta1).sign_(), alpha=-float(group["lr"]))
+                average.lerp_(grad, 1 - beta2)

@@ -4,25 +4,32 @@ Frameworks replace gradients at every step, and sometimes parameters, states and
 `Table.refresh` compares every pointer and property that the kernels rely on with the tensors of now. New gradients of the same shape are
 patched in; after any other difference the caller builds a new table.
 
+The comparisons are passes over whole lists without Python code per tensor, slice by slice. A slice is small enough that the objects of its
+tensors stay in a processor's cache over all passes: with 10,000 parameters most of the time is the loading of these objects from memory.
+
 The step counts of all rows lie in one piece of memory, and each `state["step"]` is one element of it. Counting a step is one addition."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator
-from operator import is_
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, compress, starmap
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 
 from .. import _abi, _native, _tensor_rows
-from .._native_handle import record_own
+from .._groups import is_torchs
 from ..errors import InvalidArgumentError, SpillwayError
-from ._arguments import is_count
-from ._rows import CODES, Row, name_of
-from ._slice import LENGTH, Slice
+from ._keywords import is_count
+from ._states import Rule
+from ._tensors import CODES, DTensor, Row, local, name_of, properties_of
 
+#: Most parameters of a slice.
+LENGTH = 256
 _WORDS = ctypes.sizeof(_abi.Tensor) // 8
 _GRAD = _abi.Tensor.grad.offset // 8
 #: How the library names a row, an option of a row, and an option of the call; names of options that differ from torch's.
@@ -30,47 +37,55 @@ _PLACES = re.compile(r"tensors\[(\d+)\](?:\.options\.(\w+))?|^options\.(\w+)")
 _OPTION_NAMES = {"beta1": "betas[0]", "beta2": "betas[1]", "grad_scale": "grad_scale (of the scaler and of max_norm)"}
 #: Dtypes in which step counts are kept as they were found.
 _COUNTS = (torch.float32, torch.float64, torch.int32, torch.int64)
+_data_ptr = torch.Tensor.data_ptr
+_step = itemgetter("step")
+_version = attrgetter("_version")
 
 
 class Table:
     """Rows of an optimizer.
 
     Args:
-        optimizer: The torch optimizer, whose state has every key of `keys` for each row.
+        groups, states: The optimizer's `param_groups` and `state`, which has every state of the rule for each row.
         rows: The parameters that Spillway steps, in the order of the groups.
-        keys: Names of the states, with the fields of the C struct.
-        make_options: Makes a C options struct, of the group of a place.
-        own_options: Each row has options of its own, else the rows of one group and step count share them.
+        rest: The places of those that torch steps.
+        rule: The optimizer's rule.
+        seeds: For each row the seed of its rounding at random; None: to the nearest. Rows with a seed have options of their own; else the
+            rows of one group and step count share them.
         master: Name of the state that holds masters.
         grad_name: Attribute of a parameter that holds its gradient."""
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        states: Any,
         rows: list[Row],
-        keys: dict[str, str],
-        make_options: Callable[[tuple[int, int]], Any],
-        own_options: bool = False,
+        rest: list[tuple[int, int]],
+        rule: Rule,
+        seeds: list[int] | None = None,
         master: str = "",
         grad_name: str = "grad",
     ):
-        self._optimizer, self._master = optimizer, master
+        self._groups, self._rule, self._master, self.grad_name = groups, rule, master, grad_name
         #: A process group, and for each gradient of the step whether it counts in the group's norm.
         self.counts: tuple[Any, list[bool] | None] = (None, None)
         # The rows themselves hold gradients and states, which must not live longer than their owners keep them.
-        self.places = [(row.group, row.place) for row in rows]
+        self.places, self.rest = [(row.group, row.place) for row in rows], rest
         self._copies = [row.copy for row in rows if row.copy is not None]
-        self._lists = [list(group["params"]) for group in optimizer.param_groups]
-        self._states = list(optimizer.state.values())
-        self._slices = self._cut(rows, list(keys), grad_name)
+        self._lists, self._flags = [list(group["params"]) for group in groups], list(map(is_torchs, groups))
+        self._states = list(states.values())
+        self._slices = self._cut(states, rows)
+        self._owners = None if any(part.distributed for part in self._slices) else [*chain(*(part.owners for part in self._slices))]
+        self.has_masters = any(part.has_masters for part in self._slices)
         self.entries = (_abi.Tensor * len(rows))()
         words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS, device="cpu")
         self._grads = words[:, _GRAD]
-        self._fill(rows, list(keys.values()))
+        self._fill(rows, list(rule.keys.values()))
         self._gather_steps()
-        self._make_options(make_options, own_options)
+        self._make_options(seeds)
+        self._call = getattr(_native.library(), f"spw_{rule.c_name}_step")
 
-    def _cut(self, rows: list[Row], keys: list[str], grad_name: str) -> list[Slice]:
+    def _cut(self, states: Any, rows: list[Row]) -> list[Slice]:
         params = [param for params in self._lists for param in params]
         places = [(number, place) for number, params in enumerate(self._lists) for place in range(len(params))]
         chosen = {place: row.master is not None for place, row in zip(self.places, rows)}
@@ -82,11 +97,8 @@ class Table:
             length = next((number for number, other in enumerate(kinds) if other is (not kind)), len(kinds))
             mask = [other is not None for other in kinds[:length]]
             end = first + sum(mask)
-            slices.append(
-                Slice(
-                    self._optimizer, params[at : at + length], mask, rows[first:end], keys, first, self._master if kind else None, grad_name
-                )
-            )
+            names = [*self._rule.keys, *([self._master] if kind else [])]
+            slices.append(Slice(states, params[at : at + length], mask, rows[first:end], names, first, kind, self.grad_name))
             first, at = end, at + length
         return slices
 
@@ -139,36 +151,38 @@ class Table:
         for part in self._slices:
             part.note_steps()
 
-    def _make_options(self, make_options: Callable[[tuple[int, int]], Any], own_options: bool) -> None:
+    def _make_options(self, seeds: list[int] | None) -> None:
         """The C options structs by group, step count and, for rows with options of their own, the place in the group."""
         self._known = self.steps.clone()
-        keys = [(number, int(step), place if own_options else -1) for (number, place), step in zip(self.places, self.steps.tolist())]
-        self.options = {key: make_options((key[0], key[2])) for key in dict.fromkeys(keys)}
-        for entry, key in zip(self.entries, keys):
-            entry.options = ctypes.addressof(self.options[key])
+        keys = [(number, int(step), -1 if seeds is None else place) for (number, place), step in zip(self.places, self.steps.tolist())]
+        self.options = {key: _abi.sized(self._rule.options_type) for key in dict.fromkeys(keys)}
+        for row, (entry, key) in enumerate(zip(self.entries, keys)):
+            options = self.options[key]
+            if seeds is not None:
+                options.rounding, options.rounding_seed = _abi.ROUNDINGS["stochastic"], seeds[row]
+            entry.options = ctypes.addressof(options)
 
-    def refresh(self) -> bool:
+    def refresh(self, groups: list[dict[str, Any]], states: Any) -> bool:
         """Patches new gradients in; False if the table no longer describes the optimizer's tensors."""
+        self._groups = groups
         try:
-            return self._same_lists() and all(
-                part.is_same() and part.take_grads(self._grads[part.rows.start : part.rows.stop]) for part in self._slices
-            )
+            if len(groups) != len(self._lists) or len(states) != len(self._states):
+                return False
+            for group, known, flag in zip(groups, self._lists, self._flags):
+                params = group["params"]
+                if len(params) != len(known) or not all(map(is_, params, known)) or is_torchs(group) is not flag:
+                    return False
+            if not all(map(is_, states.values(), self._states)) or (self._counting and not torch.equal(self.steps, self._known)):
+                return False
+            if self._shared and any(float(step) != float(self.steps[number]) for number, step in self._shared.items()):
+                return False
+            for part in self._slices:
+                if not part.refresh(self._grads):
+                    return False
+            return True
         except (KeyError, RuntimeError, NotImplementedError, AttributeError, TypeError):
             # A state was removed, or a tensor has no address any more; building the table again names the reason.
             return False
-
-    def _same_lists(self) -> bool:
-        groups = self._optimizer.param_groups
-        return (
-            len(groups) == len(self._lists)
-            and all(
-                len(group["params"]) == len(known) and all(map(is_, group["params"], known)) for group, known in zip(groups, self._lists)
-            )
-            and len(self._optimizer.state) == len(self._states)
-            and all(map(is_, self._optimizer.state.values(), self._states))
-            and (not self._counting or torch.equal(self.steps, self._known))
-            and all(float(step) == float(self.steps[number]) for number, step in self._shared.items())
-        )
 
     @property
     def grads(self) -> list[torch.Tensor]:
@@ -180,20 +194,20 @@ class Table:
         for part in self._slices:
             part.grads = []
 
-    def run(self, c_name: str, options: Any, status: list[int]) -> None:
-        """Steps all rows; appends the status of the call."""
-        record_own(status, f"spw_{c_name}_step", ctypes.byref(options), ctypes.addressof(self.entries), len(self.places), None)
+    def run(self, options: Any, status: list[int]) -> None:
+        """Steps all rows; appends the status of the call, and no signal handler runs between the call and that."""
+        status.extend(starmap(self._call, ((ctypes.byref(options), ctypes.addressof(self.entries), len(self.places), None),)))
 
-    def check(self, c_name: str, options: Any) -> None:
+    def check(self, options: Any) -> None:
         """Raises the error with which `run` would refuse; changes nothing."""
-        _native.call(f"spw_{c_name}_check", ctypes.byref(options), ctypes.addressof(self.entries), len(self.places))
+        _native.call(f"spw_{self._rule.c_name}_check", ctypes.byref(options), ctypes.addressof(self.entries), len(self.places))
 
     def counted(self, by: int) -> tuple[torch.Tensor, dict[tuple[int, int, int], Any]]:
         """Step counts and options after `by` more steps, for `set_counts`."""
-        return (
-            self.steps + by if self._counting else self.steps.clone(),
-            {(group, step + by, place): options for (group, step, place), options in self.options.items()},
-        )
+        options = {}
+        for (group, step, place), own in self.options.items():
+            options[group, step + by, place] = own
+        return self.steps + by if self._counting else self.steps.clone(), options
 
     def set_counts(self, counts: tuple[torch.Tensor, dict[tuple[int, int, int], Any]]) -> None:
         """Sets the step counts."""
@@ -205,11 +219,17 @@ class Table:
 
     def params(self) -> list[torch.Tensor]:
         """The parameters of the rows."""
-        return [param for part in self._slices for param in part.local(part.owners)]
+        return [param for part in self._slices for param in part.local(part.owners)] if self._owners is None else self._owners
 
     def watched(self) -> list[torch.Tensor]:
-        """The parameters whose versions show if the program has written to them."""
+        """The parameters whose versions show if the program has written to them: those with masters."""
         return [param for part in self._slices if part.has_masters for param in part.local(part.owners)]
+
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that a step writes, except for the step counts."""
+        states = (state.items() for part in self._slices for state in part.inner)
+        tensors = [value for items in states for name, value in items if name != "step" and isinstance(value, torch.Tensor)]
+        return [*self.params(), *map(local, tensors)]
 
     def note_versions(self, versions: list[int]) -> None:
         """Remembers the versions of `watched` after a step."""
@@ -227,9 +247,102 @@ class Table:
     def name(self, number: int) -> str:
         """The name of a row in messages."""
         group, place = self.places[number]
-        return name_of(self._optimizer.param_groups[group], group, place)
+        return name_of(self._groups[group], group, place)
 
     row_name = name
+
+
+class Slice:
+    """Some consecutive parameters of a table, which are compared with their tensors of the step before. `rows` are stepped by Spillway.
+
+    Args:
+        states: The optimizer's `state`.
+        params: All parameters of the slice.
+        mask: For each of them whether it has a row.
+        rows: The rows, in the order of the parameters.
+        names: Names of the states of each row.
+        first: Number of the first row in the table.
+        has_masters: The rows have masters.
+        grad_name: Attribute of a parameter that holds its gradient."""
+
+    def __init__(
+        self,
+        states: Any,
+        params: list[torch.Tensor],
+        mask: list[bool],
+        rows: list[Row],
+        names: list[str],
+        first: int,
+        has_masters: bool,
+        grad_name: str,
+    ):
+        self._params, self._mask = params, None if all(mask) else mask
+        self._grad = attrgetter(grad_name)
+        self.rows = range(first, first + len(rows))
+        self._types = list(map(type, map(self._grad, params)))
+        self.owners = list(compress(params, mask))
+        #: The rows whose parameters are DTensors.
+        self.distributed = [at for at, owner in enumerate(self.owners) if isinstance(owner, DTensor)]
+        self.inner = [states[owner] for owner in self.owners]
+        self._params_same = properties_of([row.param for row in rows])
+        self._grads_same = properties_of([row.grad for row in rows])
+        # Comparing lists takes two thirds of the time of making arrays.
+        self._addresses = [row.param.data_ptr() for row in rows]
+        #: The addresses of gradients in the C table; None while they are written.
+        self._grad_addresses: list[int] | None = [row.grad.data_ptr() for row in rows]
+        self.grads: list[torch.Tensor] = []
+        self._step_addresses: list[int] = []
+        self.has_masters = has_masters
+        #: The versions of parameters with masters after the last step.
+        self.versions: list[int] = list(map(_version, self.local(self.owners))) if has_masters else []
+        of_rows = [tensor for row in rows for tensor in (row.states if row.master is None else (*row.states, row.master))]
+        # An address alone does not tell a state from another one that lies there now.
+        self._states_same, self._state_addresses = properties_of(of_rows), list(map(_data_ptr, of_rows))
+        self._single, self._states_of = len(names) == 1, itemgetter(*names)
+
+    def note_steps(self) -> None:
+        """Remembers where the step counts lie."""
+        self._step_addresses = list(map(_data_ptr, map(_step, self.inner)))
+
+    def refresh(self, words: torch.Tensor) -> bool:
+        """Compares parameters and states with those of the last step, takes the present gradients, and writes their addresses to `words`,
+        one for each row of the table. False if something does not fit the rows."""
+        params = self.owners if not self.distributed else self.local(self.owners)
+        if not self._params_same(*params) or list(map(_data_ptr, params)) != self._addresses:
+            return False
+        if self.has_masters and list(map(_version, params)) != self.versions:
+            return False
+        if self._step_addresses and list(map(_data_ptr, map(_step, self.inner))) != self._step_addresses:
+            return False
+        of_each: Any = map(self._states_of, self.inner)
+        states = list(of_each if self._single else chain.from_iterable(of_each))
+        states = states if not self.distributed else self.local(states)
+        if not self._states_same(*states) or list(map(_data_ptr, states)) != self._state_addresses:
+            return False
+        grads = list(map(self._grad, self._params))
+        if self._mask is not None:
+            # A gradient that came or went; without a mask, the comparison of properties finds it.
+            if list(map(type, grads)) != self._types:
+                return False
+            grads = list(compress(grads, self._mask))
+        if self.distributed:
+            if any(grads[at].placements != self.owners[at].placements for at in self.distributed):
+                return False
+            grads = self.local(grads)
+        if not self._grads_same(*grads):
+            return False
+        self.grads, addresses = grads, list(map(_data_ptr, grads))
+        if addresses != self._grad_addresses:
+            # A signal handler may raise between two of these lines: the next step then writes all addresses again.
+            self._grad_addresses = None
+            if addresses:
+                words[self.rows.start : self.rows.stop].copy_(torch.frombuffer(array("Q", addresses), dtype=torch.int64))
+            self._grad_addresses = addresses
+        return True
+
+    def local(self, tensors: Iterable[Any]) -> Any:
+        """The local parts of DTensors."""
+        return list(map(local, tensors)) if self.distributed else tensors
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -1,89 +1,34 @@
-"""Optimizer states on a tier: f32 masters, moments and their commits.
+"""The parameters of an optimizer and their masters on a tier.
+
+All parameters lie one after another, and a subgroup is `most` consecutive elements of them. A subgroup may hold many parameters, and a
+parameter many subgroups. A commit names every parameter's shape and dtype, so that a tier of another model is refused.
 
 Invariants:
-- A tier of other parameters is refused before anything is written to it.
 - Parameters that require no gradient at construction have no states. A commit fixes which ones these are.
 - The master of an f32 parameter equals the parameter, and that of a 16-bit parameter rounds to it, unless the program has written to the
   parameter; the next step gives the master the new values.
-- State moves by subgroups, through memory of one subgroup.
-- Calls of several threads run one after another, so that each sees the states between two steps."""
+- State moves by subgroups, through memory of one subgroup."""
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
-from .. import _abi, _ranks
-from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import Swap
-from ..tier import Tier, TierPath
-from ._arguments import check_tier, is_count
-from ._layout import Commit, Layout, check_parameters, described
-from ._precision import MASTER, take_values
-from ._rows import CODES, holds_values, local, name_of
+from ..tier import Tier
+from ..tiered import Record, Tiered
+from ._keywords import TierOptions, is_count
+from ._states import MASTER, MOMENTS, take_values
+from ._tensors import CODES, holds_values, local, name_of
 
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
 _USUAL, _LEAST = 4 << 20, 4 << 10
 _STATE_BYTES = 12
-#: Status of a path that has no room.
-_LIMIT_REACHED = _abi.ERR_LIMIT_REACHED
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _version = torch.Tensor._version.__get__
-_Result = TypeVar("_Result")
-
-
-class TierOptions(NamedTuple):
-    """Where and how an optimizer keeps its states on a tier.
-
-    Attributes:
-        paths: A directory, or a list of directories, "s3://BUCKET/PREFIX", spillway.tier.TierPath, or None for memory.
-        job: Name of the run, and of a directory on each path.
-        host: Name of this machine, and of a directory below that; None: the host name.
-        rank, world: Number of this process and of all processes; None: those of torch.distributed, else 0 and 1.
-        resume: "auto" resumes a committed state and otherwise begins a new one; "create" refuses a committed state; "resume" requires one.
-        durability: What a commit survives: "data" a power failure; "process" only the end of the process; "full" like "data", and also
-            syncs directories.
-        part_elements: Number of elements of a subgroup of a new tier; None: 4 Mi, or less to fit the memory budget.
-        ratio: Share of each path in the states; None: equal at first, then in proportion to the
-            measured bandwidths.
-        turns: Wait for the turns of other processes before using a path.
-        pin_memory: Lock the buffers' pages in memory.
-        io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds."""
-
-    paths: Any
-    job: str = "optimizer"
-    host: str | None = None
-    rank: int | None = None
-    world: int | None = None
-    resume: str = "auto"
-    durability: str = "data"
-    part_elements: int | None = None
-    ratio: Sequence[float] | None = None
-    turns: bool = True
-    pin_memory: bool = True
-    io_timeout: float = 0.0
-
-    @staticmethod
-    def of(given: Any) -> TierOptions:
-        """The options of a `tier` argument."""
-        options = given if isinstance(given, TierOptions) else TierOptions(given)
-        single = isinstance(options.paths, (str, os.PathLike, TierPath)) or options.paths is None
-        paths = [options.paths] if single else list(options.paths) if isinstance(options.paths, Iterable) else []
-        if not paths or not all(path is None or (isinstance(path, (str, os.PathLike, TierPath)) and path != "") for path in paths):
-            raise InvalidArgumentError(f"tier is {given!r}; pass a directory, a list of directories, or a TierOptions of these")
-        check_tier(options)
-        ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return options._replace(
-            paths=[path if isinstance(path, TierPath) else TierPath(path) for path in paths],
-            rank=options.rank if options.rank is not None else torch.distributed.get_rank() if ready else 0,
-            world=options.world if options.world is not None else torch.distributed.get_world_size() if ready else 1,
-        )
 
 
 class TierState(dict[str, Any]):
@@ -105,122 +50,84 @@ class MasterState(TierState):
     on_tier = (*MOMENTS, MASTER)
 
 
-class _Handles:
-    """The open tier and the update on it, in the order in which they close."""
-
-    def __init__(self) -> None:
-        self.process = os.getpid()
-        self.tier: Tier | None = None
-        self.swap: Swap | None = None
-
-    def close(self) -> None:
-        # A forked child's handles are copies that it does not own.
-        if self.process != os.getpid():
-            return
-        try:
-            if self.swap is not None:
-                self.swap.close()
-        finally:
-            if self.tier is not None:
-                self.tier.close()
-
-
 class TierStates:
-    """States of an optimizer on a tier.
+    """States on a tier.
 
     Args:
-        optimizer: The optimizer, with all its groups and without states.
-        given: The `tier` argument.
-        memory_budget: Limit of the host memory for states, in bytes; None: the least that keeps every path busy.
+        name: Name of the optimizer's class, for messages.
+        groups: All its groups.
+        options, memory_budget: Where and how its states are.
+
+    Attributes:
+        params, names, stated: All parameters, their names in messages, and whether they have states.
+        numbers: The number of each parameter, by its id.
+        layout: The subgroups.
+        tiered: The open tier.
+        count: Number of steps.
 
     Raises:
         InvalidArgumentError: The tier holds states of other parameters, or the budget is too small.
         UnsupportedError: A parameter cannot have its states on a tier."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, given: Any, memory_budget: int | None):
-        options, groups = TierOptions.of(given), optimizer.param_groups
+    def __init__(self, name: str, groups: list[dict[str, Any]], options: TierOptions, memory_budget: int | None):
         self.params = [param for group in groups for param in group["params"]]
         self.names = [name_of(group, number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
         self.stated = [param.requires_grad for param in self.params]
         self._check_served()
         self.numbers = {id(param): number for number, param in enumerate(self.params)}
-        self._shapes = [param.shape for param in self.params]
-        self.directory = next(
-            (path.directory for path in options.paths if path.directory is not None and not os.fspath(path.directory).startswith("s3://")),
-            None,
+        self._shapes, self.count = [param.shape for param in self.params], 0
+        self.tiered = Tiered(
+            name,
+            "torch",
+            options.place(),
+            "pass another job to TierOptions, and load a checkpoint",
+            "the tier holds states that no optimizer of spillway.torch has committed; pass other paths or another job",
+            lambda tier, committed: self._update(tier, committed, options, memory_budget),
+            self._limit,
         )
-        self._handles, self._world, self._lock = _Handles(), options.world or 1, threading.RLock()
-        #: The record of a commit that has begun, and the status of the library's call once it has returned.
-        self._pending: tuple[Commit, list[int]] | None = None
-        weakref.finalize(optimizer, _Handles.close, self._handles)
+
+    def begin(self, states: Any) -> None:
+        """Takes what was committed to the parameters, or begins with the values of the parameters. `states` receives the step counts."""
         try:
-            self._open(optimizer, options, memory_budget)
+            if self.tiered.committed is not None:
+                self.restore(states, self.tiered.committed)
+            else:
+                self.set_steps(states, [0.0] * len(self.params))
+                for subgroup, elements in enumerate(self.layout.elements):
+                    zeros = torch.zeros(elements)
+                    self.tiered.write(subgroup, self.values(subgroup), zeros, zeros)
+                self._note_versions()
         except BaseException:
-            self._handles.close()
+            self.tiered.close()
             raise
 
-    def _open(self, optimizer: torch.optim.Optimizer, options: TierOptions, memory_budget: int | None) -> None:
-        self._handles.tier = tier = _open_tier(options)
-        tier._user = type(optimizer).__name__
-        self.committed = Commit.unpacked(tier.opened.payload) if tier.opened.step is not None else None
-        self.resumed_step = tier.opened.step
-        if self.committed is not None:
-            check_parameters(self.committed, self.params, self.names)
-            self.stated = [number not in self.committed.stateless for number in range(len(self.params))]
+    def _update(self, tier: Tier, committed: Record | None, options: TierOptions, memory_budget: int | None) -> Swap:
+        if committed is not None:
+            facts = committed.facts
+            _check_parameters(facts, self.params, self.names)
+            self.stated = [number not in facts["stateless"] for number in range(len(self.params))]
             self._check_served()
-        counts = [local(param).numel() if stated else 0 for param, stated in zip(self.params, self.stated)]
-        self.layout = Layout(counts, self.committed.most if self.committed else _part_elements(options, memory_budget, sum(counts)))
-        try:
-            self._handles.swap = Swap(
-                tier,
-                self.layout.elements,
-                memory_budget=memory_budget,
-                ratio=options.ratio,
-                turns=options.turns,
-                huge_pages=options.pin_memory,
-                pin_memory=options.pin_memory,
-            )
-        except SpillwayError as error:
-            if error.status != _LIMIT_REACHED:
-                raise
-            raise InvalidArgumentError(
-                f"the states of the optimizer need {_STATE_BYTES * sum(counts) / 1e6:.1f} MB on the tier: {error}; raise the "
-                "limits of the paths, or add a path"
-            ) from error
-        self.swap._user = tier._user
-        self.count = 0
-        if self.committed is not None:
-            self._restore(optimizer, self.committed)
-        else:
-            self.set_steps(optimizer, [0.0] * len(self.params))
-            for subgroup in range(len(self.layout.elements)):
-                zeros = torch.zeros(self.layout.elements[subgroup])
-                self.swap.write(subgroup, self._values(subgroup), zeros, zeros)
-        self.note_versions()
+        counts = self._counts()
+        most = _part_elements(options, memory_budget, sum(counts)) if committed is None else committed.facts["most"]
+        self.layout = Layout(counts, most)
+        return Swap(
+            tier,
+            self.layout.elements,
+            memory_budget=memory_budget,
+            ratio=options.ratio,
+            turns=options.turns,
+            huge_pages=options.pin_memory,
+            pin_memory=options.pin_memory,
+        )
 
-    @property
-    def swap(self) -> Swap:
-        """The open update."""
-        assert self._handles.swap is not None
-        return self._handles.swap
+    def _limit(self, error: SpillwayError) -> Exception:
+        return InvalidArgumentError(
+            f"the states of the optimizer need {_STATE_BYTES * sum(self._counts()) / 1e6:.1f} MB on the tier: {error}; raise the "
+            "limits of the paths, or add a path"
+        )
 
-    @property
-    def tier(self) -> Tier:
-        """The open tier."""
-        assert self._handles.tier is not None
-        return self._handles.tier
-
-    def close(self) -> None:
-        """Closes update and tier."""
-        self._handles.close()
-
-    def alone(self, work: Callable[[], _Result]) -> _Result:
-        """Returns work(), during which no other thread uses the states. In a forked child no thread would free the lock; the handles refuse
-        every call there."""
-        if self._handles.process != os.getpid():
-            return work()
-        with self._lock:
-            return work()
+    def _counts(self) -> list[int]:
+        return [local(param).numel() if stated else 0 for param, stated in zip(self.params, self.stated)]
 
     def _check_served(self) -> None:
         for name, param, stated in zip(self.names, self.params, self.stated):
@@ -247,16 +154,16 @@ class TierStates:
             )
         return number
 
-    def set_steps(self, optimizer: torch.optim.Optimizer, steps: list[float]) -> None:
+    def set_steps(self, states: Any, steps: list[float]) -> None:
         """Sets the step count of every parameter with states."""
         for param, step, stated in zip(self.params, steps, self.stated):
             if stated:
                 count = torch.tensor(step, dtype=torch.float32, device="cpu")
-                optimizer.state[param] = (TierState if local(param).dtype is torch.float32 else MasterState)(step=count)
+                states[param] = (TierState if local(param).dtype is torch.float32 else MasterState)(step=count)
 
-    def step_count(self, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    def step_count(self, states: Any, number: int) -> torch.Tensor:
         """The step count of the parameter with this number; raises InvalidArgumentError if the program has removed it."""
-        state = optimizer.state.get(self.params[number])
+        state = states.get(self.params[number])
         if not isinstance(state, dict) or "step" not in state:
             raise InvalidArgumentError(
                 f"{self.names[number]}: optimizer.state has no step count for it, as after optimizer.state.clear(), and its "
@@ -269,7 +176,7 @@ class TierStates:
             )
         return step
 
-    def note_versions(self) -> None:
+    def _note_versions(self) -> None:
         """Remembers that masters and parameters agree now."""
         self._versions = self._now()
 
@@ -290,18 +197,18 @@ class TierStates:
         written = {number for number, (now, old) in enumerate(zip(self._now(), self._versions)) if now != old}
         for subgroup in sorted({piece.subgroup for number in written for piece in self.layout.of_parameter[number]}):
             master, differs = torch.empty(self.layout.elements[subgroup]), False
-            self.swap.read(subgroup, master)
+            self.tiered.read(subgroup, master)
             for piece in self.layout.of_subgroup[subgroup]:
                 if piece.parameter in written:
                     differs |= take_values(master[piece.first : piece.first + piece.count], self._part(piece))
             if differs:
-                self.swap.write(subgroup, master)
-        self.note_versions()
+                self.tiered.write(subgroup, master)
+        self._note_versions()
 
     def master(self, param: torch.Tensor) -> torch.Tensor:
         """The master of a parameter: the parameter itself if it is float32, or frozen."""
         own = local(param).detach()
-        self.swap.handle  # raises an error if the tier is closed
+        self.tiered.swap.handle  # raises an error if the tier is closed
         if own.dtype is torch.float32 or not self.stated[self.numbers.get(id(param), 0)]:
             return own
         number = self.check(param, "the tensor")
@@ -309,74 +216,104 @@ class TierStates:
         master = torch.empty(own.shape, dtype=torch.float32, device="cpu")
         for piece in self.layout.of_parameter[number]:
             whole = torch.empty(self.layout.elements[piece.subgroup], device="cpu")
-            self.swap.read(piece.subgroup, whole)
+            self.tiered.read(piece.subgroup, whole)
             master.view(-1)[piece.start : piece.start + piece.count] = whole[piece.first : piece.first + piece.count]
         return master
 
-    def commit(self, optimizer: torch.optim.Optimizer, step: int | None, payload: bytes) -> None:
-        """Makes the present states durable; returns after all ranks have committed."""
-        self._settle()
-        self.take_written()
-        steps = [float(self.step_count(optimizer, number)) if stated else 0.0 for number, stated in enumerate(self.stated)]
-        record = Commit(
-            self.layout.most,
-            [described(local(param)) for param in self.params],
-            steps,
-            self.count,
-            payload_of(payload),
-            [number for number, stated in enumerate(self.stated) if not stated],
-        )
-        number, status = self.count if step is None else step, list[int]()
-        # Noted before the call: a signal handler may raise after the library has committed.
-        self._pending = record, status
-        try:
-            _ranks.together(self._world, lambda: self.swap._commit(number, record.packed(), status))
-        finally:
-            self._settle()
+    def facts(self, states: Any) -> dict[str, Any]:
+        """What a commit of the present states stores beside them."""
+        return {
+            "most": self.layout.most,
+            "parameters": [_described(local(param)) for param in self.params],
+            "steps": [float(self.step_count(states, number)) if stated else 0.0 for number, stated in enumerate(self.stated)],
+            "count": self.count,
+            "stateless": [number for number, stated in enumerate(self.stated) if not stated],
+        }
 
-    def _settle(self) -> None:
-        """Takes over the record of a commit that the library has completed."""
-        if self._pending is not None:
-            record, status = self._pending
-            if status == [0]:
-                self.committed = record
-            self._pending = None
-
-    def rollback(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restores the last commit."""
-        self._settle()
-        if self.committed is None:
-            raise InvalidArgumentError(
-                f"{type(optimizer).__name__}.rollback: nothing was committed to the tier; construct the optimizer again"
-            )
-        self.swap.rollback()
-        self._restore(optimizer, self.committed)
-        self.note_versions()
-
-    def _restore(self, optimizer: torch.optim.Optimizer, committed: Commit) -> None:
+    def restore(self, states: Any, committed: Record) -> None:
         """Gives the parameters the values of their masters, and the steps those of the last commit."""
         with torch.no_grad():
-            for subgroup, master in self._masters():
+            for subgroup, elements in enumerate(self.layout.elements):
+                master = torch.empty(elements)
+                self.tiered.read(subgroup, master)
                 for piece in self.layout.of_subgroup[subgroup]:
                     self._part(piece).copy_(master[piece.first : piece.first + piece.count])
-        self.set_steps(optimizer, committed.steps)
-        self.count = committed.count
+        self.set_steps(states, committed.facts["steps"])
+        self.count = committed.facts["count"]
+        self._note_versions()
 
-    def _masters(self) -> Iterator[tuple[int, torch.Tensor]]:
-        for subgroup, elements in enumerate(self.layout.elements):
-            master = torch.empty(elements)
-            self.swap.read(subgroup, master)
-            yield subgroup, master
-
-    def _values(self, subgroup: int) -> torch.Tensor:
+    def values(self, subgroup: int) -> torch.Tensor:
         """The values of the parameters in a subgroup."""
         values = torch.empty(self.layout.elements[subgroup])
         for piece in self.layout.of_subgroup[subgroup]:
             values[piece.first : piece.first + piece.count] = self._part(piece)
         return values
 
-    def _part(self, piece: Any) -> torch.Tensor:
+    def _part(self, piece: Piece) -> torch.Tensor:
         return local(self.params[piece.parameter]).detach().view(-1)[piece.start : piece.start + piece.count]
+
+
+class Piece(NamedTuple):
+    """`count` elements of a parameter from element `start` on, at element `first` of a subgroup."""
+
+    parameter: int
+    subgroup: int
+    first: int
+    start: int
+    count: int  # type: ignore[assignment]
+
+
+class Layout:
+    """Pieces of parameters in subgroups of at most `most` elements.
+
+    Args:
+        counts: Number of elements of each parameter; 0 for one without states.
+        most: Number of elements of a subgroup, except the last."""
+
+    def __init__(self, counts: list[int], most: int):
+        total = sum(counts)
+        self.most = most
+        self.elements = [min(most, total - at) for at in range(0, total, most)] or [0]
+        self.of_parameter: list[list[Piece]] = [[] for _ in counts]
+        self.of_subgroup: list[list[Piece]] = [[] for _ in self.elements]
+        for number, (begin, count) in enumerate(zip(accumulate(counts, initial=0), counts)):
+            at = begin
+            while at < begin + count:
+                subgroup, first = divmod(at, most)
+                length = min(most - first, begin + count - at)
+                piece = Piece(number, subgroup, first, at - begin, length)
+                self.of_parameter[number].append(piece)
+                self.of_subgroup[subgroup].append(piece)
+                at += length
+
+
+def _described(param: torch.Tensor) -> list[Any]:
+    """Dtype and shape of a parameter, as the record of a commit stores them."""
+    return [str(param.dtype).removeprefix("torch."), list(param.shape)]
+
+
+def _check_parameters(committed: dict[str, Any], params: list[torch.Tensor], names: list[str]) -> None:
+    """Raises InvalidArgumentError if the facts of a commit are those of other parameters; the message names the first one that differs."""
+    cure = "pass the model of the run that committed, or other paths or another job for this one"
+    everything = committed["parameters"]
+    for name, param, stored in zip(names, params, everything):
+        if _described(local(param)) != stored:
+            raise InvalidArgumentError(
+                f"{name} is {param.dtype} of shape {tuple(local(param).shape)}; the tier was committed with torch.{stored[0]} of "
+                f"shape {tuple(stored[1])} there; {cure}"
+            )
+    if len(params) != len(everything):
+        first = names[len(everything)] if len(params) > len(everything) else f"parameter number {len(params)}"
+        raise InvalidArgumentError(
+            f"the optimizer has {len(params)} parameters, and the tier was committed with {len(everything)}: {first} "
+            f"is the first without a counterpart; {cure}"
+        )
+    for number in committed["stateless"]:
+        if params[number].requires_grad:
+            raise InvalidArgumentError(
+                f"{names[number]} requires a gradient, and the tier was committed without states for it, because it required "
+                "none then; freeze it before the optimizer is constructed, or pass another job and load a state dict"
+            )
 
 
 def _part_elements(options: TierOptions, memory_budget: int | None, total: int) -> int:
@@ -393,22 +330,3 @@ def _check_served(name: str, param: torch.Tensor) -> None:
             f"{name} is {own.dtype} on {own.device} with strides {own.stride() if own.layout is torch.strided else None}; states "
             "on a tier need contiguous CPU parameters of 16 or 32 bits; leave out tier for this parameter's optimizer"
         )
-
-
-def _open_tier(options: TierOptions) -> Tier:
-    def open_at(step: int | None) -> Tier:
-        return Tier(
-            options.paths,
-            job=options.job,
-            host=options.host,
-            rank=options.rank or 0,
-            world=options.world or 1,
-            mode=options.resume,
-            durability=options.durability,
-            io_timeout=options.io_timeout,
-            at_step=step,
-        )
-
-    return _ranks.open_together(
-        options, options.rank or 0, options.world or 1, open_at, "pass another job to TierOptions, and load a checkpoint"
-    )

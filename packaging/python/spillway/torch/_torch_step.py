@@ -1,7 +1,7 @@
 """torch's own step of the parameters that Spillway does not serve: those of a group that only torch can step, and those that are no row of
-the C table (see _rows.py).
+the C table (see _tensors.py).
 
-torch checks a parameter when its turn comes, after it has stepped others. `_check_rest` finds such refusals before the first write. It
+torch checks a parameter when its turn comes, after it has stepped others. A `Trial` finds such refusals before the first write. It
 makes torch's step twice of stand-ins: of tensors without memory (device "meta") that have the dtypes, shapes and options of the real ones,
 and of copies of single elements on the real device, which run the same kernels. What only whole tensors show is checked by name: memory
 that was freed, memory that several elements share, and inference tensors."""
@@ -10,192 +10,142 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ..errors import InvalidArgumentError, UnsupportedError
-from ._notes import Notes
-from ._rows import PLAIN, DTensor, check_complete, check_has_memory, is_served, local, name_of
+from ..errors import InvalidArgumentError
+from ._states import Rule
+from ._tensors import PLAIN, DTensor, check_complete, check_has_memory, check_layout, local, name_of
+
+_Groups = list[dict[str, Any]]
+#: Makes the step of an optimizer as torch does, of these groups and states.
+TorchStep = Callable[[_Groups, Any], None]
 
 
-class TorchStep(Notes):
-    """Base of the optimizers of this package; not for direct use."""
+class Trial:
+    """Tries torch's step of parameters, and remembers the facts with which it succeeded."""
 
-    #: torch's class, whose step serves the other parameters.
-    _torch_class: type[torch.optim.Optimizer]
-    # Set by each class: the states with their fields in the C struct.
-    _keys: dict[str, str]
-    #: States have a step count.
-    _counted = True
-    #: Sparse gradients are left to torch's step.
-    _sparse = False
-    #: Attribute of a parameter that holds its gradient.
-    _grad_name = "grad"
-    #: Places of these parameters: number of the group, index in the group.
-    _rest: list[tuple[int, int]]
-    #: The facts of which torch's step was tried.
-    _tried: list[Any]
-    param_groups: list[dict[str, Any]]
+    def __init__(self) -> None:
+        self._facts: list[Any] = []
 
-    def _check_rest(self) -> None:
-        """Raises the error of torch's step, if it would refuse one of these parameters; its message names the parameter."""
-        groups = [self.param_groups[number] for number, _ in self._rest]
-        params = [group["params"][index] for group, (_, index) in zip(groups, self._rest)]
+    def check(self, places: list[tuple[int, int]], groups: _Groups, states: Any, rule: Rule, kind: str, torch_step: TorchStep) -> None:
+        """Raises the error of torch's step, if it would refuse one of these parameters; its message names the parameter.
+
+        Args:
+            places: Number of the group and index in the group, of each parameter.
+            groups, states: The optimizer's.
+            rule, kind: Its rule, and the name of its class.
+            torch_step: Makes its step as torch does."""
+        owners = [groups[number] for number, _ in places]
+        params = [group["params"][index] for group, (_, index) in zip(owners, places)]
         facts = [
-            *map(_options, groups),
-            *(_facts([param, param.grad, *self.state.get(param, {}).values()]) for param in params),
-            *(_count(self.state.get(param, {})) for param in params),
+            *map(_options, owners),
+            *(_facts_of([param, param.grad, *states.get(param, {}).values()]) for param in params),
+            *(_count(states.get(param, {})) for param in params),
         ]
-        if facts == self._tried:
+        if facts == self._facts:
             return
         elements = []
-        for (number, index), group, param in zip(self._rest, groups, params):
-            name = name_of(group, number, index)
-            check_layout(param.grad, name, type(self).__name__, self._sparse)
-            if self.state.get(param):
-                check_complete(self.state[param], [*self._state_names(), *(["max_exp_avg_sq"] if group.get("amsgrad") else [])], name)
-            self._check_tensors(param, name)
+        for (number, index), group, param in zip(places, owners, params):
+            name, state = name_of(group, number, index), states.get(param, {})
+            check_layout(param.grad, name, kind, rule.sparse)
+            if state:
+                check_complete(state, [*rule.names, *(["max_exp_avg_sq"] if group.get("amsgrad") else [])], name)
+            _check_tensors(param, state, name)
             known = all(type(tensor) in PLAIN or isinstance(tensor, DTensor) for tensor in (param, param.grad))
             # Sparse tensors have no arithmetic without memory.
             if known and local(param.grad).layout is torch.strided:
-                self._try(group, param, name)
-                elements.append((group, param, name))
-        self._try_elements(elements)
-        self._tried = facts
+                _try_without_memory(group, param, state, name, torch_step)
+                elements.append((group, param, state, name))
+        _try_elements(elements, torch_step)
+        self._facts = facts
 
-    def _state_names(self) -> list[str]:
-        """The names of the states of a parameter."""
-        return [*(["step"] if self._counted else []), *self._keys]
 
-    def _check_tensors(self, param: torch.Tensor, name: str) -> None:
-        """Raises an error for tensors that torch's step cannot read or write."""
-        states = {f"its state {key!r}": state for key, state in self.state.get(param, {}).items() if isinstance(state, torch.Tensor)}
-        for what, tensor in {"the parameter": param, **states}.items():
-            own = local(tensor)
-            if own.is_inference() and not torch.is_inference_mode_enabled():
-                raise InvalidArgumentError(
-                    f"{name}: {what} is an inference tensor, which torch cannot write to outside of torch.inference_mode; "
-                    "clone it; nothing was stepped"
-                )
-            if own.layout is torch.strided and torch._debug_has_internal_overlap(own) == 1:
-                raise InvalidArgumentError(
-                    f"{name}: elements of {what} share memory, as after expand(), so that torch cannot write to it; clone it; "
-                    "nothing was stepped"
-                )
-            if what != "its state 'step'" and own.device != param.device:
-                raise InvalidArgumentError(f"{name} is on {param.device}, {what} on {own.device}; move the state; nothing was stepped")
-        for what, tensor in {"the parameter": param, "its gradient": param.grad, **states}.items():
-            check_has_memory(local(tensor), f"{name}: {what}")
-        count = _count(self.state.get(param, {}))
-        if count is False:
+def _check_tensors(param: torch.Tensor, state: dict[str, Any], name: str) -> None:
+    """Raises an error for tensors that torch's step cannot read or write."""
+    tensors = {f"its state {key!r}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    for what, tensor in {"the parameter": param, **tensors}.items():
+        own = local(tensor)
+        if own.is_inference() and not torch.is_inference_mode_enabled():
             raise InvalidArgumentError(
-                f"{name}: its state 'step' is no number of steps; load the state of this parameter; nothing was stepped"
+                f"{name}: {what} is an inference tensor, which torch cannot write to outside of torch.inference_mode; "
+                "clone it; nothing was stepped"
             )
-
-    def _try_elements(self, parts: list[tuple[dict[str, Any], torch.Tensor, str]]) -> None:
-        """torch's step of copies of single elements: of all parameters at once, as torch does it, and of each alone for the name."""
-
-        def run(some: list[tuple[dict[str, Any], torch.Tensor, str]]) -> None:
-            groups: dict[int, dict[str, Any]] = {}
-            states: Any = defaultdict(dict)
-            for group, param, _ in some:
-                stand_in = _element(param)
-                stand_in.grad = _element(param.grad)
-                groups.setdefault(id(group), {**group, "params": []})["params"].append(stand_in)
-                states[stand_in] = {
-                    key: value.clone() if key == "step" and isinstance(value, torch.Tensor) else _element(value)
-                    for key, value in self.state.get(param, {}).items()
-                }
-            self._with(list(groups.values()), states)._torch_step()
-
-        try:
-            run(parts)
-        except Exception as together:
-            for part in parts:
-                try:
-                    run([part])
-                except Exception as error:
-                    raise _renamed(error, f"{part[2]} is stepped by torch, which refuses: {error}; nothing was stepped") from error
-            names = ", ".join(name for _, _, name in parts)
-            raise _renamed(together, f"{names} are stepped by torch, which refuses: {together}; nothing was stepped") from together
-
-    def _try(self, group: dict[str, Any], param: torch.Tensor, name: str) -> None:
-        """torch's step of a tensor without memory in the place of the parameter."""
-        # It needs no gradient: a differentiable step refuses to write to a leaf that does.
-        stand_in = _without_memory(param)
-        stand_in.grad = _without_memory(param.grad)
-        state = {
-            key: value.clone() if key == "step" and isinstance(value, torch.Tensor) else _without_memory(value)
-            for key, value in self.state.get(param, {}).items()
-        }
-        # The implementation and the devices of `capturable` are questions of the real device.
-        own = {**group, "params": [stand_in], "foreach": False, "fused": False}
-        if own.get("capturable") and param.device.type != "cpu":
-            own["capturable"] = False
-        try:
-            self._with([own], defaultdict(dict, {stand_in: state}))._torch_step()
-        except Exception as error:
-            raise _renamed(error, f"{name} is stepped by torch, which refuses: {error}; nothing was stepped") from error
-
-    def _step_rest(self, factor: float) -> None:
-        """torch's step of the parameters that Spillway does not serve."""
-        groups = [
-            {**group, "params": [group["params"][index] for at, index in self._rest if at == number]}
-            for number, group in enumerate(self.param_groups)
-        ]
-        groups = [group for group in groups if group["params"]]
-        if factor != 1.0:
-            # Parameters may have one gradient in common, also as two tensors of the same memory. It is scaled once.
-            scaled: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-            for param in (param for group in groups for param in group["params"]):
-                grad, key = param.grad, _memory(param.grad)
-                if key not in scaled:
-                    scaled[key] = grad, _scaled(grad, factor)
-                first, now = scaled[key]
-                if now is not first:
-                    param.grad = now
-        self._with(groups, self.state)._torch_step()
-
-    def _with(self, groups: list[dict[str, Any]], states: Any) -> TorchStep:
-        """This optimizer with other groups, and without the attributes of a GradScaler."""
-        other = type(self).__new__(type(self))
-        other.__dict__.update(
-            {**self.__dict__, "param_groups": groups, "state": states, "_itself": other._itself, "_attributes": other._attributes}
-        )
-        for name in ("grad_scale", "found_inf"):
-            other.__dict__.pop(name, None)
-        return other
-
-    def _torch_step(self) -> None:
-        step = self._torch_class.step
-        # The hooks of this optimizer have run already.
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        step(self)
-
-    def _rest_changed(self) -> bool:
-        """True if a parameter that torch stepped can be stepped by Spillway now."""
-        for number, index in self._rest:
-            group = self.param_groups[number]
-            param = group["params"][index]
-            if not is_torchs(group) and is_served(param, param.grad, name_of(group, number, index)):
-                return True
-        return False
+        if own.layout is torch.strided and torch._debug_has_internal_overlap(own) == 1:
+            raise InvalidArgumentError(
+                f"{name}: elements of {what} share memory, as after expand(), so that torch cannot write to it; clone it; "
+                "nothing was stepped"
+            )
+        if what != "its state 'step'" and own.device != param.device:
+            raise InvalidArgumentError(f"{name} is on {param.device}, {what} on {own.device}; move the state; nothing was stepped")
+    for what, tensor in {"the parameter": param, "its gradient": param.grad, **tensors}.items():
+        check_has_memory(local(tensor), f"{name}: {what}")
+    if _count(state) is False:
+        raise InvalidArgumentError(f"{name}: its state 'step' is no number of steps; load the state of this parameter; nothing was stepped")
 
 
-def is_torchs(group: dict[str, Any]) -> bool:
-    """True if only torch has what a group asks for."""
-    return bool(group.get("amsgrad") or group.get("capturable") or group.get("differentiable"))
+def _try_elements(parts: list[tuple[dict[str, Any], torch.Tensor, dict[str, Any], str]], torch_step: TorchStep) -> None:
+    """torch's step of copies of single elements: of all parameters at once, as torch does it, and of each alone for the name."""
+
+    def run(some: list[tuple[dict[str, Any], torch.Tensor, dict[str, Any], str]]) -> None:
+        groups: dict[int, dict[str, Any]] = {}
+        states: Any = defaultdict(dict)
+        for group, param, state, _ in some:
+            stand_in = _element(param)
+            stand_in.grad = _element(param.grad)
+            groups.setdefault(id(group), {**group, "params": []})["params"].append(stand_in)
+            states[stand_in] = _state_of(state, _element)
+        torch_step(list(groups.values()), states)
+
+    try:
+        run(parts)
+    except Exception as together:
+        for part in parts:
+            try:
+                run([part])
+            except Exception as error:
+                raise _renamed(error, f"{part[3]} is stepped by torch, which refuses: {error}; nothing was stepped") from error
+        names = ", ".join(name for *_, name in parts)
+        raise _renamed(together, f"{names} are stepped by torch, which refuses: {together}; nothing was stepped") from together
 
 
-def check_layout(grad: torch.Tensor, name: str, kind: str, sparse: bool) -> None:
-    """Raises an error for gradients that torch's class refuses too, so that it names the parameter."""
-    if not sparse and local(grad).layout is not torch.strided:
-        raise UnsupportedError(
-            f"{name}: {kind} does not support sparse gradients, and this one is {local(grad).layout}; pass dense gradients, or "
-            "leave the parameter to torch.optim.SparseAdam"
-        )
+def _try_without_memory(group: dict[str, Any], param: torch.Tensor, state: dict[str, Any], name: str, torch_step: TorchStep) -> None:
+    """torch's step of a tensor without memory in the place of the parameter."""
+    # It needs no gradient: a differentiable step refuses to write to a leaf that does.
+    stand_in = _without_memory(param)
+    stand_in.grad = _without_memory(param.grad)
+    # The implementation and the devices of `capturable` are questions of the real device.
+    own = {**group, "params": [stand_in], "foreach": False, "fused": False}
+    if own.get("capturable") and param.device.type != "cpu":
+        own["capturable"] = False
+    try:
+        torch_step([own], defaultdict(dict, {stand_in: _state_of(state, _without_memory)}))
+    except Exception as error:
+        raise _renamed(error, f"{name} is stepped by torch, which refuses: {error}; nothing was stepped") from error
+
+
+def _state_of(state: dict[str, Any], stand_in: Callable[[Any], Any]) -> dict[str, Any]:
+    """The state of a stand-in, with a step count of its own."""
+    return {key: value.clone() if key == "step" and isinstance(value, torch.Tensor) else stand_in(value) for key, value in state.items()}
+
+
+def step_rest(places: list[tuple[int, int]], groups: _Groups, states: Any, factor: float, torch_step: TorchStep) -> None:
+    """torch's step of the parameters at these places, with gradients that are multiplied by `factor`."""
+    chosen = [{**group, "params": [group["params"][index] for at, index in places if at == number]} for number, group in enumerate(groups)]
+    chosen = [group for group in chosen if group["params"]]
+    if factor != 1.0:
+        # Parameters may have one gradient in common, also as two tensors of the same memory. It is scaled once.
+        scaled: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        for param in (param for group in chosen for param in group["params"]):
+            grad, key = param.grad, _memory(param.grad)
+            if key not in scaled:
+                scaled[key] = grad, _scaled(grad, factor)
+            first, now = scaled[key]
+            if now is not first:
+                param.grad = now
+    torch_step(chosen, states)
 
 
 def _options(group: dict[str, Any]) -> list[Any]:
@@ -209,7 +159,7 @@ def _options(group: dict[str, Any]) -> list[Any]:
     return [(name, kind(value)) for name, value in group.items() if name not in ("params", "param_names")]
 
 
-def _facts(values: Iterable[Any]) -> list[Any]:
+def _facts_of(values: Iterable[Any]) -> list[Any]:
     """What torch's step may refuse of tensors."""
     return [
         (

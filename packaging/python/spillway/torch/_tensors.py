@@ -1,11 +1,12 @@
-"""Which parameters Spillway steps, and the error messages about the others.
+"""Which parameters Spillway steps, the error messages about the others, and whether tensors still have the properties that they had.
 
 A parameter is served if its step is one row of the C table: parameter, gradient and states are contiguous in CPU memory, with dtypes
 that the kernels know. All other parameters go to torch's own step. If neither can step a parameter, an error names it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,18 @@ except ImportError:  # a build of torch without distributed
         """Stands in where torch has no DTensor."""
 
 
+TensorGuards: Any = None
+try:
+    # The guards of torch.compile compare a list of tensors in C++: a sixth of the time of the passes of `_slow_properties_of`.
+    from torch._C._dynamo import guards as _guards
+
+    TensorGuards = _guards.TensorGuards
+except (ImportError, AttributeError):
+    pass
+
 CODES = {torch.float32: _abi.DTYPE_F32, torch.float16: _abi.DTYPE_F16, torch.bfloat16: _abi.DTYPE_BF16}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PROPERTIES = [attrgetter(name) for name in ("dtype", "device", "layout", "shape")]
 
 
 class Row(NamedTuple):
@@ -121,6 +132,15 @@ def lay_out(param: torch.Tensor, states: dict[str, Any], keys: list[str]) -> Non
             states[key] = states[key].detach().contiguous()
 
 
+def check_layout(grad: torch.Tensor, name: str, kind: str, sparse: bool) -> None:
+    """Raises an error for gradients that torch's class refuses too, so that it names the parameter."""
+    if not sparse and local(grad).layout is not torch.strided:
+        raise UnsupportedError(
+            f"{name}: {kind} does not support sparse gradients, and this one is {local(grad).layout}; pass dense gradients, or "
+            "leave the parameter to torch.optim.SparseAdam"
+        )
+
+
 def check_kinds(states: Any, keys: Iterable[str], name: str) -> None:
     """Raises an error if the states of a parameter are none: a dict, whose values for `keys` are tensors."""
     if not isinstance(states, dict):
@@ -183,3 +203,52 @@ def check_memory(rows: list[Row], groups: list[dict[str, Any]]) -> None:
         if start < end:
             one, other = (name_of(groups[row.group], row.group, row.place) for row in (rows[first], rows[second]))
             raise InvalidArgumentError(f"{one} and {other} share memory of parameters or states; pass a shared parameter once")
+
+
+def properties_of(tensors: list[torch.Tensor]) -> Callable[..., bool]:
+    """Returns a function that compares as many other tensors with these, which must be contiguous: their types, dtypes, devices, layouts,
+    shapes and strides. A tensor whose memory does not hold its values differs from them."""
+    if tensors and TensorGuards is not None and _guards_work():
+        # The function keeps none of the tensors alive. Guards refuse a list with the same tensor twice.
+        check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        if check(*tensors):
+            return check
+    return _slow_properties_of(tensors)
+
+
+def _slow_properties_of(tensors: list[torch.Tensor]) -> Callable[..., bool]:
+    types, known = list(map(type, tensors)), [list(map(get, tensors)) for get in _PROPERTIES]
+    return lambda *others: (
+        list(map(type, others)) == types
+        and all(map(torch.Tensor.is_contiguous, others))
+        and all(map(holds_values, others))
+        and all(list(map(get, others)) == own for get, own in zip(_PROPERTIES, known))
+    )
+
+
+def _guards_work() -> bool:
+    """True if this version of torch tells these tensors apart. Its guards are not part of its documented interface."""
+    global _verdict
+    if _verdict is None:
+        some = torch.zeros(2, 3, device="cpu")
+        other = torch.zeros(3, 2, device="cpu")
+        others = [
+            other,
+            other.t(),
+            some.double(),
+            some.to("meta"),
+            some.to_sparse(),
+            torch.nn.Parameter(some),
+            None,
+            torch._neg_view(some),
+            torch._efficientzerotensor(2, 3),
+        ]
+        try:
+            check = TensorGuards(some, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            _verdict = check(torch.ones_like(some)) and not any(check(other) for other in others)
+        except Exception:  # another signature in another version
+            _verdict = False
+    return _verdict
+
+
+_verdict: bool | None = None

@@ -1,5 +1,10 @@
-"""In which dtypes an optimizer keeps moments and master weights, and how these survive torch's load_state_dict, which casts every state to
-the dtype of its parameter."""
+"""The states of a parameter: their names, first values and dtypes, and the f32 masters of 16-bit parameters.
+
+torch's load_state_dict casts every state to the dtype of its parameter. `Precision.load` restores the dtypes of this optimizer.
+
+A split master is the parameter and 16 low bits, in torch operations here; the library's steps split in the same way. The parameter is the
+master rounded to the nearest bf16, ties away from zero, and the low bits are the lower half of the master. The parameter is one above the
+master's upper half if and only if the highest low bit is set."""
 
 from __future__ import annotations
 
@@ -11,14 +16,54 @@ import torch
 
 from .. import _abi
 from ..errors import InvalidArgumentError
-from . import _split
-from ._rows import CODES, local
+from ._tensors import CODES, local
 
+#: The moments of Adam.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 #: The state that holds the f32 master of a 16-bit parameter.
 MASTER = "master_param"
 #: The state that holds the low bits of a split master.
 LOW = "master_low"
-_STATES = {"f32": (MASTER, torch.float32), "split": (LOW, torch.int16)}
+_MASTERS = {"f32": (MASTER, torch.float32), "split": (LOW, torch.int16)}
+
+
+class Rule(NamedTuple):
+    """An optimizer's rule: what its class brings to a step."""
+
+    #: The name in the C ABI, and the struct of the options there.
+    c_name: str
+    options_type: Any
+    #: The states with their fields in the C struct.
+    keys: dict[str, str]
+    #: The numbers of a group that a step needs.
+    numbers: tuple[str, ...]
+    #: States have a step count.
+    counted: bool = True
+    #: Sparse gradients are left to torch's step.
+    sparse: bool = False
+    #: Whether weight decay is decoupled, where a group does not say it; None: the struct has no such field.
+    decoupled: bool | None = None
+    #: The number of a group with which the states begin; none: they begin with zeros.
+    start: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the states of a parameter."""
+        return [*(["step"] if self.counted else []), *self.keys]
+
+    def new_state(self, group: dict[str, Any], param: torch.Tensor, precision: Precision) -> dict[str, Any]:
+        """The first states of a parameter, as torch's class creates them."""
+        state: dict[str, Any] = {"step": _step_zero()} if self.counted else {}
+        for key in self.keys:
+            state[key] = torch.zeros_like(param, dtype=precision.of_moments(param), memory_format=torch.preserve_format)
+            if self.start:
+                state[key].fill_(group[self.start])
+        return state
+
+
+def _step_zero() -> torch.Tensor:
+    """A step count as torch's optimizers create it."""
+    return torch.zeros((), dtype=torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32, device="cpu")
 
 
 class Precision(NamedTuple):
@@ -43,7 +88,7 @@ class Precision(NamedTuple):
             raise InvalidArgumentError(f'{name}: moment_rounding="stochastic" is for Adam and AdamW with moment_dtype=torch.bfloat16')
         if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, Integral) or not 0 <= rounding_seed < 2**64:
             raise InvalidArgumentError(f"{name}: rounding_seed is {rounding_seed!r}; pass a whole number from 0 to 2**64 - 1")
-        if master not in (None, *_STATES):
+        if master not in (None, *_MASTERS):
             raise InvalidArgumentError(f'{name}: master is {master!r}; pass "f32", "split" or None')
         return Precision(moment_dtype, stochastic, rounding_seed, master)
 
@@ -55,7 +100,7 @@ class Precision(NamedTuple):
     @property
     def master_state(self) -> tuple[str, torch.dtype]:
         """Name and dtype of the state that holds a master."""
-        return _STATES[self.master or "f32"]
+        return _MASTERS[self.master or "f32"]
 
     def has_master(self, param: torch.Tensor) -> bool:
         """True if the parameter has a master weight."""
@@ -72,7 +117,7 @@ class Precision(NamedTuple):
             return
         dtypes = dict.fromkeys(keys, self.of_moments(param)) if self.beyond_torch else {}
         if self.has_master(param):
-            dtypes |= _STATES.values()
+            dtypes |= _MASTERS.values()
             self._convert_master(param, state, source)
         for key, dtype in dtypes.items():
             if key in state and key in source and state[key].dtype is not dtype:
@@ -85,15 +130,15 @@ class Precision(NamedTuple):
             state.pop(LOW, None)
         if self.master == "split" and MASTER in source and state.pop(MASTER, None) is not None and LOW not in state:
             state[LOW] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
-            local(state[LOW]).copy_(_split.low_of(local(source[MASTER])))
+            local(state[LOW]).copy_(low_of(local(source[MASTER])))
 
-    def load(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any], keys: list[str]) -> None:
+    def load(self, groups: list[dict[str, Any]], states: Any, saved: dict[str, Any], keys: list[str]) -> None:
         """Repeats torch's loading of `saved` for the states of other dtypes than their parameters."""
         ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
-        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        params = chain.from_iterable(group["params"] for group in groups)
         for number, param in zip(ids, params):
-            if number in saved["state"] and param in optimizer.state:
-                self.cast(param, optimizer.state[param], saved["state"][number], keys)
+            if number in saved["state"] and param in states:
+                self.cast(param, states[param], saved["state"][number], keys)
 
 
 def master_of(precision: Precision, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
@@ -106,7 +151,7 @@ def master_of(precision: Precision, param: torch.Tensor, state: dict[str, Any]) 
     if MASTER not in state:
         master = param.detach().to(torch.float32)
         if LOW in state:
-            local(master).copy_(_split.join(local(param), local(state[LOW])))
+            local(master).copy_(join(local(param), local(state[LOW])))
         # In this order: a signal handler may raise in between.
         state[MASTER] = master
         state.pop(LOW, None)
@@ -128,3 +173,22 @@ def take_values(master: torch.Tensor, param: torch.Tensor) -> bool:
     if written:
         master[changed] = param[changed].to(torch.float32)
     return written
+
+
+def join(param: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The f32 master of a bf16 parameter and its int16 low bits."""
+    # The conversion extends the sign: a set highest bit subtracts one from the upper half. A zero has no such master.
+    bits = low.to(torch.int32)
+    bits = torch.where((param == 0) & (bits < 0), bits & 0xFFFF, bits)
+    return bits.add_(param.detach().view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+
+
+def low_of(master: torch.Tensor) -> torch.Tensor:
+    """The low bits of an f32 master whose parameter is rounded to even. The master of a tie that was rounded towards zero moves by one
+    unit of float32."""
+    bits = master.detach().to(torch.float32).contiguous().view(torch.int32)
+    low = bits.to(torch.int16)
+    ties = (low == -0x8000) & ((bits >> 16) & 1 == 0)
+    low[ties] = 0x7FFF
+    low[master.isnan()] = 0
+    return low

@@ -1,0 +1,273 @@
+"""Adam states of a process on a tier: what the optimizers of the frameworks have in common.
+
+Invariants:
+- All ranks open their tiers at one committed step, or none does. A failure on one rank during the open or a commit is an error on all.
+- A tier of other parameters is refused before anything is written to it: the record of its commit is read before its update is opened.
+- The record of a commit belongs to the states as soon as the library has committed, also if a signal handler raises then.
+- The update closes before the tier. A forked child closes nothing: its handles are copies."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from . import _abi, _ranks
+from .errors import InvalidArgumentError, SpillwayError
+from .swap import Swap
+from .tier import Tier, TierPath
+
+_MAGIC = b"spillway.tiered 1\n"
+_LENGTH = struct.Struct("<Q")
+
+
+class Place(NamedTuple):
+    """Where the tier of a process is, and which process of the run it is.
+
+    Attributes:
+        paths, job, host, rank, world: As for Tier.
+        group: The group of torch.distributed with the `world` processes; None: the default group.
+        options: Further arguments of Tier. With "at_step", the processes agree on no step."""
+
+    paths: Sequence[TierPath]
+    job: str
+    host: str | None = None
+    rank: int = 0
+    world: int = 1
+    group: Any = None
+    options: Mapping[str, Any] = {}
+
+    @property
+    def degraded(self) -> bool:
+        """True if the tier opens without some of its paths."""
+        return bool(self.options.get("degraded", False))
+
+    @property
+    def directory(self) -> str | os.PathLike[str] | None:
+        """The first directory; None if all paths are object stores or memory."""
+        return next((path.directory for path in self.paths if path.directory is not None and not _is_remote(path.directory)), None)
+
+    def open(self, cure: str) -> Tier:
+        """Opens the tier, at the step that all processes have. `cure` says what to do if there is none."""
+
+        def open_at(step: int | None) -> Tier:
+            return Tier(self.paths, job=self.job, host=self.host, rank=self.rank, world=self.world, **{"at_step": step, **self.options})
+
+        if "at_step" in self.options:
+            return self.together(lambda: open_at(None), Tier.close)
+        return _ranks.open_together(self, self.rank, self.world, open_at, cure, self.group)
+
+    def together(self, work: Callable[[], Any], undo: Callable[[Any], object] | None = None) -> Any:
+        """Returns the result of `work` once every process has its own; raises in all of them if it fails in one."""
+        return _ranks.together(self.world, work, undo, self.group)
+
+
+def _is_remote(directory: str | os.PathLike[str]) -> bool:
+    return os.fspath(directory).startswith("s3://")
+
+
+class Record(NamedTuple):
+    """What a commit stores beside the states.
+
+    Attributes:
+        by: The part of Spillway that has committed.
+        facts: Its facts, as JSON has them: what identifies the parameters, the layout, the counts.
+        payload: Bytes of the program."""
+
+    by: str
+    facts: dict[str, Any]
+    payload: bytes = b""
+
+    def packed(self) -> bytes:
+        """The payload of the tier's commit."""
+        head = zlib.compress(json.dumps([self.by, self.facts]).encode())
+        return _MAGIC + _LENGTH.pack(len(head)) + head + self.payload
+
+    @staticmethod
+    def unpacked(stored: bytes, by: str) -> Record | None:
+        """The record of a payload; None if something else than `by` has committed."""
+        start = len(_MAGIC) + _LENGTH.size
+        if not stored.startswith(_MAGIC) or len(stored) < start:
+            return None
+        end = start + _LENGTH.unpack_from(stored, len(_MAGIC))[0]
+        try:
+            author, facts = json.loads(zlib.decompress(stored[start:end]))
+        except (ValueError, zlib.error):
+            return None
+        return Record(by, facts, stored[end:]) if author == by and isinstance(facts, dict) else None
+
+
+class _Handles:
+    """The open tier and the update on it, in the order in which they close."""
+
+    def __init__(self, close_tier: Callable[[Tier], object]) -> None:
+        self.process, self.close_tier = os.getpid(), close_tier
+        self.tier: Tier | None = None
+        self.swap: Swap | None = None
+
+    def close(self) -> None:
+        if self.process != os.getpid():
+            return
+        try:
+            if self.swap is not None:
+                self.swap.close()
+        finally:
+            if self.tier is not None:
+                self.close_tier(self.tier)
+
+
+class Tiered:
+    """The open tier of an optimizer and the update on it. Not thread-safe.
+
+    Args:
+        user: Name of the optimizer's class, for messages.
+        by: The part of Spillway that commits; the records of other parts are refused.
+        place: Where the tier is.
+        cure: What to do if the processes have no step in common, for the message.
+        foreign: The message about a commit of something else.
+        update: Opens the update on the tier, for the parameters that the record names; None: nothing was committed. Raises an error if
+            the record is one of other parameters.
+        limit: The error in the words of the caller about a path that has no room; None: the error itself.
+        open_tier: Opens the tier in another way than Place.open.
+        close_tier: Closes the tier in another way than Tier.close.
+
+    Attributes:
+        resumed_step: The step at which the tier was opened; None for a new one.
+        committed: The record of the last commit.
+        committed_step: Its step.
+        commits: Number of commits since the open.
+        changed: True if states were written since the last commit.
+        apart: True after a commit that succeeded here and failed in another process."""
+
+    def __init__(
+        self,
+        user: str,
+        by: str,
+        place: Place,
+        cure: str,
+        foreign: str,
+        update: Callable[[Tier, Record | None], Swap],
+        limit: Callable[[SpillwayError], Exception | None] = lambda error: None,
+        open_tier: Callable[[], Tier] | None = None,
+        close_tier: Callable[[Tier], object] = Tier.close,
+    ):
+        self.by, self.place, self._handles = by, place, _Handles(close_tier)
+        self.committed: Record | None = None
+        self.commits, self.changed, self.apart = 0, False, False
+        #: Step and record of a commit that has begun, and the status of the library's call once it has returned.
+        self._pending: tuple[int, Record, list[int]] | None = None
+        weakref.finalize(self, _Handles.close, self._handles)
+
+        def begin(tier: Tier) -> None:
+            tier._user = user
+            if tier.opened.step is not None:
+                self.committed = Record.unpacked(tier.opened.payload, by)
+                if self.committed is None:
+                    raise InvalidArgumentError(foreign)
+            try:
+                self._handles.swap = update(tier, self.committed)
+            except SpillwayError as error:
+                described = limit(error) if error.status == _abi.ERR_LIMIT_REACHED else None
+                if described is None:
+                    raise
+                raise described from error
+            self._handles.swap._user = user
+
+        try:
+            opened = self._handles.tier = open_tier() if open_tier is not None else place.open(cure)
+            place.together(lambda: begin(opened))
+        except BaseException:
+            self._handles.close()
+            raise
+        self.resumed_step = self.committed_step = opened.opened.step
+
+    @property
+    def tier(self) -> Tier:
+        """The tier."""
+        assert self._handles.tier is not None
+        return self._handles.tier
+
+    @property
+    def swap(self) -> Swap:
+        """The update."""
+        assert self._handles.swap is not None
+        return self._handles.swap
+
+    @property
+    def is_own(self) -> bool:
+        """False in a forked child, where every call raises."""
+        return self._handles.process == os.getpid()
+
+    def close(self) -> None:
+        """Closes update and tier; states since the last commit are lost."""
+        self._handles.close()
+
+    def read(self, subgroup: int, *parts: Any) -> None:
+        """Copies param, exp_avg and exp_avg_sq of a subgroup, or the first of them, into float32 arrays."""
+        self.swap.read(subgroup, *parts)
+
+    def write(self, subgroup: int, *parts: Any) -> None:
+        """Sets param, exp_avg and exp_avg_sq of a subgroup, or the first of them; None keeps a part."""
+        self.changes()
+        self.swap.write(subgroup, *parts)
+
+    def changes(self) -> None:
+        """Notes that states are written from here on."""
+        self.settle()
+        self.changed = True
+
+    def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> None:
+        """Makes the states durable; returns after all processes have committed."""
+        self.settle()
+        record, status = Record(self.by, facts, payload), list[int]()
+        # Noted before the call: a signal handler may raise after the library has committed.
+        self._pending = step, record, status
+        try:
+            self.place.together(lambda: self.swap._commit(step, record.packed(), status))
+        except BaseException:
+            self.apart = self.place.world > 1 and status == [0]
+            raise
+        finally:
+            self.settle()
+
+    def settle(self) -> None:
+        """Takes over the record of a commit that the library has completed."""
+        if self._pending is not None:
+            step, record, status = self._pending
+            if status == [0] and self.committed is not record:
+                self.commits += 1
+                self.committed_step, self.committed, self.changed = step, record, False
+            self._pending = None
+
+    def rollback(self) -> None:
+        """Restores the states of the last commit, also after a failed step."""
+        self.settle()
+        self.swap.rollback()
+        self.changed = False
+
+
+def mapped(count: int, directory: str | os.PathLike[str]) -> Any:
+    """A float32 tensor of torch that is the map of a file without a name in a directory: the system may write its pages out.
+
+    Raises:
+        OSError: The directory has no room."""
+    import torch
+
+    size = 4 * count
+    with tempfile.TemporaryFile(dir=directory) as file:
+        try:
+            # Without this, a full disk would end the process at the write to a page.
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no room for {size} bytes of a state dict, which is kept in files below the tier's first directory: "
+                f"{os.strerror(error.errno or 0)}",
+                os.fspath(directory),
+            ) from None
+        return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=count, dtype=torch.float32)

@@ -1,0 +1,451 @@
+"""The optimizer that all classes share: the order of a step, what a refused step leaves, and what is saved of an optimizer. Its states have
+a home: host memory or a tier.
+
+Order of a step: the closure, then everything that can be refused (other shapes, options out of range, shared memory, gradients with Inf or
+NaN), then torch's step of the parameters that Spillway does not serve, then one call of the library. A refused step changes no parameter,
+no state, no count and no gradient."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from .. import _abi, _log
+from .._groups import put_numbers
+from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from . import _norm
+from ._home import Home
+from ._keywords import check_keywords, take_beyond
+from ._memory import Memory
+from ._states import Precision, Rule
+from ._table import named
+from ._tensors import check_has_memory, local
+from ._tier import TierHome
+from ._torch_step import Trial, step_rest
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+#: What a copy of an optimizer has too, beside its states and its home.
+_KEPT = ("max_norm", "skip_nonfinite", "undo")
+#: The mode of weight decay, by whether it is decoupled.
+_DECAY = (_abi.WEIGHT_DECAY_L2, _abi.WEIGHT_DECAY_DECOUPLED)
+
+
+def of_itself(method: _Method) -> _Method:
+    """A method that runs on the optimizer itself if a wrapper calls it with the wrapper in its place."""
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        own = self._itself()
+        return method(heir_of(self) if own is None else own, *arguments, **options)
+
+    return cast(_Method, call)
+
+
+def heir_of(other: Any) -> Any:
+    """An object with the attributes of an optimizer that was deleted: it takes the place of the optimizer if the attributes are the same
+    dict. A copy of that dict does not have what the optimizer noted after the copy was made."""
+    if id(other.__dict__) != other._attributes:
+        raise InvalidArgumentError(
+            f"{type(other).__name__}: this object has a copy of the attributes of an optimizer that was deleted; keep the "
+            "optimizer as long as the object is used"
+        )
+    other._itself = weakref.ref(other)
+    return other
+
+
+class SpillwayOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers of this package; not for direct use.
+
+    Attributes:
+        grad_norm: Global norm of the gradients at the last step, before clipping; None without `max_norm`.
+        skipped: True if the last step changed nothing because a gradient had Inf or NaN.
+        resumed_step: With `tier`, the number of the commit that the optimizer has resumed; None if it began anew.
+        payload: With `tier`, the bytes that were given to this commit."""
+
+    max_norm: float | None
+    process_group: Any
+    skip_nonfinite: bool
+    #: A step is recorded, so that it can be rolled back.
+    undo: bool
+    grad_norm: float | None
+    skipped: bool
+    resumed_step: int | None
+    payload: bytes
+    state: Any
+    param_groups: list[dict[str, Any]]
+
+    #: What each class brings to a step.
+    _rule: Rule
+    #: torch's class, whose step serves the other parameters.
+    _torch_class: type[torch.optim.Optimizer]
+    #: The home of states that are not on a tier.
+    _memory: type[Memory] = Memory
+    #: The home of this optimizer's states.
+    _home: Home
+    #: The log has a line about the first step of this class.
+    _said: bool
+    #: This optimizer, for calls through a wrapper.
+    _itself: Callable[[], Any]
+    #: The identity of this optimizer's `__dict__`.
+    _attributes: int
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        # Wrappers inherit from the class of the optimizer that they wrap, and look in it for the attributes that they lack. An attribute of
+        # the class would be found before that of the wrapped optimizer.
+        made: Any = super().__new__(cls)
+        made.__dict__.update(
+            {
+                "undo": False,
+                "max_norm": None,
+                "process_group": None,
+                "skip_nonfinite": False,
+                "grad_norm": None,
+                "skipped": False,
+                "resumed_step": None,
+                "payload": b"",
+                "_home": cls._memory(cls.__name__, cls._rule, Precision()),
+                "_trial": Trial(),
+                "_itself": weakref.ref(made),
+                "_attributes": id(made.__dict__),
+                "_said": False,
+            }
+        )
+        return made
+
+    def __init__(self, params: Any, *args: Any, **options: Any):
+        beyond = take_beyond(options)
+        self._torch_class.__init__(self, params, *args, **options)
+        self._keep(**beyond)
+
+    def _keep(
+        self,
+        max_norm: float | None,
+        process_group: Any,
+        skip_nonfinite: bool,
+        undo: bool,
+        tier: Any,
+        memory_budget: int | None,
+        **precision: Any,
+    ) -> None:
+        """Takes the keywords beyond torch."""
+        name, rule = type(self).__name__, self._rule
+        check_keywords(name, max_norm, process_group, {"skip_nonfinite": skip_nonfinite, "undo": undo}, memory_budget)
+        self.max_norm, self.process_group, self.skip_nonfinite, self.undo = max_norm, process_group, skip_nonfinite, undo
+        dtypes = Precision.of(name, rule.c_name == "adam", **precision)
+        if undo and dtypes.master == "split":
+            raise UnsupportedError(f'{name}: a step of split masters cannot be rolled back; pass undo=False or master="f32"')
+        for param, state in self.state.items():
+            dtypes.cast(param, state, state, list(rule.keys))
+        if tier is not None:
+            self._home = TierHome(name, rule, dtypes, undo, self.param_groups, self.state, tier, memory_budget)
+            self.resumed_step, self.payload = self._home.resumed_step, self._home.payload
+        elif memory_budget is not None:
+            raise InvalidArgumentError(f"{name}: memory_budget is the memory for states on a tier; pass tier, or leave it out")
+        else:
+            self._home = self._memory(name, rule, dtypes)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss again, before the step.
+
+        Returns:
+            The closure's result; None without a closure.
+
+        Raises:
+            InvalidArgumentError: Parameter, gradient and state do not fit each other; nothing was stepped.
+            UnsupportedError: The combination of dtypes is not supported; nothing was stepped."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            own = self._itself()
+            if own is None:
+                own = heir_of(self)
+            own._home.alone(own._step_once)
+        return loss
+
+    def _step_once(self) -> None:
+        home, groups, rows, self.skipped = self._home, self.param_groups, None, False
+        measures = self._measures
+        # The processes that wait for this one's norm.
+        others = self.process_group if measures else None
+        home.begin(groups, self.undo)
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found is not None and float(found):
+            _norm.tell_found_inf(others)
+            self.skipped = True
+            return
+        try:
+            try:
+                rows = home.rows(groups, self.state)
+                factor = 1.0 if scale is None else 1.0 / float(scale)
+                measured = _norm.measured(rows, groups, self.process_group, factor, type(self).__name__) if measures else None
+                # The library checks its own tensors before it writes to one of them. Others must not be written to before it has.
+                if rows.rest or others is not None:
+                    self._check(rows, factor)
+            except Exception:
+                _norm.tell_refusal(others)
+                raise
+            clip = 1.0 if measured is None else self._clip(measured)
+            if clip is None:
+                self.skipped = True
+                return
+            factor *= clip
+            if rows.rest:
+                step_rest(rows.rest, groups, self.state, factor, self._step_as_torch)
+            if rows.places:
+                self._run(rows, factor)
+        finally:
+            if rows is not None:
+                rows.release_grads()
+
+    def _check(self, rows: Any, factor: float) -> None:
+        """Raises the error of a step that the library or torch would refuse; changes nothing."""
+        if rows.rest:
+            self._trial.check(rows.rest, self.param_groups, self.state, self._rule, type(self).__name__, self._step_as_torch)
+        if rows.places:
+            group, options = self._put_options(rows, factor)
+            try:
+                rows.check(options)
+            except SpillwayError as error:
+                raise named(error, rows.row_name, group) from None
+
+    def _clip(self, measured: _norm.Measured) -> float | None:
+        """The factor that clips the gradients to `max_norm`; None to skip the step."""
+        total, nonfinite, found_inf = _norm.reduced(measured, self.process_group, type(self).__name__)
+        self.grad_norm = total**0.5
+        if found_inf:
+            self.grad_norm = float("inf")
+            return None
+        if nonfinite and self.skip_nonfinite:
+            return None
+        if nonfinite:
+            raise InvalidArgumentError(
+                f"the gradient of {measured.culprit or 'a parameter of another process'} has Inf or NaN; nothing was "
+                "stepped. Pass skip_nonfinite=True to skip such steps"
+            )
+        return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) if self.max_norm is not None else 1.0
+
+    def _put_options(self, rows: Any, factor: float) -> tuple[int, Any]:
+        """Writes the options of all rows. Returns those of one of them, for the call, and the number of its group."""
+        rule, written = self._rule, dict[tuple[int, int], Any]()
+        for (number, step, _), options in rows.options.items():
+            if (number, step) in written:
+                # Rows with options of their own differ in the fields of rounding, which are the last ones.
+                ctypes.memmove(ctypes.byref(options), ctypes.byref(written[number, step]), rule.options_type.rounding.offset)
+                continue
+            written[number, step] = options
+            group = self.param_groups[number]
+            try:
+                put_numbers(options, group, rule.numbers)
+            except KeyError as error:
+                raise InvalidArgumentError(f"param_groups[{number}] has no option {error}; set it; nothing was stepped") from None
+            except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+                raise InvalidArgumentError(
+                    f"param_groups[{number}]: an option is no number: {type(error).__name__}: {error}; set a number; nothing was stepped"
+                ) from None
+            if rule.decoupled is not None:
+                options.weight_decay_mode = _DECAY[bool(group.get("decoupled_weight_decay", rule.decoupled))]
+            if rule.counted:
+                options.step = step + 1
+            options.grad_scale = -factor if group.get("maximize") else factor
+        return number, options
+
+    def _run(self, rows: Any, factor: float) -> None:
+        """Steps the rows."""
+        group, options = self._put_options(rows, factor)
+        try:
+            self._home.step(rows, options)
+        except SpillwayError as error:
+            raise named(error, rows.row_name, group) from None
+        if not self._said:
+            self._said = True
+            _log.first_served(*self._log_name())
+
+    def _log_name(self) -> tuple[str, str]:
+        """The framework and the name in the log's line about the first step."""
+        return "torch", type(self).__name__
+
+    @property
+    def _measures(self) -> bool:
+        """True if a step measures the gradients."""
+        return self.max_norm is not None or self.skip_nonfinite
+
+    def _step_as_torch(self, groups: list[dict[str, Any]], states: Any) -> None:
+        """torch's step of this optimizer with other groups and states, without the attributes of a GradScaler."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(
+            {**self.__dict__, "param_groups": groups, "state": states, "_itself": other._itself, "_attributes": other._attributes}
+        )
+        for name in ("grad_scale", "found_inf"):
+            other.__dict__.pop(name, None)
+        other._torch_step()
+
+    def _torch_step(self) -> None:
+        step = self._torch_class.step
+        # The hooks of this optimizer have run already.
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        step(self)
+
+    @of_itself
+    def rollback(self) -> None:
+        """Restores the parameters and states of the time before the last step, bit for bit; needs `undo=True`. With `tier`, those of the
+        last commit, also after a step that failed.
+
+        Raises:
+            InvalidArgumentError: There is no step to roll back, or its gradients, parameters or states were written to since."""
+        home = self._home
+        home.alone(lambda: home.rollback(self.state))
+
+    @of_itself
+    def master(self, param: torch.Tensor) -> torch.Tensor:
+        """The float32 master of a parameter, of which the next step computes; for a DTensor, of the part that this process holds. Before
+        the first step, and where the program has written to the parameter since, it has the values of the parameter.
+
+        Returns:
+            The state of `master="f32"`; a new tensor for a split master, for a master on a tier, and before the first step. The parameter
+            itself if it has no master.
+
+        Raises:
+            InvalidArgumentError: The tensor is not a parameter of this optimizer."""
+        if not any(param is own for group in self.param_groups for own in group["params"]):
+            raise InvalidArgumentError(
+                f"{type(self).__name__}.master: the tensor is not a parameter of this optimizer; pass one of its param_groups"
+            )
+        check_has_memory(local(param), f"{type(self).__name__}.master: the parameter")
+        home = self._home
+        return home.alone(lambda: home.master(param, self.state))
+
+    @of_itself
+    def commit(self, step: int | None = None, payload: bytes = b"") -> None:
+        """Makes the states on the tier durable. An optimizer that is constructed on the same tier later begins with them.
+
+        Args:
+            step: Number of the commit; None: the number of steps that were done.
+            payload: Bytes that `payload` of the resumed optimizer has, up to about 1 MB.
+
+        Raises:
+            InvalidArgumentError: The optimizer has no tier.
+            IoError: A path failed; the last commit is intact."""
+        home = self._home
+        home.alone(lambda: home.commit(self.state, step, payload))
+
+    @of_itself
+    def close(self) -> None:
+        """Closes the tier, whose lock and memory are then free; states since the last commit are lost. Does nothing without a tier."""
+        self._home.close()
+
+    @of_itself
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, as torch does; with `tier`, all groups must be passed at construction."""
+        self._home.check_new_group()
+        super().add_param_group(param_group)
+
+    @of_itself
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict. With `tier`, all states are read, subgroup by subgroup, between two steps of other threads; see docs/torch.md
+        for the memory."""
+        whole = super().state_dict
+
+        def save() -> dict[str, Any]:
+            own, self.state = self.state, self._home.saved(self.state)
+            try:
+                return whole()
+            finally:
+                self.state = own
+
+        return self._home.alone(save)
+
+    @of_itself
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of torch's, as torch does; states keep the dtypes of this optimizer."""
+        load = super().load_state_dict
+
+        def by_torch(see: Callable[..., Any], keep: bool) -> tuple[list[dict[str, Any]], Any]:
+            own = self.state
+            try:
+                with self._before_loading(see):
+                    load(state_dict)
+            finally:
+                if keep:
+                    self.state = own
+            return self.param_groups, self.state
+
+        self._home.alone(lambda: self._home.load(by_torch))
+
+    @contextmanager
+    def _before_loading(self, hook: Callable[..., Any]) -> Iterator[None]:
+        """Registers a hook that sees a state dict as the other hooks have made it."""
+        # A signal handler that raised may have left one.
+        self._remove_hooks()
+        try:
+            self.register_load_state_dict_pre_hook(_Hook(hook))
+            yield
+        finally:
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        hooks = self._optimizer_load_state_dict_pre_hooks
+        for number in [number for number, hook in hooks.items() if isinstance(hook, _Hook)]:
+            del hooks[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = self._home.alone(lambda: self._home.fresh(self.state))
+        kept = {name: getattr(self, name) for name in _KEPT}
+        return {**super().__getstate__(), **kept, "_home": fresh, "process_group": _Group(self.process_group)}
+
+    def __copy__(self) -> Any:
+        if self._home.precision.master == "split":
+            raise TypeError(
+                f'an {type(self).__name__} with master="split" has no shallow copy, which would share its parameters and states, while '
+                "neither optimizer knew of the other's steps; use copy.deepcopy, or the optimizer itself"
+            )
+        make, arguments, state, *_ = cast(Any, self.__reduce_ex__(4))
+        made = make(*arguments)
+        made.__setstate__(state)
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state.get("process_group"), _Group):
+            state = {**state, "process_group": state["process_group"].group}
+        super().__setstate__(state)
+        self._home.forget()
+        # torch's load_state_dict calls this too, without a home; loaded low bits belong to weights that may be loaded later.
+        if "_home" in state:
+            self._home.note_versions(self.state)
+
+
+class _Group:
+    """The process group of an optimizer that is copied: the copy has the same one."""
+
+    def __init__(self, group: Any):
+        self.group = group
+
+    def __deepcopy__(self, _: Any) -> _Group:
+        return self
+
+    def __reduce__(self) -> Any:
+        if self.group is not None:
+            raise TypeError(
+                "an optimizer with process_group cannot be pickled, because a process group belongs to its process; save the optimizer's "
+                "state_dict(), or set optimizer.process_group = None first"
+            )
+        return _Group, (None,)
+
+
+class _Hook(NamedTuple):
+    """A hook of one call, distinct from the hooks of the program."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, optimizer: Any, loaded: dict[str, Any]) -> Any:
+        return self.function(loaded, optimizer.param_groups)

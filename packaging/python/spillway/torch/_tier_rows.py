@@ -1,0 +1,245 @@
+"""What a tiered step and a state dict take from the parameters: pieces in subgroups.
+
+The C table of one step has a row for each piece of a parameter in a subgroup.
+
+The values of a state dict are ordinary tensors, which torch.save and torch.distributed.checkpoint take. They are read and written subgroup
+by subgroup. Those of large parameters are maps of files without a name beside the tier's first directory: the system may write their pages
+out, so that a state dict needs host memory for one subgroup and the small parameters only."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .. import _abi, _native, _tensor_rows
+from .._groups import is_torchs
+from .._native_handle import record
+from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ..tiered import mapped
+from ._states import MASTER, MOMENTS
+from ._table import named
+from ._tensors import CODES, DTensor, is_served, local, name_of
+from ._tier_states import TierStates
+
+#: Elements from which a value is a map of a file.
+_MAPPED = 16 << 10
+
+
+class TierTable:
+    """The parameters of one step, with the interface of `Table`. It is made for each step: the tier's transfers take far longer.
+
+    Raises:
+        InvalidArgumentError, UnsupportedError: A parameter or its gradient does not fit; nothing was stepped."""
+
+    #: No parameter is left to torch, all have masters, and gradients are where torch has them.
+    rest: tuple[tuple[int, int], ...] = ()
+    has_masters = True
+    grad_name = "grad"
+
+    def __init__(self, on_tier: TierStates, groups: list[dict[str, Any]], states: Any):
+        self._on_tier, self._groups = on_tier, groups
+        #: A process group, and for each gradient of the step whether it counts in the group's norm.
+        self.counts: tuple[Any, list[bool] | None] = (None, None)
+        self.places: list[tuple[int, int]] = []
+        self.grads: list[torch.Tensor] = []
+        self._numbers: list[int] = []
+        for number, group in enumerate(groups):
+            for place, param in enumerate(group["params"]):
+                if param.grad is not None:
+                    self._add(number, place, group, param)
+        #: A row for each gradient, for its norm.
+        self.entries = (_abi.Tensor * len(self.grads))()
+        for entry, grad in zip(self.entries, self.grads):
+            _tensor_rows.put(
+                _tensor_rows.begin(entry, grad.numel()), "grad", (grad.data_ptr(), grad.numel(), CODES[grad.dtype]), "gradient"
+            )
+        self._rows = self._make_rows(states)
+
+    def _add(self, number: int, place: int, group: dict[str, Any], param: torch.Tensor) -> None:
+        name = name_of(group, number, place)
+        parameter = self._on_tier.check(param, name)
+        if is_torchs(group) or not is_served(param, param.grad, name):
+            raise UnsupportedError(
+                f"{name}: states on a tier need contiguous CPU tensors of 16 or 32 bits, as parameter and as gradient, without "
+                "amsgrad, capturable or differentiable"
+            )
+        self.places.append((number, place))
+        self._numbers.append(parameter)
+        self.grads.append(local(param.grad))
+
+    def _make_rows(self, states: Any) -> Any:
+        """The rows, sorted by subgroup; those of one group and step count share options."""
+        pieces = sorted(
+            (piece.subgroup, piece.first, at, piece)
+            for at, number in enumerate(self._numbers)
+            for piece in self._on_tier.layout.of_parameter[number]
+        )
+        self._of_row = [at for _, _, at, _ in pieces]
+        self._subgroups = array("Q", [subgroup for subgroup, *_ in pieces])
+        self._firsts = array("Q", [first for _, first, *_ in pieces])
+        self._counts = [self._on_tier.step_count(states, number) for number in self._numbers]
+        steps = [int(count) for count in self._counts]
+        keys = [(group, step, -1) for (group, _), step in zip(self.places, steps)]
+        #: The C options structs by group, step count and -1.
+        self.options = {key: _abi.sized(_abi.AdamOptions) for key in dict.fromkeys(keys)}
+        rows = (_abi.Tensor * len(pieces))()
+        for row, (_, _, at, piece) in zip(rows, pieces):
+            grad, param = self.grads[at], local(self._on_tier.params[self._numbers[at]])
+            _tensor_rows.begin(row, piece.count)
+            row.param_dtype = row.state_dtype = _abi.DTYPE_F32
+            for field, tensor in (("grad", grad), ("param_copy", param)):
+                start = tensor.data_ptr() + piece.start * tensor.element_size()
+                _tensor_rows.put(row, field, (start, piece.count, CODES[tensor.dtype]), field)
+            row.options = ctypes.addressof(self.options[keys[at]])
+        return rows
+
+    def run(self, options: Any, status: list[int]) -> None:
+        """Steps all rows; appends the status of the call."""
+        self._on_tier.take_written()
+        self._on_tier.tiered.changes()
+        self._on_tier.tiered.swap._through(
+            lambda handle: record(
+                status,
+                "spw_swap_adam_step_parts",
+                handle,
+                ctypes.byref(options),
+                ctypes.addressof(self._rows),
+                self._subgroups.buffer_info()[0],
+                self._firsts.buffer_info()[0],
+                len(self._rows),
+            )
+        )
+
+    def check(self, options: Any) -> None:
+        """Raises the error of options out of range; changes nothing. The tensors of a row are the tier's."""
+        for (group, _, _), own in self.options.items():
+            try:
+                _native.call("spw_adam_check", ctypes.byref(own), None, 0)
+            except SpillwayError as error:
+                raise named(error, self.row_name, group) from None
+
+    def counted(self, by: int) -> tuple[list[float], int]:
+        """Step counts of the parameters and of the optimizer after `by` more steps, for `set_counts`."""
+        return [float(count) + by for count in self._counts], self._on_tier.count + by
+
+    def set_counts(self, counts: tuple[list[float], int]) -> None:
+        """Sets the step counts."""
+        steps, self._on_tier.count = counts
+        for count, step in zip(self._counts, steps):
+            count.fill_(step)
+
+    def params(self) -> list[torch.Tensor]:
+        """The parameters that are stepped."""
+        return [local(self._on_tier.params[number]) for number in self._numbers]
+
+    def watched(self) -> list[torch.Tensor]:
+        """The parameters whose versions show if the program has written to them."""
+        return self.params()
+
+    def note_versions(self, versions: list[int]) -> None:
+        """Remembers the versions of `watched` after a step."""
+        for number, version in zip(self._numbers, versions):
+            self._on_tier.set_version(number, version)
+
+    def release_grads(self) -> None:
+        """Drops the references to the gradients."""
+        self.grads = []
+
+    def name(self, number: int) -> str:
+        """The name of a parameter in messages, by its place in `grads`."""
+        group, place = self.places[number]
+        return name_of(self._groups[group], group, place)
+
+    def row_name(self, row: int) -> str:
+        """The name of the parameter of a row."""
+        return self.name(self._of_row[row])
+
+
+def whole_states(on_tier: TierStates, states: Any) -> dict[torch.Tensor, dict[str, Any]]:
+    """The state of every parameter, with the values on the tier."""
+    on_tier.take_written()
+    whole: dict[torch.Tensor, dict[str, Any]] = {}
+    numbers, directory = [number for number, stated in enumerate(on_tier.stated) if stated], on_tier.tiered.place.directory
+    params = [on_tier.params[number] for number in numbers]
+    for number, param in zip(numbers, params):
+        own = local(param)
+        made = {"step": on_tier.step_count(states, number).clone()}
+        made.update({key: _empty(own, directory) for key in MOMENTS})
+        if own.dtype is not torch.float32:
+            made[MASTER] = _empty(own, directory)
+        whole[param] = made
+    for subgroup, elements in enumerate(on_tier.layout.elements):
+        parts = {key: torch.empty(elements) for key in (MASTER, *MOMENTS)}
+        on_tier.tiered.read(subgroup, *parts.values())
+        for piece in on_tier.layout.of_subgroup[subgroup]:
+            for key, to in whole[on_tier.params[piece.parameter]].items():
+                if key != "step":
+                    to.view(-1)[piece.start : piece.start + piece.count] = parts[key][piece.first : piece.first + piece.count]
+    for param in params:
+        if isinstance(param, DTensor):
+            whole[param].update({key: _distributed(param, value) for key, value in whole[param].items() if key != "step"})
+    return whole
+
+
+def _empty(own: torch.Tensor, directory: Any) -> torch.Tensor:
+    if own.numel() < _MAPPED or directory is None:
+        return torch.empty(own.shape, dtype=torch.float32)
+    return mapped(own.numel(), directory).view(own.shape)
+
+
+def _distributed(param: Any, value: torch.Tensor) -> Any:
+    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def check_loaded(on_tier: TierStates, groups: list[dict[str, Any]], loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The saved states by the number of their parameter. Raises InvalidArgumentError if one does not fit; nothing was written then."""
+    saved_groups = loaded["param_groups"]
+    if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
+        # torch's own error follows.
+        return {}
+    ids = chain.from_iterable(group["params"] for group in saved_groups)
+    params = chain.from_iterable(group["params"] for group in groups)
+    found = {}
+    for saved, param in zip(ids, params):
+        number = on_tier.numbers[id(param)]
+        state = loaded["state"].get(saved)
+        if not state or (not on_tier.stated[number] and float(state.get("step", 0)) == 0):
+            continue
+        if not on_tier.stated[number]:
+            raise InvalidArgumentError(
+                f"load_state_dict: {on_tier.names[number]} has no states on the tier, because it did not require a gradient "
+                "when the optimizer was constructed, and its saved state has been stepped; construct the optimizer while the "
+                "parameter requires a gradient; nothing was loaded"
+            )
+        for key in MOMENTS:
+            if key not in state:
+                raise InvalidArgumentError(
+                    f"load_state_dict: {on_tier.names[number]}: its saved state lacks {key!r}; load the state of an Adam or AdamW"
+                )
+        for key in (*MOMENTS, MASTER):
+            if key in state and local(state[key]).shape != local(param).shape:
+                raise InvalidArgumentError(
+                    f"load_state_dict: {on_tier.names[number]} has shape {tuple(local(param).shape)}, its saved state {key!r} "
+                    f"{tuple(local(state[key]).shape)}; load the state of this model; nothing was loaded"
+                )
+        found[number] = state
+    return found
+
+
+def write_through(on_tier: TierStates, states: Any, found: dict[int, dict[str, Any]]) -> None:
+    """Writes saved states to the tier. A parameter without one gets moments of zero; without a saved master, its value is the master."""
+    for subgroup, elements in enumerate(on_tier.layout.elements):
+        parts = {MASTER: on_tier.values(subgroup), **{key: torch.zeros(elements) for key in MOMENTS}}
+        for piece in on_tier.layout.of_subgroup[subgroup]:
+            state = found.get(piece.parameter, {})
+            for key, to in parts.items():
+                if key in state and (key != MASTER or on_tier.params[piece.parameter].dtype is not torch.float32):
+                    to[piece.first : piece.first + piece.count] = local(state[key]).reshape(-1)[piece.start : piece.start + piece.count]
+        on_tier.tiered.write(subgroup, *parts.values())
+    on_tier.set_steps(states, [float(found.get(number, {}).get("step", 0)) for number in range(len(on_tier.params))])
+    # A master that does not round to its parameter is replaced at the next step, as without a tier.
+    on_tier.forget_versions()

@@ -1,0 +1,10 @@
+"""What other parts of Spillway build on: optimizers whose states in host memory have another kind of step. Not for programs.
+
+A subclass of `SpillwayOptimizer` names a subclass of `Memory` in its attribute `_memory`."""
+
+from ._home import Recorded
+from ._memory import Memory
+from ._optimizer import SpillwayOptimizer
+from ._tensors import CODES, DTensor, name_of
+
+__all__ = ["CODES", "DTensor", "Memory", "Recorded", "SpillwayOptimizer", "name_of"]

@@ -175,18 +175,6 @@ impl Directory {
         self.below.last().map_or(&self.base, |(_, rank)| rank)
     }
 
-    /// Opens a file of the directory.
-    pub fn open(&self, name: &str, want: OpenFlags) -> io::Result<fs::File> {
-        self.rank().open(name, want)
-    }
-
-    /// Length of a file in bytes; `None` if it does not exist.
-    pub fn len(&self, name: &str) -> Result<Option<u64>> {
-        let found = self.rank().entry(name);
-        let found = found.map_err(|error| failed(Doing::Opening, &self.file(name), error, ""))?;
-        Ok(found.map(|found| found.len))
-    }
-
     /// Syncs the directory and the directories above it, up to the base directory.
     pub fn sync(&self) -> Result<()> {
         let mut path = self.path.as_path();
@@ -197,9 +185,9 @@ impl Directory {
         Ok(())
     }
 
-    /// Fails with `Fenced` if another process took the lock, and with `PathMissing` if the name of the directory, of the lock or of one of these
-    /// open files now stands for something else. Data written there would be lost with the process. Transient errors
-    /// are ignored; the next read or write reports them.
+    /// Fails with `Fenced` if another process took the lock, and with `PathMissing` if the name of the directory, of the
+    /// lock or of one of these open files now stands for something else. Data written there would be lost with the
+    /// process. Transient errors are ignored; the next read or write reports them.
     pub fn check(&self, files: &[(&str, Identity)]) -> Result<()> {
         if !self.lock.lock().is_held() {
             return Err(fenced(&self.path.to_string_lossy(), "another process"));
@@ -226,27 +214,6 @@ impl Directory {
             }
         }
         Ok(())
-    }
-
-    /// Fails with `Fenced` if another process claimed the directory since.
-    pub fn check_owner(&self) -> Result<()> {
-        self.lock.check_owner(&self.path)
-    }
-
-    /// True if the owner holds a lease, because the file system is not of this machine alone.
-    pub fn is_leased(&self) -> bool {
-        self.lock.is_leased()
-    }
-
-    /// True if no other process may own the directory by now. Without a lease the system's lock says so.
-    pub fn lease_is_valid(&self) -> bool {
-        self.lock.lease_is_valid()
-    }
-
-    /// Fails with `Fenced` if another process may own the directory by now. Reads the
-    /// record only if the lease has to be renewed.
-    pub fn check_lease(&self) -> Result<()> {
-        self.lock.check_lease(&self.path)
     }
 
     /// Which of the directories lost its name, and how. Transient errors are ignored.
@@ -423,15 +390,16 @@ impl DirStorage {
         DirStorage { directory: Arc::new(directory), direct, io_timeout }
     }
 
-    fn bounded(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
-        within_timeout(self.io_timeout, Doing::ReadingOwner, self.directory.path(), work)
+    fn bounded(&self, work: fn(&Directory) -> Result<()>) -> Result<()> {
+        let directory = Arc::clone(&self.directory);
+        within_timeout(self.io_timeout, Doing::ReadingOwner, self.directory.path(), move || work(&directory))
     }
 
     fn open_for(&self, name: &str, path: &Path, access: Access) -> Result<Arc<File>> {
         let write = access != Access::Read;
         let want = |direct| OpenFlags { read: !write, write, make: write, direct };
-        let file =
-            File::open_with(path, access, self.direct, |direct| self.directory.open(name, want(direct)))?;
+        let rank = self.directory.rank();
+        let file = File::open_with(path, access, self.direct, |direct| rank.open(name, want(direct)))?;
         Ok(Arc::new(file.keep_alive(Arc::clone(&self.directory) as _)))
     }
 }
@@ -452,7 +420,9 @@ impl Storage for DirStorage {
     }
 
     fn len(&self, file: &str) -> Result<Option<u64>> {
-        self.directory.len(file)
+        let found = self.directory.rank().entry(file);
+        let failed = |error| failed(Doing::Opening, &self.directory.file(file), error, "");
+        Ok(found.map_err(failed)?.map(|found| found.len))
     }
 
     fn check(&self, files: &[NamedFile]) -> Result<()> {
@@ -461,25 +431,23 @@ impl Storage for DirStorage {
     }
 
     fn check_owner(&self) -> Result<()> {
-        if !self.directory.is_leased() {
+        if !self.directory.lock.is_leased() {
             // The page is in the cache of this machine since the open. No server is asked.
-            return self.directory.check_owner();
+            return self.directory.lock.check_owner();
         }
-        let directory = Arc::clone(&self.directory);
-        self.bounded(move || directory.check_owner())
+        self.bounded(|directory| directory.lock.check_owner())
     }
 
     fn check_lease(&self) -> Result<()> {
-        if self.directory.lease_is_valid() {
-            return Ok(());
+        match self.directory.lock.lease_is_valid() {
+            true => Ok(()),
+            false => self.bounded(|directory| directory.lock.check_lease()),
         }
-        let directory = Arc::clone(&self.directory);
-        self.bounded(move || directory.check_lease())
     }
 
     fn check_removal(&self, files: &[NamedFile]) -> Result<()> {
         // The caller bounds a removal and its checks.
-        unless_fenced(self.directory.check_owner())?;
+        unless_fenced(self.directory.lock.check_owner())?;
         let named = files.iter().filter(|(_, file)| file.has_a_name());
         let files: Vec<_> = named.map(|(name, file)| (*name, file.identity())).collect();
         self.directory.check_removal(&files)

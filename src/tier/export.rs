@@ -19,13 +19,13 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::allocation::ExtentPlacement;
-use super::extent::check_name;
-use super::inspect::BlockVisitor;
+use super::blocks::BlockVisitor;
+use super::catalog::{Snapshot, View};
+use super::extent::{Run, check_name};
 use super::options::absolute;
-use super::snapshot::{HeldExtent, Snapshot, View};
+use super::paths::ExtentPlacement;
 use super::storage::{failed, within_timeout};
-use super::store::Tier;
+use super::store::{HeldExtent, Tier};
 use super::volume::Scratch;
 use crate::checksum::{self, RunningChecksum};
 use crate::error::{Doing, Error, Result, TierError, TierKind};
@@ -112,17 +112,18 @@ impl Tier {
     }
 
     fn export_extent(&self, extent: &HeldExtent, target: &Target, partial: &Partial) -> Result<Exported> {
-        let lengths = extent.shape.streams();
-        let names = (0..lengths.len()).map(|n| format!("extent-{:05}.stream-{n}.bin", extent.number));
+        let subject = &extent.held.subject;
+        let lengths = subject.shape.streams();
+        let names = (0..lengths.len()).map(|n| format!("extent-{:05}.stream-{n}.bin", subject.extent));
         let files = names.map(|name| target.file(&partial.0, name)).collect::<Result<_>>()?;
-        let mut files = Files { target, files };
+        let mut files = Files { tier: self, target, files };
         self.walk(extent, &mut files)?;
         let ended = files.files.into_iter().zip(lengths).map(|(file, bytes)| {
             let file = file.ok_or_else(|| Error::Internal("a file of an export is missing".to_string()))?;
             let bytes = *bytes;
             target.within(Doing::Writing, move || file.finish(bytes))
         });
-        Ok(Exported { name: extent.name.clone(), streams: ended.collect::<Result<_>>()? })
+        Ok(Exported { name: subject.name.clone(), streams: ended.collect::<Result<_>>()? })
     }
 
     /// Reads an export into this tier, commits it at the step of the export, and returns this step. Existing extents
@@ -244,22 +245,22 @@ impl Partial {
             fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path)
         };
         private(true, parent).map_err(|error| failed(Doing::Opening, parent, error, ""))?;
-        let mut made = Err(io::ErrorKind::AlreadyExists.into());
+        let mut last: io::Error = io::ErrorKind::AlreadyExists.into();
         for _ in 0..TRIES {
             let number = host::random().map_err(|error| Error::system("generating a name", &error))?;
             let mut name = directory.file_name().unwrap_or_default().to_os_string();
             name.push(format!(".{:016x}.partial", number as u64));
             let partial = parent.join(name);
             // `create` fails if the name exists, so an existing directory is never written to.
-            made = private(false, &partial);
-            match &made {
+            match private(false, &partial) {
                 Ok(()) => return Ok(Partial(partial, io_timeout)),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(_) => break,
+                Err(error) => last = error,
+            }
+            if last.kind() != io::ErrorKind::AlreadyExists {
+                break;
             }
         }
-        made.map(|()| Partial(PathBuf::new(), None))
-            .map_err(|error| failed(Doing::Opening, parent, error, ""))
+        Err(failed(Doing::Opening, parent, last, ""))
     }
 
     fn publish(mut self, directory: &Path) -> Result<()> {
@@ -327,18 +328,24 @@ impl ExportFile {
 
 /// Files of an extent, by stream. A file is `None` after a write to it failed.
 struct Files<'a> {
+    tier: &'a Tier,
     target: &'a Target,
     files: Vec<Option<ExportFile>>,
 }
 
 impl BlockVisitor for Files<'_> {
-    fn bytes(&mut self, stream: usize, bytes: &[u8], _: u64) -> Result<()> {
+    fn blocks(&mut self, run: &Run, bytes: &TransferBuffer) -> Result<()> {
         let mut copy = try_vec::with_capacity("copying a part of an extent", bytes.len())?;
-        copy.extend_from_slice(bytes);
-        let Some(mut file) = self.files[stream].take() else { return Ok(()) };
+        bytes.span().with_bytes(|bytes| copy.extend_from_slice(bytes));
+        let Some(mut file) = self.files[run.stream].take() else { return Ok(()) };
         let written = self.target.within(Doing::Writing, move || file.write(&copy).map(|()| file))?;
-        self.files[stream] = Some(written);
+        self.files[run.stream] = Some(written);
         Ok(())
+    }
+
+    fn unreadable(&mut self, path: usize, error: Error) -> Result<()> {
+        self.tier.mark_if_hung(path, &error);
+        Err(error)
     }
 
     fn damage(&mut self, error: Error) -> Result<()> {

@@ -172,14 +172,22 @@ impl Shape {
 
     /// Checks that there is one span per stream, with the stream's length.
     pub fn check(&self, spans: &[TransferBuffer]) -> Result<()> {
+        self.check_lengths(spans, |found, len| found == len)
+    }
+
+    /// As [`Shape::check`], for a read: an empty span stands for a stream that is not read.
+    pub fn check_read(&self, spans: &[TransferBuffer]) -> Result<()> {
+        self.check_lengths(spans, |found, len| found == 0 || found == len)
+    }
+
+    fn check_lengths(&self, spans: &[TransferBuffer], fits: fn(u64, u64) -> bool) -> Result<()> {
         let found: Vec<u64> = spans.iter().map(|span| span.len() as u64).collect();
-        match found == self.streams {
-            true => Ok(()),
-            false => Err(Error::invalid(
-                "streams",
-                format!("have {found:?} bytes, but the extent has {:?}", self.streams),
-            )),
+        let fit = found.iter().zip(&self.streams).all(|(found, len)| fits(*found, *len));
+        if fit && found.len() == self.streams.len() {
+            return Ok(());
         }
+        let reason = format!("have {found:?} bytes, but the extent has {:?}", self.streams);
+        Err(Error::invalid("streams", reason))
     }
 }
 
@@ -198,6 +206,13 @@ pub struct Run {
     pub at: u64,
 }
 
+impl Run {
+    /// Number of blocks.
+    pub fn count(&self, shape: &Shape) -> u32 {
+        self.len.div_ceil(shape.block_bytes) as u32
+    }
+}
+
 impl Chunk {
     /// Bytes on disk, header included.
     pub fn stored(&self, shape: &Shape) -> u64 {
@@ -207,6 +222,12 @@ impl Chunk {
     /// Offset of the first block in the data file.
     pub fn data(&self) -> u64 {
         self.offset + header_bytes(self.count.into())
+    }
+
+    /// End of the last byte of its blocks in the data file. Padding may follow.
+    pub fn written_end(&self, shape: &Shape) -> u64 {
+        let ends = shape.runs(self.first, self.count).into_iter().map(|run| run.at + run.len);
+        self.data() + ends.max().unwrap_or(0)
     }
 
     /// Offset of block number `block` in the data file.

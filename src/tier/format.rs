@@ -58,7 +58,7 @@
 #![forbid(unsafe_code)]
 
 use super::extent::{CHUNK_FIXED, Chunk, MAX_STREAMS, PAGE, Shape, Version, header_bytes};
-use super::space::Space;
+use super::paths::{Space, Stamp};
 use crate::checksum;
 
 /// Format version. Files with another version are refused.
@@ -245,15 +245,6 @@ pub struct Superblock {
     pub paths: Vec<PathRecord>,
     /// Extents, by number; `None` for unused numbers.
     pub extents: Vec<Option<ExtentRecord>>,
-}
-
-/// Identity of a superblock: no two superblocks of a tier have the same one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stamp {
-    /// Sequence number.
-    pub sequence: u64,
-    /// Session of the owner that wrote it.
-    pub session: u64,
 }
 
 /// Header of a superblock: length and checksum of its table.

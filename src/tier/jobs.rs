@@ -1,127 +1,76 @@
-//! Jobs from start to outcome, and retries of failed parts on other paths.
+//! Reads, writes and moves of extents, from the call to the outcome.
 //!
 //! Invariants:
 //! - One thread at a time drives a job: the thread that waits for its ticket, or a commit.
 //! - An outcome is kept until the owner of the ticket asks for it.
+//! - A chunk whose write failed is written to another path before the write succeeds. The path that failed is marked.
+//! - A move compares every block with its checksum between its read and its write. The new location of contents takes
+//!   effect only after every block is written. After a failure the contents stay where they were.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use super::allocation::{Allocated, AllocationRequest, ExtentPlacement, allocate, free_chunks};
-use super::contents::{Contents, WriteOrigin};
-use super::extent::{Chunk, Shape, Version};
-use super::health::Health;
-use super::state::{TicketState, TierState};
-use super::storage::timed_out;
-use super::store::Tier;
-use super::transfer::{Direction, Job, verdict};
+use super::blocks::{
+    BlockVisitor, Direction, Job, checksums_of, chunk_header, may_go_on, read_header, verdict, walk,
+};
+use super::catalog::{Contents, Held, Reservation, Subject, WriteOrigin};
+use super::extent::{Chunk, Run, Version};
+use super::paths::{Allocated, AllocationRequest, ExtentPlacement, Health};
+use super::storage::{deadline_after, timed_out};
+use super::store::{TicketState, Tier};
+use super::volume::Volume;
 use crate::error::{Error, IoKind, Result};
+use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
 
-/// A started write, which has exclusive access to its extent.
-#[derive(Debug)]
-pub(super) struct StartedWrite {
-    pub(super) extent: u32,
-    pub(super) name: String,
-    pub(super) shape: Arc<Shape>,
-    pub(super) generation: u64,
-    /// Path of the extent's first block.
-    pub(super) home: Option<u32>,
-    moves: bool,
-}
-
 impl Tier {
-    /// Locks an extent for a write of `spans`, or for a move (`None`). `Busy` if the extent is being read or written,
-    /// or while a commit is in flight that is not the writer itself.
-    pub(super) fn begin_write(
+    /// Starts to write an extent from one span per stream, and returns a ticket for [`Tier::wait`]. Reads return the
+    /// new contents after the wait; the committed contents stay on disk. `checksums` are the checksums of all blocks,
+    /// if the caller knows them. The spans must stay valid and unchanged until the write has ended.
+    pub fn write(
         &self,
-        number: u32,
-        spans: Option<&[TransferBuffer]>,
-        writer: WriteOrigin,
-    ) -> Result<StartedWrite> {
-        self.complete_opening()?;
-        self.end_finished_reads(number);
-        let mut state = self.state.lock();
-        let (committing, next) = (state.committing, state.generation + 1);
-        let extent = state.extent(number)?;
-        spans.map_or(Ok(()), |spans| extent.shape.check(spans))?;
-        let moved = match &writer {
-            WriteOrigin::Caller => None,
-            WriteOrigin::Evacuation(of) | WriteOrigin::Commit(of) => Some(of),
-        };
-        let replaced = |of: &Arc<Contents>| extent.current.as_ref().is_none_or(|now| !Arc::ptr_eq(now, of));
-        let why = if committing && !matches!(writer, WriteOrigin::Commit(_)) {
-            "a commit is in progress"
-        } else if extent.writing {
-            "it is being written"
-        } else if extent.is_read() {
-            "it is being read"
-        } else if moved.is_some_and(replaced) {
-            "it was written or rolled back since it was read"
-        } else {
-            ""
-        };
-        if !why.is_empty() {
-            return Err(Error::Busy(format!("extent {:?}: {why}", extent.name)));
-        }
-        extent.writing = true;
-        let first = extent.current.as_ref().and_then(|contents| contents.version.chunks.first());
-        let begun = StartedWrite {
-            extent: number,
-            name: extent.name.clone(),
-            shape: Arc::clone(&extent.shape),
-            // A move keeps the generation of the contents.
-            generation: moved.map_or(next, |of| of.version.generation),
-            home: first.map(|chunk| chunk.path),
-            moves: moved.is_some(),
-        };
-        state.generation = state.generation.max(begun.generation);
-        Ok(begun)
+        extent: u32,
+        spans: &[TransferBuffer],
+        placement: &ExtentPlacement,
+        checksums: Option<Vec<u64>>,
+    ) -> Result<u64> {
+        let shape = self.shape(extent)?;
+        placement.check(self.volumes.len(), shape.blocks())?;
+        shape.check(spans)?;
+        let reserved = self.begin_write(extent, &WriteOrigin::Caller)?;
+        self.start_write(reserved, spans, placement, checksums)
     }
 
-    /// Releases the space of reads that have ended although no caller waited for their tickets. The memory that was
-    /// read is not checked here; the later wait checks it.
-    fn end_finished_reads(&self, number: u32) {
-        let mut state = self.state.lock();
-        if !state.extent(number).is_ok_and(|extent| extent.is_read()) {
-            return;
-        }
-        let reads = |slot: &TicketState| matches!(slot, TicketState::Idle(job) if job.extent == number && job.reading);
-        let tickets: Vec<u64> =
-            state.ticket_states.iter().filter(|(_, slot)| reads(slot)).map(|(ticket, _)| *ticket).collect();
-        for ticket in tickets {
-            // Another thread may have waited for the ticket meanwhile.
-            let Some(TicketState::Idle(mut job)) = state.ticket_states.remove(&ticket) else { continue };
-            state.ticket_states.insert(ticket, TicketState::Driven);
-            drop(state);
-            let over = job.drive(Some(Instant::now()));
-            state = self.state.lock();
-            if let Some(source) = job.source.clone().filter(|_| over && std::mem::take(&mut job.reading)) {
-                state.end_reading(&source);
-            }
-            state.ticket_states.insert(ticket, TicketState::Idle(job));
-        }
-        drop(state);
-        self.changed.notify_all();
+    /// Reserves an extent for a write or a move.
+    pub(super) fn begin_write(&self, number: u32, origin: &WriteOrigin) -> Result<Reservation> {
+        self.complete_opening()?;
+        self.end_finished_reads(number);
+        self.state.lock().catalog.begin_write(number, origin)
     }
 
     /// Starts the transfers of a write that [`Tier::begin_write`] returned, and returns its ticket.
     pub(super) fn start_write(
         &self,
-        begun: StartedWrite,
+        reserved: Reservation,
         spans: &[TransferBuffer],
         placement: &ExtentPlacement,
         checksums: Option<Vec<u64>>,
     ) -> Result<u64> {
-        let StartedWrite { extent, home, moves, .. } = begun;
-        let prepared = self.prepare_write(begun, spans, checksums);
-        let started = prepared.and_then(|job| self.start_blocks(job, placement, home));
+        let (subject, home) = (reserved.subject.clone(), reserved.home);
+        let started = self.known_checksums(&subject, spans, checksums).and_then(|checksums| {
+            let (reserved, excluded) = (reserved.clone(), vec![false; self.volumes.len()]);
+            let direction = Direction::Write { reserved, checksums, chunks: Vec::new(), excluded };
+            let blocks = subject.shape.blocks();
+            let mut job = Job::new(subject, direction, spans);
+            self.write_blocks(&mut job, (0, blocks), placement, home)?;
+            Ok(job)
+        });
         let mut state = self.state.lock();
         let ticket = match started {
-            Ok(job) => Ok(state.ticket(job)),
+            Ok(job) => Ok(state.tickets.add(job)),
             Err(error) => {
-                state.write_failed(extent, moves, &error);
+                state.catalog.fail(&reserved, &error);
                 Err(error)
             }
         };
@@ -131,74 +80,57 @@ impl Tier {
         ticket
     }
 
-    fn prepare_write(
+    fn known_checksums(
         &self,
-        begun: StartedWrite,
+        subject: &Subject,
         spans: &[TransferBuffer],
         checksums: Option<Vec<u64>>,
-    ) -> Result<Job> {
-        let StartedWrite { extent, name, shape, generation, moves, .. } = begun;
-        let checksums = match checksums {
-            Some(checksums) if checksums.len() != shape.blocks() as usize => {
-                let reason =
-                    format!("there are {}, but the extent has {} blocks", checksums.len(), shape.blocks());
-                return Err(Error::invalid("checksums", reason));
-            }
-            Some(checksums) => checksums,
-            None => super::checksums::of_blocks(&shape, spans, 0, shape.blocks())?,
+    ) -> Result<Arc<[u64]>> {
+        let blocks = subject.shape.blocks();
+        let Some(checksums) = checksums else {
+            let bytes = |block: super::extent::Block| {
+                spans[block.stream].span().part(block.from as usize, block.len as usize)
+            };
+            return Ok(checksums_of(&subject.shape, 0, blocks, &bytes)?.into());
         };
-        let version = Version { generation, chunks: Vec::new() };
-        let contents = Contents::new(version, OnceLock::from(Arc::from(checksums)));
-        Ok(Job {
-            direction: Direction::Write,
-            extent,
-            moves,
-            name,
-            shape,
-            spans: spans.to_vec(),
-            contents,
-            source: None,
-            reading: false,
-            transfers: Vec::new(),
-            excluded: vec![false; self.volumes.len()],
-        })
+        match checksums.len() == blocks as usize {
+            true => Ok(checksums.into()),
+            false => {
+                let reason = format!("there are {}, but the extent has {blocks} blocks", checksums.len());
+                Err(Error::invalid("checksums", reason))
+            }
+        }
     }
 
-    fn start_blocks(&self, mut job: Job, placement: &ExtentPlacement, home: Option<u32>) -> Result<Job> {
-        let shape = Arc::clone(&job.shape);
-        self.write_blocks(&mut job, 0, shape.blocks(), placement, home)?;
-        Ok(job)
-    }
-
-    /// Allocates space for blocks, and starts to write them.
+    /// Allocates space for blocks (first and count), and starts to write them.
     fn write_blocks(
         &self,
         job: &mut Job,
-        first: u32,
-        count: u32,
+        (first, count): (u32, u32),
         placement: &ExtentPlacement,
         home: Option<u32>,
     ) -> Result<()> {
+        let Direction::Write { excluded, checksums, .. } = &job.direction else { return Ok(()) };
         if count == 0 {
             return Ok(());
         }
-        let shape = Arc::clone(&job.shape);
-        let excluded = job.excluded.clone();
-        let request = AllocationRequest { shape: &shape, first, count, excluded: &excluded };
-        let mut chunks = self.allocate_chunks(request, placement, home)?;
-        let mut started = Ok(());
-        for chunk in &mut chunks {
-            let path = self.volumes[chunk.path as usize].clone();
-            let gone = || Error::invalid("placement", "the path is missing");
-            started = started.and_then(|()| job.start_write(chunk, &path.ok_or_else(gone)?, self.identity));
+        let (shape, checksums) = (Arc::clone(&job.subject.shape), Arc::clone(checksums));
+        let request = AllocationRequest { shape: &shape, first, count, excluded };
+        let mut new = self.allocate_chunks(request, placement, home)?;
+        let started = new.iter_mut().try_for_each(|chunk| {
+            let volume = self.volume(chunk.path as usize)?;
+            job.start_write(chunk, volume, &checksums, self.identity)
+        });
+        if let Direction::Write { chunks, .. } = &mut job.direction {
+            chunks.extend(new);
+            chunks.sort_by_key(|chunk| chunk.first);
         }
-        job.contents.version.chunks.extend(chunks);
-        job.contents.version.chunks.sort_by_key(|chunk| chunk.first);
         started.inspect_err(|_| self.abandon(job))
     }
 
-    /// Allocates space, and extends data files if necessary. A file system that was full is asked again if no path has room.
-    pub(super) fn allocate_chunks(
+    /// Allocates space, and extends data files if necessary. A file system that was full is asked again if no path has
+    /// room.
+    fn allocate_chunks(
         &self,
         request: AllocationRequest,
         placement: &ExtentPlacement,
@@ -207,12 +139,13 @@ impl Tier {
         let (mut refused, mut asked) = (None, false);
         loop {
             // A separate statement, so that the lock is released before the match.
-            let found = allocate(&mut self.state.lock(), request, placement, home);
+            let found = self.state.lock().catalog.paths_mut().allocate(request, placement, home);
             match found {
                 Ok(Allocated::Chunks(chunks)) => return Ok(chunks),
                 Ok(Allocated::Grow { path, end }) => refused = self.grow_file(path, end).err().or(refused),
                 Err(error) if error.io_kind() == Some(IoKind::NoSpace) => {
-                    let retried = refused.is_none() && !asked && self.retry_full_paths();
+                    let retry = || self.state.lock().catalog.paths_mut().retry_full();
+                    let retried = refused.is_none() && !asked && retry();
                     if !retried {
                         return Err(refused.unwrap_or(error));
                     }
@@ -223,29 +156,23 @@ impl Tier {
         }
     }
 
-    /// Returns true if the file system of a path was full, and the path's file may grow again.
-    fn retry_full_paths(&self) -> bool {
-        self.state.lock().paths.iter_mut().map(|path| path.space.retry()).filter(|full| *full).count() > 0
-    }
-
     /// Extends a data file. If that fails, the path is marked as full or failed. The tier's lock is free meanwhile. The
     /// I/O timeout bounds the wait for a device that does not answer.
     fn grow_file(&self, path: usize, end: u64) -> Result<()> {
-        let gone = || Error::invalid("placement", "the path is missing");
-        let files = self.volumes[path].as_ref().ok_or_else(gone)?;
-        let _one_at_a_time = files.growing();
-        let from = self.state.lock().paths[path].space.end();
+        let volume = self.volume(path)?;
+        let _one_at_a_time = volume.growing();
+        let from = self.state.lock().catalog.paths().get(path).space().end();
         if end <= from {
             return Ok(());
         }
-        match files.allocate(from, end) {
+        match volume.allocate(from, end) {
             Ok(()) => {
-                self.state.lock().paths[path].space.grew(end);
+                self.state.lock().catalog.paths_mut().grew(path, end);
                 Ok(())
             }
             Err(error) => {
                 match error.is_full() {
-                    true => self.state.lock().paths[path].space.full(),
+                    true => self.state.lock().catalog.paths_mut().full(path),
                     false => self.mark(path, Health::Failed, &error.to_string()),
                 }
                 Err(error)
@@ -253,114 +180,45 @@ impl Tier {
         }
     }
 
-    /// Drives a job, whose ticket is `Driven`, to its outcome, and stores the outcome in the ticket. The outer error is
-    /// a timeout; the job is then back in its ticket.
-    pub(super) fn drive(
-        &self,
-        ticket: u64,
-        mut job: Box<Job>,
-        until: Option<Instant>,
-    ) -> Result<Result<u64>> {
-        loop {
-            if !job.drive(until) {
-                self.state.lock().ticket_states.insert(ticket, TicketState::Idle(job));
-                self.changed.notify_all();
-                return Err(timed_out());
-            }
-            let outcome = match job.direction {
-                Direction::Read { .. } => Some(self.finish_read(&mut job)),
-                Direction::Write => self.finish_write(&mut job),
-            };
-            if let Some(outcome) = outcome {
-                self.state.lock().ticket_states.insert(ticket, TicketState::Done(outcome.clone()));
-                self.changed.notify_all();
-                return Ok(outcome);
-            }
+    /// Starts to read an extent into one span per stream, and returns a ticket. A stream with an empty span is not
+    /// read. The read succeeds only if every block matches its checksum. With `unchecked` the caller checks the blocks;
+    /// [`Tier::checksums`] returns the expected checksums.
+    pub fn read(&self, extent: u32, spans: &[TransferBuffer], unchecked: bool) -> Result<u64> {
+        let begun = self.state.lock().catalog.begin_read(extent, |shape| shape.check_read(spans));
+        let Held { subject, contents } = begun?;
+        let source = Arc::clone(&contents);
+        let mut job = Job::new(subject, Direction::Read { source, unchecked, held: true }, spans);
+        let known = contents.checksums().is_some();
+        let started = contents.version().chunks.iter().try_for_each(|chunk| {
+            let volume = self.volume(chunk.path as usize)?;
+            job.start_read(chunk, volume, known)
+        });
+        if let Err(error) = started {
+            job.give_up();
+            self.state.lock().catalog.end_read(&contents);
+            return Err(job.failure().unwrap_or(error));
         }
+        Ok(self.state.lock().tickets.add(job))
     }
 
-    fn finish_read(&self, job: &mut Job) -> Result<u64> {
-        if let Some(source) = job.source.clone().filter(|_| std::mem::take(&mut job.reading)) {
-            self.state.lock().end_reading(&source);
+    /// Waits for the transfer of a ticket, ends the ticket, and returns the generation that was written or read. After
+    /// a `Timeout` the transfer is still in flight and the ticket stays valid.
+    pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<u64> {
+        let until = deadline_after(timeout);
+        let state = self.state.lock();
+        let mut state = self.changed.wait_while(state, until, |state| state.tickets.is_driven(ticket));
+        if state.tickets.is_driven(ticket) {
+            return Err(timed_out());
         }
-        self.mark_failures(job);
-        if let Some(error) = job.failure() {
-            return Err(error);
+        if let Some(outcome) = state.tickets.outcome(ticket) {
+            return outcome;
         }
-        let version = &job.contents.version;
-        let checksums = job.read_checksums(version, self.identity.tier)?;
-        if let Some(source) = &job.source {
-            let _ = source.checksums.set(Arc::clone(&checksums));
-        }
-        if job.direction == (Direction::Read { unchecked: false }) {
-            job.check_blocks(version, &checksums)?;
-        }
-        Ok(version.generation)
-    }
-
-    /// Ends a write. `None` if a failed part was restarted on another path.
-    fn finish_write(&self, job: &mut Job) -> Option<Result<u64>> {
-        self.mark_failures(job);
-        let mut failed: Vec<(u32, u32, u32, Error)> = Vec::new();
-        for (transfer, error) in job.failures() {
-            let chunk = &transfer.chunk;
-            if !failed.iter().any(|(first, ..)| *first == chunk.first) {
-                failed.push((chunk.first, chunk.count, chunk.path, error));
-            }
-        }
-        if failed.is_empty() {
-            let chunks = std::mem::take(&mut job.contents.version.chunks);
-            let version = Version { chunks, ..job.contents.version };
-            let generation = version.generation;
-            let contents = Arc::new(Contents::new(version, std::mem::take(&mut job.contents.checksums)));
-            return Some(self.state.lock().install(job.extent, contents, job.moves).map(|()| generation));
-        }
-        if let Some((.., error)) = failed.iter().find(|(.., error)| error.is_fenced()) {
-            // No other path is asked: another process may commit this tier from now on.
-            let error = error.clone();
-            self.abandon(job);
-            self.state.lock().write_failed(job.extent, job.moves, &error);
-            return Some(Err(error));
-        }
-        failed.iter().for_each(|(.., path, _)| job.excluded[*path as usize] = true);
-        for (first, count, _, error) in &failed {
-            self.drop_chunk(job, *first);
-            if let Err(none) = self.write_blocks(job, *first, *count, &ExtentPlacement::Auto, None) {
-                self.abandon(job);
-                let error = error.clone().context(format_args!("no other path accepted the data: {none}"));
-                self.state.lock().write_failed(job.extent, job.moves, &error);
-                return Some(Err(error));
-            }
-        }
-        None
-    }
-
-    /// Removes a chunk from a job, and frees its space, unless the system may still write there.
-    fn drop_chunk(&self, job: &mut Job, first: u32) {
-        let stuck = job.transfers.iter().any(|transfer| transfer.chunk.first == first && transfer.stuck());
-        job.transfers.retain(|transfer| transfer.chunk.first != first);
-        let chunks = &mut job.contents.version.chunks;
-        if let Some(at) = chunks.iter().position(|chunk| chunk.first == first) {
-            let chunk = chunks.remove(at);
-            if !stuck {
-                free_chunks(&mut self.state.lock(), &job.shape, &[chunk]);
-            }
-        }
-    }
-
-    /// Ends the transfers of a job, and removes all its chunks.
-    fn abandon(&self, job: &mut Job) {
-        job.give_up();
-        let firsts: Vec<u32> = job.contents.version.chunks.iter().map(|chunk| chunk.first).collect();
-        firsts.into_iter().for_each(|first| self.drop_chunk(job, first));
-    }
-
-    fn mark_failures(&self, job: &Job) {
-        for (transfer, error) in job.failures() {
-            if let Some(health) = verdict(&error, job.direction) {
-                self.mark(transfer.chunk.path as usize, health, &error.to_string());
-            }
-        }
+        let unknown = || Error::invalid("ticket", format!("{ticket} is unknown, or was waited for already"));
+        let job = state.tickets.take(ticket).ok_or_else(unknown)?;
+        drop(state);
+        let outcome = self.drive(ticket, job, until)?;
+        self.state.lock().tickets.outcome(ticket);
+        outcome
     }
 
     /// Drives all writes to their outcomes; returns the first error.
@@ -368,30 +226,289 @@ impl Tier {
         let mut first = None;
         loop {
             let mut state = self.state.lock();
-            let write = |slot: &TicketState| matches!(slot, TicketState::Idle(job) if job.direction == Direction::Write);
-            let next = state.ticket_states.iter().find(|(_, slot)| write(slot)).map(|(ticket, _)| *ticket);
-            if let Some(ticket) = next {
-                let Some(TicketState::Idle(job)) = state.ticket_states.insert(ticket, TicketState::Driven)
-                else {
-                    continue;
-                };
+            let next = state.tickets.idle(Job::is_write).first().copied();
+            if let Some((ticket, job)) = next.and_then(|next| Some((next, state.tickets.take(next)?))) {
                 drop(state);
                 if let Ok(Err(error)) = self.drive(ticket, job, None) {
                     first.get_or_insert(error);
                 }
-            } else if state.extents.iter().flatten().any(|extent| extent.writing) {
+            } else if state.catalog.is_writing() {
                 drop(self.changed.wait(state));
             } else {
                 return first;
             }
         }
     }
+
+    /// Drives a job, whose ticket is `Driven`, to its outcome, and stores the outcome in the ticket. The outer error is
+    /// a timeout; the job is then back in its ticket.
+    fn drive(&self, ticket: u64, mut job: Box<Job>, until: Option<Instant>) -> Result<Result<u64>> {
+        loop {
+            if !job.drive(until) {
+                self.settle(ticket, TicketState::Idle(job));
+                return Err(timed_out());
+            }
+            let outcome =
+                if job.is_write() { self.finish_write(&mut job) } else { Some(self.finish_read(&mut job)) };
+            if let Some(outcome) = outcome {
+                self.settle(ticket, TicketState::Done(outcome.clone()));
+                return Ok(outcome);
+            }
+        }
+    }
+
+    fn settle(&self, ticket: u64, settled: TicketState) {
+        self.state.lock().tickets.settle(ticket, settled);
+        self.changed.notify_all();
+    }
+
+    fn finish_read(&self, job: &mut Job) -> Result<u64> {
+        self.end_read(job);
+        self.mark_failures(job);
+        if let Some(error) = job.failure() {
+            return Err(error);
+        }
+        if let Direction::Read { source, unchecked, .. } = &job.direction {
+            let checksums = job.read_checksums(source, self.identity.tier)?;
+            source.learn(&checksums);
+            if !unchecked {
+                job.check_blocks(&checksums)?;
+            }
+        }
+        Ok(job.subject.generation)
+    }
+
+    /// Ends the hold of a read on its contents.
+    fn end_read(&self, job: &mut Job) {
+        if let Direction::Read { source, held, .. } = &mut job.direction
+            && std::mem::take(held)
+        {
+            self.state.lock().catalog.end_read(source);
+        }
+    }
+
+    /// Releases the space of reads that have ended although no caller waited for their tickets. The memory that was
+    /// read is not checked here; the later wait checks it.
+    fn end_finished_reads(&self, number: u32) {
+        let mut state = self.state.lock();
+        if !state.catalog.is_read(number) {
+            return;
+        }
+        let reads = |job: &Job| {
+            job.subject.extent == number && matches!(job.direction, Direction::Read { held: true, .. })
+        };
+        for ticket in state.tickets.idle(reads) {
+            // Another thread may have waited for the ticket meanwhile.
+            let Some(mut job) = state.tickets.take(ticket) else { continue };
+            drop(state);
+            if job.drive(Some(Instant::now())) {
+                self.end_read(&mut job);
+            }
+            state = self.state.lock();
+            state.tickets.settle(ticket, TicketState::Idle(job));
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Ends a write. `None` if a failed part was restarted on another path.
+    fn finish_write(&self, job: &mut Job) -> Option<Result<u64>> {
+        self.mark_failures(job);
+        let mut failed: Vec<(Chunk, Error)> = Vec::new();
+        for (transfer, error) in job.failures() {
+            if !failed.iter().any(|(chunk, _)| chunk.first == transfer.chunk.first) {
+                failed.push((transfer.chunk.clone(), error));
+            }
+        }
+        if failed.is_empty() {
+            let Direction::Write { reserved, checksums, chunks, .. } = &mut job.direction else {
+                return None;
+            };
+            let (chunks, checksums) = (std::mem::take(chunks), Arc::clone(checksums));
+            return Some(self.state.lock().catalog.install(reserved, chunks, checksums));
+        }
+        if let Some((_, error)) = failed.iter().find(|(_, error)| error.is_fenced()) {
+            // No other path is asked: another process may commit this tier from now on.
+            return Some(Err(self.fail_write(job, error.clone())));
+        }
+        if let Direction::Write { excluded, .. } = &mut job.direction {
+            failed.iter().for_each(|(chunk, _)| excluded[chunk.path as usize] = true);
+        }
+        for (chunk, error) in failed {
+            self.drop_chunk(job, chunk.first);
+            let blocks = (chunk.first, chunk.count);
+            if let Err(none) = self.write_blocks(job, blocks, &ExtentPlacement::Auto, None) {
+                let error = error.context(format_args!("no other path accepted the data: {none}"));
+                return Some(Err(self.fail_write(job, error)));
+            }
+        }
+        None
+    }
+
+    fn fail_write(&self, job: &mut Job, error: Error) -> Error {
+        self.abandon(job);
+        if let Direction::Write { reserved, .. } = &job.direction {
+            self.state.lock().catalog.fail(reserved, &error);
+        }
+        error
+    }
+
+    /// Ends the transfers of a job, and removes all its chunks.
+    fn abandon(&self, job: &mut Job) {
+        job.give_up();
+        let Direction::Write { chunks, .. } = &job.direction else { return };
+        let firsts: Vec<u32> = chunks.iter().map(|chunk| chunk.first).collect();
+        firsts.into_iter().for_each(|first| self.drop_chunk(job, first));
+    }
+
+    /// Removes a chunk from a job, and frees its space, unless the system may still write there.
+    fn drop_chunk(&self, job: &mut Job, first: u32) {
+        let stuck = job.forget_chunk(first);
+        let Direction::Write { chunks, .. } = &mut job.direction else { return };
+        let Some(at) = chunks.iter().position(|chunk| chunk.first == first) else { return };
+        let chunk = chunks.remove(at);
+        if !stuck {
+            self.state.lock().catalog.paths_mut().free_chunks(&job.subject.shape, &[chunk]);
+        }
+    }
+
+    fn mark_failures(&self, job: &Job) {
+        for (transfer, error) in job.failures() {
+            self.mark_after(transfer.chunk.path as usize, job.is_write(), &error);
+        }
+    }
+
+    /// Marks a path after a failed transfer.
+    fn mark_after(&self, path: usize, is_write: bool, error: &Error) {
+        if let Some(health) = verdict(error, is_write) {
+            self.mark(path, health, &error.to_string());
+        }
+    }
 }
 
-impl TierState {
-    pub(super) fn ticket(&mut self, job: Job) -> u64 {
-        self.tickets += 1;
-        self.ticket_states.insert(self.tickets, TicketState::Idle(Box::new(job)));
-        self.tickets
+/// Moves.
+impl Tier {
+    /// Marks a path as draining, and moves all its data to other paths. The move becomes durable with the next commit.
+    /// `Busy` if a commit is in flight.
+    pub fn evacuate(&self, path: u32) -> Result<()> {
+        if path as usize >= self.volumes.len() {
+            return Err(Error::invalid("number", format!("there is no path {path}")));
+        }
+        self.state.lock().catalog.between_commits()?;
+        self.mark(path as usize, Health::Draining, "it is being evacuated");
+        let extents = self.extents();
+        let there = extents.iter().filter(|extent| extent.blocks[path as usize] > 0);
+        there.into_iter().try_for_each(|extent| self.move_extent(extent.number, WriteOrigin::Evacuation))
+    }
+
+    /// Copies an extent's contents to healthy paths, and installs the copy.
+    pub(super) fn move_extent(&self, extent: u32, origin: fn(Arc<Contents>) -> WriteOrigin) -> Result<()> {
+        let contents = self.state.lock().catalog.current(extent)?;
+        let reserved = self.begin_write(extent, &origin(Arc::clone(&contents)))?;
+        let copied = self.copy_contents(&reserved, &contents);
+        let mut state = self.state.lock();
+        let outcome = match copied {
+            Ok((chunks, checksums)) => state.catalog.install(&reserved, chunks, checksums).map(drop),
+            Err(error) => {
+                state.catalog.fail(&reserved, &error);
+                Err(error)
+            }
+        };
+        drop(state);
+        self.changed.notify_all();
+        let name = &reserved.subject.name;
+        outcome.inspect(|()| log::write(Level::Info, &format!("extent {name:?} of a tier was moved")))
+    }
+
+    fn copy_contents(&self, reserved: &Reservation, contents: &Contents) -> Result<(Vec<Chunk>, Arc<[u64]>)> {
+        let Reservation { subject, home, .. } = reserved;
+        let checksums = match contents.checksums() {
+            Some(checksums) => Arc::clone(checksums),
+            None => self.stored_checksums(subject, contents.version())?,
+        };
+        let (shape, mut excluded) = (&*subject.shape, vec![false; self.volumes.len()]);
+        loop {
+            let request = AllocationRequest { shape, first: 0, count: shape.blocks(), excluded: &excluded };
+            let mut chunks = self.allocate_chunks(request, &ExtentPlacement::Auto, *home)?;
+            let mut copy = Copy { tier: self, subject, chunks: &mut chunks, refused: None };
+            let (version, tier) = (contents.version(), self.identity.tier);
+            let copied = copy
+                .write_headers(&checksums)
+                .and_then(|()| walk(&self.volumes, tier, subject, version, Some(&checksums), &mut copy));
+            let (refused, Err(error)) = (copy.refused, copied) else { return Ok((chunks, checksums)) };
+            // After a deadline the system may still write to the chunk, so its space stays allocated.
+            chunks.retain(|chunk| refused != Some((chunk.path, chunk.first)) || !may_go_on(&error));
+            self.state.lock().catalog.paths_mut().free_chunks(shape, &chunks);
+            let Some((path, _)) = refused else { return Err(error) };
+            self.mark_after(path as usize, true, &error);
+            excluded[path as usize] = true;
+        }
+    }
+
+    fn stored_checksums(&self, subject: &Subject, version: &Version) -> Result<Arc<[u64]>> {
+        let mut checksums = Vec::new();
+        let too_many = |_| Error::LimitReached("out of memory for the checksums of an extent".to_string());
+        checksums.try_reserve_exact(subject.shape.blocks() as usize).map_err(too_many)?;
+        for chunk in &version.chunks {
+            let path = chunk.path as usize;
+            let header = read_header(self.volume(path)?, chunk, subject, self.identity.tier);
+            let header = header.inspect_err(|error| {
+                if error.tier_kind().is_none() {
+                    self.mark_after(path, false, error);
+                }
+            });
+            checksums.extend(header?.checksums);
+        }
+        Ok(checksums.into())
+    }
+}
+
+/// Receiver of the blocks of a move: writes them into other chunks.
+struct Copy<'a> {
+    tier: &'a Tier,
+    subject: &'a Subject,
+    chunks: &'a mut [Chunk],
+    /// Path and first block of the chunk that a path did not accept.
+    refused: Option<(u32, u32)>,
+}
+
+impl Copy<'_> {
+    fn write_headers(&mut self, checksums: &[u64]) -> Result<()> {
+        for chunk in self.chunks.iter_mut() {
+            let volume = self.tier.volume(chunk.path as usize)?;
+            let header = chunk_header(volume, chunk, self.subject, checksums, self.tier.identity)?;
+            let written = volume.ended(volume.write(chunk.offset, header.transfer()));
+            written.inspect_err(|_| self.refused = Some((chunk.path, chunk.first)))?;
+        }
+        Ok(())
+    }
+}
+
+impl BlockVisitor for Copy<'_> {
+    fn blocks(&mut self, run: &Run, bytes: &TransferBuffer) -> Result<()> {
+        let shape = &*self.subject.shape;
+        let end = run.block + run.count(shape);
+        for chunk in self.chunks.iter() {
+            let (first, last) = (run.block.max(chunk.first), end.min(chunk.first + chunk.count));
+            if first >= last {
+                continue;
+            }
+            let volume: &Volume = self.tier.volume(chunk.path as usize)?;
+            for part in shape.runs(first, last - first) {
+                let from = bytes.part((part.from - run.from) as usize, part.len as usize);
+                let written = volume.ended(volume.write(chunk.block_offset(shape, part.block), from));
+                written.inspect_err(|_| self.refused = Some((chunk.path, chunk.first)))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn damage(&mut self, error: Error) -> Result<()> {
+        Err(error)
+    }
+
+    fn unreadable(&mut self, path: usize, error: Error) -> Result<()> {
+        self.tier.mark_after(path, false, &error);
+        Err(error)
     }
 }

@@ -715,8 +715,8 @@ impl Kept {
 
 impl OwnedLock {
     /// Fails with `Fenced` if another process claimed the directory since.
-    pub(super) fn check_owner(&self, path: &Path) -> Result<()> {
-        self.verdict(path, self.kept.whose())
+    pub(super) fn check_owner(&self) -> Result<()> {
+        self.verdict(self.kept.whose())
     }
 
     /// True if the owner holds a lease, because the file system is not of this machine alone.
@@ -732,19 +732,19 @@ impl OwnedLock {
 
     /// Fails with `Fenced` if another process may own the directory. Reads the record only if the lease has to be
     /// renewed.
-    pub(super) fn check_lease(&self, path: &Path) -> Result<()> {
+    pub(super) fn check_lease(&self) -> Result<()> {
         match self.lease_is_valid() {
             true => Ok(()),
-            false if self.is_leased() => self.verdict(path, self.kept.renew()),
-            false => self.check_owner(path),
+            false if self.is_leased() => self.verdict(self.kept.renew()),
+            false => self.check_owner(),
         }
     }
 
-    fn verdict(&self, path: &Path, found: io::Result<Whose>) -> Result<()> {
-        let file = path.join(LOCK);
+    fn verdict(&self, found: io::Result<Whose>) -> Result<()> {
+        let file = self.path.join(LOCK);
         match found.map_err(|error| failed(Doing::Reading, &file, error, ""))? {
             Whose::Own => Ok(()),
-            Whose::Other(other) => Err(fenced(&path.to_string_lossy(), &other)),
+            Whose::Other(other) => Err(fenced(&self.path.to_string_lossy(), &other)),
             Whose::Damaged => {
                 let message = "the record of its owner was removed or damaged while the tier was open";
                 Err(TierError::at(TierKind::PathMissing, file.to_string_lossy(), message))

@@ -1,31 +1,37 @@
-//! Public API of a tier: define, write, read, wait.
+//! An open tier: its extents, paths and snapshots, verification, close and removal. `jobs` has its transfers, `commit` its
+//! commits, `recover` its open, `export` its exports.
 //!
 //! Invariants:
 //! - Until a commit succeeds, an open after a crash finds the state of the previous commit, complete.
 //! - After a failed write, commits fail until the extent is written again or all changes since the last commit are
 //!   rolled back. A step is therefore committed completely or not at all.
 //! - Every byte that a read returns was checked against its checksum, unless the caller asked for an unchecked read.
+//! - At most one [`UpdateClaim`] of a tier exists. Two updates would cache the same subgroups, and each would write over
+//!   the steps of the other.
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
-use super::allocation::ExtentPlacement;
-use super::contents::{Contents, WriteOrigin};
-use super::extent::{Shape, check_name};
-use super::health::Health;
-use super::options::{Durability, TierOptions};
-use super::state::{Extent, TicketState, TierState};
-use super::storage::{deadline_after, timed_out};
-use super::transfer::{Direction, Job, TierIdentity};
-use super::volume::Volume;
-use crate::error::{Error, Result, TierError, TierKind};
+use super::blocks::{BlockVisitor, Job, TierIdentity, is_hung, walk};
+use super::catalog::{Catalog, ExtentInfo, Held, Snapshot, View};
+use super::extent::{Run, Shape, check_name};
+use super::options::TierOptions;
+use super::paths::{DurableCopy, Health};
+use super::storage::deadline_after;
+use super::volume::{SuperblockCopy, Volume};
+use crate::error::{Error, IoKind, Result, TierError, TierKind};
+use crate::io::counters::{EngineStats, EngineTraffic};
 use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
 use crate::sys::process::OpeningProcess;
 use crate::sys::sync::{Lock, Signal};
+
+/// Shortest wait of a close for its files.
+const CLOSE_AT_LEAST: Duration = Duration::from_secs(1);
 
 /// A tier: named extents stored on several paths.
 #[derive(Debug)]
@@ -41,12 +47,78 @@ pub struct Tier {
     /// Rung whenever transfers of a path may have ended.
     pub(super) bell: Arc<Bell>,
     pub(super) opened: Opened,
-    /// True while an [`UpdateClaim`](super::claim::UpdateClaim) exists.
+    /// True while an [`UpdateClaim`] exists.
     pub(super) claimed: AtomicBool,
-    /// True if the open had no room for its superblock.
-    pub(super) opening_due: AtomicBool,
-    /// Held while a thread writes that superblock.
-    pub(super) opening: Lock<()>,
+    /// True if the open had no room for its superblock. Held while a thread writes that superblock.
+    pub(super) opening_due: Lock<bool>,
+}
+
+/// What changes while a tier is open.
+#[derive(Debug)]
+pub(super) struct TierState {
+    pub(super) catalog: Catalog,
+    pub(super) tickets: Tickets,
+}
+
+/// The tickets that were given out and not waited for.
+#[derive(Debug, Default)]
+pub(super) struct Tickets {
+    states: HashMap<u64, TicketState>,
+    last: u64,
+}
+
+/// State of a ticket.
+#[derive(Debug)]
+pub(super) enum TicketState {
+    /// In flight; no thread waits for it.
+    Idle(Box<Job>),
+    /// A thread drives the job.
+    Driven,
+    /// Ended; the outcome was not fetched yet.
+    Done(Result<u64>),
+}
+
+impl Tickets {
+    pub(super) fn add(&mut self, job: Job) -> u64 {
+        self.last += 1;
+        self.states.insert(self.last, TicketState::Idle(Box::new(job)));
+        self.last
+    }
+
+    pub(super) fn is_driven(&self, ticket: u64) -> bool {
+        matches!(self.states.get(&ticket), Some(TicketState::Driven))
+    }
+
+    /// Takes the job of an idle ticket, to drive it.
+    pub(super) fn take(&mut self, ticket: u64) -> Option<Box<Job>> {
+        let slot = self.states.get_mut(&ticket).filter(|slot| matches!(slot, TicketState::Idle(_)))?;
+        match std::mem::replace(slot, TicketState::Driven) {
+            TicketState::Idle(job) => Some(job),
+            _ => None,
+        }
+    }
+
+    /// Puts a job back, or its outcome.
+    pub(super) fn settle(&mut self, ticket: u64, settled: TicketState) {
+        self.states.insert(ticket, settled);
+    }
+
+    /// Takes the outcome of a ticket, which ends with it.
+    pub(super) fn outcome(&mut self, ticket: u64) -> Option<Result<u64>> {
+        match self.states.get(&ticket) {
+            Some(TicketState::Done(_)) => match self.states.remove(&ticket) {
+                Some(TicketState::Done(outcome)) => Some(outcome),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// Idle tickets with such a job.
+    pub(super) fn idle(&self, wanted: impl Fn(&Job) -> bool) -> Vec<u64> {
+        let wanted = |slot: &TicketState| matches!(slot, TicketState::Idle(job) if wanted(job));
+        self.states.iter().filter(|(_, slot)| wanted(slot)).map(|(ticket, _)| *ticket).collect()
+    }
 }
 
 /// Result of opening a tier.
@@ -64,23 +136,59 @@ pub struct Opened {
     pub lost: Vec<String>,
 }
 
-/// Description of an extent.
+/// Result of a verification.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct VerifyReport {
+    /// Number of extents that have contents.
+    pub extents: u64,
+    /// Number of blocks read.
+    pub blocks: u64,
+    /// Length of these blocks, in bytes.
+    pub bytes: u64,
+    /// One error for each damaged, lost or unreadable part.
+    pub damage: Vec<Error>,
+}
+
+/// State and statistics of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ExtentInfo {
-    /// Number of the extent; valid while the tier is open.
-    pub number: u32,
-    /// Name of the extent.
+pub struct PathReport {
+    /// Directory or address of the path, or "memory".
     pub name: String,
-    /// Length of each stream, in bytes.
-    pub streams: Vec<u64>,
-    /// Generation that reads return; 0 if never written.
-    pub generation: u64,
-    /// True if this generation is the committed one.
-    pub committed: bool,
-    /// Number of blocks on each path, by path number.
-    pub blocks: Vec<u32>,
-    /// True if some blocks are on a missing path.
-    pub lost: bool,
+    /// True if the data is lost when the process ends.
+    pub memory: bool,
+    /// Health of the path.
+    pub health: Health,
+    /// Reason if the path is not healthy.
+    pub reason: String,
+    /// Bytes read since the open.
+    pub read_bytes: u64,
+    /// Bytes written since the open, including headers and superblocks.
+    pub written_bytes: u64,
+    /// Time during which at least one read was in flight.
+    pub reading: Duration,
+    /// Time during which at least one write or sync was in flight.
+    pub writing: Duration,
+    /// Time during which at least one operation was in flight.
+    pub busy: Duration,
+    /// Bytes written since the tier was created.
+    pub wear: u64,
+    /// Length of the data file, in bytes.
+    pub file_bytes: u64,
+    /// Free bytes in the data file.
+    pub free: u64,
+    /// Free bytes in the data file, including growth up to its limit.
+    pub room: u64,
+    /// "io_uring", "threads", "s3" or "sim"; empty if the path is missing.
+    pub backend: &'static str,
+}
+
+/// Health and traffic of one path.
+#[derive(Debug, Clone, Copy)]
+pub struct PathFlow {
+    /// Health of the path.
+    pub health: Health,
+    /// Bytes and busy time since the tier was opened; zero for a missing path.
+    pub traffic: EngineTraffic,
 }
 
 impl Tier {
@@ -104,178 +212,50 @@ impl Tier {
     pub fn define(&self, name: &str, streams: &[u64]) -> Result<u32> {
         check_name("name", name)?;
         let shape = Shape::new(streams, self.block_bytes)?;
-        let mut state = self.state.lock();
-        if let Some(number) = state.names.get(name).copied() {
-            let settled = state.between_commits();
-            let extent = state.extent(number)?;
-            if *extent.shape != shape {
-                return Err(TierError {
-                    kind: TierKind::Foreign,
-                    path: self.some_name(),
-                    extent: name.to_string(),
-                    block: None,
-                    detail: format!(
-                        "its streams have {:?} bytes, but {streams:?} were requested",
-                        extent.shape.streams()
-                    ),
-                }
-                .into());
-            }
-            if extent.removed {
-                settled?;
-                extent.removed = false;
-            }
-            return Ok(number);
-        }
-        let extent = Extent {
-            name: name.to_string(),
-            shape: Arc::new(shape),
-            committed: None,
-            current: None,
-            in_doubt: false,
-            removed: false,
-            writing: false,
-            failed: None,
-        };
-        let free = state.extents.iter().position(Option::is_none).unwrap_or(state.extents.len());
-        if free == state.extents.len() {
-            state.extents.push(None);
-        }
-        state.extents[free] = Some(extent);
-        state.names.insert(name.to_string(), free as u32);
-        Ok(free as u32)
+        self.state.lock().catalog.define(name, shape)
     }
 
     /// Removes an extent at the next commit. Defining the extent again before the commit cancels the removal. `Busy`
     /// while a commit is in flight, for the removal and its cancellation.
     pub fn remove(&self, extent: u32) -> Result<()> {
-        let mut state = self.state.lock();
-        state.between_commits()?;
-        state.extent(extent)?.removed = true;
-        Ok(())
+        self.state.lock().catalog.remove(extent)
     }
 
     /// Numbers of the extents with these names; `None` for a name that no extent has.
     pub fn numbers<'a>(&self, names: impl Iterator<Item = &'a str>) -> Vec<Option<u32>> {
         let state = self.state.lock();
-        names.map(|name| state.names.get(name).copied()).collect()
+        names.map(|name| state.catalog.number(name)).collect()
     }
 
     /// All extents, in order of their numbers.
     pub fn extents(&self) -> Vec<ExtentInfo> {
-        let state = self.state.lock();
-        let numbered = state.extents.iter().enumerate();
-        numbered
-            .filter_map(|(number, extent)| Some(describe(&state, number as u32, extent.as_ref()?)))
-            .collect()
+        self.state.lock().catalog.extents()
     }
 
     /// The extent at position `index` of [`Tier::extents`], without building the whole list.
     pub fn nth_extent(&self, index: usize) -> Option<ExtentInfo> {
-        let state = self.state.lock();
-        // Without unused numbers, which removed extents leave, the index equals the number.
-        let number = match state.names.len() == state.extents.len() {
-            true => index,
-            false => {
-                let there = state.extents.iter().enumerate().filter(|(_, extent)| extent.is_some());
-                there.map(|(number, _)| number).nth(index)?
-            }
-        };
-        let extent = state.extents.get(number)?.as_ref()?;
-        Some(describe(&state, number as u32, extent))
-    }
-
-    /// Number of blocks of all extents on a path.
-    pub fn blocks_on(&self, path: u32) -> u64 {
-        let state = self.state.lock();
-        let contents = state.extents.iter().flatten().filter_map(|extent| extent.current.as_ref());
-        let chunks = contents.flat_map(|contents| &contents.version.chunks);
-        chunks.filter(|chunk| chunk.path == path).map(|chunk| u64::from(chunk.count)).sum()
+        self.state.lock().catalog.nth_extent(index)
     }
 
     /// Description of one extent.
     pub fn extent(&self, number: u32) -> Result<ExtentInfo> {
-        let mut state = self.state.lock();
-        state.extent(number)?;
-        let known = state.extents[number as usize].as_ref().map(|extent| describe(&state, number, extent));
-        known.ok_or_else(|| Error::invalid("extent", format!("{number} does not exist")))
+        self.state.lock().catalog.extent(number)
     }
 
     /// Stream and block sizes of an extent.
     pub fn shape(&self, number: u32) -> Result<Arc<Shape>> {
-        Ok(Arc::clone(&self.state.lock().extent(number)?.shape))
+        self.state.lock().catalog.shape(number)
     }
 
-    /// Starts to write an extent from one span per stream, and returns a ticket for [`Tier::wait`]. Reads return the
-    /// new contents after the wait; the committed contents stay on disk. `checksums` are the checksums of all blocks,
-    /// if the caller knows them. The spans must stay valid and unchanged until the write has ended.
-    pub fn write(
-        &self,
-        extent: u32,
-        spans: &[TransferBuffer],
-        placement: &ExtentPlacement,
-        checksums: Option<Vec<u64>>,
-    ) -> Result<u64> {
-        placement.check(self.volumes.len(), self.shape(extent)?.blocks())?;
-        let begun = self.begin_write(extent, Some(spans), WriteOrigin::Caller)?;
-        self.start_write(begun, spans, placement, checksums)
-    }
-
-    /// Starts to read an extent into one span per stream, and returns a ticket. A stream with an empty span is not
-    /// read. The read succeeds only if every block matches its checksum. With `unchecked` the caller checks the blocks;
-    /// [`Tier::checksums`] returns the expected checksums.
-    pub fn read(&self, extent: u32, spans: &[TransferBuffer], unchecked: bool) -> Result<u64> {
-        let (source, shape, name) = {
-            let mut state = self.state.lock();
-            let source = state.contents(extent)?;
-            let known = state.extent(extent)?;
-            let fits = spans.len() == known.shape.streams().len()
-                && spans
-                    .iter()
-                    .zip(known.shape.streams())
-                    .all(|(s, len)| s.is_empty() || s.len() as u64 == *len);
-            if !fits {
-                known.shape.check(spans)?;
-            }
-            if known.writing {
-                return Err(Error::Busy(format!("extent {:?} is being written", known.name)));
-            }
-            let (shape, name) = (Arc::clone(&known.shape), known.name.clone());
-            state.begin_reading(&source);
-            (source, shape, name)
-        };
-        let mut job = Job {
-            direction: Direction::Read { unchecked },
-            extent,
-            moves: false,
-            name,
-            shape,
-            spans: spans.to_vec(),
-            contents: Contents::new(source.version.clone(), OnceLock::new()),
-            source: Some(Arc::clone(&source)),
-            reading: true,
-            transfers: Vec::new(),
-            excluded: Vec::new(),
-        };
-        let known = source.checksums.get().is_some();
-        let mut started = Ok(());
-        for chunk in &source.version.chunks {
-            let path = self.volumes[chunk.path as usize].clone();
-            let gone = || Error::invalid("extent", "one of its paths is missing");
-            started = started.and_then(|()| job.start_read(chunk, &path.ok_or_else(gone)?, known));
-        }
-        if let Err(error) = started {
-            job.give_up();
-            self.state.lock().end_reading(&source);
-            return Err(job.failure().unwrap_or(error));
-        }
-        Ok(self.state.lock().ticket(job))
+    /// Number of blocks of all extents on a path.
+    pub fn blocks_on(&self, path: u32) -> u64 {
+        self.state.lock().catalog.blocks_on(path)
     }
 
     /// Checksums of the blocks that reads return. `None` until the contents were written or read while the tier is
     /// open.
     pub fn checksums(&self, extent: u32) -> Result<Option<Arc<[u64]>>> {
-        Ok(self.state.lock().contents(extent)?.checksums.get().cloned())
+        Ok(self.state.lock().catalog.current(extent)?.checksums().cloned())
     }
 
     /// Number of times that transfers of a path have ended, for [`Tier::wait_for_event`].
@@ -289,78 +269,264 @@ impl Tier {
         self.bell.wait(seen, timeout);
     }
 
-    /// Waits for the transfer of a ticket, ends the ticket, and returns the generation that was written or read. After
-    /// a `Timeout` the transfer is still in flight and the ticket stays valid.
-    pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<u64> {
-        let until = deadline_after(timeout);
-        let unknown = || Error::invalid("ticket", format!("{ticket} is unknown, or was waited for already"));
-        let mut state = self.state.lock();
-        let driven =
-            |state: &mut TierState| matches!(state.ticket_states.get(&ticket), Some(TicketState::Driven));
-        state = self.changed.wait_while(state, until, driven);
-        if driven(&mut state) {
-            return Err(timed_out());
-        }
-        match state.ticket_states.get_mut(&ticket).ok_or_else(unknown)? {
-            TicketState::Done(_) => match state.ticket_states.remove(&ticket) {
-                Some(TicketState::Done(outcome)) => outcome,
-                _ => Err(unknown()),
-            },
-            slot => {
-                let TicketState::Idle(job) = std::mem::replace(slot, TicketState::Driven) else {
-                    return Err(unknown());
-                };
-                drop(state);
-                let outcome = self.drive(ticket, job, until)?;
-                self.state.lock().ticket_states.remove(&ticket);
-                outcome
-            }
-        }
-    }
-
-    pub(super) fn mark(&self, path: usize, health: Health, reason: &str) {
-        let mut state = self.state.lock();
-        if state.mark(path, health, reason) {
-            let message = format!("tier path {} is now {health:?}: {reason}", state.paths[path].name);
-            drop(state);
-            log::write(Level::Warn, &message);
-        }
-    }
-
-    /// Name of the first path that is present, for error messages about the whole tier.
-    pub(super) fn some_name(&self) -> String {
-        self.volumes.iter().flatten().next().map_or_else(String::new, |path| path.name())
-    }
-
     /// Discards all changes since the last commit. `Busy` while a commit is in flight.
     pub fn rollback(&self) -> Result<()> {
         loop {
             self.finish_writes();
-            let mut state = self.state.lock();
-            state.between_commits()?;
+            let catalog = &mut self.state.lock().catalog;
+            catalog.between_commits()?;
             // A write that started meanwhile would install its contents after the rollback.
-            if !state.extents.iter().flatten().any(|extent| extent.writing) {
-                return state.rollback();
+            if !catalog.is_writing() {
+                return catalog.rollback();
             }
         }
     }
 
-    pub(super) fn durability(&self) -> Durability {
-        self.options.durability
+    /// The volume of a path that is present.
+    pub(super) fn volume(&self, path: usize) -> Result<&Arc<Volume>> {
+        self.volumes[path].as_ref().ok_or_else(|| Error::invalid("path", format!("path {path} is missing")))
+    }
+
+    /// Lowers the health of a path, and logs the change.
+    pub(super) fn mark(&self, path: usize, health: Health, reason: &str) {
+        let changed = self.state.lock().catalog.paths_mut().mark(path, health, reason);
+        changed.iter().for_each(|message| log::write(Level::Warn, message));
+    }
+
+    /// Marks a path as failed that did not respond to a read.
+    pub(super) fn mark_if_hung(&self, path: usize, error: &Error) {
+        if is_hung(error) {
+            self.mark(path, Health::Failed, &error.to_string());
+        }
     }
 }
 
-fn describe(state: &TierState, number: u32, extent: &Extent) -> ExtentInfo {
-    let chunks = extent.current.as_ref().map_or(&[][..], |contents| &contents.version.chunks);
-    let mut blocks = vec![0; state.paths.len()];
-    chunks.iter().for_each(|chunk| blocks[chunk.path as usize] += chunk.count);
-    ExtentInfo {
-        number,
-        name: extent.name.clone(),
-        streams: extent.shape.streams().to_vec(),
-        generation: extent.current.as_ref().map_or(0, |contents| contents.version.generation),
-        committed: extent.is_committed(),
-        lost: chunks.iter().any(|chunk| state.paths[chunk.path as usize].health == Health::Missing),
-        blocks,
+/// Contents of one extent; its drop lets them go.
+#[derive(Debug)]
+pub(super) struct HeldExtent<'a> {
+    tier: &'a Tier,
+    pub(super) held: Held,
+}
+
+impl Drop for HeldExtent<'_> {
+    fn drop(&mut self) {
+        self.tier.state.lock().catalog.end_snapshot(&self.held.contents);
+    }
+}
+
+/// Snapshots and verification.
+impl Tier {
+    /// Takes a snapshot. Writes and commits go on meanwhile: they use other space.
+    pub(super) fn snapshot(&self, view: View) -> Result<Snapshot<HeldExtent<'_>>> {
+        let Snapshot { step, payload, extents, lost } = self.state.lock().catalog.snapshot(view)?;
+        let extents = extents.into_iter().map(|held| HeldExtent { tier: self, held }).collect();
+        Ok(Snapshot { step, payload, extents, lost })
+    }
+
+    /// Passes the stored blocks of an extent to `visit`, in order, checked with the headers of their chunks.
+    pub(super) fn walk(&self, extent: &HeldExtent, visit: &mut impl BlockVisitor) -> Result<()> {
+        let Held { subject, contents } = &extent.held;
+        walk(&self.volumes, self.identity.tier, subject, contents.version(), None, visit)
+    }
+
+    /// Reads all current blocks, their headers and the superblocks, and checks their checksums. Damage is listed in the
+    /// result. `Busy` if an extent is being written.
+    pub fn verify(&self) -> Result<VerifyReport> {
+        let mut report = self.verify_extents()?;
+        report.damage.extend((0..self.volumes.len()).filter_map(|path| self.superblock_damage(path)));
+        Ok(report)
+    }
+
+    pub(super) fn verify_extents(&self) -> Result<VerifyReport> {
+        let snapshot = self.snapshot(View::Current)?;
+        let report = VerifyReport { damage: snapshot.lost, ..VerifyReport::default() };
+        let mut verification = Verification { tier: self, report };
+        for extent in snapshot.extents {
+            self.walk(&extent, &mut verification)?;
+            verification.report.extents += 1;
+        }
+        Ok(verification.report)
+    }
+
+    /// Error of the last superblock of a path, if it is damaged. Concurrent commits write to the other copy first. A
+    /// copy therefore counts as damaged only if it was the last one before the read and still is.
+    fn superblock_damage(&self, number: usize) -> Option<Error> {
+        let volume = self.volumes[number].as_ref()?;
+        let last = || {
+            let state = self.state.lock();
+            let path = state.catalog.paths().get(number);
+            path.durable_copy().filter(|_| path.health() != Health::Failed)
+        };
+        loop {
+            let good = last()?;
+            let DurableCopy { copy, sequence } = good;
+            let error = match volume.read_superblock(copy) {
+                Ok(SuperblockCopy::Valid(found)) if found.sequence == sequence => return None,
+                Err(error) => {
+                    self.mark_if_hung(number, &error);
+                    error
+                }
+                Ok(other) => {
+                    let message = match other {
+                        SuperblockCopy::Valid(found) => {
+                            format!("the superblock has sequence {} instead of {sequence}", found.sequence)
+                        }
+                        SuperblockCopy::Blank => "the superblock is blank".to_string(),
+                        SuperblockCopy::Corrupt(message, _) => message,
+                    };
+                    TierError::at(TierKind::Corrupt, volume.superblock_name(copy), message)
+                }
+            };
+            if last() == Some(good) {
+                return Some(error);
+            }
+        }
+    }
+}
+
+/// Receiver of the blocks of a verification.
+struct Verification<'a> {
+    tier: &'a Tier,
+    report: VerifyReport,
+}
+
+impl BlockVisitor for Verification<'_> {
+    fn blocks(&mut self, run: &Run, bytes: &TransferBuffer) -> Result<()> {
+        self.report.blocks += run.len.div_ceil(self.tier.block_bytes);
+        self.report.bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn damage(&mut self, error: Error) -> Result<()> {
+        self.report.damage.push(error);
+        Ok(())
+    }
+
+    fn unreadable(&mut self, path: usize, error: Error) -> Result<()> {
+        self.tier.mark_if_hung(path, &error);
+        self.damage(error)
+    }
+}
+
+/// Paths.
+impl Tier {
+    /// Reports of all paths, by number.
+    pub fn paths(&self) -> Vec<PathReport> {
+        (0..self.volumes.len()).map(|number| self.report(number)).collect()
+    }
+
+    /// Report of one path; `None` if there is no such path.
+    pub fn path(&self, number: u32) -> Option<PathReport> {
+        let number = usize::try_from(number).ok().filter(|number| *number < self.volumes.len())?;
+        Some(self.report(number))
+    }
+
+    /// Health and traffic of all paths, by number.
+    pub fn flows(&self) -> Vec<PathFlow> {
+        let state = self.state.lock();
+        let traffic = |volume: &Option<Arc<Volume>>| volume.as_ref()?.engine.traffic().ok();
+        let paths = state.catalog.paths().iter().zip(&self.volumes);
+        let flow = |path: &super::paths::PathState, volume| PathFlow {
+            health: path.health(),
+            traffic: traffic(volume).unwrap_or_default(),
+        };
+        paths.map(|(path, volume)| flow(path, volume)).collect()
+    }
+
+    fn report(&self, number: usize) -> PathReport {
+        let state = self.state.lock();
+        let path = state.catalog.paths().get(number);
+        let stats = self.volumes[number].as_ref().and_then(|volume| volume.engine.stats().ok());
+        let count = |get: fn(&EngineStats) -> u64| stats.as_ref().map_or(0, get);
+        let time = |get: fn(&EngineStats) -> Duration| stats.as_ref().map_or(Duration::ZERO, get);
+        PathReport {
+            name: path.name().to_string(),
+            memory: path.memory(),
+            health: path.health(),
+            reason: path.reason().to_string(),
+            read_bytes: count(|stats| stats.read_bytes),
+            written_bytes: count(|stats| stats.written_bytes),
+            reading: time(|stats| stats.reading),
+            writing: time(|stats| stats.writing),
+            busy: time(|stats| stats.busy),
+            wear: path.written_before() + count(|stats| stats.written_bytes),
+            file_bytes: path.space().end(),
+            free: path.space().free(),
+            room: path.space().room(),
+            backend: stats.as_ref().map_or("", |stats| stats.backend),
+        }
+    }
+
+    /// Sets the health of a path. A draining path gets no new writes; a healthy one gets them again. A missing path
+    /// stays missing, and no path can be set to missing.
+    pub fn set_health(&self, path: u32, health: Health, reason: &str) -> Result<()> {
+        self.state.lock().catalog.paths_mut().set_health(path, health, reason)
+    }
+}
+
+/// The end of a tier.
+impl Tier {
+    /// Waits for operations in flight and closes the paths. Uncommitted changes are lost. `Timeout` if operations are
+    /// still in flight after `timeout`. `Deadline` if a file system does not respond to the close of the files within the
+    /// I/O timeout, or within the rest of `timeout`, which counts as one second at least. The close then continues on its
+    /// own.
+    pub fn close(self, timeout: Option<Duration>) -> Result<()> {
+        let until = deadline_after(timeout);
+        let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
+        self.volumes.iter().flatten().try_for_each(|volume| match volume.engine.close(left()) {
+            // Errors of operations that no caller waited for concern writes that are discarded here.
+            Err(error) if error.io_kind() == Some(IoKind::Timeout) => Err(error),
+            _ => Ok(()),
+        })?;
+        if !self.opener.is_current() {
+            return Ok(());
+        }
+        let Tier { volumes, state, .. } = self;
+        // Transfers without a waiter hold references to their volumes.
+        drop(state);
+        let volumes = volumes.into_iter().flatten().filter_map(Arc::into_inner).collect();
+        Volume::close_all(left().map(|left| left.max(CLOSE_AT_LEAST)), volumes)
+    }
+
+    /// Removes the tier from every path that is present. Returns the first error, after trying all paths. `Busy` if an
+    /// operation is in flight. `Deadline` if a file system does not respond; the removal then continues on its own.
+    pub fn destroy(self) -> Result<()> {
+        self.check_process()?;
+        let Tier { volumes, state, .. } = self;
+        // Transfers without a waiter hold references to their volumes.
+        drop(state);
+        let (mut outcome, mut owned) = (Ok(()), Vec::new());
+        for volume in volumes.into_iter().flatten() {
+            let name = volume.name();
+            match Arc::into_inner(volume) {
+                Some(volume) => owned.push(volume),
+                None => outcome = outcome.and(Err(Error::Busy(format!("{name} is still in use")))),
+            }
+        }
+        outcome.and(Volume::remove_all(owned))
+    }
+}
+
+/// The right to step the states of a tier, which one tiered update has at a time. It ends with its value, and takes no
+/// lock, so that a forked child can drop it.
+#[derive(Debug)]
+pub struct UpdateClaim(Arc<Tier>);
+
+impl UpdateClaim {
+    /// Claims the tier. Errors: another update has it (`Busy`).
+    pub fn new(tier: &Arc<Tier>) -> Result<UpdateClaim> {
+        match tier.claimed.swap(true, Ordering::AcqRel) {
+            false => Ok(UpdateClaim(Arc::clone(tier))),
+            true => Err(Error::Busy(
+                "the tier already has a tiered update; close that update before another is opened"
+                    .to_string(),
+            )),
+        }
+    }
+}
+
+impl Drop for UpdateClaim {
+    fn drop(&mut self) {
+        self.0.claimed.store(false, Ordering::Release);
     }
 }

@@ -21,10 +21,11 @@ use std::time::{Duration, Instant};
 use super::bucket;
 use super::directory::{self, DirStorage};
 use super::extent::PAGE;
-use super::format::{HEADER_BYTES, Stamp, Superblock, SuperblockHeader, is_chunk};
+use super::format::{HEADER_BYTES, Superblock, SuperblockHeader, is_chunk};
 #[cfg(not(feature = "s3"))]
 use super::options::no_object_stores;
 use super::options::{PathLocation, TierOptions};
+use super::paths::Stamp;
 #[cfg(any(test, feature = "sim"))]
 use super::storage::SimStorage;
 use super::storage::{
@@ -181,6 +182,11 @@ impl Volume {
         outcome
     }
 
+    /// Waits for a transfer that was started.
+    pub(super) fn ended(&self, started: Result<u64>) -> Result<()> {
+        self.wait(started?, None).map(|_| ())
+    }
+
     fn pass(&self, transfer: DataTransfer) -> Result<u64> {
         self.gate.hold(&transfer).map_or_else(|| self.begin(transfer), Ok)
     }
@@ -319,7 +325,7 @@ impl Volume {
         self.files.storage()?.check_owner()
     }
 
-    /// For each path: fails if the files no longer have their names, if the lock was lost, or if the path does not
+    /// For each volume: fails if the files no longer have their names, if the lock was lost, or if the path does not
     /// respond. All paths share one I/O timeout.
     pub(super) fn check_all(paths: &[&Volume]) -> Vec<Result<()>> {
         let known: Vec<Result<()>> =
@@ -373,16 +379,16 @@ impl Volume {
 
     /// Removes the files of all paths. Returns the first error, after all were tried: `Busy` if an operation is still
     /// in flight, `PathMissing` if a file has another name now, `Deadline` if the path does not respond.
-    pub(super) fn remove_all(paths: Vec<Volume>) -> Result<()> {
+    pub(super) fn remove_all(volumes: Vec<Volume>) -> Result<()> {
         let mut outcome = Ok(());
         let mut ready = Vec::new();
-        for path in paths {
-            match path.engine.close(None) {
+        for volume in volumes {
+            match volume.engine.close(None) {
                 Err(error) if error.io_kind() == Some(IoKind::PathFailed) => {
                     outcome = outcome.and(Err(error))
                 }
                 // Errors of operations that no caller waited for are ignored.
-                _ => ready.push(path.taken_apart()),
+                _ => ready.push(volume.taken_apart()),
             }
         }
         let removed = PathFiles::remove_all(ready);

@@ -37,7 +37,7 @@ use crate::error::{Error, Result};
 use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::tier::Tier;
-use crate::tier::claim::UpdateClaim;
+use crate::tier::UpdateClaim;
 use crate::tier::turns::PathArbiter;
 
 pub use encoding::SubgroupState;

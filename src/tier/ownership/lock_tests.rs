@@ -45,10 +45,10 @@ fn an_owner_without_a_lease_writes_its_record_once_and_leaves_it() {
     let lock = claim(dir.path(), false, SHORT).unwrap();
     let text = std::fs::read(dir.path().join(LOCK)).unwrap();
     assert!(text.len() == 2 * PAGE && text[PAGE..].iter().all(|byte| *byte == 0));
-    lock.check_owner(dir.path()).unwrap();
+    lock.check_owner().unwrap();
     drop(lock);
     assert!(record(dir.path()).held, "the next owner needs the lock of the system only");
-    claim(dir.path(), false, SHORT).unwrap().check_owner(dir.path()).unwrap();
+    claim(dir.path(), false, SHORT).unwrap().check_owner().unwrap();
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn an_owner_with_a_lease_writes_heartbeats_and_gives_the_directory_back() {
         std::thread::yield_now();
     }
     assert!(lock.lease_is_valid());
-    lock.check_owner(dir.path()).unwrap();
+    lock.check_owner().unwrap();
     assert!(record(dir.path()).held && record(dir.path()).leased);
     drop(lock);
     assert!(!record(dir.path()).held);
@@ -74,10 +74,10 @@ fn an_owner_that_another_process_replaced_notices_and_leaves_the_record() {
         let lock = claim(dir.path(), leased, SHORT).unwrap();
         let other = OwnerRecord { claim: "another".to_string(), ..record(dir.path()) };
         replace_record(dir.path(), &other);
-        let error = lock.check_owner(dir.path()).unwrap_err();
+        let error = lock.check_owner().unwrap_err();
         assert!(error.is_fenced(), "{error}");
         assert!(!lock.lease_is_valid());
-        assert!(lock.check_lease(dir.path()).unwrap_err().is_fenced());
+        assert!(lock.check_lease().unwrap_err().is_fenced());
         drop(lock);
         assert_eq!(record(dir.path()), other);
     }
@@ -89,10 +89,10 @@ fn a_lease_that_ended_is_renewed_by_the_next_write_unless_another_process_came()
     let ended = Timing { valid: Duration::ZERO, period: Duration::from_secs(3600), ..SHORT };
     let lock = claim(dir.path(), true, ended).unwrap();
     assert!(!lock.lease_is_valid());
-    lock.check_lease(dir.path()).unwrap();
+    lock.check_lease().unwrap();
     let other = OwnerRecord { claim: "another".to_string(), ..record(dir.path()) };
     replace_record(dir.path(), &other);
-    assert!(lock.check_lease(dir.path()).unwrap_err().is_fenced());
+    assert!(lock.check_lease().unwrap_err().is_fenced());
 }
 
 #[test]
@@ -100,5 +100,5 @@ fn a_lock_file_without_a_record_is_damage_and_no_other_owner() {
     let dir = tempfile::tempdir().unwrap();
     let lock = claim(dir.path(), false, SHORT).unwrap();
     std::fs::write(dir.path().join(LOCK), "").unwrap();
-    assert_eq!(lock.check_owner(dir.path()).unwrap_err().tier_kind(), Some(TierKind::PathMissing));
+    assert_eq!(lock.check_owner().unwrap_err().tier_kind(), Some(TierKind::PathMissing));
 }

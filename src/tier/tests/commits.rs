@@ -8,7 +8,7 @@ use std::thread;
 use super::*;
 use crate::error::{Error, IoKind};
 use crate::tier::Health;
-use crate::tier::contents::{Contents, WriteOrigin};
+use crate::tier::catalog::{Contents, WriteOrigin};
 
 /// A tier on two disks with extents 0 and 1 written on disk 0, not committed; and the number of requests to disk 0.
 fn written(disks: &[Disk], faults: &[Faults]) -> (Tier, u64) {
@@ -73,10 +73,10 @@ fn a_commit_waits_for_a_write_that_is_just_beginning() {
     for checksums in [None, Some(vec![])] {
         let tier = Arc::new(written(&disks(), &[]).0);
         let memory = Memory::filled(STREAMS[0], seed_of(2, 0));
-        let begun = tier.begin_write(0, Some(&memory.buffers()), WriteOrigin::Caller).unwrap();
+        let begun = tier.begin_write(0, &WriteOrigin::Caller).unwrap();
         let (committing, (tell, told)) = (Arc::clone(&tier), mpsc::channel());
         thread::spawn(move || tell.send(committing.commit(2, &[])));
-        until(|| tier.state.lock().committing);
+        until(|| tier.state.lock().catalog.between_commits().is_err());
         // Gives the commit time to block. If the time is too short, the test passes without testing anything.
         thread::sleep(Duration::from_millis(50));
         let fails = checksums.is_some();
@@ -89,14 +89,11 @@ fn a_commit_waits_for_a_write_that_is_just_beginning() {
 #[test]
 fn contents_that_changed_since_they_were_read_are_not_moved() {
     let tier = written(&disks(), &[]).0;
-    let memory = Memory::filled(STREAMS[0], seed_of(1, 0));
-    let read_once = tier.state.lock().contents(0).unwrap();
+    let read_once = tier.state.lock().catalog.current(0).unwrap();
     write(&tier, 0, seed_of(2, 0), &ExtentPlacement::Auto).unwrap();
-    let moved = |of: Arc<Contents>| {
-        tier.begin_write(0, Some(&memory.buffers()), WriteOrigin::Evacuation(of)).map(|_| ())
-    };
+    let moved = |of: Arc<Contents>| tier.begin_write(0, &WriteOrigin::Evacuation(of)).map(|_| ());
     assert!(matches!(moved(read_once), Err(Error::Busy(_))));
-    let read_once = tier.state.lock().contents(0).unwrap();
+    let read_once = tier.state.lock().catalog.current(0).unwrap();
     tier.rollback().unwrap();
     assert!(matches!(moved(read_once), Err(Error::Busy(_))));
 }
@@ -239,9 +236,7 @@ fn what_is_being_read_stays_where_it_is_until_that_is_over() {
         assert!(memory.holds(seed_of(2, 0)), "removed: {removed}");
         assert!(tier.paths()[0].free > after, "before: {before}, after {after}; removed: {removed}");
         // The end of the read must not affect another extent that has the same number now.
-        assert!(
-            tier.extents().iter().all(|extent| !tier.state.lock().extent(extent.number).unwrap().is_read())
-        );
+        assert!(tier.extents().iter().all(|extent| !tier.state.lock().catalog.is_read(extent.number)));
     }
 }
 

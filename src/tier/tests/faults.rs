@@ -326,13 +326,11 @@ fn is_at_step_two(tier: &Tier) -> bool {
 
 /// Chunks of all extents, each with the number of its extent.
 fn chunks(tier: &Tier) -> Vec<(usize, Chunk)> {
-    let state = tier.state.lock();
-    let extents = state.extents.iter().enumerate();
-    let of = |(n, extent): (usize, &Option<crate::tier::state::Extent>)| {
-        let contents = extent.as_ref().unwrap().current.clone().unwrap();
-        contents.version.chunks.iter().map(|chunk| (n, chunk.clone())).collect::<Vec<_>>()
+    let of = |number: usize| {
+        let contents = tier.state.lock().catalog.current(number as u32).unwrap();
+        contents.version().chunks.iter().map(move |chunk| (number, chunk.clone())).collect::<Vec<_>>()
     };
-    extents.flat_map(of).collect()
+    (0..tier.extents().len()).flat_map(of).collect()
 }
 
 fn flip(disk: &Disk, name: &str, at: u64) {
@@ -393,7 +391,14 @@ fn a_broken_superblock_is_named_and_another_one_counts() {
                 flip(disk, &name, at);
                 let damage = tier.verify().unwrap().damage;
                 // Only damage to the last superblock is reported. The other copy may hold anything.
-                let good = tier.state.lock().paths[n].durable_copy.is_some_and(|good| good.copy == copy);
+                let good = tier
+                    .state
+                    .lock()
+                    .catalog
+                    .paths()
+                    .get(n)
+                    .durable_copy()
+                    .is_some_and(|good| good.copy == copy);
                 assert_eq!(damage.len(), usize::from(good), "{damage:?}");
                 assert!(damage.iter().all(|error| error.to_string().contains(&name)));
                 flip(disk, &name, at);

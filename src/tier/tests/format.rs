@@ -2,11 +2,13 @@
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use crate::checksum;
+use crate::tier::blocks::check_header;
+use crate::tier::catalog::Subject;
 use crate::tier::extent::{Chunk, Shape, Version};
 use crate::tier::format::{ChunkHeader, ExtentRecord, MAX_PATHS, PathRecord, Superblock, SuperblockHeader};
-use crate::tier::transfer::check_header;
 
 /// Golden bytes of this name, as the first release wrote them. `SPILLWAY_BLESS=1` writes the bytes of a new format
 /// version.
@@ -142,12 +144,14 @@ fn no_head_of_a_chunk_harms_and_none_but_the_right_one_passes() {
 /// checksum does.
 #[test]
 fn a_head_with_one_wrong_field_or_another_sum_belongs_to_another_chunk() {
-    let shape = Shape::new(&[100 << 20], 1 << 20).unwrap();
+    let shape = Arc::new(Shape::new(&[100 << 20], 1 << 20).unwrap());
     let right = header();
     let check = |header: &ChunkHeader, header_checksum: u64| {
         let ChunkHeader { path, offset, first, .. } = right;
         let chunk = Chunk { path, offset, first, count: 3, header_checksum };
-        check_header(&header.encode().0, &chunk, right.generation, right.tier, right.extent, &shape)
+        let ChunkHeader { extent, generation, .. } = right;
+        let subject = Subject { extent, name: String::new(), shape: Arc::clone(&shape), generation };
+        check_header(&header.encode().0, &chunk, &subject, right.tier)
     };
     let committed = right.encode().1;
     assert_eq!(check(&right, committed).as_ref(), Ok(&right));

@@ -1,0 +1,695 @@
+//! Catalog of an open tier: its extents, where their versions are stored, the space and health of its paths, and what is
+//! committed. Pure: no I/O, no locks, no clock. The tier holds it under its lock.
+//!
+//! ```text
+//! extent   settled --begin_write--> writing --install, fail--> settled --committed--> committed
+//! version  current --install, rollback, committed--> former --last read, snapshot ends--> free
+//! commit   idle --begin_commit--> under way --committed | in_doubt, end_commit--> idle
+//! ```
+//!
+//! Invariants:
+//! - The space of a committed version is freed only after a later commit that does not name this version has succeeded.
+//!   If the outcome of a commit is unknown, the space of everything it named is also kept until a commit succeeds.
+//! - A commit allocates space only before it succeeds, and only writes touch free space. Until the first write after a
+//!   commit, the data of the previous commit is therefore unchanged on disk, although its space is free.
+//! - An extent has either one writer or any number of readers. Space that is being read is freed when the last read
+//!   ends. A snapshot holds space too, but does not keep an extent from being written.
+//! - The contents of an extent hold each of its blocks exactly once.
+//! - While a commit is in flight, only the commit changes the contents of extents and the set of extents. The state
+//!   that becomes committed is therefore the state that its superblock names.
+//! - All parts of a snapshot, its step and its payload are of one moment.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
+
+use super::extent::{Chunk, Shape, Version};
+use super::format::{ExtentRecord, PathRecord, Superblock};
+use super::paths::{Health, PathState, Paths};
+use crate::error::{Error, Result, TierError, TierKind};
+
+/// Description of an extent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExtentInfo {
+    /// Number of the extent; valid while the tier is open.
+    pub number: u32,
+    /// Name of the extent.
+    pub name: String,
+    /// Length of each stream, in bytes.
+    pub streams: Vec<u64>,
+    /// Generation that reads return; 0 if never written.
+    pub generation: u64,
+    /// True if this generation is the committed one.
+    pub committed: bool,
+    /// Number of blocks on each path, by path number.
+    pub blocks: Vec<u32>,
+    /// True if some blocks are on a missing path.
+    pub lost: bool,
+}
+
+/// One version of an extent, and the checksums of its blocks once known.
+#[derive(Debug)]
+pub(super) struct Contents {
+    number: u64,
+    version: Version,
+    checksums: OnceLock<Arc<[u64]>>,
+}
+
+/// The extent and the generation that a transfer reads or writes.
+#[derive(Debug, Clone)]
+pub(super) struct Subject {
+    pub(super) extent: u32,
+    pub(super) name: String,
+    pub(super) shape: Arc<Shape>,
+    pub(super) generation: u64,
+}
+
+/// Contents that a reader or a snapshot holds, until [`Catalog::end_read`] or [`Catalog::end_snapshot`].
+#[derive(Debug, Clone)]
+pub(super) struct Held {
+    pub(super) subject: Subject,
+    pub(super) contents: Arc<Contents>,
+}
+
+/// A started write, which has its extent alone until [`Catalog::install`] or [`Catalog::fail`].
+#[derive(Debug, Clone)]
+pub(super) struct Reservation {
+    pub(super) subject: Subject,
+    /// Path of the extent's first block.
+    pub(super) home: Option<u32>,
+    moves: bool,
+}
+
+/// Origin of a write.
+#[derive(Debug)]
+pub(super) enum WriteOrigin {
+    /// A write of new contents by the caller.
+    Caller,
+    /// A move by an evacuation, of contents that were read.
+    Evacuation(Arc<Contents>),
+    /// A move by a commit, of contents that cannot become durable where they are.
+    Commit(Arc<Contents>),
+}
+
+/// What a snapshot holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum View {
+    /// What reads see.
+    Current,
+    /// What the last commit made durable. Uncommitted contents are an error.
+    Committed,
+}
+
+/// The contents of all extents at one moment.
+#[derive(Debug, Clone)]
+pub(super) struct Snapshot<T> {
+    /// The last committed step.
+    pub(super) step: Option<u64>,
+    /// Payload of that commit.
+    pub(super) payload: Vec<u8>,
+    /// All extents that were written, in order of their numbers.
+    pub(super) extents: Vec<T>,
+    /// An error for each extent that is lost with a path. Such extents are not in `extents`.
+    pub(super) lost: Vec<Error>,
+}
+
+#[derive(Debug, Clone)]
+struct Extent {
+    name: String,
+    shape: Arc<Shape>,
+    committed: Option<Arc<Contents>>,
+    current: Option<Arc<Contents>>,
+    /// A commit with unknown outcome may have named `current`.
+    in_doubt: bool,
+    removed: bool,
+    writing: bool,
+    /// Error of the last write of this step, if no write has succeeded since.
+    failed: Option<Error>,
+}
+
+/// Contents that an extent no longer has, and the extent's shape.
+#[derive(Debug, Clone)]
+struct Former {
+    contents: Arc<Contents>,
+    shape: Arc<Shape>,
+}
+
+/// What keeps the space of contents.
+#[derive(Debug, Clone, Default)]
+struct Holds {
+    readers: u32,
+    snapshots: u32,
+    /// Set when the extent no longer has the contents: their space is freed with the last hold.
+    former: Option<Former>,
+}
+
+/// State of an open tier.
+#[derive(Debug, Clone)]
+pub(super) struct Catalog {
+    paths: Paths,
+    extents: Vec<Option<Extent>>,
+    names: HashMap<String, u32>,
+    /// By number of the contents.
+    held: HashMap<u64, Holds>,
+    /// Replaced contents that a commit with unknown outcome may have named.
+    in_doubt: Vec<Former>,
+    /// Number of the last contents.
+    contents: u64,
+    generation: u64,
+    sequence: u64,
+    step: Option<u64>,
+    payload: Vec<u8>,
+    committing: bool,
+}
+
+impl Catalog {
+    /// The catalog of these paths, with the state of `superblock`.
+    pub(super) fn new(paths: Paths, superblock: Option<&Superblock>) -> Catalog {
+        let mut catalog = Catalog {
+            paths,
+            extents: Vec::new(),
+            names: HashMap::new(),
+            held: HashMap::new(),
+            in_doubt: Vec::new(),
+            contents: 0,
+            generation: superblock.map_or(0, |one| one.generation),
+            sequence: superblock.map_or(0, |one| one.sequence),
+            step: superblock.and_then(|one| one.step),
+            payload: superblock.map_or_else(Vec::new, |one| one.payload.clone()),
+            committing: false,
+        };
+        for (number, record) in superblock.iter().flat_map(|one| &one.extents).enumerate() {
+            let extent = record.as_ref().map(|ExtentRecord { name, shape, version }| {
+                catalog.names.insert(name.clone(), number as u32);
+                let contents = version.clone().map(|version| catalog.contents(version, OnceLock::new()));
+                Extent { committed: contents.clone(), current: contents, ..Extent::new(name, shape.clone()) }
+            });
+            catalog.extents.push(extent);
+        }
+        catalog
+    }
+
+    fn contents(&mut self, version: Version, checksums: OnceLock<Arc<[u64]>>) -> Arc<Contents> {
+        self.contents += 1;
+        Arc::new(Contents { number: self.contents, version, checksums })
+    }
+
+    pub(super) fn paths(&self) -> &Paths {
+        &self.paths
+    }
+
+    pub(super) fn paths_mut(&mut self) -> &mut Paths {
+        &mut self.paths
+    }
+
+    fn numbered(&self) -> impl Iterator<Item = (u32, &Extent)> {
+        (0..).zip(&self.extents).filter_map(|(number, extent)| Some((number, extent.as_ref()?)))
+    }
+
+    fn get(&self, number: u32) -> Result<&Extent> {
+        let found = self.extents.get(number as usize).and_then(Option::as_ref);
+        found.ok_or_else(|| Error::invalid("extent", format!("{number} does not exist")))
+    }
+
+    fn get_mut(&mut self, number: u32) -> Option<&mut Extent> {
+        self.extents.get_mut(number as usize).and_then(Option::as_mut)
+    }
+
+    /// Returns the number of the extent with this name, and defines the extent if it does not exist. `Foreign` if the
+    /// existing extent has other streams.
+    pub(super) fn define(&mut self, name: &str, shape: Shape) -> Result<u32> {
+        let Some(number) = self.number(name) else {
+            let free = self.extents.iter().position(Option::is_none).unwrap_or(self.extents.len());
+            if free == self.extents.len() {
+                self.extents.push(None);
+            }
+            self.extents[free] = Some(Extent::new(name, shape));
+            self.names.insert(name.to_string(), free as u32);
+            return Ok(free as u32);
+        };
+        let extent = self.get(number)?;
+        if *extent.shape != shape {
+            let (path, extent, found) = (self.paths.some_name(), name.to_string(), extent.shape.streams());
+            let detail =
+                format!("its streams have {found:?} bytes, but {:?} were requested", shape.streams());
+            return Err(TierError { kind: TierKind::Foreign, path, extent, block: None, detail }.into());
+        }
+        if extent.removed {
+            self.between_commits()?;
+            self.get_mut(number).into_iter().for_each(|extent| extent.removed = false);
+        }
+        Ok(number)
+    }
+
+    /// Removes an extent at the next commit. `Busy` while a commit is in flight.
+    pub(super) fn remove(&mut self, number: u32) -> Result<()> {
+        self.between_commits()?;
+        self.get(number)?;
+        self.get_mut(number).into_iter().for_each(|extent| extent.removed = true);
+        Ok(())
+    }
+
+    /// Number of the extent with this name.
+    pub(super) fn number(&self, name: &str) -> Option<u32> {
+        self.names.get(name).copied()
+    }
+
+    /// Descriptions of all extents, in order of their numbers.
+    pub(super) fn extents(&self) -> Vec<ExtentInfo> {
+        self.numbered().map(|(number, extent)| self.describe(number, extent)).collect()
+    }
+
+    /// The extent at position `index` of [`Catalog::extents`].
+    pub(super) fn nth_extent(&self, index: usize) -> Option<ExtentInfo> {
+        // Without unused numbers, which removed extents leave, the index equals the number.
+        if self.names.len() == self.extents.len() {
+            return self.extent(u32::try_from(index).ok()?).ok();
+        }
+        let (number, extent) = self.numbered().nth(index)?;
+        Some(self.describe(number, extent))
+    }
+
+    /// Description of one extent.
+    pub(super) fn extent(&self, number: u32) -> Result<ExtentInfo> {
+        Ok(self.describe(number, self.get(number)?))
+    }
+
+    fn describe(&self, number: u32, extent: &Extent) -> ExtentInfo {
+        let mut blocks = vec![0; self.paths.iter().len()];
+        extent.chunks().iter().for_each(|chunk| blocks[chunk.path as usize] += chunk.count);
+        ExtentInfo {
+            number,
+            name: extent.name.clone(),
+            streams: extent.shape.streams().to_vec(),
+            generation: extent.current.as_ref().map_or(0, |contents| contents.version.generation),
+            committed: extent.is_committed(),
+            lost: extent.chunks().iter().any(|chunk| self.paths.is_missing(chunk)),
+            blocks,
+        }
+    }
+
+    /// Stream and block sizes of an extent.
+    pub(super) fn shape(&self, number: u32) -> Result<Arc<Shape>> {
+        Ok(Arc::clone(&self.get(number)?.shape))
+    }
+
+    /// Number of blocks of all extents on a path.
+    pub(super) fn blocks_on(&self, path: u32) -> u64 {
+        let chunks = self.numbered().flat_map(|(_, extent)| extent.chunks());
+        chunks.filter(|chunk| chunk.path == path).map(|chunk| u64::from(chunk.count)).sum()
+    }
+
+    /// Contents of an extent that reads see. `Lost` if a chunk is on a missing path.
+    pub(super) fn current(&self, number: u32) -> Result<Arc<Contents>> {
+        let extent = self.get(number)?;
+        let never = || Error::invalid("extent", format!("{:?} was never written", extent.name));
+        let contents = extent.current.as_ref().ok_or_else(never)?;
+        let Some(chunk) = contents.version.chunks.iter().find(|chunk| self.paths.is_missing(chunk)) else {
+            return Ok(Arc::clone(contents));
+        };
+        Err(TierError {
+            kind: TierKind::Lost,
+            path: self.paths.get(chunk.path as usize).name().to_string(),
+            extent: extent.name.clone(),
+            block: Some((chunk.first.into(), chunk.offset)),
+            detail: String::new(),
+        }
+        .into())
+    }
+}
+
+/// Readers and snapshots.
+impl Catalog {
+    fn held(&self, number: u32) -> Result<Held> {
+        let contents = self.current(number)?;
+        Ok(Held { subject: self.get(number)?.subject(number, contents.version.generation), contents })
+    }
+
+    /// Adds a reader, if the memory fits. `Busy` if the extent is being written.
+    pub(super) fn begin_read(
+        &mut self,
+        number: u32,
+        fits: impl FnOnce(&Shape) -> Result<()>,
+    ) -> Result<Held> {
+        let held = self.held(number)?;
+        fits(&held.subject.shape)?;
+        if self.get(number)?.writing {
+            return Err(Error::Busy(format!("extent {:?} is being written", held.subject.name)));
+        }
+        self.held.entry(held.contents.number).or_default().readers += 1;
+        Ok(held)
+    }
+
+    /// Removes a reader.
+    pub(super) fn end_read(&mut self, contents: &Contents) {
+        self.end_hold(contents, |holds| &mut holds.readers);
+    }
+
+    /// True if a read of the extent's current contents is in flight.
+    pub(super) fn is_read(&self, number: u32) -> bool {
+        let current = self.get(number).ok().and_then(|extent| extent.current.as_ref());
+        let holds = current.and_then(|current| self.held.get(&current.number));
+        holds.is_some_and(|holds| holds.readers > 0)
+    }
+
+    /// Takes a snapshot. Errors: an extent is being written (`Busy`); with `Committed` also no commit (`NoState`), and
+    /// an extent that was written since the last commit (`Busy`).
+    pub(super) fn snapshot(&mut self, view: View) -> Result<Snapshot<Held>> {
+        if let Some((_, extent)) = self.numbered().find(|(_, extent)| extent.writing) {
+            return Err(Error::Busy(format!("extent {:?} is being written", extent.name)));
+        }
+        if view == View::Committed {
+            if self.step.is_none() {
+                let message = "nothing was committed; commit first";
+                return Err(TierError::at(TierKind::NoState, self.paths.some_name(), message));
+            }
+            if let Some((_, extent)) = self.numbered().find(|(_, extent)| !extent.is_committed()) {
+                let message =
+                    format!("extent {:?} was written since the last commit; commit first", extent.name);
+                return Err(Error::Busy(message));
+            }
+        }
+        let (mut extents, mut lost) = (Vec::new(), Vec::new());
+        for number in 0..self.extents.len() as u32 {
+            match self.held(number) {
+                Ok(held) => extents.push(held),
+                Err(error) if error.tier_kind() == Some(TierKind::Lost) => lost.push(error),
+                // No extent has the number, or it was never written.
+                Err(_) => {}
+            }
+        }
+        for held in &extents {
+            self.held.entry(held.contents.number).or_default().snapshots += 1;
+        }
+        Ok(Snapshot { step: self.step, payload: self.payload.clone(), extents, lost })
+    }
+
+    /// Ends the hold of a snapshot on contents.
+    pub(super) fn end_snapshot(&mut self, contents: &Contents) {
+        self.end_hold(contents, |holds| &mut holds.snapshots);
+    }
+
+    fn end_hold(&mut self, contents: &Contents, count: fn(&mut Holds) -> &mut u32) {
+        let Some(holds) = self.held.get_mut(&contents.number) else { return };
+        *count(holds) -= 1;
+        if (holds.readers, holds.snapshots) == (0, 0) {
+            let former = self.held.remove(&contents.number).and_then(|holds| holds.former);
+            former.into_iter().for_each(|former| self.release(former));
+        }
+    }
+
+    fn release(&mut self, former: Former) {
+        match self.held.get_mut(&former.contents.number) {
+            Some(holds) => holds.former = Some(former),
+            None => self.paths.free_chunks(&former.shape, &former.contents.version.chunks),
+        }
+    }
+}
+
+/// Writes.
+impl Catalog {
+    /// Reserves an extent for a write or a move. `Busy` if the extent is being read or written, or while a commit is in
+    /// flight that is not the writer itself.
+    pub(super) fn begin_write(&mut self, number: u32, origin: &WriteOrigin) -> Result<Reservation> {
+        let extent = self.get(number)?;
+        let moved = match origin {
+            WriteOrigin::Caller => None,
+            WriteOrigin::Evacuation(of) | WriteOrigin::Commit(of) => Some(of),
+        };
+        let replaced = |of: &Arc<Contents>| !same(extent.current.as_ref(), Some(of));
+        let why = if self.committing && !matches!(origin, WriteOrigin::Commit(_)) {
+            "a commit is in progress"
+        } else if extent.writing {
+            "it is being written"
+        } else if self.is_read(number) {
+            "it is being read"
+        } else if moved.is_some_and(replaced) {
+            "it was written or rolled back since it was read"
+        } else {
+            ""
+        };
+        if !why.is_empty() {
+            return Err(Error::Busy(format!("extent {:?}: {why}", extent.name)));
+        }
+        // A move keeps the generation of the contents.
+        let generation = moved.map_or(self.generation + 1, |of| of.version.generation);
+        let subject = extent.subject(number, generation);
+        let home = extent.chunks().first().map(|chunk| chunk.path);
+        self.generation = self.generation.max(generation);
+        self.get_mut(number).into_iter().for_each(|extent| extent.writing = true);
+        Ok(Reservation { subject, home, moves: moved.is_some() })
+    }
+
+    /// Ends a write: the extent has these contents now. Returns their generation. A move does not clear an earlier write
+    /// failure.
+    pub(super) fn install(
+        &mut self,
+        reserved: &Reservation,
+        chunks: Vec<Chunk>,
+        checksums: Arc<[u64]>,
+    ) -> Result<u64> {
+        let Subject { extent: number, name, generation, .. } = &reserved.subject;
+        let Some(extent) = self.get_mut(*number) else {
+            return Err(Error::Internal(format!("extent {name:?} was removed while it was written")));
+        };
+        extent.writing = false;
+        let version = Version { generation: *generation, chunks };
+        if !version.covers(&extent.shape) {
+            let message = format!("extent {name:?}: a write did not place each block once");
+            return Err(Error::Internal(message));
+        }
+        if !reserved.moves {
+            extent.failed = None;
+        }
+        for chunk in &version.chunks {
+            self.paths.set_dirty(chunk.path as usize, true);
+        }
+        let contents = self.contents(version, OnceLock::from(checksums));
+        self.replace(*number, Some(contents));
+        Ok(*generation)
+    }
+
+    /// Ends a write that failed. The extent is marked as failed, unless the write was a move: then its contents are
+    /// where they were.
+    pub(super) fn fail(&mut self, reserved: &Reservation, error: &Error) {
+        let Some(extent) = self.get_mut(reserved.subject.extent) else { return };
+        extent.writing = false;
+        if !reserved.moves {
+            extent.failed = Some(error.clone());
+        }
+    }
+
+    /// True if an extent is being written.
+    pub(super) fn is_writing(&self) -> bool {
+        self.numbered().any(|(_, extent)| extent.writing)
+    }
+
+    /// Error of a write of this step, if no write of its extent has succeeded since.
+    pub(super) fn failed(&self) -> Option<Error> {
+        self.numbered().find_map(|(_, extent)| extent.failed.clone())
+    }
+
+    /// Discards all changes since the last commit. `Busy` while a commit is in flight.
+    pub(super) fn rollback(&mut self) -> Result<()> {
+        self.between_commits()?;
+        for number in 0..self.extents.len() as u32 {
+            let Some(extent) = self.get_mut(number) else { continue };
+            (extent.failed, extent.removed) = (None, false);
+            let committed = extent.committed.clone();
+            self.replace(number, committed);
+        }
+        Ok(())
+    }
+
+    /// Gives an extent other contents. The space of the replaced ones is freed, unless they are committed or may be.
+    fn replace(&mut self, number: u32, contents: Option<Arc<Contents>>) {
+        let Some(extent) = self.get_mut(number) else { return };
+        let in_doubt = std::mem::take(&mut extent.in_doubt);
+        let old = std::mem::replace(&mut extent.current, contents);
+        let Some(old) = old.filter(|old| !same(Some(old), extent.committed.as_ref())) else { return };
+        let former = Former { contents: old, shape: Arc::clone(&extent.shape) };
+        if in_doubt { self.in_doubt.push(former) } else { self.release(former) }
+    }
+}
+
+/// Commits.
+impl Catalog {
+    /// `Busy` while a commit is in flight.
+    pub(super) fn between_commits(&self) -> Result<()> {
+        match self.committing {
+            true => Err(Error::Busy("a commit is in progress".to_string())),
+            false => Ok(()),
+        }
+    }
+
+    /// Begins a commit, until [`Catalog::end_commit`].
+    pub(super) fn begin_commit(&mut self) -> Result<()> {
+        match std::mem::replace(&mut self.committing, true) {
+            true => Err(Error::Busy("another commit is in progress".to_string())),
+            false => Ok(()),
+        }
+    }
+
+    /// Ends a commit, whatever its outcome.
+    pub(super) fn end_commit(&mut self) {
+        self.committing = false;
+    }
+
+    /// The last committed step and its payload.
+    pub(super) fn last_commit(&self) -> (Option<u64>, Vec<u8>) {
+        (self.step, self.payload.clone())
+    }
+
+    /// The next superblock of the current state, as reads see it. `frame` has the fields of the tier and of the commit;
+    /// `written` returns the bytes that were written to a path since the open.
+    pub(super) fn superblock(&self, frame: Superblock, written: impl Fn(usize) -> u64) -> Superblock {
+        // A path without files and without data is dropped from the tier, so the next open does not report it as
+        // missing.
+        let retired = |number: usize, path: &PathState| {
+            (path.health() == Health::Missing || path.gone()) && self.named_on(number as u32).is_empty()
+        };
+        let paths = self.paths.iter().enumerate().map(|(number, path)| PathRecord {
+            name: if retired(number, path) { String::new() } else { path.name().to_string() },
+            memory: path.memory(),
+            end: path.space().end(),
+            written: path.written_before() + written(number),
+        });
+        let extents = self.extents.iter().map(|extent| {
+            let extent = extent.as_ref().filter(|extent| !extent.removed)?;
+            Some(ExtentRecord {
+                name: extent.name.clone(),
+                shape: (*extent.shape).clone(),
+                version: extent.current.as_ref().map(|contents| contents.version.clone()),
+            })
+        });
+        Superblock {
+            sequence: self.sequence + 1,
+            generation: self.generation,
+            paths: paths.collect(),
+            extents: extents.collect(),
+            ..frame
+        }
+    }
+
+    /// Records that a superblock is about to be written: no other one gets its sequence.
+    pub(super) fn use_sequence(&mut self, superblock: &Superblock) {
+        self.sequence = superblock.sequence;
+    }
+
+    /// Makes exactly what the last superblock named the committed state, and frees everything else.
+    pub(super) fn committed(&mut self, step: u64, payload: &[u8]) {
+        (self.step, self.payload) = (Some(step), payload.to_vec());
+        let mut former = std::mem::take(&mut self.in_doubt);
+        for slot in &mut self.extents {
+            let Some(extent) = slot else { continue };
+            let gone = extent.current.take_if(|_| extent.removed);
+            let old = std::mem::replace(&mut extent.committed, extent.current.clone());
+            let kept = [extent.current.as_ref(), gone.as_ref()];
+            let old = old.filter(|old| kept.iter().all(|kept| !same(Some(old), *kept)));
+            let shape = &extent.shape;
+            let freed = [old, gone].into_iter().flatten();
+            former.extend(freed.map(|contents| Former { contents, shape: Arc::clone(shape) }));
+            extent.in_doubt = false;
+            if extent.removed {
+                self.names.remove(&extent.name);
+                *slot = None;
+            }
+        }
+        former.into_iter().for_each(|one| self.release(one));
+        self.paths.committed();
+    }
+
+    /// Records that a commit failed with an unknown outcome: what it named keeps its space until a commit succeeds.
+    pub(super) fn in_doubt(&mut self) {
+        self.extents.iter_mut().flatten().for_each(|extent| extent.in_doubt = true);
+    }
+
+    /// Marks the extents as failed that were written to a path since the last commit, because a later sync would succeed
+    /// although their data was lost.
+    pub(super) fn sync_failed(&mut self, path: u32, error: &Error) {
+        for number in self.unsynced_on(path) {
+            self.get_mut(number).into_iter().for_each(|extent| extent.failed = Some(error.clone()));
+        }
+    }
+
+    /// Clears the failure of an extent whose data was moved off a path whose sync failed.
+    pub(super) fn repaired(&mut self, number: u32) {
+        self.get_mut(number).into_iter().for_each(|extent| extent.failed = None);
+    }
+
+    /// Extents with blocks on a path that were written since the last commit.
+    pub(super) fn unsynced_on(&self, path: u32) -> Vec<u32> {
+        let there = |extent: &Extent| extent.touches(path) && !extent.is_committed();
+        self.numbered().filter(|(_, extent)| there(extent)).map(|(number, _)| number).collect()
+    }
+
+    /// Extents with blocks on a path that the next commit names.
+    pub(super) fn named_on(&self, path: u32) -> Vec<u32> {
+        let there = |extent: &Extent| extent.touches(path) && !extent.removed;
+        self.numbered().filter(|(_, extent)| there(extent)).map(|(number, _)| number).collect()
+    }
+
+    /// An extent of the next commit with bytes on `path` behind offset `len`, and the end of these bytes.
+    pub(super) fn named_beyond(&self, path: u32, len: u64) -> Option<(String, u64)> {
+        self.numbered().filter(|(_, extent)| !extent.removed).find_map(|(_, extent)| {
+            let chunks = extent.chunks().iter().filter(|chunk| chunk.path == path);
+            let end = chunks.map(|chunk| chunk.written_end(&extent.shape)).max()?;
+            (end > len).then(|| (extent.name.clone(), end))
+        })
+    }
+}
+
+impl Contents {
+    pub(super) fn version(&self) -> &Version {
+        &self.version
+    }
+
+    /// Checksums of the blocks, if they were written or read while the tier is open.
+    pub(super) fn checksums(&self) -> Option<&Arc<[u64]>> {
+        self.checksums.get()
+    }
+
+    /// Keeps the checksums that were read.
+    pub(super) fn learn(&self, checksums: &Arc<[u64]>) {
+        let _ = self.checksums.set(Arc::clone(checksums));
+    }
+}
+
+impl Extent {
+    fn new(name: &str, shape: Shape) -> Extent {
+        Extent {
+            name: name.to_string(),
+            shape: Arc::new(shape),
+            committed: None,
+            current: None,
+            in_doubt: false,
+            removed: false,
+            writing: false,
+            failed: None,
+        }
+    }
+
+    fn subject(&self, extent: u32, generation: u64) -> Subject {
+        Subject { extent, name: self.name.clone(), shape: Arc::clone(&self.shape), generation }
+    }
+
+    fn chunks(&self) -> &[Chunk] {
+        self.current.as_ref().map_or(&[], |contents| &contents.version.chunks)
+    }
+
+    fn touches(&self, path: u32) -> bool {
+        self.chunks().iter().any(|chunk| chunk.path == path)
+    }
+
+    /// True if reads see what the last commit made durable.
+    fn is_committed(&self) -> bool {
+        same(self.current.as_ref(), self.committed.as_ref())
+    }
+}
+
+fn same(one: Option<&Arc<Contents>>, other: Option<&Arc<Contents>>) -> bool {
+    one.map(|one| one.number) == other.map(|other| other.number)
+}
+
+#[cfg(test)]
+mod tests;

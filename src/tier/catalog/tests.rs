@@ -1,0 +1,320 @@
+//! Every order of writes, moves, reads, snapshots, commits and rollbacks of small tiers, compared with a disk that remembers
+//! what each of its pages holds.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::*;
+use crate::tier::extent::PAGE;
+use crate::tier::paths::{Allocated, AllocationRequest, ExtentPlacement, FoundCopies, Space};
+
+/// Blocks of each extent; a version takes one page more, for the header of its chunk.
+const BLOCKS: u64 = 2;
+
+#[derive(Debug, Clone, Copy)]
+enum Action {
+    Write(u32),
+    EndWrite { fails: bool },
+    Read(u32),
+    EndRead,
+    Snapshot(View),
+    EndSnapshot,
+    BeginCommit,
+    Move(u32),
+    Publish { known: bool },
+    GiveUpCommit,
+    Rollback,
+    Remove(u32),
+}
+
+/// A page of the disk: path and number.
+type Page = (u32, u64);
+/// What a page holds: extent and generation.
+type Stored = (u32, u64);
+
+#[derive(Debug, Clone)]
+struct World {
+    catalog: Catalog,
+    disk: BTreeMap<Page, Stored>,
+    writes: Vec<(Reservation, Vec<Chunk>)>,
+    reads: Vec<Held>,
+    snapshots: Vec<Snapshot<Held>>,
+    /// The superblocks that a crash may find; the last known one first.
+    durable: Vec<Superblock>,
+    step: u64,
+    generation: u64,
+}
+
+impl World {
+    /// Extents that were written and committed once, on two paths that hold `pages` pages.
+    fn new(extents: u32, pages: u64) -> World {
+        let path = |number| {
+            let space = Space::new(pages * PAGE, pages * PAGE, []).unwrap();
+            PathState::present(format!("path-{number}"), false, space, FoundCopies::default(), 0)
+        };
+        let catalog = Catalog::new(Paths::new((0..2).map(path).collect()), None);
+        let mut world = World {
+            catalog,
+            disk: BTreeMap::new(),
+            writes: Vec::new(),
+            reads: Vec::new(),
+            snapshots: Vec::new(),
+            durable: Vec::new(),
+            step: 0,
+            generation: 0,
+        };
+        for number in 0..extents {
+            let shape = Shape::new(&[BLOCKS * PAGE], PAGE).unwrap();
+            assert_eq!(world.catalog.define(&format!("extent-{number}"), shape).unwrap(), number);
+            assert!(world.act(Action::Write(number)) && world.act(Action::EndWrite { fails: false }));
+        }
+        assert!(world.act(Action::BeginCommit) && world.act(Action::Publish { known: true }));
+        world
+    }
+
+    /// Takes an action; false if it is not possible now.
+    fn act(&mut self, action: Action) -> bool {
+        let committing = self.catalog.committing;
+        let possible = match action {
+            Action::Write(extent) => self.begin_write(extent, &WriteOrigin::Caller),
+            Action::EndWrite { fails } => self.end_write(fails),
+            Action::Read(extent) => {
+                self.catalog.begin_read(extent, |_| Ok(())).map(|held| self.reads.push(held)).is_ok()
+            }
+            Action::EndRead => {
+                let read = self.reads.pop();
+                read.iter().for_each(|held| self.catalog.end_read(&held.contents));
+                read.is_some()
+            }
+            Action::Snapshot(view) => match self.catalog.snapshot(view) {
+                Ok(snapshot) => {
+                    assert_eq!((view, snapshot.lost.len()), (view, 0));
+                    self.snapshots.push(snapshot);
+                    true
+                }
+                Err(_) => false,
+            },
+            Action::EndSnapshot => {
+                let snapshot = self.snapshots.pop();
+                let all = snapshot.iter().flat_map(|snapshot| &snapshot.extents);
+                all.for_each(|held| self.catalog.end_snapshot(&held.contents));
+                snapshot.is_some()
+            }
+            Action::BeginCommit => {
+                let ready = !self.catalog.is_writing() && self.catalog.failed().is_none();
+                ready && self.catalog.begin_commit().is_ok()
+            }
+            Action::Move(extent) if committing => match self.catalog.current(extent) {
+                Ok(contents) => {
+                    self.begin_write(extent, &WriteOrigin::Commit(contents)) && self.end_write(false)
+                }
+                Err(_) => false,
+            },
+            Action::Publish { known } if committing => {
+                self.publish(known);
+                true
+            }
+            Action::GiveUpCommit if committing => {
+                self.catalog.end_commit();
+                true
+            }
+            Action::Move(_) | Action::Publish { .. } | Action::GiveUpCommit => false,
+            Action::Rollback => !self.catalog.is_writing() && self.catalog.rollback().is_ok(),
+            Action::Remove(extent) => self.catalog.remove(extent).is_ok(),
+        };
+        let only_between = matches!(action, Action::Write(_) | Action::Rollback | Action::Remove(_));
+        assert!(!(possible && committing && only_between), "{action:?} during a commit");
+        possible
+    }
+
+    fn begin_write(&mut self, extent: u32, origin: &WriteOrigin) -> bool {
+        let Ok(reserved) = self.catalog.begin_write(extent, origin) else { return false };
+        assert!(self.catalog.begin_write(extent, origin).is_err(), "two writers");
+        assert!(self.reads.iter().all(|held| {
+            held.subject.extent != extent
+                || self.catalog.current(extent).unwrap().number != held.contents.number
+        }));
+        if !reserved.moves {
+            assert!(reserved.subject.generation > self.generation, "a generation is used twice");
+            self.generation = reserved.subject.generation;
+        }
+        let (shape, excluded) = (Arc::clone(&reserved.subject.shape), [false; 2]);
+        let request =
+            AllocationRequest { shape: &shape, first: 0, count: shape.blocks(), excluded: &excluded };
+        let placement = ExtentPlacement::Striped(vec![(0, 1), (1, 1)]);
+        match self.catalog.paths_mut().allocate(request, &placement, reserved.home) {
+            Ok(Allocated::Chunks(chunks)) => {
+                for page in pages(&shape, &chunks) {
+                    self.disk.insert(page, (extent, reserved.subject.generation));
+                }
+                self.writes.push((reserved, chunks));
+                true
+            }
+            Ok(Allocated::Grow { .. }) => panic!("the files have their full length"),
+            Err(error) => {
+                self.catalog.fail(&reserved, &error);
+                false
+            }
+        }
+    }
+
+    fn end_write(&mut self, fails: bool) -> bool {
+        let Some((reserved, chunks)) = self.writes.pop() else { return false };
+        if fails {
+            self.catalog.paths_mut().free_chunks(&reserved.subject.shape, &chunks);
+            self.catalog.fail(&reserved, &Error::Busy("a device".to_string()));
+            assert!(self.catalog.failed().is_some());
+        } else {
+            let generation = self.catalog.install(&reserved, chunks, Arc::from(Vec::new())).unwrap();
+            assert_eq!(generation, reserved.subject.generation);
+        }
+        true
+    }
+
+    fn publish(&mut self, known: bool) {
+        self.step += 1;
+        let frame = Superblock {
+            tier: 1,
+            sequence: 0,
+            session: 1,
+            step: Some(self.step),
+            path: 0,
+            block_bytes: PAGE,
+            job: "run".to_string(),
+            host: "node".to_string(),
+            rank: 0,
+            world: 1,
+            generation: 0,
+            payload: Vec::new(),
+            paths: Vec::new(),
+            extents: Vec::new(),
+        };
+        let superblock = self.catalog.superblock(frame, |_| 0);
+        superblock.encode().expect("an open accepts it");
+        assert!(self.durable.iter().all(|older| older.sequence < superblock.sequence));
+        self.catalog.use_sequence(&superblock);
+        if known {
+            self.durable.clear();
+            self.catalog.committed(self.step, &[]);
+        } else {
+            self.catalog.in_doubt();
+        }
+        self.durable.push(superblock);
+        self.catalog.end_commit();
+    }
+
+    /// Everything that must stay as it is on the disk.
+    fn wanted(&self) -> Vec<(Stored, Vec<Page>)> {
+        let mut wanted = Vec::new();
+        let mut want = |extent: u32, shape: &Shape, version: &Version| {
+            wanted.push(((extent, version.generation), pages(shape, &version.chunks)));
+        };
+        for superblock in &self.durable {
+            for (number, extent) in (0..).zip(&superblock.extents) {
+                let Some(ExtentRecord { shape, version: Some(version), .. }) = extent else { continue };
+                want(number, shape, version);
+            }
+        }
+        let held = self.snapshots.iter().flat_map(|snapshot| &snapshot.extents).chain(&self.reads);
+        held.for_each(|held| want(held.subject.extent, &held.subject.shape, held.contents.version()));
+        for (number, extent) in self.catalog.numbered() {
+            extent.current.iter().for_each(|contents| want(number, &extent.shape, &contents.version));
+        }
+        for (reserved, chunks) in &self.writes {
+            let version = Version { generation: reserved.subject.generation, chunks: chunks.clone() };
+            want(reserved.subject.extent, &reserved.subject.shape, &version);
+        }
+        wanted
+    }
+
+    fn check(&self) {
+        let wanted = self.wanted();
+        for (stored, pages) in &wanted {
+            assert!(pages.iter().all(|page| self.disk[page] == *stored), "{stored:?} was overwritten");
+        }
+        let kept: BTreeSet<Page> = wanted.into_iter().flat_map(|(_, pages)| pages).collect();
+        let space = |path: &PathState| (path.space().end() - path.space().free()) / PAGE;
+        let used: u64 = self.catalog.paths().iter().map(space).sum();
+        let exact = self.durable.len() == 1;
+        assert!(used >= kept.len() as u64, "space in use is free");
+        assert!(!exact || used == kept.len() as u64, "space is lost");
+        for snapshot in &self.snapshots {
+            assert!(snapshot.step.is_some_and(|step| step <= self.step));
+        }
+    }
+}
+
+/// The pages that chunks take.
+fn pages(shape: &Shape, chunks: &[Chunk]) -> Vec<Page> {
+    let of = |chunk: &Chunk| {
+        let (path, first) = (chunk.path, chunk.offset / PAGE);
+        (first..first + chunk.stored(shape) / PAGE).map(move |page| (path, page))
+    };
+    chunks.iter().flat_map(of).collect()
+}
+
+/// Takes every sequence of `left` actions, and checks the world after each. Returns the number of states.
+fn explore(world: &World, actions: &[Action], left: usize) -> u64 {
+    world.check();
+    if left == 0 {
+        return 1;
+    }
+    let next = actions.iter().filter_map(|action| {
+        let mut next = world.clone();
+        next.act(*action).then_some(next)
+    });
+    1 + next.map(|next| explore(&next, actions, left - 1)).sum::<u64>()
+}
+
+fn actions(extents: u32) -> Vec<Action> {
+    use Action::*;
+    let mut actions = vec![
+        EndWrite { fails: false },
+        EndWrite { fails: true },
+        EndRead,
+        Snapshot(View::Committed),
+        EndSnapshot,
+        BeginCommit,
+        Publish { known: true },
+        Publish { known: false },
+        GiveUpCommit,
+        Rollback,
+    ];
+    for extent in 0..extents {
+        actions.extend([Write(extent), Read(extent), Move(extent), Remove(extent)]);
+    }
+    actions
+}
+
+#[test]
+fn every_order_of_actions_on_one_extent_keeps_what_a_crash_or_a_reader_needs() {
+    let states = explore(&World::new(1, 12), &actions(1), 7);
+    assert!(states > 10_000, "{states}");
+}
+
+#[test]
+fn every_order_of_actions_on_two_extents_keeps_what_a_crash_or_a_reader_needs() {
+    let states = explore(&World::new(2, 12), &actions(2), 5);
+    assert!(states > 10_000, "{states}");
+}
+
+/// The same where most writes find no space.
+#[test]
+fn every_order_of_actions_on_a_full_disk_keeps_what_a_crash_or_a_reader_needs() {
+    explore(&World::new(2, 7), &actions(2), 5);
+}
+
+#[test]
+fn long_random_runs_keep_what_a_crash_or_a_reader_needs() {
+    let (mut random, actions) = (fastrand::Rng::with_seed(3), actions(3));
+    for _ in 0..20 {
+        let mut world = World::new(3, 24);
+        for _ in 0..500 {
+            let before = world.clone();
+            if !world.act(actions[random.usize(..actions.len())]) {
+                world = before;
+            }
+            world.check();
+        }
+    }
+}

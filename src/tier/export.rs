@@ -6,7 +6,7 @@
 //! - An export removes or changes only files that it created itself.
 //! - An export holds one commit: its step and all its bytes are of one snapshot. Writes and commits may go on
 //!   meanwhile.
-//! - A caller waits for each call on the directory at most for the I/O timeout (see `path_files`).
+//! - A caller waits for each call on the directory at most for the I/O timeout (see `storage`).
 //! - An export uses the memory of one window, for extents of any size.
 //! - An import changes the tier only by its commit.
 #![forbid(unsafe_code)]

@@ -15,7 +15,7 @@ use super::blocks::{
     BlockVisitor, Direction, Job, checksums_of, chunk_header, may_go_on, read_header, verdict, walk,
 };
 use super::catalog::{Contents, Held, Reservation, Subject, WriteOrigin};
-use super::extent::{Chunk, Run, Version};
+use super::extent::{Block, Chunk, Run, Version};
 use super::paths::{Allocated, AllocationRequest, ExtentPlacement, Health};
 use super::storage::{deadline_after, timed_out};
 use super::store::{TicketState, Tier};
@@ -88,9 +88,8 @@ impl Tier {
     ) -> Result<Arc<[u64]>> {
         let blocks = subject.shape.blocks();
         let Some(checksums) = checksums else {
-            let bytes = |block: super::extent::Block| {
-                spans[block.stream].span().part(block.from as usize, block.len as usize)
-            };
+            let bytes =
+                |block: Block| spans[block.stream].span().part(block.from as usize, block.len as usize);
             return Ok(checksums_of(&subject.shape, 0, blocks, &bytes)?.into());
         };
         match checksums.len() == blocks as usize {

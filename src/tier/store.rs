@@ -424,13 +424,12 @@ impl Tier {
     /// Health and traffic of all paths, by number.
     pub fn flows(&self) -> Vec<PathFlow> {
         let state = self.state.lock();
-        let traffic = |volume: &Option<Arc<Volume>>| volume.as_ref()?.engine.traffic().ok();
         let paths = state.catalog.paths().iter().zip(&self.volumes);
-        let flow = |path: &super::paths::PathState, volume| PathFlow {
-            health: path.health(),
-            traffic: traffic(volume).unwrap_or_default(),
-        };
-        paths.map(|(path, volume)| flow(path, volume)).collect()
+        let flows = paths.map(|(path, volume)| {
+            let traffic = volume.as_ref().and_then(|volume| volume.engine.traffic().ok());
+            PathFlow { health: path.health(), traffic: traffic.unwrap_or_default() }
+        });
+        flows.collect()
     }
 
     fn report(&self, number: usize) -> PathReport {

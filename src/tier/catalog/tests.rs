@@ -119,7 +119,12 @@ impl World {
                 true
             }
             Action::Move(_) | Action::Publish { .. } | Action::GiveUpCommit => false,
-            Action::Rollback => !self.catalog.is_writing() && self.catalog.rollback().is_ok(),
+            Action::Rollback if !self.catalog.is_writing() && self.catalog.rollback().is_ok() => {
+                let unchanged = |extent: &Extent| extent.is_committed() && !extent.removed;
+                assert!(self.catalog.numbered().all(|(_, extent)| unchanged(extent)));
+                true
+            }
+            Action::Rollback => false,
             Action::Remove(extent) => self.catalog.remove(extent).is_ok(),
         };
         let only_between = matches!(action, Action::Write(_) | Action::Rollback | Action::Remove(_));

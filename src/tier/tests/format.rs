@@ -77,7 +77,7 @@ fn the_bytes_are_those_of_the_first_release() {
     assert_eq!(Superblock::parse(&stored), Ok(superblock()));
 }
 
-/// Independent parser, written from the table in `layout`: checks the offset of each field.
+/// Independent parser, written from the table in `format`: checks the offset of each field.
 #[test]
 fn fields_lie_where_the_table_says_in_little_endian() {
     let stored = golden("tier-1-chunk.bin", &header().encode().0);
@@ -91,6 +91,63 @@ fn fields_lie_where_the_table_says_in_little_endian() {
     assert_eq!((number(56, 4), number(60, 4), number(64, 8), number(72, 8)), (7, 3, 1 << 33, 1 << 20));
     assert_eq!((number(128, 8), number(136, 8), number(144, 8)), (u64::MAX.into(), 0, 0x1234_5678_9ABC_DEF0));
     assert_eq!((stored.len(), &stored[152..]), (4096, &[0; 4096 - 152][..]));
+}
+
+/// Reads fields one after another.
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn number(&mut self, len: usize) -> u128 {
+        let (field, rest) = self.0.split_at(len);
+        self.0 = rest;
+        field.iter().rev().fold(0, |n, byte| n << 8 | u128::from(*byte))
+    }
+
+    fn numbers<const N: usize>(&mut self, lens: [usize; N]) -> [u128; N] {
+        lens.map(|len| self.number(len))
+    }
+
+    fn text(&mut self) -> Vec<u8> {
+        let len = self.number(4) as usize;
+        let (text, rest) = self.0.split_at(len);
+        self.0 = rest;
+        text.to_vec()
+    }
+}
+
+/// The same for a superblock and its table.
+#[test]
+fn fields_of_a_superblock_lie_where_the_tables_say() {
+    let stored = golden("tier-1-superblock.bin", &stored_bytes(&superblock()));
+    let (head, table) = stored.split_at(4096);
+    assert_eq!(&head[..8], b"SPWSUPER");
+    let mut fields = Fields(&head[8..]);
+    assert_eq!(fields.numbers([4, 4, 8]), [1, 0x0102_0304, 17]);
+    let [len, checksum] = fields.numbers([8, 8]);
+    assert_eq!(fields.numbers([16, 4, 4, 8]), [superblock().tier, 1, 0, superblock().session.into()]);
+    assert_eq!(Fields(&head[248..]).number(8), checksum::of(&head[..248]).into());
+    assert!(head[72..248].iter().chain(&head[256..]).all(|byte| *byte == 0));
+    let (table, padding) = table.split_at(len as usize);
+    assert_eq!(checksum, checksum::of(table).into());
+    assert!(stored.len().is_multiple_of(4096) && padding.iter().all(|byte| *byte == 0));
+
+    let mut fields = Fields(table);
+    assert_eq!(fields.numbers([8, 8, 8]), [1, 1000, 4096]);
+    assert_eq!((fields.text(), fields.text()), (b"a run".to_vec(), "knoten-ä".as_bytes().to_vec()));
+    assert_eq!(fields.numbers([4, 4, 8]), [2, 8, 43]);
+    assert_eq!((fields.text(), fields.number(4)), (vec![0, 255, 1], 2));
+    for (name, memory) in [("/mnt/fast/a run/knoten-ä/rank-2", 0), ("memory", 1)] {
+        assert_eq!(fields.text(), name.as_bytes());
+        assert_eq!(fields.numbers([4, 8, 8]), [memory, 1 << 20, 1 << 40]);
+    }
+    assert_eq!(fields.numbers([4, 4]), [3, 2]);
+    assert_eq!((fields.text(), fields.numbers([4, 8, 8, 8])), (b"written".to_vec(), [3, 10_000, 0, 4096]));
+    assert_eq!(fields.numbers([8, 4]), [42, 2]);
+    assert_eq!(fields.numbers([4, 8, 4, 4, 8]), [0, 8192, 0, 2, 99 + 8192]);
+    assert_eq!(fields.numbers([4, 8, 4, 4, 8]), [1, 0, 2, 2, 99]);
+    assert_eq!(fields.numbers([4, 4]), [0, 1]);
+    assert_eq!((fields.text(), fields.numbers([4, 8, 8, 8])), (b"defined".to_vec(), [3, 10_000, 0, 4096]));
+    assert!(fields.0.is_empty());
 }
 
 fn random(state: &mut u64) -> u64 {

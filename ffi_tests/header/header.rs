@@ -54,8 +54,8 @@ pub fn generate(root: &Path, version: &str, defaults: &[Default]) -> Generated {
     Generated { headers: headers.collect(), python: python::module(&items) }
 }
 
-/// Copies the sources. cbindgen expands no macro of Rust, so an item inside `c_struct!` or `statuses!` stands alone in the
-/// copy.
+/// Copies the sources in the form that cbindgen reads. It expands no macro of Rust, so an item inside `c_struct!` or
+/// `statuses!` stands alone in the copy. `In<T>` and `Out<T>` are the pointers that they hold.
 fn copy_without_macros(from: &Path, to: &Path) {
     for entry in fs::read_dir(from).expect("src/capi can be read") {
         let path = entry.expect("its entries can be read").path();
@@ -73,9 +73,36 @@ fn copy_without_macros(from: &Path, to: &Path) {
                     if line.starts_with("c_struct! {") { "#[repr(C)]\n".into() } else { format!("{line}\n") }
                 })
                 .collect();
+        let text = with_sizes(&text);
         // The item's own brace stays.
-        fs::write(target, text.replace("\n}\n}\n", "\n}\n")).expect("the copy is writable");
+        let text = text.replace("\n}\n}\n", "\n}\n");
+        fs::write(target, raw_pointers(&text)).expect("the copy is writable");
     }
+}
+
+/// The text with `struct_size`, which `c_struct!` adds, in each struct of the header with fields.
+fn with_sizes(text: &str) -> String {
+    let mut sized = String::new();
+    for line in text.lines() {
+        sized.push_str(&format!("{line}\n"));
+        if let Some(name) = line.strip_prefix("pub struct spw_").and_then(|rest| rest.strip_suffix(" {")) {
+            sized.push_str(&format!("    /// `sizeof(spw_{name})`\n    pub struct_size: u32,\n"));
+        }
+    }
+    sized
+}
+
+/// The text with `*const T` for `In<T>`, and `*mut T` for `Out<T>`.
+fn raw_pointers(text: &str) -> String {
+    [(": In<", "*const "), (": Out<", "*mut ")].iter().fold(text.to_string(), |text, (wrapper, pointer)| {
+        let mut parts = text.split(wrapper);
+        let mut raw = parts.next().unwrap_or_default().to_string();
+        for part in parts {
+            let (inside, rest) = part.split_once('>').expect("a pointer's type has no type parameters");
+            raw.push_str(&format!(": {pointer}{inside}{rest}"));
+        }
+        raw
+    })
 }
 
 /// The public modules of src/capi, in the order of its list.

@@ -35,9 +35,9 @@ extern "C" {
 #endif
 
 // Arguments of DeepSpeed's `adam_update`, except id and tensor. Begin with SPW_DS_ADAM_CALL_INIT, in which grad_scale
-// and bias_correction are 1.
+// and bias_correction are 1. All structs of an array have the same `struct_size`.
 typedef struct spw_ds_adam_call {
-    // `sizeof(spw_ds_adam_call)`, the same in all structs of an array.
+    // `sizeof(spw_ds_adam_call)`
     uint32_t struct_size;
     // 1 divides by 1 - beta^t, 0 omits the division.
     uint32_t bias_correction;

@@ -113,10 +113,10 @@ typedef struct spw_interleave_options {
     { sizeof(spw_interleave_options), 0, 0, 0, 0, 0, 0, 0, 0, NULL }
 
 // One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They must not move until
-// `spw_interleave_close`. With SPW_INTERLEAVE_BACKEND_CUDA, host memory must be pinned (`spw_pinned_alloc`,
-// cudaHostAlloc).
+// `spw_interleave_close`. `struct_size` is also the distance in bytes between the subgroups of an array. With
+// SPW_INTERLEAVE_BACKEND_CUDA, host memory must be pinned (`spw_pinned_alloc`, cudaHostAlloc).
 typedef struct spw_interleave_subgroup {
-    // `sizeof(spw_interleave_subgroup)`. It is also the distance in bytes between the subgroups of an array.
+    // `sizeof(spw_interleave_subgroup)`
     uint32_t struct_size;
     // 0
     uint32_t reserved;

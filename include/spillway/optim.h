@@ -50,7 +50,8 @@ typedef enum spw_dtype {
 // Returns the bytes of one element: 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
 uint64_t spw_dtype_size(uint32_t dtype);
 
-// One tensor of a step. Each span is a contiguous array of `n` elements, aligned to its element. Spans do not overlap.
+// One tensor of a step. `struct_size` is also the distance in bytes between the tensors of an array. Each span is a
+// contiguous array of `n` elements, aligned to its element. Spans do not overlap.
 //
 // Without shadow spans a step updates param and states in place. With shadow spans a step writes the new values to
 // these and leaves the old values unchanged. A caller can alternate between two sets of spans: param and states name
@@ -65,7 +66,7 @@ uint64_t spw_dtype_size(uint32_t dtype);
 // | bf16 | f32, bf16 | bf16 | none |
 // | bf16 with param_low | f32, bf16 | f32, bf16 | none |
 typedef struct spw_tensor {
-    // `sizeof(spw_tensor)`. It is also the distance in bytes between the tensors of an array.
+    // `sizeof(spw_tensor)`
     uint32_t struct_size;
     // `spw_dtype` of param.
     uint32_t param_dtype;

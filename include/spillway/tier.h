@@ -84,9 +84,9 @@ typedef enum spw_tier_flag {
     SPW_TIER_FLAG_AT_STEP = 4,
 } spw_tier_flag;
 
-// One path of a tier.
+// One path of a tier. All paths of an array have the same `struct_size`.
 typedef struct spw_tier_path {
-    // `sizeof(spw_tier_path)`, the same in all of an array.
+    // `sizeof(spw_tier_path)`
     uint32_t struct_size;
     // `spw_tier_path_kind`
     uint32_t kind;

@@ -1,4 +1,4 @@
-//! Extensible structs that C passes by pointer. They begin with `struct_size`.
+//! Extensible structs that C passes by pointer, and values of their fields. The structs begin with `struct_size`.
 //!
 //! A caller compiled with an older header passes a shorter struct: the missing fields count as zero. Such a struct ends
 //! with a field, because every field that a header adds begins where the struct of the header before ended. A
@@ -6,12 +6,9 @@
 //! with a newer header passes a longer struct: the call fails if a field unknown to this library is not zero. In an
 //! output struct, fields unknown to this library become zero.
 
-use crate::error::{Error, Result};
-use crate::sys::bump::{self, Bump};
-use crate::sys::try_vec;
+use std::time::Duration;
 
-/// A larger `struct_size` is an uninitialised field, not a struct.
-const SIZE_LIMIT: usize = 4096;
+use crate::error::{Error, Result};
 
 /// A `#[repr(C)]` struct whose first field is `struct_size: u32`. Only [`c_struct`] implements it.
 ///
@@ -78,8 +75,9 @@ macro_rules! abi_struct {
 }
 pub(in crate::capi) use abi_struct;
 
-/// Declares a struct of the header and implements [`AbiStruct`] for it: `c_struct! { first BYTES;`, then the struct. BYTES
-/// is its size in the first release. The tool that writes the headers reads the struct inside the braces.
+/// Declares a struct of the header and implements [`AbiStruct`] for it: `c_struct! { first BYTES;`, then the struct without
+/// its `struct_size`, which is added here. BYTES is its size in the first release. The tool that writes the headers reads
+/// the struct inside the braces.
 macro_rules! c_struct {
     (first $first:literal; $(#[$about:meta])* pub struct $name:ident {
         $($(#[$field_about:meta])* pub $field:ident: $type:ty),* $(,)?
@@ -88,197 +86,51 @@ macro_rules! c_struct {
         #[repr(C)]
         #[derive(Debug, Clone, Copy)]
         pub struct $name {
+            #[doc = concat!("`sizeof(", stringify!($name), ")`")]
+            pub struct_size: u32,
             $($(#[$field_about])* pub $field: $type,)*
         }
-        $crate::capi::abi_struct::abi_struct!($name, $first: $($field),*);
+        $crate::capi::abi_struct::abi_struct!($name, $first: struct_size, $($field),*);
     };
 }
 pub(in crate::capi) use c_struct;
 
-/// Copies an input struct.
-///
-/// # Safety
-/// `from` is NULL or points to `struct_size` readable bytes.
-pub unsafe fn read<T: AbiStruct>(from: *const T, argument: &'static str) -> Result<T> {
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { read_optional(from, argument) }?.ok_or_else(|| Error::invalid(argument, "is NULL"))
-}
-
-/// Copies an input struct; `None` for NULL.
-///
-/// # Safety
-/// As [`read`].
-pub unsafe fn read_optional<T: AbiStruct>(from: *const T, argument: &'static str) -> Result<Option<T>> {
-    if from.is_null() {
-        return Ok(None);
-    }
-    let bytes = from.cast::<u8>();
-    // SAFETY: the caller's struct begins with struct_size and has that many readable bytes; a zeroed T is valid.
-    unsafe {
-        let size = checked_size::<T>(bytes, argument)?;
-        let known = size.min(size_of::<T>());
-        if (known..size).any(|at| bytes.add(at).read() != 0) {
-            let reason = format!(
-                "{} sets fields that version {} does not know; leave them 0, or load a newer library",
-                T::NAME,
-                crate::VERSION
-            );
-            return Err(Error::invalid(argument, reason));
+/// A struct of the header that a call writes: `report!(spw_x from found { a, b } with { c: 1 })` takes a and b from the
+/// fields of these names. A field that is named in neither list does not compile.
+macro_rules! report {
+    ($name:ident from $found:ident { $($same:ident),* }
+        $(with { $($field:ident $(: $value:expr)?),* })?) => {
+        $name {
+            struct_size: 0,
+            $($same: $crate::capi::abi_struct::ToField::to_field($found.$same),)*
+            $($($field $(: $value)?,)*)?
         }
-        let mut value = std::mem::zeroed::<T>();
-        std::ptr::copy_nonoverlapping(bytes, (&raw mut value).cast(), known);
-        Ok(Some(value))
-    }
+    };
+}
+pub(in crate::capi) use report;
+
+/// A number of the library in the type of a field of the header.
+pub trait ToField<T> {
+    /// The number. A `usize` fits: it counts what is in memory.
+    fn to_field(self) -> T;
 }
 
-/// Distance in bytes between the structs of an array: the `struct_size` of the first.
-///
-/// # Safety
-/// `first` points to a struct of this kind.
-pub unsafe fn stride<T: AbiStruct>(first: *const T, argument: &'static str) -> Result<usize> {
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { checked_size::<T>(first.cast(), argument) }
+macro_rules! to_field {
+    ($($from:ty => $to:ty),*) => {
+        $(impl ToField<$to> for $from {
+            fn to_field(self) -> $to {
+                self as $to
+            }
+        })*
+    };
 }
-
-/// Copies an array of input structs. They lie `struct_size` bytes apart, and all have the same `struct_size`.
-///
-/// # Safety
-/// `first` points to `count` structs of this kind.
-pub unsafe fn read_all<T: AbiStruct>(first: *const T, count: u64, argument: &'static str) -> Result<Vec<T>> {
-    let count = checked_count(first, count, argument)?;
-    let mut structs = try_vec::with_capacity("copying the caller's structs", count)?;
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { read_each(first, count, argument, |value| structs.push(value)) }?;
-    Ok(structs)
-}
-
-/// An array of input structs, for the time of a call: the caller's own array if its structs are those of this version,
-/// else a copy in `bump`.
-///
-/// # Safety
-/// As [`read_all`]. No code writes the array while `bump` is borrowed.
-pub unsafe fn all_in<'a, T: AbiStruct>(
-    bump: &'a Bump,
-    first: *const T,
-    count: u64,
-    argument: &'static str,
-) -> Result<&'a [T]> {
-    let count = checked_count(first, count, argument)?;
-    // SAFETY: an aligned struct of this kind begins with its size; each is `size_of::<T>()` bytes behind the last.
-    let is_ours = |index: usize| unsafe { first.add(index).cast::<u32>().read() } as usize == size_of::<T>();
-    if count > 0 && first.is_aligned() && (0..count).all(is_ours) {
-        // SAFETY: `count` structs without a gap, as just checked; any bytes are valid.
-        return Ok(unsafe { std::slice::from_raw_parts(first, count) });
-    }
-    let mut structs = bump::with_capacity(bump, "copying the caller's structs", count)?;
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { read_each(first, count, argument, |value| structs.push(value)) }?;
-    Ok(structs.into_bump_slice())
-}
-
-fn checked_count<T>(first: *const T, count: u64, argument: &'static str) -> Result<usize> {
-    match u32::try_from(count) {
-        Ok(1..) if first.is_null() => Err(Error::invalid(argument, "is NULL")),
-        Ok(count) => Ok(count as usize),
-        Err(_) => Err(Error::invalid("count", format!("is {count}, but the limit is 2^32 - 1"))),
-    }
-}
-
-unsafe fn read_each<T: AbiStruct>(
-    first: *const T,
-    count: usize,
-    argument: &'static str,
-    mut push: impl FnMut(T),
-) -> Result<()> {
-    if count == 0 {
-        return Ok(());
-    }
-    let at = |index: usize, error: Error| error.without(argument).within(&format!("{argument}[{index}]"));
-    // SAFETY: there is at least one struct.
-    let apart = unsafe { stride(first, argument) }.map_err(|error| at(0, error))?;
-    for index in 0..count {
-        // SAFETY: the structs of the array lie `apart` bytes apart.
-        let (size, next) = unsafe {
-            let next = first.byte_add(index * apart);
-            (stride(next, argument).map_err(|error| at(index, error))?, next)
-        };
-        if size != apart {
-            let reason = format!("is {size}, but that of the first entry is {apart}");
-            return Err(Error::invalid(format!("{argument}[{index}].struct_size"), reason));
-        }
-        // SAFETY: a struct of this kind, as above.
-        push(unsafe { read(next, argument) }.map_err(|error| at(index, error))?);
-    }
-    Ok(())
-}
-
-/// Copies an output struct: as many bytes as the caller's struct has. Its `struct_size` is unchanged, and fields
-/// unknown to this library become zero.
-///
-/// # Safety
-/// `to` points to `struct_size` writable bytes.
-pub unsafe fn write<T: AbiStruct>(value: &T, to: *mut T, argument: &'static str) -> Result<()> {
-    if to.is_null() {
-        return Err(Error::invalid(argument, "is NULL"));
-    }
-    const SIZE_FIELD: usize = size_of::<u32>();
-    // SAFETY: the caller's struct begins with struct_size and has that many writable bytes.
-    unsafe {
-        let size = checked_size::<T>(to.cast(), argument)?;
-        let known = size.min(size_of::<T>());
-        let (from, to) = ((&raw const *value).cast::<u8>(), to.cast::<u8>());
-        std::ptr::copy_nonoverlapping(from.add(SIZE_FIELD), to.add(SIZE_FIELD), known - SIZE_FIELD);
-        to.add(known).write_bytes(0, size - known);
-    }
-    Ok(())
-}
-
-/// Rejects an output struct that cannot be written, before any work is done. NULL is allowed.
-///
-/// # Safety
-/// `to` is NULL or points to a struct of this kind.
-pub unsafe fn check_output<T: AbiStruct>(to: *const T, argument: &'static str) -> Result<()> {
-    if !to.is_null() {
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { checked_size::<T>(to.cast(), argument) }?;
-    }
-    Ok(())
-}
+to_field!(u32 => u32, i32 => i32, u64 => u64, f32 => f32, f64 => f64, bool => u32, u32 => u64, usize => u32, usize => u64);
 
 /// Reads a flag word: an error for bits above `known`.
 pub fn flags(argument: &'static str, value: u32, known: u32) -> Result<u32> {
     match value & !known {
         0 => Ok(value),
         _ => Err(Error::invalid(argument, format!("{value:#x} has unknown bits"))),
-    }
-}
-
-unsafe fn checked_size<T: AbiStruct>(bytes: *const u8, argument: &'static str) -> Result<usize> {
-    // SAFETY: the struct begins with a u32; the caller's pointer may have any alignment.
-    let size = unsafe { bytes.cast::<u32>().read_unaligned() } as usize;
-    match size {
-        _ if size < T::FIRST_SIZE => Err(Error::invalid(
-            argument,
-            format!(
-                "struct_size is {size}, but {} has at least {} bytes; initialise the struct first",
-                T::NAME,
-                T::FIRST_SIZE
-            ),
-        )),
-        _ if size > SIZE_LIMIT => Err(Error::invalid(
-            argument,
-            format!("struct_size is {size}, but the limit is {SIZE_LIMIT}; initialise the struct first"),
-        )),
-        _ => match T::FIELDS.iter().find(|(_, at, bytes)| (at + 1..at + bytes).contains(&size)) {
-            None => Ok(size),
-            Some((field, ..)) => Err(Error::invalid(
-                argument,
-                format!(
-                    "struct_size is {size}, which is in the middle of {}.{field}; initialise the struct first",
-                    T::NAME
-                ),
-            )),
-        },
     }
 }
 
@@ -298,64 +150,7 @@ pub fn flag(argument: &'static str, value: u32) -> Result<bool> {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[repr(C)]
-    #[derive(Clone, Copy, Debug, PartialEq)]
-    struct Known {
-        struct_size: u32,
-        field: u32,
-    }
-
-    abi_struct!(Known, 8: struct_size, field);
-
-    #[repr(C)]
-    #[derive(Clone, Copy)]
-    struct Grown {
-        struct_size: u32,
-        field: u32,
-        added: u64,
-        last: u32,
-        reserved: u32,
-    }
-
-    abi_struct!(Grown, 8: struct_size, field, added, last, reserved);
-
-    #[test]
-    fn a_size_is_the_end_of_a_field_or_beyond_all_of_them() {
-        let sizes = 0_u32..32;
-        let accepted: Vec<u32> = sizes
-            .filter(|size| {
-                let value = [Grown { struct_size: *size, field: 0, added: 0, last: 0, reserved: 0 }; 2];
-                // SAFETY: two live structs, more than struct_size bytes, of which the second counts as an unknown tail.
-                let (input, output) = unsafe {
-                    (
-                        read(&raw const value[0], "value").map(|_| ()),
-                        check_output(&raw const value[0], "value"),
-                    )
-                };
-                assert_eq!(input.is_ok(), output.is_ok() && *size <= 24, "{size}: {input:?}, {output:?}");
-                if (9..16).contains(size) {
-                    let error = output.as_ref().unwrap_err().to_string();
-                    assert!(error.contains("in the middle of Grown.added"), "{error}");
-                }
-                output.is_ok()
-            })
-            .collect();
-        assert_eq!(accepted, [8, 16, 20, 24, 25, 26, 27, 28, 29, 30, 31]);
-    }
-
-    #[test]
-    fn what_a_newer_caller_knows_beyond_this_version_comes_back_zero() {
-        #[repr(C)]
-        struct Newer(Known, [u32; 3]);
-        let mut newer = Newer(Known { struct_size: 16, field: 0 }, [u32::MAX; 3]);
-        let value = Known { struct_size: 8, field: 7 };
-        // SAFETY: a live struct, larger than its struct_size.
-        unsafe { write(&value, (&raw mut newer).cast(), "known") }.unwrap();
-        assert_eq!(newer.0, Known { struct_size: 16, field: 7 });
-        assert_eq!(newer.1, [0, 0, u32::MAX]);
-    }
+/// `None`, which waits without limit, if negative.
+pub fn timeout(milliseconds: i64) -> Option<Duration> {
+    u64::try_from(milliseconds).ok().map(Duration::from_millis)
 }

@@ -3,7 +3,6 @@
 //! C receives a handle from an `open` function and gives it back to a `close` function. A call that several threads may
 //! make at once takes `Option<&T>`, which the header shows as a const pointer. Other calls take `Option<&mut T>`.
 
-use super::output::required;
 use crate::error::{Error, Result};
 
 /// An object that C holds by pointer.
@@ -29,18 +28,6 @@ pub fn get_mut<T: Handle>(handle: Option<&mut T>) -> Result<&mut T> {
     Ok(object)
 }
 
-/// Makes an object and writes its handle. A NULL output fails before the object is made.
-///
-/// # Safety
-/// `handle_out` is NULL or valid for a write.
-pub unsafe fn open<T: Handle>(handle_out: *mut *mut T, make: impl FnOnce() -> Result<T>) -> Result<()> {
-    let handle_out = required(handle_out, format!("{}_out", T::NAME))?;
-    let object = Box::new(make()?);
-    // SAFETY: not NULL, and valid by the caller's promise.
-    unsafe { handle_out.write(Box::into_raw(object)) };
-    Ok(())
-}
-
 /// Takes the object from a handle that C gives up. `None` for NULL, and in a forked child, where the parent's object
 /// stays untouched.
 pub fn close<T: Handle>(handle: Option<Box<T>>) -> Option<Box<T>> {
@@ -50,4 +37,10 @@ pub fn close<T: Handle>(handle: Option<Box<T>>) -> Option<Box<T>> {
         return None;
     }
     Some(object)
+}
+
+/// Closes a handle whose end cannot fail.
+pub fn end<T: Handle>(handle: Option<Box<T>>) -> Result<()> {
+    drop(close(handle));
+    Ok(())
 }

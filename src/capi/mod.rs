@@ -5,11 +5,12 @@
 //! module, followed by its items in the order of its files. Run `SPILLWAY_BLESS=1 cargo test -p spillway-header` after
 //! a change.
 
+#![allow(non_camel_case_types)]
+
 mod abi_struct;
 mod guard;
 mod handle;
-mod input;
-mod output;
+mod pointer;
 
 pub mod base;
 
@@ -41,7 +42,18 @@ pub mod stage;
 
 pub mod topo;
 
+/// What the files of the interface have in common.
+mod prelude {
+    pub(in crate::capi) use super::abi_struct::{self, c_struct, report, timeout};
+    pub(in crate::capi) use super::base::spw_status;
+    pub(in crate::capi) use super::guard::{guard, guard_step};
+    pub(in crate::capi) use super::handle::{self, Handle};
+    pub(in crate::capi) use super::pointer::{In, Out};
+    pub(in crate::capi) use crate::error::{Error, Result};
+}
+
 pub use abi_struct::AbiStruct;
+pub use pointer::{In, Out};
 
 /// Name, offset and size of each field of a struct.
 pub type Fields = &'static [(&'static str, usize, usize)];

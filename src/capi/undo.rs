@@ -18,19 +18,13 @@
 //!         spw_undo_commit(undo, 0);
 //!
 //!     spw_undo_close(undo);
-#![allow(non_camel_case_types)]
 
-use super::abi_struct::{self, c_struct};
-use super::base::spw_status;
-use super::guard::guard;
-use super::handle::{self, Handle};
 use super::optim::adagrad::spw_adagrad_options;
 use super::optim::adam::spw_adam_options;
 use super::optim::lion::spw_lion_options;
 use super::optim::table::{self, StepOptions};
 use super::optim::tensor::{self, spw_step_stats, spw_tensor};
-use super::output;
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::optim;
 use crate::optim::recording::{Mode, Recording};
 
@@ -57,8 +51,6 @@ pub enum spw_undo_mode {
 c_struct! { first 24;
 /// Mode and capacity of a recording.
 pub struct spw_undo_options {
-    /// `sizeof(spw_undo_options)`
-    pub struct_size: u32,
     /// An `spw_undo_mode`.
     pub mode: u32,
     /// Maximum number of elements of one step, all tensors together. Used only with SPW_UNDO_MODE_DELTA.
@@ -81,17 +73,10 @@ impl Handle for spw_undo {
 
 /// Creates a recording. SPW_UNDO_MODE_DELTA reserves 13 bytes of address space per element now, and takes memory page
 /// by page as steps need it. Free the recording with `spw_undo_close`.
-///
-/// # Safety
-/// `options` points to a struct of `struct_size` bytes, `undo_out` to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_undo_open(
-    options: *const spw_undo_options,
-    undo_out: *mut *mut spw_undo,
-) -> spw_status {
+pub extern "C" fn spw_undo_open(options: In<spw_undo_options>, undo_out: Out<*mut spw_undo>) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let options = unsafe { abi_struct::read(options, "options") }?;
+        let options = options.read("options")?;
         let (elements, tensors) = (options.elements as usize, options.tensors as usize);
         if options.elements > LIMIT || options.tensors > LIMIT {
             return Err(Error::invalid("options.elements", "must be at most 2^48, options.tensors too"));
@@ -104,8 +89,7 @@ pub unsafe extern "C" fn spw_undo_open(
                 return Err(Error::invalid("options.mode", format!("{other} is not an spw_undo_mode")));
             }
         };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { handle::open(undo_out, || Ok(spw_undo(Recording::new(mode, tensors)?))) }
+        undo_out.open(|| Ok(spw_undo(Recording::new(mode, tensors)?)))
     })
 }
 
@@ -122,10 +106,10 @@ const LIMIT: u64 = 1 << 48;
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_undo_adam_step(
     undo: Option<&mut spw_undo>,
-    options: *const spw_adam_options,
-    tensors: *const spw_tensor,
+    options: In<spw_adam_options>,
+    tensors: In<spw_tensor>,
     count: u64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.
     guard(|| unsafe { record(undo, options, tensors, count, stats_out) })
@@ -138,10 +122,10 @@ pub unsafe extern "C" fn spw_undo_adam_step(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_undo_adagrad_step(
     undo: Option<&mut spw_undo>,
-    options: *const spw_adagrad_options,
-    tensors: *const spw_tensor,
+    options: In<spw_adagrad_options>,
+    tensors: In<spw_tensor>,
     count: u64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.
     guard(|| unsafe { record(undo, options, tensors, count, stats_out) })
@@ -154,10 +138,10 @@ pub unsafe extern "C" fn spw_undo_adagrad_step(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_undo_lion_step(
     undo: Option<&mut spw_undo>,
-    options: *const spw_lion_options,
-    tensors: *const spw_tensor,
+    options: In<spw_lion_options>,
+    tensors: In<spw_tensor>,
     count: u64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.
     guard(|| unsafe { record(undo, options, tensors, count, stats_out) })
@@ -167,15 +151,15 @@ pub unsafe extern "C" fn spw_undo_lion_step(
 /// As `spw_undo_adam_step`.
 unsafe fn record<O: StepOptions>(
     undo: Option<&mut spw_undo>,
-    options: *const O,
-    tensors: *const spw_tensor,
+    options: In<O>,
+    tensors: In<spw_tensor>,
     count: u64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> Result<()> {
     let undo = &mut handle::get_mut(undo)?.0;
     // SAFETY: the caller meets the callees' requirements. The recording drops the tensors when the step is over.
     unsafe {
-        abi_struct::check_output(stats_out, "stats_out")?;
+        stats_out.check("stats_out")?;
         let tensors = table::lent(tensors, count, &table::rule(options)?, |own| table::own_rule::<O>(own))?;
         let seen = undo.record(tensors, |jobs| optim::step(jobs, !stats_out.is_null()))?;
         tensor::write_stats(seen, stats_out)
@@ -197,11 +181,8 @@ unsafe fn record<O: StepOptions>(
 /// - Let the tensors be current after every other step only.
 /// - Copy the current set back before each use of the tensors, at 0.9 of the time of a step.
 /// - Record with SPW_UNDO_MODE_DELTA instead.
-///
-/// # Safety
-/// The recorded spans are as the step left them.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_undo_rollback(undo: Option<&mut spw_undo>) -> spw_status {
+pub extern "C" fn spw_undo_rollback(undo: Option<&mut spw_undo>) -> spw_status {
     guard(|| handle::get_mut(undo)?.0.rollback(None))
 }
 
@@ -209,11 +190,8 @@ pub unsafe extern "C" fn spw_undo_rollback(undo: Option<&mut spw_undo>) -> spw_s
 /// over memory. Then it forgets the step. The result has the bits of a single step with `grad_scale`
 /// (SPW_UNDO_MODE_ARITHMETIC: approximately). In mode SPW_UNDO_MODE_SHADOW the result is in the shadow spans, as after
 /// the step and `spw_undo_commit`. A `grad_scale` that is not a finite f32 is an error.
-///
-/// # Safety
-/// As `spw_undo_rollback`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_undo_redo(undo: Option<&mut spw_undo>, grad_scale: f64) -> spw_status {
+pub extern "C" fn spw_undo_redo(undo: Option<&mut spw_undo>, grad_scale: f64) -> spw_status {
     guard(|| {
         if !(grad_scale as f32).is_finite() {
             return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32")));
@@ -235,26 +213,16 @@ pub extern "C" fn spw_undo_commit(undo: Option<&mut spw_undo>, release_memory: u
 }
 
 /// Writes the bytes of log that the recorded step uses; 0 without a recorded step or a log.
-///
-/// # Safety
-/// `bytes_out` points to a u64.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_undo_get_log_bytes(
-    undo: Option<&mut spw_undo>,
-    bytes_out: *mut u64,
-) -> spw_status {
+pub extern "C" fn spw_undo_get_log_bytes(undo: Option<&mut spw_undo>, bytes_out: Out<u64>) -> spw_status {
     guard(|| {
         let bytes = handle::get_mut(undo)?.0.log_used();
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write(bytes, bytes_out, "bytes_out") }
+        bytes_out.put(bytes, "bytes_out")
     })
 }
 
 /// Frees the recording. Its step becomes permanent. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_undo_close(undo: Option<Box<spw_undo>>) -> spw_status {
-    guard(|| {
-        drop(handle::close(undo));
-        Ok(())
-    })
+    guard(|| handle::end(undo))
 }

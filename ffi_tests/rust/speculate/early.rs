@@ -8,6 +8,7 @@ use spillway::capi::speculate::{
     spw_spec_begin_adam, spw_spec_close, spw_spec_open, spw_spec_options, spw_spec_stats,
 };
 use spillway::capi::speculate::{spw_spec_finish, spw_spec_local_result, spw_spec_resolve};
+use spillway::capi::{In, Out};
 
 use crate::model::{Random, Tensor, adam_defaults, ok, shared, stats_of};
 
@@ -54,13 +55,14 @@ fn replay(norms: &[Vec<f32>], max_norm: f64, burst: bool) -> spw_spec_stats {
     let mut options_of_step = adam_defaults();
     // SAFETY: the spans live, unmoved and untouched, until `spw_spec_finish` returned.
     unsafe {
-        ok(spw_spec_open(&options, &mut spec));
+        ok(spw_spec_open(In::new(&options), Out::new(&mut spec)));
         let mut sent = 0;
         for step in norms {
-            ok(spw_spec_begin_adam(shared(spec), &options_of_step, max_norm));
+            ok(spw_spec_begin_adam(shared(spec), In::new(&options_of_step), max_norm));
             for (bucket, norm) in step.iter().enumerate() {
                 (model[bucket].grad[0], model[bucket].half) = (*norm, false);
-                ok(spw_spec_submit(shared(spec), bucket as u32, &model[bucket].raw(), 1, ptr::null()));
+                let (tensor, none) = (model[bucket].raw(), In::new(ptr::null()));
+                ok(spw_spec_submit(shared(spec), bucket as u32, In::new(&tensor), 1, none));
                 sent += 1;
                 let done = |stats: spw_spec_stats| stats.buckets_speculated + stats.buckets_spared == sent;
                 while !burst && !done(stats_of(spec)) {
@@ -68,8 +70,8 @@ fn replay(norms: &[Vec<f32>], max_norm: f64, burst: bool) -> spw_spec_stats {
                 }
             }
             let mut local = spw_step_stats { struct_size: 16, nonfinite: 0, sum_squares: 0.0 };
-            ok(spw_spec_local_result(shared(spec), -1, &mut local));
-            ok(spw_spec_resolve(shared(spec), &local, ptr::null_mut()));
+            ok(spw_spec_local_result(shared(spec), -1, Out::new(&mut local)));
+            ok(spw_spec_resolve(shared(spec), In::new(&local), Out::new(ptr::null_mut())));
             ok(spw_spec_finish(shared(spec), -1));
             options_of_step.step += 1;
         }

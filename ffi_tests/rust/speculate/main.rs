@@ -17,6 +17,7 @@ use spillway::capi::speculate::{
     spw_spec_finish, spw_spec_get_rolled_back, spw_spec_local_result, spw_spec_outcome, spw_spec_resolve,
 };
 use spillway::capi::speculate::{spw_spec_get_bucket, spw_spec_submit, spw_spec_wait};
+use spillway::capi::{In, Out};
 
 use model::{Buckets, Random, Tensor, adam, adam_defaults, ok, shared, stats_of, table, zeros};
 
@@ -33,7 +34,7 @@ fn every_run_ends_with_the_bits_of_waiting_for_the_norm() {
         if seed % 50 == 0 {
             let options = spw_thread_options { struct_size: 8, num_threads: 1 + (seed / 50 % 4) as u32 };
             // SAFETY: the options live until the call returns.
-            ok(unsafe { spw_set_threads(&options) });
+            ok(spw_set_threads(unsafe { In::new(&raw const options) }));
         }
         let stats = Run::new(seed).all();
         let counts = [
@@ -98,7 +99,7 @@ impl Run {
         }
         let mut spec = ptr::null_mut();
         // SAFETY: both pointers are valid for the call.
-        ok(unsafe { spw_spec_open(&options, &mut spec) });
+        ok(unsafe { spw_spec_open(In::new(&raw const options), Out::new(&raw mut spec)) });
         let clip_percent = [0, 1, 50, 100][(seed % 4) as usize];
         Run { random, spec, clip_percent, publish, twin, mine }
     }
@@ -172,20 +173,21 @@ impl Run {
         let mut outcome = spw_spec_outcome { struct_size: 32, ..zeros() };
         // SAFETY: the spans live, unmoved and untouched, until `spw_spec_finish` returned.
         unsafe {
-            ok(spw_spec_begin_adam(shared(*spec.get()), options, max_norm));
+            ok(spw_spec_begin_adam(shared(*spec.get()), In::new(options), max_norm));
             let (spec, tables) = (&spec, &tables);
             std::thread::scope(|scope| {
                 for part in order.chunks(order.len().div_ceil(threads)) {
                     scope.spawn(move || {
                         for bucket in part {
                             let tensors = &tables.get()[*bucket as usize];
-                            let (first, count) = (tensors.as_ptr(), tensors.len() as u64);
-                            ok(spw_spec_submit(shared(*spec.get()), *bucket, first, count, ptr::null()));
+                            let (first, count) = (In::new(tensors.as_ptr()), tensors.len() as u64);
+                            let none = In::new(ptr::null());
+                            ok(spw_spec_submit(shared(*spec.get()), *bucket, first, count, none));
                         }
                     });
                 }
             });
-            ok(spw_spec_local_result(shared(self.spec), -1, &mut local));
+            ok(spw_spec_local_result(shared(self.spec), -1, Out::new(&raw mut local)));
             assert_eq!(local.nonfinite, expected.nonfinite);
             assert!(local.nonfinite == 1 || local.sum_squares.to_bits() == expected.sum_squares.to_bits());
             if self.publish == 0 {
@@ -198,14 +200,15 @@ impl Run {
                 sum_squares: local.sum_squares + remote,
                 ..local
             };
-            ok(spw_spec_resolve(shared(self.spec), &global, &mut outcome));
+            ok(spw_spec_resolve(shared(self.spec), In::new(&raw const global), Out::new(&raw mut outcome)));
             ok(spw_spec_wait(shared(self.spec), self.random.below(u64::from(count)) as u32, -1));
             ok(spw_spec_finish(shared(self.spec), -1));
             let mut state = 0;
-            ok(spw_spec_get_bucket(shared(self.spec), 0, &mut state));
+            ok(spw_spec_get_bucket(shared(self.spec), 0, Out::new(&raw mut state)));
             assert_eq!(state, 3);
             let (mut buckets, mut found) = ([0; 8], 0);
-            ok(spw_spec_get_rolled_back(shared(self.spec), buckets.as_mut_ptr(), 8, &mut found));
+            let (numbers, count) = (Out::new(buckets.as_mut_ptr()), Out::new(&raw mut found));
+            ok(spw_spec_get_rolled_back(shared(self.spec), numbers, 8, count));
             assert_eq!(found as u32, outcome.rolled_back);
             assert!(outcome.verdict != COMMIT || found == 0);
         }

@@ -6,6 +6,7 @@ use std::ptr;
 use spillway::capi::base::spw_status;
 use spillway::capi::optim::{spw_adam_options, spw_adam_step, spw_step_stats, spw_tensor};
 use spillway::capi::speculate::{spw_spec, spw_spec_get_stats, spw_spec_stats};
+use spillway::capi::{In, Out};
 use spillway::optim::adam::AdamOptions;
 
 const F32: u32 = 1;
@@ -147,7 +148,10 @@ pub fn adam(options: &spw_adam_options, bucket: &mut [Tensor]) -> spw_step_stats
     let tensors = table(bucket);
     let mut stats = spw_step_stats { struct_size: 16, nonfinite: 0, sum_squares: 0.0 };
     // SAFETY: this test owns the tensors.
-    ok(unsafe { spw_adam_step(options, tensors.as_ptr(), tensors.len() as u64, &mut stats) });
+    ok(unsafe {
+        let (first, count) = (In::new(tensors.as_ptr()), tensors.len() as u64);
+        spw_adam_step(In::new(options), first, count, Out::new(&raw mut stats))
+    });
     stats
 }
 
@@ -174,6 +178,6 @@ pub unsafe fn shared<'a>(spec: *const spw_spec) -> Option<&'a spw_spec> {
 pub fn stats_of(spec: *mut spw_spec) -> spw_spec_stats {
     let mut stats = spw_spec_stats { struct_size: 88, ..zeros() };
     // SAFETY: the engine is open.
-    ok(unsafe { spw_spec_get_stats(shared(spec), &mut stats) });
+    ok(unsafe { spw_spec_get_stats(shared(spec), Out::new(&raw mut stats)) });
     stats
 }

@@ -1,17 +1,10 @@
 //! Creating, opening, closing and describing arenas.
-#![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
 use crate::arena::{Arena, Create, Open, RegionSpec, collect};
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self, Handle};
-use crate::capi::input::{self, timeout};
-use crate::capi::output;
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::sys::try_vec;
 
 /// How an arena is created. Flags are combined by addition.
@@ -41,12 +34,10 @@ pub enum spw_arena_open_flag {
 c_struct! { first 24;
 /// A region to make. Regions begin at whole pages.
 pub struct spw_arena_region {
-    /// `sizeof(spw_arena_region)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Name: 1 to 64 bytes of UTF-8, unique in the arena.
-    pub name: *const c_char,
+    pub name: In<c_char>,
     /// Length in bytes, at least 1.
     pub bytes: u64,
 }
@@ -55,15 +46,13 @@ pub struct spw_arena_region {
 c_struct! { first 40;
 /// An arena to create.
 pub struct spw_arena_options {
-    /// `sizeof(spw_arena_options)`
-    pub struct_size: u32,
     /// A sum of `spw_arena_flag`.
     pub flags: u32,
     /// Name: 1 to 200 letters, digits, dots, dashes and underscores; the file is /dev/shm/spillway-NAME. NULL: a memfd,
     /// which other processes open by a descriptor.
-    pub name: *const c_char,
+    pub name: In<c_char>,
     /// Regions, 1 to 65536.
-    pub regions: *const spw_arena_region,
+    pub regions: In<spw_arena_region>,
     /// Number of regions.
     pub region_count: u64,
     /// NUMA node for SPW_ARENA_FLAG_BIND_NODE.
@@ -77,8 +66,6 @@ c_struct! { first 64;
 /// An arena as this process sees it. `base`, `bytes` and `fd` describe the memory for a library that registers it,
 /// such as one for RDMA: they are valid until `spw_arena_close`, and `id` tells two arenas at one address apart.
 pub struct spw_arena_info {
-    /// `sizeof(spw_arena_info)`
-    pub struct_size: u32,
     /// A descriptor of the memory. It may be sent to other processes (SCM_RIGHTS); the arena closes it.
     pub fd: i32,
     /// Address in this process.
@@ -124,21 +111,15 @@ impl Handle for spw_arena {
 /// - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
 /// - SPW_ERR_LIMIT_REACHED: this process holds 1024 locks of arenas and tiers.
 /// - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
-///
-/// # Safety
-/// `options` points to a struct of `struct_size` bytes, `arena_out` to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_create(
-    options: *const spw_arena_options,
-    arena_out: *mut *mut spw_arena,
+pub extern "C" fn spw_arena_create(
+    options: In<spw_arena_options>,
+    arena_out: Out<*mut spw_arena>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let create = parse(&abi_struct::read(options, "options")?)?;
-            let make = || Arena::create(&create).map_err(|error| error.within("options."));
-            handle::open(arena_out, || Ok(spw_arena(Arc::new(make()?))))
-        }
+        let create = parse(&options.read("options")?)?;
+        let make = || Arena::create(&create).map_err(|error| error.within("options."));
+        arena_out.open(|| Ok(spw_arena(Arc::new(make()?))))
     })
 }
 
@@ -149,41 +130,27 @@ pub unsafe extern "C" fn spw_arena_create(
 /// - SPW_ERR_ARENA_PEER_ENDED: its owner has ended.
 /// - SPW_ERR_ARENA_FORMAT: it is truncated, damaged, not an arena, or of another version.
 /// - SPW_ERR_ARENA_FOREIGN: it belongs to another user.
-///
-/// # Safety
-/// `name` is a C string, `arena_out` points to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_open(
-    name: *const c_char,
+pub extern "C" fn spw_arena_open(
+    name: In<c_char>,
     flags: u32,
     timeout_ms: i64,
-    arena_out: *mut *mut spw_arena,
+    arena_out: Out<*mut spw_arena>,
 ) -> spw_status {
     guard(|| {
         let open = Open { timeout: timeout(timeout_ms), ..open_flags(flags)? };
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let name = input::text(name, "name")?;
-            handle::open(arena_out, || Ok(spw_arena(Arc::new(Arena::open(name, open)?))))
-        }
+        let name = name.text("name")?;
+        arena_out.open(|| Ok(spw_arena(Arc::new(Arena::open(name, open)?))))
     })
 }
 
 /// Opens an arena that was created without a name, by a descriptor of its memfd: received from its owner, or opened as
 /// /proc/PID/fd/FD. The caller keeps the descriptor. Errors are those of `spw_arena_open`.
-///
-/// # Safety
-/// `arena_out` points to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_open_fd(
-    fd: i32,
-    flags: u32,
-    arena_out: *mut *mut spw_arena,
-) -> spw_status {
+pub extern "C" fn spw_arena_open_fd(fd: i32, flags: u32, arena_out: Out<*mut spw_arena>) -> spw_status {
     guard(|| {
         let open = open_flags(flags)?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { handle::open(arena_out, || Ok(spw_arena(Arc::new(Arena::open_fd(fd, open)?)))) }
+        arena_out.open(|| Ok(spw_arena(Arc::new(Arena::open_fd(fd, open)?))))
     })
 }
 
@@ -192,98 +159,68 @@ pub unsafe extern "C" fn spw_arena_open_fd(
 /// ended leaves its region torn. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_arena_close(arena: Option<Box<spw_arena>>) -> spw_status {
-    guard(|| {
-        drop(handle::close(arena));
-        Ok(())
-    })
+    guard(|| handle::end(arena))
 }
 
 /// Removes the name of an arena whose owner has ended. Processes that have it open keep their memory.
 /// SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none, SPW_ERR_ARENA_FORMAT if the file of
 /// this name is no arena; the file stays. A file that is empty, or that holds only zeros, counts as an arena whose creation
 /// was interrupted: it is removed.
-///
-/// # Safety
-/// `name` is a C string.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_collect(name: *const c_char) -> spw_status {
-    // SAFETY: the caller meets the callee's requirements.
-    guard(|| collect(unsafe { input::text(name, "name") }?))
+pub extern "C" fn spw_arena_collect(name: In<c_char>) -> spw_status {
+    guard(|| collect(name.text("name")?))
 }
 
 /// Writes the properties of the arena and of its mapping in this process.
-///
-/// # Safety
-/// `info_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_get_info(
-    arena: Option<&spw_arena>,
-    info_out: *mut spw_arena_info,
-) -> spw_status {
+pub extern "C" fn spw_arena_get_info(arena: Option<&spw_arena>, info_out: Out<spw_arena_info>) -> spw_status {
     guard(|| {
         let found = handle::get(arena)?.0.info()?;
-        let values = spw_arena_info {
-            struct_size: 0,
-            fd: found.fd,
-            base: found.span.as_ptr().cast(),
-            bytes: found.span.len() as u64,
-            id: found.id,
-            region_count: found.regions as u64,
-            processes: found.processes,
-            owner_pid: found.owner,
-            owner_lives: found.owner_lives.into(),
-            is_owner: found.is_owner.into(),
-            writable: found.writable.into(),
-            huge: found.huge.into(),
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, info_out, "info_out") }
+        let values = report!(spw_arena_info from found {
+            fd, id, processes, owner_lives, is_owner, writable, huge
+        } with {
+            base: found.span.as_ptr().cast(), bytes: found.span.len() as u64,
+            region_count: found.regions as u64, owner_pid: found.owner
+        });
+        info_out.write(&values, "info_out")
     })
 }
 
 /// Writes the requested properties that the arena lacks, such as huge pages, and the reasons. The text is empty if the
 /// arena has all of them. `size` and `needed_out` as for every text output.
-///
-/// # Safety
-/// `text_out` has room for `size` bytes, or is NULL. `needed_out` points to a u64, or is NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_get_notes(
+pub extern "C" fn spw_arena_get_notes(
     arena: Option<&spw_arena>,
-    text_out: *mut c_char,
+    text_out: Out<c_char>,
     size: usize,
-    needed_out: *mut u64,
+    needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let arena = handle::get(arena)?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_text(arena.0.notes(), text_out, size, needed_out) };
-        Ok(())
+        text_out.put_text(arena.0.notes(), size, needed_out)
     })
 }
 
-unsafe fn parse(raw: &spw_arena_options) -> Result<Create> {
+fn parse(raw: &spw_arena_options) -> Result<Create> {
     let flags = abi_struct::flags("options.flags", raw.flags, 7)?;
     let has = |flag: spw_arena_flag| flags & flag as u32 != 0;
-    // SAFETY: the caller meets the callees' requirements.
-    unsafe {
-        let named = |name: *const c_char| input::text(name, "options.name").map(str::to_string);
-        let given = abi_struct::read_all(raw.regions, raw.region_count, "options.regions")?;
-        let mut regions = try_vec::with_capacity("listing the regions", given.len())?;
-        for (index, region) in given.iter().enumerate() {
-            let at = |error: Error| error.without("name").within(&format!("options.regions[{index}].name"));
-            abi_struct::zero("options.regions.reserved", region.reserved)?;
-            let name = input::text(region.name, "name").map_err(at)?.to_string();
-            regions.push(RegionSpec { name, bytes: region.bytes });
-        }
-        Ok(Create {
-            name: (!raw.name.is_null()).then(|| named(raw.name)).transpose()?,
-            regions,
-            processes: raw.processes,
-            huge: has(spw_arena_flag::SPW_ARENA_FLAG_HUGE),
-            node: has(spw_arena_flag::SPW_ARENA_FLAG_BIND_NODE).then_some(raw.node),
-            collect: has(spw_arena_flag::SPW_ARENA_FLAG_COLLECT),
-        })
+    let given = raw.regions.read_all(raw.region_count, "options.regions")?;
+    let mut regions = try_vec::with_capacity("listing the regions", given.len())?;
+    for (index, region) in given.iter().enumerate() {
+        let at = |error: Error| error.without("name").within(&format!("options.regions[{index}].name"));
+        abi_struct::zero("options.regions.reserved", region.reserved)?;
+        let name = region.name.text("name").map_err(at)?.to_string();
+        regions.push(RegionSpec { name, bytes: region.bytes });
     }
+    let name = if raw.name.is_null() { None } else { Some(raw.name.text("options.name")?.to_string()) };
+    Ok(Create {
+        name,
+        regions,
+        processes: raw.processes,
+        huge: has(spw_arena_flag::SPW_ARENA_FLAG_HUGE),
+        node: has(spw_arena_flag::SPW_ARENA_FLAG_BIND_NODE).then_some(raw.node),
+        collect: has(spw_arena_flag::SPW_ARENA_FLAG_COLLECT),
+    })
 }
 
 fn open_flags(flags: u32) -> Result<Open> {

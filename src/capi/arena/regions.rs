@@ -1,23 +1,14 @@
 //! Regions of an arena: their places, and how they are written and read.
-#![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_void};
 
 use crate::arena::Snapshot;
-use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::arena::open::spw_arena;
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle;
-use crate::capi::input::{self, timeout};
-use crate::capi::output::{self, required};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 
 c_struct! { first 40;
 /// A region of an arena.
 pub struct spw_arena_region_info {
-    /// `sizeof(spw_arena_region_info)`
-    pub struct_size: u32,
     /// 1 if a write has begun and has not ended, by a live writer or by one that ended; else 0.
     pub in_write: u32,
     /// Address in this process.
@@ -34,8 +25,6 @@ pub struct spw_arena_region_info {
 c_struct! { first 24;
 /// A region at the begin of a read.
 pub struct spw_arena_snapshot {
-    /// `sizeof(spw_arena_snapshot)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// The step whose values the region holds.
@@ -46,55 +35,38 @@ pub struct spw_arena_snapshot {
 }
 
 /// Writes the index of the region of that name: its place in the list of the arena's options.
-///
-/// # Safety
-/// `name` is a C string, `region_out` points to a u32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_find(
+pub extern "C" fn spw_arena_find(
     arena: Option<&spw_arena>,
-    name: *const c_char,
-    region_out: *mut u32,
+    name: In<c_char>,
+    region_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
         let arena = handle::get(arena)?;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let region = arena.0.find(input::text(name, "name")?)?;
-            output::write(region, region_out, "region_out")
-        }
+        let region = arena.0.find(name.text("name")?)?;
+        region_out.put(region, "region_out")
     })
 }
 
 /// Writes where a region is, its generation, and its name. `size` and `needed_out` as for every text output.
-///
-/// # Safety
-/// `info_out` points to a struct of `struct_size` bytes. `name_out` has room for `size` bytes, or is NULL. `needed_out`
-/// points to a u64, or is NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_get_region(
+pub extern "C" fn spw_arena_get_region(
     arena: Option<&spw_arena>,
     region: u32,
-    info_out: *mut spw_arena_region_info,
-    name_out: *mut c_char,
+    info_out: Out<spw_arena_region_info>,
+    name_out: Out<c_char>,
     size: usize,
-    needed_out: *mut u64,
+    needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let found = handle::get(arena)?.0.region(region)?;
-        let values = spw_arena_region_info {
-            struct_size: 0,
-            in_write: found.in_write.into(),
-            address: found.span.as_ptr().cast(),
-            offset: found.offset as u64,
-            bytes: found.span.len() as u64,
-            generation: found.generation,
-        };
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::write(&values, info_out, "info_out")?;
-            output::write_text(&found.name, name_out, size, needed_out);
-        }
-        Ok(())
+        let values = report!(spw_arena_region_info from found {
+            in_write, offset, generation
+        } with {
+            address: found.span.as_ptr().cast(), bytes: found.span.len() as u64
+        });
+        info_out.write(&values, "info_out")?;
+        name_out.put_text(&found.name, size, needed_out)
     })
 }
 
@@ -104,20 +76,16 @@ pub unsafe extern "C" fn spw_arena_get_region(
 ///
 /// A process that ends before `spw_arena_write_end` leaves the region torn: readers get SPW_ERR_ARENA_TORN, and another
 /// process may write. SPW_ERR_BUSY while another handle or thread writes the region.
-///
-/// # Safety
-/// `torn_out` is NULL or points to a u32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_write_begin(
+pub extern "C" fn spw_arena_write_begin(
     arena: Option<&spw_arena>,
     region: u32,
     generation: u64,
-    torn_out: *mut u32,
+    torn_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
         let torn = handle::get(arena)?.0.write_begin(region, generation)?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_optional(u32::from(torn), torn_out) };
+        torn_out.put_optional(u32::from(torn));
         Ok(())
     })
 }
@@ -146,43 +114,33 @@ pub extern "C" fn spw_arena_write_abort(arena: Option<&spw_arena>, region: u32, 
 ///
 /// - SPW_ERR_ARENA_TORN: the writer ended in the middle of a write.
 /// - SPW_ERR_TIMEOUT: the message names the writer, or the generation.
-///
-/// # Safety
-/// `snapshot_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_read_begin(
+pub extern "C" fn spw_arena_read_begin(
     arena: Option<&spw_arena>,
     region: u32,
     at_least: u64,
     timeout_ms: i64,
-    snapshot_out: *mut spw_arena_snapshot,
+    snapshot_out: Out<spw_arena_snapshot>,
 ) -> spw_status {
     guard(|| {
-        required(snapshot_out, "snapshot_out")?;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(snapshot_out, "snapshot_out")?;
-            let seen = handle::get(arena)?.0.read_begin(region, at_least, timeout(timeout_ms))?;
-            let Snapshot { generation, sequence } = seen;
-            let values = spw_arena_snapshot { struct_size: 0, reserved: 0, generation, sequence };
-            abi_struct::write(&values, snapshot_out, "snapshot_out")
-        }
+        snapshot_out.required("snapshot_out")?;
+        snapshot_out.check("snapshot_out")?;
+        let seen = handle::get(arena)?.0.read_begin(region, at_least, timeout(timeout_ms))?;
+        let Snapshot { generation, sequence } = seen;
+        let values = spw_arena_snapshot { struct_size: 0, reserved: 0, generation, sequence };
+        snapshot_out.write(&values, "snapshot_out")
     })
 }
 
 /// Returns SPW_OK if the region was not written since the snapshot, else SPW_ERR_ARENA_CHANGED.
-///
-/// # Safety
-/// `snapshot` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_read_validate(
+pub extern "C" fn spw_arena_read_validate(
     arena: Option<&spw_arena>,
     region: u32,
-    snapshot: *const spw_arena_snapshot,
+    snapshot: In<spw_arena_snapshot>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let seen = unsafe { abi_struct::read(snapshot, "snapshot") }?;
+        let seen = snapshot.read("snapshot")?;
         let seen = Snapshot { generation: seen.generation, sequence: seen.sequence };
         handle::get(arena)?.0.read_validate(region, seen)
     })
@@ -202,7 +160,7 @@ pub unsafe extern "C" fn spw_arena_read(
     to_out: *mut c_void,
     bytes: u64,
     timeout_ms: i64,
-    generation_out: *mut u64,
+    generation_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let arena = handle::get(arena)?;
@@ -215,7 +173,7 @@ pub unsafe extern "C" fn spw_arena_read(
         unsafe {
             let to = room(to_out, bytes)?;
             let generation = arena.0.copy(region, at_least, offset, to, timeout(timeout_ms))?;
-            output::write_optional(generation, generation_out);
+            generation_out.put_optional(generation);
         }
         Ok(())
     })
@@ -229,7 +187,9 @@ unsafe fn room<'a>(to: *mut c_void, bytes: u64) -> Result<&'a mut [u8]> {
     if bytes == 0 {
         return Ok(&mut []);
     }
-    let to = required(to, "to_out")?;
+    if to.is_null() {
+        return Err(Error::invalid("to_out", "is NULL"));
+    }
     // SAFETY: not NULL, and `bytes` is at most the length of a mapping.
     Ok(unsafe { std::slice::from_raw_parts_mut(to.cast(), bytes as usize) })
 }

@@ -1,23 +1,14 @@
 //! Results that the processes of one machine post in an arena.
-#![allow(non_camel_case_types)]
 
 use crate::arena::Verdict;
-use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::arena::open::spw_arena;
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle;
-use crate::capi::input::timeout;
 use crate::capi::optim::tensor::spw_step_stats;
-use crate::capi::output::{self, required};
-use crate::error::Result;
+use crate::capi::prelude::*;
 use crate::optim::StepStats;
 
 c_struct! { first 24;
 /// The results of all processes of an arena together.
 pub struct spw_arena_verdict {
-    /// `sizeof(spw_arena_verdict)`
-    pub struct_size: u32,
     /// 1 if a gradient of any process is Inf or NaN, else 0.
     pub nonfinite: u32,
     /// Number of processes that failed.
@@ -41,20 +32,16 @@ pub extern "C" fn spw_arena_join(arena: Option<&spw_arena>, process: u32) -> spw
 /// `failed` 1 if one of its stages failed. A round is decided once all processes have posted it. The call is an error while
 /// the round that the process posted before is open: wait for its verdict, or abort it. A round that was aborted may
 /// be posted; its wait is an error at once.
-///
-/// # Safety
-/// `stats` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_post(
+pub extern "C" fn spw_arena_post(
     arena: Option<&spw_arena>,
     process: u32,
     round: u64,
-    stats: *const spw_step_stats,
+    stats: In<spw_step_stats>,
     failed: u32,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let raw = unsafe { abi_struct::read(stats, "stats") }?;
+        let raw = stats.read("stats")?;
         let nonfinite = abi_struct::flag("stats.nonfinite", raw.nonfinite)?;
         let stats = StepStats { nonfinite, sum_squares: raw.sum_squares };
         handle::get(arena)?.0.post(process, round, stats, abi_struct::flag("failed", failed)?)
@@ -72,23 +59,17 @@ pub unsafe extern "C" fn spw_arena_post(
 ///
 /// A handle that has not joined observes: it aborts no round. It waits on for a process that ended, because a process that
 /// joins with the same number may post the round; the message of its timeout names the process that ended.
-///
-/// # Safety
-/// `verdict_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_wait_verdict(
+pub extern "C" fn spw_arena_wait_verdict(
     arena: Option<&spw_arena>,
     round: u64,
     timeout_ms: i64,
-    verdict_out: *mut spw_arena_verdict,
+    verdict_out: Out<spw_arena_verdict>,
 ) -> spw_status {
     guard(|| {
-        required(verdict_out, "verdict_out")?;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(verdict_out, "verdict_out")?;
-            write(handle::get(arena)?.0.wait_verdict(round, timeout(timeout_ms))?, verdict_out)
-        }
+        verdict_out.required("verdict_out")?;
+        verdict_out.check("verdict_out")?;
+        write(handle::get(arena)?.0.wait_verdict(round, timeout(timeout_ms))?, verdict_out)
     })
 }
 
@@ -96,31 +77,25 @@ pub unsafe extern "C" fn spw_arena_wait_verdict(
 /// aborted with it. `decided_out` receives 1 if the round
 /// was decided before: `verdict_out` then has the verdict, which this process follows as all others do. Otherwise it
 /// receives 0, all processes roll back, and `verdict_out` stays as it is.
-///
-/// # Safety
-/// `decided_out` points to a u32, `verdict_out` to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_arena_abort_round(
+pub extern "C" fn spw_arena_abort_round(
     arena: Option<&spw_arena>,
     process: u32,
     round: u64,
-    decided_out: *mut u32,
-    verdict_out: *mut spw_arena_verdict,
+    decided_out: Out<u32>,
+    verdict_out: Out<spw_arena_verdict>,
 ) -> spw_status {
     guard(|| {
-        required(decided_out, "decided_out")?;
-        required(verdict_out, "verdict_out")?;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(verdict_out, "verdict_out")?;
-            let found = handle::get(arena)?.0.abort_round(process, round)?;
-            output::write(u32::from(found.is_some()), decided_out, "decided_out")?;
-            found.map_or(Ok(()), |found| write(found, verdict_out))
-        }
+        decided_out.required("decided_out")?;
+        verdict_out.required("verdict_out")?;
+        verdict_out.check("verdict_out")?;
+        let found = handle::get(arena)?.0.abort_round(process, round)?;
+        decided_out.put(u32::from(found.is_some()), "decided_out")?;
+        found.map_or(Ok(()), |found| write(found, verdict_out))
     })
 }
 
-unsafe fn write(found: Verdict, verdict_out: *mut spw_arena_verdict) -> Result<()> {
+fn write(found: Verdict, verdict_out: Out<spw_arena_verdict>) -> Result<()> {
     let values = spw_arena_verdict {
         struct_size: 0,
         nonfinite: found.stats.nonfinite.into(),
@@ -128,6 +103,5 @@ unsafe fn write(found: Verdict, verdict_out: *mut spw_arena_verdict) -> Result<(
         reserved: 0,
         sum_squares: found.stats.sum_squares,
     };
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { abi_struct::write(&values, verdict_out, "verdict_out") }
+    verdict_out.write(&values, "verdict_out")
 }

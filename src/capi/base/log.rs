@@ -1,11 +1,8 @@
 //! Log messages.
-#![allow(non_camel_case_types)]
 
 use std::ffi::{CString, c_char, c_void};
 
-use super::status::spw_status;
-use crate::capi::guard::guard;
-use crate::error::Error;
+use crate::capi::prelude::*;
 use crate::log::{self, Level};
 
 /// Severity of a log message. A level includes the levels before it.

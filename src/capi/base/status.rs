@@ -1,5 +1,4 @@
 //! Status codes, and the error message that each thread keeps.
-#![allow(non_camel_case_types)]
 
 use std::ffi::{CStr, c_char};
 

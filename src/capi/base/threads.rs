@@ -1,17 +1,11 @@
 //! Settings of the thread pool.
-#![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::status::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::output::{self};
+use crate::capi::prelude::*;
 use crate::sys::threads;
 
 c_struct! { first 8;
 /// Settings of the process's thread pool. Every process has one pool.
 pub struct spw_thread_options {
-    /// `sizeof(spw_thread_options)`
-    pub struct_size: u32,
     /// Number of threads per step, including the calling thread. 0: derived from the affinity mask, the cgroup quota
     /// and `LOCAL_WORLD_SIZE`.
     pub num_threads: u32,
@@ -22,14 +16,10 @@ pub struct spw_thread_options {
 /// wake up. Without this call the number is that of the environment variable `SPILLWAY_NUM_THREADS`. Without the
 /// variable it is the number of processors that this process may use, divided by `LOCAL_WORLD_SIZE`. Steps in flight
 /// keep their workers. The log (level info) states once how the number was derived.
-///
-/// # Safety
-/// `options` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_set_threads(options: *const spw_thread_options) -> spw_status {
+pub extern "C" fn spw_set_threads(options: In<spw_thread_options>) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let options = unsafe { abi_struct::read(options, "options") }?;
+        let options = options.read("options")?;
         threads::configure(options.num_threads as usize)
     })
 }
@@ -37,13 +27,7 @@ pub unsafe extern "C" fn spw_set_threads(options: *const spw_thread_options) -> 
 /// Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Smaller
 /// steps run on the calling thread only. Exception: steps of 32768 to 65536 elements of the main thread
 /// also use OpenMP's threads while these are awake.
-///
-/// # Safety
-/// `count_out` points to a u32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_get_threads(count_out: *mut u32) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write(threads::count()? as u32, count_out, "count_out") }
-    })
+pub extern "C" fn spw_get_threads(count_out: Out<u32>) -> spw_status {
+    guard(|| count_out.put(threads::count()? as u32, "count_out"))
 }

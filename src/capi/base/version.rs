@@ -1,12 +1,8 @@
 //! The library as a whole: version, kernel, counters.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_char;
 
-use super::status::spw_status;
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::guard::guard;
-use crate::capi::output;
+use crate::capi::prelude::*;
 use crate::optim::processor;
 use crate::stats;
 
@@ -29,11 +25,8 @@ pub extern "C" fn spw_version() -> *const c_char {
 /// Writes the name of the kernel that runs steps: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar". The
 /// environment variable `SPILLWAY_KERNEL` selects a kernel. If this processor lacks it, this call and every step are
 /// SPW_ERR_UNSUPPORTED. The string is constant.
-///
-/// # Safety
-/// `name_out` points to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_get_kernel(name_out: *mut *const c_char) -> spw_status {
+pub extern "C" fn spw_get_kernel(name_out: Out<*const c_char>) -> spw_status {
     guard(|| {
         let name = match processor::kernel()?.name() {
             "avx512" => c"avx512",
@@ -43,16 +36,13 @@ pub unsafe extern "C" fn spw_get_kernel(name_out: *mut *const c_char) -> spw_sta
             "neon" => c"neon",
             _ => c"scalar",
         };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write(name.as_ptr(), name_out, "name_out") }
+        name_out.put(name.as_ptr(), "name_out")
     })
 }
 
 c_struct! { first 56;
 /// Optimizer work of this process since the library was loaded.
 pub struct spw_stats {
-    /// `sizeof(spw_stats)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Successful Adam and AdamW calls.
@@ -71,11 +61,8 @@ pub struct spw_stats {
 }
 
 /// Reads the counters of the process.
-///
-/// # Safety
-/// `stats_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_get_stats(stats_out: *mut spw_stats) -> spw_status {
+pub extern "C" fn spw_get_stats(stats_out: Out<spw_stats>) -> spw_status {
     guard(|| {
         let (adam_calls, adam_elements) = stats::ADAM.get();
         let (adagrad_calls, adagrad_elements) = stats::ADAGRAD.get();
@@ -90,8 +77,7 @@ pub unsafe extern "C" fn spw_get_stats(stats_out: *mut spw_stats) -> spw_status 
             lion_calls,
             lion_elements,
         };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, stats_out, "stats_out") }
+        stats_out.write(&values, "stats_out")
     })
 }
 

@@ -3,14 +3,10 @@
 use std::ffi::c_void;
 
 use super::call::{rule_of, spw_ds_adam_call};
-use crate::capi::abi_struct;
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
 use crate::capi::optim::table;
 use crate::capi::optim::tensor::{at, no_split_masters, spw_tensor};
-use crate::capi::output::required;
+use crate::capi::prelude::*;
 use crate::capi::undo::spw_undo;
-use crate::error::{Error, Result};
 use crate::optim::adagrad::AdagradOptions;
 use crate::optim::deepspeed::{ADAGRAD, ADAM, AdamState, LION};
 use crate::optim::lent::Lent;
@@ -43,8 +39,8 @@ pub extern "C" fn spw_ds_adam_create(id: i32, beta1: f32, beta2: f32, adamw_mode
 pub unsafe extern "C" fn spw_ds_adam_update(
     undo: Option<&mut spw_undo>,
     id: i32,
-    call: *const spw_ds_adam_call,
-    tensor: *const spw_tensor,
+    call: In<spw_ds_adam_call>,
+    tensor: In<spw_tensor>,
 ) -> spw_status {
     guard(|| {
         // SAFETY: the caller meets the callees' requirements.
@@ -75,12 +71,12 @@ pub unsafe extern "C" fn spw_ds_adam_update(
 pub unsafe extern "C" fn spw_ds_adam_rollback(
     undo: Option<&mut spw_undo>,
     id: i32,
-    call: *const spw_ds_adam_call,
-    tensor: *const spw_tensor,
-    exact_out: *mut u32,
+    call: In<spw_ds_adam_call>,
+    tensor: In<spw_tensor>,
+    exact_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
-        let exact_out = required(exact_out, "exact_out")?;
+        exact_out.required("exact_out")?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let (_, rule) = rule_of(id, call)?;
@@ -94,9 +90,8 @@ pub unsafe extern "C" fn spw_ds_adam_rollback(
                 jobs.iter_mut().try_for_each(undo::check_reversible)?;
                 undo::undo(&mut jobs, None)?;
             }
-            exact_out.write((rolled_back == Some(true)).into());
+            exact_out.put((rolled_back == Some(true)).into(), "exact_out")
         }
-        Ok(())
     })
 }
 
@@ -127,7 +122,7 @@ pub unsafe extern "C" fn spw_ds_adagrad_update(
     lr: f32,
     eps: f32,
     weight_decay: f32,
-    tensor: *const spw_tensor,
+    tensor: In<spw_tensor>,
 ) -> spw_status {
     guard(|| {
         ADAGRAD.get(id)?;
@@ -172,7 +167,7 @@ pub unsafe extern "C" fn spw_ds_lion_update(
     beta1: f32,
     beta2: f32,
     weight_decay: f32,
-    tensor: *const spw_tensor,
+    tensor: In<spw_tensor>,
 ) -> spw_status {
     guard(|| {
         LION.get(id)?;
@@ -201,7 +196,7 @@ pub extern "C" fn spw_ds_lion_destroy(id: i32) -> spw_status {
 ///
 /// # Safety
 /// As `spw_adam_step`, for one tensor.
-unsafe fn step_one<R: Family>(rule: R, tensor: *const spw_tensor) -> Result<()> {
+unsafe fn step_one<R: Family>(rule: R, tensor: In<spw_tensor>) -> Result<()> {
     // SAFETY: the caller meets the callee's requirements.
     one(tensor, |own| unsafe {
         table::with_jobs(tensor, 1, &rule, own, |jobs| match jobs.iter().any(|job| job.tensor.is_split()) {
@@ -215,14 +210,14 @@ unsafe fn step_one<R: Family>(rule: R, tensor: *const spw_tensor) -> Result<()> 
 ///
 /// # Safety
 /// As [`table::lent`], for one tensor.
-pub(super) unsafe fn lent<R: Family>(rule: R, tensor: *const spw_tensor) -> Result<Lent<R>> {
+pub(super) unsafe fn lent<R: Family>(rule: R, tensor: In<spw_tensor>) -> Result<Lent<R>> {
     // SAFETY: the caller meets the callee's requirements.
     one(tensor, |own| unsafe { table::lent(tensor, 1, &rule, own) })
 }
 
 /// Calls `read`, which reads one tensor that must not have options of its own. Its errors name no place in an array.
 fn one<R, T>(
-    tensor: *const spw_tensor,
+    tensor: In<spw_tensor>,
     read: impl FnOnce(fn(*const c_void) -> Result<R>) -> Result<T>,
 ) -> Result<T> {
     match tensor.is_null() {

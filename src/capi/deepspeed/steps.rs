@@ -1,18 +1,14 @@
 //! DeepSpeed's Adam in a tiered update and in a speculation round.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
 
 use super::call::{rule_of, rules_of, spw_ds_adam_call};
 use super::ids::{lent, options_of_id};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle;
 use crate::capi::optim::spw_tensor;
+use crate::capi::prelude::*;
 use crate::capi::speculate::bucket::{parse_event, spw_spec_event};
 use crate::capi::speculate::engine::spw_spec;
 use crate::capi::swap::{inputs, spw_swap};
-use crate::error::Error;
 use crate::kernel::Arithmetic;
 use crate::optim::deepspeed::ADAM;
 
@@ -33,8 +29,8 @@ pub type spw_swap_stepped_fn =
 pub unsafe extern "C" fn spw_swap_ds_adam_step(
     swap: Option<&mut spw_swap>,
     id: i32,
-    calls: *const spw_ds_adam_call,
-    tensors: *const spw_tensor,
+    calls: In<spw_ds_adam_call>,
+    tensors: In<spw_tensor>,
     count: u64,
     stepped: spw_swap_stepped_fn,
     user: *mut c_void,
@@ -77,9 +73,9 @@ pub unsafe extern "C" fn spw_spec_submit_ds_adam(
     spec: Option<&spw_spec>,
     bucket: u32,
     id: i32,
-    call: *const spw_ds_adam_call,
-    tensor: *const spw_tensor,
-    event: *const spw_spec_event,
+    call: In<spw_ds_adam_call>,
+    tensor: In<spw_tensor>,
+    event: In<spw_spec_event>,
 ) -> spw_status {
     guard(|| {
         // SAFETY: the caller meets the callees' requirements.

@@ -1,18 +1,11 @@
 //! Copies between the framework's device memory and pinned host memory, and their measured bandwidth.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
 
 use super::device::{floats, spw_gpu};
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle;
-use crate::capi::input::timeout;
 use crate::capi::optim::tensor::parse_dtype;
-use crate::capi::output;
+use crate::capi::prelude::*;
 use crate::dtype::Dtype;
-use crate::error::{Error, Result};
 use crate::gpu::profile;
 use crate::gpu::speeds::Link;
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
@@ -51,8 +44,6 @@ c_struct! { first 56;
 /// even towards the device) and f32 crosses the link (SuperOffload section 4.5). With 16 bits on both sides half the
 /// bytes cross the link, and the CPU step converts in its registers.
 pub struct spw_gpu_copy {
-    /// `sizeof(spw_gpu_copy)`
-    pub struct_size: u32,
     /// `spw_gpu_direction`
     pub direction: u32,
     /// `spw_dtype` of the elements in device memory.
@@ -89,8 +80,6 @@ pub enum spw_transfer_dtype {
 c_struct! { first 56;
 /// Measured rates of a GPU's link and of the CPU's step, in parameters per second.
 pub struct spw_gpu_link {
-    /// `sizeof(spw_gpu_link)`
-    pub struct_size: u32,
     /// The faster `spw_transfer_dtype` for gradients.
     pub transfer_dtype: u32,
     /// Gradients to the host, transferred as f32.
@@ -119,15 +108,15 @@ pub struct spw_gpu_link {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_gpu_copy_start(
     gpu: Option<&spw_gpu>,
-    copy: *const spw_gpu_copy,
-    ticket_out: *mut u64,
+    copy: In<spw_gpu_copy>,
+    ticket_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let gpu = handle::get(gpu)?;
-        // SAFETY: the caller meets the callees' requirements.
-        let ticket = gpu.transfers.start(&unsafe { copy_of(gpu, copy) }?)?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_optional(ticket, ticket_out) };
+        let raw = copy.read("copy")?;
+        // SAFETY: the caller lends the memory and the handle of the copy.
+        let copy = unsafe { copy_of(gpu, &raw) }?;
+        ticket_out.put_optional(gpu.transfers.start(&copy)?);
         Ok(())
     })
 }
@@ -161,15 +150,12 @@ pub unsafe extern "C" fn spw_gpu_copy_stream_wait(
 /// The first call on a machine measures, which takes about a second and 200 MiB, and stores the rates in a profile. The
 /// profile is the path in `SPILLWAY_PROFILE`, else `spillway/profile` in `XDG_CACHE_HOME` or `~/.cache`. If the
 /// variable is empty, every call measures. `again` 1 measures again.
-///
-/// # Safety
-/// `link_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_gpu_measure_link(
+pub extern "C" fn spw_gpu_measure_link(
     gpu: Option<&spw_gpu>,
     accumulates: u32,
     again: u32,
-    link_out: *mut spw_gpu_link,
+    link_out: Out<spw_gpu_link>,
 ) -> spw_status {
     guard(|| {
         let gpu = handle::get(gpu)?;
@@ -191,17 +177,14 @@ pub unsafe extern "C" fn spw_gpu_measure_link(
             step_f32,
             step_native,
         };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, link_out, "link_out") }
+        link_out.write(&values, "link_out")
     })
 }
 
 /// # Safety
 /// As `spw_gpu_copy_start`.
-pub(in crate::capi) unsafe fn copy_of(gpu: &spw_gpu, copy: *const spw_gpu_copy) -> Result<Copy> {
+pub(in crate::capi) unsafe fn copy_of(gpu: &spw_gpu, raw: &spw_gpu_copy) -> Result<Copy> {
     let within = |error: Error| error.within("copy.");
-    // SAFETY: the caller meets the callee's requirements.
-    let raw = unsafe { abi_struct::read(copy, "copy") }?;
     abi_struct::zero("copy.reserved", raw.reserved)?;
     let direction = match abi_struct::flag("copy.direction", raw.direction)? {
         false => Direction::D2h,

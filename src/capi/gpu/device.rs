@@ -1,18 +1,13 @@
 //! GPUs: discovery, and Adam on the device.
-#![allow(non_camel_case_types)]
 
 use std::ffi::{CString, c_char, c_void};
 use std::sync::Arc;
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self, Handle};
 use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::overlap;
 use crate::capi::optim::table::{own_rule, rule};
 use crate::capi::optim::tensor::{self, parse_dtype, spw_step_stats, spw_tensor};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::gpu::device::Device;
 use crate::gpu::driver::Driver;
 use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
@@ -26,8 +21,6 @@ use crate::kernel::AdamRule;
 c_struct! { first 16;
 /// The CUDA driver of this process.
 pub struct spw_gpu_driver {
-    /// `sizeof(spw_gpu_driver)`
-    pub struct_size: u32,
     /// Number of devices that this process sees.
     pub devices: u32,
     /// The newest CUDA version that the driver supports: 12040 for 12.4.
@@ -40,8 +33,6 @@ pub struct spw_gpu_driver {
 c_struct! { first 16;
 /// Options of a GPU. Zero is a good default for every field but struct_size.
 pub struct spw_gpu_options {
-    /// `sizeof(spw_gpu_options)`
-    pub struct_size: u32,
     /// Index of the device among those that this process sees.
     pub ordinal: u32,
     /// Bytes of a chunk of a transfer; 0: 32 MiB.
@@ -52,8 +43,6 @@ pub struct spw_gpu_options {
 c_struct! { first 56;
 /// Properties of a GPU.
 pub struct spw_gpu_info {
-    /// `sizeof(spw_gpu_info)`
-    pub struct_size: u32,
     /// Index of the device among those that this process sees.
     pub ordinal: u32,
     /// Compute capability: 90 for 9.0.
@@ -103,11 +92,8 @@ impl Handle for spw_gpu {
 /// - SPW_ERR_DRIVER_STUB: the library is a toolkit's stub.
 /// - SPW_ERR_DRIVER_TOO_OLD: the driver is older than 525.
 /// - SPW_ERR_GPU_FORKED: the process was forked after CUDA was used.
-///
-/// # Safety
-/// `driver_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_gpu_probe(driver_out: *mut spw_gpu_driver) -> spw_status {
+pub extern "C" fn spw_gpu_probe(driver_out: Out<spw_gpu_driver>) -> spw_status {
     guard(|| {
         let found = Driver::get()?;
         let values = spw_gpu_driver {
@@ -116,8 +102,7 @@ pub unsafe extern "C" fn spw_gpu_probe(driver_out: *mut spw_gpu_driver) -> spw_s
             cuda_version: found.version(),
             reserved: 0,
         };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, driver_out, "driver_out") }
+        driver_out.write(&values, "driver_out")
     })
 }
 
@@ -130,17 +115,10 @@ pub unsafe extern "C" fn spw_gpu_probe(driver_out: *mut spw_gpu_driver) -> spw_s
 /// Calls on the GPU do not disturb a graph that another thread captures. A stream under capture, or an event recorded
 /// under capture, is an error. Pinned memory of this library that a copy or an interleaved update uses is registered
 /// with the driver. A child forked meanwhile does not have this memory mapped and must not touch it.
-///
-/// # Safety
-/// `options` points to a struct of `struct_size` bytes, `gpu_out` to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_gpu_open(
-    options: *const spw_gpu_options,
-    gpu_out: *mut *mut spw_gpu,
-) -> spw_status {
+pub extern "C" fn spw_gpu_open(options: In<spw_gpu_options>, gpu_out: Out<*mut spw_gpu>) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let options = unsafe { abi_struct::read(options, "options") }?;
+        let options = options.read("options")?;
         let chunk_bytes = match options.chunk_bytes {
             0 => DEFAULT_CHUNK_BYTES,
             bytes if bytes <= MOST_CHUNK_BYTES => bytes,
@@ -151,8 +129,7 @@ pub unsafe extern "C" fn spw_gpu_open(
                 ));
             }
         };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { handle::open(gpu_out, || spw_gpu::open(options.ordinal, chunk_bytes)) }
+        gpu_out.open(|| spw_gpu::open(options.ordinal, chunk_bytes))
     })
 }
 
@@ -191,28 +168,17 @@ pub extern "C" fn spw_gpu_close(gpu: Option<Box<spw_gpu>>) -> spw_status {
 }
 
 /// Reads the properties of the GPU.
-///
-/// # Safety
-/// `info_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_gpu_get_info(gpu: Option<&spw_gpu>, info_out: *mut spw_gpu_info) -> spw_status {
+pub extern "C" fn spw_gpu_get_info(gpu: Option<&spw_gpu>, info_out: Out<spw_gpu_info>) -> spw_status {
     guard(|| {
         let gpu = handle::get(gpu)?;
         let found = gpu.device.info()?;
-        let values = spw_gpu_info {
-            struct_size: 0,
-            ordinal: gpu.device.ordinal(),
-            capability: found.capability,
-            multiprocessors: found.multiprocessors,
-            copy_engines: found.copy_engines,
-            reserved: 0,
-            memory_bytes: found.memory_bytes,
-            free_bytes: found.free_bytes,
-            name: gpu.name.as_ptr(),
-            pci: gpu.pci.as_ptr(),
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, info_out, "info_out") }
+        let values = report!(spw_gpu_info from found {
+            capability, multiprocessors, copy_engines, memory_bytes, free_bytes
+        } with {
+            ordinal: gpu.device.ordinal(), reserved: 0, name: gpu.name.as_ptr(), pci: gpu.pci.as_ptr()
+        });
+        info_out.write(&values, "info_out")
     })
 }
 
@@ -230,17 +196,17 @@ pub unsafe extern "C" fn spw_gpu_get_info(gpu: Option<&spw_gpu>, info_out: *mut 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_gpu_adam_step(
     gpu: Option<&spw_gpu>,
-    options: *const spw_adam_options,
-    tensors: *const spw_tensor,
+    options: In<spw_adam_options>,
+    tensors: In<spw_tensor>,
     count: u64,
     stream: u64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     guard(|| {
         let gpu = handle::get(gpu)?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
+            stats_out.check("stats_out")?;
             let jobs = jobs(rule(options)?, tensors, count)?;
             let seen = gpu.steps.adam(&jobs, ForeignStream::new(stream), !stats_out.is_null())?;
             tensor::write_stats(seen, stats_out)
@@ -272,7 +238,7 @@ pub(in crate::capi) unsafe fn floats(
 /// As `spw_gpu_adam_step`.
 pub(in crate::capi) unsafe fn jobs(
     shared: AdamRule,
-    tensors: *const spw_tensor,
+    tensors: In<spw_tensor>,
     count: u64,
 ) -> Result<Vec<Job>> {
     // SAFETY: the caller meets the callees' requirements.

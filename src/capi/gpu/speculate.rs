@@ -1,20 +1,14 @@
 //! Speculation with a GPU: buckets in device memory, and uploads of 16-bit copies.
-#![allow(non_camel_case_types)]
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::capi::abi_struct;
-use crate::capi::base::spw_status;
 use crate::capi::gpu::copy::{copy_of, spw_gpu_copy};
 use crate::capi::gpu::device::{jobs, spw_gpu};
-use crate::capi::guard::guard;
-use crate::capi::handle::{self};
-use crate::capi::input::timeout;
 use crate::capi::optim::tensor::{self, spw_tensor};
+use crate::capi::prelude::*;
 use crate::capi::speculate::bucket::{parse_event, spw_spec_event};
 use crate::capi::speculate::engine::spw_spec;
-use crate::error::{Error, Result};
 use crate::gpu::stream::ForeignStream;
 use crate::gpu::transfer::Direction;
 use crate::offload::speculate::{Bucket, Publication, Published, Resident};
@@ -39,7 +33,7 @@ pub unsafe extern "C" fn spw_spec_publish_to(
     spec: Option<&spw_spec>,
     bucket: u32,
     gpu: Option<&spw_gpu>,
-    copies: *const spw_gpu_copy,
+    copies: In<spw_gpu_copy>,
     count: u64,
 ) -> spw_status {
     guard(|| {
@@ -49,7 +43,7 @@ pub unsafe extern "C" fn spw_spec_publish_to(
             spec.engine.progress(bucket).map(drop)?;
             let gpu = handle::get(gpu)?;
             let mut parsed = Vec::new();
-            for (index, raw) in abi_struct::read_all(copies, count, "copies")?.iter().enumerate() {
+            for (index, raw) in copies.read_all(count, "copies")?.iter().enumerate() {
                 let copy = copy_of(gpu, raw).map_err(|error| error.within(&format!("copies[{index}].")))?;
                 if copy.direction != Direction::H2d {
                     let reason = "must be SPW_GPU_DIRECTION_H2D";
@@ -83,10 +77,10 @@ pub unsafe extern "C" fn spw_spec_submit_gpu(
     spec: Option<&spw_spec>,
     bucket: u32,
     gpu: Option<&spw_gpu>,
-    tensors: *const spw_tensor,
+    tensors: In<spw_tensor>,
     count: u64,
     stream: u64,
-    event: *const spw_spec_event,
+    event: In<spw_spec_event>,
 ) -> spw_status {
     guard(|| {
         // SAFETY: the caller meets the callees' requirements.

@@ -1,9 +1,8 @@
 //! DeepSpeed's Adam in an interleaved update.
 
 use super::update::{check_count, spw_interleave, subgroups_of, with_stream};
-use crate::capi::base::spw_status;
 use crate::capi::deepspeed::call::{rules_of, spw_ds_adam_call};
-use crate::capi::guard::guard;
+use crate::capi::prelude::*;
 use crate::optim::deepspeed::ADAM;
 
 /// Does `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`, one call per subgroup, applied in the order
@@ -15,7 +14,7 @@ use crate::optim::deepspeed::ADAM;
 pub unsafe extern "C" fn spw_interleave_begin_ds_adam(
     interleave: Option<&spw_interleave>,
     id: i32,
-    calls: *const spw_ds_adam_call,
+    calls: In<spw_ds_adam_call>,
     count: u64,
     stream: u64,
 ) -> spw_status {

@@ -1,8 +1,6 @@
 //! Placements of subgroups, and the rates that plans are made from.
-#![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::{GpuGrads, Rates, Shape, TransferDtype};
 
@@ -21,8 +19,6 @@ pub enum spw_placement {
 c_struct! { first 64;
 /// Rates of one GPU, its link and its share of the host, in parameters per second.
 pub struct spw_interleave_rates {
-    /// `sizeof(spw_interleave_rates)`
-    pub struct_size: u32,
     /// 1 if the link transfers in one direction at a time, else 0.
     pub half_duplex: u32,
     /// Step on the CPU, measured while copies run.
@@ -42,11 +38,8 @@ pub struct spw_interleave_rates {
 }
 }
 
-/// # Safety
-/// `rates` is NULL or points to a struct of `struct_size` bytes.
-pub(in crate::capi) unsafe fn read_rates(rates: *const spw_interleave_rates) -> Result<Rates> {
-    // SAFETY: the caller meets the callee's requirements.
-    let raw = unsafe { abi_struct::read(rates, "rates") }?;
+pub(in crate::capi) fn read_rates(rates: In<spw_interleave_rates>) -> Result<Rates> {
+    let raw = rates.read("rates")?;
     let unlimited = |rate: f64| if rate == 0.0 { f64::INFINITY } else { rate };
     Ok(Rates {
         cpu: raw.cpu,
@@ -91,14 +84,9 @@ pub(in crate::capi) fn shape_of(
     Ok(shape)
 }
 
-/// # Safety
-/// `placements` is NULL or has `count` entries.
-pub(in crate::capi) unsafe fn read_placements(placements: *const u32, count: usize) -> Result<Plan> {
-    if placements.is_null() && count > 0 {
-        return Err(Error::invalid("placements", "is NULL"));
-    }
-    // SAFETY: the caller's array has `count` entries.
-    let placements = (0..count).map(|index| match unsafe { placements.add(index).read() } {
+pub(in crate::capi) fn read_placements(placements: In<u32>, count: u64) -> Result<Plan> {
+    let given = placements.array(count, "placements")?.iter().enumerate();
+    let placements = given.map(|(index, placement)| match placement {
         0 => Ok(Placement::Cpu),
         1 => Ok(Placement::Gpu),
         2 => Ok(Placement::Resident),
@@ -110,19 +98,12 @@ pub(in crate::capi) unsafe fn read_placements(placements: *const u32, count: usi
     placements.collect::<Result<Vec<Placement>>>().map(Plan::of)
 }
 
-/// # Safety
-/// `to` is NULL or has room for the plan's placements.
-pub(in crate::capi) unsafe fn write_placements(plan: &Plan, to: *mut u32) {
-    if to.is_null() {
-        return;
-    }
-    for (index, placement) in plan.placements().iter().enumerate() {
-        let placement = match placement {
-            Placement::Cpu => spw_placement::SPW_PLACEMENT_CPU,
-            Placement::Gpu => spw_placement::SPW_PLACEMENT_GPU,
-            Placement::Resident => spw_placement::SPW_PLACEMENT_RESIDENT,
-        };
-        // SAFETY: the caller's promise.
-        unsafe { to.add(index).write(placement as u32) };
-    }
+/// The plan's placements as numbers of `spw_placement`.
+pub(in crate::capi) fn placements_of(plan: &Plan) -> impl Iterator<Item = u32> {
+    let number = |placement: &Placement| match placement {
+        Placement::Cpu => spw_placement::SPW_PLACEMENT_CPU as u32,
+        Placement::Gpu => spw_placement::SPW_PLACEMENT_GPU as u32,
+        Placement::Resident => spw_placement::SPW_PLACEMENT_RESIDENT as u32,
+    };
+    plan.placements().iter().map(number)
 }

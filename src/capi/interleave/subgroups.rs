@@ -1,16 +1,13 @@
 //! The arguments of an interleaved update: its options, its subgroups, and the spans that the caller lends to it.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::plan::{parse_transfer_dtype, shape_of};
-use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::gpu::device::{floats, spw_gpu};
-use crate::capi::handle;
 use crate::capi::optim::tensor::parse_dtype;
+use crate::capi::prelude::*;
 use crate::dtype::Dtype;
-use crate::error::{Error, Result};
 use crate::gpu::kernels::DeviceFloats;
 use crate::offload::interleave::Backend;
 use crate::offload::interleave::device::Gpu;
@@ -34,8 +31,6 @@ pub enum spw_interleave_backend {
 c_struct! { first 48;
 /// Options of an interleaved update, fixed at open.
 pub struct spw_interleave_options {
-    /// `sizeof(spw_interleave_options)`
-    pub struct_size: u32,
     /// An `spw_interleave_backend`.
     pub backend: u32,
     /// An `spw_transfer_dtype`.
@@ -59,11 +54,9 @@ pub struct spw_interleave_options {
 
 c_struct! { first 64;
 /// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They must not move until
-/// `spw_interleave_close`. With SPW_INTERLEAVE_BACKEND_CUDA, host memory must be pinned (`spw_pinned_alloc`,
-/// cudaHostAlloc).
+/// `spw_interleave_close`. `struct_size` is also the distance in bytes between the subgroups of an array. With
+/// SPW_INTERLEAVE_BACKEND_CUDA, host memory must be pinned (`spw_pinned_alloc`, cudaHostAlloc).
 pub struct spw_interleave_subgroup {
-    /// `sizeof(spw_interleave_subgroup)`. It is also the distance in bytes between the subgroups of an array.
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Number of elements; may be 0.
@@ -107,13 +100,11 @@ pub(in crate::capi) struct Parts {
 /// `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, whose spans are lent as
 /// `spw_interleave_open` says.
 pub(in crate::capi) unsafe fn parts(
-    options: *const spw_interleave_options,
-    subgroups: *const spw_interleave_subgroup,
+    options: In<spw_interleave_options>,
+    subgroups: In<spw_interleave_subgroup>,
     count: u64,
 ) -> Result<Parts> {
-    // SAFETY: the caller meets the callees' requirements.
-    let (raw, subgroups) =
-        unsafe { (abi_struct::read(options, "options")?, read_subgroups(subgroups, count)?) };
+    let (raw, subgroups) = (options.read("options")?, read_subgroups(subgroups, count)?);
     abi_struct::zero("options.reserved", raw.reserved)?;
     let sizes = subgroups.iter().map(|subgroup| subgroup.n).collect();
     let transfer_dtype = parse_transfer_dtype("options.transfer_dtype", raw.transfer_dtype)?;
@@ -156,15 +147,14 @@ pub(in crate::capi) unsafe fn parts(
     Ok(Parts { streams: raw.backend == 1, shape, backend })
 }
 
-unsafe fn read_subgroups(
-    subgroups: *const spw_interleave_subgroup,
+fn read_subgroups(
+    subgroups: In<spw_interleave_subgroup>,
     count: u64,
 ) -> Result<Vec<spw_interleave_subgroup>> {
     if count > MAX_SUBGROUPS as u64 {
         return Err(Error::invalid("count", format!("is {count}, but the limit is {MAX_SUBGROUPS}")));
     }
-    // SAFETY: the caller's array has `count` structs, `struct_size` bytes apart.
-    unsafe { abi_struct::read_all(subgroups, count, "subgroups") }
+    subgroups.read_all(count, "subgroups")
 }
 
 unsafe fn on_host(raw: &spw_interleave_subgroup, types: Types) -> Result<host::Subgroup> {

@@ -1,16 +1,11 @@
 //! The interleaved update: CPU and GPU step different subgroups at the same time.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_char;
 
-use super::plan::{read_placements, read_rates, spw_interleave_rates, write_placements};
+use super::plan::{placements_of, read_placements, read_rates, spw_interleave_rates};
 use super::subgroups::{Parts, parts, spw_interleave_options, spw_interleave_subgroup};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self, Handle};
 use crate::capi::optim::adam::{self, spw_adam_options};
-use crate::capi::output::{self, required};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::gpu::stream::ForeignStream;
 use crate::offload::interleave::engine::{InterleavedUpdate, Reader};
 use crate::offload::interleave::{Model, trace};
@@ -57,15 +52,15 @@ impl Handle for spw_interleave {
 /// The spans stay valid until the update is closed, and other code keeps the three rules above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_interleave_open(
-    options: *const spw_interleave_options,
-    subgroups: *const spw_interleave_subgroup,
+    options: In<spw_interleave_options>,
+    subgroups: In<spw_interleave_subgroup>,
     count: u64,
-    interleave_out: *mut *mut spw_interleave,
+    interleave_out: Out<*mut spw_interleave>,
 ) -> spw_status {
     guard(|| {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            handle::open(interleave_out, || {
+            interleave_out.open(|| {
                 let Parts { streams, shape, backend } = parts(options, subgroups, count)?;
                 Ok(spw_interleave { engine: InterleavedUpdate::new(shape, backend)?, streams })
             })
@@ -76,38 +71,29 @@ pub unsafe extern "C" fn spw_interleave_open(
 /// Sets the plan of the next step: `count` values of `spw_placement`, one per subgroup. SPW_ERR_BUSY from the first
 /// gradient of an iteration until the CPU's part of the step has ended. The update moves the state of residents to the
 /// GPU and back.
-///
-/// # Safety
-/// `placements` has `count` entries.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_interleave_set_plan(
+pub extern "C" fn spw_interleave_set_plan(
     interleave: Option<&spw_interleave>,
-    placements: *const u32,
+    placements: In<u32>,
     count: u64,
 ) -> spw_status {
     guard(|| {
         let engine = &handle::get(interleave)?.engine;
         let subgroups = subgroups_of(engine)?;
         check_count(count, [subgroups, subgroups])?;
-        // SAFETY: the caller meets the callee's requirements.
-        engine.set_plan(unsafe { read_placements(placements, count as usize) }?)
+        engine.set_plan(read_placements(placements, count)?)
     })
 }
 
 /// Writes the plan of the next step, or of the step in flight: a placement per subgroup.
-///
-/// # Safety
-/// `placements_out` has room for one entry per subgroup.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_interleave_get_plan(
+pub extern "C" fn spw_interleave_get_plan(
     interleave: Option<&spw_interleave>,
-    placements_out: *mut u32,
+    placements_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
-        let placements_out = required(placements_out, "placements_out")?;
-        let plan = handle::get(interleave)?.engine.plan()?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { write_placements(&plan, placements_out) };
+        placements_out.required("placements_out")?;
+        placements_out.put_all(placements_of(&handle::get(interleave)?.engine.plan()?));
         Ok(())
     })
 }
@@ -158,7 +144,7 @@ pub unsafe extern "C" fn spw_interleave_release_params(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_interleave_begin(
     interleave: Option<&spw_interleave>,
-    options: *const spw_adam_options,
+    options: In<spw_adam_options>,
     count: u64,
     stream: u64,
 ) -> spw_status {
@@ -193,19 +179,15 @@ pub unsafe extern "C" fn spw_interleave_stream_wait_params(
 }
 
 /// Writes 1 if the 16-bit parameters of a subgroup are those of the last step begun, else 0.
-///
-/// # Safety
-/// `ready_out` points to a u32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_interleave_get_ready(
+pub extern "C" fn spw_interleave_get_ready(
     interleave: Option<&spw_interleave>,
     subgroup: u64,
-    ready_out: *mut u32,
+    ready_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
         let ready = handle::get(interleave)?.engine.is_ready(number(subgroup))?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write(ready.into(), ready_out, "ready_out") }
+        ready_out.put(ready.into(), "ready_out")
     })
 }
 
@@ -225,37 +207,29 @@ pub extern "C" fn spw_interleave_drain(interleave: Option<&spw_interleave>) -> s
 /// Lists the subgroups whose state in host memory is not that of the last step begun: the first `capacity` numbers go
 /// to `subgroups_out`, in ascending order, and their total to `count_out`. After a failure the states of these
 /// subgroups are lost.
-///
-/// # Safety
-/// `subgroups_out` has room for `capacity` numbers, or is NULL with 0. `count_out` points to a u64.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_interleave_get_in_flight(
+pub extern "C" fn spw_interleave_get_in_flight(
     interleave: Option<&spw_interleave>,
-    subgroups_out: *mut u64,
+    subgroups_out: Out<u64>,
     capacity: u64,
-    count_out: *mut u64,
+    count_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let away: Vec<u64> =
             handle::get(interleave)?.engine.away().into_iter().map(|index| index as u64).collect();
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_array(&away, subgroups_out, capacity, "subgroups_out", count_out) }
+        subgroups_out.put_array(&away, capacity, "subgroups_out", count_out)
     })
 }
 
 /// Sets the initial rates for planning. `spw_interleave_replan` corrects them by the measured times of every step.
-///
-/// # Safety
-/// `rates` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_interleave_calibrate(
+pub extern "C" fn spw_interleave_calibrate(
     interleave: Option<&spw_interleave>,
-    rates: *const spw_interleave_rates,
+    rates: In<spw_interleave_rates>,
 ) -> spw_status {
     guard(|| {
         let engine = &handle::get(interleave)?.engine;
-        // SAFETY: the caller meets the callee's requirements.
-        engine.calibrate(unsafe { read_rates(rates) }?)
+        engine.calibrate(read_rates(rates)?)
     })
 }
 
@@ -263,50 +237,38 @@ pub unsafe extern "C" fn spw_interleave_calibrate(
 /// than 2 percent. The number of residents stays. `backward` is the time in seconds of the backward pass that overlaps
 /// with the step. `changed_out` (may be NULL) receives 1 if the plan changed, else 0. Call `spw_interleave_calibrate`
 /// before it.
-///
-/// # Safety
-/// `changed_out` is NULL or points to a u32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_interleave_replan(
+pub extern "C" fn spw_interleave_replan(
     interleave: Option<&spw_interleave>,
     backward: f64,
-    changed_out: *mut u32,
+    changed_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
         let changed = handle::get(interleave)?.engine.replan(backward)?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_optional(changed.into(), changed_out) };
+        changed_out.put_optional(changed.into());
         Ok(())
     })
 }
 
 /// Writes the operations since the last `spw_interleave_begin` as a trace for Perfetto (JSON). The text grows until all
 /// flushes have ended.
-///
-/// # Safety
-/// `text_out` is NULL or has room for `size` bytes, `needed_out` is NULL or points to a u64.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_interleave_get_trace(
+pub extern "C" fn spw_interleave_get_trace(
     interleave: Option<&spw_interleave>,
-    text_out: *mut c_char,
+    text_out: Out<c_char>,
     size: usize,
-    needed_out: *mut u64,
+    needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let ran = handle::get(interleave)?.engine.ran()?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_text(&trace::of_timings(&ran).to_json(), text_out, size, needed_out) };
-        Ok(())
+        text_out.put_text(&trace::of_timings(&ran).to_json(), size, needed_out)
     })
 }
 
 /// Waits for all transfers in flight and frees the update. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_interleave_close(interleave: Option<Box<spw_interleave>>) -> spw_status {
-    guard(|| {
-        drop(handle::close(interleave));
-        Ok(())
-    })
+    guard(|| handle::end(interleave))
 }
 
 /// The engine, and the framework's stream in the engine's form.

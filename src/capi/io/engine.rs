@@ -1,18 +1,9 @@
 //! The I/O engine: asynchronous reads and writes of files.
-#![allow(non_camel_case_types)]
 
-use std::ffi::{CStr, OsStr, c_char, c_void};
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self, Handle};
-use crate::capi::input::timeout;
-use crate::capi::output::{self, required};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::io::engine::Engine;
 use crate::io::options::{BackendChoice, Options, Request, Target, given_or};
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -49,8 +40,6 @@ c_struct! { first 40;
 /// in the environment variable `SPILLWAY_PROFILE`, else `spillway/io-profile` in `XDG_CACHE_HOME` or `~/.cache`. An
 /// empty variable disables profiles. An invalid profile, or one of another file system, is one warning in the log.
 pub struct spw_io_options {
-    /// `sizeof(spw_io_options)`
-    pub struct_size: u32,
     /// `spw_io_backend`
     pub backend: u32,
     /// Sum of `spw_io_flag`.
@@ -73,12 +62,10 @@ pub struct spw_io_options {
 c_struct! { first 48;
 /// One operation.
 pub struct spw_io_request {
-    /// `sizeof(spw_io_request)`
-    pub struct_size: u32,
     /// File descriptor, used if path is NULL. It is duplicated for the operation and keeps its O_DIRECT setting.
     pub fd: i32,
     /// Path of the file, or NULL.
-    pub path: *const c_char,
+    pub path: In<c_char>,
     /// Offset in the file, in bytes.
     pub offset: u64,
     /// Memory of the transfer. Any alignment is allowed; pinned memory (spw_pinned_alloc) is fastest. It stays in
@@ -94,8 +81,6 @@ pub struct spw_io_request {
 c_struct! { first 112;
 /// Counters of an engine.
 pub struct spw_io_stats {
-    /// `sizeof(spw_io_stats)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Reads that succeeded.
@@ -143,17 +128,12 @@ impl Handle for spw_io {
 }
 
 /// Creates an engine. `options` may be NULL.
-///
-/// # Safety
-/// `options` is NULL or points to a struct of `struct_size` bytes, `io_out` points to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_io_open(options: *const spw_io_options, io_out: *mut *mut spw_io) -> spw_status {
+pub extern "C" fn spw_io_open(options: In<spw_io_options>, io_out: Out<*mut spw_io>) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let raw = unsafe { abi_struct::read_optional(options, "options") }?;
+        let raw = options.read_optional("options")?;
         let options = raw.as_ref().map_or(Ok(Options::default()), parse)?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { handle::open(io_out, || Ok(spw_io(Engine::open(options)?))) }
+        io_out.open(|| Ok(spw_io(Engine::open(options)?)))
     })
 }
 
@@ -175,8 +155,8 @@ pub extern "C" fn spw_io_close(io: Option<Box<spw_io>>, timeout_ms: i64) -> spw_
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_io_read(
     io: Option<&spw_io>,
-    request: *const spw_io_request,
-    handle_out: *mut u64,
+    request: In<spw_io_request>,
+    handle_out: Out<u64>,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.
     unsafe { submit(io, request, handle_out, Engine::read) }
@@ -197,8 +177,8 @@ pub unsafe extern "C" fn spw_io_read(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_io_write(
     io: Option<&spw_io>,
-    request: *const spw_io_request,
-    handle_out: *mut u64,
+    request: In<spw_io_request>,
+    handle_out: Out<u64>,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.
     unsafe { submit(io, request, handle_out, Engine::write) }
@@ -212,8 +192,8 @@ pub unsafe extern "C" fn spw_io_write(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_io_sync(
     io: Option<&spw_io>,
-    request: *const spw_io_request,
-    handle_out: *mut u64,
+    request: In<spw_io_request>,
+    handle_out: Out<u64>,
 ) -> spw_status {
     let sync = |engine: &Engine, request: Request| engine.sync(request.target, request.deadline);
     // SAFETY: the caller meets the callee's requirements.
@@ -221,48 +201,28 @@ pub unsafe extern "C" fn spw_io_sync(
 }
 
 /// Reads the counters of an engine.
-///
-/// # Safety
-/// `stats_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_io_get_stats(io: Option<&spw_io>, stats_out: *mut spw_io_stats) -> spw_status {
+pub extern "C" fn spw_io_get_stats(io: Option<&spw_io>, stats_out: Out<spw_io_stats>) -> spw_status {
     guard(|| {
         let found = handle::get(io)?.0.stats()?;
-        let values = spw_io_stats {
-            struct_size: 0,
-            reserved: 0,
-            reads: found.reads,
-            writes: found.writes,
-            read_bytes: found.read_bytes,
-            written_bytes: found.written_bytes,
-            failed: found.failed,
-            requests: found.pieces,
-            direct_bytes: found.direct_bytes,
-            buffered_bytes: found.buffered_bytes,
-            bounced_bytes: found.bounced_bytes,
-            resumed: found.resumed,
-            retried: found.retried,
-            pending: found.pending,
-            stuck: found.stuck,
-            queue_depth: found.depth.into(),
-            block_bytes: found.block_bytes,
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, stats_out, "stats_out") }
+        let values = report!(spw_io_stats from found {
+            reads, writes, read_bytes, written_bytes, failed, direct_bytes, buffered_bytes, bounced_bytes,
+            resumed, retried, pending, stuck, block_bytes
+        } with {
+            reserved: 0, requests: found.pieces, queue_depth: found.depth.into()
+        });
+        stats_out.write(&values, "stats_out")
     })
 }
 
 /// Writes a description of the engine for humans: the backend ("io_uring" or "threads"), why the other backend is
 /// unavailable, why files go through the page cache, and the profile in use.
-///
-/// # Safety
-/// `text_out` is NULL or has room for `size` bytes, `needed_out` is NULL or points to a u64.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_io_describe(
+pub extern "C" fn spw_io_describe(
     io: Option<&spw_io>,
-    text_out: *mut c_char,
+    text_out: Out<c_char>,
     size: usize,
-    needed_out: *mut u64,
+    needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let stats = handle::get(io)?.0.stats()?;
@@ -274,24 +234,22 @@ pub unsafe extern "C" fn spw_io_describe(
             named("through the page cache: ", stats.buffered_reason),
             named("profile ", stats.profile),
         );
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_text(&text, text_out, size, needed_out) };
-        Ok(())
+        text_out.put_text(&text, size, needed_out)
     })
 }
 
 unsafe fn submit(
     io: Option<&spw_io>,
-    request: *const spw_io_request,
-    handle_out: *mut u64,
+    request: In<spw_io_request>,
+    handle_out: Out<u64>,
     start: impl FnOnce(&Engine, Request) -> Result<u64>,
 ) -> spw_status {
     guard(|| {
-        let handle_out = required(handle_out, "handle_out")?;
+        handle_out.required("handle_out")?;
         // SAFETY: the caller meets the callees' requirements; the buffer meets those of Span::new.
         unsafe {
             let engine = &handle::get(io)?.0;
-            let raw = abi_struct::read(request, "request")?;
+            let raw = request.read("request")?;
             let len = usize::try_from(raw.bytes).ok().filter(|len| isize::try_from(*len).is_ok());
             let len = len.ok_or_else(|| Error::invalid("request.bytes", "exceeds the address space"))?;
             let span = Span::new(raw.buffer.cast(), len).ok_or_else(|| {
@@ -300,12 +258,12 @@ unsafe fn submit(
             let buffer = TransferBuffer::at_address(span);
             let target = match raw.path.is_null() {
                 true => Target::Descriptor(raw.fd),
-                false => Target::Path(Path::new(OsStr::from_bytes(CStr::from_ptr(raw.path).to_bytes()))),
+                false => Target::Path(raw.path.path("request.path")?),
             };
             let deadline = (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms));
-            handle_out.write(start(engine, Request { target, offset: raw.offset, buffer, deadline })?);
+            let request = Request { target, offset: raw.offset, buffer, deadline };
+            handle_out.put(start(engine, request)?, "handle_out")
         }
-        Ok(())
     })
 }
 

@@ -1,13 +1,8 @@
 //! Allocations of pinned memory.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::output::{self, required};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::pool::pinned;
 use crate::pool::region::Backing;
 
@@ -27,8 +22,6 @@ pub enum spw_pinned_flag {
 c_struct! { first 16;
 /// Pages and place of an allocation. Zero is a good default for every field but struct_size.
 pub struct spw_pinned_options {
-    /// `sizeof(spw_pinned_options)`
-    pub struct_size: u32,
     /// Sum of `spw_pinned_flag`. An allocation with a flag has its own mapping; others share mappings while they are small.
     pub flags: u32,
     /// NUMA node, used with SPW_PINNED_FLAG_BIND_NODE.
@@ -41,8 +34,6 @@ pub struct spw_pinned_options {
 c_struct! { first 48;
 /// Counters of the process's `spw_pinned_alloc` allocations.
 pub struct spw_pinned_stats {
-    /// `sizeof(spw_pinned_stats)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Live allocations.
@@ -62,25 +53,19 @@ pub struct spw_pinned_stats {
 /// far as `RLIMIT_MEMLOCK` allows. If huge pages, locking or the NUMA node are unavailable, the log gets one warning and
 /// the call succeeds. Any thread may free an allocation. Memory that was registered with a GPU is not mapped in a forked
 /// child, which must not touch it. `options` may be NULL.
-///
-/// # Safety
-/// `options` is NULL or points to a struct of `struct_size` bytes, `start_out` to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pinned_alloc(
-    options: *const spw_pinned_options,
+pub extern "C" fn spw_pinned_alloc(
+    options: In<spw_pinned_options>,
     bytes: u64,
-    start_out: *mut *mut c_void,
+    start_out: Out<*mut c_void>,
 ) -> spw_status {
     guard(|| {
-        let start_out = required(start_out, "start_out")?;
-        // SAFETY: the caller meets the callee's requirements.
-        let raw = unsafe { abi_struct::read_optional(options, "options") }?;
+        start_out.required("start_out")?;
+        let raw = options.read_optional("options")?;
         let backing = raw.map_or(Ok(Backing::default()), parse)?;
         let bytes =
             usize::try_from(bytes).map_err(|_| Error::invalid("bytes", "exceeds the address space"))?;
-        // SAFETY: not NULL, and valid by the caller's promise.
-        unsafe { start_out.write(pinned::alloc(bytes, backing)?.as_ptr().cast()) };
-        Ok(())
+        start_out.put(pinned::alloc(bytes, backing)?.as_ptr().cast(), "start_out")
     })
 }
 
@@ -104,40 +89,28 @@ pub extern "C" fn spw_pinned_free(start: *mut c_void) -> spw_status {
 }
 
 /// Writes 1 if all `bytes` bytes at `start` lie in one live allocation, else 0.
-///
-/// # Safety
-/// `contains_out` points to a u32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pinned_contains(
+pub extern "C" fn spw_pinned_contains(
     start: *const c_void,
     bytes: u64,
-    contains_out: *mut u32,
+    contains_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
         let contains = pinned::contains(start as usize, bytes as usize).into();
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write(contains, contains_out, "contains_out") }
+        contains_out.put(contains, "contains_out")
     })
 }
 
 /// Reads the counters of all allocations.
-///
-/// # Safety
-/// `stats_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pinned_get_stats(stats_out: *mut spw_pinned_stats) -> spw_status {
+pub extern "C" fn spw_pinned_get_stats(stats_out: Out<spw_pinned_stats>) -> spw_status {
     guard(|| {
         let found = pinned::stats();
-        let values = spw_pinned_stats {
-            struct_size: 0,
-            reserved: 0,
-            allocations: found.allocations as u64,
-            bytes: found.bytes as u64,
-            high_water: found.high_water as u64,
-            mapped_bytes: found.mapped_bytes as u64,
-            locked_bytes: found.locked_bytes as u64,
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, stats_out, "stats_out") }
+        let values = report!(spw_pinned_stats from found {
+            allocations, bytes, high_water, mapped_bytes, locked_bytes
+        } with {
+            reserved: 0
+        });
+        stats_out.write(&values, "stats_out")
     })
 }

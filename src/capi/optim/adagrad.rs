@@ -1,12 +1,8 @@
 //! Adagrad.
-#![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::{guard, guard_step};
 use crate::capi::optim::table::{self, StepOptions};
 use crate::capi::optim::tensor::{spw_step_stats, spw_tensor};
-use crate::error::Result;
+use crate::capi::prelude::*;
 use crate::kernel::AdagradRule;
 use crate::optim::adagrad::AdagradOptions;
 
@@ -14,8 +10,6 @@ c_struct! { first 56;
 /// Hyper-parameters of one Adagrad step. Begin with SPW_ADAGRAD_OPTIONS_INIT, which has the defaults of
 /// `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1.
 pub struct spw_adagrad_options {
-    /// `sizeof(spw_adagrad_options)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Number of this step, counted from 1. Used only with lr_decay.
@@ -46,10 +40,10 @@ pub struct spw_adagrad_options {
 /// As `spw_adam_step`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_adagrad_step(
-    options: *const spw_adagrad_options,
-    tensors: *const spw_tensor,
+    options: In<spw_adagrad_options>,
+    tensors: In<spw_tensor>,
     count: u64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.
     guard_step(|| unsafe { table::step(options, tensors, count, stats_out) })
@@ -63,8 +57,8 @@ pub unsafe extern "C" fn spw_adagrad_step(
 /// As `spw_adam_step`; the spans are not accessed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_adagrad_check(
-    options: *const spw_adagrad_options,
-    tensors: *const spw_tensor,
+    options: In<spw_adagrad_options>,
+    tensors: In<spw_tensor>,
     count: u64,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.

@@ -1,12 +1,8 @@
 //! Adam and AdamW: one call for any number of tensors.
-#![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::{guard, guard_step};
 use crate::capi::optim::table::{self, StepOptions};
 use crate::capi::optim::tensor::{spw_step_stats, spw_tensor};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::kernel::AdamRule;
 use crate::optim::adam::AdamOptions;
 
@@ -34,8 +30,6 @@ c_struct! { first 72;
 /// Hyper-parameters of one Adam step. Begin with SPW_ADAM_OPTIONS_INIT, which has the defaults of `torch.optim.AdamW`
 /// without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1, grad_scale 1, decoupled decay.
 pub struct spw_adam_options {
-    /// `sizeof(spw_adam_options)`
-    pub struct_size: u32,
     /// An `spw_weight_decay`.
     pub weight_decay_mode: u32,
     /// Number t of this step, counted from 1. The caller counts.
@@ -85,10 +79,10 @@ pub struct spw_adam_options {
 /// `tensors` points to `count` structs, `struct_size` bytes apart. No other thread uses their spans during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_adam_step(
-    options: *const spw_adam_options,
-    tensors: *const spw_tensor,
+    options: In<spw_adam_options>,
+    tensors: In<spw_tensor>,
     count: u64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.
     guard_step(|| unsafe { table::step(options, tensors, count, stats_out) })
@@ -102,8 +96,8 @@ pub unsafe extern "C" fn spw_adam_step(
 /// As `spw_adam_step`; the spans are not accessed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_adam_check(
-    options: *const spw_adam_options,
-    tensors: *const spw_tensor,
+    options: In<spw_adam_options>,
+    tensors: In<spw_tensor>,
     count: u64,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.
@@ -134,21 +128,13 @@ impl StepOptions for spw_adam_options {
 }
 
 /// The coefficients for a call without stochastic rounding. Errors: the options ask for it.
-///
-/// # Safety
-/// As [`table::rule`].
-pub(in crate::capi) unsafe fn nearest_rule(options: *const spw_adam_options) -> Result<AdamRule> {
-    // SAFETY: the caller meets the callee's requirements.
-    nearest(unsafe { table::rule(options) }?)
+pub(in crate::capi) fn nearest_rule(options: In<spw_adam_options>) -> Result<AdamRule> {
+    nearest(table::rule(options)?)
 }
 
 /// Reads an array of options as coefficients. Rejects stochastic rounding.
-///
-/// # Safety
-/// `options` points to `count` structs, `struct_size` bytes apart.
-pub(in crate::capi) unsafe fn rules(options: *const spw_adam_options, count: u64) -> Result<Vec<AdamRule>> {
-    // SAFETY: the caller meets the callee's requirements.
-    let all = unsafe { abi_struct::read_all(options, count, "options") }?;
+pub(in crate::capi) fn rules(options: In<spw_adam_options>, count: u64) -> Result<Vec<AdamRule>> {
+    let all = options.read_all(count, "options")?;
     all.iter().map(|raw| nearest(raw.rule()?)).collect()
 }
 

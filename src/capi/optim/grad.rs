@@ -2,14 +2,10 @@
 
 use std::ffi::c_void;
 
-use crate::capi::abi_struct;
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
 use crate::capi::optim::overlap;
 use crate::capi::optim::tensor::{self, at, spw_grad_tensor, spw_step_stats, spw_tensor};
-use crate::capi::output::required;
+use crate::capi::prelude::*;
 use crate::dtype::Floats;
-use crate::error::{Error, Result};
 use crate::optim::StepStats;
 use crate::optim::grad::{self, Addition};
 use crate::sys::try_vec;
@@ -26,15 +22,15 @@ pub unsafe extern "C" fn spw_grad_stats(
     dtype: u32,
     n: u64,
     scale: f64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     guard(|| {
-        required(stats_out, "stats_out")?;
+        stats_out.required("stats_out")?;
         let scale = finite(scale)?;
         let dtype = tensor::parse_dtype(dtype, "dtype")?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
+            stats_out.check("stats_out")?;
             let seen = match n {
                 0 => StepStats::default(),
                 _ => grad::stats(tensor::span(grad, dtype, n, "grad")?, scale)?,
@@ -53,18 +49,18 @@ pub unsafe extern "C" fn spw_grad_stats(
 /// other thread writes the gradients during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_grad_stats_all(
-    tensors: *const spw_tensor,
+    tensors: In<spw_tensor>,
     count: u64,
     scale: f64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     guard(|| {
-        required(stats_out, "stats_out")?;
+        stats_out.required("stats_out")?;
         let scale = finite(scale)?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
-            let raw = abi_struct::read_all(tensors, count, "tensors")?;
+            stats_out.check("stats_out")?;
+            let raw = tensors.read_all(count, "tensors")?;
             let mut grads = try_vec::with_capacity("listing the gradients", raw.len())?;
             for (index, raw) in raw.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
                 grads.push(gradient(raw).map_err(|error| at(index, error))?);
@@ -96,17 +92,17 @@ unsafe fn gradient<'a>(raw: &spw_tensor) -> Result<Floats<'a>> {
 /// `tensors` points to `count` structs, `struct_size` bytes apart. No other thread uses their spans during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_grad_accumulate(
-    tensors: *const spw_grad_tensor,
+    tensors: In<spw_grad_tensor>,
     count: u64,
     scale: f64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     guard(|| {
         let scale = finite(scale)?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
-            let raw = abi_struct::read_all(tensors, count, "tensors")?;
+            stats_out.check("stats_out")?;
+            let raw = tensors.read_all(count, "tensors")?;
             overlap::check_sums(&raw)?;
             let mut additions = try_vec::with_capacity("listing the tensors", raw.len())?;
             for (index, raw) in raw.iter().enumerate() {

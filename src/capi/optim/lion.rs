@@ -1,12 +1,8 @@
 //! Lion.
-#![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::{guard, guard_step};
 use crate::capi::optim::table::{self, StepOptions};
 use crate::capi::optim::tensor::{spw_step_stats, spw_tensor};
-use crate::error::Result;
+use crate::capi::prelude::*;
 use crate::kernel::LionRule;
 use crate::optim::lion::LionOptions;
 
@@ -14,8 +10,6 @@ c_struct! { first 48;
 /// Hyper-parameters of a Lion step. Begin with SPW_LION_OPTIONS_INIT, which has the defaults of the paper: lr 1e-4,
 /// beta 0.9 and 0.99, no decay, grad_scale 1.
 pub struct spw_lion_options {
-    /// `sizeof(spw_lion_options)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Learning rate, finite and >= 0.
@@ -44,10 +38,10 @@ pub struct spw_lion_options {
 /// As `spw_adam_step`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_lion_step(
-    options: *const spw_lion_options,
-    tensors: *const spw_tensor,
+    options: In<spw_lion_options>,
+    tensors: In<spw_tensor>,
     count: u64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.
     guard_step(|| unsafe { table::step(options, tensors, count, stats_out) })
@@ -61,8 +55,8 @@ pub unsafe extern "C" fn spw_lion_step(
 /// As `spw_adam_step`; the spans are not accessed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_lion_check(
-    options: *const spw_lion_options,
-    tensors: *const spw_tensor,
+    options: In<spw_lion_options>,
+    tensors: In<spw_tensor>,
     count: u64,
 ) -> spw_status {
     // SAFETY: the caller meets the callee's requirements.

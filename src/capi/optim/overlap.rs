@@ -5,7 +5,7 @@
 use std::ffi::c_void;
 
 use super::tensor::{at, spw_dtype, spw_dtype_size, spw_grad_tensor, spw_tensor};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::sys::bump::{self, Bump};
 use crate::sys::try_vec;
 

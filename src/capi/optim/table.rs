@@ -4,8 +4,8 @@ use std::ffi::c_void;
 
 use super::overlap;
 use super::tensor::{self, at, no_low_bits, spw_step_stats, spw_tensor, tensor_of};
-use crate::capi::abi_struct::{self, AbiStruct};
-use crate::error::Result;
+use crate::capi::abi_struct::AbiStruct;
+use crate::capi::prelude::*;
 use crate::kernel::{LentTensor, Optimizer};
 use crate::optim::lent::Lent;
 use crate::optim::parallel::Job;
@@ -22,21 +22,17 @@ pub(in crate::capi) trait StepOptions: AbiStruct {
 }
 
 /// The coefficients of options.
-///
-/// # Safety
-/// `options` is NULL, which is an error, or points to a struct of `struct_size` bytes.
-pub(in crate::capi) unsafe fn rule<O: StepOptions>(options: *const O) -> Result<O::Rule> {
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { abi_struct::read(options, "options") }?.rule()
+pub(in crate::capi) fn rule<O: StepOptions>(options: In<O>) -> Result<O::Rule> {
+    options.read("options")?.rule()
 }
 
 /// [`rule`] of the options that a tensor names as its own.
 ///
 /// # Safety
-/// As [`rule`].
+/// `options` is NULL, which is an error, or points to a struct of `struct_size` bytes.
 pub(in crate::capi) unsafe fn own_rule<O: StepOptions>(options: *const c_void) -> Result<O::Rule> {
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { rule(options.cast::<O>()) }
+    // SAFETY: the caller's promise.
+    rule(unsafe { In::<O>::new(options.cast()) })
 }
 
 /// Steps the tensors of a call, and writes the statistics if the caller wants them.
@@ -45,14 +41,14 @@ pub(in crate::capi) unsafe fn own_rule<O: StepOptions>(options: *const c_void) -
 /// `options` and `stats_out` are NULL or point to structs of `struct_size` bytes, `tensors` to `count` tensors. No other
 /// code uses their spans during the call.
 pub(in crate::capi) unsafe fn step<O: StepOptions>(
-    options: *const O,
-    tensors: *const spw_tensor,
+    options: In<O>,
+    tensors: In<spw_tensor>,
     count: u64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> Result<()> {
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
-        abi_struct::check_output(stats_out, "stats_out")?;
+        stats_out.check("stats_out")?;
         let step = |jobs: &mut [Job<'_, O::Rule>]| optim::step(jobs, !stats_out.is_null());
         let seen = with_jobs(tensors, count, &rule(options)?, |own| own_rule::<O>(own), step)?;
         tensor::write_stats(seen, stats_out)
@@ -64,8 +60,8 @@ pub(in crate::capi) unsafe fn step<O: StepOptions>(
 /// # Safety
 /// As [`step`].
 pub(in crate::capi) unsafe fn check<O: StepOptions>(
-    options: *const O,
-    tensors: *const spw_tensor,
+    options: In<O>,
+    tensors: In<spw_tensor>,
     count: u64,
 ) -> Result<()> {
     // SAFETY: the caller meets the callees' requirements.
@@ -81,7 +77,7 @@ pub(in crate::capi) unsafe fn check<O: StepOptions>(
 /// # Safety
 /// As [`step`].
 pub(in crate::capi) unsafe fn with_jobs<R: Optimizer, T>(
-    tensors: *const spw_tensor,
+    tensors: In<spw_tensor>,
     count: u64,
     optimizer: &R,
     own: impl Fn(*const c_void) -> Result<R>,
@@ -90,7 +86,7 @@ pub(in crate::capi) unsafe fn with_jobs<R: Optimizer, T>(
     bump::with(|bump| {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            let raw = abi_struct::all_in(bump, tensors, count, "tensors")?;
+            let raw = tensors.all_in(bump, count, "tensors")?;
             let mut jobs = bump::with_capacity(bump, "listing the tensors", raw.len())?;
             make_jobs(bump, raw, optimizer, own, |_, job| jobs.push(job))?;
             work(&mut jobs)
@@ -104,7 +100,7 @@ pub(in crate::capi) unsafe fn with_jobs<R: Optimizer, T>(
 /// `tensors` points to `count` tensors. Until the result is dropped, any thread may use their spans, and no other code
 /// uses them.
 pub(in crate::capi) unsafe fn lent<R: Optimizer>(
-    tensors: *const spw_tensor,
+    tensors: In<spw_tensor>,
     count: u64,
     optimizer: &R,
     own: impl Fn(*const c_void) -> Result<R>,
@@ -112,7 +108,7 @@ pub(in crate::capi) unsafe fn lent<R: Optimizer>(
     bump::with(|bump| {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            let raw = abi_struct::all_in(bump, tensors, count, "tensors")?;
+            let raw = tensors.all_in(bump, count, "tensors")?;
             no_low_bits(raw)?;
             let mut lent = Lent::with_capacity(raw.len())?;
             make_jobs(bump, raw, optimizer, own, |index, mut job| {

@@ -1,12 +1,9 @@
 //! Tensors as C passes them, and the checks that allow their use as slices.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::output::required;
+use crate::capi::prelude::*;
 use crate::dtype::{Dtype, Floats, FloatsMut};
-use crate::error::{Error, Result};
 use crate::kernel::{States, Tensor};
 use crate::optim::StepStats;
 
@@ -31,7 +28,8 @@ pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
 }
 
 c_struct! { first 80;
-/// One tensor of a step. Each span is a contiguous array of `n` elements, aligned to its element. Spans do not overlap.
+/// One tensor of a step. `struct_size` is also the distance in bytes between the tensors of an array. Each span is a
+/// contiguous array of `n` elements, aligned to its element. Spans do not overlap.
 ///
 /// Without shadow spans a step updates param and states in place. With shadow spans a step writes the new values to
 /// these and leaves the old values unchanged. A caller can alternate between two sets of spans: param and states name
@@ -46,8 +44,6 @@ c_struct! { first 80;
 /// | bf16 | f32, bf16 | bf16 | none |
 /// | bf16 with param_low | f32, bf16 | f32, bf16 | none |
 pub struct spw_tensor {
-    /// `sizeof(spw_tensor)`. It is also the distance in bytes between the tensors of an array.
-    pub struct_size: u32,
     /// `spw_dtype` of param.
     pub param_dtype: u32,
     /// `spw_dtype` of exp_avg and exp_avg_sq.
@@ -89,8 +85,6 @@ pub struct spw_tensor {
 c_struct! { first 16;
 /// Statistics of the scaled gradients of all tensors of one call.
 pub struct spw_step_stats {
-    /// `sizeof(spw_step_stats)`
-    pub struct_size: u32,
     /// 1 if any scaled gradient is Inf or NaN, else 0. The step was done in both cases.
     pub nonfinite: u32,
     /// Sum of squares in f64. The order of summation depends only on the tensors, so the bits are the same on every
@@ -102,8 +96,6 @@ pub struct spw_step_stats {
 c_struct! { first 40;
 /// A gradient and the accumulated gradient to which it is added.
 pub struct spw_grad_tensor {
-    /// `sizeof(spw_grad_tensor)`
-    pub struct_size: u32,
     /// An `spw_dtype`: the type of `dst`.
     pub dst_dtype: u32,
     /// An `spw_dtype`: the type of `src`.
@@ -147,12 +139,8 @@ pub(in crate::capi) fn no_split_masters() -> Error {
 }
 
 /// Copies the tensors of a call as structs of this version. Rejects param_low.
-///
-/// # Safety
-/// `tensors` points to `count` structs, `struct_size` bytes apart.
-pub(in crate::capi) unsafe fn read_all(tensors: *const spw_tensor, count: u64) -> Result<Vec<spw_tensor>> {
-    // SAFETY: the caller meets the callee's requirements.
-    let mut raw = unsafe { abi_struct::read_all(tensors, count, "tensors") }?;
+pub(in crate::capi) fn read_all(tensors: In<spw_tensor>, count: u64) -> Result<Vec<spw_tensor>> {
+    let mut raw = tensors.read_all(count, "tensors")?;
     no_low_bits(&raw)?;
     raw.iter_mut().for_each(|tensor| tensor.struct_size = size_of::<spw_tensor>() as u32);
     Ok(raw)
@@ -337,31 +325,21 @@ fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'stat
 const ADDRESS_SPACE: u128 = 1 << 56;
 
 /// Checks that the caller requested statistics, waits for them, and writes them.
-///
-/// # Safety
-/// `stats_out` is NULL or points to a struct of `struct_size` bytes.
-pub(in crate::capi) unsafe fn wait_stats(
+pub(in crate::capi) fn wait_stats(
     wait: impl FnOnce() -> Result<StepStats>,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> Result<()> {
-    required(stats_out, "stats_out")?;
-    // SAFETY: the caller meets the callees' requirements.
-    unsafe {
-        abi_struct::check_output(stats_out, "stats_out")?;
-        write_stats(wait()?, stats_out)
-    }
+    stats_out.required("stats_out")?;
+    stats_out.check("stats_out")?;
+    write_stats(wait()?, stats_out)
 }
 
 /// Writes the statistics if the caller requested them.
-///
-/// # Safety
-/// `stats_out` is NULL or points to a struct of `struct_size` bytes.
-pub(in crate::capi) unsafe fn write_stats(seen: StepStats, stats_out: *mut spw_step_stats) -> Result<()> {
+pub(in crate::capi) fn write_stats(seen: StepStats, stats_out: Out<spw_step_stats>) -> Result<()> {
     if stats_out.is_null() {
         return Ok(());
     }
     let StepStats { nonfinite, sum_squares } = seen;
     let values = spw_step_stats { struct_size: 0, nonfinite: u32::from(nonfinite), sum_squares };
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { abi_struct::write(&values, stats_out, "stats_out") }
+    stats_out.write(&values, "stats_out")
 }

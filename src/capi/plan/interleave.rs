@@ -1,13 +1,9 @@
 //! Plans of the interleaved update and their predictions.
-#![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
 use crate::capi::interleave::plan::{
-    parse_transfer_dtype, read_rates, shape_of, spw_interleave_rates, write_placements,
+    parse_transfer_dtype, placements_of, read_rates, shape_of, spw_interleave_rates,
 };
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use spillway_planner::interleave::choose::{self, Mode};
 use spillway_planner::interleave::memory::bytes;
 use spillway_planner::interleave::model::Prediction;
@@ -32,8 +28,6 @@ pub enum spw_plan_mode {
 c_struct! { first 48;
 /// The subgroups of a rank, in the order in which their gradients arrive, and how gradients and state are transferred.
 pub struct spw_plan_shape {
-    /// `sizeof(spw_plan_shape)`
-    pub struct_size: u32,
     /// An `spw_transfer_dtype`.
     pub transfer_dtype: u32,
     /// 1 if gradients of GPU subgroups wait in host memory and are fetched with the state, 0 if they stay on the GPU.
@@ -43,7 +37,7 @@ pub struct spw_plan_shape {
     /// Number of subgroups, at most 65536.
     pub count: u64,
     /// Parameters of each subgroup; NULL if all have `size`.
-    pub sizes: *const u64,
+    pub sizes: In<u64>,
     /// Parameters of every subgroup, if `sizes` is NULL.
     pub size: u64,
     /// Parameters per copy; 0: 16 Mi.
@@ -54,8 +48,6 @@ pub struct spw_plan_shape {
 c_struct! { first 32;
 /// Options of a plan.
 pub struct spw_plan_options {
-    /// `sizeof(spw_plan_options)`
-    pub struct_size: u32,
     /// An `spw_plan_mode`.
     pub mode: u32,
     /// Argument of SPW_PLAN_MODE_STRIDE or SPW_PLAN_MODE_COUNT.
@@ -71,8 +63,6 @@ pub struct spw_plan_options {
 c_struct! { first 112;
 /// Predictions of the model for one step of a plan.
 pub struct spw_plan_result {
-    /// `sizeof(spw_plan_result)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Seconds from the end of backward until the GPU has all new parameters.
@@ -107,22 +97,17 @@ pub struct spw_plan_result {
 /// Plans an interleaved update (Deep Optimizer States section 4). `placements_out` receives an `spw_placement` for each
 /// subgroup, and `result_out` the model's prediction. Either may be NULL. The model simulates the commands of
 /// `spw_interleave_begin` on engines that each process one operation at a time.
-///
-/// # Safety
-/// The structs have `struct_size` bytes, `shape->sizes` is NULL or has `count` entries, `placements_out` is NULL or has
-/// room for `count`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_plan_interleave(
-    rates: *const spw_interleave_rates,
-    shape: *const spw_plan_shape,
-    options: *const spw_plan_options,
-    placements_out: *mut u32,
-    result_out: *mut spw_plan_result,
+pub extern "C" fn spw_plan_interleave(
+    rates: In<spw_interleave_rates>,
+    shape: In<spw_plan_shape>,
+    options: In<spw_plan_options>,
+    placements_out: Out<u32>,
+    result_out: Out<spw_plan_result>,
 ) -> spw_status {
     guard(|| {
         // SAFETY: the caller meets the callees' requirements.
-        let (rates, shape, raw) =
-            unsafe { (read_rates(rates)?, read_shape(shape)?, abi_struct::read(options, "options")?) };
+        let (rates, shape, raw) = (read_rates(rates)?, read_shape(shape)?, options.read("options")?);
         let number = usize::try_from(raw.parameter).unwrap_or(usize::MAX);
         let mode = match raw.mode {
             0 => Mode::Model,
@@ -135,38 +120,33 @@ pub unsafe extern "C" fn spw_plan_interleave(
         rates.check()?;
         let chosen = choose::choose(&shape, &rates, residents, raw.backward, mode)
             .map_err(|error| error.within("options."))?;
-        // SAFETY: as above.
-        unsafe {
-            write_result(&rates, &shape, &chosen.plan, &chosen.prediction, result_out)?;
-            write_placements(&chosen.plan, placements_out);
-        }
+        write_result(&rates, &shape, &chosen.plan, &chosen.prediction, result_out)?;
+        placements_out.put_all(placements_of(&chosen.plan));
         Ok(())
     })
 }
 
-unsafe fn read_shape(shape: *const spw_plan_shape) -> Result<Shape> {
-    // SAFETY: the caller meets the callee's requirements.
-    let raw = unsafe { abi_struct::read(shape, "shape") }?;
+fn read_shape(shape: In<spw_plan_shape>) -> Result<Shape> {
+    let raw = shape.read("shape")?;
     let count = usize::try_from(raw.count).ok().filter(|count| *count <= MAX_SUBGROUPS);
     let count = count.ok_or_else(|| {
         Error::invalid("shape.count", format!("is {}, but the limit is {MAX_SUBGROUPS}", raw.count))
     })?;
     let sizes = match raw.sizes.is_null() {
         true => vec![raw.size; count],
-        // SAFETY: the caller's array has `count` entries.
-        false => (0..count).map(|index| unsafe { raw.sizes.add(index).read() }).collect(),
+        false => raw.sizes.array(raw.count, "shape.sizes")?.to_vec(),
     };
     let transfer_dtype = parse_transfer_dtype("shape.transfer_dtype", raw.transfer_dtype)?;
     let fetch = abi_struct::flag("shape.fetch_gradients", raw.fetch_gradients)?;
     shape_of(sizes, transfer_dtype, fetch, raw.slots, raw.chunk).map_err(|error| error.within("shape."))
 }
 
-unsafe fn write_result(
+fn write_result(
     rates: &Rates,
     shape: &Shape,
     plan: &Plan,
     prediction: &Prediction,
-    result_out: *mut spw_plan_result,
+    result_out: Out<spw_plan_result>,
 ) -> Result<()> {
     if result_out.is_null() {
         return Ok(());
@@ -190,6 +170,5 @@ unsafe fn write_result(
         to_device_bytes: found.to_device,
         to_host_bytes: found.to_host,
     };
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { abi_struct::write(&values, result_out, "result_out") }
+    result_out.write(&values, "result_out")
 }

@@ -1,11 +1,6 @@
 //! Schedules of pipeline parallelism with offloaded parameters.
-#![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self, Handle};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use spillway_planner::pipeline::{Plan, Schedule, Shape, Unit, plan};
 
 /// The order of the passes on the devices. Passed as `uint32_t`.
@@ -36,8 +31,6 @@ c_struct! { first 48;
 /// A pipeline: its devices, stages and rules. A model is a list of units. A forward stage has `split` of them; so has a
 /// backward stage, unless the schedule is decoupled: then a backward stage has one.
 pub struct spw_pipeline_options {
-    /// `sizeof(spw_pipeline_options)`
-    pub struct_size: u32,
     /// An `spw_pipeline_schedule`.
     pub schedule: u32,
     /// Number of devices, N_g, at most 4096.
@@ -62,8 +55,6 @@ pub struct spw_pipeline_options {
 c_struct! { first 88;
 /// Costs of a unit. Passes, activations and inputs are those of one micro-batch.
 pub struct spw_pipeline_unit {
-    /// `sizeof(spw_pipeline_unit)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Seconds of the forward pass.
@@ -108,41 +99,28 @@ impl Handle for spw_pipeline {
 
 /// Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. Close the
 /// handle with `spw_pipeline_close`. Times whose sum over all devices is not finite are refused.
-///
-/// # Safety
-/// `options` and each unit have `struct_size` bytes, `units` has `unit_count` entries, `pipeline_out` points to a
-/// pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_plan_pipeline(
-    options: *const spw_pipeline_options,
-    units: *const spw_pipeline_unit,
+pub extern "C" fn spw_plan_pipeline(
+    options: In<spw_pipeline_options>,
+    units: In<spw_pipeline_unit>,
     unit_count: u64,
-    pipeline_out: *mut *mut spw_pipeline,
+    pipeline_out: Out<*mut spw_pipeline>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            handle::open(pipeline_out, || {
-                let shape = read_shape(&abi_struct::read(options, "options")?)?;
-                shape.check().map_err(|error| error.within("options."))?;
-                let raw = abi_struct::read_all(units, unit_count, "units")?;
-                let units: Vec<Unit> = raw.iter().enumerate().map(read_unit).collect::<Result<_>>()?;
-                Ok(spw_pipeline(plan(&shape, &units)?))
-            })
-        }
+        pipeline_out.open(|| {
+            let shape = read_shape(&options.read("options")?)?;
+            shape.check().map_err(|error| error.within("options."))?;
+            let raw = units.read_all(unit_count, "units")?;
+            let units: Vec<Unit> = raw.iter().enumerate().map(read_unit).collect::<Result<_>>()?;
+            Ok(spw_pipeline(plan(&shape, &units)?))
+        })
     })
 }
 
 /// Frees a plan. NULL is allowed.
-///
-/// # Safety
-/// `pipeline` is NULL, or a handle that is not used after this call.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pipeline_close(pipeline: Option<Box<spw_pipeline>>) -> spw_status {
-    guard(|| {
-        drop(handle::close(pipeline));
-        Ok(())
-    })
+pub extern "C" fn spw_pipeline_close(pipeline: Option<Box<spw_pipeline>>) -> spw_status {
+    guard(|| handle::end(pipeline))
 }
 
 fn read_shape(raw: &spw_pipeline_options) -> Result<Shape> {

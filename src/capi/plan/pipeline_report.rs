@@ -1,15 +1,9 @@
 //! The parts of a planned pipeline: operations, changes of memory, predictions, a picture.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_char;
 
 use super::pipeline::spw_pipeline;
-use crate::capi::abi_struct::{self, AbiStruct, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle;
-use crate::capi::output::{self, required};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use spillway_planner::pipeline::graph::Kind;
 use spillway_planner::pipeline::{Plan, svg};
 
@@ -65,8 +59,6 @@ c_struct! { first 152;
 /// Predictions for an iteration. Two accountings of bubbles: from the first pass to the last (SysX Equation 3), and from
 /// the first fetch to the last optimizer step (Figures 2 and 8).
 pub struct spw_pipeline_result {
-    /// `sizeof(spw_pipeline_result)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Seconds from the first pass to the last.
@@ -113,8 +105,6 @@ c_struct! { first 72;
 /// An operation of a device. The positions of all begins and ends are one total order, which respects the dependencies.
 /// A receipt begins and ends right behind its send.
 pub struct spw_pipeline_operation {
-    /// `sizeof(spw_pipeline_operation)`
-    pub struct_size: u32,
     /// An `spw_pipeline_kind`.
     pub kind: u32,
     /// The device.
@@ -148,8 +138,6 @@ c_struct! { first 40;
 /// A change of the bytes of one kind on one device: an allocation with the begin of an operation, or a release with the
 /// end of one.
 pub struct spw_pipeline_change {
-    /// `sizeof(spw_pipeline_change)`
-    pub struct_size: u32,
     /// Number of the operation.
     pub operation: u32,
     /// Its device.
@@ -170,8 +158,6 @@ pub struct spw_pipeline_change {
 c_struct! { first 88;
 /// Predictions for a device.
 pub struct spw_pipeline_device {
-    /// `sizeof(spw_pipeline_device)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Seconds of passes.
@@ -198,30 +184,23 @@ pub struct spw_pipeline_device {
 }
 
 /// Writes the predictions for an iteration.
-///
-/// # Safety
-/// `result_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pipeline_get_result(
+pub extern "C" fn spw_pipeline_get_result(
     pipeline: Option<&spw_pipeline>,
-    result_out: *mut spw_pipeline_result,
+    result_out: Out<spw_pipeline_result>,
 ) -> spw_status {
     guard(|| {
         let result = result_of(handle::get(pipeline)?.plan());
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&result, result_out, "result_out") }
+        result_out.write(&result, "result_out")
     })
 }
 
 /// Writes the predictions for a device.
-///
-/// # Safety
-/// `device_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pipeline_get_device(
+pub extern "C" fn spw_pipeline_get_device(
     pipeline: Option<&spw_pipeline>,
     device: u32,
-    device_out: *mut spw_pipeline_device,
+    device_out: Out<spw_pipeline_device>,
 ) -> spw_status {
     guard(|| {
         let devices = &handle::get(pipeline)?.plan().summary.devices;
@@ -229,155 +208,109 @@ pub unsafe extern "C" fn spw_pipeline_get_device(
             Error::invalid("device", format!("is {device}, but the pipeline has {} devices", devices.len()))
         })?;
         let [parameters, checkpoints, activations, gradients, messages] = found.peaks;
-        let values = spw_pipeline_device {
-            struct_size: 0,
-            reserved: 0,
-            busy: found.busy,
-            first: found.first,
-            last: found.last,
-            operations: found.operations,
-            peak_bytes: found.peak,
-            parameters,
-            checkpoints,
-            activations,
-            gradients,
-            messages,
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, device_out, "device_out") }
+        let values = report!(spw_pipeline_device from found {
+            busy, first, last, operations
+        } with {
+            reserved: 0, peak_bytes: found.peak, parameters, checkpoints, activations, gradients, messages
+        });
+        device_out.write(&values, "device_out")
     })
 }
 
 /// Writes `count` operations, from number `first` on. They are sorted by device, and for each device in the order in which
 /// they begin. Only the first struct needs its `struct_size`; the call writes the others.
-///
-/// # Safety
-/// `operations_out` has room for `count` structs of the first one's `struct_size`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pipeline_get_operations(
+pub extern "C" fn spw_pipeline_get_operations(
     pipeline: Option<&spw_pipeline>,
     first: u64,
     count: u64,
-    operations_out: *mut spw_pipeline_operation,
+    operations_out: Out<spw_pipeline_operation>,
 ) -> spw_status {
     guard(|| {
         let found = part(&handle::get(pipeline)?.plan().operations, first, count)?;
-        let values = found.iter().map(|one| spw_pipeline_operation {
-            struct_size: 0,
-            kind: one.kind as u32,
-            device: one.device,
-            peer: one.peer,
-            micro_batch: one.micro_batch,
-            first_unit: one.first_unit,
-            units: one.units,
-            begins: one.begins,
-            ends: one.ends,
-            dependencies: one.dependencies,
-            first_dependency: one.first_dependency.into(),
-            bytes: one.bytes,
-            start: one.start,
-            end: one.end,
+        let values = found.iter().map(|one| {
+            report!(spw_pipeline_operation from one {
+                device, peer, micro_batch, first_unit, units, begins, ends, dependencies,
+                first_dependency, bytes, start, end
+            } with {
+                kind: one.kind as u32
+            })
         });
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { write_structs(values, operations_out, "operations_out") }
+        operations_out.write_all(values, "operations_out")
     })
 }
 
 /// Writes `count` changes of memory, from number `first` on, in the order in which they happen. Only the first struct
 /// needs its `struct_size`; the call writes the others.
-///
-/// # Safety
-/// `changes_out` has room for `count` structs of the first one's `struct_size`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pipeline_get_changes(
+pub extern "C" fn spw_pipeline_get_changes(
     pipeline: Option<&spw_pipeline>,
     first: u64,
     count: u64,
-    changes_out: *mut spw_pipeline_change,
+    changes_out: Out<spw_pipeline_change>,
 ) -> spw_status {
     guard(|| {
         let found = part(&handle::get(pipeline)?.plan().changes, first, count)?;
-        let values = found.iter().map(|one| spw_pipeline_change {
-            struct_size: 0,
-            operation: one.operation,
-            device: one.device,
-            memory: one.category as u32,
-            freed: one.freed.into(),
-            reserved: 0,
-            bytes: one.bytes,
-            resident: one.resident,
+        let values = found.iter().map(|one| {
+            report!(spw_pipeline_change from one {
+                operation, device, freed, bytes, resident
+            } with {
+                memory: one.category as u32, reserved: 0
+            })
         });
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { write_structs(values, changes_out, "changes_out") }
+        changes_out.write_all(values, "changes_out")
     })
 }
 
 /// Writes the numbers of operations that others depend on: `count` entries of the list, from entry `first` on. Each
 /// operation has a range of this list.
-///
-/// # Safety
-/// `dependencies_out` has room for `count` numbers.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pipeline_get_dependencies(
+pub extern "C" fn spw_pipeline_get_dependencies(
     pipeline: Option<&spw_pipeline>,
     first: u64,
     count: u64,
-    dependencies_out: *mut u32,
+    dependencies_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
         let found = part(&handle::get(pipeline)?.plan().dependencies, first, count)?;
-        let mut written = 0;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_array(found, dependencies_out, count, "dependencies_out", &raw mut written) }
+        if !found.is_empty() {
+            dependencies_out.required("dependencies_out")?;
+        }
+        dependencies_out.put_all(found.iter().copied());
+        Ok(())
     })
 }
 
 /// Draws the timeline as an SVG picture of `width` pixels, from 200 to 20000. A plan with more than 16384 operations that
 /// take time is refused.
-///
-/// # Safety
-/// `text_out` is NULL or has room for `size` bytes, `needed_out` is NULL or points to a u64.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_pipeline_get_svg(
+pub extern "C" fn spw_pipeline_get_svg(
     pipeline: Option<&spw_pipeline>,
     width: u32,
-    text_out: *mut c_char,
+    text_out: Out<c_char>,
     size: usize,
-    needed_out: *mut u64,
+    needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let text = svg::draw(handle::get(pipeline)?.plan(), width)?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_text(&text, text_out, size, needed_out) };
-        Ok(())
+        text_out.put_text(&text, size, needed_out)
     })
 }
 
 fn result_of(plan: &Plan) -> spw_pipeline_result {
     let found = &plan.summary;
     let (count, bytes) = (|kind: Kind| found.counts[kind as usize], |kind: Kind| found.bytes[kind as usize]);
-    spw_pipeline_result {
-        struct_size: 0,
-        reserved: 0,
-        passes_seconds: found.passes_seconds,
-        iteration_seconds: found.iteration_seconds,
-        exposed_seconds: found.exposed_seconds,
-        passes_bubble_ratio: found.passes_bubble_ratio,
-        iteration_bubble_ratio: found.iteration_bubble_ratio,
-        closed_bubble_ratio: plan.closed.map_or(f64::NAN, |closed| closed.bubble_ratio()),
-        operations: plan.operations.len() as u64,
-        dependencies: plan.dependencies.len() as u64,
-        changes: plan.changes.len() as u64,
-        fetches: count(Kind::Fetch),
-        fetched_bytes: bytes(Kind::Fetch),
-        offloaded_bytes: bytes(Kind::Offload),
-        activations: count(Kind::SendActivation),
-        activation_bytes: bytes(Kind::SendActivation),
-        gradients: count(Kind::SendGradient),
-        gradient_bytes: bytes(Kind::SendGradient),
-        checkpoints: count(Kind::SendCheckpoint),
-        checkpoint_bytes: bytes(Kind::SendCheckpoint),
-    }
+    report!(spw_pipeline_result from found {
+        passes_seconds, iteration_seconds, exposed_seconds, passes_bubble_ratio, iteration_bubble_ratio
+    } with {
+        reserved: 0, closed_bubble_ratio: plan.closed.map_or(f64::NAN, |closed| closed.bubble_ratio()),
+        operations: plan.operations.len() as u64, dependencies: plan.dependencies.len() as u64,
+        changes: plan.changes.len() as u64, fetches: count(Kind::Fetch), fetched_bytes: bytes(Kind::Fetch),
+        offloaded_bytes: bytes(Kind::Offload), activations: count(Kind::SendActivation),
+        activation_bytes: bytes(Kind::SendActivation), gradients: count(Kind::SendGradient),
+        gradient_bytes: bytes(Kind::SendGradient), checkpoints: count(Kind::SendCheckpoint),
+        checkpoint_bytes: bytes(Kind::SendCheckpoint)
+    })
 }
 
 fn part<T>(all: &[T], first: u64, count: u64) -> Result<&[T]> {
@@ -389,30 +322,4 @@ fn part<T>(all: &[T], first: u64, count: u64) -> Result<&[T]> {
             format!("is {count} from number {first} on, but there are {} in all", all.len()),
         )),
     }
-}
-
-/// Writes structs one behind the other, as far apart as the first one's `struct_size` says.
-///
-/// # Safety
-/// `to` has room for all values, of the first struct's `struct_size`.
-unsafe fn write_structs<T: AbiStruct>(
-    values: impl ExactSizeIterator<Item = T>,
-    to: *mut T,
-    argument: &'static str,
-) -> Result<()> {
-    if values.len() == 0 {
-        return Ok(());
-    }
-    let to = required(to, argument)?;
-    // SAFETY: there is at least one struct, which begins with its size.
-    let apart = unsafe { abi_struct::stride(to, argument) }?;
-    for (index, value) in values.enumerate() {
-        // SAFETY: the structs lie `apart` bytes apart, and the caller has room for all of them.
-        unsafe {
-            let to = to.byte_add(index * apart);
-            to.cast::<u32>().write_unaligned(apart as u32);
-            abi_struct::write(&value, to, argument)?;
-        }
-    }
-    Ok(())
 }

@@ -1,18 +1,12 @@
 //! Buckets of a speculation engine: submission and progress.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
 use crate::capi::gpu::device::spw_gpu;
-use crate::capi::guard::guard;
-use crate::capi::handle;
-use crate::capi::input::timeout;
 use crate::capi::optim::table::{self, StepOptions};
 use crate::capi::optim::tensor::spw_tensor;
 use crate::capi::optim::{spw_adagrad_options, spw_adam_options, spw_lion_options};
-use crate::capi::output;
+use crate::capi::prelude::*;
 use crate::capi::speculate::engine::{Rules, spw_spec};
 use crate::error::{Error, Result, RoundError};
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
@@ -61,8 +55,6 @@ pub enum spw_spec_event_kind {
 c_struct! { first 24;
 /// The event that signals that a bucket's gradient is complete.
 pub struct spw_spec_event {
-    /// `sizeof(spw_spec_event)`
-    pub struct_size: u32,
     /// An `spw_spec_event_kind`.
     pub kind: u32,
     /// File descriptor for SPW_SPEC_EVENT_KIND_FD.
@@ -93,9 +85,9 @@ pub struct spw_spec_event {
 pub unsafe extern "C" fn spw_spec_submit(
     spec: Option<&spw_spec>,
     bucket: u32,
-    tensors: *const spw_tensor,
+    tensors: In<spw_tensor>,
     count: u64,
-    event: *const spw_spec_event,
+    event: In<spw_spec_event>,
 ) -> spw_status {
     guard(|| {
         // SAFETY: the caller meets the callees' requirements.
@@ -110,19 +102,15 @@ pub unsafe extern "C" fn spw_spec_submit(
 }
 
 /// Writes the progress of a bucket, an `spw_spec_state`. If the bucket failed, the call returns its error.
-///
-/// # Safety
-/// `state_out` points to a u32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_get_bucket(
+pub extern "C" fn spw_spec_get_bucket(
     spec: Option<&spw_spec>,
     bucket: u32,
-    state_out: *mut u32,
+    state_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
         let state = state_of(handle::get(spec)?.engine.progress(bucket)?);
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write(state as u32, state_out, "state_out") }
+        state_out.put(state as u32, "state_out")
     })
 }
 
@@ -143,10 +131,10 @@ pub(in crate::capi) fn state_of(progress: Progress) -> spw_spec_state {
     }
 }
 
-pub(in crate::capi) unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
+pub(in crate::capi) unsafe fn parse_event(event: In<spw_spec_event>) -> Result<Option<Event>> {
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
-        let Some(raw) = abi_struct::read_optional(event, "event")? else { return Ok(None) };
+        let Some(raw) = event.read_optional("event")? else { return Ok(None) };
         match raw.kind {
             0 => Ok(None),
             1 => Event::readable(raw.fd)
@@ -176,7 +164,7 @@ unsafe fn gpu_event(raw: &spw_spec_event) -> Result<Event> {
 impl spw_spec {
     /// # Safety
     /// As `spw_spec_submit`.
-    unsafe fn bucket(&self, rules: Rules, tensors: *const spw_tensor, count: u64) -> Result<Box<dyn Bucket>> {
+    unsafe fn bucket(&self, rules: Rules, tensors: In<spw_tensor>, count: u64) -> Result<Box<dyn Bucket>> {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             match rules {
@@ -200,7 +188,7 @@ impl spw_spec {
 /// As `spw_spec_submit`.
 pub(in crate::capi) unsafe fn lent<O: StepOptions>(
     rule: O::Rule,
-    tensors: *const spw_tensor,
+    tensors: In<spw_tensor>,
     count: u64,
 ) -> Result<Lent<O::Rule>> {
     // SAFETY: the caller meets the callees' requirements.

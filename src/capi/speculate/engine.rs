@@ -1,17 +1,12 @@
 //! Speculation-then-validation: buckets are stepped before the norm of the whole gradient is known.
-#![allow(non_camel_case_types)]
 
 use std::collections::HashMap;
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self, Handle};
 use crate::capi::optim::adagrad::spw_adagrad_options;
 use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::lion::spw_lion_options;
 use crate::capi::optim::table::StepOptions;
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::kernel::{AdagradRule, AdamRule, LionRule};
 use crate::offload::speculate::{Clip, Engine, Publication, Publish, Undo};
 use crate::sys::sync::{Guard, Lock};
@@ -32,8 +27,6 @@ pub enum spw_spec_publish {
 c_struct! { first 16;
 /// Options of an engine.
 pub struct spw_spec_options {
-    /// `sizeof(spw_spec_options)`
-    pub struct_size: u32,
     /// Number of buckets of every round, at most 2^20. Buckets are numbered from 0.
     pub buckets: u32,
     /// An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA, or SPW_UNDO_MODE_SHADOW, where every tensor must have shadow
@@ -49,8 +42,6 @@ pub struct spw_spec_options {
 c_struct! { first 88;
 /// Counters since the engine was opened.
 pub struct spw_spec_stats {
-    /// `sizeof(spw_spec_stats)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Rounds with the verdict SPW_SPEC_VERDICT_COMMIT.
@@ -111,17 +102,10 @@ pub(in crate::capi) enum Rules {
 /// after the norm is known, for every arrival order of the gradients. If the partial sum already exceeds the limit,
 /// later buckets are only measured, and stepped once after the verdict. After an Inf or NaN, later buckets are neither
 /// measured nor stepped.
-///
-/// # Safety
-/// `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_open(
-    options: *const spw_spec_options,
-    spec_out: *mut *mut spw_spec,
-) -> spw_status {
+pub extern "C" fn spw_spec_open(options: In<spw_spec_options>, spec_out: Out<*mut spw_spec>) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let options = unsafe { abi_struct::read(options, "options") }?;
+        let options = options.read("options")?;
         let undo = match options.undo_mode {
             1 => Undo::Delta,
             2 => Undo::Shadow,
@@ -142,8 +126,7 @@ pub unsafe extern "C" fn spw_spec_open(
             let engine = Engine::open(options.buckets, publish).map_err(|error| error.within("options."))?;
             Ok(spw_spec { engine, undo, rules: Lock::new(Rules::None), devices: Lock::default() })
         };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { handle::open(spec_out, open) }
+        spec_out.open(open)
     })
 }
 
@@ -154,102 +137,68 @@ pub unsafe extern "C" fn spw_spec_open(
 ///     factor = grad_scale * min(1, max_norm / (norm + 1e-6))          in f64, rounded to f32 once
 ///
 /// SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the previous round are not final.
-///
-/// # Safety
-/// `options` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_begin_adam(
+pub extern "C" fn spw_spec_begin_adam(
     spec: Option<&spw_spec>,
-    options: *const spw_adam_options,
+    options: In<spw_adam_options>,
     max_norm: f64,
 ) -> spw_status {
-    // SAFETY: the caller meets the callee's requirements.
-    guard(|| unsafe { begin(spec, options, max_norm, |options| options.grad_scale, Rules::Adam) })
+    guard(|| begin(spec, options, max_norm, |options| options.grad_scale, Rules::Adam))
 }
 
 /// Opens a round of Adagrad steps, as `spw_spec_begin_adam`.
-///
-/// # Safety
-/// As `spw_spec_begin_adam`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_begin_adagrad(
+pub extern "C" fn spw_spec_begin_adagrad(
     spec: Option<&spw_spec>,
-    options: *const spw_adagrad_options,
+    options: In<spw_adagrad_options>,
     max_norm: f64,
 ) -> spw_status {
-    // SAFETY: the caller meets the callee's requirements.
-    guard(|| unsafe { begin(spec, options, max_norm, |options| options.grad_scale, Rules::Adagrad) })
+    guard(|| begin(spec, options, max_norm, |options| options.grad_scale, Rules::Adagrad))
 }
 
 /// Opens a round of Lion steps, as `spw_spec_begin_adam`.
-///
-/// # Safety
-/// As `spw_spec_begin_adam`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_begin_lion(
+pub extern "C" fn spw_spec_begin_lion(
     spec: Option<&spw_spec>,
-    options: *const spw_lion_options,
+    options: In<spw_lion_options>,
     max_norm: f64,
 ) -> spw_status {
-    // SAFETY: the caller meets the callee's requirements.
-    guard(|| unsafe { begin(spec, options, max_norm, |options| options.grad_scale, Rules::Lion) })
+    guard(|| begin(spec, options, max_norm, |options| options.grad_scale, Rules::Lion))
 }
 
-/// # Safety
-/// As `spw_spec_begin_adam`.
-unsafe fn begin<O: StepOptions>(
+fn begin<O: StepOptions>(
     spec: Option<&spw_spec>,
-    options: *const O,
+    options: In<O>,
     max_norm: f64,
     grad_scale: impl Fn(&O) -> f64,
     rules: impl Fn(O::Rule) -> Rules,
 ) -> Result<()> {
-    // SAFETY: the caller meets the callee's requirements.
-    let options = unsafe { abi_struct::read(options, "options") }?;
+    let options = options.read("options")?;
     let rules = rules(options.rule()?);
     handle::get(spec)?.begin(rules, Clip::new(max_norm, grad_scale(&options))?)
 }
 
 /// Reads the counters.
-///
-/// # Safety
-/// `stats_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_get_stats(
-    spec: Option<&spw_spec>,
-    stats_out: *mut spw_spec_stats,
-) -> spw_status {
+pub extern "C" fn spw_spec_get_stats(spec: Option<&spw_spec>, stats_out: Out<spw_spec_stats>) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let found = handle::get(spec)?.engine.stats()?;
-            let counts = found.counts;
-            let values = spw_spec_stats {
-                struct_size: 0,
-                reserved: 0,
-                commits: counts.commits,
-                redos: counts.redos,
-                skips: counts.skips,
-                aborts: counts.aborts,
-                buckets_speculated: counts.speculated,
-                buckets_committed: counts.committed,
-                buckets_redone: counts.redone,
-                buckets_rolled_back: counts.rolled_back,
-                buckets_spared: counts.spared,
-                seconds_exposed: found.exposed.as_secs_f64(),
-            };
-            abi_struct::write(&values, stats_out, "stats_out")
-        }
+        let found = handle::get(spec)?.engine.stats()?;
+        let counts = found.counts;
+        let values = report!(spw_spec_stats from counts {
+            commits, redos, skips, aborts
+        } with {
+            reserved: 0, buckets_speculated: counts.speculated, buckets_committed: counts.committed,
+            buckets_redone: counts.redone, buckets_rolled_back: counts.rolled_back,
+            buckets_spared: counts.spared, seconds_exposed: found.exposed.as_secs_f64()
+        });
+        stats_out.write(&values, "stats_out")
     })
 }
 
 /// Closes the engine. It first rolls back a round without a verdict, and completes a round with one. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_spec_close(spec: Option<Box<spw_spec>>) -> spw_status {
-    guard(|| {
-        drop(handle::close(spec));
-        Ok(())
-    })
+    guard(|| handle::end(spec))
 }
 
 impl spw_spec {

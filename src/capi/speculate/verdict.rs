@@ -1,15 +1,8 @@
 //! The verdict of a speculation round: its inputs, its outcome, and the steps that it rolled back.
-#![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self};
-use crate::capi::input::timeout;
 use crate::capi::optim::tensor::{self, spw_step_stats};
-use crate::capi::output;
+use crate::capi::prelude::*;
 use crate::capi::speculate::engine::spw_spec;
-use crate::error::{Error, Result};
 use crate::offload::speculate::{Outcome, Verdict};
 use crate::optim::StepStats;
 
@@ -28,8 +21,6 @@ pub enum spw_spec_verdict {
 c_struct! { first 32;
 /// Result of a verdict.
 pub struct spw_spec_outcome {
-    /// `sizeof(spw_spec_outcome)`
-    pub struct_size: u32,
     /// An `spw_spec_verdict`.
     pub verdict: u32,
     /// Norm of the scaled gradients of all ranks. NaN if they are not finite, or after `spw_spec_resolve_as`.
@@ -50,63 +41,50 @@ pub struct spw_spec_outcome {
 ///
 /// - SPW_ERR_BUCKET_MISSING: a bucket was not submitted; the message names it.
 /// - SPW_ERR_TIMEOUT: events are outstanding; the message names their buckets.
-///
-/// # Safety
-/// `stats_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_local_result(
+pub extern "C" fn spw_spec_local_result(
     spec: Option<&spw_spec>,
     timeout_ms: i64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     let wait = || handle::get(spec)?.engine.local_result(timeout(timeout_ms));
-    // SAFETY: the caller meets the callee's requirements.
-    guard(|| unsafe { tensor::wait_stats(wait, stats_out) })
+    guard(|| tensor::wait_stats(wait, stats_out))
 }
 
 /// Gives the round the verdict that follows from `global`, the statistics of all ranks, and returns at once. The engine
 /// then rolls back and repeats steps as needed, the bucket that was submitted last first. `outcome_out` may be NULL.
 ///
 /// SPW_ERR_BUSY while buckets are being measured: call `spw_spec_local_result` first.
-///
-/// # Safety
-/// `global` and `outcome_out` point to structs of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_resolve(
+pub extern "C" fn spw_spec_resolve(
     spec: Option<&spw_spec>,
-    global: *const spw_step_stats,
-    outcome_out: *mut spw_spec_outcome,
+    global: In<spw_step_stats>,
+    outcome_out: Out<spw_spec_outcome>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(outcome_out, "outcome_out")?;
-            let global = abi_struct::read(global, "global")?;
-            let nonfinite = abi_struct::flag("global.nonfinite", global.nonfinite)?;
-            if global.sum_squares < 0.0 {
-                return Err(Error::invalid(
-                    "global.sum_squares",
-                    format!("is {}, but must not be negative", global.sum_squares),
-                ));
-            }
-            let global = StepStats { nonfinite, sum_squares: global.sum_squares };
-            write_outcome(handle::get(spec)?.engine.resolve(global)?, outcome_out)
+        outcome_out.check("outcome_out")?;
+        let global = global.read("global")?;
+        let nonfinite = abi_struct::flag("global.nonfinite", global.nonfinite)?;
+        if global.sum_squares < 0.0 {
+            return Err(Error::invalid(
+                "global.sum_squares",
+                format!("is {}, but must not be negative", global.sum_squares),
+            ));
         }
+        let global = StepStats { nonfinite, sum_squares: global.sum_squares };
+        write_outcome(handle::get(spec)?.engine.resolve(global)?, outcome_out)
     })
 }
 
 /// Gives the round the caller's own verdict (an `spw_spec_verdict`), for a clipping rule other than that of
 /// `spw_spec_begin_adam`. `grad_scale` is the complete factor for SPW_SPEC_VERDICT_REDO, rounded to f32. Otherwise as
 /// `spw_spec_resolve`.
-///
-/// # Safety
-/// `outcome_out` is NULL or points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_resolve_as(
+pub extern "C" fn spw_spec_resolve_as(
     spec: Option<&spw_spec>,
     verdict: u32,
     grad_scale: f64,
-    outcome_out: *mut spw_spec_outcome,
+    outcome_out: Out<spw_spec_outcome>,
 ) -> spw_status {
     guard(|| {
         let verdict = match verdict {
@@ -116,11 +94,8 @@ pub unsafe extern "C" fn spw_spec_resolve_as(
             2 => return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32"))),
             other => return Err(Error::invalid("verdict", format!("{other} is not an spw_spec_verdict"))),
         };
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(outcome_out, "outcome_out")?;
-            write_outcome(handle::get(spec)?.engine.resolve_as(verdict)?, outcome_out)
-        }
+        outcome_out.check("outcome_out")?;
+        write_outcome(handle::get(spec)?.engine.resolve_as(verdict)?, outcome_out)
     })
 }
 
@@ -143,24 +118,20 @@ pub extern "C" fn spw_spec_finish(spec: Option<&spw_spec>, timeout_ms: i64) -> s
 /// Writes the buckets whose speculative steps the last verdict rolled back: at most `capacity` numbers to
 /// `buckets_out`, and their total to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE the caller fetches these buckets'
 /// 16-bit copies again once the bucket is final.
-///
-/// # Safety
-/// `buckets_out` has room for `capacity` numbers, or is NULL with 0. `count_out` points to a u64.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_get_rolled_back(
+pub extern "C" fn spw_spec_get_rolled_back(
     spec: Option<&spw_spec>,
-    buckets_out: *mut u32,
+    buckets_out: Out<u32>,
     capacity: u64,
-    count_out: *mut u64,
+    count_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let buckets = handle::get(spec)?.engine.rolled_back_buckets()?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_array(&buckets, buckets_out, capacity, "buckets_out", count_out) }
+        buckets_out.put_array(&buckets, capacity, "buckets_out", count_out)
     })
 }
 
-unsafe fn write_outcome(found: Outcome, to: *mut spw_spec_outcome) -> Result<()> {
+fn write_outcome(found: Outcome, to: Out<spw_spec_outcome>) -> Result<()> {
     if to.is_null() {
         return Ok(());
     }
@@ -177,6 +148,5 @@ unsafe fn write_outcome(found: Outcome, to: *mut spw_spec_outcome) -> Result<()>
         rolled_back: found.rolled_back as u32,
         reserved: 0,
     };
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { abi_struct::write(&values, to, "outcome_out") }
+    to.write(&values, "outcome_out")
 }

@@ -1,18 +1,11 @@
 //! A stage, its jobs and their verdicts.
-#![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, c_struct};
 use crate::capi::arena::open::spw_arena;
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self, Handle};
-use crate::capi::input::timeout;
 use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::table::StepOptions;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
-use crate::capi::output;
+use crate::capi::prelude::*;
 use crate::capi::speculate::bucket::{lent, parse_event, spw_spec_event, state_of};
-use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
 use crate::offload::speculate::{Publish, Tensors, Undo, Verdict};
 use crate::offload::stage::{Options, Stage, Target, cores};
@@ -21,8 +14,6 @@ use crate::optim::lent::Lent;
 c_struct! { first 24;
 /// Options of a stage.
 pub struct spw_stage_options {
-    /// `sizeof(spw_stage_options)`
-    pub struct_size: u32,
     /// A stage with a higher number gets free processors first. A running step is not interrupted.
     pub priority: i32,
     /// Most threads of a step; 0: all of the pool.
@@ -43,8 +34,6 @@ pub struct spw_stage_options {
 c_struct! { first 24;
 /// The region of an arena that holds the 16-bit copies (param_copy) of a job's tensors.
 pub struct spw_stage_target {
-    /// `sizeof(spw_stage_target)`
-    pub struct_size: u32,
     /// Index of the region. Every param_copy of the job lies inside it.
     pub region: u32,
     /// Arena, mapped for writing. The handle may be closed after the call.
@@ -57,8 +46,6 @@ pub struct spw_stage_target {
 c_struct! { first 24;
 /// The processors that the stages of this process share.
 pub struct spw_stage_cores {
-    /// `sizeof(spw_stage_cores)`
-    pub struct_size: u32,
     /// Threads of the pool.
     pub threads: u32,
     /// Threads that stages have now.
@@ -87,17 +74,13 @@ impl Handle for spw_stage {
 }
 
 /// Creates a stage.
-///
-/// # Safety
-/// `options` points to a struct of `struct_size` bytes, `stage_out` to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_stage_open(
-    options: *const spw_stage_options,
-    stage_out: *mut *mut spw_stage,
+pub extern "C" fn spw_stage_open(
+    options: In<spw_stage_options>,
+    stage_out: Out<*mut spw_stage>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let raw = unsafe { abi_struct::read(options, "options") }?;
+        let raw = options.read("options")?;
         abi_struct::zero("options.reserved", raw.reserved)?;
         let undo = match raw.undo_mode {
             1 => Undo::Delta,
@@ -117,8 +100,7 @@ pub unsafe extern "C" fn spw_stage_open(
             }
         };
         let options = Options { priority: raw.priority, cores: raw.cores as usize, publish };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { handle::open(stage_out, || Ok(spw_stage { stage: Stage::open(options)?, undo })) }
+        stage_out.open(|| Ok(spw_stage { stage: Stage::open(options)?, undo }))
     })
 }
 
@@ -139,17 +121,17 @@ pub unsafe extern "C" fn spw_stage_open(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_stage_submit_adam(
     stage: Option<&spw_stage>,
-    options: *const spw_adam_options,
-    tensors: *const spw_tensor,
+    options: In<spw_adam_options>,
+    tensors: In<spw_tensor>,
     count: u64,
-    event: *const spw_spec_event,
-    target: *const spw_stage_target,
+    event: In<spw_spec_event>,
+    target: In<spw_stage_target>,
 ) -> spw_status {
     guard(|| {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let stage = handle::get(stage)?;
-            let options = abi_struct::read(options, "options")?;
+            let options = options.read("options")?;
             let tensors = lent::<spw_adam_options>(options.rule()?, tensors, count)?;
             let target = parse_target(target, &tensors)?;
             let work = Tensors::new(tensors, stage.undo, stage.stage.publish())?;
@@ -163,18 +145,14 @@ pub unsafe extern "C" fn spw_stage_submit_adam(
 /// Waits until the tensors are stepped, for up to `timeout_ms` milliseconds (0: polls; negative: without limit). Writes
 /// the local result: the finiteness and the sum of squares of the scaled gradients. If the job failed, the call returns
 /// its error: roll every stage back then.
-///
-/// # Safety
-/// `stats_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_stage_wait(
+pub extern "C" fn spw_stage_wait(
     stage: Option<&spw_stage>,
     timeout_ms: i64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     let wait = || handle::get(stage)?.stage.wait(timeout(timeout_ms));
-    // SAFETY: the caller meets the callee's requirements.
-    guard(|| unsafe { tensor::wait_stats(wait, stats_out) })
+    guard(|| tensor::wait_stats(wait, stats_out))
 }
 
 /// Keeps the step: the verdict of all stages and processes is good. Returns at once; `spw_stage_finish` waits for the
@@ -212,54 +190,40 @@ pub extern "C" fn spw_stage_finish(stage: Option<&spw_stage>, timeout_ms: i64) -
 }
 
 /// Writes the state of the job, an `spw_spec_state`. If the job failed, the call returns its error.
-///
-/// # Safety
-/// `state_out` points to a u32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_stage_get_state(stage: Option<&spw_stage>, state_out: *mut u32) -> spw_status {
+pub extern "C" fn spw_stage_get_state(stage: Option<&spw_stage>, state_out: Out<u32>) -> spw_status {
     guard(|| {
         let state = state_of(handle::get(stage)?.stage.progress()?);
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write(state as u32, state_out, "state_out") }
+        state_out.put(state as u32, "state_out")
     })
 }
 
 /// Writes how the stages of this process use the processors.
-///
-/// # Safety
-/// `cores_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_stage_get_cores(cores_out: *mut spw_stage_cores) -> spw_status {
+pub extern "C" fn spw_stage_get_cores(cores_out: Out<spw_stage_cores>) -> spw_status {
     guard(|| {
         let found = cores()?;
-        let values = spw_stage_cores {
-            struct_size: 0,
-            threads: found.all as u32,
-            in_use: found.in_use as u32,
-            waiting: found.waiting as u32,
-            peak_threads: found.peak_threads as u32,
-            reserved: 0,
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, cores_out, "cores_out") }
+        let values = report!(spw_stage_cores from found {
+            in_use, waiting, peak_threads
+        } with {
+            threads: found.all as u32, reserved: 0
+        });
+        cores_out.write(&values, "cores_out")
     })
 }
 
 /// Closes the stage. It first rolls back a job without a verdict, and completes a job with one. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_stage_close(stage: Option<Box<spw_stage>>) -> spw_status {
-    guard(|| {
-        drop(handle::close(stage));
-        Ok(())
-    })
+    guard(|| handle::end(stage))
 }
 
 /// # Safety
 /// `target` is NULL or points to a struct of `struct_size` bytes with an open arena.
-unsafe fn parse_target(target: *const spw_stage_target, tensors: &Lent<AdamRule>) -> Result<Option<Target>> {
+unsafe fn parse_target(target: In<spw_stage_target>, tensors: &Lent<AdamRule>) -> Result<Option<Target>> {
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
-        let Some(raw) = abi_struct::read_optional(target, "target")? else { return Ok(None) };
+        let Some(raw) = target.read_optional("target")? else { return Ok(None) };
         let arena = &handle::get(raw.arena.as_ref()).map_err(|error| error.within("target."))?.0;
         Target::new(arena, raw.region, raw.generation, tensors.copies()?).map(Some)
     }

@@ -2,12 +2,11 @@
 
 use std::ffi::c_void;
 
-use crate::capi::input;
 use crate::capi::optim::adam::{nearest_rule, spw_adam_options};
 use crate::capi::optim::overlap;
 use crate::capi::optim::tensor::{self, at, parse_dtype, spw_dtype, spw_tensor};
+use crate::capi::prelude::*;
 use crate::dtype::{Dtype, Floats, bf16};
-use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
 use crate::offload::swap::Swap;
 use crate::offload::swap::adam::{Part, Parts};
@@ -18,14 +17,14 @@ use crate::offload::swap::encoding::Encoding;
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, as do the options of each tensor.
 pub(in crate::capi) unsafe fn rules_of(
-    options: *const spw_adam_options,
+    options: In<spw_adam_options>,
 ) -> Result<impl Fn(usize, &spw_tensor) -> Result<AdamRule>> {
     // SAFETY: the caller meets the callee's requirements.
-    let shared = unsafe { nearest_rule(options) }?;
+    let shared = nearest_rule(options)?;
     Ok(move |_, raw: &spw_tensor| match raw.options.is_null() {
         true => Ok(shared),
-        // SAFETY: the caller meets the callee's requirements.
-        false => unsafe { nearest_rule(raw.options.cast()) },
+        // SAFETY: the caller's promise.
+        false => nearest_rule(unsafe { In::new(raw.options.cast()) }),
     })
 }
 
@@ -35,7 +34,7 @@ pub(in crate::capi) unsafe fn rules_of(
 /// `tensors` points to `count` structs, `struct_size` bytes apart. Their spans are lent for `'a`.
 pub(in crate::capi) unsafe fn whole<'a>(
     swap: &Swap,
-    tensors: *const spw_tensor,
+    tensors: In<spw_tensor>,
     count: u64,
     rule: impl Fn(usize, &spw_tensor) -> Result<AdamRule>,
 ) -> Result<Parts<'a>> {
@@ -43,8 +42,7 @@ pub(in crate::capi) unsafe fn whole<'a>(
         let reason = format!("is {count}, but there are {} subgroups", swap.len());
         return Err(Error::invalid("count", reason));
     }
-    // SAFETY: the caller meets the callee's requirements.
-    let raw = unsafe { tensor::read_all(tensors, count) }?;
+    let raw = tensor::read_all(tensors, count)?;
     for (index, raw) in raw.iter().enumerate() {
         let elements = swap.elements(index)? as u64;
         if raw.n != elements {
@@ -75,19 +73,16 @@ pub(in crate::capi) unsafe fn whole<'a>(
 /// As [`whole`]; `subgroups` and `firsts` point to `count` numbers.
 pub(in crate::capi) unsafe fn parts<'a>(
     swap: &Swap,
-    tensors: *const spw_tensor,
-    [subgroups, firsts]: [*const u64; 2],
+    tensors: In<spw_tensor>,
+    [subgroups, firsts]: [In<u64>; 2],
     count: u64,
     rule: impl Fn(usize, &spw_tensor) -> Result<AdamRule>,
 ) -> Result<Parts<'a>> {
-    // SAFETY: the caller meets the callees' requirements.
-    let (raw, subgroups, firsts) = unsafe {
-        (
-            tensor::read_all(tensors, count)?,
-            input::array(subgroups, count, "subgroups")?,
-            input::array(firsts, count, "firsts")?,
-        )
-    };
+    let (raw, subgroups, firsts) = (
+        tensor::read_all(tensors, count)?,
+        subgroups.array(count, "subgroups")?,
+        firsts.array(count, "firsts")?,
+    );
     if swap.usual() == Encoding::SplitMaster {
         let reason = "the masters of this update are split; call spw_swap_adam_step";
         return Err(Error::Unsupported(reason.to_string()));

@@ -1,11 +1,8 @@
 //! The tiered update: its options, budget and counters.
-#![allow(non_camel_case_types)]
 
 use std::time::Duration;
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::input;
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::offload::swap::SwapOptions;
 use crate::offload::swap::budget;
 use crate::offload::swap::encoding::Encoding;
@@ -33,23 +30,21 @@ pub enum spw_swap_flag {
 c_struct! { first 56;
 /// Settings of a tiered update.
 pub struct spw_swap_options {
-    /// `sizeof(spw_swap_options)`
-    pub struct_size: u32,
     /// Sum of `spw_swap_flag`.
     pub flags: u32,
     /// Limit on host memory for state, in bytes; 2 MiB pages may add 1/64. `spw_swap_plan_budget` computes the
     /// resulting budget.
     pub memory_budget: u64,
     /// Number of elements of each subgroup. The array may be freed after the call.
-    pub elements: *const u64,
+    pub elements: In<u64>,
     /// Number of subgroups, at most 2^20.
     pub subgroups: u64,
     /// Each path's share of the state, in any unit, one entry per path of the tier. NULL: equal until the first
     /// update has measured the bandwidths, then in proportion to them (MLP-Offload Eq. 1).
-    pub ratio: *const f64,
+    pub ratio: In<f64>,
     /// Initial estimate of each path's bandwidth, in bytes per second. NULL: equal until the first update has measured
     /// it.
-    pub speeds: *const f64,
+    pub speeds: In<f64>,
     /// Milliseconds that a process waits for its turn on a path before it proceeds without the turn; 0: 30000.
     pub turn_timeout_ms: u64,
 }
@@ -58,8 +53,6 @@ pub struct spw_swap_options {
 c_struct! { first 56;
 /// Memory and traffic of a tiered update.
 pub struct spw_swap_budget {
-    /// `sizeof(spw_swap_budget)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Bytes of host memory for buffers and masters, all allocated at open.
@@ -87,8 +80,6 @@ pub struct spw_swap_budget {
 c_struct! { first 56;
 /// Counters since open.
 pub struct spw_swap_stats {
-    /// `sizeof(spw_swap_stats)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Updates started, including the first fill.
@@ -109,9 +100,8 @@ pub struct spw_swap_stats {
 /// Maximum number of subgroups. Each is an extent of the tier.
 const MAX_SUBGROUPS: u64 = 1 << 20;
 
-pub(in crate::capi) unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOptions> {
-    // SAFETY: the caller meets the callee's requirements.
-    let raw = unsafe { abi_struct::read(options, "options") }?;
+pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Result<SwapOptions> {
+    let raw = options.read("options")?;
     abi_struct::flags("options.flags", raw.flags, 15)?;
     if raw.subgroups > MAX_SUBGROUPS {
         let reason = format!("is {}, but the limit is {MAX_SUBGROUPS}", raw.subgroups);
@@ -119,41 +109,28 @@ pub(in crate::capi) unsafe fn parse(options: *const spw_swap_options, paths: usi
     }
     let turn_timeout =
         Duration::from_millis(if raw.turn_timeout_ms == 0 { 30_000 } else { raw.turn_timeout_ms });
-    // SAFETY: the caller's promise: one number per subgroup, or per path.
-    unsafe {
-        let numbers =
-            |from: *const f64| (!from.is_null()).then(|| std::slice::from_raw_parts(from, paths).to_vec());
-        let elements = input::array(raw.elements, raw.subgroups, "options.elements")?.to_vec();
-        Ok(SwapOptions {
-            subgroups: elements,
-            usual: if raw.flags & 8 == 0 { Encoding::Full } else { Encoding::SplitMaster },
-            memory_budget: raw.memory_budget,
-            backing: Backing { huge: raw.flags & 1 == 0, lock: raw.flags & 2 == 0, node: None },
-            ratio: numbers(raw.ratio),
-            speeds: numbers(raw.speeds).unwrap_or_default(),
-            exclusive: raw.flags & 4 == 0,
-            turn_timeout,
-        })
-    }
+    let of_paths = |numbers: In<f64>, field| match numbers.is_null() {
+        true => Ok(None),
+        false => numbers.array(paths as u64, field).map(|numbers| Some(numbers.to_vec())),
+    };
+    Ok(SwapOptions {
+        subgroups: raw.elements.array(raw.subgroups, "options.elements")?.to_vec(),
+        usual: if raw.flags & 8 == 0 { Encoding::Full } else { Encoding::SplitMaster },
+        memory_budget: raw.memory_budget,
+        backing: Backing { huge: raw.flags & 1 == 0, lock: raw.flags & 2 == 0, node: None },
+        ratio: of_paths(raw.ratio, "options.ratio")?,
+        speeds: of_paths(raw.speeds, "options.speeds")?.unwrap_or_default(),
+        exclusive: raw.flags & 4 == 0,
+        turn_timeout,
+    })
 }
 
-pub(in crate::capi) unsafe fn write_budget(
-    plan: budget::Budget,
-    budget_out: *mut spw_swap_budget,
-) -> Result<()> {
-    let values = spw_swap_budget {
-        struct_size: 0,
-        reserved: 0,
-        host_bytes: plan.host_bytes,
-        buffer_bytes: plan.buffer_bytes,
-        buffers: plan.buffers as u64,
-        cached: plan.cached as u64,
-        state_bytes: plan.state_bytes,
-        step_bytes: plan.step_bytes,
-        master_bytes: plan.master_bytes,
-        masters: plan.masters as u64,
-        working_bytes: plan.working_bytes,
-    };
-    // SAFETY: the caller meets the callee's requirements.
-    unsafe { abi_struct::write(&values, budget_out, "budget_out") }
+pub(in crate::capi) fn write_budget(plan: budget::Budget, budget_out: Out<spw_swap_budget>) -> Result<()> {
+    let values = report!(spw_swap_budget from plan {
+        host_bytes, buffer_bytes, buffers, cached, state_bytes, step_bytes, master_bytes, masters,
+        working_bytes
+    } with {
+        reserved: 0
+    });
+    budget_out.write(&values, "budget_out")
 }

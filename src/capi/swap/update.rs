@@ -1,20 +1,14 @@
 //! The tiered update: optimizer state is stored on a tier and updated through a few buffers of host memory.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::inputs;
 use super::options::{parse, spw_swap_budget, spw_swap_options, spw_swap_stats, write_budget};
-use crate::capi::abi_struct;
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self, Handle};
-use crate::capi::input;
 use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
+use crate::capi::prelude::*;
 use crate::capi::tier::spw_tier;
-use crate::error::{Error, Result};
 use crate::offload::swap::budget;
 use crate::offload::swap::encoding::STREAMS;
 use crate::offload::swap::{SubgroupState, Swap};
@@ -34,25 +28,19 @@ impl Handle for spw_swap {
 
 /// Computes the memory and traffic of `spw_swap_open` with these options on a tier of `paths` paths. It allocates no
 /// buffers. More than 1024 paths are an error.
-///
-/// # Safety
-/// `options` and `budget_out` point to structs of `struct_size` bytes, with `options` as for `spw_swap_open`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_swap_plan_budget(
-    options: *const spw_swap_options,
+pub extern "C" fn spw_swap_plan_budget(
+    options: In<spw_swap_options>,
     paths: u64,
-    budget_out: *mut spw_swap_budget,
+    budget_out: Out<spw_swap_budget>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(budget_out, "budget_out")?;
-            let options = parse(options, 0)?;
-            let paths = usize::try_from(paths).ok().filter(|paths| *paths <= 1024);
-            let paths = paths.ok_or_else(|| Error::invalid("paths", "must be at most 1024"))?;
-            let plan = budget::plan(&options.subgroups, options.usual, paths, options.memory_budget)?;
-            write_budget(plan, budget_out)
-        }
+        budget_out.check("budget_out")?;
+        let options = parse(options, 0)?;
+        let paths = usize::try_from(paths).ok().filter(|paths| *paths <= 1024);
+        let paths = paths.ok_or_else(|| Error::invalid("paths", "must be at most 1024"))?;
+        let plan = budget::plan(&options.subgroups, options.usual, paths, options.memory_budget)?;
+        write_budget(plan, budget_out)
     })
 }
 
@@ -60,41 +48,31 @@ pub unsafe extern "C" fn spw_swap_plan_budget(
 /// tier with the same subgroups keeps their state; otherwise call `spw_swap_fill` next. The caller keeps the tier open
 /// until `spw_swap_close`, and commits and rolls back only through the update. A tier has one update at a time: another
 /// open is SPW_ERR_BUSY.
-///
-/// # Safety
-/// `options` points to a struct of `struct_size` bytes. Its `elements` has `subgroups` entries; its `ratio` and
-/// `speeds` are NULL or have one entry per path of the tier. `swap_out` points to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_swap_open(
+pub extern "C" fn spw_swap_open(
     tier: Option<&spw_tier>,
-    options: *const spw_swap_options,
-    swap_out: *mut *mut spw_swap,
+    options: In<spw_swap_options>,
+    swap_out: Out<*mut spw_swap>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        let (tier, options) = unsafe {
+        let (tier, options) = {
             let tier = Arc::clone(&handle::get(tier)?.0);
             let paths = tier.paths().len();
             (tier, parse(options, paths)?)
         };
-        // SAFETY: as above.
-        unsafe { handle::open(swap_out, || Ok(spw_swap(Swap::open(tier, &options)?))) }
+        swap_out.open(|| Ok(spw_swap(Swap::open(tier, &options)?)))
     })
 }
 
 /// Writes the memory and traffic that the update was opened with.
-///
-/// # Safety
-/// `budget_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_swap_get_budget(
+pub extern "C" fn spw_swap_get_budget(
     swap: Option<&mut spw_swap>,
-    budget_out: *mut spw_swap_budget,
+    budget_out: Out<spw_swap_budget>,
 ) -> spw_status {
     guard(|| {
         let swap = &handle::get_mut(swap)?.0;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { write_budget(swap.budget(), budget_out) }
+        write_budget(swap.budget(), budget_out)
     })
 }
 
@@ -147,16 +125,16 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_swap_adam_step(
     swap: Option<&mut spw_swap>,
-    options: *const spw_adam_options,
-    tensors: *const spw_tensor,
+    options: In<spw_adam_options>,
+    tensors: In<spw_tensor>,
     count: u64,
-    stats_out: *mut spw_step_stats,
+    stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     guard(|| {
         let swap = &mut handle::get_mut(swap)?.0;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            abi_struct::check_output(stats_out, "stats_out")?;
+            stats_out.check("stats_out")?;
             let parts = inputs::whole(swap, tensors, count, inputs::rules_of(options)?)?;
             let seen = swap.adam_step(parts, !stats_out.is_null(), &mut |_, _| Ok(()))?;
             tensor::write_stats(seen, stats_out)
@@ -176,10 +154,10 @@ pub unsafe extern "C" fn spw_swap_adam_step(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_swap_adam_step_parts(
     swap: Option<&mut spw_swap>,
-    options: *const spw_adam_options,
-    tensors: *const spw_tensor,
-    subgroups: *const u64,
-    firsts: *const u64,
+    options: In<spw_adam_options>,
+    tensors: In<spw_tensor>,
+    subgroups: In<u64>,
+    firsts: In<u64>,
     count: u64,
 ) -> spw_status {
     guard(|| {
@@ -246,20 +224,16 @@ pub unsafe extern "C" fn spw_swap_write(
 
 /// Makes all state durable as `step`: writes dirty subgroups from memory, then commits the tier (`spw_tier_commit`,
 /// with its errors). The next open returns the payload.
-///
-/// # Safety
-/// `payload` points to `payload_bytes` bytes, or is NULL if there are none.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_swap_commit(
+pub extern "C" fn spw_swap_commit(
     swap: Option<&mut spw_swap>,
     step: u64,
-    payload: *const c_void,
+    payload: In<c_void>,
     payload_bytes: u64,
 ) -> spw_status {
     guard(|| {
         let swap = &mut handle::get_mut(swap)?.0;
-        // SAFETY: the caller meets the callee's requirements.
-        swap.commit(step, unsafe { input::payload(payload, payload_bytes) }?)
+        swap.commit(step, payload.payload(payload_bytes)?)
     })
 }
 
@@ -270,38 +244,27 @@ pub extern "C" fn spw_swap_rollback(swap: Option<&mut spw_swap>) -> spw_status {
 }
 
 /// Writes the counters since open.
-///
-/// # Safety
-/// `stats_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_swap_get_stats(
+pub extern "C" fn spw_swap_get_stats(
     swap: Option<&mut spw_swap>,
-    stats_out: *mut spw_swap_stats,
+    stats_out: Out<spw_swap_stats>,
 ) -> spw_status {
     guard(|| {
         let seen = handle::get_mut(swap)?.0.stats();
-        let stats = spw_swap_stats {
-            struct_size: 0,
-            reserved: 0,
-            rounds: seen.pipeline.rounds,
-            hits: seen.pipeline.hits,
-            fetched: seen.pipeline.fetched,
-            flushed: seen.pipeline.flushed,
-            moved: seen.moved,
-            exposed_seconds: seen.exposed_seconds,
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&stats, stats_out, "stats_out") }
+        let counts = seen.pipeline;
+        let stats = report!(spw_swap_stats from counts {
+            rounds, hits, fetched, flushed
+        } with {
+            reserved: 0, moved: seen.moved, exposed_seconds: seen.exposed_seconds
+        });
+        stats_out.write(&stats, "stats_out")
     })
 }
 
 /// Frees the update. The tier stays open; state that was not committed is lost. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_swap_close(swap: Option<Box<spw_swap>>) -> spw_status {
-    guard(|| {
-        drop(handle::close(swap));
-        Ok(())
-    })
+    guard(|| handle::end(swap))
 }
 
 /// A subgroup's number, and the caller's memory for its param and states. NULL becomes an empty span.

@@ -1,16 +1,9 @@
 //! The virtual tier: extents, transfers, commits.
-#![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_void};
 
 use super::open::spw_tier;
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle;
-use crate::capi::input::{self, timeout};
-use crate::capi::output::{self, required};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 use crate::tier::extent::MAX_STREAMS;
@@ -19,19 +12,16 @@ use crate::tier::{ExtentPlacement, Tier};
 /// Finds or creates the extent `name`, with `stream_count` (at most 64) streams of `stream_bytes[i]` bytes each, and
 /// writes its number. A name is UTF-8 of 1 to 255 bytes. An existing extent with other streams is SPW_ERR_FOREIGN. The
 /// number is valid while the tier is open.
-///
-/// # Safety
-/// `name` is a C string, `stream_bytes` points to `stream_count` numbers, `extent_out` to a u32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_define(
+pub extern "C" fn spw_tier_define(
     tier: Option<&spw_tier>,
-    name: *const c_char,
-    stream_bytes: *const u64,
+    name: In<c_char>,
+    stream_bytes: In<u64>,
     stream_count: u64,
-    extent_out: *mut u32,
+    extent_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
-        let extent_out = required(extent_out, "extent_out")?;
+        extent_out.required("extent_out")?;
         let tier = &handle::get(tier)?.0;
         if stream_bytes.is_null() {
             return Err(Error::invalid("stream_bytes", "is NULL"));
@@ -40,12 +30,8 @@ pub unsafe extern "C" fn spw_tier_define(
             let reason = format!("is {stream_count}, but an extent has at most {MAX_STREAMS} streams");
             return Err(Error::invalid("stream_count", reason));
         }
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let streams = input::array(stream_bytes, stream_count, "stream_bytes")?;
-            extent_out.write(tier.define(input::text(name, "name")?, streams)?);
-        }
-        Ok(())
+        let streams = stream_bytes.array(stream_count, "stream_bytes")?;
+        extent_out.put(tier.define(name.text("name")?, streams)?, "extent_out")
     })
 }
 
@@ -59,13 +45,11 @@ pub extern "C" fn spw_tier_remove(tier: Option<&spw_tier>, extent: u32) -> spw_s
 c_struct! { first 24;
 /// The paths that `spw_tier_put` writes an extent to.
 pub struct spw_tier_target {
-    /// `sizeof(spw_tier_target)`
-    pub struct_size: u32,
     /// Number of the path, if `path_blocks` is NULL.
     pub path: u32,
     /// NULL, or the number of blocks for each path: the extent is striped over the paths. Remaining blocks go to the
     /// last path with a nonzero entry.
-    pub path_blocks: *const u32,
+    pub path_blocks: In<u32>,
     /// Number of entries of `path_blocks`.
     pub path_count: u64,
 }
@@ -90,45 +74,41 @@ pub unsafe extern "C" fn spw_tier_put(
     tier: Option<&spw_tier>,
     extent: u32,
     streams: *const *const c_void,
-    target: *const spw_tier_target,
-    ticket_out: *mut u64,
+    target: In<spw_tier_target>,
+    ticket_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let tier = &handle::get(tier)?.0;
-        let ticket_out = required(ticket_out, "ticket_out")?;
+        ticket_out.required("ticket_out")?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let placement = placement_of(target)?;
             let spans = spans(tier, extent, streams, "streams", false)?;
-            ticket_out.write(tier.write(extent, &spans, &placement, None)?);
+            ticket_out.put(tier.write(extent, &spans, &placement, None)?, "ticket_out")
         }
-        Ok(())
     })
 }
 
-unsafe fn placement_of(target: *const spw_tier_target) -> Result<ExtentPlacement> {
-    // SAFETY: the caller meets the callees' requirements.
-    unsafe {
-        let Some(raw) = abi_struct::read_optional(target, "target")? else {
-            return Ok(ExtentPlacement::Auto);
+fn placement_of(target: In<spw_tier_target>) -> Result<ExtentPlacement> {
+    let Some(raw) = target.read_optional("target")? else {
+        return Ok(ExtentPlacement::Auto);
+    };
+    if raw.path_blocks.is_null() {
+        return match raw.path_count {
+            0 => Ok(ExtentPlacement::On(raw.path)),
+            _ => Err(Error::invalid("target.path_blocks", "is NULL, but path_count is not 0")),
         };
-        if raw.path_blocks.is_null() {
-            return match raw.path_count {
-                0 => Ok(ExtentPlacement::On(raw.path)),
-                _ => Err(Error::invalid("target.path_blocks", "is NULL, but path_count is not 0")),
-            };
-        }
-        if raw.path_count == 0 || raw.path_count > 1 << 16 {
-            return Err(Error::invalid(
-                "target.path_count",
-                format!("is {}, but must be 1 to 65536", raw.path_count),
-            ));
-        }
-        let blocks = input::array(raw.path_blocks, raw.path_count, "target.path_blocks")?;
-        Ok(ExtentPlacement::Striped(
-            (0..).zip(blocks.iter().copied()).filter(|(_, blocks)| *blocks > 0).collect(),
-        ))
     }
+    if raw.path_count == 0 || raw.path_count > 1 << 16 {
+        return Err(Error::invalid(
+            "target.path_count",
+            format!("is {}, but must be 1 to 65536", raw.path_count),
+        ));
+    }
+    let blocks = raw.path_blocks.array(raw.path_count, "target.path_blocks")?;
+    Ok(ExtentPlacement::Striped(
+        (0..).zip(blocks.iter().copied()).filter(|(_, blocks)| *blocks > 0).collect(),
+    ))
 }
 
 /// Starts to read an extent: the last put that was waited for, or after an open the committed contents. `streams_out`
@@ -143,17 +123,16 @@ pub unsafe extern "C" fn spw_tier_get(
     tier: Option<&spw_tier>,
     extent: u32,
     streams_out: *const *mut c_void,
-    ticket_out: *mut u64,
+    ticket_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let tier = &handle::get(tier)?.0;
-        let ticket_out = required(ticket_out, "ticket_out")?;
+        ticket_out.required("ticket_out")?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let spans = spans(tier, extent, streams_out.cast(), "streams_out", true)?;
-            ticket_out.write(tier.read(extent, &spans, false)?);
+            ticket_out.put(tier.read(extent, &spans, false)?, "ticket_out")
         }
-        Ok(())
     })
 }
 
@@ -165,20 +144,16 @@ pub unsafe extern "C" fn spw_tier_get(
 /// `io_timeout_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost). Then the caller keeps the memory allocated and unused
 /// until the process ends. Memory of spw_pinned_alloc may be freed: the library quarantines it until the
 /// operation ends. After any other status the streams are free.
-///
-/// # Safety
-/// `generation_out` is NULL or points to a u64.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_wait(
+pub extern "C" fn spw_tier_wait(
     tier: Option<&spw_tier>,
     ticket: u64,
     timeout_ms: i64,
-    generation_out: *mut u64,
+    generation_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let generation = handle::get(tier)?.0.wait(ticket, timeout(timeout_ms))?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_optional(generation, generation_out) };
+        generation_out.put_optional(generation);
         Ok(())
     })
 }
@@ -193,20 +168,16 @@ pub unsafe extern "C" fn spw_tier_wait(
 ///
 /// If files of a path were removed, renamed or replaced, the path has failed. The commit moves the path's extents to
 /// other paths, or it is SPW_ERR_PATH_MISSING.
-///
-/// # Safety
-/// `payload` points to `payload_bytes` bytes, or is NULL if there are none.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_commit(
+pub extern "C" fn spw_tier_commit(
     tier: Option<&spw_tier>,
     step: u64,
-    payload: *const c_void,
+    payload: In<c_void>,
     payload_bytes: u64,
 ) -> spw_status {
     guard(|| {
         let tier = &handle::get(tier)?.0;
-        // SAFETY: the caller meets the callee's requirements.
-        tier.commit(step, unsafe { input::payload(payload, payload_bytes) }?)
+        tier.commit(step, payload.payload(payload_bytes)?)
     })
 }
 

@@ -1,16 +1,10 @@
 //! The virtual tier: opening, closing, deleting.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_char;
 use std::sync::Arc;
 
 use super::options::{owner, parse, spw_tier_options};
-use crate::capi::abi_struct;
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self, Handle};
-use crate::capi::input::{path, timeout};
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::tier::Tier;
 use crate::tier::options::PathLocation;
 
@@ -52,20 +46,11 @@ impl Handle for spw_tier {
 ///
 /// In an object store the lock names the machine by its machine-id. If two machines of the same name share a
 /// machine-id, as copies of one image may, a live holder on the other machine counts as dead.
-///
-/// # Safety
-/// `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_open(
-    options: *const spw_tier_options,
-    tier_out: *mut *mut spw_tier,
-) -> spw_status {
+pub extern "C" fn spw_tier_open(options: In<spw_tier_options>, tier_out: Out<*mut spw_tier>) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let options = parse(&abi_struct::read(options, "options")?)?;
-            handle::open(tier_out, || Ok(spw_tier(Arc::new(Tier::open(options)?))))
-        }
+        let options = parse(&options.read("options")?)?;
+        tier_out.open(|| Ok(spw_tier(Arc::new(Tier::open(options)?))))
     })
 }
 
@@ -104,16 +89,12 @@ pub extern "C" fn spw_tier_destroy(tier: Option<Box<spw_tier>>) -> spw_status {
 
 /// Deletes the files that a dead run left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` NULL means
 /// this machine's name. A live run is SPW_ERR_LOCKED, a run without files SPW_ERR_NOT_FOUND.
-///
-/// # Safety
-/// The strings are C strings; `host` may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_collect(
-    directory: *const c_char,
-    job: *const c_char,
-    host: *const c_char,
+pub extern "C" fn spw_tier_collect(
+    directory: In<c_char>,
+    job: In<c_char>,
+    host: In<c_char>,
     rank: u32,
 ) -> spw_status {
-    // SAFETY: the caller meets the callees' requirements.
-    guard(|| unsafe { PathLocation::of(path(directory, "directory")?).collect(&owner(job, host, rank)?) })
+    guard(|| PathLocation::of(directory.path("directory")?.to_path_buf()).collect(&owner(job, host, rank)?))
 }

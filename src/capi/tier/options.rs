@@ -1,13 +1,10 @@
 //! Options of the virtual tier.
-#![allow(non_camel_case_types)]
 
 use std::ffi::c_char;
 use std::time::Duration;
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::input::{path, text};
 use crate::capi::io::engine::backend;
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::sys::host;
 use crate::tier::directory::Owner;
 use crate::tier::format::MAX_PATHS;
@@ -63,10 +60,8 @@ pub enum spw_tier_flag {
 }
 
 c_struct! { first 32;
-/// One path of a tier.
+/// One path of a tier. All paths of an array have the same `struct_size`.
 pub struct spw_tier_path {
-    /// `sizeof(spw_tier_path)`, the same in all of an array.
-    pub struct_size: u32,
     /// `spw_tier_path_kind`
     pub kind: u32,
     /// A directory that exists, so that an unmounted disk is reported. NULL for SPW_TIER_PATH_KIND_MEMORY.
@@ -80,7 +75,7 @@ pub struct spw_tier_path {
     ///
     /// A missing variable is SPW_ERR_INVALID_ARGUMENT. A library built without the feature `s3` returns
     /// SPW_ERR_UNSUPPORTED.
-    pub directory: *const c_char,
+    pub directory: In<c_char>,
     /// Maximum bytes of the path's data file; 0: limited only by the device.
     pub limit_bytes: u64,
     /// Initial bytes of the data file.
@@ -91,20 +86,18 @@ pub struct spw_tier_path {
 c_struct! { first 80;
 /// Settings of a tier. Zero is the default of every field but struct_size, job and paths.
 pub struct spw_tier_options {
-    /// `sizeof(spw_tier_options)`
-    pub struct_size: u32,
     /// `spw_tier_mode`
     pub mode: u32,
     /// Name of the run. It must be valid as a directory name.
-    pub job: *const c_char,
+    pub job: In<c_char>,
     /// Name of the machine; NULL: this machine's name.
-    pub host: *const c_char,
+    pub host: In<c_char>,
     /// Rank in the run.
     pub rank: u32,
     /// Number of ranks of the run; 0: 1.
     pub world: u32,
     /// The paths. A reopened tier may list them in any order.
-    pub paths: *const spw_tier_path,
+    pub paths: In<spw_tier_path>,
     /// Number of paths, 1 to 256.
     pub path_count: u64,
     /// `spw_tier_durability`
@@ -126,21 +119,17 @@ pub struct spw_tier_options {
 }
 }
 
-pub(in crate::capi) unsafe fn owner(job: *const c_char, host: *const c_char, rank: u32) -> Result<Owner> {
-    // SAFETY: the caller meets the callees' requirements.
-    unsafe {
-        let host = if host.is_null() { host::name() } else { text(host, "host")?.to_string() };
-        Ok(Owner { job: text(job, "job")?.to_string(), host, rank })
-    }
+pub(in crate::capi) fn owner(job: In<c_char>, host: In<c_char>, rank: u32) -> Result<Owner> {
+    let host = if host.is_null() { host::name() } else { host.text("host")?.to_string() };
+    Ok(Owner { job: job.text("job")?.to_string(), host, rank })
 }
 
-pub(in crate::capi) unsafe fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
+pub(in crate::capi) fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
     abi_struct::flags("options.flags", raw.flags, 7)?;
     let wrong = |field: &'static str, value: u32| {
         Err(Error::invalid(field, format!("{value} is not a value of its enum")))
     };
-    // SAFETY: the caller meets the callees' requirements.
-    let (owner, paths) = unsafe { (owner(raw.job, raw.host, raw.rank), parse_paths(raw)?) };
+    let (owner, paths) = (owner(raw.job, raw.host, raw.rank), parse_paths(raw)?);
     let mut options = TierOptions::new(owner.map_err(|error| error.within("options."))?, []);
     options.paths = paths;
     options.world = raw.world.max(1);
@@ -181,26 +170,22 @@ pub(in crate::capi) unsafe fn parse(raw: &spw_tier_options) -> Result<TierOption
     Ok(options)
 }
 
-unsafe fn parse_paths(raw: &spw_tier_options) -> Result<Vec<PathOptions>> {
+fn parse_paths(raw: &spw_tier_options) -> Result<Vec<PathOptions>> {
     if raw.paths.is_null() || raw.path_count == 0 || raw.path_count > MAX_PATHS as u64 {
         let reason = format!("must not be NULL, and have 1 to {MAX_PATHS} entries");
         return Err(Error::invalid("options.paths", reason));
     }
     let parse = |one: &spw_tier_path| {
-        // SAFETY: the directory of a path is NULL or a C string.
-        unsafe {
-            let place = match one.kind {
-                0 => PathLocation::of(path(one.directory, "directory")?),
-                1 if one.directory.is_null() => PathLocation::Memory,
-                1 => return Err(Error::invalid("directory", "is set, but the path is in memory: set NULL")),
-                other => return Err(Error::invalid("kind", format!("{other} is not an spw_tier_path_kind"))),
-            };
-            let limit = (one.limit_bytes > 0).then_some(one.limit_bytes);
-            Ok(PathOptions { location: place, limit, reserve: one.reserve_bytes })
-        }
+        let place = match one.kind {
+            0 => PathLocation::of(one.directory.path("directory")?.to_path_buf()),
+            1 if one.directory.is_null() => PathLocation::Memory,
+            1 => return Err(Error::invalid("directory", "is set, but the path is in memory: set NULL")),
+            other => return Err(Error::invalid("kind", format!("{other} is not an spw_tier_path_kind"))),
+        };
+        let limit = (one.limit_bytes > 0).then_some(one.limit_bytes);
+        Ok(PathOptions { location: place, limit, reserve: one.reserve_bytes })
     };
-    // SAFETY: the caller's array has path_count structs.
-    let given = unsafe { abi_struct::read_all(raw.paths, raw.path_count, "options.paths") }?;
+    let given = raw.paths.read_all(raw.path_count, "options.paths")?;
     let each = |(n, one): (usize, &spw_tier_path)| {
         parse(one).map_err(|error: Error| error.within(&format!("options.paths[{n}].")))
     };

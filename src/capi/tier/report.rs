@@ -1,16 +1,9 @@
 //! The virtual tier: contents, path health, verification, export and import.
-#![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_void};
 
 use super::open::spw_tier;
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle;
-use crate::capi::input::path;
-use crate::capi::output;
-use crate::error::Error;
+use crate::capi::prelude::*;
 use crate::tier::Health;
 
 /// Health of a path. Passed as `uint32_t`.
@@ -30,8 +23,6 @@ pub enum spw_tier_health {
 c_struct! { first 40;
 /// Result of an open.
 pub struct spw_tier_opened_info {
-    /// `sizeof(spw_tier_opened_info)`
-    pub struct_size: u32,
     /// 1 if the open found a committed step, else 0.
     pub resumed: u32,
     /// That step.
@@ -48,8 +39,6 @@ pub struct spw_tier_opened_info {
 c_struct! { first 40;
 /// One extent of a tier.
 pub struct spw_tier_extent_info {
-    /// `sizeof(spw_tier_extent_info)`
-    pub struct_size: u32,
     /// Its number.
     pub extent: u32,
     /// Bytes of all streams.
@@ -70,8 +59,6 @@ pub struct spw_tier_extent_info {
 c_struct! { first 80;
 /// One path of a tier, and its traffic.
 pub struct spw_tier_path_info {
-    /// `sizeof(spw_tier_path_info)`
-    pub struct_size: u32,
     /// `spw_tier_health`
     pub health: u32,
     /// `spw_tier_path_kind`
@@ -100,8 +87,6 @@ pub struct spw_tier_path_info {
 c_struct! { first 40;
 /// Counts of `spw_tier_verify`.
 pub struct spw_tier_verify_info {
-    /// `sizeof(spw_tier_verify_info)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Extents read.
@@ -124,7 +109,7 @@ pub struct spw_tier_verify_info {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_tier_get_opened(
     tier: Option<&spw_tier>,
-    info_out: *mut spw_tier_opened_info,
+    info_out: Out<spw_tier_opened_info>,
     payload_out: *mut c_void,
     payload_bytes: u64,
 ) -> spw_status {
@@ -140,7 +125,7 @@ pub unsafe extern "C" fn spw_tier_get_opened(
                 missing_paths: found.missing.len() as u64,
                 lost_extents: found.lost.len() as u64,
             };
-            abi_struct::write(&values, info_out, "info_out")?;
+            info_out.write(&values, "info_out")?;
             if !payload_out.is_null() {
                 let bytes = found.payload.len().min(payload_bytes as usize);
                 std::ptr::copy_nonoverlapping(found.payload.as_ptr(), payload_out.cast::<u8>(), bytes);
@@ -152,82 +137,56 @@ pub unsafe extern "C" fn spw_tier_get_opened(
 
 /// Reads the `index`-th extent, counted from 0; SPW_ERR_NOT_FOUND past the last. `name_out` receives its
 /// name.
-///
-/// # Safety
-/// `info_out` points to a struct of `struct_size` bytes. `name_out` is NULL or has room for `size` bytes, `needed_out`
-/// is NULL or points to a u64.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_get_extent(
+pub extern "C" fn spw_tier_get_extent(
     tier: Option<&spw_tier>,
     index: u64,
-    info_out: *mut spw_tier_extent_info,
-    name_out: *mut c_char,
+    info_out: Out<spw_tier_extent_info>,
+    name_out: Out<c_char>,
     size: usize,
-    needed_out: *mut u64,
+    needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let tier = &handle::get(tier)?.0;
-            let found = usize::try_from(index).ok().and_then(|index| tier.nth_extent(index));
-            let found = found.ok_or_else(|| past_the_last("extent", index))?;
-            let shape = tier.shape(found.number)?;
-            let values = spw_tier_extent_info {
-                struct_size: 0,
-                extent: found.number,
-                bytes: shape.bytes(),
-                generation: found.generation,
-                streams: found.streams.len() as u32,
-                committed: found.committed.into(),
-                lost: found.lost.into(),
-                blocks: shape.blocks(),
-            };
-            abi_struct::write(&values, info_out, "info_out")?;
-            output::write_text(&found.name, name_out, size, needed_out);
-            Ok(())
-        }
+        let tier = &handle::get(tier)?.0;
+        let found = usize::try_from(index).ok().and_then(|index| tier.nth_extent(index));
+        let found = found.ok_or_else(|| past_the_last("extent", index))?;
+        let shape = tier.shape(found.number)?;
+        let values = report!(spw_tier_extent_info from found {
+            generation, committed, lost
+        } with {
+            extent: found.number, bytes: shape.bytes(), streams: found.streams.len() as u32,
+            blocks: shape.blocks()
+        });
+        info_out.write(&values, "info_out")?;
+        name_out.put_text(&found.name, size, needed_out)
     })
 }
 
 /// Reads the path with this number, counted from 0; SPW_ERR_NOT_FOUND past the last. `text_out` receives
 /// its directory and why it is not healthy.
-///
-/// # Safety
-/// As `spw_tier_get_extent`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_get_path(
+pub extern "C" fn spw_tier_get_path(
     tier: Option<&spw_tier>,
     number: u32,
-    info_out: *mut spw_tier_path_info,
-    text_out: *mut c_char,
+    info_out: Out<spw_tier_path_info>,
+    text_out: Out<c_char>,
     size: usize,
-    needed_out: *mut u64,
+    needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let tier = &handle::get(tier)?.0;
-            let found = tier.path(number).ok_or_else(|| past_the_last("path", number.into()))?;
-            let values = spw_tier_path_info {
-                struct_size: 0,
-                health: found.health as u32,
-                kind: found.memory.into(),
-                reserved: 0,
-                read_bytes: found.read_bytes,
-                written_bytes: found.written_bytes,
-                reading_ns: found.reading.as_nanos() as u64,
-                writing_ns: found.writing.as_nanos() as u64,
-                wear_bytes: found.wear,
-                file_bytes: found.file_bytes,
-                free_bytes: found.free,
-                blocks: tier.blocks_on(number),
-            };
-            abi_struct::write(&values, info_out, "info_out")?;
-            let separator = if found.reason.is_empty() { "" } else { ": " };
-            let text = format!("{}{separator}{}", found.name, found.reason);
-            output::write_text(&text, text_out, size, needed_out);
-            Ok(())
-        }
+        let tier = &handle::get(tier)?.0;
+        let found = tier.path(number).ok_or_else(|| past_the_last("path", number.into()))?;
+        let values = report!(spw_tier_path_info from found {
+            read_bytes, written_bytes, file_bytes
+        } with {
+            health: found.health as u32, kind: found.memory.into(), reserved: 0, reading_ns: found.reading.as_nanos() as u64,
+            writing_ns: found.writing.as_nanos() as u64, wear_bytes: found.wear, free_bytes: found.free,
+            blocks: tier.blocks_on(number)
+        });
+        info_out.write(&values, "info_out")?;
+        let separator = if found.reason.is_empty() { "" } else { ": " };
+        let text = format!("{}{separator}{}", found.name, found.reason);
+        text_out.put_text(&text, size, needed_out)
     })
 }
 
@@ -262,32 +221,23 @@ pub extern "C" fn spw_tier_evacuate(tier: Option<&spw_tier>, number: u32) -> spw
 /// Reads all current blocks, all headers and the superblocks, and verifies their checksums. `info_out` (may be
 /// NULL) receives the counts, also if something is damaged. Then the status is that of the first
 /// damage, and the message names path, extent, block and offset. SPW_ERR_BUSY while an extent is put.
-///
-/// # Safety
-/// `info_out` is NULL or points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_verify(
+pub extern "C" fn spw_tier_verify(
     tier: Option<&spw_tier>,
-    info_out: *mut spw_tier_verify_info,
+    info_out: Out<spw_tier_verify_info>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            abi_struct::check_output(info_out, "info_out")?;
-            let found = handle::get(tier)?.0.verify()?;
-            let values = spw_tier_verify_info {
-                struct_size: 0,
-                reserved: 0,
-                extents: found.extents,
-                blocks: found.blocks,
-                bytes: found.bytes,
-                damaged: found.damage.len() as u64,
-            };
-            if !info_out.is_null() {
-                abi_struct::write(&values, info_out, "info_out")?;
-            }
-            found.damage.into_iter().next().map_or(Ok(()), Err)
+        info_out.check("info_out")?;
+        let found = handle::get(tier)?.0.verify()?;
+        let values = report!(spw_tier_verify_info from found {
+            extents, blocks, bytes
+        } with {
+            reserved: 0, damaged: found.damage.len() as u64
+        });
+        if !info_out.is_null() {
+            info_out.write(&values, "info_out")?;
         }
+        found.damage.into_iter().next().map_or(Ok(()), Err)
     })
 }
 
@@ -296,19 +246,15 @@ pub unsafe extern "C" fn spw_tier_verify(
 /// all. A put since the last commit is SPW_ERR_BUSY. Other threads may put and commit meanwhile: the export holds the
 /// commit that was the last one when the call began, and the space of its extents stays allocated. Missing parent
 /// directories get mode 0700. `step_out` may be NULL.
-///
-/// # Safety
-/// `directory` is a C string, `step_out` is NULL or points to a u64.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_export(
+pub extern "C" fn spw_tier_export(
     tier: Option<&spw_tier>,
-    directory: *const c_char,
-    step_out: *mut u64,
+    directory: In<c_char>,
+    step_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let tier = &handle::get(tier)?.0;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe { output::write_optional(tier.export(&path(directory, "directory")?)?, step_out) };
+        step_out.put_optional(tier.export(directory.path("directory")?)?);
         Ok(())
     })
 }
@@ -316,19 +262,15 @@ pub unsafe extern "C" fn spw_tier_export(
 /// Imports an export into the tier and commits it at the export's step. An existing extent of the same name must have
 /// the same streams; extents that are not in the export stay unchanged. After an error the tier is at its last commit.
 /// `step_out` may be NULL.
-///
-/// # Safety
-/// As `spw_tier_export`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_import(
+pub extern "C" fn spw_tier_import(
     tier: Option<&spw_tier>,
-    directory: *const c_char,
-    step_out: *mut u64,
+    directory: In<c_char>,
+    step_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let tier = &handle::get(tier)?.0;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe { output::write_optional(tier.import(&path(directory, "directory")?)?, step_out) };
+        step_out.put_optional(tier.import(directory.path("directory")?)?);
         Ok(())
     })
 }

@@ -1,9 +1,6 @@
 //! The virtual tier: the steps at which it can be opened.
-#![allow(non_camel_case_types)]
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
+use crate::capi::prelude::*;
 use crate::capi::tier::options::{parse, spw_tier_options};
 use crate::tier::Tier;
 use crate::tier::recover::{Before, Steps};
@@ -11,8 +8,6 @@ use crate::tier::recover::{Before, Steps};
 c_struct! { first 32;
 /// The steps at which a tier can be opened.
 pub struct spw_tier_steps_info {
-    /// `sizeof(spw_tier_steps_info)`
-    pub struct_size: u32,
     /// 1 if there is a committed step, else 0.
     pub committed: u32,
     /// The last committed step.
@@ -36,31 +31,23 @@ pub struct spw_tier_steps_info {
 ///
 /// An open keeps only the step that it resumes. Ranks that commit independently therefore call this function first, and
 /// all open at the last step that every rank has.
-///
-/// # Safety
-/// `options` and its paths point to structs of `struct_size` bytes with C strings, `info_out` to a struct of
-/// `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_tier_get_steps(
-    options: *const spw_tier_options,
-    info_out: *mut spw_tier_steps_info,
+pub extern "C" fn spw_tier_get_steps(
+    options: In<spw_tier_options>,
+    info_out: Out<spw_tier_steps_info>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            let Steps { last, before, exists } =
-                Tier::steps(&parse(&abi_struct::read(options, "options")?)?)?;
-            let values = spw_tier_steps_info {
-                struct_size: 0,
-                committed: last.is_some().into(),
-                last: last.unwrap_or(0),
-                before: if let Before::Step(step) = before { step } else { 0 },
-                has_before: matches!(before, Before::Step(_)).into(),
-                first: (before == Before::Empty).into(),
-                exists: exists.into(),
-                reserved: 0,
-            };
-            abi_struct::write(&values, info_out, "info_out")
-        }
+        let Steps { last, before, exists } = Tier::steps(&parse(&options.read("options")?)?)?;
+        let values = spw_tier_steps_info {
+            struct_size: 0,
+            committed: last.is_some().into(),
+            last: last.unwrap_or(0),
+            before: if let Before::Step(step) = before { step } else { 0 },
+            has_before: matches!(before, Before::Step(_)).into(),
+            first: (before == Before::Empty).into(),
+            exists: exists.into(),
+            reserved: 0,
+        };
+        info_out.write(&values, "info_out")
     })
 }

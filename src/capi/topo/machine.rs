@@ -1,14 +1,8 @@
 //! The topology.
-#![allow(non_camel_case_types)]
 
 use std::ffi::{CString, c_char};
 
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle::{self, Handle};
-use crate::capi::input;
-use crate::capi::output;
+use crate::capi::prelude::*;
 use crate::error::{Doing, Error, IoError, Result};
 use crate::gpu::machine::Machine;
 use crate::gpu::visible::Ask;
@@ -51,20 +45,16 @@ pub enum spw_topo_node_kind {
 c_struct! { first 16;
 /// Source of the topology. Zero is a good default for every field but struct_size.
 pub struct spw_topo_options {
-    /// `sizeof(spw_topo_options)`
-    pub struct_size: u32,
     /// Sum of `spw_topo_flag`.
     pub flags: u32,
     /// Directory of a recorded tree, with `sys` and `proc` below it; NULL or "/": this machine.
-    pub root: *const c_char,
+    pub root: In<c_char>,
 }
 }
 
 c_struct! { first 40;
 /// Numbers of parts. The texts are valid until the topology is closed.
 pub struct spw_topo_info {
-    /// `sizeof(spw_topo_info)`
-    pub struct_size: u32,
     /// Online processors.
     pub processors: u32,
     /// Their cores.
@@ -87,8 +77,6 @@ pub struct spw_topo_info {
 c_struct! { first 64;
 /// A NUMA node. The texts are valid until the topology is closed.
 pub struct spw_topo_node {
-    /// `sizeof(spw_topo_node)`
-    pub struct_size: u32,
     /// The system's number of the node.
     pub node: u32,
     /// An `spw_topo_node_kind`.
@@ -113,8 +101,6 @@ pub struct spw_topo_node {
 c_struct! { first 32;
 /// A GPU. The texts are valid until the topology is closed.
 pub struct spw_topo_gpu {
-    /// `sizeof(spw_topo_gpu)`
-    pub struct_size: u32,
     /// Node whose processors and memory are nearest; SPW_TOPO_NONE if the firmware does not state it.
     pub node: u32,
     /// Node that the GPU's own memory forms; SPW_TOPO_NONE for none.
@@ -170,49 +156,31 @@ impl spw_topo {
 /// Reads the topology. `options` NULL: this machine, without loading a driver. Properties that the system does not state
 /// are unknown in the result. SPW_ERR_INVALID_ARGUMENT if `options.root` has no directory `sys`. Of this machine, only a
 /// query of the GPU driver can fail.
-///
-/// # Safety
-/// `options` is NULL or points to a struct of `struct_size` bytes, `topo_out` points to a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_open(
-    options: *const spw_topo_options,
-    topo_out: *mut *mut spw_topo,
-) -> spw_status {
+pub extern "C" fn spw_topo_open(options: In<spw_topo_options>, topo_out: Out<*mut spw_topo>) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        let raw = unsafe { abi_struct::read_optional(options, "options") }?;
-        let (flags, root) = raw.map_or((0, std::ptr::null()), |raw| (raw.flags, raw.root));
-        let load = abi_struct::flags("options.flags", flags, 1)? != 0;
-        let root = match root.is_null() {
-            true => Root::live(),
-            // SAFETY: the caller meets the callee's requirements.
-            false => Root::recorded(unsafe { input::path(root, "options.root") }?)
-                .map_err(|error| error.within("options."))?,
+        let raw = options.read_optional("options")?;
+        let load = abi_struct::flags("options.flags", raw.map_or(0, |raw| raw.flags), 1)? != 0;
+        let root = match raw.map(|raw| raw.root).filter(|root| !root.is_null()) {
+            None => Root::live(),
+            Some(root) => {
+                Root::recorded(root.path("options.root")?).map_err(|error| error.within("options."))?
+            }
         };
         let ask = if load { Ask::Load } else { Ask::Loaded };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { handle::open(topo_out, || Ok(spw_topo::new(Machine::read(root, ask)?))) }
+        topo_out.open(|| Ok(spw_topo::new(Machine::read(root, ask)?)))
     })
 }
 
 /// Frees a topology.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_topo_close(topo: Option<Box<spw_topo>>) -> spw_status {
-    guard(|| {
-        drop(handle::close(topo));
-        Ok(())
-    })
+    guard(|| handle::end(topo))
 }
 
 /// Writes the numbers of parts.
-///
-/// # Safety
-/// `info_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_get_info(
-    topo: Option<&spw_topo>,
-    info_out: *mut spw_topo_info,
-) -> spw_status {
+pub extern "C" fn spw_topo_get_info(topo: Option<&spw_topo>, info_out: Out<spw_topo_info>) -> spw_status {
     guard(|| {
         let topo = handle::get(topo)?;
         let topology = &topo.machine.topology;
@@ -227,20 +195,16 @@ pub unsafe extern "C" fn spw_topo_get_info(
             bound: topology.bound.into(),
             allowed: topo.allowed.as_ptr(),
         };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, info_out, "info_out") }
+        info_out.write(&values, "info_out")
     })
 }
 
 /// Writes the node at `index`, which is below the number of nodes. Nodes are in ascending order of their numbers.
-///
-/// # Safety
-/// `node_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_get_node(
+pub extern "C" fn spw_topo_get_node(
     topo: Option<&spw_topo>,
     index: u32,
-    node_out: *mut spw_topo_node,
+    node_out: Out<spw_topo_node>,
 ) -> spw_status {
     guard(|| {
         let topo = handle::get(topo)?;
@@ -249,32 +213,23 @@ pub unsafe extern "C" fn spw_topo_get_node(
             nodes.get(index as usize).zip(topo.nodes.get(index as usize)).ok_or_else(|| {
                 Error::invalid("index", format!("is {index}, but there are {} nodes", nodes.len()))
             })?;
-        let values = spw_topo_node {
-            struct_size: 0,
-            node: node.id,
-            kind: kind(node.kind) as u32,
-            allowed: node.allowed.into(),
-            memory_bytes: node.memory_bytes,
-            memory_side_cache_bytes: node.memory_side_cache_bytes,
-            read_bandwidth: node.read_bandwidth.unwrap_or(0),
-            read_latency_ns: node.read_latency.unwrap_or(0),
-            cpus: cpus.as_ptr(),
-            near_cpus: near_cpus.as_ptr(),
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, node_out, "node_out") }
+        let values = report!(spw_topo_node from node {
+            allowed, memory_bytes, memory_side_cache_bytes
+        } with {
+            node: node.id, kind: kind(node.kind) as u32, read_bandwidth: node.read_bandwidth.unwrap_or(0),
+            read_latency_ns: node.read_latency.unwrap_or(0), cpus: cpus.as_ptr(),
+            near_cpus: near_cpus.as_ptr()
+        });
+        node_out.write(&values, "node_out")
     })
 }
 
 /// Writes the GPU with a CUDA ordinal of this process.
-///
-/// # Safety
-/// `gpu_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_get_gpu(
+pub extern "C" fn spw_topo_get_gpu(
     topo: Option<&spw_topo>,
     ordinal: u32,
-    gpu_out: *mut spw_topo_gpu,
+    gpu_out: Out<spw_topo_gpu>,
 ) -> spw_status {
     guard(|| {
         let topo = handle::get(topo)?;
@@ -291,52 +246,40 @@ pub unsafe extern "C" fn spw_topo_get_gpu(
             pci: pci.as_ptr(),
             cpus: cpus.as_ptr(),
         };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, gpu_out, "gpu_out") }
+        gpu_out.write(&values, "gpu_out")
     })
 }
 
 /// Writes the node of the drive that holds a file or directory. SPW_TOPO_NONE if several drives of different nodes hold
 /// it, or if the node is not known. SPW_ERR_NOT_FOUND if the path does not exist.
-///
-/// # Safety
-/// `path` is a C string, `node_out` points to a u32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_get_path_node(
+pub extern "C" fn spw_topo_get_path_node(
     topo: Option<&spw_topo>,
-    path: *const c_char,
-    node_out: *mut u32,
+    path: In<c_char>,
+    node_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
         let topo = handle::get(topo)?;
-        let node_out = output::required(node_out, "node_out")?;
-        // SAFETY: the caller meets the callee's requirements.
-        let path = unsafe { input::path(path, "path") }?;
-        let node = topo.machine.path_node(&path).map_err(|error| unreadable(&path, &error))?;
-        // SAFETY: not NULL, and valid by the caller's promise.
-        unsafe { node_out.write(node.unwrap_or(SPW_TOPO_NONE)) };
-        Ok(())
+        node_out.required("node_out")?;
+        let path = path.path("path")?;
+        let node = topo.machine.path_node(path).map_err(|error| unreadable(path, &error))?;
+        node_out.put(node.unwrap_or(SPW_TOPO_NONE), "node_out")
     })
 }
 
 /// Writes everything as one JSON object, as `spillway topo --json` does without the ranks.
-///
-/// # Safety
-/// `text_out` has room for `size` bytes or is NULL. `needed_out` points to a u64 or is NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_get_json(
+pub extern "C" fn spw_topo_get_json(
     topo: Option<&spw_topo>,
-    text_out: *mut c_char,
+    text_out: Out<c_char>,
     size: usize,
-    needed_out: *mut u64,
+    needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let topo = handle::get(topo)?;
         let text =
             serde_json::to_string(&topo.machine).map_err(|error| Error::Internal(error.to_string()))?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_text(&text, text_out, size, needed_out) };
-        Ok(())
+        text_out.put_text(&text, size, needed_out)
     })
 }
 

@@ -1,16 +1,9 @@
 //! Processors of ranks, bound workers, and the nodes of pages.
-#![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_void};
 
 use super::machine::spw_topo;
-use crate::capi::abi_struct::{self, c_struct};
-use crate::capi::base::spw_status;
-use crate::capi::guard::guard;
-use crate::capi::handle;
-use crate::capi::input;
-use crate::capi::output;
-use crate::error::{Error, Result};
+use crate::capi::prelude::*;
 use crate::sys::bitmap::Bitmap;
 use crate::sys::topology::placement::{Rank, Scope, split};
 use crate::sys::{binding, page_nodes, threads};
@@ -43,8 +36,6 @@ pub enum spw_topo_cpus {
 c_struct! { first 24;
 /// A rank of this machine. Zero is a good default for every field but struct_size.
 pub struct spw_topo_rank_options {
-    /// `sizeof(spw_topo_rank_options)`
-    pub struct_size: u32,
     /// Number of ranks on this machine (`LOCAL_WORLD_SIZE`). 0: one rank with all processors that this process may use,
     /// as for a rank that its launcher has bound.
     pub ranks: u32,
@@ -61,8 +52,6 @@ pub struct spw_topo_rank_options {
 c_struct! { first 40;
 /// Pages of a range by their place.
 pub struct spw_topo_pages {
-    /// `sizeof(spw_topo_pages)`
-    pub struct_size: u32,
     /// 0
     pub reserved: u32,
     /// Inspected pages: all, or 65536 in equal distances.
@@ -79,23 +68,18 @@ pub struct spw_topo_pages {
 /// Writes processors of a rank: of the node of its GPU, divided evenly among the ranks on that node (SuperOffload section
 /// 4.7). A rank gets only processors that this process may use; cores are never divided. If the node of the GPU is not
 /// known, all usable processors count as its node. A truncated list names wrong processors: compare `needed_out`.
-///
-/// # Safety
-/// `options` points to a struct of `struct_size` bytes. `text_out` has room for `size` bytes or is NULL. `needed_out`
-/// points to a u64 or is NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_get_rank_cpus(
+pub extern "C" fn spw_topo_get_rank_cpus(
     topo: Option<&spw_topo>,
-    options: *const spw_topo_rank_options,
+    options: In<spw_topo_rank_options>,
     cpus: u32,
-    text_out: *mut c_char,
+    text_out: Out<c_char>,
     size: usize,
-    needed_out: *mut u64,
+    needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let topo = handle::get(topo)?;
-        // SAFETY: the caller meets the callee's requirements.
-        let raw = unsafe { abi_struct::read(options, "options") }?;
+        let raw = options.read("options")?;
         let found = place(topo, &raw).map_err(|error| error.within("options."))?;
         let list = match cpus {
             0 => found.cpus,
@@ -103,9 +87,7 @@ pub unsafe extern "C" fn spw_topo_get_rank_cpus(
             2 => found.workers,
             _ => return Err(Error::invalid("cpus", format!("is {cpus}, but must be an spw_topo_cpus"))),
         };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_text(&list.to_string(), text_out, size, needed_out) };
-        Ok(())
+        text_out.put_text(&list.to_string(), size, needed_out)
     })
 }
 
@@ -137,15 +119,11 @@ fn place(topo: &spw_topo, raw: &spw_topo_rank_options) -> Result<Rank> {
 /// threads never take the place of bound workers. A process that is forked later keeps the binding.
 ///
 /// SPW_ERR_INVALID_ARGUMENT if the list is empty, or names a processor that is offline or not in the process's cpuset.
-///
-/// # Safety
-/// `cpus` is a C string: a list such as "8-71".
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_bind_workers(topo: Option<&spw_topo>, cpus: *const c_char) -> spw_status {
+pub extern "C" fn spw_topo_bind_workers(topo: Option<&spw_topo>, cpus: In<c_char>) -> spw_status {
     guard(|| {
         let topo = handle::get(topo)?;
-        // SAFETY: the caller meets the callee's requirements.
-        let text = unsafe { input::text(cpus, "cpus") }?;
+        let text = cpus.text("cpus")?;
         let cpus = Bitmap::parse_list(text)
             .ok_or_else(|| Error::invalid("cpus", format!("{text:?} is not a list such as 0-3,8")))?;
         binding::bind(&cpus, topo.machine.topology.cores_in(&cpus).len())
@@ -162,50 +140,37 @@ pub extern "C" fn spw_topo_unbind_workers() -> spw_status {
 }
 
 /// Writes the processors to which the workers are bound; an empty text if they are not bound.
-///
-/// # Safety
-/// `text_out` has room for `size` bytes or is NULL. `needed_out` points to a u64 or is NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_get_workers(
-    text_out: *mut c_char,
+pub extern "C" fn spw_topo_get_workers(
+    text_out: Out<c_char>,
     size: usize,
-    needed_out: *mut u64,
+    needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         let list = threads::binding().map_or_else(String::new, |binding| binding.cpus.to_string());
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { output::write_text(&list, text_out, size, needed_out) };
-        Ok(())
+        text_out.put_text(&list, size, needed_out)
     })
 }
 
 /// Counts the pages of a range that are on a node, elsewhere, or not in memory. It does not touch the memory; addresses
 /// without memory count as absent. SPW_ERR_UNSUPPORTED where the system has no move_pages.
-///
-/// # Safety
-/// `pages_out` points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_topo_get_pages(
+pub extern "C" fn spw_topo_get_pages(
     address: *const c_void,
     bytes: u64,
     node: u32,
-    pages_out: *mut spw_topo_pages,
+    pages_out: Out<spw_topo_pages>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::check_output(pages_out, "pages_out") }?;
+        pages_out.check("pages_out")?;
         let bytes =
             usize::try_from(bytes).map_err(|_| Error::invalid("bytes", "exceeds the address space"))?;
         let found = page_nodes::query(address as usize, bytes, node)?;
-        let values = spw_topo_pages {
-            struct_size: 0,
-            reserved: 0,
-            sampled: found.sampled,
-            on_node: found.on_node,
-            elsewhere: found.elsewhere,
-            absent: found.absent,
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { abi_struct::write(&values, pages_out, "pages_out") }
+        let values = report!(spw_topo_pages from found {
+            sampled, on_node, elsewhere, absent
+        } with {
+            reserved: 0
+        });
+        pages_out.write(&values, "pages_out")
     })
 }

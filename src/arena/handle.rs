@@ -19,8 +19,8 @@ use super::layout::{Identity, Layout, Region};
 use super::name::NamedFile;
 use crate::error::{ArenaError, ArenaKind, Error, Result};
 use crate::pool;
+use crate::sys::fork::OpeningProcess;
 use crate::sys::fork_closed::ForkClosedFile;
-use crate::sys::process::OpeningProcess;
 use crate::sys::shared_memory::{self, SharedMapping};
 use crate::sys::span::Span;
 use crate::sys::sync::Lock;
@@ -168,7 +168,6 @@ impl Arena {
 
     /// Returns the properties of the arena and of its mapping in this process.
     pub fn info(&self) -> Result<Info> {
-        self.check_process()?;
         Ok(Info {
             span: self.mapping.span(),
             fd: self.shared.as_raw_fd(),
@@ -190,7 +189,6 @@ impl Arena {
 
     /// Index of the region of that name.
     pub fn find(&self, name: &str) -> Result<u32> {
-        self.check_process()?;
         let found = self.layout.regions.iter().position(|region| region.name == name);
         found
             .map(|index| index as u32)
@@ -199,7 +197,6 @@ impl Arena {
 
     /// The region with that index.
     pub fn region(&self, index: u32) -> Result<RegionInfo> {
-        self.check_process()?;
         let (at, region) = self.described(index)?;
         let control = self.layout.control(at);
         Ok(RegionInfo {
@@ -233,7 +230,6 @@ impl Arena {
 
     /// The file of this handle's locks.
     pub(super) fn lock_file(&self) -> Result<&File> {
-        self.check_process()?;
         self.locks.file().ok_or_else(|| Error::Internal("an arena without its lock file".to_string()))
     }
 

@@ -19,7 +19,7 @@ use super::owner::{claim, identity, own_description, take_owner_lock};
 use crate::error::{ArenaError, ArenaKind, Error, Result};
 use crate::sys::private_files::{self, OpenFlags};
 use crate::sys::shared_memory::{self, MapOptions, SharedMapping};
-use crate::sys::{descriptor, memory, process, range_lock, try_vec};
+use crate::sys::{descriptor, fork, memory, range_lock, try_vec};
 
 /// Period at which an open looks for an arena that does not exist yet.
 const PERIOD: Duration = Duration::from_millis(2);
@@ -155,7 +155,7 @@ fn complete(mut parts: Parts, mapped: io::Result<(SharedMapping, Option<io::Erro
     }
     let layout = &parts.layout;
     shared_memory::allocate(&parts.shared, layout.total).map_err(|error| no_room(layout, &error))?;
-    let identity = Identity { id: random_id(), owner: process::id() };
+    let identity = Identity { id: random_id(), owner: fork::id() };
     mapping.write(0, &layout.encode(identity)?);
     mapping.store64(0, u64::from_le_bytes(MAGIC), Ordering::Release);
     Arena::of(parts, identity, mapping)
@@ -184,7 +184,7 @@ fn no_room(layout: &Layout, error: &io::Error) -> Error {
 /// A random number that identifies an arena. The standard library seeds its hashes at random.
 fn random_id() -> u64 {
     use std::hash::{BuildHasher, RandomState};
-    RandomState::new().hash_one(process::id())
+    RandomState::new().hash_one(fork::id())
 }
 
 /// Maps a file of shared memory that should be an arena.

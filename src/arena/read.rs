@@ -59,7 +59,6 @@ impl Arena {
 
     /// Returns Ok if the region was not written since the snapshot.
     pub fn read_validate(&self, region: u32, seen: Snapshot) -> Result<()> {
-        self.check_process()?;
         let (at, described) = self.described(region)?;
         // Reads of data before this call are ordered before the read of the sequence.
         fence(Ordering::SeqCst);
@@ -83,7 +82,6 @@ impl Arena {
         to: &mut [u8],
         timeout: Option<Duration>,
     ) -> Result<u64> {
-        self.check_process()?;
         let (_, described) = self.described(region)?;
         let fits = usize::try_from(offset)
             .ok()
@@ -118,7 +116,6 @@ impl Arena {
     }
 
     fn stable(&self, region: u32, at_least: u64, deadline: Deadline) -> Result<Snapshot> {
-        self.check_process()?;
         let (at, described) = self.described(region)?;
         let control = self.layout.control(at);
         loop {

@@ -22,7 +22,7 @@ use super::read::Deadline;
 use crate::error::{ArenaKind, Error, Result};
 use crate::kernel::squares;
 use crate::optim::StepStats;
-use crate::sys::process;
+use crate::sys::fork;
 
 const NONFINITE: u64 = 1;
 const FAILED: u64 = 2;
@@ -55,7 +55,7 @@ impl Arena {
             let holder = self.mapping.load64(slot.joined(), Ordering::Relaxed);
             return Err(Error::Busy(format!("{}: process {holder} has joined as {process}", self.title)));
         }
-        self.mapping.store64(slot.joined(), process::id().into(), Ordering::SeqCst);
+        self.mapping.store64(slot.joined(), fork::id().into(), Ordering::SeqCst);
         if !self.joined[process as usize].swap(true, Ordering::AcqRel) {
             let last = self.rounds_of(process).into_iter().max().unwrap_or(0);
             self.leave(process, last as u32);
@@ -102,7 +102,6 @@ impl Arena {
     /// the round is open still. A handle that has not joined waits on for a process that ended: its number may get a new
     /// process, which posts.
     pub fn wait_verdict(&self, round: u64, timeout: Option<Duration>) -> Result<Verdict> {
-        self.check_process()?;
         let round = self.numbered(round)?;
         let deadline = Deadline::after(timeout);
         loop {
@@ -285,7 +284,6 @@ impl Arena {
     }
 
     fn check_slot(&self, process: u32) -> Result<()> {
-        self.check_process()?;
         self.check_writable()?;
         let count = self.layout.processes;
         match process < count {

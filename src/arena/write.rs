@@ -14,7 +14,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::handle::{Arena, WRITER_LOCKS};
 use crate::error::{Error, Result};
-use crate::sys::{process, range_lock};
+use crate::sys::{fork, range_lock};
 
 /// No claim.
 const FREE: u32 = 0;
@@ -47,7 +47,6 @@ impl Arena {
 
     /// Takes the region, whose phase is `CHANGING` then. Returns its place, and true if it is torn.
     fn take(&self, region: u32, generation: u64) -> Result<(usize, bool)> {
-        self.check_process()?;
         self.check_writable()?;
         let (at, described) = self.described(region)?;
         let control = self.layout.control(at);
@@ -83,7 +82,7 @@ impl Arena {
         mine.torn.store(torn, Ordering::Relaxed);
         mine.generation.store(generation, Ordering::Relaxed);
         if !torn {
-            self.mapping.store64(control.writer(), process::id().into(), Ordering::Relaxed);
+            self.mapping.store64(control.writer(), fork::id().into(), Ordering::Relaxed);
         }
         Ok((at, torn))
     }
@@ -134,7 +133,6 @@ impl Arena {
 
     /// Begins to change the phase of a region from `needed`; returns the place of the region.
     fn change(&self, region: u32, needed: u32) -> Result<usize> {
-        self.check_process()?;
         let (at, described) = self.described(region)?;
         let phase = &self.writing[at].phase;
         match phase.compare_exchange(needed, CHANGING, Ordering::AcqRel, Ordering::Acquire) {
@@ -153,7 +151,7 @@ impl Arena {
         let control = self.layout.control(at);
         let sequence = self.mapping.load64(control.sequence(), Ordering::Acquire);
         let step = if sequence % 2 == 1 { 2 } else { 1 };
-        self.mapping.store64(control.writer(), process::id().into(), Ordering::Relaxed);
+        self.mapping.store64(control.writer(), fork::id().into(), Ordering::Relaxed);
         self.mapping.store64(control.sequence(), sequence + step, Ordering::SeqCst);
         // No byte of the region is written before the sequence is odd.
         fence(Ordering::SeqCst);

@@ -8,7 +8,7 @@ use super::base::status::{self, spw_status};
 use crate::error::{Error, Result};
 use crate::kernel::IeeeMode;
 use crate::sys::cancellation::NoCancellation;
-use crate::sys::{process, threads};
+use crate::sys::{fork, threads};
 
 thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
@@ -44,14 +44,14 @@ fn silence_panics() {
     const NONE: u32 = 0;
     const SET: u32 = u32::MAX;
     while HOOK.load(Ordering::Acquire) != SET {
-        match HOOK.compare_exchange(NONE, process::id(), Ordering::Acquire, Ordering::Acquire) {
+        match HOOK.compare_exchange(NONE, fork::id(), Ordering::Acquire, Ordering::Acquire) {
             Ok(_) => {
                 set_quiet_hook();
                 HOOK.store(SET, Ordering::Release);
             }
             Err(SET) => {}
             // Wait: until the other thread has set the hook, a panic on this thread would be printed.
-            Err(setting) if setting == process::id() => std::thread::yield_now(),
+            Err(setting) if setting == fork::id() => std::thread::yield_now(),
             // A fork interrupted the thread that was setting the hook. The standard library's lock may stay held
             // forever, so this process keeps the default hook, which prints panics.
             Err(_) => return,

@@ -15,7 +15,7 @@ use super::table::{Code, Table, code};
 use crate::environment;
 use crate::error::{Error, GpuError, GpuKind, Result};
 use crate::log::{self, Level};
-use crate::sys::process::OpeningProcess;
+use crate::sys::fork::OpeningProcess;
 
 /// Environment variable with the library to load instead of the system's; for tests and unusual installations.
 pub const LIBRARY_VARIABLE: &str = "SPILLWAY_CUDA_LIBRARY";

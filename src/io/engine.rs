@@ -36,8 +36,8 @@ use crate::pool::region;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
 use crate::sys::file::Access;
+use crate::sys::fork::OpeningProcess;
 use crate::sys::memory::BASE_PAGE;
-use crate::sys::process::OpeningProcess;
 use crate::sys::sync::Lock;
 use crate::sys::threads;
 
@@ -169,7 +169,6 @@ impl Engine {
     }
 
     fn submit(&self, action: Action, request: Request) -> Result<u64> {
-        self.check_process()?;
         let Request { target, offset, buffer, deadline } = request;
         let span = buffer.span();
         let end = offset.checked_add(span.len() as u64).filter(|end| *end <= i64::MAX as u64);
@@ -274,7 +273,6 @@ impl Engine {
     /// Requests that an operation end early. The operation ends with `Cancelled` or with its normal outcome, after the
     /// system has released its memory. A transfer that the device has already started is not aborted.
     pub fn cancel(&self, handle: u64) -> Result<()> {
-        self.check_process()?;
         let mut state = self.shared.state.lock();
         if let Some(op) = &state.entry(handle)?.op {
             op.stop.store(true, Ordering::Release);
@@ -286,7 +284,6 @@ impl Engine {
 
     /// True while the system may still use the memory of an operation, even if its deadline has passed.
     pub fn holds_memory(&self, handle: u64) -> Result<bool> {
-        self.check_process()?;
         Ok(self.shared.state.lock().entry(handle).is_ok_and(|entry| entry.op.is_some()))
     }
 
@@ -298,7 +295,6 @@ impl Engine {
 
     /// Bytes and busy time.
     pub fn traffic(&self) -> Result<EngineTraffic> {
-        self.check_process()?;
         let counters = &self.shared.counters;
         let state = self.shared.state.lock();
         Ok(EngineTraffic {
@@ -313,7 +309,6 @@ impl Engine {
 
     /// Statistics of the engine.
     pub fn stats(&self) -> Result<EngineStats> {
-        self.check_process()?;
         let counters = &self.shared.counters;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let state = self.shared.state.lock();

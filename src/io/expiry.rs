@@ -66,7 +66,6 @@ impl Shared {
 impl Engine {
     /// Fails with `PathFailed` if operations on the device of `file` are still in flight after their deadline.
     pub fn check_device(&self, file: &File, doing: Doing) -> Result<()> {
-        self.check_process()?;
         match self.shared.state.lock().stuck.contains_key(&file.identity().device) {
             false => Ok(()),
             true => Err(IoError::about(IoKind::PathFailed, doing, file.name()).because(FAILED_DEVICE).into()),

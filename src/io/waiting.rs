@@ -64,7 +64,6 @@ impl Engine {
         timeout: Option<Duration>,
         mut missing: impl FnMut(&mut EngineState) -> Result<Option<WaitEvent>>,
     ) -> Result<()> {
-        self.check_process()?;
         let until = timeout.and_then(|time| Instant::now().checked_add(time));
         let mut state = self.shared.state.lock();
         loop {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use super::region::{self, Backing, Region};
 use crate::error::{Error, Result};
+use crate::sys::fork::{PerProcessStatic, Shared};
 use crate::sys::memory::{BASE_PAGE, HUGE_PAGE};
-use crate::sys::per_process::{PerProcessStatic, Shared};
 use crate::sys::span::Span;
 use crate::sys::sync::Lock;
 

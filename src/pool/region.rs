@@ -19,8 +19,8 @@ use slab::Slab;
 
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
+use crate::sys::fork::OpeningProcess;
 use crate::sys::memory::{self, Mapping, PageKind};
-use crate::sys::process::OpeningProcess;
 use crate::sys::span::Span;
 use crate::sys::sync::{Guard, Lock};
 
@@ -298,7 +298,7 @@ fn lock(mapping: &Mapping) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::process::in_forked_child;
+    use crate::sys::fork::in_forked_child;
 
     /// A watcher of the parent may take a lock that a thread of the parent held at the fork.
     #[test]

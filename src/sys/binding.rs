@@ -64,7 +64,7 @@ mod tests {
     use std::sync::Mutex;
 
     use super::*;
-    use crate::sys::process::in_forked_child;
+    use crate::sys::fork::in_forked_child;
 
     /// Affinities of the threads that did some of the work, other than the caller.
     fn of_workers() -> BTreeSet<Bitmap> {

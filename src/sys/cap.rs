@@ -10,7 +10,7 @@
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::per_process::PerProcessStatic;
+use super::fork::PerProcessStatic;
 
 thread_local! {
     /// The limit of this thread; 0 for none.

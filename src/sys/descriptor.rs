@@ -73,8 +73,8 @@ pub fn refusal(argument: &'static str, fd: RawFd, error: &io::Error) -> Error {
 mod tests {
     use super::*;
     use crate::sys::event::EventFd;
+    use crate::sys::fork::in_forked_child;
     use crate::sys::private_files::{GivenDirectory, OpenFlags};
-    use crate::sys::process::in_forked_child;
     use crate::sys::{file, shared_memory};
 
     #[test]

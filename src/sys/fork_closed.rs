@@ -18,7 +18,7 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::per_process::PerProcess;
+use super::fork::PerProcess;
 use crate::error::Error;
 
 /// Most descriptors in the table.

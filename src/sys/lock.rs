@@ -25,8 +25,8 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 
 use super::file::{self, FileSystem, Identity};
+use super::fork::{PerProcessStatic, Shared};
 use super::fork_closed::ForkClosedFile;
-use super::per_process::{PerProcessStatic, Shared};
 use super::private_files::OpenFlags;
 use super::private_files::PrivateDirectory;
 use crate::log::{self, Level};

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 
-use super::process;
+use super::fork;
 use crate::environment;
 use crate::error::{Error, Result};
 
@@ -47,7 +47,7 @@ const ALWAYS: u8 = 2;
 const WHILE_AWAKE: u8 = 3;
 
 extern "C" fn note_process() {
-    LOADED_BY.store(process::id(), Ordering::Relaxed);
+    LOADED_BY.store(fork::id(), Ordering::Relaxed);
 }
 
 // SAFETY: the loader calls each address of this section once, before any other code of the library runs.
@@ -102,7 +102,7 @@ fn is_main_thread() -> bool {
     let loader = LOADED_BY.load(Ordering::Relaxed);
     // The system call, because glibc has a function for it only since 2.30.
     // SAFETY: gettid takes nothing and cannot fail.
-    loader == process::id() && unsafe { libc::syscall(libc::SYS_gettid) } as u32 == loader
+    loader == fork::id() && unsafe { libc::syscall(libc::SYS_gettid) } as u32 == loader
 }
 
 /// The runtime, searched again until it is found: torch may be loaded after this library.

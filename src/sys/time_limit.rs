@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
 
-use super::per_process::PerProcess;
+use super::fork::PerProcess;
 use super::threads;
 
 use crate::sys::sync::Lock;
@@ -199,7 +199,7 @@ fn abandon(path: &Path, done: Arc<AtomicBool>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::process::in_forked_child;
+    use crate::sys::fork::in_forked_child;
 
     const LONG: Option<Duration> = Some(Duration::from_secs(60));
 

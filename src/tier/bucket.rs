@@ -39,7 +39,7 @@ use crate::io::object::volume::ObjectVolume;
 use crate::io::object::{self, Address, ObjectMeta, RequestContext, Store, StoreError, StoreResult};
 use crate::io::options::Options as IoOptions;
 use crate::log::{self, Level};
-use crate::sys::process::OpeningProcess;
+use crate::sys::fork::OpeningProcess;
 use crate::sys::sync::Lock;
 use crate::sys::{host, threads};
 

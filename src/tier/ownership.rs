@@ -46,11 +46,11 @@ use super::storage::{LOCK, failed, fenced, locked};
 use crate::error::{Doing, Error, Result, TierError, TierKind};
 use crate::log::{self, Level};
 use crate::sys::file::Identity;
+use crate::sys::fork::{PerProcessStatic, Shared};
 use crate::sys::lock::{FileLock, PAGE};
-use crate::sys::per_process::{PerProcessStatic, Shared};
 use crate::sys::private_files::PrivateDirectory;
 use crate::sys::sync::{Lock, Signal};
-use crate::sys::{host, process, threads, time_limit};
+use crate::sys::{fork, host, threads, time_limit};
 
 /// Text that systemd stores as the machine-id before it has assigned one.
 const NO_MACHINE: &str = "uninitialized";
@@ -82,7 +82,7 @@ impl Holder {
     /// Identity of this process, computed once, because later reads of /proc may give other values.
     pub(super) fn this_process() -> Shared<Holder> {
         static KNOWN: PerProcessStatic<Holder> = PerProcessStatic::empty();
-        KNOWN.get_or_make(|| Holder::found(process::id()))
+        KNOWN.get_or_make(|| Holder::found(fork::id()))
     }
 
     fn found(pid: u32) -> Holder {

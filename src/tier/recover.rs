@@ -38,8 +38,8 @@ use super::volume::{SuperblockCopy, Volume, claim};
 use crate::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::log::{self, Level};
 use crate::sys::bell::Bell;
+use crate::sys::fork::OpeningProcess;
 use crate::sys::host;
-use crate::sys::process::OpeningProcess;
 use crate::sys::sync::{Lock, Signal};
 
 /// Steps that a tier can be opened at.

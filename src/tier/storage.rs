@@ -22,8 +22,8 @@ use crate::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::io::file::File;
 use crate::log::{self, Level};
 use crate::sys::file::{self, Access};
+use crate::sys::fork::OpeningProcess;
 use crate::sys::private_files;
-use crate::sys::process::OpeningProcess;
 use crate::sys::time_limit::{self, Answer, Call, NoAnswer};
 
 /// File names of the two superblock copies.

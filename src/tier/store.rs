@@ -27,7 +27,7 @@ use crate::io::counters::{EngineStats, EngineTraffic};
 use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
-use crate::sys::process::OpeningProcess;
+use crate::sys::fork::OpeningProcess;
 use crate::sys::sync::{Lock, Signal};
 
 /// Shortest wait of a close for its files.

@@ -39,8 +39,8 @@ use crate::environment;
 use crate::error::{Error, Result};
 use crate::io::options::is_address;
 use crate::log::{self, Level};
+use crate::sys::fork::OpeningProcess;
 use crate::sys::private_files::{self, GivenDirectory, OpenFlags, PrivateDirectory};
-use crate::sys::process::OpeningProcess;
 use crate::sys::sync::Lock;
 
 /// The turns of one process on the paths of a tier. Its drop opens all gates.

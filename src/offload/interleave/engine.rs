@@ -20,7 +20,7 @@ use super::recalibrate::RateMeter;
 use super::{Backend, Model, Timing};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
-use crate::sys::per_process::PerProcess;
+use crate::sys::fork::PerProcess;
 use crate::sys::sync::{Guard, Lock, Signal};
 use crate::sys::threads;
 use spillway_planner::interleave::pieces;

@@ -16,7 +16,6 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::error::{Error, Result};
-use crate::sys::process::OpeningProcess;
 use crate::sys::sync::{Lock, Signal};
 use crate::sys::threads;
 use spillway_planner::interleave::schedule::{Lane, LaneEvent};
@@ -44,7 +43,6 @@ struct LaneState {
 }
 
 struct Shared {
-    opener: OpeningProcess,
     state: Lock<LaneState>,
     changed: Signal,
 }
@@ -58,11 +56,7 @@ pub struct Lanes {
 impl Lanes {
     /// Starts a thread for each of `lanes`.
     pub fn start(lanes: &[Lane]) -> Result<Lanes> {
-        let shared = Arc::new(Shared {
-            opener: OpeningProcess::current(),
-            state: Lock::new(LaneState::default()),
-            changed: Signal::default(),
-        });
+        let shared = Arc::new(Shared { state: Lock::new(LaneState::default()), changed: Signal::default() });
         let mut started = Lanes { shared, queues: Lane::ALL.iter().map(|_| None).collect() };
         for lane in lanes {
             let (sender, receiver) = channel();
@@ -80,7 +74,7 @@ impl Lanes {
 
     /// Enqueues work on a lane. On a lane of the caller the work runs within this call.
     pub fn run(&self, lane: Lane, job: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
-        match self.queue(lane)? {
+        match self.queue(lane) {
             Some(queue) => send(queue, Item::Run(Box::new(job))),
             None => {
                 self.shared.state.lock().check_failure()?;
@@ -93,7 +87,7 @@ impl Lanes {
 
     /// Records the event behind everything enqueued on the lane.
     pub fn record(&self, lane: Lane, event: LaneEvent) -> Result<()> {
-        let queue = self.queue(lane)?;
+        let queue = self.queue(lane);
         self.shared.state.lock().events.entry(event).or_default().recorded += 1;
         match queue {
             Some(queue) => send(queue, Item::Record(event)),
@@ -106,7 +100,7 @@ impl Lanes {
 
     /// Makes the lane wait for the event's last record. On a lane of the caller this call blocks.
     pub fn wait(&self, lane: Lane, event: LaneEvent) -> Result<()> {
-        let queue = self.queue(lane)?;
+        let queue = self.queue(lane);
         let recorded = self.shared.state.lock().events.get(&event).map_or(0, |marks| marks.recorded);
         match queue {
             Some(queue) => send(queue, Item::Wait(event, recorded)),
@@ -116,24 +110,19 @@ impl Lanes {
 
     /// True if the event's last record is reached.
     pub fn reached(&self, event: LaneEvent) -> Result<bool> {
-        self.shared.check_process()?;
         let state = self.shared.state.lock();
         state.check_failure()?;
         Ok(state.events.get(&event).is_none_or(|marks| marks.reached == marks.recorded))
     }
 
-    fn queue(&self, lane: Lane) -> Result<Option<&Sender<Item>>> {
-        self.shared.check_process()?;
-        Ok(self.queues[lane as usize].as_ref())
+    fn queue(&self, lane: Lane) -> Option<&Sender<Item>> {
+        self.queues[lane as usize].as_ref()
     }
 }
 
 impl Drop for Lanes {
     fn drop(&mut self) {
         self.queues.clear();
-        if self.shared.check_process().is_err() {
-            return;
-        }
         let mut state = self.shared.state.lock();
         while state.running > 0 {
             state = self.shared.changed.wait(state);
@@ -152,10 +141,6 @@ impl LaneState {
 }
 
 impl Shared {
-    fn check_process(&self) -> Result<()> {
-        self.opener.check("the interleaved update")
-    }
-
     fn serve(&self, queue: &Receiver<Item>) {
         while let Ok(item) = queue.recv() {
             match item {

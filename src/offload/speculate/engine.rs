@@ -16,7 +16,7 @@ use super::round::{Counts, Progress, Task};
 use crate::error::{Error, Result, RoundError};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
-use crate::sys::process::OpeningProcess;
+use crate::sys::fork::OpeningProcess;
 use crate::sys::sync::Guard;
 use crate::sys::threads;
 
@@ -68,18 +68,18 @@ impl Engine {
 
     /// Opens a round. Errors: a round is open, or buckets of the previous round are not final yet.
     pub fn begin(&self, clip: Clip) -> Result<()> {
-        self.lock()?.round.begin(clip)
+        self.lock().round.begin(clip)
     }
 
     /// Returns Ok if `submit` would accept this bucket now, and its error otherwise.
     pub fn may_submit(&self, bucket: u32) -> Result<()> {
-        self.lock()?.round.may_submit(bucket)
+        self.lock().round.may_submit(bucket)
     }
 
     /// Transfers ownership of a bucket to the round. The bucket steps once `event` is signalled, or at once if there is
     /// no event.
     pub fn submit(&self, bucket: u32, work: Box<dyn Bucket>, event: Option<Event>) -> Result<()> {
-        let mut inner = self.lock()?;
+        let mut inner = self.lock();
         inner.round.submit(bucket)?;
         let slot = &mut inner.slots[bucket as usize];
         slot.work = Some(work);
@@ -96,7 +96,7 @@ impl Engine {
 
     /// Resolves the round with the verdict that follows from the reduced statistics of all ranks.
     pub fn resolve(&self, global: StepStats) -> Result<Outcome> {
-        let mut inner = self.lock()?;
+        let mut inner = self.lock();
         let verdict = inner.round.clip().verdict(global);
         let norm = if global.nonfinite { f64::NAN } else { global.sum_squares.sqrt() };
         self.close_round(&mut inner, verdict).map(|outcome| Outcome { norm, ..outcome })
@@ -104,18 +104,18 @@ impl Engine {
 
     /// Resolves the round with the caller's verdict.
     pub fn resolve_as(&self, verdict: Verdict) -> Result<Outcome> {
-        self.close_round(&mut self.lock()?, verdict)
+        self.close_round(&mut self.lock(), verdict)
     }
 
     /// Rolls an open round back, whichever buckets were submitted; a no-op without an open round.
     pub fn abort(&self) -> Result<()> {
-        self.abort_locked(&mut *self.lock()?);
+        self.abort_locked(&mut self.lock());
         Ok(())
     }
 
     /// State of a bucket. Errors: no such bucket; the error of a failed bucket.
     pub fn progress(&self, bucket: u32) -> Result<Progress> {
-        self.lock()?.round.progress(bucket)
+        self.lock().round.progress(bucket)
     }
 
     /// Waits until the 16-bit copies of a bucket are valid: until the bucket is final, or stepped under
@@ -157,12 +157,12 @@ impl Engine {
 
     /// Buckets whose speculative steps the last verdict rolled back.
     pub fn rolled_back_buckets(&self) -> Result<Vec<u32>> {
-        Ok(self.lock()?.round.rolled_back_buckets().to_vec())
+        Ok(self.lock().round.rolled_back_buckets().to_vec())
     }
 
     /// Statistics since `open`.
     pub fn stats(&self) -> Result<Stats> {
-        let inner = self.lock()?;
+        let inner = self.lock();
         Ok(Stats { counts: inner.round.counts(), exposed: inner.exposed })
     }
 
@@ -176,9 +176,8 @@ impl Engine {
         self.opener.check("the speculation engine")
     }
 
-    fn lock(&self) -> Result<Guard<'_, Inner>> {
-        self.check_process()?;
-        Ok(self.shared.inner.lock())
+    fn lock(&self) -> Guard<'_, Inner> {
+        self.shared.inner.lock()
     }
 
     fn abort_locked(&self, inner: &mut Inner) {
@@ -221,7 +220,7 @@ impl Engine {
     ) -> Result<T> {
         let start = Instant::now();
         let end = timeout.and_then(|timeout| start.checked_add(timeout));
-        let mut inner = self.lock()?;
+        let mut inner = self.lock();
         let outcome = loop {
             if let Some(outcome) = check(&mut inner).transpose() {
                 break outcome;
@@ -242,8 +241,10 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // A forked child has no executor thread, and the parent may have held the lock during the fork.
-        let Ok(mut inner) = self.lock() else { return };
+        if self.check_process().is_err() {
+            return;
+        }
+        let mut inner = self.lock();
         inner.round.abort();
         inner.sweep();
         inner.closing = true;

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::ops::Deref;
 
 use crate::error::Result;
-use crate::sys::per_process::PerProcessStatic;
+use crate::sys::fork::PerProcessStatic;
 use crate::sys::sync::{Lock, Signal};
 use crate::sys::{cap, threads};
 

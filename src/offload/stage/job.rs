@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::offload::speculate::{Bucket, Clip, Engine, Progress, Publish, Recording, Task, Verdict};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
-use crate::sys::process::OpeningProcess;
+use crate::sys::fork::OpeningProcess;
 
 /// The only bucket of a stage's engine.
 const ONLY: u32 = 0;

@@ -12,7 +12,7 @@ use crate::error::{Error, IoKind, TierKind};
 use crate::io::engine::Engine;
 use crate::io::object::memory::MemoryStore as Objects;
 use crate::io::object::{Address, ObjectMeta, Store, StoreResult};
-use crate::sys::process::in_forked_child;
+use crate::sys::fork::in_forked_child;
 use crate::tier::bucket::{Bucket, TEST_ADDRESS};
 use crate::tier::directory::{DirStorage, Directory, claim, collect};
 use crate::tier::volume::Volume;

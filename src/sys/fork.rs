@@ -1,19 +1,94 @@
-//! Values that belong to one process: a forked child gets an error or a value of its own.
+//! What a forked child may do with the objects of its parent.
 //!
-//! Invariants:
-//! - The value of another process is never handed out, and never dropped: it may hold a lock that a thread of the
-//!   parent had taken at the fork, or threads that the child lacks.
-//! - No lock is taken.
+//! The rule: a call on an object of the parent fails, and a drop of one forgets it. The C border makes the check, once for
+//! each call, before any lock is taken: a thread of the parent may have held it at the fork. So
+//! functions below do not check. What the library itself drops, or keeps for the whole process, checks here:
+//!
+//! - [`OpeningProcess`] says whether an object is of this process.
+//! - [`PerProcess`] is a value that a child neither uses nor drops. It may hold a lock that was taken at the fork, or
+//!   threads that the child lacks.
+//! - [`PerProcessStatic`] is a static of which every process makes its own value.
+//! - [`super::fork_closed`] has the descriptors that a child closes.
+//!
+//! The id of a process is cached in a page that the system zeroes in every child (MADV_WIPEONFORK). This also covers a
+//! program that calls clone directly, where handlers of pthread_atfork do not run. No lock is taken here.
 
 use std::convert::Infallible;
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
+use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
 use arc_swap::{ArcSwapOption, Guard};
 
-use super::process::OpeningProcess;
-use crate::error::Result;
+use super::memory::Mapping;
+use crate::error::{Error, Result};
+
+/// The process that opened an object. A forked child has a copy of the object without its threads. The copy may contain
+/// locks that a thread of the parent held and that stay locked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OpeningProcess(u32);
+
+impl OpeningProcess {
+    /// This process.
+    pub fn current() -> OpeningProcess {
+        OpeningProcess(id())
+    }
+
+    /// The id of the process.
+    pub fn id(self) -> u32 {
+        self.0
+    }
+
+    /// False in a forked child.
+    pub fn is_current(self) -> bool {
+        self.0 == id()
+    }
+
+    /// [`Error::Unsupported`] in a forked child; `what` names the object.
+    pub fn check(self, what: &str) -> Result<()> {
+        match self.is_current() {
+            true => Ok(()),
+            false => Err(Error::Unsupported(format!(
+                "{what} was opened by process {} before this process was forked; a child process must open \
+                 its own",
+                self.0
+            ))),
+        }
+    }
+}
+
+static PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
+
+/// The id of this process; a forked child gets its own.
+pub fn id() -> u32 {
+    let page = PAGE.load(Ordering::Acquire);
+    let page = if page.is_null() { make() } else { page };
+    // SAFETY: NULL or the page of `make`, which is never unmapped and begins with an aligned u32, 0 at first.
+    let Some(known) = (unsafe { page.as_ref() }) else { return std::process::id() };
+    match known.load(Ordering::Relaxed) {
+        0 => {
+            let id = std::process::id();
+            known.store(id, Ordering::Relaxed);
+            id
+        }
+        id => id,
+    }
+}
+
+/// Maps the page. NULL if memory or MADV_WIPEONFORK is unavailable (before Linux 4.14, and in qemu-user).
+fn make() -> *mut AtomicU32 {
+    let Some(mapping) = Mapping::emptied_by_fork().ok() else { return ptr::null_mut() };
+    let page = mapping.span().as_ptr().cast::<AtomicU32>();
+    match PAGE.compare_exchange(ptr::null_mut(), page, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => {
+            std::mem::forget(mapping);
+            page
+        }
+        Err(other_thread_was_first) => other_thread_was_first,
+    }
+}
 
 /// A value of the process that made it. A forked child gets an error.
 #[derive(Debug)]
@@ -121,14 +196,28 @@ fn own<T>(seen: &Option<Arc<PerProcess<T>>>) -> Option<Shared<T>> {
     seen.as_ref().filter(|value| value.is_here()).map(|value| Shared(Arc::clone(value)))
 }
 
+/// For tests: the result of `work` in a forked child. `work` must not wait for other threads.
+#[cfg(test)]
+pub fn in_forked_child(work: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child runs `work`, which waits for no thread that the child lacks, and exits.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let answer = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
+        // SAFETY: ends the child without the parent's exit handlers.
+        unsafe { libc::_exit(i32::from(!answer)) };
+    }
+    let mut status = -1;
+    // SAFETY: the status is a local.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    status == 0
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
     use std::sync::{Barrier, Mutex, mpsc};
 
     use super::*;
-    use crate::error::Error;
-    use crate::sys::process::in_forked_child;
 
     /// Counts its drops.
     #[derive(Debug)]
@@ -221,5 +310,20 @@ mod tests {
         assert_eq!(VALUE.get_or_try(|| Err::<u32, _>("no")).err(), Some("no"));
         assert!(VALUE.get().is_none());
         assert_eq!(*VALUE.get_or_try(|| Ok::<_, ()>(3)).unwrap(), 3);
+    }
+
+    #[test]
+    fn parent_and_child_each_have_their_own() {
+        assert_eq!((id(), id()), (std::process::id(), std::process::id()));
+        // SAFETY: the child only loads and stores words, asks for its id and exits.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: ends the child without the parent's exit handlers.
+            unsafe { libc::_exit(i32::from((id(), id()) != (std::process::id(), std::process::id()))) };
+        }
+        let mut status = -1;
+        // SAFETY: the status is a local.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!((status, id()), (0, std::process::id()));
     }
 }

@@ -9,7 +9,7 @@ use std::time::SystemTime;
 
 use serde_json::Value;
 use spillway::error::{Error, Result};
-use spillway::sys::{small_file, threads};
+use spillway::sys::{descriptor, threads};
 
 /// Version of the JSON shape.
 const FORMAT: u64 = 1;
@@ -140,7 +140,7 @@ impl Report {
     /// Reads the report that `option` names.
     pub fn read(option: &'static str, path: &Path) -> Result<Report> {
         let wrong = |reason: String| Error::invalid(option, format!("{}: {reason}", path.display()));
-        let bytes = small_file::read(path, MOST_BYTES)
+        let bytes = descriptor::read_small(path, MOST_BYTES)
             .and_then(|bytes| bytes.ok_or_else(|| "there is no such file".to_string()))
             .map_err(wrong)?;
         let text = String::from_utf8(bytes).map_err(|error| wrong(error.to_string()))?;

@@ -7,7 +7,7 @@ use bytesize::ByteSize;
 use spillway::error::{Error, Result};
 use spillway::offload::swap::budget;
 use spillway::offload::swap::encoding::Encoding;
-use spillway::sys::small_file;
+use spillway::sys::descriptor;
 use spillway_planner::model::config::Model;
 use spillway_planner::model::machine::Workload;
 use spillway_planner::model::presets;
@@ -113,7 +113,7 @@ fn model(name: &str) -> Result<Model> {
     let path = Path::new(name);
     let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
     let refuse = |reason: String| Error::invalid("MODEL", format!("{}: {reason}", path.display()));
-    let bytes = small_file::read(&path, MOST_BYTES).map_err(refuse)?.ok_or_else(|| {
+    let bytes = descriptor::read_small(&path, MOST_BYTES).map_err(refuse)?.ok_or_else(|| {
         let names: Vec<String> = presets::model_names().collect();
         refuse(format!("there is no such file, and the models of the papers are {}", names.join(", ")))
     })?;

@@ -6,8 +6,9 @@
 //! Invariant: every descriptor that the library keeps, or writes through, comes from a function of this file.
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use nix::errno::Errno;
@@ -66,6 +67,27 @@ pub fn refusal(argument: &'static str, fd: RawFd, error: &io::Error) -> Error {
     match error.raw_os_error() {
         Some(libc::EBADF) => Error::invalid(argument, format!("{fd} is not an open descriptor")),
         _ => Error::system("duplicating the caller's descriptor", error),
+    }
+}
+
+/// Reads a file whose content another program wrote, such as a profile. `None` if there is no file. An error, a text
+/// without the path, if the file is not regular or longer than `most` bytes: a FIFO would block, and a device or a huge
+/// file would fill the memory.
+pub fn read_small(path: &Path, most: u64) -> Result<Option<Vec<u8>>, String> {
+    // Does not wait for the other end of a FIFO.
+    let file = match open(OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK), path) {
+        Ok(file) if !file.metadata().is_ok_and(|found| found.is_file()) => {
+            return Err("it is not a regular file".to_string());
+        }
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.to_string()),
+    };
+    let mut bytes = Vec::new();
+    file.take(most + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
+    match bytes.len() as u64 <= most {
+        true => Ok(Some(bytes)),
+        false => Err(format!("it is longer than {most} bytes")),
     }
 }
 

@@ -27,7 +27,6 @@ pub mod range_lock;
 pub mod reserve;
 pub mod shared_memory;
 pub mod shared_slice;
-pub mod small_file;
 pub mod span;
 pub mod sync;
 mod team;

@@ -26,7 +26,7 @@ use arc_swap::ArcSwapOption;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{descriptor, host, small_file};
+use super::{descriptor, host};
 use crate::environment;
 use crate::log::{self, Level};
 
@@ -75,7 +75,7 @@ impl Default for Contents {
 impl Contents {
     /// The contents of the file at `path`; `None` if there is no file; an error text if the file is invalid.
     pub fn read(path: &Path) -> Result<Option<Contents>, String> {
-        let Some(bytes) = small_file::read(path, MOST_BYTES)? else { return Ok(None) };
+        let Some(bytes) = descriptor::read_small(path, MOST_BYTES)? else { return Ok(None) };
         Contents::parse(&bytes).map(Some)
     }
 

@@ -20,6 +20,4 @@ pub mod version;
 
 pub mod log;
 
-pub mod threads;
-
-pub use {log::*, status::*, threads::*, version::*};
+pub use {log::*, status::*, version::*};

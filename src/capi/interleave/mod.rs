@@ -28,6 +28,4 @@ pub mod subgroups;
 
 pub mod update;
 
-pub mod deepspeed;
-
-pub use {deepspeed::*, plan::*, subgroups::*, update::*};
+pub use {plan::*, subgroups::*, update::*};

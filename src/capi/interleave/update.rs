@@ -4,11 +4,13 @@ use std::ffi::c_char;
 
 use super::plan::{placements_of, read_placements, read_rates, spw_interleave_rates};
 use super::subgroups::{Parts, parts, spw_interleave_options, spw_interleave_subgroup};
+use crate::capi::deepspeed::call::{rules_of, spw_ds_adam_call};
 use crate::capi::optim::adam::{self, spw_adam_options};
 use crate::capi::prelude::*;
 use crate::gpu::stream::ForeignStream;
 use crate::offload::interleave::engine::{InterleavedUpdate, Reader};
 use crate::offload::interleave::{Model, trace};
+use crate::optim::deepspeed::ADAM;
 
 /// An interleaved update.
 pub struct spw_interleave {
@@ -262,6 +264,33 @@ pub extern "C" fn spw_interleave_get_trace(
     guard(|| {
         let ran = handle::get(interleave)?.engine.ran()?;
         text_out.put_text(&trace::of_timings(&ran).to_json(), size, needed_out)
+    })
+}
+
+/// Does `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`, one call per subgroup, applied in the order
+/// of `calls`. The id advances if the step starts.
+///
+/// # Safety
+/// `calls` points to `count` structs, `struct_size` bytes apart; `stream` as for `spw_interleave_begin`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_begin_ds_adam(
+    interleave: Option<&spw_interleave>,
+    id: i32,
+    calls: In<spw_ds_adam_call>,
+    count: u64,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let (engine, stream) = with_stream(interleave, stream)?;
+            let subgroups = subgroups_of(engine)?;
+            check_count(count, [subgroups, subgroups])?;
+            let (kept, rules) = rules_of(id, calls, count)?;
+            engine.begin(rules, stream)?;
+            ADAM.create(id, kept);
+            Ok(())
+        }
     })
 }
 

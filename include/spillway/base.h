@@ -188,6 +188,29 @@ typedef struct spw_stats {
 // Reads the counters of the process.
 enum spw_status spw_get_stats(struct spw_stats *stats_out);
 
+// Settings of the process's thread pool. Every process has one pool.
+typedef struct spw_thread_options {
+    // `sizeof(spw_thread_options)`
+    uint32_t struct_size;
+    // Number of threads per step, including the calling thread. 0: derived from the affinity mask, the cgroup quota
+    // and `LOCAL_WORLD_SIZE`.
+    uint32_t num_threads;
+} spw_thread_options;
+
+#define SPW_THREAD_OPTIONS_INIT \
+    { sizeof(spw_thread_options), 0 }
+
+// Sets the number of threads per step, including the calling thread. The caller starts at once; workers join as they
+// wake up. Without this call the number is that of the environment variable `SPILLWAY_NUM_THREADS`. Without the
+// variable it is the number of processors that this process may use, divided by `LOCAL_WORLD_SIZE`. Steps in flight
+// keep their workers. The log (level info) states once how the number was derived.
+enum spw_status spw_set_threads(const struct spw_thread_options *options);
+
+// Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Smaller
+// steps run on the calling thread only. Exception: steps of 32768 to 65536 elements of the main thread
+// also use OpenMP's threads while these are awake.
+enum spw_status spw_get_threads(uint32_t *count_out);
+
 // Severity of a log message. A level includes the levels before it.
 typedef enum spw_log_level {
     // No messages.
@@ -214,29 +237,6 @@ typedef void (*spw_log_fn)(void *user, int32_t level, const char *message);
 enum spw_status spw_set_log(spw_log_fn log,
                             void *user,
                             int32_t level);
-
-// Settings of the process's thread pool. Every process has one pool.
-typedef struct spw_thread_options {
-    // `sizeof(spw_thread_options)`
-    uint32_t struct_size;
-    // Number of threads per step, including the calling thread. 0: derived from the affinity mask, the cgroup quota
-    // and `LOCAL_WORLD_SIZE`.
-    uint32_t num_threads;
-} spw_thread_options;
-
-#define SPW_THREAD_OPTIONS_INIT \
-    { sizeof(spw_thread_options), 0 }
-
-// Sets the number of threads per step, including the calling thread. The caller starts at once; workers join as they
-// wake up. Without this call the number is that of the environment variable `SPILLWAY_NUM_THREADS`. Without the
-// variable it is the number of processors that this process may use, divided by `LOCAL_WORLD_SIZE`. Steps in flight
-// keep their workers. The log (level info) states once how the number was derived.
-enum spw_status spw_set_threads(const struct spw_thread_options *options);
-
-// Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Smaller
-// steps run on the calling thread only. Exception: steps of 32768 to 65536 elements of the main thread
-// also use OpenMP's threads while these are awake.
-enum spw_status spw_get_threads(uint32_t *count_out);
 
 #ifdef __cplusplus
 } // extern "C"

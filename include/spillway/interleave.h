@@ -251,9 +251,6 @@ enum spw_status spw_interleave_get_trace(const struct spw_interleave *interleave
                                          size_t size,
                                          uint64_t *needed_out);
 
-// Waits for all transfers in flight and frees the update. NULL does nothing.
-enum spw_status spw_interleave_close(struct spw_interleave *interleave);
-
 // Does `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`, one call per subgroup, applied in the order
 // of `calls`. The id advances if the step starts.
 enum spw_status spw_interleave_begin_ds_adam(const struct spw_interleave *interleave,
@@ -261,6 +258,9 @@ enum spw_status spw_interleave_begin_ds_adam(const struct spw_interleave *interl
                                              const struct spw_ds_adam_call *calls,
                                              uint64_t count,
                                              uint64_t stream);
+
+// Waits for all transfers in flight and frees the update. NULL does nothing.
+enum spw_status spw_interleave_close(struct spw_interleave *interleave);
 
 #ifdef __cplusplus
 } // extern "C"

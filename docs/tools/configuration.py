@@ -77,7 +77,7 @@ reads none.
 
 
 def _block():
-    from spillway.deepspeed import _block
+    from spillway.deepspeed import _settings
 
     parts = [
         """## The `spillway` block of a DeepSpeed configuration
@@ -90,17 +90,17 @@ value, and a setting without effect in the configuration are errors that name th
     for title, model, intro in (
         (
             "spillway",
-            _block.Block,
+            _settings.Block,
             "Storage of ZeRO-3's optimizer states with `offload_optimizer` on the device `nvme`. "
             "`paths`, `job`, `host` and `io_timeout_seconds` also apply to parameters with `offload_param` on the device `nvme`.",
         ),
-        ("spillway.paths[]", _block.PathBlock, "An entry of `paths` may also be a string: the path alone."),
+        ("spillway.paths[]", _settings.PathBlock, "An entry of `paths` may also be a string: the path alone."),
         (
             "spillway.interleave",
-            _block.InterleaveBlock,
+            _settings.InterleaveBlock,
             "An update that CPU and GPU do together. It needs ZeRO stage 3 with `offload_optimizer` on the device `cpu`.",
         ),
-        ("spillway.interleave.rates", _block.RatesBlock, "Measured rates, in parameters per second."),
+        ("spillway.interleave.rates", _settings.RatesBlock, "Measured rates, in parameters per second."),
     ):
         parts.append(f"### `{title}`\n\n{intro}\n\n| setting | type | default | meaning |\n|---|---|---|---|")
         for name, field in model.model_fields.items():

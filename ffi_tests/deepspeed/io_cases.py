@@ -173,7 +173,7 @@ def round_trip(op):
     said = handle.sync_pwrite(pinned(handle, data), "file")
     buffer = pinned(handle, torch.zeros_like(data))
     handle.sync_pread(buffer, "file")
-    backend = sys.modules["spillway.deepspeed._engine"].describe() if op.__name__.startswith("spillway") else "threads"
+    backend = sys.modules["spillway.deepspeed._io_engine"].describe() if op.__name__.startswith("spillway") else "threads"
     return said, holds("file", data) and torch.equal(buffer, data) and backend.startswith("threads")
 
 

@@ -84,9 +84,9 @@ def worker(kind, folder, names):
 def counters(kind):
     if kind != "super":
         return {}
-    from spillway.deepspeed import _superoffload
+    from spillway.deepspeed import _rounds
 
-    return _superoffload.served()
+    return _rounds.served()
 
 
 class Nursery:

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from spillway.deepspeed import _block
-from spillway.deepspeed._tier_config import parse
+from spillway.deepspeed import _settings
+from spillway.deepspeed._settings import of_tier
 from spillway.errors import InvalidArgumentError
 from spillway.tier import Tier
 
@@ -74,7 +74,7 @@ def folders(tmp_path):
 )
 def test_what_is_wrong_is_named(block, words):
     with pytest.raises(InvalidArgumentError, match=words):
-        _block.read(block)
+        _settings.read(block)
 
 
 NAMES = ["..", ".", ".a", "a/b", "a\nb", "a\x7fb", "a\x85b", "-", " ", "é", "a.b", "job 7", "x" * 200, "\u200b"]
@@ -89,28 +89,28 @@ def test_a_name_is_accepted_if_the_library_accepts_it(name):
             return False
         return True
 
-    assert taken(lambda: _block.read({"job": name})) == taken(lambda: Tier([None], job=name).close())
+    assert taken(lambda: _settings.read({"job": name})) == taken(lambda: Tier([None], job=name).close())
 
 
 def test_relative_paths_are_fixed_when_they_are_read(folders, monkeypatch):
     monkeypatch.chdir(folders[0])
-    found = [parse({"paths": ["../b"]}, None), parse(None, "../b"), parse({}, "./new")]
+    found = [of_tier({"paths": ["../b"]}, None), of_tier(None, "../b"), of_tier({}, "./new")]
     assert [path.directory for given in found for path in given.paths] == [folders[1], folders[1], f"{folders[0]}/new"]
     with pytest.raises(InvalidArgumentError, match="nvme_path is 'a.x00b'; a path without NUL"):
-        parse({}, "a\0b")
+        of_tier({}, "a\0b")
 
 
 def test_a_block_becomes_settings(folders):
-    given = parse({"paths": [{"path": folders[0], "limit_bytes": 5}, folders[1]], "ratio": (2, 1)}, None)
+    given = of_tier({"paths": [{"path": folders[0], "limit_bytes": 5}, folders[1]], "ratio": (2, 1)}, None)
     assert [path.limit_bytes for path in given.paths] == [5, 0] and given.ratio == [2, 1]
-    assert parse(None, folders[0]) == parse({}, folders[0]) and parse({}, folders[0]).paths[0].directory == folders[0]
-    assert [path.directory for path in parse({"paths": [folders[0], "s3://bucket/x"]}, None).paths] == [folders[0], "s3://bucket/x"]
+    assert of_tier(None, folders[0]) == of_tier({}, folders[0]) and of_tier({}, folders[0]).paths[0].directory == folders[0]
+    assert [path.directory for path in of_tier({"paths": [folders[0], "s3://bucket/x"]}, None).paths] == [folders[0], "s3://bucket/x"]
     with pytest.raises(InvalidArgumentError, match="neither nvme_path nor spillway.paths"):
-        parse({}, None)
+        of_tier({}, None)
     with pytest.raises(InvalidArgumentError, match="goes into spillway.paths"):
-        parse(None, "s3:/bucket/x")
+        of_tier(None, "s3:/bucket/x")
     with pytest.raises(InvalidArgumentError, match="spillway.job is 'a-scratch-1'"):
-        parse({"job": "a-scratch-1"}, folders[0])
+        of_tier({"job": "a-scratch-1"}, folders[0])
 
 
 def zero(stage, optimizer=None, parameters=None):
@@ -133,7 +133,7 @@ def zero(stage, optimizer=None, parameters=None):
 )
 def test_what_nothing_would_serve_is_an_error(block, configuration, words):
     with pytest.raises(InvalidArgumentError, match=words):
-        _block.refuse_unserved(_block.read(block), configuration)
+        _settings.refuse_unserved(_settings.read(block), configuration)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_what_nothing_would_serve_is_an_error(block, configuration, words):
     ],
 )
 def test_what_is_served_is_none(block, configuration):
-    _block.refuse_unserved(_block.read(block), configuration)
+    _settings.refuse_unserved(_settings.read(block), configuration)
 
 
 def test_an_engine_checks_its_block(run_forked, folders):

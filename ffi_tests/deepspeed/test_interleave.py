@@ -7,7 +7,7 @@ import json
 import pytest
 from test_train import attempt, train
 
-from spillway.deepspeed import _block, _interleave
+from spillway.deepspeed import _interleave, _settings
 from spillway.errors import InvalidArgumentError
 
 SIZE = ["--stage", "3", "--sub-group-size", "20000"]
@@ -64,14 +64,14 @@ def test_without_a_gpu_the_reason_is_given(run):
 )
 def test_what_the_block_gets_wrong_is_named(settings, words):
     with pytest.raises(InvalidArgumentError, match=words):
-        _interleave.parse({"interleave": settings})
+        _settings.of_interleave({"interleave": settings})
 
 
 def test_a_block_without_the_object_is_no_concern():
-    assert _interleave.parse(None) is None and _interleave.parse({"cache_bytes": 1}) is None
-    assert _interleave.parse({"interleave": {}}) == _block.InterleaveBlock()
+    assert _settings.of_interleave(None) is None and _settings.of_interleave({"cache_bytes": 1}) is None
+    assert _settings.of_interleave({"interleave": {}}) == _settings.InterleaveBlock()
     with pytest.raises(InvalidArgumentError, match="interleave is 'yes'; an object is needed"):
-        _interleave.parse({"interleave": "yes"})
+        _settings.of_interleave({"interleave": "yes"})
 
 
 class Copies:
@@ -102,13 +102,13 @@ def test_gradients_are_let_go_as_their_copies_end(monkeypatch):
     """The GPU never holds more gradients than copies are in flight, and no gradient of a skipped step."""
     import torch
 
-    update = object.__new__(_interleave.Update)
+    update = object.__new__(_interleave.InterleavedUpdate)
     update.gpu, update._copies = Copies(), collections.deque()
-    monkeypatch.setattr(_interleave.Update, "_stream", lambda self: None)
+    monkeypatch.setattr(_interleave.InterleavedUpdate, "_stream", lambda self: None)
     grad, host = torch.zeros(4), torch.zeros(4)
     for number in range(10):
         update.gpu.over = max(0, number - 2)
-        update.gradient_out(grad, host)
+        update._copy_out(grad, host)
         assert len(update._copies) <= 3
     left = list(update._copies)
     update.skip()

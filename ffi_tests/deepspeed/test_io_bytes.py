@@ -17,7 +17,7 @@ import torch
 
 import spillway
 import spillway.deepspeed
-from spillway.deepspeed import _engine, _pin
+from spillway.deepspeed import _io_engine, _pin
 
 MIB = 1 << 20
 
@@ -133,9 +133,9 @@ def test_one_failure_of_many_is_raised_and_the_handle_goes_on(handle, tmp_path):
 def test_validation_compares_and_raises(handle, tmp_path):
     path, data = str(tmp_path / "file"), random_bytes(9 * MIB)
     assert handle.pwrite(data, path, True, False) == 1
-    before = _engine.served("async_io")["reads"]
+    before = _io_engine.served("async_io")["reads"]
     assert handle.pread(data, path, True, True) == 0
-    while _engine.served("async_io")["reads"] == before:
+    while _io_engine.served("async_io")["reads"] == before:
         time.sleep(0.001)
     with open(path, "r+b") as file:
         file.seek(8 * MIB + 5)
@@ -315,7 +315,7 @@ def test_a_forked_child_has_its_own_engine(handle, tmp_path):
         try:
             assert handle.wait() == 0
             assert handle.sync_pwrite(data, path + "child") == 1
-            assert _engine.served("async_io")["writes"] == 1
+            assert _io_engine.served("async_io")["writes"] == 1
             code = 0
         finally:
             os._exit(code)

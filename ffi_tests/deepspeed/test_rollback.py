@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 
-from spillway.deepspeed import _hook
+from spillway.deepspeed import _hook, _installed, _optimizer_ops
 from spillway.errors import InvalidArgumentError
 
 N = 200_000
@@ -81,9 +81,7 @@ def row(op, case):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    from spillway.deepspeed import _undo
-
-    return lambda mode: monkeypatch.setattr(_undo, "_mode", mode)
+    return lambda mode: monkeypatch.setattr(_installed, "undo", mode)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -135,8 +133,6 @@ Every case: 0.0% of the values differ, no NaN.
 
 def test_what_was_not_recorded_or_has_changed_is_not_taken_for_exact(served, recorded):
     recorded("auto")
-    from spillway.deepspeed import _undo
-
     op, optimizer_id = served("cpu_adam"), next(_ids)
     op.create_adam(optimizer_id, LR, 0.9, 0.999, 1e-8, 0.0, True, False)
     tensors = [torch.randn(1000) * 0.02, torch.randn(1000) * 1e-3, torch.zeros(1000), torch.zeros(1000)]
@@ -145,7 +141,7 @@ def test_what_was_not_recorded_or_has_changed_is_not_taken_for_exact(served, rec
         function(optimizer_id, number, LR, 0.9, 0.999, 1e-8, 0.0, True, *tensors)
 
     def counts():
-        report = _undo.report() or {"exact_rollbacks": 0, "arithmetic_rollbacks": 0}
+        report = _optimizer_ops.recordings() or {"exact_rollbacks": 0, "arithmetic_rollbacks": 0}
         return report["exact_rollbacks"], report["arithmetic_rollbacks"]
 
     start = counts()
@@ -177,24 +173,21 @@ def test_what_was_not_recorded_or_has_changed_is_not_taken_for_exact(served, rec
     call(op.adam_rollback, 1)
     assert counts() == (start[0] + 1, start[1] + 1)
     op.destroy_adam(optimizer_id)
-    assert not _undo.report()["recordings"]
+    assert not _optimizer_ops.recordings()["recordings"]
 
 
 def test_modes_are_checked_and_read_once(recorded, monkeypatch):
-    from spillway.deepspeed import _undo, _undo_mode
-
     with pytest.raises(ValueError, match="always"):
         _hook.install(undo="sometimes")
     recorded("auto")
-    monkeypatch.setattr(_undo_mode, "given", None)
+    monkeypatch.setattr(_installed, "_given", None)
     monkeypatch.setenv("SPILLWAY_DEEPSPEED_UNDO", "on")
     with pytest.raises(ValueError, match="auto, always, never"):
-        _undo.read_mode()
+        _installed.read_undo()
     monkeypatch.setenv("SPILLWAY_DEEPSPEED_UNDO", "never")
-    _undo.read_mode()
+    assert _installed.read_undo() == "never"
     monkeypatch.setenv("SPILLWAY_DEEPSPEED_UNDO", "always")
-    monkeypatch.delattr(_undo_mode, "chosen")
-    assert not _undo.wanted(1), "a step does not read the variable"
+    assert not _optimizer_ops._is_recorded(1), "a step does not read the variable"
 
 
 SUBGROUPS = """

@@ -250,7 +250,7 @@ def test_the_step_at_which_ranks_go_on(monkeypatch):
 
 
 def test_a_commit_that_could_not_be_taken_up_is_refused():
-    from spillway.deepspeed import _resume, _tier
+    from spillway.deepspeed import _engine, _tier
 
     swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
     swapper.committed, swapper.world = 5, 2
@@ -258,29 +258,29 @@ def test_a_commit_that_could_not_be_taken_up_is_refused():
         optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=5, micro_steps=8, gradient_accumulation_steps=lambda: 4
     )
     with pytest.raises(ValueError, match="step 5 is already committed"):
-        _resume.commit(engine)
+        _engine.commit(engine)
     engine.global_steps, engine.micro_steps = 6, 11
     with pytest.raises(ValueError, match="gradients a commit does not store"):
-        _resume.commit(engine)
+        _engine.commit(engine)
     # A caller that sets the boundaries calls step() once for several micro-batches.
     engine.managed_gradient_accumulation, engine._is_gradient_accumulation_boundary = lambda: True, True
     for micro_step, ran, between in ((0, False, False), (0, True, True), (1, False, True)):
         engine.optimizer.micro_step_id, engine.optimizer._epilogue_ran_this_backward = micro_step, ran
-        assert _resume._between_micro_batches(engine) == between
+        assert _engine._between_micro_batches(engine) == between
     engine.managed_gradient_accumulation, engine._is_gradient_accumulation_boundary = lambda: False, None
-    assert _resume._between_micro_batches(engine)
+    assert _engine._between_micro_batches(engine)
 
 
 @pytest.mark.parametrize("interval, resume, at, commits", [(1, True, 400, 1), (1, True, 500, 0), (0, True, 400, 0), (1, False, 400, 0)])
 def test_what_a_checkpoint_brought_is_committed_unless_that_is_left_to_the_caller(monkeypatch, interval, resume, at, commits):
-    from spillway.deepspeed import _resume, _tier, _versions
+    from spillway.deepspeed import _engine, _tier, _versions
 
     made = []
-    monkeypatch.setattr(_resume, "commit", made.append)
+    monkeypatch.setattr(_engine, "commit", made.append)
     swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
     swapper.committed, swapper.settings = 500, types.SimpleNamespace(resume=resume, commit_interval=interval)
     own = {name: lambda *_: ("checkpoint", {}) for name in _versions.methods("engine")}
-    load = _resume.overrides(type("Engine", (), own))["load_checkpoint"]
+    load = _engine.overrides(type("Engine", (), own))["load_checkpoint"]
     engine = types.SimpleNamespace(optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=at)
     assert load(engine, "folder") == ("checkpoint", {}) and len(made) == commits
 

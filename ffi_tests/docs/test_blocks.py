@@ -92,10 +92,10 @@ def test_json_blocks_are_accepted_by_what_reads_them(block, tmp_path):
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    from spillway.deepspeed import _block
+    from spillway.deepspeed import _settings
 
     zero = DeepSpeedZeroConfig(**found["zero_optimization"])
-    _block.refuse_unserved(_block.read(found["spillway"]), zero)
+    _settings.refuse_unserved(_settings.read(found["spillway"]), zero)
 
 
 @chosen("sh")

@@ -84,9 +84,9 @@ WORK = {
         timeouts = [lambda: copy.wait(0)]
         """,
     "io": """
-        from spillway.deepspeed import _engine
+        from spillway.deepspeed import _io_engine
         memory = np.ones(128 << 20, np.uint8)
-        owner, fd = _engine.Engine("async_io", 1 << 20, 8), os.open(folder + "/file", os.O_CREAT | os.O_RDWR)
+        owner, fd = _io_engine.Engine("async_io", 1 << 20, 8), os.open(folder + "/file", os.O_CREAT | os.O_RDWR)
         owner.write(None, fd, 0, memory.ctypes.data, memory.nbytes, memory)
         timeouts = []
         """,

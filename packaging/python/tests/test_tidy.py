@@ -78,6 +78,6 @@ def test_nothing_else_imports_an_optional_part(imports, part):
 
 def test_the_graph_has_the_imports_of_the_package(imports):
     """Relative, absolute, lazy and typing imports."""
-    assert {"_abi", "optim", "errors"} <= imports[""] and "_native" in imports["deepspeed._adam"]
-    assert "deepspeed._undo" in imports["deepspeed._adam"] and "_report" in imports["__main__"]
+    assert {"_abi", "optim", "errors"} <= imports[""] and "_native" in imports["deepspeed._optimizer_ops"]
+    assert "deepspeed._installed" in imports["deepspeed._optimizer_ops"] and "_report" in imports["__main__"]
     assert "tier" in imports["swap"] and "torch" in imports["pipeline._stage_optimizer"]

@@ -22,10 +22,8 @@ Example:
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from . import _hook
 from ._hook import OPS, install, uninstall
 
 __all__ = ["OPS", "active", "client_state", "commit", "describe_settings", "install", "resumed_step", "uninstall"]
@@ -39,35 +37,9 @@ def active() -> dict[str, Any]:
         file operation), SuperOffload's speculative steps, ZenFlow's steps ("zenflow"), the tiers, and steps that were
         recorded and rolled back. "preload" has the counters of the preload library, if it is loaded.
         "left_to_deepspeed" names the parts that do not fit this version of DeepSpeed, with the reason."""
-    import spillway
+    from . import _ops
 
-    from . import _engine, _ops, _preload, _undo, _zenflow
-
-    report = {op: _ops.served(op) for op in OPS if op in _hook.installed()}
-    if report:
-        report["kernel"] = spillway.kernel_name()
-        report.update({"undo": recorded} if (recorded := _undo.report()) else {})
-        report.update({"zenflow": steps} if (steps := _zenflow.served()) else {})
-    if "async_io" in report:
-        report["io"] = _engine.describe()
-    superoffload = sys.modules.get(f"{__name__}._superoffload")
-    if superoffload and "superoffload" in _hook.installed() and superoffload.served():
-        report["superoffload"] = superoffload.served()
-    tiers = sys.modules.get(f"{__name__}._tier")
-    if tiers and tiers.served():
-        report["tier"] = tiers.served()
-    parameters = sys.modules.get(f"{__name__}._parameters")
-    if parameters and parameters.served():
-        report["parameter_tier"] = parameters.served()
-    updates = sys.modules.get(f"{__name__}._interleave")
-    if updates and updates.served():
-        report["interleave"] = updates.served()
-    if (preload := _preload.served()) is not None:
-        report["preload"] = preload
-    versions = sys.modules.get(f"{__name__}._versions")
-    if versions and _hook.installed() and versions.left():
-        report["left_to_deepspeed"] = versions.left()
-    return report
+    return _ops.report()
 
 
 def commit(engine: Any) -> None:
@@ -80,9 +52,9 @@ def commit(engine: Any) -> None:
     Raises:
         InvalidArgumentError: The states are not on a tier, or the engine is between two micro-batches of a step.
         TierError: Another rank failed."""
-    from . import _resume
+    from . import _engine
 
-    _resume.commit(engine)
+    _engine.commit(engine)
 
 
 def client_state(engine: Any) -> dict[Any, Any]:
@@ -93,9 +65,9 @@ def client_state(engine: Any) -> dict[Any, Any]:
 
     Raises:
         InvalidArgumentError: The engine's optimizer states are not on a tier."""
-    from . import _resume
+    from . import _engine
 
-    return _resume.client_state(engine)
+    return _engine.client_state(engine)
 
 
 def resumed_step(engine: Any) -> int | None:
@@ -103,13 +75,13 @@ def resumed_step(engine: Any) -> int | None:
 
     Raises:
         InvalidArgumentError: The engine's optimizer states are not on a tier."""
-    from . import _resume
+    from . import _engine
 
-    return _resume.resumed_step(engine)
+    return _engine.resumed_step(engine)
 
 
 def describe_settings() -> str:
     """Returns all settings of the `spillway` block as Markdown tables: valid values, defaults and meaning."""
-    from . import _block
+    from . import _settings
 
-    return _block.describe()
+    return _settings.describe()

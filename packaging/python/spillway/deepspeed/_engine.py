@@ -1,236 +1,265 @@
-"""A library I/O engine for DeepSpeed's handles: submission, one wait for all operations, and counters.
+"""State that a commit stores in addition to the optimizer states, so that a resumed run is bit-identical to an
+uninterrupted one: the engine's counters, options of the parameter groups and the learning rate schedule, the loss
+scale, random number generators, model buffers, and the caller's data. Trainable weights are not included, since the
+master weights are on the tier. The caller loads frozen weights."""
 
-Every call into the library releases the GIL. The memory of operations in flight is referenced here, so it stays
-allocated even if a tensor is dropped or gets other storage."""
+import contextlib
+import random
+import sys
 
-from __future__ import annotations
+from ..errors import InvalidArgumentError
+from . import _lifetime, _payload, _stage3_methods, _versions
 
-import ctypes
-import os
-import threading
-import weakref
-
-from .. import _abi, _kept, _log, _native
-from .._native_handle import SLICE_MS, TIMEOUT, record
-from ..errors import InvalidArgumentError, SystemCallError
-from . import _lifetime
-
-# Time for the operations in flight when a handle is dropped; after a timeout their memory is never freed.
-_CLOSE_TIMEOUT_MS = 30_000
-_COUNTED = ("reads", "writes", "read_bytes", "written_bytes", "failed")
-_REQUEST_SIZE = ctypes.sizeof(_abi.IoRequest)
-
-_stuck: list[list[_Entry]] = _kept.keep([])
+_COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class Engine:
-    """Opens the library's engine at the first operation, and a new one in a forked child, which lacks the parent's
-    threads."""
+def overrides(engine_type):
+    """Methods for DeepSpeedEngine, by name."""
+    own_init, own_optimizer, own_step = engine_type.__init__, engine_type._configure_zero_optimizer, engine_type.step
+    own_destroy, own_check = engine_type.destroy, engine_type._do_sanity_check
+    own_load, own_load_checkpoint = engine_type._load_zero_checkpoint, engine_type.load_checkpoint
 
-    def __init__(self, op, block_bytes, depth):
-        self._op = op
-        self._options = _abi.sized(_abi.IoOptions)
-        self._options.block_bytes, self._options.queue_depth = block_bytes, depth
-        self._closed = False
-        self._start()
-        _lifetime.opened(self)
+    def init(self, *arguments, **named):
+        with _lifetime.making() as opened:
+            own_init(self, *arguments, **named)
+            swapper = _stage3_methods.tiered(self.optimizer)
+            if swapper is not None:
+                swapper.configured = _groups(self)
+                if swapper.resumed:
+                    _restore(self, swapper)
+            _lifetime.keep(self, opened)
 
-    def _start(self):
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._in_flight = _InFlight()
+    def do_sanity_check(self):
+        own_check(self)
+        _refuse_what_is_not_served(self)
 
-    def read(self, path, fd, offset, address, size, held, after=None, owner=None):
-        """Starts reading `size` bytes into `address`. `held` keeps the memory alive; a wait calls `after` once
-        everything succeeded. With an `owner`, a thread's ident, only that thread's wait takes the outcome."""
-        self._submit("spw_io_read", path, fd, offset, address, size, held, after, owner)
-
-    def write(self, path, fd, offset, address, size, held, after=None, owner=None):
-        """Starts writing, like read()."""
-        self._submit("spw_io_write", path, fd, offset, address, size, held, after, owner)
-
-    def _submit(self, function, path, fd, offset, address, size, held, after, owner):
-        if self._process != os.getpid():
-            self._start()
-        in_flight = self._in_flight
-        io = in_flight.io or self._open()
-        request = _abi.IoRequest(_REQUEST_SIZE, fd, path, offset, address, size, 0)
-        # Enter the operation before the call, so that an interrupt cannot free memory that the system uses.
-        entry, status = _Entry(held, after, owner), []
-        with self._lock:
-            in_flight.entries.append(entry)
+    def destroy(self, *arguments, **named):
         try:
-            record(status, function, io, ctypes.byref(request), ctypes.byref(entry.handle))
-            _native.check(status[0])
+            own_destroy(self, *arguments, **named)
         finally:
-            if status != [0]:
-                self._forget([entry])
+            _lifetime.end(self)
 
-    def _open(self):
-        in_flight = self._in_flight
-        with self._lock:
-            if self._closed:
-                raise InvalidArgumentError("this I/O handle was closed with the engine that made it; make a new handle")
-            if in_flight.io is None:
-                io = ctypes.c_void_p()
-                _native.call("spw_io_open", ctypes.byref(self._options), ctypes.byref(io))
-                in_flight.io = io.value
-                in_flight.finalizer = weakref.finalize(self, _close, self._op, in_flight)
-                _open_engines[id(in_flight)] = (self._op, in_flight)
-                _kept.keep(in_flight)
-        _log.first_served("deepspeed", self._op)
-        return in_flight.io
+    def configure_zero_optimizer(self, *arguments, **named):
+        with _lifetime.configuring(self):
+            return own_optimizer(self, *arguments, **named)
 
-    def wait(self):
-        """Waits for all submitted operations and returns their number. Raises the exception of a failed operation after
-        all have ended."""
-        if self._process != os.getpid():
-            self._start()
-        in_flight, me = self._in_flight, threading.get_ident()
-        wait = _Wait(me)
-        with self._lock:
-            # Skip entries with handle 0: another thread is submitting them and will wait for them. Entries that
-            # already have a wait of this thread belong to a wait that was interrupted.
-            mine = [
-                entry
-                for entry in in_flight.entries
-                if entry.handle.value and entry.owner in (None, me) and (entry.wait is None or entry.wait.thread == me)
-            ]
-            left = [entry for entry in mine if not entry.is_over()]
-            for entry in left:
-                entry.wait = wait
-        if not mine:
-            return 0
-        try:
-            if left:
-                wait.run(in_flight.io, [entry.handle.value for entry in left])
-            for entry in mine:
-                entry.finish()
-        except SystemCallError:
-            # The engine is lost; the system may still access the memory.
-            _stuck.append(mine)
-            raise
-        except Exception:
-            self._forget([entry for entry in mine if entry.is_over()])
-            raise
-        self._forget(mine)
-        return len(mine)
+    def step(self, *arguments, **named):
+        before = self.global_steps
+        own_step(self, *arguments, **named)
+        swapper = _stage3_methods.tiered(self.optimizer)
+        if swapper is not None and swapper.settings.resume and self.global_steps != before:
+            interval = swapper.settings.commit_interval
+            if interval and self.global_steps % interval == 0:
+                commit(self)
 
-    def _forget(self, entries):
-        with self._lock:
-            gone = set(map(id, entries))
-            self._in_flight.entries = [entry for entry in self._in_flight.entries if id(entry) not in gone]
+    def load_checkpoint(self, *arguments, **named):
+        found = own_load_checkpoint(self, *arguments, **named)
+        swapper = _stage3_methods.tiered(self.optimizer)
+        # Commit the loaded state before training reaches a step number that was committed before; not if the caller
+        # commits.
+        if swapper is not None and swapper.settings.resume and swapper.settings.commit_interval:
+            if found[0] and swapper.committed != self.global_steps:
+                commit(self)
+        return found
 
-    def close(self):
-        """Waits for operations in flight and closes the library's engine; later operations raise an error."""
-        with self._lock:
-            self._closed, in_flight = True, self._in_flight
-            if self._process != os.getpid() or in_flight.io is None:
-                return
-        in_flight.finalizer()
+    def load_zero_checkpoint(self, *arguments, **named):
+        with _by_pages() if _stage3_methods.tiered(self.optimizer) else contextlib.nullcontext():
+            return own_load(self, *arguments, **named)
+
+    found = {
+        "__init__": init,
+        "destroy": destroy,
+        "_do_sanity_check": do_sanity_check,
+        "step": step,
+        "_configure_zero_optimizer": configure_zero_optimizer,
+        "load_checkpoint": load_checkpoint,
+        "_load_zero_checkpoint": load_zero_checkpoint,
+    }
+    # States on a tier are saved and loaded like those in host memory, not like DeepSpeed's swap files.
+    for name in ("zero_nvme_offload_optimizer", "zero_has_nvme_offload"):
+        if hasattr(engine_type, name):
+            found[name] = _unless_tiered(getattr(engine_type, name))
+    return found
 
 
-class _InFlight:
-    """State that must outlive an Engine: the library's engine and the memory of its operations."""
-
-    def __init__(self):
-        self.process = os.getpid()
-        self.io = self.finalizer = None
-        self.entries = []
-
-
-class _Entry:
-    """An operation: its handle, its memory, the callback after success, the thread that may take its outcome, and its
-    wait."""
-
-    def __init__(self, held, after, owner):
-        self.handle, self.wait = ctypes.c_uint64(), None
-        self.held, self.after, self.owner = held, after, owner
-
-    def is_over(self):
-        return self.wait is not None and self.wait.outcome() is not None
-
-    def finish(self):
-        if self.after is not None and self.wait.outcome() == 0:
-            self.after()
-            self.after = None
-
-
-class _Wait:
-    """A thread's wait for several operations and its outcome, which stays consistent if a signal handler raises."""
-
-    def __init__(self, thread):
-        self.thread, self._statuses = thread, []
-
-    def run(self, io, handles):
-        count = len(handles)
-        handles = (ctypes.c_uint64 * count)(*handles)
-        while self.outcome() is None:
-            self._statuses.clear()
-            record(self._statuses, "spw_io_wait", io, handles, count, SLICE_MS, None)
-            if self._statuses[0] != TIMEOUT:
-                _native.check(self._statuses[0])
-
-    def outcome(self):
-        return next((status for status in self._statuses if status != TIMEOUT), None)
-
-
-def _close(op, in_flight):
-    """Finalizer of an Engine; runs in any thread or at the end of the process. Python reports its exception, that of an
-    operation that failed without a wait."""
-    if in_flight.process != os.getpid():
+def _refuse_what_is_not_served(engine):
+    """Raises InvalidArgumentError for a wrong block, or one that this configuration or version of DeepSpeed does not
+    support."""
+    given = getattr(engine._config, "_param_dict", {})
+    if "spillway" not in given:
         return
-    io, in_flight.io = in_flight.io, None
-    with _totals_lock:
-        _open_engines.pop(id(in_flight), None)
-        _add(_totals.setdefault(op, dict.fromkeys(_COUNTED, 0)), io)
-    # The memory stays if the system may still use it: after an interrupt or a timeout.
-    status = []
-    record(status, "spw_io_close", io, _CLOSE_TIMEOUT_MS)
-    if status[0] != TIMEOUT:
-        _kept.release(in_flight)
-    _native.check(status[0])
+    # pydantic is installed with DeepSpeed; it is imported only if a block is given.
+    from . import _settings
+
+    block, zero = _settings.read(given["spillway"]), engine._config.zero_config
+    for part in _settings.parts(block, zero):
+        reason = _versions.lacking(part)
+        if reason:
+            raise InvalidArgumentError(f"spillway: {reason}; install a version that fits, or take the block out of the configuration")
+    _settings.refuse_unserved(block, zero)
 
 
-# Reentrant: the garbage collector may run _close while this thread holds the lock.
-_totals_lock = threading.RLock()
-_totals: dict[str, dict[str, int]] = {}
-_open_engines: dict[int, tuple[str, _InFlight]] = {}
+def _by_pages():
+    """Makes torch map checkpoints instead of reading them into memory, which may be smaller than the state."""
+    try:
+        from torch.utils.serialization import config
+
+        return config.patch({"load.mmap": True})
+    except (ImportError, AttributeError):
+        return contextlib.nullcontext()
 
 
-def served(op):
-    """Number of operations and bytes of an op in this process."""
-    with _totals_lock:
-        counts = dict(_totals.get(op, dict.fromkeys(_COUNTED, 0)))
-        for of, in_flight in list(_open_engines.values()):
-            if of == op:
-                _add(counts, in_flight.io)
-        return counts
+def _unless_tiered(own):
+    return lambda self: False if _stage3_methods.tiered(self.optimizer) else own(self)
 
 
-def _add(counts, io):
-    stats = _abi.sized(_abi.IoStats)
-    _native.call("spw_io_get_stats", io, ctypes.byref(stats))
-    for name in _COUNTED:
-        counts[name] += getattr(stats, name)
+def commit(engine):
+    """Makes the states on the tier and the run's further state durable as the engine's global step. Valid only between
+    two steps, because gradients are not stored. With several ranks each step can be committed once: two commits of one
+    step could not be told apart after a crash."""
+    swapper = _swapper(engine)
+    if _between_micro_batches(engine):
+        raise InvalidArgumentError(
+            "commit: the engine is between two micro-batches of a step, whose gradients a commit does not store; commit after the step"
+        )
+    if swapper.committed == engine.global_steps and swapper.world > 1:
+        raise InvalidArgumentError(
+            f"commit: step {engine.global_steps} is already committed, and with several ranks a step can be committed "
+            'once; set "commit_interval": 0 to commit by calls alone'
+        )
+    swapper.commit(engine.global_steps, _payload.store(swapper.tier, _record(engine, swapper)))
 
 
-def describe():
-    """Description of an open engine's backend; None if no engine is open."""
-    with _totals_lock:
-        for _, in_flight in list(_open_engines.values()):
-            text = ctypes.create_string_buffer(400)
-            _native.call("spw_io_describe", in_flight.io, text, len(text), None)
-            return text.value.decode("utf-8", "replace")
-    return None
+def _between_micro_batches(engine):
+    """True if a step has begun. The engine counts micro-batches only if it chooses the boundaries itself: a caller that sets
+    them may run several micro-batches for each call of step()."""
+    managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+    if managed and getattr(engine, "_is_gradient_accumulation_boundary", None) is None:
+        return engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    optimizer = engine.optimizer
+    return bool(optimizer.micro_step_id or getattr(optimizer, "_epilogue_ran_this_backward", False))
 
 
-def _forget_parent():
-    """A child starts its own counters and lock; the parent's lock may be locked for ever."""
-    global _totals_lock
-    _totals_lock = threading.RLock()
-    _totals.clear()
-    _open_engines.clear()
+def client_state(engine):
+    """A dict for the caller's own data that every commit stores, such as the position in the data set. After a resume
+    it has the content of the last commit. For the allowed types see _payload."""
+    swapper = _swapper(engine)
+    if not hasattr(swapper, "client_state"):
+        swapper.client_state = {}
+    return swapper.client_state
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+def resumed_step(engine):
+    """The global step at which the run was resumed; None for a new run."""
+    return _swapper(engine).tier.opened.step
+
+
+def _swapper(engine):
+    swapper = _stage3_methods.tiered(engine.optimizer)
+    if swapper is None:
+        raise InvalidArgumentError(
+            "the engine's optimizer states are not on a tier; put offload_optimizer on the device nvme under ZeRO stage 3"
+        )
+    return swapper
+
+
+def _record(engine, swapper):
+    return {
+        "counts": {name: getattr(engine, name) for name in _COUNTS},
+        "elements": swapper.elements,
+        "steps": swapper.steps,
+        "adam_state": swapper.adam_state(),
+        "groups": _groups(engine),
+        "configured": swapper.configured,
+        "loss_scaler": dict(vars(engine.optimizer.loss_scaler)),
+        "random": _random_state(),
+        "grad_scaler": scaler.state_dict() if (scaler := _grad_scaler(engine)) is not None else None,
+        "lr_scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
+        "buffers": {name: buffer.detach().cpu() for name, buffer in _buffers(engine.module)},
+        "client_state": client_state(engine),
+    }
+
+
+def _restore(engine, swapper):
+    record = _payload.load(swapper.tier, swapper.tier.opened.payload)
+    if record["elements"] != swapper.elements:
+        raise InvalidArgumentError(
+            f"the tier holds sub-groups of {record['elements']} elements, this run has {swapper.elements}; use the "
+            "model, sub_group_size and number of ranks of the run that committed"
+        )
+    for name, count in record["counts"].items():
+        setattr(engine, name, count)
+    _restore_groups(engine, record, swapper.configured)
+    if engine.lr_scheduler is not None and record["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(record["lr_scheduler"])
+    swapper.set_steps(record["steps"])
+    swapper.set_adam_state(record["adam_state"])
+    vars(engine.optimizer.loss_scaler).update(record["loss_scaler"])
+    if _grad_scaler(engine) is not None and record.get("grad_scaler") is not None:
+        _grad_scaler(engine).load_state_dict(record["grad_scaler"])
+    for name, buffer in _buffers(engine.module):
+        buffer.copy_(record["buffers"][name])
+    persistent = engine.optimizer.persistent_parameters
+    if persistent:
+        persistent[0].partition(persistent)
+    swapper.client_state = record["client_state"]
+    _set_random_state(record["random"])
+
+
+def _grad_scaler(engine):
+    """torch's gradient scaler, which torch_autocast with float16 uses; else None."""
+    return getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+
+
+def _groups(engine):
+    """The options of each parameter group."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in engine.optimizer.param_groups]
+
+
+def _restore_groups(engine, record, configured):
+    """Restores each option of a group, unless the configuration has changed the option since the commit."""
+    before = record.get("configured", configured)
+    if len(record["groups"]) != len(configured) or len(before) != len(configured):
+        raise InvalidArgumentError(
+            f"the commit has {len(record['groups'])} parameter groups, this run has {len(configured)}; give the "
+            'model the groups that it had, or load a checkpoint with "resume": false in the spillway block'
+        )
+    for group, committed, old, new in zip(engine.optimizer.param_groups, record["groups"], before, configured):
+        group.update({name: value for name, value in committed.items() if name not in new or _same(old.get(name), new[name])})
+
+
+def _same(one, other):
+    """True if the values are equal; a list equals a tuple with the same items."""
+    return (list(one) if isinstance(one, tuple) else one) == (list(other) if isinstance(other, tuple) else other)
+
+
+def _buffers(module):
+    """The model's persistent buffers, which a checkpoint stores beside its parameters."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
+
+
+def _random_state():
+    import torch
+
+    found = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _set_random_state(found):
+    import torch
+
+    random.setstate(found["python"])
+    torch.set_rng_state(found["torch"])
+    if "numpy" in found:
+        import numpy
+
+        numpy.random.set_state(found["numpy"])
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])

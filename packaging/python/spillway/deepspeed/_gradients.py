@@ -53,6 +53,12 @@ class Gradients:
             self._lent[param] = self._part(self.read(self._position(param)[0]), param).float().clone()
         return self._lent[param]
 
+    def lend_all(self):
+        """These gradients by sub-group, and by place of the parameter in it."""
+        return {
+            index: {place: self.lend(param) for place, param in enumerate(group)} for index, group in enumerate(self._stage3.fp16_groups)
+        }
+
     def read(self, index):
         """The gradient of a sub-group; a copy unless it is the buffer's."""
         apart = [param for param in self._stage3.fp16_groups[index] if param in self._apart or param in self._factor]

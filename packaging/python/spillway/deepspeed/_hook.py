@@ -15,11 +15,8 @@ import threading
 from collections.abc import Iterable
 
 from .._import_hook import ImportHook, Patches
-from . import _undo_mode
-
-OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
-# Replaceable parts: the ops, and Python classes.
-PARTS = (*OPS, "superoffload", "swapper")
+from . import _installed
+from ._installed import OPS, PARTS
 
 _BUILDER_CLASSES = {
     "CPUAdamBuilder": "cpu_adam",
@@ -51,7 +48,6 @@ _HOLDERS = re.compile(
 _FOLDERS = {"async_io": "aio"}
 
 _lock = threading.RLock()
-_installed: set[str] = set()
 _patches = Patches()
 _set = _patches.set
 _missing_builders: dict[tuple[type, str], type] = {}
@@ -76,16 +72,14 @@ def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> 
 
     A recording takes per parameter 9 bytes at step 1, 1.2 in steady state and at most 13, and a tenth of the step's
     time."""
-    if undo not in (None, *_undo_mode.MODES):
+    if undo not in (None, *_installed.UNDO_MODES):
         raise ValueError(f'install: undo is {undo!r}; pass "auto", "always" or "never"')
-    _undo_mode.given = undo if undo is not None else _undo_mode.given
-    if (recordings := sys.modules.get(f"{__package__}._undo")) is not None:
-        recordings.read_mode()
+    _installed.choose_undo(undo)
     wanted = set(PARTS if ops is None else [ops] if isinstance(ops, str) else ops)
     if not wanted <= set(PARTS):
         raise ValueError(f"install: unknown ops {sorted(wanted - set(PARTS))}; the ops and parts are {', '.join(PARTS)}")
     with _lock:
-        _installed.update(wanted)
+        _installed.parts.update(wanted)
         _finder.insert()
         for name, module in _finder.imported():
             _patch(module, name)
@@ -97,14 +91,9 @@ def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> 
 def uninstall() -> None:
     """Restores DeepSpeed's own builders; existing optimizers keep using Spillway."""
     with _lock:
-        _installed.clear()
+        _installed.parts.clear()
         _finder.remove()
         _patches.revert()
-
-
-def installed():
-    """The replaced ops and parts."""
-    return frozenset(_installed)
 
 
 def _run(module):
@@ -147,13 +136,13 @@ def _patch(module, name):
     elif _SUPEROFFLOAD_MODULE.fullmatch(name):
         _patch_superoffload(module)
     elif _STAGE3_MODULE.fullmatch(name):
-        _patch_swapper(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None), states="_stage3", interleave="_interleave")
+        _patch_swapper(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None), "_stage3_methods", "states", "interleave")
     elif _PARAMETERS_MODULE.fullmatch(name):
-        _patch_swapper(getattr(module, "AsyncPartitionedParameterSwapper", None), parameters="_parameters")
+        _patch_swapper(getattr(module, "AsyncPartitionedParameterSwapper", None), "_parameters", "parameters")
     elif _ENGINE_MODULE.fullmatch(name):
-        _patch_swapper(getattr(module, "DeepSpeedEngine", None), engine="_resume")
+        _patch_swapper(getattr(module, "DeepSpeedEngine", None), "_engine", "engine")
     elif isinstance(getattr(module, "compatible_ops", None), dict):
-        module.compatible_ops.update(dict.fromkeys(_installed.intersection(OPS), True))
+        module.compatible_ops.update(dict.fromkeys(_installed.parts.intersection(OPS), True))
     elif hasattr(module, "_probe_compatible_ops"):
         _patch_report(module)
 
@@ -161,13 +150,13 @@ def _patch(module, name):
 def _patch_subgroups(optimizer):
     """Patches step_subgroup, SuperOffload's step and the only one followed by rollbacks; old versions lack it."""
     inner = vars(optimizer).get("step_subgroup") if optimizer else None
-    if inner is None or "_spillway_op" in vars(optimizer) or "cpu_adam" not in _installed:
+    if inner is None or "_spillway_op" in vars(optimizer) or "cpu_adam" not in _installed.parts:
         return
 
     def step_subgroup(self, *args, **kwargs):
-        from . import _undo
+        from . import _optimizer_ops
 
-        with _undo.subgroup_step():
+        with _optimizer_ops.subgroup_step():
             return inner(self, *args, **kwargs)
 
     _set(optimizer, "_spillway_op", "cpu_adam")
@@ -175,7 +164,7 @@ def _patch_subgroups(optimizer):
 
 
 def _patch_builder(builder, op):
-    if op not in _installed or "_spillway_op" in vars(builder):
+    if op not in _installed.parts or "_spillway_op" in vars(builder):
         return
     load, is_compatible = builder.load, builder.is_compatible
 
@@ -193,7 +182,7 @@ def _patch_report(module):
     if not hasattr(inner, "_spillway"):
 
         def probe():
-            return {**inner(), **dict.fromkeys(_installed.intersection(OPS), True)}
+            return {**inner(), **dict.fromkeys(_installed.parts.intersection(OPS), True)}
 
         probe._spillway = True
         _set(module, "_probe_compatible_ops", probe)
@@ -222,7 +211,7 @@ def _patch_accelerator(accelerator):
 def _present(builder, class_name):
     """Spillway's builder class if DeepSpeed has only NotImplementedBuilder, else `builder`."""
     op = _BUILDER_CLASSES.get(class_name)
-    if op not in _installed or getattr(builder, "NAME", None) != "deepspeed_not_implemented":
+    if op not in _installed.parts or getattr(builder, "NAME", None) != "deepspeed_not_implemented":
         return builder
     key = (builder, op)
     if key not in _missing_builders:
@@ -250,27 +239,28 @@ def _replace_missing(module):
 
 def _patch_superoffload(module):
     """Replaces optimizer and stage 3 together; a version whose stage 3 has other methods is not patched."""
-    from . import _superoffload, _versions
+    from . import _rounds, _superoffload, _versions
 
     stage3 = vars(module).get("SuperOffloadOptimizer_Stage3")
-    if "superoffload" not in _installed or stage3 is None or "_spillway_op" in vars(stage3):
+    if "superoffload" not in _installed.parts or stage3 is None or "_spillway_op" in vars(stage3):
         return
     if not _versions.serves("superoffload", stage3):
         return
     _set(stage3, "_spillway_op", "superoffload")
     for name, method in _superoffload.overrides(stage3).items():
         _set(stage3, name, method)
-    _set(module, "SuperOffloadCPUOptimizer", _superoffload.SuperOffloadCPUOptimizer)
+    _set(module, "SuperOffloadCPUOptimizer", _rounds.SuperOffloadCPUOptimizer)
 
 
-def _patch_swapper(owner, **parts):
-    """Applies each part from the module of its name. A part that does not fit this version is left to DeepSpeed."""
+def _patch_swapper(owner, module, *parts):
+    """Applies the methods of a module, which serves these parts. A part that does not fit this version is left to DeepSpeed."""
     from . import _versions
 
-    if "swapper" not in _installed or owner is None or "_spillway_op" in vars(owner):
+    if "swapper" not in _installed.parts or owner is None or "_spillway_op" in vars(owner):
         return
-    fitting = [module for part, module in parts.items() if _versions.serves(part, owner)]
-    for module in fitting:
+    # Each part says why it is left to DeepSpeed.
+    served = [_versions.serves(part, owner) for part in parts]
+    if any(served):
         methods = importlib.import_module(f"{__package__}.{module}")
         _set(owner, "_spillway_op", "swapper")
         for name, method in methods.overrides(owner).items():

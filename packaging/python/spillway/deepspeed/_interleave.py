@@ -9,26 +9,16 @@ Results are bit-identical to DeepSpeedCPUAdam on Spillway's op. When a step retu
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 
 from .. import _abi, _native
 from .. import gpu as _gpu
 from ..errors import InvalidArgumentError
 from ..interleave import Interleave, Rates, Subgroup, plan
-from . import _call, _lifetime, _tier_config, _versions
-from ._superoffload import gradient_factor, with_data
+from . import _installed, _lifetime, _optimizer_ops, _stage3
 
-_updates: weakref.WeakSet[Update] = weakref.WeakSet()
-
-
-def parse(block):
-    """The interleave object of a `spillway` block; None if it has none. _block.InterleaveBlock has the settings."""
-    if not block or block.get("interleave") is None:
-        return None
-    # pydantic is installed with DeepSpeed; it is imported only if a block is given.
-    from . import _block
-
-    return _block.read(block).interleave
+_updates: weakref.WeakSet[InterleavedUpdate] = weakref.WeakSet()
 
 
 def served():
@@ -40,7 +30,10 @@ def served():
     return total
 
 
-class Update:
+_installed.counted(lambda: {"interleave": found} if (found := served()) else {})
+
+
+class InterleavedUpdate:
     """The interleaved update of one stage-3 optimizer."""
 
     def __init__(self, stage3, settings):
@@ -52,7 +45,7 @@ class Update:
         self._interleave, self._arrays, self._copies, self._closed = None, None, collections.deque(), False
         # The last step's factor, which the gradients in host memory do not have yet.
         self._factor = 1.0
-        self._with_data = len(set().union(*(with_data(stage3, group) for group in stage3.fp16_groups)))
+        self._with_data = len(set().union(*(_stage3.with_data(stage3, group) for group in stage3.fp16_groups)))
         _lifetime.opened(self)
         self.counts = {"steps": 0, "cpu": 0, "gpu": 0}
         _updates.add(self)
@@ -61,20 +54,20 @@ class Update:
         """Starts the step of all sub-groups; `factor` multiplies the gradients."""
         self._open()
         stream = self._stream()
-        self.scale_old_gradients()
+        self.reading()
         for copy in self._copies:
             copy.stream_wait(stream)
         update, placements = self._interleave, self._interleave.get_plan()
         for index in range(len(placements)):
             update.grad_ready(index, stream)
-        update.begin_ds(self._stage3.optimizer.opt_id, [self._call_of(index, factor) for index in range(len(placements))], stream)
+        update.begin_ds(self._stage3.optimizer.opt_id, [self._next_call(index, factor) for index in range(len(placements))], stream)
         self.counts["steps"] += 1
         for index, placement in enumerate(placements):
             self.counts[placement] += 1
-            _call.count("cpu_adam", self._stage3.fp32_partitioned_groups_flat[index].numel())
+            _optimizer_ops.count("cpu_adam", self._stage3.fp32_partitioned_groups_flat[index].numel())
         self._factor = factor
 
-    def scale_old_gradients(self):
+    def reading(self):
         """Multiplies the gradients of parameters that had none since the last step by that step's factor, as every step of
         DeepSpeed does. Called before such a gradient is used, read or set."""
         stage3, factor, self._factor = self._stage3, self._factor, 1.0
@@ -95,9 +88,26 @@ class Update:
             self._copies.clear()
             if self.settings.replan:
                 self._interleave.replan()
+        self._stage3._unflatten_partitioned_parameters(index)
 
-    def gradient_out(self, grad, host):
-        """Starts copying a gradient to host memory."""
+    @contextlib.contextmanager
+    def setting(self, params):
+        """Open while stage 3 sets gradients of these parameters."""
+        self.reading()
+        yield
+
+    def accumulating(self, params):
+        """No-op: the gradients are in stage 3's buffer."""
+
+    def gradient(self, param, grad):
+        """Starts copying a gradient to host memory, with gradient_transfers."""
+        if not self.settings.gradient_transfers:
+            return False
+        index, offset, _ = self._stage3.grad_position[self._stage3.get_param_id(param)]
+        self._copy_out(grad, self._stage3.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, grad.numel()))
+        return True
+
+    def _copy_out(self, grad, host):
         if grad.dtype != host.dtype and host.element_size() != 4:
             raise InvalidArgumentError(
                 f"spillway.interleave: a gradient of {grad.dtype} cannot be copied to {host.dtype}; use float32 "
@@ -152,11 +162,7 @@ class Update:
     def _subgroup(self, index):
         stage3 = self._stage3
         master, weights = stage3.fp32_partitioned_groups_flat[index], stage3.fp16_partitioned_groups_flat[index]
-        state = stage3.optimizer.state[master]
-        if "exp_avg" not in state:
-            import torch
-
-            state.update(step=state.get("step", 0), exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
+        state = _stage3.state_of(stage3, master)
         if self.gpu is None:
             return Subgroup(master.data, state["exp_avg"], state["exp_avg_sq"], master.grad.data, weights)
         master.data, master.grad = _pinned(master.data), _pinned(master.grad.data)
@@ -164,16 +170,10 @@ class Update:
             state[name] = _pinned(state[name])
         return Subgroup(master.data, state["exp_avg"], state["exp_avg_sq"], None, weights, master.grad.data)
 
-    def _call_of(self, index, factor):
-        stage3 = self._stage3
-        group = stage3.optimizer.param_groups[stage3.sub_group_to_group_id[index]]
-        state = stage3.optimizer.state[stage3.fp32_partitioned_groups_flat[index]]
+    def _next_call(self, index, factor):
+        state = self._stage3.optimizer.state[self._stage3.fp32_partitioned_groups_flat[index]]
         state["step"] += 1
-        call = _abi.sized(_abi.DsAdamCall)
-        call.step, call.bias_correction, call.grad_scale = state["step"], int(group["bias_correction"]), factor
-        call.lr, (call.beta1, call.beta2) = group["lr"], group["betas"]
-        call.eps, call.weight_decay = group["eps"], group["weight_decay"]
-        return call
+        return _stage3.call_of(self._stage3, index, state["step"]).record(factor)
 
     def close(self):
         """Closes the update and the GPU; the states stay in host memory."""
@@ -188,97 +188,14 @@ class Update:
             self._interleave = self._arrays = None
 
 
-def overrides(stage3):
-    """Methods for DeepSpeedZeroOptimizer_Stage3, by name; without an Update each runs DeepSpeed's own method."""
-    own = {name: getattr(stage3, name) for name in _versions.methods("interleave")}
-
-    def initialize_optimizer_states(self):
-        settings = parse(_tier_config.block())
-        self._spillway_interleave = Update(self, settings) if settings else None
-        own["initialize_optimizer_states"](self)
-
-    def unscale_and_clip_grads(self, sub_group_id, total_norm):
-        update = interleaved(self)
-        if update is None:
-            own["unscale_and_clip_grads"](self, sub_group_id, total_norm)
-        elif sub_group_id == 0:
-            update.step(gradient_factor(self, total_norm))
-
-    def optimizer_step(self, sub_group_id):
-        if interleaved(self) is None:
-            own["_optimizer_step"](self, sub_group_id)
-
-    def reassign(self, sub_group_id):
-        update = interleaved(self)
-        if update is None:
-            return own["_reassign_or_swap_out_partitioned_parameters"](self, sub_group_id)
-        update.publish(sub_group_id)
-        self._unflatten_partitioned_parameters(sub_group_id)
-
-    def overflow_clean_up(self, prev_scale):
-        update = interleaved(self)
-        if update is not None:
-            # While the parameters whose gradients are new are known.
-            update.scale_old_gradients()
-        own["_overflow_clean_up"](self, prev_scale)
-        if update is not None:
-            update.skip()
-
-    def seeing_gradients(name):
-        def method(self, *arguments, **named):
-            update = interleaved(self)
-            if update is not None:
-                update.scale_old_gradients()
-            return own[name](self, *arguments, **named)
-
-        return method
-
-    def at_boundary(self, param, grad_buffer, *gradients):
-        update = interleaved(self)
-        if update is None or not update.settings.gradient_transfers:
-            return own["_offload_grad_partition_at_boundary"](self, param, grad_buffer, *gradients)
-        index, offset, _ = self.grad_position[self.get_param_id(param)]
-        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
-        host = self.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, grad_buffer.numel())
-        update.gradient_out(grad_buffer, host)
-
-    return {
-        "initialize_optimizer_states": initialize_optimizer_states,
-        "unscale_and_clip_grads": unscale_and_clip_grads,
-        "_optimizer_step": optimizer_step,
-        "_reassign_or_swap_out_partitioned_parameters": reassign,
-        "_offload_grad_partition_at_boundary": at_boundary,
-        "_overflow_clean_up": overflow_clean_up,
-        **{
-            name: seeing_gradients(name)
-            for name in ("_get_fp32_grad_state_partition", "get_fp32_grad_partitions", "update_fp32_grad_for_param_vectorized")
-        },
-    }
-
-
-def interleaved(stage3):
-    """The Update of an optimizer, or None."""
-    return getattr(stage3, "_spillway_interleave", None)
-
-
 def _unfit(stage3):
     """The reason why this optimizer's sub-groups cannot be interleaved; None if they can."""
-    import torch
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    optimizer = stage3.optimizer
-    if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
-        return f"the optimizer is {type(optimizer).__name__}; DeepSpeedCPUAdam on Spillway's op is needed"
+    if reason := _stage3.optimizer_lacks(stage3) or _stage3.offload_lacks(stage3) or _stage3.scaler_lacks(stage3):
+        return reason
     if stage3.swap_optimizer or any(flat is None for flat in stage3.fp16_partitioned_groups_flat):
         return "states or parameters are in files; put offload_optimizer on the device cpu and offload_param off nvme"
-    if any(master.dtype is not torch.float32 for master in stage3.fp32_partitioned_groups_flat):
-        return "master weights have 16 bits; 32-bit master weights are needed"
     if any(flat.element_size() != 2 for flat in stage3.fp16_partitioned_groups_flat):
         return "the model's weights have 32 bits; a 16-bit model is needed (bf16 or fp16)"
-    if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
-        return "torch's gradient scaler unscales the gradients before the step; take torch_autocast out, or use bfloat16"
-    if getattr(stage3, "partial_offload", 1.0) != 1.0:
-        return "offload_optimizer.ratio is not 1; set it to 1"
     return (
         "SuperOffload runs its own update; take super_offload or interleave out" if hasattr(stage3, "superoffload_cpu_optimizer") else None
     )

@@ -33,6 +33,23 @@ def making():
         _local.opened = before
 
 
+@contextlib.contextmanager
+def configuring(engine):
+    """Makes the `spillway` block available while an engine makes its optimizer, because stage 3 receives only a part of
+    the configuration."""
+    before = getattr(_local, "block", None)
+    _local.block = getattr(engine._config, "_param_dict", {}).get("spillway")
+    try:
+        yield
+    finally:
+        _local.block = before
+
+
+def block():
+    """The block of the engine that this thread is making; None if it has none."""
+    return getattr(_local, "block", None)
+
+
 def opened(resource):
     """Has a resource closed with the engine that this thread is making, if any."""
     if getattr(_local, "opened", None) is not None:

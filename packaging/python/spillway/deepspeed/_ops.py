@@ -1,23 +1,24 @@
-"""The op modules that DeepSpeed's builders return, with DeepSpeed's function names.
+"""The op modules that DeepSpeed's builders return, with DeepSpeed's function names, and the counters of each op.
 
 They are module objects without __file__, because there is no compiled file."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import types
 
-from . import _adagrad, _adam, _aio, _call, _engine, _gds, _lion, _pin, _zenflow
+import spillway
+
+from . import _installed, _io_ops, _optimizer_ops, _pin, _zenflow
 
 _lock = threading.Lock()
 _modules: dict[str, types.ModuleType] = {}
-_SOURCES = {
-    "cpu_adam": (_adam, _zenflow),
-    "cpu_adagrad": (_adagrad,),
-    "cpu_lion": (_lion,),
-    "async_io": (_aio,),
-    "gds": (_gds,),
-    "pin_memory": (_pin,),
+_SERVED = {
+    **_optimizer_ops.SERVED,
+    "cpu_adam": (*_optimizer_ops.SERVED["cpu_adam"], *_zenflow.SERVED),
+    **_io_ops.SERVED,
+    "pin_memory": (_pin.pin_handle,),
 }
 
 
@@ -25,24 +26,19 @@ def module(op):
     """The module of an op, one object per process."""
     with _lock:
         if op not in _modules:
-            made = types.ModuleType(f"spillway.deepspeed.{op}", _SOURCES[op][0].__doc__)
+            made = types.ModuleType(f"spillway.deepspeed.{op}", f"Replacement of DeepSpeed's {op}.")
             made.__spillway__ = True
-            for source in _SOURCES[op]:
-                for name in source.SERVED:
-                    setattr(made, name, getattr(source, name))
-                for name, advice in source.NOT_SERVED.items():
-                    setattr(made, name, _refusal(op, name, advice))
+            for served in _SERVED[op]:
+                setattr(made, served.__name__, served)
+            for name, advice in _optimizer_ops.NOT_SERVED.get(op, {}).items():
+                setattr(made, name, _refusal(op, name, advice))
             _modules[op] = made
         return _modules[op]
 
 
-def served(op):
-    """Counters of an op in this process."""
-    if op == "pin_memory":
-        return _pin.served()
-    if op in ("async_io", "gds"):
-        return _engine.served(op)
-    return dict(zip(("calls", "elements"), _call.counted(op)))
+def report():
+    """The entries of active(): those of the ops, and of the parts of stage 3 that DeepSpeed has imported."""
+    return _installed.report()
 
 
 def _refusal(op, name, advice):
@@ -51,3 +47,19 @@ def _refusal(op, name, advice):
 
     refuse.__name__ = name
     return refuse
+
+
+def _preloaded():
+    """The calls that the preload library served of the ops that DeepSpeed compiled, their elements, and the calls that went to DeepSpeed's
+    own function. Empty if the library is not loaded, or is too old to count."""
+    try:
+        counts_of = ctypes.CDLL(None).spillway_preload_counts
+    except AttributeError:
+        return {}
+    counts = (ctypes.c_uint64 * 3)()
+    names = ("calls", "elements", "left_to_deepspeed")
+    return {"preload": {op: dict(zip(names, counts)) for op in _optimizer_ops.SERVED if counts_of(op.encode(), counts)}}
+
+
+_installed.counted(lambda: {"kernel": spillway.kernel_name()}, *_installed.OPS)
+_installed.counted(_preloaded)

@@ -12,7 +12,7 @@ import weakref
 
 from .. import _files
 from ..errors import InvalidArgumentError
-from . import _lifetime, _scratch, _tier_config
+from . import _installed, _lifetime, _opened
 
 # All stores of this process, for active().
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -23,8 +23,11 @@ def overrides(swapper):
     own_configure, own_path = swapper._configure_aio, swapper.get_path
 
     def configure(self, ds_config):
+        from . import _settings
+
         own_configure(self, ds_config)
-        settings = _tier_config.settings(self.swap_config.nvme_path, getattr(ds_config, "_param_dict", {}).get("spillway"))
+        block = getattr(ds_config, "_param_dict", {}).get("spillway")
+        settings = _settings.of_tier(_lifetime.block() if block is None else block, self.swap_config.nvme_path)
         if settings.enabled and not getattr(self, "use_gds", False):
             # The tier ends with the engine, see _lifetime.
             store = self._spillway_store = Store(settings)
@@ -51,7 +54,7 @@ class Store:
         if _stores:
             # An unreferenced store may still hold its tier.
             gc.collect()
-        self._tier = _scratch.open_scratch(settings, f"{settings.job}-parameters", dist.get_rank(), dist.get_world_size())
+        self._tier = _opened.open_scratch(settings, f"{settings.job}-parameters", dist.get_rank(), dist.get_world_size())
         self._extents = {}
         self._finalizer = weakref.finalize(self, _destroy, self._tier, os.getpid())
         _lifetime.opened(self)
@@ -140,6 +143,9 @@ class TierHandle:
 def served():
     """Reports of this process's parameter tiers, for active()."""
     return [store.report() for store in _stores]
+
+
+_installed.counted(lambda: {"parameter_tier": found} if (found := served()) else {})
 
 
 def _whole(path, offset):

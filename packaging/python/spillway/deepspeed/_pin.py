@@ -9,9 +9,9 @@ import ctypes
 import os
 import weakref
 
-from .. import _abi, _native
+from .. import _abi, _arguments, _native
 from ..errors import InvalidArgumentError
-from . import _call
+from . import _installed
 
 # Base addresses that free() accepts. Each dict operation is atomic, so no lock is needed.
 _live: dict[int, int] = {}
@@ -21,7 +21,7 @@ def new_tensor(num_elem, example):
     """An uninitialized 1-D tensor of `num_elem` elements with the dtype of `example`, in pinned memory."""
     import torch
 
-    count = _call.integer(num_elem, "num_elem", 1 << 63)
+    count = _arguments.unsigned("num_elem", num_elem, 63)
     tensor_argument(example, "example_tensor")
     size = count * example.element_size()
     if size == 0:
@@ -83,15 +83,11 @@ class pin_handle:
 
     def free_cpu_locked_tensor_by_ptr(self, address):
         """Frees a tensor by the address of its first byte."""
-        return free(_call.integer(address, "address", 1 << 64))
+        return free(_arguments.unsigned("address", address))
 
     def is_pinned(self, buffer):
         """True if torch or Spillway pinned the whole tensor."""
         return is_pinned(buffer)
-
-
-SERVED = ("pin_handle",)
-NOT_SERVED: dict[str, str] = {}
 
 
 def served():
@@ -99,3 +95,6 @@ def served():
     stats = _abi.sized(_abi.PinnedStats)
     _native.call("spw_pinned_get_stats", ctypes.byref(stats))
     return {name: getattr(stats, name) for name in ("allocations", "bytes", "high_water", "locked_bytes")}
+
+
+_installed.counted(lambda: {"pin_memory": served()}, "pin_memory")

@@ -11,30 +11,17 @@ import ctypes
 import os
 import warnings
 import weakref
-from typing import NamedTuple
 
 from .. import _abi, _arrays, _log, _native, topo
 from ..errors import InvalidArgumentError, SpillwayError
 from ..optim import Adam
 from ..speculate import Speculation
-from . import _adam, _call, _lifetime
+from . import _installed, _lifetime, _optimizer_ops
 
 # Engines of this process, for active().
 _engines: weakref.WeakSet[Speculation] = weakref.WeakSet()
 # Counters of closed engines and of steps without speculation, summed.
 _retired: dict[str, float] = {}
-
-
-class Call(NamedTuple):
-    """Arguments of DeepSpeed's adam_update for a sub-group."""
-
-    step: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    bias_correction: int
 
 
 class SuperOffloadCPUOptimizer:
@@ -95,14 +82,14 @@ class SuperOffloadCPUOptimizer:
     def submit(self, sub_group, param, grad, exp_avg, exp_avg_sq):
         """Submits a sub-group, whose step starts at once. Its memory must not be used until the verdict."""
         arrays = (param, grad, exp_avg, exp_avg_sq)
-        tensor = _call.tensor(param, grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        tensor = _optimizer_ops.tensor(param, grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         _restore(self._powers.id, self._found[sub_group])
         self._engine.submit_table(
             "spw_spec_submit_ds_adam",
             list(self._calls).index(sub_group),
             [_arrays.held(array) for array in arrays],
             self._powers.id,
-            ctypes.byref(_call.adam_call(*self._calls[sub_group])),
+            ctypes.byref(self._calls[sub_group].record()),
             ctypes.byref(tensor),
             None,
         )
@@ -172,7 +159,7 @@ class _Powers:
 
         self.id = DeepSpeedCPUAdam.optimizer_id
         DeepSpeedCPUAdam.optimizer_id += 1
-        _adam.create_adam(self.id, 0.0, 0.0, 0.0, 0.0, 0.0, True, False)
+        _optimizer_ops.create_adam(self.id, 0.0, 0.0, 0.0, 0.0, 0.0, True, False)
         weakref.finalize(self, _destroy, self.id, os.getpid())
 
     def plan(self, optimizer_id, calls):
@@ -182,7 +169,7 @@ class _Powers:
             found[sub_group] = state
             _restore(self.id, state)
             # A step over no elements advances only the powers.
-            _native.call("spw_ds_adam_update", None, self.id, ctypes.byref(_call.adam_call(*call)), ctypes.byref(nothing))
+            _native.call("spw_ds_adam_update", None, self.id, ctypes.byref(call.record()), ctypes.byref(nothing))
             state = _saved(self.id)
         return found, state
 
@@ -199,7 +186,7 @@ def _restore(optimizer_id, state):
 
 def _destroy(optimizer_id, process):
     if process == os.getpid():
-        _adam.destroy_adam(optimizer_id)
+        _optimizer_ops.destroy_adam(optimizer_id)
 
 
 def _float(value):
@@ -223,3 +210,6 @@ def served():
     for engine in list(_engines):
         _add(total, engine.stats()._asdict())
     return total
+
+
+_installed.counted(lambda: {"superoffload": found} if (found := served()) else {}, "superoffload")

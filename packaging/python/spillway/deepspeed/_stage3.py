@@ -1,88 +1,115 @@
-"""Methods for DeepSpeed's ZeRO stage 3 with optimizer states on a tier.
+"""What Spillway's updates know of DeepSpeed's ZeRO stage 3, and what stage 3 asks of them.
 
-For an optimizer without a TierSwapper each method runs DeepSpeed's own. Stage 3's step prepares, unscales, steps,
-publishes and releases one sub-group after another. Here the unscaling of the first sub-group, when the norm is known,
-starts the update of all."""
+Stage 3's step prepares, unscales, steps, publishes and releases one sub-group after another. An update takes the place of
+these steps for all sub-groups at once; _stage3_methods.py calls it. SuperOffload has a step of its own."""
+
+from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
+import ctypes
+from typing import Any, NamedTuple, Protocol
 
-from ..errors import InvalidArgumentError
-from . import _tier_config
-from ._superoffload import gradient_factor
-from ._tier import TierSwapper
-
-# Functions of stage 3 that set gradients: (value, parameter) or (function, parameters).
-_SETTERS = ("set_fp32_grad_for_param", "set_local_grad_for_param", "update_fp32_grad_for_param_vectorized")
+from . import _optimizer_ops
 
 
-def tiered(stage3):
-    """The TierSwapper of an optimizer, or None."""
-    swapper = getattr(stage3, "optimizer_swapper", None)
-    return swapper if isinstance(swapper, TierSwapper) else None
+class Update(Protocol):
+    """The update of all sub-groups of one optimizer."""
+
+    def step(self, factor: float) -> None:
+        """Starts the step; `factor` multiplies the gradients."""
+
+    def publish(self, sub_group: int) -> None:
+        """Gives the model a sub-group's new weights. Called once per sub-group and step, in order."""
+
+    def gradient(self, param: Any, buffer: Any) -> bool:
+        """Takes a gradient that backward completed in `buffer`; False leaves it to stage 3."""
+
+    def accumulating(self, params: Any) -> None:
+        """Called before backward adds to gradients that are not complete."""
+
+    def reading(self) -> None:
+        """Called before stage 3 reads gradients for the program."""
+
+    def setting(self, params: Any) -> contextlib.AbstractContextManager[None]:
+        """Open while stage 3 sets gradients of these parameters for the program."""
+
+    def skip(self) -> None:
+        """Called when a step is skipped, because a gradient overflowed."""
 
 
-def overrides(stage3):
-    """Methods for DeepSpeed's DeepSpeedZeroOptimizer_Stage3, by name."""
-    found = {**_setting_up(stage3), **_stepping(stage3), **_checkpointing(stage3)}
-    return {name: method for name, method in found.items() if hasattr(stage3, name)}
+class Call(NamedTuple):
+    """Arguments of DeepSpeed's adam_update for a sub-group."""
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction: int
+
+    def record(self, factor: float = 1.0) -> Any:
+        """The C record; `factor` multiplies the gradients."""
+        step, *hyper, bias_correction = self
+        return _optimizer_ops.adam_call(step, *hyper, bias_correction, factor)
 
 
-def _setting_up(stage3):
-    own_configure, own_initialize = stage3._configure_tensor_swapping, stage3.initialize_optimizer_states
-    own_reassign = stage3._reassign_or_swap_out_partitioned_parameters
-
-    def configure(self, offload_optimizer_config, aio_config):
-        settings = _tier_config.settings(offload_optimizer_config.nvme_path)
-        reason = _unfit(self)
-        if settings.enabled and _tier_config.block() is not None and reason:
-            raise InvalidArgumentError(f'spillway: {reason}; set "enabled": false to leave the states to DeepSpeed\'s own swapper')
-        if settings.enabled and settings.split_master and not reason:
-            reason = _unsplit(self)
-            if reason:
-                raise InvalidArgumentError(f"spillway: split_master: {reason}")
-        if reason or not settings.enabled:
-            return own_configure(self, offload_optimizer_config, aio_config)
-        # DeepSpeed's fast initialization would write and read files by itself.
-        self.offload_optimizer_fast_init = False
-        self.optimizer_swapper = TierSwapper(self, settings)
-
-    def initialize(self):
-        swapper = tiered(self)
-        if swapper is None:
-            return own_initialize(self)
-        flats = self.fp16_partitioned_groups_flat
-        outside = [index for index, flat in enumerate(flats) if flat is None or swapper.resumed]
-        swapper.set_steps([0] * len(flats))
-        swapper.publish(own_reassign, outside)
-
-    return {"_configure_tensor_swapping": configure, "initialize_optimizer_states": initialize}
+def call_of(stage3, sub_group, step):
+    """The Call of a sub-group's step number `step`, with the options of its parameter group."""
+    group = stage3.optimizer.param_groups[stage3.sub_group_to_group_id[sub_group]]
+    hyper = (float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+    return Call(step, *hyper, int(group["bias_correction"]))
 
 
-def _unfit(stage3):
-    """The reason why the states of this optimizer cannot be on a tier; None if they can."""
+def state_of(stage3, master):
+    """The entry of a sub-group's master weights in the optimizer's state, with moments."""
+    import torch
+
+    state = stage3.optimizer.state[master]
+    if "exp_avg" not in state:
+        state.update(step=state.get("step", 0), exp_avg=torch.zeros_like(master.data), exp_avg_sq=torch.zeros_like(master.data))
+    return state
+
+
+def gradient_factor(stage3, total_norm):
+    """Gradient factor of DeepSpeed's unscale_and_clip_grads, in its arithmetic: the norm is an f32 tensor."""
+    combined = stage3.loss_scale
+    if stage3.clip_grad > 0.0:
+        clip = ((total_norm / stage3.loss_scale) + 1e-6) / stage3.clip_grad
+        combined = clip.clamp(min=1.0) * stage3.loss_scale
+    return ctypes.c_float(float(1.0 / combined)).value
+
+
+def with_data(stage3, params):
+    """Ids of the parameters of which this rank holds a part."""
+    return {
+        stage3.get_param_id(param) for param in params if param.partition_numel() * stage3._get_param_partition_rank(param) < param.ds_numel
+    }
+
+
+def optimizer_lacks(stage3):
+    """The reason why no update of Spillway steps this optimizer; None if one can."""
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     optimizer = stage3.optimizer
     if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
-        return f"the optimizer is {type(optimizer).__name__}, and the tier needs DeepSpeedCPUAdam on Spillway's op"
+        return f"the optimizer is {type(optimizer).__name__}; DeepSpeedCPUAdam on Spillway's op is needed"
     if not getattr(optimizer, "fp32_optimizer_states", True) or _master_dtype(stage3) is not torch.float32:
-        return "master weights and optimizer states have 16 bits, and the tier stores 32"
-    if getattr(stage3, "partial_offload", 1.0) != 1.0:
-        return "offload_optimizer.ratio is not 1, and the tier stores all states"
-    return "ZenFlow runs its own update" if getattr(stage3, "zenflow", False) else None
-
-
-def _unsplit(stage3):
-    """The reason why master weights cannot be split; None if they can."""
-    import torch
-
-    for flat in stage3.fp16_partitioned_groups_flat:
-        if flat is None or not flat.is_cpu or flat.dtype is not torch.bfloat16:
-            return "the model's weights have to be bfloat16 in host memory, because the master weights are rebuilt from them"
+        return "master weights or optimizer states have 16 bits; 32 bits are needed"
     return None
+
+
+def offload_lacks(stage3):
+    """The reason why a part of the optimizer is not offloaded; None if all is."""
+    return None if getattr(stage3, "partial_offload", 1.0) == 1.0 else "offload_optimizer.ratio is not 1; set it to 1"
+
+
+def scaler_lacks(stage3):
+    """The reason why gradients are not as backward left them; None if they are."""
+    if getattr(stage3, "torch_autocast_gradscaler", None) is None:
+        return None
+    return "torch's gradient scaler unscales the gradients before the step; take torch_autocast out, or use bfloat16"
 
 
 def _master_dtype(stage3):
@@ -91,197 +118,3 @@ def _master_dtype(stage3):
     if hasattr(stage3, "master_weights_and_grads_dtype"):
         return stage3.master_weights_and_grads_dtype
     return torch.float16 if getattr(stage3, "fp16_master_weights_and_gradients", False) else torch.float32
-
-
-def _stepping(stage3):
-    own = {
-        name: getattr(stage3, name, None)
-        for name in (
-            "_prepare_sub_group",
-            "unscale_and_clip_grads",
-            "_optimizer_step",
-            "_release_sub_group",
-            "reset_swap_buffers",
-            "_reassign_or_swap_out_partitioned_parameters",
-            "_offload_grad_partition_at_boundary",
-            "get_fp32_grad_partitions",
-            "partition_grads",
-            *_SETTERS,
-        )
-    }
-    own_reassign = own["_reassign_or_swap_out_partitioned_parameters"]
-
-    def nothing(name):
-        def method(self, *arguments, **named):
-            return None if tiered(self) else own[name](self, *arguments, **named)
-
-        return method
-
-    def unscale_and_clip_grads(self, sub_group_id, total_norm):
-        swapper = tiered(self)
-        if swapper is None:
-            own["unscale_and_clip_grads"](self, sub_group_id, total_norm)
-        elif sub_group_id == 0:
-            swapper.update(gradient_factor(self, total_norm), own_reassign)
-
-    def at_boundary(self, param, grad_buffer, *gradients):
-        if tiered(self) is None:
-            return own["_offload_grad_partition_at_boundary"](self, param, grad_buffer, *gradients)
-        # The gradient stays in the accumulation buffer.
-        tiered(self).gradients.arrived(param)
-        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
-
-    def partition_grads(self, params_to_release, grad_partitions):
-        # A method in recent versions, an attribute in earlier ones.
-        boundary = self.is_gradient_accumulation_boundary
-        if tiered(self) is not None and not (boundary() if callable(boundary) else boundary):
-            tiered(self).gradients.accumulating(params_to_release)
-        return own["partition_grads"](self, params_to_release, grad_partitions)
-
-    def setter(name):
-        def method(self, value, *arguments, **named):
-            given = [*arguments, *named.values()][0]
-            params = given if isinstance(given, (list, tuple)) else [given]
-            with tiered(self).setting(params) if tiered(self) else contextlib.nullcontext():
-                return own[name](self, value, *arguments, **named)
-
-        return method
-
-    def reset_swap_buffers(self):
-        tiered(self).publish(own_reassign) if tiered(self) else own["reset_swap_buffers"](self)
-
-    def get_fp32_grad_partitions(self):
-        swapper = tiered(self)
-        if swapper is None:
-            return own["get_fp32_grad_partitions"](self)
-        return {
-            index: {place: swapper.gradients.lend(param) for place, param in enumerate(group)}
-            for index, group in enumerate(self.fp16_groups)
-        }
-
-    return {
-        **{
-            name: nothing(name)
-            for name in ("_prepare_sub_group", "_optimizer_step", "_release_sub_group", "_reassign_or_swap_out_partitioned_parameters")
-        },
-        "unscale_and_clip_grads": unscale_and_clip_grads,
-        "_offload_grad_partition_at_boundary": at_boundary,
-        "reset_swap_buffers": reset_swap_buffers,
-        "get_fp32_grad_partitions": get_fp32_grad_partitions,
-        "partition_grads": partition_grads,
-        **{name: setter(name) for name in _SETTERS},
-    }
-
-
-def _checkpointing(stage3):
-    """Checkpoint methods. The format is that of a run with states in host memory: either run loads the other's."""
-    own_save, own_load, own_restore = stage3._rigid_state_dict, stage3._rigid_load_state_dict, stage3._restore_from_bit16_weights
-    own_universal, own_reassign = getattr(stage3, "_load_universal_checkpoint", None), stage3._reassign_or_swap_out_partitioned_parameters
-
-    def rigid_state_dict(self):
-        swapper = tiered(self)
-        if swapper is None:
-            return own_save(self)
-        masters = self.fp32_partitioned_groups_flat
-        with _in_files(swapper, masters, self.optimizer.state):
-            found = own_save(self)
-            # Keep the data: the attributes of masters and states are released again.
-            found["fp32_flat_groups"] = [master.data for master in masters]
-            saved = found["optimizer_state_dict"]
-            saved["state"] = {place: dict(state) for place, state in saved["state"].items()}
-        return found
-
-    def rigid_load_state_dict(self, state_dict, load_optimizer_states=True):
-        swapper = tiered(self)
-        if swapper is None:
-            return own_load(self, state_dict, load_optimizer_states)
-        _refuse_swap_files(swapper, state_dict["fp32_flat_groups"], _order(self))
-        self.loss_scaler, self.dynamic_loss_scale = state_dict["loss_scaler"], state_dict["dynamic_loss_scale"]
-        self.overflow = state_dict["overflow"]
-        saved = state_dict["optimizer_state_dict"] if load_optimizer_states else {"state": {}, "param_groups": []}
-        for group, before in zip(self.optimizer.param_groups, saved["param_groups"]):
-            group.update({name: value for name, value in before.items() if name != "params"})
-        _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
-        swapper.publish(own_reassign)
-
-    def restore_from_bit16_weights(self):
-        swapper = tiered(self)
-        if swapper is None:
-            return own_restore(self)
-        for index, flat in enumerate(self.fp16_partitioned_groups_flat):
-            if flat is None:
-                raise NotImplementedError(
-                    "Spillway cannot start from the 16-bit weights of a checkpoint while the parameters "
-                    "are in files; load the optimizer states too"
-                )
-            swapper.give(index, flat, None, None, None)
-
-    def load_universal_checkpoint(self, *arguments, **named):
-        if tiered(self):
-            raise NotImplementedError(
-                "Spillway's tier does not load universal checkpoints; load this one with "
-                "offload_optimizer on the device cpu, and save an ordinary one"
-            )
-        return own_universal(self, *arguments, **named)
-
-    return {
-        "_rigid_state_dict": rigid_state_dict,
-        "_rigid_load_state_dict": rigid_load_state_dict,
-        "_restore_from_bit16_weights": restore_from_bit16_weights,
-        "_load_universal_checkpoint": load_universal_checkpoint,
-    }
-
-
-def _order(stage3):
-    """The sub-groups in the order of the optimizer's state dict: by parameter group."""
-    groups = stage3.sub_group_to_group_id
-    return sorted(range(len(stage3.fp16_groups)), key=lambda index: (groups[index], index))
-
-
-def _refuse_swap_files(swapper, masters, order):
-    """A checkpoint of DeepSpeed's own NVMe swapper has empty masters: its states are in copies of swap files."""
-    if any(swapper.elements[index] and not master.numel() for index, master in zip(order, masters)):
-        raise InvalidArgumentError(
-            "the checkpoint was saved with DeepSpeed's own NVMe swapper: its optimizer states are copies of swap files, "
-            'below offloaded_tensors, which the tier does not read. Load it in a run with "enabled": false in '
-            "the spillway block; save_16bit_model() there writes weights from which a new run can start"
-        )
-
-
-def _take_over(swapper, masters, states, order):
-    if len(masters) != len(order):
-        raise InvalidArgumentError(
-            f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "
-            "number of ranks of the run that saved it"
-        )
-    for place, index in enumerate(order):
-        state = states.get(place, {})
-        swapper.give(index, masters[index], state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step"))
-
-
-@contextlib.contextmanager
-def _in_files(swapper, masters, states):
-    """Loads all states into the attributes where stage 3 expects them, memory-mapped from temporary files, because they
-    may exceed the host memory. The files are on the first path that is a directory, take 12 bytes per parameter in
-    addition to the tier, and ignore its limit."""
-    with tempfile.TemporaryDirectory(dir=swapper.swap_folder, prefix="spillway-checkpoint-") as folder:
-        for index, master in enumerate(masters):
-            parts = [_mapped(os.path.join(folder, f"{index}-{part}"), swapper.elements[index]) for part in range(3)]
-            swapper.read(index, *parts)
-            master.data = parts[0]
-            states[master].update(exp_avg=parts[1], exp_avg_sq=parts[2])
-    try:
-        yield
-    finally:
-        for master in masters:
-            swapper.release_swap_buffers(master)
-
-
-def _mapped(path, count):
-    import torch
-
-    with open(path, "wb") as file:
-        # Allocate first: a full disk is an error here, but SIGBUS when the mapped memory is written.
-        if count:
-            os.posix_fallocate(file.fileno(), 0, 4 * count)
-    return torch.from_file(path, shared=True, size=count, dtype=torch.float32)

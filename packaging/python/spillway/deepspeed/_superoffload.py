@@ -17,14 +17,10 @@ step() steps all sub-groups by DeepSpeed's own code. This happens if
 A sub-group with a parameter without gradient also steps in step(), as in DeepSpeed."""
 
 import contextlib
-import ctypes
 import weakref
 
 from ..errors import InvalidArgumentError
-from . import _rounds
-from ._rounds import Call, SuperOffloadCPUOptimizer, served
-
-__all__ = ["SuperOffloadCPUOptimizer", "gradient_factor", "overrides", "served"]
+from . import _rounds, _stage3
 
 _MASTERS = "fp32_partitioned_groups_flat"
 
@@ -37,7 +33,7 @@ class _Window:
         self._rounds = stage3.superoffload_cpu_optimizer
         self._reason = _unfit(stage3)
         self._sub_groups = [group for group, device in sorted(stage3.subgroup_to_device.items()) if device == "cpu"]
-        self._needed = {group: with_data(stage3, stage3.fp16_groups[group]) for group in self._sub_groups}
+        self._needed = {group: _stage3.with_data(stage3, stage3.fp16_groups[group]) for group in self._sub_groups}
         self._spans, start = {}, 0
         for group, elements in enumerate(stage3.fp16_partitioned_groups_flat_numel):
             self._spans[group] = slice(start, start + elements)
@@ -146,7 +142,7 @@ def overrides(stage3):
     def step(self, scaled_global_grad_norm, timer_names):
         rounds, window = self.superoffload_cpu_optimizer, _window(self)
         with _inside(self):
-            factor = gradient_factor(self, scaled_global_grad_norm)
+            factor = _stage3.gradient_factor(self, scaled_global_grad_norm)
             stands = window.stands(self)
             if stands:
                 window.settle(self, factor)
@@ -233,49 +229,20 @@ def _inside(stage3):
 
 def _unfit(stage3):
     """The reason why this optimizer's sub-groups step only in step(); None if they can step earlier."""
-    import torch
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    optimizer = stage3.optimizer
-    if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
-        return f"the optimizer is {type(optimizer).__name__}, not DeepSpeedCPUAdam on Spillway's op"
-    if stage3.master_weights_and_grads_dtype is not torch.float32 or not getattr(optimizer, "fp32_optimizer_states", True):
-        return "master weights or optimizer states have 16 bits"
-    if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
-        return "torch's gradient scaler unscales the gradients before the step"
+    if reason := _stage3.optimizer_lacks(stage3) or _stage3.scaler_lacks(stage3):
+        return reason
     if not stage3.grad_partitions_flat_buffer.is_cpu:
         return "gradients are summed up on the GPU"
     return None
 
 
-def with_data(stage3, params):
-    """Ids of the parameters of which this rank holds a part."""
-    return {
-        stage3.get_param_id(param) for param in params if param.partition_numel() * stage3._get_param_partition_rank(param) < param.ds_numel
-    }
-
-
 def _state(stage3, sub_group):
     """Moments and step of a sub-group in the state dict of DeepSpeed's optimizer."""
-    import torch
-
-    master = getattr(stage3, _MASTERS)[sub_group]
-    state = stage3.optimizer.state[master]
-    if "exp_avg" not in state:
-        state.update(step=state.get("step", 0), exp_avg=torch.zeros_like(master.data), exp_avg_sq=torch.zeros_like(master.data))
-    return state
+    return _stage3.state_of(stage3, getattr(stage3, _MASTERS)[sub_group])
 
 
 def _call_of(stage3, sub_group):
-    group = stage3.optimizer.param_groups[stage3.sub_group_to_group_id[sub_group]]
-    return Call(
-        int(_state(stage3, sub_group)["step"]) + 1,
-        float(group["lr"]),
-        *map(float, group["betas"]),
-        float(group["eps"]),
-        float(group["weight_decay"]),
-        int(group["bias_correction"]),
-    )
+    return _stage3.call_of(stage3, sub_group, int(_state(stage3, sub_group)["step"]) + 1)
 
 
 def _versions_of(stage3, sub_group):
@@ -300,12 +267,3 @@ def _synchronize():
     stream = get_accelerator().current_stream()
     if stream is not None:
         stream.synchronize()
-
-
-def gradient_factor(stage3, total_norm):
-    """Gradient factor of DeepSpeed's unscale_and_clip_grads, in its arithmetic: the norm is an f32 tensor."""
-    combined = stage3.loss_scale
-    if stage3.clip_grad > 0.0:
-        clip = ((total_norm / stage3.loss_scale) + 1e-6) / stage3.clip_grad
-        combined = clip.clamp(min=1.0) * stage3.loss_scale
-    return ctypes.c_float(float(1.0 / combined)).value

@@ -11,17 +11,15 @@ import contextlib
 import ctypes
 import gc
 import itertools
-import os
 import weakref
 
-from .. import _abi, _native, _ranks, tier
+from .. import _abi, _native, _ranks
 from ..errors import InvalidArgumentError
 from ..swap import STATES
-from . import _call, _lifetime, _room, _scratch
+from . import _installed, _lifetime, _optimizer_ops, _stage3
 from ._gradients import Gradients
-from ._parts import PartedSwap, block_bytes, floats
+from ._opened import Opened, floats
 
-_CURE = 'load a checkpoint, with "resume": false in the spillway block'
 # All TierSwappers of this process, for active().
 _swappers: weakref.WeakSet[TierSwapper] = weakref.WeakSet()
 
@@ -29,20 +27,19 @@ _swappers: weakref.WeakSet[TierSwapper] = weakref.WeakSet()
 class TierSwapper:
     """The optimizer swapper interface of stage 3, and the update. Gradients has the gradients."""
 
-    def __init__(self, stage3, settings):
+    def __init__(self, stage3, settings, reassign):
         from deepspeed import comm as dist
 
-        self._stage3, self.settings = weakref.proxy(stage3), settings
+        self._stage3, self.settings, self._reassign = weakref.proxy(stage3), settings, reassign
         self.elements = [int(count) for count in stage3.fp16_partitioned_groups_flat_numel]
         rank, world = dist.get_rank(), dist.get_world_size()
         if _swappers:
             # An unreferenced swapper may still hold the tier and its memory.
             gc.collect()
-        self._open = _Opened(settings, rank, world)
-        weakref.finalize(self, _Opened.close, self._open)
+        self._open = Opened(settings, rank, world)
+        weakref.finalize(self, Opened.close, self._open)
         _lifetime.opened(self)
-        with _room.named(settings, self.elements):
-            self._open.swap(self.elements)
+        self._open.swap(self.elements)
         self.committed = self.tier.opened.step
         self.resumed = self.committed is not None
         self.swap_folder = next((path.directory for path in settings.paths if not path.directory.startswith("s3://")), None)
@@ -98,41 +95,54 @@ class TierSwapper:
             zeros = floats(source.numel()).zero_()
             self.write(self._index(parameter), _cpu_floats(source), zeros, zeros)
 
-    def publish(self, own_reassign, sub_groups=None):
-        """Copies the tier's weights to the model."""
+    def publish_all(self, sub_groups=None):
+        """Copies the tier's weights of these sub-groups to the model, or of all."""
         for index in range(len(self.elements)) if sub_groups is None else sub_groups:
             param = floats(self.elements[index])
             self.read(index, param)
-            self.show(own_reassign, index, param)
+            self.show(index, param)
             self._belonging.pop(index, None)
 
     # The step.
 
-    def update(self, factor, own_reassign):
-        """Runs one step of all sub-groups; `factor` multiplies the gradients."""
+    def step(self, factor):
+        """Runs one step of all sub-groups; `factor` multiplies the gradients. The model then has the new weights."""
         stage3 = self._stage3
         everything = range(len(self.elements))
         gradients = [self.gradients.for_step(index) for index in everything]
         if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
             gradients, factor = self.gradients.unscale(gradients, factor, stage3.torch_autocast_gradscaler), 1.0
         weights = [self._weight(index) for index in everything]
-        shown = _Shown(self, own_reassign, {index for index, weight in enumerate(weights) if weight is None})
+        shown = _Shown(self, {index for index, weight in enumerate(weights) if weight is None})
         self.parted.ds_step(
             stage3.optimizer.opt_id,
-            [self._call_of(index, factor) for index in everything],
+            [_stage3.call_of(stage3, index, self.steps[index] + 1).record(factor) for index in everything],
             [(gradients[index], weights[index], self._belonging.get(index)) for index in everything],
             shown if shown.apart else None,
         )
         self._belonging.clear()
         for index, elements in enumerate(self.elements):
             self._set_step(index, self.steps[index] + 1)
-            _call.count("cpu_adam", elements)
+            _optimizer_ops.count("cpu_adam", elements)
         self.gradients.stepped(factor)
 
-    def _call_of(self, index, factor):
-        group = self._stage3.optimizer.param_groups[self._stage3.sub_group_to_group_id[index]]
-        hyper = [float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"])]
-        return _abi.DsAdamCall(ctypes.sizeof(_abi.DsAdamCall), int(group["bias_correction"]), self.steps[index] + 1, *hyper, factor)
+    def publish(self, sub_group):
+        """No-op: the step did it."""
+
+    def gradient(self, param, buffer):
+        """The gradient stays in the accumulation buffer."""
+        self.gradients.arrived(param)
+        return True
+
+    def accumulating(self, params):
+        """Called before backward adds to gradients that are not complete."""
+        self.gradients.accumulating(params)
+
+    def reading(self):
+        """No-op: `gradients` has them."""
+
+    def skip(self):
+        """No-op: nothing is under way."""
 
     def _weight(self, index):
         """The model's weights of a sub-group if the step can write them directly (contiguous, 16 bits, in host memory),
@@ -140,12 +150,12 @@ class TierSwapper:
         flat = self._stage3.fp16_partitioned_groups_flat[index]
         return flat if flat is not None and flat.is_cpu and flat.element_size() == 2 else None
 
-    def show(self, own_reassign, index, param):
+    def show(self, index, param):
         """Copies master weights to the model's weights by stage 3's own method."""
         master = self._stage3.fp32_partitioned_groups_flat[index]
         master.data = param
         try:
-            own_reassign(self._stage3, index)
+            self._reassign(index)
         finally:
             master.data = floats(0)
 
@@ -297,14 +307,14 @@ class TierSwapper:
 class _Shown:
     """Publishes the weights of sub-groups that the step cannot write directly."""
 
-    def __init__(self, swapper, own_reassign, apart):
-        self.apart, self._swapper, self._own_reassign = apart, swapper, own_reassign
+    def __init__(self, swapper, apart):
+        self.apart, self._swapper = apart, swapper
 
     def wants(self, index):
         return index in self.apart
 
     def __call__(self, index, param):
-        self._swapper.show(self._own_reassign, index, param)
+        self._swapper.show(index, param)
 
 
 def served():
@@ -323,56 +333,7 @@ def served():
     ]
 
 
-class _Opened:
-    """The tier and the update on it, which may outlive their TierSwapper until they are closed."""
-
-    def __init__(self, settings, rank, world):
-        self._settings, self._process, self.closed, self.parted = settings, os.getpid(), False, None
-        options = {"block_bytes": block_bytes(settings.part_elements, settings.split_master)}
-
-        def open_at(step):
-            return tier.Tier(
-                settings.paths,
-                job=settings.job,
-                host=settings.host,
-                rank=rank,
-                world=world,
-                at_step=step,
-                io_timeout=settings.io_timeout_seconds,
-                durability=settings.durability,
-                **options,
-            )
-
-        self.tier = (
-            _ranks.open_together(settings, rank, world, open_at, _CURE)
-            if settings.resume
-            else _scratch.open_scratch(settings, settings.job, rank, world, **options)
-        )
-
-    def swap(self, elements):
-        settings = self._settings
-        self.parted = PartedSwap(
-            self.tier,
-            elements,
-            settings.part_elements,
-            cache_bytes=settings.cache_bytes,
-            ratio=settings.ratio,
-            turns=settings.turns,
-            huge_pages=settings.pin_memory,
-            pin_memory=settings.pin_memory,
-            split_master=settings.split_master,
-        )
-
-    def close(self):
-        # A forked child's handles are copies that it does not own.
-        if self.closed or self._process != os.getpid():
-            return
-        try:
-            if self.parted is not None:
-                self.parted.swap.close()
-        finally:
-            self.tier.close() if self._settings.resume else self.tier.destroy()
-            self.closed = True
+_installed.counted(lambda: {"tier": found} if (found := served()) else {})
 
 
 def _weights_name(index):

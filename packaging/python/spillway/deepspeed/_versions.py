@@ -11,6 +11,8 @@ import inspect
 import re
 import types
 
+from . import _installed
+
 # The versions with which the tests train.
 TRIED = ("0.14.0", "0.16.9", "0.18.9", "0.19.8")
 # The last minor series that was tested.
@@ -171,3 +173,6 @@ def _parameters(method):
         if len(inner) == 1:
             return _parameters(inner[0])
     return names[1:]
+
+
+_installed.counted(lambda: {"left_to_deepspeed": left()} if _left else {}, *_installed.PARTS)

@@ -13,23 +13,9 @@ import os
 
 import spillway
 
-from .. import _arrays, _native
+from .. import _abi, _arrays, _native
 from ..errors import InvalidArgumentError, UnknownIdError
-from . import _call, _zenflow_control
-
-SERVED = (
-    "zenflow_adam_create",
-    "zenflow_adam_register_group",
-    "zenflow_adam_destroy",
-    "zenflow_adam_ctrl_size",
-    "zenflow_adam_ctrl_init",
-    "zenflow_adam_run_worker",
-    "zenflow_adam_submit",
-    "zenflow_adam_wait",
-    "zenflow_adam_ctrl_exit",
-)
-
-NOT_SERVED: dict[str, str] = {}
+from . import _installed, _optimizer_ops, _zenflow_control
 
 _HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
 # The id on which hyper-parameters are checked; DeepSpeed counts its ids from 0.
@@ -44,9 +30,9 @@ _numbers = itertools.count()
 def zenflow_adam_create(optimizer_id, zf_affinity, /):
     """Creates a worker of the optimizer `optimizer_id`, with one thread per listed core, or one thread for an empty
     list. Returns its handle."""
-    optimizer_id = _call.identity(optimizer_id)
+    optimizer_id = _optimizer_ops.identity(optimizer_id)
     try:
-        cores = [_call.integer(core, "zf_affinity", 1 << 31, -(1 << 31)) for core in zf_affinity]
+        cores = [_optimizer_ops.integer(core, "zf_affinity", 1 << 31, -(1 << 31)) for core in zf_affinity]
     except TypeError:
         raise InvalidArgumentError(f"zf_affinity is {zf_affinity!r}; pass a list of cores") from None
     handle = next(_numbers)
@@ -60,8 +46,8 @@ def zenflow_adam_register_group(handle, param, grad0, grad1, exp_avg0, exp_avg1,
     if len(worker.groups) == _zenflow_control.MOST_GROUPS:
         raise InvalidArgumentError(f"a ZenFlow worker has at most {_zenflow_control.MOST_GROUPS} groups")
     records = (
-        _call.tensor(param, grad0, exp_avg=exp_avg0, exp_avg_sq=exp_avg_sq0),
-        _call.tensor(param, grad1, exp_avg=exp_avg1, exp_avg_sq=exp_avg_sq1),
+        _optimizer_ops.tensor(param, grad0, exp_avg=exp_avg0, exp_avg_sq=exp_avg_sq0),
+        _optimizer_ops.tensor(param, grad1, exp_avg=exp_avg1, exp_avg_sq=exp_avg_sq1),
     )
     if records[0].grad_dtype != records[0].param_dtype or records[1].grad_dtype != records[0].param_dtype:
         raise InvalidArgumentError("grad0 or grad1 has another dtype than param; ZenFlow's gradients have the dtype of param")
@@ -75,7 +61,7 @@ def zenflow_adam_register_group(handle, param, grad0, grad1, exp_avg0, exp_avg1,
 
 def zenflow_adam_destroy(handle, /):
     """Destroys a worker. An unknown handle is not an error, as in DeepSpeed."""
-    _handles.pop(_call.integer(handle, "handle", 1 << 31, -(1 << 31)), None)
+    _handles.pop(_optimizer_ops.integer(handle, "handle", 1 << 31, -(1 << 31)), None)
 
 
 def zenflow_adam_ctrl_size():
@@ -100,10 +86,10 @@ def zenflow_adam_run_worker(handle, control_ptr, /):
 def zenflow_adam_submit(control_ptr, now_state, step, lr, beta1, beta2, eps, weight_decay, bias_correction, /):
     """Submits a step, with one value per group in each list. Two steps may be submitted before the worker begins the
     first of them; a third is an error."""
-    now_state = _call.integer(now_state, "now_state", 2)
-    step = _call.integer(step, "step", 1 << 63, 1)
+    now_state = _optimizer_ops.integer(now_state, "now_state", 2)
+    step = _optimizer_ops.integer(step, "step", 1 << 63, 1)
     columns = _columns(dict(zip(_HYPER, (lr, beta1, beta2, eps, weight_decay))))
-    flags = [_call.integer(flag, "bias_correction", 2) for flag in _values("bias_correction", bias_correction)]
+    flags = [_optimizer_ops.integer(flag, "bias_correction", 2) for flag in _values("bias_correction", bias_correction)]
     lengths = {len(column) for column in (*columns, flags)}
     if len(lengths) != 1:
         raise InvalidArgumentError(f"the lists of hyper-parameters have {sorted(lengths)} values; pass one value per group in each")
@@ -111,15 +97,15 @@ def zenflow_adam_submit(control_ptr, now_state, step, lr, beta1, beta2, eps, wei
     for index, group in enumerate(groups):
         _check(index, step, group)
     _zenflow_control.submit(control_ptr, now_state, step, groups)
-    _call.count("zenflow_submitted", 0)
+    _optimizer_ops.count("zenflow_submitted", 0)
 
 
 def zenflow_adam_wait(control_ptr, timeout_s, /):
     """True once a submitted step is complete, each step once; False after `timeout_s` seconds. Raises if the worker
     has ended."""
-    completed = _zenflow_control.wait(control_ptr, _call.numbers(timeout_s=timeout_s)[0])
+    completed = _zenflow_control.wait(control_ptr, _optimizer_ops.numbers(timeout_s=timeout_s)[0])
     if completed:
-        _call.count("zenflow_completed", 0)
+        _optimizer_ops.count("zenflow_completed", 0)
     return completed
 
 
@@ -128,10 +114,27 @@ def zenflow_adam_ctrl_exit(control_ptr, /):
     _zenflow_control.leave(control_ptr)
 
 
+#: Functions of cpu_adam.
+SERVED = (
+    zenflow_adam_create,
+    zenflow_adam_register_group,
+    zenflow_adam_destroy,
+    zenflow_adam_ctrl_size,
+    zenflow_adam_ctrl_init,
+    zenflow_adam_run_worker,
+    zenflow_adam_submit,
+    zenflow_adam_wait,
+    zenflow_adam_ctrl_exit,
+)
+
+
 def served():
     """Steps of this process's optimizer processes, for active(); empty if none was submitted."""
-    submitted, completed = (_call.counted(f"zenflow_{name}")[0] for name in ("submitted", "completed"))
-    return {"submitted": submitted, "completed": completed} if submitted else {}
+    submitted, completed = (_optimizer_ops.served(f"zenflow_{name}")["calls"] for name in ("submitted", "completed"))
+    return {"zenflow": {"submitted": submitted, "completed": completed}} if submitted else {}
+
+
+_installed.counted(served, *_installed.OPS)
 
 
 class _Group:
@@ -160,7 +163,7 @@ class _Worker:
             record = group.records[now_state]
             _native.call("spw_ds_adam_update", None, self._id, ctypes.byref(_record(step, values)), ctypes.byref(record))
             group.publish()
-            _call.count("cpu_adam", record.n)
+            _optimizer_ops.count("cpu_adam", record.n)
 
     @contextlib.contextmanager
     def on_its_cores(self):
@@ -180,7 +183,7 @@ class _Worker:
 
 
 def _worker(handle):
-    handle = _call.integer(handle, "handle", 1 << 31, -(1 << 31))
+    handle = _optimizer_ops.integer(handle, "handle", 1 << 31, -(1 << 31))
     if handle not in _handles:
         raise UnknownIdError(f"no ZenFlow worker has the handle {handle}; call zenflow_adam_create in this process")
     return _handles[handle]
@@ -194,18 +197,18 @@ def _values(name, given):
 
 
 def _columns(lists):
-    return [[_call.numbers(**{name: value})[0] for value in _values(name, given)] for name, given in lists.items()]
+    return [[_optimizer_ops.numbers(**{name: value})[0] for value in _values(name, given)] for name, given in lists.items()]
 
 
 def _check(index, step, group):
     """Raises for hyper-parameters that the worker's step would refuse: a step of no elements checks them here."""
     try:
         _native.call("spw_ds_adam_create", _CHECK_ID, group.beta1, group.beta2, 1)
-        nothing = _call.no_elements()
+        nothing = _abi.sized(_abi.Tensor)
         _native.call("spw_ds_adam_update", None, _CHECK_ID, ctypes.byref(_record(step, group)), ctypes.byref(nothing))
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"group {index}: {error}") from None
 
 
 def _record(step, group):
-    return _call.adam_call(step, *(getattr(group, name) for name in _HYPER), group.bias_correction)
+    return _optimizer_ops.adam_call(step, *(getattr(group, name) for name in _HYPER), group.bias_correction)

@@ -17,8 +17,8 @@ import math
 import os
 import time
 
+from .. import _arguments
 from ..errors import BusyError, InvalidArgumentError, OutOfOrderError, SystemCallError
-from . import _call
 
 MOST_GROUPS = 1024
 _MAGIC = 0x31574F4C464E455A  # "ZENFLOW1"
@@ -84,7 +84,7 @@ _libc = None
 
 def create(pointer, groups):
     """Makes a block for this number of groups, in memory of SIZE bytes that this process owns."""
-    groups = _call.integer(groups, "num_groups", MOST_GROUPS + 1)
+    groups = _arguments.between("num_groups", groups, 0, MOST_GROUPS)
     block = _at(pointer)
     if block.magic == _MAGIC and block.worker.pid and _lives(block.worker):
         raise BusyError(
@@ -213,7 +213,7 @@ class Attached:
 
 
 def _at(pointer):
-    pointer = _call.integer(pointer, "control_ptr", 1 << 64)
+    pointer = _arguments.unsigned("control_ptr", pointer)
     if pointer == 0 or pointer % ctypes.alignment(_Block):
         raise InvalidArgumentError(f"control_ptr is {pointer:#x}; pass the address of {SIZE} bytes, aligned to {ctypes.alignment(_Block)}")
     return _Block.from_address(pointer)

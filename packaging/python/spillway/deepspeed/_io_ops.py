@@ -1,18 +1,24 @@
-"""Replacement of DeepSpeed's aio_handle and gds_handle by Spillway's I/O engine.
+"""Replacements of DeepSpeed's async_io and gds: transfers between tensors and files by Spillway's I/O engine.
 
 Arguments, their order and the results are DeepSpeed's, except: a failed operation raises an exception instead of
 returning a number; any buffer, offset and length works; wait() with nothing in flight returns 0; operations on several
-tensors run concurrently."""
+tensors run concurrently. GPU tensors and strided tensors are staged in host memory: a write copies first, a read copies
+back after a wait found that it succeeded."""
 
+from __future__ import annotations
+
+import ctypes
+import os
 import threading
 
-from . import _call, _engine, _pin, _transfer
+from .. import _arguments
+from ..errors import InvalidArgumentError, SpillwayError
+from . import _io_engine, _pin
 
 _SECTOR = 512
 _MOST_DEPTH = 4096
 _MOST_BLOCK = 1 << 30
-_INT = 1 << 31
-_OFFSET = 1 << 63
+_COMPARED_AT_ONCE = 8 << 20
 
 
 class aio_handle:
@@ -23,12 +29,12 @@ class aio_handle:
     _op = "async_io"
 
     def __init__(self, block_size=1 << 20, queue_depth=128, single_submit=False, overlap_events=False, intra_op_parallelism=1):
-        self._block_size = _call.integer(block_size, "block_size", _INT, 1)
-        self._queue_depth = _call.integer(queue_depth, "queue_depth", _INT, 1)
-        self._parallelism = _call.integer(intra_op_parallelism, "intra_op_parallelism", _INT, 1)
+        self._block_size = _arguments.between("block_size", block_size, 1, (1 << 31) - 1)
+        self._queue_depth = _arguments.between("queue_depth", queue_depth, 1, (1 << 31) - 1)
+        self._parallelism = _arguments.between("intra_op_parallelism", intra_op_parallelism, 1, (1 << 31) - 1)
         self._single_submit, self._overlap_events = bool(single_submit), bool(overlap_events)
         depth = min(self._queue_depth * self._parallelism, _MOST_DEPTH)
-        self._engine = _engine.Engine(self._op, min(self._block_size, _MOST_BLOCK), depth)
+        self._engine = _io_engine.Engine(self._op, min(self._block_size, _MOST_BLOCK), depth)
 
     def get_block_size(self):
         """The constructor's argument."""
@@ -123,12 +129,12 @@ class aio_handle:
         return 0 if asynchronous else self.wait()
 
     def _begin(self, reads, buffer, target, file_offset, validate=False, owner=None):
-        offset = _call.integer(file_offset, "file_offset", _OFFSET)
+        offset = _arguments.unsigned("file_offset", file_offset, 63)
         if isinstance(target, int):
-            fd, path = _call.integer(target, "fd", _INT), None
+            fd, path = _arguments.unsigned("fd", target, 31), None
         else:
-            fd, path = -1, _transfer.path_of(target)
-        address, size, held, after = _transfer.memory(buffer, reads)
+            fd, path = -1, _path_of(target)
+        address, size, held, after = _memory(buffer, reads)
         if validate:
             after = _then_verify(after, path, offset, address, size)
         begin = self._engine.read if reads else self._engine.write
@@ -153,7 +159,7 @@ class gds_handle(aio_handle):
         device = example_tenosr.device if not example_tenosr.is_cpu else "cuda"
         if device == "cuda" and not torch.cuda.is_available():
             return _pin.new_tensor(num_elem, example_tenosr)
-        return torch.empty(_call.integer(num_elem, "num_elem", _OFFSET), dtype=example_tenosr.dtype, device=device)
+        return torch.empty(_arguments.unsigned("num_elem", num_elem, 63), dtype=example_tenosr.dtype, device=device)
 
     def free_pinned_device_tensor(self, tensor):
         """Releases a tensor of new_pinned_device_tensor(); returns True."""
@@ -172,6 +178,36 @@ class gds_handle(aio_handle):
         return True
 
 
+def aio_read(buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate, /):
+    """Fills a buffer from the start of a file; returns 0."""
+    return aio_handle(block_size, queue_depth, single_submit, overlap_events).read(buffer, filename, validate)
+
+
+def aio_write(buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate, /):
+    """Writes a buffer to the start of a file; returns 0."""
+    return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(buffer, filename, validate)
+
+
+def deepspeed_memcpy(dest, src, /):
+    """Copies one tensor into another of the same dtype and size; returns 0."""
+    import torch
+
+    _pin.tensor_argument(dest, "dest")
+    _pin.tensor_argument(src, "src")
+    if dest.dtype is not src.dtype or dest.numel() != src.numel():
+        raise InvalidArgumentError(
+            f"deepspeed_memcpy: dest has {dest.numel()} elements of {dest.dtype}, src {src.numel()} of {src.dtype}; "
+            "pass tensors of one dtype and size"
+        )
+    with torch.no_grad():
+        dest.copy_(src.reshape(dest.shape))
+    return 0
+
+
+#: The classes and functions of each op.
+SERVED = {"async_io": (aio_handle, aio_read, aio_write, deepspeed_memcpy), "gds": (gds_handle,)}
+
+
 def _after_validate(positional, named):
     """The arguments `async` and `file_offset`; `async` is a Python keyword, so it cannot be a parameter name."""
     given = dict(zip(("async", "file_offset"), positional))
@@ -187,8 +223,63 @@ def _after_validate(positional, named):
 
 def _then_verify(after, path, offset, address, size):
     def both():
-        _transfer.verify(path, offset, address, size)
+        _verify(path, offset, address, size)
         if after is not None:
             after()
 
     return both
+
+
+def _memory(tensor, reads):
+    """(address, bytes, reference that keeps the memory alive, callback after success or None)."""
+    try:
+        if tensor.is_cpu and tensor.is_contiguous():
+            # Keep the storage: the tensor may get another one during the transfer.
+            return tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.untyped_storage(), None
+    except (AttributeError, RuntimeError):
+        pass  # No tensor, or one without a storage; staging says which.
+    staged = _staging(tensor, reads)
+    after = (lambda: _copy(tensor, staged)) if reads else None
+    return staged.data_ptr(), staged.numel() * staged.element_size(), staged, after
+
+
+def _staging(tensor, reads):
+    import torch
+
+    _pin.tensor_argument(tensor, "buffer")
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise InvalidArgumentError(
+            f"buffer is {tensor.layout} on device {tensor.device} and has no bytes to transfer; pass a dense tensor with data"
+        )
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    if not reads:
+        _copy(staged, tensor)
+    return staged
+
+
+def _copy(target, source):
+    import torch
+
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _path_of(filename):
+    """A path as bytes for the C library."""
+    path = os.fsencode(filename)
+    if b"\0" in path:
+        raise InvalidArgumentError(f"filename is {filename!r}; pass a path without NUL")
+    return path
+
+
+def _verify(path, offset, address, size):
+    """Reads the file by ordinary I/O, and raises if the memory differs."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        for at in range(0, size, _COMPARED_AT_ONCE):
+            length = min(_COMPARED_AT_ONCE, size - at)
+            if file.read(length) != ctypes.string_at(address + at, length):
+                raise SpillwayError(
+                    f"validating {size} bytes at offset {offset} of {os.fsdecode(path)}: file and buffer differ in the "
+                    f"{length} bytes from byte {offset + at} of the file; the transfer is not intact, repeat it"
+                )

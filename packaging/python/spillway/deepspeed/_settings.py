@@ -1,7 +1,16 @@
 """The settings of the `spillway` block of a DeepSpeed configuration: their names, defaults, valid values and meaning.
 
-An engine validates its block before it makes anything. Unknown settings, wrong values, and settings without effect in
-this configuration are errors that name the setting."""
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme"}},
+    "spillway": {"paths": ["/mnt/nvme", "/mnt/pfs"], "cache_bytes": 8589934592, "job": "run7", "resume": true}
+
+Without the block, nvme_path is the only path and is scratch space, like DeepSpeed's swap files: each engine has its
+own directories there, and removes those of dead engines. With "resume" every step is committed. After a crash,
+training resumes from the last step that every rank committed. Only a run that resumes under the same job name changes
+that state.
+
+This module needs pydantic, which DeepSpeed installs, but not every version that the ops serve. It is therefore
+imported where a block is read. An engine validates its block before it makes anything. Unknown settings, wrong
+values, and settings without effect in this configuration are errors that name the setting."""
 
 import difflib
 import json
@@ -13,7 +22,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..errors import InvalidArgumentError
 from ..interleave import PLANS
-from ..tier import DURABILITIES
+from ..tier import DURABILITIES, TierPath
+from . import _opened
 
 # Sums of byte counts fit 64 bits.
 _MOST = (1 << 63) - 1
@@ -270,6 +280,44 @@ def _check_interleave(block):
         raise InvalidArgumentError(
             f'spillway.interleave.gradient_transfers needs the backend "cuda", and backend is "{block.backend}"; change one of them'
         )
+
+
+def of_tier(block, nvme_path):
+    """The settings of a block, the defaults if it is None; `paths` is a tuple of TierPath, nvme_path alone if it names none."""
+    found = read(block if block is not None else {})
+    if _opened.is_scratch(found.job):
+        raise InvalidArgumentError(
+            f"spillway.job is {found.job!r}; names that end in -scratch-N are those of scratch directories, use another"
+        )
+    paths = tuple(TierPath(_fixed(path.path), path.limit_bytes, path.reserve_bytes) for path in found.paths or ())
+    return found.model_copy(update={"paths": paths or (_directory(nvme_path),)})
+
+
+def of_interleave(block):
+    """The interleave object of a `spillway` block; None if it has none."""
+    return None if not block or block.get("interleave") is None else read(block).interleave
+
+
+def _directory(nvme_path):
+    if nvme_path is None:
+        raise InvalidArgumentError(
+            "offload_optimizer has the device nvme, but there is neither nvme_path nor spillway.paths; add one of them"
+        )
+    # DeepSpeed converts it to a path, which reduces two slashes to one.
+    if os.fspath(nvme_path).startswith("s3:/"):
+        raise InvalidArgumentError(
+            f"nvme_path is {os.fspath(nvme_path)!r}, which DeepSpeed takes for a directory; an object store goes into spillway.paths"
+        )
+    if "\0" in os.fspath(nvme_path):
+        raise InvalidArgumentError(f"nvme_path is {os.fspath(nvme_path)!r}; a path without NUL is needed")
+    # As DeepSpeed does for its own files.
+    os.makedirs(nvme_path, exist_ok=True)
+    return TierPath(_fixed(os.fspath(nvme_path)))
+
+
+def _fixed(path):
+    """A directory that stays the same if the program changes its working directory."""
+    return path if path.startswith("s3://") else os.path.abspath(path)
 
 
 def parts(block, zero):

@@ -1,0 +1,317 @@
+"""The methods of DeepSpeed's ZeRO stage 3 that an update of Spillway replaces: of states on a tier, or of sub-groups that CPU and GPU step
+together. Without an update each method runs DeepSpeed's own.
+
+The unscaling of the first sub-group, when the norm is known, starts the update of all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import weakref
+
+from ..errors import InvalidArgumentError
+from . import _lifetime, _stage3, _versions
+from ._interleave import InterleavedUpdate
+from ._tier import TierSwapper
+
+# Functions of stage 3 that set gradients: (value, parameter) or (function, parameters).
+_SETTERS = ("set_fp32_grad_for_param", "set_local_grad_for_param", "update_fp32_grad_for_param_vectorized")
+
+
+def overrides(stage3):
+    """Methods for DeepSpeed's DeepSpeedZeroOptimizer_Stage3, by name."""
+    found = {**_setting_up(stage3), **_stepping(stage3), **_gradients(stage3), **_checkpointing(stage3)}
+    return {name: method for name, method in found.items() if hasattr(stage3, name)}
+
+
+def tiered(stage3):
+    """The TierSwapper of an optimizer, or None."""
+    swapper = getattr(stage3, "optimizer_swapper", None)
+    return swapper if isinstance(swapper, TierSwapper) else None
+
+
+def update_of(stage3):
+    """The Update of an optimizer, or None."""
+    return tiered(stage3) or getattr(stage3, "_spillway_interleave", None)
+
+
+def _setting_up(stage3):
+    own_configure, own_initialize = stage3._configure_tensor_swapping, stage3.initialize_optimizer_states
+    own_reassign = stage3._reassign_or_swap_out_partitioned_parameters
+
+    def configure(self, offload_optimizer_config, aio_config):
+        from . import _settings
+
+        block = _lifetime.block()
+        settings = _settings.of_tier(block, offload_optimizer_config.nvme_path)
+        reason = _untiered(self)
+        if settings.enabled and block is not None and reason:
+            raise InvalidArgumentError(f'spillway: {reason}; set "enabled": false to leave the states to DeepSpeed\'s own swapper')
+        if settings.enabled and settings.split_master and not reason:
+            reason = _unsplit(self)
+            if reason:
+                raise InvalidArgumentError(f"spillway: split_master: {reason}")
+        if reason or not settings.enabled:
+            return own_configure(self, offload_optimizer_config, aio_config)
+        # DeepSpeed's fast initialization would write and read files by itself.
+        self.offload_optimizer_fast_init = False
+        of = weakref.proxy(self)
+        self.optimizer_swapper = TierSwapper(self, settings, lambda sub_group: own_reassign(of, sub_group))
+
+    def initialize(self):
+        swapper = tiered(self)
+        if swapper is None:
+            self._spillway_interleave = _interleaved(self)
+            return own_initialize(self)
+        flats = self.fp16_partitioned_groups_flat
+        swapper.set_steps([0] * len(flats))
+        swapper.publish_all([index for index, flat in enumerate(flats) if flat is None or swapper.resumed])
+
+    return {"_configure_tensor_swapping": configure, "initialize_optimizer_states": initialize}
+
+
+def _interleaved(stage3):
+    given = _lifetime.block()
+    if given is None or _versions.lacking("interleave"):
+        return None
+    from . import _settings
+
+    settings = _settings.of_interleave(given)
+    return None if settings is None else InterleavedUpdate(stage3, settings)
+
+
+def _untiered(stage3):
+    """The reason why the states of this optimizer cannot be on a tier; None if they can."""
+    if reason := _versions.lacking("states") or _stage3.optimizer_lacks(stage3) or _stage3.offload_lacks(stage3):
+        return reason
+    return "ZenFlow runs its own update" if getattr(stage3, "zenflow", False) else None
+
+
+def _unsplit(stage3):
+    """The reason why master weights cannot be split; None if they can."""
+    import torch
+
+    for flat in stage3.fp16_partitioned_groups_flat:
+        if flat is None or not flat.is_cpu or flat.dtype is not torch.bfloat16:
+            return "the model's weights have to be bfloat16 in host memory, because the master weights are rebuilt from them"
+    return None
+
+
+def _stepping(stage3):
+    own = {
+        name: getattr(stage3, name, None)
+        for name in (
+            "_prepare_sub_group",
+            "unscale_and_clip_grads",
+            "_optimizer_step",
+            "_reassign_or_swap_out_partitioned_parameters",
+            "_release_sub_group",
+            "reset_swap_buffers",
+            "_overflow_clean_up",
+        )
+    }
+
+    def without(updates, name):
+        def method(self, *arguments, **named):
+            return None if updates(self) else own[name](self, *arguments, **named)
+
+        return method
+
+    def unscale_and_clip_grads(self, sub_group_id, total_norm):
+        update = update_of(self)
+        if update is None:
+            own["unscale_and_clip_grads"](self, sub_group_id, total_norm)
+        elif sub_group_id == 0:
+            update.step(_stage3.gradient_factor(self, total_norm))
+
+    def reassign(self, sub_group_id):
+        update = update_of(self)
+        if update is None:
+            return own["_reassign_or_swap_out_partitioned_parameters"](self, sub_group_id)
+        update.publish(sub_group_id)
+
+    def reset_swap_buffers(self):
+        tiered(self).publish_all() if tiered(self) else own["reset_swap_buffers"](self)
+
+    def overflow_clean_up(self, prev_scale):
+        update = update_of(self)
+        if update is not None:
+            # While the parameters whose gradients are new are known.
+            update.reading()
+        own["_overflow_clean_up"](self, prev_scale)
+        if update is not None:
+            update.skip()
+
+    return {
+        "_prepare_sub_group": without(tiered, "_prepare_sub_group"),
+        "unscale_and_clip_grads": unscale_and_clip_grads,
+        "_optimizer_step": without(update_of, "_optimizer_step"),
+        "_reassign_or_swap_out_partitioned_parameters": reassign,
+        "_release_sub_group": without(tiered, "_release_sub_group"),
+        "reset_swap_buffers": reset_swap_buffers,
+        "_overflow_clean_up": overflow_clean_up,
+    }
+
+
+def _gradients(stage3):
+    names = ("partition_grads", "_offload_grad_partition_at_boundary", "_get_fp32_grad_state_partition", "get_fp32_grad_partitions")
+    own = {name: getattr(stage3, name, None) for name in (*names, *_SETTERS)}
+
+    def partition_grads(self, params_to_release, grad_partitions):
+        update = update_of(self)
+        # A method in recent versions, an attribute in earlier ones.
+        boundary = self.is_gradient_accumulation_boundary
+        if update is not None and not (boundary() if callable(boundary) else boundary):
+            update.accumulating(params_to_release)
+        return own["partition_grads"](self, params_to_release, grad_partitions)
+
+    def at_boundary(self, param, grad_buffer, *gradients):
+        update = update_of(self)
+        if update is None or not update.gradient(param, grad_buffer):
+            return own["_offload_grad_partition_at_boundary"](self, param, grad_buffer, *gradients)
+        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
+
+    def get_state_partition(self, *arguments, **named):
+        if update_of(self):
+            update_of(self).reading()
+        return own["_get_fp32_grad_state_partition"](self, *arguments, **named)
+
+    def get_fp32_grad_partitions(self):
+        swapper = tiered(self)
+        if swapper is not None:
+            return swapper.gradients.lend_all()
+        if update_of(self):
+            update_of(self).reading()
+        return own["get_fp32_grad_partitions"](self)
+
+    def setter(name):
+        def method(self, value, *arguments, **named):
+            given = [*arguments, *named.values()][0]
+            params, update = given if isinstance(given, (list, tuple)) else [given], update_of(self)
+            with update.setting(params) if update else contextlib.nullcontext():
+                return own[name](self, value, *arguments, **named)
+
+        return method
+
+    return {
+        "partition_grads": partition_grads,
+        "_offload_grad_partition_at_boundary": at_boundary,
+        "_get_fp32_grad_state_partition": get_state_partition,
+        "get_fp32_grad_partitions": get_fp32_grad_partitions,
+        **{name: setter(name) for name in _SETTERS},
+    }
+
+
+def _checkpointing(stage3):
+    """Checkpoint methods. The format is that of a run with states in host memory: either run loads the other's."""
+    own_save, own_load, own_restore = stage3._rigid_state_dict, stage3._rigid_load_state_dict, stage3._restore_from_bit16_weights
+    own_universal = getattr(stage3, "_load_universal_checkpoint", None)
+
+    def rigid_state_dict(self):
+        swapper = tiered(self)
+        if swapper is None:
+            return own_save(self)
+        masters = self.fp32_partitioned_groups_flat
+        with _in_files(swapper, masters, self.optimizer.state):
+            found = own_save(self)
+            # Keep the data: the attributes of masters and states are released again.
+            found["fp32_flat_groups"] = [master.data for master in masters]
+            saved = found["optimizer_state_dict"]
+            saved["state"] = {place: dict(state) for place, state in saved["state"].items()}
+        return found
+
+    def rigid_load_state_dict(self, state_dict, load_optimizer_states=True):
+        swapper = tiered(self)
+        if swapper is None:
+            return own_load(self, state_dict, load_optimizer_states)
+        _refuse_swap_files(swapper, state_dict["fp32_flat_groups"], _order(self))
+        self.loss_scaler, self.dynamic_loss_scale = state_dict["loss_scaler"], state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
+        saved = state_dict["optimizer_state_dict"] if load_optimizer_states else {"state": {}, "param_groups": []}
+        for group, before in zip(self.optimizer.param_groups, saved["param_groups"]):
+            group.update({name: value for name, value in before.items() if name != "params"})
+        _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
+        swapper.publish_all()
+
+    def restore_from_bit16_weights(self):
+        swapper = tiered(self)
+        if swapper is None:
+            return own_restore(self)
+        for index, flat in enumerate(self.fp16_partitioned_groups_flat):
+            if flat is None:
+                raise NotImplementedError(
+                    "Spillway cannot start from the 16-bit weights of a checkpoint while the parameters "
+                    "are in files; load the optimizer states too"
+                )
+            swapper.give(index, flat, None, None, None)
+
+    def load_universal_checkpoint(self, *arguments, **named):
+        if tiered(self):
+            raise NotImplementedError(
+                "Spillway's tier does not load universal checkpoints; load this one with "
+                "offload_optimizer on the device cpu, and save an ordinary one"
+            )
+        return own_universal(self, *arguments, **named)
+
+    return {
+        "_rigid_state_dict": rigid_state_dict,
+        "_rigid_load_state_dict": rigid_load_state_dict,
+        "_restore_from_bit16_weights": restore_from_bit16_weights,
+        "_load_universal_checkpoint": load_universal_checkpoint,
+    }
+
+
+def _order(stage3):
+    """The sub-groups in the order of the optimizer's state dict: by parameter group."""
+    groups = stage3.sub_group_to_group_id
+    return sorted(range(len(stage3.fp16_groups)), key=lambda index: (groups[index], index))
+
+
+def _refuse_swap_files(swapper, masters, order):
+    """A checkpoint of DeepSpeed's own NVMe swapper has empty masters: its states are in copies of swap files."""
+    if any(swapper.elements[index] and not master.numel() for index, master in zip(order, masters)):
+        raise InvalidArgumentError(
+            "the checkpoint was saved with DeepSpeed's own NVMe swapper: its optimizer states are copies of swap files, "
+            'below offloaded_tensors, which the tier does not read. Load it in a run with "enabled": false in '
+            "the spillway block; save_16bit_model() there writes weights from which a new run can start"
+        )
+
+
+def _take_over(swapper, masters, states, order):
+    if len(masters) != len(order):
+        raise InvalidArgumentError(
+            f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "
+            "number of ranks of the run that saved it"
+        )
+    for place, index in enumerate(order):
+        state = states.get(place, {})
+        swapper.give(index, masters[index], state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step"))
+
+
+@contextlib.contextmanager
+def _in_files(swapper, masters, states):
+    """Loads all states into the attributes where stage 3 expects them, memory-mapped from temporary files, because they
+    may exceed the host memory. The files are on the first path that is a directory, take 12 bytes per parameter in
+    addition to the tier, and ignore its limit."""
+    with tempfile.TemporaryDirectory(dir=swapper.swap_folder, prefix="spillway-checkpoint-") as folder:
+        for index, master in enumerate(masters):
+            parts = [_mapped(os.path.join(folder, f"{index}-{part}"), swapper.elements[index]) for part in range(3)]
+            swapper.read(index, *parts)
+            master.data = parts[0]
+            states[master].update(exp_avg=parts[1], exp_avg_sq=parts[2])
+    try:
+        yield
+    finally:
+        for master in masters:
+            swapper.release_swap_buffers(master)
+
+
+def _mapped(path, count):
+    import torch
+
+    with open(path, "wb") as file:
+        # Allocate first: a full disk is an error here, but SIGBUS when the mapped memory is written.
+        if count:
+            os.posix_fallocate(file.fileno(), 0, 4 * count)
+    return torch.from_file(path, shared=True, size=count, dtype=torch.float32)

@@ -17,6 +17,11 @@ _torch_dtypes: dict[Any, int] = {}
 _numpy_dtypes: dict[Any, int] = {}
 _PLAIN = 0x1 | 0x100 | 0x400
 _EXPECTED = "float32, float16 or bfloat16"
+#: Why a torch tensor is refused whose memory does not have its values.
+_NO_VALUES = (
+    "has torch's negative or conjugate bit, or is a zero tensor, so its memory does not have its "
+    "values; pass a tensor that tensor.resolve_neg(), tensor.resolve_conj() or tensor + 0 returns"
+)
 
 
 class Array(Protocol):
@@ -35,7 +40,12 @@ def span(array: Any, argument: str, write: bool, uint16_dtype: str | None = None
     """(address, element count, dtype code) of an array; InvalidArgumentError names `argument` and the reason."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        return _torch_span(torch, array, argument)
+        code = (_torch_dtypes or _read_torch_dtypes(torch)).get(array.dtype)
+        # Without another call: DeepSpeed passes four tensors per step, one step per parameter.
+        if code is not None and array.is_cpu and array.layout is torch.strided and array.is_contiguous():
+            if not (array.is_neg() or array.is_conj() or array._is_zerotensor()):
+                return array.data_ptr(), array.numel(), code
+        raise _torch_refusal(torch, array, argument)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(array, numpy.ndarray):
         return _numpy_span(array, argument, write, uint16_dtype)
@@ -48,7 +58,8 @@ def memory(array: Any, argument: str, write: bool) -> tuple[int, int]:
     if torch is not None and isinstance(array, torch.Tensor):
         if not (array.is_cpu and array.layout is torch.strided and array.is_contiguous()):
             raise InvalidArgumentError(f"{argument} is not contiguous in CPU memory; pass a contiguous CPU tensor")
-        _check_values(array, argument)
+        if array.is_neg() or array.is_conj() or array._is_zerotensor():
+            raise InvalidArgumentError(f"{argument} {_NO_VALUES}")
         address, size = array.data_ptr(), array.numel() * array.element_size()
         if size and not address:
             raise InvalidArgumentError(
@@ -99,32 +110,26 @@ def dtype_code(name: Any) -> int:
         raise InvalidArgumentError(f"the dtype {name!r} is unknown; pass one of {', '.join(sorted(_abi.DTYPES))}") from None
 
 
-def _torch_span(torch: Any, tensor: Any, argument: str) -> tuple[int, int, int]:
-    if not _torch_dtypes:
-        _torch_dtypes.update({torch.float32: _abi.DTYPE_F32, torch.float16: _abi.DTYPE_F16, torch.bfloat16: _abi.DTYPE_BF16})
-    code = _torch_dtypes.get(tensor.dtype)
-    if code is None:
-        raise InvalidArgumentError(f"{argument} has dtype {str(tensor.dtype).removeprefix('torch.')}; pass {_EXPECTED}")
-    if not tensor.is_cpu:
-        raise InvalidArgumentError(f"{argument} is on device {tensor.device}; pass a tensor in CPU memory")
-    if tensor.layout is not torch.strided:
-        raise InvalidArgumentError(f"{argument} is sparse ({tensor.layout}); pass its values()")
-    if not tensor.is_contiguous():
-        raise InvalidArgumentError(
-            f"{argument} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()}); "
+def _read_torch_dtypes(torch: Any) -> dict[Any, int]:
+    _torch_dtypes.update({torch.float32: _abi.DTYPE_F32, torch.float16: _abi.DTYPE_F16, torch.bfloat16: _abi.DTYPE_BF16})
+    return _torch_dtypes
+
+
+def _torch_refusal(torch: Any, tensor: Any, argument: str) -> InvalidArgumentError:
+    if tensor.dtype not in _torch_dtypes:
+        reason = f"has dtype {str(tensor.dtype).removeprefix('torch.')}; pass {_EXPECTED}"
+    elif not tensor.is_cpu:
+        reason = f"is on device {tensor.device}; pass a tensor in CPU memory"
+    elif tensor.layout is not torch.strided:
+        reason = f"is sparse ({tensor.layout}); pass its values()"
+    elif not tensor.is_contiguous():
+        reason = (
+            f"is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()}); "
             "pass the contiguous tensor itself, because a step on a copy would be lost"
         )
-    _check_values(tensor, argument)
-    return tensor.data_ptr(), tensor.numel(), code
-
-
-def _check_values(tensor: Any, argument: str) -> None:
-    """Raises InvalidArgumentError if the memory of a torch tensor does not have its values."""
-    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
-        raise InvalidArgumentError(
-            f"{argument} has torch's negative or conjugate bit, or is a zero tensor, so its memory does not have its "
-            "values; pass a tensor that tensor.resolve_neg(), tensor.resolve_conj() or tensor + 0 returns"
-        )
+    else:
+        reason = _NO_VALUES
+    return InvalidArgumentError(f"{argument} {reason}")
 
 
 def _numpy_span(array: Any, argument: str, write: bool, uint16_dtype: str | None) -> tuple[int, int, int]:

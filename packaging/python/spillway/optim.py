@@ -361,17 +361,9 @@ def _fill(slot: Any, entry: tuple[Any, ...], names: tuple[str, ...], prefix: str
     """Writes one tuple of arrays into a row of the C table."""
     if len(entry) not in (len(names) - 1, len(names)):
         raise InvalidArgumentError(f"{prefix[:-1]} has {len(entry)} arrays; pass {', '.join(names[:-1])} and optionally {names[-1]}")
-    for name, array in zip(names, entry):
-        if name == "param_copy" and array is None:
-            continue
-        argument = prefix + name
-        span = _arrays.span(array, argument, name != "grad", uint16_dtype)
-        if name == "param":
-            _tensor_rows.begin(slot, span[1])
-            shape = array.shape
-        elif array.shape != shape:
-            _arrays.same_shape(array, entry[0], argument, prefix + "param")
-        _tensor_rows.put(slot, name, span, argument)
+    if len(entry) == len(names) and entry[-1] is None:
+        names, entry = names[:-1], entry[:-1]
+    _tensor_rows.fill(slot, names, entry, [prefix + name for name in names], uint16_dtype)
 
 
 def _fill_shadows(

@@ -13,12 +13,9 @@ import contextlib
 import ctypes
 import threading
 
-from .. import _abi, _arguments, _arrays, _log, _native, _tensor_rows
+from .. import _abi, _arguments, _log, _native, _tensor_rows
 from ..errors import InvalidArgumentError, UnknownIdError
 from . import _installed
-
-_CALL_SIZE = ctypes.sizeof(_abi.DsAdamCall)
-
 
 # cpu_adam.
 
@@ -33,15 +30,17 @@ def create_adam(optimizer_id, alpha, betta1, betta2, eps, weight_decay, adamw_mo
 
 def adam_update(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, params, grads, exp_avg, exp_avg_sq, /):
     """One step over one tensor, with DeepSpeed's beta powers per id; recorded if it may be rolled back."""
-    call = _adam_call(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction)
+    call = adam_call(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction)
     optimizer_id = identity(optimizer_id)
-    row = tensor(params, grads, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    update = _native.library().spw_ds_adam_update
+    row = _tensor_rows.fill(_abi.Tensor(), _ADAM_FIELDS, (params, grads, exp_avg, exp_avg_sq), _ADAM_ARGUMENTS)
+    update = (_native._library or _native.library()).spw_ds_adam_update
     if _is_recorded(optimizer_id):
         with _recording(optimizer_id, row, True) as recording:
-            _native.check(update(recording, optimizer_id, ctypes.byref(call), ctypes.byref(row)))
+            status = update(recording, optimizer_id, ctypes.byref(call), ctypes.byref(row))
     else:
-        _native.check(update(None, optimizer_id, ctypes.byref(call), ctypes.byref(row)))
+        status = update(None, optimizer_id, ctypes.byref(call), ctypes.byref(row))
+    if status:
+        _native.check(status)
     count("cpu_adam", row.n)
     return 0
 
@@ -49,7 +48,7 @@ def adam_update(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bia
 def adam_rollback(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, params, grads, exp_avg, exp_avg_sq, /):
     """Rolls back the step that adam_update did with the same arguments: bit for bit if it was recorded, else by the
     inverse formula. The formula raises for Inf and NaN, where DeepSpeed's own overwrites parameters."""
-    call = _adam_call(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction)
+    call = adam_call(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction)
     optimizer_id = identity(optimizer_id)
     row, exact = tensor(params, grads, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq), ctypes.c_uint32()
     with _recording(optimizer_id, row, False) as recording:
@@ -63,11 +62,6 @@ def destroy_adam(optimizer_id, /):
     """Destroys an optimizer."""
     _forget(identity(optimizer_id))
     return _destroy("spw_ds_adam_destroy", optimizer_id)
-
-
-def _adam_call(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction):
-    hyper = numbers(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
-    return adam_call(integer(step, "step", 1 << 64), *hyper, 1 if bias_correction else 0)
 
 
 # cpu_adagrad.
@@ -129,36 +123,38 @@ NOT_SERVED = {
 # C records of arguments.
 
 
+_ADAM_FIELDS = ("param", "grad", "exp_avg", "exp_avg_sq")
+_ADAM_ARGUMENTS = ("params", "grads", "exp_avg", "exp_avg_sq")
+
+
 def tensor(params, grads, **states):
     """The C record of one tensor; `states` are the optimizer's moments."""
-    param = _arrays.span(params, "params", True)
-    grad = _arrays.span(grads, "grads", False)
-    _arrays.same_shape(grads, params, "grads", "params")
-    made = _tensor_rows.begin(_abi.Tensor(), param[1])
-    _tensor_rows.put(made, "param", param, "params")
-    _tensor_rows.put(made, "grad", grad, "grads")
-    for name, state in states.items():
-        span = _arrays.span(state, name, True)
-        _arrays.same_shape(state, params, name, "params")
-        _tensor_rows.put(made, name, span, name)
-    return made
+    return _tensor_rows.fill(_abi.Tensor(), ("param", "grad", *states), (params, grads, *states.values()), ("params", "grads", *states))
 
 
-def adam_call(step, lr, beta1, beta2, eps, weight_decay, bias_correction, grad_scale=1.0):
+# Copied per step: this is faster than the constructor, whose keywords are checked one by one.
+_CALLS = tuple(_abi.DsAdamCall(ctypes.sizeof(_abi.DsAdamCall), corrected, grad_scale=1.0) for corrected in (0, 1))
+
+
+def adam_call(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, grad_scale=1.0):
     """The C record of the arguments of a step of DeepSpeed's Adam."""
-    return _abi.DsAdamCall(_CALL_SIZE, bias_correction, step, lr, beta1, beta2, eps, weight_decay, grad_scale)
+    call = _abi.DsAdamCall.from_buffer_copy(_CALLS[1 if bias_correction else 0])
+    call.step = step
+    try:
+        call.lr, call.beta1, call.beta2, call.eps, call.weight_decay = lr, beta1, beta2, epsilon, weight_decay
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        numbers(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+        raise
+    if grad_scale != 1.0:
+        call.grad_scale = grad_scale
+    return call
 
 
 def identity(optimizer_id):
     """The id, checked to be a 32-bit integer."""
-    return integer(optimizer_id, "optimizer_id", 1 << 31, -(1 << 31))
-
-
-def integer(value, argument, end, start=0):
-    """The value as an int, if it is an integer from `start` to `end` - 1."""
-    if type(value) is int and start <= value < end:
-        return value
-    return _arguments.between(argument, value, start, end - 1)
+    if type(optimizer_id) is int and -(1 << 31) <= optimizer_id < 1 << 31:
+        return optimizer_id
+    return _arguments.signed("optimizer_id", optimizer_id)
 
 
 def numbers(**given):
@@ -167,14 +163,14 @@ def numbers(**given):
     for name, value in given.items():
         try:
             floats.append(float(value))
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise InvalidArgumentError(f"{name} is {value!r}; pass a number") from None
     return floats
 
 
 def _update(op, function, optimizer_id, step, hyper, row):
     """`hyper` has the hyper-parameters in the order of the C function."""
-    _invoke(function, optimizer_id, integer(step, "step", 1 << 64), *hyper, ctypes.byref(row))
+    _invoke(function, optimizer_id, _arguments.unsigned("step", step), *hyper, ctypes.byref(row))
     count(op, row.n)
     return 0
 

@@ -13,7 +13,7 @@ import os
 
 import spillway
 
-from .. import _abi, _arrays, _native
+from .. import _abi, _arguments, _arrays, _native
 from ..errors import InvalidArgumentError, UnknownIdError
 from . import _installed, _optimizer_ops, _zenflow_control
 
@@ -32,7 +32,7 @@ def zenflow_adam_create(optimizer_id, zf_affinity, /):
     list. Returns its handle."""
     optimizer_id = _optimizer_ops.identity(optimizer_id)
     try:
-        cores = [_optimizer_ops.integer(core, "zf_affinity", 1 << 31, -(1 << 31)) for core in zf_affinity]
+        cores = [_arguments.signed("zf_affinity", core) for core in zf_affinity]
     except TypeError:
         raise InvalidArgumentError(f"zf_affinity is {zf_affinity!r}; pass a list of cores") from None
     handle = next(_numbers)
@@ -61,7 +61,7 @@ def zenflow_adam_register_group(handle, param, grad0, grad1, exp_avg0, exp_avg1,
 
 def zenflow_adam_destroy(handle, /):
     """Destroys a worker. An unknown handle is not an error, as in DeepSpeed."""
-    _handles.pop(_optimizer_ops.integer(handle, "handle", 1 << 31, -(1 << 31)), None)
+    _handles.pop(_arguments.signed("handle", handle), None)
 
 
 def zenflow_adam_ctrl_size():
@@ -86,10 +86,10 @@ def zenflow_adam_run_worker(handle, control_ptr, /):
 def zenflow_adam_submit(control_ptr, now_state, step, lr, beta1, beta2, eps, weight_decay, bias_correction, /):
     """Submits a step, with one value per group in each list. Two steps may be submitted before the worker begins the
     first of them; a third is an error."""
-    now_state = _optimizer_ops.integer(now_state, "now_state", 2)
-    step = _optimizer_ops.integer(step, "step", 1 << 63, 1)
+    now_state = _arguments.between("now_state", now_state, 0, 1)
+    step = _arguments.between("step", step, 1, (1 << 63) - 1)
     columns = _columns(dict(zip(_HYPER, (lr, beta1, beta2, eps, weight_decay))))
-    flags = [_optimizer_ops.integer(flag, "bias_correction", 2) for flag in _values("bias_correction", bias_correction)]
+    flags = [_arguments.between("bias_correction", flag, 0, 1) for flag in _values("bias_correction", bias_correction)]
     lengths = {len(column) for column in (*columns, flags)}
     if len(lengths) != 1:
         raise InvalidArgumentError(f"the lists of hyper-parameters have {sorted(lengths)} values; pass one value per group in each")
@@ -183,7 +183,7 @@ class _Worker:
 
 
 def _worker(handle):
-    handle = _optimizer_ops.integer(handle, "handle", 1 << 31, -(1 << 31))
+    handle = _arguments.signed("handle", handle)
     if handle not in _handles:
         raise UnknownIdError(f"no ZenFlow worker has the handle {handle}; call zenflow_adam_create in this process")
     return _handles[handle]

@@ -61,7 +61,8 @@ def test_the_optimizer_refuses_what_it_cannot_do(run_forked):
         run_forked("""
 import torch
 from spillway.deepspeed import _ops
-from spillway.deepspeed._rounds import Call, SuperOffloadCPUOptimizer
+from spillway.deepspeed._rounds import SuperOffloadCPUOptimizer
+from spillway.deepspeed._stage3 import Call
 config = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 for bad in ({**config, "amsgrad": True}, [config, {**config, "amsgrad": True}]):
     try:

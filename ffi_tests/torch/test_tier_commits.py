@@ -1,14 +1,12 @@
 """States on a tier: commits, resumes, rollbacks, kills, forks and interrupts."""
 
 import copy
-import itertools
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
-from test_interrupted import interrupted_at
 from tier_runs import same, same_states, tier, train
 from tier_worker import options, parameters, random_grads
 
@@ -122,27 +120,3 @@ def interrupted(status):
     """In place of the check of a status: a signal handler that raises after the call."""
     assert status == 0
     raise KeyboardInterrupt
-
-
-def test_an_interrupt_at_any_line_of_a_commit_leaves_the_commit_before_or_the_new_one(tier):
-    params = parameters()
-    optimizer = own.AdamW(params, lr=1e-2, tier=tier._replace(durability="process"))
-    optimizer.commit()
-    steps, found = 0, set()
-    for line in itertools.count():
-        train(optimizer, params, [steps])
-        stepped = [param.detach().clone() for param in params]
-        before, steps = steps, steps + 1
-        hit = interrupted_at(line, optimizer.commit)
-        optimizer.rollback()
-        done = int(next(iter(optimizer.state.values()))["step"])
-        assert done in (before, steps) and optimizer._home.tiered.committed_step == done, line
-        if done == steps:
-            assert same(params, stepped), line
-        found.add((done == steps, hit))
-        steps = done
-        if not hit:
-            break
-    assert found == {(False, True), (True, True), (True, False)}
-    optimizer.close()
-    assert own.AdamW(parameters(seed=5), tier=tier).resumed_step == steps

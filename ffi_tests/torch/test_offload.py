@@ -1,0 +1,498 @@
+"""spillway.torch.offload: a step that starts during backward has the bits of one that waits, and those of AdamW with masters; whatever a
+program does between backward and step."""
+
+import copy
+import itertools
+import math
+import pickle
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import spillway
+from spillway.torch import AdamW, _offload_plan, offload
+
+#: Bytes of a bucket: one per parameter, some per model, one for all.
+BUCKETS = (1, 2000, 1 << 20)
+
+
+class Net(torch.nn.Module):
+    """Layers of which some are used twice, some in some steps only, and some are frozen."""
+
+    def __init__(self, chance, dtype):
+        super().__init__()
+        width = chance.choice((8, 24, 40))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(chance.randint(2, 5)))
+        self.scale = torch.nn.Parameter(torch.ones(width))
+        self.sometimes = torch.nn.Linear(width, width)
+        self.head = torch.nn.Linear(width, 3)
+        if chance.random() < 0.3:
+            self.layers[0].requires_grad_(False)
+        self.shared, self.width = chance.random() < 0.5, width
+        self.to(dtype)
+
+    def forward(self, x, sometimes):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        if self.shared:
+            x = self.layers[-1](x)
+        return self.head(self.sometimes(x) if sometimes else x)
+
+
+def training(seed, make):
+    """Losses, norms and final tensors of a random training. `make(params, **options)` makes the optimizer."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = chance.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+    model = Net(chance, dtype)
+    options = {
+        "lr": 10 ** chance.uniform(-4, -1.5),
+        "max_norm": chance.choice((None, 0.02, 1.0, 50.0)),
+        "skip_nonfinite": chance.random() < 0.5,
+    }
+    params = [p for p in model.parameters() if p.requires_grad]
+    if chance.random() < 0.5:
+        decay = [p for p in params if p.dim() > 1]
+        params = [{"params": decay, "weight_decay": 0.1}, {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
+    optimizer = make(params, **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step) if chance.random() < 0.5 else None
+    data, seen = torch.Generator().manual_seed(seed), []
+    for _ in range(chance.randint(4, 9)):
+        events = {name for name in EVENTS if chance.random() < 0.12}
+        micro = chance.choice((1, 1, 1, 2, 3))
+        for number in range(micro):
+            used = chance.random() < 0.7
+            x = torch.randn(5, model.width, generator=data).to(dtype)
+
+            def loss_of(x=x, used=used, events=events):
+                loss = model(x, used).float().square().mean()
+                return loss * 300 if "spike" in events else loss
+
+            outer = getattr(optimizer, "accumulating", None)
+            if number < micro - 1 and outer is not None and chance.random() < 0.5:
+                with outer():
+                    loss_of().backward()
+            else:
+                loss = loss_of()
+                loss.backward()
+                seen.append(loss.item())
+        for name in sorted(events - {"spike", "closure"}):
+            EVENTS[name](model, optimizer, chance)
+        if "closure" in events:
+
+            def closure(loss_of=loss_of):
+                loss = loss_of()
+                loss.backward()
+                return loss
+
+            arguments = (closure,)
+        else:
+            arguments = ()
+        try:
+            optimizer.step(*arguments)
+        except spillway.InvalidArgumentError as error:
+            assert "Inf or NaN" in str(error)
+            seen.append("refused")
+        seen.append(None if optimizer.grad_norm is None else (optimizer.skipped, optimizer.grad_norm))
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad(set_to_none=chance.random() < 0.7)
+        if "weights" in events:
+            # This changes no version.
+            chance.choice(list(model.parameters())).data.mul_(0.9)
+    state = optimizer.state_dict()["state"]
+    tensors = [p.detach() for p in model.parameters()]
+    tensors += [state[key][name] for key in sorted(state) for name in ("exp_avg", "exp_avg_sq", "step")]
+    return seen, tensors
+
+
+def _some(model, chance):
+    return chance.choice([p for p in model.parameters() if p.grad is not None])
+
+
+def _edit(model, optimizer, chance):
+    _some(model, chance).grad.mul_(0.5)
+
+
+def _replace(model, optimizer, chance):
+    param = _some(model, chance)
+    param.grad = torch.full_like(param.grad, 0.25)
+
+
+def _remove(model, optimizer, chance):
+    _some(model, chance).grad = None
+
+
+def _inf(model, optimizer, chance):
+    _some(model, chance).grad.flatten()[0] = math.inf
+
+
+def _weights(model, optimizer, chance):
+    with torch.no_grad():
+        _some(model, chance).mul_(0.75)
+
+
+def _data(model, optimizer, chance):
+    param = _some(model, chance)
+    param.data = param.detach() * 0.5
+
+
+def _grad_data(model, optimizer, chance):
+    _some(model, chance).grad.data.mul_(0.5)
+
+
+def _clip(model, optimizer, chance):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def _rate(model, optimizer, chance):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def _reload(model, optimizer, chance):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _look(model, optimizer, chance):
+    list(optimizer.state.values())
+
+
+def _load_weights(model, optimizer, chance):
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+#: What a program does between backward and step.
+EVENTS = {
+    "spike": None,
+    "closure": None,
+    "edit": _edit,
+    "replace": _replace,
+    "remove": _remove,
+    "inf": _inf,
+    "weights": _weights,
+    "data": _data,
+    "grad data": _grad_data,
+    "clip": _clip,
+    "rate": _rate,
+    "reload": _reload,
+    "look": _look,
+    "load weights": _load_weights,
+}
+
+
+def offloaded(**more):
+    return lambda params, **options: offload(params, torch.optim.AdamW, **options, **more)
+
+
+def same(one, other):
+    # As text and as bytes: NaN is not equal to itself.
+    assert repr(one[0]) == repr(other[0])
+    assert [bits(tensor) for tensor in one[1]] == [bits(tensor) for tensor in other[1]]
+
+
+def bits(tensor):
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_that_starts_during_backward_has_the_bits_of_one_that_waits(seed):
+    bucket = BUCKETS[seed % 3]
+    same(training(seed, offloaded(bucket_bytes=bucket)), training(seed, offloaded(bucket_bytes=bucket, overlap=False)))
+
+
+class Later(_offload_plan.HostLink):
+    """A link whose copies are done by a thread, some time after they were started."""
+
+    def __init__(self):
+        self.started, self.threads = 0, []
+
+    def _start(self, to, value, now):
+        done = threading.Event()
+        self.started += 1
+        frozen = value.clone()
+
+        def run():
+            time.sleep(0.001)
+            with torch.no_grad():
+                to.copy_(frozen)
+            done.set()
+
+        self.threads.append(threading.Thread(target=run))
+        self.threads[-1].start()
+        if now:
+            done.wait()
+
+    def out(self, host, tensor):
+        host.fill_(math.nan)
+        self._start(host, tensor, False)
+
+    def back(self, tensor, host):
+        self._start(tensor, host, True)
+
+    def fence(self):
+        before = list(self.threads)
+
+        class Fence:
+            def synchronize(self):
+                for thread in before:
+                    thread.join()
+
+        return Fence()
+
+
+@pytest.mark.parametrize("seed", range(60, 72))
+def test_copies_that_end_later_give_the_same_bits(seed, monkeypatch):
+    waits = training(seed, offloaded(bucket_bytes=2000, overlap=False))
+    link = Later()
+    monkeypatch.setattr("spillway.torch._offload.link_to", lambda param: link)
+    same(training(seed, offloaded(bucket_bytes=2000)), waits)
+    assert link.started
+
+
+def run(optimizer_of, dtype=torch.float32, steps=6, spike=3, seed=1, model=None):
+    """A plain training; the model, the optimizer, and norms."""
+    torch.manual_seed(seed)
+    model = model or torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(dtype)
+    optimizer, norms = optimizer_of(model), []
+    for step in range(steps):
+        loss = model(torch.randn(8, 16).to(dtype)).float().square().mean() * (100 if step == spike else 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return model, optimizer, norms
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_bits_are_those_of_adamw_with_masters(dtype, max_norm):
+    master = None if dtype is torch.float32 else "f32"
+    one, optimizer, norms = run(lambda model: offload(model, AdamW, lr=1e-2, max_norm=max_norm, bucket_bytes=1 << 20), dtype)
+    other, plain, others = run(lambda model: AdamW(model.parameters(), lr=1e-2, max_norm=max_norm, master=master), dtype)
+    assert equal(one, other)
+    assert norms == pytest.approx(others) if max_norm else norms == [None] * 6
+    for param, of in zip(one.parameters(), other.parameters()):
+        assert all(torch.equal(optimizer.state[param][name], plain.state[of][name]) for name in ("exp_avg", "exp_avg_sq", "step"))
+
+
+def test_buckets_step_during_backward_and_a_clipped_step_is_repeated():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = offload(model, lr=1e-3, max_norm=1.0, bucket_bytes=1)
+    counts = []
+    for step in range(6):
+        (model(torch.randn(4, 64)).square().mean() * (1e4 if step == 4 else 1e-2)).backward()
+        plan = optimizer._plan
+        counts.append(0 if plan is None else sum(bucket.submitted for bucket in plan.buckets))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counts == [0, 8, 8, 8, 8, 8]
+    stats = optimizer._plan.lanes[0].speculation.stats()
+    assert (stats.commits, stats.redos, stats.aborts) == (5, 1, 0) and stats.buckets_committed == 40
+
+
+def test_after_clipped_steps_a_step_waits_for_the_norm():
+    model, optimizer, _ = run(lambda model: offload(model, lr=1e-3, max_norm=1e-4, bucket_bytes=1), steps=8)
+    stats = optimizer._plan.lanes[0].speculation.stats()
+    assert stats.redos == 8 and stats.buckets_redone <= 3 * 4
+
+
+def test_nothing_is_stepped_if_a_gradient_has_nan():
+    model = torch.nn.Linear(8, 8)
+    optimizer = offload(model, lr=1e-2, max_norm=1.0)
+    for _ in range(2):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()], copy.deepcopy(optimizer.state_dict()["state"])
+    (model(torch.randn(2, 8)).sum() * math.nan).backward()
+    with pytest.raises(spillway.InvalidArgumentError, match="parameter 0 has Inf or NaN; nothing was stepped"):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before[0]))
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(after[key][name], before[1][key][name]) for key in after for name in after[key])
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_torchs_gradient_scaler(unscaled):
+    def train(overlap):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 16)
+        optimizer, scaler = (
+            offload(model, lr=1e-2, max_norm=1.0, overlap=overlap),
+            torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2),
+        )
+        scales, skipped = [], []
+        for step in range(8):
+            loss = model(torch.randn(4, 16)).square().mean()
+            scaler.scale(loss * (math.inf if step == 5 else 1)).backward()
+            if unscaled:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            skipped.append(optimizer.skipped)
+        return model, scales, skipped
+
+    (one, scales, skipped), (other, scales2, skipped2) = train(True), train(False)
+    assert equal(one, other) and scales == scales2 and skipped == skipped2 and skipped[5] and not skipped[4]
+
+
+def test_state_dicts_go_both_ways_with_torchs_adamw():
+    plain = torch.optim.AdamW(torch.nn.Linear(8, 8).parameters(), lr=1e-2)
+    for param in plain.param_groups[0]["params"]:
+        param.grad = torch.randn_like(param)
+    plain.step()
+    model = torch.nn.Linear(8, 8)
+    optimizer = offload(model, torch.optim.AdamW, lr=1e-3)
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    for param, of in zip(model.parameters(), plain.param_groups[0]["params"]):
+        assert all(torch.equal(optimizer.state[param][name], plain.state[of][name]) for name in ("exp_avg", "exp_avg_sq", "step"))
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_goes_on_from_its_state_dicts(dtype):
+    whole, *_ = run(lambda model: offload(model, lr=1e-2), dtype, steps=8, spike=None)
+    torch.manual_seed(1)
+    model, optimizer, _ = run(lambda model: offload(model, lr=1e-2), dtype, steps=4, spike=None)
+    random_state = torch.get_rng_state()
+    weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    resumed = copy.deepcopy(model)
+    other = offload(resumed, lr=1e-2)
+    resumed.load_state_dict(weights)
+    other.load_state_dict(states)
+    torch.set_rng_state(random_state)
+    for _ in range(4):
+        resumed(torch.randn(8, 16).to(dtype)).float().square().mean().backward()
+        other.step()
+        other.zero_grad()
+    assert equal(whole, resumed)
+
+
+def test_a_parameter_that_is_added_later_is_stepped():
+    model, more = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.ones(4))
+    optimizer = offload(model, lr=1e-2)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": [more], "lr": 1.0})
+        (model(torch.randn(2, 4)) * more).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert int(optimizer.state[more]["step"]) == 2 and not torch.equal(more, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"kind": torch.optim.SGD}, spillway.UnsupportedError, "kind is"),
+        ({"max_norm": -1.0}, spillway.InvalidArgumentError, "max_norm is -1.0"),
+        ({"max_norm": math.inf}, spillway.InvalidArgumentError, "max_norm is inf"),
+        ({"bucket_bytes": 0}, spillway.InvalidArgumentError, "bucket_bytes is 0"),
+        ({"amsgrad": True}, spillway.UnsupportedError, "amsgrad is not served"),
+        ({"betas": (2.0, 0.9)}, ValueError, "beta"),
+        ({"undo": True}, TypeError, "undo"),
+    ],
+)
+def test_arguments_that_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        offload(torch.nn.Linear(2, 2), **options)
+
+
+def test_parameters_that_are_refused():
+    for param in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.complex64)):
+        with pytest.raises(spillway.UnsupportedError, match="float32, bfloat16 and float16"):
+            offload([torch.nn.Parameter(param)])
+    table = torch.nn.Embedding(4, 4, sparse=True)
+    optimizer = offload(table)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(spillway.InvalidArgumentError, match="sparse"):
+        optimizer.step()
+    assert not optimizer.state_dict()["state"]
+
+
+def test_no_copy_of_an_optimizer_is_made():
+    optimizer = offload(torch.nn.Linear(2, 2))
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="state_dict"):
+            make(optimizer)
+
+
+def test_an_optimizer_that_is_dropped_leaves_no_hook():
+    model = torch.nn.Linear(2, 2)
+    optimizer = offload(model)
+    optimizer.close()
+    assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
+    del optimizer
+    other = offload(model)
+    del other
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_step_that_a_signal_interrupts_happens_or_does_not():
+    """A handler raises at a random moment of backward or step. Afterwards weights and states are those of the counted number of steps."""
+
+    def gradients(model, step):
+        torch.manual_seed(step)
+        model(torch.randn(4, 32)).square().mean().backward()
+
+    def make():
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+        return model, offload(model, lr=1e-2, max_norm=0.05, bucket_bytes=1)
+
+    steps = 40
+    model, optimizer = make()
+    after = [[p.detach().clone() for p in model.parameters()]]
+    begun = time.perf_counter()
+    for step in range(steps):
+        gradients(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        after.append([p.detach().clone() for p in model.parameters()])
+
+    duration = (time.perf_counter() - begun) / steps
+
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupt
+
+    model, optimizer = make()
+    chance, interrupted, done = random.Random(1), 0, 0
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for attempt in itertools.count():
+            if done == steps:
+                break
+            optimizer.zero_grad()
+            try:
+                try:
+                    # Every second attempt is left alone, so that a slow machine gets on.
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, duration) if attempt % 2 else 0)
+                    gradients(model, done)
+                    optimizer.step()
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupt:
+                interrupted += 1
+            counts = {int(state["step"]) for state in optimizer.state.values()} or {0}
+            assert len(counts) == 1 and counts <= {done, done + 1}, counts
+            done = counts.pop()
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), after[done])), done
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 3

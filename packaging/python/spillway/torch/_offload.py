@@ -1,0 +1,386 @@
+"""An optimizer whose masters and states are in host memory, for parameters on any device. Its steps start during backward.
+
+Order of a step, with overlap:
+
+1. A hook copies each gradient to the host as backward completes it. A bucket whose gradients are there is stepped at once, speculatively.
+2. step() checks that nothing has changed since: options, gradients, weights. Otherwise it rolls back what was stepped, and steps all now.
+3. The norm of all gradients is known when the last bucket is measured. It confirms the steps, or rolls them back and repeats them clipped.
+4. Each bucket's new weights return to the parameters as it becomes final.
+
+A step without overlap is the same step, whose buckets start in step(). Both have the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgumentError, UnsupportedError
+from ._offload_plan import FLOATS, Plan, Slot, link_to
+
+_KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+_UNSERVED = ("amsgrad", "capturable", "differentiable")
+#: After this number of clipped steps in a row, a step waits for the norm: a speculative step would be repeated anyway.
+_CLIPPED_IN_A_ROW = 2
+
+
+def offload(
+    params: torch.nn.Module | Iterable[Any],
+    kind: type = torch.optim.AdamW,
+    *,
+    overlap: bool = True,
+    bucket_bytes: int = 64 << 20,
+    max_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    **options: Any,
+) -> Offloaded:
+    """Makes an optimizer whose master weights and moments are in host memory.
+
+    Args:
+        params: A model, or its parameters or groups of parameters as torch takes them, on any device, in float32, bfloat16 or float16.
+        kind: torch.optim.AdamW or torch.optim.Adam, or the class of that name in spillway.torch.
+        overlap: Start the step during backward. Each parameter then has one backward per step, or accumulates inside of
+            `accumulating()`; a further backward is correct too, but its step does not overlap.
+        bucket_bytes: Bytes of gradients that are stepped together.
+        max_norm: Gradients are clipped to this global norm, exactly; `grad_norm` is the norm before.
+        skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
+        options: The arguments of `kind`, such as lr.
+
+    Returns:
+        A torch.optim.Optimizer. Its state_dict is that of `kind`, with float32 moments, and a float32 "master" for a 16-bit parameter.
+
+    Raises:
+        InvalidArgumentError: An argument has a wrong value.
+        UnsupportedError: The optimizer or an option is not served.
+
+    Example:
+        optimizer = spillway.torch.offload(model, torch.optim.AdamW, lr=1e-4, max_norm=1.0)
+        model(batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()"""
+    return Offloaded(params, kind, overlap=overlap, bucket_bytes=bucket_bytes, max_norm=max_norm, skip_nonfinite=skip_nonfinite, **options)
+
+
+class Offloaded(torch.optim.Optimizer):
+    """The optimizer that offload() makes.
+
+    Attributes:
+        grad_norm: Global norm of the gradients of the last step, before clipping; None without `max_norm` and `skip_nonfinite`.
+        skipped: True if the last step changed nothing because a gradient had Inf or NaN."""
+
+    # torch's GradScaler then passes its factor to step(), and does not write to the gradients.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        kind: type = torch.optim.AdamW,
+        *,
+        overlap: bool,
+        bucket_bytes: int,
+        max_norm: float | None,
+        skip_nonfinite: bool,
+        **options: Any,
+    ):
+        own = _KINDS.get(kind.__name__) if isinstance(kind, type) else None
+        if own is None or not issubclass(kind, own):
+            raise UnsupportedError(f"offload: kind is {kind!r}; pass torch.optim.AdamW or torch.optim.Adam")
+        if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
+            raise InvalidArgumentError(f"offload: max_norm is {max_norm!r}; pass a finite number above 0, or None")
+        if type(bucket_bytes) is not int or bucket_bytes < 1:
+            raise InvalidArgumentError(f"offload: bucket_bytes is {bucket_bytes!r}; pass a number of bytes, at least 1")
+        # torch checks the options, and knows the defaults.
+        defaults = own([torch.nn.Parameter(torch.zeros(1))], **options).defaults
+        self.max_norm, self.skip_nonfinite, self.overlap = max_norm, skip_nonfinite, overlap
+        self.grad_norm: float | None = None
+        self.skipped = False
+        self._bucket_bytes, self._decoupled = bucket_bytes, own is torch.optim.AdamW
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._plan: Plan | None = None
+        self._states: Any = {}
+        # Why the next step does not overlap, how many steps in a row were clipped, and the last factor of a GradScaler.
+        self._waits, self._accumulates, self._clipped, self._scale = False, False, 0, 1.0
+        super().__init__(list(params.parameters()) if isinstance(params, torch.nn.Module) else params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, as torch does."""
+        self._interrupt()
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_group(group)
+        except UnsupportedError:
+            self.param_groups.pop()
+            raise
+        number = len(self.param_groups) - 1
+        owner = weakref.ref(self)
+        for param in group["params"]:
+            slot = self._slots[param] = Slot(param, number, len(self._slots), link_to(param))
+
+            def arrived(_: Any, slot: Slot = slot) -> None:
+                optimizer = owner()
+                if optimizer is not None:
+                    optimizer._arrived(slot)
+
+            if param.requires_grad:
+                slot.hook = param.register_post_accumulate_grad_hook(arrived)
+
+    # During backward.
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Gradients of backwards inside of it are summed up, and a step that follows does not start with them. The last backward before
+        step() belongs outside."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def _arrived(self, slot: Slot) -> None:
+        """Called when backward has completed a parameter's gradient."""
+        if self._accumulates or self._waits or not self.overlap or _averages_later():
+            return
+        if slot.seen is not None:
+            # Another backward, while the first one's gradients are in use.
+            return self._interrupt()
+        # The first step has no plan yet: it makes states for the parameters that have gradients.
+        bucket = self._plan.bucket_of(slot) if self._plan is not None else None
+        if self._plan is None:
+            return
+        if bucket is None or slot.refusal():
+            return self._interrupt()
+        slot.take()
+        if bucket.is_complete() and self._clipped < _CLIPPED_IN_A_ROW:
+            if not self._plan.is_open:
+                self._plan.begin(self._all_options(self._plan), self._scale, self.max_norm or 0.0)
+            self._plan.submit(bucket)
+
+    def _interrupt(self) -> None:
+        """Rolls back what was stepped since the last step; the next step does not overlap."""
+        self._complete()
+        if self._plan is not None and self._plan.is_used():
+            self._plan.abort()
+            self._waits = True
+
+    # The step.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Steps all parameters that have a gradient, and gives them their new weights.
+
+        Args:
+            closure: Computes the loss again, before the step.
+
+        Returns:
+            The closure's result; None without a closure.
+
+        Raises:
+            InvalidArgumentError: A gradient does not fit its parameter, or has Inf or NaN with `max_norm`; nothing was stepped."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._complete()
+        scale, found_inf = _scaler_of(self)
+        if found_inf:
+            self._interrupt()
+            self._waits, self.skipped, self.grad_norm = False, True, float("inf")
+            return result
+        live = [slot for slot in self._slots.values() if slot.param.grad is not None]
+        if live:
+            with torch.no_grad():
+                self._step(live, scale)
+        else:
+            self._interrupt()
+        self._waits = False
+        return result
+
+    def _step(self, live: list[Slot], scale: float) -> None:
+        plan = self._plan
+        for slot in live:
+            if reason := slot.refusal():
+                self._interrupt()
+                raise InvalidArgumentError(f"offload: {slot.name} has a gradient that {reason}; nothing was stepped")
+        if plan is not None and plan.is_open:
+            if self._waits or scale != self._scale or not plan.stands(live, self._all_options(plan)):
+                plan.abort()
+        if plan is None or not plan.is_of(live, self._number):
+            if plan is not None:
+                plan.close()
+            plan = self._plan = self._planned(live)
+        for slot in live:
+            # Those of a submitted bucket were compared by `stands`.
+            if not plan.has(slot) and not slot.is_current():
+                slot.take()
+        if not plan.is_open:
+            plan.begin(self._all_options(plan), scale, self.max_norm or 0.0)
+        self._scale = scale
+        try:
+            for bucket in plan.buckets:
+                plan.submit(bucket)
+            self._decide(plan)
+        except BaseException:
+            if plan.decision is None:
+                plan.abort()
+                self._waits = True
+            raise
+        self._complete()
+
+    def _decide(self, plan: Plan) -> None:
+        """The verdict that follows from the norm."""
+        nonfinite, total = plan.measured()
+        if self.max_norm is None and not self.skip_nonfinite:
+            plan.decision = "commit"
+            return
+        if nonfinite and not self.skip_nonfinite:
+            plan.abort()
+            culprit = next((slot for slot in plan.slots if not bool(torch.isfinite(slot.grad).all())), None)
+            raise InvalidArgumentError(
+                f"offload: the gradient of {culprit.name if culprit else 'a parameter'} has Inf or NaN; nothing was stepped. Pass "
+                "skip_nonfinite=True to skip such steps"
+            )
+        plan.decision = nonfinite, total
+
+    def _complete(self) -> None:
+        """Finishes a step whose verdict is known, also one that a signal interrupted."""
+        plan = self._plan
+        if plan is None or plan.decision is None:
+            return
+        plan.resolve()
+        self.skipped, self.grad_norm = False, None
+        if plan.decision != "commit":
+            self.skipped, self.grad_norm = plan.decision[0], math.sqrt(plan.decision[1])
+        if not self.skipped:
+            with torch.no_grad():
+                plan.publish()
+        plan.finish()
+        if not self.skipped:
+            for slot in plan.slots:
+                self._states[slot.param]["step"].fill_(plan.numbers[slot])
+        self._clipped = self._clipped + 1 if self.max_norm and (self.grad_norm or 0.0) > self.max_norm else 0
+        plan.end()
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
+        """Step counts, moments and masters. An access between backward and step() ends the overlap of that step."""
+        self._interrupt()
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        self._states = states
+
+    # Plans.
+
+    def _planned(self, slots: list[Slot]) -> Plan:
+        for slot in slots:
+            self._state_of(slot)
+        return Plan(slots, self._number, self._bucket_bytes)
+
+    def _number(self, slot: Slot) -> int:
+        """Number of a parameter's next step."""
+        state = self._states.get(slot.param)
+        return int(state["step"]) + 1 if state else 1
+
+    def _state_of(self, slot: Slot) -> dict[str, Any]:
+        state = self._states[slot.param]
+        if not state:
+            state.update(step=torch.zeros((), dtype=torch.float32), **slot.new_state())
+        slot.use(state)
+        return state
+
+    def _all_options(self, plan: Plan) -> list[Any]:
+        return [_options(self.param_groups[lane.group], self._decoupled) for lane in plan.lanes]
+
+    # Saving and loading.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict of the wrapped class."""
+        self._interrupt()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of torch's. Moments and masters become float32 in host memory. Without a
+        master the parameter's value is the master."""
+        self._interrupt()
+        seen: list[dict[str, Any]] = []
+
+        def without_states(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            # torch would copy them to the device, in the dtype of the parameter.
+            seen.append(given)
+            return {**given, "state": {}}
+
+        handle = self.register_load_state_dict_pre_hook(without_states)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for group in self.param_groups:
+            _check_group(group)
+        saved = itertools.chain.from_iterable(group["params"] for group in seen[0]["param_groups"])
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, param in zip(saved, params):
+            given = seen[0]["state"].get(number)
+            if given:
+                slot = self._slots[param]
+                state = self._state_of(slot)
+                slot.load(given)
+                state["step"].fill_(float(given["step"]))
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer of offload() cannot be copied or pickled; save its state_dict()")
+
+    def exposed_seconds(self) -> float:
+        """Seconds that steps have waited for buckets, since the parameters or options last changed."""
+        return 0.0 if self._plan is None else self._plan.exposed_seconds()
+
+    def close(self) -> None:
+        """Frees the engine. A step that has no verdict is rolled back. The optimizer must not be used afterwards."""
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
+        for slot in self._slots.values():
+            slot.end()
+
+
+def _options(group: dict[str, Any], decoupled: bool) -> dict[str, Any]:
+    decoupled = group.get("decoupled_weight_decay", decoupled)
+    return {
+        "lr": float(group["lr"]),
+        "betas": tuple(map(float, group["betas"])),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "weight_decay_mode": "decoupled" if decoupled else "l2",
+        "maximize": bool(group["maximize"]),
+    }
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for param in group["params"]:
+        if param.dtype not in FLOATS:
+            raise UnsupportedError(f"offload: a parameter is of dtype {param.dtype}; float32, bfloat16 and float16 are served")
+        if hasattr(param, "device_mesh"):
+            raise UnsupportedError("offload: a parameter is a DTensor; pass it to spillway.torch.AdamW, which steps local parts on the CPU")
+    for name in _UNSERVED:
+        if group.get(name):
+            raise UnsupportedError(f"offload: {name} is not served; set it to False")
+
+
+def _averages_later() -> bool:
+    """True if another wrapper averages gradients after backward has completed them, as DistributedDataParallel does."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _scaler_of(optimizer: Any) -> tuple[float, bool]:
+    """Factor of the gradients that a GradScaler has set, and whether it found Inf or NaN."""
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    return 1.0 if scale is None else 1.0 / float(scale), found is not None and bool(found)

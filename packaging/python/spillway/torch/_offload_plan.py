@@ -1,0 +1,384 @@
+"""What offload() steps together, and where: parameters, their memory on the host, buckets, and lanes.
+
+A lane has the parameters of one group that are at one step number, because a round of speculation has one set of options. It has a
+Speculation of its own. All lanes get the same total of squares, hence the same verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from ..errors import OutOfOrderError
+from ..optim import Adam
+from ..speculate import Speculation
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class HostLink:
+    """Copies between a parameter in host memory and its slot; each copy is done when its call returns."""
+
+    pinned = False
+
+    def out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Starts the copy of a tensor to the host."""
+        host.copy_(tensor)
+
+    def back(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Starts the copy of host memory to a tensor. Later work of the caller on that device sees it."""
+        tensor.copy_(host)
+
+    def mark(self, tensor: torch.Tensor) -> Any:
+        """What `differs` needs of the values of a tensor that is copied."""
+        return None
+
+    def differs(self, tensor: torch.Tensor, host: torch.Tensor, mark: Any) -> bool:
+        """True if a tensor has changed since its values were copied, also through `.data`, which changes no version."""
+        return not torch.equal(tensor, host)
+
+    def fence(self) -> Any:
+        """An object with `synchronize()`, which waits for the copies that were started before; None if they are done."""
+        return None
+
+
+class DeviceLink(HostLink):
+    """Copies between a device and pinned host memory, on a stream of their own."""
+
+    pinned = True
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.Stream(device=device)
+        self._device = device
+
+    def out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Starts the copy of a tensor to the host, after the caller's work on the device."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._stream)
+
+    def back(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Starts the copy of host memory to a tensor; the caller's later work on the device waits for it."""
+        current = torch.accelerator.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with self._stream:
+            tensor.copy_(host, non_blocking=True)
+        current.wait_stream(self._stream)
+
+    def mark(self, tensor: torch.Tensor) -> Any:
+        """The norm, computed on the device: the values on the host are not read back."""
+        return torch.linalg.vector_norm(tensor, dtype=torch.float32)
+
+    def differs(self, tensor: torch.Tensor, host: torch.Tensor, mark: Any) -> bool:
+        """True if the norm has changed."""
+        return bool(self.mark(tensor) != mark)
+
+    def fence(self) -> Any:
+        """An event of the stream."""
+        return self._stream.record_event()
+
+
+_HOST = HostLink()
+_links: dict[torch.device, DeviceLink] = {}
+
+
+def link_to(param: torch.Tensor) -> HostLink:
+    """The link to the device of a parameter; one per device."""
+    if param.device.type == "cpu":
+        return _HOST
+    if param.device not in _links:
+        _links[param.device] = DeviceLink(param.device)
+    return _links[param.device]
+
+
+def _wait(fence: Any) -> None:
+    if fence is not None:
+        fence.synchronize()
+
+
+class Slot:
+    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments and master in float32."""
+
+    def __init__(self, param: torch.Tensor, group: int, number: int, link: HostLink):
+        self.param, self.group, self.link = param, group, link
+        self.hook: Any = None
+        self.name = f"parameter {number}"
+        self.grad: torch.Tensor = torch.empty(0)
+        # What the gradient and the parameter were when the gradient was copied, and the parameter after its weights were copied.
+        self.seen: tuple[Any, ...] | None = None
+        self._held: Any = None
+        self._state: dict[str, torch.Tensor] = {}
+        self._weights_of: tuple[Any, ...] | None = None
+        self._weights_mark: Any = None
+        self._grad_mark: Any = None
+
+    def new_state(self) -> dict[str, torch.Tensor]:
+        """Moments of a parameter that was never stepped, and the master of a 16-bit parameter."""
+        shape = self.param.shape
+        state = {name: self._floats(shape).zero_() for name in ("exp_avg", "exp_avg_sq")}
+        if self.param.dtype is not torch.float32:
+            state["master"] = self._floats(shape).fill_(math.nan)
+        return state
+
+    def use(self, state: dict[str, torch.Tensor]) -> None:
+        """Steps this state from now on; the weights are those of the parameter."""
+        if self._state is state:
+            return
+        if self.grad.numel() != self.param.numel() or self.grad.dtype is not self.param.dtype:
+            self.grad = self._empty(self.param.shape, self.param.dtype)
+            self.weights = self._empty(self.param.shape, self.param.dtype)
+        self._state = state
+        self._weights_of = None
+
+    def load(self, given: dict[str, Any]) -> None:
+        """Copies moments and master of a state dict."""
+        for name, to in self._state.items():
+            if name in given and name != "step":
+                to.copy_(given[name])
+
+    def take(self) -> None:
+        """Copies the gradient, and the weights if the program has changed them."""
+        with torch.no_grad():
+            weights, grad = self.param.detach(), self.param.grad.detach()  # type: ignore[union-attr]
+            if self._weights_of != self._mark(self.param) or self.link.differs(weights, self.weights, self._weights_mark):
+                self.link.out(self.weights, weights)
+                if "master" in self._state:
+                    _wait(self.link.fence())
+                    master = self._state["master"]
+                    # A master that rounds to the weight is its own: a checkpoint loads both, in any order.
+                    master.copy_(torch.where(master.to(self.weights.dtype) == self.weights, master, self.weights.float()))
+                self._weights_of = self._mark(self.param)
+                self._weights_mark = self.link.mark(weights)
+            self.link.out(self.grad, grad)
+            self._grad_mark = self.link.mark(grad)
+            # Its memory cannot become that of another gradient before the step.
+            self._held = self.param.grad
+        self.seen = self._now()
+
+    def forget(self) -> None:
+        """The copy of the gradient is not used any more."""
+        self.seen = self._held = None
+
+    def publish(self) -> None:
+        """Gives the parameter its new weights."""
+        weights = self.param.detach()
+        self.link.back(weights, self.weights)
+        self._weights_of, self._weights_mark = self._mark(self.param), self.link.mark(weights)
+
+    def row(self) -> tuple[Any, ...]:
+        """The tensor for a round."""
+        state = self._state
+        if "master" in state:
+            return state["master"], self.grad, state["exp_avg"], state["exp_avg_sq"], self.weights
+        return self.weights, self.grad, state["exp_avg"], state["exp_avg_sq"]
+
+    def is_current(self) -> bool:
+        """True if the copies are those of the present gradient and weights."""
+        if self.seen is None or self.seen != self._now():
+            return False
+        return not self.link.differs(self.param.grad.detach(), self.grad, self._grad_mark)  # type: ignore[union-attr]
+
+    def refusal(self) -> str:
+        """Why the gradient cannot be copied; empty if it can."""
+        grad = self.param.grad
+        if grad is None:
+            return "is missing"
+        if grad.layout is not torch.strided:
+            return f"is sparse ({grad.layout}); offload() serves dense gradients"
+        return "" if grad.shape == self.param.shape else f"has shape {tuple(grad.shape)}, and the parameter {tuple(self.param.shape)}"
+
+    def end(self) -> None:
+        """Removes the hook."""
+        if self.hook is not None:
+            self.hook.remove()
+
+    def _now(self) -> tuple[Any, ...]:
+        grad = self.param.grad
+        return (grad is not None and self._mark(grad), self._mark(self.param))
+
+    @staticmethod
+    def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+        # The address: `param.data = ...` changes no version.
+        return (id(tensor), tensor._version, tensor.data_ptr())
+
+    def _empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self.link.pinned)
+
+    def _floats(self, shape: Any) -> torch.Tensor:
+        return self._empty(shape, torch.float32)
+
+
+class Bucket:
+    """Parameters that are stepped together; `number` is its number in the round of its lane."""
+
+    def __init__(self, lane: Lane, number: int, slots: list[Slot]):
+        self.lane, self.number, self.slots, self.submitted = lane, number, slots, False
+
+    def is_complete(self) -> bool:
+        """True if all gradients are copied."""
+        return all(slot.seen is not None for slot in self.slots)
+
+
+class Lane:
+    """The buckets that share options and a step number."""
+
+    def __init__(self, group: int, slots: Sequence[Slot], bucket_bytes: int):
+        self.group = group
+        self.buckets: list[Bucket] = []
+        pending: list[Slot] = []
+        size = 0
+        # Backward completes the last parameters first.
+        for slot in reversed(slots):
+            pending.append(slot)
+            size += slot.param.numel() * slot.param.element_size()
+            if size >= bucket_bytes:
+                self.buckets.append(Bucket(self, len(self.buckets), pending))
+                pending, size = [], 0
+        if pending:
+            self.buckets.append(Bucket(self, len(self.buckets), pending))
+        self.speculation = Speculation(len(self.buckets))
+
+
+class Plan:
+    """The lanes of all parameters of a step, and the state of its round.
+
+    Attributes:
+        decision: None until the verdict is known; then "commit", or whether the total has Inf or NaN, and the sum of squares."""
+
+    def __init__(self, slots: Sequence[Slot], number: Callable[[Slot], int], bucket_bytes: int):
+        self.slots, self._number = list(slots), number
+        members: dict[tuple[int, int], list[Slot]] = {}
+        for slot in self.slots:
+            members.setdefault((slot.group, number(slot)), []).append(slot)
+        self.lanes = [Lane(group, those, bucket_bytes) for (group, _), those in members.items()]
+        self._layout = self._layout_of(self.slots, number)
+        self.buckets = [bucket for lane in self.lanes for bucket in lane.buckets]
+        self._of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
+        self.numbers: dict[Slot, int] = {}
+        self.is_open, self._options = False, []
+        # Submits the buckets whose copies are under way: the program does not wait for the device.
+        self._waiter: ThreadPoolExecutor | None = None
+        self._starting: list[Future[None]] = []
+        # The copies of the last step's weights to the devices.
+        self._publishing: list[Any] = []
+        self.decision: Any = None
+
+    def bucket_of(self, slot: Slot) -> Bucket | None:
+        """The bucket of a parameter; None if it has none."""
+        return self._of.get(slot)
+
+    def has(self, slot: Slot) -> bool:
+        """True if the bucket of a parameter was submitted."""
+        return self._of[slot].submitted
+
+    def is_of(self, slots: Sequence[Slot], number: Callable[[Slot], int]) -> bool:
+        """True if the plan is that of these parameters at their step numbers."""
+        return self._layout == self._layout_of(slots, number)
+
+    def begin(self, options: list[dict[str, Any]], scale: float, max_norm: float) -> None:
+        """Opens the round of each lane."""
+        while self._publishing:
+            _wait(self._publishing.pop())
+        self._options, self.is_open = options, True
+        self.numbers = {slot: self._number(slot) for slot in self.slots}
+        for lane, given in zip(self.lanes, options):
+            adam = Adam(**{name: value for name, value in given.items() if name != "maximize"})
+            adam.step_count = self.numbers[lane.buckets[0].slots[0]] - 1
+            lane.speculation.begin(adam, max_norm=max_norm, grad_scale=-scale if given["maximize"] else scale)
+
+    def stands(self, live: Sequence[Slot], options: list[dict[str, Any]]) -> bool:
+        """True if what was stepped is what a step would do now."""
+        submitted = [slot for bucket in self.buckets if bucket.submitted for slot in bucket.slots]
+        return options == self._options and self.is_of(live, self._number) and all(slot.is_current() for slot in submitted)
+
+    def submit(self, bucket: Bucket) -> None:
+        """Has a bucket stepped once its gradients are on the host, unless it was submitted."""
+        if bucket.submitted:
+            return
+        bucket.submitted = True
+        fences = [fence for link in {slot.link for slot in bucket.slots} if (fence := link.fence()) is not None]
+        if not fences:
+            return self._send(bucket, [])
+        if self._waiter is None:
+            self._waiter = ThreadPoolExecutor(1, "spillway-offload")
+        self._starting.append(self._waiter.submit(self._send, bucket, fences))
+
+    def _send(self, bucket: Bucket, fences: list[Any]) -> None:
+        for fence in fences:
+            fence.synchronize()
+        bucket.lane.speculation.submit(bucket.number, [slot.row() for slot in bucket.slots])
+
+    def _sent(self) -> None:
+        while self._starting:
+            self._starting[0].result()
+            del self._starting[0]
+
+    def measured(self) -> tuple[bool, float]:
+        """Whether a gradient has Inf or NaN, and the sum of squares, added in the order of the lanes."""
+        self._sent()
+        results = [lane.speculation.local_result() for lane in self.lanes]
+        return any(result.nonfinite for result in results), sum(result.sum_squares for result in results)
+
+    def resolve(self) -> None:
+        """Gives each lane the verdict, unless it has it."""
+        for lane in self.lanes:
+            with contextlib.suppress(OutOfOrderError):
+                lane.speculation.resolve_as("commit") if self.decision == "commit" else lane.speculation.resolve(self.decision)
+
+    def publish(self) -> None:
+        """Gives the parameters their weights, bucket by bucket as they become final."""
+        for bucket in self.buckets:
+            bucket.lane.speculation.wait(bucket.number)
+            for slot in bucket.slots:
+                slot.publish()
+            self._publishing += [link.fence() for link in {slot.link for slot in bucket.slots}]
+
+    def finish(self) -> None:
+        """Waits until the memory of all buckets belongs to the caller again."""
+        for lane in self.lanes:
+            lane.speculation.finish()
+
+    def abort(self) -> None:
+        """Rolls back an open round, and forgets the gradients."""
+        if self.is_open:
+            # A failed submission is that of a step that does not happen.
+            wait(self._starting)
+            self._starting.clear()
+            for lane in self.lanes:
+                with contextlib.suppress(OutOfOrderError):
+                    lane.speculation.abort()
+        self.end()
+
+    def end(self) -> None:
+        """The round is over."""
+        self.is_open, self.decision = False, None
+        for bucket in self.buckets:
+            bucket.submitted = False
+        for slot in self.slots:
+            slot.forget()
+
+    def is_used(self) -> bool:
+        """True if gradients were copied since the last step."""
+        return self.is_open or any(slot.seen is not None for slot in self.slots)
+
+    def exposed_seconds(self) -> float:
+        """Seconds that callers have waited for buckets."""
+        return sum(lane.speculation.stats().exposed_seconds for lane in self.lanes)
+
+    def close(self) -> None:
+        """Closes the rounds; an open one is rolled back."""
+        if self._waiter is not None:
+            self._waiter.shutdown()
+        for lane in self.lanes:
+            lane.speculation.close()
+        self.end()
+
+    @staticmethod
+    def _layout_of(slots: Sequence[Slot], number: Callable[[Slot], int]) -> list[tuple[int, int]]:
+        lanes: dict[tuple[int, int], int] = {}
+        return [(id(slot), lanes.setdefault((slot.group, number(slot)), len(lanes))) for slot in slots]

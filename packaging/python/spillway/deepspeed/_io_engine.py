@@ -9,6 +9,7 @@ import ctypes
 import os
 import threading
 import weakref
+from functools import partial
 
 from .. import _abi, _kept, _log, _native
 from .._native_handle import SLICE_MS, TIMEOUT, record
@@ -234,6 +235,12 @@ def _forget_parent():
 
 
 os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _served(op):
+    return {op: served(op)}
+
+
 for _op in ("async_io", "gds"):
-    _installed.counted(lambda op=_op: {op: served(op)}, _op)
+    _installed.counted(partial(_served, _op), _op)
 _installed.counted(lambda: {"io": describe()}, "async_io")

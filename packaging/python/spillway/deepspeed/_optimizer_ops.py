@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from functools import partial
 
 from .. import _abi, _arguments, _log, _native, _tensor_rows
 from ..errors import InvalidArgumentError, UnknownIdError
@@ -295,6 +296,10 @@ def recordings():
     }
 
 
+def _served(op):
+    return {op: served(op)}
+
+
 for _op in SERVED:
-    _installed.counted(lambda op=_op: {op: served(op)}, _op)
+    _installed.counted(partial(_served, _op), _op)
 _installed.counted(lambda: {"undo": found} if (found := recordings()) else {}, *_installed.OPS)

@@ -50,8 +50,7 @@ class Call(NamedTuple):
 
     def record(self, factor: float = 1.0) -> Any:
         """The C record; `factor` multiplies the gradients."""
-        step, *hyper, bias_correction = self
-        return _optimizer_ops.adam_call(step, *hyper, bias_correction, factor)
+        return _optimizer_ops.adam_call(*self, grad_scale=factor)
 
 
 def call_of(stage3, sub_group, step):

@@ -170,7 +170,7 @@ class Offloaded(torch.optim.Optimizer):
 
     # The step.
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters that have a gradient, and gives them their new weights.
 
         Args:
@@ -266,7 +266,7 @@ class Offloaded(torch.optim.Optimizer):
         plan.end()
 
     @property
-    def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Step counts, moments and masters. An access between backward and step() ends the overlap of that step."""
         self._interrupt()
         return self._states

@@ -144,7 +144,7 @@ class Slot:
     def take(self) -> None:
         """Copies the gradient, and the weights if the program has changed them."""
         with torch.no_grad():
-            weights, grad = self.param.detach(), self.param.grad.detach()  # type: ignore[union-attr]
+            weights, grad = self.param.detach(), self.param.grad.detach()
             if self._weights_of != self._mark(self.param) or self.link.differs(weights, self.weights, self._weights_mark):
                 self.link.out(self.weights, weights)
                 if "master" in self._state:
@@ -181,7 +181,7 @@ class Slot:
         """True if the copies are those of the present gradient and weights."""
         if self.seen is None or self.seen != self._now():
             return False
-        return not self.link.differs(self.param.grad.detach(), self.grad, self._grad_mark)  # type: ignore[union-attr]
+        return not self.link.differs(self.param.grad.detach(), self.grad, self._grad_mark)
 
     def refusal(self) -> str:
         """Why the gradient cannot be copied; empty if it can."""
@@ -260,7 +260,8 @@ class Plan:
         self.buckets = [bucket for lane in self.lanes for bucket in lane.buckets]
         self._of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         self.numbers: dict[Slot, int] = {}
-        self.is_open, self._options = False, []
+        self.is_open = False
+        self._options: list[dict[str, Any]] = []
         # Submits the buckets whose copies are under way: the program does not wait for the device.
         self._waiter: ThreadPoolExecutor | None = None
         self._starting: list[Future[None]] = []

@@ -45,7 +45,9 @@ pub fn module(items: &[Item]) -> String {
     text.push_str("\n\nSTRUCTURES = (\n");
     structs.iter().for_each(|item| text.push_str(&format!("    {},\n", class(&item.name))));
     text.push_str(")\n\n# For each function its result and its arguments.\nPROTOTYPES = {\n");
-    for item in items.iter().filter(|item| is_function(item)) {
+    // cbindgen names a function of a module twice.
+    let mut seen = BTreeSet::new();
+    for item in items.iter().filter(|item| is_function(item) && seen.insert(item.name.as_str())) {
         let arguments: Vec<String> =
             parameters(item).iter().map(|(kind, name)| argument_type(kind, name, &structs)).collect();
         text.push_str(&format!(

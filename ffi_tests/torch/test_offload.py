@@ -2,6 +2,7 @@
 program does between backward and step."""
 
 import copy
+import gc
 import itertools
 import math
 import pickle
@@ -9,6 +10,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -359,6 +361,10 @@ def test_state_dicts_go_both_ways_with_torchs_adamw():
     assert optimizer.param_groups[0]["lr"] == 1e-2
     for param, of in zip(model.parameters(), plain.param_groups[0]["params"]):
         assert all(torch.equal(optimizer.state[param][name], plain.state[of][name]) for name in ("exp_avg", "exp_avg_sq", "step"))
+    # States that the loaded dict does not have go.
+    optimizer.load_state_dict({**plain.state_dict(), "state": {}})
+    assert not optimizer.state_dict()["state"]
+    optimizer.load_state_dict(plain.state_dict())
     plain.load_state_dict(optimizer.state_dict())
     assert plain.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
@@ -430,14 +436,18 @@ def test_no_copy_of_an_optimizer_is_made():
             make(optimizer)
 
 
-def test_an_optimizer_that_is_dropped_leaves_no_hook():
+def test_an_optimizer_that_is_dropped_leaves_no_hook_and_no_memory():
     model = torch.nn.Linear(2, 2)
     optimizer = offload(model)
     optimizer.close()
     assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
-    del optimizer
     other = offload(model)
+    memory = [weakref.ref(slot) for slot in other._slots.values()]
+    model(torch.ones(1, 2)).sum().backward()
+    other.step()
     del other
+    gc.collect()
+    assert len(memory) == 2 and not any(slot() for slot in memory)
     model(torch.ones(1, 2)).sum().backward()
 
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +104,7 @@ class Offloaded(torch.optim.Optimizer):
         self._bucket_bytes, self._decoupled = bucket_bytes, own is torch.optim.AdamW
         self._slots: dict[torch.Tensor, Slot] = {}
         self._plan: Plan | None = None
-        self._states: Any = {}
+        self._states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         # Why the next step does not overlap, how many steps in a row were clipped, and the last factor of a GradScaler.
         self._waits, self._accumulates, self._clipped, self._scale = False, False, 0, 1.0
         super().__init__(list(params.parameters()) if isinstance(params, torch.nn.Module) else params, defaults)
@@ -118,17 +120,10 @@ class Offloaded(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         number = len(self.param_groups) - 1
-        owner = weakref.ref(self)
         for param in group["params"]:
             slot = self._slots[param] = Slot(param, number, len(self._slots), link_to(param))
-
-            def arrived(_: Any, slot: Slot = slot) -> None:
-                optimizer = owner()
-                if optimizer is not None:
-                    optimizer._arrived(slot)
-
             if param.requires_grad:
-                slot.hook = param.register_post_accumulate_grad_hook(arrived)
+                slot.hook = param.register_post_accumulate_grad_hook(partial(_hooked, weakref.ref(self), weakref.ref(slot)))
 
     # During backward.
 
@@ -320,6 +315,9 @@ class Offloaded(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        # torch sets it past the property.
+        self.__dict__.pop("state", None)
+        self._states = defaultdict(dict)
         for group in self.param_groups:
             _check_group(group)
         saved = itertools.chain.from_iterable(group["params"] for group in seen[0]["param_groups"])
@@ -349,6 +347,13 @@ class Offloaded(torch.optim.Optimizer):
             self._plan = None
         for slot in self._slots.values():
             slot.end()
+
+
+def _hooked(owner: weakref.ref[Offloaded], of: weakref.ref[Slot], _: torch.Tensor) -> None:
+    """A hook lives as long as its parameter, and must not keep the optimizer's memory."""
+    optimizer, slot = owner(), of()
+    if optimizer is not None and slot is not None:
+        optimizer._arrived(slot)
 
 
 def _options(group: dict[str, Any], decoupled: bool) -> dict[str, Any]:

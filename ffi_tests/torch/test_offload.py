@@ -251,7 +251,7 @@ class Later(_offload_plan.HostLink):
 def test_copies_that_end_later_give_the_same_bits(seed, monkeypatch):
     waits = training(seed, offloaded(bucket_bytes=2000, overlap=False))
     link = Later()
-    monkeypatch.setattr("spillway.torch._offload.link_to", lambda param: link)
+    monkeypatch.setattr("spillway.torch._offload_plan.link_to", lambda param: link)
     same(training(seed, offloaded(bucket_bytes=2000)), waits)
     assert link.started
 
@@ -406,6 +406,9 @@ def test_a_parameter_that_is_added_later_is_stepped():
         ({"kind": torch.optim.SGD}, spillway.UnsupportedError, "kind is"),
         ({"max_norm": -1.0}, spillway.InvalidArgumentError, "max_norm is -1.0"),
         ({"max_norm": math.inf}, spillway.InvalidArgumentError, "max_norm is inf"),
+        ({"max_norm": True}, spillway.InvalidArgumentError, "max_norm is True"),
+        ({"max_norm": "1"}, spillway.InvalidArgumentError, "max_norm is '1'"),
+        ({"skip_nonfinite": "x"}, spillway.InvalidArgumentError, "skip_nonfinite is 'x'"),
         ({"bucket_bytes": 0}, spillway.InvalidArgumentError, "bucket_bytes is 0"),
         ({"amsgrad": True}, spillway.UnsupportedError, "amsgrad is not served"),
         ({"betas": (2.0, 0.9)}, ValueError, "beta"),
@@ -506,3 +509,150 @@ def test_a_step_that_a_signal_interrupts_happens_or_does_not():
     finally:
         signal.signal(signal.SIGALRM, before)
     assert interrupted > 3
+
+
+def trained(*shapes, **options):
+    """Parameters and their optimizer after two steps."""
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = offload(params, lr=0.1, **options)
+    for _ in range(2):
+        backward(params)
+        optimizer.step()
+        optimizer.zero_grad()
+    return params, optimizer
+
+
+def backward(params):
+    sum((param * (place + 1)).sum() for place, param in enumerate(params)).backward()
+
+
+def values(params):
+    return [param.detach().clone() for param in params]
+
+
+def test_states_that_the_program_clears_or_replaces_are_those_of_the_next_step():
+    params, optimizer = trained(3, 4)
+    optimizer.state.clear()
+    backward(params)
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [1, 1]
+    fresh = {"step": torch.tensor(1.0), "exp_avg": torch.full((3,), 7.0), "exp_avg_sq": torch.zeros(3)}
+    optimizer.zero_grad()
+    backward(params)
+    optimizer.state[params[0]] = fresh
+    optimizer.step()
+    assert fresh["step"] == 2 and torch.allclose(fresh["exp_avg"], torch.full((3,), 7 * 0.9 + 0.1))
+
+
+@pytest.mark.parametrize(
+    "name, value", [("step", 3), ("exp_avg", torch.zeros(2)), ("exp_avg_sq", None), ("exp_avg", torch.zeros(3).double())]
+)
+def test_a_state_that_does_not_fit_steps_nothing(name, value):
+    params, optimizer = trained(3, 4)
+    own, optimizer.state[params[0]][name] = optimizer.state[params[0]][name], value
+    before = values(params)
+    backward(params)
+    with pytest.raises(spillway.InvalidArgumentError, match=f"the state '{name}' of parameter 0 is no longer"):
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(params, before))
+    optimizer.state[params[0]][name] = own
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "damage, error",
+    [
+        (lambda given: given["param_groups"][0].update(amsgrad=True), spillway.UnsupportedError),
+        (lambda given: given["param_groups"][0].pop("betas"), spillway.InvalidArgumentError),
+        (lambda given: given["state"][1].update(exp_avg=torch.zeros(1)), spillway.InvalidArgumentError),
+        (lambda given: given["state"][1].pop("exp_avg_sq"), spillway.InvalidArgumentError),
+        (lambda given: given["state"][1].update(step="x"), spillway.InvalidArgumentError),
+        (lambda given: given["state"][1].update(exp_avg=None), spillway.InvalidArgumentError),
+    ],
+)
+def test_a_dict_that_does_not_fit_loads_nothing(damage, error):
+    params, optimizer = trained(3, 4)
+    before = optimizer.state_dict()
+    given = copy.deepcopy(before)
+    given["state"][0]["exp_avg"] += 1
+    damage(given)
+    with pytest.raises(error):
+        optimizer.load_state_dict(given)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(after["state"][key][name], before["state"][key][name]) for key in (0, 1) for name in before["state"][key])
+
+
+def test_a_state_dict_does_not_change_during_backward():
+    params, optimizer = trained(3)
+    held = optimizer.state_dict()["state"][0]["exp_avg"]
+    before = held.clone()
+    backward(params)
+    optimizer.step()
+    assert torch.equal(held, before)
+
+
+def test_a_write_to_a_moment_that_is_stepped_is_an_error():
+    params, optimizer = trained(3)
+    held = optimizer.state[params[0]]["exp_avg"]
+    backward(params)
+    held.mul_(2)
+    with pytest.raises(spillway.InvalidArgumentError, match="moments of parameter 0 were written between backward and step"):
+        optimizer.step()
+
+
+def test_groups_and_parameters_may_change_between_steps():
+    params, optimizer = trained(3, 4)
+    optimizer.param_groups[0]["params"] = params[:1]
+    optimizer.add_param_group({"params": params[1:], "lr": 0.0})
+    optimizer.param_groups.reverse()
+    before = values(params)
+    backward(params)
+    optimizer.step()
+    assert not torch.equal(params[0], before[0]) and torch.equal(params[1], before[1])
+    other = torch.nn.Parameter(torch.ones(5))
+    optimizer.param_groups[1]["params"] = [other]
+    optimizer.zero_grad()
+    (other.sum() + params[0].sum()).backward()
+    before = values([params[0]])
+    optimizer.step()
+    assert torch.equal(params[0], before[0]) and not torch.equal(other, torch.ones(5)) and not params[0]._post_accumulate_grad_hooks
+
+
+@pytest.mark.parametrize("first, then", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_model_that_is_converted_later_has_the_masters_of_its_dtype(first, then):
+    model, optimizer, _ = run(lambda model: offload(model, lr=1e-5), first, steps=3)
+    model.to(then)
+    for _ in range(3):
+        model(torch.randn(8, 16).to(then)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for param in model.parameters():
+        assert param.dtype is then and ("master" in optimizer.state[param]) == (then is not torch.float32)
+    values_of = [param.float() if then is torch.float32 else optimizer.state[param]["master"] for param in model.parameters()]
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in values_of)
+
+
+def test_an_option_out_of_range_does_not_end_backward():
+    params, optimizer = trained(3, 4)
+    optimizer.param_groups[0]["lr"] = -1.0
+    before = values(params)
+    backward(params)
+    assert all(param.grad is not None for param in params)
+    with pytest.raises(spillway.InvalidArgumentError, match="lr"):
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(params, before))
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(spillway.UnsupportedError, match="amsgrad"):
+        optimizer.step()
+
+
+def test_parameters_without_elements_and_a_closed_optimizer():
+    params, optimizer = trained((0, 4), 3, ())
+    assert int(optimizer.state[params[0]]["step"]) == 2
+    optimizer.close()
+    with pytest.raises(spillway.InvalidArgumentError, match="closed"):
+        optimizer.step()

@@ -15,7 +15,7 @@ import threading
 from functools import partial
 
 from .. import _abi, _arguments, _log, _native, _tensor_rows
-from ..errors import InvalidArgumentError, UnknownIdError
+from ..errors import UnknownIdError
 from . import _installed
 
 # cpu_adam.
@@ -144,8 +144,8 @@ def adam_call(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, gr
     try:
         call.lr, call.beta1, call.beta2, call.eps, call.weight_decay = lr, beta1, beta2, epsilon, weight_decay
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        numbers(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
-        raise
+        hyper = numbers(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+        call.lr, call.beta1, call.beta2, call.eps, call.weight_decay = hyper
     if grad_scale != 1.0:
         call.grad_scale = grad_scale
     return call
@@ -160,13 +160,7 @@ def identity(optimizer_id):
 
 def numbers(**given):
     """Hyper-parameters as floats, in the given order; any type with __float__ is accepted, as in DeepSpeed."""
-    floats = []
-    for name, value in given.items():
-        try:
-            floats.append(float(value))
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise InvalidArgumentError(f"{name} is {value!r}; pass a number") from None
-    return floats
+    return [_arguments.real(name, value) for name, value in given.items()]
 
 
 def _update(op, function, optimizer_id, step, hyper, row):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgumentError, UnsupportedError
-from ._offload_plan import FLOATS, Plan, Slot, link_to
+from ._offload_plan import FLOATS, Plan, Slot
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 _UNSERVED = ("amsgrad", "capturable", "differentiable")
@@ -92,8 +92,11 @@ class Offloaded(torch.optim.Optimizer):
         own = _KINDS.get(kind.__name__) if isinstance(kind, type) else None
         if own is None or not issubclass(kind, own):
             raise UnsupportedError(f"offload: kind is {kind!r}; pass torch.optim.AdamW or torch.optim.Adam")
-        if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
+        if max_norm is not None and (type(max_norm) not in (int, float) or not 0 < max_norm < math.inf):
             raise InvalidArgumentError(f"offload: max_norm is {max_norm!r}; pass a finite number above 0, or None")
+        for name, value in (("overlap", overlap), ("skip_nonfinite", skip_nonfinite)):
+            if type(value) is not bool:
+                raise InvalidArgumentError(f"offload: {name} is {value!r}; pass True or False")
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise InvalidArgumentError(f"offload: bucket_bytes is {bucket_bytes!r}; pass a number of bytes, at least 1")
         # torch checks the options, and knows the defaults.
@@ -104,7 +107,12 @@ class Offloaded(torch.optim.Optimizer):
         self._bucket_bytes, self._decoupled = bucket_bytes, own is torch.optim.AdamW
         self._slots: dict[torch.Tensor, Slot] = {}
         self._plan: Plan | None = None
+        self._closed = False
+        # Hooks live as long as their parameters; they are removed with the optimizer.
+        self._hooks: dict[torch.Tensor, Any] = {}
+        weakref.finalize(self, _remove, self._hooks)
         self._states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        self._loading: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         # Why the next step does not overlap, how many steps in a row were clipped, and the last factor of a GradScaler.
         self._waits, self._accumulates, self._clipped, self._scale = False, False, 0, 1.0
         super().__init__(list(params.parameters()) if isinstance(params, torch.nn.Module) else params, defaults)
@@ -119,11 +127,27 @@ class Offloaded(torch.optim.Optimizer):
         except UnsupportedError:
             self.param_groups.pop()
             raise
-        number = len(self.param_groups) - 1
-        for param in group["params"]:
-            slot = self._slots[param] = Slot(param, number, len(self._slots), link_to(param))
-            if param.requires_grad:
-                slot.hook = param.register_post_accumulate_grad_hook(partial(_hooked, weakref.ref(self), weakref.ref(slot)))
+        self._current()
+
+    def _current(self) -> list[Slot]:
+        """The slots of the parameters that the groups have now, in their order."""
+        found = []
+        for number, group in enumerate(self.param_groups):
+            _check_group(group)
+            for param in group["params"]:
+                slot = self._slots.get(param)
+                if slot is None:
+                    slot = self._slots[param] = Slot(param, len(self._slots))
+                if param.requires_grad and param not in self._hooks:
+                    hooked = partial(_hooked, weakref.ref(self), weakref.ref(slot))
+                    self._hooks[param] = param.register_post_accumulate_grad_hook(hooked)
+                slot.group = number
+                found.append(slot)
+        if len(found) != len(self._slots):
+            for param in self._slots.keys() - {slot.param for slot in found}:
+                del self._slots[param]
+                _remove({param: self._hooks.pop(param, None)})
+        return found
 
     # During backward.
 
@@ -141,20 +165,25 @@ class Offloaded(torch.optim.Optimizer):
         """Called when backward has completed a parameter's gradient."""
         if self._accumulates or self._waits or not self.overlap or _averages_later():
             return
-        if slot.seen is not None:
-            # Another backward, while the first one's gradients are in use.
-            return self._interrupt()
         # The first step has no plan yet: it makes states for the parameters that have gradients.
-        bucket = self._plan.bucket_of(slot) if self._plan is not None else None
         if self._plan is None:
             return
-        if bucket is None or slot.refusal():
+        try:
+            self._start(slot, self._plan)
+        except Exception:
+            # Backward goes on; step() raises the error if it is still there.
+            self._interrupt()
+
+    def _start(self, slot: Slot, plan: Plan) -> None:
+        bucket = plan.bucket_of(slot)
+        # Not if this is another backward, while the first one's gradients are in use.
+        if slot.seen is not None or bucket is None or slot.refusal() or not slot.holds(self._states.get(slot.param)):
             return self._interrupt()
         slot.take()
         if bucket.is_complete() and self._clipped < _CLIPPED_IN_A_ROW:
-            if not self._plan.is_open:
-                self._plan.begin(self._all_options(self._plan), self._scale, self.max_norm or 0.0)
-            self._plan.submit(bucket)
+            if not plan.is_open:
+                plan.begin(self._all_options(plan), self._scale, self.max_norm or 0.0)
+            plan.submit(bucket)
 
     def _interrupt(self) -> None:
         """Rolls back what was stepped since the last step; the next step does not overlap."""
@@ -175,7 +204,10 @@ class Offloaded(torch.optim.Optimizer):
             The closure's result; None without a closure.
 
         Raises:
-            InvalidArgumentError: A gradient does not fit its parameter, or has Inf or NaN with `max_norm`; nothing was stepped."""
+            InvalidArgumentError: A gradient or a state does not fit its parameter, or a gradient has Inf or NaN with `max_norm`;
+                nothing was stepped."""
+        if self._closed:
+            raise InvalidArgumentError("offload: the optimizer was closed; make a new one")
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -186,7 +218,11 @@ class Offloaded(torch.optim.Optimizer):
             self._interrupt()
             self._waits, self.skipped, self.grad_norm = False, True, float("inf")
             return result
-        live = [slot for slot in self._slots.values() if slot.param.grad is not None]
+        try:
+            live = [slot for slot in self._current() if slot.param.grad is not None]
+        except UnsupportedError:
+            self._interrupt()
+            raise
         if live:
             with torch.no_grad():
                 self._step(live, scale)
@@ -202,12 +238,20 @@ class Offloaded(torch.optim.Optimizer):
                 self._interrupt()
                 raise InvalidArgumentError(f"offload: {slot.name} has a gradient that {reason}; nothing was stepped")
         if plan is not None and plan.is_open:
-            if self._waits or scale != self._scale or not plan.stands(live, self._all_options(plan)):
+            if self._waits or scale != self._scale or not self._stands(plan, live):
+                changed = plan.edited()
                 plan.abort()
+                if changed is not None:
+                    raise InvalidArgumentError(
+                        f"offload: the moments of {changed.name} were written between backward and step(), through tensors that were "
+                        "fetched before, and may hold a step that was rolled back; load a state dict, and read optimizer.state after "
+                        "backward"
+                    )
+        self._use_states(live)
         if plan is None or not plan.is_of(live, self._number):
             if plan is not None:
                 plan.close()
-            plan = self._plan = self._planned(live)
+            plan = self._plan = Plan(live, self._number, self._bucket_bytes)
         for slot in live:
             # Those of a submitted bucket were compared by `stands`.
             if not plan.has(slot) and not slot.is_current():
@@ -225,6 +269,11 @@ class Offloaded(torch.optim.Optimizer):
                 self._waits = True
             raise
         self._complete()
+
+    def _stands(self, plan: Plan, live: list[Slot]) -> bool:
+        """True if what was stepped is what a step would do now."""
+        same = all(slot.holds(self._states.get(slot.param)) for slot in live)
+        return same and plan.stands(live, self._all_options(plan))
 
     def _decide(self, plan: Plan) -> None:
         """The verdict that follows from the norm."""
@@ -256,7 +305,7 @@ class Offloaded(torch.optim.Optimizer):
         plan.finish()
         if not self.skipped:
             for slot in plan.slots:
-                self._states[slot.param]["step"].fill_(plan.numbers[slot])
+                slot.count(plan.numbers[slot])
         self._clipped = self._clipped + 1 if self.max_norm and (self.grad_norm or 0.0) > self.max_norm else 0
         plan.end()
 
@@ -272,22 +321,20 @@ class Offloaded(torch.optim.Optimizer):
 
     # Plans.
 
-    def _planned(self, slots: list[Slot]) -> Plan:
-        for slot in slots:
-            self._state_of(slot)
-        return Plan(slots, self._number, self._bucket_bytes)
-
     def _number(self, slot: Slot) -> int:
         """Number of a parameter's next step."""
         state = self._states.get(slot.param)
         return int(state["step"]) + 1 if state else 1
 
-    def _state_of(self, slot: Slot) -> dict[str, Any]:
-        state = self._states[slot.param]
-        if not state:
-            state.update(step=torch.zeros((), dtype=torch.float32), **slot.new_state())
-        slot.use(state)
-        return state
+    def _use_states(self, live: list[Slot]) -> None:
+        """Checks the states of these parameters, then makes those that are missing."""
+        for slot in live:
+            if state := self._states.get(slot.param):
+                slot.use(state)
+        for slot in live:
+            if not self._states.get(slot.param):
+                self._states[slot.param] = state = {"step": torch.zeros((), dtype=torch.float32), **slot.new_state()}
+                slot.use(state)
 
     def _all_options(self, plan: Plan) -> list[Any]:
         return [_options(self.param_groups[lane.group], self._decoupled) for lane in plan.lanes]
@@ -295,19 +342,24 @@ class Offloaded(torch.optim.Optimizer):
     # Saving and loading.
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the wrapped class."""
+        """The state dict of the wrapped class. Its tensors are copies: the optimizer's own change during backward."""
         self._interrupt()
-        return super().state_dict()
+        found = super().state_dict()
+        states = {key: {name: value.clone() for name, value in state.items()} for key, state in found["state"].items()}
+        return {**found, "state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of torch's. Moments and masters become float32 in host memory. Without a
-        master the parameter's value is the master."""
+        master the parameter's value is the master.
+
+        Raises:
+            InvalidArgumentError: The dict does not fit; nothing was changed.
+            UnsupportedError: It has an option that is not served; nothing was changed."""
         self._interrupt()
-        seen: list[dict[str, Any]] = []
 
         def without_states(_: Any, given: dict[str, Any]) -> dict[str, Any]:
             # torch would copy them to the device, in the dtype of the parameter.
-            seen.append(given)
+            self._loading = self._loaded(given)
             return {**given, "state": {}}
 
         handle = self.register_load_state_dict_pre_hook(without_states)
@@ -315,23 +367,24 @@ class Offloaded(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        # torch sets it past the property.
-        self.__dict__.pop("state", None)
-        self._states = defaultdict(dict)
-        for group in self.param_groups:
-            _check_group(group)
-        saved = itertools.chain.from_iterable(group["params"] for group in seen[0]["param_groups"])
-        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, param in zip(saved, params):
-            given = seen[0]["state"].get(number)
-            if given:
-                slot = self._slots[param]
-                state = self._state_of(slot)
-                slot.load(given)
-                state["step"].fill_(float(given["step"]))
-        if self._plan is not None:
-            self._plan.close()
-            self._plan = None
+            self._loading = defaultdict(dict)
+
+    def _loaded(self, given: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        """New states with the values of a state dict."""
+        for group in given["param_groups"]:
+            _check_options(group)
+            if lacking := [name for name in ("lr", "betas", "eps", "weight_decay", "maximize") if name not in group]:
+                raise InvalidArgumentError(f"offload: a group of the state dict has no {lacking[0]!r}; load one of Adam or AdamW")
+        saved = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
+        found: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        for number, slot in zip(saved, self._current()):
+            if state := given["state"].get(number):
+                found[slot.param] = slot.loaded(state)
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch calls it at the end of load_state_dict. One call, so that a signal leaves groups and states of one dict.
+        self.__dict__.update(param_groups=state["param_groups"], _states=self._loading)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an optimizer of offload() cannot be copied or pickled; save its state_dict()")
@@ -342,11 +395,11 @@ class Offloaded(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Frees the engine. A step that has no verdict is rolled back. The optimizer must not be used afterwards."""
+        self._closed = True
         if self._plan is not None:
             self._plan.close()
             self._plan = None
-        for slot in self._slots.values():
-            slot.end()
+        _remove(self._hooks)
 
 
 def _hooked(owner: weakref.ref[Offloaded], of: weakref.ref[Slot], _: torch.Tensor) -> None:
@@ -369,14 +422,25 @@ def _options(group: dict[str, Any], decoupled: bool) -> dict[str, Any]:
 
 
 def _check_group(group: dict[str, Any]) -> None:
+    _check_options(group)
     for param in group["params"]:
         if param.dtype not in FLOATS:
             raise UnsupportedError(f"offload: a parameter is of dtype {param.dtype}; float32, bfloat16 and float16 are served")
         if hasattr(param, "device_mesh"):
             raise UnsupportedError("offload: a parameter is a DTensor; pass it to spillway.torch.AdamW, which steps local parts on the CPU")
+
+
+def _check_options(group: dict[str, Any]) -> None:
     for name in _UNSERVED:
         if group.get(name):
             raise UnsupportedError(f"offload: {name} is not served; set it to False")
+
+
+def _remove(hooks: dict[torch.Tensor, Any]) -> None:
+    for hook in hooks.values():
+        if hook is not None:
+            hook.remove()
+    hooks.clear()
 
 
 def _averages_later() -> bool:

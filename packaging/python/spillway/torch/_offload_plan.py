@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import OutOfOrderError
+from ..errors import InvalidArgumentError, OutOfOrderError
 from ..optim import Adam
 from ..speculate import Speculation
 
@@ -104,42 +104,87 @@ def _wait(fence: Any) -> None:
 class Slot:
     """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments and master in float32."""
 
-    def __init__(self, param: torch.Tensor, group: int, number: int, link: HostLink):
-        self.param, self.group, self.link = param, group, link
-        self.hook: Any = None
+    def __init__(self, param: torch.Tensor, number: int):
+        self.param, self.group, self.link = param, 0, link_to(param)
         self.name = f"parameter {number}"
-        self.grad: torch.Tensor = torch.empty(0)
+        self.grad = self.weights = torch.empty(0)
         # What the gradient and the parameter were when the gradient was copied, and the parameter after its weights were copied.
         self.seen: tuple[Any, ...] | None = None
-        self._held: Any = None
-        self._state: dict[str, torch.Tensor] = {}
         self._weights_of: tuple[Any, ...] | None = None
         self._weights_mark: Any = None
         self._grad_mark: Any = None
+        self._held: Any = None
+        # Shape, dtype and device for which there is memory; the tensors of the state, and their versions when the gradient was copied.
+        self._kind: tuple[Any, ...] = ()
+        self._state: dict[str, torch.Tensor] = {}
+        self._versions: list[int] = []
 
     def new_state(self) -> dict[str, torch.Tensor]:
         """Moments of a parameter that was never stepped, and the master of a 16-bit parameter."""
-        shape = self.param.shape
-        state = {name: self._floats(shape).zero_() for name in ("exp_avg", "exp_avg_sq")}
-        if self.param.dtype is not torch.float32:
-            state["master"] = self._floats(shape).fill_(math.nan)
+        return {name: self._floats().fill_(math.nan if name == "master" else 0.0) for name in self._names()}
+
+    def use(self, state: dict[str, Any]) -> None:
+        """Steps this state from now on; the weights are those of the parameter.
+
+        Raises:
+            InvalidArgumentError: A tensor of the state does not fit."""
+        if self._kind != self._present():
+            self._kind, self.link, self._weights_of = self._present(), link_to(self.param), None
+            self.grad, self.weights = self._empty(self.param.dtype), self._empty(self.param.dtype)
+        if "master" in self._names():
+            state.setdefault("master", self._floats().fill_(math.nan))
+        else:
+            state.pop("master", None)
+        for name in (*self._names(), "step"):
+            self._check(name, state.get(name))
+        if not self.holds(state):
+            self._state, self._weights_of = dict(state), None
+
+    def holds(self, state: dict[str, Any] | None) -> bool:
+        """True if the tensors of a state are those that are stepped, and the parameter is what it was."""
+        if state is None or self._kind != self._present():
+            return False
+        return len(state) == len(self._state) and all(state.get(name) is tensor for name, tensor in self._state.items())
+
+    def loaded(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A new state with the values of an entry of a state dict.
+
+        Raises:
+            InvalidArgumentError: A value does not fit."""
+        state = self.new_state()
+        try:
+            state["step"] = torch.tensor(float(given["step"]), dtype=torch.float32)
+            for name in self._names():
+                if name != "master" or name in given:
+                    value = given[name]
+                    if value.shape != self.param.shape:
+                        raise ValueError(f"{name} has shape {tuple(value.shape)}, and the parameter {tuple(self.param.shape)}")
+                    state[name].copy_(value)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise InvalidArgumentError(f"offload: the state of {self.name} does not fit: {reason}; nothing was loaded") from None
         return state
 
-    def use(self, state: dict[str, torch.Tensor]) -> None:
-        """Steps this state from now on; the weights are those of the parameter."""
-        if self._state is state:
-            return
-        if self.grad.numel() != self.param.numel() or self.grad.dtype is not self.param.dtype:
-            self.grad = self._empty(self.param.shape, self.param.dtype)
-            self.weights = self._empty(self.param.shape, self.param.dtype)
-        self._state = state
-        self._weights_of = None
+    def count(self, number: int) -> None:
+        """Sets the number of steps."""
+        self._state["step"].fill_(number)
 
-    def load(self, given: dict[str, Any]) -> None:
-        """Copies moments and master of a state dict."""
-        for name, to in self._state.items():
-            if name in given and name != "step":
-                to.copy_(given[name])
+    def _names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq") if self.param.dtype is torch.float32 else ("exp_avg", "exp_avg_sq", "master")
+
+    def _present(self) -> tuple[Any, ...]:
+        return (self.param.shape, self.param.dtype, self.param.device)
+
+    def _check(self, name: str, value: Any) -> None:
+        if name == "step":
+            fits = isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+            wanted = "a tensor with one floating point number"
+        else:
+            fits = isinstance(value, torch.Tensor) and value.dtype is torch.float32 and value.is_cpu and value.is_contiguous()
+            fits = fits and value.shape == self.param.shape
+            wanted = f"a contiguous float32 tensor of shape {tuple(self.param.shape)} in host memory"
+        if not fits:
+            raise InvalidArgumentError(f"offload: the state {name!r} of {self.name} is no longer {wanted}; nothing was stepped")
 
     def take(self) -> None:
         """Copies the gradient, and the weights if the program has changed them."""
@@ -159,6 +204,7 @@ class Slot:
             # Its memory cannot become that of another gradient before the step.
             self._held = self.param.grad
         self.seen = self._now()
+        self._versions = [tensor._version for tensor in self._state.values()]
 
     def forget(self) -> None:
         """The copy of the gradient is not used any more."""
@@ -192,10 +238,9 @@ class Slot:
             return f"is sparse ({grad.layout}); offload() serves dense gradients"
         return "" if grad.shape == self.param.shape else f"has shape {tuple(grad.shape)}, and the parameter {tuple(self.param.shape)}"
 
-    def end(self) -> None:
-        """Removes the hook."""
-        if self.hook is not None:
-            self.hook.remove()
+    def edited(self) -> bool:
+        """True if the program wrote to the state since the gradient was copied."""
+        return [tensor._version for tensor in self._state.values()] != self._versions
 
     def _now(self) -> tuple[Any, ...]:
         grad = self.param.grad
@@ -206,11 +251,11 @@ class Slot:
         # The address: `param.data = ...` changes no version.
         return (id(tensor), tensor._version, tensor.data_ptr())
 
-    def _empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self.link.pinned)
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(self.param.shape, dtype=dtype, pin_memory=self.link.pinned)
 
-    def _floats(self, shape: Any) -> torch.Tensor:
-        return self._empty(shape, torch.float32)
+    def _floats(self) -> torch.Tensor:
+        return self._empty(torch.float32)
 
 
 class Bucket:
@@ -295,7 +340,13 @@ class Plan:
     def stands(self, live: Sequence[Slot], options: list[dict[str, Any]]) -> bool:
         """True if what was stepped is what a step would do now."""
         submitted = [slot for bucket in self.buckets if bucket.submitted for slot in bucket.slots]
+        if self.edited() or any(self._number(slot) != self.numbers[slot] for slot in self.slots):
+            return False
         return options == self._options and self.is_of(live, self._number) and all(slot.is_current() for slot in submitted)
+
+    def edited(self) -> Slot | None:
+        """A submitted parameter to whose state the program wrote; None if there is none."""
+        return next((slot for bucket in self.buckets if bucket.submitted for slot in bucket.slots if slot.edited()), None)
 
     def submit(self, bucket: Bucket) -> None:
         """Has a bucket stepped once its gradients are on the host, unless it was submitted."""

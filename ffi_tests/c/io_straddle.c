@@ -63,6 +63,11 @@ static int straddle(uint32_t backend, int after, int reads) {
 
 int main(void) {
     int ran = 0;
+    // A read needs the file also if no write ran, because the addresses were taken.
+    FILE *file = fopen("straddle", "wb");
+    CHECK(file != NULL);
+    for (size_t at = 0; at < 2 * BLOCK; at++) CHECK(putc('A', file) != EOF);
+    CHECK(fclose(file) == 0);
     for (int turn = 0; turn < 8; turn++) {
         ran += straddle(turn & 4 ? SPW_IO_BACKEND_THREADS : SPW_IO_BACKEND_AUTO, turn & 1, turn & 2);
     }

@@ -1,23 +1,26 @@
 """spillway.torch.offload: a step that starts during backward has the bits of one that waits, and those of AdamW with masters; whatever a
 program does between backward and step."""
 
+import concurrent.futures
 import copy
+import functools
 import gc
 import itertools
 import math
 import pickle
 import random
 import signal
-import threading
 import time
 import weakref
 
 import pytest
 import torch
 
-import spillway
-from spillway.torch import AdamW, _offload_plan, offload
+import spillway.torch
+from spillway.torch import AdamW, _offload_plan
 
+#: Parameters on the CPU do not overlap unless the program asks for it.
+offload = functools.partial(spillway.torch.offload, overlap=True)
 #: Bytes of a bucket: one per parameter, some per model, one for all.
 BUCKETS = (1, 2000, 1 << 20)
 
@@ -208,41 +211,35 @@ def test_a_step_that_starts_during_backward_has_the_bits_of_one_that_waits(seed)
 
 
 class Later(_offload_plan.HostLink):
-    """A link whose copies are done by a thread, some time after they were started."""
+    """A link whose copies are done in their order by a thread, some time after they were started: as on a stream of a device."""
 
     def __init__(self):
-        self.started, self.threads = 0, []
+        self._stream, self._last = concurrent.futures.ThreadPoolExecutor(1), None
 
-    def _start(self, to, value, now):
-        done = threading.Event()
-        self.started += 1
+    def _start(self, to, value):
         frozen = value.clone()
 
         def run():
             time.sleep(0.001)
             with torch.no_grad():
                 to.copy_(frozen)
-            done.set()
 
-        self.threads.append(threading.Thread(target=run))
-        self.threads[-1].start()
-        if now:
-            done.wait()
+        self._last = self._stream.submit(run)
 
     def out(self, host, tensor):
-        host.fill_(math.nan)
-        self._start(host, tensor, False)
+        self._start(host, tensor)
 
     def back(self, tensor, host):
-        self._start(tensor, host, True)
+        self._start(tensor, host)
+        # Later work on the device sees it.
+        self._last.result()
 
     def fence(self):
-        before = list(self.threads)
+        last = self._last
 
         class Fence:
             def synchronize(self):
-                for thread in before:
-                    thread.join()
+                last.result()
 
         return Fence()
 
@@ -253,7 +250,7 @@ def test_copies_that_end_later_give_the_same_bits(seed, monkeypatch):
     link = Later()
     monkeypatch.setattr("spillway.torch._offload_plan.link_to", lambda param: link)
     same(training(seed, offloaded(bucket_bytes=2000)), waits)
-    assert link.started
+    assert link._last is not None
 
 
 def run(optimizer_of, dtype=torch.float32, steps=6, spike=3, seed=1, model=None):
@@ -300,6 +297,18 @@ def test_buckets_step_during_backward_and_a_clipped_step_is_repeated():
     assert counts == [0, 8, 8, 8, 8, 8]
     stats = optimizer._plan.lanes[0].speculation.stats()
     assert (stats.commits, stats.redos, stats.aborts) == (5, 1, 0) and stats.buckets_committed == 40
+
+
+def test_parameters_on_the_cpu_do_not_overlap_by_default():
+    for overlap, buckets in ((None, 0), (True, 2)):
+        params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizer = spillway.torch.offload(params, overlap=overlap, bucket_bytes=1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(params)
+            submitted = 0 if optimizer._plan is None else sum(bucket.submitted for bucket in optimizer._plan.buckets)
+            optimizer.step()
+        assert submitted == buckets
 
 
 def test_after_clipped_steps_a_step_waits_for_the_norm():

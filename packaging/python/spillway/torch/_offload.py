@@ -35,7 +35,7 @@ def offload(
     params: torch.nn.Module | Iterable[Any],
     kind: type = torch.optim.AdamW,
     *,
-    overlap: bool = True,
+    overlap: bool | None = None,
     bucket_bytes: int = 64 << 20,
     max_norm: float | None = None,
     skip_nonfinite: bool = False,
@@ -46,7 +46,8 @@ def offload(
     Args:
         params: A model, or its parameters or groups of parameters as torch takes them, on any device, in float32, bfloat16 or float16.
         kind: torch.optim.AdamW or torch.optim.Adam, or the class of that name in spillway.torch.
-        overlap: Start the step during backward. Each parameter then has one backward per step, or accumulates inside of
+        overlap: Start the step during backward; None: if a parameter is not in host memory, because a backward on the CPU
+            and a step would share the processors. Each parameter then has one backward per step, or accumulates inside of
             `accumulating()`; a further backward is correct too, but its step does not overlap.
         bucket_bytes: Bytes of gradients that are stepped together.
         max_norm: Gradients are clipped to this global norm, exactly; `grad_norm` is the norm before.
@@ -83,7 +84,7 @@ class Offloaded(torch.optim.Optimizer):
         params: Any,
         kind: type = torch.optim.AdamW,
         *,
-        overlap: bool,
+        overlap: bool | None,
         bucket_bytes: int,
         max_norm: float | None,
         skip_nonfinite: bool,
@@ -95,7 +96,7 @@ class Offloaded(torch.optim.Optimizer):
         if max_norm is not None and (type(max_norm) not in (int, float) or not 0 < max_norm < math.inf):
             raise InvalidArgumentError(f"offload: max_norm is {max_norm!r}; pass a finite number above 0, or None")
         for name, value in (("overlap", overlap), ("skip_nonfinite", skip_nonfinite)):
-            if type(value) is not bool:
+            if type(value) is not bool and (name, value) != ("overlap", None):
                 raise InvalidArgumentError(f"offload: {name} is {value!r}; pass True or False")
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise InvalidArgumentError(f"offload: bucket_bytes is {bucket_bytes!r}; pass a number of bytes, at least 1")
@@ -163,7 +164,8 @@ class Offloaded(torch.optim.Optimizer):
 
     def _arrived(self, slot: Slot) -> None:
         """Called when backward has completed a parameter's gradient."""
-        if self._accumulates or self._waits or not self.overlap or _averages_later():
+        overlaps = slot.param.device.type != "cpu" if self.overlap is None else self.overlap
+        if self._accumulates or self._waits or not overlaps or _averages_later():
             return
         # The first step has no plan yet: it makes states for the parameters that have gradients.
         if self._plan is None:

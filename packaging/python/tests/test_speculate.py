@@ -111,7 +111,7 @@ def test_what_has_no_verdict_is_taken_back_and_memory_lives_until_then():
     with pytest.raises(spillway.OutOfOrderError, match="bucket 2 was not submitted"):
         speculation.local_result()
     speculation.submit(2, [tuple(layers[2])], uint16_dtype="bf16")
-    with pytest.raises(spillway.TimedOutError, match="still pending: 0"):
+    with pytest.raises(spillway.TimedOutError, match="still pending: .*0"):
         speculation.local_result(timeout=0.01)
     speculation.abort()
     assert speculation.stats().aborts == 1

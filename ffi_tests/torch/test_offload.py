@@ -475,7 +475,7 @@ def test_a_step_that_a_signal_interrupts_happens_or_does_not():
         model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
         return model, offload(model, lr=1e-2, max_norm=0.05, bucket_bytes=1)
 
-    steps = 40
+    steps = 15
     model, optimizer = make()
     after = [[p.detach().clone() for p in model.parameters()]]
     begun = time.perf_counter()
@@ -519,7 +519,7 @@ def test_a_step_that_a_signal_interrupts_happens_or_does_not():
             assert all(torch.equal(p, q) for p, q in zip(model.parameters(), after[done])), done
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert interrupted > 3
+    assert interrupted > 1
 
 
 def trained(*shapes, **options):

@@ -184,7 +184,7 @@ typedef struct spw_gpu_copy {
     uint64_t n;
     // Address in device memory (`tensor.data_ptr()` in torch).
     uint64_t device;
-    // Pinned host memory: from `spw_pinned_alloc`, from a pool, or page-locked through CUDA. Other memory is an error.
+    // Pinned host memory: from `spw_pinned_alloc`, or page-locked through CUDA. Other memory is an error.
     void *host;
     // The event or the stream that `after` selects.
     uint64_t handle;

@@ -112,7 +112,7 @@ impl HostSpan {
         self.memory.span()
     }
 
-    /// Prevents the reuse of memory of a Spillway pool until the lease is dropped.
+    /// Prevents the reuse of pinned memory until the lease is dropped.
     pub(super) fn lease(&self) -> BufferLease {
         self.memory.lease()
     }
@@ -198,7 +198,7 @@ impl Registry {
         &self.device
     }
 
-    /// Returns `memory` as page-locked memory: of a Spillway pool (registered now if it is not yet), or memory that its
+    /// Returns `memory` as page-locked memory: of spw_pinned_alloc (registered now if it is not yet), or memory that its
     /// owner page-locked through CUDA. Errors: any other memory.
     pub fn host(&self, memory: impl Into<TransferBuffer>, argument: &'static str) -> Result<HostSpan> {
         let memory = memory.into();
@@ -215,8 +215,7 @@ impl Registry {
             false => Err(Error::invalid(
                 argument,
                 format!(
-                    "{} bytes at {:#x} are not pinned; allocate them with spw_pinned_alloc, a pool or \
-                     cudaHostAlloc",
+                    "{} bytes at {:#x} are not pinned; allocate them with spw_pinned_alloc or cudaHostAlloc",
                     span.len(),
                     span.address()
                 ),

@@ -58,7 +58,7 @@ pub struct spw_gpu_copy {
     pub n: u64,
     /// Address in device memory (`tensor.data_ptr()` in torch).
     pub device: u64,
-    /// Pinned host memory: from `spw_pinned_alloc`, from a pool, or page-locked through CUDA. Other memory is an error.
+    /// Pinned host memory: from `spw_pinned_alloc`, or page-locked through CUDA. Other memory is an error.
     pub host: *mut c_void,
     /// The event or the stream that `after` selects.
     pub handle: u64,

@@ -40,7 +40,7 @@ def prepared(n):
     import spillway
 
     arrays = [numpy.ones(n, numpy.float32) for _ in range(4)]
-    return spillway.Adam(lr=1e-3).prepare(*arrays).step
+    return spillway.Adam(lr=1e-3).prepare([tuple(arrays)]).step
 
 
 def tier(folder, extent_bytes, extents, action):

@@ -20,7 +20,10 @@ summary="" broken=""
 format() { cargo fmt --all --check && packaging/python_lint.sh; }
 # Lints without object stores, which add 75 crates for one source file. `py` builds that file with warnings as errors.
 lint() { cargo clippy --quiet --workspace --all-targets -- -D warnings; }
-rust() { cargo test --workspace --no-fail-fast --config "target.'cfg(all())'.runner='$root/ffi_tests/timed.sh'"; }
+rust() {
+    cargo test --workspace --no-fail-fast --config "target.'cfg(all())'.runner='$root/ffi_tests/timed.sh'" &&
+        cargo test --package spillway-stores --features http
+}
 py() { packaging/python_tests.sh -v -o console_output_style=count --durations=20 --durations-min=1 -rs; }
 docs() { make --silent docs; }
 preload() {

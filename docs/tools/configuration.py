@@ -25,9 +25,9 @@ _COMMENT = {".rs": "//", ".py": "#", ".pth": "\0", ".sh": "#"}
 
 
 def readers():
-    """Each variable that the library, the tool, the kernels and packaging read, with the files that read it. Tests are left out."""
+    """Each variable that the library, the tool, the kernels, the stores and packaging read, with the files that read it. Tests are left out."""
     found = {}
-    for folder in ("src", "cli/src", "kernels/src", "packaging"):
+    for folder in ("src", "cli/src", "kernels/src", "stores/src", "packaging"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix not in _COMMENT or "tests" in path.parts or path.name == "tests.rs":
                 continue

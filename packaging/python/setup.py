@@ -36,6 +36,7 @@ RUST_SOURCES = (
     "include",
     "kernels",
     "planner",
+    "stores",
     "packaging/preload",
     "ffi_tests/fakecuda",
     "ffi_tests/header",

@@ -69,6 +69,19 @@ impl From<spillway_planner::error::Error> for Error {
     }
 }
 
+impl From<spillway_stores::Error> for Error {
+    fn from(error: spillway_stores::Error) -> Self {
+        match error {
+            spillway_stores::Error::Invalid { argument, reason } => Error::invalid(argument, reason),
+            spillway_stores::Error::NoClient => {
+                let message = "a path s3://... needs object stores, but this library was built without them; build it \
+                               with the feature s3: `make lib`, or SPILLWAY_CARGO_FEATURES=spillway/s3 for the wheel";
+                Error::Unsupported(message.to_string())
+            }
+        }
+    }
+}
+
 impl Error {
     /// The error of a call in which a panic was caught.
     pub fn of_panic(panic: &(dyn Any + Send)) -> Error {

@@ -12,12 +12,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use spillway_stores::volume::{MAX_REQUESTS, OBJECT_BYTES, ObjectVolume, REQUESTS};
+
 use super::backend::{Action, Backend};
 use super::counters::{EngineStats, EngineTraffic};
 use super::driver::{Bounce, Driver};
 use super::file::File;
-#[cfg(any(test, feature = "s3"))]
-use super::object::volume::{MAX_REQUESTS, OBJECT_BYTES, ObjectVolume, REQUESTS};
+use super::object;
 use super::open_files::OpenFiles;
 use super::operation::{Admitted, Operation, Shared, WaitEvent};
 use super::options::{
@@ -72,13 +73,12 @@ impl Engine {
     }
 
     /// Starts an engine on files of an object store. Depth and block size default to values for object stores.
-    #[cfg(any(test, feature = "s3"))]
     pub fn open_volume(options: Options, volume: Arc<ObjectVolume>) -> Result<Engine> {
         let depth = super::options::given_or(options.depth, REQUESTS).min(MAX_REQUESTS);
         let block_bytes = super::options::given_or(options.block_bytes, OBJECT_BYTES);
         let options = Options { depth, workers: depth, block_bytes, ..options };
         Engine::start(options, None, move || {
-            let serve: super::threads::Serve = Arc::new(move |piece| volume.serve(piece));
+            let serve: super::threads::Serve = Arc::new(move |piece| object::serve(&volume, piece));
             Ok((Box::new(Threads::serving("s3", depth as usize, serve)), String::new()))
         })
     }

@@ -11,7 +11,7 @@
 //! | [`profile`] | settings measured by `spillway tune` |
 //! | `piece_size` | the piece size for each file system |
 //! | `file`, `open_files` | open files: direct or buffered, and why; the files that an engine keeps open |
-//! | `object` | files stored as objects of an S3-compatible store; with the feature `s3`, and in unit tests |
+//! | `object` | files of an object store: pieces as requests of the crate in stores/ |
 //! | `backend` | the interface below: `uring`, `threads` (files and object stores), `sim` (seeded faults, for tests) |
 //!
 //! Only `uring` contains unsafe code.
@@ -36,7 +36,6 @@ pub mod options;
 pub mod plan;
 pub mod profile;
 
-#[cfg(any(test, feature = "s3"))]
 pub mod object;
 
 #[cfg(any(test, feature = "sim"))]

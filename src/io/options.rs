@@ -11,14 +11,6 @@ use crate::error::{Error, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::memory::BASE_PAGE;
 
-/// Begins the address of an object store.
-pub(super) const SCHEME: &str = "s3://";
-
-/// True if a path is an address of an object store (`s3://...`), not a directory.
-pub fn is_address(path: &str) -> bool {
-    path.starts_with(SCHEME)
-}
-
 /// The backend to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BackendChoice {

@@ -23,20 +23,24 @@
 //! - A process whose lock was deleted commits nothing any more. It reads its lock after each superblock. A process that
 //!   claims the prefix after that read finds the superblock.
 //!
-//! [`OBJECT_BYTES`]: crate::io::object::volume::OBJECT_BYTES
+//! [`OBJECT_BYTES`]: spillway_stores::volume::OBJECT_BYTES
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
+use std::time::Duration;
+
+use spillway_stores::secrets::printable;
+use spillway_stores::volume::ObjectVolume;
+use spillway_stores::{Address, ObjectMeta, Store, StoreError, StoreResult};
 
 use super::directory::Owner;
 use super::extent::PAGE;
 use super::ownership::{self, Holder, Life};
 use super::storage::{FILES, FilePair, NamedFile, Storage, fenced, in_flight, inherited, unless_fenced};
-use crate::error::{Doing, Error, IoKind, Result, TierError, TierKind};
+use crate::environment;
+use crate::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
-use crate::io::object::secrets::printable;
-use crate::io::object::volume::ObjectVolume;
-use crate::io::object::{self, Address, ObjectMeta, RequestContext, Store, StoreError, StoreResult};
+use crate::io::object;
 use crate::io::options::Options as IoOptions;
 use crate::log::{self, Level};
 use crate::sys::fork::OpeningProcess;
@@ -77,10 +81,7 @@ impl Bucket {
         let prefix = format!("{}{}/", address.prefix, below(owner));
         let name = name(&address.text(), owner);
         // Listed before the lock is put, because some servers create a missing bucket on a put.
-        let listed = match store
-            .list(&prefix)
-            .map_err(|error| error.at(RequestContext { doing: Doing::Opening, path: &name }))
-        {
+        let listed = match store.list(&prefix).map_err(failed(Doing::Opening, &name)) {
             Err(error) if error.io_kind() == Some(IoKind::NotFound) && !make => return Ok(None),
             other => other?,
         };
@@ -88,17 +89,14 @@ impl Bucket {
             return Ok(None);
         }
         let (lock, listed) = PrefixLock::acquire(&store, &prefix, &name)?;
-        let volume = ObjectVolume::new(store, name, prefix, &FILES, &listed);
+        let volume =
+            ObjectVolume::new(store, name, prefix, &FILES, &listed, |report| log::write(Level::Info, report));
         Ok(Some(Bucket { volume: Arc::new(volume), lock: Arc::new(lock) }))
     }
 
     /// The volume that holds the files.
     pub fn volume(&self) -> Arc<ObjectVolume> {
         Arc::clone(&self.volume)
-    }
-
-    fn failed(&self, doing: Doing) -> impl Fn(object::StoreError) -> Error {
-        move |error| error.at(RequestContext { doing, path: self.volume.address() })
     }
 
     fn delete_all(&self, keys: &[String]) -> StoreResult<()> {
@@ -128,7 +126,7 @@ impl Storage for Bucket {
     }
 
     fn open(&self, file: &str) -> Result<FilePair> {
-        let file = Arc::new(self.volume.file(file).keep_alive(Arc::clone(&self.lock) as _));
+        let file = Arc::new(object::file(&self.volume, file).keep_alive(Arc::clone(&self.lock) as _));
         Ok(FilePair { reader: Arc::clone(&file), writer: file })
     }
 
@@ -170,15 +168,21 @@ impl Storage for Bucket {
             return Err(in_flight(self.volume.address()));
         }
         let prefix = self.volume.prefix();
-        let listed = self.volume.store().list(prefix).map_err(self.failed(Doing::Removing))?;
+        let listed =
+            self.volume.store().list(prefix).map_err(failed(Doing::Removing, self.volume.address()))?;
         let files = listed.into_iter().map(|one| one.key).filter(|key| !is_lock(key, prefix));
         let data = |key: &String| key.starts_with(&format!("{prefix}data/"));
         let (data, superblocks): (Vec<String>, Vec<String>) = files.partition(data);
         for part in [superblocks, data] {
-            self.delete_all(&part).map_err(self.failed(Doing::Removing))?;
+            self.delete_all(&part).map_err(failed(Doing::Removing, self.volume.address()))?;
         }
         Ok(())
     }
+}
+
+/// The error of a failed request on an object, file or prefix.
+fn failed(doing: Doing, path: &str) -> impl Fn(StoreError) -> Error + Copy {
+    move |StoreError { errno, message }| IoError::of_errno(errno, doing, path).because(message).into()
 }
 
 fn is_lock(key: &str, prefix: &str) -> bool {
@@ -189,16 +193,20 @@ fn is_lock(key: &str, prefix: &str) -> bool {
 type Opened = (Box<dyn Storage>, Engine);
 
 /// Claims the prefix of `owner` at `address`. `None` if it holds no objects and `make` is false.
-#[cfg(feature = "s3")]
 pub(super) fn open(address: &str, owner: &Owner, io: IoOptions, make: bool) -> Result<Option<Opened>> {
-    let address = Address::parse(address)?;
-    open_in(object::connect(&address, io.io_timeout)?, &address, owner, io, make)
+    let (address, store) = connect(address, io.io_timeout)?;
+    open_in(store, &address, owner, io, make)
+}
+
+/// The bucket of an address. Its endpoint and credentials are variables of the environment.
+fn connect(address: &str, timeout: Option<Duration>) -> Result<(Address, Arc<dyn Store>)> {
+    spillway_stores::connect(address, timeout, |name| Ok(environment::text(name)?))
 }
 
 /// As `open`, in a store in memory.
 #[cfg(test)]
 pub(super) fn open_in_memory(
-    store: &object::memory::MemoryStore,
+    store: &spillway_stores::memory::MemoryStore,
     owner: &Owner,
     io: IoOptions,
     make: bool,
@@ -219,17 +227,14 @@ fn open_in(
 }
 
 /// Removes the objects of an owner whose process has ended. A live owner is an error.
-#[cfg(feature = "s3")]
 pub(super) fn collect(address: &str, owner: &Owner) -> Result<()> {
     owner.check()?;
-    let address = Address::parse(address)?;
-    let store = object::connect(&address, None)?;
+    let (address, store) = connect(address, None)?;
     match Bucket::claim(store, &address, owner, false)? {
         Some(bucket) => Arc::new(bucket).remove(),
         None => {
-            let error =
-                object::StoreError { errno: libc::ENOENT, message: "it contains no tier".to_string() };
-            Err(error.at(RequestContext { doing: Doing::Opening, path: &name(&address.text(), owner) }))
+            let error = StoreError { errno: libc::ENOENT, message: "it contains no tier".to_string() };
+            Err(failed(Doing::Opening, &name(&address.text(), owner))(error))
         }
     }
 }
@@ -256,7 +261,7 @@ impl PrefixLock {
         prefix: &str,
         name: &str,
     ) -> Result<(PrefixLock, Vec<ObjectMeta>)> {
-        let failed = |error: StoreError| error.at(RequestContext { doing: Doing::Opening, path: name });
+        let failed = failed(Doing::Opening, name);
         let number =
             host::random().map_err(|error| Error::system("generating the number of a lock", &error))?;
         let key = format!("{prefix}{LOCKS}{number:032x}");
@@ -307,7 +312,7 @@ impl PrefixLock {
     /// Fails if the lock object was deleted: with `Fenced` if another process put one, else with `PathMissing`. Errors of
     /// the store are returned.
     pub(super) fn check(&self, prefix: &str, name: &str) -> Result<()> {
-        let failed = |error: StoreError| error.at(RequestContext { doing: Doing::Opening, path: name });
+        let failed = failed(Doing::Opening, name);
         if !matches!(read(&self.store, &self.key, self.bytes).map_err(failed)?, LockContent::Gone) {
             return Ok(());
         }
@@ -365,9 +370,21 @@ fn locked(name: &str, key: &str, prefix: &str, message: &str) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::io::object::StoreResult;
-    use crate::io::object::memory::MemoryStore;
     use crate::sys::host;
+    use spillway_stores::memory::MemoryStore;
+
+    #[test]
+    fn refusals_become_errors_of_their_kind() {
+        let kind = |errno| {
+            let error = StoreError { errno, message: "HTTP 418".to_string() };
+            let error = failed(Doing::Opening, "s3://b/a")(error);
+            assert!(error.to_string().contains("s3://b/a") && error.to_string().contains("HTTP 418"));
+            error.io_kind().unwrap()
+        };
+        assert_eq!(kind(libc::ENOENT), IoKind::NotFound);
+        assert_eq!(kind(libc::ENOSPC), IoKind::NoSpace);
+        assert_eq!(kind(libc::EACCES), IoKind::Failed);
+    }
 
     fn lock(memory: &MemoryStore, holder: &Holder) {
         memory.put("p/lock/other", &serde_json::to_vec(holder).unwrap()).unwrap();

@@ -29,11 +29,11 @@ use super::store::{HeldExtent, Tier};
 use super::volume::Scratch;
 use crate::checksum::{self, RunningChecksum};
 use crate::error::{Doing, Error, Result, TierError, TierKind};
-use crate::io::options::is_address;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 use crate::sys::time_limit::{self, Call};
 use crate::sys::{descriptor, file, host, private_files, try_vec};
+use spillway_stores::is_address;
 
 const MANIFEST: &str = "manifest.json";
 const FORMAT: &str = "spillway tier export";

@@ -41,7 +41,6 @@ pub use commit::MAX_PAYLOAD;
 pub use paths::{ExtentPlacement, Health};
 pub use store::{Tier, UpdateClaim};
 
-#[cfg(any(test, feature = "s3"))]
 pub mod bucket;
 
 #[cfg(test)]

@@ -4,13 +4,14 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-#[cfg(feature = "s3")]
+use spillway_stores::is_address;
+
 use super::bucket;
 use super::directory::{self, Owner};
 use super::format::{MAX_PATHS, block_bytes_fit};
 use super::storage::failed;
 use crate::error::{Doing, Error, Result};
-use crate::io::options::{Options as IoOptions, is_address};
+use crate::io::options::Options as IoOptions;
 
 /// Default time after which a path counts as hung.
 const IO_TIMEOUT: Option<Duration> = Some(Duration::from_secs(60));
@@ -49,7 +50,7 @@ pub enum PathLocation {
     Memory,
     /// In a store in memory, for tests.
     #[cfg(test)]
-    Store(crate::io::object::memory::MemoryStore),
+    Store(spillway_stores::memory::MemoryStore),
     /// On a simulated disk.
     #[cfg(any(test, feature = "sim"))]
     Simulated(crate::io::sim::Disk, crate::io::sim::Faults),
@@ -76,10 +77,7 @@ impl PathLocation {
     pub fn collect(&self, owner: &Owner) -> Result<()> {
         match self {
             PathLocation::Directory(base) => directory::collect(IO_TIMEOUT, base, owner),
-            #[cfg(feature = "s3")]
             PathLocation::Bucket(address) => bucket::collect(address, owner),
-            #[cfg(not(feature = "s3"))]
-            PathLocation::Bucket(_) => Err(no_object_stores()),
             _ => Err(Error::invalid(
                 "directory",
                 "must be a directory or an object store; memory ends with its process",
@@ -102,14 +100,6 @@ pub(super) fn absolute(directory: &Path) -> Result<PathBuf> {
     let above = std::env::current_dir().and_then(std::fs::metadata);
     let usable = above.is_ok() && absolute.as_os_str().len() + LONGEST_BELOW < libc::PATH_MAX as usize;
     Ok(if usable { absolute } else { directory.to_path_buf() })
-}
-
-/// The error for a path in an object store. Its address may hold credentials, so it is not quoted.
-#[cfg(not(feature = "s3"))]
-pub(super) fn no_object_stores() -> Error {
-    let message = "a path s3://... needs object stores, but this library was built without them; build it \
-                   with the feature s3: `make lib`, or SPILLWAY_CARGO_FEATURES=spillway/s3 for the wheel";
-    Error::Unsupported(message.to_string())
 }
 
 /// One path.
@@ -214,10 +204,5 @@ mod tests {
             assert!(matches!(error, Some(Error::Unsupported(_))), "{message}");
             assert!(message.contains("feature s3") && !message.contains("hunter2"), "{message}");
         }
-    }
-
-    #[test]
-    fn an_address_is_told_from_a_directory() {
-        assert!(is_address("s3://b") && !is_address("/mnt/s3://b") && !is_address("s3"));
     }
 }

@@ -37,11 +37,11 @@ use super::store::Tier;
 use super::volume::{POLL_INTERVAL, Turn, Volume};
 use crate::environment;
 use crate::error::{Error, Result};
-use crate::io::options::is_address;
 use crate::log::{self, Level};
 use crate::sys::fork::OpeningProcess;
 use crate::sys::private_files::{self, GivenDirectory, OpenFlags, PrivateDirectory};
 use crate::sys::sync::Lock;
+use spillway_stores::is_address;
 
 /// The turns of one process on the paths of a tier. Its drop opens all gates.
 #[derive(Debug)]

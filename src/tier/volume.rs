@@ -17,13 +17,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-#[cfg(any(test, feature = "s3"))]
 use super::bucket;
 use super::directory::{self, DirStorage};
 use super::extent::PAGE;
 use super::format::{HEADER_BYTES, Superblock, SuperblockHeader, is_chunk};
-#[cfg(not(feature = "s3"))]
-use super::options::no_object_stores;
 use super::options::{PathLocation, TierOptions};
 use super::paths::Stamp;
 #[cfg(any(test, feature = "sim"))]
@@ -428,13 +425,10 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
             });
         }
         // Each request has a timeout, and so has each listing.
-        #[cfg(feature = "s3")]
         PathLocation::Bucket(address) => match bucket::open(address, &options.owner, io, make)? {
             Some(opened) => opened,
             None => return Ok(None),
         },
-        #[cfg(not(feature = "s3"))]
-        PathLocation::Bucket(_) => return Err(no_object_stores()),
         PathLocation::Memory if !make => return Ok(None),
         PathLocation::Memory => (Box::new(MemoryStorage::new()?), Engine::open(io)?),
         #[cfg(test)]

@@ -3,8 +3,8 @@
 
 use super::*;
 use crate::error::{IoKind, TierKind};
-use crate::io::object::memory::MemoryStore as Store;
 use crate::tier::Health;
+use spillway_stores::memory::MemoryStore as Store;
 
 fn on_stores(stores: &[Store]) -> TierOptions {
     let path =
@@ -120,7 +120,7 @@ fn an_object_that_is_gone_is_the_end_of_its_file_at_the_next_open() {
     let tier = open(std::slice::from_ref(&store));
     step(&tier, 1).unwrap();
     let first = data_keys(&store)[0].clone();
-    use crate::io::object::Store as _;
+    use spillway_stores::Store as _;
     store.delete(&first).unwrap();
     let damage = tier.verify().unwrap().damage;
     assert_eq!(damage[0].io_kind(), Some(IoKind::NotFound), "{}", damage[0]);
@@ -148,7 +148,7 @@ fn a_store_that_fails_loses_nothing_that_another_path_can_take() {
 /// A process that is about to list its own lock must find it. The next claim deletes a lock of a dead process.
 #[test]
 fn removing_leaves_the_locks_of_others_alone() {
-    use crate::io::object::Store as _;
+    use spillway_stores::Store as _;
     let store = Store::default();
     let tier = open(std::slice::from_ref(&store));
     step(&tier, 1).unwrap();

@@ -10,12 +10,12 @@ use std::thread;
 use super::*;
 use crate::error::{Error, IoKind, TierKind};
 use crate::io::engine::Engine;
-use crate::io::object::memory::MemoryStore as Objects;
-use crate::io::object::{Address, ObjectMeta, Store, StoreResult};
 use crate::sys::fork::in_forked_child;
 use crate::tier::bucket::{Bucket, TEST_ADDRESS};
 use crate::tier::directory::{DirStorage, Directory, claim, collect};
 use crate::tier::volume::Volume;
+use spillway_stores::memory::MemoryStore as Objects;
+use spillway_stores::{Address, ObjectMeta, Store, StoreResult};
 
 /// A door at which writes wait until it opens.
 #[derive(Debug, Clone, Default)]

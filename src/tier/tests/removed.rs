@@ -9,9 +9,9 @@ use std::path::Path;
 use super::real::{bases, kind, options};
 use super::*;
 use crate::error::TierKind;
-use crate::io::object::memory::MemoryStore as Store;
 use crate::tier::Health;
 use crate::tier::directory::collect;
+use spillway_stores::memory::MemoryStore as Store;
 
 const NAMES: [&str; 4] = ["lock", "data", "superblock.0", "superblock.1"];
 
@@ -179,7 +179,7 @@ fn a_commit_below_a_prefix_whose_lock_was_deleted_is_an_error() {
         Tier::open(TierOptions { paths, block_bytes: BLOCK, ..TierOptions::new(owner(), []) }).unwrap();
     step(&tier, 1).unwrap();
     let lock = store.keys().into_iter().find(|key| key.contains("/lock/")).unwrap();
-    crate::io::object::Store::delete(&store, &lock).unwrap();
+    spillway_stores::Store::delete(&store, &lock).unwrap();
     let error = tier.commit(2, &[]).unwrap_err();
     assert!(
         error.tier_kind() == Some(TierKind::PathMissing) && error.to_string().contains("lock"),

@@ -1,33 +1,40 @@
-//! Files stored as objects of an S3-compatible store. Each object is written as a whole and never changed.
-//!
-//! | module | contents |
-//! |---|---|
-//! | [`volume`] | the files of one prefix: reads and writes as requests |
-//! | [`index`] | which objects hold the bytes of a file |
-//! | [`secrets`] | removes credentials and signatures from messages |
-//! | [`settings`] | endpoint and credentials of a store, from the environment |
-//! | `client` | signed HTTP requests; with the feature `s3` |
-//!
-//! Unit tests without the feature `s3` compile all of this but `client`, and run it on a store in memory.
+//! A bucket of a store: its address, its requests, and their errors.
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
-#[cfg(feature = "s3")]
-use std::{sync::Arc, time::Duration};
 
-use super::options::SCHEME;
-use crate::error::{Doing, Error, IoError, Result};
+use crate::secrets;
 
-pub mod index;
-pub mod secrets;
-pub mod settings;
-pub mod volume;
+/// Begins the address of an object store.
+const SCHEME: &str = "s3://";
 
-#[cfg(feature = "s3")]
-mod client;
+/// True if a path is an address of an object store (`s3://...`), not a directory.
+pub fn is_address(path: &str) -> bool {
+    path.starts_with(SCHEME)
+}
 
-#[cfg(test)]
-pub mod memory;
+/// An argument or variable that the caller must correct, or a part that was not built in.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// An argument, or a variable of the environment.
+    #[error("{argument}: {reason}")]
+    Invalid {
+        /// Its name.
+        argument: &'static str,
+        /// Why it is refused.
+        reason: String,
+    },
+    /// The feature `http` is missing.
+    #[error("this crate was built without its feature http")]
+    NoClient,
+}
+
+impl Error {
+    /// The error of an argument.
+    pub(crate) fn invalid(argument: &'static str, reason: impl Into<String>) -> Error {
+        Error::Invalid { argument, reason: reason.into() }
+    }
+}
 
 /// A bucket, and the prefix of the names of objects in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,8 +46,8 @@ pub struct Address {
 }
 
 impl Address {
-    /// Parses `s3://bucket/prefix`. The error is `InvalidArgument` with argument "directory".
-    pub fn parse(text: &str) -> Result<Address> {
+    /// Parses `s3://bucket/prefix`. The error is that of the argument "directory".
+    pub fn parse(text: &str) -> Result<Address, Error> {
         let rest = text.strip_prefix(SCHEME).unwrap_or(text);
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         let prefix = prefix.trim_end_matches('/');
@@ -74,15 +81,6 @@ pub struct StoreError {
     pub message: String,
 }
 
-/// The context of a failed request.
-#[derive(Debug, Clone, Copy)]
-pub struct RequestContext<'a> {
-    /// The operation, as in [`IoError::doing`].
-    pub doing: Doing,
-    /// The object, file or prefix.
-    pub path: &'a str,
-}
-
 impl StoreError {
     /// The error for an HTTP status other than success, and whether a retry may succeed.
     pub fn of_status(status: u16, body: &str) -> (StoreError, bool) {
@@ -103,12 +101,6 @@ impl StoreError {
         let message = format!("HTTP {status} {}", said.join(": ")).trim().to_string();
         (StoreError { errno, message }, transient)
     }
-
-    /// The error for the caller, with the context `context`.
-    pub fn at(self, context: RequestContext) -> Error {
-        let StoreError { errno, message } = self;
-        IoError::of_errno(errno, context.doing, context.path).because(message).into()
-    }
 }
 
 /// An object in a listing.
@@ -121,7 +113,7 @@ pub struct ObjectMeta {
 }
 
 /// Result of a request.
-pub type StoreResult<T> = std::result::Result<T, StoreError>;
+pub type StoreResult<T> = Result<T, StoreError>;
 
 /// A bucket of a store. A completed request is visible to every later one, and survives a power failure.
 pub trait Store: Send + Sync + Debug {
@@ -139,17 +131,14 @@ pub trait Store: Send + Sync + Debug {
     fn list(&self, prefix: &str) -> StoreResult<Vec<ObjectMeta>>;
 }
 
-/// Connects to the bucket of an address, with endpoint and credentials from the environment. No request takes longer
-/// than `timeout`.
-#[cfg(feature = "s3")]
-pub fn connect(address: &Address, timeout: Option<Duration>) -> Result<Arc<dyn Store>> {
-    Ok(Arc::new(client::Client::of_environment(address, timeout)?))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::IoKind;
+
+    #[test]
+    fn an_address_is_told_from_a_directory() {
+        assert!(is_address("s3://b") && !is_address("/mnt/s3://b") && !is_address("s3"));
+    }
 
     #[test]
     fn addresses_name_a_bucket_and_perhaps_a_prefix() {
@@ -164,19 +153,6 @@ mod tests {
         let secret = Address::parse("s3://key:hunter2@b/a").unwrap_err().to_string();
         assert!(secret.contains("names no bucket") && !secret.contains("hunter2"), "{secret}");
         assert_eq!(Address::parse("s3://b/a/").unwrap().text(), "s3://b/a");
-    }
-
-    #[test]
-    fn refusals_become_errors_of_their_kind() {
-        let kind = |errno| {
-            let error = StoreError { errno, message: "HTTP 418".to_string() };
-            let error = error.at(RequestContext { doing: Doing::Opening, path: "s3://b/a" });
-            assert!(error.to_string().contains("s3://b/a") && error.to_string().contains("HTTP 418"));
-            error.io_kind().unwrap()
-        };
-        assert_eq!(kind(libc::ENOENT), IoKind::NotFound);
-        assert_eq!(kind(libc::ENOSPC), IoKind::NoSpace);
-        assert_eq!(kind(libc::EACCES), IoKind::Failed);
     }
 
     #[test]

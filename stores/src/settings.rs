@@ -1,10 +1,8 @@
 //! Endpoint and credentials of a store, from the environment variables of the AWS tools.
 #![forbid(unsafe_code)]
 
-use super::Address;
-use super::secrets::shown;
-use crate::environment;
-use crate::error::{Error, Result};
+use crate::secrets::shown;
+use crate::store::{Address, Error};
 
 const KEY: &str = "AWS_ACCESS_KEY_ID";
 const SECRET: &str = "AWS_SECRET_ACCESS_KEY";
@@ -34,19 +32,15 @@ pub struct StoreSettings {
 }
 
 impl StoreSettings {
-    /// Reads the settings from the environment; the error names the missing or invalid variable.
-    pub fn of_environment(address: &Address) -> Result<StoreSettings> {
-        StoreSettings::of(address, |name| Ok(environment::text(name)?))
-    }
-
-    fn of(
+    /// Reads the settings with `variable`; the error names the missing or invalid variable.
+    pub fn of<E: From<Error>>(
         address: &Address,
-        variable: impl Fn(&'static str) -> Result<Option<String>>,
-    ) -> Result<StoreSettings> {
-        let first = |[one, other]: [&'static str; 2]| Ok::<_, Error>(variable(one)?.or(variable(other)?));
+        variable: impl Fn(&'static str) -> Result<Option<String>, E>,
+    ) -> Result<StoreSettings, E> {
+        let first = |[one, other]: [&'static str; 2]| Ok::<_, E>(variable(one)?.or(variable(other)?));
         let needed = |name: &'static str| {
             let missing = || Error::invalid(name, format!("is not set; {} needs it", address.text()));
-            variable(name)?.ok_or_else(missing)
+            variable(name)?.ok_or_else(missing).map_err(E::from)
         };
         let (key, secret) = (needed(KEY)?, needed(SECRET)?);
         let endpoint = first(ENDPOINTS)?;
@@ -57,7 +51,7 @@ impl StoreSettings {
             (None, None) => {
                 let message =
                     format!("is not set, and AWS_ENDPOINT_URL neither; {} needs one of them", address.text());
-                return Err(Error::invalid(REGIONS[0], message));
+                return Err(Error::invalid(REGIONS[0], message).into());
             }
         };
         // AWS's wildcard certificate covers one label before the host name, so it excludes bucket names with dots.
@@ -65,14 +59,14 @@ impl StoreSettings {
         let endpoint = endpoint.unwrap_or_else(|| format!("https://s3.{region}.amazonaws.com"));
         if !endpoint.starts_with("http://") && !endpoint.starts_with("https://") {
             let reason = format!("{:?} must begin with http:// or https://", shown(&endpoint));
-            return Err(Error::invalid(ENDPOINTS[1], reason));
+            return Err(Error::invalid(ENDPOINTS[1], reason).into());
         }
         if endpoint.contains('@') {
             let reason = format!(
                 "{:?} contains a user or a password; set {KEY} and {SECRET} instead",
                 shown(&endpoint)
             );
-            return Err(Error::invalid(ENDPOINTS[1], reason));
+            return Err(Error::invalid(ENDPOINTS[1], reason).into());
         }
         Ok(StoreSettings {
             key,
@@ -97,20 +91,20 @@ mod tests {
 
     const WHO: [(&str, &str); 2] = [(KEY, "k"), (SECRET, "s")];
 
-    fn of(variables: &[(&str, &str)]) -> Result<StoreSettings> {
+    fn of(variables: &[(&str, &str)]) -> Result<StoreSettings, Error> {
         let address = Address::parse("s3://bucket/a").unwrap();
         let find = |name: &str| variables.iter().find(|(known, _)| *known == name);
         StoreSettings::of(&address, |name| Ok(find(name).map(|(_, value)| value.to_string())))
     }
 
-    fn with(more: &[(&'static str, &'static str)]) -> Result<StoreSettings> {
+    fn with(more: &[(&'static str, &'static str)]) -> Result<StoreSettings, Error> {
         of(&[&WHO, more].concat())
     }
 
     #[test]
     fn what_is_missing_is_named() {
-        let named = |outcome: Result<StoreSettings>| match outcome.err().unwrap() {
-            Error::InvalidArgument { argument, .. } => argument.into_owned(),
+        let named = |outcome: Result<StoreSettings, Error>| match outcome.err().unwrap() {
+            Error::Invalid { argument, .. } => argument,
             other => panic!("{other}"),
         };
         assert_eq!(named(of(&[])), KEY);

@@ -2,16 +2,14 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{ObjectMeta, Store, StoreError, StoreResult};
-
-use crate::sys::sync::{Guard, Lock};
+use crate::store::{ObjectMeta, Store, StoreError, StoreResult};
 
 /// A store in memory; clones share the objects.
 #[derive(Debug, Clone, Default)]
 pub struct MemoryStore {
-    state: Arc<Lock<MemoryState>>,
+    state: Arc<Mutex<MemoryState>>,
 }
 
 #[derive(Debug, Default)]
@@ -25,40 +23,44 @@ struct MemoryState {
 impl MemoryStore {
     /// Requests with this number (from 0) or a higher one fail; `None` lets all succeed.
     pub fn fail_from(&self, request: Option<u64>) {
-        self.state.lock().fails_from = request;
+        self.state().fails_from = request;
     }
 
     /// If true, deletions succeed without effect.
     pub fn forget_deletions(&self, forgets: bool) {
-        self.state.lock().forgets_deletions = forgets;
+        self.state().forgets_deletions = forgets;
     }
 
     /// Number of requests so far.
     pub fn requests(&self) -> u64 {
-        self.state.lock().requests
+        self.state().requests
     }
 
     /// Names of all objects.
     pub fn keys(&self) -> Vec<String> {
-        self.state.lock().objects.keys().cloned().collect()
+        self.state().objects.keys().cloned().collect()
     }
 
     /// An independent store with the same objects.
     pub fn copy(&self) -> MemoryStore {
         let copy = MemoryStore::default();
-        copy.state.lock().objects = self.state.lock().objects.clone();
+        copy.state().objects = self.state().objects.clone();
         copy
     }
 
     /// Changes the bytes of an object.
     pub fn change(&self, key: &str, change: impl FnOnce(&mut Vec<u8>)) {
-        if let Some(bytes) = self.state.lock().objects.get_mut(key) {
+        if let Some(bytes) = self.state().objects.get_mut(key) {
             change(bytes);
         }
     }
 
-    fn request(&self) -> StoreResult<Guard<'_, MemoryState>> {
-        let mut state = self.state.lock();
+    fn state(&self) -> MutexGuard<'_, MemoryState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn request(&self) -> StoreResult<MutexGuard<'_, MemoryState>> {
+        let mut state = self.state();
         state.requests += 1;
         match state.fails_from.is_some_and(|from| state.requests > from) {
             true => Err(StoreError { errno: libc::EIO, message: "HTTP 500".to_string() }),

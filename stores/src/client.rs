@@ -24,10 +24,10 @@ use ureq::http::{Response, StatusCode};
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body};
 
-use super::secrets::{Secrets, printable};
-use super::settings::{ROOTS, StoreSettings};
-use super::{Address, ObjectMeta, Store, StoreError, StoreResult};
-use crate::error::{Error, Result};
+use crate::secrets::{Secrets, printable};
+use crate::settings::{ROOTS, StoreSettings};
+use crate::store::{Address, Error, ObjectMeta, Store, StoreError, StoreResult};
+use crate::volume::MAX_REQUESTS;
 
 /// Tries of a request, and the pause before the second try, which doubles each time.
 const TRIES: u32 = 4;
@@ -57,14 +57,14 @@ struct Failure {
     transient: bool,
 }
 
-type Try<T> = std::result::Result<T, Failure>;
+type Try<T> = Result<T, Failure>;
 
 impl Client {
-    pub(super) fn of_environment(address: &Address, timeout: Option<Duration>) -> Result<Client> {
-        Client::of(StoreSettings::of_environment(address)?, address, timeout)
-    }
-
-    fn of(settings: StoreSettings, address: &Address, timeout: Option<Duration>) -> Result<Client> {
+    pub(super) fn of(
+        settings: StoreSettings,
+        address: &Address,
+        timeout: Option<Duration>,
+    ) -> Result<Client, Error> {
         let url = settings.endpoint.parse().map_err(|error| settings.wrong_endpoint(error))?;
         let style = if settings.path_style { UrlStyle::Path } else { UrlStyle::VirtualHost };
         let bucket = Bucket::new(url, style, address.bucket.clone(), settings.region.clone())
@@ -79,7 +79,7 @@ impl Client {
         if let Some(path) = roots {
             config = config.tls_config(TlsConfig::builder().root_certs(trusted(&path)?).build());
         }
-        let idle = super::volume::MAX_REQUESTS as usize;
+        let idle = MAX_REQUESTS as usize;
         let config = config.max_idle_connections(idle).max_idle_connections_per_host(idle);
         let agent = config.build().new_agent();
         Ok(Client { agent, bucket, credentials, secrets, timeout: timeout.unwrap_or(REQUEST_TIMEOUT) })
@@ -252,7 +252,7 @@ impl fmt::Debug for Client {
 }
 
 /// The certificate authorities in a PEM file, for private stores.
-fn trusted(path: &str) -> Result<RootCerts> {
+fn trusted(path: &str) -> Result<RootCerts, Error> {
     let wrong = |reason: String| Error::invalid(ROOTS, format!("{path}: {reason}"));
     let bytes = std::fs::read(path).map_err(|error| wrong(error.to_string()))?;
     let mut certificates = Vec::new();
@@ -269,7 +269,7 @@ fn trusted(path: &str) -> Result<RootCerts> {
 
 /// The response, if its status means success.
 fn answered(
-    sent: std::result::Result<Response<Body>, ureq::Error>,
+    sent: Result<Response<Body>, ureq::Error>,
     success: fn(&StatusCode) -> bool,
 ) -> Try<Response<Body>> {
     let mut response = sent.map_err(lost)?;

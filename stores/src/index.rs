@@ -101,11 +101,6 @@ impl Index {
     pub fn end(&self) -> u64 {
         self.by_start.values().next_back().map_or(0, Object::end)
     }
-
-    /// All objects, in file order.
-    pub fn objects(&self) -> impl Iterator<Item = Object> {
-        self.by_start.values().copied()
-    }
 }
 
 #[cfg(test)]
@@ -146,7 +141,7 @@ mod tests {
         let all = vec![object(0, 10, 1), object(8, 4, 2), object(20, 4, 9), object(20, 6, 4)];
         let (index, mut stale) = Index::of(all);
         stale.sort_unstable_by_key(|object| object.number);
-        assert_eq!(index.objects().collect::<Vec<_>>(), [object(8, 4, 2), object(20, 4, 9)]);
+        assert_eq!(index.by_start.values().copied().collect::<Vec<_>>(), [object(8, 4, 2), object(20, 4, 9)]);
         assert_eq!(stale, [object(0, 10, 1), object(20, 6, 4)]);
         // An old request that the store executes only now.
         let mut late = index.clone();

@@ -253,7 +253,7 @@ def test_a_commit_that_could_not_be_taken_up_is_refused():
     from spillway.deepspeed import _engine, _tier
 
     swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
-    swapper.committed, swapper.world = 5, 2
+    swapper._tiered = types.SimpleNamespace(closed=False, committed_step=5, place=types.SimpleNamespace(world=2))
     engine = types.SimpleNamespace(
         optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=5, micro_steps=8, gradient_accumulation_steps=lambda: 4
     )
@@ -278,7 +278,8 @@ def test_what_a_checkpoint_brought_is_committed_unless_that_is_left_to_the_calle
     made = []
     monkeypatch.setattr(_engine, "commit", made.append)
     swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
-    swapper.committed, swapper.settings = 500, types.SimpleNamespace(resume=resume, commit_interval=interval)
+    swapper._tiered = types.SimpleNamespace(closed=False, committed_step=500)
+    swapper.settings = types.SimpleNamespace(resume=resume, commit_interval=interval)
     own = {name: lambda *_: ("checkpoint", {}) for name in _versions.methods("engine")}
     load = _engine.overrides(type("Engine", (), own))["load_checkpoint"]
     engine = types.SimpleNamespace(optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=at)
@@ -342,24 +343,3 @@ def test_mistakes_name_themselves(refused, paths):
 def test_a_split_master_needs_bfloat16_weights(refused, paths):
     needs_fp16()
     assert "have to be bfloat16 in host memory" in refused("--paths", *paths, "--block", SPLIT, "--dtype", "fp16")
-
-
-def test_ctrl_c_that_arrives_while_the_library_commits(monkeypatch):
-    """Python raises the KeyboardInterrupt once the call has returned; the library has committed then."""
-    from spillway import Swap, _native
-    from spillway.deepspeed._tier import TierSwapper
-
-    def interrupted(status):
-        assert status == 0
-        raise KeyboardInterrupt
-
-    with Tier([None], job="j") as tier, Swap(tier, [100]) as swap:
-        swapper = object.__new__(TierSwapper)
-        swapper._open = types.SimpleNamespace(closed=False, tier=tier, parted=types.SimpleNamespace(swap=swap))
-        swapper.settings, swapper.world = types.SimpleNamespace(split_master=False), 1
-        swapper.commits, swapper.committed = 0, None
-        monkeypatch.setattr(_native, "check", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            swapper.commit(7, b"step 7")
-        monkeypatch.undo()
-        assert (swapper.commits, swapper.committed) == (1, 7)

@@ -24,6 +24,8 @@ from .tier import Tier, TierPath
 
 _MAGIC = b"spillway.tiered 1\n"
 _LENGTH = struct.Struct("<Q")
+#: Most bytes that a commit of the library stores.
+_MOST_COMMITTED = 1 << 20
 
 
 class Place(NamedTuple):
@@ -54,13 +56,13 @@ class Place(NamedTuple):
 
     def open(self, cure: str) -> Tier:
         """Opens the tier, at the step that all processes have. `cure` says what to do if there is none."""
-
-        def open_at(step: int | None) -> Tier:
-            return Tier(self.paths, job=self.job, host=self.host, rank=self.rank, world=self.world, **{"at_step": step, **self.options})
-
         if "at_step" in self.options:
-            return self.together(lambda: open_at(None), Tier.close)
-        return _ranks.open_together(self, self.rank, self.world, open_at, cure, self.group)
+            return self.together(self.open_alone, Tier.close)
+        return _ranks.open_together(self, self.rank, self.world, self.open_alone, cure, self.group)
+
+    def open_alone(self, step: int | None = None) -> Tier:
+        """Opens the tier of this process, at a step; None: the last one."""
+        return Tier(self.paths, job=self.job, host=self.host, rank=self.rank, world=self.world, **{"at_step": step, **self.options})
 
     def together(self, work: Callable[[], Any], undo: Callable[[Any], object] | None = None) -> Any:
         """Returns the result of `work` once every process has its own; raises in all of them if it fails in one."""
@@ -102,23 +104,27 @@ class Record(NamedTuple):
         return Record(by, facts, stored[end:]) if author == by and isinstance(facts, dict) else None
 
 
-class _Handles:
-    """The open tier and the update on it, in the order in which they close."""
+class Handles:
+    """An open tier and the update on it, in the order in which they close.
 
-    def __init__(self, close_tier: Callable[[Tier], object]) -> None:
-        self.process, self.close_tier = os.getpid(), close_tier
-        self.tier: Tier | None = None
+    Args:
+        tier: The tier.
+        close_tier: Closes it."""
+
+    def __init__(self, tier: Tier, close_tier: Callable[[Tier], object]):
+        self.process, self.closed, self.tier, self.close_tier = os.getpid(), False, tier, close_tier
         self.swap: Swap | None = None
 
     def close(self) -> None:
-        if self.process != os.getpid():
+        """Closes both; a second call does nothing, nor does one in a forked child."""
+        if self.closed or self.process != os.getpid():
             return
         try:
             if self.swap is not None:
                 self.swap.close()
         finally:
-            if self.tier is not None:
-                self.close_tier(self.tier)
+            self.close_tier(self.tier)
+            self.closed = True
 
 
 class Tiered:
@@ -156,21 +162,23 @@ class Tiered:
         open_tier: Callable[[], Tier] | None = None,
         close_tier: Callable[[Tier], object] = Tier.close,
     ):
-        self.by, self.place, self._handles = by, place, _Handles(close_tier)
+        self.by, self.place = by, place
         self.committed: Record | None = None
         self.commits, self.changed, self.apart = 0, False, False
         #: Step and record of a commit that has begun, and the status of the library's call once it has returned.
         self._pending: tuple[int, Record, list[int]] | None = None
-        weakref.finalize(self, _Handles.close, self._handles)
+        opened = place.open(cure) if open_tier is None else place.together(open_tier, close_tier)
+        self._handles = Handles(opened, close_tier)
+        weakref.finalize(self, Handles.close, self._handles)
 
-        def begin(tier: Tier) -> None:
-            tier._user = user
-            if tier.opened.step is not None:
-                self.committed = Record.unpacked(tier.opened.payload, by)
+        def begin() -> None:
+            opened._user = user
+            if opened.opened.step is not None:
+                self.committed = Record.unpacked(opened.opened.payload, by)
                 if self.committed is None:
                     raise InvalidArgumentError(foreign)
             try:
-                self._handles.swap = update(tier, self.committed)
+                self._handles.swap = update(opened, self.committed)
             except SpillwayError as error:
                 described = limit(error) if error.status == _abi.ERR_LIMIT_REACHED else None
                 if described is None:
@@ -179,8 +187,7 @@ class Tiered:
             self._handles.swap._user = user
 
         try:
-            opened = self._handles.tier = open_tier() if open_tier is not None else place.open(cure)
-            place.together(lambda: begin(opened))
+            place.together(begin)
         except BaseException:
             self._handles.close()
             raise
@@ -189,7 +196,6 @@ class Tiered:
     @property
     def tier(self) -> Tier:
         """The tier."""
-        assert self._handles.tier is not None
         return self._handles.tier
 
     @property
@@ -203,13 +209,18 @@ class Tiered:
         """False in a forked child, where every call raises."""
         return self._handles.process == os.getpid()
 
+    @property
+    def closed(self) -> bool:
+        """True after close()."""
+        return self._handles.closed
+
     def close(self) -> None:
         """Closes update and tier; states since the last commit are lost."""
         self._handles.close()
 
-    def read(self, subgroup: int, *parts: Any) -> None:
-        """Copies param, exp_avg and exp_avg_sq of a subgroup, or the first of them, into float32 arrays."""
-        self.swap.read(subgroup, *parts)
+    def read(self, subgroup: int, *parts: Any, weights: Any = None) -> None:
+        """Copies param, exp_avg and exp_avg_sq of a subgroup, or the first of them, into float32 arrays. `weights`: as for Swap.read."""
+        self.swap.read(subgroup, *parts, weights=weights)
 
     def write(self, subgroup: int, *parts: Any) -> None:
         """Sets param, exp_avg and exp_avg_sq of a subgroup, or the first of them; None keeps a part."""
@@ -220,6 +231,10 @@ class Tiered:
         """Notes that states are written from here on."""
         self.settle()
         self.changed = True
+
+    def room(self, facts: dict[str, Any]) -> int:
+        """Bytes that the payload of a commit with these facts may have."""
+        return _MOST_COMMITTED - len(Record(self.by, facts).packed())
 
     def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> None:
         """Makes the states durable; returns after all processes have committed."""
@@ -262,7 +277,7 @@ def mapped(count: int, directory: str | os.PathLike[str]) -> Any:
     with tempfile.TemporaryFile(dir=directory) as file:
         try:
             # Without this, a full disk would end the process at the write to a page.
-            os.posix_fallocate(file.fileno(), 0, size)
+            os.posix_fallocate(file.fileno(), 0, size or 1)
         except OSError as error:
             raise OSError(
                 error.errno,

@@ -167,7 +167,7 @@ def test_a_header_that_readers_would_refuse_is_not_written(names, metadata):
 def test_a_record_of_any_size_comes_back_from_a_tier(tmp_path, large):
     record = {"counts": {"global_steps": 3}, "buffers": {"b": torch.ones((2 << 20) if large else 3)}}
     with spillway.Tier([tmp_path], job="run") as tier:
-        tier.commit(3, _payload.store(tier, record))
+        tier.commit(3, _payload.store(tier, record, 1 << 20))
         assert len(tier.extents()) == large
     with spillway.Tier([tmp_path], job="run", mode="resume") as tier:
         found = _payload.load(tier, tier.opened.payload)

@@ -58,7 +58,7 @@ def overrides(engine_type):
         # Commit the loaded state before training reaches a step number that was committed before; not if the caller
         # commits.
         if swapper is not None and swapper.settings.resume and swapper.settings.commit_interval:
-            if found[0] and swapper.committed != self.global_steps:
+            if found[0] and swapper.tiered.committed_step != self.global_steps:
                 commit(self)
         return found
 
@@ -122,12 +122,12 @@ def commit(engine):
         raise InvalidArgumentError(
             "commit: the engine is between two micro-batches of a step, whose gradients a commit does not store; commit after the step"
         )
-    if swapper.committed == engine.global_steps and swapper.world > 1:
+    if swapper.tiered.committed_step == engine.global_steps and swapper.tiered.place.world > 1:
         raise InvalidArgumentError(
             f"commit: step {engine.global_steps} is already committed, and with several ranks a step can be committed "
             'once; set "commit_interval": 0 to commit by calls alone'
         )
-    swapper.commit(engine.global_steps, _payload.store(swapper.tier, _record(engine, swapper)))
+    swapper.commit(engine.global_steps, lambda tier, room: _payload.store(tier, _record(engine, swapper), room))
 
 
 def _between_micro_batches(engine):
@@ -151,7 +151,7 @@ def client_state(engine):
 
 def resumed_step(engine):
     """The global step at which the run was resumed; None for a new run."""
-    return _swapper(engine).tier.opened.step
+    return _swapper(engine).tiered.resumed_step
 
 
 def _swapper(engine):
@@ -166,9 +166,6 @@ def _swapper(engine):
 def _record(engine, swapper):
     return {
         "counts": {name: getattr(engine, name) for name in _COUNTS},
-        "elements": swapper.elements,
-        "steps": swapper.steps,
-        "adam_state": swapper.adam_state(),
         "groups": _groups(engine),
         "configured": swapper.configured,
         "loss_scaler": dict(vars(engine.optimizer.loss_scaler)),
@@ -181,19 +178,12 @@ def _record(engine, swapper):
 
 
 def _restore(engine, swapper):
-    record = _payload.load(swapper.tier, swapper.tier.opened.payload)
-    if record["elements"] != swapper.elements:
-        raise InvalidArgumentError(
-            f"the tier holds sub-groups of {record['elements']} elements, this run has {swapper.elements}; use the "
-            "model, sub_group_size and number of ranks of the run that committed"
-        )
+    record = _payload.load(swapper.tiered.tier, swapper.restore())
     for name, count in record["counts"].items():
         setattr(engine, name, count)
     _restore_groups(engine, record, swapper.configured)
     if engine.lr_scheduler is not None and record["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(record["lr_scheduler"])
-    swapper.set_steps(record["steps"])
-    swapper.set_adam_state(record["adam_state"])
     vars(engine.optimizer.loss_scaler).update(record["loss_scaler"])
     if _grad_scaler(engine) is not None and record.get("grad_scaler") is not None:
         _grad_scaler(engine).load_state_dict(record["grad_scaler"])

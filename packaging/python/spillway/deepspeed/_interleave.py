@@ -173,7 +173,7 @@ class InterleavedUpdate:
     def _next_call(self, index, factor):
         state = self._stage3.optimizer.state[self._stage3.fp32_partitioned_groups_flat[index]]
         state["step"] += 1
-        return _stage3.call_of(self._stage3, index, state["step"]).record(factor)
+        return _stage3.call_of(self._stage3, index, state["step"], factor)
 
     def close(self):
         """Closes the update and the GPU; the states stay in host memory."""

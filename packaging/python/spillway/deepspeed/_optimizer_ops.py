@@ -137,7 +137,7 @@ def tensor(params, grads, **states):
 _CALLS = tuple(_abi.DsAdamCall(ctypes.sizeof(_abi.DsAdamCall), corrected, grad_scale=1.0) for corrected in (0, 1))
 
 
-def adam_call(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, grad_scale=1.0):
+def adam_call(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction):
     """The C record of the arguments of a step of DeepSpeed's Adam."""
     call = _abi.DsAdamCall.from_buffer_copy(_CALLS[1 if bias_correction else 0])
     call.step = step
@@ -146,8 +146,6 @@ def adam_call(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, gr
     except (TypeError, ValueError, RuntimeError, OverflowError):
         hyper = numbers(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
         call.lr, call.beta1, call.beta2, call.eps, call.weight_decay = hyper
-    if grad_scale != 1.0:
-        call.grad_scale = grad_scale
     return call
 
 

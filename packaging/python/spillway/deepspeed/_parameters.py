@@ -12,7 +12,9 @@ import weakref
 
 from .. import _files
 from ..errors import InvalidArgumentError
-from . import _installed, _lifetime, _opened
+from ..tier import Tier
+from ..tiered import Handles
+from . import _installed, _lifetime, _scratch
 
 # All stores of this process, for active().
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -54,25 +56,26 @@ class Store:
         if _stores:
             # An unreferenced store may still hold its tier.
             gc.collect()
-        self._tier = _opened.open_scratch(settings, f"{settings.job}-parameters", dist.get_rank(), dist.get_world_size())
+        place = _scratch.place_of(settings, f"{settings.job}-parameters", dist.get_rank(), dist.get_world_size())
+        self._handles = Handles(_scratch.open_scratch(place), Tier.destroy)
         self._extents = {}
-        self._finalizer = weakref.finalize(self, _destroy, self._tier, os.getpid())
+        weakref.finalize(self, Handles.close, self._handles)
         _lifetime.opened(self)
         _stores.add(self)
 
     @property
     def tier(self):
         """The open tier."""
-        if not self._finalizer.alive:
+        if self._handles.closed:
             raise InvalidArgumentError(
                 "the parameters on the tier were closed with their engine; make a new model and engine, and load a checkpoint"
             )
-        return self._tier
+        return self._handles.tier
 
     def close(self):
         """Removes the tier's files and closes it."""
         _stores.discard(self)
-        self._finalizer()
+        self._handles.close()
 
     def put(self, path, buffer):
         """Starts a write; returns a ticket of the tier."""
@@ -152,9 +155,3 @@ def _whole(path, offset):
     if offset != 0:
         raise InvalidArgumentError(f"{path}: offset {offset}; parameters are read and written whole")
     return path
-
-
-def _destroy(opened, process):
-    # A forked child's handles are copies that it does not own.
-    if process == os.getpid():
-        opened.destroy()

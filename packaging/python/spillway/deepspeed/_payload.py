@@ -21,8 +21,6 @@ from .. import _files, _safetensors
 from ..errors import CorruptError, InvalidArgumentError
 
 _VERSION = "spillway-payload-1"
-# Most bytes of a record in the tier's commit payload; a larger record gets an extent of its own.
-_MOST_PAYLOAD = (1 << 20) - 1024
 _PIECE, _EXTENT = 1 << 20, "record-"
 _DTYPES = {
     "F64": "float64",
@@ -63,10 +61,10 @@ def unpack(data):
         raise CorruptError(f"the commit's record is damaged or was not written by Spillway: {type(error).__name__}: {error}") from error
 
 
-def store(tier, record):
-    """The payload for a tier's commit: the record, or a reference to an extent that stores it."""
+def store(tier, record, room):
+    """The payload for a tier's commit: the record, or a reference to an extent that stores it if it has more than `room` bytes."""
     data = pack(record)
-    if len(data) <= _MOST_PAYLOAD:
+    if len(data) <= room:
         return data
     size = -(-len(data) // _PIECE) * _PIECE
     name = f"{_EXTENT}{size // _PIECE}"

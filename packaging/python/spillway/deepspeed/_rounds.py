@@ -44,7 +44,7 @@ class SuperOffloadCPUOptimizer:
         self._calls, self._submitted = {}, set()
 
     def begin(self, optimizer_id, calls, loss_scale, max_norm):
-        """Opens a round. `calls` has the Call of each sub-group, in the order of a step without speculation.
+        """Opens a round. `calls` has the C record of each sub-group, in the order of a step without speculation.
         `optimizer_id` is DeepSpeed's id, whose beta powers advance when the round is resolved."""
         if self._closed:
             raise InvalidArgumentError("this SuperOffload optimizer was closed with its engine; make a new engine")
@@ -66,10 +66,9 @@ class SuperOffloadCPUOptimizer:
         """True between begin() and the verdict."""
         return self._open
 
-    @property
-    def calls(self):
-        """The Call of each sub-group of the round."""
-        return self._calls
+    def is_of(self, calls):
+        """True if begin() got the same calls."""
+        return {group: bytes(call) for group, call in calls.items()} == {group: bytes(call) for group, call in self._calls.items()}
 
     def has(self, sub_group):
         """True if a sub-group was submitted in the open round."""
@@ -89,7 +88,7 @@ class SuperOffloadCPUOptimizer:
             list(self._calls).index(sub_group),
             [_arrays.held(array) for array in arrays],
             self._powers.id,
-            ctypes.byref(self._calls[sub_group].record()),
+            ctypes.byref(self._calls[sub_group]),
             ctypes.byref(tensor),
             None,
         )
@@ -169,7 +168,7 @@ class _Powers:
             found[sub_group] = state
             _restore(self.id, state)
             # A step over no elements advances only the powers.
-            _native.call("spw_ds_adam_update", None, self.id, ctypes.byref(call.record()), ctypes.byref(nothing))
+            _native.call("spw_ds_adam_update", None, self.id, ctypes.byref(call), ctypes.byref(nothing))
             state = _saved(self.id)
         return found, state
 

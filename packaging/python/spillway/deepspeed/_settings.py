@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from ..errors import InvalidArgumentError
 from ..interleave import PLANS
 from ..tier import DURABILITIES, TierPath
-from . import _opened
+from . import _scratch
 
 # Sums of byte counts fit 64 bits.
 _MOST = (1 << 63) - 1
@@ -285,7 +285,7 @@ def _check_interleave(block):
 def of_tier(block, nvme_path):
     """The settings of a block, the defaults if it is None; `paths` is a tuple of TierPath, nvme_path alone if it names none."""
     found = read(block if block is not None else {})
-    if _opened.is_scratch(found.job):
+    if _scratch.is_scratch(found.job):
         raise InvalidArgumentError(
             f"spillway.job is {found.job!r}; names that end in -scratch-N are those of scratch directories, use another"
         )

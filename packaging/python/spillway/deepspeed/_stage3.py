@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from . import _optimizer_ops
+from .. import _abi
+from .._groups import put_numbers
 
 
 class Update(Protocol):
@@ -37,27 +38,12 @@ class Update(Protocol):
         """Called when a step is skipped, because a gradient overflowed."""
 
 
-class Call(NamedTuple):
-    """Arguments of DeepSpeed's adam_update for a sub-group."""
-
-    step: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    bias_correction: int
-
-    def record(self, factor: float = 1.0) -> Any:
-        """The C record; `factor` multiplies the gradients."""
-        return _optimizer_ops.adam_call(*self, grad_scale=factor)
-
-
-def call_of(stage3, sub_group, step):
-    """The Call of a sub-group's step number `step`, with the options of its parameter group."""
+def call_of(stage3, sub_group, step, factor=1.0):
+    """The C record of a sub-group's step number `step`, with the options of its parameter group; `factor` multiplies the gradients."""
     group = stage3.optimizer.param_groups[stage3.sub_group_to_group_id[sub_group]]
-    hyper = (float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
-    return Call(step, *hyper, int(group["bias_correction"]))
+    call = _abi.DsAdamCall(ctypes.sizeof(_abi.DsAdamCall), int(group["bias_correction"]), step, grad_scale=factor)
+    put_numbers(call, group)
+    return call
 
 
 def state_of(stage3, master):

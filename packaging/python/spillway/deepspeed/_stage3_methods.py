@@ -6,11 +6,12 @@ The unscaling of the first sub-group, when the norm is known, starts the update 
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import weakref
 
 from ..errors import InvalidArgumentError
+from ..swap import STATES
+from ..tiered import mapped
 from . import _lifetime, _stage3, _versions
 from ._interleave import InterleavedUpdate
 from ._tier import TierSwapper
@@ -294,24 +295,13 @@ def _in_files(swapper, masters, states):
     """Loads all states into the attributes where stage 3 expects them, memory-mapped from temporary files, because they
     may exceed the host memory. The files are on the first path that is a directory, take 12 bytes per parameter in
     addition to the tier, and ignore its limit."""
-    with tempfile.TemporaryDirectory(dir=swapper.swap_folder, prefix="spillway-checkpoint-") as folder:
-        for index, master in enumerate(masters):
-            parts = [_mapped(os.path.join(folder, f"{index}-{part}"), swapper.elements[index]) for part in range(3)]
-            swapper.read(index, *parts)
-            master.data = parts[0]
-            states[master].update(exp_avg=parts[1], exp_avg_sq=parts[2])
+    for index, master in enumerate(masters):
+        parts = [mapped(swapper.elements[index], swapper.swap_folder or tempfile.gettempdir()) for _ in STATES]
+        swapper.read(index, *parts)
+        master.data = parts[0]
+        states[master].update(exp_avg=parts[1], exp_avg_sq=parts[2])
     try:
         yield
     finally:
         for master in masters:
             swapper.release_swap_buffers(master)
-
-
-def _mapped(path, count):
-    import torch
-
-    with open(path, "wb") as file:
-        # Allocate first: a full disk is an error here, but SIGBUS when the mapped memory is written.
-        if count:
-            os.posix_fallocate(file.fileno(), 0, 4 * count)
-    return torch.from_file(path, shared=True, size=count, dtype=torch.float32)

@@ -79,7 +79,7 @@ class _Window:
         """True if the speculative steps are identical to those that step() would do now; otherwise rolls them back."""
         if not self._rounds.is_open:
             return False
-        if self._calls(stage3) == self._rounds.calls and all(
+        if self._rounds.is_of(self._calls(stage3)) and all(
             _versions_of(stage3, group) == versions for group, versions in self._versions.items()
         ):
             return True

@@ -13,12 +13,18 @@ import gc
 import itertools
 import weakref
 
-from .. import _abi, _native, _ranks
+from .. import _abi, _native
 from ..errors import InvalidArgumentError
-from ..swap import STATES
-from . import _installed, _lifetime, _optimizer_ops, _stage3
+from ..swap import STATES, Swap, working_bytes
+from ..tier import Tier
+from ..tiered import Tiered
+from . import _installed, _lifetime, _optimizer_ops, _scratch, _stage3
 from ._gradients import Gradients
-from ._opened import Opened, floats
+from ._parts import Parts, floats
+
+_CURE = 'load a checkpoint, with "resume": false in the spillway block'
+# Bytes of state per parameter.
+_STATE, _SPLIT_STATE = 12, 10
 
 # All TierSwappers of this process, for active().
 _swappers: weakref.WeakSet[TierSwapper] = weakref.WeakSet()
@@ -32,22 +38,18 @@ class TierSwapper:
 
         self._stage3, self.settings, self._reassign = weakref.proxy(stage3), settings, reassign
         self.elements = [int(count) for count in stage3.fp16_partitioned_groups_flat_numel]
-        rank, world = dist.get_rank(), dist.get_world_size()
         if _swappers:
             # An unreferenced swapper may still hold the tier and its memory.
             gc.collect()
-        self._open = Opened(settings, rank, world)
-        weakref.finalize(self, Opened.close, self._open)
+        self._parts = Parts(self.elements, settings.part_elements)
+        self._tiered = _opened(settings, self.elements, self._parts.sizes, dist.get_rank(), dist.get_world_size())
         _lifetime.opened(self)
-        self._open.swap(self.elements)
-        self.committed = self.tier.opened.step
-        self.resumed = self.committed is not None
-        self.swap_folder = next((path.directory for path in settings.paths if not path.directory.startswith("s3://")), None)
+        self.resumed = self._tiered.resumed_step is not None
+        self.swap_folder = self._tiered.place.directory
         self.steps, self.configured = [0] * len(self.elements), []
         self.gradients = Gradients(self._stage3, [0, *itertools.accumulate(self.elements)], settings.missing_gradients == "stale")
         # The parameters whose gradients a function of stage 3 is setting.
         self._setting = ()
-        self.commits, self.world = 0, world
         # The bf16 weights of sub-groups whose master weights were set, until the model has these weights.
         self._belonging = {}
         if self.resumed and settings.split_master:
@@ -55,31 +57,18 @@ class TierSwapper:
         _swappers.add(self)
 
     @property
-    def tier(self):
-        """The open tier."""
-        return self._still_open().tier
-
-    @property
-    def parted(self):
-        """The swapped update, addressed by sub-group."""
-        return self._still_open().parted
-
-    @property
-    def swap(self):
-        """The swapped update, addressed by part."""
-        return self.parted.swap
-
-    def _still_open(self):
-        if self._open.closed:
+    def tiered(self):
+        """The open tier and the update on it, whose subgroups are parts."""
+        if self._tiered.closed:
             raise InvalidArgumentError(
                 "the optimizer states on the tier were closed with their engine; make a new engine, and load a checkpoint or resume"
             )
-        return self._open
+        return self._tiered
 
     def close(self):
         """Closes the update and the tier; removes scratch directories."""
         _swappers.discard(self)
-        self._open.close()
+        self._tiered.close()
 
     # Called by stage 3 during setup.
 
@@ -114,9 +103,11 @@ class TierSwapper:
             gradients, factor = self.gradients.unscale(gradients, factor, stage3.torch_autocast_gradscaler), 1.0
         weights = [self._weight(index) for index in everything]
         shown = _Shown(self, {index for index, weight in enumerate(weights) if weight is None})
-        self.parted.ds_step(
+        self.tiered.changes()
+        self._parts.ds_step(
+            self.tiered.swap,
             stage3.optimizer.opt_id,
-            [_stage3.call_of(stage3, index, self.steps[index] + 1).record(factor) for index in everything],
+            [_stage3.call_of(stage3, index, self.steps[index] + 1, factor) for index in everything],
             [(gradients[index], weights[index], self._belonging.get(index)) for index in everything],
             shown if shown.apart else None,
         )
@@ -211,13 +202,13 @@ class TierSwapper:
 
     def read(self, index, *arrays):
         """Copies param, exp_avg and exp_avg_sq of a sub-group, or the first of them, into float32 arrays."""
-        self.parted.read(index, *arrays, weights=self._weights_of(index) if self.settings.split_master else None)
+        self._parts.read(self.tiered, index, *arrays, weights=self._weights_of(index) if self.settings.split_master else None)
 
     def write(self, index, param, exp_avg, exp_avg_sq):
         """Sets a sub-group's state from float32 arrays; None keeps a part."""
         import torch
 
-        self.parted.write(index, param, exp_avg, exp_avg_sq)
+        self._parts.write(self.tiered, index, param, exp_avg, exp_avg_sq)
         if self.settings.split_master and param is not None:
             self._belonging[index] = param.to(torch.bfloat16)
 
@@ -226,45 +217,50 @@ class TierSwapper:
         return self._belonging.get(index, self._weight(index))
 
     def _put_weights(self):
-        tickets = [self.tier.put(extent, [self._weights_of(index)]) for index, extent in self._weight_extents()]
-        for ticket in tickets:
-            self.tier.wait(ticket)
+        tier = self.tiered.tier
+        for ticket in [tier.put(extent, [self._weights_of(index)]) for index, extent in self._weight_extents()]:
+            tier.wait(ticket)
 
     def _get_weights(self):
         """Loads the weights of the last commit into the model. A commit without a split master has none and needs
         none."""
-        known = {extent.name for extent in self.tier.extents() if extent.generation}
-        tickets = [
-            self.tier.get(extent, [self._weight(index)]) for index, extent in self._weight_extents() if _weights_name(index) in known
-        ]
+        tier = self.tiered.tier
+        known = {extent.name for extent in tier.extents() if extent.generation}
+        tickets = [tier.get(extent, [self._weight(index)]) for index, extent in self._weight_extents() if _weights_name(index) in known]
         for ticket in tickets:
-            self.tier.wait(ticket)
+            tier.wait(ticket)
 
     def _weight_extents(self):
         for index, elements in enumerate(self.elements):
             if elements:
-                yield index, self.tier.define(_weights_name(index), [2 * elements])
+                yield index, self.tiered.tier.define(_weights_name(index), [2 * elements])
 
     def set_steps(self, steps):
         """Sets the number of steps of each sub-group."""
         for index, step in enumerate(steps):
             self._set_step(index, step)
 
-    def commit(self, step, data):
-        """Makes all state durable; returns after all ranks have committed."""
-        status = []
+    def commit(self, step, payload):
+        """Makes all state durable; returns after all ranks have committed. `payload(tier, room)` makes the bytes that are stored beside it,
+        of which there may be `room`."""
+        facts = {"elements": self.elements, "steps": list(self.steps), "adam_state": self._adam_state()}
 
-        def work():
+        def prepared():
             if self.settings.split_master:
                 self._put_weights()
-            self.swap._commit(step, data, status)
+            return payload(self.tiered.tier, self.tiered.room(facts))
 
-        try:
-            _ranks.together(self.world, work)
-        finally:
-            # Also if a signal handler raises after the library has committed.
-            if status == [0]:
-                self.commits, self.committed = self.commits + 1, step
+        self.tiered.commit(step, facts, self.tiered.place.together(prepared))
+
+    def restore(self):
+        """Takes over the step counts and the state of DeepSpeed's arithmetic from the last commit; returns its payload. AdamW or L2 follows
+        this run's configuration."""
+        _, facts, payload = self.tiered.committed
+        self.set_steps(facts["steps"])
+        mode = int(self._stage3.optimizer.adam_w_mode)
+        state = _abi.DsAdamState(ctypes.sizeof(_abi.DsAdamState), **{**facts["adam_state"], "adamw_mode": mode})
+        _native.call("spw_ds_adam_set_state", self._stage3.optimizer.opt_id, ctypes.byref(state))
+        return payload
 
     def purge_state(self):
         """Resets moments and step counts; the master weights are kept."""
@@ -291,17 +287,11 @@ class TierSwapper:
 
     log_timers = pre_backward = post_backward = init_timers
 
-    def adam_state(self):
+    def _adam_state(self):
         """The state that DeepSpeed's arithmetic keeps between steps, as a dict of numbers."""
         state = _abi.sized(_abi.DsAdamState)
         _native.call("spw_ds_adam_get_state", self._stage3.optimizer.opt_id, ctypes.byref(state))
         return {name: getattr(state, name) for name, _ in state._fields_[1:]}
-
-    def set_adam_state(self, numbers):
-        """Restores the result of adam_state(); AdamW or L2 follows this run's configuration."""
-        mode = int(self._stage3.optimizer.adam_w_mode)
-        state = _abi.DsAdamState(ctypes.sizeof(_abi.DsAdamState), **{**numbers, "adamw_mode": mode})
-        _native.call("spw_ds_adam_set_state", self._stage3.optimizer.opt_id, ctypes.byref(state))
 
 
 class _Shown:
@@ -321,19 +311,67 @@ def served():
     """Reports of this process's tiers, for active()."""
     return [
         {
-            "paths": [path._asdict() for path in swapper.tier.paths()],
-            **swapper.swap.stats()._asdict(),
-            **swapper.swap.budget._asdict(),
+            "paths": [path._asdict() for path in tiered.tier.paths()],
+            **tiered.swap.stats()._asdict(),
+            **tiered.swap.budget._asdict(),
             "subgroups": len(swapper.elements),
-            "parts": len(swapper.swap),
-            "commits": swapper.commits,
-            "resumed_at": swapper.tier.opened.step,
+            "parts": len(tiered.swap),
+            "commits": tiered.commits,
+            "resumed_at": tiered.resumed_step,
         }
-        for swapper in _swappers
+        for swapper, tiered in [(swapper, swapper.tiered) for swapper in _swappers]
     ]
 
 
 _installed.counted(lambda: {"tier": found} if (found := served()) else {})
+
+
+def _opened(settings, elements, sizes, rank, world):
+    """Opens the tier and the update of sub-groups with these numbers of elements, in parts of these sizes."""
+    state = (_SPLIT_STATE if settings.split_master else _STATE) * sum(elements)
+
+    def update(tier, committed):
+        if committed is not None and committed.facts["elements"] != elements:
+            raise InvalidArgumentError(
+                f"the tier holds sub-groups of {committed.facts['elements']} elements, this run has {elements}; use the "
+                "model, sub_group_size and number of ranks of the run that committed"
+            )
+        return Swap(
+            tier,
+            sizes,
+            memory_budget=working_bytes(sizes, len(tier.paths()), split_master=settings.split_master) + settings.cache_bytes,
+            ratio=settings.ratio,
+            turns=settings.turns,
+            huge_pages=settings.pin_memory,
+            pin_memory=settings.pin_memory,
+            split_master=settings.split_master,
+        )
+
+    def limit(_):
+        limits = {f"spillway.paths[{index}].limit_bytes": path.limit_bytes for index, path in enumerate(settings.paths) if path.limit_bytes}
+        given = ", ".join(f"{name} is {limit}" for name, limit in limits.items())
+        return (
+            None
+            if not limits
+            else InvalidArgumentError(
+                f"{given}: too small for the optimizer states of this rank, which take {state} bytes, rounded up to "
+                "whole blocks; raise the limits, or add a path"
+            )
+        )
+
+    foreign = f'the tier of the job "{settings.job}" was committed by another program; set another "job" in the spillway block'
+    place = _scratch.place_of(settings, settings.job, rank, world, block_bytes=_block_bytes(settings.part_elements, settings.split_master))
+    if settings.resume:
+        place = place._replace(options={**place.options, "durability": settings.durability})
+        return Tiered("TierSwapper", "deepspeed", place, _CURE, foreign, update, limit)
+    return Tiered("TierSwapper", "deepspeed", place, _CURE, foreign, update, limit, lambda: _scratch.open_scratch(place), Tier.destroy)
+
+
+def _block_bytes(part_elements, split_master):
+    """Block size with at least 128 blocks per part, because paths share a part in whole blocks; limited to 16 KiB..1
+    MiB."""
+    state = (_SPLIT_STATE if split_master else _STATE) * part_elements
+    return min(max(state // 128 // 4096 * 4096, 16 << 10), 1 << 20)
 
 
 def _weights_name(index):

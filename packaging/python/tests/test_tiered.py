@@ -1,0 +1,52 @@
+"""Proves what all optimizers with states on a tier have in common: commits, resumes, closes and ranks."""
+
+import pytest
+
+import spillway
+from spillway import Swap, _native, tiered
+
+
+def opened(by="one", job="j", paths=(None,), **options):
+    place = tiered.Place([spillway.tier.TierPath(path) for path in paths], job)
+    return tiered.Tiered("Optimizer", by, place, "begin anew", "another program committed", lambda tier, _: Swap(tier, [100]), **options)
+
+
+def interrupted(status):
+    assert status == 0
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_that_arrives_while_the_library_commits(monkeypatch):
+    """Python raises the KeyboardInterrupt once the call has returned; the library has committed then."""
+    states = opened()
+    states.changes()
+    monkeypatch.setattr(_native, "check", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        states.commit(7, {"count": 1}, b"step 7")
+    monkeypatch.undo()
+    assert (states.commits, states.committed_step, states.changed) == (1, 7, False)
+    assert states.committed == ("one", {"count": 1}, b"step 7")
+    states.close()
+
+
+def test_a_payload_fills_the_room_that_the_facts_leave(tmp_path):
+    states, facts = opened(paths=[tmp_path]), {"elements": list(range(1000))}
+    with pytest.raises(spillway.SpillwayError):
+        states.commit(1, facts, bytes(states.room(facts) + 1))
+    states.commit(2, facts, bytes(states.room(facts)))
+    states.close()
+    again = opened(paths=[tmp_path])
+    assert again.resumed_step == 2 and again.committed == ("one", facts, bytes(again.room(facts)))
+    again.close()
+    with pytest.raises(spillway.InvalidArgumentError, match="another program committed"):
+        opened("other", paths=[tmp_path])
+    opened(paths=[tmp_path]).close()
+
+
+def test_a_tier_is_opened_and_closed_in_the_way_of_its_user(tmp_path):
+    place = tiered.Place([spillway.tier.TierPath(tmp_path)], "own")
+    states = opened(open_tier=place.open_alone, close_tier=spillway.Tier.destroy)
+    assert any(tmp_path.rglob("*")) and not states.closed
+    states.close()
+    states.close()
+    assert states.closed and not any(path.is_file() for path in tmp_path.rglob("*"))

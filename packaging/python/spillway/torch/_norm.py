@@ -109,7 +109,9 @@ def tell_refusal(process_group: Any) -> None:
 
 
 def _summed(values: list[float], process_group: Any) -> list[float]:
-    sums = torch.tensor(values, dtype=torch.float64)
+    # A group of NCCL alone does not sum host memory.
+    devices = process_group._device_types
+    sums = torch.tensor(values, dtype=torch.float64, device="cpu" if torch.device("cpu") in devices else devices[0])
     torch.distributed.all_reduce(sums, group=process_group)
     return sums.tolist()
 
@@ -152,6 +154,22 @@ def part_of(tensor: torch.Tensor) -> int:
         if split:
             number = number * size + at
     return number
+
+
+def group_of(params: Iterable[torch.Tensor], kind: str) -> Any:
+    """The group of all processes, if the parameters are parts on meshes that have all of them; None if they are whole.
+
+    Raises:
+        InvalidArgumentError: A mesh has some of the processes only: the program knows over which the norm is."""
+    meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
+    if not meshes:
+        return None
+    if any(mesh.size() != torch.distributed.get_world_size() for mesh in meshes):
+        raise InvalidArgumentError(
+            f"{kind}: parameters are DTensors on a part of the processes, so max_norm and skip_nonfinite need process_group, the group "
+            "over which the parts are summed"
+        )
+    return torch.distributed.group.WORLD
 
 
 class Parts:

@@ -7,7 +7,9 @@ Order of a step, with overlap:
 3. The norm of all gradients is known when the last bucket is measured. It confirms the steps, or rolls them back and repeats them clipped.
 4. Each bucket's new weights return to the parameters as it becomes final.
 
-A step without overlap is the same step, whose buckets start in step(). Both have the same bits."""
+A step without overlap is the same step, whose buckets start in step(). Both have the same bits.
+
+Of a DTensor, each process steps its part. The norm is that of all processes, which _norm.py sums up and in which a part counts once."""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgumentError, UnsupportedError
+from . import _norm
+from ._keywords import check_keywords
 from ._offload_plan import FLOATS, Plan, Slot
+from ._tensors import DTensor, is_partial, local
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 _UNSERVED = ("amsgrad", "capturable", "differentiable")
@@ -38,19 +43,22 @@ def offload(
     overlap: bool | None = None,
     bucket_bytes: int = 64 << 20,
     max_norm: float | None = None,
+    process_group: Any = None,
     skip_nonfinite: bool = False,
     **options: Any,
 ) -> Offloaded:
     """Makes an optimizer whose master weights and moments are in host memory.
 
     Args:
-        params: A model, or its parameters or groups of parameters as torch takes them, on any device, in float32, bfloat16 or float16.
+        params: A model, or its parameters or groups of parameters as torch takes them, on any device, in float32, bfloat16 or float16;
+            DTensors included, as those of FSDP2.
         kind: torch.optim.AdamW or torch.optim.Adam, or the class of that name in spillway.torch.
         overlap: Start the step during backward; None: if a parameter is not in host memory, because a backward on the CPU
             and a step would share the processors. Each parameter then has one backward per step, or accumulates inside of
             `accumulating()`; a further backward is correct too, but its step does not overlap.
         bucket_bytes: Bytes of gradients that are stepped together.
         max_norm: Gradients are clipped to this global norm, exactly; `grad_norm` is the norm before.
+        process_group: The processes whose gradients are one norm; None: all processes for DTensors, else this process alone.
         skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
         options: The arguments of `kind`, such as lr.
 
@@ -66,7 +74,8 @@ def offload(
         model(batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()"""
-    return Offloaded(params, kind, overlap=overlap, bucket_bytes=bucket_bytes, max_norm=max_norm, skip_nonfinite=skip_nonfinite, **options)
+    beyond = {"max_norm": max_norm, "process_group": process_group, "skip_nonfinite": skip_nonfinite}
+    return Offloaded(params, kind, overlap=overlap, bucket_bytes=bucket_bytes, **beyond, **options)
 
 
 class Offloaded(torch.optim.Optimizer):
@@ -87,22 +96,20 @@ class Offloaded(torch.optim.Optimizer):
         overlap: bool | None,
         bucket_bytes: int,
         max_norm: float | None,
+        process_group: Any,
         skip_nonfinite: bool,
         **options: Any,
     ):
         own = _KINDS.get(kind.__name__) if isinstance(kind, type) else None
         if own is None or not issubclass(kind, own):
             raise UnsupportedError(f"offload: kind is {kind!r}; pass torch.optim.AdamW or torch.optim.Adam")
-        if max_norm is not None and (type(max_norm) not in (int, float) or not 0 < max_norm < math.inf):
-            raise InvalidArgumentError(f"offload: max_norm is {max_norm!r}; pass a finite number above 0, or None")
-        for name, value in (("overlap", overlap), ("skip_nonfinite", skip_nonfinite)):
-            if type(value) is not bool and (name, value) != ("overlap", None):
-                raise InvalidArgumentError(f"offload: {name} is {value!r}; pass True or False")
+        flags = {"skip_nonfinite": skip_nonfinite, **({} if overlap is None else {"overlap": overlap})}
+        check_keywords("offload", max_norm, process_group, flags, None)
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise InvalidArgumentError(f"offload: bucket_bytes is {bucket_bytes!r}; pass a number of bytes, at least 1")
         # torch checks the options, and knows the defaults.
         defaults = own([torch.nn.Parameter(torch.zeros(1))], **options).defaults
-        self.max_norm, self.skip_nonfinite, self.overlap = max_norm, skip_nonfinite, overlap
+        self.max_norm, self.process_group, self.skip_nonfinite, self.overlap = max_norm, process_group, skip_nonfinite, overlap
         self.grad_norm: float | None = None
         self.skipped = False
         self._bucket_bytes, self._decoupled = bucket_bytes, own is torch.optim.AdamW
@@ -117,6 +124,7 @@ class Offloaded(torch.optim.Optimizer):
         # Why the next step does not overlap, how many steps in a row were clipped, and the last factor of a GradScaler.
         self._waits, self._accumulates, self._clipped, self._scale = False, False, 0, 1.0
         super().__init__(list(params.parameters()) if isinstance(params, torch.nn.Module) else params, defaults)
+        self._parts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch does."""
@@ -164,8 +172,8 @@ class Offloaded(torch.optim.Optimizer):
 
     def _arrived(self, slot: Slot) -> None:
         """Called when backward has completed a parameter's gradient."""
-        overlaps = slot.param.device.type != "cpu" if self.overlap is None else self.overlap
-        if self._accumulates or self._waits or not overlaps or _averages_later():
+        overlaps = local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
+        if self._accumulates or self._waits or not overlaps or _averages_later(slot.param):
             return
         # The first step has no plan yet: it makes states for the parameters that have gradients.
         if self._plan is None:
@@ -184,7 +192,7 @@ class Offloaded(torch.optim.Optimizer):
         slot.take()
         if bucket.is_complete() and self._clipped < _CLIPPED_IN_A_ROW:
             if not plan.is_open:
-                plan.begin(self._all_options(plan), self._scale, self.max_norm or 0.0)
+                plan.begin(self._all_options(plan), self._scale, self._limit)
             plan.submit(bucket)
 
     def _interrupt(self) -> None:
@@ -215,25 +223,36 @@ class Offloaded(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._complete()
+        # The processes that wait for this one's norm.
+        others = self._others()
         scale, found_inf = _scaler_of(self)
         if found_inf:
             self._interrupt()
-            self._waits, self.skipped, self.grad_norm = False, True, float("inf")
+            _norm.tell_found_inf(others)
+            self._waits, self.skipped, self.grad_norm = False, True, math.inf
             return result
-        try:
-            live = [slot for slot in self._current() if slot.param.grad is not None]
-        except UnsupportedError:
-            self._interrupt()
-            raise
-        if live:
-            with torch.no_grad():
-                self._step(live, scale)
-        else:
-            self._interrupt()
+        with torch.no_grad():
+            try:
+                try:
+                    here = self._measure(scale)
+                except Exception:
+                    _norm.tell_refusal(others)
+                    raise
+                self._decide(here, others)
+            except BaseException:
+                if self._plan is not None and self._plan.decision is None:
+                    self._interrupt()
+                raise
+            self._complete()
         self._waits = False
         return result
 
-    def _step(self, live: list[Slot], scale: float) -> None:
+    def _measure(self, scale: float) -> _norm.Measured:
+        """Has all buckets stepped, and measures their gradients."""
+        live = [slot for slot in self._current() if slot.param.grad is not None]
+        if not live:
+            self._interrupt()
+            return _norm.Measured(0.0, False, "")
         plan = self._plan
         for slot in live:
             if reason := slot.refusal():
@@ -251,46 +270,65 @@ class Offloaded(torch.optim.Optimizer):
                     )
         self._use_states(live)
         if plan is None or not plan.is_of(live, self._number):
+            parts = self._parts()
             if plan is not None:
                 plan.close()
-            plan = self._plan = Plan(live, self._number, self._bucket_bytes)
+            plan = self._plan = Plan(
+                live, self._number, lambda slot: parts is None or parts.count(slot.param, slot.name), self._bucket_bytes
+            )
         for slot in live:
             # Those of a submitted bucket were compared by `stands`.
             if not plan.has(slot) and not slot.is_current():
                 slot.take()
         if not plan.is_open:
-            plan.begin(self._all_options(plan), scale, self.max_norm or 0.0)
+            plan.begin(self._all_options(plan), scale, self._limit)
         self._scale = scale
-        try:
-            for bucket in plan.buckets:
-                plan.submit(bucket)
-            self._decide(plan)
-        except BaseException:
-            if plan.decision is None:
-                plan.abort()
-                self._waits = True
-            raise
-        self._complete()
+        for bucket in plan.buckets:
+            plan.submit(bucket)
+        nonfinite, total = plan.measured()
+        return _norm.Measured(total, nonfinite, "")
 
     def _stands(self, plan: Plan, live: list[Slot]) -> bool:
         """True if what was stepped is what a step would do now."""
         same = all(slot.holds(self._states.get(slot.param)) for slot in live)
         return same and plan.stands(live, self._all_options(plan))
 
-    def _decide(self, plan: Plan) -> None:
+    def _decide(self, here: _norm.Measured, others: Any) -> None:
         """The verdict that follows from the norm."""
-        nonfinite, total = plan.measured()
-        if self.max_norm is None and not self.skip_nonfinite:
-            plan.decision = "commit"
-            return
-        if nonfinite and not self.skip_nonfinite:
-            plan.abort()
-            culprit = next((slot for slot in plan.slots if not bool(torch.isfinite(slot.grad).all())), None)
-            raise InvalidArgumentError(
-                f"offload: the gradient of {culprit.name if culprit else 'a parameter'} has Inf or NaN; nothing was stepped. Pass "
-                "skip_nonfinite=True to skip such steps"
-            )
-        plan.decision = nonfinite, total
+        plan = self._plan if self._plan is not None and self._plan.is_open else None
+        if not self._measures:
+            decision: Any = "commit"
+        else:
+            total, nonfinite, found_inf = _norm.reduced(here, others, "offload")
+            if nonfinite and not self.skip_nonfinite and not found_inf:
+                slots = plan.slots if plan is not None else []
+                culprit = next((slot.name for slot in slots if not bool(torch.isfinite(slot.grad).all())), "a parameter of another process")
+                raise InvalidArgumentError(
+                    f"offload: the gradient of {culprit} has Inf or NaN; nothing was stepped. Pass skip_nonfinite=True to skip such steps"
+                )
+            decision = (nonfinite or found_inf, math.inf if found_inf else total)
+        if plan is not None:
+            plan.decision = decision
+
+    @property
+    def _measures(self) -> bool:
+        return self.max_norm is not None or self.skip_nonfinite
+
+    @property
+    def _limit(self) -> float:
+        """The norm above which gradients are clipped; 0: there is none."""
+        return 0.0 if self.max_norm is None or math.isinf(self.max_norm) else self.max_norm
+
+    def _others(self) -> Any:
+        """The processes whose gradients are one norm with those of this one; None: there are none."""
+        if not self._measures:
+            return None
+        return _norm.group_of(self._slots, "offload") if self.process_group is None else self.process_group
+
+    def _parts(self) -> _norm.Parts | None:
+        """Which parts count in this process; None: all do."""
+        others = self._others()
+        return None if others is None else _norm.Parts(self._slots, others)
 
     def _complete(self) -> None:
         """Finishes a step whose verdict is known, also one that a signal interrupted."""
@@ -428,8 +466,8 @@ def _check_group(group: dict[str, Any]) -> None:
     for param in group["params"]:
         if param.dtype not in FLOATS:
             raise UnsupportedError(f"offload: a parameter is of dtype {param.dtype}; float32, bfloat16 and float16 are served")
-        if hasattr(param, "device_mesh"):
-            raise UnsupportedError("offload: a parameter is a DTensor; pass it to spillway.torch.AdamW, which steps local parts on the CPU")
+        if is_partial(param):
+            raise UnsupportedError(f"offload: a parameter is placed as {param.placements}, as terms of a sum; redistribute it")
 
 
 def _check_options(group: dict[str, Any]) -> None:
@@ -445,10 +483,13 @@ def _remove(hooks: dict[torch.Tensor, Any]) -> None:
     hooks.clear()
 
 
-def _averages_later() -> bool:
-    """True if another wrapper averages gradients after backward has completed them, as DistributedDataParallel does."""
+def _averages_later(param: torch.Tensor) -> bool:
+    """True if another wrapper averages a gradient after backward has completed it, as DistributedDataParallel does. FSDP2 calls the
+    hooks of its parameters after it has."""
     distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return (
+        not isinstance(param, DTensor) and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    )
 
 
 def _scaler_of(optimizer: Any) -> tuple[float, bool]:

@@ -16,6 +16,7 @@ import torch
 from ..errors import InvalidArgumentError, OutOfOrderError
 from ..optim import Adam
 from ..speculate import Speculation
+from ._tensors import apart, is_partial, like, local
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,11 +90,12 @@ _links: dict[torch.device, DeviceLink] = {}
 
 def link_to(param: torch.Tensor) -> HostLink:
     """The link to the device of a parameter; one per device."""
-    if param.device.type == "cpu":
+    device = local(param).device
+    if device.type == "cpu":
         return _HOST
-    if param.device not in _links:
-        _links[param.device] = DeviceLink(param.device)
-    return _links[param.device]
+    if device not in _links:
+        _links[device] = DeviceLink(device)
+    return _links[device]
 
 
 def _wait(fence: Any) -> None:
@@ -102,7 +104,8 @@ def _wait(fence: Any) -> None:
 
 
 class Slot:
-    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments and master in float32."""
+    """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments and master in float32. Of a
+    DTensor it is the part that this process holds; its state has DTensors that are placed alike."""
 
     def __init__(self, param: torch.Tensor, number: int):
         self.param, self.group, self.link = param, 0, link_to(param)
@@ -117,11 +120,12 @@ class Slot:
         # Shape, dtype and device for which there is memory; the tensors of the state, and their versions when the gradient was copied.
         self._kind: tuple[Any, ...] = ()
         self._state: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, torch.Tensor] = {}
         self._versions: list[int] = []
 
     def new_state(self) -> dict[str, torch.Tensor]:
         """Moments of a parameter that was never stepped, and the master of a 16-bit parameter."""
-        return {name: self._floats().fill_(math.nan if name == "master" else 0.0) for name in self._names()}
+        return {name: self._floats(math.nan if name == "master" else 0.0) for name in self._names()}
 
     def use(self, state: dict[str, Any]) -> None:
         """Steps this state from now on; the weights are those of the parameter.
@@ -132,13 +136,14 @@ class Slot:
             self._kind, self.link, self._weights_of = self._present(), link_to(self.param), None
             self.grad, self.weights = self._empty(self.param.dtype), self._empty(self.param.dtype)
         if "master" in self._names():
-            state.setdefault("master", self._floats().fill_(math.nan))
+            state.setdefault("master", self._floats(math.nan))
         else:
             state.pop("master", None)
         for name in (*self._names(), "step"):
             self._check(name, state.get(name))
         if not self.holds(state):
             self._state, self._weights_of = dict(state), None
+            self._parts = {name: local(tensor) for name, tensor in state.items()}
 
     def holds(self, state: dict[str, Any] | None) -> bool:
         """True if the tensors of a state are those that are stepped, and the parameter is what it was."""
@@ -159,7 +164,9 @@ class Slot:
                     value = given[name]
                     if value.shape != self.param.shape:
                         raise ValueError(f"{name} has shape {tuple(value.shape)}, and the parameter {tuple(self.param.shape)}")
-                    state[name].copy_(value)
+                    if apart(self.param, value):
+                        raise ValueError(f"{name} is not placed as the parameter is; load a state dict of this mesh, or by torch's DCP")
+                    local(state[name]).copy_(local(value))
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise InvalidArgumentError(f"offload: the state of {self.name} does not fit: {reason}; nothing was loaded") from None
@@ -173,28 +180,30 @@ class Slot:
         return ("exp_avg", "exp_avg_sq") if self.param.dtype is torch.float32 else ("exp_avg", "exp_avg_sq", "master")
 
     def _present(self) -> tuple[Any, ...]:
-        return (self.param.shape, self.param.dtype, self.param.device)
+        own = local(self.param)
+        return (own.shape, own.dtype, own.device, getattr(self.param, "placements", None))
 
     def _check(self, name: str, value: Any) -> None:
         if name == "step":
             fits = isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
             wanted = "a tensor with one floating point number"
         else:
-            fits = isinstance(value, torch.Tensor) and value.dtype is torch.float32 and value.is_cpu and value.is_contiguous()
-            fits = fits and value.shape == self.param.shape
-            wanted = f"a contiguous float32 tensor of shape {tuple(self.param.shape)} in host memory"
+            fits = isinstance(value, torch.Tensor) and not apart(self.param, value)
+            part = local(value) if fits else value
+            fits = fits and part.dtype is torch.float32 and part.is_cpu and part.is_contiguous() and part.shape == local(self.param).shape
+            wanted = f"a contiguous float32 tensor of shape {tuple(self.param.shape)} in host memory, placed as the parameter is"
         if not fits:
             raise InvalidArgumentError(f"offload: the state {name!r} of {self.name} is no longer {wanted}; nothing was stepped")
 
     def take(self) -> None:
         """Copies the gradient, and the weights if the program has changed them."""
         with torch.no_grad():
-            weights, grad = self.param.detach(), self.param.grad.detach()
+            weights, grad = local(self.param).detach(), local(self.param.grad).detach()
             if self._weights_of != self._mark(self.param) or self.link.differs(weights, self.weights, self._weights_mark):
                 self.link.out(self.weights, weights)
-                if "master" in self._state:
+                if "master" in self._parts:
                     _wait(self.link.fence())
-                    master = self._state["master"]
+                    master = self._parts["master"]
                     # A master that rounds to the weight is its own: a checkpoint loads both, in any order.
                     master.copy_(torch.where(master.to(self.weights.dtype) == self.weights, master, self.weights.float()))
                 self._weights_of = self._mark(self.param)
@@ -204,7 +213,7 @@ class Slot:
             # Its memory cannot become that of another gradient before the step.
             self._held = self.param.grad
         self.seen = self._now()
-        self._versions = [tensor._version for tensor in self._state.values()]
+        self._versions = [tensor._version for tensor in self._parts.values()]
 
     def forget(self) -> None:
         """The copy of the gradient is not used any more."""
@@ -212,35 +221,39 @@ class Slot:
 
     def publish(self) -> None:
         """Gives the parameter its new weights."""
-        weights = self.param.detach()
+        weights = local(self.param).detach()
         self.link.back(weights, self.weights)
         self._weights_of, self._weights_mark = self._mark(self.param), self.link.mark(weights)
 
     def row(self) -> tuple[Any, ...]:
         """The tensor for a round."""
-        state = self._state
-        if "master" in state:
-            return state["master"], self.grad, state["exp_avg"], state["exp_avg_sq"], self.weights
-        return self.weights, self.grad, state["exp_avg"], state["exp_avg_sq"]
+        parts = self._parts
+        if "master" in parts:
+            return parts["master"], self.grad, parts["exp_avg"], parts["exp_avg_sq"], self.weights
+        return self.weights, self.grad, parts["exp_avg"], parts["exp_avg_sq"]
 
     def is_current(self) -> bool:
         """True if the copies are those of the present gradient and weights."""
         if self.seen is None or self.seen != self._now():
             return False
-        return not self.link.differs(self.param.grad.detach(), self.grad, self._grad_mark)
+        return not self.link.differs(local(self.param.grad).detach(), self.grad, self._grad_mark)
 
     def refusal(self) -> str:
         """Why the gradient cannot be copied; empty if it can."""
         grad = self.param.grad
         if grad is None:
             return "is missing"
-        if grad.layout is not torch.strided:
-            return f"is sparse ({grad.layout}); offload() serves dense gradients"
+        if reason := apart(self.param, grad):
+            return f"does not fit it: {reason}"
+        if is_partial(grad):
+            return f"is placed as {grad.placements}: its processes hold terms of a sum; redistribute it"
+        if local(grad).layout is not torch.strided:
+            return f"is sparse ({local(grad).layout}); offload() serves dense gradients"
         return "" if grad.shape == self.param.shape else f"has shape {tuple(grad.shape)}, and the parameter {tuple(self.param.shape)}"
 
     def edited(self) -> bool:
         """True if the program wrote to the state since the gradient was copied."""
-        return [tensor._version for tensor in self._state.values()] != self._versions
+        return [tensor._version for tensor in self._parts.values()] != self._versions
 
     def _now(self) -> tuple[Any, ...]:
         grad = self.param.grad
@@ -249,13 +262,14 @@ class Slot:
     @staticmethod
     def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
         # The address: `param.data = ...` changes no version.
-        return (id(tensor), tensor._version, tensor.data_ptr())
+        own = local(tensor)
+        return (id(own), own._version, own.data_ptr())
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self.param.shape, dtype=dtype, pin_memory=self.link.pinned)
+        return torch.empty(local(self.param).shape, dtype=dtype, pin_memory=self.link.pinned)
 
-    def _floats(self) -> torch.Tensor:
-        return self._empty(torch.float32)
+    def _floats(self, value: float) -> torch.Tensor:
+        return like(self.param, self._empty(torch.float32).fill_(value))
 
 
 class Bucket:
@@ -270,17 +284,20 @@ class Bucket:
 
 
 class Lane:
-    """The buckets that share options and a step number."""
+    """The buckets that share options and a step number.
 
-    def __init__(self, group: int, slots: Sequence[Slot], bucket_bytes: int):
-        self.group = group
+    Attributes:
+        counts: True if their gradients count in the norm of this process, and not in that of another one that holds them too."""
+
+    def __init__(self, group: int, counts: bool, slots: Sequence[Slot], bucket_bytes: int):
+        self.group, self.counts = group, counts
         self.buckets: list[Bucket] = []
         pending: list[Slot] = []
         size = 0
         # Backward completes the last parameters first.
         for slot in reversed(slots):
             pending.append(slot)
-            size += slot.param.numel() * slot.param.element_size()
+            size += slot.grad.nbytes
             if size >= bucket_bytes:
                 self.buckets.append(Bucket(self, len(self.buckets), pending))
                 pending, size = [], 0
@@ -295,12 +312,12 @@ class Plan:
     Attributes:
         decision: None until the verdict is known; then "commit", or whether the total has Inf or NaN, and the sum of squares."""
 
-    def __init__(self, slots: Sequence[Slot], number: Callable[[Slot], int], bucket_bytes: int):
+    def __init__(self, slots: Sequence[Slot], number: Callable[[Slot], int], counts: Callable[[Slot], bool], bucket_bytes: int):
         self.slots, self._number = list(slots), number
-        members: dict[tuple[int, int], list[Slot]] = {}
+        members: dict[tuple[int, bool, int], list[Slot]] = {}
         for slot in self.slots:
-            members.setdefault((slot.group, number(slot)), []).append(slot)
-        self.lanes = [Lane(group, those, bucket_bytes) for (group, _), those in members.items()]
+            members.setdefault((slot.group, counts(slot), number(slot)), []).append(slot)
+        self.lanes = [Lane(group, counted, those, bucket_bytes) for (group, counted, _), those in members.items()]
         self._layout = self._layout_of(self.slots, number)
         self.buckets = [bucket for lane in self.lanes for bucket in lane.buckets]
         self._of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
@@ -371,10 +388,11 @@ class Plan:
             del self._starting[0]
 
     def measured(self) -> tuple[bool, float]:
-        """Whether a gradient has Inf or NaN, and the sum of squares, added in the order of the lanes."""
+        """Whether a gradient has Inf or NaN, and the sum of the squares that count here, added in the order of the lanes."""
         self._sent()
         results = [lane.speculation.local_result() for lane in self.lanes]
-        return any(result.nonfinite for result in results), sum(result.sum_squares for result in results)
+        counted = (result.sum_squares for lane, result in zip(self.lanes, results) if lane.counts)
+        return any(result.nonfinite for result in results), sum(counted, 0.0)
 
     def resolve(self) -> None:
         """Gives each lane the verdict, unless it has it."""

@@ -16,6 +16,7 @@ from ..errors import InvalidArgumentError, UnsupportedError
 
 try:
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 except ImportError:  # a build of torch without distributed
 
     class DTensor:  # type: ignore[no-redef]
@@ -62,6 +63,25 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A tensor whose part in this process is `part`, placed as a parameter is; for a plain parameter `part` itself.
+
+    A DTensor is not made by `from_local`, which would move a part in host memory to the device of the mesh."""
+    if not isinstance(param, DTensor):
+        return part
+    meta = TensorMeta(param.shape, param.stride(), part.dtype)
+    return DTensor(part, DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta), requires_grad=False)
+
+
+def apart(param: torch.Tensor, grad: torch.Tensor) -> str:
+    """Why a gradient is not placed as its parameter is; empty if it is."""
+    if isinstance(param, DTensor) != isinstance(grad, DTensor):
+        return "one of parameter and gradient is a DTensor; pass both as DTensors"
+    if isinstance(param, DTensor) and grad.placements != param.placements:
+        return f"the gradient is placed as {grad.placements}, the parameter as {param.placements}; redistribute the gradient"
+    return ""
+
+
 def holds_values(tensor: torch.Tensor) -> bool:
     """True if the memory of a tensor has its values: torch negates those of a tensor with the negative bit, and a zero tensor has none."""
     return not (tensor.is_neg() or tensor._is_zerotensor())
@@ -93,12 +113,8 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
         InvalidArgumentError: Parameter and gradient do not fit each other."""
     if type(param) not in PLAIN and not isinstance(param, DTensor):
         return False
-    if isinstance(param, DTensor) != isinstance(grad, DTensor):
-        raise InvalidArgumentError(f"{name}: one of parameter and gradient is a DTensor; pass both as DTensors")
-    if isinstance(param, DTensor) and grad.placements != param.placements:
-        raise InvalidArgumentError(
-            f"{name}: the gradient is placed as {grad.placements}, the parameter as {param.placements}; redistribute the gradient"
-        )
+    if reason := apart(param, grad):
+        raise InvalidArgumentError(f"{name}: {reason}")
     if is_partial(param):
         return False
     param, grad = local(param), local(grad)

@@ -22,7 +22,7 @@ from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..tiered import mapped
 from ._states import MASTER, MOMENTS
 from ._table import named
-from ._tensors import CODES, DTensor, is_served, local, name_of
+from ._tensors import CODES, DTensor, is_served, like, local, name_of
 from ._tier_states import TierStates
 
 #: Elements from which a value is a map of a file.
@@ -181,7 +181,7 @@ def whole_states(on_tier: TierStates, states: Any) -> dict[torch.Tensor, dict[st
                     to.view(-1)[piece.start : piece.start + piece.count] = parts[key][piece.first : piece.first + piece.count]
     for param in params:
         if isinstance(param, DTensor):
-            whole[param].update({key: _distributed(param, value) for key, value in whole[param].items() if key != "step"})
+            whole[param].update({key: like(param, value) for key, value in whole[param].items() if key != "step"})
     return whole
 
 
@@ -189,10 +189,6 @@ def _empty(own: torch.Tensor, directory: Any) -> torch.Tensor:
     if own.numel() < _MAPPED or directory is None:
         return torch.empty(own.shape, dtype=torch.float32)
     return mapped(own.numel(), directory).view(own.shape)
-
-
-def _distributed(param: Any, value: torch.Tensor) -> Any:
-    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def check_loaded(on_tier: TierStates, groups: list[dict[str, Any]], loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:

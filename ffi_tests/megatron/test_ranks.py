@@ -69,7 +69,7 @@ except Exception:
         try:
             call()
         except spillway.TierError as error:
-            assert "could not commit" in str(error)
+            assert "others could not commit" in str(error)
         else:
             raise AssertionError("the ranks are apart")
     # Threads of torch's Gloo that lost their peer can abort a process that ends in the usual way.

@@ -13,6 +13,47 @@ from tier_worker import options, parameters, random_grads
 import spillway
 from spillway import torch as own
 
+#: One of two processes of a run: rank 1 cannot commit its second step.
+APART = """
+import sys
+sys.path[:0] = {paths!r}
+import spillway, torch
+from spillway import torch as own
+from tier_worker import options, parameters, random_grads
+rank = int(sys.argv[1])
+torch.distributed.init_process_group("gloo", init_method="file://" + {rendezvous!r}, rank=rank, world_size=2)
+params = parameters()
+optimizer = own.AdamW(params, lr=1e-2, max_norm=1.0, tier=options({directory!r}))
+print("resumed", optimizer.resumed_step)
+for step in range(optimizer.resumed_step or 0, 2):
+    random_grads(params, step)
+    optimizer.step()
+    if rank == {failing} and step:
+        def fail(*_):
+            raise spillway.IoError("the disk is full")
+        optimizer._home.tiered.swap._commit = fail
+    try:
+        optimizer.commit()
+    except (spillway.IoError, spillway.TierError) as error:
+        print(type(error).__name__)
+        calls = {{
+            "commit": optimizer.commit,
+            "rollback": optimizer.rollback,
+            "step": optimizer.step,
+            "state_dict": optimizer.state_dict,
+            "load_state_dict": lambda: optimizer.load_state_dict({{}}),
+            "master": lambda: optimizer.master(params[2]),
+        }}
+        for name, call in calls.items():
+            try:
+                call()
+            except spillway.TierError as refusal:
+                assert "AdamW: a step was committed by some processes, and others could not commit it" in str(refusal), refusal
+            else:
+                raise AssertionError(name)
+optimizer.close()
+torch.distributed.destroy_process_group()
+"""
 WORKER = pathlib.Path(__file__).with_name("tier_worker.py")
 
 
@@ -114,6 +155,27 @@ def test_ctrl_c_that_arrives_while_the_library_commits(tier, monkeypatch):
     optimizer.commit()
     optimizer.close()
     assert own.AdamW(parameters(seed=5), tier=tier).resumed_step == 3
+
+
+def test_processes_of_which_one_could_not_commit_go_no_further_and_resume_at_the_step_of_both(tmp_path):
+    here = pathlib.Path(__file__).parent
+
+    def run(name, failing):
+        code = APART.format(
+            paths=[str(here), *sys.path], rendezvous=str(tmp_path / name), directory=str(tmp_path / "states"), failing=failing
+        )
+        processes = [
+            subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        outputs = [process.communicate(timeout=300) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], outputs
+        return [output.splitlines() for output, _ in outputs]
+
+    (tmp_path / "states").mkdir()
+    assert run("first", 1) == [["resumed None", "TierError"], ["resumed None", "IoError"]]
+    assert run("second", None) == [["resumed 1"], ["resumed 1"]]
+    assert run("third", None) == [["resumed 2"], ["resumed 2"]]
 
 
 def interrupted(status):

@@ -13,9 +13,15 @@ from . import tier
 from .errors import InvalidArgumentError, TierError
 
 
-def together(world: int, work: Callable[[], Any], undo: Callable[[Any], object] | None = None, group: Any = None) -> Any:
+def together(
+    world: int,
+    work: Callable[[], Any],
+    undo: Callable[[Any], object] | None = None,
+    group: Any = None,
+    partly: Callable[[], object] | None = None,
+) -> Any:
     """Returns the result of `work` on this rank once every rank of `group` (None: all) has its own. If `work` fails on one rank, all
-    ranks raise, and `undo` is called with this rank's result."""
+    ranks raise, and `undo` is called with this rank's result. `partly` is called on all ranks if `work` succeeded on some of them only."""
     if world == 1:
         return work()
     value = trouble = None
@@ -27,6 +33,8 @@ def together(world: int, work: Callable[[], Any], undo: Callable[[Any], object] 
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
     if failed and trouble is None and undo:
         undo(value)
+    if partly is not None and 0 < len(failed) < world:
+        partly()
     if trouble is not None:
         try:
             raise trouble

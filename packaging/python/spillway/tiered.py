@@ -3,6 +3,7 @@
 Invariants:
 - All ranks open their tiers at one committed step, or none does. A failure on one rank during the open or a commit is an error on all.
 - A tier of other parameters is refused before anything is written to it: the record of its commit is read before its update is opened.
+- After a commit that succeeded in some processes only, none of them goes on: their states are of different steps.
 - The record of a commit belongs to the states as soon as the library has committed, also if a signal handler raises then.
 - The update closes before the tier. A forked child closes nothing: its handles are copies."""
 
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import _abi, _ranks
-from .errors import InvalidArgumentError, SpillwayError
+from .errors import InvalidArgumentError, SpillwayError, TierError
 from .swap import Swap
 from .tier import Tier, TierPath
 
@@ -64,9 +65,11 @@ class Place(NamedTuple):
         """Opens the tier of this process, at a step; None: the last one."""
         return Tier(self.paths, job=self.job, host=self.host, rank=self.rank, world=self.world, **{"at_step": step, **self.options})
 
-    def together(self, work: Callable[[], Any], undo: Callable[[Any], object] | None = None) -> Any:
-        """Returns the result of `work` once every process has its own; raises in all of them if it fails in one."""
-        return _ranks.together(self.world, work, undo, self.group)
+    def together(
+        self, work: Callable[[], Any], undo: Callable[[Any], object] | None = None, partly: Callable[[], object] | None = None
+    ) -> Any:
+        """Returns the result of `work` once every process has its own; raises in all of them if it fails in one. See _ranks.together."""
+        return _ranks.together(self.world, work, undo, self.group, partly)
 
 
 def _is_remote(directory: str | os.PathLike[str]) -> bool:
@@ -148,7 +151,7 @@ class Tiered:
         committed_step: Its step.
         commits: Number of commits since the open.
         changed: True if states were written since the last commit.
-        apart: True after a commit that succeeded here and failed in another process."""
+        apart: True after a commit that succeeded in some processes only; reads, writes, commits and rollbacks are then refused."""
 
     def __init__(
         self,
@@ -162,7 +165,7 @@ class Tiered:
         open_tier: Callable[[], Tier] | None = None,
         close_tier: Callable[[Tier], object] = Tier.close,
     ):
-        self.by, self.place = by, place
+        self.by, self.place, self._user = by, place, user
         self.committed: Record | None = None
         self.commits, self.changed, self.apart = 0, False, False
         #: Step and record of a commit that has begun, and the status of the library's call once it has returned.
@@ -220,6 +223,7 @@ class Tiered:
 
     def read(self, subgroup: int, *parts: Any, weights: Any = None) -> None:
         """Copies param, exp_avg and exp_avg_sq of a subgroup, or the first of them, into float32 arrays. `weights`: as for Swap.read."""
+        self.check()
         self.swap.read(subgroup, *parts, weights=weights)
 
     def write(self, subgroup: int, *parts: Any) -> None:
@@ -229,7 +233,7 @@ class Tiered:
 
     def changes(self) -> None:
         """Notes that states are written from here on."""
-        self.settle()
+        self.check()
         self.changed = True
 
     def room(self, facts: dict[str, Any]) -> int:
@@ -238,14 +242,15 @@ class Tiered:
 
     def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> None:
         """Makes the states durable; returns after all processes have committed."""
-        self.settle()
+        self.check()
         record, status = Record(self.by, facts, payload), list[int]()
         # Noted before the call: a signal handler may raise after the library has committed.
         self._pending = step, record, status
         try:
-            self.place.together(lambda: self.swap._commit(step, record.packed(), status))
+            self.place.together(lambda: self.swap._commit(step, record.packed(), status), partly=self._part)
         except BaseException:
-            self.apart = self.place.world > 1 and status == [0]
+            # Another process may have ended before it could report, or a signal handler has raised here.
+            self.apart = self.apart or (self.place.world > 1 and status == [0])
             raise
         finally:
             self.settle()
@@ -259,9 +264,21 @@ class Tiered:
                 self.committed_step, self.committed, self.changed = step, record, False
             self._pending = None
 
+    def _part(self) -> None:
+        self.apart = True
+
+    def check(self) -> None:
+        """Raises TierError if the processes are apart. Takes over the record of a commit first."""
+        self.settle()
+        if self.apart:
+            raise TierError(
+                f"{self._user}: a step was committed by some processes, and others could not commit it; close the {self._user} of "
+                "all processes and make it again: all resume at the step that they have in common"
+            )
+
     def rollback(self) -> None:
         """Restores the states of the last commit, also after a failed step."""
-        self.settle()
+        self.check()
         self.swap.rollback()
         self.changed = False
 

@@ -50,3 +50,42 @@ def test_a_tier_is_opened_and_closed_in_the_way_of_its_user(tmp_path):
     states.close()
     states.close()
     assert states.closed and not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["committed here", "committed elsewhere"])
+def test_nothing_goes_on_after_a_commit_of_some_processes(monkeypatch, own):
+    from spillway import _ranks
+
+    states = opened()
+    monkeypatch.setattr(states, "place", states.place._replace(world=2))
+    monkeypatch.setattr(_ranks, "gathered", lambda trouble, world, group: [trouble, "OSError: no disk" if own else None])
+    if not own:
+        monkeypatch.setattr(states.swap, "_commit", lambda *_: {}["no disk"])
+    with pytest.raises(spillway.TierError if own else KeyError, match="no disk"):
+        states.commit(1, {})
+    assert states.apart and states.commits == own
+    for call in (
+        states.changes,
+        states.rollback,
+        lambda: states.commit(2, {}),
+        lambda: states.read(0, None),
+        lambda: states.write(0, None),
+    ):
+        with pytest.raises(spillway.TierError, match="Optimizer: a step was committed by some processes, and others could not commit it"):
+            call()
+    states.close()
+
+
+def test_a_commit_that_failed_everywhere_leaves_the_one_before(monkeypatch):
+    from spillway import _ranks
+
+    states = opened()
+    monkeypatch.setattr(states, "place", states.place._replace(world=2))
+    monkeypatch.setattr(_ranks, "gathered", lambda trouble, world, group: [trouble, trouble])
+    with monkeypatch.context() as patch:
+        patch.setattr(states.swap, "_commit", lambda *_: {}["no disk"])
+        with pytest.raises(KeyError):
+            states.commit(1, {})
+    assert not states.apart
+    states.commit(1, {})
+    states.close()

@@ -96,6 +96,7 @@ class TierSwapper:
 
     def step(self, factor):
         """Runs one step of all sub-groups; `factor` multiplies the gradients. The model then has the new weights."""
+        self.tiered.changes()
         stage3 = self._stage3
         everything = range(len(self.elements))
         gradients = [self.gradients.for_step(index) for index in everything]
@@ -103,7 +104,6 @@ class TierSwapper:
             gradients, factor = self.gradients.unscale(gradients, factor, stage3.torch_autocast_gradscaler), 1.0
         weights = [self._weight(index) for index in everything]
         shown = _Shown(self, {index for index, weight in enumerate(weights) if weight is None})
-        self.tiered.changes()
         self._parts.ds_step(
             self.tiered.swap,
             stage3.optimizer.opt_id,
@@ -243,6 +243,7 @@ class TierSwapper:
     def commit(self, step, payload):
         """Makes all state durable; returns after all ranks have committed. `payload(tier, room)` makes the bytes that are stored beside it,
         of which there may be `room`."""
+        self.tiered.check()
         facts = {"elements": self.elements, "steps": list(self.steps), "adam_state": self._adam_state()}
 
         def prepared():

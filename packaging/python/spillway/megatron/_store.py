@@ -21,7 +21,7 @@ import torch
 from .. import _files, _log, _ranks
 from .._groups import put_numbers
 from .._tier_options import number as whole_number
-from ..errors import InvalidArgumentError, NoStateError, TierError
+from ..errors import InvalidArgumentError, NoStateError
 from ..optim import Adam
 from ..swap import STATES, Swap
 from ..tier import Tier, TierPath
@@ -135,13 +135,6 @@ class OptimizerStateStore:
                 f"OptimizerStateStore: the processes have different {name}: {values}; call the store at the same points in all processes"
             )
 
-    def _check_apart(self) -> None:
-        if self._tiered.apart:
-            raise TierError(
-                "OptimizerStateStore: this process committed a step that another process could not commit; close the stores of all "
-                "processes and make them again: they resume at the step that all of them have"
-            )
-
     @classmethod
     def attach(
         cls, distributed_optimizer: Any, paths: Iterable[str | os.PathLike[str] | TierPath | None], *, job: str, **options: Any
@@ -203,7 +196,7 @@ class OptimizerStateStore:
         Raises:
             InvalidArgumentError: A shard has no gradient, or one of another size; nothing was stepped.
             IoError: A path failed, and no other path could take its data. Call rollback()."""
-        self._check_apart()
+        self._tiered.check()
         grads = [bucket.start_grads() for bucket in self._buckets]
         _synchronize(self._buckets)
         for adam, bucket in zip(self._adams, self._buckets, strict=True):
@@ -232,8 +225,9 @@ class OptimizerStateStore:
         Raises:
             IoError: A path failed; the commit before is still there.
             InvalidArgumentError: The processes have different steps; nothing was committed.
-            TierError: Another process failed. If this one has committed, make the stores again."""
-        self._check_apart()
+            TierError: Another process failed. If the step was committed in some processes only, every further call raises this error in all
+                of them: make the stores again."""
+        self._tiered.check()
         number = self._place.together(lambda: whole_number(self.steps if step is None else step, "step"))
         self._same("steps", (number, self.steps))
         self._tiered.commit(number, {"steps": self.steps, "shards": self._digest})
@@ -241,7 +235,6 @@ class OptimizerStateStore:
 
     def rollback(self) -> None:
         """Returns to the last commit, weights included; also after a failed step."""
-        self._check_apart()
         self._tiered.rollback()
         self._set_steps(self._tiered.committed.facts["steps"] if self._tiered.committed is not None else 0)
         self.publish()
@@ -295,7 +288,7 @@ class OptimizerStateStore:
         return self.steps
 
     def _commit_changes(self) -> None:
-        self._check_apart()
+        self._tiered.check()
         self._same("steps", self.steps)
         if any(_ranks.gathered(self._tiered.changed, self._place.world, self._place.group)):
             self.commit()
@@ -326,7 +319,7 @@ class OptimizerStateStore:
                 changed.
             CorruptError: A file is damaged; the store is at its last commit. A step that was not committed before is committed then.
             TierError: Another process failed; the store is at its last commit."""
-        self._check_apart()
+        self._tiered.check()
         where = os.fspath(directory)
         found = self._place.together(lambda: _saved.places(where))
         missing = [not there for there in _ranks.gathered(bool(found), self._place.world, self._place.group)]

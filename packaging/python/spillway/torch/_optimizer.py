@@ -335,7 +335,9 @@ class SpillwayOptimizer(torch.optim.Optimizer):
 
         Raises:
             InvalidArgumentError: The optimizer has no tier.
-            IoError: A path failed; the last commit is intact."""
+            IoError: A path failed; the last commit is intact.
+            TierError: Another process failed. If the step was committed in some processes only, every further call raises this error in all
+                of them: construct the optimizers again."""
         home = self._home
         home.alone(lambda: home.commit(self.state, step, payload))
 

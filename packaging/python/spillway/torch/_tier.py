@@ -66,7 +66,8 @@ class TierHome(Home):
             return super().alone(work)
 
     def rows(self, groups: list[dict[str, Any]], states: Any) -> TierTable:
-        """The table of the present tensors."""
+        """The table of the present tensors. A refusal here is told to the processes that wait for this one's norm."""
+        self.tiered.check()
         return TierTable(self.on_tier, groups, states)
 
     def close(self) -> None:
@@ -89,6 +90,7 @@ class TierHome(Home):
 
     def load(self, by_torch: ByTorch) -> None:
         """Loads a state dict to the tier, subgroup by subgroup."""
+        self.tiered.check()
         found: dict[int, dict[str, Any]] = {}
 
         def take(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,7 +104,7 @@ class TierHome(Home):
 
     def rollback(self, states: Any) -> None:
         """Restores the last commit."""
-        self.tiered.settle()
+        self.tiered.check()
         committed = self.tiered.committed
         if committed is None:
             raise InvalidArgumentError(f"{self.name}.rollback: nothing was committed to the tier; construct the optimizer again")
@@ -111,11 +113,12 @@ class TierHome(Home):
 
     def master(self, param: torch.Tensor, states: Any) -> torch.Tensor:
         """The master of a parameter: the parameter itself if it is float32, or frozen."""
+        self.tiered.check()
         return self.on_tier.master(param)
 
     def commit(self, states: Any, step: int | None, payload: bytes) -> None:
         """Makes the present states durable; returns after all ranks have committed."""
-        self.tiered.settle()
+        self.tiered.check()
         self.on_tier.take_written()
         facts = self.on_tier.facts(states)
         self.tiered.commit(self.on_tier.count if step is None else step, facts, payload_of(payload))

@@ -103,8 +103,9 @@ def _text(name: str, value: Any) -> str:
 
 
 def _run(model: str, given: list[str]) -> dict[str, Any]:
-    import json
     import subprocess
+
+    from . import _files
 
     tool = _native.tool_path()
     try:
@@ -117,5 +118,5 @@ def _run(model: str, given: list[str]) -> dict[str, Any]:
         ) from error
     if made.returncode:
         raise InvalidArgumentError("plan_model: " + made.stderr.strip().removeprefix("spillway: "))
-    found: dict[str, Any] = json.loads(made.stdout)
+    found: dict[str, Any] = _files.parse_json(made.stdout.encode())
     return found

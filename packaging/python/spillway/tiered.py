@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import _abi, _ranks
+from . import _abi, _files, _ranks
 from .errors import InvalidArgumentError, SpillwayError, TierError
 from .swap import Swap
 from .tier import Tier, TierPath
@@ -90,7 +90,7 @@ class Record(NamedTuple):
 
     def packed(self) -> bytes:
         """The payload of the tier's commit."""
-        head = zlib.compress(json.dumps([self.by, self.facts]).encode())
+        head = zlib.compress(json.dumps([self.by, self.facts], allow_nan=False).encode())
         return _MAGIC + _LENGTH.pack(len(head)) + head + self.payload
 
     @staticmethod
@@ -101,8 +101,8 @@ class Record(NamedTuple):
             return None
         end = start + _LENGTH.unpack_from(stored, len(_MAGIC))[0]
         try:
-            author, facts = json.loads(zlib.decompress(stored[start:end]))
-        except (ValueError, zlib.error):
+            author, facts = _files.parse_json(zlib.decompressobj().decompress(stored[start:end], _files.MOST_JSON))
+        except (ValueError, TypeError, zlib.error):
             return None
         return Record(by, facts, stored[end:]) if author == by and isinstance(facts, dict) else None
 

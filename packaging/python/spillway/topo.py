@@ -14,13 +14,12 @@ Example:
 from __future__ import annotations
 
 import ctypes as _ctypes
-import json as _json
 import os as _os
 from collections.abc import Iterable as _Iterable
 from dataclasses import dataclass as _dataclass
 from typing import Any as _Any
 
-from . import _abi, _arguments, _arrays, _native
+from . import _abi, _arguments, _arrays, _files, _native
 from .errors import InvalidArgumentError
 
 _ALL, _TRAINER, _WORKERS = range(3)
@@ -143,7 +142,7 @@ def read(root: str | _os.PathLike[str] | None = None, *, load_driver: bool = Fal
         root: Directory of a recorded tree with `sys` and `proc`; None: this machine.
         load_driver: Load the CUDA driver to learn the order of the GPUs. Processes that are forked later cannot use CUDA."""
     with _Handle(root, load_driver) as handle:
-        found = _json.loads(handle.text("spw_topo_get_json"))
+        found = _files.parse_json(handle.text("spw_topo_get_json").encode())
     devices = tuple(Device(**device) for device in found["devices"])
     by_address = {device.pci: device for device in devices}
     return Topology(

@@ -1,5 +1,8 @@
 """Proves what all optimizers with states on a tier have in common: commits, resumes, closes and ranks."""
 
+import math
+import zlib
+
 import pytest
 
 import spillway
@@ -89,3 +92,29 @@ def test_a_commit_that_failed_everywhere_leaves_the_one_before(monkeypatch):
     assert not states.apart
     states.commit(1, {})
     states.close()
+
+
+FACTS = {
+    "a key twice": '["one", {"count": 1, "count": 2}]',
+    "no number": '["one", {"count": NaN}]',
+    "too deep": f'["one", {{"count": {"[" * 400}{"]" * 400}}}]',
+    "no pair": '["one"]',
+    "no list": "7",
+    "no object": '["one", []]',
+    "cut off": '["one", {"count": 1',
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_facts_that_no_commit_writes_are_no_record(name):
+    def packed(words):
+        head = zlib.compress(words.encode())
+        return tiered._MAGIC + tiered._LENGTH.pack(len(head)) + head + b"payload"
+
+    assert tiered.Record.unpacked(packed('["one", {"count": 1}]'), "one") == ("one", {"count": 1}, b"payload")
+    assert tiered.Record.unpacked(packed(FACTS[name]), "one") is None
+
+
+def test_facts_that_could_not_be_read_are_not_committed():
+    with pytest.raises(ValueError):
+        tiered.Record("one", {"count": math.nan}).packed()

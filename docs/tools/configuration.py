@@ -25,7 +25,7 @@ _COMMENT = {".rs": "//", ".py": "#", ".pth": "\0", ".sh": "#"}
 
 
 def readers():
-    """Each variable that the library, the tool, the kernels, the stores and packaging read, with the files that read it. Tests are left out."""
+    """Each variable that the library, the tool, the kernels, the stores and packaging read, with the files that read it; without tests."""
     found = {}
     for folder in ("src", "cli/src", "kernels/src", "stores/src", "packaging"):
         for path in sorted((ROOT / folder).rglob("*")):

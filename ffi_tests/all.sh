@@ -22,7 +22,7 @@ format() { cargo fmt --all --check && packaging/python_lint.sh; }
 lint() { cargo clippy --quiet --workspace --all-targets -- -D warnings; }
 rust() {
     cargo test --workspace --no-fail-fast --config "target.'cfg(all())'.runner='$root/ffi_tests/timed.sh'" &&
-        cargo test --package spillway-stores --features http
+        cargo test --release --package spillway-stores --features http # its crates are those of the release library
 }
 py() { packaging/python_tests.sh -v -o console_output_style=count --durations=20 --durations-min=1 -rs; }
 docs() { make --silent docs; }

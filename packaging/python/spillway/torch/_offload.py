@@ -309,6 +309,8 @@ class Offloaded(torch.optim.Optimizer):
             decision = (nonfinite or found_inf, math.inf if found_inf else total)
         if plan is not None:
             plan.decision = decision
+        else:
+            self._report(decision)
 
     @property
     def _measures(self) -> bool:
@@ -336,9 +338,7 @@ class Offloaded(torch.optim.Optimizer):
         if plan is None or plan.decision is None:
             return
         plan.resolve()
-        self.skipped, self.grad_norm = False, None
-        if plan.decision != "commit":
-            self.skipped, self.grad_norm = plan.decision[0], math.sqrt(plan.decision[1])
+        self._report(plan.decision)
         if not self.skipped:
             with torch.no_grad():
                 plan.publish()
@@ -348,6 +348,11 @@ class Offloaded(torch.optim.Optimizer):
                 slot.count(plan.numbers[slot])
         self._clipped = self._clipped + 1 if self.max_norm and (self.grad_norm or 0.0) > self.max_norm else 0
         plan.end()
+
+    def _report(self, decision: Any) -> None:
+        self.skipped, self.grad_norm = False, None
+        if decision != "commit":
+            self.skipped, self.grad_norm = decision[0], math.sqrt(decision[1])
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:

@@ -434,6 +434,8 @@ def test_parameters_that_are_refused():
     for param in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.complex64)):
         with pytest.raises(spillway.UnsupportedError, match="float32, bfloat16 and float16"):
             offload([torch.nn.Parameter(param)])
+    with pytest.raises(spillway.UnsupportedError, match="after model.to_empty"):
+        offload(torch.nn.Linear(2, 2, device="meta"))
     table = torch.nn.Embedding(4, 4, sparse=True)
     optimizer = offload(table)
     table(torch.tensor([1])).sum().backward()

@@ -471,6 +471,8 @@ def _check_group(group: dict[str, Any]) -> None:
     for param in group["params"]:
         if param.dtype not in FLOATS:
             raise UnsupportedError(f"offload: a parameter is of dtype {param.dtype}; float32, bfloat16 and float16 are served")
+        if param.is_meta:
+            raise UnsupportedError("offload: a parameter has no memory yet; make the optimizer after model.to_empty(), which replaces it")
         if is_partial(param):
             raise UnsupportedError(f"offload: a parameter is placed as {param.placements}, as terms of a sum; redistribute it")
 

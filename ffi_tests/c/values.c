@@ -1,5 +1,6 @@
 // The wrong values are: a value outside an enum, a flag other than 0 or 1, a set reserved field, an option out of
-// range, an unknown or destroyed id. Each is refused by name, and nothing is written.
+// range, an unknown or destroyed id, an array of numbers that is not aligned. Each is refused by name, and nothing is
+// written.
 
 #include "check.h"
 
@@ -178,6 +179,23 @@ static void ids(void) {
     REFUSED(spw_ds_adam_update(NULL, 3, &call, tensor), unknown, "Adam optimizer id 3");
 }
 
+static void misaligned(void) {
+    _Alignas(8) char bytes[40] = {0};
+    spw_swap_options options = SPW_SWAP_OPTIONS_INIT;
+    spw_swap_budget budget = SPW_SWAP_BUDGET_INIT;
+    spw_io *io;
+    options.memory_budget = 1 << 20;
+    options.subgroups = 2;
+    options.elements = (const uint64_t *)(const void *)(bytes + 4);
+    INVALID(spw_swap_plan_budget(&options, 1, &budget), "elements: address");
+    CHECK_OK(spw_io_open(NULL, &io));
+    INVALID(spw_io_wait(io, (const uint64_t *)(const void *)(bytes + 1), 1, 0, NULL), "is not aligned to 8 bytes");
+    CHECK_OK(spw_io_close(io, -1));
+    // A single output may have any alignment.
+    CHECK_OK(spw_get_threads((uint32_t *)(void *)(bytes + 1)));
+    CHECK(bytes[1] > 0);
+}
+
 int main(void) {
     problem = make_mixed(300, 1);
     stats = step_stats();
@@ -188,6 +206,7 @@ int main(void) {
     adam_fields();
     other_options();
     ids();
+    misaligned();
     unwatch_all();
     release(&problem);
     return 0;

@@ -69,7 +69,11 @@ impl<T> In<T> {
             _ if count > most => {
                 Err(Error::invalid(argument, format!("{count} entries exceed the address space")))
             }
-            // SAFETY: the invariant; not NULL, and the length is one that a slice can have.
+            _ if !self.0.is_aligned() => {
+                let reason = format!("address {:p} is not aligned to {} bytes", self.0, align_of::<T>());
+                Err(Error::invalid(argument, reason))
+            }
+            // SAFETY: the invariant; not NULL, aligned, and the length is one that a slice can have.
             _ => Ok(unsafe { std::slice::from_raw_parts(self.0, count as usize) }),
         }
     }
@@ -244,8 +248,8 @@ impl<T> Out<T> {
     pub(super) fn put_all(self, values: impl IntoIterator<Item = T>) {
         if !self.is_null() {
             for (at, value) in values.into_iter().enumerate() {
-                // SAFETY: the invariant: there is room for every value.
-                unsafe { self.0.add(at).write(value) };
+                // SAFETY: the invariant: there is room for every value. The caller's pointer may have any alignment.
+                unsafe { self.0.add(at).write_unaligned(value) };
             }
         }
     }

@@ -13,7 +13,7 @@ use std::path::Path;
 use nix::errno::Errno;
 use nix::fcntl::{self, FallocateFlags, FcntlArg, PosixFadviseAdvice};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::statfs::fstatfs;
+use nix::sys::statfs::{FsType, TMPFS_MAGIC, fstatfs, statfs};
 use nix::sys::statvfs::{Statvfs, fstatvfs, statvfs};
 use nix::unistd::{self, Whence, lseek};
 
@@ -357,18 +357,23 @@ pub fn file_system(file: &File) -> io::Result<FileSystem> {
     Ok(FileSystem { kind, id })
 }
 
-/// Free bytes for this user on the file system of an open file.
+/// Free bytes for this user on the file system of an open file; `None` if it does not say.
 pub fn free_bytes_of(file: &File) -> Option<u64> {
-    fstatvfs(file).ok().map(free)
+    free(fstatvfs(file).ok()?, fstatfs(file).ok()?.filesystem_type())
 }
 
-/// Free bytes for this user on the file system of `path`, for messages.
+/// Free bytes for this user on the file system of `path`, for messages; `None` if it does not say.
 pub fn free_bytes(path: &Path) -> Option<u64> {
-    statvfs(path).ok().map(free)
+    free(statvfs(path).ok()?, statfs(path).ok()?.filesystem_type())
 }
 
-fn free(found: Statvfs) -> u64 {
-    found.blocks_available().saturating_mul(found.fragment_size())
+/// A file system without a size reports no blocks. Where it is in memory, as that of a memfd, the memory is its size.
+fn free(found: Statvfs, kind: FsType) -> Option<u64> {
+    match found.blocks() {
+        0 if kind == TMPFS_MAGIC => memory::available_bytes(),
+        0 => None,
+        _ => Some(found.blocks_available().saturating_mul(found.fragment_size())),
+    }
 }
 
 #[cfg(test)]
@@ -388,13 +393,12 @@ mod tests {
 
     #[test]
     fn a_place_beyond_what_the_disk_has_is_refused_before_the_disk_is_full() {
-        let file = tempfile::tempfile().unwrap();
-        let free = free_bytes_of(&file).unwrap();
-        // Shared memory and other file systems without a size limit are skipped.
-        if free < 1 << 40 {
+        // The file system of anonymous memory has no size: what is free is the memory of the machine.
+        for file in [tempfile::tempfile().unwrap(), in_memory().unwrap()] {
+            let free = free_bytes_of(&file).unwrap();
             let error = preallocate(&file, 0, free + (1 << 40)).unwrap_err();
             assert_eq!((error.raw_os_error(), file.metadata().unwrap().len()), (Some(libc::ENOSPC), 0));
+            preallocate(&file, 0, 65 << 20).unwrap();
         }
-        preallocate(&file, 0, 1 << 20).unwrap();
     }
 }

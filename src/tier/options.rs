@@ -91,6 +91,9 @@ const LONGEST_BELOW: usize = 1024;
 
 /// The absolute form of a directory's path. Links are not resolved.
 pub(super) fn absolute(directory: &Path) -> Result<PathBuf> {
+    if directory.as_os_str().is_empty() {
+        return Err(Error::invalid("directory", "is empty"));
+    }
     let absolute =
         std::path::absolute(directory).map_err(|error| failed(Doing::Opening, directory, error, ""))?;
     if directory.is_absolute() {

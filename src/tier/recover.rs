@@ -217,9 +217,12 @@ impl Numbering<'_> {
         let lost = lost_extents(self.newest, &missing);
         let names: Vec<String> = missing.iter().map(|number| self.records[*number].name.clone()).collect();
         if !names.is_empty() && !degraded {
+            let holds = match lost.len() {
+                0 => "no extent has data there, but it may have a later commit".to_string(),
+                count => format!("{count} extents have data there"),
+            };
             let message = format!(
-                "{} extents have data there; restore the path, or open the tier in degraded mode, which lists them",
-                lost.len()
+                "{holds}; restore the path, or open the tier in degraded mode, which lists what is lost"
             );
             return Err(TierError::at(TierKind::PathMissing, names.join(", "), message));
         }
@@ -294,7 +297,10 @@ fn path_state(
     }
     let ranges = stored.iter().map(|(chunk, shape)| (chunk.offset, chunk.stored(shape)));
     let space = Space::new(end, options.limit.unwrap_or(i64::MAX as u64), ranges).ok_or_else(|| {
-        let message = format!("the file has {end} bytes, fewer than its superblock records");
+        let message = format!(
+            "the file has {end} bytes, fewer than its superblock records; restore it, or open the tier without this \
+             path in degraded mode"
+        );
         TierError::at(TierKind::Format, volume.data_name(), message)
     })?;
     Ok(PathState::present(volume.name(), !volume.lasts(), space, copies, written_before))
@@ -515,13 +521,27 @@ fn read_copies(volume: Volume, given: usize) -> Result<Candidate> {
             }
         }
     }
-    if let (Some(message), Some(_)) = (candidate.broken.first(), candidate.newest()) {
-        let message = format!(
-            "one superblock is damaged, as by a crash while it was written; the other one is used: {message}"
-        );
-        log::write(Level::Warn, &message);
+    if let Some(own) = candidate.newest() {
+        let blank =
+            candidate.copies.iter().position(|copy| copy.is_none()).filter(|_| was_written_twice(own));
+        let found = match (candidate.broken.first(), blank) {
+            (Some(message), _) => Some(("damaged, as by a crash while it was written", message.clone())),
+            (None, Some(copy)) => {
+                let message = format!("{}: it is blank", candidate.volume.superblock_name(copy));
+                Some(("lost, with the step that it may have had", message))
+            }
+            _ => None,
+        };
+        if let Some((what, message)) = found {
+            log::write(Level::Warn, &format!("one superblock is {what}; the other one is used: {message}"));
+        }
     }
     Ok(candidate)
+}
+
+/// True if the path of a superblock had one before. A path that joined others begins with a later number than 1.
+fn was_written_twice(superblock: &Superblock) -> bool {
+    superblock.sequence > 1 && superblock.paths.len() == 1
 }
 
 /// The superblock of the last commit, or of the step in the options. `None` if no path has a superblock.

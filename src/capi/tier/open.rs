@@ -35,7 +35,8 @@ impl Handle for spw_tier {
 /// - SPW_ERR_FORMAT: the superblocks of the tier are lost, until `spw_tier_collect` removes it.
 /// - SPW_ERR_FOREIGN: what was found does not match the options, or is not a file of this user alone. The comment of the
 ///   status lists the causes.
-/// - SPW_ERR_PATH_MISSING: a path with committed blocks is not in `options`. SPW_TIER_FLAG_DEGRADED opens without it.
+/// - SPW_ERR_PATH_MISSING: a path of the last open is missing, or is not in `options`. SPW_TIER_FLAG_DEGRADED opens
+///   without it; a path that holds no blocks is then no longer one of the tier.
 ///
 /// New directories have mode 0700 and new files 0600. If the user's own files are accessible to others, or the user's
 /// own directories writable by others, the open removes these permissions and logs a warning.
@@ -69,8 +70,9 @@ pub extern "C" fn spw_tier_close(tier: Option<Box<spw_tier>>, timeout_ms: i64) -
 }
 
 /// Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
-/// operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. Delete
-/// such files later with `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
+/// operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. It is
+/// SPW_ERR_BUSY too while a tiered update uses the tier, which then keeps its files. Delete such files later with
+/// `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
 /// SPW_ERR_PATH_MISSING, and its path keeps all files. A file system that does not respond within the I/O timeout is
 /// SPW_ERR_DEADLINE; the deletion goes on without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
 #[unsafe(no_mangle)]

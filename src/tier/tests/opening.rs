@@ -2,11 +2,14 @@
 #![forbid(unsafe_code)]
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::real::{Small, options};
 use super::*;
 use crate::error::IoKind;
+use crate::log::{self, Level};
+use crate::sys::sync::Lock;
 use crate::tier::Health;
 
 fn full() -> Faults {
@@ -98,6 +101,50 @@ fn a_degraded_open_leaves_out_a_path_after_an_error_of_the_path_and_not_for_lack
     let tier = degraded(libc::EIO).unwrap();
     assert_eq!(tier.opened().missing, ["disk-1"]);
     assert!(read(&tier, 0, 5).unwrap());
+}
+
+#[test]
+fn a_superblock_that_is_gone_is_reported_if_the_path_had_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = [dir.path().to_path_buf()];
+    let superblock = |copy: usize| owner().below(dir.path()).join(format!("superblock.{copy}"));
+    let lines = Arc::new(Lock::new(Vec::new()));
+    let (sink, own) = (Arc::clone(&lines), dir.path().to_str().unwrap().to_string());
+    log::set_sink(Some((
+        Level::Warn,
+        Box::new(move |_, line| sink.lock().extend(line.contains(&own).then(|| line.to_string()))),
+    )));
+    let opened = || {
+        Tier::open(options(&base)).unwrap();
+        std::mem::take(&mut *lines.lock())
+    };
+    // A new tier has had one superblock.
+    assert!(opened().is_empty() && opened().is_empty());
+    let tier = Tier::open(options(&base)).unwrap();
+    [1, 2].iter().for_each(|at| step(&tier, *at).unwrap());
+    drop(tier);
+    assert!(opened().is_empty());
+    for make_blank in
+        [|file: &Path| fs::remove_file(file).unwrap(), |file: &Path| fs::write(file, "").unwrap()]
+    {
+        let tier = Tier::open(options(&base)).unwrap();
+        step(&tier, 2).unwrap();
+        drop(tier);
+        make_blank(&superblock(0));
+        let found = opened();
+        let what = format!(
+            "one superblock is lost, with the step that it may have had; the other one is used: {}",
+            superblock(0).display()
+        );
+        assert!(matches!(&found[..], [line] if line.starts_with(&what)), "{found:?}");
+    }
+    log::set_sink(None);
+}
+
+#[test]
+fn an_empty_name_of_a_directory_is_an_argument_error() {
+    let error = Tier::open(options(&[PathBuf::new()])).unwrap_err().to_string();
+    assert_eq!(error, "directory: is empty");
 }
 
 #[test]

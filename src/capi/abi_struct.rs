@@ -6,6 +6,7 @@
 //! with a newer header passes a longer struct: the call fails if a field unknown to this library is not zero. In an
 //! output struct, fields unknown to this library become zero.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -98,16 +99,24 @@ pub(in crate::capi) use c_struct;
 /// A struct of the header that a call writes: `report!(spw_x from found { a, b } with { c: 1 })` takes a and b from the
 /// fields of these names. A field that is named in neither list does not compile.
 macro_rules! report {
-    ($name:ident from $found:ident { $($same:ident),* }
-        $(with { $($field:ident $(: $value:expr)?),* })?) => {
+    ($name:ident $(from $found:ident { $($same:ident),* })?
+        $(with { $($field:ident $(: $value:expr)?),* $(,)? })?) => {
         $name {
             struct_size: 0,
-            $($same: $crate::capi::abi_struct::ToField::to_field($found.$same),)*
+            $($($same: $crate::capi::abi_struct::ToField::to_field($found.$same),)*)?
             $($($field $(: $value)?,)*)?
         }
     };
 }
 pub(in crate::capi) use report;
+
+/// A struct of a layer below from a struct of the header, as [`report`] in the other direction.
+macro_rules! parsed {
+    ($name:ident from $raw:ident { $($same:ident),* } $(with { $($field:ident $(: $value:expr)?),* $(,)? })?) => {
+        $name { $($same: $raw.$same,)* $($($field $(: $value)?,)*)? }
+    };
+}
+pub(in crate::capi) use parsed;
 
 /// A number of the library in the type of a field of the header.
 pub trait ToField<T> {
@@ -148,6 +157,17 @@ pub fn flag(argument: &'static str, value: u32) -> Result<bool> {
         0 | 1 => Ok(value == 1),
         _ => Err(Error::invalid(argument, format!("is {value}, but must be 0 or 1"))),
     }
+}
+
+/// Reads a value of the enum `name` of the header, which counts from 0: `all` has what each value means.
+pub fn choice<T: Copy>(
+    argument: impl Into<Cow<'static, str>>,
+    value: u32,
+    name: &str,
+    all: &[T],
+) -> Result<T> {
+    let found = all.get(value as usize).copied();
+    found.ok_or_else(|| Error::invalid(argument, format!("{value} is not an {name}")))
 }
 
 /// `None`, which waits without limit, if negative.

@@ -44,7 +44,7 @@ pub mod topo;
 
 /// What the files of the interface have in common.
 mod prelude {
-    pub(in crate::capi) use super::abi_struct::{self, c_struct, report, timeout};
+    pub(in crate::capi) use super::abi_struct::{self, c_struct, choice, parsed, report, timeout};
     pub(in crate::capi) use super::base::spw_status;
     pub(in crate::capi) use super::guard::{guard, guard_step};
     pub(in crate::capi) use super::handle::{self, Handle};
@@ -90,5 +90,52 @@ pub fn visit_structs(mut visit: impl FnMut(&'static str, usize, Fields)) {
             spw_arena_verdict;
         stage: spw_stage_options spw_stage_target spw_stage_cores;
         topo: spw_topo_options spw_topo_info spw_topo_node spw_topo_gpu spw_topo_rank_options spw_topo_pages;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{interleave, plan, speculate, tier, topo};
+    use crate::offload::speculate::Progress;
+    use crate::sys::topology::NodeKind;
+    use crate::tier::Health;
+    use spillway_planner::interleave::placements::Placement;
+    use spillway_planner::pipeline::graph::Kind;
+    use spillway_planner::pipeline::memory::Category;
+
+    #[test]
+    fn enums_that_are_passed_by_number_have_the_numbers_of_the_header() {
+        macro_rules! same {
+            ($($ours:ident $module:ident::$theirs:ident: $($one:ident $other:ident)*;)*) => {
+                $($(assert_eq!($ours::$one as u32, $module::$theirs::$other as u32);)*)*
+            };
+        }
+        same! {
+            Progress speculate::spw_spec_state:
+                Missing SPW_SPEC_STATE_MISSING Pending SPW_SPEC_STATE_PENDING
+                Speculative SPW_SPEC_STATE_SPECULATIVE Final SPW_SPEC_STATE_FINAL;
+            NodeKind topo::spw_topo_node_kind:
+                Dram SPW_TOPO_NODE_KIND_DRAM HighBandwidth SPW_TOPO_NODE_KIND_HIGH_BANDWIDTH
+                Cxl SPW_TOPO_NODE_KIND_CXL Persistent SPW_TOPO_NODE_KIND_PERSISTENT Gpu SPW_TOPO_NODE_KIND_GPU
+                Slower SPW_TOPO_NODE_KIND_SLOWER Other SPW_TOPO_NODE_KIND_OTHER Empty SPW_TOPO_NODE_KIND_EMPTY;
+            Placement interleave::spw_placement:
+                Cpu SPW_PLACEMENT_CPU Gpu SPW_PLACEMENT_GPU Resident SPW_PLACEMENT_RESIDENT;
+            Health tier::spw_tier_health:
+                Healthy SPW_TIER_HEALTH_HEALTHY Draining SPW_TIER_HEALTH_DRAINING
+                Failed SPW_TIER_HEALTH_FAILED Missing SPW_TIER_HEALTH_MISSING;
+            Category plan::spw_pipeline_memory:
+                Parameters SPW_PIPELINE_MEMORY_PARAMETERS Checkpoints SPW_PIPELINE_MEMORY_CHECKPOINTS
+                Activations SPW_PIPELINE_MEMORY_ACTIVATIONS Gradients SPW_PIPELINE_MEMORY_GRADIENTS
+                Messages SPW_PIPELINE_MEMORY_MESSAGES;
+            Kind plan::spw_pipeline_kind:
+                Forward SPW_PIPELINE_KIND_FORWARD Backward SPW_PIPELINE_KIND_BACKWARD
+                Recompute SPW_PIPELINE_KIND_RECOMPUTE Fetch SPW_PIPELINE_KIND_FETCH
+                Offload SPW_PIPELINE_KIND_OFFLOAD Optimize SPW_PIPELINE_KIND_OPTIMIZE
+                SendActivation SPW_PIPELINE_KIND_SEND_ACTIVATION
+                ReceiveActivation SPW_PIPELINE_KIND_RECEIVE_ACTIVATION
+                SendGradient SPW_PIPELINE_KIND_SEND_GRADIENT ReceiveGradient SPW_PIPELINE_KIND_RECEIVE_GRADIENT
+                SendCheckpoint SPW_PIPELINE_KIND_SEND_CHECKPOINT
+                ReceiveCheckpoint SPW_PIPELINE_KIND_RECEIVE_CHECKPOINT Validate SPW_PIPELINE_KIND_VALIDATE;
+        }
     }
 }

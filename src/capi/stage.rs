@@ -29,7 +29,8 @@ use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::table::StepOptions;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
-use crate::capi::speculate::bucket::{lent, parse_event, spw_spec_event, state_of};
+use crate::capi::speculate::bucket::{lent, parse_event, spw_spec_event};
+use crate::capi::speculate::engine::exact_undo;
 use crate::kernel::AdamRule;
 use crate::offload::speculate::{Publish, Tensors, Undo, Verdict};
 use crate::offload::stage::{Options, Stage, Target, cores};
@@ -106,14 +107,7 @@ pub extern "C" fn spw_stage_open(
     guard(|| {
         let raw = options.read("options")?;
         abi_struct::zero("options.reserved", raw.reserved)?;
-        let undo = match raw.undo_mode {
-            1 => Undo::Delta,
-            2 => Undo::Shadow,
-            other => {
-                let reason = format!("is {other}, but must be SPW_UNDO_MODE_DELTA or SPW_UNDO_MODE_SHADOW");
-                return Err(Error::invalid("options.undo_mode", reason));
-            }
-        };
+        let undo = exact_undo(raw.undo_mode)?;
         let publish = match raw.publish {
             0 => Publish::Final,
             1 => Publish::Staged,
@@ -217,7 +211,7 @@ pub extern "C" fn spw_stage_finish(stage: Option<&spw_stage>, timeout_ms: i64) -
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_stage_get_state(stage: Option<&spw_stage>, state_out: Out<u32>) -> spw_status {
     guard(|| {
-        let state = state_of(handle::get(stage)?.stage.progress()?);
+        let state = handle::get(stage)?.stage.progress()?;
         state_out.put(state as u32, "state_out")
     })
 }

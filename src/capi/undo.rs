@@ -81,14 +81,8 @@ pub extern "C" fn spw_undo_open(options: In<spw_undo_options>, undo_out: Out<*mu
         if options.elements > LIMIT || options.tensors > LIMIT {
             return Err(Error::invalid("options.elements", "must be at most 2^48, options.tensors too"));
         }
-        let mode = match options.mode {
-            0 => Mode::Arithmetic,
-            1 => Mode::Delta { elements },
-            2 => Mode::Shadow,
-            other => {
-                return Err(Error::invalid("options.mode", format!("{other} is not an spw_undo_mode")));
-            }
-        };
+        let modes = [Mode::Arithmetic, Mode::Delta { elements }, Mode::Shadow];
+        let mode = choice("options.mode", options.mode, "spw_undo_mode", &modes)?;
         undo_out.open(|| Ok(spw_undo(Recording::new(mode, tensors)?)))
     })
 }

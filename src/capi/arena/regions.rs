@@ -127,7 +127,7 @@ pub extern "C" fn spw_arena_read_begin(
         snapshot_out.check("snapshot_out")?;
         let seen = handle::get(arena)?.0.read_begin(region, at_least, timeout(timeout_ms))?;
         let Snapshot { generation, sequence } = seen;
-        let values = spw_arena_snapshot { struct_size: 0, reserved: 0, generation, sequence };
+        let values = report!(spw_arena_snapshot with { reserved: 0, generation, sequence });
         snapshot_out.write(&values, "snapshot_out")
     })
 }

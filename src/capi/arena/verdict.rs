@@ -96,12 +96,11 @@ pub extern "C" fn spw_arena_abort_round(
 }
 
 fn write(found: Verdict, verdict_out: Out<spw_arena_verdict>) -> Result<()> {
-    let values = spw_arena_verdict {
-        struct_size: 0,
-        nonfinite: found.stats.nonfinite.into(),
-        failed: found.failed,
-        reserved: 0,
-        sum_squares: found.stats.sum_squares,
-    };
+    let stats = found.stats;
+    let values = report!(spw_arena_verdict from stats {
+        nonfinite, sum_squares
+    } with {
+        failed: found.failed, reserved: 0
+    });
     verdict_out.write(&values, "verdict_out")
 }

@@ -68,16 +68,9 @@ pub extern "C" fn spw_get_stats(stats_out: Out<spw_stats>) -> spw_status {
         let (adam_calls, adam_elements) = stats::ADAM.get();
         let (adagrad_calls, adagrad_elements) = stats::ADAGRAD.get();
         let (lion_calls, lion_elements) = stats::LION.get();
-        let values = spw_stats {
-            struct_size: 0,
-            reserved: 0,
-            adam_calls,
-            adam_elements,
-            adagrad_calls,
-            adagrad_elements,
-            lion_calls,
-            lion_elements,
-        };
+        let values = report!(spw_stats with {
+            reserved: 0, adam_calls, adam_elements, adagrad_calls, adagrad_elements, lion_calls, lion_elements
+        });
         stats_out.write(&values, "stats_out")
     })
 }

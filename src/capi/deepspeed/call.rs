@@ -66,14 +66,11 @@ pub extern "C" fn spw_ds_adam_get_state(id: i32, state_out: Out<spw_ds_adam_stat
 pub extern "C" fn spw_ds_adam_set_state(id: i32, state: In<spw_ds_adam_state>) -> spw_status {
     guard(|| {
         let raw = state.read("state")?;
-        let state = AdamState {
-            decoupled: abi_struct::flag("state.adamw_mode", raw.adamw_mode)?,
-            step: raw.step,
-            beta1: raw.beta1,
-            beta2: raw.beta2,
-            beta1_power: raw.beta1_power,
-            beta2_power: raw.beta2_power,
-        };
+        let state = parsed!(AdamState from raw {
+            step, beta1, beta2, beta1_power, beta2_power
+        } with {
+            decoupled: abi_struct::flag("state.adamw_mode", raw.adamw_mode)?
+        });
         ADAM.create(id, state.restored().map_err(|error| error.within("state."))?);
         Ok(())
     })
@@ -106,15 +103,11 @@ pub(in crate::capi) fn rules_of(
 }
 
 fn call_of(raw: &spw_ds_adam_call) -> Result<AdamCall> {
-    Ok(AdamCall {
-        step: raw.step,
-        lr: raw.lr,
-        beta1: raw.beta1,
-        beta2: raw.beta2,
-        eps: raw.eps,
-        weight_decay: raw.weight_decay,
-        bias_correction: abi_struct::flag("bias_correction", raw.bias_correction)?,
-    })
+    Ok(parsed!(AdamCall from raw {
+        step, lr, beta1, beta2, eps, weight_decay
+    } with {
+        bias_correction: abi_struct::flag("bias_correction", raw.bias_correction)?
+    }))
 }
 
 fn grad_scale_of(raw: &spw_ds_adam_call) -> Result<f32> {

@@ -166,17 +166,11 @@ pub extern "C" fn spw_gpu_measure_link(
             TransferDtype::Native | TransferDtype::Delivered => spw_transfer_dtype::SPW_TRANSFER_DTYPE_NATIVE,
             TransferDtype::F32 => spw_transfer_dtype::SPW_TRANSFER_DTYPE_F32,
         };
-        let Link { d2h_f32, d2h_native, h2d_f32, h2d_native, step_f32, step_native } = found;
-        let values = spw_gpu_link {
-            struct_size: 0,
-            transfer_dtype: transfer_dtype as u32,
-            d2h_f32,
-            d2h_native,
-            h2d_f32,
-            h2d_native,
-            step_f32,
-            step_native,
-        };
+        let values = report!(spw_gpu_link from found {
+            d2h_f32, d2h_native, h2d_f32, h2d_native, step_f32, step_native
+        } with {
+            transfer_dtype: transfer_dtype as u32
+        });
         link_out.write(&values, "link_out")
     })
 }
@@ -186,10 +180,8 @@ pub extern "C" fn spw_gpu_measure_link(
 pub(in crate::capi) unsafe fn copy_of(gpu: &spw_gpu, raw: &spw_gpu_copy) -> Result<Copy> {
     let within = |error: Error| error.within("copy.");
     abi_struct::zero("copy.reserved", raw.reserved)?;
-    let direction = match abi_struct::flag("copy.direction", raw.direction)? {
-        false => Direction::D2h,
-        true => Direction::H2d,
-    };
+    let toward_device = abi_struct::flag("copy.direction", raw.direction)?;
+    let direction = if toward_device { Direction::H2d } else { Direction::D2h };
     let after = match raw.after {
         0 => After::Now,
         // SAFETY: the caller's promise.

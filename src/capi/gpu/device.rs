@@ -96,12 +96,9 @@ impl Handle for spw_gpu {
 pub extern "C" fn spw_gpu_probe(driver_out: Out<spw_gpu_driver>) -> spw_status {
     guard(|| {
         let found = Driver::get()?;
-        let values = spw_gpu_driver {
-            struct_size: 0,
-            devices: found.device_count()?,
-            cuda_version: found.version(),
-            reserved: 0,
-        };
+        let values = report!(spw_gpu_driver with {
+            devices: found.device_count()?, cuda_version: found.version(), reserved: 0
+        });
         driver_out.write(&values, "driver_out")
     })
 }

@@ -41,25 +41,17 @@ pub struct spw_interleave_rates {
 pub(in crate::capi) fn read_rates(rates: In<spw_interleave_rates>) -> Result<Rates> {
     let raw = rates.read("rates")?;
     let unlimited = |rate: f64| if rate == 0.0 { f64::INFINITY } else { rate };
-    Ok(Rates {
-        cpu: raw.cpu,
-        downscale: unlimited(raw.downscale),
-        gpu: raw.gpu,
-        h2d: raw.h2d,
-        d2h: raw.d2h,
-        cast: unlimited(raw.cast),
-        dram: unlimited(raw.dram),
-        duplex: !abi_struct::flag("rates.half_duplex", raw.half_duplex)?,
-    })
+    Ok(parsed!(Rates from raw {
+        cpu, gpu, h2d, d2h
+    } with {
+        downscale: unlimited(raw.downscale), cast: unlimited(raw.cast), dram: unlimited(raw.dram),
+        duplex: !abi_struct::flag("rates.half_duplex", raw.half_duplex)?
+    }))
 }
 
 pub(in crate::capi) fn parse_transfer_dtype(argument: &'static str, dtype: u32) -> Result<TransferDtype> {
-    match dtype {
-        0 => Ok(TransferDtype::Native),
-        1 => Ok(TransferDtype::F32),
-        2 => Ok(TransferDtype::Delivered),
-        _ => Err(Error::invalid(argument, format!("{dtype} is not an spw_transfer_dtype"))),
-    }
+    let all = [TransferDtype::Native, TransferDtype::F32, TransferDtype::Delivered];
+    choice(argument, dtype, "spw_transfer_dtype", &all)
 }
 
 /// Default of parameters per copy: 64 MiB of f32.
@@ -86,24 +78,15 @@ pub(in crate::capi) fn shape_of(
 
 pub(in crate::capi) fn read_placements(placements: In<u32>, count: u64) -> Result<Plan> {
     let given = placements.array(count, "placements")?.iter().enumerate();
-    let placements = given.map(|(index, placement)| match placement {
-        0 => Ok(Placement::Cpu),
-        1 => Ok(Placement::Gpu),
-        2 => Ok(Placement::Resident),
-        placement => Err(Error::invalid(
-            format!("placements[{index}]"),
-            format!("{placement} is not an spw_placement"),
-        )),
+    let all = [Placement::Cpu, Placement::Gpu, Placement::Resident];
+    let placements = given.map(|(index, placement)| {
+        choice("", *placement, "spw_placement", &all)
+            .map_err(|error| error.within(&format!("placements[{index}]")))
     });
     placements.collect::<Result<Vec<Placement>>>().map(Plan::of)
 }
 
 /// The plan's placements as numbers of `spw_placement`.
 pub(in crate::capi) fn placements_of(plan: &Plan) -> impl Iterator<Item = u32> {
-    let number = |placement: &Placement| match placement {
-        Placement::Cpu => spw_placement::SPW_PLACEMENT_CPU as u32,
-        Placement::Gpu => spw_placement::SPW_PLACEMENT_GPU as u32,
-        Placement::Resident => spw_placement::SPW_PLACEMENT_RESIDENT as u32,
-    };
-    plan.placements().iter().map(number)
+    plan.placements().iter().map(|placement| *placement as u32)
 }

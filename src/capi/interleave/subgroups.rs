@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::plan::{parse_transfer_dtype, shape_of};
 use crate::capi::gpu::device::{floats, spw_gpu};
-use crate::capi::optim::tensor::parse_dtype;
+use crate::capi::optim::tensor::{parse_copy_dtype, parse_dtype};
 use crate::capi::prelude::*;
 use crate::dtype::Dtype;
 use crate::gpu::kernels::DeviceFloats;
@@ -111,10 +111,7 @@ pub(in crate::capi) unsafe fn parts(
     let fetch = abi_struct::flag("options.fetch_gradients", raw.fetch_gradients)?;
     let shape = shape_of(sizes, transfer_dtype, fetch, raw.slots, raw.chunk).map_err(as_arguments)?;
     let grad = parse_dtype(raw.grad_dtype, "options.grad_dtype")?;
-    let copy = match raw.copy_dtype {
-        0 => None,
-        dtype => Some(parse_dtype(dtype, "options.copy_dtype")?),
-    };
+    let copy = parse_copy_dtype(raw.copy_dtype, "options.copy_dtype")?;
     let types = Types { grad, copy, transfer_dtype, fetched: fetch };
     let at = |index: usize, error: Error| error.within(&format!("subgroups[{index}]."));
     let numbered = subgroups.iter().enumerate();

@@ -269,12 +269,8 @@ unsafe fn submit(
 
 /// The backend of an `spw_io_backend`; `field` is for messages.
 pub(in crate::capi) fn backend(field: &'static str, value: u32) -> Result<BackendChoice> {
-    match value {
-        0 => Ok(BackendChoice::Auto),
-        1 => Ok(BackendChoice::Uring),
-        2 => Ok(BackendChoice::Threads),
-        other => Err(Error::invalid(field, format!("{other} is not an spw_io_backend"))),
-    }
+    let all = [BackendChoice::Auto, BackendChoice::Uring, BackendChoice::Threads];
+    choice(field, value, "spw_io_backend", &all)
 }
 
 fn parse(raw: &spw_io_options) -> Result<Options> {

@@ -85,7 +85,7 @@ pub struct spw_io_failure {
 pub extern "C" fn spw_get_io_failure(failure_out: Out<spw_io_failure>) -> spw_status {
     guard(|| {
         let nothing =
-            spw_io_failure { struct_size: 0, system_errno: 0, offset: 0, bytes: 0, path: std::ptr::null() };
+            report!(spw_io_failure with { system_errno: 0, offset: 0, bytes: 0, path: std::ptr::null() });
         let found = status::last_io_error(|error, path| spw_io_failure {
             system_errno: error.errno,
             offset: error.offset,

@@ -70,8 +70,7 @@ impl StepOptions for spw_adagrad_options {
 
     fn rule(&self) -> Result<AdagradRule> {
         abi_struct::zero("options.reserved", self.reserved)?;
-        let spw_adagrad_options { step, lr, lr_decay, eps, weight_decay, grad_scale, .. } = *self;
-        let options = AdagradOptions { step, lr, lr_decay, eps, weight_decay, grad_scale };
+        let options = parsed!(AdagradOptions from self { step, lr, lr_decay, eps, weight_decay, grad_scale });
         options.rule().map_err(|error| error.within("options."))
     }
 }

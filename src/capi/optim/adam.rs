@@ -110,19 +110,14 @@ impl StepOptions for spw_adam_options {
     fn rule(&self) -> Result<AdamRule> {
         abi_struct::zero("options.reserved", self.reserved)?;
         abi_struct::zero("options.reserved2", self.reserved2)?;
-        let options = AdamOptions {
+        let options = parsed!(AdamOptions from self {
+            step, lr, beta1, beta2, eps, weight_decay, grad_scale
+        } with {
             decoupled: !abi_struct::flag("options.weight_decay_mode", self.weight_decay_mode)?,
-            step: self.step,
-            lr: self.lr,
-            beta1: self.beta1,
-            beta2: self.beta2,
-            eps: self.eps,
-            weight_decay: self.weight_decay,
-            grad_scale: self.grad_scale,
             bias_correction: !abi_struct::flag("options.no_bias_correction", self.no_bias_correction)?,
             stochastic_seed: abi_struct::flag("options.rounding", self.rounding)?
-                .then_some(self.rounding_seed),
-        };
+                .then_some(self.rounding_seed)
+        });
         options.rule().map_err(|error| error.within("options."))
     }
 }

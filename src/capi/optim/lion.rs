@@ -68,8 +68,7 @@ impl StepOptions for spw_lion_options {
 
     fn rule(&self) -> Result<LionRule> {
         abi_struct::zero("options.reserved", self.reserved)?;
-        let spw_lion_options { lr, beta1, beta2, weight_decay, grad_scale, .. } = *self;
-        let options = LionOptions { lr, beta1, beta2, weight_decay, grad_scale };
+        let options = parsed!(LionOptions from self { lr, beta1, beta2, weight_decay, grad_scale });
         options.rule().map_err(|error| error.within("options."))
     }
 }

@@ -115,6 +115,11 @@ pub(in crate::capi) fn parse_dtype(dtype: u32, argument: &'static str) -> Result
     known_dtype(dtype).ok_or_else(|| Error::invalid(argument, format!("{dtype} is not an spw_dtype")))
 }
 
+/// The dtype of a copy; `None` without one.
+pub(in crate::capi) fn parse_copy_dtype(dtype: u32, argument: &'static str) -> Result<Option<Dtype>> {
+    if dtype == 0 { Ok(None) } else { parse_dtype(dtype, argument).map(Some) }
+}
+
 fn known_dtype(dtype: u32) -> Option<Dtype> {
     match dtype {
         1 => Some(Dtype::F32),
@@ -171,10 +176,7 @@ pub(in crate::capi) fn check_copy(raw: &spw_tensor) -> Result<()> {
 pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
     check_copy(raw)?;
     let state_dtype = parse_dtype(raw.state_dtype, "state_dtype")?;
-    let copy_dtype = match raw.copy_dtype {
-        0 => None,
-        dtype => Some(parse_dtype(dtype, "copy_dtype")?),
-    };
+    let copy_dtype = parse_copy_dtype(raw.copy_dtype, "copy_dtype")?;
     // SAFETY: the caller lends the spans, each of n elements, and they do not overlap.
     unsafe {
         let param = span_mut(raw.param, parse_dtype(raw.param_dtype, "param_dtype")?, raw.n, "param")?;
@@ -340,6 +342,6 @@ pub(in crate::capi) fn write_stats(seen: StepStats, stats_out: Out<spw_step_stat
         return Ok(());
     }
     let StepStats { nonfinite, sum_squares } = seen;
-    let values = spw_step_stats { struct_size: 0, nonfinite: u32::from(nonfinite), sum_squares };
+    let values = report!(spw_step_stats with { nonfinite: u32::from(nonfinite), sum_squares });
     stats_out.write(&values, "stats_out")
 }

@@ -106,16 +106,10 @@ pub extern "C" fn spw_plan_interleave(
     result_out: Out<spw_plan_result>,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller meets the callees' requirements.
         let (rates, shape, raw) = (read_rates(rates)?, read_shape(shape)?, options.read("options")?);
         let number = usize::try_from(raw.parameter).unwrap_or(usize::MAX);
-        let mode = match raw.mode {
-            0 => Mode::Model,
-            1 => Mode::Eq1,
-            2 => Mode::Stride(number),
-            3 => Mode::Count(number),
-            mode => return Err(Error::invalid("options.mode", format!("{mode} is not an spw_plan_mode"))),
-        };
+        let modes = [Mode::Model, Mode::Eq1, Mode::Stride(number), Mode::Count(number)];
+        let mode = choice("options.mode", raw.mode, "spw_plan_mode", &modes)?;
         let residents = usize::try_from(raw.residents).unwrap_or(usize::MAX);
         rates.check()?;
         let chosen = choose::choose(&shape, &rates, residents, raw.backward, mode)
@@ -153,22 +147,12 @@ fn write_result(
     }
     let found = bytes(shape, plan);
     let [cpu_seconds, h2d_seconds, d2h_seconds, gpu_seconds] = prediction.busy;
-    let values = spw_plan_result {
-        struct_size: 0,
-        reserved: 0,
-        exposed_seconds: prediction.exposed,
-        home_seconds: prediction.home,
-        serial_seconds: shape.total() as f64 / share::serial_throughput(rates),
-        cpu_seconds,
-        h2d_seconds,
-        d2h_seconds,
-        gpu_seconds,
-        gpu: plan.count_on(Placement::Gpu) as u64,
-        residents: plan.count_on(Placement::Resident) as u64,
-        gpu_bytes: found.gpu(),
-        host_bytes: found.host(),
-        to_device_bytes: found.to_device,
-        to_host_bytes: found.to_host,
-    };
+    let values = report!(spw_plan_result with {
+        reserved: 0, exposed_seconds: prediction.exposed, home_seconds: prediction.home,
+        serial_seconds: shape.total() as f64 / share::serial_throughput(rates), cpu_seconds, h2d_seconds,
+        d2h_seconds, gpu_seconds, gpu: plan.count_on(Placement::Gpu) as u64,
+        residents: plan.count_on(Placement::Resident) as u64, gpu_bytes: found.gpu(), host_bytes: found.host(),
+        to_device_bytes: found.to_device, to_host_bytes: found.to_host
+    });
     result_out.write(&values, "result_out")
 }

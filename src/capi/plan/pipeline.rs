@@ -124,43 +124,23 @@ pub extern "C" fn spw_pipeline_close(pipeline: Option<Box<spw_pipeline>>) -> spw
 }
 
 fn read_shape(raw: &spw_pipeline_options) -> Result<Shape> {
-    let schedule = match raw.schedule {
-        0 => Schedule::AllForwardAllBackward,
-        1 => Schedule::OneForwardOneBackward,
-        2 => Schedule::Decoupled,
-        other => {
-            let reason = format!("{other} is not an spw_pipeline_schedule");
-            return Err(Error::invalid("options.schedule", reason));
-        }
-    };
+    let schedules = [Schedule::AllForwardAllBackward, Schedule::OneForwardOneBackward, Schedule::Decoupled];
     let flags = abi_struct::flags("options.flags", raw.flags, 7)?;
-    Ok(Shape {
-        schedule,
-        devices: raw.devices,
-        micro_batches: raw.micro_batches,
-        stages: raw.stages,
+    Ok(parsed!(Shape from raw {
+        devices, micro_batches, stages, latency, seconds_per_byte
+    } with {
+        schedule: choice("options.schedule", raw.schedule, "spw_pipeline_schedule", &schedules)?,
         split: if raw.split == 0 { 1 } else { raw.split },
         slots: if raw.slots == 0 { 2 } else { raw.slots },
         recompute: flags & spw_pipeline_flag::SPW_PIPELINE_FLAG_RECOMPUTE as u32 != 0,
         early_checkpoints: flags & spw_pipeline_flag::SPW_PIPELINE_FLAG_LATE_CHECKPOINTS as u32 == 0,
         async_optimizer: flags & spw_pipeline_flag::SPW_PIPELINE_FLAG_ASYNC_OPTIMIZER as u32 != 0,
-        latency: raw.latency,
-        seconds_per_byte: raw.seconds_per_byte,
-    })
+    }))
 }
 
 fn read_unit((index, raw): (usize, &spw_pipeline_unit)) -> Result<Unit> {
     abi_struct::zero("reserved", raw.reserved).map_err(|error| error.within(&format!("units[{index}].")))?;
-    Ok(Unit {
-        forward: raw.forward,
-        backward: raw.backward,
-        recompute: raw.recompute,
-        fetch: raw.fetch,
-        offload: raw.offload,
-        optimizer: raw.optimizer,
-        param_bytes: raw.param_bytes,
-        grad_bytes: raw.grad_bytes,
-        activation_bytes: raw.activation_bytes,
-        input_bytes: raw.input_bytes,
-    })
+    Ok(parsed!(Unit from raw {
+        forward, backward, recompute, fetch, offload, optimizer, param_bytes, grad_bytes, activation_bytes, input_bytes
+    }))
 }

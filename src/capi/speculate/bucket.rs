@@ -11,7 +11,7 @@ use crate::capi::speculate::engine::{Rules, spw_spec};
 use crate::error::{Error, Result, RoundError};
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
 use crate::kernel::Arithmetic;
-use crate::offload::speculate::{Bucket, Progress, Tensors};
+use crate::offload::speculate::{Bucket, Tensors};
 use crate::optim::Family;
 use crate::optim::lent::Lent;
 use crate::sys::descriptor;
@@ -109,7 +109,7 @@ pub extern "C" fn spw_spec_get_bucket(
     state_out: Out<u32>,
 ) -> spw_status {
     guard(|| {
-        let state = state_of(handle::get(spec)?.engine.progress(bucket)?);
+        let state = handle::get(spec)?.engine.progress(bucket)?;
         state_out.put(state as u32, "state_out")
     })
 }
@@ -120,15 +120,6 @@ pub extern "C" fn spw_spec_get_bucket(
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_spec_wait(spec: Option<&spw_spec>, bucket: u32, timeout_ms: i64) -> spw_status {
     guard(|| handle::get(spec)?.engine.wait(bucket, timeout(timeout_ms)))
-}
-
-pub(in crate::capi) fn state_of(progress: Progress) -> spw_spec_state {
-    match progress {
-        Progress::Missing => spw_spec_state::SPW_SPEC_STATE_MISSING,
-        Progress::Pending => spw_spec_state::SPW_SPEC_STATE_PENDING,
-        Progress::Speculative => spw_spec_state::SPW_SPEC_STATE_SPECULATIVE,
-        Progress::Final => spw_spec_state::SPW_SPEC_STATE_FINAL,
-    }
 }
 
 pub(in crate::capi) unsafe fn parse_event(event: In<spw_spec_event>) -> Result<Option<Event>> {

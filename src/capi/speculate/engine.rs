@@ -106,28 +106,27 @@ pub(in crate::capi) enum Rules {
 pub extern "C" fn spw_spec_open(options: In<spw_spec_options>, spec_out: Out<*mut spw_spec>) -> spw_status {
     guard(|| {
         let options = options.read("options")?;
-        let undo = match options.undo_mode {
-            1 => Undo::Delta,
-            2 => Undo::Shadow,
-            other => {
-                let reason = format!("is {other}, but must be SPW_UNDO_MODE_DELTA or SPW_UNDO_MODE_SHADOW");
-                return Err(Error::invalid("options.undo_mode", reason));
-            }
-        };
-        let publish = match options.publish {
-            0 => Publish::Final,
-            1 => Publish::Staged,
-            2 => Publish::Speculative,
-            other => {
-                return Err(Error::invalid("options.publish", format!("{other} is not an spw_spec_publish")));
-            }
-        };
+        let undo = exact_undo(options.undo_mode)?;
+        let publishes = [Publish::Final, Publish::Staged, Publish::Speculative];
+        let publish = choice("options.publish", options.publish, "spw_spec_publish", &publishes)?;
         let open = || {
             let engine = Engine::open(options.buckets, publish).map_err(|error| error.within("options."))?;
             Ok(spw_spec { engine, undo, rules: Lock::new(Rules::None), devices: Lock::default() })
         };
         spec_out.open(open)
     })
+}
+
+/// The undo of an `spw_undo_mode` that restores every bit.
+pub(in crate::capi) fn exact_undo(mode: u32) -> Result<Undo> {
+    match mode {
+        1 => Ok(Undo::Delta),
+        2 => Ok(Undo::Shadow),
+        other => {
+            let reason = format!("is {other}, but must be SPW_UNDO_MODE_DELTA or SPW_UNDO_MODE_SHADOW");
+            Err(Error::invalid("options.undo_mode", reason))
+        }
+    }
 }
 
 /// Opens a round of Adam steps with `options`, including `options.step` and `options.grad_scale` (1 / loss scale). If

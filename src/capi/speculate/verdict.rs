@@ -140,13 +140,10 @@ fn write_outcome(found: Outcome, to: Out<spw_spec_outcome>) -> Result<()> {
         Verdict::Skip => spw_spec_verdict::SPW_SPEC_VERDICT_SKIP,
         Verdict::Redo(_) => spw_spec_verdict::SPW_SPEC_VERDICT_REDO,
     };
-    let values = spw_spec_outcome {
-        struct_size: 0,
-        verdict: verdict as u32,
-        norm: found.norm,
-        grad_scale: found.factor.into(),
-        rolled_back: found.rolled_back as u32,
-        reserved: 0,
-    };
+    let values = report!(spw_spec_outcome from found {
+        norm, rolled_back
+    } with {
+        verdict: verdict as u32, grad_scale: found.factor.into(), reserved: 0
+    });
     to.write(&values, "outcome_out")
 }

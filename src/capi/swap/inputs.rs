@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use crate::capi::optim::adam::{nearest_rule, spw_adam_options};
 use crate::capi::optim::overlap;
-use crate::capi::optim::tensor::{self, at, parse_dtype, spw_dtype, spw_tensor};
+use crate::capi::optim::tensor::{self, at, parse_copy_dtype, parse_dtype, spw_dtype, spw_tensor};
 use crate::capi::prelude::*;
 use crate::dtype::{Dtype, Floats, bf16};
 use crate::kernel::AdamRule;
@@ -157,10 +157,7 @@ fn check_fields(raw: &spw_tensor, split: bool) -> Result<()> {
 /// # Safety
 /// [`check`] accepted the tensor, and the caller lends the spans for `'a`.
 unsafe fn part_of<'a>(raw: &spw_tensor, first: usize, rule: AdamRule) -> Result<Part<'a>> {
-    let copy_dtype = match raw.copy_dtype {
-        0 => None,
-        dtype => Some(parse_dtype(dtype, "copy_dtype")?),
-    };
+    let copy_dtype = parse_copy_dtype(raw.copy_dtype, "copy_dtype")?;
     // SAFETY: the caller meets the callees' requirements.
     let part = unsafe {
         Part {

@@ -126,25 +126,14 @@ pub(in crate::capi) fn owner(job: In<c_char>, host: In<c_char>, rank: u32) -> Re
 
 pub(in crate::capi) fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
     abi_struct::flags("options.flags", raw.flags, 7)?;
-    let wrong = |field: &'static str, value: u32| {
-        Err(Error::invalid(field, format!("{value} is not a value of its enum")))
-    };
     let (owner, paths) = (owner(raw.job, raw.host, raw.rank), parse_paths(raw)?);
     let mut options = TierOptions::new(owner.map_err(|error| error.within("options."))?, []);
     options.paths = paths;
     options.world = raw.world.max(1);
-    options.mode = match raw.mode {
-        0 => Mode::Auto,
-        1 => Mode::Create,
-        2 => Mode::Resume,
-        other => return wrong("options.mode", other),
-    };
-    options.durability = match raw.durability {
-        0 => Durability::Data,
-        1 => Durability::Process,
-        2 => Durability::Full,
-        other => return wrong("options.durability", other),
-    };
+    let modes = [Mode::Auto, Mode::Create, Mode::Resume];
+    options.mode = choice("options.mode", raw.mode, "spw_tier_mode", &modes)?;
+    let levels = [Durability::Data, Durability::Process, Durability::Full];
+    options.durability = choice("options.durability", raw.durability, "spw_tier_durability", &levels)?;
     options.io.backend = backend("options.io_backend", raw.io_backend)?;
     options.at_step = match raw.flags & spw_tier_flag::SPW_TIER_FLAG_AT_STEP as u32 {
         0 if raw.at_step != 0 => {

@@ -117,14 +117,11 @@ pub unsafe extern "C" fn spw_tier_get_opened(
         // SAFETY: the caller meets the callees' requirements; `payload_out` has room for `payload_bytes` bytes.
         unsafe {
             let found = handle::get(tier)?.0.opened();
-            let values = spw_tier_opened_info {
-                struct_size: 0,
-                resumed: found.step.is_some().into(),
-                step: found.step.unwrap_or(0),
-                payload_bytes: found.payload.len() as u64,
-                missing_paths: found.missing.len() as u64,
-                lost_extents: found.lost.len() as u64,
-            };
+            let values = report!(spw_tier_opened_info with {
+                resumed: found.step.is_some().into(), step: found.step.unwrap_or(0),
+                payload_bytes: found.payload.len() as u64, missing_paths: found.missing.len() as u64,
+                lost_extents: found.lost.len() as u64
+            });
             info_out.write(&values, "info_out")?;
             if !payload_out.is_null() {
                 let bytes = found.payload.len().min(payload_bytes as usize);

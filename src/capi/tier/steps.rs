@@ -38,16 +38,12 @@ pub extern "C" fn spw_tier_get_steps(
 ) -> spw_status {
     guard(|| {
         let Steps { last, before, exists } = Tier::steps(&parse(&options.read("options")?)?)?;
-        let values = spw_tier_steps_info {
-            struct_size: 0,
-            committed: last.is_some().into(),
-            last: last.unwrap_or(0),
+        let values = report!(spw_tier_steps_info with {
+            committed: last.is_some().into(), last: last.unwrap_or(0),
             before: if let Before::Step(step) = before { step } else { 0 },
-            has_before: matches!(before, Before::Step(_)).into(),
-            first: (before == Before::Empty).into(),
-            exists: exists.into(),
-            reserved: 0,
-        };
+            has_before: matches!(before, Before::Step(_)).into(), first: (before == Before::Empty).into(),
+            exists: exists.into(), reserved: 0
+        });
         info_out.write(&values, "info_out")
     })
 }

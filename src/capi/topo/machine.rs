@@ -6,7 +6,7 @@ use crate::capi::prelude::*;
 use crate::error::{Doing, Error, IoError, Result};
 use crate::gpu::machine::Machine;
 use crate::gpu::visible::Ask;
-use crate::sys::topology::{NodeKind, Root};
+use crate::sys::topology::Root;
 
 /// A node or an ordinal that is not known.
 pub const SPW_TOPO_NONE: u32 = u32::MAX;
@@ -184,17 +184,13 @@ pub extern "C" fn spw_topo_get_info(topo: Option<&spw_topo>, info_out: Out<spw_t
     guard(|| {
         let topo = handle::get(topo)?;
         let topology = &topo.machine.topology;
-        let values = spw_topo_info {
-            struct_size: 0,
-            processors: topology.online.len() as u32,
-            cores: topology.cores.len() as u32,
-            packages: topology.packages.len() as u32,
-            nodes: topology.nodes.len() as u32,
-            gpus: topo.gpus.len() as u32,
-            drives: topology.drives().count() as u32,
-            bound: topology.bound.into(),
-            allowed: topo.allowed.as_ptr(),
-        };
+        let values = report!(spw_topo_info from topology {
+            bound
+        } with {
+            processors: topology.online.len() as u32, cores: topology.cores.len() as u32,
+            packages: topology.packages.len() as u32, nodes: topology.nodes.len() as u32,
+            gpus: topo.gpus.len() as u32, drives: topology.drives().count() as u32, allowed: topo.allowed.as_ptr()
+        });
         info_out.write(&values, "info_out")
     })
 }
@@ -216,7 +212,7 @@ pub extern "C" fn spw_topo_get_node(
         let values = report!(spw_topo_node from node {
             allowed, memory_bytes, memory_side_cache_bytes
         } with {
-            node: node.id, kind: kind(node.kind) as u32, read_bandwidth: node.read_bandwidth.unwrap_or(0),
+            node: node.id, kind: node.kind as u32, read_bandwidth: node.read_bandwidth.unwrap_or(0),
             read_latency_ns: node.read_latency.unwrap_or(0), cpus: cpus.as_ptr(),
             near_cpus: near_cpus.as_ptr()
         });
@@ -238,14 +234,11 @@ pub extern "C" fn spw_topo_get_gpu(
         })?;
         let machine = &topo.machine;
         let device = machine.visible.device(&machine.topology, ordinal as usize);
-        let values = spw_topo_gpu {
-            struct_size: 0,
+        let values = report!(spw_topo_gpu with {
             node: device.and_then(|device| device.node).unwrap_or(SPW_TOPO_NONE),
             memory_node: device.and_then(|device| device.memory_node).unwrap_or(SPW_TOPO_NONE),
-            reserved: 0,
-            pci: pci.as_ptr(),
-            cpus: cpus.as_ptr(),
-        };
+            reserved: 0, pci: pci.as_ptr(), cpus: cpus.as_ptr()
+        });
         gpu_out.write(&values, "gpu_out")
     })
 }
@@ -281,19 +274,6 @@ pub extern "C" fn spw_topo_get_json(
             serde_json::to_string(&topo.machine).map_err(|error| Error::Internal(error.to_string()))?;
         text_out.put_text(&text, size, needed_out)
     })
-}
-
-fn kind(kind: NodeKind) -> spw_topo_node_kind {
-    match kind {
-        NodeKind::Dram => spw_topo_node_kind::SPW_TOPO_NODE_KIND_DRAM,
-        NodeKind::HighBandwidth => spw_topo_node_kind::SPW_TOPO_NODE_KIND_HIGH_BANDWIDTH,
-        NodeKind::Cxl => spw_topo_node_kind::SPW_TOPO_NODE_KIND_CXL,
-        NodeKind::Persistent => spw_topo_node_kind::SPW_TOPO_NODE_KIND_PERSISTENT,
-        NodeKind::Gpu => spw_topo_node_kind::SPW_TOPO_NODE_KIND_GPU,
-        NodeKind::Slower => spw_topo_node_kind::SPW_TOPO_NODE_KIND_SLOWER,
-        NodeKind::Other => spw_topo_node_kind::SPW_TOPO_NODE_KIND_OTHER,
-        NodeKind::Empty => spw_topo_node_kind::SPW_TOPO_NODE_KIND_EMPTY,
-    }
 }
 
 fn unreadable(path: &std::path::Path, error: &std::io::Error) -> Error {

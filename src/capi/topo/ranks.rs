@@ -81,23 +81,15 @@ pub extern "C" fn spw_topo_get_rank_cpus(
         let topo = handle::get(topo)?;
         let raw = options.read("options")?;
         let found = place(topo, &raw).map_err(|error| error.within("options."))?;
-        let list = match cpus {
-            0 => found.cpus,
-            1 => found.trainer,
-            2 => found.workers,
-            _ => return Err(Error::invalid("cpus", format!("is {cpus}, but must be an spw_topo_cpus"))),
-        };
+        let lists = [&found.cpus, &found.trainer, &found.workers];
+        let list = choice("cpus", cpus, "spw_topo_cpus", &lists)?;
         text_out.put_text(&list.to_string(), size, needed_out)
     })
 }
 
 fn place(topo: &spw_topo, raw: &spw_topo_rank_options) -> Result<Rank> {
     let share = if raw.share == 0.0 { DEFAULT_SHARE } else { raw.share };
-    let scope = match raw.scope {
-        0 => Scope::Node,
-        1 => Scope::Package,
-        _ => return Err(Error::invalid("scope", format!("is {}, but must be an spw_topo_scope", raw.scope))),
-    };
+    let scope = choice("scope", raw.scope, "spw_topo_scope", &[Scope::Node, Scope::Package])?;
     let topology = &topo.machine.topology;
     if raw.ranks == 0 {
         let (trainer, workers) = split(topology, &topology.allowed, share)?;

@@ -123,6 +123,17 @@ fn text_faults(path: &str, text: &str) -> Vec<String> {
     faults
 }
 
+/// Finds names of the C interface below it. The kernels of the GPU have such names of their own.
+fn border_faults(path: &str, text: &str) -> Vec<String> {
+    if module_of(path) == "capi" || path.contains("tests") || path == "gpu/kernels.rs" {
+        return Vec::new();
+    }
+    let lines = code(text).filter(|(_, line)| ["spw_", "SPW_"].iter().any(|name| line.contains(name)));
+    lines
+        .map(|(number, line)| format!("{path}:{number}: a name of the C interface: {}", line.trim()))
+        .collect()
+}
+
 /// Finds reads of the environment outside of the one place, which ignores it in a program with more rights than its caller.
 /// Tests may read variables of their own.
 fn environment_faults(path: &str, text: &str) -> Vec<String> {
@@ -244,6 +255,11 @@ fn sources_are_finished_short_and_silent() {
 }
 
 #[test]
+fn names_of_the_c_interface_stand_in_it_alone() {
+    no_faults(border_faults);
+}
+
+#[test]
 fn the_environment_is_read_in_one_place() {
     no_faults(environment_faults);
     let preload = files("packaging/preload/src", "preload/");
@@ -324,6 +340,9 @@ fn the_rules_refuse_what_breaks_them() {
     ] {
         assert_eq!(layer_faults(path, text), [""; 0], "{path}: {text}");
     }
+
+    assert_eq!(border_faults("tier/volume.rs", "\"use spw_tier_collect\" // as SPW_X").len(), 1);
+    assert_eq!(border_faults("capi/undo.rs", "spw_undo"), [""; 0]);
 
     let good = "//! Docs.\n#![forbid(unsafe_code)]\n";
     assert_eq!(unsafe_faults("optim/adam.rs", good), [""; 0]);

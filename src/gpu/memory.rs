@@ -215,7 +215,7 @@ impl Registry {
             false => Err(Error::invalid(
                 argument,
                 format!(
-                    "{} bytes at {:#x} are not pinned; allocate them with spw_pinned_alloc or cudaHostAlloc",
+                    "{} bytes at {:#x} are not pinned; use memory from a pinned allocation",
                     span.len(),
                     span.address()
                 ),

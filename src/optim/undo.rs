@@ -27,7 +27,7 @@ pub fn check_reversible<O: Optimizer>(job: &mut Job<'_, O>) -> Result<()> {
         if grad::stats(span, scale)?.nonfinite {
             return Err(Error::invalid(
                 name,
-                "contains Inf or NaN, so a step without a log cannot be undone; use SPW_UNDO_MODE_DELTA",
+                "contains Inf or NaN, so a step without a log cannot be undone; record with the delta mode",
             ));
         }
     }

@@ -230,7 +230,7 @@ fn read_settings(threads: usize) -> Result<()> {
 pub fn decide() -> Result<(usize, String)> {
     let configured = CONFIGURED.load(Ordering::Relaxed);
     if configured > 0 {
-        return Ok((configured, "set by spw_set_threads".to_string()));
+        return Ok((configured, "set by the program".to_string()));
     }
     if let Some(threads) = env_number("SPILLWAY_NUM_THREADS")? {
         return Ok((threads, "set by SPILLWAY_NUM_THREADS".to_string()));

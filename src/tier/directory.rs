@@ -484,7 +484,7 @@ pub(super) fn check_moved<'a>(
     let Some(path) = found.first() else { return Ok(()) };
     let message = format!(
         "it has the state of this rank of job {:?} under another host name than {:?}; set that host name, or \
-         remove the state with spw_tier_collect",
+         remove the state with collect",
         owner.job, owner.host
     );
     Err(TierError::at(TierKind::Foreign, path.to_string_lossy(), message))

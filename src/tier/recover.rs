@@ -550,8 +550,7 @@ fn select(found: &[Candidate], options: &TierOptions) -> Result<Option<Selected>
     let name = found_name(found, last.sequence);
     if options.mode == Mode::Create {
         let step = last.step.map_or("no committed step".to_string(), |step| format!("step {step}"));
-        let message =
-            format!("it has {step} of job {:?}; resume it, or remove it with spw_tier_collect", last.job);
+        let message = format!("it has {step} of job {:?}; resume it, or remove it with collect", last.job);
         return Err(TierError::at(TierKind::Foreign, name, message));
     }
     check_owner(options, &name, last)?;

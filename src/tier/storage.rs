@@ -112,7 +112,7 @@ pub trait Storage: Send + Sync + Debug {
 /// `Busy` error of a removal while an operation may still write to the files.
 pub(super) fn in_flight(name: &str) -> Error {
     Error::Busy(format!(
-        "{name}: an operation is still in flight, so nothing was removed; remove it with spw_tier_collect \
+        "{name}: an operation is still in flight, so nothing was removed; remove it with collect \
          after the operation ends"
     ))
 }

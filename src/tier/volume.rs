@@ -347,7 +347,7 @@ impl Volume {
             return Ok(());
         }
         let message = "its superblocks are blank, but it has data of a tier, which a new tier would \
-                       overwrite; restore the superblocks, or remove the tier with spw_tier_collect";
+                       overwrite; restore the superblocks, or remove the tier with collect";
         Err(TierError::at(TierKind::Format, self.data_name(), message))
     }
 

@@ -143,7 +143,7 @@ impl Machine {
             Phase::Idle => {
                 return Err(Error::invalid(
                     "subgroups",
-                    "no gradient was announced; call spw_interleave_grad_ready of each first",
+                    "no gradient was announced; announce that of each subgroup first",
                 ));
             }
         };

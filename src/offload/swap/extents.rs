@@ -57,7 +57,7 @@ impl Extents {
             let (_, found, _) = self.newest(tier, subgroup)?;
             if found == Encoding::SplitMaster && usual == Encoding::Full {
                 let reason = format!(
-                    "subgroup {subgroup} is stored with split master weights; set SPW_SWAP_FLAG_SPLIT_MASTER"
+                    "subgroup {subgroup} is stored with split master weights; open it with split master weights"
                 );
                 return Err(Error::invalid("options", reason));
             }

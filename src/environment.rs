@@ -9,6 +9,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 /// The name of a variable that must be text, but is not UTF-8. Its value may be a secret, so no message has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,4 +41,39 @@ pub fn path(name: &str) -> Option<PathBuf> {
 /// True if the variable is 1.
 pub fn is_one(name: &str) -> bool {
     value(name).is_some_and(|value| value == "1")
+}
+
+/// The number of the level that `SPILLWAY_LOG` names, as in `spw_log_level`; 0 for none. It is read once. A plain atomic,
+/// because a `OnceLock` that a fork interrupts stays locked.
+pub fn log_level() -> i32 {
+    const UNREAD: i32 = -1;
+    static LEVEL: AtomicI32 = AtomicI32::new(UNREAD);
+    let mut known = LEVEL.load(Ordering::Relaxed);
+    if known == UNREAD {
+        known = text("SPILLWAY_LOG").ok().flatten().map_or(0, |text| level_of(&text));
+        LEVEL.store(known, Ordering::Relaxed);
+    }
+    known
+}
+
+/// "1" means "info".
+fn level_of(text: &str) -> i32 {
+    match text.trim().to_ascii_lowercase().as_str() {
+        "error" => 1,
+        "warn" => 2,
+        "info" | "1" => 3,
+        "debug" => 4,
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::level_of;
+
+    #[test]
+    fn level_names_parse_and_anything_else_is_silence() {
+        let parsed = ["error", "warn", "info", "1", " DEBUG ", "off", ""].map(level_of);
+        assert_eq!(parsed, [1, 2, 3, 3, 4, 0, 0]);
+    }
 }

@@ -7,13 +7,11 @@
 //!   count in the child.
 #![forbid(unsafe_code)]
 
-mod level;
-
 use std::cell::Cell;
 use std::io::Write;
 use std::process;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
@@ -74,7 +72,7 @@ pub fn set_sink(sink: Option<(Level, Call)>) {
 pub fn enabled(level: Level) -> bool {
     match SINK.load().as_ref() {
         Some(sink) => level <= sink.limit,
-        None => env_level().is_some_and(|limit| level <= limit),
+        None => Level::from_number(environment::log_level()).is_some_and(|limit| level <= limit),
     }
 }
 
@@ -145,18 +143,6 @@ fn count_of(word: u64) -> u64 {
     }
 }
 
-/// The level of `SPILLWAY_LOG`, read once. A plain atomic, because a `OnceLock` that a fork interrupts stays locked.
-fn env_level() -> Option<Level> {
-    const UNREAD: i32 = -1;
-    static LEVEL: AtomicI32 = AtomicI32::new(UNREAD);
-    let mut known = LEVEL.load(Ordering::Relaxed);
-    if known == UNREAD {
-        known = environment::text("SPILLWAY_LOG").ok().flatten().map_or(0, |text| level::parse(&text));
-        LEVEL.store(known, Ordering::Relaxed);
-    }
-    Level::from_number(known)
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicBool;
@@ -200,16 +186,5 @@ mod tests {
         calls.wait();
         drop(outer);
         assert!(!calls.in_flight() && !INSIDE.get());
-    }
-
-    #[test]
-    fn level_names_parse_and_anything_else_is_silence() {
-        let parse_level = |text| Level::from_number(level::parse(text));
-        assert_eq!(parse_level("error"), Some(Level::Error));
-        assert_eq!(parse_level("warn"), Some(Level::Warn));
-        assert_eq!((parse_level("info"), parse_level("1")), (Some(Level::Info), Some(Level::Info)));
-        assert_eq!(parse_level(" DEBUG "), Some(Level::Debug));
-        assert_eq!(parse_level("off"), None);
-        assert_eq!(parse_level(""), None);
     }
 }

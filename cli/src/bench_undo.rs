@@ -10,9 +10,9 @@ use std::time::Instant;
 
 use spillway::error::Result;
 use spillway::kernel::{AdamRule, Kernel, Optimizer, StreamRule, log_bytes, log_used_of};
+use spillway::optim;
 use spillway::optim::adam::AdamOptions;
 use spillway::optim::parallel::{Job, publish, step_on};
-use spillway::optim::processor;
 use spillway::optim::undo::undo_on;
 use spillway::sys::reserve::Reserve;
 
@@ -71,7 +71,7 @@ const PUBLICATION: usize = 7;
 pub fn run(options: &Options) -> Result<()> {
     let kernel = match &options.kernel {
         Some(name) => Kernel::named(name)?,
-        None => processor::kernel()?,
+        None => optim::kernel()?,
     };
     let n = options.size;
     let settings = [("rounds", options.rounds.into())];

@@ -22,7 +22,6 @@ use crate::kernel::{States, Tensor};
 use crate::optim;
 use crate::optim::adam::AdamOptions;
 use crate::optim::parallel::Job;
-use crate::optim::processor;
 use crate::pool::buffer::Buffer;
 use crate::sys::threads;
 
@@ -60,7 +59,7 @@ impl Link {
     /// A name with everything that the speeds depend on.
     fn name(device: &Device) -> Result<String> {
         let DeviceInfo { name, pci, .. } = device.info()?;
-        let (kernel, threads) = (processor::kernel()?.name(), threads::count()?);
+        let (kernel, threads) = (optim::kernel()?.name(), threads::count()?);
         Ok(format!("{name} at {pci}, CUDA {}, {kernel}, {threads} threads", device.cuda_version()))
     }
 

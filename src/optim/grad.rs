@@ -1,7 +1,7 @@
 //! Gradients without a step: norm and finiteness for clipping, and sums over micro-batches.
 #![forbid(unsafe_code)]
 
-use super::{StepStats, processor};
+use super::StepStats;
 use crate::dtype::{Floats, FloatsMut};
 use crate::error::Result;
 use crate::kernel::squares;
@@ -11,14 +11,14 @@ use crate::sys::{threads, try_vec};
 /// Statistics of `grad * scale`, with the same bits that a step reports for one tensor.
 pub fn stats(grad: Floats<'_>, scale: f32) -> Result<StepStats> {
     match grad.len() {
-        ..=CHUNK => Ok(StepStats::of(grad_squares(processor::kernel()?, grad, scale))),
+        ..=CHUNK => Ok(StepStats::of(grad_squares(super::kernel()?, grad, scale))),
         _ => stats_all(&[grad], scale),
     }
 }
 
 /// Statistics of several gradients: the sums that [`stats`] has for each are added in their order.
 pub fn stats_all(grads: &[Floats<'_>], scale: f32) -> Result<StepStats> {
-    let kernel = processor::kernel()?;
+    let kernel = super::kernel()?;
     let counts = chunk_counts(grads.len(), |at| grads[at].len())?;
     let mut chunks = try_vec::with_capacity("listing the chunks", counts.iter().sum())?;
     for grad in grads {
@@ -46,7 +46,7 @@ pub struct Addition<'a> {
 /// Adds `src * scale` to every `dst`, with one rounding. Returns the statistics of the results if `wanted` is true: the
 /// sums of the tensors are added in their order.
 pub fn accumulate(additions: Vec<Addition<'_>>, scale: f32, wanted: bool) -> Result<StepStats> {
-    let kernel = processor::kernel()?;
+    let kernel = super::kernel()?;
     let counts = chunk_counts(additions.len(), |at| additions[at].src.len())?;
     let mut chunks = try_vec::with_capacity("listing the chunks", counts.iter().sum())?;
     for Addition { mut dst, mut src } in additions {

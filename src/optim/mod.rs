@@ -8,13 +8,15 @@ pub mod grad;
 pub mod lent;
 pub mod lion;
 pub mod parallel;
-pub mod processor;
 pub mod recording;
 pub mod undo;
 
-use crate::error::Result;
-use crate::kernel::{AdagradRule, AdamRule, LionRule, Optimizer};
+use crate::environment;
+use crate::error::{Error, Result};
+use crate::kernel::{AdagradRule, AdamRule, Kernel, LionRule, Optimizer};
+use crate::log;
 use crate::stats::{self, OptimizerCounter};
+use crate::sys::cancellation::NoCancellation;
 use lent::Lent;
 use parallel::Job;
 
@@ -46,6 +48,17 @@ pub fn step<O: Family>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepSta
     let stats = parallel::step_all(jobs, squares)?;
     O::COUNTER.add(parallel::elements(jobs));
     Ok(stats)
+}
+
+/// The kernel of this process: the one that `SPILLWAY_KERNEL` names, else the fastest that the processor supports. The
+/// choice is logged when it is made. Fails if `SPILLWAY_KERNEL` names an unknown or unsupported kernel.
+pub fn kernel() -> Result<Kernel> {
+    let variable = || environment::word("SPILLWAY_KERNEL").map_err(Error::from);
+    Kernel::current(variable, |choice| {
+        // A log function may reach a point of cancellation.
+        let _no_cancellation = NoCancellation::enter();
+        log::write(log::Level::Info, choice);
+    })
 }
 
 /// Statistics of the scaled gradients of one step.

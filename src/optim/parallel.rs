@@ -8,7 +8,7 @@
 //!   workers that are awake.
 #![forbid(unsafe_code)]
 
-use super::{StepStats, processor};
+use super::StepStats;
 use crate::error::Result;
 use crate::kernel::squares::{self, TILE, split};
 use crate::kernel::{self, CHUNK, Kernel, Optimizer, Tensor};
@@ -34,7 +34,7 @@ pub trait Work<O>: Sync {
 
 /// Steps all tensors in one pass over their memory. Sums the squares of the scaled gradients if `squares` is true.
 pub fn step_all<O: Optimizer>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
-    step_on(processor::kernel()?, jobs, squares)
+    step_on(super::kernel()?, jobs, squares)
 }
 
 /// [`step_all`] with the kernel that the caller chooses.
@@ -44,12 +44,12 @@ pub fn step_on<O: Optimizer>(kernel: Kernel, jobs: &mut [Job<'_, O>], squares: b
 
 /// Returns the statistics that a step would return, with the same bits. Changes nothing.
 pub fn measure<O: Optimizer>(jobs: &mut [Job<'_, O>]) -> Result<StepStats> {
-    run_parallel(jobs, &Measure { kernel: processor::kernel()? }).map(StepStats::of)
+    run_parallel(jobs, &Measure { kernel: super::kernel()? }).map(StepStats::of)
 }
 
 /// Writes the 16-bit parameter copies that a step withheld.
 pub fn publish<O: Optimizer>(jobs: &mut [Job<'_, O>]) -> Result<()> {
-    run_parallel(jobs, &Publish { kernel: processor::kernel()? }).map(drop)
+    run_parallel(jobs, &Publish { kernel: super::kernel()? }).map(drop)
 }
 
 /// Does `work` on all chunks of all tensors, and returns the sum of the results. Fails if a tensor lacks a state that
@@ -274,7 +274,7 @@ mod tests {
 
     #[test]
     fn bits_do_not_depend_on_the_cuts() {
-        let kernel = processor::kernel().unwrap();
+        let kernel = crate::optim::kernel().unwrap();
         let work = Step { kernel, squares: true };
         let lists: [&[usize]; 8] = [
             &[SHARED - 1],

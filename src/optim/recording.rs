@@ -8,7 +8,7 @@
 
 use super::lent::Lent;
 use super::parallel::{self, Job};
-use super::{Family, StepStats, processor, undo};
+use super::{Family, StepStats, undo};
 use crate::error::{Error, Result};
 use crate::kernel::{AdagradRule, AdamRule, LionRule, Optimizer, log_bytes};
 use crate::stats;
@@ -89,7 +89,7 @@ impl Recording {
         {
             return Err(undo::no_room());
         }
-        processor::kernel()?;
+        super::kernel()?;
         self.forget();
         let mut jobs = attach(jobs, &mut self.memory)?;
         let seen = step(&mut jobs)?;

@@ -3,8 +3,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::grad;
 use super::parallel::{Job, Step, Work, run_parallel, step_all};
-use super::{grad, processor};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::kernel::{self, CHUNK, Kernel, Optimizer, Tensor, log_bytes, log_used_of};
@@ -15,7 +15,7 @@ use crate::sys::reserve::Reserve;
 ///
 /// With `redo_scale`, repeats the step in the same pass over memory, with `redo_scale` as the gradient scale.
 pub fn undo<O: Optimizer>(jobs: &mut [Job<'_, O>], redo_scale: Option<f32>) -> Result<()> {
-    undo_on(processor::kernel()?, jobs, redo_scale)
+    undo_on(super::kernel()?, jobs, redo_scale)
 }
 
 /// Returns an error if the scaled gradient, the parameter or a state holds Inf or NaN. The inverse formula cannot
@@ -50,7 +50,7 @@ pub fn step_again<O: Optimizer>(jobs: &mut [Job<'_, O>], grad_scale: f32) -> Res
 /// Steps one tensor, and returns the checksum of all values that the undo of this step will read. Each chunk is summed
 /// right after its step, while it is still in the caches.
 pub fn step_sealed<O: Optimizer>(job: &mut Job<'_, O>) -> Result<u64> {
-    sealed(job, Step { kernel: processor::kernel()?, squares: false })
+    sealed(job, Step { kernel: super::kernel()?, squares: false })
 }
 
 /// Computes the checksum of [`step_sealed`] again. The result is equal if parameter, states and gradient are unchanged.

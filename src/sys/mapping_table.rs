@@ -38,20 +38,16 @@ pub struct MappingId {
     generation: NonZeroU32,
 }
 
-/// The right to end a mapping: a drop unmaps it, or leaves that to the last pin.
-#[derive(Debug)]
-pub struct MappingOwner(MappingId);
-
 /// Keeps a mapping from being unmapped.
 #[derive(Debug)]
 pub struct Pin(MappingId);
 
-impl MappingOwner {
-    /// Takes ownership of a mapping; `None` if the table is full.
+impl MappingId {
+    /// Enters a mapping; `None` if the table is full.
     ///
     /// # Safety
     /// The bytes are whole pages that the caller mapped. No other code unmaps them if this call succeeds.
-    pub unsafe fn new(start: usize, len: usize) -> Option<MappingOwner> {
+    pub unsafe fn begin(start: usize, len: usize) -> Option<MappingId> {
         let from = NEXT.fetch_add(1, Ordering::Relaxed);
         (0..SLOTS).map(|n| from.wrapping_add(n) % SLOTS).find_map(|index| {
             let slot = &TABLE[index];
@@ -63,29 +59,24 @@ impl MappingOwner {
                 NonZeroU32::new(((seen >> 32) as u32).wrapping_add(1)).unwrap_or(NonZeroU32::MIN);
             let taken = u64::from(generation.get()) << 32 | USED;
             slot.state.compare_exchange(seen, taken, Ordering::AcqRel, Ordering::Relaxed).ok()?;
-            // Only `unmap` reads these fields, after the owner's drop.
+            // Only `unmap` reads these fields, after `end`.
             slot.start.store(start, Ordering::Relaxed);
             slot.len.store(len, Ordering::Relaxed);
-            Some(MappingOwner(MappingId { slot: index as u32, generation }))
+            Some(MappingId { slot: index as u32, generation })
         })
     }
 
-    /// The identity of the mapping.
-    pub fn id(&self) -> MappingId {
-        self.0
-    }
-}
-
-impl Drop for MappingOwner {
-    fn drop(&mut self) {
-        let before = self.0.slot().state.fetch_or(ENDED, Ordering::AcqRel);
+    /// Unmaps the mapping, or leaves that to the last pin. The owner calls it once.
+    ///
+    /// # Safety
+    /// No code uses the bytes any more without a pin.
+    pub unsafe fn end(self) {
+        let before = self.slot().state.fetch_or(ENDED, Ordering::AcqRel);
         if before & PINS == 0 {
-            self.0.unmap();
+            self.unmap();
         }
     }
-}
 
-impl MappingId {
     /// Pins the mapping; `None` if it has ended.
     pub fn pin(self) -> Option<Pin> {
         let state = &self.slot().state;
@@ -114,7 +105,7 @@ impl MappingId {
         let generation = u64::from(self.generation.get()) << 32;
         let last = generation | USED | ENDED;
         if slot.state.compare_exchange(last, generation, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            // SAFETY: a mapping whose ownership `MappingOwner::new` took. It has ended and has no pins, and the
+            // SAFETY: a mapping whose ownership `begin` took. It has ended and has no pins, and the
             // exchange succeeds for one caller: no code uses the bytes, and no code unmaps them again.
             unsafe { libc::munmap(start as *mut libc::c_void, len) };
         }

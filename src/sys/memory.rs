@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::ptr;
 
 use super::cgroup_memory;
-use super::mapping_table::MappingOwner;
+use super::mapping_table::MappingId;
 use super::node_memory;
 use super::span::Span;
 use super::topology::Root;
@@ -42,15 +42,15 @@ impl PageKind {
 pub struct Mapping {
     span: Span,
     kind: PageKind,
-    _owner: MappingOwner,
+    id: MappingId,
 }
 
 impl Mapping {
     /// Takes ownership of a fresh mapping of base pages, which no other code unmaps. On failure the range is unmapped.
     pub(super) fn of(span: Span) -> io::Result<Mapping> {
         // SAFETY: whole pages that were just mapped, and that no other code unmaps.
-        match unsafe { MappingOwner::new(span.address(), span.len()) } {
-            Some(owner) => Ok(Mapping { span: span.of(owner.id()), kind: PageKind::Base, _owner: owner }),
+        match unsafe { MappingId::begin(span.address(), span.len()) } {
+            Some(id) => Ok(Mapping { span: span.of(id), kind: PageKind::Base, id }),
             None => {
                 // SAFETY: as above.
                 unsafe { libc::munmap(span.as_ptr().cast(), span.len()) };
@@ -66,6 +66,14 @@ impl Mapping {
         if mapping.span.len() >= HUGE_PAGE {
             mapping.advise(libc::MADV_HUGEPAGE).ok();
         }
+        Ok(mapping)
+    }
+
+    /// Maps `bytes`, rounded up to whole pages, of which only those that are touched ever take memory.
+    pub fn sparse(bytes: usize) -> io::Result<Mapping> {
+        let mapping = Mapping::of(map(round_up(bytes, BASE_PAGE)?, libc::MAP_NORESERVE)?)?;
+        // Huge pages would take memory that is never written. Without the advice the mapping still works.
+        let _ = mapping.advise(libc::MADV_NOHUGEPAGE);
         Ok(mapping)
     }
 
@@ -155,9 +163,17 @@ impl Mapping {
     }
 }
 
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is dropped, and every span of it pins it before a use.
+        unsafe { self.id.end() };
+    }
+}
+
 fn reserved(bytes: usize, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
     let span = map(bytes, libc::MAP_HUGETLB | libc::MAP_HUGE_2MB)?;
-    let mapping = Mapping { kind: PageKind::Reserved, ..Mapping::of(span)? };
+    let mut mapping = Mapping::of(span)?;
+    mapping.kind = PageKind::Reserved;
     let bound = mapping.bind(node).err();
     mapping.advise(libc::MADV_POPULATE_WRITE)?;
     Ok((mapping, bound))

@@ -1,11 +1,8 @@
 //! Reserves address space whose pages are allocated when they are first written.
 
-use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::ptr::NonNull;
 
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
-
+use super::memory::Mapping;
 use crate::error::{Error, Result};
 
 /// The largest base page size of the supported processors, and a multiple of the smaller ones.
@@ -14,34 +11,22 @@ const PAGE: usize = 64 << 10;
 /// Zeroed bytes; only touched pages take memory.
 #[derive(Debug)]
 pub struct Reserve {
-    start: NonNull<u8>,
+    mapping: Mapping,
     bytes: usize,
 }
 
 impl Reserve {
     /// Reserves `bytes` bytes; 0 is allowed.
     pub fn new(bytes: usize) -> Result<Self> {
-        let Some(length) = NonZeroUsize::new(bytes) else {
-            return Ok(Reserve { start: NonNull::dangling(), bytes: 0 });
-        };
-        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-        // SAFETY: a new anonymous mapping touches nothing that exists.
-        let start =
-            unsafe { mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags) }
-                .map_err(|errno| Error::System {
-                    what: "reserving address space",
-                    reason: errno.desc().to_string(),
-                })?;
-        // SAFETY: the range was just mapped. Huge pages would allocate memory that is never written. Without the advice
-        // the reserve still works.
-        let _ = unsafe { madvise(start, bytes, MmapAdvise::MADV_NOHUGEPAGE) };
-        Ok(Reserve { start: start.cast(), bytes })
+        let mapped = Mapping::sparse(bytes);
+        let mapping = mapped.map_err(|error| Error::system("reserving address space", &error))?;
+        Ok(Reserve { mapping, bytes })
     }
 
     /// All bytes.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: this value owns the mapping, which is readable, writable, and lives as long as self.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+        unsafe { std::slice::from_raw_parts_mut(self.mapping.span().as_ptr(), self.bytes) }
     }
 
     /// Returns all pages to the system; the bytes read as zero again.
@@ -55,25 +40,13 @@ impl Reserve {
         // The last page belongs to the mapping even if the bytes end inside it.
         let end = if range.end >= self.bytes { self.bytes } else { range.end / PAGE * PAGE };
         if start < end {
-            // SAFETY: the range belongs to this mapping. If the advice fails, the pages stay allocated.
-            let _ = unsafe { madvise(self.start.add(start).cast(), end - start, MmapAdvise::MADV_DONTNEED) };
+            let range = self.mapping.span().as_ptr().wrapping_add(start);
+            // SAFETY: the range belongs to this mapping, and no borrow of it exists. If the advice fails, the pages stay
+            // allocated.
+            let _ = unsafe { libc::madvise(range.cast(), end - start, libc::MADV_DONTNEED) };
         }
     }
 }
-
-impl Drop for Reserve {
-    fn drop(&mut self) {
-        if self.bytes > 0 {
-            // SAFETY: this value owns the mapping, and no borrow of it remains.
-            let _ = unsafe { munmap(self.start.cast(), self.bytes) };
-        }
-    }
-}
-
-// SAFETY: plain memory with one owner.
-unsafe impl Send for Reserve {}
-// SAFETY: a shared reference gives no access to the memory.
-unsafe impl Sync for Reserve {}
 
 #[cfg(test)]
 mod tests {

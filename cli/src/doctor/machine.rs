@@ -9,9 +9,9 @@ use spillway::gpu::device::Device;
 use spillway::gpu::driver::Driver;
 use spillway::gpu::kernels::Kernels;
 use spillway::kernel::{Kernel, States, Tensor};
+use spillway::optim;
 use spillway::optim::adam::AdamOptions;
 use spillway::optim::parallel::{Job, step_on};
-use spillway::optim::processor;
 use spillway::pool::region::{Backing, Region};
 use spillway::sys::memory::{PageKind, lock_limit};
 use spillway::sys::threads;
@@ -35,7 +35,7 @@ pub fn findings() -> Vec<Finding> {
 
 fn kernel() -> Finding {
     const CHECK: &str = "kernel";
-    let kernel = match processor::kernel() {
+    let kernel = match optim::kernel() {
         Ok(kernel) => kernel,
         Err(error) => {
             let names: Vec<&str> = Kernel::all().map(Kernel::name).collect();

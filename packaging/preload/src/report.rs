@@ -5,16 +5,12 @@
 //! transfer with path, offset, bytes and errno.
 
 use std::io::{Error, Write};
-use std::sync::atomic::{AtomicI32, Ordering};
 
 use libc::c_int;
 
 use crate::abi::{CMD_FDSYNC, CMD_FSYNC, CMD_POLL, CMD_PREAD, CMD_PREADV, CMD_PWRITE, CMD_PWRITEV};
 use crate::environment;
 use crate::request::Request;
-
-#[path = "../../../src/log/level.rs"]
-mod level;
 
 /// The severity of a message; the numbers are those of `spw_log_level`.
 #[derive(Clone, Copy)]
@@ -30,24 +26,10 @@ pub enum Level {
 
 /// Writes `message()` if the level is enabled.
 pub fn say(level: Level, message: impl FnOnce() -> String) {
-    if level as i32 <= wanted() {
+    if level as i32 <= environment::log_level() {
         // One write call, so that lines of several threads do not mix; an error of a closed stderr is ignored.
         let _ = std::io::stderr().write_all(format!("spillway: preload: {}\n", message()).as_bytes());
     }
-}
-
-/// `SPILLWAY_LOG`, read once. A plain atomic: a lock that another thread holds during a fork would stay
-/// locked in the child.
-fn wanted() -> i32 {
-    const UNREAD: i32 = -1;
-    static LEVEL: AtomicI32 = AtomicI32::new(UNREAD);
-    let known = LEVEL.load(Ordering::Relaxed);
-    if known != UNREAD {
-        return known;
-    }
-    let level = environment::text("SPILLWAY_LOG").ok().flatten().map_or(0, |text| level::parse(&text));
-    LEVEL.store(level, Ordering::Relaxed);
-    level
 }
 
 /// Reports a completion whose result differs from the request.

@@ -3,7 +3,7 @@
 use std::ffi::c_char;
 
 use crate::capi::prelude::*;
-use crate::optim::processor;
+use crate::optim;
 use crate::stats;
 use crate::sys::threads;
 
@@ -29,7 +29,7 @@ pub extern "C" fn spw_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_get_kernel(name_out: Out<*const c_char>) -> spw_status {
     guard(|| {
-        let name = match processor::kernel()?.name() {
+        let name = match optim::kernel()?.name() {
             "avx512" => c"avx512",
             "avx2" => c"avx2",
             "sve_bf16" => c"sve_bf16",

@@ -9,7 +9,7 @@ use crate::capi::prelude::*;
 use crate::kernel::{LentTensor, Optimizer};
 use crate::optim::lent::Lent;
 use crate::optim::parallel::Job;
-use crate::optim::{self, Family, processor};
+use crate::optim::{self, Family};
 use crate::sys::bump::{self, Bump};
 
 /// The option struct of an optimizer: that of a call, and the struct that a tensor may name as its own.
@@ -66,7 +66,7 @@ pub(in crate::capi) unsafe fn check<O: StepOptions>(
 ) -> Result<()> {
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
-        let known = |_: &mut [Job<'_, O::Rule>]| processor::kernel().map(drop);
+        let known = |_: &mut [Job<'_, O::Rule>]| optim::kernel().map(drop);
         with_jobs(tensors, count, &rule(options)?, |own| own_rule::<O>(own), known)
     }
 }

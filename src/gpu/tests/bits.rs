@@ -18,7 +18,7 @@ use crate::gpu::memory::{DeviceMemory, DeviceSpan, HostSpan, Registry};
 use crate::gpu::stream::Stream;
 use crate::kernel::squares::{TILE, tree_sum};
 use crate::kernel::{AdamRule, CHUNK, Optimizer, WeightDecay};
-use crate::optim::{StepStats, processor};
+use crate::optim::{self, StepStats};
 use crate::pool::pinned;
 use crate::pool::region::Backing;
 
@@ -125,7 +125,7 @@ fn compare(
     special: bool,
     aligned: bool,
 ) -> Vec<String> {
-    let kernel = processor::kernel().unwrap();
+    let kernel = optim::kernel().unwrap();
     let (start, mut grad) = start_of(dtypes, n, special);
     let mut expected = start.clone();
     let sum = rule.step(kernel, tensor_of(&mut expected, &mut grad, dtypes), true).unwrap();

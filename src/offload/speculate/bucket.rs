@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::kernel::{Kernel, LentTensor};
 use crate::optim::lent::Lent;
 use crate::optim::parallel::{self, Job};
-use crate::optim::{Family, StepStats, processor, undo};
+use crate::optim::{self, Family, StepStats, undo};
 use crate::sys::reserve::Reserve;
 
 /// When the 16-bit copies of parameters are written, and when readers may use them.
@@ -51,7 +51,7 @@ pub struct Recording {
 
 impl Recording {
     fn begin(&mut self, bytes: usize) -> Result<Kernel> {
-        let kernel = processor::kernel()?;
+        let kernel = optim::kernel()?;
         if self.log.is_none() || self.room < bytes {
             // Frees the old log first: both logs at once could exceed a limit on address space.
             self.log = None;
@@ -68,7 +68,7 @@ impl Recording {
 
     /// The kernel that wrote the log; only this kernel can read it.
     fn kernel(&self) -> Result<Kernel> {
-        self.kernel.map_or_else(processor::kernel, Ok)
+        self.kernel.map_or_else(optim::kernel, Ok)
     }
 
     fn forget(&mut self, lengths: Vec<usize>) {

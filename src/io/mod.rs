@@ -2,7 +2,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`engine`], `waiting` | the callers' interface: submit, wait, cancel, deadlines |
+//! | [`engine`] | the callers' interface: submit, wait, cancel, deadlines |
 //! | `operation`, `expiry`, `watchdog` | state shared by callers and driver; deadlines; detection of a stopped process |
 //! | [`options`], `counters`, `busy` | settings and requests; statistics |
 //! | `driver` | the thread behind an engine: splits operations into pieces and keeps the queue full |
@@ -27,7 +27,6 @@ mod operation;
 mod piece_size;
 mod threads;
 mod uring;
-mod waiting;
 mod watchdog;
 
 pub mod engine;

@@ -18,7 +18,8 @@ use crate::log;
 use crate::stats::{self, OptimizerCounter};
 use crate::sys::cancellation::NoCancellation;
 use lent::Lent;
-use parallel::Job;
+
+pub use parallel::step;
 
 /// An optimizer of this library: its kernels, its counter, and the record of its steps.
 pub trait Family: Optimizer + 'static {
@@ -41,13 +42,6 @@ impl Family for AdagradRule {
 impl Family for LionRule {
     const COUNTER: &'static OptimizerCounter = &stats::LION;
     const RECORDED: fn(Lent<Self>) -> recording::Step = recording::Step::Lion;
-}
-
-/// Steps every tensor, each with its own coefficients. Sums squares only if `squares` is true.
-pub fn step<O: Family>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
-    let stats = parallel::step_all(jobs, squares)?;
-    O::COUNTER.add(parallel::elements(jobs));
-    Ok(stats)
 }
 
 /// The kernel of this process: the one that `SPILLWAY_KERNEL` names, else the fastest that the processor supports. The

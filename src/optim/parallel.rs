@@ -8,7 +8,7 @@
 //!   workers that are awake.
 #![forbid(unsafe_code)]
 
-use super::StepStats;
+use super::{Family, StepStats};
 use crate::error::Result;
 use crate::kernel::squares::{self, TILE, split};
 use crate::kernel::{self, CHUNK, Kernel, Optimizer, Tensor};
@@ -29,7 +29,14 @@ pub trait Work<O>: Sync {
     const WHOLE_CHUNKS: bool = false;
 
     /// Processes at most one chunk, and returns its term of the total sum.
-    fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64>;
+    fn chunk(&self, job: Job<'_, O>) -> Result<f64>;
+}
+
+/// Steps and counts all tensors, each with its own coefficients. Sums squares only if `squares` is true.
+pub fn step<O: Family>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
+    let stats = step_all(jobs, squares)?;
+    O::COUNTER.add(elements(jobs));
+    Ok(stats)
 }
 
 /// Steps all tensors in one pass over their memory. Sums the squares of the scaled gradients if `squares` is true.
@@ -125,8 +132,8 @@ pub(super) struct Step {
 }
 
 impl<O: Optimizer> Work<O> for Step {
-    fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
-        Ok(optimizer.step(self.kernel, tensor, self.squares)?)
+    fn chunk(&self, job: Job<'_, O>) -> Result<f64> {
+        Ok(job.optimizer.step(self.kernel, job.tensor, self.squares)?)
     }
 }
 
@@ -135,8 +142,8 @@ struct Measure {
 }
 
 impl<O: Optimizer> Work<O> for Measure {
-    fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
-        Ok(kernel::grad_squares(self.kernel, tensor.grad(), optimizer.grad_scale()))
+    fn chunk(&self, job: Job<'_, O>) -> Result<f64> {
+        Ok(kernel::grad_squares(self.kernel, job.tensor.grad(), job.optimizer.grad_scale()))
     }
 }
 
@@ -145,8 +152,8 @@ struct Publish {
 }
 
 impl<O: Optimizer> Work<O> for Publish {
-    fn chunk(&self, _: O, tensor: Tensor<'_>) -> Result<f64> {
-        kernel::publish(self.kernel, tensor);
+    fn chunk(&self, job: Job<'_, O>) -> Result<f64> {
+        kernel::publish(self.kernel, job.tensor);
         Ok(0.0)
     }
 }
@@ -156,14 +163,15 @@ impl<O: Optimizer> Work<O> for Publish {
 enum Part<'p, 'a, O> {
     /// Adjacent small tensors with at most [`CHUNK`] elements in total.
     Few(&'p mut [Job<'a, O>]),
-    Chunk(O, Tensor<'p>),
+    /// At most [`CHUNK`] elements of one tensor.
+    Chunk(Job<'p, O>),
 }
 
 impl<O: Optimizer> Part<'_, '_, O> {
     fn run<W: Work<O>>(self, work: &W) -> Result<f64> {
         match self {
             Part::Few(jobs) => Cut { most: CHUNK, group: false }.tree(jobs, &mut |part| part.run(work)),
-            Part::Chunk(optimizer, tensor) => work.chunk(optimizer, tensor),
+            Part::Chunk(job) => work.chunk(job),
         }
     }
 }
@@ -207,10 +215,10 @@ impl Cut {
         let mut rest = tensor;
         while rest.len() > self.most {
             let (first, after) = rest.split_at(self.most);
-            parts.push((Some(Part::Chunk(optimizer, first)), Ok(0.0)));
+            parts.push((Some(Part::Chunk(Job { optimizer, tensor: first })), Ok(0.0)));
             rest = after;
         }
-        parts.push((Some(Part::Chunk(optimizer, rest)), Ok(0.0)));
+        parts.push((Some(Part::Chunk(Job { optimizer, tensor: rest })), Ok(0.0)));
         Ok(parts)
     }
 
@@ -221,7 +229,7 @@ impl Cut {
         part: &mut impl FnMut(Part<'p, 'a, O>) -> Result<f64>,
     ) -> Result<f64> {
         if tensor.len() <= self.most {
-            return part(Part::Chunk(optimizer, tensor));
+            return part(Part::Chunk(Job { optimizer, tensor }));
         }
         let parts = tensor.len().div_ceil(self.most);
         let (left, right) = tensor.split_at(split(parts) * self.most);

@@ -7,7 +7,7 @@ use super::grad;
 use super::parallel::{Job, Step, Work, run_parallel, step_all};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
-use crate::kernel::{self, CHUNK, Kernel, Optimizer, Tensor, log_bytes, log_used_of};
+use crate::kernel::{self, CHUNK, Kernel, Optimizer, log_bytes, log_used_of};
 use crate::sys::reserve::Reserve;
 
 /// Rolls back the step of every tensor: bit-exactly if the tensor has the log of that step, else approximately by the
@@ -130,8 +130,9 @@ impl<O: Optimizer, W: Work<O>> Work<O> for Sealing<W> {
     // The checksum depends on the cuts, and must not depend on whether the tensor has a log.
     const WHOLE_CHUNKS: bool = true;
 
-    fn chunk(&self, optimizer: O, mut tensor: Tensor<'_>) -> Result<f64> {
-        let part = self.work.chunk(optimizer, tensor.reborrow())?;
+    fn chunk(&self, job: Job<'_, O>) -> Result<f64> {
+        let Job { optimizer, mut tensor } = job;
+        let part = self.work.chunk(Job { optimizer, tensor: tensor.reborrow() })?;
         let mut chunk = RunningChecksum::default();
         chunk.add(&(tensor.grad().address().addr() - self.start).to_ne_bytes());
         tensor.spans().for_each(|(_, span)| chunk.add(span.bytes()));
@@ -143,7 +144,7 @@ impl<O: Optimizer, W: Work<O>> Work<O> for Sealing<W> {
 struct Nothing;
 
 impl<O> Work<O> for Nothing {
-    fn chunk(&self, _: O, _: Tensor<'_>) -> Result<f64> {
+    fn chunk(&self, _: Job<'_, O>) -> Result<f64> {
         Ok(0.0)
     }
 }
@@ -154,7 +155,8 @@ struct Undo {
 }
 
 impl<O: Optimizer> Work<O> for Undo {
-    fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
+    fn chunk(&self, job: Job<'_, O>) -> Result<f64> {
+        let Job { optimizer, tensor } = job;
         optimizer.undo(self.kernel, tensor, self.redo_scale)?;
         Ok(0.0)
     }

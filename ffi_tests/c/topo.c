@@ -129,7 +129,7 @@ static void refused_calls_write_nothing(const spw_topo *topo) {
     INVALID(spw_topo_get_node(topo, CHIPS, &node), "there are 4 nodes");
     INVALID(spw_topo_get_gpu(topo, CHIPS, &gpu), "4 GPUs are visible");
     INVALID(spw_topo_get_node(NULL, 0, &node), "topo");
-    INVALID(spw_topo_get_rank_cpus(topo, &rank, 3, text, sizeof text, NULL), "cpus: is 3");
+    INVALID(spw_topo_get_rank_cpus(topo, &rank, 3, text, sizeof text, NULL), "cpus: 3 is not");
     rank.ranks = rank.rank = 2;
     INVALID(spw_topo_get_rank_cpus(topo, &rank, 0, text, sizeof text, NULL), "options.rank: is 2");
     rank.share = 1.5;

@@ -31,31 +31,42 @@ ITEM_BYTES = {
 }
 
 
-def entry(dtype: str, shape: Sequence[int], start: int) -> dict[str, Any]:
-    """The entry of a tensor whose bytes begin at `start`."""
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + math.prod(shape) * ITEM_BYTES[dtype]]}
+class Header:
+    """The header of tensors whose bytes follow it in the order in which they are added."""
 
+    def __init__(self) -> None:
+        self._entries: dict[str, Any] = {}
+        self._end = 0
 
-def header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes before those of the tensors.
+    def __len__(self) -> int:
+        """Number of tensors."""
+        return len(self._entries)
 
-    Raises:
-        InvalidArgumentError: A name or a text cannot be part of a header, or the header is too large; readers would refuse it."""
-    for name in entries:
-        if name == _METADATA or not is_text(name):
+    def add(self, name: str, dtype: str, shape: Sequence[int]) -> None:
+        """Adds a tensor."""
+        start, self._end = self._end, self._end + math.prod(shape) * ITEM_BYTES[dtype]
+        self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, self._end]}
+
+    def packed(self, metadata: Mapping[str, str] | None = None) -> bytes:
+        """The bytes before those of the tensors.
+
+        Raises:
+            InvalidArgumentError: A name or a text cannot be part of a header, or the header is too large; readers would refuse it."""
+        for name in self._entries:
+            if name == _METADATA or not is_text(name):
+                raise InvalidArgumentError(
+                    f"the name {name!r} cannot be that of a tensor in a safetensors file; use another name of valid Unicode"
+                )
+        if metadata is not None and not _are_texts(metadata):
+            raise InvalidArgumentError("the metadata of a safetensors file are strings of valid Unicode; pass such strings")
+        encoded = json.dumps({**({_METADATA: metadata} if metadata else {}), **self._entries}).encode()
+        encoded += b" " * (-len(encoded) % _ALIGNMENT)
+        if len(encoded) > _MOST_HEADER:
             raise InvalidArgumentError(
-                f"the name {name!r} cannot be that of a tensor in a safetensors file; use another name of valid Unicode"
+                f"the header of {len(self)} tensors has {len(encoded)} bytes, and a safetensors file has at most {_MOST_HEADER}; "
+                "use shorter names, or fewer tensors in a file"
             )
-    if metadata is not None and not _are_texts(metadata):
-        raise InvalidArgumentError("the metadata of a safetensors file are strings of valid Unicode; pass such strings")
-    encoded = json.dumps({**({_METADATA: metadata} if metadata else {}), **entries}).encode()
-    encoded += b" " * (-len(encoded) % _ALIGNMENT)
-    if len(encoded) > _MOST_HEADER:
-        raise InvalidArgumentError(
-            f"the header of {len(entries)} tensors has {len(encoded)} bytes, and a safetensors file has at most {_MOST_HEADER}; "
-            "use shorter names, or fewer tensors in a file"
-        )
-    return len(encoded).to_bytes(8, "little") + encoded
+        return len(encoded).to_bytes(8, "little") + encoded
 
 
 def parse(data: bytes) -> tuple[dict[str, Any], dict[str, Any], memoryview]:

@@ -49,7 +49,7 @@ def pack(record):
         _files.check_levels(words.encode())
     except ValueError as error:
         raise InvalidArgumentError(f"the record is too deeply nested for a commit: {error}") from None
-    return b"".join([_safetensors.header(writer.entries, {"format": _VERSION, "value": words}), *writer.parts])
+    return b"".join([writer.header.packed({"format": _VERSION, "value": words}), *writer.parts])
 
 
 def unpack(data):
@@ -94,7 +94,7 @@ def load(tier, payload):
 
 class _Writer:
     def __init__(self):
-        self.entries, self.parts, self._at, self._open = {}, [], 0, set()
+        self.header, self.parts, self._open = _safetensors.Header(), [], set()
 
     def encode(self, value, place):
         kind = type(value)
@@ -160,10 +160,9 @@ class _Writer:
     def _add(self, dtype, shape, content):
         if dtype not in _NAMES:
             raise InvalidArgumentError(f"a tensor of dtype {dtype} cannot be stored; a commit stores {', '.join(_NAMES)}")
-        name = str(len(self.entries))
-        self.entries[name] = _safetensors.entry(_NAMES[dtype], shape, self._at)
+        name = str(len(self.header))
+        self.header.add(name, _NAMES[dtype], shape)
         self.parts.append(content)
-        self._at += len(content)
         return name
 
 

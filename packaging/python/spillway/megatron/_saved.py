@@ -46,16 +46,13 @@ def write(directory: str, rank: int, step: int, sizes: Iterable[tuple[str, int]]
         step: Step of the states.
         sizes: Name and number of elements of each tensor, in the order of `states`.
         states: The same tensors, float32 in host memory; computed while they are written."""
-    entries: dict[str, Any] = {}
-    at = 0
-    for name, elements in sizes:
-        entries[name] = _safetensors.entry("F32", [elements], at)
-        at = entries[name]["data_offsets"][1]
-    header, own = _safetensors.header(entries), f"rank-{rank:05d}"
-    name, spans = f"{own}-step-{step}.safetensors", {}
+    header, own = _safetensors.Header(), f"rank-{rank:05d}"
+    for tensor, elements in sizes:
+        header.add(tensor, "F32", [elements])
+    packed, name, spans = header.packed(), f"{own}-step-{step}.safetensors", {}
     _files.check_replaceable(os.path.join(directory, f"{own}.json"))
     with _files.durable(os.path.join(directory, name)) as file:
-        file.write(header)
+        file.write(packed)
         for tensor, flat in states:
             content = memoryview(flat.contiguous().numpy()).cast("B")
             spans[tensor] = [file.tell(), len(content), zlib.crc32(content)]

@@ -26,7 +26,7 @@ import torch
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from . import _norm
-from ._keywords import check_keywords
+from ._keywords import check_keywords, result_of
 from ._offload_plan import FLOATS, Plan, Slot
 from ._tensors import DTensor, is_partial, local
 
@@ -218,10 +218,7 @@ class Offloaded(torch.optim.Optimizer):
                 nothing was stepped."""
         if self._closed:
             raise InvalidArgumentError("offload: the optimizer was closed; make a new one")
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = result_of(closure)
         self._complete()
         # The processes that wait for this one's norm.
         others = self._others()

@@ -21,7 +21,7 @@ from .._groups import put_numbers
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
 from ._home import Home
-from ._keywords import check_keywords, take_beyond
+from ._keywords import check_keywords, result_of, take_beyond
 from ._memory import Memory
 from ._states import Precision, Rule
 from ._table import named
@@ -162,10 +162,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidArgumentError: Parameter, gradient and state do not fit each other; nothing was stepped.
             UnsupportedError: The combination of dtypes is not supported; nothing was stepped."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = result_of(closure)
         with torch.no_grad():
             own = self._itself()
             if own is None:

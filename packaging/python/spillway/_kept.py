@@ -4,7 +4,7 @@ everything that modules hold while threads of the library still run."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 _Container = TypeVar("_Container")
@@ -29,9 +29,9 @@ def release(container: Any) -> None:
 class Submitted(dict[object, tuple[Any, list[int]]]):
     """Memory of jobs that the library runs, each with the outcome of the call that submitted it."""
 
-    def submit(self, memory: Any, call: Callable[[list[int]], None]) -> None:
-        """Runs call(outcome), which submits a job and stores the status of the library's call in `outcome`."""
-        token, outcome = object(), list[int]()
+    def submit(self, memory: Any, call: Callable[[list[int]], None], token: object = None) -> None:
+        """Runs call(outcome), which submits a job and stores the status of the library's call in `outcome`. `token` names the job."""
+        token, outcome = object() if token is None else token, list[int]()
         # Before the call, so that an interrupt cannot free memory that the library uses.
         try:
             self[token] = memory, outcome
@@ -44,7 +44,7 @@ class Submitted(dict[object, tuple[Any, list[int]]]):
         """The jobs that are submitted. A wait for the end of all jobs, begun after this call, covers these."""
         return [token for token, (_, outcome) in list(self.items()) if outcome == [0]]
 
-    def over(self, tokens: list[object]) -> None:
+    def over(self, tokens: Iterable[object]) -> None:
         """Frees the memory of jobs that have ended. Another thread may have submitted further jobs meanwhile."""
         for token in tokens:
             self.pop(token, None)

@@ -157,6 +157,20 @@ class _NativeHandle:
     def _call(self, function: str, *arguments: Any) -> None:
         self._through(lambda handle: _native.call(function, handle, *arguments))
 
+    def _recorded(self, outcome: list[int], function: str, *arguments: Any) -> None:
+        """As `_call`, and appends the status to the list `outcome`, also if a signal handler raises after the call."""
+        self._through(lambda handle: record(outcome, function, handle, *arguments))
+        _native.check(outcome[0])
+
+    def _counted(self, count: Callable[[], object], function: str, *arguments: Any) -> None:
+        """As `_call`, and calls count() if the call has succeeded, also if a signal handler raises after it."""
+        outcome: list[int] = []
+        try:
+            self._recorded(outcome, function, *arguments)
+        finally:
+            if outcome == [0]:
+                count()
+
     def _wait_by(self, timeout: Any, function: str, *arguments: Any, after: tuple[Any, ...] = ()) -> None:
         """Calls a C function that waits; its timeout comes after `arguments`. A signal handler that raises ends the wait."""
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _native
-from ._native_handle import _NativeHandle, record
+from ._native_handle import _NativeHandle
 from .errors import BusyError, InvalidArgumentError, SpillwayError
 from .optim import StepStats
 
@@ -346,8 +346,7 @@ class Arena(_NativeHandle):
         outcome: list[int] = []
         _arguments.unsigned("Arena: generation", generation)
         try:
-            self._through(lambda handle: record(outcome, "spw_arena_write_begin", handle, index, generation, ctypes.byref(torn)))
-            _native.check(outcome[0])
+            self._recorded(outcome, "spw_arena_write_begin", index, generation, ctypes.byref(torn))
             yield bool(torn.value)
             self._call("spw_arena_write_end", index)
         except BaseException:
@@ -395,8 +394,7 @@ class Arena(_NativeHandle):
         given.nonfinite, given.sum_squares = int(stats[0]), stats[1]
         number = _arguments.unsigned("Arena.post: process", process, 32)
         which = _arguments.unsigned("Arena.post: round", round)
-        self._through(lambda handle: record(outcome, "spw_arena_post", handle, number, which, ctypes.byref(given), int(failed)))
-        _native.check(outcome[0])
+        self._recorded(outcome, "spw_arena_post", number, which, ctypes.byref(given), int(failed))
 
     def wait_verdict(self, round: int, *, timeout: float | None = None) -> Verdict:
         """Waits until `round` is decided; all processes get the same outcome, and the same Verdict.

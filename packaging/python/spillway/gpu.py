@@ -15,17 +15,16 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
-from . import _abi, _arguments, _arrays, _native, _tensor_rows
+from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
 from ._arrays import Array
 from ._native_handle import TIMEOUT, _NativeHandle, in_slices, record
 from .errors import InvalidArgumentError
-from .optim import Adam, StepStats
+from .optim import Adam, StepStats, counter
 
 TRANSFER_DTYPES = {"native": 0, "f32": 1, "delivered": 2}
 _D2H, _H2D = 0, 1
@@ -215,10 +214,9 @@ class Gpu(_NativeHandle):
         options = _abi.sized(_abi.GpuOptions)
         self.ordinal = options.ordinal = _arguments.unsigned("Gpu: ordinal", ordinal, 31)
         options.chunk_bytes = _arguments.unsigned("Gpu: chunk_bytes", chunk_bytes)
-        self._in_flight: dict[Copy, None] = {}
-        #: The memory of each copy in flight. The copies themselves refer to this object.
-        self._memory: dict[int, Any] = {}
-        self._hold("spw_gpu_open", ctypes.byref(options), keeps=(self._memory,))
+        #: The memory of copies by their tickets. The copies themselves refer to this object.
+        self._held = _kept.Submitted()
+        self._hold("spw_gpu_open", ctypes.byref(options), keeps=(self._held,))
 
     def info(self) -> Info:
         """Returns the properties of the GPU, and the bytes of memory that are free now."""
@@ -275,32 +273,28 @@ class Gpu(_NativeHandle):
     def _copy(self, direction: int, device: Any, host: Any, after: Any) -> Copy:
         after = current_stream(self.ordinal) if after is None else after
         row = self.copy_record(direction, device, host, after)
-        for copy in list(itertools.islice(self._in_flight, _MOST_POLLS)):
-            copy._poll(0)
-        copy = Copy(self, (_arrays.held(host), device, after))
+        for earlier in self._held.begun()[:_MOST_POLLS]:
+            self._poll(cast(_Ticket, earlier), 0)
+        ticket = _Ticket()
+        self._held.submit(
+            (_arrays.held(host), device, after),
+            lambda outcome: self._recorded(outcome, "spw_gpu_copy_start", ctypes.byref(row), ctypes.byref(ticket.number)),
+            ticket,
+        )
+        return Copy(self, ticket)
 
-        def begin(handle: Any) -> None:
-            # Enter the copy before the call, so that an interrupt cannot free memory that the GPU uses.
-            self._in_flight[copy], self._memory[id(copy)] = None, copy._held
-            record(copy._begun, "spw_gpu_copy_start", handle, ctypes.byref(row), ctypes.byref(copy._ticket))
-            _native.check(copy._begun[0])
-
-        try:
-            self._through(begin)
-        finally:
-            if not copy._ticket.value:
-                self._forget(copy)
-        return copy
+    def _poll(self, ticket: _Ticket, milliseconds: int) -> int:
+        """The status of a copy after a wait; frees its memory if it has ended."""
+        outcome: list[int] = []
+        self._through(lambda handle: record(outcome, "spw_gpu_copy_wait", handle, ticket.number.value, milliseconds))
+        if outcome[0] == 0:
+            self._held.over([ticket])
+        return outcome[0]
 
     def close(self) -> None:
         """Closes the GPU after all copies have ended."""
         if self._end():
-            self._in_flight.clear()
-            self._memory.clear()
-
-    def _forget(self, copy: Copy) -> None:
-        self._memory.pop(id(copy), None)
-        self._in_flight.pop(copy, None)
+            self._held.clear()
 
     def step(
         self,
@@ -339,12 +333,7 @@ class Gpu(_NativeHandle):
             stream_number(stream, self.ordinal),
             ctypes.byref(out) if return_stats else None,
         )
-        status: list[int] = []
-        try:
-            self._through(lambda handle: record(status, "spw_gpu_adam_step", handle, *arguments))
-            _native.check(status[0])
-        finally:
-            adam.count_step(status)
+        self._counted(counter([adam]), "spw_gpu_adam_step", *arguments)
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
     def measure_link(self, *, accumulates: bool = False, remeasure: bool = False) -> Link:
@@ -366,6 +355,13 @@ class Gpu(_NativeHandle):
         )
 
 
+class _Ticket:
+    """The library's number of a copy, known once the copy has begun."""
+
+    def __init__(self) -> None:
+        self.number = ctypes.c_uint64()
+
+
 class Copy:
     """A copy in flight, made by Gpu.copy_out() and copy_in(). Its Gpu keeps the memory alive until the copy ends.
 
@@ -373,9 +369,8 @@ class Copy:
         copy = gpu.copy_out(grad, host)
         copy.wait(timeout=10)"""
 
-    def __init__(self, gpu: Gpu, held: Any):
-        self._gpu, self._held, self._ticket = gpu, held, ctypes.c_uint64()
-        self._begun: list[int] = []
+    def __init__(self, gpu: Gpu, ticket: _Ticket):
+        self._gpu, self._ticket = gpu, ticket
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the copy ends.
@@ -386,27 +381,18 @@ class Copy:
         Raises:
             TimedOutError: The copy is still in flight.
             GpuError: The copy failed."""
-        _native.check(in_slices(_arguments.seconds(timeout), self._poll))
+        _native.check(in_slices(_arguments.seconds(timeout), lambda milliseconds: self._gpu._poll(self._ticket, milliseconds)))
 
     def done(self) -> bool:
         """Returns True if the copy has ended; raises GpuError if it failed."""
-        status = self._poll(0)
+        status = self._gpu._poll(self._ticket, 0)
         if status != TIMEOUT:
             _native.check(status)
         return status == 0
 
-    def _poll(self, milliseconds: int) -> int:
-        outcome: list[int] = []
-        self._gpu._through(lambda handle: record(outcome, "spw_gpu_copy_wait", handle, self._ticket.value, milliseconds))
-        status = outcome[0]
-        if status == 0:
-            self._gpu._forget(self)
-            self._held = None
-        return status
-
     def stream_wait(self, stream: CudaStream | None) -> None:
         """Makes later work on `stream` wait for this copy, on the device."""
-        self._gpu._call("spw_gpu_copy_stream_wait", self._ticket.value, stream_number(stream, self._gpu.ordinal))
+        self._gpu._call("spw_gpu_copy_stream_wait", self._ticket.number.value, stream_number(stream, self._gpu.ordinal))
 
 
 def device_table(tensors: Iterable[Sequence[Any]], shadow: Iterable[Sequence[Any]] | None = None, ordinal: int | None = None) -> Any:

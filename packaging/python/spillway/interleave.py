@@ -25,10 +25,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _arrays, _native, _tensor_rows
-from ._native_handle import _NativeHandle, record
+from ._native_handle import _NativeHandle
 from .errors import InvalidArgumentError
 from .gpu import TRANSFER_DTYPES, CudaStream, Gpu, device_span, options_of, stream_number
-from .optim import Adam
+from .optim import Adam, counter
 
 PLACEMENTS = ("cpu", "gpu", "resident")
 PLANS = {"model": _abi.PLAN_MODE_MODEL, "eq1": _abi.PLAN_MODE_EQ1, "stride": _abi.PLAN_MODE_STRIDE, "count": _abi.PLAN_MODE_COUNT}
@@ -238,14 +238,7 @@ class Interleave(_NativeHandle):
             InvalidArgumentError: No gradient was declared by grad_ready() for a subgroup."""
         each: list[Adam] = [adam] if isinstance(adam, Adam) else list(adam)
         table = (_abi.AdamOptions * len(each))(*(options_of(one, grad_scale) for one in each))
-        number = self._number(stream)
-        status: list[int] = []
-        try:
-            self._through(lambda handle: record(status, "spw_interleave_begin", handle, table, len(table), number))
-            _native.check(status[0])
-        finally:
-            for one in {id(one): one for one in each}.values():
-                one.count_step(status)
+        self._counted(counter(each), "spw_interleave_begin", table, len(table), self._number(stream))
 
     def begin_ds(self, optimizer_id: int, calls: Sequence[Any], stream: CudaStream | None = None) -> None:
         """Like begin(), with the arithmetic of DeepSpeed's optimizer `optimizer_id`; `calls` has an _abi.DsAdamCall per

@@ -13,10 +13,11 @@ else:
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from . import _abi, _arguments, _native
-from ._native_handle import _NativeHandle, record
+from . import _abi, _arguments
+from ._native_handle import _NativeHandle
 from .errors import InvalidArgumentError
 
 MODES = {"arithmetic": _abi.UNDO_MODE_ARITHMETIC, "delta": _abi.UNDO_MODE_DELTA, "shadow": _abi.UNDO_MODE_SHADOW}
@@ -99,13 +100,8 @@ class Recording(_NativeHandle):
 
         Raises:
             InvalidArgumentError: No step is recorded."""
-        status: list[int] = []
-        try:
-            self._through(lambda handle: record(status, "spw_undo_rollback", handle))
-            _native.check(status[0])
-        finally:
-            if status == [0]:
-                self._prepared.optimizer.step_count -= 1
+        optimizer = self._prepared.optimizer
+        self._counted(partial(setattr, optimizer, "step_count", optimizer.step_count - 1), "spw_undo_rollback")
 
     def redo(self, *, grad_scale: float) -> None:
         """Rolls the step back and repeats it with another gradient scale, in one pass over memory.

@@ -17,11 +17,11 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from . import _abi, _arguments, _kept, _native
-from ._native_handle import _NativeHandle, record
+from . import _abi, _arguments, _kept
+from ._native_handle import _NativeHandle
 from .errors import InvalidArgumentError
 from .gpu import CudaEvent, CudaStream, Gpu, device_table, stream_number
-from .optim import StepStats, Tensors, _Optimizer, tensor_table
+from .optim import StepStats, Tensors, _Optimizer, counter, tensor_table
 
 PUBLISH = {"final": _abi.SPEC_PUBLISH_FINAL, "staged": _abi.SPEC_PUBLISH_STAGED, "speculative": _abi.SPEC_PUBLISH_SPECULATIVE}
 VERDICTS = ("commit", "skip", "redo")
@@ -217,12 +217,8 @@ class Speculation(_NativeHandle):
         outcome: list[int] = []
         destinations.append(copies)
 
-        def publish_to(device: Any) -> None:
-            self._through(lambda handle: record(outcome, "spw_spec_publish_to", handle, bucket, device, table, len(table)))
-            _native.check(outcome[0])
-
         try:
-            gpu._through(publish_to)
+            gpu._through(lambda device: self._recorded(outcome, "spw_spec_publish_to", bucket, device, table, len(table)))
         finally:
             # The new copies if C accepted them, else the old ones: always at least the memory that C uses.
             self._destinations[bucket] = destinations[-1:] if outcome == [0] else destinations[:-1]
@@ -241,12 +237,7 @@ class Speculation(_NativeHandle):
 
     def submit_table(self, function: str, bucket: int, held: Any, *arguments: Any) -> None:
         """Submits a bucket by the C function of that name; `held` is kept alive until the round ends."""
-
-        def submit(outcome: list[int]) -> None:
-            self._through(lambda handle: record(outcome, function, handle, bucket, *arguments))
-            _native.check(outcome[0])
-
-        self._held.submit(held, submit)
+        self._held.submit(held, lambda outcome: self._recorded(outcome, function, bucket, *arguments))
 
     def local_result(self, timeout: float | None = None) -> StepStats:
         """Waits until the gradients of every bucket are measured; returns this rank's StepStats.
@@ -337,13 +328,8 @@ class Speculation(_NativeHandle):
 
     def _resolved(self, function: str, *arguments: Any) -> Outcome:
         found = _abi.sized(_abi.SpecOutcome)
-        status: list[int] = []
-        try:
-            self._through(lambda handle: record(status, function, handle, *arguments, ctypes.byref(found)))
-            _native.check(status[0])
-        finally:
-            if self._optimizer is not None and VERDICTS[found.verdict] != "skip":
-                self._optimizer.count_step(status)
+        count = counter([] if self._optimizer is None else [self._optimizer])
+        self._counted(lambda: VERDICTS[found.verdict] != "skip" and count(), function, *arguments, ctypes.byref(found))
         return Outcome(VERDICTS[found.verdict], found.norm, found.grad_scale, found.rolled_back)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _kept, _native
 from ._held_signals import HeldSignals
-from ._native_handle import TIMEOUT, _NativeHandle, record
+from ._native_handle import TIMEOUT, _NativeHandle
 from .arena import Arena
 from .errors import InvalidArgumentError, SpillwayError, TimedOutError
 from .gpu import CudaEvent, CudaStream, Gpu
@@ -176,15 +176,8 @@ class Stage(_NativeHandle):
         submit() if gpu is None else gpu._through(submit)
 
     def _submit(self, held: Any, options: Any, table: Any, event: Any, target: Any) -> None:
-        def submit(outcome: list[int]) -> None:
-            self._through(
-                lambda handle: record(
-                    outcome, "spw_stage_submit_adam", handle, ctypes.byref(options), ctypes.addressof(table), len(table), event, target
-                )
-            )
-            _native.check(outcome[0])
-
-        self._held.submit((held, table), submit)
+        arguments = ctypes.byref(options), ctypes.addressof(table), len(table), event, target
+        self._held.submit((held, table), lambda outcome: self._recorded(outcome, "spw_stage_submit_adam", *arguments))
         self.verdict = None
 
     def wait(self, timeout: float | None = None) -> StepStats:
@@ -449,8 +442,7 @@ class _Settlement:
         for stage, given in zip(self.stages, self.given):
             if not given:
                 try:
-                    stage._through(lambda handle: record(given, function, handle))
-                    _native.check(given[0])
+                    stage._recorded(given, function)
                 except SpillwayError as error:
                     given.append(-1)
                     self.failures.append(error)

@@ -29,7 +29,7 @@ from ._arrays import Array
 from ._native_handle import _NativeHandle, record
 from ._tier_options import milliseconds, number, payload_of
 from .errors import InternalError, InvalidArgumentError
-from .optim import Adam, StepStats
+from .optim import Adam, StepStats, counter
 
 if TYPE_CHECKING:
     from .tier import Tier
@@ -224,13 +224,7 @@ class Swap(_NativeHandle):
                 row.options = ctypes.addressof(options)
         out: Any = _abi.sized(_abi.StepStats) if return_stats else None
         arguments = ctypes.byref(rows[0]), ctypes.addressof(table), len(table), ctypes.byref(out) if return_stats else None
-        status: list[int] = []
-        try:
-            self._through(lambda handle: record(status, "spw_swap_adam_step", handle, *arguments))
-            _native.check(status[0])
-        finally:
-            for adam in {id(adam): adam for adam in adams}.values():
-                adam.count_step(status)
+        self._counted(counter(adams), "spw_swap_adam_step", *arguments)
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
     def ds_step(self, optimizer_id: int, calls: Sequence[Any], table: Any, stepped: Callable[[int, int], object] | None = None) -> None:
@@ -349,12 +343,7 @@ class Swap(_NativeHandle):
     def _commit(self, step: int, payload: bytes | bytearray | memoryview, status: list[int]) -> None:
         """Commits, and appends the status of the call to `status`, also if a signal handler raises after the call."""
         step, stored = number(step, "step"), payload_of(payload)
-
-        def call() -> None:
-            self._through(lambda handle: record(status, "spw_swap_commit", handle, step, stored, len(stored)))
-            _native.check(status[0])
-
-        self.tier.committing(call)
+        self.tier.committing(lambda: self._recorded(status, "spw_swap_commit", step, stored, len(stored)))
 
     def rollback(self) -> None:
         """Restores the state of the last commit; also valid after a failed step."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from . import _abi, _arguments, _arrays, _kept, _native
 from ._arrays import Array
-from ._native_handle import POLL_SECONDS, SLICE_MS, TIMEOUT, _NativeHandle, record
+from ._native_handle import POLL_SECONDS, SLICE_MS, TIMEOUT, _NativeHandle
 from ._ticket import ELSEWHERE, Ticket
 from ._tier_options import BACKENDS, DURABILITIES, MODES, choice, milliseconds, number, payload_of, text, tier_options
 from ._tier_records import Extent, Opened, PathReport, Steps, TierPath
@@ -420,15 +420,10 @@ class Tier(_NativeHandle):
                 if entry.put:
                     self._reap(entry)
         entry = Ticket([_arrays.held(array) for array in arrays], put)
-
-        def begin(handle: Any) -> None:
+        try:
             # Enter the ticket before the call, so that an interrupt cannot free memory that the system uses.
             self._in_flight[entry] = None
-            record(entry.begun, function, handle, extent, streams, *arguments, ctypes.byref(entry.number))
-            _native.check(entry.begun[0])
-
-        try:
-            self._through(begin)
+            self._recorded(entry.begun, function, extent, streams, *arguments, ctypes.byref(entry.number))
         finally:
             if not entry.number.value:
                 self._release(entry)

@@ -7,13 +7,13 @@ import gc
 import subprocess
 import sys
 import types
-import weakref
 
 import numpy as np
 import pytest
 from fake_cuda import FakeDriver
 
 import spillway
+from spillway import _native_handle
 
 SIZES = (1000, 70, 0, 513)
 SCALE = 0.5
@@ -267,8 +267,8 @@ def test_a_step_on_the_gpu_is_counted_if_a_handler_raises_after_the_call(desk, m
         own(outcome, function, *arguments)
         raise KeyboardInterrupt
 
-    own = spillway.gpu.record
-    monkeypatch.setattr(spillway.gpu, "record", interrupted)
+    own = _native_handle.record
+    monkeypatch.setattr(_native_handle, "record", interrupted)
     with pytest.raises(KeyboardInterrupt):
         gpu.step(adam, [row], stream=stream)
     driver.synchronize(stream)
@@ -367,12 +367,13 @@ def test_a_tensor_of_another_gpu_is_refused(desk, torch_on):
 def test_a_dropped_copy_keeps_its_device_memory_until_it_is_over(desk):
     driver, gpu, stream = desk
     device = driver.device(np.zeros(10, np.float32))
-    copy = weakref.ref(gpu.copy_out(device, spillway.pinned(10), after=stream))
+    gpu.copy_out(device, spillway.pinned(10), after=stream)
     gc.collect()
-    assert copy()._held[1] is device
+    ((ticket, ((_, held, _), _)),) = gpu._held.items()
+    assert held is device
     for _ in range(3):
         last = gpu.copy_out(device, spillway.pinned(10), after=stream)
-    assert copy() is None and last.done() in (True, False)
+    assert ticket not in gpu._held and last.done() in (True, False)
     last.wait()
     assert last.done()
     driver.free(device)

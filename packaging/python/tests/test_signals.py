@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import spillway
-from spillway import _abi, _native, _native_handle, interleave, optim, recording, speculate
-from spillway import tier as tier_module
+from spillway import _abi, _native, _native_handle, optim
 
 BYTES = 64 << 10
 ROUNDS = 1500
@@ -64,16 +63,17 @@ def fast_collections():
 
 @pytest.fixture
 def after_the_call(monkeypatch):
-    """after_the_call(module) interrupts the module's next C call that begins an operation, after C has returned."""
+    """after_the_call() interrupts the next C call whose status is stored, after C has returned."""
+    own = _native_handle.record
 
-    def patch(module):
+    def patch():
         def interrupted(outcome, function, *arguments):
-            _native_handle.record(outcome, function, *arguments)
-            monkeypatch.setattr(module, "record", _native_handle.record)
+            own(outcome, function, *arguments)
+            monkeypatch.setattr(_native_handle, "record", own)
             assert outcome == [0]
             raise Interrupt
 
-        monkeypatch.setattr(module, "record", interrupted)
+        monkeypatch.setattr(_native_handle, "record", interrupted)
 
     return patch
 
@@ -129,7 +129,7 @@ def test_memory_of_puts_and_gets_outlives_interrupts(tmp_path):
 def test_an_interrupt_after_c_accepted_keeps_the_memory_until_a_commit(tmp_path, after_the_call):
     with spillway.Tier([tmp_path], job="test") as tier:
         extent = tier.define("e", [BYTES])
-        after_the_call(tier_module)
+        after_the_call()
         array = np.ones(BYTES, np.uint8)
         seen = weakref.ref(array)
         with pytest.raises(Interrupt):
@@ -145,7 +145,7 @@ def test_an_interrupt_after_c_accepted_keeps_the_memory_until_a_commit(tmp_path,
 def test_an_interrupted_submit_keeps_what_the_engine_took(after_the_call):
     with spillway.Speculation(1) as speculation:
         speculation.begin(spillway.Adam())
-        after_the_call(speculate)
+        after_the_call()
         arrays = [np.ones(100_000, np.float32) for _ in range(4)]
         seen = weakref.ref(arrays[0])
         with pytest.raises(Interrupt):
@@ -247,7 +247,7 @@ def test_a_rollback_is_done_and_counted_if_a_handler_raises_after_the_call(after
     with adam.prepare([arrays]).record() as record:
         before = [array.copy() for array in arrays]
         record.step()
-        after_the_call(recording)
+        after_the_call()
         with pytest.raises(Interrupt):
             record.rollback()
         assert adam.step_count == 0 and all((one == other).all() for one, other in zip(arrays, before))
@@ -258,7 +258,7 @@ def test_an_interleaved_step_is_begun_and_counted_if_a_handler_raises_after_the_
     adam = spillway.Adam()
     with spillway.Interleave([spillway.Subgroup(param, exp_avg, exp_avg_sq, grad)]) as update:
         update.grad_ready(0)
-        after_the_call(interleave)
+        after_the_call()
         with pytest.raises(Interrupt):
             update.begin(adam)
         update.finish()
@@ -285,7 +285,7 @@ def test_a_kept_round_is_counted_if_a_handler_raises_after_the_call(after_the_ca
         speculation.begin(adam)
         speculation.submit(0, [tuple(arrays)])
         stats = speculation.local_result()
-        after_the_call(speculate)
+        after_the_call()
         with pytest.raises(Interrupt):
             speculation.resolve(stats)
         speculation.finish()

@@ -21,7 +21,7 @@ _CLOSE_TIMEOUT_MS = 30_000
 _COUNTED = ("reads", "writes", "read_bytes", "written_bytes", "failed")
 _REQUEST_SIZE = ctypes.sizeof(_abi.IoRequest)
 
-_stuck: list[list[_Entry]] = _kept.keep([])
+_stuck: list[list[object]] = _kept.keep([])
 
 
 class Engine:
@@ -56,16 +56,13 @@ class Engine:
         in_flight = self._in_flight
         io = in_flight.io or self._open()
         request = _abi.IoRequest(_REQUEST_SIZE, fd, path, offset, address, size, 0)
-        # Enter the operation before the call, so that an interrupt cannot free memory that the system uses.
-        entry, status = _Entry(held, after, owner), []
-        with self._lock:
-            in_flight.entries.append(entry)
-        try:
+        entry = _Entry(after, owner)
+
+        def submit(status):
             record(status, function, io, ctypes.byref(request), ctypes.byref(entry.handle))
             _native.check(status[0])
-        finally:
-            if status != [0]:
-                self._forget([entry])
+
+        in_flight.entries.submit(held, submit, entry)
 
     def _open(self):
         in_flight = self._in_flight
@@ -94,7 +91,7 @@ class Engine:
             # already have a wait of this thread belong to a wait that was interrupted.
             mine = [
                 entry
-                for entry in in_flight.entries
+                for entry in list(in_flight.entries)
                 if entry.handle.value and entry.owner in (None, me) and (entry.wait is None or entry.wait.thread == me)
             ]
             left = [entry for entry in mine if not entry.is_over()]
@@ -109,18 +106,13 @@ class Engine:
                 entry.finish()
         except SystemCallError:
             # The engine is lost; the system may still access the memory.
-            _stuck.append(mine)
+            _stuck.append([in_flight.entries.get(entry) for entry in mine])
             raise
         except Exception:
-            self._forget([entry for entry in mine if entry.is_over()])
+            in_flight.entries.over(entry for entry in mine if entry.is_over())
             raise
-        self._forget(mine)
+        in_flight.entries.over(mine)
         return len(mine)
-
-    def _forget(self, entries):
-        with self._lock:
-            gone = set(map(id, entries))
-            self._in_flight.entries = [entry for entry in self._in_flight.entries if id(entry) not in gone]
 
     def close(self):
         """Waits for operations in flight and closes the library's engine; later operations raise an error."""
@@ -137,16 +129,15 @@ class _InFlight:
     def __init__(self):
         self.process = os.getpid()
         self.io = self.finalizer = None
-        self.entries = []
+        self.entries = _kept.Submitted()
 
 
 class _Entry:
-    """An operation: its handle, its memory, the callback after success, the thread that may take its outcome, and its
-    wait."""
+    """An operation: its handle, the callback after success, the thread that may take its outcome, and its wait."""
 
-    def __init__(self, held, after, owner):
+    def __init__(self, after, owner):
         self.handle, self.wait = ctypes.c_uint64(), None
-        self.held, self.after, self.owner = held, after, owner
+        self.after, self.owner = after, owner
 
     def is_over(self):
         return self.wait is not None and self.wait.outcome() is not None

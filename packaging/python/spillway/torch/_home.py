@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import _abi, _native
-from .._native_handle import _NativeHandle, record
+from .._native_handle import _NativeHandle
 from ..errors import InvalidArgumentError
 from ._states import Precision, Rule
 
@@ -232,15 +232,12 @@ class LastStep(Recorded, _NativeHandle):
         """Makes the step, and appends the status of the call to `status`."""
         table, some = self.table, next(iter(self.table.options.values()))
         step = f"spw_undo_{self._c_name}_step"
-        self._through(
-            lambda handle: record(status, step, handle, ctypes.byref(some), ctypes.addressof(table.entries), len(table.places), None)
-        )
+        self._recorded(status, step, ctypes.byref(some), ctypes.addressof(table.entries), len(table.places), None)
 
     def rollback(self, status: list[int]) -> None:
         """Restores every bit of parameters and states; appends the status of the call."""
         self._check_unchanged()
-        self._through(lambda handle: record(status, "spw_undo_rollback", handle))
-        _native.check(status[0])
+        self._recorded(status, "spw_undo_rollback")
 
 
 def _present(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -17,7 +17,6 @@ import torch
 
 from .. import _abi, _native, _tensor_rows
 from .._groups import is_torchs
-from .._native_handle import record
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..tiered import mapped
 from ._states import MASTER, MOMENTS
@@ -101,17 +100,14 @@ class TierTable:
         """Steps all rows; appends the status of the call."""
         self._on_tier.take_written()
         self._on_tier.tiered.changes()
-        self._on_tier.tiered.swap._through(
-            lambda handle: record(
-                status,
-                "spw_swap_adam_step_parts",
-                handle,
-                ctypes.byref(options),
-                ctypes.addressof(self._rows),
-                self._subgroups.buffer_info()[0],
-                self._firsts.buffer_info()[0],
-                len(self._rows),
-            )
+        self._on_tier.tiered.swap._recorded(
+            status,
+            "spw_swap_adam_step_parts",
+            ctypes.byref(options),
+            ctypes.addressof(self._rows),
+            self._subgroups.buffer_info()[0],
+            self._firsts.buffer_info()[0],
+            len(self._rows),
         )
 
     def check(self, options: Any) -> None:

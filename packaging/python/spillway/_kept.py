@@ -26,10 +26,10 @@ def release(container: Any) -> None:
     _containers.pop(id(container), None)
 
 
-class Submitted(dict[object, tuple[Any, list[int]]]):
+class Submitted(dict[Any, tuple[Any, list[int]]]):
     """Memory of jobs that the library runs, each with the outcome of the call that submitted it."""
 
-    def submit(self, memory: Any, call: Callable[[list[int]], None], token: object = None) -> None:
+    def submit(self, memory: Any, call: Callable[[list[int]], None], token: Any = None) -> None:
         """Runs call(outcome), which submits a job and stores the status of the library's call in `outcome`. `token` names the job."""
         token, outcome = object() if token is None else token, list[int]()
         # Before the call, so that an interrupt cannot free memory that the library uses.
@@ -40,11 +40,11 @@ class Submitted(dict[object, tuple[Any, list[int]]]):
             if outcome != [0]:
                 self.pop(token, None)
 
-    def begun(self) -> list[object]:
+    def begun(self) -> list[Any]:
         """The jobs that are submitted. A wait for the end of all jobs, begun after this call, covers these."""
         return [token for token, (_, outcome) in list(self.items()) if outcome == [0]]
 
-    def over(self, tokens: Iterable[object]) -> None:
+    def over(self, tokens: Iterable[Any]) -> None:
         """Frees the memory of jobs that have ended. Another thread may have submitted further jobs meanwhile."""
         for token in tokens:
             self.pop(token, None)

@@ -18,7 +18,7 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
 from ._arrays import Array
@@ -274,7 +274,7 @@ class Gpu(_NativeHandle):
         after = current_stream(self.ordinal) if after is None else after
         row = self.copy_record(direction, device, host, after)
         for earlier in self._held.begun()[:_MOST_POLLS]:
-            self._poll(cast(_Ticket, earlier), 0)
+            self._poll(earlier, 0)
         ticket = _Ticket()
         self._held.submit(
             (_arrays.held(host), device, after),

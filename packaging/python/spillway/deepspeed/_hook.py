@@ -184,7 +184,7 @@ def _patch_report(module):
         def probe():
             return {**inner(), **dict.fromkeys(_installed.parts.intersection(OPS), True)}
 
-        probe._spillway = True
+        probe._spillway = True  # type: ignore[attr-defined]
         _set(module, "_probe_compatible_ops", probe)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
+from typing import Any
 
 from .. import _abi, _native
 from .. import gpu as _gpu
@@ -23,7 +24,7 @@ _updates: weakref.WeakSet[InterleavedUpdate] = weakref.WeakSet()
 
 def served():
     """Counters of steps and of sub-groups per processor, summed over all optimizers of this process."""
-    total = {}
+    total: dict[str, int] = {}
     for update in _updates:
         for name, value in update.counts.items():
             total[name] = total.get(name, 0) + value
@@ -41,8 +42,11 @@ class InterleavedUpdate:
         if reason:
             raise InvalidArgumentError(f"spillway.interleave: {reason}")
         self._stage3, self.settings = weakref.proxy(stage3), settings
-        self.gpu = _gpu.Gpu(_ordinal()) if settings.backend == "cuda" else None
-        self._interleave, self._arrays, self._copies, self._closed = None, None, collections.deque(), False
+        self.gpu: Any = _gpu.Gpu(_ordinal()) if settings.backend == "cuda" else None
+        self._interleave: Any = None
+        self._arrays: Any = None
+        self._copies: collections.deque[_gpu.Copy] = collections.deque()
+        self._closed = False
         # The last step's factor, which the gradients in host memory do not have yet.
         self._factor = 1.0
         self._with_data = len(set().union(*(_stage3.with_data(stage3, group) for group in stage3.fp16_groups)))

@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from functools import partial
+from typing import Any
 
 from .. import _abi, _kept, _log, _native
 from .._native_handle import SLICE_MS, TIMEOUT, record
@@ -128,7 +129,8 @@ class _InFlight:
 
     def __init__(self):
         self.process = os.getpid()
-        self.io = self.finalizer = None
+        self.io: int | None = None
+        self.finalizer: Any = None
         self.entries = _kept.Submitted()
 
 
@@ -136,14 +138,15 @@ class _Entry:
     """An operation: its handle, the callback after success, the thread that may take its outcome, and its wait."""
 
     def __init__(self, after, owner):
-        self.handle, self.wait = ctypes.c_uint64(), None
+        self.handle = ctypes.c_uint64()
+        self.wait: _Wait | None = None
         self.after, self.owner = after, owner
 
     def is_over(self):
         return self.wait is not None and self.wait.outcome() is not None
 
     def finish(self):
-        if self.after is not None and self.wait.outcome() == 0:
+        if self.after is not None and self.wait is not None and self.wait.outcome() == 0:
             self.after()
             self.after = None
 
@@ -177,7 +180,7 @@ def _close(op, in_flight):
         _open_engines.pop(id(in_flight), None)
         _add(_totals.setdefault(op, dict.fromkeys(_COUNTED, 0)), io)
     # The memory stays if the system may still use it: after an interrupt or a timeout.
-    status = []
+    status: list[int] = []
     record(status, "spw_io_close", io, _CLOSE_TIMEOUT_MS)
     if status[0] != TIMEOUT:
         _kept.release(in_flight)

@@ -114,8 +114,8 @@ def _loosen(engine):
         return
     strong = engine.optimizer._spillway_hooks = []
     for param in module.parameters():
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-        for key, hook in (hooks or {}).items():
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        for key, hook in hooks.items():
             strong.append(hook)
             hooks[key] = functools.partial(_call, weakref.ref(hook))
 

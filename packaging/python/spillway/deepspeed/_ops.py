@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import types
+from typing import Any
 
 import spillway
 
@@ -26,7 +27,7 @@ def module(op):
     """The module of an op, one object per process."""
     with _lock:
         if op not in _modules:
-            made = types.ModuleType(f"spillway.deepspeed.{op}", f"Replacement of DeepSpeed's {op}.")
+            made: Any = types.ModuleType(f"spillway.deepspeed.{op}", f"Replacement of DeepSpeed's {op}.")
             made.__spillway__ = True
             for served in _SERVED[op]:
                 setattr(made, served.__name__, served)

@@ -6,6 +6,7 @@ stepped, written back and cached; callers use sub-groups."""
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 from ..errors import InvalidArgumentError
 from ..swap import STATES
@@ -23,7 +24,7 @@ class Parts:
             (index, start, min(start + most, count)) for index, count in enumerate(elements) for start in range(0, max(count, 1), most)
         ]
         self.sizes = [end - start for _, start, end in self._parts]
-        self._of = [[] for _ in elements]
+        self._of: list[list[tuple[int, int, int]]] = [[] for _ in elements]
         for place, (index, start, end) in enumerate(self._parts):
             self._of[index].append((place, start, end))
 
@@ -57,7 +58,8 @@ class Parts:
 
     def _gathered(self, stepped):
         """Collects parts, which complete in any order, and reports a sub-group once all its parts are stepped."""
-        missing, whole = {}, {}
+        missing: dict[int, int] = {}
+        whole: dict[int, Any] = {}
 
         def part_stepped(place, address):
             index, start, end = self._parts[place]

@@ -28,6 +28,7 @@ def new_tensor(num_elem, example):
         return torch.empty(0, dtype=example.dtype)
     address = ctypes.c_void_p()
     _native.call("spw_pinned_alloc", None, size, ctypes.byref(address))
+    assert address.value is not None
     memory = (ctypes.c_char * size).from_address(address.value)
     # The storage references `memory`, and every view of the tensor references the storage.
     weakref.finalize(memory, _return_memory, address.value, os.getpid()).atexit = False

@@ -11,6 +11,7 @@ import ctypes
 import os
 import warnings
 import weakref
+from typing import Any
 
 from .. import _abi, _arrays, _log, _native, topo
 from ..errors import InvalidArgumentError, SpillwayError
@@ -39,8 +40,9 @@ class SuperOffloadCPUOptimizer:
             raise InvalidArgumentError("SuperOffload: amsgrad is not supported; set amsgrad to false")
         _lifetime.opened(self)
         self._bound = _bind(cpuadam_cores_perc)
-        self._powers = None
-        self._engine, self._closed, self._open = None, False, False
+        self._powers: Any = None
+        self._engine: Any = None
+        self._closed, self._open = False, False
         self._calls, self._submitted = {}, set()
 
     def begin(self, optimizer_id, calls, loss_scale, max_norm):

@@ -250,7 +250,7 @@ def _model_at(place):
 
 
 def _check_paths(block):
-    seen = {}
+    seen: dict[str, int] = {}
     for index, path in enumerate(block.paths or ()):
         place = path.path.rstrip("/") if path.path.startswith("s3://") else os.path.realpath(path.path)
         if place in seen:
@@ -371,7 +371,7 @@ def describe():
         ("spillway.interleave", InterleaveBlock),
         ("spillway.interleave.rates", RatesBlock),
     ):
-        rows = [f"## {place}", "", model.__doc__, "", "| setting | valid values | default | meaning |", "|---|---|---|---|"]
+        rows = [f"## {place}", "", str(model.__doc__), "", "| setting | valid values | default | meaning |", "|---|---|---|---|"]
         rows += [
             f"| `{name}` | {field.json_schema_extra['valid']} | {_default(field)} | {field.description} |"
             for name, field in model.model_fields.items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import weakref
+from typing import Any
 
 from ..errors import InvalidArgumentError
 from ..swap import STATES
@@ -100,7 +101,7 @@ def _unsplit(stage3):
 
 
 def _stepping(stage3):
-    own = {
+    own: dict[str, Any] = {
         name: getattr(stage3, name, None)
         for name in (
             "_prepare_sub_group",
@@ -157,7 +158,7 @@ def _stepping(stage3):
 
 def _gradients(stage3):
     names = ("partition_grads", "_offload_grad_partition_at_boundary", "_get_fp32_grad_state_partition", "get_fp32_grad_partitions")
-    own = {name: getattr(stage3, name, None) for name in (*names, *_SETTERS)}
+    own: dict[str, Any] = {name: getattr(stage3, name, None) for name in (*names, *_SETTERS)}
 
     def partition_grads(self, params_to_release, grad_partitions):
         update = update_of(self)
@@ -207,7 +208,7 @@ def _gradients(stage3):
 def _checkpointing(stage3):
     """Checkpoint methods. The format is that of a run with states in host memory: either run loads the other's."""
     own_save, own_load, own_restore = stage3._rigid_state_dict, stage3._rigid_load_state_dict, stage3._restore_from_bit16_weights
-    own_universal = getattr(stage3, "_load_universal_checkpoint", None)
+    own_universal: Any = getattr(stage3, "_load_universal_checkpoint", None)
 
     def rigid_state_dict(self):
         swapper = tiered(self)

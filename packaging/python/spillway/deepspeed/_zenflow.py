@@ -211,4 +211,4 @@ def _check(index, step, group):
 
 
 def _record(step, group):
-    return _optimizer_ops.adam_call(step, *(getattr(group, name) for name in _HYPER), group.bias_correction)
+    return _optimizer_ops.adam_call(step, group.lr, group.beta1, group.beta2, group.eps, group.weight_decay, group.bias_correction)

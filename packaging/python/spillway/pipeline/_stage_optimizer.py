@@ -17,7 +17,6 @@ import torch
 
 from .. import _abi, _native
 from .._groups import is_torchs
-from .._native_handle import record
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..optim import Adam as PlainAdam
 from ..optim import StepStats
@@ -65,7 +64,7 @@ class _StageStep(Recorded):
         held = [tensor.detach() for tensor in (*self.written, *self._grads)]
         try:
             stage._submit(held, next(iter(self.table.options.values())), self.table.entries, None, None)
-            stage._through(lambda handle: record(status, "spw_stage_wait", handle, -1, ctypes.byref(stats)))
+            stage._recorded(status, "spw_stage_wait", -1, ctypes.byref(stats))
         finally:
             if status != [0]:
                 stage.rollback()

@@ -329,16 +329,16 @@ def test_an_interrupted_wait_can_be_repeated(handle, tmp_path):
     path, data = str(tmp_path / "file"), random_bytes(64 * MIB)
     for n in range(8):
         handle.async_pwrite(data, path, n * 64 * MIB)
-    signal.setitimer(signal.ITIMER_REAL, 0.001)
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
             handle.wait()
             time.sleep(1)
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert handle.wait() <= 8
-    assert handle._engine._in_flight.entries == []
+    assert not handle._engine._in_flight.entries
 
 
 def test_a_dropped_handle_finishes_what_it_began_and_reports_what_failed(tmp_path):

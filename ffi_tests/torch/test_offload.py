@@ -430,6 +430,129 @@ def test_arguments_that_are_refused(options, error, words):
         offload(torch.nn.Linear(2, 2), **options)
 
 
+def test_an_error_of_the_engine_is_raised_once():
+    for broken in ("local_result", "finish"):
+        params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+        optimizer = offload(params, lr=0.1, max_norm=1.0, bucket_bytes=1)
+        backward(params)
+        optimizer.step()
+        before, step = values(params), getattr(spillway.Speculation, broken)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def failed(self, *arguments, step=step, **options):
+                step(self, *arguments, **options)
+                raise spillway.SpillwayError("a bucket failed")
+
+            patch.setattr(spillway.Speculation, broken, failed)
+            with pytest.raises(spillway.SpillwayError, match="a bucket failed"):
+                optimizer.step()
+        assert broken == "finish" or all(map(torch.equal, values(params), before))
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        assert not any(map(torch.equal, values(params), before))
+        optimizer.close()
+
+
+def test_weights_that_a_program_writes_after_an_interrupted_step_stay():
+    params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+    optimizer = offload(params, lr=0.1, bucket_bytes=1)
+    backward(params)
+    optimizer.step()
+    publish, published = _offload_plan.Slot.publish, []
+
+    def interrupted(self):
+        if len(published) == 1:
+            raise KeyboardInterrupt
+        published.append(publish(self))
+
+    backward(params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_offload_plan.Slot, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    with torch.no_grad():
+        params[1].fill_(7.0)
+    optimizer.state_dict()
+    assert torch.equal(params[1], torch.full((5,), 7.0)) and torch.equal(params[0], params[2]) and params[0].lt(0.85).all()
+    optimizer.zero_grad()
+    params[1].sum().backward()
+    optimizer.step()
+    assert params[1].lt(7.0).all() and params[1].gt(6.5).all()
+
+
+def test_a_closed_optimizer_has_completed_the_step_whose_verdict_was_known():
+    whole = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+    closed = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+    for params in (whole, closed):
+        optimizer = offload(params, lr=0.1, bucket_bytes=1)
+        backward(params)
+        if params is closed:
+            with pytest.MonkeyPatch.context() as patch:
+
+                def interrupt(_):
+                    raise KeyboardInterrupt
+
+                patch.setattr(_offload_plan.Plan, "publish", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.close()
+    assert all(map(torch.equal, whole, closed))
+
+
+def test_a_limit_that_changes_between_backward_and_step_is_that_of_the_step():
+    results = []
+    for first in (None, 100.0, 0.01):
+        params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+        optimizer = offload(params, lr=0.1, bucket_bytes=1, max_norm=first, skip_nonfinite=True)
+        for _ in range(3):
+            backward(params)
+            optimizer.max_norm = 0.01
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.max_norm = first
+        results.append(values(params))
+    assert all(map(torch.equal, results[0], results[2])) and all(map(torch.equal, results[1], results[2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_go_from_one_optimizer_of_this_library_to_the_other(dtype):
+    def make(kind):
+        params = [torch.nn.Parameter(torch.ones(5, dtype=dtype)) for _ in range(3)]
+        return params, offload(params, lr=0.01) if kind == "offload" else AdamW(params, lr=0.01, master="f32")
+
+    for first, second in (("offload", "class"), ("class", "offload")):
+        one, other = make(first), make(second)
+        for _ in range(3):
+            backward(one[0])
+            one[1].step()
+            one[1].zero_grad()
+        with torch.no_grad():
+            for mine, theirs in zip(*(pair[0] for pair in (other, one)), strict=True):
+                mine.copy_(theirs)
+        other[1].load_state_dict(one[1].state_dict())
+        for params, optimizer in (one, other):
+            backward(params)
+            optimizer.step()
+        assert all(map(torch.equal, one[0], other[0]))
+        states = [optimizer.state_dict()["state"] for _, optimizer in (one, other)]
+        assert all(torch.equal(states[0][place]["master_param"], states[1][place]["master_param"]) for place in range(3))
+
+
+@pytest.mark.parametrize("step", [math.nan, -1.0, 2.5, "3"])
+def test_a_step_count_that_is_none_is_not_loaded(step):
+    params = [torch.nn.Parameter(torch.ones(5))]
+    optimizer = offload(params)
+    backward(params)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = step
+    with pytest.raises(spillway.InvalidArgumentError, match="whole number from 0 on; nothing was loaded"):
+        optimizer.load_state_dict(saved)
+    assert float(optimizer.state[params[0]]["step"]) == 1
+
+
 def test_parameters_that_are_refused():
     for param in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.complex64)):
         with pytest.raises(spillway.UnsupportedError, match="float32, bfloat16 and float16"):
@@ -646,8 +769,8 @@ def test_a_model_that_is_converted_later_has_the_masters_of_its_dtype(first, the
         optimizer.step()
         optimizer.zero_grad()
     for param in model.parameters():
-        assert param.dtype is then and ("master" in optimizer.state[param]) == (then is not torch.float32)
-    values_of = [param.float() if then is torch.float32 else optimizer.state[param]["master"] for param in model.parameters()]
+        assert param.dtype is then and ("master_param" in optimizer.state[param]) == (then is not torch.float32)
+    values_of = [param.float() if then is torch.float32 else optimizer.state[param]["master_param"] for param in model.parameters()]
     assert any(not torch.equal(value, value.bfloat16().float()) for value in values_of)
 
 

@@ -125,7 +125,9 @@ def test_large_values_of_a_state_dict_are_maps_of_files_without_a_name(tier, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="no room for 120004 bytes of a state dict, which is kept in files below the tier's first directory"):
+    with pytest.raises(
+        OSError, match="cannot make a file of 120004 bytes for a state dict, which is kept below the tier's first directory"
+    ):
         optimizer.state_dict()
     train(optimizer, params, [1])
 

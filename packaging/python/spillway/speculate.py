@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _kept
 from ._native_handle import _NativeHandle
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, SpillwayError
 from .gpu import CudaEvent, CudaStream, Gpu, device_table, stream_number
 from .optim import StepStats, Tensors, _Optimizer, counter, tensor_table
 
@@ -272,9 +273,14 @@ class Speculation(_NativeHandle):
         return self._resolved("spw_spec_resolve_as", VERDICTS.index(verdict), grad_scale)
 
     def abort(self) -> None:
-        """Rolls an open round back, whatever was submitted, and waits until that is done."""
+        """Rolls an open round back, whatever was submitted, and waits until that is done. A bucket that had failed is no error: its step
+        has not happened, as that of the others."""
         self._call("spw_spec_abort")
-        self.finish()
+        begun = self._held.begun()
+        with suppress(SpillwayError):
+            # It ends with the error of a failed bucket, once the round is over.
+            self._wait_by(None, "spw_spec_finish")
+        self._held.over(begun)
 
     def bucket_state(self, bucket: int) -> str:
         """Returns the state of a bucket: "missing", "pending", "speculative" or "final"."""

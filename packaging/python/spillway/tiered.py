@@ -248,16 +248,22 @@ class Tiered:
         self._pending = step, record, status
         try:
             self.place.together(lambda: self.swap._commit(step, record.packed(), status), partly=self._part)
-        except BaseException:
-            # Another process may have ended before it could report, or a signal handler has raised here.
+        except Exception:
+            # Another process may have ended before it could report.
             self.apart = self.apart or (self.place.world > 1 and status == [0])
+            raise
+        except BaseException:
+            # This process leaves without its report, for which the others wait.
+            self.apart = self.apart or self.place.world > 1
             raise
         finally:
             self.settle()
+            self._pending = None
 
     def settle(self) -> None:
         """Takes over the record of a commit that the library has completed."""
-        if self._pending is not None:
+        # Without a status, the library was not called, or this is a signal handler before or during the call.
+        if self._pending is not None and self._pending[2]:
             step, record, status = self._pending
             if status == [0] and self.committed is not record:
                 self.commits += 1
@@ -298,7 +304,7 @@ def mapped(count: int, directory: str | os.PathLike[str]) -> Any:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"no room for {size} bytes of a state dict, which is kept in files below the tier's first directory: "
+                f"cannot make a file of {size} bytes for a state dict, which is kept below the tier's first directory: "
                 f"{os.strerror(error.errno or 0)}",
                 os.fspath(directory),
             ) from None

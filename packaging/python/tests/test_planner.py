@@ -336,4 +336,5 @@ def test_the_space_of_a_path_is_as_planned(commits, tmp_path):
             if commits:
                 swap.commit(number)
         (seen,) = tier.paths()
-    assert seen.file_bytes == pytest.approx(plan["space_bytes"], rel=0.1)
+    # Less where fewer writes are in flight at once than the buffers allow.
+    assert 0.8 * plan["space_bytes"] <= seen.file_bytes <= 1.1 * plan["space_bytes"]

@@ -100,6 +100,29 @@ def test_clipping_follows_torch():
         torch.testing.assert_close(tensors[0], param.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_an_abort_after_a_failed_bucket_is_no_error_and_frees_the_memory(monkeypatch):
+    tensors = tuple(np.ones((4, 8), np.float32))
+    speculation = spillway.Speculation(1)
+    speculation.begin(spillway.Adam())
+    speculation.submit(0, [tensors])
+    wait = speculation._wait_by
+
+    def failed(timeout, function, *arguments, **further):
+        wait(timeout, function, *arguments, **further)
+        raise spillway.SpillwayError("bucket 0 failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(speculation, "_wait_by", failed)
+        speculation.abort()
+    assert not speculation._held.begun()
+    speculation.begin(spillway.Adam())
+    speculation.submit(0, [tensors])
+    speculation.resolve(speculation.local_result())
+    speculation.finish()
+    speculation.close()
+    assert not np.array_equal(tensors[0], np.ones(8, np.float32))
+
+
 def test_what_has_no_verdict_is_taken_back_and_memory_lives_until_then():
     layers, before = model(3), model(3)
     fill(layers, 1, 0.1), fill(before, 1, 0.1)

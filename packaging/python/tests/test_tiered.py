@@ -32,6 +32,36 @@ def test_ctrl_c_that_arrives_while_the_library_commits(monkeypatch):
     states.close()
 
 
+def test_a_handler_that_looks_at_the_states_before_the_library_commits(monkeypatch):
+    states = opened()
+    states.changes()
+    commit = states.swap._commit
+
+    def handled(*arguments):
+        states.check()
+        commit(*arguments)
+
+    monkeypatch.setattr(states.swap, "_commit", handled)
+    states.commit(7, {"count": 1})
+    assert (states.commits, states.committed_step, states.changed) == (1, 7, False)
+    states.close()
+
+
+def test_a_process_that_an_interrupt_keeps_from_its_report_is_apart(monkeypatch):
+    states = opened()
+    monkeypatch.setattr(states, "place", states.place._replace(world=2))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(states.swap, "_commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        states.commit(1, {})
+    with pytest.raises(spillway.TierError, match="committed by some processes"):
+        states.rollback()
+    states.close()
+
+
 def test_a_payload_fills_the_room_that_the_facts_leave(tmp_path):
     states, facts = opened(paths=[tmp_path]), {"elements": list(range(1000))}
     with pytest.raises(spillway.SpillwayError):

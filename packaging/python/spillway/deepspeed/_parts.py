@@ -21,10 +21,12 @@ class Parts:
     def __init__(self, elements, most):
         self._elements = list(elements)
         self._parts = [
-            (index, start, min(start + most, count)) for index, count in enumerate(elements) for start in range(0, max(count, 1), most)
+            (index, start, min(start + most, count))
+            for index, count in enumerate(self._elements)
+            for start in range(0, max(count, 1), most)
         ]
         self.sizes = [end - start for _, start, end in self._parts]
-        self._of: list[list[tuple[int, int, int]]] = [[] for _ in elements]
+        self._of: list[list[tuple[int, int, int]]] = [[] for _ in self._elements]
         for place, (index, start, end) in enumerate(self._parts):
             self._of[index].append((place, start, end))
 
@@ -68,7 +70,9 @@ class Parts:
             if len(self._of[index]) == 1:
                 stepped(index, floats_at(address, end - start))
                 return
-            param = whole.setdefault(index, floats(self._elements[index]))
+            if index not in whole:
+                whole[index] = floats(self._elements[index])
+            param = whole[index]
             param[start:end] = floats_at(address, end - start)
             missing[index] = missing.get(index, len(self._of[index])) - 1
             if missing[index] == 0:

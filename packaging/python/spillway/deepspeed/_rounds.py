@@ -106,8 +106,9 @@ class SuperOffloadCPUOptimizer:
     def abort(self):
         """Rolls an open round back: no step of the round has happened."""
         if self._open:
-            self._engine.abort()
+            # A bucket that failed ends the round too.
             self._open = False
+            self._engine.abort()
 
     def wait(self, sub_group):
         """Waits until a sub-group has its final state."""

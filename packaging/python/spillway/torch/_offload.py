@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
 from ._keywords import check_keywords, result_of
 from ._offload_plan import FLOATS, Plan, Slot
@@ -63,7 +63,8 @@ def offload(
         options: The arguments of `kind`, such as lr.
 
     Returns:
-        A torch.optim.Optimizer. Its state_dict is that of `kind`, with float32 moments, and a float32 "master" for a 16-bit parameter.
+        A torch.optim.Optimizer. Its state_dict is that of `kind`, with float32 moments, and a float32 "master_param" for a 16-bit
+        parameter.
 
     Raises:
         InvalidArgumentError: An argument has a wrong value.
@@ -219,22 +220,22 @@ class Offloaded(torch.optim.Optimizer):
         if self._closed:
             raise InvalidArgumentError("offload: the optimizer was closed; make a new one")
         result = result_of(closure)
-        self._complete()
         # The processes that wait for this one's norm.
         others = self._others()
-        scale, found_inf = _scaler_of(self)
-        if found_inf:
-            self._interrupt()
-            _norm.tell_found_inf(others)
-            self._waits, self.skipped, self.grad_norm = False, True, math.inf
-            return result
         with torch.no_grad():
             try:
                 try:
-                    here = self._measure(scale)
+                    self._complete()
+                    scale, found_inf = _scaler_of(self)
+                    here = None if found_inf else self._measure(scale, others)
                 except Exception:
                     _norm.tell_refusal(others)
                     raise
+                if here is None:
+                    _norm.tell_found_inf(others)
+                    self._interrupt()
+                    self._waits, self.skipped, self.grad_norm = False, True, math.inf
+                    return result
                 self._decide(here, others)
             except BaseException:
                 if self._plan is not None and self._plan.decision is None:
@@ -244,7 +245,7 @@ class Offloaded(torch.optim.Optimizer):
         self._waits = False
         return result
 
-    def _measure(self, scale: float) -> _norm.Measured:
+    def _measure(self, scale: float, others: Any) -> _norm.Measured:
         """Has all buckets stepped, and measures their gradients."""
         live = [slot for slot in self._current() if slot.param.grad is not None]
         if not live:
@@ -256,7 +257,7 @@ class Offloaded(torch.optim.Optimizer):
                 self._interrupt()
                 raise InvalidArgumentError(f"offload: {slot.name} has a gradient that {reason}; nothing was stepped")
         if plan is not None and plan.is_open:
-            if self._waits or scale != self._scale or not self._stands(plan, live):
+            if self._waits or scale != self._scale or not self._stands(plan, live, others):
                 changed = plan.edited()
                 plan.abort()
                 if changed is not None:
@@ -266,13 +267,15 @@ class Offloaded(torch.optim.Optimizer):
                         "backward"
                     )
         self._use_states(live)
-        if plan is None or not plan.is_of(live, self._number):
+        if plan is None or not plan.is_of(live, self._number, others):
             parts = self._parts()
-            if plan is not None:
-                plan.close()
-            plan = self._plan = Plan(
-                live, self._number, lambda slot: parts is None or parts.count(slot.param, slot.name), self._bucket_bytes
+            before, plan = (
+                plan,
+                Plan(live, self._number, lambda slot: parts is None or parts.count(slot.param, slot.name), others, self._bucket_bytes),
             )
+            self._plan = plan
+            if before is not None:
+                before.close()
         for slot in live:
             # Those of a submitted bucket were compared by `stands`.
             if not plan.has(slot) and not slot.is_current():
@@ -285,10 +288,10 @@ class Offloaded(torch.optim.Optimizer):
         nonfinite, total = plan.measured()
         return _norm.Measured(total, nonfinite, "")
 
-    def _stands(self, plan: Plan, live: list[Slot]) -> bool:
+    def _stands(self, plan: Plan, live: list[Slot], others: Any) -> bool:
         """True if what was stepped is what a step would do now."""
         same = all(slot.holds(self._states.get(slot.param)) for slot in live)
-        return same and plan.stands(live, self._all_options(plan))
+        return same and plan.stands(live, self._all_options(plan), others, self._limit)
 
     def _decide(self, here: _norm.Measured, others: Any) -> None:
         """The verdict that follows from the norm."""
@@ -334,12 +337,17 @@ class Offloaded(torch.optim.Optimizer):
         plan = self._plan
         if plan is None or plan.decision is None:
             return
-        plan.resolve()
-        self._report(plan.decision)
-        if not self.skipped:
-            with torch.no_grad():
-                plan.publish()
-        plan.finish()
+        try:
+            plan.resolve()
+            self._report(plan.decision)
+            if not self.skipped:
+                with torch.no_grad():
+                    plan.publish()
+            plan.finish()
+        except SpillwayError:
+            # A bucket has failed after the verdict, and others have stepped. Raised once, so that a state dict can be loaded.
+            plan.end()
+            raise
         if not self.skipped:
             for slot in plan.slots:
                 slot.count(plan.numbers[slot])
@@ -432,16 +440,20 @@ class Offloaded(torch.optim.Optimizer):
         raise TypeError("an optimizer of offload() cannot be copied or pickled; save its state_dict()")
 
     def exposed_seconds(self) -> float:
-        """Seconds that steps have waited for buckets, since the parameters or options last changed."""
+        """Seconds that steps have waited for buckets, since the set of parameters that have gradients last changed."""
         return 0.0 if self._plan is None else self._plan.exposed_seconds()
 
     def close(self) -> None:
-        """Frees the engine. A step that has no verdict is rolled back. The optimizer must not be used afterwards."""
+        """Frees the engine. A step that has no verdict is rolled back, and one that has it is completed. The optimizer must not be used
+        afterwards."""
         self._closed = True
-        if self._plan is not None:
-            self._plan.close()
-            self._plan = None
-        _remove(self._hooks)
+        try:
+            self._complete()
+        finally:
+            if self._plan is not None:
+                self._plan.close()
+                self._plan = None
+            _remove(self._hooks)
 
 
 def _hooked(owner: weakref.ref[Offloaded], of: weakref.ref[Slot], _: torch.Tensor) -> None:

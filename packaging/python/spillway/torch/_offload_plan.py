@@ -16,6 +16,8 @@ import torch
 from ..errors import InvalidArgumentError, OutOfOrderError
 from ..optim import Adam
 from ..speculate import Speculation
+from ._keywords import is_count
+from ._states import LOW, MASTER
 from ._tensors import apart, is_partial, like, local
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -125,7 +127,7 @@ class Slot:
 
     def new_state(self) -> dict[str, torch.Tensor]:
         """Moments of a parameter that was never stepped, and the master of a 16-bit parameter."""
-        return {name: self._floats(math.nan if name == "master" else 0.0) for name in self._names()}
+        return {name: self._floats(math.nan if name == MASTER else 0.0) for name in self._names()}
 
     def use(self, state: dict[str, Any]) -> None:
         """Steps this state from now on; the weights are those of the parameter.
@@ -135,10 +137,10 @@ class Slot:
         if self._kind != self._present():
             self._kind, self.link, self._weights_of = self._present(), link_to(self.param), None
             self.grad, self.weights = self._empty(self.param.dtype), self._empty(self.param.dtype)
-        if "master" in self._names():
-            state.setdefault("master", self._floats(math.nan))
+        if MASTER in self._names():
+            state.setdefault(MASTER, self._floats(math.nan))
         else:
-            state.pop("master", None)
+            state.pop(MASTER, None)
         for name in (*self._names(), "step"):
             self._check(name, state.get(name))
         if not self.holds(state):
@@ -158,9 +160,13 @@ class Slot:
             InvalidArgumentError: A value does not fit."""
         state = self.new_state()
         try:
+            if not is_count(given["step"]):
+                raise ValueError(f"its step is {given['step']!r}; a number of steps is a whole number from 0 on")
+            if LOW in given:
+                raise ValueError(f"it has split masters ({LOW}); load it with master='split', and save it with master='f32'")
             state["step"] = torch.tensor(float(given["step"]), dtype=torch.float32)
             for name in self._names():
-                if name != "master" or name in given:
+                if name != MASTER or name in given:
                     value = given[name]
                     if value.shape != self.param.shape:
                         raise ValueError(f"{name} has shape {tuple(value.shape)}, and the parameter {tuple(self.param.shape)}")
@@ -177,7 +183,7 @@ class Slot:
         self._state["step"].fill_(number)
 
     def _names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq") if self.param.dtype is torch.float32 else ("exp_avg", "exp_avg_sq", "master")
+        return ("exp_avg", "exp_avg_sq") if self.param.dtype is torch.float32 else ("exp_avg", "exp_avg_sq", MASTER)
 
     def _present(self) -> tuple[Any, ...]:
         own = local(self.param)
@@ -201,9 +207,9 @@ class Slot:
             weights, grad = local(self.param).detach(), local(self.param.grad).detach()
             if self._weights_of != self._mark(self.param) or self.link.differs(weights, self.weights, self._weights_mark):
                 self.link.out(self.weights, weights)
-                if "master" in self._parts:
+                if MASTER in self._parts:
                     _wait(self.link.fence())
-                    master = self._parts["master"]
+                    master = self._parts[MASTER]
                     # A master that rounds to the weight is its own: a checkpoint loads both, in any order.
                     master.copy_(torch.where(master.to(self.weights.dtype) == self.weights, master, self.weights.float()))
                 self._weights_of = self._mark(self.param)
@@ -220,7 +226,10 @@ class Slot:
         self.seen = self._held = None
 
     def publish(self) -> None:
-        """Gives the parameter its new weights."""
+        """Gives the parameter its new weights, unless it has them, or the program has written to it since the verdict, after a signal that
+        interrupted the step."""
+        if self.seen is not None and self.seen[1] != self._mark(self.param):
+            return
         weights = local(self.param).detach()
         self.link.back(weights, self.weights)
         self._weights_of, self._weights_mark = self._mark(self.param), self.link.mark(weights)
@@ -228,8 +237,8 @@ class Slot:
     def row(self) -> tuple[Any, ...]:
         """The tensor for a round."""
         parts = self._parts
-        if "master" in parts:
-            return parts["master"], self.grad, parts["exp_avg"], parts["exp_avg_sq"], self.weights
+        if MASTER in parts:
+            return parts[MASTER], self.grad, parts["exp_avg"], parts["exp_avg_sq"], self.weights
         return self.weights, self.grad, parts["exp_avg"], parts["exp_avg_sq"]
 
     def is_current(self) -> bool:
@@ -310,10 +319,14 @@ class Plan:
     """The lanes of all parameters of a step, and the state of its round.
 
     Attributes:
+        others: The processes whose gradients are one norm with those of this one; None: there are none.
+        limit: The norm above which the round clips; 0: there is none.
         decision: None until the verdict is known; then "commit", or whether the total has Inf or NaN, and the sum of squares."""
 
-    def __init__(self, slots: Sequence[Slot], number: Callable[[Slot], int], counts: Callable[[Slot], bool], bucket_bytes: int):
-        self.slots, self._number = list(slots), number
+    def __init__(
+        self, slots: Sequence[Slot], number: Callable[[Slot], int], counts: Callable[[Slot], bool], others: Any, bucket_bytes: int
+    ):
+        self.slots, self._number, self.others, self.limit = list(slots), number, others, 0.0
         members: dict[tuple[int, bool, int], list[Slot]] = {}
         for slot in self.slots:
             members.setdefault((slot.group, counts(slot), number(slot)), []).append(slot)
@@ -339,27 +352,28 @@ class Plan:
         """True if the bucket of a parameter was submitted."""
         return self._of[slot].submitted
 
-    def is_of(self, slots: Sequence[Slot], number: Callable[[Slot], int]) -> bool:
-        """True if the plan is that of these parameters at their step numbers."""
-        return self._layout == self._layout_of(slots, number)
+    def is_of(self, slots: Sequence[Slot], number: Callable[[Slot], int], others: Any) -> bool:
+        """True if the plan is that of these parameters at their step numbers, and of these processes."""
+        return others is self.others and self._layout == self._layout_of(slots, number)
 
     def begin(self, options: list[dict[str, Any]], scale: float, max_norm: float) -> None:
         """Opens the round of each lane."""
         while self._publishing:
             _wait(self._publishing.pop())
-        self._options, self.is_open = options, True
+        self._options, self.limit, self.is_open = options, max_norm, True
         self.numbers = {slot: self._number(slot) for slot in self.slots}
         for lane, given in zip(self.lanes, options):
             adam = Adam(**{name: value for name, value in given.items() if name != "maximize"})
             adam.step_count = self.numbers[lane.buckets[0].slots[0]] - 1
             lane.speculation.begin(adam, max_norm=max_norm, grad_scale=-scale if given["maximize"] else scale)
 
-    def stands(self, live: Sequence[Slot], options: list[dict[str, Any]]) -> bool:
+    def stands(self, live: Sequence[Slot], options: list[dict[str, Any]], others: Any, limit: float) -> bool:
         """True if what was stepped is what a step would do now."""
         submitted = [slot for bucket in self.buckets if bucket.submitted for slot in bucket.slots]
         if self.edited() or any(self._number(slot) != self.numbers[slot] for slot in self.slots):
             return False
-        return options == self._options and self.is_of(live, self._number) and all(slot.is_current() for slot in submitted)
+        same = options == self._options and limit == self.limit and self.is_of(live, self._number, others)
+        return same and all(slot.is_current() for slot in submitted)
 
     def edited(self) -> Slot | None:
         """A submitted parameter to whose state the program wrote; None if there is none."""
@@ -415,14 +429,16 @@ class Plan:
 
     def abort(self) -> None:
         """Rolls back an open round, and forgets the gradients."""
-        if self.is_open:
-            # A failed submission is that of a step that does not happen.
-            wait(self._starting)
-            self._starting.clear()
-            for lane in self.lanes:
-                with contextlib.suppress(OutOfOrderError):
-                    lane.speculation.abort()
-        self.end()
+        try:
+            if self.is_open:
+                # A failed submission is that of a step that does not happen.
+                wait(self._starting)
+                self._starting.clear()
+                for lane in self.lanes:
+                    with contextlib.suppress(OutOfOrderError):
+                        lane.speculation.abort()
+        finally:
+            self.end()
 
     def end(self) -> None:
         """The round is over."""

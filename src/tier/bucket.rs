@@ -170,7 +170,10 @@ impl Storage for Bucket {
         let prefix = self.volume.prefix();
         let listed =
             self.volume.store().list(prefix).map_err(failed(Doing::Removing, self.volume.address()))?;
-        let files = listed.into_iter().map(|one| one.key).filter(|key| !is_lock(key, prefix));
+        // Other objects below the prefix are not of the tier.
+        let file_of = |key: &str| key.strip_prefix(prefix)?.split_once('/').map(|(file, _)| file.to_string());
+        let is_of_a_file = |key: &String| file_of(key).is_some_and(|file| FILES.contains(&file.as_str()));
+        let files = listed.into_iter().map(|one| one.key).filter(is_of_a_file);
         let data = |key: &String| key.starts_with(&format!("{prefix}data/"));
         let (data, superblocks): (Vec<String>, Vec<String>) = files.partition(data);
         for part in [superblocks, data] {

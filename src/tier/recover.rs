@@ -535,6 +535,9 @@ fn read_copies(volume: Volume, given: usize) -> Result<Candidate> {
         if let Some((what, message)) = found {
             log::write(Level::Warn, &format!("one superblock is {what}; the other one is used: {message}"));
         }
+    } else if !candidate.broken.is_empty() {
+        let messages = candidate.broken.join("; ");
+        log::write(Level::Warn, &format!("a path has no superblock that can be read: {messages}"));
     }
     Ok(candidate)
 }

@@ -44,7 +44,13 @@ impl Object {
         let digits = |text: &str| text.len() == 16 && text.bytes().all(|b| b"0123456789abcdef".contains(&b));
         let value = |text: &str| u64::from_str_radix(text, 16).ok().filter(|_| digits(text));
         let object = Object { start: value(start)?, len, number: value(number)? };
-        object.start.checked_add(len).filter(|end| *end <= i64::MAX as u64 && len > 0).map(|_| object)
+        // A later write of this file gets a larger number.
+        let numbered = object.number <= i64::MAX as u64;
+        object
+            .start
+            .checked_add(len)
+            .filter(|end| *end <= i64::MAX as u64 && len > 0 && numbered)
+            .map(|_| object)
     }
 
     fn end(&self) -> u64 {
@@ -121,6 +127,7 @@ mod tests {
         }
         assert_eq!(Object::parse("+000000000001000.000000000000004d", 5), None);
         assert_eq!(Object::parse("ffffffffffffffff.000000000000004d", 5), None);
+        assert_eq!(Object::parse("0000000000001000.ffffffffffffffff", 5), None);
         assert_eq!(Object::parse(&one.name(), 0), None);
     }
 

@@ -54,7 +54,7 @@ impl ObjectVolume {
         }
         let newest = objects.values().flatten().map(|object| object.number + 1).max().unwrap_or(0);
         // The next number exceeds those of all requests by earlier holders of the prefix, including requests that the
-        // store never answered.
+        // store never answered, unless the clock was set back in between.
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_micros();
         let next = AtomicU64::new(newest.max(now as u64));
         let volume = ObjectVolume { store, address, prefix, files: Mutex::default(), next, report };

@@ -147,15 +147,17 @@ fn a_store_that_fails_loses_nothing_that_another_path_can_take() {
 
 /// A process that is about to list its own lock must find it. The next claim deletes a lock of a dead process.
 #[test]
-fn removing_leaves_the_locks_of_others_alone() {
+fn removing_leaves_locks_and_objects_of_others_alone() {
     use spillway_stores::Store as _;
     let store = Store::default();
     let tier = open(std::slice::from_ref(&store));
     step(&tier, 1).unwrap();
     let other = "prefix/run/node/rank-0/lock/other";
     store.put(other, b"{}").unwrap();
+    let notes = "prefix/run/node/rank-0/notes/by-hand";
+    store.put(notes, b"{}").unwrap();
     tier.destroy().unwrap();
-    assert_eq!(store.keys(), [other]);
+    assert_eq!(store.keys(), [other, notes]);
 }
 
 #[test]

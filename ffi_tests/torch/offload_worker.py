@@ -14,9 +14,9 @@ sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2] / "packaging" / 
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
+from fsdp_worker import exchange
 from ranks_worker import give, meshes, parameter, parts, placed, raises, same_bits, values
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
@@ -220,7 +220,7 @@ def groups():
 
 
 def checkpoints(folder):
-    """A checkpoint by torch.distributed.checkpoint goes on with the other class."""
+    """torch.distributed.checkpoint saves a state of one class, and the other class continues with it."""
     mesh = meshes()[0]
     models, optimizers = [], []
     for kind in (lambda params: own.offload(params, lr=1e-2), lambda params: torch.optim.AdamW(params, lr=1e-2)):
@@ -237,14 +237,8 @@ def checkpoints(folder):
     for step in range(8):
         for model, optimizer in zip(models, optimizers):
             train(model, optimizer, step)
-        if step in (2, 5):
-            options = StateDictOptions(flatten_optimizer_state_dict=step == 5)
-            for name, model, optimizer in zip(("ours", "theirs"), models, optimizers):
-                checkpoint.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=f"{folder}/{name}-{step}")
-            for name, model, optimizer in zip(("theirs", "ours"), models, optimizers):
-                state = get_optimizer_state_dict(model, optimizer, options=options)
-                checkpoint.load(state, checkpoint_id=f"{folder}/{name}-{step}")
-                set_optimizer_state_dict(model, optimizer, state, options=options)
+        if step == 3:
+            exchange(models, optimizers, folder)
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(one.to_local(), other.to_local(), rtol=1e-5, atol=1e-6)
     # A new optimizer gets its states by the first call of set_optimizer_state_dict.

@@ -2,11 +2,9 @@
 and with torch's AdamW, the same; a checkpoint of one by torch.distributed.checkpoint resumes with the other. The
 states may be on tiers, which resume at one commit."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
+import processes
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,13 +18,7 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases")
     for case in ALIKE:
         (folder / case).mkdir()
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", WORKER, folder, *ALIKE, "one rank"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return processes.run(WORKER, 2, folder, *ALIKE, "one rank")
 
 
 @pytest.mark.parametrize("case", ALIKE)

@@ -1,11 +1,9 @@
 """Parameters that are placed on meshes of 2 and of 4 processes: which part counts in the norm, which random bits it gets, and what the
 other processes do if one refuses its step. ranks_worker.py has the cases."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
+import processes
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,18 +15,12 @@ CASES = ("norms", "own_parts", "replicas", "no_norm", "refusals", "trainings", "
 @pytest.fixture(scope="module", params=[2, 4])
 def done(request):
     """The end of the processes that run all cases. Their start takes longer than a case."""
-    return request.param, subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={request.param}", "--standalone", WORKER, *CASES],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return request.param, processes.run(WORKER, request.param, *CASES)
 
 
 def held(done, case):
-    processes, end = done
-    assert end.stdout.count(f"{case} holds\n") == processes, end
+    count, end = done
+    assert end.stdout.count(f"{case} holds\n") == count, end
 
 
 def test_the_norm_is_that_of_torch_for_all_placements(done):

@@ -58,8 +58,21 @@ def training(seed, mesh, make):
         "skip_nonfinite": chance.random() < 0.6,
         "bucket_bytes": chance.choice((1, 2000, 1 << 20)),
     }
-    optimizer = make([p for p in model.parameters() if p.requires_grad], **options)
-    data, seen = torch.Generator().manual_seed(1000 * seed + dist.get_rank()), []
+    optimizer = make([p for p in model.parameters() if p.requires_grad], model, **options)
+    later = getattr(optimizer, "_next", None) is not None
+    data, losses, verdicts = torch.Generator().manual_seed(1000 * seed + dist.get_rank()), [], []
+
+    def heard(action):
+        """The result of what gives the verdict of a step; None if it is refused."""
+        result = None
+        try:
+            result = action()
+        except spillway.InvalidArgumentError as error:
+            assert "Inf or NaN" in str(error)
+            verdicts.append("refused")
+        verdicts.append((optimizer.skipped, optimizer.grad_norm))
+        return result
+
     for step in range(chance.randint(3, 6)):
         micro = chance.choice((1, 1, 2, 3))
         spiked = chance.randrange(dist.get_world_size()) if chance.random() < 0.3 else None
@@ -68,9 +81,10 @@ def training(seed, mesh, make):
         for number in range(micro):
             model.set_requires_gradient_sync(synchronous or number == micro - 1)
             x = torch.randn(4, width, generator=data).to(dtype)
-            loss = model(x).float().square().mean() * (300.0 if spiked == dist.get_rank() else 1.0)
+            found = heard(lambda: model(x)) if later and step and not number else None  # noqa: B023
+            loss = (model(x) if found is None else found).float().square().mean() * (300.0 if spiked == dist.get_rank() else 1.0)
             loss.backward()
-            seen.append(loss.item())
+            losses.append(loss.item())
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         if event == "inf" and dist.get_rank() == step % dist.get_world_size() and grads[0].to_local().numel():
             grads[0].to_local().view(-1)[0] = math.inf
@@ -78,27 +92,28 @@ def training(seed, mesh, make):
             grads[-1].mul_(0.5)
         if event == "lr":
             optimizer.param_groups[0]["lr"] *= 0.5
-        try:
-            optimizer.step()
-        except spillway.InvalidArgumentError as error:
-            assert "Inf or NaN" in str(error)
-            seen.append("refused")
-        seen.append((optimizer.skipped, optimizer.grad_norm))
+        optimizer.step() if later else heard(optimizer.step)
         optimizer.zero_grad()
+    if later:
+        heard(optimizer.settle)
     states = optimizer.state_dict()["state"]
     moments = [states[number][name].to_local() for number in sorted(states) for name in ("exp_avg", "exp_avg_sq")]
-    return seen, [p.to_local().detach().clone() for p in model.parameters()] + moments
+    return (losses, verdicts), [p.to_local().detach().clone() for p in model.parameters()] + moments
 
 
-def with_overlap(params, **options):
+def with_overlap(params, model=None, **options):
     return own.offload(params, overlap=True, **options)
 
 
-def without_overlap(params, **options):
+def without_overlap(params, model=None, **options):
     return own.offload(params, overlap=False, **options)
 
 
-def waiting_class(params, bucket_bytes, **options):
+def in_next_forward(params, model, **options):
+    return own.offload(params, overlap=True, verdict="forward", model=model, **options)
+
+
+def waiting_class(params, model, bucket_bytes, **options):
     master = {"master": "f32"} if params[0].dtype is not torch.float32 else {}
     group = {"process_group": dist.group.WORLD} if options["max_norm"] or options["skip_nonfinite"] else {}
     return own.AdamW(params, **options, **master, **group)
@@ -115,6 +130,7 @@ def trainings():
         for mesh in meshes():
             found = training(seed, mesh, with_overlap)
             assert equal(found, training(seed, mesh, without_overlap)), seed
+            assert equal(found, training(seed, mesh, in_next_forward)), seed
             other = training(seed, mesh, waiting_class)
             assert len(found[1]) == len(other[1]) and all(map(same_bits, found[1], other[1])), seed
 
@@ -257,6 +273,7 @@ def lost():
     optimizer = with_overlap(params, lr=0.1, max_norm=1.0)
     give(params, 0)
     optimizer.step()
+    later = in_next_forward(params, torch.nn.ParameterList(params), lr=0.1, max_norm=1.0)
     before = [p.to_local().detach().clone() for p in params]
     give(params, 1)
     # The launcher ends the others once it sees that one process has ended.
@@ -265,9 +282,11 @@ def lost():
     if dist.get_rank() == dist.get_world_size() - 1:
         print("lost holds\n", end="", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
+    raises(RuntimeError, lambda: (later.step(), later.settle()), "")
     raises(RuntimeError, optimizer.step, "")
     assert all(map(torch.equal, [p.to_local().detach().clone() for p in params], before))
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    assert not any(float(state["step"]) for state in later.state.values())
 
 
 def main(folder, *cases):

@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import math
+import os
 import pickle
 import random
 import signal
@@ -21,6 +22,8 @@ from spillway.torch import AdamW, _offload_plan
 
 #: Parameters on the CPU do not overlap unless the program asks for it.
 offload = functools.partial(spillway.torch.offload, overlap=True)
+#: Random trainings with the verdict in the next forward.
+TRAININGS = int(os.environ.get("SPILLWAY_TRAININGS", "20"))
 #: Bytes of a bucket: one per parameter, some per model, one for all.
 BUCKETS = (1, 2000, 1 << 20)
 
@@ -49,7 +52,7 @@ class Net(torch.nn.Module):
 
 
 def training(seed, make):
-    """Losses, norms and final tensors of a random training. `make(params, **options)` makes the optimizer."""
+    """Losses, norms and final tensors of a random training. `make(params, model, **options)` makes the optimizer."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
     dtype = chance.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
@@ -63,9 +66,21 @@ def training(seed, make):
     if chance.random() < 0.5:
         decay = [p for p in params if p.dim() > 1]
         params = [{"params": decay, "weight_decay": 0.1}, {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
-    optimizer = make(params, **options)
+    optimizer = make(params, model, **options)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step) if chance.random() < 0.5 else None
-    data, seen = torch.Generator().manual_seed(seed), []
+    data, seen, verdicts, awaited = torch.Generator().manual_seed(seed), [], [], []
+
+    def heard(action):
+        """The result of what gives the verdict of a step; None if it is refused."""
+        awaited.clear()
+        try:
+            result = action()
+            verdicts.append(None if optimizer.grad_norm is None else (optimizer.skipped, optimizer.grad_norm))
+            return result
+        except spillway.InvalidArgumentError as error:
+            assert "Inf or NaN" in str(error)
+            verdicts.append("refused")
+
     for _ in range(chance.randint(4, 9)):
         events = {name for name in EVENTS if chance.random() < 0.12}
         micro = chance.choice((1, 1, 1, 2, 3))
@@ -74,7 +89,8 @@ def training(seed, make):
             x = torch.randn(5, model.width, generator=data).to(dtype)
 
             def loss_of(x=x, used=used, events=events):
-                loss = model(x, used).float().square().mean()
+                found = heard(lambda: model(x, used)) if awaited else None
+                loss = (model(x, used) if found is None else found).float().square().mean()
                 return loss * 300 if "spike" in events else loss
 
             outer = getattr(optimizer, "accumulating", None)
@@ -97,22 +113,25 @@ def training(seed, make):
             arguments = (closure,)
         else:
             arguments = ()
-        try:
+        if getattr(optimizer, "_next", None) is None:
+            heard(lambda arguments=arguments: optimizer.step(*arguments))
+        else:
             optimizer.step(*arguments)
-        except spillway.InvalidArgumentError as error:
-            assert "Inf or NaN" in str(error)
-            seen.append("refused")
-        seen.append(None if optimizer.grad_norm is None else (optimizer.skipped, optimizer.grad_norm))
+            awaited.append(True)
         if schedule is not None:
             schedule.step()
         optimizer.zero_grad(set_to_none=chance.random() < 0.7)
         if "weights" in events:
+            if awaited:
+                heard(optimizer.settle)
             # This changes no version.
             chance.choice(list(model.parameters())).data.mul_(0.9)
+    if awaited:
+        heard(optimizer.settle)
     state = optimizer.state_dict()["state"]
     tensors = [p.detach() for p in model.parameters()]
     tensors += [state[key][name] for key in sorted(state) for name in ("exp_avg", "exp_avg_sq", "step")]
-    return seen, tensors
+    return (seen, verdicts), tensors
 
 
 def _some(model, chance):
@@ -190,8 +209,8 @@ EVENTS = {
 }
 
 
-def offloaded(**more):
-    return lambda params, **options: offload(params, torch.optim.AdamW, **options, **more)
+def offloaded(verdict="step", **more):
+    return lambda params, model, **options: offload(params, torch.optim.AdamW, verdict=verdict, model=model, **options, **more)
 
 
 def same(one, other):
@@ -208,6 +227,16 @@ def bits(tensor):
 def test_a_step_that_starts_during_backward_has_the_bits_of_one_that_waits(seed):
     bucket = BUCKETS[seed % 3]
     same(training(seed, offloaded(bucket_bytes=bucket)), training(seed, offloaded(bucket_bytes=bucket, overlap=False)))
+
+
+@pytest.mark.parametrize("seed", range(100, 100 + TRAININGS))
+def test_a_verdict_in_the_next_forward_gives_the_bits_of_one_in_step(seed, monkeypatch):
+    bucket = BUCKETS[seed % 3]
+    waits = training(seed, offloaded(bucket_bytes=bucket, overlap=False))
+    if seed % 4 == 1:
+        link = Later()
+        monkeypatch.setattr("spillway.torch._offload_plan.link_to", lambda param: link)
+    same(training(seed, offloaded("forward", bucket_bytes=bucket, overlap=seed % 4 < 3)), waits)
 
 
 class Later(_offload_plan.HostLink):
@@ -420,6 +449,8 @@ def test_a_parameter_that_is_added_later_is_stepped():
         ({"max_norm": "1"}, spillway.InvalidArgumentError, "max_norm is '1'"),
         ({"skip_nonfinite": "x"}, spillway.InvalidArgumentError, "skip_nonfinite is 'x'"),
         ({"bucket_bytes": 0}, spillway.InvalidArgumentError, "bucket_bytes is 0"),
+        ({"verdict": "backward"}, spillway.InvalidArgumentError, "verdict is 'backward'; pass 'step' or 'forward'"),
+        ({"verdict": "forward", "model": 3}, spillway.InvalidArgumentError, "model is 3; pass model="),
         ({"amsgrad": True}, spillway.UnsupportedError, "amsgrad is not served"),
         ({"betas": (2.0, 0.9)}, ValueError, "beta"),
         ({"undo": True}, TypeError, "undo"),
@@ -589,7 +620,8 @@ def test_an_optimizer_that_is_dropped_leaves_no_hook_and_no_memory():
     model(torch.ones(1, 2)).sum().backward()
 
 
-def test_a_step_that_a_signal_interrupts_happens_or_does_not():
+@pytest.mark.parametrize("verdict", ["step", "forward"])
+def test_a_step_that_a_signal_interrupts_happens_or_does_not(verdict):
     """A handler raises at a random moment of backward or step. Afterwards weights and states are those of the counted number of steps."""
 
     def gradients(model, step):
@@ -599,7 +631,7 @@ def test_a_step_that_a_signal_interrupts_happens_or_does_not():
     def make():
         torch.manual_seed(7)
         model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
-        return model, offload(model, lr=1e-2, max_norm=0.05, bucket_bytes=1)
+        return model, offload(model, lr=1e-2, max_norm=0.05, bucket_bytes=1, verdict=verdict)
 
     steps = 15
     model, optimizer = make()
@@ -609,6 +641,7 @@ def test_a_step_that_a_signal_interrupts_happens_or_does_not():
         gradients(model, step)
         optimizer.step()
         optimizer.zero_grad()
+        optimizer.settle()
         after.append([p.detach().clone() for p in model.parameters()])
 
     duration = (time.perf_counter() - begun) / steps
@@ -649,6 +682,124 @@ def test_a_step_that_a_signal_interrupts_happens_or_does_not():
     finally:
         signal.signal(signal.SIGALRM, before)
     assert interrupted > 1
+
+
+def waiting():
+    """A model whose step waits for its next forward, its weights before the step, and those after it."""
+    results = []
+    for verdict in ("step", "forward"):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+        before = values(model.parameters())
+        optimizer = offload(model, lr=0.1, max_norm=0.1, bucket_bytes=1, verdict=verdict)
+        model(torch.randn(5, 4)).square().sum().backward()
+        with pytest.MonkeyPatch.context() as patch:
+            if verdict == "forward":
+                # step() waits for nothing.
+                patch.delattr(spillway.Speculation, "local_result")
+                patch.delattr(spillway.Speculation, "wait")
+            optimizer.step()
+        optimizer.zero_grad()
+        results.append(values(model.parameters()))
+    assert all(map(torch.equal, before, results[1])) and not any(map(torch.equal, before, results[0]))
+    return model, optimizer, results[0]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, optimizer: model(torch.ones(2, 4)),
+        lambda model, optimizer: model[2](torch.ones(2, 4)),
+        lambda model, optimizer: model.state_dict(),
+        lambda model, optimizer: model.load_state_dict({}, strict=False),
+        lambda model, optimizer: optimizer.state_dict(),
+        lambda model, optimizer: optimizer.state,
+        lambda model, optimizer: optimizer.grad_norm,
+        lambda model, optimizer: optimizer.skipped,
+        lambda model, optimizer: optimizer.settle(),
+        lambda model, optimizer: (optimizer.step(), optimizer.settle()),
+        lambda model, optimizer: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}),
+        lambda model, optimizer: optimizer.close(),
+        lambda model, optimizer: model.eval()(torch.ones(2, 4)),
+    ],
+)
+def test_whatever_uses_a_step_completes_it(use):
+    model, optimizer, after = waiting()
+    use(model, optimizer)
+    assert all(map(torch.equal, model.parameters(), after))
+    assert not any(part._forward_pre_hooks for part in model), "hooks of the parts are there while a step waits"
+
+
+def test_a_step_that_waits_keeps_its_optimizer_and_a_copy_of_the_model_does_not():
+    model, optimizer, after = waiting()
+    kept = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    other(torch.ones(2, 4))
+    assert kept() is not None and not any(map(torch.equal, model.parameters(), after))
+    model(torch.ones(2, 4))
+    gc.collect()
+    assert kept() is None and all(map(torch.equal, model.parameters(), after)) and not model._forward_pre_hooks
+
+
+def test_a_write_to_a_parameter_whose_step_waits_is_an_error():
+    model, optimizer, _ = waiting()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(spillway.InvalidArgumentError, match="parameter 0 was written to after step.*optimizer.settle"):
+        model(torch.ones(2, 4))
+    # Nothing was stepped, and the value of the program stays.
+    assert not optimizer.state_dict()["state"][0]["step"] and not model[0].weight.any()
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    optimizer.settle()
+    assert int(optimizer.state[model[0].weight]["step"]) == 1
+
+
+def test_a_backward_of_a_forward_before_the_step_is_torchs_error():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = offload(model, verdict="forward")
+    losses = [model(torch.randn(2, 4)).sum() for _ in range(2)]
+    losses[0].backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+
+
+def test_a_refused_step_is_an_error_of_the_next_forward():
+    model, optimizer, after = waiting()
+    loss = model(torch.randn(5, 4)).sum()
+    (loss * math.nan).backward()
+    optimizer.step()
+    with pytest.raises(spillway.InvalidArgumentError, match="has Inf or NaN; nothing was stepped"):
+        model(torch.ones(2, 4))
+    assert all(map(torch.equal, model.parameters(), after)) and {int(state["step"]) for state in optimizer.state.values()} == {1}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_is_compiled_once():
+    losses = []
+    for verdict in ("step", "forward"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))
+        optimizer = offload(model, lr=0.1, max_norm=0.1, verdict=verdict)
+        graphs = []
+
+        def keep(graph, _, graphs=graphs):
+            graphs.append(graph)
+            return graph
+
+        compiled = torch.compile(model, backend=keep)
+        for _ in range(12):
+            loss = compiled(torch.randn(5, 4)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert len(graphs) == 1
+    assert losses[:12] == losses[12:] and losses[11] < losses[0]
 
 
 def trained(*shapes, **options):

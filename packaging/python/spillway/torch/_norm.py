@@ -10,7 +10,7 @@ plain tensors of its own."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
@@ -87,33 +87,50 @@ def _counts(rows: Any, groups: _Groups, process_group: Any, kind: str) -> list[b
 
 def reduced(here: Measured, process_group: Any, kind: str) -> tuple[float, bool, bool]:
     """Square of the norm, whether a gradient has Inf or NaN, and whether a GradScaler has found one: in any process of the group."""
+    return reducing(here, process_group, kind)()
+
+
+def reducing(here: Measured, process_group: Any, kind: str) -> Callable[[], tuple[float, bool, bool]]:
+    """Starts the reduction. The function that is returned waits for it, and returns what `reduced` does."""
     if process_group is None:
-        return here.total, here.nonfinite, False
-    total, bad, found, refused = _summed([here.total, float(here.nonfinite), 0.0, 0.0], process_group)
-    if refused:
-        raise SpillwayError(f"{kind}: another process of process_group refused this step, and its error says why; nothing was stepped here")
-    return total, bool(bad), bool(found)
+        return lambda: (here.total, here.nonfinite, False)
+    summed = _summing([here.total, float(here.nonfinite), 0.0, 0.0], process_group)
+
+    def result() -> tuple[float, bool, bool]:
+        total, bad, found, refused = summed()
+        if refused:
+            raise SpillwayError(
+                f"{kind}: another process of process_group refused this step, and its error says why; nothing was stepped here"
+            )
+        return total, bool(bad), bool(found)
+
+    return result
 
 
 def tell_found_inf(process_group: Any) -> None:
     """Tells the other processes, which wait in the reduction of their gradients, that a GradScaler has found Inf or NaN here."""
     if process_group is not None:
-        _summed([0.0, 0.0, 1.0, 0.0], process_group)
+        _summing([0.0, 0.0, 1.0, 0.0], process_group)()
 
 
 def tell_refusal(process_group: Any) -> None:
     """Tells the other processes that this one refuses its step, so that they do not wait for it."""
     if process_group is not None:
         with suppress(Exception):
-            _summed([0.0, 0.0, 0.0, 1.0], process_group)
+            _summing([0.0, 0.0, 0.0, 1.0], process_group)()
 
 
-def _summed(values: list[float], process_group: Any) -> list[float]:
+def _summing(values: list[float], process_group: Any) -> Callable[[], list[float]]:
     # A group of NCCL alone does not sum host memory.
     devices = process_group._device_types
     sums = torch.tensor(values, dtype=torch.float64, device="cpu" if torch.device("cpu") in devices else devices[0])
-    torch.distributed.all_reduce(sums, group=process_group)
-    return sums.tolist()
+    work = torch.distributed.all_reduce(sums, group=process_group, async_op=True)
+
+    def summed() -> list[float]:
+        work.wait()
+        return sums.tolist()
+
+    return summed
 
 
 def _runs(values: Sequence[bool]) -> Iterator[tuple[bool, range]]:

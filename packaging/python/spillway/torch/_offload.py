@@ -9,6 +9,9 @@ Order of a step, with overlap:
 
 A step without overlap is the same step, whose buckets start in step(). Both have the same bits.
 
+With verdict="forward", step() ends after 2, and the next forward of the model begins with 3 and 4. The norm is measured by the pass that
+steps a bucket, so that the verdict is known as soon as there are weights to begin a forward with: no forward is a guess.
+
 Of a DTensor, each process steps its part. The norm is that of all processes, which _norm.py sums up and in which a part counts once."""
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ def offload(
     kind: type = torch.optim.AdamW,
     *,
     overlap: bool | None = None,
+    verdict: str = "step",
+    model: torch.nn.Module | None = None,
     bucket_bytes: int = 64 << 20,
     max_norm: float | None = None,
     process_group: Any = None,
@@ -56,6 +61,9 @@ def offload(
         overlap: Start the step during backward; None: if a parameter is not in host memory, because a backward on the CPU
             and a step would share the processors. Each parameter then has one backward per step, or accumulates inside of
             `accumulating()`; a further backward is correct too, but its step does not overlap.
+        verdict: "step": step() waits for the norm and for the new weights. "forward": the next forward of the model, or of a part of
+            it, does; until then the parameters have their old values. `settle()` waits at once, for what else reads parameters.
+        model: The model of `verdict="forward"`, unless `params` is it.
         bucket_bytes: Bytes of gradients that are stepped together.
         max_norm: Gradients are clipped to this global norm, exactly; `grad_norm` is the norm before.
         process_group: The processes whose gradients are one norm; None: all processes for DTensors, else this process alone.
@@ -76,15 +84,11 @@ def offload(
         optimizer.step()
         optimizer.zero_grad()"""
     beyond = {"max_norm": max_norm, "process_group": process_group, "skip_nonfinite": skip_nonfinite}
-    return Offloaded(params, kind, overlap=overlap, bucket_bytes=bucket_bytes, **beyond, **options)
+    return Offloaded(params, kind, overlap=overlap, verdict=verdict, model=model, bucket_bytes=bucket_bytes, **beyond, **options)
 
 
 class Offloaded(torch.optim.Optimizer):
-    """The optimizer that offload() makes.
-
-    Attributes:
-        grad_norm: Global norm of the gradients of the last step, before clipping; None without `max_norm` and `skip_nonfinite`.
-        skipped: True if the last step changed nothing because a gradient had Inf or NaN."""
+    """The optimizer that offload() makes."""
 
     # torch's GradScaler then passes its factor to step(), and does not write to the gradients.
     _step_supports_amp_scaling = True
@@ -95,6 +99,8 @@ class Offloaded(torch.optim.Optimizer):
         kind: type = torch.optim.AdamW,
         *,
         overlap: bool | None,
+        verdict: str,
+        model: torch.nn.Module | None,
         bucket_bytes: int,
         max_norm: float | None,
         process_group: Any,
@@ -108,11 +114,18 @@ class Offloaded(torch.optim.Optimizer):
         check_keywords("offload", max_norm, process_group, flags, None)
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise InvalidArgumentError(f"offload: bucket_bytes is {bucket_bytes!r}; pass a number of bytes, at least 1")
+        if verdict not in ("step", "forward"):
+            raise InvalidArgumentError(f"offload: verdict is {verdict!r}; pass 'step' or 'forward'")
+        model = params if model is None and isinstance(params, torch.nn.Module) else model
+        if verdict == "forward" and not isinstance(model, torch.nn.Module):
+            raise InvalidArgumentError(
+                f"offload: verdict is 'forward', and model is {model!r}; pass model=, whose next forward completes a step"
+            )
         # torch checks the options, and knows the defaults.
         defaults = own([torch.nn.Parameter(torch.zeros(1))], **options).defaults
         self.max_norm, self.process_group, self.skip_nonfinite, self.overlap = max_norm, process_group, skip_nonfinite, overlap
-        self.grad_norm: float | None = None
-        self.skipped = False
+        self._grad_norm: float | None = None
+        self._skipped = False
         self._bucket_bytes, self._decoupled = bucket_bytes, own is torch.optim.AdamW
         self._slots: dict[torch.Tensor, Slot] = {}
         self._plan: Plan | None = None
@@ -124,8 +137,17 @@ class Offloaded(torch.optim.Optimizer):
         self._loading: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         # Why the next step does not overlap, how many steps in a row were clipped, and the last factor of a GradScaler.
         self._waits, self._accumulates, self._clipped, self._scale = False, False, 0, 1.0
+        # Waits for the verdict of a step that has returned; None: there is none.
+        self._awaited: Callable[[], Any] | None = None
+        self._next: Any = None
         super().__init__(list(params.parameters()) if isinstance(params, torch.nn.Module) else params, defaults)
         self._parts()
+        if verdict == "forward":
+            # It imports torch's compiler, whose import takes seconds.
+            from ._forward import NextForward
+
+            self._next = NextForward(model, self.settle)
+            weakref.finalize(self, self._next.remove)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch does."""
@@ -173,6 +195,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def _arrived(self, slot: Slot) -> None:
         """Called when backward has completed a parameter's gradient."""
+        self._complete()
         overlaps = local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
         if self._accumulates or self._waits or not overlaps or _averages_later(slot.param):
             return
@@ -227,30 +250,53 @@ class Offloaded(torch.optim.Optimizer):
                 try:
                     self._complete()
                     scale, found_inf = _scaler_of(self)
-                    here = None if found_inf else self._measure(scale, others)
+                    if not found_inf:
+                        self._submit(scale, others)
+                    # Whom no other process waits for can measure later.
+                    here = None if found_inf or (self._next is not None and others is None) else self._measure()
                 except Exception:
                     _norm.tell_refusal(others)
                     raise
-                if here is None:
+                if found_inf:
                     _norm.tell_found_inf(others)
                     self._interrupt()
-                    self._waits, self.skipped, self.grad_norm = False, True, math.inf
+                    self._waits, self._skipped, self._grad_norm = False, True, math.inf
                     return result
-                self._decide(here, others)
+                reduced = None if here is None else _norm.reducing(here, others, "offload")
+                if self._next is not None:
+                    self._await(self._next, reduced)
+                else:
+                    self._decide(reduced)
             except BaseException:
-                if self._plan is not None and self._plan.decision is None:
+                if self._awaited is None and self._plan is not None and self._plan.decision is None:
                     self._interrupt()
                 raise
-            self._complete()
+            if self._next is None:
+                self._complete()
         self._waits = False
         return result
 
-    def _measure(self, scale: float, others: Any) -> _norm.Measured:
-        """Has all buckets stepped, and measures their gradients."""
+    def settle(self) -> None:
+        """Completes the last step: afterwards its verdict is known, and the parameters have their new weights. With verdict="forward" call
+        it before the program reads or writes parameters other than by a forward or a state dict of the model.
+
+        Raises:
+            InvalidArgumentError: A gradient has Inf or NaN with `max_norm`, or the program wrote to a parameter since step(); nothing was
+                stepped."""
+        self._complete()
+
+    def _await(self, following: Any, reduced: Any) -> None:
+        """Leaves the rest of the step to the next forward."""
+        if self._plan is not None and self._plan.is_open:
+            self._plan.release()
+        following.expect()
+        self._awaited = partial(self._decide, reduced)
+
+    def _submit(self, scale: float, others: Any) -> None:
+        """Has all buckets stepped."""
         live = [slot for slot in self._current() if slot.param.grad is not None]
         if not live:
-            self._interrupt()
-            return _norm.Measured(0.0, False, "")
+            return self._interrupt()
         plan = self._plan
         for slot in live:
             if reason := slot.refusal():
@@ -285,7 +331,12 @@ class Offloaded(torch.optim.Optimizer):
         self._scale = scale
         for bucket in plan.buckets:
             plan.submit(bucket)
-        nonfinite, total = plan.measured()
+
+    def _measure(self) -> _norm.Measured:
+        """Waits until the gradients of all buckets are measured."""
+        if self._plan is None or not self._plan.is_open:
+            return _norm.Measured(0.0, False, "")
+        nonfinite, total = self._plan.measured()
         return _norm.Measured(total, nonfinite, "")
 
     def _stands(self, plan: Plan, live: list[Slot], others: Any) -> bool:
@@ -293,13 +344,15 @@ class Offloaded(torch.optim.Optimizer):
         same = all(slot.holds(self._states.get(slot.param)) for slot in live)
         return same and plan.stands(live, self._all_options(plan), others, self._limit)
 
-    def _decide(self, here: _norm.Measured, others: Any) -> None:
+    def _decide(self, reduced: Callable[[], tuple[float, bool, bool]] | None) -> None:
         """The verdict that follows from the norm."""
         plan = self._plan if self._plan is not None and self._plan.is_open else None
+        if reduced is None:
+            reduced = _norm.reducing(self._measure(), None, "offload")
         if not self._measures:
             decision: Any = "commit"
         else:
-            total, nonfinite, found_inf = _norm.reduced(here, others, "offload")
+            total, nonfinite, found_inf = reduced()
             if nonfinite and not self.skip_nonfinite and not found_inf:
                 slots = plan.slots if plan is not None else []
                 culprit = next((slot.name for slot in slots if not bool(torch.isfinite(slot.grad).all())), "a parameter of another process")
@@ -333,14 +386,16 @@ class Offloaded(torch.optim.Optimizer):
         return None if others is None else _norm.Parts(self._slots, others)
 
     def _complete(self) -> None:
-        """Finishes a step whose verdict is known, also one that a signal interrupted."""
+        """Finishes a step whose verdict is known, also one that a signal interrupted, or that the next forward waits for."""
+        if self._awaited is not None:
+            self._hear(self._awaited)
         plan = self._plan
         if plan is None or plan.decision is None:
             return
         try:
             plan.resolve()
             self._report(plan.decision)
-            if not self.skipped:
+            if not self._skipped:
                 with torch.no_grad():
                     plan.publish()
             plan.finish()
@@ -348,16 +403,49 @@ class Offloaded(torch.optim.Optimizer):
             # A bucket has failed after the verdict, and others have stepped. Raised once, so that a state dict can be loaded.
             plan.end()
             raise
-        if not self.skipped:
+        if not self._skipped:
             for slot in plan.slots:
                 slot.count(plan.numbers[slot])
-        self._clipped = self._clipped + 1 if self.max_norm and (self.grad_norm or 0.0) > self.max_norm else 0
+        self._clipped = self._clipped + 1 if self.max_norm and (self._grad_norm or 0.0) > self.max_norm else 0
         plan.end()
 
+    def _hear(self, verdict: Callable[[], Any]) -> None:
+        """Waits for the verdict of a step that has returned."""
+        plan = self._plan
+        try:
+            # A signal may have come between this and the end.
+            if plan is None or plan.decision is None:
+                if plan is not None and (written := plan.written()) is not None:
+                    raise InvalidArgumentError(
+                        f"offload: {written.name} was written to after step(), which the next forward was to complete; nothing was "
+                        "stepped. Call optimizer.settle() before the program writes to parameters"
+                    )
+                verdict()
+        except Exception:
+            self._awaited = None
+            self._interrupt()
+            self._waits = False
+            self._next.completed()
+            raise
+        self._awaited = None
+        self._next.completed()
+
     def _report(self, decision: Any) -> None:
-        self.skipped, self.grad_norm = False, None
+        self._skipped, self._grad_norm = False, None
         if decision != "commit":
-            self.skipped, self.grad_norm = decision[0], math.sqrt(decision[1])
+            self._skipped, self._grad_norm = decision[0], math.sqrt(decision[1])
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the gradients of the last step, before clipping; None without `max_norm` and `skip_nonfinite`."""
+        self._complete()
+        return self._grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """True if the last step changed nothing because a gradient had Inf or NaN."""
+        self._complete()
+        return self._skipped
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
@@ -454,6 +542,8 @@ class Offloaded(torch.optim.Optimizer):
                 self._plan.close()
                 self._plan = None
             _remove(self._hooks)
+            if self._next is not None:
+                self._next.remove()
 
 
 def _hooked(owner: weakref.ref[Offloaded], of: weakref.ref[Slot], _: torch.Tensor) -> None:

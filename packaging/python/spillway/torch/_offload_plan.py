@@ -44,6 +44,9 @@ class HostLink:
         """True if a tensor has changed since its values were copied, also through `.data`, which changes no version."""
         return not torch.equal(tensor, host)
 
+    def release(self) -> None:
+        """Later work of the caller on the device may overwrite what is copied to the host."""
+
     def fence(self) -> Any:
         """An object with `synchronize()`, which waits for the copies that were started before; None if they are done."""
         return None
@@ -80,6 +83,10 @@ class DeviceLink(HostLink):
     def differs(self, tensor: torch.Tensor, host: torch.Tensor, mark: Any) -> bool:
         """True if the norm has changed."""
         return bool(self.mark(tensor) != mark)
+
+    def release(self) -> None:
+        """Makes the caller's later work on the device wait for the copies that were started before."""
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
     def fence(self) -> Any:
         """An event of the stream."""
@@ -221,6 +228,16 @@ class Slot:
         self.seen = self._now()
         self._versions = [tensor._version for tensor in self._parts.values()]
 
+    def release(self) -> None:
+        """The step returns before its verdict. For torch the parameter is written to: a backward of an earlier forward is an error."""
+        torch.autograd.graph.increment_version(self.param)
+        if self.seen is not None:
+            self.seen = (self.seen[0], self._mark(self.param))
+
+    def is_written(self) -> bool:
+        """True if the program has written to the parameter, or replaced its memory, since the gradient was copied."""
+        return self.seen is not None and self.seen[1] != self._mark(self.param)
+
     def forget(self) -> None:
         """The copy of the gradient is not used any more."""
         self.seen = self._held = None
@@ -228,7 +245,7 @@ class Slot:
     def publish(self) -> None:
         """Gives the parameter its new weights, unless it has them, or the program has written to it since the verdict, after a signal that
         interrupted the step."""
-        if self.seen is not None and self.seen[1] != self._mark(self.param):
+        if self.is_written():
             return
         weights = local(self.param).detach()
         self.link.back(weights, self.weights)
@@ -407,6 +424,17 @@ class Plan:
         results = [lane.speculation.local_result() for lane in self.lanes]
         counted = (result.sum_squares for lane, result in zip(self.lanes, results) if lane.counts)
         return any(result.nonfinite for result in results), sum(counted, 0.0)
+
+    def release(self) -> None:
+        """The step returns before its verdict."""
+        for link in {slot.link for slot in self.slots}:
+            link.release()
+        for slot in self.slots:
+            slot.release()
+
+    def written(self) -> Slot | None:
+        """A parameter to which the program wrote since its gradient was copied; None if there is none."""
+        return next((slot for slot in self.slots if slot.is_written()), None)
 
     def resolve(self) -> None:
         """Gives each lane the verdict, unless it has it."""

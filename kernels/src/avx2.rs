@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::vector::{Body, Isa, Vector, Width};
+use super::vector::{Body, Isa, Vector, Width, wrappers};
 
 /// The instruction sets AVX2, FMA and F16C.
 pub struct Avx2;
@@ -37,26 +37,39 @@ unsafe impl Vector for F32x8 {
     const LANES: usize = 8;
     type Bits = __m256i;
 
-    #[inline(always)]
-    unsafe fn splat(value: f32) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_set1_ps(value) })
+    wrappers! {
+        splat(value: f32) -> Self = Self(_mm256_set1_ps(value));
+        load_f32(from: *const f32) -> Self = Self(_mm256_loadu_ps(from));
+        store_f32(self, to: *mut f32) = _mm256_storeu_ps(to, self.0);
+        load_f16(from: *const u16) -> Self = Self(_mm256_cvtph_ps(_mm_loadu_si128(from.cast())));
+        store_bf16(self, to: *mut u16) = Self::store_bits16(self.round_bf16(), to);
+        add(self, other: Self) -> Self = Self(_mm256_add_ps(self.0, other.0));
+        sub(self, other: Self) -> Self = Self(_mm256_sub_ps(self.0, other.0));
+        mul(self, other: Self) -> Self = Self(_mm256_mul_ps(self.0, other.0));
+        div(self, other: Self) -> Self = Self(_mm256_div_ps(self.0, other.0));
+        sqrt(self) -> Self = Self(_mm256_sqrt_ps(self.0));
+        mul_add(self, factor: Self, addend: Self) -> Self = Self(_mm256_fmadd_ps(self.0, factor.0, addend.0));
+        to_bits(self) -> __m256i = _mm256_castps_si256(self.0);
+        from_bits(bits: __m256i) -> Self = Self(_mm256_castsi256_ps(bits));
+        nan_to_zero(self) -> Self = Self(_mm256_and_ps(self.0, _mm256_cmp_ps::<_CMP_ORD_Q>(self.0, self.0)));
+        widen_f16(bits: __m256i) -> Self = Self(_mm256_cvtph_ps(halves(bits)));
+        widen_bf16(bits: __m256i) -> Self = Self(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)));
+        load_bits32(from: *const u32) -> __m256i = _mm256_loadu_si256(from.cast());
+        load_bits16(from: *const u16) -> __m256i = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+        store_bits32(bits: __m256i, to: *mut u32) = _mm256_storeu_si256(to.cast(), bits);
+        store_bits16(bits: __m256i, to: *mut u16) = _mm_storeu_si128(to.cast(), halves(bits));
+        bits_add(a: __m256i, b: __m256i) -> __m256i = _mm256_add_epi32(a, b);
+        bits_sub(a: __m256i, b: __m256i) -> __m256i = _mm256_sub_epi32(a, b);
+        bits_mul(a: __m256i, b: __m256i) -> __m256i = _mm256_mullo_epi32(a, b);
+        bits_splat(value: u32) -> __m256i = _mm256_set1_epi32(value as i32);
+        bits_or(a: __m256i, b: __m256i) -> __m256i = _mm256_or_si256(a, b);
+        bits_xor(a: __m256i, b: __m256i) -> __m256i = _mm256_xor_si256(a, b);
+        bits_and(a: __m256i, b: __m256i) -> __m256i = _mm256_and_si256(a, b);
+        bits_shl(a: __m256i, by: __m256i) -> __m256i = _mm256_sllv_epi32(a, by);
+        bits_shr(a: __m256i, by: __m256i) -> __m256i = _mm256_srlv_epi32(a, by);
+        load_bytes(from: *const u8) -> __m256i = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
     }
-    #[inline(always)]
-    unsafe fn load_f32(from: *const f32) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_loadu_ps(from) })
-    }
-    #[inline(always)]
-    unsafe fn store_f32(self, to: *mut f32) {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_storeu_ps(to, self.0) }
-    }
-    #[inline(always)]
-    unsafe fn load_f16(from: *const u16) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) })
-    }
+
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut u16) {
         // SAFETY: as stated at the impl.
@@ -66,6 +79,7 @@ unsafe impl Vector for F32x8 {
             _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(quiet));
         }
     }
+
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> Self {
         // SAFETY: as stated at the impl.
@@ -74,41 +88,7 @@ unsafe impl Vector for F32x8 {
             Self(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide)))
         }
     }
-    #[inline(always)]
-    unsafe fn store_bf16(self, to: *mut u16) {
-        // SAFETY: as stated at the impl.
-        unsafe { Self::store_bits16(self.round_bf16(), to) }
-    }
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_add_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn sub(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_sub_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn mul(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_mul_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn div(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_div_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn sqrt(self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_sqrt_ps(self.0) })
-    }
-    #[inline(always)]
-    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_fmadd_ps(self.0, factor.0, addend.0) })
-    }
+
     #[inline(always)]
     unsafe fn signum_times(self, magnitude: Self) -> Self {
         // SAFETY: as stated at the impl.
@@ -119,6 +99,7 @@ unsafe impl Vector for F32x8 {
             Self(_mm256_blendv_ps(self.0, signed, moves))
         }
     }
+
     #[inline(always)]
     unsafe fn add_squares(self, lanes: *mut f64) {
         // SAFETY: as stated at the impl.
@@ -130,21 +111,7 @@ unsafe impl Vector for F32x8 {
             _mm256_storeu_pd(upper, _mm256_fmadd_pd(high, high, _mm256_loadu_pd(upper)));
         }
     }
-    #[inline(always)]
-    unsafe fn to_bits(self) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_castps_si256(self.0) }
-    }
-    #[inline(always)]
-    unsafe fn from_bits(bits: __m256i) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_castsi256_ps(bits) })
-    }
-    #[inline(always)]
-    unsafe fn nan_to_zero(self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_and_ps(self.0, _mm256_cmp_ps::<_CMP_ORD_Q>(self.0, self.0)) })
-    }
+
     #[inline(always)]
     unsafe fn round_f16(self) -> __m256i {
         // SAFETY: as stated at the impl.
@@ -154,6 +121,7 @@ unsafe impl Vector for F32x8 {
             _mm256_cvtepu16_epi32(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(quiet))
         }
     }
+
     #[inline(always)]
     unsafe fn round_bf16(self) -> __m256i {
         // SAFETY: as stated at the impl.
@@ -166,101 +134,31 @@ unsafe impl Vector for F32x8 {
             _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan)
         }
     }
-    #[inline(always)]
-    unsafe fn widen_f16(bits: __m256i) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_cvtph_ps(halves(bits)) })
-    }
-    #[inline(always)]
-    unsafe fn widen_bf16(bits: __m256i) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)) })
-    }
-    #[inline(always)]
-    unsafe fn load_bits32(from: *const u32) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_loadu_si256(from.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn load_bits16(from: *const u16) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn store_bits32(bits: __m256i, to: *mut u32) {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_storeu_si256(to.cast(), bits) }
-    }
-    #[inline(always)]
-    unsafe fn store_bits16(bits: __m256i, to: *mut u16) {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm_storeu_si128(to.cast(), halves(bits)) }
-    }
+
     #[inline(always)]
     unsafe fn stream_bits32(bits: __m256i, to: *mut u32) {
         // SAFETY: as stated at the impl; the caller aligned `to`.
         unsafe { _mm256_stream_si256(to.cast(), bits) }
     }
+
     #[inline(always)]
     unsafe fn stream_bits16(bits: __m256i, to: *mut u16) {
         // SAFETY: as stated at the impl; the caller aligned `to`.
         unsafe { _mm_stream_si128(to.cast(), halves(bits)) }
     }
+
     #[inline(always)]
     unsafe fn prefetch(from: *const u8) {
         // SAFETY: a prefetch of any address is harmless.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
     }
+
     #[inline(always)]
     unsafe fn fence() {
         // SAFETY: every 64-bit x86 processor has this instruction.
         unsafe { _mm_sfence() }
     }
-    #[inline(always)]
-    unsafe fn bits_add(a: __m256i, b: __m256i) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_add_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_sub(a: __m256i, b: __m256i) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_sub_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_mul(a: __m256i, b: __m256i) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_mullo_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_splat(value: u32) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_set1_epi32(value as i32) }
-    }
-    #[inline(always)]
-    unsafe fn bits_or(a: __m256i, b: __m256i) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_or_si256(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_xor(a: __m256i, b: __m256i) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_xor_si256(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_and(a: __m256i, b: __m256i) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_and_si256(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_shl(a: __m256i, by: __m256i) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_sllv_epi32(a, by) }
-    }
-    #[inline(always)]
-    unsafe fn bits_shr(a: __m256i, by: __m256i) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_srlv_epi32(a, by) }
-    }
+
     #[inline(always)]
     unsafe fn within(a: __m256i, a_mask: u32, b: __m256i, b_mask: u32) -> bool {
         // SAFETY: as stated at the impl.
@@ -271,6 +169,7 @@ unsafe impl Vector for F32x8 {
             _mm256_testz_si256(outside, outside) == 1
         }
     }
+
     #[inline(always)]
     unsafe fn store_bytes(bits: __m256i, to: *mut u8) {
         // SAFETY: as stated at the impl.
@@ -280,11 +179,7 @@ unsafe impl Vector for F32x8 {
             _mm_storel_epi64(to.cast(), _mm_unpacklo_epi32(low, high));
         }
     }
-    #[inline(always)]
-    unsafe fn load_bytes(from: *const u8) -> __m256i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast())) }
-    }
+
     #[inline(always)]
     unsafe fn pack(bits: __m256i, to: *mut u8) -> Width {
         // SAFETY: as stated at the impl.
@@ -307,6 +202,7 @@ unsafe impl Vector for F32x8 {
             }
         }
     }
+
     #[inline(always)]
     unsafe fn unpack(width: Width, from: *const u8) -> __m256i {
         // SAFETY: as stated at the impl.

@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::vector::{Body, Isa, Vector, Width};
+use super::vector::{Body, Isa, Vector, Width, wrappers};
 
 /// The instruction sets AVX-512 F, BW, DQ and VL.
 pub struct Avx512;
@@ -42,26 +42,38 @@ unsafe impl Vector for F32x16 {
     const LANES: usize = 16;
     type Bits = __m512i;
 
-    #[inline(always)]
-    unsafe fn splat(value: f32) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_set1_ps(value) })
+    wrappers! {
+        splat(value: f32) -> Self = Self(_mm512_set1_ps(value));
+        load_f32(from: *const f32) -> Self = Self(_mm512_loadu_ps(from));
+        store_f32(self, to: *mut f32) = _mm512_storeu_ps(to, self.0);
+        load_f16(from: *const u16) -> Self = Self(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast())));
+        store_bf16(self, to: *mut u16) = Self::store_bits16(self.round_bf16(), to);
+        add(self, other: Self) -> Self = Self(_mm512_add_ps(self.0, other.0));
+        sub(self, other: Self) -> Self = Self(_mm512_sub_ps(self.0, other.0));
+        mul(self, other: Self) -> Self = Self(_mm512_mul_ps(self.0, other.0));
+        div(self, other: Self) -> Self = Self(_mm512_div_ps(self.0, other.0));
+        sqrt(self) -> Self = Self(_mm512_sqrt_ps(self.0));
+        mul_add(self, factor: Self, addend: Self) -> Self = Self(_mm512_fmadd_ps(self.0, factor.0, addend.0));
+        to_bits(self) -> __m512i = _mm512_castps_si512(self.0);
+        from_bits(bits: __m512i) -> Self = Self(_mm512_castsi512_ps(bits));
+        widen_f16(bits: __m512i) -> Self = Self(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits)));
+        widen_bf16(bits: __m512i) -> Self = Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits)));
+        load_bits32(from: *const u32) -> __m512i = _mm512_loadu_si512(from.cast());
+        load_bits16(from: *const u16) -> __m512i = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+        store_bits32(bits: __m512i, to: *mut u32) = _mm512_storeu_si512(to.cast(), bits);
+        bits_add(a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi32(a, b);
+        bits_sub(a: __m512i, b: __m512i) -> __m512i = _mm512_sub_epi32(a, b);
+        bits_mul(a: __m512i, b: __m512i) -> __m512i = _mm512_mullo_epi32(a, b);
+        bits_splat(value: u32) -> __m512i = _mm512_set1_epi32(value as i32);
+        bits_or(a: __m512i, b: __m512i) -> __m512i = _mm512_or_si512(a, b);
+        bits_xor(a: __m512i, b: __m512i) -> __m512i = _mm512_xor_si512(a, b);
+        bits_and(a: __m512i, b: __m512i) -> __m512i = _mm512_and_si512(a, b);
+        bits_shl(a: __m512i, by: __m512i) -> __m512i = _mm512_sllv_epi32(a, by);
+        bits_shr(a: __m512i, by: __m512i) -> __m512i = _mm512_srlv_epi32(a, by);
+        store_bytes(bits: __m512i, to: *mut u8) = _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(bits));
+        load_bytes(from: *const u8) -> __m512i = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
     }
-    #[inline(always)]
-    unsafe fn load_f32(from: *const f32) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_loadu_ps(from) })
-    }
-    #[inline(always)]
-    unsafe fn store_f32(self, to: *mut f32) {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_storeu_ps(to, self.0) }
-    }
-    #[inline(always)]
-    unsafe fn load_f16(from: *const u16) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) })
-    }
+
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut u16) {
         // SAFETY: as stated at the impl.
@@ -71,6 +83,7 @@ unsafe impl Vector for F32x16 {
             _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(quiet));
         }
     }
+
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> Self {
         // SAFETY: as stated at the impl.
@@ -79,41 +92,7 @@ unsafe impl Vector for F32x16 {
             Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
         }
     }
-    #[inline(always)]
-    unsafe fn store_bf16(self, to: *mut u16) {
-        // SAFETY: as stated at the impl.
-        unsafe { Self::store_bits16(self.round_bf16(), to) }
-    }
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_add_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn sub(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_sub_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn mul(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_mul_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn div(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_div_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn sqrt(self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_sqrt_ps(self.0) })
-    }
-    #[inline(always)]
-    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_fmadd_ps(self.0, factor.0, addend.0) })
-    }
+
     #[inline(always)]
     unsafe fn signum_times(self, magnitude: Self) -> Self {
         // SAFETY: as stated at the impl.
@@ -124,6 +103,7 @@ unsafe impl Vector for F32x16 {
             Self(_mm512_mask_mov_ps(self.0, moves, signed))
         }
     }
+
     #[inline(always)]
     unsafe fn add_squares(self, lanes: *mut f64) {
         // SAFETY: as stated at the impl.
@@ -135,16 +115,7 @@ unsafe impl Vector for F32x16 {
             _mm512_storeu_pd(upper, _mm512_fmadd_pd(high, high, _mm512_loadu_pd(upper)));
         }
     }
-    #[inline(always)]
-    unsafe fn to_bits(self) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_castps_si512(self.0) }
-    }
-    #[inline(always)]
-    unsafe fn from_bits(bits: __m512i) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_castsi512_ps(bits) })
-    }
+
     #[inline(always)]
     unsafe fn nan_to_zero(self) -> Self {
         // SAFETY: as stated at the impl.
@@ -153,6 +124,7 @@ unsafe impl Vector for F32x16 {
             Self(_mm512_maskz_mov_ps(number, self.0))
         }
     }
+
     #[inline(always)]
     unsafe fn round_f16(self) -> __m512i {
         // SAFETY: as stated at the impl.
@@ -162,6 +134,7 @@ unsafe impl Vector for F32x16 {
             _mm512_cvtepu16_epi32(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(quiet))
         }
     }
+
     #[inline(always)]
     unsafe fn round_bf16(self) -> __m512i {
         // SAFETY: as stated at the impl.
@@ -174,101 +147,37 @@ unsafe impl Vector for F32x16 {
             _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc0), number, rounded)
         }
     }
-    #[inline(always)]
-    unsafe fn widen_f16(bits: __m512i) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits)) })
-    }
-    #[inline(always)]
-    unsafe fn widen_bf16(bits: __m512i) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits)) })
-    }
-    #[inline(always)]
-    unsafe fn load_bits32(from: *const u32) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_loadu_si512(from.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn load_bits16(from: *const u16) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn store_bits32(bits: __m512i, to: *mut u32) {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_storeu_si512(to.cast(), bits) }
-    }
+
     #[inline(always)]
     unsafe fn store_bits16(bits: __m512i, to: *mut u16) {
         // SAFETY: as stated at the impl.
         unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(bits)) }
     }
+
     #[inline(always)]
     unsafe fn stream_bits32(bits: __m512i, to: *mut u32) {
         // SAFETY: as stated at the impl; the caller aligned `to`.
         unsafe { _mm512_stream_si512(to.cast(), bits) }
     }
+
     #[inline(always)]
     unsafe fn stream_bits16(bits: __m512i, to: *mut u16) {
         // SAFETY: as stated at the impl; the caller aligned `to`.
         unsafe { _mm256_stream_si256(to.cast(), _mm512_cvtepi32_epi16(bits)) }
     }
+
     #[inline(always)]
     unsafe fn prefetch(from: *const u8) {
         // SAFETY: a prefetch of any address is harmless.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
     }
+
     #[inline(always)]
     unsafe fn fence() {
         // SAFETY: every 64-bit x86 processor has this instruction.
         unsafe { _mm_sfence() }
     }
-    #[inline(always)]
-    unsafe fn bits_add(a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_add_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_sub(a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_sub_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_mul(a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_mullo_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_splat(value: u32) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_set1_epi32(value as i32) }
-    }
-    #[inline(always)]
-    unsafe fn bits_or(a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_or_si512(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_xor(a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_xor_si512(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_and(a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_and_si512(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn bits_shl(a: __m512i, by: __m512i) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_sllv_epi32(a, by) }
-    }
-    #[inline(always)]
-    unsafe fn bits_shr(a: __m512i, by: __m512i) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_srlv_epi32(a, by) }
-    }
+
     #[inline(always)]
     unsafe fn within(a: __m512i, a_mask: u32, b: __m512i, b_mask: u32) -> bool {
         // SAFETY: as stated at the impl.
@@ -278,16 +187,7 @@ unsafe impl Vector for F32x16 {
             a | b == 0
         }
     }
-    #[inline(always)]
-    unsafe fn store_bytes(bits: __m512i, to: *mut u8) {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(bits)) }
-    }
-    #[inline(always)]
-    unsafe fn load_bytes(from: *const u8) -> __m512i {
-        // SAFETY: as stated at the impl.
-        unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast())) }
-    }
+
     #[inline(always)]
     unsafe fn pack(bits: __m512i, to: *mut u8) -> Width {
         // SAFETY: as stated at the impl.
@@ -302,6 +202,7 @@ unsafe impl Vector for F32x16 {
             width
         }
     }
+
     #[inline(always)]
     unsafe fn unpack(width: Width, from: *const u8) -> __m512i {
         // SAFETY: as stated at the impl.

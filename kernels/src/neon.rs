@@ -6,7 +6,7 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 use std::array::from_fn;
 
-use super::vector::{Body, Isa, Vector, Width};
+use super::vector::{Body, Isa, Vector, Width, wrappers};
 
 /// NEON.
 pub struct Neon;
@@ -116,16 +116,31 @@ unsafe impl Vector for F32x16 {
     const LANES: usize = 16;
     type Bits = [uint32x4_t; 4];
 
-    #[inline(always)]
-    unsafe fn splat(value: f32) -> Self {
-        // SAFETY: as stated at the impl.
-        Self([unsafe { vdupq_n_f32(value) }; 4])
+    wrappers! {
+        splat(value: f32) -> Self = Self([vdupq_n_f32(value); 4]);
+        load_f32(from: *const f32) -> Self = Self(from_fn(|i| vld1q_f32(from.add(4 * i))));
+        load_f16(from: *const u16) -> Self = Self::load_halves(from, widen_f16);
+        store_f16(self, to: *mut u16) = self.store_halves(to, narrow_f16);
+        load_bf16(from: *const u16) -> Self = Self::load_halves(from, widen_bf16);
+        store_bf16(self, to: *mut u16) = self.store_halves(to, narrow_bf16);
+        add(self, other: Self) -> Self = self.zip(other, |a, b| vaddq_f32(a, b));
+        sub(self, other: Self) -> Self = self.zip(other, |a, b| vsubq_f32(a, b));
+        mul(self, other: Self) -> Self = self.zip(other, |a, b| vmulq_f32(a, b));
+        div(self, other: Self) -> Self = self.zip(other, |a, b| vdivq_f32(a, b));
+        sqrt(self) -> Self = self.map(|a| vsqrtq_f32(a));
+        to_bits(self) -> Self::Bits = self.0.map(|x| vreinterpretq_u32_f32(x));
+        from_bits(bits: Self::Bits) -> Self = Self(bits.map(|x| vreinterpretq_f32_u32(x)));
+        load_bits32(from: *const u32) -> Self::Bits = from_fn(|i| vld1q_u32(from.add(4 * i)));
+        load_bits16(from: *const u16) -> Self::Bits = zero_extend([vld1q_u16(from), vld1q_u16(from.add(8))]);
+        bits_add(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vaddq_u32(a[i], b[i]));
+        bits_sub(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vsubq_u32(a[i], b[i]));
+        bits_mul(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vmulq_u32(a[i], b[i]));
+        bits_splat(value: u32) -> Self::Bits = [vdupq_n_u32(value); 4];
+        bits_or(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vorrq_u32(a[i], b[i]));
+        bits_xor(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| veorq_u32(a[i], b[i]));
+        bits_and(a: Self::Bits, b: Self::Bits) -> Self::Bits = from_fn(|i| vandq_u32(a[i], b[i]));
     }
-    #[inline(always)]
-    unsafe fn load_f32(from: *const f32) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(from_fn(|i| unsafe { vld1q_f32(from.add(4 * i)) }))
-    }
+
     #[inline(always)]
     unsafe fn store_f32(self, to: *mut f32) {
         for (i, register) in self.0.into_iter().enumerate() {
@@ -133,56 +148,13 @@ unsafe impl Vector for F32x16 {
             unsafe { vst1q_f32(to.add(4 * i), register) }
         }
     }
-    #[inline(always)]
-    unsafe fn load_f16(from: *const u16) -> Self {
-        // SAFETY: as stated at the impl.
-        unsafe { Self::load_halves(from, widen_f16) }
-    }
-    #[inline(always)]
-    unsafe fn store_f16(self, to: *mut u16) {
-        // SAFETY: as stated at the impl.
-        unsafe { self.store_halves(to, narrow_f16) }
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(from: *const u16) -> Self {
-        // SAFETY: as stated at the impl.
-        unsafe { Self::load_halves(from, widen_bf16) }
-    }
-    #[inline(always)]
-    unsafe fn store_bf16(self, to: *mut u16) {
-        // SAFETY: as stated at the impl.
-        unsafe { self.store_halves(to, narrow_bf16) }
-    }
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        unsafe { self.zip(other, |a, b| vaddq_f32(a, b)) }
-    }
-    #[inline(always)]
-    unsafe fn sub(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        unsafe { self.zip(other, |a, b| vsubq_f32(a, b)) }
-    }
-    #[inline(always)]
-    unsafe fn mul(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        unsafe { self.zip(other, |a, b| vmulq_f32(a, b)) }
-    }
-    #[inline(always)]
-    unsafe fn div(self, other: Self) -> Self {
-        // SAFETY: as stated at the impl.
-        unsafe { self.zip(other, |a, b| vdivq_f32(a, b)) }
-    }
-    #[inline(always)]
-    unsafe fn sqrt(self) -> Self {
-        // SAFETY: as stated at the impl.
-        unsafe { self.map(|a| vsqrtq_f32(a)) }
-    }
+
     #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
         // SAFETY: as stated at the impl.
         Self(from_fn(|i| unsafe { vfmaq_f32(addend.0[i], self.0[i], factor.0[i]) }))
     }
+
     #[inline(always)]
     unsafe fn signum_times(self, magnitude: Self) -> Self {
         // SAFETY: as stated at the impl.
@@ -191,6 +163,7 @@ unsafe impl Vector for F32x16 {
             vbslq_f32(vcagtq_f32(a, vdupq_n_f32(0.0)), signed, a)
         })
     }
+
     #[inline(always)]
     unsafe fn add_squares(self, lanes: *mut f64) {
         for (i, register) in self.0.into_iter().enumerate() {
@@ -204,33 +177,27 @@ unsafe impl Vector for F32x16 {
             }
         }
     }
-    #[inline(always)]
-    unsafe fn to_bits(self) -> Self::Bits {
-        // SAFETY: as stated at the impl.
-        self.0.map(|x| unsafe { vreinterpretq_u32_f32(x) })
-    }
-    #[inline(always)]
-    unsafe fn from_bits(bits: Self::Bits) -> Self {
-        // SAFETY: as stated at the impl.
-        Self(bits.map(|x| unsafe { vreinterpretq_f32_u32(x) }))
-    }
+
     #[inline(always)]
     unsafe fn nan_to_zero(self) -> Self {
         // SAFETY: as stated at the impl.
         self.map(|x| unsafe { vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vceqq_f32(x, x))) })
     }
+
     #[inline(always)]
     unsafe fn round_f16(self) -> Self::Bits {
         let [a, b, c, d] = self.0;
         // SAFETY: as stated at the impl.
         unsafe { zero_extend([narrow_f16(a, b), narrow_f16(c, d)]) }
     }
+
     #[inline(always)]
     unsafe fn round_bf16(self) -> Self::Bits {
         let [a, b, c, d] = self.0;
         // SAFETY: as stated at the impl.
         unsafe { zero_extend([narrow_bf16(a, b), narrow_bf16(c, d)]) }
     }
+
     #[inline(always)]
     unsafe fn widen_f16(bits: Self::Bits) -> Self {
         // SAFETY: as stated at the impl.
@@ -238,21 +205,13 @@ unsafe impl Vector for F32x16 {
         let ((a, b), (c, d)) = (widen_f16(low), widen_f16(high));
         Self([a, b, c, d])
     }
+
     #[inline(always)]
     unsafe fn widen_bf16(bits: Self::Bits) -> Self {
         // SAFETY: as stated at the impl.
         Self(bits.map(|x| unsafe { vreinterpretq_f32_u32(vshlq_n_u32::<16>(x)) }))
     }
-    #[inline(always)]
-    unsafe fn load_bits32(from: *const u32) -> Self::Bits {
-        // SAFETY: as stated at the impl.
-        from_fn(|i| unsafe { vld1q_u32(from.add(4 * i)) })
-    }
-    #[inline(always)]
-    unsafe fn load_bits16(from: *const u16) -> Self::Bits {
-        // SAFETY: as stated at the impl.
-        unsafe { zero_extend([vld1q_u16(from), vld1q_u16(from.add(8))]) }
-    }
+
     #[inline(always)]
     unsafe fn store_bits32(bits: Self::Bits, to: *mut u32) {
         for (i, register) in bits.into_iter().enumerate() {
@@ -260,6 +219,7 @@ unsafe impl Vector for F32x16 {
             unsafe { vst1q_u32(to.add(4 * i), register) }
         }
     }
+
     #[inline(always)]
     unsafe fn store_bits16(bits: Self::Bits, to: *mut u16) {
         // SAFETY: as stated at the impl.
@@ -269,51 +229,19 @@ unsafe impl Vector for F32x16 {
             vst1q_u16(to.add(8), high);
         }
     }
-    #[inline(always)]
-    unsafe fn bits_add(a: Self::Bits, b: Self::Bits) -> Self::Bits {
-        // SAFETY: as stated at the impl.
-        from_fn(|i| unsafe { vaddq_u32(a[i], b[i]) })
-    }
-    #[inline(always)]
-    unsafe fn bits_sub(a: Self::Bits, b: Self::Bits) -> Self::Bits {
-        // SAFETY: as stated at the impl.
-        from_fn(|i| unsafe { vsubq_u32(a[i], b[i]) })
-    }
-    #[inline(always)]
-    unsafe fn bits_mul(a: Self::Bits, b: Self::Bits) -> Self::Bits {
-        // SAFETY: as stated at the impl.
-        unsafe { from_fn(|i| vmulq_u32(a[i], b[i])) }
-    }
-    #[inline(always)]
-    unsafe fn bits_splat(value: u32) -> Self::Bits {
-        // SAFETY: as stated at the impl.
-        unsafe { [vdupq_n_u32(value); 4] }
-    }
-    #[inline(always)]
-    unsafe fn bits_or(a: Self::Bits, b: Self::Bits) -> Self::Bits {
-        // SAFETY: as stated at the impl.
-        unsafe { from_fn(|i| vorrq_u32(a[i], b[i])) }
-    }
-    #[inline(always)]
-    unsafe fn bits_xor(a: Self::Bits, b: Self::Bits) -> Self::Bits {
-        // SAFETY: as stated at the impl.
-        unsafe { from_fn(|i| veorq_u32(a[i], b[i])) }
-    }
-    #[inline(always)]
-    unsafe fn bits_and(a: Self::Bits, b: Self::Bits) -> Self::Bits {
-        // SAFETY: as stated at the impl.
-        unsafe { from_fn(|i| vandq_u32(a[i], b[i])) }
-    }
+
     #[inline(always)]
     unsafe fn bits_shl(a: Self::Bits, by: Self::Bits) -> Self::Bits {
         // SAFETY: as stated at the impl.
         unsafe { from_fn(|i| vshlq_u32(a[i], vreinterpretq_s32_u32(by[i]))) }
     }
+
     #[inline(always)]
     unsafe fn bits_shr(a: Self::Bits, by: Self::Bits) -> Self::Bits {
         // SAFETY: as stated at the impl.
         unsafe { from_fn(|i| vshlq_u32(a[i], vnegq_s32(vreinterpretq_s32_u32(by[i])))) }
     }
+
     #[inline(always)]
     unsafe fn within(a: Self::Bits, a_mask: u32, b: Self::Bits, b_mask: u32) -> bool {
         // SAFETY: as stated at the impl.
@@ -323,6 +251,7 @@ unsafe impl Vector for F32x16 {
             vmaxvq_u32(vorrq_u32(outside(a, a_mask), outside(b, b_mask))) == 0
         }
     }
+
     #[inline(always)]
     unsafe fn store_bytes(bits: Self::Bits, to: *mut u8) {
         // SAFETY: as stated at the impl.
@@ -331,6 +260,7 @@ unsafe impl Vector for F32x16 {
             vst1q_u8(to, vmovn_high_u16(vmovn_u16(low), high));
         }
     }
+
     #[inline(always)]
     unsafe fn load_bytes(from: *const u8) -> Self::Bits {
         // SAFETY: as stated at the impl.
@@ -339,6 +269,7 @@ unsafe impl Vector for F32x16 {
             zero_extend([vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)])
         }
     }
+
     #[inline(always)]
     unsafe fn pack(bits: Self::Bits, to: *mut u8) -> Width {
         // SAFETY: as stated at the impl.
@@ -356,6 +287,7 @@ unsafe impl Vector for F32x16 {
             width
         }
     }
+
     #[inline(always)]
     unsafe fn unpack(width: Width, from: *const u8) -> Self::Bits {
         // SAFETY: as stated at the impl.

@@ -119,6 +119,19 @@ pub unsafe trait Vector: Copy {
     unsafe fn unpack(width: Width, from: *const u8) -> Self::Bits;
 }
 
+/// Functions of an implementation of [`Vector`] whose body is one expression. The impl states why it is safe.
+macro_rules! wrappers {
+    ($($name:ident($($arguments:tt)*) $(-> $result:ty)? = $body:expr;)*) => {$(
+        #[inline(always)]
+        #[allow(unused_unsafe, reason = "the scalar functions without a pointer are safe code")]
+        unsafe fn $name($($arguments)*) $(-> $result)? {
+            // SAFETY: as stated at the impl.
+            unsafe { $body }
+        }
+    )*};
+}
+pub(super) use wrappers;
+
 /// Bytes per lane of packed residuals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]

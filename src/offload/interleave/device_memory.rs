@@ -3,15 +3,14 @@
 
 use std::sync::Arc;
 
+use super::arrays::{self, Deferred};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::gpu::device::Device;
 use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
 use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
 use crate::gpu::stream::Stream;
-use crate::kernel::{AdamRule, States, Tensor};
-use crate::optim;
-use crate::optim::parallel::Job;
+use crate::kernel::AdamRule;
 use crate::pool::buffer::Buffer;
 use crate::sys::shared_slice::SharedSlice;
 use crate::sys::sync::Lock;
@@ -130,27 +129,6 @@ impl DeviceSlot {
             exp_avg_sq: self.state(StateArray::ExpAvgSq, whole)?,
             param: self.state(StateArray::Param, whole)?,
         })
-    }
-}
-
-/// A value that is created at its first use.
-struct Deferred<T>(Lock<Option<Arc<T>>>);
-
-impl<T> Deferred<T> {
-    fn new() -> Deferred<T> {
-        Deferred(Lock::new(None))
-    }
-
-    fn get(&self, create: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
-        let mut created = self.0.lock();
-        match &*created {
-            Some(created) => Ok(Arc::clone(created)),
-            None => Ok(Arc::clone(created.insert(Arc::new(create()?)))),
-        }
-    }
-
-    fn take(&self) -> Option<Arc<T>> {
-        self.0.lock().take()
     }
 }
 
@@ -295,14 +273,9 @@ impl Memory {
             }
         };
         let stage = own.copy.map(|copy| self.stage(stage, copy.dtype())).transpose()?;
-        let [m, v, p] = &own.states;
-        let (mut m, mut v, mut p) = (m.floats.write()?, v.floats.write()?, p.floats.write()?);
-        let grad = grad.floats.read()?;
-        let mut copy = stage.as_ref().map(|stage| stage.floats.write()).transpose()?;
-        let copy = copy.as_mut().map(|copy| copy.floats().split_at_mut(len).0);
-        let states = States { param: p.floats(), exp_avg: Some(m.floats()), exp_avg_sq: Some(v.floats()) };
-        let tensor = Tensor::new(states, grad.floats(), copy)?;
-        optim::step(&mut [Job { optimizer: rule_of(rules, subgroup)?, tensor }], false).map(drop)
+        let states = own.states.each_ref().map(|state| &state.floats);
+        let copy = stage.as_ref().map(|stage| &stage.floats);
+        arrays::step(arrays::rule_of(rules, subgroup)?, len, states, &grad.floats, copy)
     }
 
     fn gpu_step(&self, stream: &Stream, subgroup: usize, slot: usize, rules: &[AdamRule]) -> Result<()> {
@@ -327,7 +300,7 @@ impl Memory {
         }
         let states = at.states(self.shape.sizes[subgroup])?;
         let tensor = DeviceTensor { states, shadow: None, grad, param_copy: self.subgroups[subgroup].copy };
-        self.kernels.adam(stream, &rule_of(rules, subgroup)?, &tensor, None).map(drop)
+        self.kernels.adam(stream, &arrays::rule_of(rules, subgroup)?, &tensor, None).map(drop)
     }
 
     /// Copies a part of a resident's state to host memory. After the last part the resident's memory is kept in
@@ -384,33 +357,15 @@ impl Memory {
     }
 }
 
-fn rule_of(rules: &[AdamRule], subgroup: usize) -> Result<AdamRule> {
-    rules
-        .get(subgroup)
-        .or(rules.first())
-        .copied()
-        .ok_or_else(|| Error::invalid("rules", "no optimizer options were passed"))
-}
-
 /// Checks that the arrays match `shape`, and returns the element type of all gradients.
 fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
-    if subgroups.len() != shape.count() {
-        let reason = format!("there are {}, but the shape has {}", subgroups.len(), shape.count());
-        return Err(Error::invalid("subgroups", reason));
-    }
     let grad = subgroups.first().map_or(Dtype::Bf16, Subgroup::grad_dtype);
     let copy = subgroups.first().and_then(|subgroup| subgroup.copy).map(|copy| copy.dtype());
-    for (index, (subgroup, size)) in subgroups.iter().zip(&shape.sizes).enumerate() {
-        let refuse = |what: &str| {
-            Err(Error::invalid(
-                format!("subgroups[{index}].{what}"),
-                "has another type or length than needed",
-            ))
-        };
+    arrays::check(shape, subgroups, |subgroup, size| {
         let fits =
-            |pinned: &Pinned, dtype| pinned.floats.dtype() == dtype && pinned.floats.len() as u64 == *size;
+            |pinned: &Pinned, dtype| pinned.floats.dtype() == dtype && pinned.floats.len() as u64 == size;
         if !subgroup.states.iter().all(|state| fits(state, Dtype::F32)) {
-            return refuse("states");
+            return Some("states");
         }
         let delivered = match &subgroup.grad {
             Grad::Delivered { host, .. } => {
@@ -423,14 +378,14 @@ fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
                     && shape.gpu_grads == GpuGrads::Fetched
             }
         };
-        let other = |device: DeviceFloats| device.dtype() != grad || device.len() != *size;
+        let other = |device: DeviceFloats| device.dtype() != grad || device.len() != size;
         if !delivered || subgroup.on_device().is_ok_and(other) {
-            return refuse("grad");
+            return Some("grad");
         }
         let copied = subgroup.copy;
-        if copied.map(|copy| copy.dtype()) != copy || copied.is_some_and(|copy| copy.len() != *size) {
-            return refuse("copy");
-        }
-    }
+        let differs =
+            copied.map(|copy| copy.dtype()) != copy || copied.is_some_and(|copy| copy.len() != size);
+        differs.then_some("copy")
+    })?;
     Ok(grad)
 }

@@ -9,13 +9,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::arrays::{self, Deferred};
 use super::lanes::Lanes;
 use super::{Backend, Model, Timing};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 use crate::error::{Error, Result};
-use crate::kernel::{AdamRule, States, Tensor};
-use crate::optim;
-use crate::optim::parallel::Job;
+use crate::kernel::AdamRule;
 use crate::sys::shared_slice::SharedSlice;
 use crate::sys::sync::Lock;
 use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, PAIR, Part, StateArray, Work};
@@ -105,27 +104,16 @@ impl Backend for Host {
 struct DeferredArray {
     dtype: Dtype,
     len: usize,
-    array: Lock<Option<Arc<SharedSlice>>>,
+    array: Deferred<SharedSlice>,
 }
 
 impl DeferredArray {
     fn new(dtype: Dtype, len: u64) -> DeferredArray {
-        DeferredArray { dtype, len: len as usize, array: Lock::new(None) }
+        DeferredArray { dtype, len: len as usize, array: Deferred::new() }
     }
 
     fn get(&self) -> Result<Arc<SharedSlice>> {
-        let mut array = self.array.lock();
-        match &*array {
-            Some(created) => Ok(Arc::clone(created)),
-            None => {
-                let created = Arc::new(SharedSlice::zeroed(self.dtype, self.len)?);
-                Ok(Arc::clone(array.insert(created)))
-            }
-        }
-    }
-
-    fn free(&self) {
-        self.array.lock().take();
+        self.array.get(|| SharedSlice::zeroed(self.dtype, self.len))
     }
 }
 
@@ -248,7 +236,7 @@ impl Memory {
         let resident = &self.residents[subgroup][state as usize];
         copy(&*resident.get()?, range(part), &self.subgroups[subgroup].states[state as usize], range(part))?;
         if part.from + part.len == self.shape.sizes[subgroup] {
-            resident.free();
+            drop(resident.array.take());
         }
         Ok(())
     }
@@ -257,55 +245,32 @@ impl Memory {
     fn step(
         &self,
         subgroup: usize,
-        [m, v, p]: [&SharedSlice; 3],
+        states: [&SharedSlice; 3],
         grad: &SharedSlice,
         copy: Option<&SharedSlice>,
         rules: &[AdamRule],
     ) -> Result<()> {
         let len = self.shape.sizes[subgroup] as usize;
-        let rule = rules.get(subgroup).or(rules.first());
-        let optimizer = *rule.ok_or_else(|| Error::invalid("rules", "no optimizer options were passed"))?;
-        let (mut m, mut v, mut p, grad) = (m.write()?, v.write()?, p.write()?, grad.read()?);
-        let mut copy = copy.map(SharedSlice::write).transpose()?;
-        let states = States {
-            param: p.floats().split_at_mut(len).0,
-            exp_avg: Some(m.floats().split_at_mut(len).0),
-            exp_avg_sq: Some(v.floats().split_at_mut(len).0),
-        };
-        let copy = copy.as_mut().map(|copy| copy.floats().split_at_mut(len).0);
-        let tensor = Tensor::new(states, grad.floats().split_at(len).0, copy)?;
-        optim::step(&mut [Job { optimizer, tensor }], false).map(drop)
+        arrays::step(arrays::rule_of(rules, subgroup)?, len, states, grad, copy)
     }
 }
 
 /// Checks that the arrays match `shape`, and returns the element type of all gradients.
 fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
-    if subgroups.len() != shape.count() {
-        let reason = format!("there are {}, but the shape has {}", subgroups.len(), shape.count());
-        return Err(Error::invalid("subgroups", reason));
-    }
     let grad = subgroups.first().map_or(Dtype::F32, |subgroup| subgroup.grad.dtype());
     let copy = subgroups.first().and_then(|subgroup| subgroup.copy.as_deref()).map(SharedSlice::dtype);
-    for (index, (subgroup, size)) in subgroups.iter().zip(&shape.sizes).enumerate() {
-        let refuse = |what: &str| {
-            Err(Error::invalid(
-                format!("subgroups[{index}].{what}"),
-                "has another type or length than needed",
-            ))
-        };
-        let long = |array: &SharedSlice| array.len() as u64 == *size;
-        if subgroup.states.iter().any(|state| state.dtype() != Dtype::F32 || !long(state)) {
-            return refuse("states");
+    arrays::check(shape, subgroups, |subgroup, size| {
+        let long = |array: &SharedSlice| array.len() as u64 == size;
+        let fits = |array: &SharedSlice, dtype| array.dtype() == dtype && long(array);
+        let own = subgroup.copy.as_deref();
+        if !subgroup.states.iter().all(|state| fits(state, Dtype::F32)) {
+            return Some("states");
         }
-        if subgroup.grad.dtype() != grad || !long(&subgroup.grad) {
-            return refuse("grad");
+        if !fits(&subgroup.grad, grad) {
+            return Some("grad");
         }
-        if subgroup.copy.as_deref().map(SharedSlice::dtype) != copy
-            || !subgroup.copy.as_deref().is_none_or(long)
-        {
-            return refuse("copy");
-        }
-    }
+        (own.map(SharedSlice::dtype) != copy || !own.is_none_or(long)).then_some("copy")
+    })?;
     Ok(grad)
 }
 

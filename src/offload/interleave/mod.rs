@@ -9,12 +9,14 @@
 //! | [`engine`] | the state machine on a backend, with threads for the CPU's and the GPU's part of a step |
 //! | [`host`] | the backend without a device: its lanes are threads, its kernels are the CPU's |
 //! | [`device`], [`device_memory`] | the backend on a GPU: its streams, events, and device and host arrays |
+//! | `arrays` | what the arrays of both backends have in common |
 //! | `lanes` | host threads and events that behave like the streams and events of a device |
 //! | [`recalibrate`] | rates from the timings of every step; when to change the plan |
 //! | [`trace`] | a timeline of one step |
 //! | `races` | a backend that detects missing order with vector clocks (tests) |
 #![forbid(unsafe_code)]
 
+mod arrays;
 pub mod device;
 pub mod device_memory;
 pub mod engine;

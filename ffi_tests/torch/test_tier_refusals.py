@@ -229,3 +229,9 @@ def test_a_step_whose_states_cannot_be_read_names_the_file(tmp_path):
     with pytest.raises(spillway.IoError, match=str(data)):
         optimizer.rollback()
     optimizer.close()
+
+
+def test_several_processes_need_torch_distributed(tmp_path):
+    with pytest.raises(spillway.InvalidArgumentError, match="world is 2, and torch.distributed is not initialized; call"):
+        own.AdamW(parameters(), tier=own.TierOptions([tmp_path], world=2))
+    assert not os.listdir(tmp_path)

@@ -115,6 +115,10 @@ def gathered(value: Any, world: int, group: Any = None) -> list[Any]:
         return [value]
     import torch
 
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise InvalidArgumentError(
+            f"world is {world}, and torch.distributed is not initialized; call torch.distributed.init_process_group(), or leave out world"
+        )
     values = [None] * world
     torch.distributed.all_gather_object(values, value, group=group)
     return values

@@ -52,7 +52,7 @@ def _measure(dst, src, work, rounds):
     }
     _agree(dst, src, contenders)
     _progress.stage(f"{work}, {_report.text(dst.numel())} elements: {rounds} rounds")
-    times = {name: [] for name in contenders}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for round in range(rounds + 1):
         for name, add in contenders.items():
             start = time.perf_counter()

@@ -4,6 +4,7 @@ foreach.
 All run in this process, on the same arrays, in alternation; their results are compared before the timing. A ratio is
 the other implementation's time divided by Spillway's: above 1, Spillway is faster."""
 
+import itertools
 import time
 
 import spillway
@@ -12,6 +13,8 @@ from . import _machine, _progress, _report
 
 _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 _SCALE = 0.125
+# Numbers of DeepSpeed's optimizers.
+_ids = itertools.count(1)
 
 NAME = "python adam"
 COLUMNS = [
@@ -46,10 +49,11 @@ def rows(options, tools):
     """The rows of each case, as soon as they are measured."""
     # The fused work has arrays of 20 bytes per parameter, and a float32 copy of the gradient for DeepSpeed.
     _machine.require_memory(max(options.sizes), 24)
+    torch, native = tools
     for n in options.sizes:
-        yield from _plain(*tools, n, options.rounds)
-    yield from _fused(*tools, max(options.sizes), options.rounds)
-    yield from _many(*tools, options.tensors, options.rounds)
+        yield from _plain(torch, native, n, options.rounds)
+    yield from _fused(torch, native, max(options.sizes), options.rounds)
+    yield from _many(torch, native, options.tensors, options.rounds)
 
 
 def _plain(torch, native, n, rounds):
@@ -114,7 +118,7 @@ def _prepared(entries):
 
 def _native_steps(native, entries):
     """Calls DeepSpeed's op like its optimizer: once per tensor, with the same step number."""
-    optimizer_id = _native_steps.ids = getattr(_native_steps, "ids", 0) + 1
+    optimizer_id = next(_ids)
     native.create_adam(optimizer_id, _LR, *_BETAS, _EPS, _DECAY, True, False)
     state = {"step": 0}
 
@@ -172,7 +176,7 @@ def _measure(case, contenders, rounds):
     n = case["parameters"]
     _progress.stage(f"{case['work']}, {_report.text(n)} parameters: {rounds} rounds")
     repeats = {name: _repeats(run) for name, run in contenders.items()}
-    times = {name: [] for name in contenders}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
             start = time.perf_counter()

@@ -7,11 +7,12 @@ makes it a plain tensor. Streams and events record what they are asked for, in o
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 
-#: What was asked of streams and events, with the numbers of the streams.
-asked: list[tuple[str, int]] = []
+#: What was asked of streams and events, with the streams.
+asked: list[tuple[Any, ...]] = []
 
 
 class OnGpu(torch.Tensor):

@@ -12,6 +12,7 @@ import resource
 import shutil
 import tempfile
 import time
+from typing import Any
 
 from spillway.deepspeed import _ops
 
@@ -70,7 +71,7 @@ def _case(folder, native, options, tensor, apart):
     part = places[: max(1, count // 4)]
     ours = _ops.module("async_io")
     _progress.stage(f"{case}: finding Spillway's best settings")
-    work = {"spillway": Contender("Spillway", ours, places, tensor, _fastest(ours, part, tensor, _OURS))}
+    work: dict[str, Any] = {"spillway": Contender("Spillway", ours, places, tensor, _fastest(ours, part, tensor, _OURS))}
     if native:
         _progress.stage(f"{case}: finding DeepSpeed's best settings")
         work["deepspeed"] = Contender("DeepSpeed", native, places, tensor, _best(native, part, tensor))
@@ -80,7 +81,7 @@ def _case(folder, native, options, tensor, apart):
     if not apart and _io_fio.installed():
         work["fio"] = _io_fio.Ceiling(places[0][0])
     for way in ("read", "write"):
-        taken = {name: [] for name in work}
+        taken: dict[str, list[Any]] = {name: [] for name in work}
         for round_number in range(options.rounds + 1):
             _progress.stage(f"{case}: {way}, round {round_number} of {options.rounds}")
             for name, contender in work.items():
@@ -112,7 +113,7 @@ def _best(native, places, tensor):
 
 def _fastest(module, places, tensor, settings):
     speeds = {setting: _seconds(module, places, tensor, setting) for setting in settings}
-    return min(speeds, key=speeds.get)
+    return min(speeds, key=speeds.__getitem__)
 
 
 def _seconds(module, places, tensor, setting):

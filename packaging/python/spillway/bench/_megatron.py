@@ -10,6 +10,7 @@ import collections
 import gc
 import time
 import warnings
+from typing import Any
 
 import spillway
 
@@ -44,10 +45,11 @@ def prepare(options):
     import torch
 
     warnings.filterwarnings("ignore", "Transformer Engine and Apex")
-    gpu = None
+    gpu: Any = None
     if not torch.cuda.is_available():
-        from . import _gpu_on_cpu as gpu
+        from . import _gpu_on_cpu
 
+        gpu = _gpu_on_cpu
         gpu.install()
     try:
         from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -67,11 +69,12 @@ def prepare(options):
 
 def rows(options, found):
     """The rows of each case, as soon as they are measured."""
+    torch, gpu, hybrid = found
     total = options.tensors * options.elements
     _machine.require_memory(total, _BYTES)
     both = _machine.has_memory(total, 2 * _BYTES)
     for work, overlap in (("overlapped", True), ("not overlapped", False)):
-        yield from _measure(*found, work, overlap, both, options)
+        yield from _measure(torch, gpu, hybrid, work, overlap, both, options)
 
 
 def _measure(torch, gpu, hybrid, work, overlap, both, options):
@@ -79,7 +82,9 @@ def _measure(torch, gpu, hybrid, work, overlap, both, options):
     parts = ("whole step", "optimizers alone")
     turns = 1 if both else _STEPS
     _progress.stage(f"{work}, {_report.text(total)} parameters: {options.rounds} rounds" + ("" if both else f" of {turns} steps"))
-    times, first, kept = {(part, name): [] for part in parts for name in _CONTENDERS}, {}, {}
+    times: dict[tuple[str, str], list[float]] = {(part, name): [] for part in parts for name in _CONTENDERS}
+    first: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for _ in range(options.rounds + both):
         for name in _CONTENDERS:
             if name not in kept:

@@ -3,12 +3,12 @@ comparison with an earlier run.
 
 docs/benchmarks.md describes the shape. A figure is a median with its quartiles over the rounds."""
 
-import json
 import math
 import time
 
 import spillway
 
+from .. import _files
 from . import _machine
 
 FORMAT = 1
@@ -57,11 +57,11 @@ def ratios(values, references):
 def read(path, bench, option="--compare"):
     """The report in a file that `option` names; exits with a message if it cannot be compared with one of `bench`, if given."""
     try:
-        with open(path, encoding="utf-8") as file:
-            report = json.load(file)
+        with open(path, "rb") as file:
+            report = _files.parse_json(file.read())
     except OSError as error:
         raise SystemExit(f"{option}: {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise SystemExit(f"{option}: {path}: the file is not JSON: {error}") from None
     if not isinstance(report, dict) or "format" not in report:
         raise SystemExit(f"{option}: {path}: the file is not a report of a benchmark: it has no format")

@@ -77,7 +77,8 @@ def _measure(torch, work, lengths, rounds):
     _progress.stage(f"{work}, {_report.text(total)} parameters: {rounds} rounds")
     params, optimizers = _optimizers(torch, lengths)
     _agree(torch, work, params, optimizers)
-    times, checks = {name: [] for name in optimizers}, []
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
+    checks = []
     for round in range(rounds + 1):
         for name, optimizer in optimizers.items():
             _new_grads(torch, params)

@@ -5,6 +5,8 @@ Megatron uses for the same purpose. A step of a float32 parameter also writes it
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import spillway.torch
@@ -23,7 +25,10 @@ class _Memory(inner.Memory):
     )
 
 
-class _Offloaded:
+_Mixed: Any = object
+
+
+class _Offloaded(_Mixed):
     """Mixed into spillway.torch's classes."""
 
     _memory: type[inner.Memory] = _Memory

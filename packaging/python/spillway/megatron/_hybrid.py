@@ -15,6 +15,7 @@ A checkpoint names torch's class in its groups and has the float32 master in the
 from __future__ import annotations
 
 import copyreg
+from typing import Any
 
 import torch
 
@@ -64,14 +65,19 @@ def _lacks(optimizer):
     return None
 
 
-class Served:
+_Mixed: Any = object
+
+
+class Served(_Mixed):
     """Mixed into Megatron's class, in front of it."""
 
     _spillway_base: type
+    cpu_optimizer_cls: Any
+    cpu_optimizers: Any
 
     def __reduce_ex__(self, protocol):
         # A copy is of Megatron's class, by whose name it is found.
-        return copyreg.__newobj__, (self._spillway_base,), self.__getstate__()
+        return copyreg.__newobj__, (self._spillway_base,), self.__getstate__()  # type: ignore[attr-defined]
 
     def _init_sub_optimizers(self):
         theirs, ours = CLASSES[self.cpu_optimizer_cls]
@@ -88,7 +94,8 @@ class Served:
     @staticmethod
     def build_cpu_optimizer_list(cpu_optimizer_cls, cpu_param_groups):
         """Divides the CPU parameters into buckets, in order, with an optimizer each."""
-        buckets, taken = [[]], 0
+        buckets: list[list[Any]] = [[]]
+        taken = 0
         for group in cpu_param_groups:
             options, params = {**group}, group["params"]
             options.pop("params")

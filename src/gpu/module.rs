@@ -43,7 +43,7 @@ impl Module {
         };
         if outcome != code::SUCCESS {
             let end = log.iter().position(|byte| *byte == 0).unwrap_or(LOG_BYTES);
-            let words = String::from_utf8_lossy(&log[..end]).trim().to_string();
+            let words = String::from_utf8_lossy(&log[..end]).trim().replace('\n', "; ");
             let error = device.check(outcome, || format!("compiling {what}")).err();
             return Err(with_log(error, &words));
         }

@@ -314,9 +314,8 @@ pub(super) fn answer<T>(
     let detail = match found.map_err(|error| Error::system("starting a thread", &error))? {
         Ok(result) => return result,
         Err(NoAnswer::TooLong) => format!(
-            "the file system did not respond for {:.1} s; the call is still in flight and keeps the lock until it \
-             returns",
-            io_timeout.unwrap_or_default().as_secs_f64()
+            "the file system did not respond for {:?}; the call is still in flight and keeps the lock until it returns",
+            io_timeout.unwrap_or_default()
         ),
         Err(NoAnswer::EarlierCall) => format!("{EARLIER} and keeps the lock; try again after it returns"),
     };

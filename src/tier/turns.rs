@@ -304,11 +304,7 @@ impl TurnRequest {
             queue.clear_ticket()?;
         }
         if taken.is_none() {
-            let message = format!(
-                "no turn on {} within {:.1} s; continuing without one",
-                queue.name,
-                timeout.as_secs_f64()
-            );
+            let message = format!("no turn on {} within {timeout:?}; continuing without one", queue.name);
             log::write(Level::Warn, &message);
         }
         *state = taken.map_or(RequestState::TimedOut, |turn| RequestState::Turn { _turn: turn });

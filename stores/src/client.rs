@@ -219,8 +219,10 @@ impl Store for Client {
         loop {
             let asked = token.as_deref();
             if began.elapsed() >= self.timeout {
-                let message =
-                    format!("the server's listing is not complete after {:.1} s", self.timeout.as_secs_f64());
+                let message = format!(
+                    "the server's listing is not complete after {:?}; allow a longer I/O timeout",
+                    self.timeout
+                );
                 return Err(StoreError { errno: libc::ETIMEDOUT, message });
             }
             let (page, next) =
@@ -309,7 +311,9 @@ fn lost(error: ureq::Error) -> Failure {
             | ureq::Error::Protocol(_)
     );
     let message = match error {
-        ureq::Error::BadUri(_) => "AWS_ENDPOINT_URL is not a valid server address".to_string(),
+        ureq::Error::BadUri(_) => {
+            "AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL is not a valid server address".to_string()
+        }
         other => format!("no response from the server: {other}"),
     };
     let errno = if late { libc::ETIMEDOUT } else { libc::EIO };
@@ -386,6 +390,7 @@ mod tests {
             token: Some("token/of+mine==".to_string()),
             region: "us-east-1".to_string(),
             endpoint,
+            endpoint_from: "AWS_ENDPOINT_URL",
             path_style: true,
             roots: None,
         };

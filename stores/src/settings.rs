@@ -25,6 +25,8 @@ pub struct StoreSettings {
     pub region: String,
     /// URL of the store: `http://HOST:PORT` or `https://HOST`.
     pub endpoint: String,
+    /// Variable that has it, or could.
+    pub endpoint_from: &'static str,
     /// True if the bucket name is the first part of the path; false if it is part of the host name.
     pub path_style: bool,
     /// PEM file of the authorities to trust; `None` for the default ones.
@@ -37,7 +39,11 @@ impl StoreSettings {
         address: &Address,
         variable: impl Fn(&'static str) -> Result<Option<String>, E>,
     ) -> Result<StoreSettings, E> {
-        let first = |[one, other]: [&'static str; 2]| Ok::<_, E>(variable(one)?.or(variable(other)?));
+        let first = |names: [&'static str; 2]| {
+            let found = names.map(|name| Ok::<_, E>(variable(name)?.map(|value| (name, value))));
+            let [one, other] = found;
+            Ok::<_, E>(one?.or(other?))
+        };
         let needed = |name: &'static str| {
             let missing = || Error::invalid(name, format!("is not set; {} needs it", address.text()));
             variable(name)?.ok_or_else(missing).map_err(E::from)
@@ -45,7 +51,7 @@ impl StoreSettings {
         let (key, secret) = (needed(KEY)?, needed(SECRET)?);
         let endpoint = first(ENDPOINTS)?;
         let region = match (first(REGIONS)?, &endpoint) {
-            (Some(region), _) => region,
+            (Some((_, region)), _) => region,
             // Most private stores have no regions and sign with this one.
             (None, Some(_)) => "us-east-1".to_string(),
             (None, None) => {
@@ -56,17 +62,18 @@ impl StoreSettings {
         };
         // AWS's wildcard certificate covers one label before the host name, so it excludes bucket names with dots.
         let path_style = endpoint.is_some() || address.bucket.contains('.');
-        let endpoint = endpoint.unwrap_or_else(|| format!("https://s3.{region}.amazonaws.com"));
+        let (endpoint_from, endpoint) =
+            endpoint.unwrap_or_else(|| (ENDPOINTS[1], format!("https://s3.{region}.amazonaws.com")));
         if !endpoint.starts_with("http://") && !endpoint.starts_with("https://") {
             let reason = format!("{:?} must begin with http:// or https://", shown(&endpoint));
-            return Err(Error::invalid(ENDPOINTS[1], reason).into());
+            return Err(Error::invalid(endpoint_from, reason).into());
         }
         if endpoint.contains('@') {
             let reason = format!(
                 "{:?} contains a user or a password; set {KEY} and {SECRET} instead",
                 shown(&endpoint)
             );
-            return Err(Error::invalid(ENDPOINTS[1], reason).into());
+            return Err(Error::invalid(endpoint_from, reason).into());
         }
         Ok(StoreSettings {
             key,
@@ -74,6 +81,7 @@ impl StoreSettings {
             token: variable(TOKEN)?,
             region,
             endpoint,
+            endpoint_from,
             path_style,
             roots: variable(ROOTS)?,
         })
@@ -81,7 +89,7 @@ impl StoreSettings {
 
     /// The error of an endpoint that is not a valid URL.
     pub fn wrong_endpoint(&self, reason: impl ToString) -> Error {
-        Error::invalid(ENDPOINTS[1], format!("{:?}: {}", shown(&self.endpoint), reason.to_string()))
+        Error::invalid(self.endpoint_from, format!("{:?}: {}", shown(&self.endpoint), reason.to_string()))
     }
 }
 
@@ -115,15 +123,18 @@ mod tests {
 
     #[test]
     fn a_password_in_an_endpoint_is_refused_and_never_shown() {
-        for endpoint in [
+        for (endpoint, variable) in [
             "http://me:hunter2@store:9000",
             "http://hunter2@store",
             "me:hunter2@store",
             "ftp://me:hunter2@store",
             "https://me:hunter2/@store/?hunter2",
-        ] {
-            let error = with(&[("AWS_ENDPOINT_URL", endpoint)]).err().unwrap().to_string();
-            assert!(error.contains("AWS_ENDPOINT_URL") && !error.contains("hunter2"), "{error}");
+        ]
+        .into_iter()
+        .zip(ENDPOINTS.into_iter().cycle())
+        {
+            let error = with(&[(variable, endpoint)]).err().unwrap().to_string();
+            assert!(error.contains(&format!("{variable}:")) && !error.contains("hunter2"), "{error}");
         }
         let odd = with(&[("AWS_ENDPOINT_URL", "http://store:no/?hunter2")]).ok().unwrap();
         let error = odd.wrong_endpoint("invalid port").to_string();

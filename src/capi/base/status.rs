@@ -4,6 +4,7 @@ use std::ffi::{CStr, c_char};
 
 use super::failure::{self, Failure};
 use crate::error::{ArenaKind, Error, GpuKind, IoError, IoKind, RoundError, TierKind};
+use spillway_stores::secrets::printable;
 
 /// Declares the statuses, and the name of each.
 macro_rules! statuses {
@@ -214,7 +215,8 @@ pub(in crate::capi) fn record(error: &Error) -> spw_status {
         Error::Io(error) => Some((IoError::clone(error), failure::c_string(&error.path))),
         _ => None,
     };
-    failure::keep(Failure { message: failure::c_string(&error.to_string()), io });
+    // A file name may contain control characters, which would change what a terminal shows.
+    failure::keep(Failure { message: failure::c_string(&printable(&error.to_string())), io });
     of(error)
 }
 
@@ -240,4 +242,18 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_last_error() -> *const c_char {
     failure::with(|last| last.map_or(c"".as_ptr(), |last| last.message.as_ptr()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Doing;
+
+    #[test]
+    fn a_message_shows_no_control_character_of_a_file_name_and_the_path_keeps_them() {
+        let name = "a\u{1b}[2J\nerror: b";
+        record(&IoError::about(IoKind::NotFound, Doing::Opening, name).into());
+        assert!(last_message().contains("error: b") && !last_message().contains(char::is_control));
+        assert_eq!(last_io_error(|_, path| path.to_str().unwrap() == name), Some(true));
+    }
 }

@@ -1,10 +1,13 @@
 """States whose memory is smaller than a step of their parameter would write: refused, or stepped as what they are. Each is followed by a
 guard of bytes, so that a write behind it is seen."""
 
+import functools
+
 import pytest
 import torch
 
 import spillway
+from spillway import pipeline
 from spillway import torch as own
 
 N = 4096
@@ -88,3 +91,23 @@ def test_a_shorter_state_at_the_address_of_the_old_one_is_seen(swap):
     with pytest.raises(spillway.SpillwayError, match=r"params'\]\[0\]"):
         optimizer.step()
     assert guard.intact()
+
+
+@pytest.mark.parametrize("what", ["parameter", "gradient", "exp_avg", "a state that was replaced"])
+@pytest.mark.parametrize("cls", [functools.partial(own.AdamW, undo=True), pipeline.StageAdamW], ids=["AdamW", "StageAdamW"])
+def test_a_rollback_of_memory_that_is_of_another_tensor_now_is_refused(cls, what):
+    param, guard = torch.nn.Parameter(torch.ones(N)), Guarded()
+    optimizer = cls([param], lr=1e-2)
+    param.grad = torch.ones(N)
+    optimizer.step()
+    state = optimizer.state[param]
+    changed = {"parameter": param, "gradient": param.grad}.get(what, state["exp_avg"])
+    changed.data = guard.tensor(torch.float32)
+    optimizer.step()
+    if what == "a state that was replaced":
+        state["exp_avg"] = state["exp_avg"].clone()
+    else:
+        changed.data = guard.tensor(torch.bfloat16)
+    with pytest.raises(spillway.InvalidArgumentError, match="rollback: a .* since the step"):
+        optimizer.rollback()
+    assert what == "a state that was replaced" or guard.intact()

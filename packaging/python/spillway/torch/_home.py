@@ -202,12 +202,12 @@ class Recorded:
         """Frees the record."""
 
     def _check_unchanged(self) -> None:
-        if _present(self.written) != self._written_then:
+        if not self.table.has_memory() or _present(self.written) != self._written_then:
             raise InvalidArgumentError(
-                "rollback: a parameter or a state was written to since the step, so its values before the step are lost; "
+                "rollback: a parameter or a state was written to since the step, or replaced, so its values before the step are lost; "
                 "roll back before anything else writes to them"
             )
-        if _present(self._grads) != self._grads_then:
+        if not self.table.fits(self._grads) or _present(self._grads) != self._grads_then:
             raise InvalidArgumentError(
                 "rollback: a gradient was written to since the step, and a rollback reads it; roll back before "
                 "zero_grad(set_to_none=False) and before the next backward"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress, starmap
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -37,6 +37,8 @@ _PLACES = re.compile(r"tensors\[(\d+)\](?:\.options\.(\w+))?|^options\.(\w+)")
 _OPTION_NAMES = {"beta1": "betas[0]", "beta2": "betas[1]", "grad_scale": "grad_scale (of the scaler and of max_norm)"}
 #: Dtypes in which step counts are kept as they were found.
 _COUNTS = (torch.float32, torch.float64, torch.int32, torch.int64)
+#: What is raised if a state was removed, or if a tensor has no address any more.
+_ABSENT = (KeyError, RuntimeError, AttributeError, TypeError)
 _data_ptr = torch.Tensor.data_ptr
 _step = itemgetter("step")
 _version = attrgetter("_version")
@@ -180,14 +182,25 @@ class Table:
                 if not part.refresh(self._grads):
                     return False
             return True
-        except (KeyError, RuntimeError, NotImplementedError, AttributeError, TypeError):
-            # A state was removed, or a tensor has no address any more; building the table again names the reason.
+        except _ABSENT:
+            # Building the table again names the reason.
             return False
 
     @property
     def grads(self) -> list[torch.Tensor]:
         """The gradients of the rows, between `refresh` and `release_grads`."""
         return [grad for part in self._slices for grad in part.grads]
+
+    def has_memory(self) -> bool:
+        """True if parameters and states lie where they did in the last step, with their dtypes and shapes."""
+        try:
+            return all(part.has_memory(part.local(part.owners)) for part in self._slices)
+        except _ABSENT:
+            return False
+
+    def fits(self, grads: Sequence[torch.Tensor]) -> bool:
+        """True if gradients of all rows have the dtypes and shapes of those of the last step."""
+        return all(part.grads_same(*grads[part.rows.start : part.rows.stop]) for part in self._slices)
 
     def release_grads(self) -> None:
         """Drops the references to the gradients, so that `zero_grad` frees their memory."""
@@ -285,7 +298,8 @@ class Slice:
         self.distributed = [at for at, owner in enumerate(self.owners) if isinstance(owner, DTensor)]
         self.inner = [states[owner] for owner in self.owners]
         self._params_same = properties_of([row.param for row in rows])
-        self._grads_same = properties_of([row.grad for row in rows])
+        #: Compares gradients of all rows with the present ones, see properties_of().
+        self.grads_same = properties_of([row.grad for row in rows])
         # Comparing lists takes two thirds of the time of making arrays.
         self._addresses = [row.param.data_ptr() for row in rows]
         #: The addresses of gradients in the C table; None while they are written.
@@ -308,16 +322,11 @@ class Slice:
         """Compares parameters and states with those of the last step, takes the present gradients, and writes their addresses to `words`,
         one for each row of the table. False if something does not fit the rows."""
         params = self.owners if not self.distributed else self.local(self.owners)
-        if not self._params_same(*params) or list(map(_data_ptr, params)) != self._addresses:
+        if not self.has_memory(params):
             return False
         if self.has_masters and list(map(_version, params)) != self.versions:
             return False
         if self._step_addresses and list(map(_data_ptr, map(_step, self.inner))) != self._step_addresses:
-            return False
-        of_each: Any = map(self._states_of, self.inner)
-        states = list(of_each if self._single else chain.from_iterable(of_each))
-        states = states if not self.distributed else self.local(states)
-        if not self._states_same(*states) or list(map(_data_ptr, states)) != self._state_addresses:
             return False
         grads = list(map(self._grad, self._params))
         if self._mask is not None:
@@ -329,7 +338,7 @@ class Slice:
             if any(grads[at].placements != self.owners[at].placements for at in self.distributed):
                 return False
             grads = self.local(grads)
-        if not self._grads_same(*grads):
+        if not self.grads_same(*grads):
             return False
         self.grads, addresses = grads, list(map(_data_ptr, grads))
         if addresses != self._grad_addresses:
@@ -339,6 +348,15 @@ class Slice:
                 words[self.rows.start : self.rows.stop].copy_(torch.frombuffer(array("Q", addresses), dtype=torch.int64))
             self._grad_addresses = addresses
         return True
+
+    def has_memory(self, params: Sequence[torch.Tensor]) -> bool:
+        """True if these parameters and the present states lie where those of the rows did, with their dtypes and shapes."""
+        if not self._params_same(*params) or list(map(_data_ptr, params)) != self._addresses:
+            return False
+        of_each: Any = map(self._states_of, self.inner)
+        states = list(of_each if self._single else chain.from_iterable(of_each))
+        states = states if not self.distributed else self.local(states)
+        return self._states_same(*states) and list(map(_data_ptr, states)) == self._state_addresses
 
     def local(self, tensors: Iterable[Any]) -> Any:
         """The local parts of DTensors."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from . import _abi
@@ -100,6 +101,11 @@ def held(array: Any) -> Any:
     if isinstance(array, bytearray):
         return memoryview(array)
     return array.detach() if hasattr(array, "detach") else array
+
+
+def all_held(rows: Iterable[Iterable[Any]]) -> list[Any]:
+    """References as those of held(), for all arrays of all rows."""
+    return [held(array) for row in rows for array in row if array is not None]
 
 
 def dtype_code(name: Any) -> int:

@@ -277,7 +277,7 @@ class Gpu(_NativeHandle):
             self._poll(earlier, 0)
         ticket = _Ticket()
         self._held.submit(
-            (_arrays.held(host), device, after),
+            (*_arrays.all_held([(host, device)]), after),
             lambda outcome: self._recorded(outcome, "spw_gpu_copy_start", ctypes.byref(row), ctypes.byref(ticket.number)),
             ticket,
         )

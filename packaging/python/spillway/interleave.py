@@ -191,10 +191,11 @@ class Interleave(_NativeHandle):
             _fill(slot, subgroup, dtypes, f"subgroups[{index}].", gpu, uint16_dtype)
         options.grad_dtype, options.copy_dtype = dtypes.grad_dtype, dtypes.copy_dtype
         self._gpu = gpu
+        held = _arrays.all_held(self._subgroups)
 
         def hold(handle: Any) -> None:
             options.gpu = handle
-            self._hold("spw_interleave_open", ctypes.byref(options), table, len(table), keeps=(self._subgroups,))
+            self._hold("spw_interleave_open", ctypes.byref(options), table, len(table), keeps=(held,))
 
         hold(None) if gpu is None else gpu._through(hold)
 

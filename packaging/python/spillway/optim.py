@@ -354,7 +354,7 @@ def tensor_table(
     table = (_abi.Tensor * len(entries))()
     for index, entry in enumerate(entries):
         _fill(table[index], entry, names, f"tensors[{index}].", uint16_dtype)
-    held = [_arrays.held(array) for entry in entries for array in entry if array is not None]
+    held = _arrays.all_held(entries)
     if shadow is not None:
         held += _fill_shadows(table, optimizer, shadow, entries, uint16_dtype)
     return table, held
@@ -385,7 +385,7 @@ def _fill_shadows(
             span = _arrays.span(array, prefix + name, True, uint16_dtype)
             _arrays.same_shape(array, own[0], prefix + name, f"tensors[{index}].param")
             _tensor_rows.put(slot, f"shadow_{name}", span, prefix + name)
-    return [_arrays.held(array) for entry in entries for array in entry]
+    return _arrays.all_held(entries)
 
 
 def _pair(betas: Any) -> tuple[float | None, float | None]:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from . import _abi, _arguments, _kept
+from . import _abi, _arguments, _arrays, _kept
 from ._native_handle import _NativeHandle
 from .errors import InvalidArgumentError, SpillwayError
 from .gpu import CudaEvent, CudaStream, Gpu, device_table, stream_number
@@ -190,12 +190,13 @@ class Speculation(_NativeHandle):
             tensors: As for Gpu.step().
             stream: Stream in whose order the GPU steps; None: torch's current stream.
             after: Stream or event after which the GPU computes the norm."""
-        table = device_table(tensors, ordinal=gpu.ordinal)
+        rows = [tuple(row) for row in tensors]
+        table = device_table(rows, ordinal=gpu.ordinal)
         gpu._through(
             lambda device: self.submit_table(
                 "spw_spec_submit_gpu",
                 bucket,
-                (list(tensors), stream),
+                (_arrays.all_held(rows), stream),
                 device,
                 ctypes.addressof(table),
                 len(table),
@@ -212,11 +213,12 @@ class Speculation(_NativeHandle):
             gpu: The Gpu.
             copies: Tuples of host memory, device memory, and optionally the stream or event that still reads the old
                 values."""
-        records = [gpu.copy_record(1, device, host, *after or (None,)) for host, device, *after in copies]
+        rows = [tuple(row) for row in copies]
+        records = [gpu.copy_record(1, device, host, *after or (None,)) for host, device, *after in rows]
         table = (_abi.GpuCopy * len(records))(*records)
         destinations = self._destinations.setdefault(bucket, [])
         outcome: list[int] = []
-        destinations.append(copies)
+        destinations.append(_arrays.all_held(rows))
 
         try:
             gpu._through(lambda device: self._recorded(outcome, "spw_spec_publish_to", bucket, device, table, len(table)))

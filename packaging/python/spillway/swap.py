@@ -288,7 +288,7 @@ class Swap(_NativeHandle):
                 if array is not None or field == "grad":
                     _tensor_rows.put(row, field, _arrays.span(array, argument, write, uint16_dtype), argument)
             row.param_dtype = row.param_dtype or _abi.DTYPE_F32
-        table.held = [_arrays.held(array) for row in tensors for array in row if array is not None]
+        table.held = _arrays.all_held(tensors)
         return table
 
     def read(

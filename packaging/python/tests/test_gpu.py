@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -191,6 +192,20 @@ def test_without_a_gpu_threads_take_its_part(monkeypatch):
         update.finish()
 
 
+def test_an_interleaved_update_keeps_the_memory_of_a_tensor_that_gets_another():
+    torch = pytest.importorskip("torch")
+    memory = [np.zeros(100, np.float32) for _ in range(5)]
+    seen, tensors = [weakref.ref(array) for array in memory], [torch.from_numpy(array) for array in memory]
+    del memory
+    with spillway.Interleave([spillway.Subgroup(*tensors[:4], tensors[4].view(torch.bfloat16)[:100])]):
+        for tensor in tensors:
+            tensor.data = torch.zeros(100)
+        gc.collect()
+        assert all(reference() is not None for reference in seen)
+    gc.collect()
+    assert all(reference() is None for reference in seen)
+
+
 @pytest.mark.parametrize("publish", ["final", "staged", "speculative"])
 def test_speculation_waits_for_the_gpu_and_publishes_to_it(desk, publish):
     driver, gpu, stream = desk
@@ -204,7 +219,7 @@ def test_speculation_waits_for_the_gpu_and_publishes_to_it(desk, publish):
     copies = [driver.device(copy) for copy in plain.copy]
     with spillway.Speculation(len(SIZES), publish=publish) as speculation:
         for index in range(on_gpu):
-            speculation.publish_to(index, gpu, [(staged[index], copies[index], stream)])
+            speculation.publish_to(index, gpu, iter([(staged[index], copies[index], stream)]))
         for number in range(6):
             plain.new_gradients(number)
             speculation.begin(ours, grad_scale=SCALE, max_norm=(0.0, 0.5)[number % 2])
@@ -215,7 +230,7 @@ def test_speculation_waits_for_the_gpu_and_publishes_to_it(desk, publish):
                     driver.upload(source, target, stream)
                 driver.synchronize(stream)
                 if index == on_gpu:
-                    speculation.submit_gpu(index, gpu, [tail], stream=stream, after=stream)
+                    speculation.submit_gpu(index, gpu, iter([tail]), stream=stream, after=stream)
                     continue
                 gpu.copy_out(target, host[index], after=stream).stream_wait(stream)
                 after = stream if index % 2 else driver.record(stream)

@@ -137,7 +137,7 @@ class InterleavedUpdate:
     def _open(self):
         """Opens the update at the first step, and reopens it if a checkpoint has replaced tensors."""
         arrays = [self._subgroup(index) for index in range(len(self._stage3.fp16_groups))]
-        addresses = [[array.data_ptr() for array in group if array is not None] for group in arrays]
+        addresses = [[(array.data_ptr(), array.numel(), array.dtype) for array in group if array is not None] for group in arrays]
         if self._closed:
             raise InvalidArgumentError("spillway.interleave: the update was closed with its engine; make a new engine")
         if addresses == self._arrays:

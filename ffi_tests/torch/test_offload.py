@@ -282,6 +282,33 @@ def test_copies_that_end_later_give_the_same_bits(seed, monkeypatch):
     assert link._last is not None
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.01, 100.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_moves_the_gradient_out_and_the_weights_in_once(dtype, max_norm, monkeypatch):
+    moved = {"out": 0, "in": 0}
+
+    class Counted(_offload_plan.HostLink):
+        def out(self, host, tensor):
+            moved["out"] += tensor.nbytes
+            super().out(host, tensor)
+
+        def back(self, tensor, host):
+            moved["in"] += host.nbytes
+            super().back(tensor, host)
+
+    link = Counted()
+    monkeypatch.setattr("spillway.torch._offload_plan.link_to", lambda param: link)
+    for verdict in ("step", "forward"):
+        model, optimizer, _ = run(
+            lambda model, verdict=verdict: offload(model, bucket_bytes=1, max_norm=max_norm, verdict=verdict), dtype, spike=None
+        )
+        optimizer.settle()
+        bytes_of = sum(param.nbytes for param in model.parameters())
+        # The first step copies the weights too.
+        assert moved == {"out": 7 * bytes_of, "in": 6 * bytes_of}
+        moved.update(out=0, **{"in": 0})
+
+
 def run(optimizer_of, dtype=torch.float32, steps=6, spike=3, seed=1, model=None):
     """A plain training; the model, the optimizer, and norms."""
     torch.manual_seed(seed)

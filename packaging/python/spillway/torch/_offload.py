@@ -378,7 +378,10 @@ class Offloaded(torch.optim.Optimizer):
         """The processes whose gradients are one norm with those of this one; None: there are none."""
         if not self._measures:
             return None
-        return _norm.group_of(self._slots, "offload") if self.process_group is None else self.process_group
+        if self.process_group is not None:
+            return self.process_group
+        # Not those of the slots: a program may have replaced parameters by DTensors since the last step, as accelerate does.
+        return _norm.group_of((param for group in self.param_groups for param in group["params"]), "offload")
 
     def _parts(self) -> _norm.Parts | None:
         """Which parts count in this process; None: all do."""

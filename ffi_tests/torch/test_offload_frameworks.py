@@ -1,0 +1,159 @@
+"""spillway.torch.offload in programs that own the training loop: transformers' Trainer, accelerate, Lightning, a step in the hooks of
+backward as torchtune has it, and accelerate's FSDP2, which axolotl uses. Each trains as with torch's AdamW, and steps start during
+backward."""
+
+import functools
+import pathlib
+
+import processes
+import pytest
+import torch
+
+import spillway.torch
+
+#: Parameters on the CPU do not overlap unless the program asks for it.
+offload = functools.partial(spillway.torch.offload, overlap=True, bucket_bytes=1)
+
+
+@pytest.fixture
+def speculated(monkeypatch):
+    """The number of buckets that were stepped before the verdict."""
+    plans, init = [], spillway.Speculation.__init__
+
+    def noted(self, *given, **more):
+        init(self, *given, **more)
+        plans.append(self)
+
+    monkeypatch.setattr(spillway.Speculation, "__init__", noted)
+    return lambda: sum(speculation.stats().buckets_speculated for speculation in plans)
+
+
+def layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+
+
+def close(one, other):
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("verdict", ["step", "forward"])
+def test_the_trainer_steps_during_backward_clips_and_resumes_with_the_same_bits(tmp_path, speculated, verdict):
+    transformers = pytest.importorskip("transformers")
+
+    def trained(make, clip, folder, resume=None):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+        data = [{"input_ids": torch.arange(32).roll(by), "labels": torch.arange(32).roll(by)} for by in range(64)]
+        arguments = transformers.TrainingArguments(
+            str(folder),
+            max_steps=10,
+            per_device_train_batch_size=8,
+            save_steps=5,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            max_grad_norm=clip,
+        )
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(make(model), None))
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    theirs = trained(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), 0.5, tmp_path / "torch")
+
+    def ours(model):
+        return offload(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.0, max_norm=0.5, verdict=verdict)
+
+    # The norm that the Trainer clips with is left out: the optimizer clips.
+    one = trained(ours, 0.0, tmp_path / "ours")
+    assert speculated() > 0
+    losses = [[entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (one, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0][-1] < losses[0][0]
+    resumed = trained(ours, 0.0, tmp_path / "again", str(tmp_path / "ours" / "checkpoint-5"))
+    assert all(map(torch.equal, one.model.parameters(), resumed.model.parameters()))
+
+
+def test_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    models = []
+    for make in (offload, torch.optim.AdamW):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = layers()
+        given = {"max_norm": 0.5} if make is offload else {}
+        model, optimizer = accelerator.prepare(model, make(model.parameters(), lr=1e-2, **given))
+        for batch in torch.randn(12, 8, 16, generator=torch.Generator().manual_seed(1)):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                if not given and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append(model)
+    close(*models)
+
+
+@pytest.mark.parametrize("verdict", ["step", "forward"])
+def test_lightning(tmp_path, speculated, verdict):
+    lightning = pytest.importorskip("lightning")
+
+    class Training(lightning.LightningModule):
+        def __init__(self, make):
+            super().__init__()
+            self.model, self.make = layers(), make
+
+        def training_step(self, batch):
+            return self.model(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return self.make(self.model)
+
+    models = []
+    for make, clip in (
+        (lambda model: offload(model, lr=1e-2, max_norm=0.5, verdict=verdict), None),
+        (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), 0.5),
+    ):
+        data = torch.utils.data.TensorDataset(torch.randn(64, 16, generator=torch.Generator().manual_seed(1)))
+        training = Training(make)
+        lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            gradient_clip_val=clip,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        ).fit(training, torch.utils.data.DataLoader(data, batch_size=8))
+        if clip is None:
+            assert speculated() > 0
+            training.optimizers().settle()
+        models.append(training.model)
+    close(*models)
+
+
+def test_a_step_in_the_hooks_of_backward():
+    """An optimizer per parameter, whose step runs as soon as the gradient is there and frees it."""
+    models = []
+    for make in (offload, torch.optim.AdamW):
+        model = layers()
+        optimizers = {param: make([param], lr=1e-2) for param in model.parameters()}
+
+        def step(param, optimizers=optimizers):
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step)
+        for batch in torch.randn(6, 8, 16, generator=torch.Generator().manual_seed(1)):
+            model(batch).square().mean().backward()
+            assert all(param.grad is None for param in model.parameters())
+        models.append(model)
+    close(*models)
+
+
+def test_fsdp2_of_accelerate_with_clipping(tmp_path):
+    pytest.importorskip("accelerate")
+    worker = pathlib.Path(__file__).with_name("offload_accelerate_worker.py")
+    end = processes.run(worker, 2, tmp_path)
+    assert end.stdout.count("holds\n") == 2, end

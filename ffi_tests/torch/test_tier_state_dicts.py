@@ -107,6 +107,19 @@ def test_a_state_dict_keeps_its_values(tier):
     same_states(first, before)
 
 
+def test_a_state_dict_after_a_change_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tier").mkdir()
+    params = parameters()
+    optimizer = own.AdamW(params, tier="tier")
+    monkeypatch.chdir("/")
+    train(optimizer, params, [0])
+    optimizer.commit()
+    assert optimizer.state_dict()["state"][2]["exp_avg"].any()
+    optimizer.close()
+    assert own.AdamW(parameters(), tier=tmp_path / "tier").resumed_step == 1
+
+
 def test_large_values_of_a_state_dict_are_maps_of_files_without_a_name(tier, monkeypatch):
     params = parameters()
     optimizer = own.AdamW(params, lr=1e-2, tier=tier)

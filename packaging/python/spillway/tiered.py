@@ -51,9 +51,10 @@ class Place(NamedTuple):
         return bool(self.options.get("degraded", False))
 
     @property
-    def directory(self) -> str | os.PathLike[str] | None:
-        """The first directory; None if all paths are object stores or memory."""
-        return next((path.directory for path in self.paths if path.directory is not None and not _is_remote(path.directory)), None)
+    def directory(self) -> str | None:
+        """The absolute name of the first directory; None if all paths are object stores or memory."""
+        found = (path.directory for path in self.paths if path.directory is not None and not _is_remote(path.directory))
+        return next(map(os.path.abspath, found), None)
 
     def open(self, cure: str) -> Tier:
         """Opens the tier, at the step that all processes have. `cure` says what to do if there is none."""
@@ -146,6 +147,7 @@ class Tiered:
         close_tier: Closes the tier in another way than Tier.close.
 
     Attributes:
+        directory: As of Place, when the tier was opened: a later change of the working directory changes nothing.
         resumed_step: The step at which the tier was opened; None for a new one.
         committed: The record of the last commit.
         committed_step: Its step.
@@ -166,6 +168,7 @@ class Tiered:
         close_tier: Callable[[Tier], object] = Tier.close,
     ):
         self.by, self.place, self._user = by, place, user
+        self.directory = place.directory
         self.committed: Record | None = None
         self.commits, self.changed, self.apart = 0, False, False
         #: Step and record of a commit that has begun, and the status of the library's call once it has returned.

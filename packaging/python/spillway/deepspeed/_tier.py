@@ -45,7 +45,7 @@ class TierSwapper:
         self._tiered = _opened(settings, self.elements, self._parts.sizes, dist.get_rank(), dist.get_world_size())
         _lifetime.opened(self)
         self.resumed = self._tiered.resumed_step is not None
-        self.swap_folder = self._tiered.place.directory
+        self.swap_folder = self._tiered.directory
         self.steps, self.configured = [0] * len(self.elements), []
         self.gradients = Gradients(self._stage3, [0, *itertools.accumulate(self.elements)], settings.missing_gradients == "stale")
         # The parameters whose gradients a function of stage 3 is setting.

@@ -159,7 +159,7 @@ def whole_states(on_tier: TierStates, states: Any) -> dict[torch.Tensor, dict[st
     """The state of every parameter, with the values on the tier."""
     on_tier.take_written()
     whole: dict[torch.Tensor, dict[str, Any]] = {}
-    numbers, directory = [number for number, stated in enumerate(on_tier.stated) if stated], on_tier.tiered.place.directory
+    numbers, directory = [number for number, stated in enumerate(on_tier.stated) if stated], on_tier.tiered.directory
     params = [on_tier.params[number] for number in numbers]
     for number, param in zip(numbers, params):
         own = local(param)

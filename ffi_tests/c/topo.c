@@ -1,12 +1,17 @@
 // Proves that the topology of a recorded machine is that of its files and of hwloc: four superchips of 72 cores, each with a
 // GPU, and ranks on the cores of their GPUs. A root without the directory sys is refused, and
-// refused calls write nothing.
+// refused calls write nothing. A system that binds no thread is an error of the system.
 
 #include "check.h"
 
 #include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <spillway/topo.h>
+#include <stddef.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 enum { CHIPS = 4, CORES = 72 };
@@ -174,6 +179,19 @@ static void hwloc_says_the_same(void) {
     CHECK(packages == CHIPS && cores == CHIPS * CORES && nodes == CHIPS && gpus == CHIPS);
 }
 
+// The last of all, because the process cannot bind threads any more.
+static void a_system_that_refuses_is_no_wrong_argument(const spw_topo *topo) {
+    struct sock_filter rules[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_sched_setaffinity, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog program = {.len = sizeof rules / sizeof *rules, .filter = rules};
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) return;
+    REFUSED(spw_topo_bind_workers(topo, "0"), SPW_ERR_SYSTEM, "asking the system for the processors");
+}
+
 int main(void) {
     write_machine();
     unsetenv("CUDA_VISIBLE_DEVICES");
@@ -183,10 +201,12 @@ int main(void) {
     CHECK_OK(spw_topo_open(&options, &topo));
     parts_are_those_of_the_files(topo);
     refused_calls_write_nothing(topo);
-    CHECK_OK(spw_topo_close(topo));
     a_root_without_sys_is_refused();
     hwloc_says_the_same();
     char command[64];
     snprintf(command, sizeof command, "rm -r %s", root);
-    return system(command) != 0;
+    CHECK(system(command) == 0);
+    a_system_that_refuses_is_no_wrong_argument(topo);
+    CHECK_OK(spw_topo_close(topo));
+    return 0;
 }

@@ -108,6 +108,7 @@ def rollback():
     """Exact for the second step, because the first rollback makes Spillway record. `restored` says whether every bit
     of the state before is back."""
     op, arrays = adam(), tensors(4096)
+    unknown = op.adam_rollback(77, *call(1)[1:], *arrays)
     step(op, 1, arrays)
     before = [tensor.clone() for tensor in arrays]
     step(op, 2, arrays)
@@ -127,7 +128,15 @@ def rollback():
         a.copy_(b)
     again = op.adam_rollback(*call(2), *arrays)
     untouched = all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(arrays, infinite))
-    return {"close": close, "restored": restored, "repaired": repaired, "exact": exact, "again": again, "untouched": untouched}
+    return {
+        "close": close,
+        "restored": restored,
+        "repaired": repaired,
+        "exact": exact,
+        "again": again,
+        "untouched": untouched,
+        "unknown": unknown,
+    }
 
 
 def adagrad_and_lion():

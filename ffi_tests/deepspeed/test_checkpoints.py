@@ -44,6 +44,10 @@ try:
     tier.load_checkpoint("swapper", tag="t")
 except ValueError as error:
     print("refused:", error)
+try:
+    tier.optimizer._load_universal_checkpoint("universal", True, False)
+except NotImplementedError as error:
+    print("refused:", error)
 assert tier.optimizer.optimizer_swapper.steps == before
 step(tier)
 print("goes on", tier.global_steps)
@@ -54,3 +58,4 @@ def test_checkpoints_around_a_tier(run_forked):
     out = run_forked(SCRIPT, pathlib.Path(__file__).parent)
     assert "tier [True, True]" in out and "host [True, True]" in out
     assert "refused: the checkpoint was saved with DeepSpeed's own NVMe swapper" in out and "goes on 2" in out
+    assert "refused: Spillway's tier does not load universal checkpoints; load this one with offload_optimizer on the device cpu" in out

@@ -92,7 +92,8 @@ def test_a_rollback_is_exact_once_steps_are_recorded(run):
     assert result["close"] and result["restored"] and result["repaired"] and result["exact"] == 0
     assert result["again"] == -1 and result["untouched"]
     assert any("rolled back by the inverse formula" in line for line in log)
-    assert any("is not rolled back, and its tensors are unchanged" in line for line in log)
+    assert any("is not rolled back, and its tensors are unchanged: Adam optimizer id 77 does not exist" in line for line in log), log
+    assert result["unknown"] == -1
     theirs, _ = run("rollback", preload=False)
     assert not theirs["restored"] and not theirs["repaired"] and not theirs["untouched"]
 

@@ -249,7 +249,7 @@ class Offloaded(torch.optim.Optimizer):
             try:
                 try:
                     self._complete()
-                    scale, found_inf = _scaler_of(self)
+                    scale, found_inf = _norm.scaler_of(self)
                     if not found_inf:
                         self._submit(scale, others)
                     # Whom no other process waits for can measure later.
@@ -599,9 +599,3 @@ def _averages_later(param: torch.Tensor) -> bool:
     return (
         not isinstance(param, DTensor) and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     )
-
-
-def _scaler_of(optimizer: Any) -> tuple[float, bool]:
-    """Factor of the gradients that a GradScaler has set, and whether it found Inf or NaN."""
-    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    return 1.0 if scale is None else 1.0 / float(scale), found is not None and bool(found)

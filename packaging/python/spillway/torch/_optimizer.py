@@ -176,15 +176,14 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         # The processes that wait for this one's norm.
         others = self.process_group if measures else None
         home.begin(groups, self.undo)
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found is not None and float(found):
-            _norm.tell_found_inf(others)
-            self.skipped = True
-            return
         try:
             try:
+                factor, found_inf = _norm.scaler_of(self)
+                if found_inf:
+                    _norm.tell_found_inf(others)
+                    self.skipped = True
+                    return
                 rows = home.rows(groups, self.state)
-                factor = 1.0 if scale is None else 1.0 / float(scale)
                 measured = _norm.measured(rows, groups, self.process_group, factor, type(self).__name__) if measures else None
                 # The library checks its own tensors before it writes to one of them. Others must not be written to before it has.
                 if rows.rest or others is not None:

@@ -7,6 +7,8 @@ import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from . import _abi
+
 _Container = TypeVar("_Container")
 
 _containers: dict[int, Any] = {}
@@ -26,6 +28,12 @@ def release(container: Any) -> None:
     _containers.pop(id(container), None)
 
 
+#: Statuses with which a job ends, or is refused, whose memory the system may still access: deadline exceeded, engine lost.
+IN_USE = (_abi.ERR_DEADLINE, _abi.ERR_SYSTEM)
+# The memory of such jobs.
+_stuck: list[Any] = keep([])
+
+
 class Submitted(dict[Any, tuple[Any, list[int]]]):
     """Memory of jobs that the library runs, each with the outcome of the call that submitted it."""
 
@@ -38,7 +46,7 @@ class Submitted(dict[Any, tuple[Any, list[int]]]):
             call(outcome)
         finally:
             if outcome != [0]:
-                self.pop(token, None)
+                (self.lose if outcome and outcome[0] in IN_USE else self.over)([token])
 
     def begun(self) -> list[Any]:
         """The jobs that are submitted. A wait for the end of all jobs, begun after this call, covers these."""
@@ -48,3 +56,9 @@ class Submitted(dict[Any, tuple[Any, list[int]]]):
         """Frees the memory of jobs that have ended. Another thread may have submitted further jobs meanwhile."""
         for token in tokens:
             self.pop(token, None)
+
+    def lose(self, tokens: Iterable[Any]) -> None:
+        """As over(), for memory that the system may still access: it is never freed."""
+        lost = list(tokens)
+        _stuck.extend(self[token] for token in lost if token in self)
+        self.over(lost)

@@ -34,9 +34,6 @@ _TEXT_BYTES = 4096
 # Beyond _MOST_IN_FLIGHT tickets in flight, a put releases finished puts; the last _MOST_ENDED outcomes are kept.
 _MOST_IN_FLIGHT, _MOST_ENDED = 256, 4096
 
-# Memory of tickets that ended in a deadline or a lost engine. It is never freed: the system may still access it.
-_stuck: list[Any] = _kept.keep([])
-
 
 class Tier(_NativeHandle):
     """An open tier. Thread-safe.
@@ -107,7 +104,7 @@ class Tier(_NativeHandle):
         options.io_timeout_ms = milliseconds("io_timeout", io_timeout)
         options.at_step = at_step or 0
         self._streams: dict[int, tuple[int, ...]] = {}
-        self._in_flight: dict[Ticket, None] = {}
+        self._in_flight = _kept.Submitted()
         self._by_number: dict[int, Ticket] = {}
         self._ended: dict[int, int] = {}
         self._failed: dict[int, SpillwayError] = {}
@@ -203,7 +200,7 @@ class Tier(_NativeHandle):
             return self._outcome_of(ticket)
         # A put or get that a signal handler interrupted may be in _in_flight but not yet in _by_number.
         entry = (
-            entry or next((other for other in list(self._in_flight) if other.number.value == ticket), None) or Ticket(None, False, ticket)
+            entry or next((other for other in list(self._in_flight) if other.number.value == ticket), None) or Ticket(False, False, ticket)
         )
         while entry.outcome() is None:
             left = None if end is None else _left(end) * 1000
@@ -211,7 +208,7 @@ class Tier(_NativeHandle):
             status = self._through(lambda handle: entry.wait(handle, slice_ms))
             if status == TIMEOUT and slice_ms == left:
                 _native.check(status)
-            elif entry.begun and status == ELSEWHERE and entry.outcome() is None:
+            elif entry.own and status == ELSEWHERE and entry.outcome() is None:
                 # Another thread has taken the outcome, and records it as soon as it runs.
                 if left == 0:
                     raise TimedOutError(f"timed out: another thread is waiting for ticket {ticket}; let one thread wait for it")
@@ -383,11 +380,9 @@ class Tier(_NativeHandle):
         return generation
 
     def _release(self, entry: Ticket) -> None:
-        if entry in self._in_flight and entry.in_use():
-            _stuck.append(entry.held)
         # In this order: after an interrupt in between the entry is still in _in_flight, where it is found again.
         self._by_number.pop(entry.number.value, None)
-        self._in_flight.pop(entry, None)
+        (self._in_flight.lose if entry.in_use() else self._in_flight.over)([entry])
 
     def _opened(self) -> Opened:
         info = _abi.sized(_abi.TierOpenedInfo)
@@ -419,14 +414,12 @@ class Tier(_NativeHandle):
             for entry in list(itertools.islice(self._in_flight, _MOST_IN_FLIGHT // 4)):
                 if entry.put:
                     self._reap(entry)
-        entry = Ticket([_arrays.held(array) for array in arrays], put)
-        try:
-            # Enter the ticket before the call, so that an interrupt cannot free memory that the system uses.
-            self._in_flight[entry] = None
-            self._recorded(entry.begun, function, extent, streams, *arguments, ctypes.byref(entry.number))
-        finally:
-            if not entry.number.value:
-                self._release(entry)
+        entry = Ticket(put)
+        self._in_flight.submit(
+            [_arrays.held(array) for array in arrays],
+            lambda outcome: self._recorded(outcome, function, extent, streams, *arguments, ctypes.byref(entry.number)),
+            entry,
+        )
         self._by_number[entry.number.value] = entry
         if entry not in self._in_flight:
             # A commit in another thread has already released the entry.

@@ -100,7 +100,8 @@ def test_memory_of_puts_and_gets_outlives_interrupts(tmp_path):
             # the caller received it.
             for entry in list(tier._in_flight):
                 if entry.number.value and entry.outcome() is None:
-                    assert all(array is not None for array in entry.held) and len(entry.held) == 1
+                    memory, _ = tier._in_flight[entry]
+                    assert all(array is not None for array in memory) and len(memory) == 1
             if ticket is not None:
                 held[ticket] = seen
             while len(held) > 4:

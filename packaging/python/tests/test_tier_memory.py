@@ -8,8 +8,7 @@ import pytest
 
 import spillway
 import spillway.arena
-from spillway import _native
-from spillway import tier as tier_module
+from spillway import _kept, _native
 
 BYTES = 40_000
 
@@ -54,7 +53,7 @@ def is_there(array):
 
 @pytest.mark.parametrize("status, stays", [(0, False), (20, False), (30, False), (26, True), (11, True)])
 def test_an_array_goes_with_its_ticket_unless_the_system_may_still_have_it(tier, answer, monkeypatch, status, stays):
-    monkeypatch.setattr(tier_module, "_stuck", [])
+    monkeypatch.setattr(_kept, "_stuck", [])
     ticket, array = begin(tier)
     assert is_there(array)
     answer(status)
@@ -65,7 +64,7 @@ def test_an_array_goes_with_its_ticket_unless_the_system_may_still_have_it(tier,
         del raised
     else:
         tier.wait(ticket)
-    assert is_there(array) == stays == bool(tier_module._stuck)
+    assert is_there(array) == stays == bool(_kept._stuck)
 
 
 def test_a_wait_that_ran_out_of_time_leaves_the_array_under_way(tier, answer):
@@ -78,12 +77,12 @@ def test_a_wait_that_ran_out_of_time_leaves_the_array_under_way(tier, answer):
 
 @pytest.mark.parametrize("status, stays", [(0, False), (20, False), (26, True)])
 def test_a_close_asks_for_the_tickets_that_nobody_waited_for(tier, answer, monkeypatch, status, stays):
-    monkeypatch.setattr(tier_module, "_stuck", [])
+    monkeypatch.setattr(_kept, "_stuck", [])
     _, array = begin(tier)
     answer(status)
     tier.close()
     tier.close()
-    assert is_there(array) == stays == bool(tier_module._stuck)
+    assert is_there(array) == stays == bool(_kept._stuck)
 
 
 def test_a_close_that_times_out_leaves_an_open_tier_and_its_arrays(tier, monkeypatch):

@@ -22,8 +22,6 @@ _CLOSE_TIMEOUT_MS = 30_000
 _COUNTED = ("reads", "writes", "read_bytes", "written_bytes", "failed")
 _REQUEST_SIZE = ctypes.sizeof(_abi.IoRequest)
 
-_stuck: list[list[object]] = _kept.keep([])
-
 
 class Engine:
     """Opens the library's engine at the first operation, and a new one in a forked child, which lacks the parent's
@@ -107,7 +105,7 @@ class Engine:
                 entry.finish()
         except SystemCallError:
             # The engine is lost; the system may still access the memory.
-            _stuck.append([in_flight.entries.get(entry) for entry in mine])
+            in_flight.entries.lose(mine)
             raise
         except Exception:
             in_flight.entries.over(entry for entry in mine if entry.is_over())

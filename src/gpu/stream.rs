@@ -176,7 +176,8 @@ impl GpuEvent {
         Ok(GpuEvent { device: Arc::clone(device), handle: handle as usize })
     }
 
-    /// The event as a `CUevent` for the framework; valid until this object is dropped.
+    /// The event as a `CUevent`; valid until this object is dropped.
+    #[cfg(test)]
     pub fn address(&self) -> u64 {
         self.handle as u64
     }

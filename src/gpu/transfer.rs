@@ -278,11 +278,6 @@ impl Transfers {
         Ok(())
     }
 
-    /// True if a copy is done. Errors: the ticket was never issued.
-    pub fn done(&self, ticket: u64) -> Result<bool> {
-        self.event(ticket)?.map_or(Ok(true), |event| event.done())
-    }
-
     /// Blocks the calling thread until a copy is done, for at most `timeout`. Other threads may use the object
     /// meanwhile.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {

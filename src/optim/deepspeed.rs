@@ -175,14 +175,6 @@ impl<S: Copy> Ids<S> {
     }
 }
 
-impl Ids<AdamState> {
-    /// Returns the state for the step of `call` and the coefficients of that step. Does not change the map: the caller
-    /// passes the state to [`Ids::create`] after the step is done.
-    pub fn begin(&self, id: i32, call: &AdamCall) -> Result<(AdamState, AdamRule)> {
-        self.get(id)?.begin(call)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -224,10 +216,10 @@ mod tests {
     #[test]
     fn ids_live_from_create_to_destroy() {
         let ids: Ids<AdamState> = Ids::new("Adam");
-        assert_eq!(ids.begin(7, &call(1)), Err(Error::UnknownId { optimizer: "Adam", id: 7 }));
+        assert_eq!(ids.get(7), Err(Error::UnknownId { optimizer: "Adam", id: 7 }));
         ids.create(7, AdamState::new(true, 0.9, 0.999).unwrap());
-        assert!(ids.begin(7, &call(1)).is_ok());
-        assert!(ids.begin(7, &call(0)).is_err());
+        assert!(ids.get(7).unwrap().begin(&call(1)).is_ok());
+        assert!(ids.get(7).unwrap().begin(&call(0)).is_err());
         ids.destroy(7).unwrap();
         assert!(ids.destroy(7).is_err() && ids.get(7).is_err());
     }
@@ -241,7 +233,7 @@ mod tests {
                 scope.spawn(move || {
                     ids.create(id, AdamState::new(true, 0.9, 0.999).unwrap());
                     for step in 1..200 {
-                        let (state, _) = ids.begin(id, &call(step)).unwrap();
+                        let (state, _) = ids.get(id).unwrap().begin(&call(step)).unwrap();
                         ids.create(id, state);
                     }
                 });

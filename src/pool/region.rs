@@ -199,11 +199,6 @@ impl Reach {
         region.change_reach(|reached| reached + 1);
         Reach(Arc::clone(region))
     }
-
-    /// The region that the device accesses.
-    pub fn region(&self) -> &Arc<Region> {
-        &self.0
-    }
 }
 
 impl Drop for Reach {

@@ -46,8 +46,8 @@ pub(super) struct Job {
 /// What a job does.
 #[derive(Debug)]
 pub(super) enum Direction {
-    /// Reads these contents. The caller checks the blocks itself if `unchecked`. `held` while the job counts as a reader.
-    Read { source: Arc<Contents>, unchecked: bool, held: bool },
+    /// Reads these contents. `held` while the job counts as a reader.
+    Read { source: Arc<Contents>, held: bool },
     /// Writes blocks with these checksums into these chunks, but not to the excluded paths.
     Write { reserved: Reservation, checksums: Arc<[u64]>, chunks: Vec<Chunk>, excluded: Vec<bool> },
 }

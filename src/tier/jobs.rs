@@ -180,13 +180,12 @@ impl Tier {
     }
 
     /// Starts to read an extent into one span per stream, and returns a ticket. A stream with an empty span is not
-    /// read. The read succeeds only if every block matches its checksum. With `unchecked` the caller checks the blocks;
-    /// [`Tier::checksums`] returns the expected checksums.
-    pub fn read(&self, extent: u32, spans: &[TransferBuffer], unchecked: bool) -> Result<u64> {
+    /// read. The read succeeds only if every block matches its checksum.
+    pub fn read(&self, extent: u32, spans: &[TransferBuffer]) -> Result<u64> {
         let begun = self.state.lock().catalog.begin_read(extent, |shape| shape.check_read(spans));
         let Held { subject, contents } = begun?;
         let source = Arc::clone(&contents);
-        let mut job = Job::new(subject, Direction::Read { source, unchecked, held: true }, spans);
+        let mut job = Job::new(subject, Direction::Read { source, held: true }, spans);
         let known = contents.checksums().is_some();
         let started = contents.version().chunks.iter().try_for_each(|chunk| {
             let volume = self.volume(chunk.path as usize)?;
@@ -267,12 +266,10 @@ impl Tier {
         if let Some(error) = job.failure() {
             return Err(error);
         }
-        if let Direction::Read { source, unchecked, .. } = &job.direction {
+        if let Direction::Read { source, .. } = &job.direction {
             let checksums = job.read_checksums(source, self.identity.tier)?;
             source.learn(&checksums);
-            if !unchecked {
-                job.check_blocks(&checksums)?;
-            }
+            job.check_blocks(&checksums)?;
         }
         Ok(job.subject.generation)
     }

@@ -5,7 +5,7 @@
 //! - Until a commit succeeds, an open after a crash finds the state of the previous commit, complete.
 //! - After a failed write, commits fail until the extent is written again or all changes since the last commit are
 //!   rolled back. A step is therefore committed completely or not at all.
-//! - Every byte that a read returns was checked against its checksum, unless the caller asked for an unchecked read.
+//! - Every byte that a read returns was checked against its checksum.
 //! - At most one [`UpdateClaim`] of a tier exists. Two updates would cache the same subgroups, and each would write over
 //!   the steps of the other.
 #![forbid(unsafe_code)]
@@ -250,12 +250,6 @@ impl Tier {
     /// Number of blocks of all extents on a path.
     pub fn blocks_on(&self, path: u32) -> u64 {
         self.state.lock().catalog.blocks_on(path)
-    }
-
-    /// Checksums of the blocks that reads return. `None` until the contents were written or read while the tier is
-    /// open.
-    pub fn checksums(&self, extent: u32) -> Result<Option<Arc<[u64]>>> {
-        Ok(self.state.lock().catalog.current(extent)?.checksums().cloned())
     }
 
     /// Number of times that transfers of a path have ended, for [`Tier::wait_for_event`].

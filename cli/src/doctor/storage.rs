@@ -170,7 +170,7 @@ fn resumed(directory: &Path) -> Result<()> {
     let again = Tier::open(options(Mode::Auto))?;
     let read = outcome.and_then(|()| {
         let extent = again.define("state", &sizes)?;
-        again.wait(again.read(extent, &[target.transfer(0, BYTES)], false)?, WAIT_TIMEOUT)?;
+        again.wait(again.read(extent, &[target.transfer(0, BYTES)])?, WAIT_TIMEOUT)?;
         same(&source, &target)
     });
     again.destroy()?;

@@ -131,7 +131,7 @@ pub unsafe extern "C" fn spw_tier_get(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let spans = spans(tier, extent, streams_out.cast(), "streams_out", true)?;
-            ticket_out.put(tier.read(extent, &spans, false)?, "ticket_out")
+            ticket_out.put(tier.read(extent, &spans)?, "ticket_out")
         }
     })
 }

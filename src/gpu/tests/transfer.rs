@@ -245,7 +245,7 @@ fn copies_that_do_not_fit_are_refused() {
     let late = fixture.transfers.wait(ticket, Some(Duration::ZERO)).unwrap_err();
     assert!(matches!(late, Error::Timeout(_)), "{late}");
     fixture.transfers.wait(ticket, Some(Duration::from_secs(60))).unwrap();
-    assert!(fixture.transfers.done(ticket).unwrap());
+    fixture.transfers.wait(ticket, Some(Duration::ZERO)).unwrap();
 }
 
 #[test]

@@ -176,12 +176,6 @@ impl InterleavedUpdate {
         Ok(())
     }
 
-    /// The current rates; `None` before [`InterleavedUpdate::calibrate`].
-    pub fn rates(&self) -> Result<Option<Rates>> {
-        drop(self.machine()?);
-        Ok(self.watched.lock().meter.as_ref().map(|meter| *meter.rates()))
-    }
-
     /// Updates the rates with the timings since the last call, and changes the plan if the gain is worth it; returns
     /// true if the plan changed. `backward`: seconds of the backward pass that the steps overlap.
     pub fn replan(&self, backward: f64) -> Result<bool> {

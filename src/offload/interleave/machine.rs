@@ -24,7 +24,6 @@ pub struct Machine {
     shape: Shape,
     plan: Plan,
     phase: Phase,
-    steps: u64,
 }
 
 #[derive(Debug)]
@@ -54,7 +53,7 @@ impl Machine {
     pub fn new(shape: Shape) -> Result<Machine> {
         shape.check()?;
         let plan = Plan::cpu(shape.count());
-        Ok(Machine { shape, plan, phase: Phase::Idle, steps: 0 })
+        Ok(Machine { shape, plan, phase: Phase::Idle })
     }
 
     /// The subgroups and settings, which never change.
@@ -65,11 +64,6 @@ impl Machine {
     /// The plan of the next step, or of the step in flight.
     pub fn plan(&self) -> &Plan {
         &self.plan
-    }
-
-    /// Number of steps begun.
-    pub fn steps(&self) -> u64 {
-        self.steps
     }
 
     /// True from [`Machine::begin`] until the CPU has updated the subgroup or its piece is enqueued. After a failure it
@@ -157,7 +151,6 @@ impl Machine {
         let waiting: VecDeque<_> = self.plan.on(Placement::Cpu).enumerate().collect();
         let pieces = pieces::pieces(&self.shape, &self.plan).into();
         let left: BTreeSet<usize> = (0..self.shape.count()).collect();
-        self.steps += 1;
         self.phase = if left.is_empty() { Phase::Idle } else { Phase::Stepping { waiting, pieces, left } };
         self.keep(emitted)
     }

@@ -27,7 +27,6 @@ const MIN_GAIN: f64 = 0.02;
 #[derive(Debug, Clone)]
 pub struct RateMeter {
     rates: Rates,
-    min_sample: f64,
 }
 
 /// Amount of work of one engine (copies: f32 words; updates: parameters), and the intervals in which it worked. Lanes
@@ -63,17 +62,7 @@ impl RateMeter {
     /// Starts with the rates of a profile or a probe.
     pub fn new(rates: Rates) -> Result<RateMeter> {
         rates.check()?;
-        Ok(RateMeter { rates, min_sample: MIN_SAMPLE })
-    }
-
-    /// Accepts samples of at least `min_sample` parameters.
-    pub fn with_min_sample(self, min_sample: f64) -> RateMeter {
-        RateMeter { min_sample, ..self }
-    }
-
-    /// The current rates.
-    pub fn rates(&self) -> &Rates {
-        &self.rates
+        Ok(RateMeter { rates })
     }
 
     /// Updates the rates with the timings of a step.
@@ -95,16 +84,15 @@ impl RateMeter {
                 Work::CpuStep { subgroup, .. } => cpu.add(size(subgroup), timing),
             }
         }
-        let min_sample = self.min_sample;
         // The CPU step writes the 16-bit copy in the same pass, so its time includes the downscale.
-        if move_towards(&mut self.rates.cpu, cpu, min_sample) {
+        if move_towards(&mut self.rates.cpu, cpu) {
             self.rates.downscale = f64::INFINITY;
         }
-        move_towards(&mut self.rates.gpu, gpu, min_sample);
-        move_towards(&mut self.rates.h2d, h2d, min_sample);
-        move_towards(&mut self.rates.d2h, d2h, min_sample);
+        move_towards(&mut self.rates.gpu, gpu);
+        move_towards(&mut self.rates.h2d, h2d);
+        move_towards(&mut self.rates.d2h, d2h);
         if self.rates.cast.is_finite() {
-            move_towards(&mut self.rates.cast, cast, min_sample);
+            move_towards(&mut self.rates.cast, cast);
         }
     }
 
@@ -120,9 +108,9 @@ impl RateMeter {
 }
 
 /// Moves a rate towards a sample; false if the sample is too small to count.
-fn move_towards(rate: &mut f64, mut sample: Sample, min_sample: f64) -> bool {
+fn move_towards(rate: &mut f64, mut sample: Sample) -> bool {
     let seconds = sample.seconds();
-    let valid = sample.words >= min_sample && seconds > 0.0;
+    let valid = sample.words >= MIN_SAMPLE && seconds > 0.0;
     if valid {
         let known = 1.0 / *rate;
         let seen = (seconds / sample.words).clamp(known / MAX_FACTOR, known * MAX_FACTOR);
@@ -161,12 +149,12 @@ mod tests {
         let shape = Shape::uniform(10, 100_000_000);
         let mut meter = RateMeter::new(KNOWN).unwrap();
         meter.observe(&shape, &[cpu_step(50.0)]);
-        assert!(meter.rates().cpu > 1.5e9, "one step that took a thousand times as long");
+        assert!(meter.rates.cpu > 1.5e9, "one step that took a thousand times as long");
         for _ in 0..40 {
             meter.observe(&shape, &[cpu_step(0.1)]);
         }
-        assert!((meter.rates().cpu / 1e9 - 1.0).abs() < 0.01);
-        assert_eq!((meter.rates().gpu, meter.rates().h2d), (KNOWN.gpu, KNOWN.h2d));
+        assert!((meter.rates.cpu / 1e9 - 1.0).abs() < 0.01);
+        assert_eq!((meter.rates.gpu, meter.rates.h2d), (KNOWN.gpu, KNOWN.h2d));
     }
 
     /// Uploads and prefetches share the engine: time in which one waits for the other counts once for the link.
@@ -180,7 +168,7 @@ mod tests {
         let both = [(Lane::H2d, prefetch), (Lane::Upload, Work::Upload { subgroup: 1, stage: 0 })];
         let timings = both.map(|(lane, work)| Timing { lane, work, start: 1.0, end: 1.0 + seconds });
         meter.observe(&shape, &timings);
-        assert!((meter.rates().h2d / KNOWN.h2d - 1.0).abs() < 1e-6, "{}", meter.rates().h2d / 1e9);
+        assert!((meter.rates.h2d / KNOWN.h2d - 1.0).abs() < 1e-6, "{}", meter.rates.h2d / 1e9);
     }
 
     #[test]
@@ -192,7 +180,7 @@ mod tests {
         }
         meter.observe(&Shape::uniform(10, 1000), &[cpu_step(1.0)]);
         meter.observe(&shape, &[]);
-        assert_eq!(meter.rates(), &KNOWN);
+        assert_eq!(meter.rates, KNOWN);
     }
 
     #[test]

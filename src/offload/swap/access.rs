@@ -127,7 +127,7 @@ impl Swap {
         if to.iter().all(TransferBuffer::is_empty) {
             return Ok(());
         }
-        let ticket = self.tier.read(extent, to, false)?;
+        let ticket = self.tier.read(extent, to)?;
         self.tier.wait(ticket, None).map(drop)
     }
 

@@ -134,7 +134,7 @@ impl Traffic {
         extent: u32,
         spans: &[TransferBuffer],
     ) -> Result<()> {
-        let ticket = tier.read(extent, spans, false)?;
+        let ticket = tier.read(extent, spans)?;
         self.pending.push(Pending { ticket, direction: Direction::Fetch, slot });
         Ok(())
     }

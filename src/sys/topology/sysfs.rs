@@ -109,11 +109,6 @@ impl Root {
         self.names(path).iter().filter_map(number).collect()
     }
 
-    /// True if the path exists.
-    pub fn exists(&self, path: &str) -> bool {
-        self.path(path).exists()
-    }
-
     /// The path behind all links; `None` if it leads to nothing.
     pub fn resolved(&self, path: &str) -> Option<PathBuf> {
         fs::canonicalize(self.path(path)).ok()

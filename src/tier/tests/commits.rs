@@ -142,7 +142,7 @@ fn a_large_extent_is_moved_window_by_window() {
     assert!(tier.extent(extent).unwrap().blocks[..2] == [0, 0]);
     tier.commit(2, &2_u64.to_le_bytes()).unwrap();
     let found = Memory::new(&streams);
-    let ticket = tier.read(extent, &found.buffers(), false).unwrap();
+    let ticket = tier.read(extent, &found.buffers()).unwrap();
     tier.wait(ticket, PATIENCE).unwrap();
     assert!(found.holds(7) && tier.verify().unwrap().damage.is_empty());
 }
@@ -151,7 +151,7 @@ fn a_large_extent_is_moved_window_by_window() {
 fn a_read_that_is_over_leaves_its_extent_free_although_its_ticket_is_lost() {
     let tier = written(&disks(), &[]).0;
     let memory = Memory::new(STREAMS[0]);
-    let ticket = tier.read(0, &memory.buffers(), false).unwrap();
+    let ticket = tier.read(0, &memory.buffers()).unwrap();
     until(|| tier.volumes.iter().flatten().all(|path| path.quiet()));
     write(&tier, 0, seed_of(2, 0), &ExtentPlacement::Auto).unwrap();
     tier.commit(2, &[]).unwrap();
@@ -181,7 +181,7 @@ fn commits_beside_a_check_of_everything_are_no_damage() {
 /// Starts reads of extents 0 and 1.
 fn read_both(tier: &Tier) -> (Vec<Memory>, Vec<u64>) {
     let memories: Vec<Memory> = (0..2).map(|n| Memory::new(STREAMS[n])).collect();
-    let begin = |(memory, n): (&Memory, u32)| tier.read(n, &memory.buffers(), false).unwrap();
+    let begin = |(memory, n): (&Memory, u32)| tier.read(n, &memory.buffers()).unwrap();
     let tickets = memories.iter().zip(0..).map(begin).collect();
     (memories, tickets)
 }
@@ -214,7 +214,7 @@ fn what_is_being_read_stays_where_it_is_until_that_is_over() {
         tier.commit(1, &[]).unwrap();
         write(&tier, 0, seed_of(2, 0), &ExtentPlacement::On(0)).unwrap();
         let memory = Memory::new(STREAMS[0]);
-        let ticket = tier.read(0, &memory.buffers(), false).unwrap();
+        let ticket = tier.read(0, &memory.buffers()).unwrap();
         until(|| slow[0].requests() > clean[0].requests());
         if removed {
             tier.remove(0).unwrap();

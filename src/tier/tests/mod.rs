@@ -131,7 +131,7 @@ fn write(tier: &Tier, n: usize, seed: u64, placement: &ExtentPlacement) -> Resul
 fn read(tier: &Tier, n: usize, seed: u64) -> Result<bool> {
     let extent = tier.define(&name_of(n), STREAMS[n])?;
     let memory = Memory::new(STREAMS[n]);
-    let ticket = tier.read(extent, &memory.buffers(), false)?;
+    let ticket = tier.read(extent, &memory.buffers())?;
     tier.wait(ticket, PATIENCE)?;
     Ok(memory.holds(seed))
 }

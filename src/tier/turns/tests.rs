@@ -266,12 +266,12 @@ fn a_wait_needs_no_other_thread_to_take_the_turn() {
         arbiter.begin();
         let ticket = tier.write(extent, &[memory.transfer()], &Default::default(), None).unwrap();
         tier.wait(ticket, None).unwrap();
-        let ticket = tier.read(extent, &[memory.transfer()], false).unwrap();
+        let ticket = tier.read(extent, &[memory.transfer()]).unwrap();
         tier.wait(ticket, None).unwrap();
         arbiter.end();
     }
     arbiter.begin();
-    let ticket = tier.read(extent, &[memory.transfer()], false).unwrap();
+    let ticket = tier.read(extent, &[memory.transfer()]).unwrap();
     drop(arbiter);
     tier.wait(ticket, None).unwrap();
 }

@@ -302,7 +302,7 @@ fn plans_that_follow_the_timings_have_the_bits_too() {
     let (plain, model) = (Model::new(Dtype::Bf16, Dtype::Bf16), Model::new(Dtype::Bf16, Dtype::Bf16));
     let engine =
         InterleavedUpdate::new(shape.clone(), Box::new(Host::new(&shape, model.lend()).unwrap())).unwrap();
-    assert!(engine.replan(0.0).is_err() && engine.rates().unwrap().is_none());
+    assert!(engine.replan(0.0).is_err());
     let rate = 1e9;
     let rates = Rates {
         cpu: rate,

@@ -13,11 +13,11 @@ Example:
 
 from __future__ import annotations
 
-import ctypes as _ctypes
-import os as _os
-from collections.abc import Iterable as _Iterable
-from dataclasses import dataclass as _dataclass
-from typing import Any as _Any
+import ctypes
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from . import _abi, _arguments, _arrays, _files, _native
 from .errors import InvalidArgumentError
@@ -27,7 +27,7 @@ _MOST_32, _MOST_64 = 2**32 - 1, 2**64 - 1
 _SCOPES = {"node": _abi.TOPO_SCOPE_NODE, "package": _abi.TOPO_SCOPE_PACKAGE}
 
 
-@_dataclass(frozen=True)
+@dataclass(frozen=True)
 class Package:
     """A package (socket) and its online processors."""
 
@@ -35,7 +35,7 @@ class Package:
     cpus: tuple[int, ...]
 
 
-@_dataclass(frozen=True)
+@dataclass(frozen=True)
 class Node:
     """A NUMA node. `kind` is "dram", "high_bandwidth", "cxl", "persistent", "gpu", "slower", "other" or "empty"; `near_cpus`
     are the processors that reach the memory best. Bandwidth is in MB/s and latency in nanoseconds, if the firmware states
@@ -54,7 +54,7 @@ class Node:
     allowed: bool
 
 
-@_dataclass(frozen=True)
+@dataclass(frozen=True)
 class Device:
     """A GPU ("nvidia", "amd") or a drive ("nvme") on PCI. `memory_node` is the node that a GPU's own memory forms."""
 
@@ -67,7 +67,7 @@ class Device:
     memory_node: int | None
 
 
-@_dataclass(frozen=True)
+@dataclass(frozen=True)
 class Topology:
     """The machine as one process sees it.
 
@@ -96,7 +96,7 @@ class Topology:
         raise InvalidArgumentError(f"node: there is no NUMA node {number}")
 
 
-@_dataclass(frozen=True)
+@dataclass(frozen=True)
 class Cores:
     """Processors of a rank: all of them, those of the trainer, and those of the optimizer's workers."""
 
@@ -105,7 +105,7 @@ class Cores:
     workers: tuple[int, ...]
 
 
-@_dataclass(frozen=True)
+@dataclass(frozen=True)
 class Pages:
     """Pages of a range: looked at, on the node, on other nodes, and not in memory."""
 
@@ -118,12 +118,12 @@ class Pages:
 class _Handle:
     """An open topology of the library."""
 
-    def __init__(self, root: _Any = None, load_driver: bool = False) -> None:
+    def __init__(self, root: Any = None, load_driver: bool = False) -> None:
         options = _abi.sized(_abi.TopoOptions)
         options.flags = int(load_driver)
         options.root = None if root is None else _path("root", root)
-        self.value = _ctypes.c_void_p()
-        _native.call("spw_topo_open", _ctypes.byref(options), _ctypes.byref(self.value))
+        self.value = ctypes.c_void_p()
+        _native.call("spw_topo_open", ctypes.byref(options), ctypes.byref(self.value))
 
     def __enter__(self) -> _Handle:
         return self
@@ -131,11 +131,11 @@ class _Handle:
     def __exit__(self, *_: object) -> None:
         _native.library().spw_topo_close(self.value)
 
-    def text(self, function: str, *arguments: _Any) -> str:
+    def text(self, function: str, *arguments: Any) -> str:
         return _text(function, self.value, *arguments)
 
 
-def read(root: str | _os.PathLike[str] | None = None, *, load_driver: bool = False) -> Topology:
+def read(root: str | os.PathLike[str] | None = None, *, load_driver: bool = False) -> Topology:
     """Reads the topology.
 
     Args:
@@ -159,13 +159,7 @@ def read(root: str | _os.PathLike[str] | None = None, *, load_driver: bool = Fal
 
 
 def place(
-    rank: int,
-    ranks: int,
-    share: float = 0.8,
-    scope: str = "node",
-    *,
-    load_driver: bool = False,
-    root: str | _os.PathLike[str] | None = None,
+    rank: int, ranks: int, share: float = 0.8, scope: str = "node", *, load_driver: bool = False, root: str | os.PathLike[str] | None = None
 ) -> Cores:
     """Returns the processors of a rank of this machine: those of the node of its GPU, shared by the ranks on that node.
 
@@ -191,14 +185,14 @@ def split(share: float = 0.8) -> Cores:
 
     Raises:
         InvalidArgumentError: `share` is not above 0 and at most 1."""
-    rank, ranks = _os.environ.get("LOCAL_RANK", ""), _os.environ.get("LOCAL_WORLD_SIZE", "")
+    rank, ranks = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     launched = rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)
     if launched and int(ranks) > 1 and not read().bound:
         return place(int(rank), int(ranks), share)
     return _cores(None, False, 0, 0, share, "node")
 
 
-def bind(cpus: _Iterable[int] | str) -> None:
+def bind(cpus: Iterable[int] | str) -> None:
     """Binds the library's worker threads to processors, given as numbers or as a list such as "8-71".
 
     Without a number from `set_num_threads` or SPILLWAY_NUM_THREADS there is a worker for each core.
@@ -220,15 +214,15 @@ def workers() -> tuple[int, ...]:
     return _numbers(_text("spw_topo_get_workers"))
 
 
-def node_of_path(path: str | _os.PathLike[str]) -> int | None:
+def node_of_path(path: str | os.PathLike[str]) -> int | None:
     """Returns the node of the drive that holds a file or directory; None if it is not known."""
-    node = _ctypes.c_uint32()
+    node = ctypes.c_uint32()
     with _Handle() as handle:
-        _native.call("spw_topo_get_path_node", handle.value, _path("path", path), _ctypes.byref(node))
+        _native.call("spw_topo_get_path_node", handle.value, _path("path", path), ctypes.byref(node))
     return None if node.value == _abi.TOPO_NONE else node.value
 
 
-def pages(array: _Any, node: int) -> Pages:
+def pages(array: Any, node: int) -> Pages:
     """Counts the pages of a numpy array or torch tensor that are on a node."""
     return pages_at(*_arrays.memory(array, "array", write=False), node)
 
@@ -238,11 +232,11 @@ def pages_at(address: int, size: int, node: int) -> Pages:
     address, size = _arguments.between("address", address, 0, _MOST_64), _arguments.between("size", size, 0, _MOST_64)
     node = _arguments.between("node", node, 0, _MOST_32)
     found = _abi.sized(_abi.TopoPages)
-    _native.call("spw_topo_get_pages", address, size, node, _ctypes.byref(found))
+    _native.call("spw_topo_get_pages", address, size, node, ctypes.byref(found))
     return Pages(found.sampled, found.on_node, found.elsewhere, found.absent)
 
 
-def _cores(root: _Any, load_driver: bool, ranks: int, rank: int, share: float, scope: str) -> Cores:
+def _cores(root: Any, load_driver: bool, ranks: int, rank: int, share: float, scope: str) -> Cores:
     if scope not in _SCOPES:
         raise InvalidArgumentError(f"scope is {scope!r}; pass one of {', '.join(_SCOPES)}")
     if isinstance(share, (str, bytes)) or not 0 < share <= 1:
@@ -251,21 +245,21 @@ def _cores(root: _Any, load_driver: bool, ranks: int, rank: int, share: float, s
     options.ranks, options.rank, options.scope, options.share = ranks, rank, _SCOPES[scope], share
     with _Handle(root, load_driver) as handle:
         return Cores(
-            *(_numbers(handle.text("spw_topo_get_rank_cpus", _ctypes.byref(options), which)) for which in (_ALL, _TRAINER, _WORKERS))
+            *(_numbers(handle.text("spw_topo_get_rank_cpus", ctypes.byref(options), which)) for which in (_ALL, _TRAINER, _WORKERS))
         )
 
 
-def _path(name: str, value: _Any) -> bytes:
-    path = _os.fsencode(value)
+def _path(name: str, value: Any) -> bytes:
+    path = os.fsencode(value)
     if b"\0" in path:
         raise InvalidArgumentError(f"{name} is {value!r}, which has a zero byte")
     return path
 
 
-def _text(function: str, *arguments: _Any) -> str:
-    needed = _ctypes.c_uint64()
-    _native.call(function, *arguments, None, 0, _ctypes.byref(needed))
-    room = _ctypes.create_string_buffer(needed.value)
+def _text(function: str, *arguments: Any) -> str:
+    needed = ctypes.c_uint64()
+    _native.call(function, *arguments, None, 0, ctypes.byref(needed))
+    room = ctypes.create_string_buffer(needed.value)
     _native.call(function, *arguments, room, needed.value, None)
     return room.value.decode()
 
@@ -275,6 +269,6 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1))
 
 
-def _sets(fields: dict[str, _Any], **others: _Any) -> dict[str, _Any]:
-    lists: dict[str, _Any] = {name: _numbers(fields[name]) for name in ("cpus", "near_cpus") if name in fields}
+def _sets(fields: dict[str, Any], **others: Any) -> dict[str, Any]:
+    lists: dict[str, Any] = {name: _numbers(fields[name]) for name in ("cpus", "near_cpus") if name in fields}
     return {**fields, **lists, **others}

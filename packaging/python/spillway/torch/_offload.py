@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from .._groups import TORCHS
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
 from ._keywords import check_keywords, result_of
@@ -34,7 +35,6 @@ from ._offload_plan import FLOATS, Plan, Slot
 from ._tensors import DTensor, is_partial, local
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-_UNSERVED = ("amsgrad", "capturable", "differentiable")
 #: After this number of clipped steps in a row, a step waits for the norm: a speculative step would be repeated anyway.
 _CLIPPED_IN_A_ROW = 2
 
@@ -580,7 +580,7 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _check_options(group: dict[str, Any]) -> None:
-    for name in _UNSERVED:
+    for name in TORCHS:
         if group.get(name):
             raise UnsupportedError(f"offload: {name} is not served; set it to False")
 

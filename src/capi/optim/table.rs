@@ -1,6 +1,7 @@
 //! The options and tensors of a call as jobs: checked, each tensor with its coefficients.
 
 use std::ffi::c_void;
+use std::ptr;
 
 use super::overlap;
 use super::tensor::{self, at, no_low_bits, spw_step_stats, spw_tensor, tensor_of};
@@ -129,16 +130,21 @@ unsafe fn make_jobs<'a, R: Optimizer>(
     mut push: impl FnMut(usize, Job<'a, R>),
 ) -> Result<()> {
     overlap::check_in(bump, raw)?;
+    // Many tensors have the options of the tensor before them.
+    let (mut known, mut of) = (*optimizer, ptr::null());
     for (index, raw) in raw.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
-        let optimizer = if raw.options.is_null() { Ok(*optimizer) } else { own(raw.options) };
-        let job = optimizer.and_then(|optimizer| {
+        if raw.options != of {
+            let own = if raw.options.is_null() { Ok(*optimizer) } else { own(raw.options) };
+            (known, of) = (own.map_err(|error| at(index, error))?, raw.options);
+        }
+        let job = || {
             // SAFETY: the spans do not overlap, and the caller lends them for 'a.
             let mut tensor = unsafe { tensor_of(raw) }?;
             tensor.require_states(R::EXP_AVG, R::EXP_AVG_SQ)?;
-            optimizer.check_types(&tensor)?;
-            Ok(Job { optimizer, tensor })
-        });
-        push(index, job.map_err(|error| at(index, error))?);
+            known.check_types(&tensor)?;
+            Ok(Job { optimizer: known, tensor })
+        };
+        push(index, job().map_err(|error| at(index, error))?);
     }
     Ok(())
 }

@@ -17,6 +17,7 @@ static char directory[4200];
 static unsigned char memory[2][BYTES];
 static spw_tier *tier;
 static spw_swap *swap;
+static spw_tier_snapshot *snapshot;
 static atomic_int stop;
 
 static spw_tier *open_tier(const char *job, uint32_t mode) {
@@ -72,6 +73,11 @@ static void use_all(void) {
     NOT_HERE(spw_tier_verify(tier, &checked));
     NOT_HERE(spw_tier_export(tier, "nowhere", &step));
     NOT_HERE(spw_tier_import(tier, "nowhere", &step));
+    NOT_HERE(spw_tier_snapshot_begin(tier, "nowhere", 0, &snapshot));
+    spw_tier_snapshot_info progress = {.struct_size = sizeof progress};
+    NOT_HERE(spw_tier_snapshot_get_progress(snapshot, &progress));
+    NOT_HERE(spw_tier_snapshot_wait(snapshot, FOR_EVER, &step));
+    CHECK_OK(spw_tier_snapshot_close(snapshot));
     NOT_HERE(spw_swap_rollback(swap));
     NOT_HERE(spw_swap_commit(swap, 99, NULL, 0));
     NOT_HERE(spw_swap_fill(swap, (const float *const *)&stream));
@@ -122,6 +128,18 @@ int main(void) {
     const spw_swap_options swapping = {.struct_size = sizeof swapping, .elements = &elements, .subgroups = 1, .memory_budget = 1 << 24};
     CHECK_OK(spw_swap_open(below, &swapping, &swap));
 
+    spw_tier *snapped = open_tier("snapped", SPW_TIER_MODE_CREATE);
+    uint32_t extent = 0;
+    uint64_t ticket = 0;
+    const void *stream = memory[0];
+    CHECK_OK(spw_tier_define(snapped, "held", &size, 1, &extent));
+    CHECK_OK(spw_tier_put(snapped, extent, &stream, NULL, &ticket));
+    CHECK_OK(spw_tier_wait(snapped, ticket, FOR_EVER, NULL));
+    CHECK_OK(spw_tier_commit(snapped, 1, NULL, 0));
+    char target[8192];
+    snprintf(target, sizeof target, "%s/snapshot", directory);
+    CHECK_OK(spw_tier_snapshot_begin(snapped, target, 1, &snapshot));
+
     int seeds[2] = {0, 1};
     pthread_t threads[2];
     for (int n = 0; n < 2; n++) {
@@ -144,5 +162,12 @@ int main(void) {
     CHECK_OK(spw_tier_destroy(tier));
     CHECK_OK(spw_swap_close(swap));
     CHECK_OK(spw_tier_destroy(below));
+    // No child has cancelled the snapshot of its parent, which uses the tier until it is closed.
+    spw_tier_snapshot_info progress = {.struct_size = sizeof progress};
+    CHECK_OK(spw_tier_snapshot_get_progress(snapshot, &progress));
+    CHECK(progress.ended == 0 && progress.step == 1 && progress.bytes == BYTES);
+    REFUSED(spw_tier_snapshot_wait(snapshot, 0, NULL), SPW_ERR_TIMEOUT, "snapshot");
+    CHECK_OK(spw_tier_snapshot_close(snapshot));
+    CHECK_OK(spw_tier_destroy(snapped));
     return 0;
 }

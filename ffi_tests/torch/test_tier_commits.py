@@ -84,6 +84,35 @@ def test_a_committed_step_is_resumed(tier):
     assert own.AdamW(resumed, tier=tier).resumed_step == 100
 
 
+def test_a_snapshot_continues_on_another_tier_with_the_bits_of_its_run(tier, tmp_path):
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    with pytest.raises(spillway.NoStateError):
+        optimizer.snapshot(tmp_path / "early")
+    train(optimizer, params, range(3))
+    optimizer.commit(payload=b"epoch 1")
+    with optimizer.snapshot(tmp_path / "snapshot", bytes_per_second=2_000_000) as snapshot:
+        train(optimizer, params, range(3, 5))
+        optimizer.commit()
+        train(optimizer, params, range(5, 6))
+        assert snapshot.wait() == 3
+    optimizer.close()
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    place = options([elsewhere])
+    with spillway.Tier(place.paths, job=place.job) as copied:
+        assert copied.import_from(tmp_path / "snapshot") == 3
+    resumed = parameters(seed=5)
+    again = own.AdamW(resumed, lr=1e-2, tier=place._replace(resume="resume"))
+    assert again.resumed_step == 3 and again.payload == b"epoch 1"
+    train(again, resumed, range(3, 6))
+    assert same(resumed, params)
+    in_memory = own.AdamW(parameters())
+    with pytest.raises(spillway.InvalidArgumentError, match="construct the optimizer with tier"):
+        in_memory.snapshot(tmp_path / "memory")
+
+
 def test_a_rollback_returns_to_the_last_commit(tier):
     params = parameters()
     optimizer = own.AdamW(params, lr=1e-2, tier=tier)

@@ -218,7 +218,7 @@ enum spw_status spw_tier_open(const struct spw_tier_options *options,
 
 // Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
 // The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
-// If a tiered update uses the tier, the library frees the tier when the update is closed. Streams of tickets that were
+// If a tiered update or a snapshot uses the tier, the library frees the tier when that is closed. Streams of tickets that were
 // not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
 // of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close goes on without the
 // caller, and the lock is held until it ends.
@@ -227,7 +227,7 @@ enum spw_status spw_tier_close(struct spw_tier *tier,
 
 // Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
 // operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. It is
-// SPW_ERR_BUSY too while a tiered update uses the tier, which then keeps its files. Delete such files later with
+// SPW_ERR_BUSY too while a tiered update or a snapshot uses the tier, which then keeps its files. Delete such files later with
 // `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
 // SPW_ERR_PATH_MISSING, and its path keeps all files. A file system that does not respond within the I/O timeout is
 // SPW_ERR_DEADLINE; the deletion goes on without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
@@ -475,7 +475,7 @@ enum spw_status spw_tier_verify(const struct spw_tier *tier, struct spw_tier_ver
 
 // Exports the committed state to `directory`, which must not exist. It gets one file per stream with the bytes as they
 // were put, and manifest.json with names, sizes, checksums, step and payload. The directory appears complete or not at
-// all. A put since the last commit is SPW_ERR_BUSY. Other threads may put and commit meanwhile: the export holds the
+// all. Puts since the last commit are not in it. Other threads may put and commit meanwhile: the export holds the
 // commit that was the last one when the call began, and the space of its extents stays allocated. Missing parent
 // directories get mode 0700. `step_out` may be NULL.
 enum spw_status spw_tier_export(const struct spw_tier *tier,
@@ -488,6 +488,50 @@ enum spw_status spw_tier_export(const struct spw_tier *tier,
 enum spw_status spw_tier_import(const struct spw_tier *tier,
                                 const char *directory,
                                 uint64_t *step_out);
+
+// An export of the last commit that a thread of the library writes, while the tier is put, got and committed.
+typedef struct spw_tier_snapshot spw_tier_snapshot;
+
+// How far a snapshot is.
+typedef struct spw_tier_snapshot_info {
+    // `sizeof(spw_tier_snapshot_info)`
+    uint32_t struct_size;
+    // 1 once the snapshot has ended, with or without success, else 0.
+    uint32_t ended;
+    // The committed step that it holds.
+    uint64_t step;
+    // Bytes written so far.
+    uint64_t written;
+    // Bytes of the whole state.
+    uint64_t bytes;
+} spw_tier_snapshot_info;
+
+#define SPW_TIER_SNAPSHOT_INFO_INIT \
+    { sizeof(spw_tier_snapshot_info), 0, 0, 0, 0 }
+
+// Holds the last commit, and starts to write it to `directory`, which must not exist. Puts and commits may go on: the
+// snapshot keeps the space of its own versions. The directory is as of `spw_tier_export`, and `spw_tier_import` reads it.
+// It appears complete or not at all. `bytes_per_second` limits the speed; 0: no limit. The tier stays locked until the
+// snapshot has ended, also if it is closed before. Errors are those of `spw_tier_export`.
+enum spw_status spw_tier_snapshot_begin(const struct spw_tier *tier,
+                                        const char *directory,
+                                        uint64_t bytes_per_second,
+                                        struct spw_tier_snapshot **snapshot_out);
+
+// Waits until the directory is complete, for up to `timeout_ms` milliseconds (0: poll; negative: without limit).
+// SPW_ERR_TIMEOUT: the snapshot goes on. Any other status is that of the snapshot, and every later call returns it again.
+// `step_out` (may be NULL) receives the step.
+enum spw_status spw_tier_snapshot_wait(const struct spw_tier_snapshot *snapshot,
+                                       int64_t timeout_ms,
+                                       uint64_t *step_out);
+
+// Returns how far the snapshot is.
+enum spw_status spw_tier_snapshot_get_progress(const struct spw_tier_snapshot *snapshot,
+                                               struct spw_tier_snapshot_info *info_out);
+
+// Frees the snapshot. One that has not ended is cancelled first, and nothing of it is left; this takes as long as the
+// write in flight, at most the I/O timeout of the tier.
+enum spw_status spw_tier_snapshot_close(struct spw_tier_snapshot *snapshot);
 
 #ifdef __cplusplus
 } // extern "C"

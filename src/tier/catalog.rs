@@ -96,7 +96,7 @@ pub(super) enum WriteOrigin {
 pub(super) enum View {
     /// What reads see.
     Current,
-    /// What the last commit made durable. Uncommitted contents are an error.
+    /// What the last commit made durable.
     Committed,
 }
 
@@ -304,17 +304,20 @@ impl Catalog {
         let extent = self.get(number)?;
         let never = || Error::invalid("extent", format!("{:?} was never written", extent.name));
         let contents = extent.current.as_ref().ok_or_else(never)?;
-        let Some(chunk) = contents.version.chunks.iter().find(|chunk| self.paths.is_missing(chunk)) else {
-            return Ok(Arc::clone(contents));
-        };
-        Err(TierError {
+        self.lost(extent, contents).map_or_else(|| Ok(Arc::clone(contents)), Err)
+    }
+
+    /// The error of contents with a chunk on a missing path.
+    fn lost(&self, extent: &Extent, contents: &Contents) -> Option<Error> {
+        let chunk = contents.version.chunks.iter().find(|chunk| self.paths.is_missing(chunk))?;
+        let lost = TierError {
             kind: TierKind::Lost,
             path: self.paths.get(chunk.path as usize).name().to_string(),
             extent: extent.name.clone(),
             block: Some((chunk.first.into(), chunk.offset)),
             detail: String::new(),
-        }
-        .into())
+        };
+        Some(lost.into())
     }
 }
 
@@ -352,30 +355,29 @@ impl Catalog {
         holds.is_some_and(|holds| holds.readers > 0)
     }
 
-    /// Takes a snapshot. Errors: an extent is being written (`Busy`); with `Committed` also no commit (`NoState`), and
-    /// an extent that was written since the last commit (`Busy`).
+    /// Takes a snapshot. Errors: `Current` while an extent is being written (`Busy`), `Committed` without a commit
+    /// (`NoState`).
     pub(super) fn snapshot(&mut self, view: View) -> Result<Snapshot<Held>> {
-        if let Some((_, extent)) = self.numbered().find(|(_, extent)| extent.writing) {
+        let writing = self.numbered().find(|(_, extent)| extent.writing && view == View::Current);
+        if let Some((_, extent)) = writing {
             return Err(Error::Busy(format!("extent {:?} is being written", extent.name)));
         }
-        if view == View::Committed {
-            if self.step.is_none() {
-                let message = "nothing was committed; commit first";
-                return Err(TierError::at(TierKind::NoState, self.paths.some_name(), message));
-            }
-            if let Some((_, extent)) = self.numbered().find(|(_, extent)| !extent.is_committed()) {
-                let message =
-                    format!("extent {:?} was written since the last commit; commit first", extent.name);
-                return Err(Error::Busy(message));
-            }
+        if view == View::Committed && self.step.is_none() {
+            let message = "nothing was committed; commit first";
+            return Err(TierError::at(TierKind::NoState, self.paths.some_name(), message));
         }
         let (mut extents, mut lost) = (Vec::new(), Vec::new());
-        for number in 0..self.extents.len() as u32 {
-            match self.held(number) {
-                Ok(held) => extents.push(held),
-                Err(error) if error.tier_kind() == Some(TierKind::Lost) => lost.push(error),
-                // No extent has the number, or it was never written.
-                Err(_) => {}
+        for (number, extent) in self.numbered() {
+            let seen = match view {
+                View::Current => extent.current.as_ref(),
+                View::Committed => extent.last_committed(),
+            };
+            // An extent that was never written has no contents.
+            let Some(contents) = seen.cloned() else { continue };
+            match self.lost(extent, &contents) {
+                Some(error) => lost.push(error),
+                None => extents
+                    .push(Held { subject: extent.subject(number, contents.version.generation), contents }),
             }
         }
         for held in &extents {
@@ -679,6 +681,13 @@ impl Extent {
 
     fn touches(&self, path: u32) -> bool {
         self.chunks().iter().any(|chunk| chunk.path == path)
+    }
+
+    /// What the last commit made durable. A move since then does not change it, and its old place may have failed.
+    fn last_committed(&self) -> Option<&Arc<Contents>> {
+        let committed = self.committed.as_ref()?;
+        let moved = |current: &&Arc<Contents>| current.version.generation == committed.version.generation;
+        Some(self.current.as_ref().filter(moved).unwrap_or(committed))
     }
 
     /// True if reads see what the last commit made durable.

@@ -13,6 +13,7 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
+use std::ops::Deref;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -25,7 +26,7 @@ use super::extent::{Run, check_name};
 use super::options::absolute;
 use super::paths::ExtentPlacement;
 use super::storage::{failed, within_timeout};
-use super::store::{HeldExtent, Tier};
+use super::store::{self, HeldExtent, Tier};
 use super::volume::Scratch;
 use crate::checksum::{self, RunningChecksum};
 use crate::error::{Doing, Error, Result, TierError, TierKind};
@@ -69,61 +70,10 @@ struct Stream {
 }
 
 impl Tier {
-    /// Writes the committed state to `directory`, which must not exist, and returns the step. `Busy` if an extent was
-    /// written since the last commit; `NoState` if nothing was committed.
+    /// Writes the committed state to `directory`, which must not exist, and returns the step. `NoState` if nothing was
+    /// committed.
     pub fn export(&self, directory: &Path) -> Result<u64> {
-        if directory.to_str().is_some_and(is_address) {
-            return Err(Error::invalid(
-                "directory",
-                "is in an object store, but an export needs a local directory",
-            ));
-        }
-        // The directory is named several times.
-        let directory = &absolute(directory)?;
-        let Snapshot { step, payload, extents, lost } = self.snapshot(View::Committed)?;
-        let step = step.unwrap_or_default();
-        if let Some(error) = lost.into_iter().next() {
-            return Err(error);
-        }
-        if directory.file_name().is_none() {
-            return Err(Error::invalid(
-                "directory",
-                format!("{} is not the name of a new directory", directory.display()),
-            ));
-        }
-        let target = Target { directory: directory.to_path_buf(), io_timeout: self.options.io.io_timeout };
-        let partial = target.create()?;
-        // Each extent is let go after its export.
-        let exported = extents.into_iter().map(|extent| self.export_extent(&extent, &target, &partial));
-        let manifest = Manifest {
-            format: FORMAT.to_string(),
-            version: VERSION,
-            job: self.options.owner.job.clone(),
-            rank: self.options.owner.rank,
-            world: self.options.world,
-            step,
-            payload: payload.iter().map(|byte| format!("{byte:02x}")).collect(),
-            extents: exported.collect::<Result<_>>()?,
-        };
-        let message = serde_json::to_vec_pretty(&manifest)
-            .map_err(|error| Error::System { what: "writing a manifest", reason: error.to_string() })?;
-        target.publish(partial, message)?;
-        Ok(step)
-    }
-
-    fn export_extent(&self, extent: &HeldExtent, target: &Target, partial: &Partial) -> Result<Exported> {
-        let subject = &extent.held.subject;
-        let lengths = subject.shape.streams();
-        let names = (0..lengths.len()).map(|n| format!("extent-{:05}.stream-{n}.bin", subject.extent));
-        let files = names.map(|name| target.file(&partial.0, name)).collect::<Result<_>>()?;
-        let mut files = Files { tier: self, target, files };
-        self.walk(extent, &mut files)?;
-        let ended = files.files.into_iter().zip(lengths).map(|(file, bytes)| {
-            let file = file.ok_or_else(|| Error::Internal("a file of an export is missing".to_string()))?;
-            let bytes = *bytes;
-            target.within(Doing::Writing, move || file.finish(bytes))
-        });
-        Ok(Exported { name: subject.name.clone(), streams: ended.collect::<Result<_>>()? })
+        Export::begin(self, directory)?.run(&mut |_| Ok(()))
     }
 
     /// Reads an export into this tier, commits it at the step of the export, and returns this step. Existing extents
@@ -177,6 +127,97 @@ impl Tier {
         let ticket = self.write(number, &spans, &ExtentPlacement::Auto, None)?;
         self.wait(ticket, None).map(|_| ())
     }
+}
+
+/// An export whose state is held and whose directory is made. `T` refers to the tier, or owns a part of it.
+pub(super) struct Export<T: Deref<Target = Tier>> {
+    tier: T,
+    snapshot: Snapshot<HeldExtent<T>>,
+    target: Target,
+    partial: Partial,
+}
+
+impl<T: Deref<Target = Tier> + Clone> Export<T> {
+    /// Takes the snapshot of the last commit.
+    pub(super) fn begin(tier: T, directory: &Path) -> Result<Export<T>> {
+        if directory.to_str().is_some_and(is_address) {
+            return Err(Error::invalid(
+                "directory",
+                "is in an object store, but an export needs a local directory",
+            ));
+        }
+        // The directory is named several times.
+        let directory = absolute(directory)?;
+        let mut snapshot = store::snapshot(&tier, View::Committed)?;
+        if !snapshot.lost.is_empty() {
+            return Err(snapshot.lost.remove(0));
+        }
+        if directory.file_name().is_none() {
+            return Err(Error::invalid(
+                "directory",
+                format!("{} is not the name of a new directory", directory.display()),
+            ));
+        }
+        let target = Target { directory, io_timeout: tier.options.io.io_timeout };
+        let partial = target.create()?;
+        Ok(Export { tier, snapshot, target, partial })
+    }
+
+    /// Bytes of all streams.
+    pub(super) fn bytes(&self) -> u64 {
+        let streams = self.snapshot.extents.iter().flat_map(|extent| extent.held.subject.shape.streams());
+        streams.sum()
+    }
+
+    /// The step of the snapshot.
+    pub(super) fn step(&self) -> u64 {
+        self.snapshot.step.unwrap_or_default()
+    }
+
+    /// Writes the files, and returns the step. Calls `passed` with the bytes of each part before it is written; an error
+    /// of `passed` ends the export, which leaves nothing.
+    pub(super) fn run(self, passed: &mut dyn FnMut(u64) -> Result<()>) -> Result<u64> {
+        let step = self.step();
+        let Export { tier, snapshot: Snapshot { payload, extents, .. }, target, partial } = self;
+        // Each extent is let go after its export.
+        let exported =
+            extents.into_iter().map(|extent| export_extent(&tier, &extent, &target, &partial, passed));
+        let manifest = Manifest {
+            format: FORMAT.to_string(),
+            version: VERSION,
+            job: tier.options.owner.job.clone(),
+            rank: tier.options.owner.rank,
+            world: tier.options.world,
+            step,
+            payload: payload.iter().map(|byte| format!("{byte:02x}")).collect(),
+            extents: exported.collect::<Result<_>>()?,
+        };
+        let message = serde_json::to_vec_pretty(&manifest)
+            .map_err(|error| Error::System { what: "writing a manifest", reason: error.to_string() })?;
+        target.publish(partial, message)?;
+        Ok(step)
+    }
+}
+
+fn export_extent<T: Deref<Target = Tier>>(
+    tier: &Tier,
+    extent: &HeldExtent<T>,
+    target: &Target,
+    partial: &Partial,
+    passed: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<Exported> {
+    let subject = &extent.held.subject;
+    let lengths = subject.shape.streams();
+    let names = (0..lengths.len()).map(|n| format!("extent-{:05}.stream-{n}.bin", subject.extent));
+    let files = names.map(|name| target.file(&partial.0, name)).collect::<Result<_>>()?;
+    let mut files = Files { tier, target, files, passed };
+    extent.walk(&mut files)?;
+    let ended = files.files.into_iter().zip(lengths).map(|(file, bytes)| {
+        let file = file.ok_or_else(|| Error::Internal("a file of an export is missing".to_string()))?;
+        let bytes = *bytes;
+        target.within(Doing::Writing, move || file.finish(bytes))
+    });
+    Ok(Exported { name: subject.name.clone(), streams: ended.collect::<Result<_>>()? })
 }
 
 /// Directory of an export, and the longest wait for its file system.
@@ -331,10 +372,12 @@ struct Files<'a> {
     tier: &'a Tier,
     target: &'a Target,
     files: Vec<Option<ExportFile>>,
+    passed: &'a mut dyn FnMut(u64) -> Result<()>,
 }
 
 impl BlockVisitor for Files<'_> {
     fn blocks(&mut self, run: &Run, bytes: &TransferBuffer) -> Result<()> {
+        (self.passed)(bytes.len() as u64)?;
         let mut copy = try_vec::with_capacity("copying a part of an extent", bytes.len())?;
         bytes.span().with_bytes(|bytes| copy.extend_from_slice(bytes));
         let Some(mut file) = self.files[run.stream].take() else { return Ok(()) };

@@ -7,6 +7,7 @@
 //! | `commit` | the order of writes and syncs that makes a step durable |
 //! | [`recover`] | opening after a crash: which commits the superblocks name, and which of them an open resumes from |
 //! | `export` | export of the committed state as plain files, and import |
+//! | [`snapshot`] | an export that a thread writes while the tier is used |
 //! | [`options`] | settings |
 //! | `catalog`, [`paths`] | the state of an open tier, without I/O and locks: versions and commits; health and space of paths |
 //! | `blocks` | transfers of blocks, checksums, and the one loop over stored blocks |
@@ -34,6 +35,7 @@ pub mod format;
 pub mod options;
 pub mod paths;
 pub mod recover;
+pub mod snapshot;
 pub mod store;
 pub mod turns;
 

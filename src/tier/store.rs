@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -295,34 +296,39 @@ impl Tier {
     }
 }
 
-/// Contents of one extent; its drop lets them go.
+/// Contents of one extent; its drop lets them go. `T` refers to the tier, or owns a part of it.
 #[derive(Debug)]
-pub(super) struct HeldExtent<'a> {
-    tier: &'a Tier,
+pub(super) struct HeldExtent<T: Deref<Target = Tier>> {
+    tier: T,
     pub(super) held: Held,
 }
 
-impl Drop for HeldExtent<'_> {
+impl<T: Deref<Target = Tier>> Drop for HeldExtent<T> {
     fn drop(&mut self) {
         self.tier.state.lock().catalog.end_snapshot(&self.held.contents);
     }
 }
 
-/// Snapshots and verification.
+impl<T: Deref<Target = Tier>> HeldExtent<T> {
+    /// Passes the stored blocks of the extent to `visit`, in order, checked with the headers of their chunks.
+    pub(super) fn walk(&self, visit: &mut impl BlockVisitor) -> Result<()> {
+        let Held { subject, contents } = &self.held;
+        walk(&self.tier.volumes, self.tier.identity.tier, subject, contents.version(), None, visit)
+    }
+}
+
+/// Takes a snapshot of a tier. Writes and commits go on meanwhile: they use other space.
+pub(super) fn snapshot<T: Deref<Target = Tier> + Clone>(
+    tier: &T,
+    view: View,
+) -> Result<Snapshot<HeldExtent<T>>> {
+    let Snapshot { step, payload, extents, lost } = tier.state.lock().catalog.snapshot(view)?;
+    let extents = extents.into_iter().map(|held| HeldExtent { tier: tier.clone(), held }).collect();
+    Ok(Snapshot { step, payload, extents, lost })
+}
+
+/// Verification.
 impl Tier {
-    /// Takes a snapshot. Writes and commits go on meanwhile: they use other space.
-    pub(super) fn snapshot(&self, view: View) -> Result<Snapshot<HeldExtent<'_>>> {
-        let Snapshot { step, payload, extents, lost } = self.state.lock().catalog.snapshot(view)?;
-        let extents = extents.into_iter().map(|held| HeldExtent { tier: self, held }).collect();
-        Ok(Snapshot { step, payload, extents, lost })
-    }
-
-    /// Passes the stored blocks of an extent to `visit`, in order, checked with the headers of their chunks.
-    pub(super) fn walk(&self, extent: &HeldExtent, visit: &mut impl BlockVisitor) -> Result<()> {
-        let Held { subject, contents } = &extent.held;
-        walk(&self.volumes, self.identity.tier, subject, contents.version(), None, visit)
-    }
-
     /// Reads all current blocks, their headers and the superblocks, and checks their checksums. Damage is listed in the
     /// result. `Busy` if an extent is being written.
     pub fn verify(&self) -> Result<VerifyReport> {
@@ -332,11 +338,11 @@ impl Tier {
     }
 
     pub(super) fn verify_extents(&self) -> Result<VerifyReport> {
-        let snapshot = self.snapshot(View::Current)?;
+        let snapshot = snapshot(&self, View::Current)?;
         let report = VerifyReport { damage: snapshot.lost, ..VerifyReport::default() };
         let mut verification = Verification { tier: self, report };
         for extent in snapshot.extents {
-            self.walk(&extent, &mut verification)?;
+            extent.walk(&mut verification)?;
             verification.report.extents += 1;
         }
         Ok(verification.report)

@@ -567,6 +567,17 @@ class TierVerifyInfo(Structure):
     ]
 
 
+class TierSnapshotInfo(Structure):
+    c_name = "spw_tier_snapshot_info"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("ended", c_uint32),
+        ("step", c_uint64),
+        ("written", c_uint64),
+        ("bytes", c_uint64),
+    ]
+
+
 class SwapOptions(Given):
     c_name = "spw_swap_options"
     _fields_ = [
@@ -1169,6 +1180,7 @@ STRUCTURES = (
     TierExtentInfo,
     TierPathInfo,
     TierVerifyInfo,
+    TierSnapshotInfo,
     SwapOptions,
     SwapBudget,
     SwapStats,
@@ -1278,6 +1290,10 @@ PROTOTYPES = {
     "spw_tier_verify": (c_int32, [c_void_p, POINTER(TierVerifyInfo)]),
     "spw_tier_export": (c_int32, [c_void_p, c_char_p, POINTER(c_uint64)]),
     "spw_tier_import": (c_int32, [c_void_p, c_char_p, POINTER(c_uint64)]),
+    "spw_tier_snapshot_begin": (c_int32, [c_void_p, c_char_p, u64("bytes_per_second"), POINTER(c_void_p)]),
+    "spw_tier_snapshot_wait": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(c_uint64)]),
+    "spw_tier_snapshot_get_progress": (c_int32, [c_void_p, POINTER(TierSnapshotInfo)]),
+    "spw_tier_snapshot_close": (c_int32, [c_void_p]),
     "spw_swap_plan_budget": (c_int32, [POINTER(SwapOptions), u64("paths"), POINTER(SwapBudget)]),
     "spw_swap_open": (c_int32, [c_void_p, POINTER(SwapOptions), POINTER(c_void_p)]),
     "spw_swap_get_budget": (c_int32, [c_void_p, POINTER(SwapBudget)]),

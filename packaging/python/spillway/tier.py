@@ -22,6 +22,7 @@ from typing import Any
 from . import _abi, _arguments, _arrays, _kept, _native
 from ._arrays import Array
 from ._native_handle import POLL_SECONDS, SLICE_MS, TIMEOUT, _NativeHandle
+from ._snapshot import Snapshot
 from ._ticket import ELSEWHERE, Ticket
 from ._tier_options import BACKENDS, DURABILITIES, MODES, choice, milliseconds, number, payload_of, text, tier_options
 from ._tier_records import Extent, Opened, PathReport, Steps, TierPath
@@ -303,8 +304,23 @@ class Tier(_NativeHandle):
         return checked.blocks
 
     def export(self, directory: str | os.PathLike[str]) -> int:
-        """Writes the committed state as plain files into a new directory; returns its step."""
+        """Writes the last committed state as plain files into a new directory; returns its step. Others may put and commit meanwhile."""
         return self._step("spw_tier_export", directory)
+
+    def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0) -> Snapshot:
+        """Starts to export the last committed state, and returns at once. Steps and commits go on meanwhile.
+
+        The snapshot keeps the space of its state on the paths until it has ended. The tier stays locked until then, also if it is
+        closed before.
+
+        Args:
+            directory: As for export(): a new directory, which import_from() reads. It appears complete or not at all.
+            bytes_per_second: Limit of the speed; 0: no limit.
+
+        Raises:
+            NoStateError: Nothing was committed.
+            IoError: The directory exists."""
+        return Snapshot(self, directory, bytes_per_second)
 
     def import_from(self, directory: str | os.PathLike[str]) -> int:
         """Reads an exported directory and commits it; returns its step."""

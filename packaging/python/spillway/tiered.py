@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from . import _abi, _files, _ranks
 from .errors import InvalidArgumentError, SpillwayError, TierError
+from ._snapshot import Snapshot
 from .swap import Swap
 from .tier import Tier, TierPath
 
@@ -262,6 +263,12 @@ class Tiered:
         finally:
             self.settle()
             self._pending = None
+
+    def snapshot(self, directory: str | os.PathLike[str], bytes_per_second: int) -> Snapshot:
+        """Starts to write the last commit to `directory`, or to its part of this process in a run of several."""
+        self.check()
+        own = directory if self.place.world == 1 else os.path.join(directory, f"rank-{self.place.rank}")
+        return self.tier.snapshot(own, bytes_per_second=bytes_per_second)
 
     def settle(self) -> None:
         """Takes over the record of a commit that the library has completed."""

@@ -243,6 +243,41 @@ def test_extents_by_name(folders, tmp_path):
     assert not any(file.is_file() and file.stat().st_size for folder in folders for file in folder.rglob("*"))
 
 
+def test_a_snapshot_is_of_one_commit_and_leaves_nothing_if_it_is_closed_early(folders, tmp_path):
+    with open_tier(folders) as tier:
+        extent = tier.define("a", [100_000, 50_000])
+
+        def commit(step):
+            tier.wait(tier.put(extent, [bytearray([step]) * 100_000, bytearray([step]) * 50_000]))
+            tier.commit(step)
+
+        with pytest.raises(spillway.NoStateError):
+            tier.snapshot(tmp_path / "early")
+        commit(1)
+        slow = tier.snapshot(tmp_path / "slow", bytes_per_second=1)
+        fast = tier.snapshot(tmp_path / "fast")
+        commit(2)
+        assert fast.wait() == 1 and fast.progress() == (1, 150_000, 150_000, True)
+        assert (tmp_path / "fast" / "extent-00000.stream-1.bin").read_bytes() == b"\1" * 50_000
+        with pytest.raises(spillway.TimedOutError):
+            slow.wait(0.01)
+        assert slow.progress() == (1, 0, 150_000, False)
+        slow.close()
+        with pytest.raises(spillway.InvalidArgumentError, match="this Snapshot is closed"):
+            slow.wait()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "fast"]
+        with pytest.raises(spillway.IoError):
+            tier.snapshot(tmp_path / "fast")
+        with pytest.raises(spillway.InvalidArgumentError, match="bytes_per_second"):
+            tier.snapshot(tmp_path / "negative", bytes_per_second=-1)
+        lost = tier.snapshot(tmp_path / "lost", bytes_per_second=1)
+    with pytest.raises(spillway.TierLockedError):
+        open_tier(folders)
+    del lost
+    open_tier(folders).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "fast"]
+
+
 def test_damage_is_named(folders):
     with open_tier(folders[:1]) as tier:
         extent = tier.define("weights", [1 << 16])

@@ -36,4 +36,6 @@ pub mod extents;
 
 pub mod report;
 
-pub use {extents::*, open::*, options::*, report::*, steps::*};
+pub mod snapshot;
+
+pub use {extents::*, open::*, options::*, report::*, snapshot::*, steps::*};

@@ -240,7 +240,7 @@ pub extern "C" fn spw_tier_verify(
 
 /// Exports the committed state to `directory`, which must not exist. It gets one file per stream with the bytes as they
 /// were put, and manifest.json with names, sizes, checksums, step and payload. The directory appears complete or not at
-/// all. A put since the last commit is SPW_ERR_BUSY. Other threads may put and commit meanwhile: the export holds the
+/// all. Puts since the last commit are not in it. Other threads may put and commit meanwhile: the export holds the
 /// commit that was the last one when the call began, and the space of its extents stays allocated. Missing parent
 /// directories get mode 0700. `step_out` may be NULL.
 #[unsafe(no_mangle)]

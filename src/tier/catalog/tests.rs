@@ -89,6 +89,7 @@ impl World {
             Action::Snapshot(view) => match self.catalog.snapshot(view) {
                 Ok(snapshot) => {
                     assert_eq!((view, snapshot.lost.len()), (view, 0));
+                    self.check_committed(&snapshot);
                     self.snapshots.push(snapshot);
                     true
                 }
@@ -130,6 +131,17 @@ impl World {
         let only_between = matches!(action, Action::Write(_) | Action::Rollback | Action::Remove(_));
         assert!(!(possible && committing && only_between), "{action:?} during a commit");
         possible
+    }
+
+    /// A snapshot has exactly the versions of the last commit that is known to have succeeded.
+    fn check_committed(&self, snapshot: &Snapshot<Held>) {
+        let named = (0..).zip(&self.durable[0].extents).filter_map(|(number, extent)| {
+            let ExtentRecord { version: Some(version), .. } = extent.as_ref()? else { return None };
+            Some((number, version.generation))
+        });
+        let held = snapshot.extents.iter().map(|held| (held.subject.extent, held.subject.generation));
+        assert!(named.eq(held), "the snapshot is of another commit");
+        assert_eq!(snapshot.step, self.durable[0].step);
     }
 
     fn begin_write(&mut self, extent: u32, origin: &WriteOrigin) -> bool {

@@ -312,14 +312,14 @@ fn a_verification_and_an_export_keep_the_space_of_their_state_while_writes_go_on
     let disks = [Disk::default()];
     let tier = Tier::open(on_disks(&disks, &[])).unwrap();
     step(&tier, 1).unwrap();
-    let held = tier.snapshot(crate::tier::catalog::View::Committed).unwrap();
+    let held = crate::tier::store::snapshot(&&tier, crate::tier::catalog::View::Committed).unwrap();
     let used = |tier: &Tier| tier.paths()[0].file_bytes - tier.paths()[0].free;
     for number in 2..6 {
         step(&tier, number).unwrap();
     }
     let before = used(&tier);
     for extent in &held.extents {
-        tier.walk(extent, &mut Undamaged).unwrap();
+        extent.walk(&mut Undamaged).unwrap();
     }
     drop(held);
     assert!(used(&tier) < before, "the space is free after the snapshot");

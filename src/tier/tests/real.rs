@@ -4,11 +4,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
 
 use super::*;
 use crate::error::{Error, IoKind, TierKind};
 use crate::tier::Health;
 use crate::tier::directory::collect;
+use crate::tier::snapshot::{Progress, TierSnapshot};
 
 /// Two base directories in a temporary directory below `target`.
 pub(super) fn bases() -> (tempfile::TempDir, Vec<PathBuf>) {
@@ -222,11 +225,10 @@ fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
     let tier = Tier::open(options(&bases)).unwrap();
     let out = dir.path().join("checkpoint");
     assert_eq!(tier.export(&out).unwrap_err().tier_kind(), Some(TierKind::NoState));
-    step(&tier, 1).unwrap();
-    write(&tier, 0, 3, &ExtentPlacement::Auto).unwrap();
-    assert!(matches!(tier.export(&out), Err(Error::Busy(_))));
     step(&tier, 7).unwrap();
-    assert_eq!(tier.export(&out), Ok(7));
+    write(&tier, 0, 3, &ExtentPlacement::Auto).unwrap();
+    assert_eq!(tier.export(&out), Ok(7), "what was written since the commit is not in it");
+    step(&tier, 7).unwrap();
     assert!(tier.export(&out).is_err(), "it is there");
     // The files hold the raw bytes.
     assert_eq!(fs::read(out.join("extent-00001.stream-0.bin")).unwrap(), pattern(seed_of(7, 1) * 10, 20_000));
@@ -332,6 +334,66 @@ fn an_export_of_more_than_its_window_has_every_byte_and_takes_the_memory_of_a_wi
     let (_dir2, others) = self::bases();
     let copy = Tier::open(options(&others[..1])).unwrap();
     assert_eq!(copy.import(&out), Ok(2));
+}
+
+/// Names below the parent of `out`.
+fn beside(out: &Path) -> Vec<String> {
+    let entries = fs::read_dir(out.parent().unwrap()).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+#[test]
+fn a_snapshot_has_one_commit_while_later_steps_are_written_and_committed() {
+    let (dir, bases) = bases();
+    let tier = Arc::new(Tier::open(options(&bases)).unwrap());
+    step(&tier, 1).unwrap();
+    let out = dir.path().join("snapshot");
+    // Slow enough that it is in flight during the next steps.
+    let snapshot = TierSnapshot::begin(&tier, &out, Some(100_000)).unwrap();
+    for number in 2..6 {
+        step(&tier, number).unwrap();
+    }
+    assert_eq!(snapshot.wait(PATIENCE), Ok(1));
+    let bytes = STREAMS.iter().flat_map(|streams| streams.iter()).sum();
+    assert_eq!(snapshot.progress(), Progress { step: 1, written: bytes, bytes, ended: true });
+    let (_dir2, others) = self::bases();
+    let copy = Tier::open(options(&others[..1])).unwrap();
+    assert_eq!(copy.import(&out), Ok(1));
+    for n in 0..STREAMS.len() {
+        assert!(
+            read(&copy, n, seed_of(1, n)).unwrap() && read(&tier, n, seed_of(5, n)).unwrap(),
+            "extent {n}"
+        );
+    }
+    assert_eq!(snapshot.wait(PATIENCE), Ok(1), "a wait can be repeated");
+    assert!(
+        Arc::into_inner(tier).unwrap().close(PATIENCE).is_ok(),
+        "a snapshot that has ended does not use the tier"
+    );
+}
+
+#[test]
+fn a_snapshot_that_is_closed_early_leaves_nothing_and_gives_the_space_and_the_tier_back() {
+    let (dir, bases) = bases();
+    let tier = Arc::new(Tier::open(options(&bases)).unwrap());
+    step(&tier, 1).unwrap();
+    let out = dir.path().join("snapshot");
+    let before = beside(&out);
+    let used = |tier: &Tier| tier.paths().iter().map(|path| path.file_bytes - path.free).sum::<u64>();
+    let space = used(&tier);
+    let snapshot = TierSnapshot::begin(&tier, &out, Some(1)).unwrap();
+    step(&tier, 2).unwrap();
+    assert!(used(&tier) > space, "the snapshot holds the space of step 1");
+    assert_eq!(snapshot.wait(Some(Duration::ZERO)).unwrap_err().io_kind(), Some(IoKind::Timeout));
+    assert!(!snapshot.progress().ended && !out.exists());
+    drop(snapshot);
+    assert_eq!((beside(&out), used(&tier)), (before, space));
+    // The second snapshot is closed after the tier.
+    let snapshot = TierSnapshot::begin(&tier, &out, Some(1)).unwrap();
+    assert!(Arc::into_inner(tier).is_none());
+    assert_eq!(Tier::open(options(&bases)).unwrap_err().tier_kind(), Some(TierKind::Locked));
+    drop(snapshot);
+    assert!(is_at(&Tier::open(options(&bases)).unwrap(), 2));
 }
 
 #[test]

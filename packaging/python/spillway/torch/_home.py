@@ -20,6 +20,7 @@ import torch
 
 from .. import _abi, _native
 from .._native_handle import _NativeHandle
+from .._snapshot import Snapshot
 from ..errors import InvalidArgumentError
 from ._states import Precision, Rule
 
@@ -128,6 +129,10 @@ class Home:
     def commit(self, states: Any, step: int | None, payload: bytes) -> None:
         """Makes the states durable."""
         raise InvalidArgumentError(f"{self.name}.commit: the states are in host memory; construct the optimizer with tier")
+
+    def snapshot(self, directory: Any, bytes_per_second: int) -> Snapshot:
+        """Starts to write the last commit to a directory."""
+        raise InvalidArgumentError(f"{self.name}.snapshot: the states are in host memory; construct the optimizer with tier")
 
     def close(self) -> None:
         """Closes a tier."""

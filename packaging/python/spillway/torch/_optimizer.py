@@ -8,6 +8,7 @@ no state, no count and no gradient."""
 from __future__ import annotations
 
 import ctypes
+import os
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from .. import _abi, _log
+from .._snapshot import Snapshot
 from .._groups import put_numbers
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
@@ -336,6 +338,26 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                 of them: construct the optimizers again."""
         home = self._home
         home.alone(lambda: home.commit(self.state, step, payload))
+
+    @of_itself
+    def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0) -> Snapshot:
+        """Starts to write the last commit of the tier to a new directory, and returns at once. Steps and commits go on meanwhile.
+
+        `spillway.Tier.import_from` reads the directory into another tier, on which an optimizer then begins with these states.
+
+        Args:
+            directory: The directory; in a run of several processes each one writes `rank-N` in it.
+            bytes_per_second: Limit of the speed of this process; 0: no limit.
+
+        Returns:
+            A snapshot; its wait() returns when the directory is complete.
+
+        Raises:
+            InvalidArgumentError: The optimizer has no tier.
+            NoStateError: Nothing was committed.
+            IoError: The directory exists."""
+        home = self._home
+        return home.alone(lambda: home.snapshot(directory, bytes_per_second))
 
     @of_itself
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._snapshot import Snapshot
 from .._groups import TORCHS
 from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, UnsupportedError
@@ -122,6 +123,10 @@ class TierHome(Home):
         self.on_tier.take_written()
         facts = self.on_tier.facts(states)
         self.tiered.commit(self.on_tier.count if step is None else step, facts, payload_of(payload))
+
+    def snapshot(self, directory: Any, bytes_per_second: int) -> Snapshot:
+        """Starts to write the last commit to a directory."""
+        return self.tiered.snapshot(directory, bytes_per_second)
 
 
 def _check_keywords(name: str, rule: Rule, precision: Precision, undo: bool, groups: list[dict[str, Any]]) -> None:

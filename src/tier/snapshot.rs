@@ -1,0 +1,148 @@
+//! Snapshots: an export of the last commit that a thread of its own writes, while the tier is used.
+//!
+//! Invariants:
+//! - The begin holds the state: later writes and commits use other space until the snapshot has ended.
+//! - The directory appears complete and durable, or not at all, as with every export.
+//! - After the close the thread has ended, and nothing of an unfinished snapshot is left.
+#![forbid(unsafe_code)]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::export::Export;
+use super::storage::deadline_after;
+use super::store::Tier;
+use crate::error::{Doing, Error, IoError, IoKind, Result};
+use crate::sys::fork::OpeningProcess;
+use crate::sys::sync::{Lock, Signal};
+use crate::sys::threads;
+
+/// A snapshot that is being written, or has ended. Its drop cancels it.
+#[derive(Debug)]
+pub struct TierSnapshot {
+    opener: OpeningProcess,
+    shared: Arc<Shared>,
+}
+
+/// How far a snapshot is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// The committed step that it holds.
+    pub step: u64,
+    /// Bytes written so far.
+    pub written: u64,
+    /// Bytes of the whole state.
+    pub bytes: u64,
+    /// True once the thread has ended, with or without success.
+    pub ended: bool,
+}
+
+#[derive(Debug)]
+struct Shared {
+    step: u64,
+    bytes: u64,
+    directory: PathBuf,
+    state: Lock<State>,
+    changed: Signal,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    written: u64,
+    cancelled: bool,
+    outcome: Option<Result<u64>>,
+}
+
+impl TierSnapshot {
+    /// Holds the last commit of `tier`, and starts to write it to `directory`, which must not exist. `bytes_per_second`
+    /// limits the speed; `None`: no limit. Errors are those of [`Tier::export`].
+    pub fn begin(tier: &Arc<Tier>, directory: &Path, bytes_per_second: Option<u64>) -> Result<TierSnapshot> {
+        let export = Export::begin(Arc::clone(tier), directory)?;
+        let shared = Arc::new(Shared {
+            step: export.step(),
+            bytes: export.bytes(),
+            directory: directory.to_path_buf(),
+            state: Lock::default(),
+            changed: Signal::default(),
+        });
+        let theirs = Arc::clone(&shared);
+        let work = move || {
+            let ended = EndOnDrop(theirs);
+            let begun = Instant::now();
+            let outcome = export.run(&mut |bytes| ended.0.passed(bytes, bytes_per_second, begun));
+            ended.0.state.lock().outcome = Some(outcome);
+        };
+        threads::spawn_quiet("spillway-snap", work)
+            .map_err(|error| Error::system("starting the thread of a snapshot", &error))?;
+        Ok(TierSnapshot { opener: OpeningProcess::current(), shared })
+    }
+
+    /// Fails in a forked child, which has no thread that writes the snapshot.
+    pub fn check_process(&self) -> Result<()> {
+        self.opener.check("the snapshot")
+    }
+
+    /// How far the snapshot is.
+    pub fn progress(&self) -> Progress {
+        let Shared { step, bytes, .. } = *self.shared;
+        let state = self.shared.state.lock();
+        Progress { step, written: state.written, bytes, ended: state.outcome.is_some() }
+    }
+
+    /// Waits until the directory is complete, and returns the step. `Timeout` if it is not after `timeout`.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<u64> {
+        let until = deadline_after(timeout);
+        let state =
+            self.shared.changed.wait_while(self.shared.state.lock(), until, |state| state.outcome.is_none());
+        state
+            .outcome
+            .clone()
+            .unwrap_or_else(|| Err(IoError::wait_timeout("the snapshot is still being written")))
+    }
+}
+
+impl Shared {
+    /// Counts bytes, and sleeps until the limit of the speed allows them. Fails once the snapshot is cancelled.
+    fn passed(&self, bytes: u64, bytes_per_second: Option<u64>, begun: Instant) -> Result<()> {
+        let mut state = self.state.lock();
+        let due = bytes_per_second.and_then(|speed| {
+            let seconds = (state.written + bytes) as f64 / speed.max(1) as f64;
+            begun.checked_add(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+        });
+        if bytes_per_second.is_some() {
+            state = self.changed.wait_while(state, due, |state| !state.cancelled);
+        }
+        if state.cancelled {
+            let message = "the snapshot was closed before it was complete; nothing of it is left";
+            return Err(IoError::about(IoKind::Cancelled, Doing::Writing, self.directory.to_string_lossy())
+                .because(message)
+                .into());
+        }
+        state.written += bytes;
+        Ok(())
+    }
+}
+
+impl Drop for TierSnapshot {
+    fn drop(&mut self) {
+        if !self.opener.is_current() {
+            return;
+        }
+        let mut state = self.shared.state.lock();
+        state.cancelled = true;
+        self.shared.changed.notify_all();
+        drop(self.shared.changed.wait_while(state, None, |state| state.outcome.is_none()));
+    }
+}
+
+/// Ends a snapshot, also after a panic in its thread.
+struct EndOnDrop(Arc<Shared>);
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        let lost = || Err(Error::Internal("the thread of a snapshot panicked".to_string()));
+        self.0.state.lock().outcome.get_or_insert_with(lost);
+        self.0.changed.notify_all();
+    }
+}

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import _abi, _files, _ranks
-from .errors import InvalidArgumentError, SpillwayError, TierError
 from ._snapshot import Snapshot
+from .errors import InvalidArgumentError, SpillwayError, TierError
 from .swap import Swap
 from .tier import Tier, TierPath
 

@@ -8,8 +8,8 @@ no state, no count and no gradient."""
 from __future__ import annotations
 
 import ctypes
-import os
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from .. import _abi, _log
-from .._snapshot import Snapshot
 from .._groups import put_numbers
+from .._snapshot import Snapshot
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
 from ._home import Home

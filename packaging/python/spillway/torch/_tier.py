@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._snapshot import Snapshot
 from .._groups import TORCHS
+from .._snapshot import Snapshot
 from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, UnsupportedError
 from ._home import ByTorch, Home

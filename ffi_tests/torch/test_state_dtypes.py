@@ -93,7 +93,7 @@ def test_a_shorter_state_at_the_address_of_the_old_one_is_seen(swap):
     assert guard.intact()
 
 
-@pytest.mark.parametrize("what", ["parameter", "gradient", "exp_avg", "a state that was replaced"])
+@pytest.mark.parametrize("what", ["parameter", "gradient", "exp_avg", "a new state", "all states"])
 @pytest.mark.parametrize("cls", [functools.partial(own.AdamW, undo=True), pipeline.StageAdamW], ids=["AdamW", "StageAdamW"])
 def test_a_rollback_of_memory_that_is_of_another_tensor_now_is_refused(cls, what):
     param, guard = torch.nn.Parameter(torch.ones(N)), Guarded()
@@ -104,10 +104,12 @@ def test_a_rollback_of_memory_that_is_of_another_tensor_now_is_refused(cls, what
     changed = {"parameter": param, "gradient": param.grad}.get(what, state["exp_avg"])
     changed.data = guard.tensor(torch.float32)
     optimizer.step()
-    if what == "a state that was replaced":
+    if what == "a new state":
         state["exp_avg"] = state["exp_avg"].clone()
+    elif what == "all states":
+        optimizer.state[param] = dict(state)
     else:
         changed.data = guard.tensor(torch.bfloat16)
     with pytest.raises(spillway.InvalidArgumentError, match="rollback: a .* since the step"):
         optimizer.rollback()
-    assert what == "a state that was replaced" or guard.intact()
+    assert guard.intact()

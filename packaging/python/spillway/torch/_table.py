@@ -75,7 +75,7 @@ class Table:
         self.places, self.rest = [(row.group, row.place) for row in rows], rest
         self._copies = [row.copy for row in rows if row.copy is not None]
         self._lists, self._flags = [list(group["params"]) for group in groups], list(map(is_torchs, groups))
-        self._states = list(states.values())
+        self._all, self._states = states, list(states.values())
         self._slices = self._cut(states, rows)
         self._owners = None if any(part.distributed for part in self._slices) else [*chain(*(part.owners for part in self._slices))]
         self.has_masters = any(part.has_masters for part in self._slices)
@@ -194,7 +194,7 @@ class Table:
     def has_memory(self) -> bool:
         """True if parameters and states lie where they did in the last step, with their dtypes and shapes."""
         try:
-            return all(part.has_memory(part.local(part.owners)) for part in self._slices)
+            return all(part.has_memory(part.local(part.owners)) and part.has_states(self._all) for part in self._slices)
         except _ABSENT:
             return False
 
@@ -357,6 +357,10 @@ class Slice:
         states = list(of_each if self._single else chain.from_iterable(of_each))
         states = states if not self.distributed else self.local(states)
         return self._states_same(*states) and list(map(_data_ptr, states)) == self._state_addresses
+
+    def has_states(self, states: Any) -> bool:
+        """True if `states` has the dictionaries of the rows."""
+        return all(map(is_, map(states.get, self.owners), self.inner))
 
     def local(self, tensors: Iterable[Any]) -> Any:
         """The local parts of DTensors."""

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! extent   settled --begin_write--> writing --install, fail--> settled --committed--> committed
-//! version  current --install, rollback, committed--> former --last read, snapshot ends--> free
+//! version  current --install, rollback, revert, committed--> former --last read, snapshot, pin ends--> free
+//! version  former --revert--> current
 //! commit   idle --begin_commit--> under way --committed | in_doubt, end_commit--> idle
 //! ```
 //!
@@ -384,6 +385,37 @@ impl Catalog {
             self.held.entry(held.contents.number).or_default().snapshots += 1;
         }
         Ok(Snapshot { step: self.step, payload: self.payload.clone(), extents, lost })
+    }
+
+    /// Holds the contents of one extent, which may have none, until [`Catalog::end_snapshot`].
+    pub(super) fn pin(&mut self, number: u32) -> Result<Option<Arc<Contents>>> {
+        let current = self.get(number)?.current.clone();
+        if let Some(contents) = &current {
+            self.held.entry(contents.number).or_default().snapshots += 1;
+        }
+        Ok(current)
+    }
+
+    /// Gives an extent the contents that [`Catalog::pin`] returned. `Busy` while it is being written or a commit is in
+    /// flight.
+    pub(super) fn revert(&mut self, number: u32, contents: Option<&Arc<Contents>>) -> Result<()> {
+        self.between_commits()?;
+        let extent = self.get(number)?;
+        if extent.writing {
+            return Err(Error::Busy(format!("extent {:?}: it is being written", extent.name)));
+        }
+        if same(extent.current.as_ref(), contents) {
+            return Ok(());
+        }
+        let held = contents.and_then(|contents| self.held.get_mut(&contents.number));
+        held.into_iter().for_each(|holds| holds.former = None);
+        let doubted = self.in_doubt.iter().position(|former| same(Some(&former.contents), contents));
+        self.replace(number, contents.cloned());
+        if let Some(doubted) = doubted {
+            self.in_doubt.swap_remove(doubted);
+            self.get_mut(number).into_iter().for_each(|extent| extent.in_doubt = true);
+        }
+        Ok(())
     }
 
     /// Ends the hold of a snapshot on contents.

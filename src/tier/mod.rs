@@ -41,7 +41,7 @@ pub mod turns;
 
 pub use commit::MAX_PAYLOAD;
 pub use paths::{ExtentPlacement, Health};
-pub use store::{Tier, UpdateClaim};
+pub use store::{Pin, Tier, UpdateClaim};
 
 pub mod bucket;
 

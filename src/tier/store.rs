@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::blocks::{BlockVisitor, Job, TierIdentity, is_hung, walk};
-use super::catalog::{Catalog, ExtentInfo, Held, Snapshot, View};
+use super::catalog::{Catalog, Contents, ExtentInfo, Held, Snapshot, View};
 use super::extent::{Run, Shape, check_name};
 use super::options::TierOptions;
 use super::paths::{DurableCopy, Health};
@@ -258,6 +258,11 @@ impl Tier {
         self.bell.events()
     }
 
+    /// What [`Tier::wait_for_event`] waits for; a thread may ring it for a reason of its own.
+    pub fn bell(&self) -> Arc<Bell> {
+        Arc::clone(&self.bell)
+    }
+
     /// Waits until transfers have ended since [`Tier::events`] returned `seen`, at most for `timeout`. Their tickets
     /// may still be pending: a transfer that failed continues on another path.
     pub fn wait_for_event(&self, seen: u64, timeout: Option<Duration>) {
@@ -327,8 +332,38 @@ pub(super) fn snapshot<T: Deref<Target = Tier> + Clone>(
     Ok(Snapshot { step, payload, extents, lost })
 }
 
-/// Verification.
+/// What one extent held when it was pinned. Until the drop these contents keep their space, whatever is written to the
+/// extent or committed.
+#[derive(Debug)]
+pub struct Pin {
+    tier: Arc<Tier>,
+    extent: u32,
+    contents: Option<Arc<Contents>>,
+}
+
+impl Pin {
+    /// Discards what was written to the extent since. `Busy` while the extent is being written or a commit is in flight.
+    pub fn revert(&self) -> Result<()> {
+        self.tier.state.lock().catalog.revert(self.extent, self.contents.as_ref())
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        if let Some(contents) = &self.contents {
+            self.tier.state.lock().catalog.end_snapshot(contents);
+        }
+    }
+}
+
+/// Pins and verification.
 impl Tier {
+    /// Pins what an extent holds.
+    pub fn pin(self: &Arc<Tier>, extent: u32) -> Result<Pin> {
+        let contents = self.state.lock().catalog.pin(extent)?;
+        Ok(Pin { tier: Arc::clone(self), extent, contents })
+    }
+
     /// Reads all current blocks, their headers and the superblocks, and checks their checksums. Damage is listed in the
     /// result. `Busy` if an extent is being written.
     pub fn verify(&self) -> Result<VerifyReport> {

@@ -19,6 +19,9 @@ enum Action {
     EndRead,
     Snapshot(View),
     EndSnapshot,
+    Pin(u32),
+    Revert,
+    EndPin,
     BeginCommit,
     Move(u32),
     Publish { known: bool },
@@ -39,6 +42,8 @@ struct World {
     writes: Vec<(Reservation, Vec<Chunk>)>,
     reads: Vec<Held>,
     snapshots: Vec<Snapshot<Held>>,
+    /// Extents and what they held, in pins.
+    pins: Vec<(u32, Arc<Shape>, Option<Arc<Contents>>)>,
     /// The superblocks that a crash may find; the last known one first.
     durable: Vec<Superblock>,
     step: u64,
@@ -59,6 +64,7 @@ impl World {
             writes: Vec::new(),
             reads: Vec::new(),
             snapshots: Vec::new(),
+            pins: Vec::new(),
             durable: Vec::new(),
             step: 0,
             generation: 0,
@@ -101,6 +107,25 @@ impl World {
                 all.for_each(|held| self.catalog.end_snapshot(&held.contents));
                 snapshot.is_some()
             }
+            Action::Pin(extent) => match (self.catalog.pin(extent), self.catalog.shape(extent)) {
+                (Ok(contents), Ok(shape)) => {
+                    self.pins.push((extent, shape, contents));
+                    true
+                }
+                _ => false,
+            },
+            Action::Revert => self.pins.last().is_some_and(|(extent, _, contents)| {
+                let reverted = self.catalog.revert(*extent, contents.as_ref()).is_ok();
+                let now = self.catalog.get(*extent).ok().and_then(|extent| extent.current.as_ref());
+                assert!(!reverted || same(now, contents.as_ref()));
+                reverted
+            }),
+            Action::EndPin => {
+                let pin = self.pins.pop();
+                let held = pin.iter().filter_map(|(_, _, contents)| contents.as_ref());
+                held.for_each(|contents| self.catalog.end_snapshot(contents));
+                pin.is_some()
+            }
             Action::BeginCommit => {
                 let ready = !self.catalog.is_writing() && self.catalog.failed().is_none();
                 ready && self.catalog.begin_commit().is_ok()
@@ -128,7 +153,8 @@ impl World {
             Action::Rollback => false,
             Action::Remove(extent) => self.catalog.remove(extent).is_ok(),
         };
-        let only_between = matches!(action, Action::Write(_) | Action::Rollback | Action::Remove(_));
+        let only_between =
+            matches!(action, Action::Write(_) | Action::Rollback | Action::Remove(_) | Action::Revert);
         assert!(!(possible && committing && only_between), "{action:?} during a commit");
         possible
     }
@@ -234,6 +260,9 @@ impl World {
         }
         let held = self.snapshots.iter().flat_map(|snapshot| &snapshot.extents).chain(&self.reads);
         held.for_each(|held| want(held.subject.extent, &held.subject.shape, held.contents.version()));
+        for (extent, shape, contents) in &self.pins {
+            contents.iter().for_each(|contents| want(*extent, shape, contents.version()));
+        }
         for (number, extent) in self.catalog.numbered() {
             extent.current.iter().for_each(|contents| want(number, &extent.shape, &contents.version));
         }
@@ -291,6 +320,8 @@ fn actions(extents: u32) -> Vec<Action> {
         EndRead,
         Snapshot(View::Committed),
         EndSnapshot,
+        Revert,
+        EndPin,
         BeginCommit,
         Publish { known: true },
         Publish { known: false },
@@ -298,14 +329,14 @@ fn actions(extents: u32) -> Vec<Action> {
         Rollback,
     ];
     for extent in 0..extents {
-        actions.extend([Write(extent), Read(extent), Move(extent), Remove(extent)]);
+        actions.extend([Write(extent), Read(extent), Move(extent), Remove(extent), Pin(extent)]);
     }
     actions
 }
 
 #[test]
 fn every_order_of_actions_on_one_extent_keeps_what_a_crash_or_a_reader_needs() {
-    let states = explore(&World::new(1, 12), &actions(1), 7);
+    let states = explore(&World::new(1, 12), &actions(1), 6);
     assert!(states > 10_000, "{states}");
 }
 

@@ -414,6 +414,14 @@ public:
     void adam_step(const spw_adam_options &options, tensors all, spw_step_stats *stats = nullptr) {
         check(spw_swap_adam_step(get(), &options, all.data(), all.size(), stats));
     }
+    // A step beside the caller, see spw_swap_begin; `flags` is a sum of spw_swap_begin_flag.
+    void begin(const spw_adam_options &options, std::uint32_t flags = 0) { check(spw_swap_begin(get(), &options, flags)); }
+    void submit(std::uint64_t subgroup, const spw_tensor &tensor) { check(spw_swap_submit(get(), subgroup, &tensor, nullptr, 1)); }
+    void verdict(spw_spec_verdict verdict, double grad_scale = 1) { check(spw_swap_verdict(get(), verdict, grad_scale)); }
+    // False after the timeout (negative: none); the step is then still open.
+    bool finish(std::int64_t timeout_ms = -1, spw_step_stats *stats = nullptr) {
+        return check_in_time(spw_swap_finish(get(), timeout_ms, stats));
+    }
     void commit(std::uint64_t step, span<const char> payload = {}) {
         check(spw_swap_commit(get(), step, payload.data(), payload.size()));
     }

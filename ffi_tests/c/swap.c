@@ -200,6 +200,71 @@ static void a_step_is_taken_back_and_done_again_clipped(void) {
     CHECK_OK(spw_tier_destroy(tier));
 }
 
+static void beside(spw_swap *swap, uint64_t step, uint32_t verdict) {
+    spw_adam_options options = at(step);
+    new_gradients(step);
+    CHECK_OK(spw_swap_begin(swap, &options, SPW_SWAP_BEGIN_FLAG_SPECULATIVE | SPW_SWAP_BEGIN_FLAG_STATS));
+    for (uint64_t i = 0; i < SUBGROUPS; i++) {
+        const uint64_t subgroup = (3 * i + step) % SUBGROUPS;
+        CHECK_OK(spw_swap_submit(swap, subgroup, &tensors[subgroup], NULL, 1));
+    }
+    REFUSED(spw_swap_finish(swap, FOR_EVER, NULL), SPW_ERR_ROUND_OPEN, "verdict");
+    CHECK_OK(spw_swap_verdict(swap, verdict, 0.0173));
+    spw_step_stats stats = step_stats();
+    CHECK_OK(spw_swap_finish(swap, FOR_EVER, &stats));
+    if (verdict == SPW_SPEC_VERDICT_REDO) options.grad_scale = 0.0173;
+    if (verdict != SPW_SPEC_VERDICT_SKIP) {
+        const double sum = step_plain(&options);
+        CHECK(memcmp(&sum, &stats.sum_squares, sizeof sum) == 0);
+    }
+    for (int i = 0; i < SUBGROUPS; i++) {
+        CHECK(copies[i] == NULL || memcmp(copies[i], plain[i].spans[4], plain[i].bytes[4]) == 0);
+    }
+}
+
+// Each verdict leaves the bits of the same steps in memory, in states and copies.
+static void steps_beside_the_caller_have_the_bits_of_steps_in_memory(void) {
+    start(6);
+    spw_tier *tier = open_tier(SPW_TIER_MODE_CREATE, 0);
+    spw_swap *swap = open_swap(tier, 5);
+    fill_swap(swap);
+    const spw_adam_options options = at(1);
+    REFUSED(spw_swap_submit(swap, 0, &tensors[0], NULL, 1), SPW_ERR_NO_ROUND, "begin one first");
+    REFUSED(spw_swap_verdict(swap, SPW_SPEC_VERDICT_SKIP, 0), SPW_ERR_NO_ROUND, "begin one first");
+    REFUSED(spw_swap_finish(swap, 0, NULL), SPW_ERR_NO_ROUND, "begin one first");
+    INVALID(spw_swap_begin(NULL, &options, 0), "swap");
+    INVALID(spw_swap_begin(swap, NULL, 0), "options");
+    INVALID(spw_swap_begin(swap, &options, 4), "flags");
+    step_both(swap, 1);
+    CHECK_OK(spw_swap_begin(swap, &options, 0));
+    REFUSED(spw_swap_begin(swap, &options, 0), SPW_ERR_ROUND_OPEN, "in progress");
+    REFUSED(spw_swap_commit(swap, 1, NULL, 0), SPW_ERR_ROUND_OPEN, "in progress");
+    REFUSED(spw_swap_verdict(swap, SPW_SPEC_VERDICT_SKIP, 0), SPW_ERR_ROUND_RESOLVED, "already");
+    INVALID(spw_swap_verdict(swap, 3, 0), "verdict");
+    INVALID(spw_swap_submit(swap, SUBGROUPS, &tensors[0], NULL, 1), "is 8");
+    INVALID(spw_swap_submit(swap, 4, &tensors[3], NULL, 1), "count");
+    const uint64_t firsts[2] = {0, 1};
+    INVALID(spw_swap_submit(swap, 3, &tensors[3], &firsts[1], 1), "firsts[0]");
+    CHECK_OK(spw_swap_submit(swap, 0, &tensors[0], firsts, 1));
+    REFUSED(spw_swap_submit(swap, 0, &tensors[0], firsts, 1), SPW_ERR_BUCKET_SUBMITTED, "subgroup 0");
+    REFUSED(spw_swap_finish(swap, 0, NULL), SPW_ERR_BUCKET_MISSING, "subgroup 1");
+    // Only the gradient of subgroup 0 was read; there is no commit yet.
+    CHECK_OK(spw_swap_close(swap));
+    swap = open_swap(tier, 5);
+    start(6);
+    fill_swap(swap);
+    step_both(swap, 1);
+    for (uint64_t step = 2; step <= 3 * STEPS; step++) {
+        beside(swap, step, (uint32_t)(step % 3));
+        if (step % 4 == 0) CHECK_OK(spw_swap_commit(swap, step, NULL, 0));
+    }
+    check_same(swap);
+    step_both(swap, 99);
+    check_same(swap);
+    CHECK_OK(spw_swap_close(swap));
+    CHECK_OK(spw_tier_destroy(tier));
+}
+
 // Open refuses paths whose limits do not hold two slots. Paths that do hold them also pass the next open, which finds
 // one slot used.
 static void what_does_not_fit_is_said_and_loses_nothing(void) {
@@ -381,6 +446,7 @@ int main(void) {
     steps_have_the_bits_of_steps_in_memory();
     a_new_open_goes_on_at_the_commit();
     a_step_is_taken_back_and_done_again_clipped();
+    steps_beside_the_caller_have_the_bits_of_steps_in_memory();
     what_does_not_fit_is_said_and_loses_nothing();
     a_full_disk_loses_nothing();
     wrong_arguments_are_refused();

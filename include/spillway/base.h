@@ -93,15 +93,15 @@ typedef enum spw_status {
     // Another process claimed the tier while this one had it open. Nothing was committed. Close the tier and open it
     // again.
     SPW_ERR_FENCED = 38,
-    // No speculation round was opened, or the last one ended without a bucket.
+    // No speculation round or update on a tier was opened, or the last round ended without a bucket.
     SPW_ERR_NO_ROUND = 40,
-    // A speculation round is open. Resolve or abort it first.
+    // A speculation round or an update on a tier is open. Resolve it, finish it or abort it first.
     SPW_ERR_ROUND_OPEN = 41,
-    // The last round already has its verdict, and no new round is open.
+    // The last round, or the open update on a tier, already has its verdict.
     SPW_ERR_ROUND_RESOLVED = 42,
-    // A bucket of the round was not submitted.
+    // A bucket of the round, or a subgroup of the update on a tier, was not submitted.
     SPW_ERR_BUCKET_MISSING = 43,
-    // The bucket was already submitted in this round.
+    // The bucket or the subgroup was already submitted in this round.
     SPW_ERR_BUCKET_SUBMITTED = 44,
     // The event that a bucket waits for can never happen.
     SPW_ERR_EVENT_BROKEN = 45,

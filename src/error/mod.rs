@@ -78,6 +78,9 @@ pub enum Error {
     /// A call that the present state of a stage's job does not allow; nothing changed.
     #[error("{}", .0.of_job())]
     Job(RoundError),
+    /// A call that the present state of an update on a tier does not allow; nothing changed.
+    #[error("{}", .0.of_update())]
+    Update(RoundError),
     /// A wait timed out; the operation is still in flight.
     #[error("{0}")]
     Timeout(String),

@@ -38,6 +38,24 @@ pub enum RoundError {
 }
 
 impl RoundError {
+    /// The text for an update on a tier, whose buckets are subgroups. It has none of the other errors.
+    pub(super) fn of_update(&self) -> Cow<'static, str> {
+        match self {
+            RoundError::NotBegun => "no update is in progress; begin one first".into(),
+            RoundError::Open => {
+                "an update is in progress; give it its verdict and finish it, or roll back".into()
+            }
+            RoundError::Resolved => "the update has its verdict already; finish it".into(),
+            RoundError::Missing(subgroup) => {
+                format!("subgroup {subgroup} was not submitted in this update; submit it first").into()
+            }
+            RoundError::Submitted(subgroup) => {
+                format!("subgroup {subgroup} was submitted already in this update").into()
+            }
+            other => other.to_string().into(),
+        }
+    }
+
     /// The text for the job of a stage, whose round has one bucket.
     pub(super) fn of_job(&self) -> Cow<'static, str> {
         match self {

@@ -128,6 +128,10 @@ SWAP_FLAG_NO_LOCK = 2
 SWAP_FLAG_NO_TURNS = 4
 SWAP_FLAG_SPLIT_MASTER = 8
 
+# spw_swap_begin_flag
+SWAP_BEGIN_FLAG_SPECULATIVE = 1
+SWAP_BEGIN_FLAG_STATS = 2
+
 # spw_spec_publish
 SPEC_PUBLISH_FINAL = 0
 SPEC_PUBLISH_STAGED = 1
@@ -1306,6 +1310,10 @@ PROTOTYPES = {
     "spw_swap_rollback": (c_int32, [c_void_p]),
     "spw_swap_get_stats": (c_int32, [c_void_p, POINTER(SwapStats)]),
     "spw_swap_close": (c_int32, [c_void_p]),
+    "spw_swap_begin": (c_int32, [c_void_p, POINTER(AdamOptions), u32("flags")]),
+    "spw_swap_submit": (c_int32, [c_void_p, u64("subgroup"), address("tensors"), address("firsts"), u64("count")]),
+    "spw_swap_verdict": (c_int32, [c_void_p, u32("verdict"), c_double]),
+    "spw_swap_finish": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(StepStats)]),
     "spw_gpu_probe": (c_int32, [POINTER(GpuDriver)]),
     "spw_gpu_open": (c_int32, [POINTER(GpuOptions), POINTER(c_void_p)]),
     "spw_gpu_close": (c_int32, [c_void_p]),

@@ -9,6 +9,14 @@
 
 A gradient is read in place, in its own dtype. A weight is a 16-bit copy that the step writes, or None.
 
+A step may run beside the caller, for example during backward: each subgroup is stepped once it is fetched and its gradient
+is there. With speculative=True a verdict may take the steps back:
+
+    with swap.begin(spillway.Adam(lr=1e-3), speculative=True) as update:
+        for subgroup, grad, weight in backward():
+            update.submit(subgroup, grad, weight)
+        update.verdict("redo", grad_scale=clip) if norm > 1.0 else update.verdict("commit")
+
 With split_master=True the tier and memory store param without its upper halves, which the bf16 weights imply: 10 bytes
 per parameter instead of 12. Every step, and read() of param, then needs the bf16 weights that belong to the state:
 
@@ -24,12 +32,13 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _abi, _arguments, _arrays, _native, _tensor_rows
+from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
 from ._arrays import Array
-from ._native_handle import _NativeHandle, record
+from ._native_handle import _NativeHandle, in_slices, record
 from ._tier_options import milliseconds, number, payload_of
 from .errors import InternalError, InvalidArgumentError
 from .optim import Adam, StepStats, counter
+from .speculate import VERDICTS
 
 if TYPE_CHECKING:
     from .tier import Tier
@@ -37,6 +46,8 @@ if TYPE_CHECKING:
 STATES = ("param", "exp_avg", "exp_avg_sq")
 _NO_HUGE_PAGES, _NO_LOCK = _abi.SWAP_FLAG_NO_HUGE_PAGES, _abi.SWAP_FLAG_NO_LOCK
 _NO_TURNS, _SPLIT_MASTER = _abi.SWAP_FLAG_NO_TURNS, _abi.SWAP_FLAG_SPLIT_MASTER
+# Statuses of spw_swap_finish after which the step is still open.
+_STAYS_OPEN = (_abi.ERR_TIMEOUT, _abi.ERR_ROUND_OPEN, _abi.ERR_BUCKET_MISSING)
 
 
 class Budget(NamedTuple):
@@ -156,7 +167,8 @@ class Swap(_NativeHandle):
         options.flags |= _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not pin_memory) + _NO_TURNS * (not turns)
         options.turn_timeout_ms = milliseconds("turn_timeout", turn_timeout)
         self.tier = tier
-        tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options)))
+        self._held = _kept.Submitted()
+        tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options), keeps=(self._held,)))
 
     def __len__(self) -> int:
         """Number of subgroups."""
@@ -227,6 +239,29 @@ class Swap(_NativeHandle):
         self._counted(counter(adams), "spw_swap_adam_step", *arguments)
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
+    def begin(self, optimizer: Adam, *, grad_scale: float = 1.0, speculative: bool = False, return_stats: bool = False) -> SwapUpdate:
+        """Opens one step of all subgroups beside the caller, and starts to fetch. Until SwapUpdate.finish(), other calls than
+        stats(), rollback() and close() raise OutOfOrderError. Afterwards they wait for the writes of the step.
+
+        Args:
+            optimizer: The Adam whose options the step uses.
+            grad_scale: Factor of the gradients.
+            speculative: The steps are final only after SwapUpdate.verdict(). Until then the tier keeps the versions before the step,
+                which takes space for a third version of what was not committed.
+            return_stats: SwapUpdate.finish() returns the statistics of the scaled gradients.
+
+        Returns:
+            The open SwapUpdate.
+
+        Raises:
+            OutOfOrderError: A step is open."""
+        if not isinstance(optimizer, Adam):
+            raise InvalidArgumentError(f"Swap.begin: optimizer is a {type(optimizer).__name__}; pass a spillway.Adam")
+        options = optimizer.options_of_next_step(grad_scale)
+        flags = _abi.SWAP_BEGIN_FLAG_SPECULATIVE * speculative + _abi.SWAP_BEGIN_FLAG_STATS * return_stats
+        self._call("spw_swap_begin", ctypes.byref(options), flags)
+        return SwapUpdate(self, optimizer, speculative, return_stats)
+
     def ds_step(self, optimizer_id: int, calls: Sequence[Any], table: Any, stepped: Callable[[int, int], object] | None = None) -> None:
         """Runs one step with the arithmetic of DeepSpeed's optimizer `optimizer_id`.
 
@@ -277,19 +312,23 @@ class Swap(_NativeHandle):
         if len(tensors) != len(self):
             raise InvalidArgumentError(f"Swap: tensors has {len(tensors)} entries for {len(self)} subgroups; pass one for each")
         table = (_abi.Tensor * len(tensors))()
-        for subgroup, (row, (grad, weight, *belonging)) in enumerate(zip(table, tensors)):
-            _tensor_rows.begin(row, self.elements[subgroup]).state_dtype = _abi.DTYPE_F32
-            spans = [
-                ("grad", f"tensors[{subgroup}].grad", grad, False),
-                ("param_copy", f"tensors[{subgroup}].weight", weight, True),
-                ("param", f"tensors[{subgroup}][2]", belonging[0] if belonging else None, False),
-            ]
-            for field, argument, array, write in spans:
-                if array is not None or field == "grad":
-                    _tensor_rows.put(row, field, _arrays.span(array, argument, write, uint16_dtype), argument)
-            row.param_dtype = row.param_dtype or _abi.DTYPE_F32
+        for subgroup, (row, arrays) in enumerate(zip(table, tensors)):
+            self._put(row, subgroup, arrays, f"tensors[{subgroup}]", uint16_dtype)
         table.held = _arrays.all_held(tensors)
         return table
+
+    def _put(self, row: Any, subgroup: int, arrays: Sequence[Array | None], name: str, uint16_dtype: str | None) -> None:
+        grad, weight, *belonging = arrays
+        _tensor_rows.begin(row, self.elements[subgroup]).state_dtype = _abi.DTYPE_F32
+        spans = [
+            ("grad", f"{name}.grad", grad, False),
+            ("param_copy", f"{name}.weight", weight, True),
+            ("param", f"{name}[2]", belonging[0] if belonging else None, False),
+        ]
+        for field, argument, array, write in spans:
+            if array is not None or field == "grad":
+                _tensor_rows.put(row, field, _arrays.span(array, argument, write, uint16_dtype), argument)
+        row.param_dtype = row.param_dtype or _abi.DTYPE_F32
 
     def read(
         self,
@@ -346,8 +385,10 @@ class Swap(_NativeHandle):
         self.tier.committing(lambda: self._recorded(status, "spw_swap_commit", step, stored, len(stored)))
 
     def rollback(self) -> None:
-        """Restores the state of the last commit; also valid after a failed step."""
+        """Restores the state of the last commit; also valid after a failed step. Abandons an open one."""
+        begun = self._held.begun()
         self._call("spw_swap_rollback")
+        self._held.over(begun)
 
     def _adams(self, optimizer: Adam | Sequence[Adam]) -> list[Adam]:
         adams = [optimizer] if isinstance(optimizer, Adam) else list(optimizer) if isinstance(optimizer, (list, tuple)) else []
@@ -375,6 +416,108 @@ class Swap(_NativeHandle):
                 f"Swap: {name} has {count} elements, subgroup {subgroup} has {self.elements[subgroup]}; pass an "
                 "array of the subgroup's size"
             )
+
+
+class SwapUpdate:
+    """An open step of a Swap beside the caller. Not thread-safe.
+
+    A `with` block calls finish() at its end. After an exception in the block, a speculative step without a verdict is skipped;
+    any other is abandoned by Swap.rollback().
+
+    Attributes:
+        swap: The Swap."""
+
+    def __init__(self, swap: Swap, optimizer: Adam, speculative: bool, return_stats: bool):
+        self.swap = swap
+        self._optimizer, self._return_stats = optimizer, return_stats
+        self._verdict = None if speculative else "commit"
+        self._open = True
+
+    def submit(
+        self, subgroup: int, grad: Array, weight: Array | None = None, belonging: Array | None = None, *, uint16_dtype: str | None = None
+    ) -> None:
+        """Passes the gradient of a subgroup to the step; returns at once. The caller must not touch the arrays until finish() or
+        Swap.rollback() has returned.
+
+        Args:
+            subgroup: Number of the subgroup.
+            grad: The gradient, in its own dtype.
+            weight: Float16 or bfloat16 array that the step writes. After a verdict of "skip" it holds the weights before the step.
+            belonging: With a split master, the bf16 weights that belong to the state; required if the step is speculative.
+            uint16_dtype: The dtype that uint16 arrays hold: "bf16" or "f16".
+
+        Raises:
+            InvalidArgumentError: An array does not fit.
+            OutOfOrderError: The subgroup was submitted before, or the step is not open."""
+        subgroup = _arguments.between("SwapUpdate: subgroup", subgroup, 0, len(self.swap) - 1)
+        row, arrays = _abi.Tensor(), (grad, weight, belonging)
+        self.swap._put(row, subgroup, arrays, f"subgroup {subgroup}", uint16_dtype)
+        held = _arrays.all_held([arrays])
+        self.swap._held.submit(
+            held, lambda outcome: self.swap._recorded(outcome, "spw_swap_submit", subgroup, ctypes.addressof(row), None, 1)
+        )
+
+    def verdict(self, verdict: str, grad_scale: float = 1.0) -> None:
+        """Gives a speculative step its verdict; returns at once. It may come before submits.
+
+        Args:
+            verdict: "commit" makes the steps final. "skip" takes them back, and no subgroup has to be submitted. "redo" steps every
+                subgroup with another factor.
+            grad_scale: Gradient factor of "redo".
+
+        Raises:
+            OutOfOrderError: The step has its verdict, or is not speculative."""
+        if verdict not in VERDICTS:
+            raise InvalidArgumentError(f"SwapUpdate.verdict: verdict is {verdict!r}; pass one of {', '.join(VERDICTS)}")
+
+        def given() -> None:
+            self._verdict = verdict
+
+        self.swap._counted(given, "spw_swap_verdict", VERDICTS.index(verdict), grad_scale)
+
+    def finish(self, timeout: float | None = None) -> StepStats | None:
+        """Waits until all subgroups are stepped, and ends the step; its arrays belong to the caller again. The library goes on writing
+        to the tier. The step counts for the optimizer unless the verdict was "skip".
+
+        Args:
+            timeout: Longest wait in seconds; None: no limit.
+
+        Returns:
+            StepStats with `return_stats`, else None.
+
+        Raises:
+            TimedOutError: A subgroup is not stepped yet; the step is still open.
+            OutOfOrderError: A subgroup or the verdict is missing; the step is still open.
+            IoError: A path failed. Call Swap.rollback()."""
+        stats, outcome, begun = _abi.sized(_abi.StepStats), list[int](), self.swap._held.begun()
+
+        def wait(milliseconds: int) -> int:
+            outcome.clear()
+            self.swap._through(lambda handle: record(outcome, "spw_swap_finish", handle, milliseconds, ctypes.byref(stats)))
+            return outcome[0]
+
+        try:
+            _native.check(in_slices(_arguments.seconds(timeout), wait))
+        finally:
+            if outcome and outcome[0] not in _STAYS_OPEN:
+                self._open = False
+                self.swap._held.over(begun)
+            if outcome == [0] and self._verdict != "skip":
+                counter([self._optimizer])()
+        return StepStats(bool(stats.nonfinite), stats.sum_squares) if self._return_stats else None
+
+    def __enter__(self) -> SwapUpdate:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if not self._open:
+            return
+        if kind is not None and self._verdict is None:
+            self.verdict("skip")
+        if kind is None or self._verdict == "skip":
+            self.finish()
+        else:
+            self.swap.rollback()
 
 
 def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = False) -> int:

@@ -107,6 +107,60 @@ def test_parts_that_are_written_between_steps_count(folders, buffers):
         assert same(everything(swap), in_memory(3)[0])
 
 
+@pytest.mark.parametrize("buffers", [3, 5, 100])
+def test_a_step_beside_the_caller_has_the_bits_of_the_blocking_form(folders, buffers):
+    """For random orders of arrival and every verdict: states, copies, statistics and the step count of the optimizer."""
+    chance = np.random.default_rng(buffers)
+    (folders[0] / "other").mkdir()
+    with open_tier(folders) as tier, open_tier([folders[0] / "other"]) as other:
+        with open_swap(tier, buffers) as swap, open_swap(other, buffers) as blocking:
+            for one in (swap, blocking):
+                one.fill([(p, None, None) for p in first()])
+            adam, patient = spillway.Adam(lr=1e-2, weight_decay=0.1), spillway.Adam(lr=1e-2, weight_decay=0.1)
+            copies, expected = [[rounded(p) for p in first()] for _ in range(2)]
+            for number in range(1, 13):
+                verdict = ("commit", "redo", "skip", None)[chance.integers(4)]
+                grads = gradients(number)
+                with swap.begin(adam, grad_scale=0.5, speculative=verdict is not None, return_stats=True) as update:
+                    for subgroup in chance.permutation(len(SIZES)):
+                        update.submit(subgroup, grads[subgroup], copies[subgroup], uint16_dtype="bf16")
+                    if verdict:
+                        update.verdict(verdict, 0.125)
+                    stats = update.finish()
+                if verdict != "skip":
+                    scale = 0.125 if verdict == "redo" else 0.5
+                    tensors = list(zip(grads, expected))
+                    assert stats == blocking.step(patient, tensors, grad_scale=scale, return_stats=True, uint16_dtype="bf16")
+                assert same([copies], [expected]) and adam.step_count == patient.step_count
+                if number % 4 == 0:
+                    swap.commit(number)
+                    assert same(everything(swap), everything(blocking))
+            assert same(everything(swap), everything(blocking))
+
+
+def test_a_step_beside_the_caller_is_skipped_or_abandoned_by_an_exception(folders):
+    with open_tier(folders) as tier, open_swap(tier) as swap:
+        swap.fill([(p, None, None) for p in first()])
+        swap.commit(0)
+        adam, grads = spillway.Adam(lr=1e-2), gradients(1)
+        for speculative in (True, False):
+            with pytest.raises(ZeroDivisionError), swap.begin(adam, speculative=speculative) as update:
+                update.submit(2, grads[2])
+                with pytest.raises(spillway.errors.OutOfOrderError, match="subgroup 2 was submitted already"):
+                    update.submit(2, grads[2])
+                with pytest.raises(spillway.errors.OutOfOrderError, match="subgroup 0 was not submitted"):
+                    update.finish()
+                with pytest.raises(spillway.errors.OutOfOrderError, match="in progress"):
+                    swap.commit(1)
+                raise ZeroDivisionError
+            assert adam.step_count == 0 and same(everything(swap), in_memory(0)[0]) and not swap._held
+        update = swap.begin(adam)
+        with pytest.raises(spillway.errors.OutOfOrderError, match="verdict already"):
+            update.verdict("skip")
+        with pytest.raises(spillway.InvalidArgumentError, match="verdict is 'keep'"):
+            update.verdict("keep")
+
+
 def rounded(floats):
     """The bf16 weights of float32 masters, as their bits."""
     bits = floats.view(np.uint32)

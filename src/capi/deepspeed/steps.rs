@@ -36,7 +36,7 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
     user: *mut c_void,
 ) -> spw_status {
     guard(|| {
-        let swap = &mut handle::get_mut(swap)?.0;
+        let swap = &handle::get_mut(swap)?.update;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let (kept, rules) = rules_of(id, calls, count)?;
@@ -44,8 +44,8 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
                 true => Ok(rules[index]),
                 false => Err(options_of_id()),
             };
-            let parts = inputs::whole(swap, tensors, count, own)?;
-            swap.adam_step(parts, false, &mut |subgroup, param| match stepped
+            let parts = inputs::whole(swap.layout(), tensors, count, own)?;
+            let mut after = |subgroup: usize, param: &[f32]| match stepped
                 .map_or(0, |stepped| stepped(user, subgroup as u64, param.as_ptr()))
             {
                 0 => Ok(()),
@@ -55,7 +55,8 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
                     );
                     Err(Error::invalid("stepped", reason))
                 }
-            })?;
+            };
+            swap.at_rest(|swap| swap.adam_step(parts, false, &mut after))?;
             ADAM.create(id, kept);
             Ok(())
         }

@@ -87,13 +87,7 @@ pub extern "C" fn spw_spec_resolve_as(
     outcome_out: Out<spw_spec_outcome>,
 ) -> spw_status {
     guard(|| {
-        let verdict = match verdict {
-            0 => Verdict::Commit,
-            1 => Verdict::Skip,
-            2 if (grad_scale as f32).is_finite() => Verdict::Redo(grad_scale as f32),
-            2 => return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32"))),
-            other => return Err(Error::invalid("verdict", format!("{other} is not an spw_spec_verdict"))),
-        };
+        let verdict = parse_verdict(verdict, grad_scale)?;
         outcome_out.check("outcome_out")?;
         write_outcome(handle::get(spec)?.engine.resolve_as(verdict)?, outcome_out)
     })
@@ -129,6 +123,17 @@ pub extern "C" fn spw_spec_get_rolled_back(
         let buckets = handle::get(spec)?.engine.rolled_back_buckets()?;
         buckets_out.put_array(&buckets, capacity, "buckets_out", count_out)
     })
+}
+
+/// A verdict, with the complete factor of a redo.
+pub(in crate::capi) fn parse_verdict(verdict: u32, grad_scale: f64) -> Result<Verdict> {
+    match verdict {
+        0 => Ok(Verdict::Commit),
+        1 => Ok(Verdict::Skip),
+        2 if (grad_scale as f32).is_finite() => Ok(Verdict::Redo(grad_scale as f32)),
+        2 => Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32"))),
+        other => Err(Error::invalid("verdict", format!("{other} is not an spw_spec_verdict"))),
+    }
 }
 
 fn write_outcome(found: Outcome, to: Out<spw_spec_outcome>) -> Result<()> {

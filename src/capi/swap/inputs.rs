@@ -8,7 +8,7 @@ use crate::capi::optim::tensor::{self, at, parse_copy_dtype, parse_dtype, spw_dt
 use crate::capi::prelude::*;
 use crate::dtype::{Dtype, Floats, bf16};
 use crate::kernel::AdamRule;
-use crate::offload::swap::Swap;
+use crate::offload::swap::Layout;
 use crate::offload::swap::adam::{Part, Parts};
 use crate::offload::swap::encoding::Encoding;
 
@@ -19,13 +19,19 @@ use crate::offload::swap::encoding::Encoding;
 pub(in crate::capi) unsafe fn rules_of(
     options: In<spw_adam_options>,
 ) -> Result<impl Fn(usize, &spw_tensor) -> Result<AdamRule>> {
-    // SAFETY: the caller meets the callee's requirements.
     let shared = nearest_rule(options)?;
-    Ok(move |_, raw: &spw_tensor| match raw.options.is_null() {
+    // SAFETY: the caller meets the callee's requirements.
+    Ok(move |_, raw: &spw_tensor| unsafe { own_rule(raw, shared) })
+}
+
+/// # Safety
+/// The options of the tensor are NULL, or a struct of `struct_size` bytes.
+unsafe fn own_rule(raw: &spw_tensor, shared: AdamRule) -> Result<AdamRule> {
+    match raw.options.is_null() {
         true => Ok(shared),
         // SAFETY: the caller's promise.
         false => nearest_rule(unsafe { In::new(raw.options.cast()) }),
-    })
+    }
 }
 
 /// One tensor for each subgroup, with the coefficients that `rule` returns.
@@ -33,18 +39,18 @@ pub(in crate::capi) unsafe fn rules_of(
 /// # Safety
 /// `tensors` points to `count` structs, `struct_size` bytes apart. Their spans are lent for `'a`.
 pub(in crate::capi) unsafe fn whole<'a>(
-    swap: &Swap,
+    layout: &Layout,
     tensors: In<spw_tensor>,
     count: u64,
     rule: impl Fn(usize, &spw_tensor) -> Result<AdamRule>,
 ) -> Result<Parts<'a>> {
-    if count != swap.len() as u64 {
-        let reason = format!("is {count}, but there are {} subgroups", swap.len());
+    if count != layout.len() as u64 {
+        let reason = format!("is {count}, but there are {} subgroups", layout.len());
         return Err(Error::invalid("count", reason));
     }
     let raw = tensor::read_all(tensors, count)?;
     for (index, raw) in raw.iter().enumerate() {
-        let elements = swap.elements(index)? as u64;
+        let elements = layout.elements(index)? as u64;
         if raw.n != elements {
             let reason = format!("is {}, but the subgroup has {elements} elements", raw.n);
             return Err(at(index, Error::invalid("n", reason)));
@@ -55,8 +61,8 @@ pub(in crate::capi) unsafe fn whole<'a>(
         let reason = "must be of 16 bits; spw_swap_adam_step_parts also takes SPW_DTYPE_F32";
         return Err(at(index, Error::invalid("copy_dtype", reason)));
     }
-    check(&raw, swap.usual() == Encoding::SplitMaster)?;
-    let mut parts = Parts::with_capacity(raw.len(), swap.len())?;
+    check(&raw, layout.usual() == Encoding::SplitMaster)?;
+    let mut parts = Parts::new(layout.len())?;
     for (index, raw) in raw.iter().enumerate() {
         if raw.n > 0 {
             // SAFETY: `check` accepted the tensors; the caller lends their spans for `'a`.
@@ -72,7 +78,7 @@ pub(in crate::capi) unsafe fn whole<'a>(
 /// # Safety
 /// As [`whole`]; `subgroups` and `firsts` point to `count` numbers.
 pub(in crate::capi) unsafe fn parts<'a>(
-    swap: &Swap,
+    layout: &Layout,
     tensors: In<spw_tensor>,
     [subgroups, firsts]: [In<u64>; 2],
     count: u64,
@@ -83,38 +89,90 @@ pub(in crate::capi) unsafe fn parts<'a>(
         subgroups.array(count, "subgroups")?,
         firsts.array(count, "firsts")?,
     );
-    if swap.usual() == Encoding::SplitMaster {
+    if layout.usual() == Encoding::SplitMaster {
         let reason = "the masters of this update are split; call spw_swap_adam_step";
         return Err(Error::Unsupported(reason.to_string()));
     }
     check(&raw, false)?;
-    let mut parts = Parts::with_capacity(raw.len(), swap.len())?;
+    let mut parts = Parts::new(layout.len())?;
+    let places = subgroups.iter().copied().zip(firsts.iter().copied());
+    // SAFETY: `check` accepted the tensors; the caller lends their spans for `'a`.
+    unsafe { convert(layout, &raw, places, rule, |subgroup, part| parts.push(subgroup, part)) }?;
+    Ok(parts)
+}
+
+/// The tensors of one subgroup as its parts, from the elements `firsts[i]` on; NULL: one tensor for all elements.
+/// `speculative`: the weights of the step before are needed afterwards.
+///
+/// # Safety
+/// As [`whole`]; `firsts` is NULL or points to `count` numbers.
+pub(in crate::capi) unsafe fn of_subgroup<'a>(
+    layout: &Layout,
+    subgroup: usize,
+    tensors: In<spw_tensor>,
+    firsts: In<u64>,
+    count: u64,
+    rule: AdamRule,
+    speculative: bool,
+) -> Result<Vec<Part<'a>>> {
+    let (raw, elements) = (tensor::read_all(tensors, count)?, layout.elements(subgroup)? as u64);
+    let split = layout.usual() == Encoding::SplitMaster;
+    let needs_whole = if split { elements > 0 } else { firsts.is_null() && !raw.is_empty() };
+    let firsts =
+        if firsts.is_null() { &[0; 1][..raw.len().min(1)] } else { firsts.array(count, "firsts")? };
+    if needs_whole && !(matches!(&raw[..], [raw] if raw.n == elements) && *firsts == [0]) {
+        let why = if split { "the master weights are split" } else { "firsts is NULL" };
+        return Err(Error::invalid("count", format!("must be 1, for a tensor of all elements: {why}")));
+    }
+    check(&raw, split)?;
+    if split && speculative && raw.iter().any(|raw| raw.n > 0 && raw.param.is_null()) {
+        let reason =
+            "must name the weights of the step before, apart from param_copy: the update is speculative";
+        return Err(at(0, Error::invalid("param", reason)));
+    }
+    let mut parts = Vec::new();
+    let places = firsts.iter().map(|first| (subgroup as u64, *first));
+    // SAFETY: `check` accepted the tensors; the caller lends their spans for `'a`, and their options for the call.
+    unsafe { convert(layout, &raw, places, |_, raw| own_rule(raw, rule), |_, part| parts.push(part)) }?;
+    Ok(parts)
+}
+
+/// Passes each tensor to `push` as a part of its subgroup. `places`: subgroup and first element of each tensor.
+///
+/// # Safety
+/// [`check`] accepted the tensors, and the caller lends their spans for `'a`.
+unsafe fn convert<'a>(
+    layout: &Layout,
+    raw: &[spw_tensor],
+    places: impl Iterator<Item = (u64, u64)>,
+    rule: impl Fn(usize, &spw_tensor) -> Result<AdamRule>,
+    mut push: impl FnMut(usize, Part<'a>),
+) -> Result<()> {
     let mut end = (0, 0);
-    for (index, ((raw, subgroup), first)) in raw.iter().zip(subgroups).zip(firsts).enumerate() {
-        let (subgroup, after) = place(swap, index, raw.n, *subgroup, *first)?;
-        if (subgroup, *first) < end {
+    for (index, (raw, (subgroup, first))) in raw.iter().zip(places).enumerate() {
+        let (subgroup, after) = place(layout, index, raw.n, subgroup, first)?;
+        if (subgroup, first) < end {
             let reason =
                 "must not be below the end of the part before: sort the parts by subgroup and element";
             return Err(Error::invalid(format!("firsts[{index}]"), reason));
         }
         end = (subgroup, after);
         if raw.n > 0 {
-            let first = *first as usize;
-            // SAFETY: `check` accepted the tensors; the caller lends their spans for `'a`.
-            let part = rule(index, raw).and_then(|rule| unsafe { part_of(raw, first, rule) });
-            parts.push(subgroup, part.map_err(|error| at(index, error))?);
+            // SAFETY: the caller meets the callee's requirements.
+            let part = rule(index, raw).and_then(|rule| unsafe { part_of(raw, first as usize, rule) });
+            push(subgroup, part.map_err(|error| at(index, error))?);
         }
     }
-    Ok(parts)
+    Ok(())
 }
 
 /// The subgroup of a part, and the element behind the part.
-fn place(swap: &Swap, index: usize, n: u64, subgroup: u64, first: u64) -> Result<(usize, u64)> {
-    let Some(subgroup) = usize::try_from(subgroup).ok().filter(|subgroup| *subgroup < swap.len()) else {
-        let reason = format!("must be less than the {} subgroups", swap.len());
+fn place(layout: &Layout, index: usize, n: u64, subgroup: u64, first: u64) -> Result<(usize, u64)> {
+    let Some(subgroup) = usize::try_from(subgroup).ok().filter(|subgroup| *subgroup < layout.len()) else {
+        let reason = format!("must be less than the {} subgroups", layout.len());
         return Err(Error::invalid(format!("subgroups[{index}]"), reason));
     };
-    let elements = swap.elements(subgroup)?;
+    let elements = layout.elements(subgroup)?;
     match first.checked_add(n).filter(|after| *after <= elements as u64) {
         Some(after) => Ok((subgroup, after)),
         None => {

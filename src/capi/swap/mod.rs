@@ -14,6 +14,13 @@
 //!     spw_swap_adam_step(swap, &adam, tensors, count, NULL);
 //!     spw_swap_commit(swap, adam.step, NULL, 0);
 //!
+//! A step beside backward takes each subgroup's gradient as it is complete, in any order:
+//!
+//!     spw_swap_begin(swap, &adam, SPW_SWAP_BEGIN_FLAG_SPECULATIVE);
+//!     for (uint64_t i = 0; i < count; i++) spw_swap_submit(swap, i, &tensors[i], NULL, 1);
+//!     spw_swap_verdict(swap, SPW_SPEC_VERDICT_COMMIT, 0);
+//!     spw_swap_finish(swap, -1, NULL);
+//!
 //!     spw_swap_close(swap);
 
 pub mod options;
@@ -22,4 +29,6 @@ pub(in crate::capi) mod inputs;
 
 pub mod update;
 
-pub use {options::*, update::*};
+pub mod beside;
+
+pub use {beside::*, options::*, update::*};

@@ -92,7 +92,7 @@ pub struct spw_swap_stats {
     pub flushed: u64,
     /// Pieces of subgroups that moved to another path.
     pub moved: u64,
-    /// Seconds in which the step waited for data.
+    /// Seconds in which the step waited for data. Beside the caller: seconds that calls waited for the update.
     pub exposed_seconds: f64,
 }
 }

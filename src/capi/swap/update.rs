@@ -9,20 +9,26 @@ use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::tier::spw_tier;
+use crate::kernel::AdamRule;
+use crate::offload::swap::beside::Beside;
 use crate::offload::swap::budget;
 use crate::offload::swap::encoding::STREAMS;
-use crate::offload::swap::{SubgroupState, Swap};
+use crate::offload::swap::{Layout, SubgroupState, Swap};
 use crate::sys::span::Span;
 
 /// A tiered update: subgroups of optimizer state on a tier. A subgroup has f32 param (the master weight), exp_avg and
 /// exp_avg_sq, 12 bytes per parameter.
-pub struct spw_swap(pub(in crate::capi) Swap);
+pub struct spw_swap {
+    pub(in crate::capi) update: Beside,
+    /// The coefficients of the open update.
+    pub(in crate::capi) rule: Option<AdamRule>,
+}
 
 impl Handle for spw_swap {
     const NAME: &'static str = "swap";
 
     fn check_process(&self) -> Result<()> {
-        self.0.check_process()
+        self.update.check_process()
     }
 }
 
@@ -60,7 +66,7 @@ pub extern "C" fn spw_swap_open(
             let paths = tier.paths().len();
             (tier, parse(options, paths)?)
         };
-        swap_out.open(|| Ok(spw_swap(Swap::open(tier, &options)?)))
+        swap_out.open(|| Ok(spw_swap { update: Beside::new(Swap::open(tier, &options)?), rule: None }))
     })
 }
 
@@ -71,7 +77,7 @@ pub extern "C" fn spw_swap_get_budget(
     budget_out: Out<spw_swap_budget>,
 ) -> spw_status {
     guard(|| {
-        let swap = &handle::get_mut(swap)?.0;
+        let swap = &handle::get_mut(swap)?.update;
         write_budget(swap.budget(), budget_out)
     })
 }
@@ -84,11 +90,11 @@ pub extern "C" fn spw_swap_get_budget(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *const *const f32) -> spw_status {
     guard(|| {
-        let swap = &mut handle::get_mut(swap)?.0;
+        let swap = &handle::get_mut(swap)?.update;
         if states.is_null() {
             return Err(Error::invalid("states", "is NULL"));
         }
-        swap.fill(|subgroup, state| {
+        let fill = |subgroup: usize, state: SubgroupState<'_>| {
             let SubgroupState { param, exp_avg, exp_avg_sq } = state;
             for (stream, to) in [param, exp_avg, exp_avg_sq].into_iter().enumerate() {
                 // SAFETY: the caller's promise: 3 addresses per subgroup, each of `to.len()` floats.
@@ -101,7 +107,8 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
                 }
             }
             Ok(())
-        })
+        };
+        swap.at_rest(|swap| swap.fill(fill))
     })
 }
 
@@ -131,12 +138,13 @@ pub unsafe extern "C" fn spw_swap_adam_step(
     stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     guard(|| {
-        let swap = &mut handle::get_mut(swap)?.0;
+        let swap = &handle::get_mut(swap)?.update;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             stats_out.check("stats_out")?;
-            let parts = inputs::whole(swap, tensors, count, inputs::rules_of(options)?)?;
-            let seen = swap.adam_step(parts, !stats_out.is_null(), &mut |_, _| Ok(()))?;
+            let parts = inputs::whole(swap.layout(), tensors, count, inputs::rules_of(options)?)?;
+            let seen =
+                swap.at_rest(|swap| swap.adam_step(parts, !stats_out.is_null(), &mut |_, _| Ok(())))?;
             tensor::write_stats(seen, stats_out)
         }
     })
@@ -161,12 +169,12 @@ pub unsafe extern "C" fn spw_swap_adam_step_parts(
     count: u64,
 ) -> spw_status {
     guard(|| {
-        let swap = &mut handle::get_mut(swap)?.0;
+        let swap = &handle::get_mut(swap)?.update;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let rules = inputs::rules_of(options)?;
-            let parts = inputs::parts(swap, tensors, [subgroups, firsts], count, rules)?;
-            swap.adam_step(parts, false, &mut |_, _| Ok(())).map(drop)
+            let parts = inputs::parts(swap.layout(), tensors, [subgroups, firsts], count, rules)?;
+            swap.at_rest(|swap| swap.adam_step(parts, false, &mut |_, _| Ok(())).map(drop))
         }
     })
 }
@@ -188,12 +196,13 @@ pub unsafe extern "C" fn spw_swap_read(
     exp_avg_sq_out: *mut f32,
 ) -> spw_status {
     guard(|| {
-        let swap = &mut handle::get_mut(swap)?.0;
+        let swap = &handle::get_mut(swap)?.update;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            let (subgroup, to) = lent(swap, subgroup, [param_out, exp_avg_out, exp_avg_sq_out])?;
-            let weights = inputs::weights_of(weights, swap.elements(subgroup)? as u64, "weights")?;
-            swap.read(subgroup, weights, to)
+            let (subgroup, to) = lent(swap.layout(), subgroup, [param_out, exp_avg_out, exp_avg_sq_out])?;
+            let elements = swap.layout().elements(subgroup)? as u64;
+            let weights = inputs::weights_of(weights, elements, "weights")?;
+            swap.at_rest(|swap| swap.read(subgroup, weights, to))
         }
     })
 }
@@ -214,11 +223,11 @@ pub unsafe extern "C" fn spw_swap_write(
     exp_avg_sq: *const f32,
 ) -> spw_status {
     guard(|| {
-        let swap = &mut handle::get_mut(swap)?.0;
+        let swap = &handle::get_mut(swap)?.update;
         let parts = [param, exp_avg, exp_avg_sq].map(<*const f32>::cast_mut);
         // SAFETY: the caller meets the callee's requirements; nothing is written through these spans.
-        let (subgroup, from) = unsafe { lent(swap, subgroup, parts) }?;
-        swap.write(subgroup, from)
+        let (subgroup, from) = unsafe { lent(swap.layout(), subgroup, parts) }?;
+        swap.at_rest(|swap| swap.write(subgroup, from))
     })
 }
 
@@ -232,25 +241,27 @@ pub extern "C" fn spw_swap_commit(
     payload_bytes: u64,
 ) -> spw_status {
     guard(|| {
-        let swap = &mut handle::get_mut(swap)?.0;
-        swap.commit(step, payload.payload(payload_bytes)?)
+        let swap = &handle::get_mut(swap)?.update;
+        let payload = payload.payload(payload_bytes)?;
+        swap.at_rest(|swap| swap.commit(step, payload))
     })
 }
 
-/// Rolls back to the last commit, in memory and on the tier, also after a failed step.
+/// Rolls back to the last commit, in memory and on the tier, also after a failed step. An open update is abandoned: its
+/// gradients and copies belong to the caller again, and the copies hold any values.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_swap_rollback(swap: Option<&mut spw_swap>) -> spw_status {
-    guard(|| handle::get_mut(swap)?.0.rollback())
+    guard(|| handle::get_mut(swap)?.update.rollback())
 }
 
-/// Writes the counters since open.
+/// Writes the counters since open. An update of `spw_swap_begin` is included once all its subgroups are stepped.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_swap_get_stats(
     swap: Option<&mut spw_swap>,
     stats_out: Out<spw_swap_stats>,
 ) -> spw_status {
     guard(|| {
-        let seen = handle::get_mut(swap)?.0.stats();
+        let seen = handle::get_mut(swap)?.update.stats();
         let counts = seen.pipeline;
         let stats = report!(spw_swap_stats from counts {
             rounds, hits, fetched, flushed
@@ -261,16 +272,21 @@ pub extern "C" fn spw_swap_get_stats(
     })
 }
 
-/// Frees the update. The tier stays open; state that was not committed is lost. NULL does nothing.
+/// Frees the update, and abandons one that `spw_swap_begin` opened. The tier stays open; state that was not committed is
+/// lost. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_swap_close(swap: Option<Box<spw_swap>>) -> spw_status {
     guard(|| handle::end(swap))
 }
 
 /// A subgroup's number, and the caller's memory for its param and states. NULL becomes an empty span.
-unsafe fn lent(swap: &Swap, subgroup: u64, parts: [*mut f32; STREAMS]) -> Result<(usize, [Span; STREAMS])> {
+unsafe fn lent(
+    layout: &Layout,
+    subgroup: u64,
+    parts: [*mut f32; STREAMS],
+) -> Result<(usize, [Span; STREAMS])> {
     let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
-    let bytes = swap.elements(subgroup)? * size_of::<f32>();
+    let bytes = layout.elements(subgroup)? * size_of::<f32>();
     // SAFETY: the caller lends that many floats until the call returns.
     let span = |part: *mut f32| unsafe { Span::new(part.cast(), bytes) };
     Ok((subgroup, parts.map(|part| if part.is_null() { None } else { span(part) }.unwrap_or(Span::empty()))))

@@ -20,7 +20,7 @@ impl Swap {
     /// exp_avg_sq; an empty span skips its array. `copy` holds the 16-bit weights; it is needed to read a split param.
     pub fn read(&mut self, subgroup: usize, copy: Option<&[bf16]>, to: [Span; STREAMS]) -> Result<()> {
         let elements = self.check_spans(subgroup, "to", &to)?;
-        let needs_copy = self.usual == Encoding::SplitMaster && !to[0].is_empty();
+        let needs_copy = self.layout.usual == Encoding::SplitMaster && !to[0].is_empty();
         let copy = needs_copy.then(|| copy.ok_or_else(encoding::missing_weights)).transpose()?;
         let (extent, encoding, _) = self.extents.newest(&self.tier, subgroup)?;
         let kept = self.pipeline.cached_slot(subgroup);
@@ -107,7 +107,7 @@ impl Swap {
     /// Checks the lengths of the caller's spans, and returns the number of elements of the subgroup.
     fn check_spans(&self, subgroup: usize, argument: &'static str, spans: &[Span; STREAMS]) -> Result<usize> {
         self.ready()?;
-        let elements = self.elements(subgroup)?;
+        let elements = self.layout.elements(subgroup)?;
         match spans.iter().all(|span| span.is_empty() || span.len() == elements * 4) {
             true => Ok(elements),
             false => {

@@ -10,8 +10,8 @@ use std::ops::Range;
 use super::{SubgroupState, Swap, Update};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
 use crate::error::Result;
-use crate::kernel::{AdamRule, Dtypes, States, Tensor, squares};
-use crate::optim::parallel::Job;
+use crate::kernel::{AdamRule, Arithmetic, Dtypes, States, Tensor, squares};
+use crate::optim::parallel::{self, Job};
 use crate::optim::{self, StepStats};
 use crate::sys::try_vec;
 
@@ -42,33 +42,19 @@ impl Part<'_> {
     }
 }
 
-/// The parts of all subgroups, sorted by subgroup and first element.
+/// The parts of each subgroup, sorted by their first element.
 #[derive(Debug)]
-pub struct Parts<'a> {
-    list: Vec<Part<'a>>,
-    /// End of each subgroup's parts in the list. Subgroups behind the last have none.
-    ends: Vec<usize>,
-}
+pub struct Parts<'a>(Vec<Vec<Part<'a>>>);
 
 impl<'a> Parts<'a> {
-    /// No parts yet, with room for `count` in `subgroups` subgroups.
-    pub fn with_capacity(count: usize, subgroups: usize) -> Result<Parts<'a>> {
-        Ok(Parts {
-            list: try_vec::with_capacity("listing the parts", count)?,
-            ends: try_vec::with_capacity("listing the subgroups", subgroups)?,
-        })
+    /// No parts yet, for `subgroups` subgroups.
+    pub fn new(subgroups: usize) -> Result<Parts<'a>> {
+        Ok(Parts(try_vec::from_fn("listing the subgroups", subgroups, |_| Vec::new())?))
     }
 
     /// Adds a part of `subgroup`. Its elements are behind those of the part before. [`Part::check`] accepted it.
     pub fn push(&mut self, subgroup: usize, part: Part<'a>) {
-        self.ends.resize(subgroup + 1, self.list.len());
-        self.list.push(part);
-        self.ends[subgroup] = self.list.len();
-    }
-
-    fn range(&self, subgroup: usize) -> Range<usize> {
-        let end = |subgroup: usize| self.ends.get(subgroup).copied().unwrap_or(self.list.len());
-        subgroup.checked_sub(1).map_or(0, end)..end(subgroup)
+        self.0[subgroup].push(part);
     }
 }
 
@@ -79,26 +65,62 @@ impl Swap {
     /// Does one Adam step of all parts. Elements without a part do not change. `squares`: sums the squares of the scaled
     /// gradients; the bits are those of one call over all subgroups if each has one part.
     pub fn adam_step(&mut self, parts: Parts<'_>, squares: bool, stepped: Stepped<'_>) -> Result<StepStats> {
-        let mut sums = try_vec::with_capacity("listing the subgroups", self.len())?;
-        sums.resize(self.len(), None);
-        let mut update = AdamUpdate { parts, squares, sums, stepped };
+        let mut update = AdamUpdate::new(parts, squares, stepped)?;
         self.update(&mut update)?;
-        let sums: Vec<f64> = update.sums.into_iter().flatten().collect();
-        Ok(StepStats::of(sum_of(&sums)))
+        Ok(update.stats())
     }
 }
 
-struct AdamUpdate<'a, 's> {
+/// One Adam step of the subgroups.
+pub(super) struct AdamUpdate<'a, 's> {
     parts: Parts<'a>,
     squares: bool,
     /// Sum of squares of each subgroup with a part.
     sums: Vec<Option<f64>>,
+    /// Replaces the factor of the gradients.
+    factor: Option<f32>,
+    /// The copies receive param as it is.
+    restores: bool,
     stepped: Stepped<'s>,
+}
+
+impl<'a, 's> AdamUpdate<'a, 's> {
+    /// A step of these parts.
+    pub(super) fn new(parts: Parts<'a>, squares: bool, stepped: Stepped<'s>) -> Result<AdamUpdate<'a, 's>> {
+        let sums = try_vec::from_fn("listing the subgroups", parts.0.len(), |_| None)?;
+        Ok(AdamUpdate { parts, squares, sums, factor: None, restores: false, stepped })
+    }
+
+    /// Sets the parts of a subgroup.
+    pub(super) fn put(&mut self, subgroup: usize, parts: Vec<Part<'a>>) {
+        self.parts.0[subgroup] = parts;
+    }
+
+    /// True if the step of a subgroup writes copies.
+    pub(super) fn publishes(&self, subgroup: usize) -> bool {
+        self.parts.0[subgroup].iter().any(|part| part.copy.is_some())
+    }
+
+    /// From here on gradients have this factor.
+    pub(super) fn redo(&mut self, factor: f32) {
+        self.factor = Some(factor);
+    }
+
+    /// From here on copies receive param, and nothing is stepped.
+    pub(super) fn restore(&mut self) {
+        self.restores = true;
+    }
+
+    /// Statistics of the steps.
+    pub(super) fn stats(&self) -> StepStats {
+        let sums: Vec<f64> = self.sums.iter().copied().flatten().collect();
+        StepStats::of(sum_of(&sums))
+    }
 }
 
 impl Update for AdamUpdate<'_, '_> {
     fn weights(&self, subgroup: usize) -> &[bf16] {
-        let part = self.parts.list[self.parts.range(subgroup)].first();
+        let part = self.parts.0[subgroup].first();
         match part.map(|part| (part.weights, part.copy.as_ref().map(FloatsMut::shared))) {
             Some((Some(weights), _)) => weights,
             Some((None, Some(Floats::Bf16(copy)))) => copy,
@@ -106,12 +128,22 @@ impl Update for AdamUpdate<'_, '_> {
         }
     }
 
+    fn keeps_state(&self) -> bool {
+        self.restores
+    }
+
     fn step(&mut self, subgroup: usize, mut state: SubgroupState<'_>) -> Result<()> {
-        let range = self.parts.range(subgroup);
-        let parts = &mut self.parts.list[range];
+        let parts = &mut self.parts.0[subgroup];
         if !parts.is_empty() {
             let mut jobs = jobs_of(parts, &mut state)?;
-            self.sums[subgroup] = Some(optim::step(&mut jobs, self.squares)?.sum_squares);
+            if self.restores {
+                parallel::publish(&mut jobs)?;
+            } else {
+                if let Some(factor) = self.factor {
+                    jobs.iter_mut().for_each(|job| job.optimizer = job.optimizer.with_grad_scale(factor));
+                }
+                self.sums[subgroup] = Some(optim::step(&mut jobs, self.squares)?.sum_squares);
+            }
         }
         for part in parts.iter_mut() {
             let range = part.range();

@@ -6,6 +6,8 @@
 //!   completely after a crash, after an error, and with [`Swap::rollback`].
 //! - After a failed step, only a rollback makes the state usable again: some subgroups may have been stepped.
 //! - Gradients never go to the tier; only param, exp_avg and exp_avg_sq do.
+//! - Before the verdict of a speculative update every replaced version of a subgroup is pinned on the tier, and no state
+//!   that is only in memory changes. A skip or a redo therefore finds the state of the step before.
 //! - State takes 12 bytes per parameter on the tier and in memory, or 10 if param is split. With a split param the
 //!   caller keeps the 16-bit copy that belongs to the state; a wrong copy is detected and never stepped.
 //! - All memory is allocated at open, as much as [`budget::plan`] computed.
@@ -13,6 +15,7 @@
 
 mod access;
 pub mod adam;
+pub mod beside;
 pub mod budget;
 pub mod encoding;
 mod extents;
@@ -36,9 +39,8 @@ use traffic::{Direction, Traffic};
 use crate::error::{Error, Result};
 use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
-use crate::tier::Tier;
-use crate::tier::UpdateClaim;
 use crate::tier::turns::PathArbiter;
+use crate::tier::{Pin, Tier, UpdateClaim};
 
 pub use encoding::SubgroupState;
 
@@ -76,17 +78,56 @@ pub struct SwapStats {
     pub moved: u64,
 }
 
+/// The subgroups of an update.
+#[derive(Debug, Clone)]
+pub struct Layout {
+    usual: Encoding,
+    elements: Vec<u64>,
+}
+
+impl Layout {
+    /// The encoding in which state is stored.
+    pub fn usual(&self) -> Encoding {
+        self.usual
+    }
+
+    /// Number of subgroups.
+    pub fn len(&self) -> usize {
+        self.elements.len()
+    }
+
+    /// True if there are no subgroups.
+    pub fn is_empty(&self) -> bool {
+        self.elements.is_empty()
+    }
+
+    /// Number of elements of a subgroup. Errors: no such subgroup.
+    pub fn elements(&self, subgroup: usize) -> Result<usize> {
+        match self.elements.get(subgroup) {
+            Some(elements) => Ok(*elements as usize),
+            None => Err(Error::invalid(
+                "subgroup",
+                format!("is {subgroup}, but there are {} subgroups", self.len()),
+            )),
+        }
+    }
+}
+
 /// The tiered update of one rank: subgroups on a tier, and the host memory to step them.
 #[derive(Debug)]
 pub struct Swap {
     tier: Arc<Tier>,
-    usual: Encoding,
+    layout: Layout,
     budget: Budget,
     extents: Extents,
     slots: Slots,
     pipeline: Pipeline,
     traffic: Traffic,
     arbiter: PathArbiter,
+    /// The order in which subgroups are expected to arrive in an update beside the caller.
+    expected: Vec<usize>,
+    /// The versions that writes of an update without a verdict replaced; `None`: the update needs none.
+    pins: Option<Vec<Pin>>,
     /// The error that made the state in memory invalid; cleared by a rollback.
     broken: Option<Error>,
     /// Held to keep other updates off the tier.
@@ -110,13 +151,16 @@ impl Swap {
         let extents = Extents::define(&tier, &options.subgroups, options.usual)?;
         Ok(Swap {
             tier,
-            usual: options.usual,
+            layout: Layout { usual: options.usual, elements: options.subgroups.clone() },
             budget,
             extents,
             slots,
             pipeline,
             traffic,
             arbiter,
+            // Backward ends with the first layers.
+            expected: (0..options.subgroups.len()).rev().collect(),
+            pins: None,
             broken: None,
             _claim: claim,
         })
@@ -132,35 +176,14 @@ impl Swap {
         self.budget
     }
 
-    /// The encoding in which state is stored.
-    pub fn usual(&self) -> Encoding {
-        self.usual
-    }
-
-    /// Number of subgroups.
-    pub fn len(&self) -> usize {
-        self.extents.len()
-    }
-
-    /// True if there are no subgroups.
-    pub fn is_empty(&self) -> bool {
-        self.extents.len() == 0
-    }
-
-    /// Number of elements of a subgroup. Errors: no such subgroup.
-    pub fn elements(&self, subgroup: usize) -> Result<usize> {
-        match subgroup < self.len() {
-            true => Ok(self.extents.elements(subgroup)),
-            false => Err(Error::invalid(
-                "subgroup",
-                format!("is {subgroup}, but there are {} subgroups", self.len()),
-            )),
-        }
+    /// The subgroups.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
     }
 
     /// True if every subgroup has a state.
     pub fn filled(&self) -> Result<bool> {
-        for subgroup in 0..self.len() {
+        for subgroup in 0..self.layout.len() {
             if self.extents.newest(&self.tier, subgroup)?.2 == 0 {
                 return Ok(false);
             }
@@ -208,6 +231,7 @@ impl Swap {
     /// Rolls back to the last commit.
     pub fn rollback(&mut self) -> Result<()> {
         self.arbiter.end();
+        self.pins = None;
         self.finish_transfers();
         self.tier.rollback()?;
         self.pipeline.forget()?;
@@ -227,6 +251,7 @@ impl Swap {
     fn note(&mut self, outcome: Result<()>) -> Result<()> {
         self.arbiter.end();
         outcome.inspect_err(|error| {
+            self.pins = None;
             self.finish_transfers();
             self.broken = Some(error.clone());
         })
@@ -243,31 +268,40 @@ impl Swap {
         self.arbiter.begin();
         loop {
             self.arbiter.poll();
-            match self.pipeline.next_action() {
-                Action::Fetch { slot, .. } if source == Source::Nothing => {
-                    self.pipeline.mark_filled(slot);
-                }
-                Action::Fetch { subgroup, slot } => self.fetch(subgroup, slot)?,
-                Action::Flush { subgroup, slot, keep } => self.flush(subgroup, slot, keep)?,
-                Action::Step { subgroup, slot } => {
-                    let elements = self.extents.elements(subgroup);
-                    self.make_whole(subgroup, slot, source, work)?;
-                    work.step(subgroup, self.slots.state(slot, elements)?)?;
+            match self.advance(source, work)? {
+                Advance::Acted => {}
+                Advance::Waits if self.traffic.idle() => return Err(stuck()),
+                Advance::Waits => self.collect(true)?,
+                Advance::Done => return Ok(()),
+            }
+        }
+    }
+
+    /// Does what the pipeline wants next.
+    fn advance(&mut self, source: Source, work: &mut dyn Update) -> Result<Advance> {
+        match self.pipeline.next_action() {
+            Action::Fetch { slot, .. } if source == Source::Nothing => self.pipeline.mark_filled(slot),
+            Action::Fetch { subgroup, slot } => self.fetch(subgroup, slot)?,
+            Action::Flush { subgroup, slot, keep } => self.flush(subgroup, slot, keep)?,
+            Action::Step { subgroup, slot } => {
+                let elements = self.extents.elements(subgroup);
+                self.make_whole(subgroup, slot, source, work)?;
+                work.step(subgroup, self.slots.state(slot, elements)?)?;
+                if work.keeps_state() {
+                    self.pipeline.passed(slot);
+                    self.refresh_slot(slot);
+                } else {
                     if self.pipeline.stays(subgroup) && !self.slots.keep(slot, elements)? {
                         self.pipeline.uncache(slot);
                     }
                     self.pipeline.stepped(slot);
-                    self.collect(false)?;
                 }
-                Action::Wait if self.traffic.idle() => {
-                    let reason = "every buffer is still in use by a transfer that timed out; the device has \
-                                  not ended it";
-                    return Err(Error::Busy(reason.to_string()));
-                }
-                Action::Wait => self.collect(true)?,
-                Action::Done => return Ok(()),
+                self.collect(false)?;
             }
+            Action::Wait => return Ok(Advance::Waits),
+            Action::Done => return Ok(Advance::Done),
         }
+        Ok(Advance::Acted)
     }
 
     /// Starts a read. A read that cannot start counts as a failed read.
@@ -285,7 +319,7 @@ impl Swap {
     /// Gives a slot its full f32 param. If the source is `Nothing`, only the memory for param. Errors: split masters,
     /// and the weights of `work` do not belong to them; this does not depend on what is cached.
     fn make_whole(&mut self, subgroup: usize, slot: usize, source: Source, work: &dyn Update) -> Result<()> {
-        if self.usual == Encoding::Full {
+        if self.layout.usual == Encoding::Full {
             return Ok(());
         }
         let whole = self.slots.has_master(slot);
@@ -344,6 +378,9 @@ impl Swap {
         let elements = self.extents.elements(subgroup);
         let encoding = self.slots.store(slot, elements, keep)?;
         let extent = self.extents.written_as(&self.tier, subgroup, encoding)?;
+        if let Some(pins) = &mut self.pins {
+            pins.push(self.tier.pin(extent)?);
+        }
         let spans = self.slots.buffers(slot, encoding, elements);
         let parts = self.traffic.place(subgroup, encoding, &self.tier)?;
         self.traffic.write(&self.tier, slot, extent, &spans, parts)
@@ -397,6 +434,11 @@ pub trait Update {
         &[]
     }
 
+    /// True if the calls of `step` leave the states as they are.
+    fn keeps_state(&self) -> bool {
+        false
+    }
+
     /// Changes the state of a subgroup.
     fn step(&mut self, subgroup: usize, state: SubgroupState<'_>) -> Result<()>;
 }
@@ -408,6 +450,22 @@ impl<F: FnMut(usize, SubgroupState<'_>) -> Result<()>> Update for Closure<F> {
     fn step(&mut self, subgroup: usize, state: SubgroupState<'_>) -> Result<()> {
         (self.0)(subgroup, state)
     }
+}
+
+/// Outcome of [`Swap::advance`].
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Advance {
+    /// There may be more to do.
+    Acted,
+    /// The pipeline waits.
+    Waits,
+    /// The round is over.
+    Done,
+}
+
+fn stuck() -> Error {
+    let reason = "every buffer is still in use by a transfer that timed out; the device has not ended it";
+    Error::Busy(reason.to_string())
 }
 
 /// Origin of the states of a round.

@@ -1,6 +1,7 @@
 //! The tiered update compared bitwise with the same update in memory; errors and rollbacks on a simulated disk.
 #![forbid(unsafe_code)]
 
+mod beside;
 mod split;
 
 use std::time::Instant;
@@ -156,8 +157,8 @@ fn everything(swap: &mut Swap) -> Everything {
 
 fn everything_with<'a>(swap: &mut Swap, copies: impl Fn(usize) -> Option<&'a [bf16]>) -> Everything {
     let mut all = Everything::new();
-    for subgroup in 0..swap.len() {
-        let elements = swap.elements(subgroup).unwrap();
+    for subgroup in 0..swap.layout().len() {
+        let elements = swap.layout().elements(subgroup).unwrap();
         let mut lent = Buffer::open(12 * elements, backing()).unwrap();
         let part = |stream: usize| lent.span().part(stream * elements * 4, elements * 4);
         swap.read(subgroup, copies(subgroup), [part(0), part(1), part(2)]).unwrap();

@@ -173,3 +173,183 @@ fn too_few_buffers_are_refused() {
             .is_ok_and(|mut none| none.begin().is_ok() && none.next_action() == Action::Done)
     );
 }
+
+/// A verdict, and the number of arrivals before it.
+#[derive(Debug, Clone, Copy)]
+enum Judged {
+    Keep(usize),
+    Redo(usize),
+    Skip(usize),
+}
+
+impl Judged {
+    fn after(self) -> usize {
+        match self {
+            Judged::Keep(after) | Judged::Redo(after) | Judged::Skip(after) => after,
+        }
+    }
+}
+
+impl Run {
+    /// One round beside the caller, with this order of arrival, to the end of its steps. `verdict`: it is speculative.
+    fn beside(&mut self, version: u64, order: &[usize], verdict: Option<Judged>) {
+        let expected: Vec<usize> = (0..order.len()).rev().collect();
+        self.pipeline.begin_beside(&expected, verdict.is_some()).unwrap();
+        let (mut arrived, mut decided, mut skipped) = (0, verdict.is_none(), false);
+        let mut pinned = vec![None; order.len()];
+        while !(decided && self.pipeline.is_stepped()) {
+            let action = self.pipeline.next_action();
+            let told = match verdict.filter(|verdict| !decided && verdict.after() == arrived) {
+                Some(_) => true,
+                None => arrived < order.len() && !skipped,
+            };
+            match action {
+                Action::Flush { subgroup, .. } => {
+                    if !decided {
+                        pinned[subgroup] = Some(self.tier[subgroup]);
+                    }
+                    self.under_way.push(action);
+                }
+                Action::Fetch { .. } => self.under_way.push(action),
+                Action::Step { subgroup, slot } => {
+                    assert!(order[..arrived].contains(&subgroup), "{subgroup} has not arrived");
+                    assert_eq!(self.held[slot], version - 1, "{subgroup} was stepped from another state");
+                    assert!(decided || self.tier[subgroup] == version - 1, "{subgroup} has no way back");
+                    if skipped {
+                        self.pipeline.passed(slot);
+                    } else {
+                        self.held[slot] = version;
+                        self.pipeline.stepped(slot);
+                    }
+                }
+                Action::Wait | Action::Done if self.under_way.is_empty() => {
+                    assert!(told, "waits for nothing")
+                }
+                Action::Wait | Action::Done => self.finish_one(),
+            }
+            let idle = matches!(action, Action::Wait | Action::Done) && self.under_way.is_empty();
+            if told && (idle || self.random.usize(..3) == 0) {
+                match verdict.filter(|verdict| !decided && verdict.after() == arrived) {
+                    Some(verdict) => {
+                        decided = true;
+                        skipped = self.decide(verdict, &pinned);
+                    }
+                    None => {
+                        self.pipeline.arrive(order[arrived]);
+                        arrived += 1;
+                    }
+                }
+            }
+            if !self.under_way.is_empty() && self.random.usize(..3) == 0 {
+                self.finish_one();
+            }
+        }
+        while let flush @ Action::Flush { .. } = self.pipeline.next_action() {
+            self.under_way.push(flush);
+        }
+    }
+
+    /// Gives the verdict; true for a skip.
+    fn decide(&mut self, verdict: Judged, pinned: &[Option<u64>]) -> bool {
+        if let Judged::Keep(_) = verdict {
+            self.pipeline.keep();
+            return false;
+        }
+        while !self.under_way.is_empty() {
+            self.finish_one();
+        }
+        self.tier.iter_mut().zip(pinned).for_each(|(now, before)| *now = before.unwrap_or(*now));
+        match verdict {
+            Judged::Skip(_) => self.pipeline.skip(|subgroup| subgroup.is_multiple_of(2)).unwrap(),
+            _ => self.pipeline.redo().unwrap(),
+        }
+        matches!(verdict, Judged::Skip(_))
+    }
+
+    /// Writes everything; every subgroup then has this version.
+    fn settle(&mut self, version: u64) {
+        self.drive(0);
+        self.pipeline.flush_dirty().unwrap();
+        self.drive(0);
+        assert!(
+            self.tier.iter().all(|on_tier| *on_tier == version),
+            "settled at {version}, but {:?}",
+            self.tier
+        );
+    }
+}
+
+/// All orders of `0..count`.
+fn orders(count: usize) -> Vec<Vec<usize>> {
+    let Some(last) = count.checked_sub(1) else { return vec![Vec::new()] };
+    let longer = |shorter: Vec<usize>| {
+        (0..count).map(move |place| {
+            let mut order = shorter.clone();
+            order.insert(place, last);
+            order
+        })
+    };
+    orders(last).into_iter().flat_map(longer).collect()
+}
+
+/// Every order of arrival, with every verdict after every number of arrivals; the completions are random, and a round may
+/// begin while the last one writes.
+#[test]
+fn every_order_of_arrival_and_every_verdict_lead_from_one_version_to_the_next() {
+    for (subgroups, slots, cached) in [(1, 1, 0), (2, 2, 2), (3, 3, 0), (4, 4, 1), (4, 4, 4), (5, 4, 1)] {
+        let judged = |after| [Judged::Keep(after), Judged::Redo(after), Judged::Skip(after)];
+        let mut verdicts: Vec<Option<Judged>> = (0..=subgroups).flat_map(judged).map(Some).collect();
+        verdicts.push(None);
+        for (seed, order) in orders(subgroups).into_iter().enumerate() {
+            for verdict in &verdicts {
+                let mut run = Run::new(subgroups, slots, cached);
+                run.random = fastrand::Rng::with_seed(seed as u64);
+                run.round(1);
+                let mut version = 1;
+                for turn in 0..4 {
+                    let verdict = verdict.filter(|_| turn != 2);
+                    run.beside(version + 1, &order, verdict);
+                    version += u64::from(!matches!(verdict, Some(Judged::Skip(_))));
+                    if turn == 1 {
+                        run.settle(version);
+                    }
+                }
+                run.drive(0);
+                run.round(version + 1);
+                run.settle(version + 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_static_set_of_cached_subgroups_has_the_hits_of_the_alternating_order() {
+    let (subgroups, cached, rounds) = (20u64, 6u64, 30u64);
+    let mut run = Run::new(20, 9, 6);
+    for version in 1..=rounds {
+        let mut order: Vec<usize> = (0..20).collect();
+        run.random.shuffle(&mut order);
+        run.beside(version, &order, None);
+    }
+    run.drive(0);
+    let expected = PipelineStats {
+        rounds,
+        hits: cached * (rounds - 1),
+        fetched: subgroups * rounds - cached * (rounds - 1),
+        flushed: (subgroups - cached) * rounds,
+    };
+    assert_eq!(run.pipeline.stats(), expected);
+}
+
+#[test]
+fn what_is_expected_is_fetched_before_it_arrives_except_into_the_last_slot() {
+    let mut pipeline = Pipeline::new(4, 3, 0).unwrap();
+    pipeline.begin_beside(&[3, 2, 1, 0], false).unwrap();
+    assert_eq!(pipeline.next_action(), Action::Fetch { subgroup: 3, slot: 0 });
+    assert_eq!(pipeline.next_action(), Action::Fetch { subgroup: 2, slot: 1 });
+    assert_eq!(pipeline.next_action(), Action::Wait);
+    assert!(pipeline.begin_beside(&[3, 2, 1, 0], false).is_err());
+    pipeline.arrive(0);
+    assert_eq!(pipeline.next_action(), Action::Fetch { subgroup: 0, slot: 2 });
+    assert!(pipeline.redo().is_err() && pipeline.skip(|_| true).is_err(), "transfers are in flight");
+}

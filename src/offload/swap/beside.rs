@@ -1,0 +1,438 @@
+//! An update that runs beside the caller: subgroups are stepped as their gradients arrive, by a thread of the library.
+//!
+//! | state | calls |
+//! |---|---|
+//! | at rest | all but those of an open update; they wait for the writes of the last update |
+//! | open | `submit`, `verdict`, `finish`, and `rollback`, which abandons the update |
+//! | finished | as at rest; the thread still writes, and ends with the last write |
+//!
+//! Invariants:
+//! - Either the thread or [`Inner::swap`] has the update. Only the thread reads gradients, and it has none left when an
+//!   update has its outcome, was abandoned, or was closed.
+//! - An update without a verdict is speculative: its steps are final with [`Verdict::Commit`] only.
+//! - After an error in the background only a rollback makes the state usable again.
+#![forbid(unsafe_code)]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::adam::{AdamUpdate, Part, Parts};
+use super::budget::Budget;
+use super::{Advance, Closure, Layout, Source, SubgroupState, Swap, SwapStats, Update, stuck};
+use crate::error::{Error, Result, RoundError};
+use crate::offload::speculate::Verdict;
+use crate::optim::StepStats;
+use crate::sys::bell::Bell;
+use crate::sys::fork::OpeningProcess;
+use crate::sys::sync::{Guard, Lock, Signal};
+use crate::sys::{threads, try_vec};
+
+/// Settings of an update beside the caller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BesideOptions {
+    /// The caller will give a verdict.
+    pub speculative: bool,
+    /// Sum the squares of the scaled gradients.
+    pub squares: bool,
+}
+
+/// A tiered update whose steps may run beside the caller.
+#[derive(Debug)]
+pub struct Beside {
+    opener: OpeningProcess,
+    layout: Layout,
+    budget: Budget,
+    shared: Arc<Shared>,
+}
+
+/// What the callers and the thread share.
+#[derive(Debug)]
+struct Shared {
+    inner: Lock<Inner>,
+    /// Signalled when an update has its outcome, and when the thread ends.
+    changed: Signal,
+    /// Wakes the thread.
+    bell: Arc<Bell>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    /// `None` while the thread has it.
+    swap: Option<Box<Swap>>,
+    /// An update that was begun, until the thread takes it up.
+    begun: Option<BesideOptions>,
+    /// The update between its begin and its finish.
+    open: Option<Open>,
+    /// The thread must give the update up.
+    abandon: bool,
+    /// Counts at the last outcome of an update in the background.
+    stats: SwapStats,
+    /// Time that callers waited for the thread.
+    exposed: Duration,
+}
+
+#[derive(Debug)]
+struct Open {
+    submitted: Vec<bool>,
+    verdict: Option<Verdict>,
+    letters: Vec<Letter>,
+    outcome: Option<Result<StepStats>>,
+}
+
+/// What a caller tells the thread.
+#[derive(Debug)]
+enum Letter {
+    Arrived(usize, Vec<Part<'static>>),
+    Verdict(Verdict),
+}
+
+impl Beside {
+    /// An update at rest.
+    pub fn new(swap: Swap) -> Beside {
+        let (layout, budget, bell) = (swap.layout().clone(), swap.budget(), swap.tier.bell());
+        let inner = Inner {
+            begun: None,
+            open: None,
+            abandon: false,
+            stats: swap.stats(),
+            exposed: Duration::ZERO,
+            swap: Some(Box::new(swap)),
+        };
+        let shared = Arc::new(Shared { inner: Lock::new(inner), changed: Signal::default(), bell });
+        Beside { opener: OpeningProcess::current(), layout, budget, shared }
+    }
+
+    /// Returns an error in a forked child of the process that opened the update.
+    pub fn check_process(&self) -> Result<()> {
+        self.opener.check("the tier")
+    }
+
+    /// The subgroups.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The memory that was allocated.
+    pub fn budget(&self) -> Budget {
+        self.budget
+    }
+
+    /// Counts since open; those of an update beside the caller are included once it has its outcome.
+    pub fn stats(&self) -> SwapStats {
+        let inner = self.shared.inner.lock();
+        let mut stats = inner.swap.as_ref().map_or_else(|| inner.stats.clone(), |swap| swap.stats());
+        stats.exposed_seconds += inner.exposed.as_secs_f64();
+        stats
+    }
+
+    /// Makes a call between updates. Waits for the writes of the last update. Errors: an update is open.
+    pub fn at_rest<T>(&self, call: impl FnOnce(&mut Swap) -> Result<T>) -> Result<T> {
+        let inner = self.shared.inner.lock();
+        if inner.open.is_some() {
+            return Err(Error::Update(RoundError::Open));
+        }
+        let mut inner = self.wait_while(inner, None, |inner| inner.swap.is_none());
+        inner.swap.as_mut().map_or_else(|| Err(Error::Update(RoundError::Open)), |swap| call(swap))
+    }
+
+    /// Opens an update and returns at once: reads begin, in the order in which the last update's gradients arrived.
+    /// Errors: an update is open; the last one failed; no thread.
+    pub fn begin(&self, options: BesideOptions) -> Result<()> {
+        let submitted = try_vec::from_fn("listing the subgroups", self.layout.len(), |_| false)?;
+        let mut inner = self.shared.inner.lock();
+        if inner.open.is_some() {
+            return Err(Error::Update(RoundError::Open));
+        }
+        if let Some(swap) = &inner.swap {
+            swap.ready()?;
+            let theirs = Arc::clone(&self.shared);
+            threads::spawn_quiet("spillway-swap", move || run(&theirs))
+                .map_err(|error| Error::system("starting the thread that steps in the background", &error))?;
+        }
+        let verdict = (!options.speculative).then_some(Verdict::Commit);
+        inner.begun = Some(options);
+        inner.open = Some(Open { submitted, verdict, letters: Vec::new(), outcome: None });
+        self.shared.bell.ring();
+        Ok(())
+    }
+
+    /// Returns Ok if `submit` would accept this subgroup now, and its error otherwise.
+    pub fn may_submit(&self, subgroup: usize) -> Result<()> {
+        self.layout.elements(subgroup)?;
+        open(&mut self.shared.inner.lock())?.may_submit(subgroup)
+    }
+
+    /// True if the open update is speculative and has no verdict. Errors: no update is open.
+    pub fn is_speculative(&self) -> Result<bool> {
+        Ok(open(&mut self.shared.inner.lock())?.verdict.is_none())
+    }
+
+    /// Passes the gradients of a subgroup to the open update, sorted by their first element. Elements without a part do
+    /// not change.
+    pub fn submit(&self, subgroup: usize, parts: Vec<Part<'static>>) -> Result<()> {
+        self.layout.elements(subgroup)?;
+        let mut inner = self.shared.inner.lock();
+        let open = open(&mut inner)?;
+        open.may_submit(subgroup)?;
+        open.submitted[subgroup] = true;
+        open.letters.push(Letter::Arrived(subgroup, parts));
+        self.shared.bell.ring();
+        Ok(())
+    }
+
+    /// Gives a speculative update its verdict, before or after any submit. After a skip no subgroup is submitted.
+    pub fn verdict(&self, verdict: Verdict) -> Result<()> {
+        let mut inner = self.shared.inner.lock();
+        let open = open(&mut inner)?;
+        if open.verdict.is_some() {
+            return Err(Error::Update(RoundError::Resolved));
+        }
+        open.verdict = Some(verdict);
+        open.letters.push(Letter::Verdict(verdict));
+        self.shared.bell.ring();
+        Ok(())
+    }
+
+    /// Waits until every subgroup is stepped, and ends the update: its gradients and copies belong to the caller again.
+    /// Writes go on. Errors: a subgroup was not submitted, or there is no verdict (the update stays open); a timeout (the
+    /// update stays open); the error that ended the update.
+    pub fn finish(&self, timeout: Option<Duration>) -> Result<StepStats> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut inner = self.shared.inner.lock();
+        open(&mut inner)?.may_finish()?;
+        let pending = |inner: &mut Inner| inner.open.as_ref().is_some_and(|open| open.outcome.is_none());
+        let mut inner = self.wait_while(inner, until, pending);
+        match inner.open.take_if(|open| open.outcome.is_some()).and_then(|open| open.outcome) {
+            Some(outcome) => outcome,
+            None => Err(Error::Timeout("the update is still in progress; finish it again".to_string())),
+        }
+    }
+
+    /// Abandons an open update, and rolls back to the last commit.
+    pub fn rollback(&self) -> Result<()> {
+        match &mut self.abandon().swap {
+            Some(swap) => swap.rollback(),
+            None => Err(Error::Internal("the thread of an update has not returned it".to_string())),
+        }
+    }
+
+    /// Ends what the thread does, and waits for the thread.
+    fn abandon(&self) -> Guard<'_, Inner> {
+        let mut inner = self.shared.inner.lock();
+        (inner.begun, inner.abandon) = (None, true);
+        self.shared.bell.ring();
+        inner = self.shared.changed.wait_while(inner, None, |inner| inner.swap.is_none());
+        (inner.open, inner.abandon) = (None, false);
+        inner
+    }
+
+    fn wait_while<'a>(
+        &self,
+        inner: Guard<'a, Inner>,
+        until: Option<Instant>,
+        condition: impl FnMut(&mut Inner) -> bool,
+    ) -> Guard<'a, Inner> {
+        let began = Instant::now();
+        let mut inner = self.shared.changed.wait_while(inner, until, condition);
+        inner.exposed += began.elapsed();
+        inner
+    }
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        if self.check_process().is_ok() {
+            // The thread may hold the rest for a moment longer; the tier must not be in use after a close.
+            let swap = self.abandon().swap.take();
+            drop(swap);
+        }
+    }
+}
+
+fn open(inner: &mut Inner) -> Result<&mut Open> {
+    inner.open.as_mut().ok_or(Error::Update(RoundError::NotBegun))
+}
+
+impl Open {
+    fn may_submit(&self, subgroup: usize) -> Result<()> {
+        match &self.outcome {
+            Some(Err(error)) => Err(error.clone()),
+            _ if self.verdict == Some(Verdict::Skip) => Err(Error::Update(RoundError::Resolved)),
+            _ if self.submitted[subgroup] => Err(Error::Update(RoundError::Submitted(subgroup as u32))),
+            _ => Ok(()),
+        }
+    }
+
+    fn may_finish(&self) -> Result<()> {
+        if self.outcome.is_some() || self.verdict == Some(Verdict::Skip) {
+            return Ok(());
+        }
+        match self.submitted.iter().position(|submitted| !submitted) {
+            Some(missing) => Err(Error::Update(RoundError::Missing(missing as u32))),
+            None if self.verdict.is_none() => Err(Error::Update(RoundError::Open)),
+            None => Ok(()),
+        }
+    }
+}
+
+fn abandoned() -> Error {
+    Error::Busy("the update was abandoned".to_string())
+}
+
+/// The thread: runs updates until none is begun.
+fn run(shared: &Shared) {
+    loop {
+        let mut inner = shared.inner.lock();
+        // A thread that starts late finds that another one runs the update, or that it was abandoned.
+        if inner.begun.is_none() {
+            return;
+        }
+        let Some(mut swap) = inner.swap.take() else { return };
+        let Some(options) = inner.begun.take() else { return };
+        drop(inner);
+        let outcome = catch_unwind(AssertUnwindSafe(|| swap.serve(shared, options)));
+        let outcome = swap.note(outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic))));
+        let mut inner = shared.inner.lock();
+        inner.stats = swap.stats();
+        inner.swap = Some(swap);
+        if let Err(error) = outcome {
+            inner.begun = None;
+            inner.fail(error);
+        }
+        if inner.begun.is_none() {
+            shared.changed.notify_all();
+            return;
+        }
+    }
+}
+
+impl Inner {
+    fn fail(&mut self, error: Error) {
+        if let Some(open) = &mut self.open {
+            open.letters.clear();
+            open.outcome.get_or_insert(Err(error));
+        }
+    }
+}
+
+impl Shared {
+    /// What callers told the thread since the last call. Errors: the update was abandoned.
+    fn letters(&self) -> Result<Vec<Letter>> {
+        let mut inner = self.inner.lock();
+        match inner.abandon {
+            true => Err(abandoned()),
+            false => Ok(inner.open.as_mut().map_or_else(Vec::new, |open| std::mem::take(&mut open.letters))),
+        }
+    }
+
+    fn report(&self, stats: StepStats, counts: SwapStats) {
+        let mut inner = self.inner.lock();
+        inner.stats = counts;
+        if let Some(open) = &mut inner.open {
+            open.outcome = Some(Ok(stats));
+        }
+        drop(inner);
+        self.changed.notify_all();
+    }
+
+    /// True if the next update is begun. Errors: the update was abandoned.
+    fn is_begun(&self) -> Result<bool> {
+        let inner = self.inner.lock();
+        match inner.abandon {
+            true => Err(abandoned()),
+            false => Ok(inner.begun.is_some()),
+        }
+    }
+}
+
+impl Swap {
+    /// Runs one update until its writes have ended, or until the next one is begun and all its own writes have started.
+    fn serve(&mut self, shared: &Shared, options: BesideOptions) -> Result<()> {
+        let mut nobody = |_: usize, _: &[f32]| Ok(());
+        let mut work = AdamUpdate::new(Parts::new(self.layout.len())?, options.squares, &mut nobody)?;
+        self.ready()?;
+        self.refresh_slots();
+        self.pipeline.begin_beside(&self.expected, options.speculative)?;
+        self.pins = options.speculative.then(Vec::new);
+        self.arbiter.begin();
+        let (mut order, mut decided) = (Vec::new(), !options.speculative);
+        // Until its outcome, an update answers to its callers.
+        let stats = loop {
+            let seen = shared.bell.events();
+            for letter in shared.letters()? {
+                match letter {
+                    Letter::Arrived(subgroup, parts) => {
+                        work.put(subgroup, parts);
+                        self.pipeline.arrive(subgroup);
+                        order.push(subgroup);
+                    }
+                    Letter::Verdict(verdict) => {
+                        self.decide(verdict, &mut work)?;
+                        decided = true;
+                    }
+                }
+            }
+            let done = self.turn(&mut work)?;
+            if decided && self.pipeline.is_stepped() {
+                break work.stats();
+            }
+            let complete = decided && order.len() == self.layout.len();
+            match done {
+                Advance::Acted => {}
+                Advance::Waits if complete && self.traffic.idle() => return Err(stuck()),
+                Advance::Waits | Advance::Done => self.tier.wait_for_event(seen, self.arbiter.next_poll()),
+            }
+        };
+        if order.len() == self.layout.len() {
+            self.expected = order;
+        }
+        // The gradients belong to the caller again.
+        drop(work);
+        self.traffic.end_round(&self.tier);
+        shared.report(stats, self.stats());
+        loop {
+            let seen = shared.bell.events();
+            let begun = shared.is_begun()?;
+            match self.turn(&mut Closure(|_, _: SubgroupState<'_>| Ok(())))? {
+                Advance::Acted => {}
+                Advance::Done => return Ok(()),
+                Advance::Waits if begun => return Ok(()),
+                Advance::Waits if self.traffic.idle() => return Err(stuck()),
+                Advance::Waits => self.tier.wait_for_event(seen, self.arbiter.next_poll()),
+            }
+        }
+    }
+
+    /// Handles transfers that have ended, and does what the pipeline wants next.
+    fn turn(&mut self, work: &mut dyn Update) -> Result<Advance> {
+        self.arbiter.poll();
+        self.collect(false)?;
+        self.advance(Source::Tier, work)
+    }
+
+    /// Makes the steps so far final, or takes them back.
+    fn decide(&mut self, verdict: Verdict, work: &mut AdamUpdate<'_, '_>) -> Result<()> {
+        let pins = self.pins.take();
+        if verdict == Verdict::Commit {
+            self.pipeline.keep();
+            return Ok(());
+        }
+        while !self.traffic.idle() {
+            self.collect(true)?;
+        }
+        pins.iter().flatten().try_for_each(|pin| pin.revert())?;
+        match verdict {
+            Verdict::Redo(factor) => {
+                work.redo(factor);
+                self.pipeline.redo()?;
+            }
+            _ => {
+                work.restore();
+                self.pipeline.skip(|subgroup| work.publishes(subgroup))?;
+            }
+        }
+        self.refresh_slots();
+        Ok(())
+    }
+}

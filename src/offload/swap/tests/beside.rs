@@ -1,0 +1,366 @@
+//! Updates beside the caller have the bits of updates in memory, for every order of arrival and every verdict. Errors, and
+//! a crash at any request.
+#![forbid(unsafe_code)]
+
+use super::*;
+use crate::error::RoundError;
+use crate::io::sim::{Crash, Disk, Faults, Journal};
+use crate::offload::speculate::Verdict;
+use crate::offload::swap::adam::Part;
+use crate::offload::swap::beside::{Beside, BesideOptions};
+use crate::tier::options::Durability;
+
+const FINAL: BesideOptions = BesideOptions { speculative: false, squares: true };
+const SPECULATIVE: BesideOptions = BesideOptions { speculative: true, squares: true };
+
+/// States in memory that take the steps of a [`Beside`], and their 16-bit copies.
+struct Reference {
+    states: Everything,
+    steps: u64,
+}
+
+fn rule(step: u64) -> crate::kernel::AdamRule {
+    AdamOptions { step, weight_decay: 0.01, ..Default::default() }.rule().unwrap()
+}
+
+impl Reference {
+    fn new(sizes: &[u64]) -> Reference {
+        Reference { states: in_memory(sizes, 0).0, steps: 0 }
+    }
+
+    /// One step of all subgroups with this factor on the gradients.
+    fn step(&mut self, factor: f32) {
+        use crate::kernel::Arithmetic;
+        self.steps += 1;
+        for (subgroup, [param, exp_avg, exp_avg_sq]) in self.states.iter_mut().enumerate() {
+            let grad = grads(subgroup, self.steps, param.len());
+            let states = States {
+                param: FloatsMut::F32(param),
+                exp_avg: Some(FloatsMut::F32(exp_avg)),
+                exp_avg_sq: Some(FloatsMut::F32(exp_avg_sq)),
+            };
+            let tensor = Tensor::new(states, Floats::Bf16(&grad), None).unwrap();
+            let optimizer = rule(self.steps).with_grad_scale(factor);
+            optim::step(&mut [Job { optimizer, tensor }], false).unwrap();
+        }
+    }
+}
+
+/// Lends memory until the process ends.
+fn lent<T>(values: Vec<T>) -> &'static mut [T] {
+    values.leak()
+}
+
+/// The gradients of a step for one subgroup, and with split masters the weights of the step before.
+fn part(usual: Encoding, subgroup: usize, step: u64, before: &[f32]) -> Vec<Part<'static>> {
+    let split = usual == Encoding::SplitMaster;
+    let weights = || before.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>();
+    let part = Part {
+        first: 0,
+        grad: Floats::Bf16(lent(grads(subgroup, step, before.len()))),
+        copy: split.then(|| FloatsMut::Bf16(lent(vec![bf16::ZERO; before.len()]))),
+        weights: split.then(|| &*lent(weights())),
+        rule: rule(step),
+    };
+    if before.is_empty() { Vec::new() } else { vec![part] }
+}
+
+/// Begins an update, and submits the subgroups in random order.
+fn submit_all(beside: &Beside, options: BesideOptions, random: &mut fastrand::Rng, reference: &Reference) {
+    beside.begin(options).unwrap();
+    let mut order: Vec<usize> = (0..beside.layout().len()).collect();
+    random.shuffle(&mut order);
+    for subgroup in order {
+        let before = &reference.states[subgroup][0];
+        let parts = part(beside.layout().usual(), subgroup, reference.steps + 1, before);
+        beside.submit(subgroup, parts).unwrap();
+        if random.u32(..3) == 0 {
+            std::thread::sleep(Duration::from_micros(300));
+        }
+    }
+}
+
+fn open_on(tier: Arc<Tier>, sizes: &[u64], usual: Encoding, buffers: u64) -> Beside {
+    let plan = budget::plan(sizes, usual, 2, 1 << 30).unwrap();
+    let masters = if usual == Encoding::SplitMaster { 3 * plan.master_bytes } else { 0 };
+    let options = SwapOptions { usual, ..options(sizes, buffers * plan.buffer_bytes + masters) };
+    let beside = Beside::new(Swap::open(tier, &options).unwrap());
+    beside.at_rest(|swap| if swap.filled()? { Ok(()) } else { swap.fill(first_state) }).unwrap();
+    beside
+}
+
+fn check(beside: &Beside, reference: &Reference, message: &str) {
+    let copies = split::copies(&reference.states);
+    let found = beside.at_rest(|swap| Ok(everything_with(swap, |subgroup| Some(&copies[subgroup])))).unwrap();
+    assert!(same_bits(&found, &reference.states), "{message}");
+}
+
+fn two_disks(faults: [Faults; 2]) -> (TierOptions, [Disk; 2]) {
+    let disks = [Disk::default(), Disk::default()];
+    (on_disks(&disks, faults), disks)
+}
+
+fn on_disks(disks: &[Disk], faults: [Faults; 2]) -> TierOptions {
+    let mut tier = TierOptions::new(owner(), []);
+    let path = |(disk, faults): (&Disk, Faults)| PathOptions {
+        location: PathLocation::Simulated(disk.clone(), faults),
+        limit: None,
+        reserve: 0,
+    };
+    tier.paths = disks.iter().zip(faults).map(path).collect();
+    tier.block_bytes = 16 << 10;
+    tier
+}
+
+fn reorder(seed: u64) -> [Faults; 2] {
+    [seed, seed + 1].map(|seed| Faults { seed, reorder: true, ..Faults::default() })
+}
+
+#[test]
+fn every_order_of_arrival_and_every_verdict_has_the_bits_of_steps_in_memory() {
+    for (usual, buffers) in [
+        (Encoding::Full, 3),
+        (Encoding::Full, 5),
+        (Encoding::Full, 100),
+        (Encoding::SplitMaster, 4),
+        (Encoding::SplitMaster, 100),
+    ] {
+        let mut random = fastrand::Rng::with_seed(buffers);
+        let beside =
+            open_on(Arc::new(Tier::open(two_disks(reorder(buffers)).0).unwrap()), &SIZES, usual, buffers);
+        let mut reference = Reference::new(&SIZES);
+        for turn in 0..16 {
+            let options = if turn % 4 == 3 { FINAL } else { SPECULATIVE };
+            submit_all(&beside, options, &mut random, &reference);
+            if turn % 2 == 0 {
+                std::thread::sleep(Duration::from_millis(random.u64(..30)));
+            }
+            let verdict = match (options == SPECULATIVE, random.u32(..3)) {
+                (false, _) | (true, 0) => Verdict::Commit,
+                (true, 1) => Verdict::Skip,
+                (true, _) => Verdict::Redo(0.25),
+            };
+            if options == SPECULATIVE {
+                assert!(matches!(beside.finish(None), Err(Error::Update(RoundError::Open))));
+                beside.verdict(verdict).unwrap();
+            }
+            let twice = beside.verdict(verdict);
+            assert!(matches!(twice, Err(Error::Update(RoundError::Resolved))), "{twice:?}");
+            let stats = beside.finish(None).unwrap();
+            match verdict {
+                Verdict::Commit => reference.step(1.0),
+                Verdict::Redo(factor) => reference.step(factor),
+                Verdict::Skip => {}
+            }
+            assert!(verdict == Verdict::Skip || stats.sum_squares > 0.0);
+            if turn % 3 == 1 {
+                check(
+                    &beside,
+                    &reference,
+                    &format!("{usual:?}, {buffers} buffers, turn {turn}, {verdict:?}"),
+                );
+            }
+            if turn % 5 == 2 {
+                beside.at_rest(|swap| swap.commit(reference.steps, b"")).unwrap();
+            }
+        }
+        check(&beside, &reference, &format!("{usual:?}, {buffers} buffers"));
+    }
+}
+
+#[test]
+fn the_statistics_and_hits_are_those_of_a_blocking_update() {
+    let tier = || Arc::new(Tier::open(two_disks(reorder(3)).0).unwrap());
+    let [beside, blocking] = [(); 2].map(|()| open_on(tier(), &SIZES, Encoding::Full, 6));
+    let (mut random, mut reference) = (fastrand::Rng::with_seed(4), Reference::new(&SIZES));
+    for _ in 0..4 {
+        submit_all(&beside, FINAL, &mut random, &reference);
+        let seen = beside.finish(None).unwrap();
+        let mut parts = crate::offload::swap::adam::Parts::new(SIZES.len()).unwrap();
+        for (subgroup, [param, ..]) in reference.states.iter().enumerate() {
+            let of_subgroup = part(Encoding::Full, subgroup, reference.steps + 1, param);
+            of_subgroup.into_iter().for_each(|part| parts.push(subgroup, part));
+        }
+        let expected = blocking.at_rest(|swap| swap.adam_step(parts, true, &mut |_, _| Ok(()))).unwrap();
+        assert_eq!(seen, expected);
+        reference.step(1.0);
+    }
+    check(&blocking, &reference, "blocking");
+    check(&beside, &reference, "beside");
+    let [beside, blocking] = [beside, blocking].map(|one| one.stats().pipeline);
+    assert!(beside.hits > 0 && beside == blocking, "{beside:?}, {blocking:?}");
+}
+
+#[test]
+fn calls_that_an_update_does_not_allow_change_nothing() {
+    let beside = open_on(tier_in(vec![PathLocation::Memory], Mode::Create), &SIZES, Encoding::Full, 4);
+    let mut reference = Reference::new(&SIZES);
+    beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
+    let is = |outcome: Result<()>, expected: RoundError| {
+        assert!(matches!(&outcome, Err(Error::Update(found)) if *found == expected), "{outcome:?}");
+    };
+    let of = |subgroup: usize| part(Encoding::Full, subgroup, 1, &reference.states[subgroup][0]);
+    is(beside.submit(0, of(0)), RoundError::NotBegun);
+    is(beside.verdict(Verdict::Commit), RoundError::NotBegun);
+    is(beside.finish(None).map(drop), RoundError::NotBegun);
+    beside.begin(SPECULATIVE).unwrap();
+    is(beside.begin(SPECULATIVE), RoundError::Open);
+    is(beside.at_rest(|swap| swap.commit(1, b"")), RoundError::Open);
+    beside.submit(1, of(1)).unwrap();
+    is(beside.submit(1, of(1)), RoundError::Submitted(1));
+    is(beside.finish(None).map(drop), RoundError::Missing(0));
+    assert!(matches!(beside.submit(9, Vec::new()), Err(Error::InvalidArgument { .. })));
+    (0..9)
+        .filter(|subgroup| *subgroup != 1)
+        .for_each(|subgroup| beside.submit(subgroup, of(subgroup)).unwrap());
+    is(beside.finish(None).map(drop), RoundError::Open);
+    beside.verdict(Verdict::Commit).unwrap();
+    beside.finish(None).unwrap();
+    reference.step(1.0);
+    check(&beside, &reference, "after refusals");
+    // A skip needs no submits, and an update that is abandoned leads back to the commit.
+    beside.begin(SPECULATIVE).unwrap();
+    beside.verdict(Verdict::Skip).unwrap();
+    is(beside.submit(0, Vec::new()), RoundError::Resolved);
+    beside.finish(None).unwrap();
+    check(&beside, &reference, "after a skip");
+    beside.begin(FINAL).unwrap();
+    let waited = beside.submit(4, Vec::new()).and_then(|()| beside.rollback());
+    waited.unwrap();
+    check(&beside, &Reference::new(&SIZES), "after a rollback");
+    // A drop ends an update that is open.
+    beside.begin(FINAL).unwrap();
+    drop(beside);
+}
+
+/// An update does not end while a disk does not answer a read, although all gradients are there.
+#[test]
+fn a_finish_that_times_out_leaves_the_update_open() {
+    let mut random = fastrand::Rng::with_seed(1);
+    let mut run = |hang_nth: Option<u64>| {
+        let (options, disks) = two_disks([Faults::default(), Faults { hang_nth, ..Faults::default() }]);
+        let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 3);
+        let (requests, mut reference) = (disks[1].requests(), Reference::new(&SIZES));
+        submit_all(&beside, FINAL, &mut random, &reference);
+        let first = beside.finish(hang_nth.map(|_| Duration::from_millis(100)));
+        disks[1].release();
+        let timed_out = matches!(first, Err(Error::Timeout(_)));
+        assert!(timed_out || first.is_ok(), "{first:?}");
+        if timed_out {
+            beside.finish(None).unwrap();
+        }
+        reference.step(1.0);
+        check(&beside, &reference, &format!("{hang_nth:?}"));
+        (requests, timed_out)
+    };
+    let (requests, _) = run(None);
+    // A write that hangs does not keep the update from its end.
+    assert!((0..8).any(|number| run(Some(requests + 7 * number)).1), "no read hung");
+}
+
+/// Each request fails in its turn: the update ends with the error, or a write goes to the other disk. After a rollback
+/// the state is that of the commit, and the steps lead to the same bits.
+#[test]
+fn an_error_of_any_request_ends_the_update_and_a_rollback_leads_on() {
+    let run = |fail_nth: Option<(u64, i32)>| {
+        let (options, disks) = two_disks([Faults::default(), Faults { fail_nth, ..Faults::default() }]);
+        let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 4);
+        let (mut random, mut reference) = (fastrand::Rng::with_seed(1), Reference::new(&SIZES));
+        beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
+        let before = disks[1].requests();
+        let (mut errors, verdicts) =
+            (0, [Verdict::Commit, Verdict::Redo(0.5), Verdict::Skip, Verdict::Commit]);
+        for (number, verdict) in verdicts.into_iter().enumerate() {
+            loop {
+                let outcome = beside.begin(SPECULATIVE).and_then(|()| {
+                    for subgroup in 0..SIZES.len() {
+                        let parts = part(
+                            Encoding::Full,
+                            subgroup,
+                            reference.steps + 1,
+                            &reference.states[subgroup][0],
+                        );
+                        beside.submit(subgroup, parts)?;
+                    }
+                    std::thread::sleep(Duration::from_millis(random.u64(..3)));
+                    beside.verdict(verdict)?;
+                    Ok(())
+                });
+                let finished = beside.finish(None);
+                let committed = outcome
+                    .and(finished.map(drop))
+                    .and_then(|()| beside.at_rest(|swap| swap.commit(number as u64 + 1, b"")));
+                let Err(error) = committed else { break };
+                errors += 1;
+                assert!(errors < 10, "{fail_nth:?}: {error}");
+                if !matches!(error, Error::Update(_)) {
+                    let refused = beside.begin(FINAL);
+                    assert!(refused.is_ok() || matches!(refused, Err(Error::Busy(_))), "{refused:?}");
+                }
+                beside.rollback().unwrap();
+            }
+            match verdict {
+                Verdict::Commit => reference.step(1.0),
+                Verdict::Redo(factor) => reference.step(factor),
+                Verdict::Skip => {}
+            }
+        }
+        let after = disks[1].requests();
+        check(&beside, &reference, &format!("request {fail_nth:?}"));
+        (before..after, errors)
+    };
+    // The number of requests varies with the moment of a verdict, and the final check must not fail.
+    let requests = run(None).0;
+    let half = requests.start..requests.start + (requests.end - requests.start) / 2;
+    let errors: u32 = half.step_by(29).map(|nth| run(Some((nth, 5))).1).sum();
+    assert!(errors > 0, "no read failed");
+}
+
+/// A power cut at any event of the disks: the tier opens at the last commit, or at the one in flight, and every subgroup
+/// has the bits of that step.
+#[test]
+fn a_crash_at_any_request_leaves_one_whole_step() {
+    const SMALL: [u64; 5] = [5000, 1, 9000, 4096, 7000];
+    let journal = Journal::default();
+    let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
+    let options = TierOptions { durability: Durability::Data, ..on_disks(&disks, reorder(7)) };
+    let tier = Arc::new(Tier::open(options).unwrap());
+    let beside = open_on(Arc::clone(&tier), &SMALL, Encoding::Full, 3);
+    let (mut random, mut reference) = (fastrand::Rng::with_seed(2), Reference::new(&SMALL));
+    beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
+    // By committed number: events before and after the commit, and the states.
+    let mut commits = vec![(0, journal.len(), reference.states.clone())];
+    for (number, verdict) in
+        (1..).zip([Verdict::Commit, Verdict::Redo(0.5), Verdict::Skip, Verdict::Commit, Verdict::Redo(0.25)])
+    {
+        submit_all(&beside, SPECULATIVE, &mut random, &reference);
+        std::thread::sleep(Duration::from_millis(5));
+        beside.verdict(verdict).unwrap();
+        beside.finish(None).unwrap();
+        match verdict {
+            Verdict::Commit => reference.step(1.0),
+            Verdict::Redo(factor) => reference.step(factor),
+            Verdict::Skip => {}
+        }
+        if number != 2 {
+            let began = journal.len();
+            beside.at_rest(|swap| swap.commit(number, b"")).unwrap();
+            commits.push((began, journal.len(), reference.states.clone()));
+        }
+    }
+    drop((beside, tier));
+    let steps = [0, 1, 3, 4, 5];
+    for events in (commits[0].1..=journal.len()).step_by(3) {
+        let (crash, seed) = [(Crash::Kept, 1), (Crash::Dropped, 1), (Crash::Torn, events as u64)][events % 3];
+        let image = journal.image(2, events, crash, seed);
+        let resumed = TierOptions { mode: Mode::Resume, ..on_disks(&image, reorder(1)) };
+        let tier = Arc::new(Tier::open(resumed).unwrap());
+        let found = steps.iter().position(|step| Some(*step) == tier.opened().step).unwrap();
+        let (began, _, states) = &commits[found];
+        let overdue = commits.get(found + 1).is_some_and(|(_, ended, _)| *ended <= events);
+        assert!(*began <= events && !overdue, "{events} events, {crash:?}: found commit {found}");
+        let beside = open_on(tier, &SMALL, Encoding::Full, 3);
+        let found = Reference { states: states.clone(), steps: 0 };
+        check(&beside, &found, &format!("{events} events, {crash:?}"));
+    }
+}

@@ -76,7 +76,7 @@ class SystemCallError(SpillwayError):
 
 
 class OutOfOrderError(SpillwayError):
-    """The state of the speculation round does not allow the call. Nothing changed."""
+    """The state of the speculation round, or of the update on a tier, does not allow the call. Nothing changed."""
 
     status = 40
 

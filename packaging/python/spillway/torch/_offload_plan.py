@@ -18,7 +18,7 @@ from ..optim import Adam
 from ..speculate import Speculation
 from ._keywords import is_count
 from ._states import LOW, MASTER
-from ._tensors import apart, is_partial, like, local
+from ._tensors import apart, holds_values, is_partial, like, local
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,6 +42,9 @@ class HostLink:
 
     def differs(self, tensor: torch.Tensor, host: torch.Tensor, mark: Any) -> bool:
         """True if a tensor has changed since its values were copied, also through `.data`, which changes no version."""
+        if tensor.dtype is host.dtype and _is_words(tensor) and _is_words(host):
+            # Some times faster than the comparison of 16-bit numbers.
+            tensor, host = (own.view(-1).view(torch.int64) for own in (tensor, host))
         return not torch.equal(tensor, host)
 
     def release(self) -> None:
@@ -105,6 +108,11 @@ def link_to(param: torch.Tensor) -> HostLink:
     if device not in _links:
         _links[device] = DeviceLink(device)
     return _links[device]
+
+
+def _is_words(tensor: torch.Tensor) -> bool:
+    """True if the memory of a tensor has its values, in whole words of 8 bytes."""
+    return tensor.is_contiguous() and holds_values(tensor) and not (tensor.nbytes % 8 or tensor.storage_offset() * tensor.itemsize % 8)
 
 
 def _wait(fence: Any) -> None:

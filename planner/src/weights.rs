@@ -33,21 +33,10 @@ pub struct Load {
     pub free_bytes: f64,
 }
 
-/// Where the weights are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Policy {
-    /// All weights on the GPU.
-    Stationary,
-    /// Some weights on the host, loaded for each pass.
-    Flow,
-}
-
-/// The chosen policy and its efficiency.
+/// Where the weights are stored, and the efficiency of that.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Weights {
-    /// [`Policy::Stationary`] if all weights fit on the GPU.
-    pub policy: Policy,
-    /// Fraction of the weights on the host, from 0 to 1.
+    /// Fraction of the weights on the host, from 0 to 1, loaded for each pass; 0 if all fit on the GPU.
     pub fraction: f64,
     /// Eq. 3 for this fraction: compute time / (compute time + load time).
     pub efficiency: f64,
@@ -69,7 +58,6 @@ pub fn choose(load: &Load) -> Result<Weights> {
     let fraction = (1.0 - load.free_bytes / (WEIGHT_BYTES * load.parameters)).max(0.0);
     let compute = FORWARD_OPS * load.tokens * load.parameters / load.peak;
     let moved = WEIGHT_BYTES * load.parameters * fraction / load.link;
-    let policy = if fraction > 0.0 { Policy::Flow } else { Policy::Stationary };
     let whole = compute + moved;
     let efficiency = match whole.is_finite() && whole > 0.0 {
         true => compute / whole,
@@ -77,7 +65,7 @@ pub fn choose(load: &Load) -> Result<Weights> {
         false if fraction == 0.0 => 1.0,
         false => 1.0 / (1.0 + load.peak / load.link / load.tokens * fraction),
     };
-    Ok(Weights { policy, fraction, efficiency })
+    Ok(Weights { fraction, efficiency })
 }
 
 #[cfg(test)]
@@ -95,9 +83,9 @@ mod tests {
     fn weights_that_fit_stay_and_the_rest_flows() {
         let load = Load { peak: 990e12, link: 450e9, tokens: 4096.0, parameters: 7e9, free_bytes: 14e9 };
         let fits = choose(&load).unwrap();
-        assert_eq!(fits, Weights { policy: Policy::Stationary, fraction: 0.0, efficiency: 1.0 });
+        assert_eq!(fits, Weights { fraction: 0.0, efficiency: 1.0 });
         let none = choose(&Load { free_bytes: 0.0, ..load }).unwrap();
-        assert_eq!((none.policy, none.fraction), (Policy::Flow, 1.0));
+        assert_eq!(none.fraction, 1.0);
         assert!((none.efficiency - efficiency(990e12, 450e9, 4096.0)).abs() < 1e-12);
         let half = choose(&Load { free_bytes: 7e9, ..load }).unwrap();
         assert_eq!(half.fraction, 0.5);

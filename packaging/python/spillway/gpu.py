@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
+from . import _abi, _arguments, _arrays, _kept, _native, _pinned, _tensor_rows
 from ._arrays import Array
 from ._native_handle import TIMEOUT, _NativeHandle, in_slices, record
 from .errors import InvalidArgumentError
@@ -147,11 +146,7 @@ def pinned(elements: int, dtype: str = "float32") -> Any:
     code, elements = _arrays.dtype_code(dtype), _arguments.unsigned("pinned: elements", elements, 48)
     kind = {_abi.DTYPE_F32: numpy.float32, _abi.DTYPE_F16: numpy.float16, _abi.DTYPE_BF16: numpy.uint16}[code]
     size = numpy.dtype(kind).itemsize * elements
-    start = ctypes.c_void_p()
-    _native.call("spw_pinned_alloc", None, max(1, size), ctypes.byref(start))
-    memory = (ctypes.c_char * size).from_address(start.value or 0)
-    weakref.finalize(memory, _native.library().spw_pinned_free, start.value).atexit = False
-    return numpy.frombuffer(memory, kind)
+    return numpy.frombuffer(_pinned.allocate(size), kind)
 
 
 def current_stream(ordinal: int | None = None) -> Any:

@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from typing import Any
 
-from .. import _abi, _native
+from .. import _pinned
 from .. import gpu as _gpu
 from ..errors import InvalidArgumentError
 from ..interleave import Interleave, Rates, Subgroup, plan
@@ -169,9 +169,9 @@ class InterleavedUpdate:
         state = _stage3.state_of(stage3, master)
         if self.gpu is None:
             return Subgroup(master.data, state["exp_avg"], state["exp_avg_sq"], master.grad.data, weights)
-        master.data, master.grad = _pinned(master.data), _pinned(master.grad.data)
+        master.data, master.grad = _locked(master.data), _locked(master.grad.data)
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = _pinned(state[name])
+            state[name] = _locked(state[name])
         return Subgroup(master.data, state["exp_avg"], state["exp_avg_sq"], None, weights, master.grad.data)
 
     def _next_call(self, index, factor):
@@ -215,14 +215,11 @@ def _ordinal():
     return torch.cuda.current_device()
 
 
-def _pinned(tensor):
+def _locked(tensor):
     """The tensor, or a copy in page-locked memory if it is not page-locked."""
     import torch
 
-    known = _abi.c_uint32()
-    address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-    _native.call("spw_pinned_contains", address, size, known)
-    if known.value or tensor.is_pinned():
+    if _pinned.contains(tensor.data_ptr(), tensor.numel() * tensor.element_size()) or tensor.is_pinned():
         return tensor
     locked = torch.from_numpy(_gpu.pinned(tensor.numel()))
     locked.copy_(tensor)

@@ -6,10 +6,8 @@ with the last view of a tensor, freed or not, so every view stays valid."""
 from __future__ import annotations
 
 import ctypes
-import os
-import weakref
 
-from .. import _abi, _arguments, _native
+from .. import _abi, _arguments, _native, _pinned
 from ..errors import InvalidArgumentError
 from . import _installed
 
@@ -26,13 +24,9 @@ def new_tensor(num_elem, example):
     size = count * example.element_size()
     if size == 0:
         return torch.empty(0, dtype=example.dtype)
-    address = ctypes.c_void_p()
-    _native.call("spw_pinned_alloc", None, size, ctypes.byref(address))
-    assert address.value is not None
-    memory = (ctypes.c_char * size).from_address(address.value)
     # The storage references `memory`, and every view of the tensor references the storage.
-    weakref.finalize(memory, _return_memory, address.value, os.getpid()).atexit = False
-    _live[address.value] = size
+    memory = _pinned.allocate(size, lambda address: _live.pop(address, None))
+    _live[ctypes.addressof(memory)] = size
     return torch.frombuffer(memory, dtype=example.dtype, count=count)
 
 
@@ -44,7 +38,7 @@ def free(address):
 def is_pinned(buffer):
     """True if torch or new_tensor() pinned the whole tensor, which may be a slice."""
     tensor_argument(buffer, "buffer")
-    if buffer.is_cpu and _contains(buffer.data_ptr(), buffer.numel() * buffer.element_size()):
+    if buffer.is_cpu and _pinned.contains(buffer.data_ptr(), buffer.numel() * buffer.element_size()):
         return True
     return buffer.is_pinned()
 
@@ -55,19 +49,6 @@ def tensor_argument(value, name):
 
     if not isinstance(value, torch.Tensor):
         raise InvalidArgumentError(f"{name} is a {type(value).__name__}; pass a torch tensor")
-
-
-def _contains(address, size):
-    contains = ctypes.c_uint32()
-    _native.call("spw_pinned_contains", address, size, ctypes.byref(contains))
-    return bool(contains.value)
-
-
-def _return_memory(address, process):
-    # A forked child has a copy of the memory that its library does not know.
-    if process == os.getpid():
-        _live.pop(address, None)
-        _native.call("spw_pinned_free", address)
 
 
 class pin_handle:

@@ -1,0 +1,36 @@
+"""Page-locked memory of the library."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from . import _native
+
+
+def allocate(size: int, freed: Callable[[int], object] = lambda address: None) -> Any:
+    """A ctypes array of `size` bytes with undefined content. With its last view freed(address) is called, and the memory returns to the
+    library."""
+    start = ctypes.c_void_p()
+    _native.call("spw_pinned_alloc", None, max(1, size), ctypes.byref(start))
+    assert start.value is not None
+    memory = (ctypes.c_char * size).from_address(start.value)
+    weakref.finalize(memory, _free, start.value, os.getpid(), freed).atexit = False
+    return memory
+
+
+def _free(address: int, process: int, freed: Callable[[int], object]) -> None:
+    # A forked child has a copy of the memory that its library does not know.
+    if process == os.getpid():
+        freed(address)
+        _native.call("spw_pinned_free", address)
+
+
+def contains(address: int, size: int) -> bool:
+    """True if all these bytes lie in one allocation."""
+    found = ctypes.c_uint32()
+    _native.call("spw_pinned_contains", address, size, ctypes.byref(found))
+    return bool(found.value)

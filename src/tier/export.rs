@@ -80,6 +80,8 @@ impl Tier {
     /// with the same name must have the same streams; other extents stay as they are. After an error the tier is rolled
     /// back to its last commit.
     pub fn import(&self, directory: &Path) -> Result<u64> {
+        // The directory is named several times.
+        let directory = &absolute(directory)?;
         let source = Target { directory: directory.to_path_buf(), io_timeout: self.options.io.io_timeout };
         let path = directory.join(MANIFEST);
         let manifest = source.within(Doing::Opening, move || read_manifest(&path))?;

@@ -80,7 +80,6 @@ def _functions_taken(path):
 OWN = {
     ("optim.py", "self._step_name"),
     ("optim.py", "self._recorded_step_name"),
-    ("gpu.py", "spw_pinned_free"),
     ("deepspeed/_optimizer_ops.py", "spw_ds_adam_update"),
     ("torch/_table.py", "f'spw_{rule.c_name}_step'"),
 }

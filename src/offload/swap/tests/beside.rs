@@ -237,12 +237,19 @@ fn calls_that_an_update_does_not_allow_change_nothing() {
 #[test]
 fn a_finish_that_times_out_leaves_the_update_open() {
     let mut random = fastrand::Rng::with_seed(1);
-    let mut run = |hang_nth: Option<u64>| {
-        let (options, disks) = two_disks([Faults::default(), Faults { hang_nth, ..Faults::default() }]);
+    // `hang`: number of the request of the second disk that hangs, counted from the open of a filled tier.
+    let mut run = |hang: Option<u64>| {
+        let (options, disks) = two_disks(Default::default());
+        let filled = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 3);
+        filled.at_rest(|swap| swap.commit(0, b"")).unwrap();
+        drop(filled);
+        let before = disks[1].requests();
+        let hang_nth = hang.map(|number| before + number);
+        let options = on_disks(&disks, [Faults::default(), Faults { hang_nth, ..Faults::default() }]);
         let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 3);
-        let (requests, mut reference) = (disks[1].requests(), Reference::new(&SIZES));
+        let (opened, mut reference) = (disks[1].requests() - before, Reference::new(&SIZES));
         submit_all(&beside, FINAL, &mut random, &reference);
-        let first = beside.finish(hang_nth.map(|_| Duration::from_millis(100)));
+        let first = beside.finish(hang.map(|_| Duration::from_millis(100)));
         disks[1].release();
         let timed_out = matches!(first, Err(Error::Timeout(_)));
         assert!(timed_out || first.is_ok(), "{first:?}");
@@ -250,12 +257,12 @@ fn a_finish_that_times_out_leaves_the_update_open() {
             beside.finish(None).unwrap();
         }
         reference.step(1.0);
-        check(&beside, &reference, &format!("{hang_nth:?}"));
-        (requests, timed_out)
+        check(&beside, &reference, &format!("{hang:?}"));
+        (opened, timed_out)
     };
-    let (requests, _) = run(None);
+    let (opened, _) = run(None);
     // A write that hangs does not keep the update from its end.
-    assert!((0..8).any(|number| run(Some(requests + 7 * number)).1), "no read hung");
+    assert!((0..8).any(|number| run(Some(opened + 7 * number)).1), "no read hung");
 }
 
 /// Each request fails in its turn: the update ends with the error, or a write goes to the other disk. After a rollback

@@ -100,6 +100,17 @@ fn two_disks(faults: [Faults; 2]) -> (TierOptions, [Disk; 2]) {
     (on_disks(&disks, faults), disks)
 }
 
+/// Two disks of a tier that is filled, committed and closed, and the number of requests of the second one so far. It varies,
+/// because a fill divides the subgroups by the speed of the disks.
+fn filled_disks() -> ([Disk; 2], u64) {
+    let (options, disks) = two_disks(Default::default());
+    let filled = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 3);
+    filled.at_rest(|swap| swap.commit(0, b"")).unwrap();
+    drop(filled);
+    let requests = disks[1].requests();
+    (disks, requests)
+}
+
 fn on_disks(disks: &[Disk], faults: [Faults; 2]) -> TierOptions {
     let mut tier = TierOptions::new(owner(), []);
     let path = |(disk, faults): (&Disk, Faults)| PathOptions {
@@ -239,11 +250,7 @@ fn a_finish_that_times_out_leaves_the_update_open() {
     let mut random = fastrand::Rng::with_seed(1);
     // `hang`: number of the request of the second disk that hangs, counted from the open of a filled tier.
     let mut run = |hang: Option<u64>| {
-        let (options, disks) = two_disks(Default::default());
-        let filled = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 3);
-        filled.at_rest(|swap| swap.commit(0, b"")).unwrap();
-        drop(filled);
-        let before = disks[1].requests();
+        let (disks, before) = filled_disks();
         let hang_nth = hang.map(|number| before + number);
         let options = on_disks(&disks, [Faults::default(), Faults { hang_nth, ..Faults::default() }]);
         let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 3);
@@ -269,12 +276,14 @@ fn a_finish_that_times_out_leaves_the_update_open() {
 /// the state is that of the commit, and the steps lead to the same bits.
 #[test]
 fn an_error_of_any_request_ends_the_update_and_a_rollback_leads_on() {
-    let run = |fail_nth: Option<(u64, i32)>| {
-        let (options, disks) = two_disks([Faults::default(), Faults { fail_nth, ..Faults::default() }]);
+    // `fails`: number of the request of the second disk that fails, counted from the open of a filled tier.
+    let run = |fails: Option<u64>| {
+        let (disks, before) = filled_disks();
+        let fail_nth = fails.map(|number| (before + number, libc::EIO));
+        let options = on_disks(&disks, [Faults::default(), Faults { fail_nth, ..Faults::default() }]);
         let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 4);
         let (mut random, mut reference) = (fastrand::Rng::with_seed(1), Reference::new(&SIZES));
-        beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
-        let before = disks[1].requests();
+        let opened = disks[1].requests() - before;
         let (mut errors, verdicts) =
             (0, [Verdict::Commit, Verdict::Redo(0.5), Verdict::Skip, Verdict::Commit]);
         for (number, verdict) in verdicts.into_iter().enumerate() {
@@ -299,7 +308,7 @@ fn an_error_of_any_request_ends_the_update_and_a_rollback_leads_on() {
                     .and_then(|()| beside.at_rest(|swap| swap.commit(number as u64 + 1, b"")));
                 let Err(error) = committed else { break };
                 errors += 1;
-                assert!(errors < 10, "{fail_nth:?}: {error}");
+                assert!(errors < 10, "{fails:?}: {error}");
                 if !matches!(error, Error::Update(_)) {
                     let refused = beside.begin(FINAL);
                     assert!(refused.is_ok() || matches!(refused, Err(Error::Busy(_))), "{refused:?}");
@@ -312,14 +321,15 @@ fn an_error_of_any_request_ends_the_update_and_a_rollback_leads_on() {
                 Verdict::Skip => {}
             }
         }
-        let after = disks[1].requests();
-        check(&beside, &reference, &format!("request {fail_nth:?}"));
-        (before..after, errors)
+        let ended = disks[1].requests() - before;
+        check(&beside, &reference, &format!("request {fails:?}"));
+        (opened..ended, errors)
     };
     // The number of requests varies with the moment of a verdict, and the final check must not fail.
     let requests = run(None).0;
     let half = requests.start..requests.start + (requests.end - requests.start) / 2;
-    let errors: u32 = half.step_by(29).map(|nth| run(Some((nth, 5))).1).sum();
+    // The first request after the open is a read.
+    let errors: u32 = half.step_by(29).map(|number| run(Some(number)).1).sum();
     assert!(errors > 0, "no read failed");
 }
 

@@ -974,3 +974,63 @@ def test_parameters_without_elements_and_a_closed_optimizer():
     optimizer.close()
     with pytest.raises(spillway.InvalidArgumentError, match="closed"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_an_interrupted_change_of_states_is_done_again(monkeypatch, after):
+    """A signal handler may raise while a step takes over the memory or the states of a parameter: here at a call of `local`."""
+    use, local = _offload_plan.Slot.use, _offload_plan.local
+
+    def interrupted_use(slot, state):
+        calls = iter(range(after))
+
+        def raises(tensor):
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return local(tensor)
+
+        monkeypatch.setattr(_offload_plan, "local", raises)
+        try:
+            use(slot, state)
+        finally:
+            monkeypatch.setattr(_offload_plan, "local", local)
+
+    def run(interrupted):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4, bias=False)
+        optimizer = spillway.torch.offload(model, lr=0.1, overlap=False)
+
+        def step():
+            model.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            if interrupted:
+                monkeypatch.setattr(_offload_plan.Slot, "use", interrupted_use)
+                try:
+                    return optimizer.step()
+                except KeyboardInterrupt:
+                    pass
+                finally:
+                    monkeypatch.setattr(_offload_plan.Slot, "use", use)
+            optimizer.step()
+
+        step()
+        loaded = optimizer.state_dict()
+        for state in loaded["state"].values():
+            state["exp_avg"].fill_(5.0)
+            state["step"].fill_(7.0)
+        optimizer.load_state_dict(loaded)
+        step()
+        return [model.weight.detach(), *(state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq", "step"))]
+
+    assert all(map(torch.equal, run(False), run(True)))
+
+
+def test_forwards_of_several_threads_complete_one_step():
+    for _ in range(30):
+        model = torch.nn.Linear(50, 50)
+        optimizer = spillway.torch.offload(model, lr=0.1, max_norm=1.0, verdict="forward")
+        model(torch.ones(2, 50)).sum().backward()
+        optimizer.step()
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            list(pool.map(model, [torch.ones(2, 50)] * 3))
+        optimizer.close()

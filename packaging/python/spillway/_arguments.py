@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from typing import Any
 
 from ._integers import RANGES, between
@@ -43,6 +44,14 @@ def text(argument: str, value: Any) -> bytes:
     if not isinstance(value, str) or "\0" in value:
         raise InvalidArgumentError(f"{argument} is {value!r}; pass a str without NUL characters")
     return value.encode("utf-8", "surrogateescape")
+
+
+def path(argument: str, value: Any) -> bytes:
+    """The bytes of a file's name; a NUL would end it early in C."""
+    name = os.fsencode(value)
+    if b"\0" in name:
+        raise InvalidArgumentError(f"{argument} is {value!r}; pass a name without NUL characters")
+    return name
 
 
 def seconds(timeout: Any) -> float | None:

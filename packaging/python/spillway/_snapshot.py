@@ -6,7 +6,7 @@ import ctypes
 import os
 from typing import Any, NamedTuple
 
-from . import _abi
+from . import _abi, _arguments
 from ._native_handle import _NativeHandle
 
 
@@ -30,7 +30,7 @@ class Snapshot(_NativeHandle):
     closer = "spw_tier_snapshot_close"
 
     def __init__(self, tier: Any, directory: str | os.PathLike[str], bytes_per_second: int):
-        name = os.fsencode(directory)
+        name = _arguments.path("Tier.snapshot: directory", directory)
         tier._through(lambda handle: self._hold("spw_tier_snapshot_begin", handle, name, bytes_per_second))
 
     def wait(self, timeout: float | None = None) -> int:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import repeat, starmap
 from typing import Any
 
@@ -339,7 +340,8 @@ def counter(optimizers: Iterable[_Optimizer]) -> Callable[[], object]:
     """What counts the next step of each optimizer. A second call counts nothing, and no signal handler runs between two optimizers."""
     each = list({id(optimizer): optimizer for optimizer in optimizers}.values())
     numbers = [optimizer.step_count + 1 for optimizer in each]
-    return lambda: deque(map(setattr, each, repeat("step_count"), numbers), 0)
+    # A function of C: a signal handler would run at the begin of one of Python.
+    return partial(deque, map(setattr, each, repeat("step_count"), numbers), 0)
 
 
 def tensor_table(

@@ -36,7 +36,7 @@ from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
 from ._arrays import Array
 from ._native_handle import _NativeHandle, in_slices, record
 from ._tier_options import milliseconds, number, payload_of
-from .errors import InternalError, InvalidArgumentError
+from .errors import InternalError, InvalidArgumentError, OutOfOrderError
 from .optim import Adam, StepStats, counter
 from .speculate import VERDICTS
 
@@ -168,6 +168,8 @@ class Swap(_NativeHandle):
         options.turn_timeout_ms = milliseconds("turn_timeout", turn_timeout)
         self.tier = tier
         self._held = _kept.Submitted()
+        #: The step that was begun last; a rollback ends it.
+        self._update: SwapUpdate | None = None
         tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options), keeps=(self._held,)))
 
     def __len__(self) -> int:
@@ -259,8 +261,13 @@ class Swap(_NativeHandle):
             raise InvalidArgumentError(f"Swap.begin: optimizer is a {type(optimizer).__name__}; pass a spillway.Adam")
         options = optimizer.options_of_next_step(grad_scale)
         flags = _abi.SWAP_BEGIN_FLAG_SPECULATIVE * speculative + _abi.SWAP_BEGIN_FLAG_STATS * return_stats
-        self._call("spw_swap_begin", ctypes.byref(options), flags)
-        return SwapUpdate(self, optimizer, speculative, return_stats)
+        update = SwapUpdate(self, optimizer, speculative, return_stats)
+
+        def begun() -> None:
+            self._update = update
+
+        self._counted(begun, "spw_swap_begin", ctypes.byref(options), flags)
+        return update
 
     def ds_step(self, optimizer_id: int, calls: Sequence[Any], table: Any, stepped: Callable[[int, int], object] | None = None) -> None:
         """Runs one step with the arithmetic of DeepSpeed's optimizer `optimizer_id`.
@@ -388,6 +395,7 @@ class Swap(_NativeHandle):
         """Restores the state of the last commit; also valid after a failed step. Abandons an open one."""
         begun = self._held.begun()
         self._call("spw_swap_rollback")
+        self._update = None
         self._held.over(begun)
 
     def _adams(self, optimizer: Adam | Sequence[Adam]) -> list[Adam]:
@@ -442,13 +450,15 @@ class SwapUpdate:
         Args:
             subgroup: Number of the subgroup.
             grad: The gradient, in its own dtype.
-            weight: Float16 or bfloat16 array that the step writes. After a verdict of "skip" it holds the weights before the step.
+            weight: Float16 or bfloat16 array that the step writes. After a verdict of "skip" it holds the weights before the step, or what
+                it held at the submit if the subgroup was not stepped yet.
             belonging: With a split master, the bf16 weights that belong to the state; required if the step is speculative.
             uint16_dtype: The dtype that uint16 arrays hold: "bf16" or "f16".
 
         Raises:
             InvalidArgumentError: An array does not fit.
             OutOfOrderError: The subgroup was submitted before, or the step is not open."""
+        self._check_open()
         subgroup = _arguments.between("SwapUpdate: subgroup", subgroup, 0, len(self.swap) - 1)
         row, arrays = _abi.Tensor(), (grad, weight, belonging)
         self.swap._put(row, subgroup, arrays, f"subgroup {subgroup}", uint16_dtype)
@@ -469,6 +479,7 @@ class SwapUpdate:
             OutOfOrderError: The step has its verdict, or is not speculative."""
         if verdict not in VERDICTS:
             raise InvalidArgumentError(f"SwapUpdate.verdict: verdict is {verdict!r}; pass one of {', '.join(VERDICTS)}")
+        self._check_open()
 
         def given() -> None:
             self._verdict = verdict
@@ -489,7 +500,9 @@ class SwapUpdate:
             TimedOutError: A subgroup is not stepped yet; the step is still open.
             OutOfOrderError: A subgroup or the verdict is missing; the step is still open.
             IoError: A path failed. Call Swap.rollback()."""
+        self._check_open()
         stats, outcome, begun = _abi.sized(_abi.StepStats), list[int](), self.swap._held.begun()
+        count = counter([self._optimizer])
 
         def wait(milliseconds: int) -> int:
             outcome.clear()
@@ -499,18 +512,27 @@ class SwapUpdate:
         try:
             _native.check(in_slices(_arguments.seconds(timeout), wait))
         finally:
+            # No signal handler runs between the end of the step and its count.
             if outcome and outcome[0] not in _STAYS_OPEN:
                 self._open = False
+                if outcome == [0] and self._verdict != "skip":
+                    count()
                 self.swap._held.over(begun)
-            if outcome == [0] and self._verdict != "skip":
-                counter([self._optimizer])()
         return StepStats(bool(stats.nonfinite), stats.sum_squares) if self._return_stats else None
 
     def __enter__(self) -> SwapUpdate:
         return self
 
+    def _is_open(self) -> bool:
+        return self._open and self.swap._update is self and bool(self.swap._cell)
+
+    def _check_open(self) -> None:
+        if not self._is_open():
+            self.swap.handle
+            raise OutOfOrderError("SwapUpdate: this step has ended, or was abandoned by a rollback; begin the next one")
+
     def __exit__(self, kind: object, *_: object) -> None:
-        if not self._open:
+        if not self._is_open():
             return
         if kind is not None and self._verdict is None:
             self.verdict("skip")

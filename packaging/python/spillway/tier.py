@@ -455,7 +455,7 @@ class Tier(_NativeHandle):
 
     def _step(self, function: str, directory: str | os.PathLike[str]) -> int:
         step = ctypes.c_uint64()
-        self._call(function, os.fsencode(directory), ctypes.byref(step))
+        self._call(function, _arguments.path("Tier: directory", directory), ctypes.byref(step))
         return step.value
 
 
@@ -494,7 +494,7 @@ def collect(directory: str | os.PathLike[str], *, job: str, host: str | None = N
         TierLockedError: A live process holds the run's tier."""
     name = None if host is None else text(host, "host")
     try:
-        _native.call("spw_tier_collect", os.fsencode(directory), text(job, "job"), name, rank)
+        _native.call("spw_tier_collect", _arguments.path("collect: directory", directory), text(job, "job"), name, rank)
     except NotFoundError:
         return False
     return True

@@ -297,6 +297,33 @@ def test_extents_by_name(folders, tmp_path):
     assert not any(file.is_file() and file.stat().st_size for folder in folders for file in folder.rglob("*"))
 
 
+def test_an_update_that_a_rollback_or_a_close_ended_touches_no_later_one():
+    gradient = np.ones(4, np.float32)
+    with spillway.Tier([None], job="stale") as tier:
+        with spillway.Swap(tier, [4], memory_budget=1 << 24, **FREE) as swap:
+            swap.fill([(np.ones(4, np.float32), None, None)])
+            swap.commit(0)
+            one, other = spillway.Adam(lr=0.1), spillway.Adam(lr=0.5)
+            stale = swap.begin(one)
+            swap.rollback()
+            with swap.begin(other) as update:
+                for call in (lambda: stale.submit(0, gradient), stale.finish, lambda: stale.verdict("commit")):
+                    with pytest.raises(spillway.OutOfOrderError, match="has ended"):
+                        call()
+                update.submit(0, gradient)
+            assert (one.step_count, other.step_count) == (0, 1)
+            with pytest.raises(KeyError), swap.begin(one, speculative=True):
+                swap.rollback()
+                raise KeyError
+            with pytest.raises(KeyError), swap.begin(one):
+                swap.close()
+                raise KeyError
+        with pytest.raises(spillway.InvalidArgumentError, match="without NUL"):
+            tier.snapshot("cut\0off")
+        with pytest.raises(spillway.InvalidArgumentError, match="without NUL"):
+            tier.export("cut\0off")
+
+
 def test_a_snapshot_is_of_one_commit_and_leaves_nothing_if_it_is_closed_early(folders, tmp_path):
     with open_tier(folders) as tier:
         extent = tier.define("a", [100_000, 50_000])

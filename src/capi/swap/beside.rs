@@ -55,7 +55,8 @@ pub extern "C" fn spw_swap_begin(
 /// of 0 leaves the subgroup as it is. The library copies the structs. The gradients and copies belong to it until
 /// `spw_swap_finish`, `spw_swap_rollback` or `spw_swap_close` has returned.
 ///
-/// The step writes the copies. After SPW_SPEC_VERDICT_SKIP they hold the param from before the step.
+/// The step writes the copies. After SPW_SPEC_VERDICT_SKIP a copy that was written holds the param from before the step; a
+/// copy that was not written yet holds what it held at the submit.
 ///
 /// With SPW_SWAP_FLAG_SPLIT_MASTER there is one tensor for the whole subgroup. In a speculative update `param` then names
 /// the weights of the step before, which stay unchanged.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -139,6 +140,7 @@ class Offloaded(torch.optim.Optimizer):
         self._waits, self._accumulates, self._clipped, self._scale = False, False, 0, 1.0
         # Waits for the verdict of a step that has returned; None: there is none.
         self._awaited: Callable[[], Any] | None = None
+        self._settling = threading.RLock()
         self._next: Any = None
         super().__init__(list(params.parameters()) if isinstance(params, torch.nn.Module) else params, defaults)
         self._parts()
@@ -283,7 +285,9 @@ class Offloaded(torch.optim.Optimizer):
         Raises:
             InvalidArgumentError: A gradient has Inf or NaN with `max_norm`, or the program wrote to a parameter since step(); nothing was
                 stepped."""
-        self._complete()
+        # Several threads may run a forward at once.
+        with self._settling:
+            self._complete()
 
     def _await(self, following: Any, reduced: Any) -> None:
         """Leaves the rest of the step to the next forward."""

@@ -150,8 +150,10 @@ class Slot:
         Raises:
             InvalidArgumentError: A tensor of the state does not fit."""
         if self._kind != self._present():
-            self._kind, self.link, self._weights_of = self._present(), link_to(self.param), None
+            self.link, self._weights_of = link_to(self.param), None
             self.grad, self.weights = self._empty(self.param.dtype), self._empty(self.param.dtype)
+            # Last: after a signal handler that raises, the next step does all of it again.
+            self._kind = self._present()
         if MASTER in self._names():
             state.setdefault(MASTER, self._floats(math.nan))
         else:
@@ -159,8 +161,10 @@ class Slot:
         for name in (*self._names(), "step"):
             self._check(name, state.get(name))
         if not self.holds(state):
-            self._state, self._weights_of = dict(state), None
+            self._weights_of = None
             self._parts = {name: local(tensor) for name, tensor in state.items()}
+            # Last, for the same reason.
+            self._state = dict(state)
 
     def holds(self, state: dict[str, Any] | None) -> bool:
         """True if the tensors of a state are those that are stepped, and the parameter is what it was."""

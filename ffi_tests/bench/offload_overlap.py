@@ -119,20 +119,9 @@ def offload(options, max_norm, overlap=True, verdict="step"):
     )
 
 
-class StreamOfTheCpu:
-    """Stands in for a CUDA stream: all work is done at once."""
-
-    def wait_stream(self, other):
-        pass
-
-    def record_event(self):
-        return self
-
-    def synchronize(self):
-        pass
-
-
 def torchao(options):
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "torch"))
+    from cpu_streams import StreamOfTheCpu
     from torchao.optim import cpu_offload
 
     empty_like = torch.empty_like

@@ -9,63 +9,33 @@ import types
 
 import pytest
 import torch
+from cpu_streams import StreamOfTheCpu
+from trainer_runs import losses, trained
 
 import spillway
 from spillway.torch import AdamW
 
 
-def trained(optimizer_class, folder, resume=False):
-    """A Trainer after 10 steps; with `resume` after the last 5 of them."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2))
-    data = [{"input_ids": torch.arange(32).roll(by), "labels": torch.arange(32).roll(by)} for by in range(64)]
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=10,
-        per_device_train_batch_size=8,
-        save_steps=5,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        max_grad_norm=0.5,
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=(optimizer_class, {"lr": 1e-3}))
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5") if resume else None)
-    return trainer
+def trained_with(optimizer_class, folder, resume=False):
+    def keywords(_):
+        return {"optimizer_cls_and_kwargs": (optimizer_class, {"lr": 1e-3})}
 
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trained(keywords, folder, resume=folder / "checkpoint-5" if resume else None)
 
 
 def test_the_trainer_trains_as_with_torchs_class_and_resumes_with_the_same_bits(tmp_path):
-    theirs = trained(torch.optim.AdamW, tmp_path / "torch")
+    theirs = trained_with(torch.optim.AdamW, tmp_path / "torch")
     before = spillway.stats().adam_elements
-    ours = trained(AdamW, tmp_path / "spillway")
+    ours = trained_with(AdamW, tmp_path / "spillway")
     steps = 10 * sum(param.numel() for param in ours.model.parameters())
     assert spillway.stats().adam_elements - before == steps, "Spillway steps every parameter"
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-3) and losses(ours)[-1] < losses(ours)[0]
-    resumed = trained(AdamW, tmp_path / "spillway", resume=True)
+    resumed = trained_with(AdamW, tmp_path / "spillway", resume=True)
     for one, other in zip(resumed.model.parameters(), ours.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    from_torch = trained(AdamW, tmp_path / "torch", resume=True)
+    from_torch = trained_with(AdamW, tmp_path / "torch", resume=True)
     for one, other in zip(from_torch.model.parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-class StreamOfTheCpu:
-    """Stands in for a CUDA stream: all work is done at once."""
-
-    def wait_stream(self, other):
-        pass
-
-    def record_event(self):
-        return self
-
-    def synchronize(self):
-        pass
 
 
 @pytest.fixture

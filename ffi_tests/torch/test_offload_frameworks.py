@@ -8,6 +8,7 @@ import pathlib
 import processes
 import pytest
 import torch
+from trainer_runs import losses, trained
 
 import spillway.torch
 
@@ -40,38 +41,19 @@ def close(one, other):
 
 @pytest.mark.parametrize("verdict", ["step", "forward"])
 def test_the_trainer_steps_during_backward_clips_and_resumes_with_the_same_bits(tmp_path, speculated, verdict):
-    transformers = pytest.importorskip("transformers")
-
-    def trained(make, clip, folder, resume=None):
-        torch.manual_seed(0)
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2))
-        data = [{"input_ids": torch.arange(32).roll(by), "labels": torch.arange(32).roll(by)} for by in range(64)]
-        arguments = transformers.TrainingArguments(
-            str(folder),
-            max_steps=10,
-            per_device_train_batch_size=8,
-            save_steps=5,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            max_grad_norm=clip,
-        )
-        trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(make(model), None))
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    theirs = trained(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), 0.5, tmp_path / "torch")
+    def torchs(model):
+        return {"optimizers": (torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), None)}
 
     def ours(model):
-        return offload(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.0, max_norm=0.5, verdict=verdict)
+        return {"optimizers": (offload(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.0, max_norm=0.5, verdict=verdict), None)}
+
+    theirs = trained(torchs, tmp_path / "torch")
 
     # The norm that the Trainer clips with is left out: the optimizer clips.
-    one = trained(ours, 0.0, tmp_path / "ours")
+    one = trained(ours, tmp_path / "ours", clip=0.0)
     assert speculated() > 0
-    losses = [[entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (one, theirs)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0][-1] < losses[0][0]
-    resumed = trained(ours, 0.0, tmp_path / "again", str(tmp_path / "ours" / "checkpoint-5"))
+    assert losses(one) == pytest.approx(losses(theirs), rel=1e-3) and losses(one)[-1] < losses(one)[0]
+    resumed = trained(ours, tmp_path / "again", clip=0.0, resume=tmp_path / "ours" / "checkpoint-5")
     assert all(map(torch.equal, one.model.parameters(), resumed.model.parameters()))
 
 

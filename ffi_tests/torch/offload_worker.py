@@ -101,6 +101,10 @@ def training(seed, mesh, make):
     return (losses, verdicts), [p.to_local().detach().clone() for p in model.parameters()] + moments
 
 
+def with_tail(params, model=None, **options):
+    return own.offload(params, overlap=True, tail=2, **options)
+
+
 def with_overlap(params, model=None, **options):
     return own.offload(params, overlap=True, **options)
 
@@ -131,6 +135,7 @@ def trainings():
             found = training(seed, mesh, with_overlap)
             assert equal(found, training(seed, mesh, without_overlap)), seed
             assert equal(found, training(seed, mesh, in_next_forward)), seed
+            assert equal(found, training(seed, mesh, with_tail)), seed
             other = training(seed, mesh, waiting_class)
             assert len(found[1]) == len(other[1]) and all(map(same_bits, found[1], other[1])), seed
 

@@ -107,6 +107,11 @@ def reducing(here: Measured, process_group: Any, kind: str) -> Callable[[], tupl
     return result
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """The factor that clips gradients of this norm."""
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
 def scaler_of(optimizer: Any) -> tuple[float, bool]:
     """Factor of the gradients that a GradScaler has set, and whether it found Inf or NaN."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)

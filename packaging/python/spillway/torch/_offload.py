@@ -12,6 +12,8 @@ A step without overlap is the same step, whose buckets start in step(). Both hav
 With verdict="forward", step() ends after 2, and the next forward of the model begins with 3 and 4. The norm is measured by the pass that
 steps a bucket, so that the verdict is known as soon as there are weights to begin a forward with: no forward is a guess.
 
+The buckets of a tail are not copied to the host: they are measured in step(), and stepped on their device with 4.
+
 Of a DTensor, each process steps its part. The norm is that of all processes, which _norm.py sums up and in which a part counts once."""
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ def offload(
     verdict: str = "step",
     model: torch.nn.Module | None = None,
     bucket_bytes: int = 64 << 20,
+    tail: int = 0,
     max_norm: float | None = None,
     process_group: Any = None,
     skip_nonfinite: bool = False,
@@ -66,6 +69,8 @@ def offload(
             it, does; until then the parameters have their old values. `settle()` waits at once, for what else reads parameters.
         model: The model of `verdict="forward"`, unless `params` is it.
         bucket_bytes: Bytes of gradients that are stepped together.
+        tail: Number of buckets whose masters and states stay on the device of their parameters, which steps them: those that backward
+            completes last.
         max_norm: Gradients are clipped to this global norm, exactly; `grad_norm` is the norm before.
         process_group: The processes whose gradients are one norm; None: all processes for DTensors, else this process alone.
         skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
@@ -85,7 +90,8 @@ def offload(
         optimizer.step()
         optimizer.zero_grad()"""
     beyond = {"max_norm": max_norm, "process_group": process_group, "skip_nonfinite": skip_nonfinite}
-    return Offloaded(params, kind, overlap=overlap, verdict=verdict, model=model, bucket_bytes=bucket_bytes, **beyond, **options)
+    own: dict[str, Any] = {"overlap": overlap, "verdict": verdict, "model": model, "bucket_bytes": bucket_bytes, "tail": tail}
+    return Offloaded(params, kind, **own, **beyond, **options)
 
 
 class Offloaded(torch.optim.Optimizer):
@@ -103,6 +109,7 @@ class Offloaded(torch.optim.Optimizer):
         verdict: str,
         model: torch.nn.Module | None,
         bucket_bytes: int,
+        tail: int,
         max_norm: float | None,
         process_group: Any,
         skip_nonfinite: bool,
@@ -115,6 +122,8 @@ class Offloaded(torch.optim.Optimizer):
         check_keywords("offload", max_norm, process_group, flags, None)
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise InvalidArgumentError(f"offload: bucket_bytes is {bucket_bytes!r}; pass a number of bytes, at least 1")
+        if type(tail) is not int or tail < 0:
+            raise InvalidArgumentError(f"offload: tail is {tail!r}; pass a number of buckets, 0 for none")
         if verdict not in ("step", "forward"):
             raise InvalidArgumentError(f"offload: verdict is {verdict!r}; pass 'step' or 'forward'")
         model = params if model is None and isinstance(params, torch.nn.Module) else model
@@ -127,7 +136,8 @@ class Offloaded(torch.optim.Optimizer):
         self.max_norm, self.process_group, self.skip_nonfinite, self.overlap = max_norm, process_group, skip_nonfinite, overlap
         self._grad_norm: float | None = None
         self._skipped = False
-        self._bucket_bytes, self._decoupled = bucket_bytes, own is torch.optim.AdamW
+        self._bucket_bytes, self._tail, self._decoupled = bucket_bytes, tail, own is torch.optim.AdamW
+        self._arrivals = itertools.count(1)
         self._slots: dict[torch.Tensor, Slot] = {}
         self._plan: Plan | None = None
         self._closed = False
@@ -197,6 +207,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def _arrived(self, slot: Slot) -> None:
         """Called when backward has completed a parameter's gradient."""
+        slot.arrived = next(self._arrivals)
         self._complete()
         overlaps = local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
         if self._accumulates or self._waits or not overlaps or _averages_later(slot.param):
@@ -212,6 +223,8 @@ class Offloaded(torch.optim.Optimizer):
 
     def _start(self, slot: Slot, plan: Plan) -> None:
         bucket = plan.bucket_of(slot)
+        if bucket is not None and bucket.stays:
+            return
         # Not if this is another backward, while the first one's gradients are in use.
         if slot.seen is not None or bucket is None or slot.refusal() or not slot.holds(self._states.get(slot.param)):
             return self._interrupt()
@@ -317,15 +330,17 @@ class Offloaded(torch.optim.Optimizer):
                         "backward"
                     )
         self._use_states(live)
-        if plan is None or not plan.is_of(live, self._number, others):
-            parts = self._parts()
-            before, plan = (
-                plan,
-                Plan(live, self._number, lambda slot: parts is None or parts.count(slot.param, slot.name), others, self._bucket_bytes),
-            )
-            self._plan = plan
+        if plan is None or not plan.is_of(live, self._number, others, self._tail):
+            parts, before = self._parts(), plan
+
+            def counts(slot: Slot) -> bool:
+                return parts is None or parts.count(slot.param, slot.name)
+
+            plan = self._plan = Plan(live, self._number, counts, others, self._bucket_bytes, self._tail)
             if before is not None:
                 before.close()
+            # The states of the tail go to its device.
+            self._use_states(live)
         for slot in live:
             # Those of a submitted bucket were compared by `stands`.
             if not plan.has(slot) and not slot.is_current():
@@ -340,13 +355,13 @@ class Offloaded(torch.optim.Optimizer):
         """Waits until the gradients of all buckets are measured."""
         if self._plan is None or not self._plan.is_open:
             return _norm.Measured(0.0, False, "")
-        nonfinite, total = self._plan.measured()
+        nonfinite, total = self._plan.measured(self._measures)
         return _norm.Measured(total, nonfinite, "")
 
     def _stands(self, plan: Plan, live: list[Slot], others: Any) -> bool:
         """True if what was stepped is what a step would do now."""
         same = all(slot.holds(self._states.get(slot.param)) for slot in live)
-        return same and plan.stands(live, self._all_options(plan), others, self._limit)
+        return same and plan.stands(live, self._all_options(plan), others, self._limit, self._tail)
 
     def _decide(self, reduced: Callable[[], tuple[float, bool, bool]] | None) -> None:
         """The verdict that follows from the norm."""

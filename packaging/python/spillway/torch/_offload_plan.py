@@ -9,6 +9,8 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..optim import Adam
 from ..speculate import Speculation
 from ._keywords import is_count
 from ._states import LOW, MASTER
+from ._tail import TailedSpeculation, tail_of
 from ._tensors import apart, holds_values, is_partial, like, local
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -115,6 +118,12 @@ def _is_words(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and holds_values(tensor) and not (tensor.nbytes % 8 or tensor.storage_offset() * tensor.itemsize % 8)
 
 
+def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose memory has the values of another one in this dtype, in order: that tensor itself if its memory has them."""
+    own = tensor.to(dtype)
+    return own if own.is_contiguous() and holds_values(own) else torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own)
+
+
 def _wait(fence: Any) -> None:
     if fence is not None:
         fence.synchronize()
@@ -122,11 +131,15 @@ def _wait(fence: Any) -> None:
 
 class Slot:
     """A parameter and its memory on the host: gradient and weights in the dtype of the parameter, moments and master in float32. Of a
-    DTensor it is the part that this process holds; its state has DTensors that are placed alike."""
+    DTensor it is the part that this process holds; its state has DTensors that are placed alike.
+
+    Attributes:
+        stays: The parameter is in the tail: its state is on its device, and its gradient and weights are not copied.
+        arrived: A number that rises with the moment at which backward completed the gradient."""
 
     def __init__(self, param: torch.Tensor, number: int):
         self.param, self.group, self.link = param, 0, link_to(param)
-        self.name = f"parameter {number}"
+        self.name, self.stays, self.arrived = f"parameter {number}", False, -number
         self.grad = self.weights = torch.empty(0)
         # What the gradient and the parameter were when the gradient was copied, and the parameter after its weights were copied.
         self.seen: tuple[Any, ...] | None = None
@@ -151,7 +164,10 @@ class Slot:
             InvalidArgumentError: A tensor of the state does not fit."""
         if self._kind != self._present():
             self.link, self._weights_of = link_to(self.param), None
-            self.grad, self.weights = self._empty(self.param.dtype), self._empty(self.param.dtype)
+            if self.stays:
+                self.forget()
+            else:
+                self.grad, self.weights = self._empty(self.param.dtype), self._empty(self.param.dtype)
             # Last: after a signal handler that raises, the next step does all of it again.
             self._kind = self._present()
         if MASTER in self._names():
@@ -160,6 +176,9 @@ class Slot:
             state.pop(MASTER, None)
         for name in (*self._names(), "step"):
             self._check(name, state.get(name))
+        for name in self._names():
+            if local(state[name]).device != self._home:
+                state[name] = like(self.param, self._uninitialised().copy_(local(state[name])))
         if not self.holds(state):
             self._weights_of = None
             self._parts = {name: local(tensor) for name, tensor in state.items()}
@@ -204,9 +223,14 @@ class Slot:
     def _names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq") if self.param.dtype is torch.float32 else ("exp_avg", "exp_avg_sq", MASTER)
 
+    @property
+    def _home(self) -> torch.device:
+        """Where the state is."""
+        return local(self.param).device if self.stays else torch.device("cpu")
+
     def _present(self) -> tuple[Any, ...]:
         own = local(self.param)
-        return (own.shape, own.dtype, own.device, getattr(self.param, "placements", None))
+        return (own.shape, own.dtype, own.device, getattr(self.param, "placements", None), self.stays)
 
     def _check(self, name: str, value: Any) -> None:
         if name == "step":
@@ -215,7 +239,9 @@ class Slot:
         else:
             fits = isinstance(value, torch.Tensor) and not apart(self.param, value)
             part = local(value) if fits else value
-            fits = fits and part.dtype is torch.float32 and part.is_cpu and part.is_contiguous() and part.shape == local(self.param).shape
+            fits = fits and part.dtype is torch.float32 and part.is_contiguous() and part.shape == local(self.param).shape
+            # That of a parameter whose tail was made longer or shorter is still where it was.
+            fits = fits and part.device in (torch.device("cpu"), local(self.param).device)
             wanted = f"a contiguous float32 tensor of shape {tuple(self.param.shape)} in host memory, placed as the parameter is"
         if not fits:
             raise InvalidArgumentError(f"offload: the state {name!r} of {self.name} is no longer {wanted}; nothing was stepped")
@@ -224,24 +250,35 @@ class Slot:
         """Copies the gradient, and the weights if the program has changed them."""
         with torch.no_grad():
             weights, grad = local(self.param).detach(), local(self.param.grad).detach()
-            if self._weights_of != self._mark(self.param) or self.link.differs(weights, self.weights, self._weights_mark):
+            if self.stays:
+                self.grad = plain(grad, self.param.dtype)
+                self._follow(weights)
+            elif self._weights_of != self._mark(self.param) or self.link.differs(weights, self.weights, self._weights_mark):
                 self.link.out(self.weights, weights)
                 if MASTER in self._parts:
                     _wait(self.link.fence())
-                    master = self._parts[MASTER]
-                    # A master that rounds to the weight is its own: a checkpoint loads both, in any order.
-                    master.copy_(torch.where(master.to(self.weights.dtype) == self.weights, master, self.weights.float()))
+                    self._follow(self.weights)
                 self._weights_of = self._mark(self.param)
                 self._weights_mark = self.link.mark(weights)
-            self.link.out(self.grad, grad)
-            self._grad_mark = self.link.mark(grad)
+            if not self.stays:
+                self.link.out(self.grad, grad)
+                self._grad_mark = self.link.mark(grad)
             # Its memory cannot become that of another gradient before the step.
             self._held = self.param.grad
         self.seen = self._now()
         self._versions = [tensor._version for tensor in self._parts.values()]
 
+    def _follow(self, weights: torch.Tensor) -> None:
+        """Gives the master the weights that it does not round to: a checkpoint loads both, in any order."""
+        master = self._parts.get(MASTER)
+        if master is not None:
+            master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
+
     def release(self) -> None:
         """The step returns before its verdict. For torch the parameter is written to: a backward of an earlier forward is an error."""
+        if self.stays:
+            # The program may write to the gradient.
+            self.grad = self.grad.clone()
         torch.autograd.graph.increment_version(self.param)
         if self.seen is not None:
             self.seen = (self.seen[0], self._mark(self.param))
@@ -253,6 +290,8 @@ class Slot:
     def forget(self) -> None:
         """The copy of the gradient is not used any more."""
         self.seen = self._held = None
+        if self.stays:
+            self.grad = self.weights = torch.empty(0)
 
     def publish(self) -> None:
         """Gives the parameter its new weights, unless it has them, or the program has written to it since the verdict, after a signal that
@@ -260,19 +299,27 @@ class Slot:
         if self.is_written():
             return
         weights = local(self.param).detach()
+        if self.stays:
+            # Stepped in place, which torch has not seen, unless the parameter was not plain.
+            in_place = self.weights.data_ptr() == weights.data_ptr()
+            return torch.autograd.graph.increment_version(self.param) if in_place else weights.copy_(self.weights)
         self.link.back(weights, self.weights)
         self._weights_of, self._weights_mark = self._mark(self.param), self.link.mark(weights)
 
     def row(self) -> tuple[Any, ...]:
         """The tensor for a round."""
         parts = self._parts
+        if self.stays:
+            own = local(self.param).detach()
+            # A program may have written to it after a signal that interrupted the step; its values stay.
+            self.weights = own.clone() if self.is_written() else plain(own, own.dtype)
         if MASTER in parts:
             return parts[MASTER], self.grad, parts["exp_avg"], parts["exp_avg_sq"], self.weights
         return self.weights, self.grad, parts["exp_avg"], parts["exp_avg_sq"]
 
     def is_current(self) -> bool:
         """True if the copies are those of the present gradient and weights."""
-        if self.seen is None or self.seen != self._now():
+        if self.stays or self.seen is None or self.seen != self._now():
             return False
         return not self.link.differs(local(self.param.grad).detach(), self.grad, self._grad_mark)
 
@@ -306,15 +353,22 @@ class Slot:
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(local(self.param).shape, dtype=dtype, pin_memory=self.link.pinned)
 
+    def _uninitialised(self) -> torch.Tensor:
+        return torch.empty(local(self.param).shape, dtype=torch.float32, device=self._home) if self.stays else self._empty(torch.float32)
+
     def _floats(self, value: float) -> torch.Tensor:
-        return like(self.param, self._empty(torch.float32).fill_(value))
+        return like(self.param, self._uninitialised().fill_(value))
 
 
 class Bucket:
     """Parameters that are stepped together; `number` is its number in the round of its lane."""
 
     def __init__(self, lane: Lane, number: int, slots: list[Slot]):
-        self.lane, self.number, self.slots, self.submitted = lane, number, slots, False
+        self.lane, self.number, self.slots, self.submitted, self.stays = lane, number, slots, False, False
+
+    def completed(self) -> int:
+        """A number that rises with the moment at which backward completed the bucket."""
+        return max(slot.arrived for slot in self.slots)
 
     def is_complete(self) -> bool:
         """True if all gradients are copied."""
@@ -325,6 +379,7 @@ class Lane:
     """The buckets that share options and a step number.
 
     Attributes:
+        speculation: The engine of the buckets.
         counts: True if their gradients count in the norm of this process, and not in that of another one that holds them too."""
 
     def __init__(self, group: int, counts: bool, slots: Sequence[Slot], bucket_bytes: int):
@@ -335,13 +390,23 @@ class Lane:
         # Backward completes the last parameters first.
         for slot in reversed(slots):
             pending.append(slot)
-            size += slot.grad.nbytes
+            size += local(slot.param).nbytes
             if size >= bucket_bytes:
                 self.buckets.append(Bucket(self, len(self.buckets), pending))
                 pending, size = [], 0
         if pending:
             self.buckets.append(Bucket(self, len(self.buckets), pending))
-        self.speculation = Speculation(len(self.buckets))
+        self.speculation: Any = None
+
+    def open(self, tail: int) -> None:
+        """Makes the engine. The last `tail` buckets stay on the device."""
+        hosts = len(self.buckets) - tail
+        for bucket in self.buckets:
+            bucket.stays = bucket.number >= hosts
+            for slot in bucket.slots:
+                slot.stays = bucket.stays
+        kept = [bucket.slots for bucket in self.buckets[hosts:]]
+        self.speculation = TailedSpeculation(hosts, kept) if tail else Speculation(len(self.buckets))
 
 
 class Plan:
@@ -349,17 +414,27 @@ class Plan:
 
     Attributes:
         others: The processes whose gradients are one norm with those of this one; None: there are none.
+        tail: The number of buckets that were asked to stay on the device.
         limit: The norm above which the round clips; 0: there is none.
         decision: None until the verdict is known; then "commit", or whether the total has Inf or NaN, and the sum of squares."""
 
     def __init__(
-        self, slots: Sequence[Slot], number: Callable[[Slot], int], counts: Callable[[Slot], bool], others: Any, bucket_bytes: int
+        self,
+        slots: Sequence[Slot],
+        number: Callable[[Slot], int],
+        counts: Callable[[Slot], bool],
+        others: Any,
+        bucket_bytes: int,
+        tail: int,
     ):
+        self.tail = tail
         self.slots, self._number, self.others, self.limit = list(slots), number, others, 0.0
         members: dict[tuple[int, bool, int], list[Slot]] = {}
         for slot in self.slots:
             members.setdefault((slot.group, counts(slot), number(slot)), []).append(slot)
         self.lanes = [Lane(group, counted, those, bucket_bytes) for (group, counted, _), those in members.items()]
+        for lane, kept in zip(self.lanes, tail_of(self.lanes, tail)):
+            lane.open(kept)
         self._layout = self._layout_of(self.slots, number)
         self.buckets = [bucket for lane in self.lanes for bucket in lane.buckets]
         self._of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
@@ -381,9 +456,9 @@ class Plan:
         """True if the bucket of a parameter was submitted."""
         return self._of[slot].submitted
 
-    def is_of(self, slots: Sequence[Slot], number: Callable[[Slot], int], others: Any) -> bool:
-        """True if the plan is that of these parameters at their step numbers, and of these processes."""
-        return others is self.others and self._layout == self._layout_of(slots, number)
+    def is_of(self, slots: Sequence[Slot], number: Callable[[Slot], int], others: Any, tail: int) -> bool:
+        """True if the plan is that of these parameters at their step numbers, of these processes, and of this tail."""
+        return others is self.others and tail == self.tail and self._layout == self._layout_of(slots, number)
 
     def begin(self, options: list[dict[str, Any]], scale: float, max_norm: float) -> None:
         """Opens the round of each lane."""
@@ -396,12 +471,12 @@ class Plan:
             adam.step_count = self.numbers[lane.buckets[0].slots[0]] - 1
             lane.speculation.begin(adam, max_norm=max_norm, grad_scale=-scale if given["maximize"] else scale)
 
-    def stands(self, live: Sequence[Slot], options: list[dict[str, Any]], others: Any, limit: float) -> bool:
+    def stands(self, live: Sequence[Slot], options: list[dict[str, Any]], others: Any, limit: float, tail: int) -> bool:
         """True if what was stepped is what a step would do now."""
         submitted = [slot for bucket in self.buckets if bucket.submitted for slot in bucket.slots]
         if self.edited() or any(self._number(slot) != self.numbers[slot] for slot in self.slots):
             return False
-        same = options == self._options and limit == self.limit and self.is_of(live, self._number, others)
+        same = options == self._options and limit == self.limit and self.is_of(live, self._number, others, tail)
         return same and all(slot.is_current() for slot in submitted)
 
     def edited(self) -> Slot | None:
@@ -413,6 +488,8 @@ class Plan:
         if bucket.submitted:
             return
         bucket.submitted = True
+        if bucket.stays:
+            return
         fences = [fence for link in {slot.link for slot in bucket.slots} if (fence := link.fence()) is not None]
         if not fences:
             return self._send(bucket, [])
@@ -430,12 +507,20 @@ class Plan:
             self._starting[0].result()
             del self._starting[0]
 
-    def measured(self) -> tuple[bool, float]:
-        """Whether a gradient has Inf or NaN, and the sum of the squares that count here, added in the order of the lanes."""
+    def measured(self, tail: bool) -> tuple[bool, float]:
+        """Whether a gradient has Inf or NaN, and the sum of the squares that count here, added in the order of the lanes. `tail`: the
+        gradients of the tail are measured too."""
         self._sent()
-        results = [lane.speculation.local_result() for lane in self.lanes]
-        counted = (result.sum_squares for lane, result in zip(self.lanes, results) if lane.counts)
-        return any(result.nonfinite for result in results), sum(counted, 0.0)
+        nonfinite, total = False, 0.0
+        for lane in self.lanes:
+            results = [lane.speculation.local_result()]
+            if tail and isinstance(lane.speculation, TailedSpeculation):
+                results += lane.speculation.tail_results()
+            nonfinite |= any(result.nonfinite for result in results)
+            # Not by sum(), which compensates roundings: the engine does not, and the tail is added as if it were the engine's.
+            if lane.counts:
+                total += reduce(add, (result.sum_squares for result in results))
+        return nonfinite, total
 
     def release(self) -> None:
         """The step returns before its verdict."""
@@ -456,11 +541,13 @@ class Plan:
 
     def publish(self) -> None:
         """Gives the parameters their weights, bucket by bucket as they become final."""
-        for bucket in self.buckets:
+        # Those of the tail first: a device steps them while the host waits for the others.
+        for bucket in sorted(self.buckets, key=lambda bucket: not bucket.stays):
             bucket.lane.speculation.wait(bucket.number)
             for slot in bucket.slots:
                 slot.publish()
-            self._publishing += [link.fence() for link in {slot.link for slot in bucket.slots}]
+            if not bucket.stays:
+                self._publishing += [link.fence() for link in {slot.link for slot in bucket.slots}]
 
     def finish(self) -> None:
         """Waits until the memory of all buckets belongs to the caller again."""

@@ -231,7 +231,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                 f"the gradient of {measured.culprit or 'a parameter of another process'} has Inf or NaN; nothing was "
                 "stepped. Pass skip_nonfinite=True to skip such steps"
             )
-        return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) if self.max_norm is not None else 1.0
+        return _norm.clip_factor(self.grad_norm, self.max_norm) if self.max_norm is not None else 1.0
 
     def _put_options(self, rows: Any, factor: float) -> tuple[int, Any]:
         """Writes the options of all rows. Returns those of one of them, for the call, and the number of its group."""

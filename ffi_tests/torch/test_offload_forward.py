@@ -1,0 +1,158 @@
+"""spillway.torch.offload with the verdict in the next forward."""
+
+import concurrent.futures
+import copy
+import gc
+import math
+import os
+import pickle
+import weakref
+
+import pytest
+import torch
+from offload_runs import BUCKETS, Later, offload, offloaded, same, training, values
+
+import spillway
+import spillway.torch
+
+#: Random trainings with the verdict in the next forward.
+TRAININGS = int(os.environ.get("SPILLWAY_TRAININGS", "20"))
+
+
+@pytest.mark.parametrize("seed", range(100, 100 + TRAININGS))
+def test_a_verdict_in_the_next_forward_gives_the_bits_of_one_in_step(seed, monkeypatch):
+    bucket = BUCKETS[seed % 3]
+    waits = training(seed, offloaded(bucket_bytes=bucket, overlap=False))
+    if seed % 4 == 1:
+        link = Later()
+        monkeypatch.setattr("spillway.torch._offload_plan.link_to", lambda param: link)
+    same(training(seed, offloaded("forward", bucket_bytes=bucket, overlap=seed % 4 < 3)), waits)
+
+
+def waiting():
+    """A model whose step waits for its next forward, its weights before the step, and those after it."""
+    results = []
+    for verdict in ("step", "forward"):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+        before = values(model.parameters())
+        optimizer = offload(model, lr=0.1, max_norm=0.1, bucket_bytes=1, verdict=verdict)
+        model(torch.randn(5, 4)).square().sum().backward()
+        with pytest.MonkeyPatch.context() as patch:
+            if verdict == "forward":
+                # step() waits for nothing.
+                patch.delattr(spillway.Speculation, "local_result")
+                patch.delattr(spillway.Speculation, "wait")
+            optimizer.step()
+        optimizer.zero_grad()
+        results.append(values(model.parameters()))
+    assert all(map(torch.equal, before, results[1])) and not any(map(torch.equal, before, results[0]))
+    return model, optimizer, results[0]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, optimizer: model(torch.ones(2, 4)),
+        lambda model, optimizer: model[2](torch.ones(2, 4)),
+        lambda model, optimizer: model.state_dict(),
+        lambda model, optimizer: model.load_state_dict({}, strict=False),
+        lambda model, optimizer: optimizer.state_dict(),
+        lambda model, optimizer: optimizer.state,
+        lambda model, optimizer: optimizer.grad_norm,
+        lambda model, optimizer: optimizer.skipped,
+        lambda model, optimizer: optimizer.settle(),
+        lambda model, optimizer: (optimizer.step(), optimizer.settle()),
+        lambda model, optimizer: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}),
+        lambda model, optimizer: optimizer.close(),
+        lambda model, optimizer: model.eval()(torch.ones(2, 4)),
+    ],
+)
+def test_whatever_uses_a_step_completes_it(use):
+    model, optimizer, after = waiting()
+    use(model, optimizer)
+    assert all(map(torch.equal, model.parameters(), after))
+    assert not any(part._forward_pre_hooks for part in model), "hooks of the parts are there while a step waits"
+
+
+def test_a_step_that_waits_keeps_its_optimizer_and_a_copy_of_the_model_does_not():
+    model, optimizer, after = waiting()
+    kept = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    other(torch.ones(2, 4))
+    assert kept() is not None and not any(map(torch.equal, model.parameters(), after))
+    model(torch.ones(2, 4))
+    gc.collect()
+    assert kept() is None and all(map(torch.equal, model.parameters(), after)) and not model._forward_pre_hooks
+
+
+def test_a_write_to_a_parameter_whose_step_waits_is_an_error():
+    model, optimizer, _ = waiting()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(spillway.InvalidArgumentError, match="parameter 0 was written to after step.*optimizer.settle"):
+        model(torch.ones(2, 4))
+    # Nothing was stepped, and the value of the program stays.
+    assert not optimizer.state_dict()["state"][0]["step"] and not model[0].weight.any()
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    optimizer.settle()
+    assert int(optimizer.state[model[0].weight]["step"]) == 1
+
+
+def test_a_backward_of_a_forward_before_the_step_is_torchs_error():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = offload(model, verdict="forward")
+    losses = [model(torch.randn(2, 4)).sum() for _ in range(2)]
+    losses[0].backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+
+
+def test_a_refused_step_is_an_error_of_the_next_forward():
+    model, optimizer, after = waiting()
+    loss = model(torch.randn(5, 4)).sum()
+    (loss * math.nan).backward()
+    optimizer.step()
+    with pytest.raises(spillway.InvalidArgumentError, match="has Inf or NaN; nothing was stepped"):
+        model(torch.ones(2, 4))
+    assert all(map(torch.equal, model.parameters(), after)) and {int(state["step"]) for state in optimizer.state.values()} == {1}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_is_compiled_once():
+    losses = []
+    for verdict in ("step", "forward"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))
+        optimizer = offload(model, lr=0.1, max_norm=0.1, verdict=verdict)
+        graphs = []
+
+        def keep(graph, _, graphs=graphs):
+            graphs.append(graph)
+            return graph
+
+        compiled = torch.compile(model, backend=keep)
+        for _ in range(12):
+            loss = compiled(torch.randn(5, 4)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert len(graphs) == 1
+    assert losses[:12] == losses[12:] and losses[11] < losses[0]
+
+
+def test_forwards_of_several_threads_complete_one_step():
+    for _ in range(30):
+        model = torch.nn.Linear(50, 50)
+        optimizer = spillway.torch.offload(model, lr=0.1, max_norm=1.0, verdict="forward")
+        model(torch.ones(2, 50)).sum().backward()
+        optimizer.step()
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            list(pool.map(model, [torch.ones(2, 50)] * 3))
+        optimizer.close()

@@ -1,0 +1,225 @@
+"""spillway.torch.offload, if a step is interrupted, fails, or is the last one."""
+
+import gc
+import itertools
+import random
+import signal
+import time
+import weakref
+
+import pytest
+import torch
+from offload_runs import backward, offload, trained, values
+
+import spillway
+import spillway.torch
+from spillway.torch import _offload_plan
+
+
+def test_an_error_of_the_engine_is_raised_once():
+    for broken in ("local_result", "finish"):
+        params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+        optimizer = offload(params, lr=0.1, max_norm=1.0, bucket_bytes=1)
+        backward(params)
+        optimizer.step()
+        before, step = values(params), getattr(spillway.Speculation, broken)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def failed(self, *arguments, step=step, **options):
+                step(self, *arguments, **options)
+                raise spillway.SpillwayError("a bucket failed")
+
+            patch.setattr(spillway.Speculation, broken, failed)
+            with pytest.raises(spillway.SpillwayError, match="a bucket failed"):
+                optimizer.step()
+        assert broken == "finish" or all(map(torch.equal, values(params), before))
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        assert not any(map(torch.equal, values(params), before))
+        optimizer.close()
+
+
+@pytest.mark.parametrize("tail", range(4))
+def test_weights_that_a_program_writes_after_an_interrupted_step_stay(tail):
+    params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+    optimizer = offload(params, lr=0.1, bucket_bytes=1, tail=tail)
+    backward(params)
+    optimizer.step()
+    publish, published = _offload_plan.Slot.publish, []
+
+    def interrupted(self):
+        if len(published) == 1:
+            raise KeyboardInterrupt
+        published.append(publish(self))
+
+    backward(params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_offload_plan.Slot, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    with torch.no_grad():
+        params[1].fill_(7.0)
+    optimizer.state_dict()
+    assert torch.equal(params[1], torch.full((5,), 7.0)) and torch.equal(params[0], params[2]) and params[0].lt(0.85).all()
+    optimizer.zero_grad()
+    params[1].sum().backward()
+    optimizer.step()
+    assert params[1].lt(7.0).all() and params[1].gt(6.5).all()
+
+
+def test_a_closed_optimizer_has_completed_the_step_whose_verdict_was_known():
+    whole = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+    closed = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+    for params in (whole, closed):
+        optimizer = offload(params, lr=0.1, bucket_bytes=1)
+        backward(params)
+        if params is closed:
+            with pytest.MonkeyPatch.context() as patch:
+
+                def interrupt(_):
+                    raise KeyboardInterrupt
+
+                patch.setattr(_offload_plan.Plan, "publish", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.close()
+    assert all(map(torch.equal, whole, closed))
+
+
+def test_an_optimizer_that_is_dropped_leaves_no_hook_and_no_memory():
+    model = torch.nn.Linear(2, 2)
+    optimizer = offload(model)
+    optimizer.close()
+    assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
+    other = offload(model)
+    memory = [weakref.ref(slot) for slot in other._slots.values()]
+    model(torch.ones(1, 2)).sum().backward()
+    other.step()
+    del other
+    gc.collect()
+    assert len(memory) == 2 and not any(slot() for slot in memory)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("tail", [0, 4, 12])
+@pytest.mark.parametrize("verdict", ["step", "forward"])
+def test_a_step_that_a_signal_interrupts_happens_or_does_not(verdict, tail):
+    """A handler raises at a random moment of backward or step. Afterwards weights and states are those of the counted number of steps."""
+
+    def gradients(model, step):
+        torch.manual_seed(step)
+        model(torch.randn(4, 32)).square().mean().backward()
+
+    def make():
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+        return model, offload(model, lr=1e-2, max_norm=0.05, bucket_bytes=1, verdict=verdict, tail=tail)
+
+    steps = 15
+    model, optimizer = make()
+    after = [[p.detach().clone() for p in model.parameters()]]
+    begun = time.perf_counter()
+    for step in range(steps):
+        gradients(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.settle()
+        after.append([p.detach().clone() for p in model.parameters()])
+
+    duration = (time.perf_counter() - begun) / steps
+
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupt
+
+    model, optimizer = make()
+    chance, interrupted, done = random.Random(1), 0, 0
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for attempt in itertools.count():
+            if done == steps:
+                break
+            optimizer.zero_grad()
+            begun = time.perf_counter()
+            try:
+                try:
+                    # Every second attempt is left alone, so that a slow machine gets on.
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, duration) if attempt % 2 else 0)
+                    gradients(model, done)
+                    optimizer.step()
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                # Other work on the machine may end meanwhile.
+                duration = min(duration, time.perf_counter() - begun)
+            except Interrupt:
+                interrupted += 1
+                # torch may leave gradients off if `no_grad` ends by an exception of a handler.
+                torch.set_grad_enabled(True)
+            counts = {int(state["step"]) for state in optimizer.state.values()} or {0}
+            assert len(counts) == 1 and counts <= {done, done + 1}, counts
+            done = counts.pop()
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), after[done])), done
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 1
+
+
+def test_parameters_without_elements_and_a_closed_optimizer():
+    params, optimizer = trained((0, 4), 3, ())
+    assert int(optimizer.state[params[0]]["step"]) == 2
+    optimizer.close()
+    with pytest.raises(spillway.InvalidArgumentError, match="closed"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_an_interrupted_change_of_states_is_done_again(monkeypatch, after):
+    """A signal handler may raise while a step takes over the memory or the states of a parameter: here at a call of `local`."""
+    use, local = _offload_plan.Slot.use, _offload_plan.local
+
+    def interrupted_use(slot, state):
+        calls = iter(range(after))
+
+        def raises(tensor):
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return local(tensor)
+
+        monkeypatch.setattr(_offload_plan, "local", raises)
+        try:
+            use(slot, state)
+        finally:
+            monkeypatch.setattr(_offload_plan, "local", local)
+
+    def run(interrupted):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4, bias=False)
+        optimizer = spillway.torch.offload(model, lr=0.1, overlap=False)
+
+        def step():
+            model.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            if interrupted:
+                monkeypatch.setattr(_offload_plan.Slot, "use", interrupted_use)
+                try:
+                    return optimizer.step()
+                except KeyboardInterrupt:
+                    pass
+                finally:
+                    monkeypatch.setattr(_offload_plan.Slot, "use", use)
+            optimizer.step()
+
+        step()
+        loaded = optimizer.state_dict()
+        for state in loaded["state"].values():
+            state["exp_avg"].fill_(5.0)
+            state["step"].fill_(7.0)
+        optimizer.load_state_dict(loaded)
+        step()
+        return [model.weight.detach(), *(state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq", "step"))]
+
+    assert all(map(torch.equal, run(False), run(True)))

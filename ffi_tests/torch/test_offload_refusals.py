@@ -1,0 +1,151 @@
+"""What spillway.torch.offload refuses, before anything is stepped or loaded."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from offload_runs import backward, offload, trained, values
+
+import spillway
+
+
+def test_nothing_is_stepped_if_a_gradient_has_nan():
+    model = torch.nn.Linear(8, 8)
+    optimizer = offload(model, lr=1e-2, max_norm=1.0)
+    for _ in range(2):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()], copy.deepcopy(optimizer.state_dict()["state"])
+    (model(torch.randn(2, 8)).sum() * math.nan).backward()
+    with pytest.raises(spillway.InvalidArgumentError, match="parameter 0 has Inf or NaN; nothing was stepped"):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before[0]))
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(after[key][name], before[1][key][name]) for key in after for name in after[key])
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"kind": torch.optim.SGD}, spillway.UnsupportedError, "kind is"),
+        ({"max_norm": -1.0}, spillway.InvalidArgumentError, "max_norm is -1.0"),
+        ({"max_norm": 0}, spillway.InvalidArgumentError, "max_norm is 0"),
+        ({"process_group": 3}, spillway.InvalidArgumentError, "process_group is 3"),
+        ({"max_norm": True}, spillway.InvalidArgumentError, "max_norm is True"),
+        ({"max_norm": "1"}, spillway.InvalidArgumentError, "max_norm is '1'"),
+        ({"skip_nonfinite": "x"}, spillway.InvalidArgumentError, "skip_nonfinite is 'x'"),
+        ({"bucket_bytes": 0}, spillway.InvalidArgumentError, "bucket_bytes is 0"),
+        ({"tail": -1}, spillway.InvalidArgumentError, "tail is -1; pass a number of buckets"),
+        ({"tail": True}, spillway.InvalidArgumentError, "tail is True"),
+        ({"verdict": "backward"}, spillway.InvalidArgumentError, "verdict is 'backward'; pass 'step' or 'forward'"),
+        ({"verdict": "forward", "model": 3}, spillway.InvalidArgumentError, "model is 3; pass model="),
+        ({"amsgrad": True}, spillway.UnsupportedError, "amsgrad is not served"),
+        ({"betas": (2.0, 0.9)}, ValueError, "beta"),
+        ({"undo": True}, TypeError, "undo"),
+    ],
+)
+def test_arguments_that_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        offload(torch.nn.Linear(2, 2), **options)
+
+
+@pytest.mark.parametrize("step", [math.nan, -1.0, 2.5, "3"])
+def test_a_step_count_that_is_none_is_not_loaded(step):
+    params = [torch.nn.Parameter(torch.ones(5))]
+    optimizer = offload(params)
+    backward(params)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = step
+    with pytest.raises(spillway.InvalidArgumentError, match="whole number from 0 on; nothing was loaded"):
+        optimizer.load_state_dict(saved)
+    assert float(optimizer.state[params[0]]["step"]) == 1
+
+
+def test_parameters_that_are_refused():
+    for param in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.complex64)):
+        with pytest.raises(spillway.UnsupportedError, match="float32, bfloat16 and float16"):
+            offload([torch.nn.Parameter(param)])
+    with pytest.raises(spillway.UnsupportedError, match="after model.to_empty"):
+        offload(torch.nn.Linear(2, 2, device="meta"))
+    table = torch.nn.Embedding(4, 4, sparse=True)
+    optimizer = offload(table)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(spillway.InvalidArgumentError, match="sparse"):
+        optimizer.step()
+    assert not optimizer.state_dict()["state"]
+
+
+def test_no_copy_of_an_optimizer_is_made():
+    optimizer = offload(torch.nn.Linear(2, 2))
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="state_dict"):
+            make(optimizer)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("step", 3), ("exp_avg", torch.zeros(2)), ("exp_avg_sq", None), ("exp_avg", torch.zeros(3).double())]
+)
+def test_a_state_that_does_not_fit_steps_nothing(name, value):
+    params, optimizer = trained(3, 4)
+    own, optimizer.state[params[0]][name] = optimizer.state[params[0]][name], value
+    before = values(params)
+    backward(params)
+    with pytest.raises(spillway.InvalidArgumentError, match=f"the state '{name}' of parameter 0 is no longer"):
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(params, before))
+    optimizer.state[params[0]][name] = own
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "damage, error",
+    [
+        (lambda given: given["param_groups"][0].update(amsgrad=True), spillway.UnsupportedError),
+        (lambda given: given["param_groups"][0].pop("betas"), spillway.InvalidArgumentError),
+        (lambda given: given["state"][1].update(exp_avg=torch.zeros(1)), spillway.InvalidArgumentError),
+        (lambda given: given["state"][1].pop("exp_avg_sq"), spillway.InvalidArgumentError),
+        (lambda given: given["state"][1].update(step="x"), spillway.InvalidArgumentError),
+        (lambda given: given["state"][1].update(exp_avg=None), spillway.InvalidArgumentError),
+    ],
+)
+def test_a_dict_that_does_not_fit_loads_nothing(damage, error):
+    params, optimizer = trained(3, 4)
+    before = optimizer.state_dict()
+    given = copy.deepcopy(before)
+    given["state"][0]["exp_avg"] += 1
+    damage(given)
+    with pytest.raises(error):
+        optimizer.load_state_dict(given)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(after["state"][key][name], before["state"][key][name]) for key in (0, 1) for name in before["state"][key])
+
+
+def test_a_write_to_a_moment_that_is_stepped_is_an_error():
+    params, optimizer = trained(3)
+    held = optimizer.state[params[0]]["exp_avg"]
+    backward(params)
+    held.mul_(2)
+    with pytest.raises(spillway.InvalidArgumentError, match="moments of parameter 0 were written between backward and step"):
+        optimizer.step()
+
+
+def test_an_option_out_of_range_does_not_end_backward():
+    params, optimizer = trained(3, 4)
+    optimizer.param_groups[0]["lr"] = -1.0
+    before = values(params)
+    backward(params)
+    assert all(param.grad is not None for param in params)
+    with pytest.raises(spillway.InvalidArgumentError, match="lr"):
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(params, before))
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(spillway.UnsupportedError, match="amsgrad"):
+        optimizer.step()

@@ -1,0 +1,208 @@
+"""The tail of offload(): the last buckets of backward, whose masters and states stay on the device of their parameters (SuperOffload 4.3).
+
+Backward hides no step of its last buckets on the host. They are measured and stepped on their device, after the verdict, so that nothing
+of them is rolled back. In host memory and on a CUDA device the library's own kernels step them, with the bits of a step on the host. On
+other devices torch does."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .. import _abi
+from .._held_signals import HeldSignals
+from ..errors import NoDeviceError
+from ..gpu import Gpu
+from ..optim import Adam, grad_stats
+from ..recording import StepStats
+from ..speculate import Speculation
+from ._norm import clip_factor
+from ._tensors import local
+
+
+class TorchKernels:
+    """Adam by torch's operations. Its results differ from the library's by roundings."""
+
+    def squares(self, grads: Sequence[torch.Tensor], scale: float) -> list[float]:
+        """The sum of the squares of each gradient, scaled."""
+        norms = [torch.linalg.vector_norm(grad.float() * scale, dtype=torch.float64) for grad in grads]
+        return torch.stack(norms).square().tolist()
+
+    def step(self, adam: Adam, rows: Sequence[Any], scale: float) -> None:
+        """One step of these rows, which is counted by `adam`."""
+        signals = HeldSignals()
+        signals.hold()
+        try:
+            options = adam.options_of_next_step(scale)
+            for row in rows:
+                self._step(options, scale, *row)
+            adam.step_count += 1
+        finally:
+            signals.release()
+
+    @staticmethod
+    def _step(options: Any, scale: float, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copied: Any = None) -> None:
+        grad = grad.float() * scale
+        if options.weight_decay_mode == _abi.WEIGHT_DECAY_L2:
+            grad.add_(param, alpha=options.weight_decay)
+        else:
+            param.mul_(1 - options.lr * options.weight_decay)
+        exp_avg.mul_(options.beta1).add_(grad, alpha=1 - options.beta1)
+        exp_avg_sq.mul_(options.beta2).addcmul_(grad, grad, value=1 - options.beta2)
+        below = exp_avg_sq.sqrt().mul_((1 - options.beta2**options.step) ** -0.5).add_(options.eps)
+        param.addcdiv_(exp_avg, below, value=-options.lr / (1 - options.beta1**options.step))
+        if copied is not None:
+            copied.copy_(param)
+
+
+class HostKernels(TorchKernels):
+    """The library's kernels for host memory."""
+
+    def squares(self, grads: Sequence[torch.Tensor], scale: float) -> list[float]:
+        """The sum of the squares of each gradient, scaled."""
+        return [grad_stats(grad, scale=scale).sum_squares for grad in grads]
+
+    def step(self, adam: Adam, rows: Sequence[Any], scale: float) -> None:
+        """One step of these rows, which is counted by `adam`."""
+        adam.step(rows, grad_scale=scale)
+
+
+class CudaKernels(TorchKernels):
+    """The library's kernels for a CUDA device, in the order of torch's current stream. torch measures."""
+
+    def __init__(self, gpu: Gpu):
+        self._gpu = gpu
+
+    def step(self, adam: Adam, rows: Sequence[Any], scale: float) -> None:
+        """One step of these rows, which is counted by `adam`."""
+        self._gpu.step(adam, rows, grad_scale=scale)
+
+
+_kernels: dict[torch.device, TorchKernels] = {torch.device("cpu"): HostKernels()}
+
+
+def kernels_of(device: torch.device) -> TorchKernels:
+    """The kernels of a device."""
+    if device not in _kernels:
+        made = TorchKernels()
+        # A build of torch for another vendor calls its devices so too.
+        if device.type == "cuda" and torch.version.cuda is not None:
+            try:
+                made = CudaKernels(Gpu(device.index or 0))
+            except NoDeviceError:
+                pass
+        _kernels[device] = made
+    return _kernels[device]
+
+
+class _Part:
+    """The parameters of a bucket that are on one device, and the Adam of the round, which counts their step."""
+
+    def __init__(self, slots: Sequence[Any], device: torch.device):
+        self.slots, self.kernels, self.adam = slots, kernels_of(device), Adam()
+
+    def squares(self, scale: float) -> list[float]:
+        return self.kernels.squares([slot.grad for slot in self.slots], scale)
+
+    def step(self, scale: float) -> None:
+        self.kernels.step(self.adam, [slot.row() for slot in self.slots], scale)
+
+
+class TailedSpeculation:
+    """A Speculation of a lane whose last buckets are its tail. A bucket of the tail needs no submission.
+
+    Args:
+        hosts: Number of the buckets before the tail.
+        tail: Parameters of each bucket of the tail."""
+
+    def __init__(self, hosts: int, tail: Sequence[Sequence[Any]]):
+        self._hosts, self._factor, self._scale, self._limit = hosts, 1.0, 1.0, 0.0
+        # A lane without buckets on the host has an empty one: the engine checks the options of a round, and ends it.
+        self._engine = Speculation(max(hosts, 1))
+        self._tail: list[list[_Part]] = []
+        for slots in tail:
+            devices = dict.fromkeys(local(slot.param).device for slot in slots)
+            self._tail.append([_Part([slot for slot in slots if local(slot.param).device == device], device) for device in devices])
+
+    def begin(self, adam: Adam, *, max_norm: float, grad_scale: float) -> None:
+        """Opens a round."""
+        self._engine.begin(adam, max_norm=max_norm, grad_scale=grad_scale)
+        self._scale, self._limit = grad_scale, max_norm
+        for part in self._parts():
+            part.adam = copy.copy(adam)
+        self._number = adam.step_count + 1
+        if not self._hosts:
+            self._engine.submit(0, [])
+
+    def submit(self, bucket: int, rows: Sequence[Any]) -> None:
+        """Submits a bucket of the host."""
+        self._engine.submit(bucket, rows)
+
+    def local_result(self) -> StepStats:
+        """The sum of the squares of the gradients on the host."""
+        return self._engine.local_result()
+
+    def tail_results(self) -> list[StepStats]:
+        """That of each bucket of the tail."""
+        sums = [_halved(list(chain.from_iterable(part.squares(self._scale) for part in parts))) for parts in self._tail]
+        # Of Inf the engine makes NaN too.
+        return [StepStats(False, total) if math.isfinite(total) else StepStats(True, math.nan) for total in sums]
+
+    def resolve(self, total: tuple[bool, float]) -> None:
+        """Gives the verdict that follows from the norm."""
+        self._factor = self._scale * (clip_factor(math.sqrt(total[1]), self._limit) if self._limit and not total[0] else 1.0)
+        self._engine.resolve(total)
+
+    def resolve_as(self, verdict: str) -> None:
+        """Gives the verdict "commit"."""
+        self._factor = self._scale
+        self._engine.resolve_as(verdict)
+
+    def wait(self, bucket: int) -> None:
+        """Waits until a bucket has its new weights. One of the tail is stepped by the first call after the verdict."""
+        if bucket < self._hosts:
+            return self._engine.wait(bucket)
+        for part in self._tail[bucket - self._hosts]:
+            if part.adam.step_count < self._number:
+                part.step(self._factor)
+
+    def finish(self) -> None:
+        """Waits until the memory of all buckets belongs to the caller again."""
+        self._engine.finish()
+
+    def abort(self) -> None:
+        """Rolls an open round back."""
+        self._engine.abort()
+
+    def stats(self) -> Any:
+        """The counters of the engine."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Closes the engine."""
+        self._engine.close()
+
+    def _parts(self) -> Any:
+        return (part for parts in self._tail for part in parts)
+
+
+def _halved(sums: list[float]) -> float:
+    """The sum of a bucket's tensors, added in the order of the library, which halves their list."""
+    middle = len(sums) // 2
+    return _halved(sums[:middle]) + _halved(sums[middle:]) if middle else sum(sums)
+
+
+def tail_of(lanes: Sequence[Any], most: int) -> list[int]:
+    """How many of its last buckets each lane keeps on the device, `most` in all: those that backward completes last."""
+    counts = [0] * len(lanes)
+    for _ in range(most):
+        left = [number for number, lane in enumerate(lanes) if counts[number] < len(lane.buckets)]
+        if not left:
+            break
+        counts[max(left, key=lambda number: lanes[number].buckets[-1 - counts[number]].completed())] += 1
+    return counts

@@ -35,6 +35,8 @@ from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
 from ._keywords import check_keywords, result_of
 from ._offload_plan import FLOATS, Plan, Slot
+from ._tail import apart_in_bits
+from ._tail_search import TailSearch, Timed, room
 from ._tensors import DTensor, is_partial, local
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
@@ -50,7 +52,7 @@ def offload(
     verdict: str = "step",
     model: torch.nn.Module | None = None,
     bucket_bytes: int = 64 << 20,
-    tail: int = 0,
+    tail: int | str = 0,
     max_norm: float | None = None,
     process_group: Any = None,
     skip_nonfinite: bool = False,
@@ -70,7 +72,7 @@ def offload(
         model: The model of `verdict="forward"`, unless `params` is it.
         bucket_bytes: Bytes of gradients that are stepped together.
         tail: Number of buckets whose masters and states stay on the device of their parameters, which steps them: those that backward
-            completes last.
+            completes last. "auto": a number that the exposed seconds of the first steps correct; see `tail` of the optimizer.
         max_norm: Gradients are clipped to this global norm, exactly; `grad_norm` is the norm before.
         process_group: The processes whose gradients are one norm; None: all processes for DTensors, else this process alone.
         skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
@@ -109,7 +111,7 @@ class Offloaded(torch.optim.Optimizer):
         verdict: str,
         model: torch.nn.Module | None,
         bucket_bytes: int,
-        tail: int,
+        tail: int | str,
         max_norm: float | None,
         process_group: Any,
         skip_nonfinite: bool,
@@ -122,8 +124,8 @@ class Offloaded(torch.optim.Optimizer):
         check_keywords("offload", max_norm, process_group, flags, None)
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise InvalidArgumentError(f"offload: bucket_bytes is {bucket_bytes!r}; pass a number of bytes, at least 1")
-        if type(tail) is not int or tail < 0:
-            raise InvalidArgumentError(f"offload: tail is {tail!r}; pass a number of buckets, 0 for none")
+        if tail != "auto" and (type(tail) is not int or tail < 0):
+            raise InvalidArgumentError(f"offload: tail is {tail!r}; pass a number of buckets, 0 for none, or 'auto'")
         if verdict not in ("step", "forward"):
             raise InvalidArgumentError(f"offload: verdict is {verdict!r}; pass 'step' or 'forward'")
         model = params if model is None and isinstance(params, torch.nn.Module) else model
@@ -136,7 +138,10 @@ class Offloaded(torch.optim.Optimizer):
         self.max_norm, self.process_group, self.skip_nonfinite, self.overlap = max_norm, process_group, skip_nonfinite, overlap
         self._grad_norm: float | None = None
         self._skipped = False
-        self._bucket_bytes, self._tail, self._decoupled = bucket_bytes, tail, own is torch.optim.AdamW
+        self._bucket_bytes, self._decoupled = bucket_bytes, own is torch.optim.AdamW
+        self._tail = tail if isinstance(tail, int) else 0
+        self._search = TailSearch() if tail == "auto" else None
+        self._timed: Timed | None = None
         self._arrivals = itertools.count(1)
         self._slots: dict[torch.Tensor, Slot] = {}
         self._plan: Plan | None = None
@@ -212,8 +217,8 @@ class Offloaded(torch.optim.Optimizer):
         overlaps = local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
         if self._accumulates or self._waits or not overlaps or _averages_later(slot.param):
             return
-        # The first step has no plan yet: it makes states for the parameters that have gradients.
-        if self._plan is None:
+        # The first step has no plan yet: it makes states for the parameters that have gradients. That of another tail is made by step().
+        if self._plan is None or self._plan.tail != self._tail:
             return
         try:
             self._start(slot, self._plan)
@@ -264,6 +269,7 @@ class Offloaded(torch.optim.Optimizer):
             try:
                 try:
                     self._complete()
+                    self._begin_waiting()
                     scale, found_inf = _norm.scaler_of(self)
                     if not found_inf:
                         self._submit(scale, others)
@@ -307,6 +313,8 @@ class Offloaded(torch.optim.Optimizer):
         if self._plan is not None and self._plan.is_open:
             self._plan.release()
         following.expect()
+        if self._timed is not None:
+            self._timed.pause()
         self._awaited = partial(self._decide, reduced)
 
     def _submit(self, scale: float, others: Any) -> None:
@@ -314,6 +322,12 @@ class Offloaded(torch.optim.Optimizer):
         live = [slot for slot in self._current() if slot.param.grad is not None]
         if not live:
             return self._interrupt()
+        if self._search is not None and (device := apart_in_bits(slot.param for slot in live)) is not None:
+            self._interrupt()
+            raise UnsupportedError(
+                f"offload: tail is 'auto' with several processes and parameters on {device}, which torch steps: replicas could differ by "
+                "roundings; pass the same number of buckets in all processes"
+            )
         plan = self._plan
         for slot in live:
             if reason := slot.refusal():
@@ -410,6 +424,8 @@ class Offloaded(torch.optim.Optimizer):
     def _complete(self) -> None:
         """Finishes a step whose verdict is known, also one that a signal interrupted, or that the next forward waits for."""
         if self._awaited is not None:
+            if self._timed is not None:
+                self._timed.resume()
             self._hear(self._awaited)
         plan = self._plan
         if plan is None or plan.decision is None:
@@ -429,7 +445,30 @@ class Offloaded(torch.optim.Optimizer):
             for slot in plan.slots:
                 slot.count(plan.numbers[slot])
         self._clipped = self._clipped + 1 if self.max_norm and (self._grad_norm or 0.0) > self.max_norm else 0
+        self._end_waiting(plan)
         plan.end()
+
+    def _begin_waiting(self) -> None:
+        """The program waits for the step from now on."""
+        if self._search is None or self._search.done:
+            return
+        for device in {local(param).device for param in self._slots}:
+            if device.type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
+        plan = self._plan
+        overlaps = plan is not None and plan.tail == self._tail and all(bucket.submitted or bucket.stays for bucket in plan.buckets)
+        self._timed = Timed(overlaps, None if plan is None else plan.started)
+
+    def _end_waiting(self, plan: Plan) -> None:
+        """A step is over: what the program has waited for it corrects the tail."""
+        if self._search is None or self._timed is None:
+            return
+        timed, self._timed = self._timed, None
+        timed.pause()
+        if not self._skipped and not self._clipped:
+            self._search.step(timed, len(plan.buckets), room(plan))
+        # The next step makes a plan of it.
+        self._tail = self._search.tail
 
     def _hear(self, verdict: Callable[[], Any]) -> None:
         """Waits for the verdict of a step that has returned."""
@@ -456,6 +495,12 @@ class Offloaded(torch.optim.Optimizer):
         self._skipped, self._grad_norm = False, None
         if decision != "commit":
             self._skipped, self._grad_norm = decision[0], math.sqrt(decision[1])
+
+    @property
+    def tail(self) -> int:
+        """The number of buckets that stay on the device at the next step. With `tail="auto"` it changes during the first steps that
+        overlap, until no other number is better."""
+        return self._tail
 
     @property
     def grad_norm(self) -> float | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import reduce
@@ -216,6 +217,10 @@ class Slot:
             raise InvalidArgumentError(f"offload: the state of {self.name} does not fit: {reason}; nothing was loaded") from None
         return state
 
+    def state_bytes(self) -> int:
+        """Bytes of the moments and the master."""
+        return 4 * len(self._names()) * local(self.param).numel()
+
     def count(self, number: int) -> None:
         """Sets the number of steps."""
         self._state["step"].fill_(number)
@@ -415,6 +420,7 @@ class Plan:
     Attributes:
         others: The processes whose gradients are one norm with those of this one; None: there are none.
         tail: The number of buckets that were asked to stay on the device.
+        started: When the first bucket of the round was on the host, by time.perf_counter(); None before.
         limit: The norm above which the round clips; 0: there is none.
         decision: None until the verdict is known; then "commit", or whether the total has Inf or NaN, and the sum of squares."""
 
@@ -428,6 +434,7 @@ class Plan:
         tail: int,
     ):
         self.tail = tail
+        self.started: float | None = None
         self.slots, self._number, self.others, self.limit = list(slots), number, others, 0.0
         members: dict[tuple[int, bool, int], list[Slot]] = {}
         for slot in self.slots:
@@ -464,7 +471,7 @@ class Plan:
         """Opens the round of each lane."""
         while self._publishing:
             _wait(self._publishing.pop())
-        self._options, self.limit, self.is_open = options, max_norm, True
+        self._options, self.limit, self.is_open, self.started = options, max_norm, True, None
         self.numbers = {slot: self._number(slot) for slot in self.slots}
         for lane, given in zip(self.lanes, options):
             adam = Adam(**{name: value for name, value in given.items() if name != "maximize"})
@@ -500,6 +507,7 @@ class Plan:
     def _send(self, bucket: Bucket, fences: list[Any]) -> None:
         for fence in fences:
             fence.synchronize()
+        self.started = self.started or time.perf_counter()
         bucket.lane.speculation.submit(bucket.number, [slot.row() for slot in bucket.slots])
 
     def _sent(self) -> None:

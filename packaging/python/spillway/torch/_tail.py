@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -98,6 +98,15 @@ def kernels_of(device: torch.device) -> TorchKernels:
                 pass
         _kernels[device] = made
     return _kernels[device]
+
+
+def apart_in_bits(params: Iterable[torch.Tensor]) -> torch.device | None:
+    """A device whose steps may differ from the host's by roundings, if several processes could have it for the same parameters."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return None
+    devices = dict.fromkeys(local(param).device for param in params)
+    return next((device for device in devices if type(kernels_of(device)) is TorchKernels), None)
 
 
 class _Part:

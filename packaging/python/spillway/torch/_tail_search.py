@@ -1,0 +1,114 @@
+"""How many buckets the tail of offload() has with tail="auto": at first by SuperOffload's Eq. 4-5 for measured times, extended to a CPU
+that is slower than backward; then by measured exposed seconds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from ._tensors import local
+
+#: Steps of which the exposed seconds of a tail are the median.
+_STEPS = 3
+#: The part of backward, or of the exposed seconds, that a longer tail must save.
+_WORTH = 0.05
+
+
+def first(buckets: int, step: float, backward: float) -> int:
+    """The least tail that hides the steps of the others, for `step` seconds of a bucket on the host, its copies included, and `backward`
+    seconds of a bucket. The printed condition is that of the last bucket. On a CPU that cannot keep up, buckets queue too."""
+    last = step / backward
+    queued = buckets - buckets * backward / step + 1 if step > backward else 0.0
+    return min(buckets, math.ceil(max(last, queued)))
+
+
+def room(plan: Any) -> int:
+    """The number of buckets whose states fit in half of the memory of their devices that no backward has used."""
+    sizes: dict[torch.device, int] = {}
+    for slot in plan.slots:
+        device = local(slot.param).device
+        sizes[device] = sizes.get(device, 0) + slot.state_bytes()
+    fits = len(plan.buckets)
+    for device, size in sizes.items():
+        if device.type == "cpu" or not size:
+            continue
+        module: Any = torch.get_device_module(device)
+        if not hasattr(module, "mem_get_info"):
+            return 0
+        free = module.mem_get_info(device)[0] + module.memory_reserved(device) - module.max_memory_allocated(device)
+        kept = sum(slot.state_bytes() for slot in plan.slots if slot.stays and local(slot.param).device == device)
+        fits = min(fits, int((kept + max(free, 0) / 2) * len(plan.buckets) / size))
+    return fits
+
+
+class Timed:
+    """The seconds that a program waits for a step.
+
+    Args:
+        overlaps: The step began during backward.
+        started: When its first bucket was on the host; None if all buckets stay on the device.
+
+    Attributes:
+        backward: Seconds from that moment to step(); 0 if there is none.
+        seconds: What the program has waited."""
+
+    def __init__(self, overlaps: bool, started: float | None):
+        self._since: float | None = time.perf_counter()
+        self.overlaps, self.backward = overlaps, 0.0 if started is None else self._since - started
+        self.seconds = 0.0
+
+    def pause(self) -> None:
+        """The program does not wait from now on."""
+        if self._since is not None:
+            self.seconds, self._since = self.seconds + time.perf_counter() - self._since, None
+
+    def resume(self) -> None:
+        """The program waits again."""
+        self._since = self._since or time.perf_counter()
+
+
+class TailSearch:
+    """Finds the shortest tail whose exposed seconds are not worse than those of any other that was tried.
+
+    Attributes:
+        tail: The tail of the next steps.
+        done: True once no tail is left to try."""
+
+    def __init__(self) -> None:
+        self.tail, self.done = 0, False
+        self._costs: dict[int, float] = {}
+        self._seen: list[float] = []
+        self._waited, self._backward = math.inf, 0.0
+
+    def step(self, timed: Timed, buckets: int, most: int) -> None:
+        """Takes the seconds of a step.
+
+        Args:
+            timed: The seconds.
+            buckets: Number of buckets.
+            most: The longest tail that there is room for."""
+        if not timed.overlaps:
+            self._waited = min(self._waited, timed.seconds)
+            return
+        self._seen.append(timed.seconds)
+        if self.done or len(self._seen) < _STEPS:
+            return
+        backward = self._backward = timed.backward or self._backward
+        self._costs[self.tail], self._seen = statistics.median(self._seen), []
+        least = min(self._costs.values())
+        worth = _WORTH * max(least, backward)
+        best = min(tail for tail, cost in self._costs.items() if cost <= least + worth)
+        # The processor of a step that is exposed is always busy: with the steps of all its buckets for the time of both.
+        spent = (backward + self._costs[best]) / max(1, buckets - best)
+        step = min(self._waited / buckets, spent)
+        longer = best + max(1, int(self._costs[best] / step))
+        if self._costs == {0: least}:
+            longer = first(buckets, step, backward / buckets)
+        shorter = (best + max((tail for tail in self._costs if tail < best), default=best)) // 2
+        tries = [min(longer, most)] if self._costs[best] > worth else []
+        self.tail = next((tail for tail in (*tries, shorter) if tail not in self._costs), best)
+        self.done = self.tail == best

@@ -18,6 +18,7 @@ mod plan_svg;
 mod progress;
 mod report;
 mod stdout;
+mod tier;
 mod topo;
 mod trace;
 mod tune;
@@ -45,6 +46,9 @@ enum Command {
     Plan(Box<plan_command::Options>),
     /// Draws processors, NUMA nodes, GPUs and drives, and says how a launcher binds ranks to them.
     Topo(topo::Options),
+    /// Lists, checks, copies and removes tiers: optimizer states that a program left in directories.
+    #[command(subcommand)]
+    Tier(tier::Command),
     /// Writes the predicted timeline of one interleaved step as a trace.
     Trace(trace::Options),
 }
@@ -65,6 +69,7 @@ fn main() -> std::process::ExitCode {
         Command::Tune(options) => tune::run(&options),
         Command::Plan(options) => plan_command::run(&options),
         Command::Topo(options) => topo::run(&options),
+        Command::Tier(command) => tier::run(&command),
         Command::Trace(options) => trace::run(&options),
     };
     match outcome {

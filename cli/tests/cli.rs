@@ -1,9 +1,11 @@
 //! Proves the output of the commands. `doctor` reports each fault and nothing else, `plan` gives the figures of the
-//! papers, `trace` writes JSON that shows the overlap, `tune` stores settings that an engine then uses, and `bench` has one
-//! shape of JSON.
+//! papers, `trace` writes JSON that shows the overlap, `tune` stores settings that an engine then uses, `bench` has one shape of
+//! JSON, and `tier` handles tiers.
 
 #[path = "../../ffi_tests/rust/support/mod.rs"]
 mod support;
+#[path = "cli/tier.rs"]
+mod tier;
 #[path = "cli/topo.rs"]
 mod topo;
 

@@ -312,7 +312,7 @@ pub(super) fn walk(
 }
 
 /// An error for each block of a run whose bytes do not have the expected checksum. `expected` begins with the run.
-fn compare<'a>(
+pub(super) fn compare<'a>(
     volume: &'a Volume,
     chunk: &'a Chunk,
     subject: &'a Subject,
@@ -395,7 +395,8 @@ pub(super) fn read_header(
     parsed.map_err(|message| bad_header(volume, chunk, subject, message))
 }
 
-fn bad_header(volume: &Volume, chunk: &Chunk, subject: &Subject, message: String) -> Error {
+/// Error of a chunk whose header is damaged.
+pub(super) fn bad_header(volume: &Volume, chunk: &Chunk, subject: &Subject, message: String) -> Error {
     volume.corrupt_block(&subject.name, (chunk.first, chunk.offset), message)
 }
 

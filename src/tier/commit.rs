@@ -296,13 +296,14 @@ impl Tier {
         self.write_superblocks(&superblock, &bytes)
     }
 
-    /// Writes the opening superblock if the open had no room for it. Without it no space may be used.
+    /// Writes the opening superblock if the open has not written it. Without it no space may be used.
     pub(super) fn complete_opening(&self) -> Result<()> {
         let mut due = self.opening_due.lock();
         if *due {
             let more =
-                "the tier was opened without room for a superblock; free some space, then repeat the call";
-            self.write_opening_superblock().map_err(|error| error.context(more))?;
+                "the superblock of the open could not be written; free some space, then repeat the call";
+            let full = |error: Error| if error.is_full() { error.context(more) } else { error };
+            self.write_opening_superblock().map_err(full)?;
             *due = false;
         }
         Ok(())

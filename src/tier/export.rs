@@ -1,235 +1,483 @@
-//! Export of the committed state as plain files, for checkpoints, and import. Each stream is one file with its raw
-//! bytes (f32 little endian, as the optimizer keeps them). A manifest lists the files and their checksums.
+//! Export of the committed state as plain files: a directory with a file of raw bytes for each stream (f32 little endian,
+//! as the optimizer keeps them) and a manifest, or one safetensors file.
 //!
 //! Invariants:
-//! - The directory appears complete and durable, or not at all: it is written under a temporary name and then renamed.
+//! - The directory or file appears complete and durable, or not at all: it is written under a temporary name and then
+//!   renamed.
 //! - An export removes or changes only files that it created itself.
 //! - An export holds one commit: its step and all its bytes are of one snapshot. Writes and commits may go on
-//!   meanwhile.
+//!   meanwhile. The space of an extent is free again once it is exported.
 //! - A caller waits for each call on the directory at most for the I/O timeout (see `storage`).
-//! - An export uses the memory of one window, for extents of any size.
-//! - An import changes the tier only by its commit.
+//! - Every block is compared with its checksum before it is written.
+//! - An export uses the memory of its lanes, for extents of any size (see `lanes`).
 #![forbid(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::fs;
-use std::io::{self, Read, Write};
-use std::ops::Deref;
-use std::os::unix::fs::DirBuilderExt;
+use std::io::{self, Write};
+use std::ops::{Deref, Range};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
-use super::blocks::BlockVisitor;
+use super::blocks::{bad_header, check_header, compare};
 use super::catalog::{Snapshot, View};
-use super::extent::{Run, check_name};
+use super::extent::{Run, Shape, header_bytes};
+use super::lanes::{self, Buffers, Route};
+use super::manifest::{Exported, Header, MANIFEST, Manifest, Stream, digits, item_bytes, sum_of};
 use super::options::absolute;
-use super::paths::ExtentPlacement;
+use super::select::Selection;
 use super::storage::{failed, within_timeout};
 use super::store::{self, HeldExtent, Tier};
-use super::volume::Scratch;
-use crate::checksum::{self, RunningChecksum};
-use crate::error::{Doing, Error, Result, TierError, TierKind};
+use super::volume::{Scratch, Volume};
+use crate::error::{Doing, Error, Result};
+use crate::io::engine::Engine;
+use crate::io::file::File;
+use crate::io::options::{Options as IoOptions, Request, Target as IoTarget};
 use crate::pool::transfer_buffer::TransferBuffer;
-use crate::sys::span::Span;
+use crate::sys::file::Access;
 use crate::sys::time_limit::{self, Call};
-use crate::sys::{descriptor, file, host, private_files, try_vec};
+use crate::sys::{descriptor, file, host};
 use spillway_stores::is_address;
 
-const MANIFEST: &str = "manifest.json";
-const FORMAT: &str = "spillway tier export";
-const VERSION: u32 = 1;
-/// Maximum length of a manifest, in bytes.
-const MAX_MANIFEST: u64 = 1 << 30;
+/// Called with the bytes of each part before it is written. Its error ends the export, which leaves nothing.
+pub type Passed<'a> = &'a (dyn Fn(u64) -> Result<()> + Sync);
 
-#[derive(Debug, Serialize, Deserialize)]
-struct Manifest {
-    format: String,
-    version: u32,
-    job: String,
-    rank: u32,
-    world: u32,
-    step: u64,
-    /// Payload of the commit, in hexadecimal.
-    payload: String,
-    extents: Vec<Exported>,
+/// Name and dtype of each tensor of an extent, by the extent's name and number of streams.
+pub type Tensors<'a> = &'a dyn Fn(&str, usize) -> Vec<(String, String)>;
+
+/// What an export writes.
+#[derive(Clone, Copy)]
+pub enum Form<'a> {
+    /// A directory.
+    Directory,
+    /// A safetensors file with these tensors.
+    Safetensors(Tensors<'a>),
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct Exported {
-    name: String,
-    streams: Vec<Stream>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct Stream {
-    file: String,
-    bytes: u64,
-    /// XXH3-64 of the file, in hexadecimal.
-    xxh3: String,
+/// How much bandwidth an export takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pace {
+    /// All that the paths have.
+    Fast,
+    /// One part at a time, so that steps keep most of it.
+    Gentle,
 }
 
 impl Tier {
     /// Writes the committed state to `directory`, which must not exist, and returns the step. `NoState` if nothing was
     /// committed.
     pub fn export(&self, directory: &Path) -> Result<u64> {
-        Export::begin(self, directory)?.run(&mut |_| Ok(()))
-    }
-
-    /// Reads an export into this tier, commits it at the step of the export, and returns this step. Existing extents
-    /// with the same name must have the same streams; other extents stay as they are. After an error the tier is rolled
-    /// back to its last commit.
-    pub fn import(&self, directory: &Path) -> Result<u64> {
-        // The directory is named several times.
-        let directory = &absolute(directory)?;
-        let source = Target { directory: directory.to_path_buf(), io_timeout: self.options.io.io_timeout };
-        let path = directory.join(MANIFEST);
-        let manifest = source.within(Doing::Opening, move || read_manifest(&path))?;
-        let payload = parse_hex(&manifest.payload)
-            .ok_or_else(|| broken(&directory.join(MANIFEST), "its payload is not hexadecimal".to_string()))?;
-        let loaded = manifest.extents.iter().try_for_each(|extent| self.import_extent(extent, &source));
-        match loaded.and_then(|()| self.commit(manifest.step, &payload)) {
-            Ok(()) => Ok(manifest.step),
-            Err(error) => {
-                self.rollback()?;
-                Err(error)
-            }
-        }
-    }
-
-    fn import_extent(&self, extent: &Exported, source: &Target) -> Result<()> {
-        let directory = &source.directory;
-        check_name("manifest.name", &extent.name)?;
-        let sizes: Vec<u64> = extent.streams.iter().map(|stream| stream.bytes).collect();
-        // Checked before the allocation, because sizes in the manifest may be arbitrary.
-        for stream in &extent.streams {
-            let path = stream_path(directory, &stream.file)?;
-            let found = source.within(Doing::Opening, {
-                let path = path.clone();
-                move || length_of(&path)
-            })?;
-            if found != stream.bytes {
-                return Err(broken(
-                    &path,
-                    format!("the file has {found} bytes, but the manifest says {}", stream.bytes),
-                ));
-            }
-        }
-        let number = self.define(&extent.name, &sizes)?;
-        let (_memory, spans) = memory_for(&sizes)?;
-        for (stream, span) in extent.streams.iter().zip(&spans) {
-            let path = stream_path(directory, &stream.file)?;
-            source.read_into(&path, span.span())?;
-            let sum = span.span().with_bytes(checksum::of);
-            if format!("{sum:016x}") != stream.xxh3 {
-                let message = format!("its checksum is {sum:016x}, but the manifest says {}", stream.xxh3);
-                return Err(TierError::at(TierKind::Corrupt, path.to_string_lossy(), message));
-            }
-        }
-        let ticket = self.write(number, &spans, &ExtentPlacement::Auto, None)?;
-        self.wait(ticket, None).map(|_| ())
+        Export::begin(self, directory, Form::Directory, &Selection::default())?.run(Pace::Fast, &|_| Ok(()))
     }
 }
 
-/// An export whose state is held and whose directory is made. `T` refers to the tier, or owns a part of it.
-pub(super) struct Export<T: Deref<Target = Tier>> {
+/// An export whose state is held and whose files are made. `T` refers to the tier, or owns a part of it.
+pub struct Export<T: Deref<Target = Tier>> {
     tier: T,
-    snapshot: Snapshot<HeldExtent<T>>,
-    target: Target,
+    items: Vec<Arc<Item<T>>>,
+    output: Arc<Output>,
     partial: Partial,
+    manifest: Manifest,
+    /// The header of a safetensors file.
+    header: Option<Header>,
+    /// True if every byte of the extents is written, so that an import can restore them.
+    whole: bool,
 }
 
-impl<T: Deref<Target = Tier> + Clone> Export<T> {
-    /// Takes the snapshot of the last commit.
-    pub(super) fn begin(tier: T, directory: &Path) -> Result<Export<T>> {
-        if directory.to_str().is_some_and(is_address) {
+/// An extent that is exported.
+struct Item<T: Deref<Target = Tier>> {
+    extent: HeldExtent<T>,
+    /// Index of its first stream in [`Output::streams`].
+    first: usize,
+}
+
+/// The path of a lane, or all paths, and the extents with data there.
+type Lane<T> = (Option<usize>, Vec<Arc<Item<T>>>);
+
+/// Where the bytes go.
+struct Output {
+    engine: Engine,
+    target: Target,
+    files: Vec<PathBuf>,
+    streams: Vec<OutputStream>,
+}
+
+struct OutputStream {
+    /// Index of the file.
+    file: usize,
+    /// Where the range begins in the file.
+    at: u64,
+    /// The bytes of the stream that are written.
+    range: Range<u64>,
+    /// Sum of the parts so far.
+    sum: AtomicU64,
+}
+
+impl<T: Deref<Target = Tier> + Clone + Send + Sync> Export<T> {
+    /// Takes a snapshot of the last commit, and makes the files for what `selection` takes of it. `to` must not exist.
+    pub fn begin(tier: T, to: &Path, form: Form, selection: &Selection) -> Result<Export<T>> {
+        if to.to_str().is_some_and(is_address) {
             return Err(Error::invalid(
                 "directory",
                 "is in an object store, but an export needs a local directory",
             ));
         }
         // The directory is named several times.
-        let directory = absolute(directory)?;
-        let mut snapshot = store::snapshot(&tier, View::Committed)?;
-        if !snapshot.lost.is_empty() {
-            return Err(snapshot.lost.remove(0));
+        let to = absolute(to)?;
+        let mut held = store::snapshot(&tier, View::Committed)?;
+        held.lost.retain(|error| !matches!(error, Error::Tier(lost) if !selection.takes(&lost.extent)));
+        if !held.lost.is_empty() {
+            return Err(held.lost.remove(0));
         }
-        if directory.file_name().is_none() {
+        held.extents.retain(|extent| selection.takes(&extent.held.subject.name));
+        if held.extents.is_empty() && !selection.names.is_empty() {
+            return Err(selection.nothing(&tier.state.lock().catalog.paths().some_name()));
+        }
+        if to.file_name().is_none() {
             return Err(Error::invalid(
                 "directory",
-                format!("{} is not the name of a new directory", directory.display()),
+                format!("{} is not the name of a new directory", to.display()),
             ));
         }
-        let target = Target { directory, io_timeout: tier.options.io.io_timeout };
+        let io_timeout = tier.options.io.io_timeout;
+        let engine = Engine::open(IoOptions { preallocate: false, ..tier.options.io })?;
+        let target = Target { directory: to, io_timeout };
         let partial = target.create()?;
-        Ok(Export { tier, snapshot, target, partial })
+        let output = Output { engine, target, files: Vec::new(), streams: Vec::new() };
+        let owner = &tier.options.owner;
+        let step = held.step.unwrap_or_default();
+        let manifest = Manifest::new(&owner.job, (owner.rank, tier.options.world), step, &held.payload);
+        let items = Vec::new();
+        let header = matches!(form, Form::Safetensors(_)).then(Header::default);
+        let (output, whole) = (Arc::new(output), selection.range.is_none());
+        let mut export = Export { tier, items, output, partial, manifest, header, whole };
+        export.lay_out(held, form, selection)?;
+        Ok(export)
     }
 
-    /// Bytes of all streams.
-    pub(super) fn bytes(&self) -> u64 {
-        let streams = self.snapshot.extents.iter().flat_map(|extent| extent.held.subject.shape.streams());
-        streams.sum()
+    /// Gives every stream its place, and makes the files.
+    fn lay_out(&mut self, held: Snapshot<HeldExtent<T>>, form: Form, selection: &Selection) -> Result<()> {
+        let output =
+            Arc::get_mut(&mut self.output).ok_or_else(|| Error::Internal("an export began twice".into()))?;
+        let mut end = 0;
+        for extent in held.extents {
+            let (subject, first) = (&extent.held.subject, output.streams.len());
+            let lengths = subject.shape.streams();
+            let tensors = match form {
+                Form::Directory => Vec::new(),
+                Form::Safetensors(tensors) => tensors(&subject.name, lengths.len()),
+            };
+            let mut exported = Exported { name: subject.name.clone(), streams: Vec::new() };
+            for (number, bytes) in lengths.iter().copied().enumerate() {
+                let (place, range) = match (&mut self.header, tensors.get(number)) {
+                    (Some(header), Some((name, dtype))) => {
+                        let (range, elements) = elements(selection, name, dtype, bytes)?;
+                        header.add(name, dtype, elements, end, end + (range.end - range.start))?;
+                        (name.clone(), range)
+                    }
+                    _ => {
+                        let name = format!("extent-{:05}.stream-{number}.bin", subject.extent);
+                        output.files.push(self.partial.0.join(&name));
+                        (name, selection.of_stream(bytes))
+                    }
+                };
+                let file = output.files.len().saturating_sub(1);
+                let at = if self.header.is_some() { end } else { 0 };
+                end += range.end - range.start;
+                output.streams.push(OutputStream { file, at, range, sum: AtomicU64::new(0) });
+                exported.streams.push(Stream { place, bytes, checksum: digits(0) });
+            }
+            self.manifest.extents.push(exported);
+            self.items.push(Arc::new(Item { extent, first }));
+        }
+        let Some(header) = &mut self.header else {
+            return output.streams.iter().try_for_each(|stream| {
+                output.create(&output.files[stream.file], stream.range.end - stream.range.start)
+            });
+        };
+        if self.whole {
+            header.describe(&self.manifest)?;
+        }
+        // Checksums have a fixed length, so the header keeps its length when they are known.
+        let begin = header.packed()?.len() as u64;
+        output.streams.iter_mut().for_each(|stream| stream.at += begin);
+        let file = self.partial.0.join("tensors");
+        output.create(&file, begin + end)?;
+        output.files.push(file);
+        Ok(())
+    }
+
+    /// Bytes that the export writes.
+    pub fn bytes(&self) -> u64 {
+        self.output.streams.iter().map(|stream| stream.range.end - stream.range.start).sum()
     }
 
     /// The step of the snapshot.
-    pub(super) fn step(&self) -> u64 {
-        self.snapshot.step.unwrap_or_default()
+    pub fn step(&self) -> u64 {
+        self.manifest.step
     }
 
-    /// Writes the files, and returns the step. Calls `passed` with the bytes of each part before it is written; an error
-    /// of `passed` ends the export, which leaves nothing.
-    pub(super) fn run(self, passed: &mut dyn FnMut(u64) -> Result<()>) -> Result<u64> {
-        let step = self.step();
-        let Export { tier, snapshot: Snapshot { payload, extents, .. }, target, partial } = self;
-        // Each extent is let go after its export.
-        let exported =
-            extents.into_iter().map(|extent| export_extent(&tier, &extent, &target, &partial, passed));
-        let manifest = Manifest {
-            format: FORMAT.to_string(),
-            version: VERSION,
-            job: tier.options.owner.job.clone(),
-            rank: tier.options.owner.rank,
-            world: tier.options.world,
-            step,
-            payload: payload.iter().map(|byte| format!("{byte:02x}")).collect(),
-            extents: exported.collect::<Result<_>>()?,
+    /// Writes the files, and returns the step.
+    pub fn run(mut self, pace: Pace, passed: Passed) -> Result<u64> {
+        let (step, tier, output) = (self.step(), &*self.tier, &self.output);
+        let paths = tier.volumes.len();
+        let items = std::mem::take(&mut self.items);
+        let on = |path: usize| -> Vec<Arc<Item<T>>> {
+            let there = items.iter().filter(|item| item.extent.held.contents.version().touches(path as u32));
+            there.cloned().collect()
         };
-        let message = serde_json::to_vec_pretty(&manifest)
-            .map_err(|error| Error::System { what: "writing a manifest", reason: error.to_string() })?;
-        target.publish(partial, message)?;
+        let lanes: Vec<Lane<T>> = match pace {
+            Pace::Fast => {
+                (0..paths).map(|path| (Some(path), on(path))).filter(|(_, items)| !items.is_empty()).collect()
+            }
+            Pace::Gentle => vec![(None, items)],
+        };
+        let buffers = match pace {
+            Pace::Fast => Buffers::of(lanes.len(), tier.block_bytes),
+            Pace::Gentle => Buffers::gentle(tier.block_bytes),
+        };
+        lanes::each(lanes, |(path, items), stop| {
+            let mut route = Exporting {
+                tier,
+                output,
+                passed,
+                headers: VecDeque::new(),
+                header: None,
+                checksums: Vec::new(),
+                opened: None,
+                storing: VecDeque::new(),
+                written: None,
+            };
+            let parts = items.into_iter().flat_map(|item| parts(item, path, buffers.bytes, output));
+            lanes::run(parts, buffers, stop, &mut route)?;
+            route.sync_written()
+        })?;
+        self.publish()?;
         Ok(step)
     }
+
+    /// Writes the manifest or the header, and gives the files their name.
+    fn publish(self) -> Result<()> {
+        let Export { output, partial, mut manifest, header, whole, .. } = self;
+        let sums = output.streams.iter().map(|stream| digits(stream.sum.load(Ordering::Relaxed)));
+        let streams = manifest.extents.iter_mut().flat_map(|extent| &mut extent.streams);
+        streams.zip(sums).for_each(|(stream, sum)| stream.checksum = sum);
+        match header {
+            None => output.target.publish_directory(partial, manifest.json()?),
+            Some(mut header) => {
+                if whole {
+                    header.describe(&manifest)?;
+                }
+                output.target.publish_file(partial, output.files[0].clone(), header.packed()?)
+            }
+        }
+    }
 }
 
-fn export_extent<T: Deref<Target = Tier>>(
-    tier: &Tier,
-    extent: &HeldExtent<T>,
-    target: &Target,
-    partial: &Partial,
-    passed: &mut dyn FnMut(u64) -> Result<()>,
-) -> Result<Exported> {
-    let subject = &extent.held.subject;
-    let lengths = subject.shape.streams();
-    let names = (0..lengths.len()).map(|n| format!("extent-{:05}.stream-{n}.bin", subject.extent));
-    let files = names.map(|name| target.file(&partial.0, name)).collect::<Result<_>>()?;
-    let mut files = Files { tier, target, files, passed };
-    extent.walk(&mut files)?;
-    let ended = files.files.into_iter().zip(lengths).map(|(file, bytes)| {
-        let file = file.ok_or_else(|| Error::Internal("a file of an export is missing".to_string()))?;
-        let bytes = *bytes;
-        target.within(Doing::Writing, move || file.finish(bytes))
-    });
-    Ok(Exported { name: subject.name.clone(), streams: ended.collect::<Result<_>>()? })
+/// The bytes that are taken of a tensor, and their number of elements. The range counts elements.
+fn elements(selection: &Selection, name: &str, dtype: &str, bytes: u64) -> Result<(Range<u64>, u64)> {
+    let item = item_bytes(dtype)
+        .ok_or_else(|| Error::invalid("dtype", format!("{dtype:?} is none of safetensors; use F32 or U8")))?;
+    if !bytes.is_multiple_of(item) {
+        let reason = format!("{dtype} does not fit tensor {name:?} of {bytes} bytes; use U8");
+        return Err(Error::invalid("dtype", reason));
+    }
+    let range = selection.of_stream(bytes / item);
+    Ok((range.start * item..range.end * item, range.end - range.start))
 }
 
-/// Directory of an export, and the longest wait for its file system.
-struct Target {
-    directory: PathBuf,
-    io_timeout: Option<Duration>,
+/// The part of an extent that is read, checked and written at once.
+struct Part<T: Deref<Target = Tier>> {
+    item: Arc<Item<T>>,
+    /// Index of its chunk.
+    chunk: usize,
+    run: Run,
+    /// True for the first part of its chunk, with which the header of the chunk is read.
+    begins: bool,
+}
+
+/// The parts of an extent on a path, or on all paths, in their order. Parts outside of the range are left out.
+fn parts<T: Deref<Target = Tier>>(
+    item: Arc<Item<T>>,
+    path: Option<usize>,
+    bytes: u64,
+    output: &Output,
+) -> impl Iterator<Item = Part<T>> {
+    let chunks = 0..item.extent.held.contents.version().chunks.len();
+    chunks.flat_map(move |number| {
+        let chunk = &item.extent.held.contents.version().chunks[number];
+        if path.is_some_and(|path| path != chunk.path as usize) {
+            return Vec::new();
+        }
+        let wanted = |run: &Run| {
+            let range = &output.streams[item.first + run.stream].range;
+            run.from < range.end && range.start < run.from + run.len
+        };
+        let runs = windows(&item.extent.held.subject.shape, (chunk.first, chunk.count), bytes).filter(wanted);
+        let part = |(nth, run)| Part { item: Arc::clone(&item), chunk: number, run, begins: nth == 0 };
+        runs.enumerate().map(part).collect()
+    })
+}
+
+/// The runs of blocks (first and count) that fit into `bytes` bytes each.
+pub(super) fn windows(shape: &Shape, (first, count): (u32, u32), bytes: u64) -> impl Iterator<Item = Run> {
+    let at_once = (bytes / shape.block_bytes()).clamp(1, count.max(1).into()) as u32;
+    let end = first + count;
+    (first..end).step_by(at_once as usize).flat_map(move |from| shape.runs(from, at_once.min(end - from)))
+}
+
+/// The route from a tier to files.
+struct Exporting<'a> {
+    tier: &'a Tier,
+    output: &'a Output,
+    passed: Passed<'a>,
+    /// Reads of chunk headers in flight.
+    headers: VecDeque<(u64, Scratch)>,
+    /// The header of the chunk whose first part was fetched.
+    header: Option<Scratch>,
+    /// The checksums of the chunk whose parts are being checked.
+    checksums: Vec<u64>,
+    /// The file that was opened last. A lane has few open files, whatever their number.
+    opened: Option<(usize, Arc<File>)>,
+    /// Files of the parts that are being stored.
+    storing: VecDeque<(usize, Arc<File>)>,
+    /// The file of the part that was stored last, which is not yet synced.
+    written: Option<(usize, Arc<File>)>,
+}
+
+impl Exporting<'_> {
+    fn volume<T: Deref<Target = Tier>>(&self, part: &Part<T>) -> Result<&Arc<Volume>> {
+        self.tier.volume(part.item.extent.held.contents.version().chunks[part.chunk].path as usize)
+    }
+
+    fn file(&mut self, number: usize) -> Result<Arc<File>> {
+        if let Some((_, file)) = self.opened.as_ref().filter(|(opened, _)| *opened == number) {
+            return Ok(Arc::clone(file));
+        }
+        let file = Arc::new(self.output.open(&self.output.files[number])?);
+        self.opened = Some((number, Arc::clone(&file)));
+        Ok(file)
+    }
+
+    fn sync_written(&mut self) -> Result<()> {
+        let Some((_, file)) = self.written.take() else { return Ok(()) };
+        let engine = &self.output.engine;
+        engine.wait(engine.sync(IoTarget::File(file), None)?, None).map(drop)
+    }
+}
+
+impl<T: Deref<Target = Tier>> Route<Part<T>> for Exporting<'_> {
+    fn fetch(&mut self, part: &Part<T>, buffer: &TransferBuffer) -> Result<u64> {
+        let chunk = &part.item.extent.held.contents.version().chunks[part.chunk];
+        let volume = Arc::clone(self.volume(part)?);
+        if part.begins {
+            let header = volume.scratch(header_bytes(chunk.count.into()) as usize)?;
+            self.headers.push_back((volume.read(chunk.offset, header.transfer())?, header));
+        }
+        let offset = chunk.block_offset(&part.item.extent.held.subject.shape, part.run.block);
+        volume.read(offset, buffer.part(0, part.run.len as usize))
+    }
+
+    fn fetched(&mut self, part: &Part<T>, handle: u64) -> Result<()> {
+        let volume = Arc::clone(self.volume(part)?);
+        let mut outcome = Ok(());
+        if part.begins
+            && let Some((handle, header)) = self.headers.pop_front()
+        {
+            outcome = volume.ended(Ok(handle));
+            self.header = Some(header);
+        }
+        let outcome = outcome.and(volume.ended(Ok(handle)));
+        let path = part.item.extent.held.contents.version().chunks[part.chunk].path as usize;
+        outcome.inspect_err(|error| self.tier.mark_if_hung(path, error))
+    }
+
+    fn check(&mut self, part: &Part<T>, buffer: &TransferBuffer) -> Result<()> {
+        let held = &part.item.extent.held;
+        let (subject, chunk) = (&held.subject, &held.contents.version().chunks[part.chunk]);
+        let volume = Arc::clone(self.volume(part)?);
+        if let Some(header) = self.header.take() {
+            let tier = self.tier.identity.tier;
+            let parsed = header.span().with_bytes(|bytes| check_header(bytes, chunk, subject, tier));
+            self.checksums =
+                parsed.map_err(|message| bad_header(&volume, chunk, subject, message))?.checksums;
+        }
+        let (run, bytes) = (&part.run, buffer.span().part(0, part.run.len as usize));
+        let expected = &self.checksums[(run.block - chunk.first) as usize..];
+        if let Some(error) = compare(&volume, chunk, subject, run, bytes, expected)?.next() {
+            return Err(error);
+        }
+        let stream = &self.output.streams[part.item.first + run.stream];
+        stream.sum.fetch_add(bytes.with_bytes(|bytes| sum_of(run.from, bytes)), Ordering::Relaxed);
+        let written = clipped(run, &stream.range);
+        (self.passed)(written.end - written.start)
+    }
+
+    fn store(&mut self, part: &Part<T>, buffer: &TransferBuffer) -> Result<u64> {
+        let run = &part.run;
+        let output = self.output;
+        let stream = &output.streams[part.item.first + run.stream];
+        let written = clipped(run, &stream.range);
+        let file = self.file(stream.file)?;
+        let offset = stream.at + (written.start - stream.range.start);
+        let buffer = buffer.part((written.start - run.from) as usize, (written.end - written.start) as usize);
+        let target = IoTarget::File(Arc::clone(&file));
+        let handle = output.engine.write(Request { target, offset, buffer, deadline: None })?;
+        self.storing.push_back((stream.file, file));
+        Ok(handle)
+    }
+
+    fn stored(&mut self, _: &Part<T>, handle: u64) -> Result<()> {
+        self.output.engine.wait(handle, None)?;
+        let stored = self.storing.pop_front();
+        let same = |written: &(usize, Arc<File>)| stored.as_ref().is_some_and(|(file, _)| *file == written.0);
+        if !self.written.as_ref().is_none_or(same) {
+            self.sync_written()?;
+        }
+        self.written = stored;
+        Ok(())
+    }
+}
+
+/// The bytes of a run that lie in a range.
+fn clipped(run: &Run, range: &Range<u64>) -> Range<u64> {
+    run.from.max(range.start)..(run.from + run.len).min(range.end)
+}
+
+impl Output {
+    /// Makes a file, and allocates its bytes, so that a full disk is found at the begin.
+    fn create(&self, path: &Path, bytes: u64) -> Result<()> {
+        let owned = path.to_path_buf();
+        let file = self.target.within(Doing::Writing, move || {
+            new_file(&owned).map_err(|error| failed(Doing::Writing, &owned, error, ""))?;
+            let file = File::open(&owned, Access::Write { mode: FILE_MODE }, true)?;
+            file.check_room(0, bytes)?;
+            Ok(Arc::new(file))
+        })?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let allocated = self.engine.wait(self.engine.allocate(&file, 0, bytes)?, None);
+        allocated.map(drop).map_err(|error| if error.is_full() { file.with_free_space(error) } else { error })
+    }
+
+    fn open(&self, path: &Path) -> Result<File> {
+        let path = path.to_path_buf();
+        self.target.within(Doing::Writing, move || File::open(&path, Access::Write { mode: FILE_MODE }, true))
+    }
+}
+
+/// Where an export appears, and the longest wait for its file system.
+pub(super) struct Target {
+    pub(super) directory: PathBuf,
+    pub(super) io_timeout: Option<Duration>,
 }
 
 impl Target {
-    fn within<T: Send + 'static>(
+    pub(super) fn within<T: Send + 'static>(
         &self,
         doing: Doing,
         work: impl FnOnce() -> Result<T> + Send + 'static,
@@ -247,19 +495,26 @@ impl Target {
         })
     }
 
-    fn file(&self, partial: &Path, name: String) -> Result<Option<ExportFile>> {
-        let partial = partial.to_path_buf();
-        self.within(Doing::Writing, move || ExportFile::create(&partial, name).map(Some))
-    }
-
     /// Writes the manifest, and gives the directory its name.
-    fn publish(&self, partial: Partial, manifest: Vec<u8>) -> Result<()> {
+    fn publish_directory(&self, mut partial: Partial, manifest: Vec<u8>) -> Result<()> {
         let directory = self.directory.clone();
         self.within(Doing::Writing, move || {
-            write_durably(&partial.0.join(MANIFEST), &manifest)?;
+            write_durably(&partial.0.join(MANIFEST), true, &manifest)?;
             sync_directory(&partial.0)?;
-            partial.publish(&directory)?;
+            rename(&partial.0, &directory)?;
+            drop(std::mem::take(&mut partial.0));
             sync_directory(&parent_of(&directory))
+        })
+    }
+
+    /// Writes the header, and gives the file its name.
+    fn publish_file(&self, partial: Partial, file: PathBuf, header: Vec<u8>) -> Result<()> {
+        let to = self.directory.clone();
+        self.within(Doing::Writing, move || {
+            write_durably(&file, false, &header)?;
+            rename(&file, &to)?;
+            drop(partial);
+            sync_directory(&parent_of(&to))
         })
     }
 }
@@ -274,11 +529,18 @@ fn exists(directory: &Path) -> Error {
         Doing::Opening,
         directory,
         error,
-        "an export creates its directory; choose a name that does not exist",
+        "an export creates its directory or file; choose a name that does not exist",
     )
 }
 
-/// Temporary directory of an export, created by this call. It is removed unless it is published.
+fn rename(from: &Path, to: &Path) -> Result<()> {
+    match file::rename_new(from, to) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Err(exists(to)),
+        renamed => renamed.map_err(|error| failed(Doing::Writing, to, error, "")),
+    }
+}
+
+/// Temporary directory of an export, created by this call. It is removed unless it was renamed.
 struct Partial(PathBuf, Option<Duration>);
 
 impl Partial {
@@ -305,15 +567,6 @@ impl Partial {
         }
         Err(failed(Doing::Opening, parent, last, ""))
     }
-
-    fn publish(mut self, directory: &Path) -> Result<()> {
-        match file::rename_new(&self.0, directory) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Err(exists(directory)),
-            renamed => renamed.map_err(|error| failed(Doing::Writing, directory, error, ""))?,
-        }
-        self.0 = PathBuf::new();
-        Ok(())
-    }
 }
 
 impl Drop for Partial {
@@ -327,165 +580,24 @@ impl Drop for Partial {
     }
 }
 
-/// A file of an export that is being written sequentially.
-struct ExportFile {
-    name: String,
-    path: PathBuf,
-    file: io::BufWriter<fs::File>,
-    sum: RunningChecksum,
-    bytes: u64,
-}
-
-impl ExportFile {
-    fn create(directory: &Path, name: String) -> Result<ExportFile> {
-        let path = directory.join(&name);
-        let file = new_file(&path).map_err(|error| failed(Doing::Writing, &path, error, ""))?;
-        Ok(ExportFile {
-            name,
-            path,
-            file: io::BufWriter::new(file),
-            sum: RunningChecksum::default(),
-            bytes: 0,
-        })
-    }
-
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.sum.add(bytes);
-        self.bytes += bytes.len() as u64;
-        self.file.write_all(bytes).map_err(|error| failed(Doing::Writing, &self.path, error, ""))
-    }
-
-    fn finish(mut self, bytes: u64) -> Result<Stream> {
-        let synced = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
-        synced.map_err(|error| failed(Doing::Writing, &self.path, error, ""))?;
-        match self.bytes == bytes {
-            true => Ok(Stream { file: self.name, bytes, xxh3: format!("{:016x}", self.sum.finish()) }),
-            false => Err(Error::Internal(format!(
-                "{} has {} bytes instead of {bytes}",
-                self.path.display(),
-                self.bytes
-            ))),
-        }
-    }
-}
-
-/// Files of an extent, by stream. A file is `None` after a write to it failed.
-struct Files<'a> {
-    tier: &'a Tier,
-    target: &'a Target,
-    files: Vec<Option<ExportFile>>,
-    passed: &'a mut dyn FnMut(u64) -> Result<()>,
-}
-
-impl BlockVisitor for Files<'_> {
-    fn blocks(&mut self, run: &Run, bytes: &TransferBuffer) -> Result<()> {
-        (self.passed)(bytes.len() as u64)?;
-        let mut copy = try_vec::with_capacity("copying a part of an extent", bytes.len())?;
-        bytes.span().with_bytes(|bytes| copy.extend_from_slice(bytes));
-        let Some(mut file) = self.files[run.stream].take() else { return Ok(()) };
-        let written = self.target.within(Doing::Writing, move || file.write(&copy).map(|()| file))?;
-        self.files[run.stream] = Some(written);
-        Ok(())
-    }
-
-    fn unreadable(&mut self, path: usize, error: Error) -> Result<()> {
-        self.tier.mark_if_hung(path, &error);
-        Err(error)
-    }
-
-    fn damage(&mut self, error: Error) -> Result<()> {
-        Err(error)
-    }
-}
-
-fn memory_for(sizes: &[u64]) -> Result<(Vec<Scratch>, Vec<TransferBuffer>)> {
-    let memory = sizes.iter().map(|bytes| Scratch::new(*bytes as usize)).collect::<Result<Vec<_>>>()?;
-    let spans = memory.iter().map(Scratch::transfer).collect();
-    Ok((memory, spans))
-}
-
-/// Path of a file of the export. The name must be a plain file name, so that it cannot leave the directory.
-fn stream_path(directory: &Path, file: &str) -> Result<PathBuf> {
-    match file.is_empty() || file.starts_with('.') || file.contains(['/', '\0']) {
-        true => Err(broken(&directory.join(MANIFEST), format!("{file:?} is not a valid name of a file"))),
-        false => Ok(directory.join(file)),
-    }
-}
-
-fn read_manifest(path: &Path) -> Result<Manifest> {
-    let mut message = Vec::new();
-    let fail = |error| failed(Doing::Opening, path, error, "");
-    let file = private_files::open_to_check(path).map_err(fail)?;
-    let bytes = file.metadata().map_err(fail)?.len();
-    if bytes > MAX_MANIFEST {
-        return Err(broken(
-            path,
-            format!("it has {bytes} bytes, but the limit of a manifest is {MAX_MANIFEST}"),
-        ));
-    }
-    file.take(MAX_MANIFEST).read_to_end(&mut message).map_err(fail)?;
-    let manifest: Manifest =
-        serde_json::from_slice(&message).map_err(|error| broken(path, error.to_string()))?;
-    match (manifest.format.as_str(), manifest.version) {
-        (FORMAT, VERSION) => Ok(manifest),
-        (FORMAT, version) => {
-            Err(broken(path, format!("its version is {version}, but this library reads {VERSION}")))
-        }
-        (other, _) => Err(broken(path, format!("its format {other:?} is unknown"))),
-    }
-}
-
-fn broken(path: &Path, message: String) -> Error {
-    TierError::at(TierKind::Format, path.to_string_lossy(), message)
-}
-
-fn parse_hex(text: &str) -> Option<Vec<u8>> {
-    let digits: Option<Vec<u8>> = text.chars().map(|digit| digit.to_digit(16).map(|n| n as u8)).collect();
-    let digits = digits.filter(|digits| digits.len().is_multiple_of(2))?;
-    Some(digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect())
-}
+/// Permission bits of the files.
+const FILE_MODE: u32 = 0o600;
 
 fn new_file(path: &Path) -> io::Result<fs::File> {
-    descriptor::open(fs::File::options().read(true).write(true).create_new(true), path)
+    descriptor::open(fs::File::options().read(true).write(true).create_new(true).mode(FILE_MODE), path)
 }
 
-fn write_durably(path: &Path, bytes: &[u8]) -> Result<()> {
-    let written = new_file(path).and_then(|mut file| {
+/// Writes the first bytes of a file, which is made if it is `new`.
+fn write_durably(path: &Path, new: bool, bytes: &[u8]) -> Result<()> {
+    let opened = match new {
+        true => new_file(path),
+        false => descriptor::open(fs::File::options().write(true), path),
+    };
+    let written = opened.and_then(|mut file| {
         file.write_all(bytes)?;
         file.sync_all()
     });
     written.map_err(|error| failed(Doing::Writing, path, error, ""))
-}
-
-/// Length of a file of an export.
-fn length_of(path: &Path) -> Result<u64> {
-    let found = fs::metadata(path).map_err(|error| failed(Doing::Opening, path, error, ""))?;
-    match found.is_file() {
-        true => Ok(found.len()),
-        false => Err(broken(path, "it is no regular file".to_string())),
-    }
-}
-
-impl Target {
-    /// Fills a span from a file, one part at a time.
-    fn read_into(&self, path: &Path, span: Span) -> Result<()> {
-        const PART: usize = 16 << 20;
-        let opened = path.to_path_buf();
-        let mut file = self.within(Doing::Opening, move || {
-            private_files::open_to_check(&opened).map_err(|error| failed(Doing::Opening, &opened, error, ""))
-        })?;
-        for from in (0..span.len()).step_by(PART) {
-            let (path, len) = (path.to_path_buf(), PART.min(span.len() - from));
-            let (next, part) = self.within(Doing::Reading, move || {
-                let mut part = try_vec::from_fn("reading a file of an export", len, |_| 0)?;
-                file.read_exact(&mut part).map_err(|error| failed(Doing::Reading, &path, error, ""))?;
-                Ok((file, part))
-            })?;
-            file = next;
-            span.part(from, len).write(&part);
-        }
-        Ok(())
-    }
 }
 
 fn sync_directory(path: &Path) -> Result<()> {

@@ -401,37 +401,59 @@ impl Tier {
     pub(super) fn move_extent(&self, extent: u32, origin: fn(Arc<Contents>) -> WriteOrigin) -> Result<()> {
         let contents = self.state.lock().catalog.current(extent)?;
         let reserved = self.begin_write(extent, &origin(Arc::clone(&contents)))?;
-        let copied = self.copy_contents(&reserved, &contents);
+        self.end_fill(&reserved, self.copy_contents(&reserved, &contents))?;
+        log::write(Level::Info, &format!("extent {:?} of a tier was moved", reserved.subject.name));
+        Ok(())
+    }
+
+    /// Ends a write whose chunks were filled, or were not.
+    pub(super) fn end_fill(
+        &self,
+        reserved: &Reservation,
+        filled: Result<(Vec<Chunk>, Arc<[u64]>)>,
+    ) -> Result<()> {
         let mut state = self.state.lock();
-        let outcome = match copied {
-            Ok((chunks, checksums)) => state.catalog.install(&reserved, chunks, checksums).map(drop),
+        let outcome = match filled {
+            Ok((chunks, checksums)) => state.catalog.install(reserved, chunks, checksums).map(drop),
             Err(error) => {
-                state.catalog.fail(&reserved, &error);
+                state.catalog.fail(reserved, &error);
                 Err(error)
             }
         };
         drop(state);
         self.changed.notify_all();
-        let name = &reserved.subject.name;
-        outcome.inspect(|()| log::write(Level::Info, &format!("extent {name:?} of a tier was moved")))
+        outcome
     }
 
     fn copy_contents(&self, reserved: &Reservation, contents: &Contents) -> Result<(Vec<Chunk>, Arc<[u64]>)> {
-        let Reservation { subject, home, .. } = reserved;
+        let subject = &reserved.subject;
         let checksums = match contents.checksums() {
             Some(checksums) => Arc::clone(checksums),
             None => self.stored_checksums(subject, contents.version())?,
         };
-        let (shape, mut excluded) = (&*subject.shape, vec![false; self.volumes.len()]);
-        loop {
-            let request = AllocationRequest { shape, first: 0, count: shape.blocks(), excluded: &excluded };
-            let mut chunks = self.allocate_chunks(request, &ExtentPlacement::Auto, *home)?;
-            let mut copy = Copy { tier: self, subject, chunks: &mut chunks, refused: None };
+        let chunks = self.fill(reserved, |chunks| {
+            let mut copy = Copy { tier: self, subject, chunks, refused: None };
             let (version, tier) = (contents.version(), self.identity.tier);
             let copied = copy
                 .write_headers(&checksums)
                 .and_then(|()| walk(&self.volumes, tier, subject, version, Some(&checksums), &mut copy));
-            let (refused, Err(error)) = (copy.refused, copied) else { return Ok((chunks, checksums)) };
+            copied.map_err(|error| Refusal { error, refused: copy.refused })
+        })?;
+        Ok((chunks, checksums))
+    }
+
+    /// Allocates space for a whole extent, which `write` fills. If a path does not accept a part, all is written again, to
+    /// other paths.
+    pub(super) fn fill(
+        &self,
+        reserved: &Reservation,
+        mut write: impl FnMut(&mut [Chunk]) -> std::result::Result<(), Refusal>,
+    ) -> Result<Vec<Chunk>> {
+        let (shape, mut excluded) = (&*reserved.subject.shape, vec![false; self.volumes.len()]);
+        loop {
+            let request = AllocationRequest { shape, first: 0, count: shape.blocks(), excluded: &excluded };
+            let mut chunks = self.allocate_chunks(request, &ExtentPlacement::Auto, reserved.home)?;
+            let Err(Refusal { error, refused }) = write(&mut chunks) else { return Ok(chunks) };
             // After a deadline the system may still write to the chunk, so its space stays allocated.
             chunks.retain(|chunk| refused != Some((chunk.path, chunk.first)) || !may_go_on(&error));
             self.state.lock().catalog.paths_mut().free_chunks(shape, &chunks);
@@ -456,6 +478,21 @@ impl Tier {
             checksums.extend(header?.checksums);
         }
         Ok(checksums.into())
+    }
+}
+
+/// Why chunks were not filled.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    pub(super) error: Error,
+    /// Path and first block of the chunk that a path did not accept, if that is the reason.
+    pub(super) refused: Option<(u32, u32)>,
+}
+
+impl Refusal {
+    /// An error that no other path would avoid.
+    pub(super) fn of(error: Error) -> Refusal {
+        Refusal { error, refused: None }
     }
 }
 

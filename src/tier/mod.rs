@@ -6,7 +6,10 @@
 //! | `jobs` | reads, writes and moves from the call to the outcome; retries on other paths |
 //! | `commit` | the order of writes and syncs that makes a step durable |
 //! | [`recover`] | opening after a crash: which commits the superblocks name, and which of them an open resumes from |
-//! | `export` | export of the committed state as plain files, and import |
+//! | [`export`], [`import`] | the committed state as plain files, and back |
+//! | `lanes`, `manifest` | parts on their way between paths and files; what an export says about itself |
+//! | [`select`] | which extents an export or import takes |
+//! | [`inspect`] | tiers below directories, and what their superblocks say, without a claim |
 //! | [`snapshot`] | an export that a thread writes while the tier is used |
 //! | [`options`] | settings |
 //! | `catalog`, [`paths`] | the state of an open tier, without I/O and locks: versions and commits; health and space of paths |
@@ -23,23 +26,29 @@
 mod blocks;
 mod catalog;
 mod commit;
-mod export;
 mod jobs;
+mod lanes;
+mod manifest;
 mod ownership;
 mod storage;
 mod volume;
 
 pub mod directory;
+pub mod export;
 pub mod extent;
 pub mod format;
+pub mod import;
+pub mod inspect;
 pub mod options;
 pub mod paths;
 pub mod recover;
+pub mod select;
 pub mod snapshot;
 pub mod store;
 pub mod turns;
 
 pub use commit::MAX_PAYLOAD;
+pub use manifest::item_bytes;
 pub use paths::{ExtentPlacement, Health};
 pub use store::{Pin, Tier, UpdateClaim};
 

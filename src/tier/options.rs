@@ -13,9 +13,6 @@ use super::storage::failed;
 use crate::error::{Doing, Error, Result};
 use crate::io::options::Options as IoOptions;
 
-/// Default time after which a path counts as hung.
-const IO_TIMEOUT: Option<Duration> = Some(Duration::from_secs(60));
-
 /// Whether an open creates a tier, resumes one, or does either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
@@ -76,7 +73,7 @@ impl PathLocation {
     /// Removes the files of an owner whose process has ended. A live owner is an error.
     pub fn collect(&self, owner: &Owner) -> Result<()> {
         match self {
-            PathLocation::Directory(base) => directory::collect(IO_TIMEOUT, base, owner),
+            PathLocation::Directory(base) => directory::collect(TierOptions::IO_TIMEOUT, base, owner),
             PathLocation::Bucket(address) => bucket::collect(address, owner),
             _ => Err(Error::invalid(
                 "directory",
@@ -133,6 +130,9 @@ pub struct TierOptions {
     pub at_step: Option<u64>,
     /// Open without missing paths, and list the extents that are lost with them.
     pub degraded: bool,
+    /// The open writes its superblock before it returns. If false, the first put or commit writes it, unless the open
+    /// creates the tier or goes back to an earlier step. The superblock of that earlier step stays until then.
+    pub write_at_open: bool,
     /// Level of durability that a commit waits for.
     pub durability: Durability,
     /// Bytes of a block, the unit of checksums. An existing tier keeps its own block size.
@@ -142,6 +142,9 @@ pub struct TierOptions {
 }
 
 impl TierOptions {
+    /// Default time after which a path counts as hung.
+    pub const IO_TIMEOUT: Option<Duration> = Some(Duration::from_secs(60));
+
     /// Default options for these directories and addresses.
     pub fn new(owner: Owner, directories: impl IntoIterator<Item = PathBuf>) -> TierOptions {
         let path = |directory| PathOptions { location: PathLocation::of(directory), limit: None, reserve: 0 };
@@ -152,9 +155,10 @@ impl TierOptions {
             mode: Mode::Auto,
             at_step: None,
             degraded: false,
+            write_at_open: true,
             durability: Durability::Data,
             block_bytes: 1 << 20,
-            io: IoOptions { io_timeout: IO_TIMEOUT, ..IoOptions::default() },
+            io: IoOptions { io_timeout: TierOptions::IO_TIMEOUT, ..IoOptions::default() },
         }
     }
 

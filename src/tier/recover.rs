@@ -1,6 +1,7 @@
 //! Opens a tier: finds its paths, selects the state to resume from, and makes this state the durable last one.
 //!
 //! Invariants:
+//! - With `write_at_open` false, an open at the last step writes nothing but the owner's record, until the first write.
 //! - Before any other write, the superblock that the open resumes from is written to every working path, and synced
 //!   except with `Durability::Process`. A later crash then cannot bring back an older superblock whose space may have
 //!   been reused.
@@ -150,6 +151,9 @@ fn resume(
     let tier = assemble(options, newest.tier, newest.block_bytes, volumes, catalog, opened)?;
     if selected.is_older() {
         verify_before_resume(&tier)?;
+    } else if !tier.options.write_at_open {
+        *tier.opening_due.lock() = true;
+        return Ok(tier);
     }
     match tier.write_opening_superblock() {
         Err(error) if error.is_full() && !selected.is_older() => {

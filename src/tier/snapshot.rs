@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::export::Export;
+use super::export::{Export, Form, Pace};
+use super::select::Selection;
 use super::storage::deadline_after;
 use super::store::Tier;
 use crate::error::{Doing, Error, IoError, IoKind, Result};
@@ -58,7 +59,7 @@ impl TierSnapshot {
     /// Holds the last commit of `tier`, and starts to write it to `directory`, which must not exist. `bytes_per_second`
     /// limits the speed; `None`: no limit. Errors are those of [`Tier::export`].
     pub fn begin(tier: &Arc<Tier>, directory: &Path, bytes_per_second: Option<u64>) -> Result<TierSnapshot> {
-        let export = Export::begin(Arc::clone(tier), directory)?;
+        let export = Export::begin(Arc::clone(tier), directory, Form::Directory, &Selection::default())?;
         let shared = Arc::new(Shared {
             step: export.step(),
             bytes: export.bytes(),
@@ -70,7 +71,7 @@ impl TierSnapshot {
         let work = move || {
             let ended = EndOnDrop(theirs);
             let begun = Instant::now();
-            let outcome = export.run(&mut |bytes| ended.0.passed(bytes, bytes_per_second, begun));
+            let outcome = export.run(Pace::Gentle, &|bytes| ended.0.passed(bytes, bytes_per_second, begun));
             ended.0.state.lock().outcome = Some(outcome);
         };
         threads::spawn_quiet("spillway-snap", work)

@@ -50,7 +50,7 @@ pub struct Tier {
     pub(super) opened: Opened,
     /// True while an [`UpdateClaim`] exists.
     pub(super) claimed: AtomicBool,
-    /// True if the open had no room for its superblock. Held while a thread writes that superblock.
+    /// True if the open has not written its superblock: it had no room, or `write_at_open` is false. Held while a thread writes that superblock.
     pub(super) opening_due: Lock<bool>,
 }
 

@@ -80,6 +80,16 @@ pub fn streams(encoding: Encoding, elements: u64) -> Vec<u64> {
     }
 }
 
+/// Name and dtype of each stream of an encoding, in their order. The dtypes are those of safetensors.
+pub fn tensors(encoding: Encoding) -> &'static [(&'static str, &'static str)] {
+    match encoding {
+        Encoding::Full => &[("param", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32")],
+        Encoding::SplitMaster => {
+            &[("exp_avg", "F32"), ("exp_avg_sq", "F32"), ("param_low", "U16"), ("param_table", "U16")]
+        }
+    }
+}
+
 /// Fills low halves and table from param. False if the table has no room for all exceptions.
 pub fn split(param: &[f32], low: &mut [u16], table: &mut [u16]) -> bool {
     let most = most_exceptions(param.len() as u64) as usize;

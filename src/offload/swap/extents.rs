@@ -30,6 +30,15 @@ fn name(subgroup: usize, encoding: Encoding) -> String {
     }
 }
 
+/// Name and dtype of each stream of the extent with this name; `None` if it is no subgroup's.
+pub fn tensors_of(extent: &str) -> Option<&'static [(&'static str, &'static str)]> {
+    let number = extent.strip_prefix("subgroup-")?;
+    let number: usize = number.strip_suffix("-split").unwrap_or(number).parse().ok()?;
+    let encoding =
+        [Encoding::Full, Encoding::SplitMaster].into_iter().find(|one| name(number, *one) == extent)?;
+    Some(encoding::tensors(encoding))
+}
+
 impl Extents {
     /// Finds existing extents, and defines the missing extents of the usual encoding. An error leaves the tier
     /// unchanged.

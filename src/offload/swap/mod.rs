@@ -43,6 +43,7 @@ use crate::tier::turns::PathArbiter;
 use crate::tier::{Pin, Tier, UpdateClaim};
 
 pub use encoding::SubgroupState;
+pub use extents::tensors_of;
 
 /// Settings of a tiered update.
 #[derive(Debug, Clone)]

@@ -1,0 +1,229 @@
+//! `spillway tier snapshot`, `export` and `import`.
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use bytesize::ByteSize;
+use spillway::error::{Error, IoKind, Result, TierError, TierKind};
+use spillway::offload::swap::tensors_of;
+use spillway::sys::host;
+use spillway::tier::Tier;
+use spillway::tier::directory::Owner;
+use spillway::tier::export::{Export, Form, Pace};
+use spillway::tier::import::Source;
+use spillway::tier::options::{Mode, TierOptions};
+use spillway::tier::select::Selection;
+use spillway::tier::snapshot::TierSnapshot;
+
+use super::{Which, open, title};
+use crate::progress::Progress;
+use crate::report::size;
+use crate::stdout;
+
+#[derive(clap::Args)]
+pub struct SnapshotOptions {
+    /// The new directory.
+    #[arg(value_name = "DIR")]
+    to: PathBuf,
+    #[command(flatten)]
+    which: Which,
+    /// Limits the speed, such as 200MB.
+    #[arg(long)]
+    bytes_per_second: Option<ByteSize>,
+}
+
+#[derive(clap::Args)]
+pub struct ExportOptions {
+    /// The new file.
+    #[arg(value_name = "FILE")]
+    to: PathBuf,
+    #[command(flatten)]
+    which: Which,
+    /// Takes the extents with such a name only; may be repeated. `*` stands for any letters, `?` for one.
+    #[arg(long = "name", value_name = "PATTERN")]
+    names: Vec<String>,
+    /// Takes these elements of each tensor only. The file is then no export that `import` can restore.
+    #[arg(long, value_name = "FROM:TO", value_parser = range)]
+    range: Option<Range<u64>>,
+    /// Type of the elements of extents that are no optimizer states, as safetensors names it.
+    #[arg(long, default_value = "U8")]
+    dtype: String,
+}
+
+#[derive(clap::Args)]
+pub struct ImportOptions {
+    /// The file or directory.
+    #[arg(value_name = "FROM")]
+    from: PathBuf,
+    #[command(flatten)]
+    which: Which,
+    /// Takes the extents with such a name only; may be repeated. `*` stands for any letters, `?` for one.
+    #[arg(long = "name", value_name = "PATTERN")]
+    names: Vec<String>,
+    /// Makes a new tier, of the job, rank and number of ranks of the export unless --job, --rank or --world is given.
+    #[arg(long)]
+    create: bool,
+    /// Number of ranks of a new tier.
+    #[arg(long, requires = "create")]
+    world: Option<u32>,
+}
+
+fn range(text: &str) -> std::result::Result<Range<u64>, String> {
+    let wrong = || format!("{text:?} is not FROM:TO with FROM below TO, such as 0:1000");
+    let (from, to) = text.split_once(':').ok_or_else(wrong)?;
+    let range = from.parse().map_err(|_| wrong())?..to.parse().map_err(|_| wrong())?;
+    if range.is_empty() { Err(wrong()) } else { Ok(range) }
+}
+
+/// Shows how many bytes of a copy have passed.
+struct Copying {
+    progress: Progress,
+    bytes: u64,
+    passed: AtomicU64,
+    began: Instant,
+}
+
+impl Copying {
+    fn begin(what: &str, bytes: u64) -> Copying {
+        let progress = Progress::new(100);
+        progress.begin(what);
+        Copying { progress, bytes, passed: AtomicU64::new(0), began: Instant::now() }
+    }
+
+    fn passed(&self, bytes: u64) {
+        self.reached(self.passed.fetch_add(bytes, Ordering::Relaxed) + bytes);
+    }
+
+    fn reached(&self, passed: u64) {
+        let speed = size((passed as f64 / self.began.elapsed().as_secs_f64().max(1e-3)) as u64);
+        let percent = 100 * passed / self.bytes.max(1);
+        self.progress.percent(percent, &format!("% of {}, {speed}/s", size(self.bytes)));
+    }
+}
+
+pub fn snapshot(options: &SnapshotOptions) -> Result<()> {
+    const POLL: Option<Duration> = Some(Duration::from_millis(200));
+    let found = options.which.one()?;
+    let tier = Arc::new(open(&found)?);
+    let snapshot =
+        TierSnapshot::begin(&tier, &options.to, options.bytes_per_second.map(|speed| speed.as_u64()))?;
+    let copying = Copying::begin(&format!("writing {}", options.to.display()), snapshot.progress().bytes);
+    let step = loop {
+        match snapshot.wait(POLL) {
+            Err(error) if error.io_kind() == Some(IoKind::Timeout) || matches!(error, Error::Timeout(_)) => {
+                copying.reached(snapshot.progress().written);
+            }
+            ended => break ended?,
+        }
+    };
+    drop(copying);
+    drop(snapshot);
+    close(tier)?;
+    stdout::say(&format!("{}: step {step} of {}", options.to.display(), title(&found)))
+}
+
+pub fn export(options: &ExportOptions) -> Result<()> {
+    let found = options.which.one()?;
+    let tier = open(&found)?;
+    let selection = Selection { names: options.names.clone(), range: options.range.clone() };
+    let tensors = |extent: &str, streams: usize| -> Vec<(String, String)> {
+        match tensors_of(extent).filter(|tensors| tensors.len() == streams) {
+            Some(tensors) => {
+                let tensor = |(name, dtype): &(&str, &str)| (format!("{extent}.{name}"), dtype.to_string());
+                tensors.iter().map(tensor).collect()
+            }
+            None if streams == 1 => vec![(extent.to_string(), options.dtype.clone())],
+            None => (0..streams).map(|n| (format!("{extent}.{n}"), options.dtype.clone())).collect(),
+        }
+    };
+    let export = Export::begin(&tier, &options.to, Form::Safetensors(&tensors), &selection)?;
+    let bytes = export.bytes();
+    let copying = Copying::begin(&format!("writing {}", options.to.display()), bytes);
+    let step = export.run(Pace::Fast, &|bytes| {
+        copying.passed(bytes);
+        Ok(())
+    })?;
+    let seconds = copying.began.elapsed().as_secs_f64();
+    drop(copying);
+    tier.close(None)?;
+    stdout::say(&format!(
+        "{}: step {step} of {}, {} in {seconds:.1} s",
+        options.to.display(),
+        title(&found),
+        size(bytes)
+    ))
+}
+
+pub fn import(options: &ImportOptions) -> Result<()> {
+    let source = Source::open(&options.from, TierOptions::IO_TIMEOUT)?;
+    let selection = Selection { names: options.names.clone(), range: None };
+    let (tier, title) = match options.create {
+        true => create(options, &source)?,
+        false => {
+            let found = options.which.one()?;
+            (open(&found)?, title(&found))
+        }
+    };
+    let bytes = source.bytes(&selection);
+    let copying = Copying::begin(&format!("reading {}", options.from.display()), bytes);
+    let imported = tier.import_from(&source, &selection, &|bytes| {
+        copying.passed(bytes);
+        Ok(())
+    });
+    drop(copying);
+    let step = match imported {
+        // A tier that this command made, and could not fill, is of no use.
+        Err(error) if options.create => {
+            tier.destroy()?;
+            return Err(error);
+        }
+        imported => imported?,
+    };
+    tier.close(None)?;
+    stdout::say(&format!("{title}: step {step} from {}, {}", options.from.display(), size(bytes)))
+}
+
+fn create(options: &ImportOptions, source: &Source) -> Result<(Tier, String)> {
+    let (which, origin) = (&options.which, source.origin());
+    let job = which.job.clone().or_else(|| origin.map(|origin| origin.job.clone()));
+    let job = job.ok_or_else(|| {
+        Error::invalid("--job", "is missing, and no export wrote the file; name the job of the new tier")
+    })?;
+    let owner = Owner {
+        job,
+        host: which.host.clone().unwrap_or_else(host::name),
+        rank: which.rank.or(origin.map(|origin| origin.rank)).unwrap_or(0),
+    };
+    let world = options.world.or(origin.map(|origin| origin.world)).unwrap_or(owner.rank.saturating_add(1));
+    if let Some(found) = which.find()?.iter().find(|found| found.owner == owner) {
+        let message = "there is such a tier already; leave out --create to import into it, or remove it with `spillway tier rm`";
+        return Err(TierError::at(TierKind::Foreign, title(found), message));
+    }
+    let title = format!("{} on {}, rank {}", owner.job, owner.host, owner.rank);
+    let options = TierOptions::new(owner, which.paths.iter().cloned());
+    Ok((Tier::open(TierOptions { mode: Mode::Create, world, ..options })?, title))
+}
+
+/// Closes the tier of a snapshot that has ended.
+fn close(tier: Arc<Tier>) -> Result<()> {
+    let tier =
+        Arc::into_inner(tier).ok_or_else(|| Error::Internal("a snapshot did not let its tier go".into()))?;
+    tier.close(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_is_two_numbers_in_order() {
+        assert_eq!(range("5:10"), Ok(5..10));
+        for wrong in ["", "5", "5:", ":5", "5:5", "6:5", "-1:5", "1:2:3", "99999999999999999999:1"] {
+            assert!(range(wrong).is_err(), "{wrong}");
+        }
+    }
+}

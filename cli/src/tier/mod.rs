@@ -1,0 +1,154 @@
+//! `spillway tier`: lists, checks, copies and removes the tiers that programs left in directories.
+//!
+//! `ls` reads files alone. The other commands claim the tier, so they fail while a process uses it. `verify`, `snapshot`
+//! and `export` write no superblock: a run can still go back to the step before the last one.
+#![forbid(unsafe_code)]
+
+mod copy;
+mod ls;
+mod rm;
+mod verify;
+
+use std::path::PathBuf;
+
+use spillway::error::{Error, Result, TierError, TierKind};
+use spillway::tier::Tier;
+use spillway::tier::inspect::{self, Found};
+use spillway::tier::options::{Mode, PathLocation, TierOptions};
+
+#[derive(clap::Subcommand)]
+pub enum Command {
+    /// Lists the tiers below directories, and what their last commits hold; reads files only.
+    Ls(ls::Options),
+    /// Reads every block and compares it with its checksum; fails if something is damaged.
+    Verify(verify::Options),
+    /// Writes the last commit to a new directory, which `import` reads.
+    Snapshot(copy::SnapshotOptions),
+    /// Writes the last commit, or parts of it, to a new file of the format safetensors.
+    Export(copy::ExportOptions),
+    /// Reads what `export` or `snapshot` wrote, or another safetensors file, into a tier, and commits it.
+    Import(copy::ImportOptions),
+    /// Removes tiers, or extents of a tier.
+    Rm(rm::Options),
+}
+
+pub fn run(command: &Command) -> Result<()> {
+    match command {
+        Command::Ls(options) => ls::run(options),
+        Command::Verify(options) => verify::run(options),
+        Command::Snapshot(options) => copy::snapshot(options),
+        Command::Export(options) => copy::export(options),
+        Command::Import(options) => copy::import(options),
+        Command::Rm(options) => rm::run(options),
+    }
+}
+
+/// The tiers that a command is about.
+#[derive(clap::Args)]
+struct Which {
+    /// The paths of the tier, as its program was given them.
+    #[arg(required = true, value_name = "PATH")]
+    paths: Vec<PathBuf>,
+    /// Takes the tiers of this job only.
+    #[arg(long)]
+    job: Option<String>,
+    /// Takes the tiers of this host only.
+    #[arg(long)]
+    host: Option<String>,
+    /// Takes the tiers of this rank only.
+    #[arg(long)]
+    rank: Option<u32>,
+}
+
+impl Which {
+    /// The paths that are directories, and those in object stores. An object store is not searched.
+    fn divided(&self) -> (Vec<PathBuf>, Vec<PathBuf>) {
+        let is_directory =
+            |path: &PathBuf| matches!(PathLocation::of(path.clone()), PathLocation::Directory(_));
+        self.paths.iter().cloned().partition(is_directory)
+    }
+
+    /// The tiers, without an error if there are none.
+    fn find(&self) -> Result<Vec<Found>> {
+        let (directories, stores) = self.divided();
+        if directories.is_empty() {
+            return Err(Error::invalid(
+                "PATH",
+                "has no directory; tiers are found in directories, so pass one of the tier's too",
+            ));
+        }
+        let mut tiers = inspect::find(&directories)?;
+        tiers.retain(|Found { owner, .. }| {
+            self.job.as_ref().is_none_or(|job| *job == owner.job)
+                && self.host.as_ref().is_none_or(|host| *host == owner.host)
+                && self.rank.is_none_or(|rank| rank == owner.rank)
+        });
+        tiers.iter_mut().for_each(|found| found.bases.extend(stores.iter().cloned()));
+        Ok(tiers)
+    }
+
+    /// At least one tier.
+    fn some(&self) -> Result<Vec<Found>> {
+        let tiers = self.find()?;
+        match tiers.is_empty() {
+            false => Ok(tiers),
+            true => {
+                let filters = [
+                    self.job.as_ref().map(|job| format!("job {job:?}")),
+                    self.host.as_ref().map(|host| format!("host {host:?}")),
+                    self.rank.map(|rank| format!("rank {rank}")),
+                ];
+                let filters: Vec<String> = filters.into_iter().flatten().collect();
+                let of =
+                    if filters.is_empty() { String::new() } else { format!(" of {}", filters.join(", ")) };
+                let message =
+                    format!("there is no tier{of}; pass the directories that its program was given");
+                Err(TierError::at(TierKind::NoState, self.names(), message))
+            }
+        }
+    }
+
+    /// The only tier.
+    fn one(&self) -> Result<Found> {
+        let mut tiers = self.some()?;
+        match tiers.len() {
+            1 => Ok(tiers.remove(0)),
+            count => {
+                let names: Vec<String> = tiers.iter().map(title).collect();
+                let reason = format!(
+                    "has {count} tiers: {}; choose one with --job, --host and --rank",
+                    names.join("; ")
+                );
+                Err(Error::invalid("PATH", reason))
+            }
+        }
+    }
+
+    fn names(&self) -> String {
+        self.paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// Job, host and rank of a tier.
+fn title(found: &Found) -> String {
+    let owner = &found.owner;
+    format!("{} on {}, rank {}", owner.job, owner.host, owner.rank)
+}
+
+/// Opens a tier at its last commit. Nothing is written to it until the first change.
+fn open(found: &Found) -> Result<Tier> {
+    let Some(superblock) = &found.superblock else {
+        let damage = if found.damage.is_empty() {
+            "its superblocks are blank: nothing was committed".to_string()
+        } else {
+            found.damage.join("; ")
+        };
+        return Err(TierError::at(TierKind::Format, title(found), damage));
+    };
+    Tier::open(TierOptions {
+        mode: Mode::Resume,
+        world: superblock.world,
+        write_at_open: false,
+        ..TierOptions::new(found.owner.clone(), found.bases.iter().cloned())
+    })
+}

@@ -1,0 +1,109 @@
+//! `spillway tier verify`.
+#![forbid(unsafe_code)]
+
+use spillway::error::{Error, Result};
+use spillway::tier::inspect::Found;
+use spillway::tier::store::VerifyReport;
+
+use super::{Which, open, title};
+use crate::progress::Progress;
+use crate::report::size;
+use crate::stdout;
+
+#[derive(clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    which: Which,
+    /// Prints one JSON object instead of text.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(serde::Serialize)]
+struct Report {
+    version: &'static str,
+    tiers: Vec<Verified>,
+}
+
+#[derive(serde::Serialize)]
+struct Verified {
+    job: String,
+    host: String,
+    rank: u32,
+    step: Option<u64>,
+    extents: u64,
+    blocks: u64,
+    bytes: u64,
+    damage: Vec<String>,
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    let tiers = options.which.some()?;
+    let progress = Progress::new(tiers.len());
+    let mut verified = Vec::new();
+    for found in &tiers {
+        progress.begin(&format!("reading {}", title(found)));
+        verified.push(verify(found)?);
+        progress.end();
+    }
+    drop(progress);
+    let damaged: Vec<&Verified> = verified.iter().filter(|one| !one.damage.is_empty()).collect();
+    let failed = damaged.len();
+    let report = Report { version: spillway::VERSION, tiers: verified };
+    match options.json {
+        true => stdout::say_json(&report)?,
+        false => stdout::say(&report.tiers.iter().zip(&tiers).map(text).collect::<String>())?,
+    }
+    match failed {
+        0 => Ok(()),
+        _ => {
+            let reason = format!(
+                "{failed} of {} tiers are damaged; restore them from a snapshot or an export, or train again from a \
+                 checkpoint",
+                report.tiers.len()
+            );
+            Err(Error::System { what: "verifying", reason })
+        }
+    }
+}
+
+fn verify(found: &Found) -> Result<Verified> {
+    let tier = match open(found) {
+        Ok(tier) => tier,
+        // Both superblocks are damaged: this is what the command looks for.
+        Err(error) if found.superblock.is_none() && !found.damage.is_empty() => {
+            return Ok(verified(found, VerifyReport { damage: vec![error], ..VerifyReport::default() }));
+        }
+        Err(error) => return Err(error),
+    };
+    let report = tier.verify()?;
+    tier.close(None)?;
+    Ok(verified(found, report))
+}
+
+fn verified(found: &Found, report: VerifyReport) -> Verified {
+    Verified {
+        job: found.owner.job.clone(),
+        host: found.owner.host.clone(),
+        rank: found.owner.rank,
+        step: found.superblock.as_ref().and_then(|one| one.step),
+        extents: report.extents,
+        blocks: report.blocks,
+        bytes: report.bytes,
+        damage: report.damage.iter().map(Error::to_string).collect(),
+    }
+}
+
+fn text((tier, found): (&Verified, &Found)) -> String {
+    let step = tier.step.map_or("no commit".to_string(), |step| format!("step {step}"));
+    let mut text = format!(
+        "{}: {step}, {} extents, {} blocks, {}: {}\n",
+        title(found),
+        tier.extents,
+        tier.blocks,
+        size(tier.bytes),
+        if tier.damage.is_empty() { "no damage" } else { "DAMAGED" }
+    );
+    tier.damage.iter().for_each(|damage| text += &format!("  {}\n", damage.escape_debug()));
+    text
+}

@@ -1,0 +1,357 @@
+//! Import of an export, or of another safetensors file, into a tier.
+//!
+//! Invariants:
+//! - An import changes the tier only by its commit.
+//! - Sizes of a manifest or a header are compared with the files before the tier allocates space for them.
+//! - What an export wrote is compared with its checksums before it is committed.
+//! - An import uses the memory of its lanes, for extents of any size (see `lanes`).
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::blocks::{checksums_of, chunk_header};
+use super::catalog::{Reservation, Subject, WriteOrigin};
+use super::export::{Passed, Target, windows};
+use super::extent::{Block, Chunk, Run, check_name};
+use super::jobs::Refusal;
+use super::lanes::{self, Buffers, Route};
+use super::manifest::{Header, MANIFEST, Manifest, Tensor, broken, digits, sum_of};
+use super::options::absolute;
+use super::select::Selection;
+use super::storage::failed;
+use super::store::Tier;
+use super::volume::Volume;
+use crate::error::{Doing, Error, Result, TierError, TierKind};
+use crate::io::engine::Engine;
+use crate::io::file::File;
+use crate::io::options::{Options as IoOptions, Request, Target as IoTarget};
+use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::file::Access;
+use crate::sys::private_files;
+
+/// An export, or another safetensors file, that can be read into a tier.
+#[derive(Debug)]
+pub struct Source {
+    path: PathBuf,
+    origin: Option<Origin>,
+    extents: Vec<SourceExtent>,
+}
+
+/// Where the state of an export comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Origin {
+    /// Job of the tier.
+    pub job: String,
+    /// Its rank.
+    pub rank: u32,
+    /// Number of ranks of the job.
+    pub world: u32,
+    /// Step of the commit.
+    pub step: u64,
+    /// Payload of the commit.
+    pub payload: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct SourceExtent {
+    name: String,
+    streams: Vec<SourceStream>,
+}
+
+#[derive(Debug)]
+struct SourceStream {
+    file: PathBuf,
+    at: u64,
+    bytes: u64,
+    /// Checksum that the export has recorded, in hexadecimal.
+    checksum: Option<String>,
+}
+
+impl SourceExtent {
+    fn bytes(&self) -> u64 {
+        self.streams.iter().map(|stream| stream.bytes).sum()
+    }
+}
+
+impl Source {
+    /// Reads what a directory or a file says about itself. Its file system may take `io_timeout` for each call.
+    pub fn open(path: &Path, io_timeout: Option<Duration>) -> Result<Source> {
+        // It is named several times.
+        let path = absolute(path)?;
+        let target = Target { directory: path.clone(), io_timeout };
+        target.within(Doing::Opening, move || match fs::metadata(&path) {
+            Ok(found) if found.is_file() => Source::of_file(path),
+            _ => Source::of_directory(path),
+        })
+    }
+
+    fn of_directory(path: PathBuf) -> Result<Source> {
+        let place = path.join(MANIFEST);
+        let manifest = Manifest::read(&place)?;
+        let stream = |file: &str, bytes: u64| {
+            let file = plain_name(&path, file)?;
+            let found = length_of(&file)?;
+            match found == bytes {
+                true => Ok((file, 0, found)),
+                false => {
+                    Err(broken(&file, format!("the file has {found} bytes, but the manifest says {bytes}")))
+                }
+            }
+        };
+        let extents = described(&manifest, stream)?;
+        Ok(Source { origin: Some(origin(manifest, &place)?), extents, path })
+    }
+
+    fn of_file(path: PathBuf) -> Result<Source> {
+        let (Header { tensors, .. }, manifest, begin) = Header::read(&path)?;
+        let place = |tensor: &Tensor| (path.clone(), begin + tensor.data_offsets[0], tensor.bytes());
+        let Some(manifest) = manifest else {
+            let extent = |(name, tensor): (String, Tensor)| {
+                let (file, at, bytes) = place(&tensor);
+                SourceExtent { name, streams: vec![SourceStream { file, at, bytes, checksum: None }] }
+            };
+            let extents = tensors.into_iter().map(extent).collect();
+            return Ok(Source { origin: None, extents, path });
+        };
+        let stream = |name: &str, bytes: u64| match tensors.get(name).map(place) {
+            Some(found) if found.2 == bytes => Ok(found),
+            _ => Err(broken(
+                &path,
+                format!("it has no tensor {name:?} of {bytes} bytes, which its metadata name"),
+            )),
+        };
+        let extents = described(&manifest, stream)?;
+        Ok(Source { origin: Some(origin(manifest, &path)?), extents, path })
+    }
+
+    /// Where the state comes from; `None` for a safetensors file that no export wrote.
+    pub fn origin(&self) -> Option<&Origin> {
+        self.origin.as_ref()
+    }
+
+    /// Bytes of the extents that `selection` takes.
+    pub fn bytes(&self, selection: &Selection) -> u64 {
+        self.taken(selection).map(SourceExtent::bytes).sum()
+    }
+
+    fn taken<'a>(&'a self, selection: &'a Selection) -> impl Iterator<Item = &'a SourceExtent> {
+        self.extents.iter().filter(|extent| selection.takes(&extent.name))
+    }
+}
+
+fn origin(manifest: Manifest, place: &Path) -> Result<Origin> {
+    let payload = manifest.payload(place)?;
+    let Manifest { job, rank, world, step, .. } = manifest;
+    Ok(Origin { job, rank, world, step, payload })
+}
+
+/// The extents of a manifest. `place` returns file, offset and length of a stream.
+fn described(
+    manifest: &Manifest,
+    place: impl Fn(&str, u64) -> Result<(PathBuf, u64, u64)>,
+) -> Result<Vec<SourceExtent>> {
+    let mut names = BTreeMap::new();
+    let extents = manifest.extents.iter().map(|extent| {
+        check_name("manifest.name", &extent.name)?;
+        if names.insert(&extent.name, ()).is_some() {
+            return Err(Error::invalid(
+                "manifest.name",
+                format!("{:?} is the name of two extents", extent.name),
+            ));
+        }
+        let streams = extent.streams.iter().map(|stream| {
+            let (file, at, bytes) = place(&stream.place, stream.bytes)?;
+            Ok(SourceStream { file, at, bytes, checksum: Some(stream.checksum.clone()) })
+        });
+        Ok(SourceExtent { name: extent.name.clone(), streams: streams.collect::<Result<_>>()? })
+    });
+    extents.collect()
+}
+
+impl Tier {
+    /// Reads an export into this tier, commits it at the step of the export, and returns this step. Existing extents
+    /// with the same name must have the same streams; other extents stay as they are. After an error the tier is rolled
+    /// back to its last commit.
+    pub fn import(&self, directory: &Path) -> Result<u64> {
+        let source = Source::open(directory, self.options.io.io_timeout)?;
+        self.import_from(&source, &Selection::default(), &|_| Ok(()))
+    }
+
+    /// As [`Tier::import`], of the extents that `selection` takes; it has no range. If it takes all of an export, step and
+    /// payload are those of the export. Else they are those of the last commit, if there is one. `passed` is called with
+    /// the bytes of each part; its error ends the import.
+    pub fn import_from(&self, source: &Source, selection: &Selection, passed: Passed) -> Result<u64> {
+        let (last, own) = self.state.lock().catalog.last_commit();
+        let exported = source.origin.as_ref().map(|origin| (origin.step, origin.payload.clone()));
+        let kept = last.map(|last| (last, own));
+        let (first, second) = if selection.is_whole() { (exported, kept) } else { (kept, exported) };
+        let (step, payload) = first.or(second).unwrap_or_default();
+        let mut taken = source.taken(selection).peekable();
+        if taken.peek().is_none() && !selection.names.is_empty() {
+            return Err(selection.nothing(&source.path.to_string_lossy()));
+        }
+        let loaded = taken.try_for_each(|extent| self.import_extent(extent, &source.path, passed));
+        match loaded.and_then(|()| self.commit(step, &payload)) {
+            Ok(()) => Ok(step),
+            Err(error) => {
+                self.rollback()?;
+                Err(error)
+            }
+        }
+    }
+
+    fn import_extent(&self, extent: &SourceExtent, place: &Path, passed: Passed) -> Result<()> {
+        let sizes: Vec<u64> = extent.streams.iter().map(|stream| stream.bytes).collect();
+        let number = self.define(&extent.name, &sizes)?;
+        let target = Target { directory: place.to_path_buf(), io_timeout: self.options.io.io_timeout };
+        let files = extent.streams.iter().map(|stream| {
+            let path = stream.file.clone();
+            target.within(Doing::Opening, move || open(&path).map(Arc::new))
+        });
+        let files = files.collect::<Result<Vec<_>>>()?;
+        let engine = Engine::open(IoOptions { preallocate: false, ..self.options.io })?;
+        let reserved = self.begin_write(number, &WriteOrigin::Caller)?;
+        let checksums: Vec<AtomicU64> =
+            (0..reserved.subject.shape.blocks()).map(|_| AtomicU64::new(0)).collect();
+        let from = Origins { engine, files, extent, checksums, passed };
+        let chunks = self.fill(&reserved, |chunks| from.write(self, &reserved, chunks));
+        let known = || from.checksums.iter().map(|sum| sum.load(Ordering::Relaxed)).collect::<Arc<[u64]>>();
+        self.end_fill(&reserved, chunks.map(|chunks| (chunks, known())))
+    }
+}
+
+fn open(path: &Path) -> Result<File> {
+    // Through the page cache: the tensors of a file need not begin at pages.
+    File::open_with(path, Access::Read, false, |_| private_files::open_to_check(path))
+}
+
+/// What an import of an extent reads, and the checksums of the blocks it has read.
+struct Origins<'a> {
+    engine: Engine,
+    files: Vec<Arc<File>>,
+    extent: &'a SourceExtent,
+    checksums: Vec<AtomicU64>,
+    passed: Passed<'a>,
+}
+
+impl Origins<'_> {
+    /// Fills chunks, their headers included, and compares the streams with their checksums.
+    fn write(
+        &self,
+        tier: &Tier,
+        reserved: &Reservation,
+        chunks: &mut [Chunk],
+    ) -> std::result::Result<(), Refusal> {
+        let subject = &reserved.subject;
+        let sums: Vec<AtomicU64> = self.files.iter().map(|_| AtomicU64::new(0)).collect();
+        let mut lanes: BTreeMap<u32, Vec<Chunk>> = BTreeMap::new();
+        for chunk in chunks.iter() {
+            lanes.entry(chunk.path).or_default().push(chunk.clone());
+        }
+        let buffers = Buffers::of(lanes.len(), subject.shape.block_bytes());
+        let refused = crate::sys::sync::Lock::new(None);
+        let moved = lanes::each(lanes.into_iter().collect(), |(path, chunks): (u32, Vec<Chunk>), stop| {
+            let volume = tier.volume(path as usize)?;
+            let mut route = Importing { from: self, volume, subject, sums: &sums, refused: None };
+            let parts = chunks.into_iter().flat_map(|chunk| {
+                let runs = windows(&subject.shape, (chunk.first, chunk.count), buffers.bytes);
+                runs.map(|run| (chunk.clone(), run)).collect::<Vec<_>>()
+            });
+            let moved = lanes::run(parts, buffers, stop, &mut route);
+            moved.inspect_err(|_| *refused.lock() = route.refused)
+        });
+        moved.map_err(|error| Refusal { error, refused: *refused.lock() })?;
+        self.compare(&sums).map_err(Refusal::of)?;
+        let checksums: Vec<u64> = self.checksums.iter().map(|sum| sum.load(Ordering::Relaxed)).collect();
+        for chunk in chunks {
+            let refused = Some((chunk.path, chunk.first));
+            let volume = tier.volume(chunk.path as usize).map_err(Refusal::of)?;
+            let header =
+                chunk_header(volume, chunk, subject, &checksums, tier.identity).map_err(Refusal::of)?;
+            let written = volume.ended(volume.write(chunk.offset, header.transfer()));
+            written.map_err(|error| Refusal { error, refused })?;
+        }
+        Ok(())
+    }
+
+    fn compare(&self, sums: &[AtomicU64]) -> Result<()> {
+        for (stream, sum) in self.extent.streams.iter().zip(sums) {
+            let sum = digits(sum.load(Ordering::Relaxed));
+            if let Some(expected) = stream.checksum.as_ref().filter(|expected| **expected != sum) {
+                let message = format!(
+                    "extent {:?}: its checksum is {sum}, but the export recorded {expected}",
+                    self.extent.name
+                );
+                return Err(TierError::at(TierKind::Corrupt, stream.file.to_string_lossy(), message));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The route from files to a path of a tier.
+struct Importing<'a> {
+    from: &'a Origins<'a>,
+    volume: &'a Arc<Volume>,
+    subject: &'a Subject,
+    sums: &'a [AtomicU64],
+    /// Path and first block of the chunk that the path did not accept.
+    refused: Option<(u32, u32)>,
+}
+
+impl Route<(Chunk, Run)> for Importing<'_> {
+    fn fetch(&mut self, (_, run): &(Chunk, Run), buffer: &TransferBuffer) -> Result<u64> {
+        let target = IoTarget::File(Arc::clone(&self.from.files[run.stream]));
+        let offset = self.from.extent.streams[run.stream].at + run.from;
+        let buffer = buffer.part(0, run.len as usize);
+        self.from.engine.read(Request { target, offset, buffer, deadline: None })
+    }
+
+    fn fetched(&mut self, _: &(Chunk, Run), handle: u64) -> Result<()> {
+        self.from.engine.wait(handle, None).map(drop)
+    }
+
+    fn check(&mut self, (_, run): &(Chunk, Run), buffer: &TransferBuffer) -> Result<()> {
+        let (shape, bytes) = (&self.subject.shape, buffer.span().part(0, run.len as usize));
+        let part = |block: Block| bytes.part((block.from - run.from) as usize, block.len as usize);
+        let found = checksums_of(shape, run.block, run.count(shape), &part)?;
+        let known = &self.from.checksums[run.block as usize..];
+        known.iter().zip(found).for_each(|(known, sum)| known.store(sum, Ordering::Relaxed));
+        let sum = bytes.with_bytes(|bytes| sum_of(run.from, bytes));
+        self.sums[run.stream].fetch_add(sum, Ordering::Relaxed);
+        (self.from.passed)(run.len)
+    }
+
+    fn store(&mut self, (chunk, run): &(Chunk, Run), buffer: &TransferBuffer) -> Result<u64> {
+        let offset = chunk.block_offset(&self.subject.shape, run.block);
+        let started = self.volume.write(offset, buffer.part(0, run.len as usize));
+        started.inspect_err(|_| self.refused = Some((chunk.path, chunk.first)))
+    }
+
+    fn stored(&mut self, (chunk, _): &(Chunk, Run), handle: u64) -> Result<()> {
+        let ended = self.volume.ended(Ok(handle));
+        ended.inspect_err(|_| self.refused = Some((chunk.path, chunk.first)))
+    }
+}
+
+/// Path of a file of the export. The name must be a plain file name, so that it cannot leave the directory.
+fn plain_name(directory: &Path, file: &str) -> Result<PathBuf> {
+    match file.is_empty() || file.starts_with('.') || file.contains(['/', '\0']) {
+        true => Err(broken(&directory.join(MANIFEST), format!("{file:?} is not a valid name of a file"))),
+        false => Ok(directory.join(file)),
+    }
+}
+
+/// Length of a file of an export.
+fn length_of(path: &Path) -> Result<u64> {
+    let found = fs::metadata(path).map_err(|error| failed(Doing::Opening, path, error, ""))?;
+    match found.is_file() {
+        true => Ok(found.len()),
+        false => Err(broken(path, "it is no regular file".to_string())),
+    }
+}

@@ -222,17 +222,20 @@ class Later(_offload_plan.HostLink):
         self._stream, self._last = concurrent.futures.ThreadPoolExecutor(1), None
 
     def _start(self, to, value):
-        frozen = value.clone()
+        frozen, memory = value.clone(), to.detach().data
+        torch.autograd.graph.increment_version(to)
 
         def run():
             time.sleep(0.001)
-            with torch.no_grad():
-                to.copy_(frozen)
+            memory.copy_(frozen)
 
         self._last = self._stream.submit(run)
 
     def out(self, host, tensor):
         self._start(host, tensor)
+
+    def bring(self, tensor, host):
+        self._start(tensor, host)
 
     def back(self, tensor, host):
         self._start(tensor, host)
@@ -246,7 +249,13 @@ class Later(_offload_plan.HostLink):
             def synchronize(self):
                 last.result()
 
+            def query(self):
+                return last.done()
+
         return Fence()
+
+    def wait(self, fence):
+        fence.synchronize()
 
 
 def run(optimizer_of, dtype=torch.float32, steps=6, spike=3, seed=1, model=None):

@@ -39,13 +39,13 @@ def close(one, other):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("verdict", ["step", "forward"])
-def test_the_trainer_steps_during_backward_clips_and_resumes_with_the_same_bits(tmp_path, speculated, verdict):
+@pytest.mark.parametrize("more", [{}, {"verdict": "forward"}, {"weights": "flow", "device": "cpu"}], ids=["step", "forward", "flow"])
+def test_the_trainer_steps_during_backward_clips_and_resumes_with_the_same_bits(tmp_path, speculated, more):
     def torchs(model):
         return {"optimizers": (torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), None)}
 
     def ours(model):
-        return {"optimizers": (offload(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.0, max_norm=0.5, verdict=verdict), None)}
+        return {"optimizers": (offload(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.0, max_norm=0.5, **more), None)}
 
     theirs = trained(torchs, tmp_path / "torch")
 

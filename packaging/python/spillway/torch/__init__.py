@@ -33,7 +33,8 @@ Keywords beyond torch, for all classes:
 A checkpoint keeps bf16 moments and masters. A master takes the value of its parameter where the program wrote to the parameter, except by
 `param.data`, which leaves no trace.
 
-`offload` makes an optimizer for parameters on any device: masters and moments are in host memory, and its steps start during backward."""
+`offload` makes an optimizer for parameters on any device: masters and moments are in host memory, and its steps start during backward.
+`Flow` keeps the weights of a model in host memory, and on the device those that are used."""
 
 from __future__ import annotations
 
@@ -43,12 +44,13 @@ import torch
 
 from .. import _abi
 from ..errors import InvalidArgumentError
+from ._flow import Flow
 from ._keywords import TierOptions, take_beyond
 from ._offload import offload
 from ._optimizer import SpillwayOptimizer
 from ._states import MOMENTS, Rule
 
-__all__ = ["Adagrad", "Adam", "AdamW", "Lion", "TierOptions", "offload"]
+__all__ = ["Adagrad", "Adam", "AdamW", "Flow", "Lion", "TierOptions", "offload"]
 
 _ADAM = Rule("adam", _abi.AdamOptions, {key: key for key in MOMENTS}, ("lr", "eps", "weight_decay", "betas"), decoupled=False)
 

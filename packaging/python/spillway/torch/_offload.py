@@ -33,6 +33,7 @@ import torch
 from .._groups import TORCHS
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
+from ._flow import Flow
 from ._keywords import check_keywords, result_of
 from ._offload_plan import FLOATS, Plan, Slot
 from ._tail import apart_in_bits
@@ -40,6 +41,8 @@ from ._tail_search import TailSearch, Timed, room
 from ._tensors import DTensor, is_partial, local
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+#: Bytes of layers that stay on the device, by what is said of the weights.
+_KEPT_BYTES = {"resident": 0, "flow": 0, "auto": None}
 #: After this number of clipped steps in a row, a step waits for the norm: a speculative step would be repeated anyway.
 _CLIPPED_IN_A_ROW = 2
 
@@ -48,6 +51,8 @@ def offload(
     params: torch.nn.Module | Iterable[Any],
     kind: type = torch.optim.AdamW,
     *,
+    weights: str = "resident",
+    device: Any = None,
     overlap: bool | None = None,
     verdict: str = "step",
     model: torch.nn.Module | None = None,
@@ -64,12 +69,15 @@ def offload(
         params: A model, or its parameters or groups of parameters as torch takes them, on any device, in float32, bfloat16 or float16;
             DTensors included, as those of FSDP2.
         kind: torch.optim.AdamW or torch.optim.Adam, or the class of that name in spillway.torch.
+        weights: "resident": parameters stay where they are. "flow": their home is host memory, and a layer's weights are on `device` only
+            while it is used, as Flow has it. "auto": so many layers stay on the device as fit beside the first backward.
+        device: Where a model with "flow" or "auto" computes; None: the accelerator, or the CPU if there is none.
         overlap: Start the step during backward; None: if a parameter is not in host memory, because a backward on the CPU
             and a step would share the processors. Each parameter then has one backward per step, or accumulates inside of
             `accumulating()`; a further backward is correct too, but its step does not overlap.
         verdict: "step": step() waits for the norm and for the new weights. "forward": the next forward of the model, or of a part of
             it, does; until then the parameters have their old values. `settle()` waits at once, for what else reads parameters.
-        model: The model of `verdict="forward"`, unless `params` is it.
+        model: The model of `verdict="forward"` and of weights that flow, unless `params` is it.
         bucket_bytes: Bytes of gradients that are stepped together.
         tail: Number of buckets whose masters and states stay on the device of their parameters, which steps them: those that backward
             completes last. "auto": a number that the exposed seconds of the first steps correct; see `tail` of the optimizer.
@@ -91,6 +99,17 @@ def offload(
         model(batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()"""
+    model = params if model is None and isinstance(params, torch.nn.Module) else model
+    if weights not in _KEPT_BYTES:
+        raise InvalidArgumentError(f"offload: weights is {weights!r}; pass 'resident', 'flow' or 'auto'")
+    if weights == "resident" and device is not None:
+        raise InvalidArgumentError("offload: device is for weights='flow' and 'auto'; move the model, or pass weights")
+    if weights != "resident":
+        if model is None:
+            raise InvalidArgumentError(f"offload: weights is {weights!r}, and there is no model; pass model=")
+        flow = Flow(model, device, keep_bytes=_KEPT_BYTES[weights])
+        # The parameters are in host memory, and backward is on the device.
+        overlap = flow.device.type != "cpu" if overlap is None else overlap
     beyond = {"max_norm": max_norm, "process_group": process_group, "skip_nonfinite": skip_nonfinite}
     own: dict[str, Any] = {"overlap": overlap, "verdict": verdict, "model": model, "bucket_bytes": bucket_bytes, "tail": tail}
     return Offloaded(params, kind, **own, **beyond, **options)
@@ -128,7 +147,6 @@ class Offloaded(torch.optim.Optimizer):
             raise InvalidArgumentError(f"offload: tail is {tail!r}; pass a number of buckets, 0 for none, or 'auto'")
         if verdict not in ("step", "forward"):
             raise InvalidArgumentError(f"offload: verdict is {verdict!r}; pass 'step' or 'forward'")
-        model = params if model is None and isinstance(params, torch.nn.Module) else model
         if verdict == "forward" and not isinstance(model, torch.nn.Module):
             raise InvalidArgumentError(
                 f"offload: verdict is 'forward', and model is {model!r}; pass model=, whose next forward completes a step"

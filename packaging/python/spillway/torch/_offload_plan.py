@@ -40,6 +40,10 @@ class HostLink:
         """Starts the copy of host memory to a tensor. Later work of the caller on that device sees it."""
         tensor.copy_(host)
 
+    def bring(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Starts the copy of host memory to a tensor. Later work of the caller that needs it waits for `fence()`."""
+        tensor.copy_(host)
+
     def mark(self, tensor: torch.Tensor) -> Any:
         """What `differs` needs of the values of a tensor that is copied."""
         return None
@@ -55,8 +59,11 @@ class HostLink:
         """Later work of the caller on the device may overwrite what is copied to the host."""
 
     def fence(self) -> Any:
-        """An object with `synchronize()`, which waits for the copies that were started before; None if they are done."""
+        """An object with `synchronize()` and `query()` for the copies that were started before; None if they are done."""
         return None
+
+    def wait(self, fence: Any) -> None:
+        """Makes the caller's later work on the device wait for the copies of a fence."""
 
 
 class DeviceLink(HostLink):
@@ -77,11 +84,14 @@ class DeviceLink(HostLink):
 
     def back(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor; the caller's later work on the device waits for it."""
-        current = torch.accelerator.current_stream(self._device)
-        self._stream.wait_stream(current)
+        self.bring(tensor, host)
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def bring(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Starts the copy of host memory to a tensor, after the caller's work on the device."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             tensor.copy_(host, non_blocking=True)
-        current.wait_stream(self._stream)
 
     def mark(self, tensor: torch.Tensor) -> Any:
         """The norm, computed on the device: the values on the host are not read back."""
@@ -99,19 +109,25 @@ class DeviceLink(HostLink):
         """An event of the stream."""
         return self._stream.record_event()
 
+    def wait(self, fence: Any) -> None:
+        """Makes the caller's later work on the device wait for the copies of a fence."""
+        torch.accelerator.current_stream(self._device).wait_event(fence)
 
-_HOST = HostLink()
-_links: dict[torch.device, DeviceLink] = {}
+
+_links: dict[torch.device, HostLink] = {}
 
 
 def link_to(param: torch.Tensor) -> HostLink:
     """The link to the device of a parameter; one per device."""
     device = local(param).device
-    if device.type == "cpu":
-        return _HOST
     if device not in _links:
-        _links[device] = DeviceLink(device)
+        _links[device] = new_link(device)
     return _links[device]
+
+
+def new_link(device: torch.device) -> HostLink:
+    """A link with a stream of its own."""
+    return HostLink() if device.type == "cpu" else DeviceLink(device)
 
 
 def _is_words(tensor: torch.Tensor) -> bool:

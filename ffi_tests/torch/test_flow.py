@@ -1,0 +1,274 @@
+"""spillway.torch.Flow: a model whose weights flow to the device has the bits of one that stays there, whatever the order of its parts; no
+more than its slots are on the device; every gradient is in host memory when backward returns."""
+
+import copy
+import functools
+import pickle
+import random
+
+import pytest
+import torch
+from offload_runs import Later
+from torch.utils.checkpoint import checkpoint
+
+import spillway
+import spillway.torch
+from spillway.torch import Flow, _flow
+
+WIDTH = 16
+
+
+class Layer(torch.nn.Module):
+    """A layer with a parameter that is used by views, one by a derived weight, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.direction = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.register_buffer("scale", torch.full((), 0.5))
+
+    def forward(self, x, again=None, *, add=None):
+        x = torch.tanh(self.linear(x)) * self.scale
+        x = x if add is None else x + add
+        x = x @ (self.direction / self.direction.norm())
+        return {"x": x, "other": (x * 2, 7)}
+
+
+class Model(torch.nn.Module):
+    """Layers in a random order, some used twice, some not, with tied weights at the ends."""
+
+    def __init__(self, layers=5):
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, WIDTH)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
+        self.head = torch.nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids, order, how=""):
+        x = self.embed(ids)
+        skip = None
+        for number in order:
+            layer = self.layers[number]
+            if how:
+                found = checkpoint(layer, x, use_reentrant=how == "reentrant")
+            else:
+                found = layer(x, add=skip)
+            x, skip = found["x"], found["other"][0]
+        return self.head(x)
+
+
+def pair(seed=0, layers=5, **options):
+    """Two equal models, of which the second flows."""
+    torch.manual_seed(seed)
+    model = Model(layers)
+    other = copy.deepcopy(model)
+    return model, other, Flow(other, "cpu", **options)
+
+
+def bits(tensors):
+    return [None if tensor is None else tensor.detach().view(-1).view(torch.uint8).tolist() for tensor in tensors]
+
+
+def same(model, other):
+    assert bits(model.parameters()) == bits(other.parameters())
+    assert bits(p.grad for p in model.parameters()) == bits(p.grad for p in other.parameters())
+
+
+def on_device(flow):
+    return sum(weight.device.untyped_storage().nbytes() for unit in flow.units for weight in unit.weights)
+
+
+@pytest.fixture(params=["at once", "later"])
+def copies(request, monkeypatch):
+    if request.param == "later":
+        monkeypatch.setattr(_flow, "new_link", lambda device: Later())
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_random_orders_give_the_bits_of_weights_that_stay(copies, how, slots):
+    chance = random.Random(slots)
+    model, other, flow = pair(slots=slots)
+    whole = max(unit.bytes for unit in flow.units)
+    optimizers = [torch.optim.AdamW(own.parameters(), lr=0.01) for own in (model, other)]
+    for step in range(8):
+        order = chance.choices(range(5), k=chance.randint(1, 7)) if step % 2 else range(5)
+        ids = torch.randint(11, (3, 4))
+        for _ in range(chance.choice((1, 2))):
+            losses = [own(ids, order, how).square().mean() for own in (model, other)]
+            assert losses[0].item() == losses[1].item()
+            assert on_device(flow) <= slots * whole
+            [loss.backward() for loss in losses]
+            assert on_device(flow) == 0
+        same(model, other)
+        for own in optimizers:
+            own.step()
+            own.zero_grad()
+        if chance.random() < 0.3:
+            with torch.no_grad(), torch.inference_mode(chance.random() < 0.5):
+                assert torch.equal(model(ids, order), other(ids, order))
+    same(model, other)
+    assert flow.peak_bytes <= (slots if not how else slots + 1) * whole
+
+
+def test_a_step_fetches_each_layer_for_each_pass_and_begins_before_the_use():
+    model, other, flow = pair(slots=2, layers=6)
+    whole = flow.units[0].bytes
+    for step in range(4):
+        fetched, late = flow.fetched_bytes, flow.late
+        other(torch.zeros(1, 2, dtype=torch.long), range(6)).sum().backward()
+        moved = flow.fetched_bytes - fetched - (flow._rest.bytes if step == 0 else 0)
+        # Of the second pass, the layers that the first one used last are there.
+        assert moved == (6 + 6 - 2) * whole
+        # From the second step on, only the first use of a step has no use before it.
+        assert step == 0 or flow.late - late == 1
+    assert flow.peak_bytes == 2 * whole
+
+
+def test_a_layer_that_does_not_wait_for_its_weights_computes_something_else(monkeypatch):
+    monkeypatch.setattr(_flow, "new_link", lambda device: Later())
+    monkeypatch.setattr(Later, "wait", lambda self, fence: None)
+    # Nothing is freed, so that no copy writes to memory of others.
+    model, other, flow = pair(slots=5)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    with torch.no_grad():
+        assert not torch.equal(other(ids, range(5)), model(ids, range(5)))
+    flow._up.fence().synchronize()
+
+
+def test_the_parameters_of_the_program_are_in_host_memory_outside_of_a_forward():
+    model, other, flow = pair()
+    inside = []
+    other.layers[1].linear.register_forward_hook(lambda module, args, output: inside.append(module.weight))
+    params = list(other.parameters())
+    other(torch.zeros(1, 2, dtype=torch.long), range(5))
+    assert all(mine is own for mine, own in zip(other.parameters(), params))
+    assert inside[0] is not other.layers[1].linear.weight and torch.equal(other.layers[1].linear.weight, model.layers[1].linear.weight)
+
+
+def test_a_state_dict_goes_both_ways():
+    model, other, _ = pair()
+    assert all(torch.equal(mine, own) for mine, own in zip(model.state_dict().values(), other.state_dict().values()))
+    with torch.no_grad():
+        [param.add_(1) for param in model.parameters()]
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    other(ids, range(5))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(model(ids, range(5)), other(ids, range(5)))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_the_model_is_a_plain_model(how):
+    model, other, flow = pair()
+    copied = copy.deepcopy(other) if how == "deepcopy" else pickle.loads(pickle.dumps(other))
+    ids, fetched = torch.ones(1, 2, dtype=torch.long), flow.fetched_bytes
+    assert torch.equal(copied(ids, range(5)), model(ids, range(5))) and flow.fetched_bytes == fetched
+    flow.remove()
+    assert torch.equal(other(ids, range(5)), model(ids, range(5))) and flow.fetched_bytes == fetched and on_device(flow) == 0
+
+
+def test_an_error_in_forward_or_backward_leaves_no_layer_in_use(copies):
+    model, other, flow = pair()
+    ids = torch.ones(1, 2, dtype=torch.long)
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    hook = other.layers[3].linear.register_forward_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        other(ids, range(5))
+    hook.remove()
+    assert not any(unit.in_use for unit in flow.units)
+    hook = other.layers[2].linear.register_full_backward_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        other(ids, range(5)).sum().backward()
+    hook.remove()
+    [param.__setattr__("grad", None) for param in other.parameters()]
+    other(ids, range(5)).sum().backward()
+    model(ids, range(5)).sum().backward()
+    # A gradient of the backward that has raised may have been on its way.
+    assert on_device(flow) == 0 and not any(unit.in_use for unit in flow.units)
+
+
+def test_a_backward_after_a_step_is_torchs_error():
+    model, other, _ = pair()
+    ids = torch.ones(1, 2, dtype=torch.long)
+    loss = other(ids, range(5)).sum()
+    with torch.no_grad():
+        [param.add_(1) for param in other.parameters()]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_frozen_layers_and_inputs_without_gradients():
+    model, other, flow = pair()
+    for own in (model, other):
+        own.embed.weight.requires_grad_(False)
+        own.layers[1].requires_grad_(False)
+        own.layers[3].linear.weight.requires_grad_(False)
+    ids = torch.ones(1, 2, dtype=torch.long)
+    [own(ids, range(5)).square().sum().backward() for own in (model, other)]
+    same(model, other)
+    assert on_device(flow) == 0
+
+
+def test_layers_that_are_kept_are_copied_once_per_change():
+    model, other, flow = pair()
+    whole = flow.units[0].bytes
+    kept = Flow(copy.deepcopy(model), "cpu", keep_bytes=2 * whole + 1)
+    assert [unit.kept for unit in kept.units] == [True, True, False, False, False]
+    torch.manual_seed(0)
+    other = Model()
+    flow = Flow(other, "cpu", keep_bytes=None)
+    ids = torch.ones(1, 2, dtype=torch.long)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for step in range(3):
+        fetched = flow.fetched_bytes
+        other(ids, range(5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step:
+            assert flow.fetched_bytes - fetched == flow._rest.bytes + 5 * whole
+
+
+@pytest.mark.parametrize("weights", ["flow", "auto"])
+@pytest.mark.parametrize("verdict", ["step", "forward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_offload_with_weights_that_flow(copies, weights, verdict, dtype, overlap):
+    torch.manual_seed(3)
+    models = [Model().to(dtype)]
+    models.append(copy.deepcopy(models[0]))
+    make = functools.partial(spillway.torch.offload, kind=torch.optim.AdamW, lr=0.01, max_norm=0.5, bucket_bytes=2000, overlap=overlap)
+    optimizers = [make(models[0]), make(models[1], weights=weights, device="cpu", verdict=verdict)]
+    for step in range(6):
+        ids = torch.randint(11, (3, 4))
+        for model, optimizer in zip(models, optimizers):
+            factor = 1000 if step == 3 else 1
+            for part in range(2 if step == 2 else 1):
+                (model(ids, [0, 1, 2, 1, 4]).float().square().mean() * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizers[0].grad_norm == optimizers[1].grad_norm
+    same(*models)
+    assert torch.equal(models[0](ids, range(5)), models[1](ids, range(5)))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Flow(7), "pass a torch.nn.Module"),
+        (lambda: Flow(Model(), "cpu", slots=0), "slots is 0"),
+        (lambda: Flow(Model(), "cpu", keep_bytes=-1), "keep_bytes is -1"),
+        (lambda: Flow(torch.nn.Linear(2, 2), "cpu"), "pass units="),
+        (lambda: Flow(Model(), "cpu", units=[7]), "units\\[0\\] is a int"),
+        (lambda: Flow((own := Model()), "cpu", units=[own.layers, own.layers[0]]), "inside of another"),
+        (lambda: Flow(torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta")), "cpu"), "no memory yet"),
+        (lambda: spillway.torch.offload(Model(), weights="float"), "'resident', 'flow' or 'auto'"),
+        (lambda: spillway.torch.offload(Model(), device="cpu"), "device is for weights"),
+        (lambda: spillway.torch.offload(Model().parameters(), weights="flow"), "pass model="),
+    ],
+)
+def test_wrong_arguments(call, words):
+    with pytest.raises((spillway.InvalidArgumentError, spillway.errors.UnsupportedError), match=words):
+        call()

@@ -17,11 +17,11 @@ use crate::sys::sync::Lock;
 use crate::sys::threads;
 
 /// Bytes of the buffers of all lanes.
-const MEMORY: u64 = 96 << 20;
+const MEMORY: u64 = 128 << 20;
 /// Bytes of a buffer, unless blocks are larger or lanes are many.
 const PART: u64 = 4 << 20;
 /// Most buffers of a lane: more do not make a path faster.
-const MOST_BUFFERS: u64 = 8;
+const MOST_BUFFERS: u64 = 16;
 /// Bytes of the only buffer of a lane that leaves bandwidth to others.
 const GENTLE: u64 = 16 << 20;
 

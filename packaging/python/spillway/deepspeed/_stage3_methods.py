@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidArgumentError
 from ..swap import STATES
 from ..tiered import mapped
-from . import _lifetime, _stage3, _versions
+from . import _lifetime, _stage3, _universal, _versions
 from ._interleave import InterleavedUpdate
 from ._tier import TierSwapper
 
@@ -249,12 +249,10 @@ def _checkpointing(stage3):
             swapper.give(index, flat, None, None, None)
 
     def load_universal_checkpoint(self, *arguments, **named):
-        if tiered(self):
-            raise NotImplementedError(
-                "Spillway's tier does not load universal checkpoints; load this one with "
-                "offload_optimizer on the device cpu, and save an ordinary one"
-            )
-        return own_universal(self, *arguments, **named)
+        swapper = tiered(self)
+        if swapper is None:
+            return own_universal(self, *arguments, **named)
+        _universal.load(self, swapper, *arguments, **named)
 
     return {
         "_rigid_state_dict": rigid_state_dict,

@@ -335,7 +335,8 @@ def _opened(settings, elements, sizes, rank, world):
         if committed is not None and committed.facts["elements"] != elements:
             raise InvalidArgumentError(
                 f"the tier holds sub-groups of {committed.facts['elements']} elements, this run has {elements}; use the "
-                "model, sub_group_size and number of ranks of the run that committed"
+                "model, sub_group_size and number of ranks of the run that committed. To change them, save a checkpoint there, "
+                "convert it with DeepSpeed's ds_to_universal, and load it with another job"
             )
         return Swap(
             tier,

@@ -94,8 +94,7 @@ impl FileLock {
             let mut text = Vec::new();
             // The holder may not have written its text yet.
             let _ = file.take(MAX_HOLDER_TEXT).read_to_end(&mut text);
-            let text = String::from_utf8_lossy(&text);
-            return Ok(LockAttempt::HeldByOther(text.lines().next().unwrap_or_default().to_string()));
+            return Ok(LockAttempt::HeldByOther(String::from_utf8_lossy(&text).into_owned()));
         };
         files.push(identity);
         Ok(LockAttempt::Acquired(FileLock { file: Some(kept), identity, excludes }))

@@ -15,11 +15,11 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{fs, io};
 
 use super::extent::check_name;
-use super::ownership::{LockStep, OwnedLock, PendingLock};
+use super::ownership::{LockStep, OwnedLock, PendingLock, owner_has_ended};
 use super::storage::{
     FILES, FilePair, LOCK, NamedFile, SUPERBLOCKS, Storage, failed, fenced, in_flight, inherited, locked,
     unless_fenced, within_timeout,
@@ -352,8 +352,11 @@ pub(super) fn enter(
     Ok(Some(below))
 }
 
+/// How long an open waits for the lock of a process that has ended: a server may release it a moment later.
+const LATE_RELEASE: Duration = Duration::from_secs(1);
+
 fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<PendingLock> {
-    let file = path.join(LOCK);
+    let (file, began) = (path.join(LOCK), Instant::now());
     let failed = |doing: Doing, error: io::Error| failed(doing, &file, error, "");
     loop {
         let refused =
@@ -370,7 +373,12 @@ fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<PendingLock> {
                 let message = "this process has the tier open, or closed it with a transfer still in flight";
                 return Err(locked(path, message));
             }
-            LockAttempt::HeldByOther(message) => return Err(locked(path, message.trim())),
+            LockAttempt::HeldByOther(text) if owner_has_ended(&text) && began.elapsed() < LATE_RELEASE => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            LockAttempt::HeldByOther(text) => {
+                return Err(locked(path, text.lines().next().unwrap_or_default().trim()));
+            }
         }
     }
 }

@@ -277,6 +277,12 @@ impl OwnerRecord {
     }
 }
 
+/// True if `text`, the beginning of a lock file, names a process that has ended, as far as this machine can prove.
+pub(super) fn owner_has_ended(text: &str) -> bool {
+    let record = OwnerRecord::parse(text.as_bytes());
+    record.is_some_and(|record| record.holder.life(&Holder::this_process(), &record.claim) == Life::Dead)
+}
+
 fn stored(text: &str) -> io::Result<[u8; PAGE]> {
     let mut page = [b' '; PAGE];
     page[PAGE - 1] = b'\n';

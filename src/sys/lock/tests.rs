@@ -42,7 +42,7 @@ fn another_process() {
         let code = match outcome {
             LockAttempt::Acquired(_) => 10,
             LockAttempt::HeldByUs => 11,
-            LockAttempt::HeldByOther(text) if text == "mine" => 12,
+            LockAttempt::HeldByOther(text) if text.trim_end() == "mine" => 12,
             LockAttempt::HeldByOther(text) => 13 + i32::from(text.len() as u64 == MAX_HOLDER_TEXT),
         };
         std::process::exit(code);

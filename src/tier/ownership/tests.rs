@@ -269,3 +269,19 @@ fn a_key_that_this_process_does_not_hold_is_of_a_dead_holder() {
     let_go("a key");
     assert_eq!(me.life(&me, "a key"), Life::Dead);
 }
+
+#[test]
+fn a_lock_file_names_an_owner_that_has_ended_only_if_this_machine_can_prove_it() {
+    let me = Holder::this_process();
+    let text = |holder: Holder| {
+        let record = OwnerRecord { claim: "a lock's key".to_string(), held: true, leased: true, holder };
+        String::from_utf8(record.page().unwrap().to_vec()).unwrap()
+    };
+    let ended = Holder { pid: i32::MAX as u32, ..(*me).clone() };
+    assert!(owner_has_ended(&text(ended.clone())));
+    assert!(!owner_has_ended(&text(Holder { machine: "other".to_string(), ..ended })));
+    hold("a lock's key");
+    assert!(!owner_has_ended(&text((*me).clone())));
+    let_go("a lock's key");
+    assert!(!owner_has_ended("") && !owner_has_ended("process 7\n"));
+}

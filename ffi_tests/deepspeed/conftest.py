@@ -13,7 +13,6 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CACHE = pathlib.Path(sys.prefix).parent
 
-os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.pop("SPILLWAY_DEEPSPEED", None)
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE / "torch_extensions"))
 os.environ.setdefault(
@@ -21,6 +20,8 @@ os.environ.setdefault(
 )
 os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).parent)]
+
+from starters import *  # noqa: F403
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -84,35 +85,6 @@ def served():
     from spillway.deepspeed import _ops
 
     return _ops.module
-
-
-@pytest.fixture(scope="session")
-def overlay(tmp_path_factory):
-    """A python in which the spillway wheel is installed and activated by its .pth."""
-    folder = tmp_path_factory.mktemp("overlay")
-    environment = {**os.environ, "SPILLWAY_PREBUILT_LIB": os.environ["SPILLWAY_LIBRARY"], "SPILLWAY_CACHE": str(CACHE)}
-    subprocess.run([ROOT / "packaging" / "python_overlay.sh", folder], check=True, env=environment, stdout=subprocess.DEVNULL)
-    return folder / "bin" / "python"
-
-
-@pytest.fixture(scope="session")
-def starter(overlay):
-    """Starts runs with Spillway quickly; see forked.py."""
-    from forked import Starter
-
-    starter = Starter(overlay, SPILLWAY_DEEPSPEED="1")
-    yield starter
-    starter.close()
-
-
-@pytest.fixture(scope="session")
-def native_starter(overlay):
-    """The same without Spillway."""
-    from forked import Starter
-
-    starter = Starter(overlay)
-    yield starter
-    starter.close()
 
 
 @pytest.fixture

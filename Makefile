@@ -5,12 +5,13 @@ RELEASE = $(or $(CARGO_TARGET_DIR),target)/release
 
 DIR ?= .
 DIST ?=
+FS ?= all
 K ?=
 MINUTES ?= 10
 ROUNDS ?= 1000
 SECONDS ?= 3600
 
-.PHONY: help demo test quick py py-light lib install dist docs bench tune soak kill model numa packages packages-test
+.PHONY: help demo test quick py py-light lib install dist docs bench tune soak kill model numa pfs packages packages-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -69,6 +70,9 @@ model: lib packages ## random sequences of calls, signals, kills and attacks on 
 
 numa: lib ## bound memory and workers in a virtual machine with three NUMA nodes; installs qemu
 	ffi_tests/numa/run.sh $(RELEASE)/libspillway.so
+
+pfs: lib packages ## tiers on GlusterFS, sshfs, NFS, XFS, btrfs, MooseFS, CephFS and 4 KiB sectors, where they can be set up (FS=xfs,sshfs); installs them
+	ffi_tests/pfs/run.sh --install $(FS)
 
 packages: ## install the system packages that tests and demo need
 	packaging/system_packages.sh

@@ -25,6 +25,7 @@ rust() {
         cargo test --release --package spillway-stores --features http # its crates are those of the release library
 }
 py() { packaging/python_tests.sh -v -o console_output_style=count --durations=20 --durations-min=1 -rs; }
+pfs() { ffi_tests/pfs/run.sh gluster; }
 docs() { make --silent docs; }
 preload() {
     eval "$(packaging/python_env.sh --export)"
@@ -90,7 +91,7 @@ set_up() {
 }
 if [ $# = 0 ]; then
     set_up >"$logs/set-up.log" 2>&1 &
-    set -- format lint rust py docs preload arm
+    set -- format lint rust py pfs docs preload arm
 fi
 runners=$# begun=0
 for runner; do run "$runner"; done

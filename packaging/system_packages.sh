@@ -6,7 +6,7 @@
 set -eu
 
 demo="gcc g++ libc6-dev python3 python3-venv"
-tests="$demo pkg-config libaio-dev fio valgrind cmake luajit git util-linux mount e2fsprogs hwloc-nox"
+tests="$demo pkg-config libaio-dev fio valgrind cmake luajit git util-linux mount e2fsprogs hwloc-nox iproute2 glusterfs-server"
 wanted="$tests $*"
 [ "${1:-}" != --demo ] || wanted=$demo
 

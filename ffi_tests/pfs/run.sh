@@ -1,0 +1,68 @@
+#!/bin/bash
+# Runs the tests of tiers on parallel, network and local file systems that it sets up.
+#
+#   ffi_tests/pfs/run.sh [--install] NAMES [OPTION...]     names in filesystems.py with commas, or `all`; options go to pytest
+#
+# --install: installs the packages of each file system first; one whose packages cannot be installed is ignored.
+# Each file system has a run of its own, with its own mounts, network and process ids, and four run at a time. Servers are
+# reached on the run's own loopback alone. The kernel ends every process and mount with the run, also if a test is killed.
+# Exit status 77: nothing can run; a line says why.
+set -u
+
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+install=""
+if [ "$1" = --install ]; then
+    install=1
+    shift
+fi
+names=$1
+shift
+
+cannot() {
+    echo "ignored: file systems $names: $1"
+    exit 77
+}
+
+# alone NAME OPTION...
+alone() {
+    local name=$1
+    shift
+    mkdir "$work/$name"
+    # The first process waits for orphans. Logs and sockets of servers that are in fixed places are in a tmpfs.
+    SPILLWAY_PFS=$work/$name unshare --mount --net --pid --fork --kill-child --mount-proc sh -c '
+        for folder in /run /var/log/glusterfs /var/lib/mfs /var/log/ceph; do
+            [ ! -d $folder ] || mount -t tmpfs none $folder
+        done
+        "$@"
+        exit $?' sh "$SPILLWAY_PYTHON" -m pytest -p no:cacheprovider --basetemp "$work/$name/tests" --filesystem "$name" \
+        -v -o console_output_style=count --durations=10 --durations-min=1 -rs "$here" "$@" >"$work/$name.log" 2>&1
+}
+
+[ "$(id -u)" = 0 ] || cannot "mounting them needs root"
+unshare --mount --net --pid --fork true 2>/dev/null || cannot "unshare does not work here"
+eval "$("$root/packaging/python_env.sh" --export)"
+names=$("$SPILLWAY_PYTHON" "$here/filesystems.py" "$names") || exit 2
+for name in ${install:+$names}; do
+    # shellcheck disable=SC2046
+    "$root/packaging/system_packages.sh" $("$SPILLWAY_PYTHON" "$here/filesystems.py" --packages "$name") || true
+done
+work=$(mktemp -d "${TMPDIR:-/var/tmp}/spillway-pfs.XXXXXX")
+# A mount ends a moment after its last process.
+trap 'rm -rf "$work" 2>/dev/null || { sleep 1; rm -rf "$work"; }' EXIT
+status=0
+declare -A running=()
+for name in $names; do
+    if [ ${#running[@]} = 4 ]; then
+        wait -n -p ended "${!running[@]}" || status=1
+        cat "$work/${running[$ended]}.log"
+        unset "running[$ended]"
+    fi
+    alone "$name" "$@" &
+    running[$!]=$name
+done
+for pid in "${!running[@]}"; do
+    wait "$pid" || status=1
+    cat "$work/${running[$pid]}.log"
+done
+exit $status

@@ -2,9 +2,11 @@
 Plain offload waits for the norm before it steps, and must give the same weights.
 
 DeepSpeed's SuperOffload requires CUDA and synchronises a stream. Both are replaced by stubs here, because none of
-the compared values depends on them. --spikes scales the loss of every fifth batch, so that gradients are clipped,
-and makes every seventh batch infinite. --norms writes the norms of the sub-groups' gradients in order of arrival,
-one line per step."""
+the compared values depends on them. A copy of the stub ends some time after its start. The report counts the waits
+of the trainer's thread for the stream during backward.
+
+--spikes scales the loss of every fifth batch, so that gradients are clipped, and makes every seventh batch infinite.
+--norms writes the norms of the sub-groups' gradients in order of arrival, one line per step."""
 
 import argparse
 import json
@@ -12,6 +14,7 @@ import logging
 import os
 import pathlib
 import sys
+import threading
 import time
 
 import train
@@ -29,10 +32,13 @@ def main():
     torch.manual_seed(options.seed)
     model = train.Gpt(options.dim, options.layers, options.context)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(options))
-    batches, losses, norms, moments = train.Batches(options), [], [], []
+    options.seed += 1000 * int(os.environ["RANK"])
+    batches, losses, norms, moments, waits = train.Batches(options), [], [], [], 0
     for step in range(1, options.steps + 1):
         loss = engine(batches.next())
+        before = Stream.waits
         engine.backward(loss * factor(options, step))
+        waits += Stream.waits - before
         norms.append(
             [group.grad.norm().item() for group in reversed(engine.optimizer.fp32_partitioned_groups_flat)] if options.norms else []
         )
@@ -49,11 +55,14 @@ def main():
         "active": train.active(),
         "stage3": type(engine.optimizer).__name__,
         "children": children(),
+        "waits": waits,
     }
     if options.mode != "serial":
         engine.optimizer.superoffload_cpu_optimizer.close()
     if options.norms:
         pathlib.Path(options.norms).write_text("".join(" ".join(f"{n:.6g}" for n in step) + "\n" for step in norms))
+    if os.environ["RANK"] != "0":
+        train.leave_group()
     print(describe(report), flush=True)
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(report))
@@ -96,15 +105,27 @@ def config(options):
 
 def allow_the_cpu():
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.superoffload import superoffload_stage3
 
+    try:
+        from deepspeed.runtime.superoffload import superoffload_stage3
+    except ImportError:
+        return
     superoffload_stage3._validate_superoffload_accelerator = lambda: None
-
-    class Stream:
-        def synchronize(self):
-            pass
-
     type(get_accelerator()).current_stream = lambda self, device_index=None: Stream()
+
+
+class Stream:
+    """A stream, and an event of it. Its copies are done a millisecond after they were started."""
+
+    #: Waits of the main thread.
+    waits = 0
+
+    def record_event(self):
+        return Stream()
+
+    def synchronize(self):
+        Stream.waits += threading.current_thread() is threading.main_thread()
+        time.sleep(0.001)
 
 
 def children():

@@ -5,6 +5,7 @@ waits, and the bits equal its bits."""
 import json
 import os
 import pathlib
+import tempfile
 
 import pytest
 
@@ -13,29 +14,31 @@ HERE = pathlib.Path(__file__).parent
 
 @pytest.fixture
 def train(starter, native_starter, tmp_path):
-    def run(*arguments, spillway=True):
+    def run(*arguments, spillway=True, ranks=1):
         report = tmp_path / "report.json"
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment.pop("SPILLWAY_LIBRARY")
         command = [HERE / "superoffload.py", *arguments, "--json", report]
         if spillway:
             environment.update(SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(tmp_path))
-            done = starter.run(command, environment, 180)
-        else:
-            done = native_starter.run(command, environment, 180)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        with tempfile.TemporaryFile("w+") as errors:
+            run = (starter if spillway else native_starter).start(command, environment, errors, ranks)
+            output, status = run.stdout.read(), run.wait(180)
+            errors.seek(0)
+            assert status == 0, output[-2000:] + errors.read()[-3000:]
         return json.loads(report.read_text())
 
     return run
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("clip", ["0", "2.5", "0.05"])
-def test_the_weights_are_those_of_the_run_that_waits(train, clip):
+def test_the_weights_are_those_of_the_run_that_waits(train, clip, ranks):
     spikes = [] if clip == "0" else ["--spikes"]
-    ours = train("--clip", clip, *spikes)
-    waiting = train("--clip", clip, *spikes, "--mode", "serial")
+    ours = train("--clip", clip, *spikes, ranks=ranks)
+    waiting = train("--clip", clip, *spikes, "--mode", "serial", ranks=ranks)
     assert ours["stage3"] == "SuperOffloadOptimizer_Stage3" and waiting["stage3"] == "DeepSpeedZeroOptimizer_Stage3"
-    assert ours["children"] == []
+    assert ours["children"] == [] and ours["waits"] == 0
     assert (ours["sha256"], ours["losses"]) == (waiting["sha256"], waiting["losses"])
     done = ours["active"]["superoffload"]
     assert done["commits"] + done["redos"] + done["aborts"] == ours["steps"]
@@ -52,7 +55,7 @@ def test_the_weights_are_those_of_the_run_that_waits(train, clip):
 def test_the_weights_are_those_of_deepspeeds_own_superoffload(train, compiled):
     compiled("cpu_adam")
     ours, theirs = train("--steps", "6"), train("--steps", "6", spillway=False)
-    assert theirs["children"] and not theirs["active"]
+    assert theirs["children"] and not theirs["active"] and theirs["waits"] >= 6
     assert (ours["sha256"], ours["losses"]) == (theirs["sha256"], theirs["losses"])
 
 

@@ -1,5 +1,5 @@
 """Rounds of SuperOffload: sub-groups step during backward, and one verdict keeps, redoes or rolls back all of them.
-On a GPU the trainer's thread waits for the stream at every complete sub-group.
+On a GPU a thread waits for the gradients of a sub-group, and not the trainer's.
 
 A step without speculation passes the sub-groups in a fixed order to DeepSpeed's Adam, which keeps beta powers per
 optimizer, not per sub-group. A round first computes the powers for each sub-group in that order. Results are therefore
@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 from .. import _abi, _arrays, _log, _native, topo
+from .._after_events import AfterEvents
 from ..errors import InvalidArgumentError, SpillwayError
 from ..optim import Adam
 from ..speculate import Speculation
@@ -44,6 +45,7 @@ class SuperOffloadCPUOptimizer:
         self._engine: Any = None
         self._closed, self._open = False, False
         self._calls, self._submitted = {}, set()
+        self._starting = AfterEvents("spillway-superoffload")
 
     def begin(self, optimizer_id, calls, loss_scale, max_norm):
         """Opens a round. `calls` has the C record of each sub-group, in the order of a step without speculation.
@@ -80,8 +82,13 @@ class SuperOffloadCPUOptimizer:
         """Sub-groups that were not submitted in this round."""
         return [sub_group for sub_group in self._calls if sub_group not in self._submitted]
 
-    def submit(self, sub_group, param, grad, exp_avg, exp_avg_sq):
-        """Submits a sub-group, whose step starts at once. Its memory must not be used until the verdict."""
+    def submit(self, sub_group, param, grad, exp_avg, exp_avg_sq, events=()):
+        """Submits a sub-group, whose step starts after these events, at once if there are none. Its memory must not be used until the
+        verdict."""
+        self._submitted.add(sub_group)
+        self._starting.call(events, self._send, sub_group, param, grad, exp_avg, exp_avg_sq)
+
+    def _send(self, sub_group, param, grad, exp_avg, exp_avg_sq):
         arrays = (param, grad, exp_avg, exp_avg_sq)
         tensor = _optimizer_ops.tensor(param, grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         _restore(self._powers.id, self._found[sub_group])
@@ -94,10 +101,10 @@ class SuperOffloadCPUOptimizer:
             ctypes.byref(tensor),
             None,
         )
-        self._submitted.add(sub_group)
 
     def resolve(self, factor):
         """Keeps the steps if they used the gradient factor `factor`; otherwise redoes all of them with it."""
+        self._starting.wait()
         self._engine.local_result()
         self._engine.resolve_as("commit" if factor == self._scale else "redo", factor)
         _restore(self._optimizer_id, self._after)
@@ -108,6 +115,7 @@ class SuperOffloadCPUOptimizer:
         if self._open:
             # A bucket that failed ends the round too.
             self._open = False
+            self._starting.forget()
             self._engine.abort()
 
     def wait(self, sub_group):
@@ -126,12 +134,14 @@ class SuperOffloadCPUOptimizer:
         """Closes the engine; an open round is rolled back."""
         self._closed = True
         self._retire()
+        self._starting.close()
         # Unless another engine or the program has bound the workers since.
         if self._bound and topo.workers() == self._bound:
             topo.unbind()
         self._bound = ()
 
     def _retire(self):
+        self._starting.forget()
         engine, self._engine, self._open = self._engine, None, False
         if engine is not None:
             _engines.discard(engine)

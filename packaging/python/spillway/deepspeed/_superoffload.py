@@ -68,12 +68,12 @@ class _Window:
         complete = [group for group in sorted(touched) if self._needed.get(group) and self._needed[group] <= self._arrived[group]]
         if self._waits or not complete:
             return
-        _synchronize()
+        events = _copies()
         if not self._rounds.is_open:
             self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), float(stage3.loss_scale), float(stage3.clip_grad or 0.0))
         for sub_group in complete:
             # The accumulation buffer: no code edits gradients there, so the step can always be rolled back.
-            self._submit(stage3, sub_group, stage3.grad_partitions_flat_buffer[self._spans[sub_group]])
+            self._submit(stage3, sub_group, stage3.grad_partitions_flat_buffer[self._spans[sub_group]], events)
 
     def stands(self, stage3):
         """True if the speculative steps are identical to those that step() would do now; otherwise rolls them back."""
@@ -110,9 +110,9 @@ class _Window:
             if [address for _, address in versions[2:]] != [address for _, address in _versions_of(stage3, group)[2:]]
         ]
 
-    def _submit(self, stage3, sub_group, grad):
+    def _submit(self, stage3, sub_group, grad, events=()):
         state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
-        self._rounds.submit(sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"])
+        self._rounds.submit(sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"], events)
         self._versions[sub_group] = _versions_of(stage3, sub_group)
 
     def _calls(self, stage3):
@@ -260,10 +260,9 @@ def _scale_gradients(stage3, factor, norm):
                 stage3.unscale_and_clip_grads(sub_group, norm)
 
 
-def _synchronize():
-    """Waits for the copies of gradients from the GPU."""
+def _copies():
+    """The event of the copies of gradients from the GPU that were started before; none if they are done."""
     from deepspeed.accelerator import get_accelerator
 
     stream = get_accelerator().current_stream()
-    if stream is not None:
-        stream.synchronize()
+    return [] if stream is None else [stream.record_event()]

@@ -9,13 +9,13 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import reduce
 from operator import add
 from typing import Any
 
 import torch
 
+from .._after_events import AfterEvents
 from ..errors import InvalidArgumentError, OutOfOrderError
 from ..optim import Adam
 from ..speculate import Speculation
@@ -464,9 +464,8 @@ class Plan:
         self.numbers: dict[Slot, int] = {}
         self.is_open = False
         self._options: list[dict[str, Any]] = []
-        # Submits the buckets whose copies are under way: the program does not wait for the device.
-        self._waiter: ThreadPoolExecutor | None = None
-        self._starting: list[Future[None]] = []
+        # Submits the buckets whose copies are under way.
+        self._starting = AfterEvents("spillway-offload")
         # The copies of the last step's weights to the devices.
         self._publishing: list[Any] = []
         self.decision: Any = None
@@ -514,27 +513,16 @@ class Plan:
         if bucket.stays:
             return
         fences = [fence for link in {slot.link for slot in bucket.slots} if (fence := link.fence()) is not None]
-        if not fences:
-            return self._send(bucket, [])
-        if self._waiter is None:
-            self._waiter = ThreadPoolExecutor(1, "spillway-offload")
-        self._starting.append(self._waiter.submit(self._send, bucket, fences))
+        self._starting.call(fences, self._send, bucket)
 
-    def _send(self, bucket: Bucket, fences: list[Any]) -> None:
-        for fence in fences:
-            fence.synchronize()
+    def _send(self, bucket: Bucket) -> None:
         self.started = self.started or time.perf_counter()
         bucket.lane.speculation.submit(bucket.number, [slot.row() for slot in bucket.slots])
-
-    def _sent(self) -> None:
-        while self._starting:
-            self._starting[0].result()
-            del self._starting[0]
 
     def measured(self, tail: bool) -> tuple[bool, float]:
         """Whether a gradient has Inf or NaN, and the sum of the squares that count here, added in the order of the lanes. `tail`: the
         gradients of the tail are measured too."""
-        self._sent()
+        self._starting.wait()
         nonfinite, total = False, 0.0
         for lane in self.lanes:
             results = [lane.speculation.local_result()]
@@ -582,9 +570,7 @@ class Plan:
         """Rolls back an open round, and forgets the gradients."""
         try:
             if self.is_open:
-                # A failed submission is that of a step that does not happen.
-                wait(self._starting)
-                self._starting.clear()
+                self._starting.forget()
                 for lane in self.lanes:
                     with contextlib.suppress(OutOfOrderError):
                         lane.speculation.abort()
@@ -609,8 +595,7 @@ class Plan:
 
     def close(self) -> None:
         """Closes the rounds; an open one is rolled back."""
-        if self._waiter is not None:
-            self._waiter.shutdown()
+        self._starting.close()
         for lane in self.lanes:
             lane.speculation.close()
         self.end()

@@ -1,0 +1,48 @@
+"""Calls that wait for events of a device in a thread, so that the program does not wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+
+class AfterEvents:
+    """Runs calls in their order, each after its events. Its thread begins with the first call that has events."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._thread: ThreadPoolExecutor | None = None
+        self._begun: list[Future[Any]] = []
+
+    def call(self, events: Sequence[Any], function: Callable[..., Any], *arguments: Any) -> None:
+        """Calls a function after `synchronize()` of each event has returned; without events at once, after the earlier calls."""
+        if not events:
+            self.wait()
+            function(*arguments)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, self._name)
+        self._begun.append(self._thread.submit(_after, events, function, arguments))
+
+    def wait(self) -> None:
+        """Waits for all calls; raises the error of the first that failed."""
+        while self._begun:
+            self._begun[0].result()
+            del self._begun[0]
+
+    def forget(self) -> None:
+        """Waits for all calls; an error of one is that of what does not happen."""
+        wait(self._begun)
+        self._begun.clear()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+def _after(events: Sequence[Any], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    for event in events:
+        event.synchronize()
+    function(*arguments)

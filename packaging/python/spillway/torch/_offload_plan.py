@@ -187,10 +187,10 @@ class Slot:
                 self.grad, self.weights = self._empty(self.param.dtype), self._empty(self.param.dtype)
             # Last: after a signal handler that raises, the next step does all of it again.
             self._kind = self._present()
-        if MASTER in self._names():
-            state.setdefault(MASTER, self._floats(math.nan))
-        else:
+        if MASTER not in self._names():
             state.pop(MASTER, None)
+        elif MASTER not in state:
+            state[MASTER] = self._floats(math.nan)
         for name in (*self._names(), "step"):
             self._check(name, state.get(name))
         for name in self._names():
@@ -427,7 +427,8 @@ class Lane:
             for slot in bucket.slots:
                 slot.stays = bucket.stays
         kept = [bucket.slots for bucket in self.buckets[hosts:]]
-        self.speculation = TailedSpeculation(hosts, kept) if tail else Speculation(len(self.buckets))
+        # The weights of a slot are read once they are final, so that a step may write them at once: a commit then has nothing to do.
+        self.speculation = TailedSpeculation(hosts, kept) if tail else Speculation(hosts, publish="staged")
 
 
 class Plan:

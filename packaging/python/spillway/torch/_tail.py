@@ -132,7 +132,7 @@ class TailedSpeculation:
     def __init__(self, hosts: int, tail: Sequence[Sequence[Any]]):
         self._hosts, self._factor, self._scale, self._limit = hosts, 1.0, 1.0, 0.0
         # A lane without buckets on the host has an empty one: the engine checks the options of a round, and ends it.
-        self._engine = Speculation(max(hosts, 1))
+        self._engine = Speculation(max(hosts, 1), publish="staged")
         self._tail: list[list[_Part]] = []
         for slots in tail:
             devices = dict.fromkeys(local(slot.param).device for slot in slots)

@@ -103,7 +103,10 @@ def main():
     for row in ROWS:
         seconds, hits = measured(row, given)
         first, before = first or seconds, before or seconds
-        print(f"{row:10} {seconds:.3f} s, {before / seconds:.2f} of the row before, {first / seconds:.2f} of base, {hits:.1f} hits", flush=True)
+        print(
+            f"{row:10} {seconds:.3f} s, {before / seconds:.2f} of the row before, {first / seconds:.2f} of base, {hits:.1f} hits",
+            flush=True,
+        )
         before = seconds
 
 

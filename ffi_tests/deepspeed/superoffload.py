@@ -56,6 +56,7 @@ def main():
         "stage3": type(engine.optimizer).__name__,
         "children": children(),
         "waits": waits,
+        "published": published(engine.optimizer),
     }
     if options.mode != "serial":
         engine.optimizer.superoffload_cpu_optimizer.close()
@@ -126,6 +127,12 @@ class Stream:
     def synchronize(self):
         Stream.waits += threading.current_thread() is threading.main_thread()
         time.sleep(0.001)
+
+
+def published(optimizer):
+    """The dtypes of the weights that Spillway's steps write for the model."""
+    window = vars(optimizer).get("_spillway_window")
+    return [] if window is None else sorted({str(weights.dtype) for weights in window._weights.values()})
 
 
 def children():

@@ -38,7 +38,7 @@ def test_the_weights_are_those_of_the_run_that_waits(train, clip, ranks):
     ours = train("--clip", clip, *spikes, ranks=ranks)
     waiting = train("--clip", clip, *spikes, "--mode", "serial", ranks=ranks)
     assert ours["stage3"] == "SuperOffloadOptimizer_Stage3" and waiting["stage3"] == "DeepSpeedZeroOptimizer_Stage3"
-    assert ours["children"] == [] and ours["waits"] == 0
+    assert ours["children"] == [] and ours["waits"] == 0 and ours["published"] == ["torch.bfloat16"]
     assert (ours["sha256"], ours["losses"]) == (waiting["sha256"], waiting["losses"])
     done = ours["active"]["superoffload"]
     assert done["commits"] + done["redos"] + done["aborts"] == ours["steps"]

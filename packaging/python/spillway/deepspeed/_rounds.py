@@ -82,15 +82,16 @@ class SuperOffloadCPUOptimizer:
         """Sub-groups that were not submitted in this round."""
         return [sub_group for sub_group in self._calls if sub_group not in self._submitted]
 
-    def submit(self, sub_group, param, grad, exp_avg, exp_avg_sq, events=()):
-        """Submits a sub-group, whose step starts after these events, at once if there are none. Its memory must not be used until the
-        verdict."""
+    def submit(self, sub_group, param, grad, exp_avg, exp_avg_sq, param_copy=None, events=()):
+        """Submits a sub-group, whose step starts after these events, at once if there are none. The step writes its weights in 16 bits to
+        `param_copy`. Its memory must not be used until the verdict."""
         self._submitted.add(sub_group)
-        self._starting.call(events, self._send, sub_group, param, grad, exp_avg, exp_avg_sq)
+        states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **({} if param_copy is None else {"param_copy": param_copy})}
+        self._starting.call(events, self._send, sub_group, param, grad, states)
 
-    def _send(self, sub_group, param, grad, exp_avg, exp_avg_sq):
-        arrays = (param, grad, exp_avg, exp_avg_sq)
-        tensor = _optimizer_ops.tensor(param, grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    def _send(self, sub_group, param, grad, states):
+        arrays = (param, grad, *states.values())
+        tensor = _optimizer_ops.tensor(param, grad, **states)
         _restore(self._powers.id, self._found[sub_group])
         self._engine.submit_table(
             "spw_spec_submit_ds_adam",

@@ -38,6 +38,8 @@ class _Window:
         for group, elements in enumerate(stage3.fp16_partitioned_groups_flat_numel):
             self._spans[group] = slice(start, start + elements)
             start += elements
+        # The weights in 16 bits that a step writes, and the event of their last copies to the device.
+        self._weights, self._published = {}, []
         self.end()
 
     def end(self):
@@ -68,7 +70,7 @@ class _Window:
         complete = [group for group in sorted(touched) if self._needed.get(group) and self._needed[group] <= self._arrived[group]]
         if self._waits or not complete:
             return
-        events = _copies()
+        events = self._published + _copies()
         if not self._rounds.is_open:
             self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), float(stage3.loss_scale), float(stage3.clip_grad or 0.0))
         for sub_group in complete:
@@ -102,6 +104,15 @@ class _Window:
         for sub_group in self._sub_groups:
             _state(stage3, sub_group)["step"] += 1
 
+    def publish(self, stage3, sub_group):
+        """Gives the model the new weights of a sub-group."""
+        if sub_group not in self._weights:
+            return stage3._reassign_or_swap_out_partitioned_parameters(sub_group)
+        # Half of the bytes of DeepSpeed's copy, which converts the masters.
+        stage3.fp16_partitioned_groups_flat[sub_group].data.copy_(self._weights[sub_group], non_blocking=True)
+        stage3._unflatten_partitioned_parameters(sub_group)
+        self._published = _copies()
+
     def rebound(self, stage3):
         """The sub-groups whose moments were replaced since they were submitted, behind the back of `state`."""
         return [
@@ -112,8 +123,21 @@ class _Window:
 
     def _submit(self, stage3, sub_group, grad, events=()):
         state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
-        self._rounds.submit(sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"], events)
+        self._rounds.submit(
+            sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"], self._weights_of(stage3, sub_group), events
+        )
         self._versions[sub_group] = _versions_of(stage3, sub_group)
+
+    def _weights_of(self, stage3, sub_group):
+        """Memory for the weights of a sub-group in 16 bits; None if the model has them in float32, or not in memory."""
+        import torch
+
+        flat = stage3.fp16_partitioned_groups_flat[sub_group]
+        if flat is None or flat.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        if sub_group not in self._weights:
+            self._weights[sub_group] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=not flat.is_cpu)
+        return self._weights[sub_group]
 
     def _calls(self, stage3):
         return {sub_group: _call_of(stage3, sub_group) for sub_group in self._sub_groups}
@@ -152,10 +176,11 @@ def overrides(stage3):
                 self._prepare_sub_group(sub_group_id, timer_names)
                 if stands and self.subgroup_to_device[sub_group_id] == "cpu":
                     rounds.wait(sub_group_id)
+                    window.publish(self, sub_group_id)
                 else:
                     self.unscale_and_clip_grads(sub_group_id, scaled_global_grad_norm)
                     super(stage3, self)._optimizer_step(sub_group_id)
-                self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+                    self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
                 self._release_sub_group(sub_group_id, timer_names)
             if stands:
                 rounds.finish()

@@ -43,7 +43,7 @@ enum Arguments {
     Name { name: String },
     Order { sort_index: usize },
     Value { value: f64 },
-    Span(BTreeMap<&'static str, u64>),
+    Span(BTreeMap<Cow<'static, str>, u64>),
 }
 
 #[derive(Serialize)]
@@ -79,17 +79,17 @@ impl Trace {
         name: impl Into<String>,
         start: f64,
         end: f64,
-        arguments: &[(&'static str, u64)],
+        arguments: &[(Cow<'static, str>, u64)],
     ) {
         if start.is_finite() && end.is_finite() {
-            let (dur, args) = (micros((end - start).max(0.0)), arguments.iter().copied().collect());
+            let (dur, args) = (micros((end - start).max(0.0)), arguments.iter().cloned().collect());
             let event = Event::new("X", name.into(), Arguments::Span(args));
             self.spans.push(Event { tid: Some(track.0), ts: micros(start), dur, ..event });
         }
     }
 
     /// Sets a counter's value from the time `at`, in seconds, on. Non-finite numbers are ignored.
-    pub fn counter(&mut self, name: &'static str, at: f64, value: f64) {
+    pub fn counter(&mut self, name: impl Into<Cow<'static, str>>, at: f64, value: f64) {
         if at.is_finite() && value.is_finite() {
             self.counters.push(Event { ts: micros(at), ..Event::new("C", name, Arguments::Value { value }) });
         }
@@ -128,7 +128,7 @@ mod tests {
         let mut trace = Trace::default();
         let odd = "a \"quoted\\ name\"\n\u{1}\t– ünï";
         let track = trace.track(odd);
-        trace.span(track, odd, 0.5, 0.75, &[("subgroup", 3), ("bytes", u64::MAX)]);
+        trace.span(track, odd, 0.5, 0.75, &[("subgroup".into(), 3), ("bytes".into(), u64::MAX)]);
         trace.span(track, "backwards", 2.0, 1.0, &[]);
         trace.span(track, "no time", f64::NAN, 1.0, &[]);
         trace.counter("busy", 0.5, 3.0);

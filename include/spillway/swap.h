@@ -232,6 +232,15 @@ enum spw_status spw_swap_rollback(struct spw_swap *swap);
 enum spw_status spw_swap_get_stats(struct spw_swap *swap,
                                    struct spw_swap_stats *stats_out);
 
+// Writes the last update, and what was written to the tier since, as a trace for Perfetto (JSON): for each buffer the
+// fetches, steps and flushes of subgroups, and for each path the bytes of transfers in flight. A transfer on several
+// paths ends with its last part. `size` is the size of `text_out`, which may be NULL if it is 0; `needed_out` (may be
+// NULL) receives the size of the text with its zero byte.
+enum spw_status spw_swap_get_trace(struct spw_swap *swap,
+                                   char *text_out,
+                                   size_t size,
+                                   uint64_t *needed_out);
+
 // Frees the update, and abandons one that `spw_swap_begin` opened. The tier stays open; state that was not committed is
 // lost. NULL does nothing.
 enum spw_status spw_swap_close(struct spw_swap *swap);

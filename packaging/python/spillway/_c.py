@@ -1309,6 +1309,7 @@ PROTOTYPES = {
     "spw_swap_commit": (c_int32, [c_void_p, u64("step"), address("payload"), u64("payload_bytes")]),
     "spw_swap_rollback": (c_int32, [c_void_p]),
     "spw_swap_get_stats": (c_int32, [c_void_p, POINTER(SwapStats)]),
+    "spw_swap_get_trace": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_swap_close": (c_int32, [c_void_p]),
     "spw_swap_begin": (c_int32, [c_void_p, POINTER(AdamOptions), u32("flags")]),
     "spw_swap_submit": (c_int32, [c_void_p, u64("subgroup"), address("tensors"), address("firsts"), u64("count")]),

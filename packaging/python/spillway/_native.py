@@ -104,6 +104,19 @@ def call(name: str, *arguments: Any) -> None:
     check(getattr(library(), name)(*fitting(name, arguments)))
 
 
+def text(function: str, *arguments: Any) -> str:
+    """The text that a C function writes into a buffer. Its last arguments are the buffer, its size, and where the size that is needed
+    goes."""
+    needed, size = ctypes.c_uint64(), 0
+    call(function, *arguments, None, 0, ctypes.byref(needed))
+    # The text may grow between two calls.
+    while needed.value > size:
+        size = needed.value
+        room = ctypes.create_string_buffer(size)
+        call(function, *arguments, room, size, ctypes.byref(needed))
+    return room.value.decode("utf-8", "replace")
+
+
 def library_version() -> str:
     """Returns the version of the loaded library, such as "1.2.3"."""
     return library().spw_version().decode()

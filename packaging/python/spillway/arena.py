@@ -191,11 +191,9 @@ class Arena(_NativeHandle):
 
     def info(self) -> ArenaInfo:
         """Returns the properties of the arena and of its mapping in this process."""
-        found, needed = _abi.sized(_abi.ArenaInfo), ctypes.c_uint64()
+        found = _abi.sized(_abi.ArenaInfo)
         self._call("spw_arena_get_info", ctypes.byref(found))
-        self._call("spw_arena_get_notes", None, 0, ctypes.byref(needed))
-        notes = ctypes.create_string_buffer(needed.value)
-        self._call("spw_arena_get_notes", notes, needed.value, None)
+        notes = self._through(lambda handle: _native.text("spw_arena_get_notes", handle))
         return ArenaInfo(
             found.fd,
             found.base,
@@ -208,7 +206,7 @@ class Arena(_NativeHandle):
             bool(found.is_owner),
             bool(found.writable),
             bool(found.huge),
-            notes.value.decode("utf-8", "replace"),
+            notes,
         )
 
     def fileno(self) -> int:

@@ -300,14 +300,7 @@ class Interleave(_NativeHandle):
 
     def trace(self) -> str:
         """Returns the spans of the work since the last begin(), as JSON for ui.perfetto.dev."""
-        needed = ctypes.c_uint64()
-        self._call("spw_interleave_get_trace", None, 0, ctypes.byref(needed))
-        while True:
-            room = needed.value
-            text = ctypes.create_string_buffer(room)
-            self._call("spw_interleave_get_trace", text, room, ctypes.byref(needed))
-            if needed.value <= room:
-                return text.value.decode()
+        return self._through(lambda handle: _native.text("spw_interleave_get_trace", handle))
 
 
 def _fill(slot: Any, subgroup: Subgroup, dtypes: Any, prefix: str, gpu: Gpu | None, uint16_dtype: str | None) -> None:

@@ -189,6 +189,11 @@ class Swap(_NativeHandle):
         self._call("spw_swap_get_stats", ctypes.byref(stats))
         return _record(SwapStats, stats)
 
+    def trace(self) -> str:
+        """Returns the last update, and what was written since, as JSON for ui.perfetto.dev: for each buffer the fetches, steps and
+        flushes of subgroups, and for each path the bytes in flight. Waits for the writes of an update."""
+        return self._through(lambda handle: _native.text("spw_swap_get_trace", handle))
+
     def fill(self, states: Sequence[Sequence[Array | None]]) -> None:
         """Sets the state of every subgroup.
 

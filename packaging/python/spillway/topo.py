@@ -132,7 +132,7 @@ class _Handle:
         _native.library().spw_topo_close(self.value)
 
     def text(self, function: str, *arguments: Any) -> str:
-        return _text(function, self.value, *arguments)
+        return _native.text(function, self.value, *arguments)
 
 
 def read(root: str | os.PathLike[str] | None = None, *, load_driver: bool = False) -> Topology:
@@ -211,7 +211,7 @@ def unbind() -> None:
 
 def workers() -> tuple[int, ...]:
     """Returns the processors to which the workers are bound; none if they are not bound."""
-    return _numbers(_text("spw_topo_get_workers"))
+    return _numbers(_native.text("spw_topo_get_workers"))
 
 
 def node_of_path(path: str | os.PathLike[str]) -> int | None:
@@ -254,14 +254,6 @@ def _path(name: str, value: Any) -> bytes:
     if b"\0" in path:
         raise InvalidArgumentError(f"{name} is {value!r}, which has a zero byte")
     return path
-
-
-def _text(function: str, *arguments: Any) -> str:
-    needed = ctypes.c_uint64()
-    _native.call(function, *arguments, None, 0, ctypes.byref(needed))
-    room = ctypes.create_string_buffer(needed.value)
-    _native.call(function, *arguments, room, needed.value, None)
-    return room.value.decode()
 
 
 def _numbers(text: str) -> tuple[int, ...]:

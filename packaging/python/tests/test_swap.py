@@ -2,6 +2,7 @@
 the tier. An update with states on the tier gives the bits of a step over arrays in memory. This holds for every
 step, commit, rollback and reopening."""
 
+import json
 import os
 import subprocess
 import sys
@@ -81,6 +82,35 @@ def test_the_update_has_the_bits_of_a_step_in_memory(folders, buffers):
         assert not seen[-1].nonfinite and seen[-1].sum_squares == pytest.approx(norm, rel=1e-6)
         stats, budget = swap.stats(), swap.budget
         assert stats.rounds == 6 and stats.hits >= 4 * budget.cached and budget.buffers == min(buffers, len(SIZES))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_trace_has_the_work_of_the_last_update_with_its_bytes_on_each_path(folders, beside):
+    with open_tier(folders) as tier, open_swap(tier, 3) as swap:
+        swap.fill([(p, None, None) for p in first()])
+        adam = spillway.Adam(lr=1e-2)
+        for number in (1, 2):
+            if beside:
+                with swap.begin(adam) as update:
+                    [update.submit(subgroup, grad) for subgroup, grad in enumerate(gradients(number))]
+                    update.finish()
+            else:
+                step(swap, adam, number)
+            before = [(path.read_bytes, path.written_bytes) for path in tier.paths()]
+        events = json.loads(swap.trace())["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        rows = {row: sorted((e for e in spans if e["tid"] == row), key=lambda e: e["ts"]) for row in {e["tid"] for e in spans}}
+        steps = sorted(e["args"]["subgroup"] for e in spans if e["name"].startswith("step"))
+        fetched = sorted(e["args"]["subgroup"] for e in spans if e["name"].startswith("fetch"))
+        assert steps == list(range(len(SIZES))) and len(fetched) >= len(SIZES) - 3
+        # A buffer does one work at a time.
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for row in rows.values() for a, b in zip(row, row[1:]))
+        bytes_of = [sum(e["args"].get(f"bytes on path {path}", 0) for e in spans if e["name"].startswith("fetch")) for path in (0, 1)]
+        assert sum(bytes_of) >= sum(12 * SIZES[subgroup] for subgroup in fetched) and all(
+            before[path][0] >= bytes_of[path] for path in (0, 1)
+        )
+        ends = {e["name"]: e["args"]["value"] for e in sorted((e for e in events if e["ph"] == "C"), key=lambda e: e["ts"])}
+        assert ends and not any(ends.values())
 
 
 @pytest.mark.parametrize("buffers", [3, 5, 100])

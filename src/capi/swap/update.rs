@@ -1,6 +1,6 @@
 //! The tiered update: optimizer state is stored on a tier and updated through a few buffers of host memory.
 
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
 use super::inputs;
@@ -269,6 +269,23 @@ pub extern "C" fn spw_swap_get_stats(
             reserved: 0, moved: seen.moved, exposed_seconds: seen.exposed_seconds
         });
         stats_out.write(&stats, "stats_out")
+    })
+}
+
+/// Writes the last update, and what was written to the tier since, as a trace for Perfetto (JSON): for each buffer the
+/// fetches, steps and flushes of subgroups, and for each path the bytes of transfers in flight. A transfer on several
+/// paths ends with its last part. `size` is the size of `text_out`, which may be NULL if it is 0; `needed_out` (may be
+/// NULL) receives the size of the text with its zero byte.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_swap_get_trace(
+    swap: Option<&mut spw_swap>,
+    text_out: Out<c_char>,
+    size: usize,
+    needed_out: Out<u64>,
+) -> spw_status {
+    guard(|| {
+        let trace = handle::get_mut(swap)?.update.at_rest(|swap| Ok(swap.trace()))?;
+        text_out.put_text(&trace.to_json(), size, needed_out)
     })
 }
 

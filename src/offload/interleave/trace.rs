@@ -28,7 +28,13 @@ fn draw(spans: impl Iterator<Item = (Lane, Option<Work>, f64, f64)>) -> Trace {
         match work {
             Some(work) => {
                 let subgroup = work.subgroup() as u64;
-                trace.span(row, format!("{} {subgroup}", work.name()), start, end, &[("subgroup", subgroup)]);
+                trace.span(
+                    row,
+                    format!("{} {subgroup}", work.name()),
+                    start,
+                    end,
+                    &[("subgroup".into(), subgroup)],
+                );
                 changes.extend([(start, 1), (end, -1)]);
             }
             None => trace.span(row, "backward", start, end, &[]),

@@ -354,6 +354,7 @@ impl Swap {
         self.ready()?;
         self.refresh_slots();
         self.pipeline.begin_beside(&self.expected, options.speculative)?;
+        self.timeline.begin();
         self.pins = options.speculative.then(Vec::new);
         self.arbiter.begin();
         let (mut order, mut decided) = (Vec::new(), !options.speculative);

@@ -23,6 +23,7 @@ pub mod master;
 pub mod pipeline;
 mod placement;
 mod slots;
+mod timeline;
 mod traffic;
 
 use std::sync::Arc;
@@ -34,6 +35,7 @@ use encoding::Encoding;
 use extents::Extents;
 use pipeline::{Action, Pipeline, PipelineStats};
 use slots::Slots;
+use timeline::{Timeline, Work};
 use traffic::{Direction, Traffic};
 
 use crate::error::{Error, Result};
@@ -41,6 +43,7 @@ use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::tier::turns::PathArbiter;
 use crate::tier::{Pin, Tier, UpdateClaim};
+use crate::trace::Trace;
 
 pub use encoding::SubgroupState;
 pub use extents::tensors_of;
@@ -125,6 +128,7 @@ pub struct Swap {
     pipeline: Pipeline,
     traffic: Traffic,
     arbiter: PathArbiter,
+    timeline: Timeline,
     /// The order in which subgroups are expected to arrive in an update beside the caller.
     expected: Vec<usize>,
     /// The versions that writes of an update without a verdict replaced; `None`: the update needs none.
@@ -144,6 +148,7 @@ impl Swap {
         let claim = UpdateClaim::new(&tier)?;
         let slots = Slots::open(&budget, options.usual, options.backing)?;
         let traffic = Traffic::new(&tier, options)?;
+        let timeline = Timeline::new(budget.buffers, options.subgroups.len())?;
         let arbiter = match options.exclusive {
             true => PathArbiter::new(&tier, options.turn_timeout),
             false => PathArbiter::without_turns(),
@@ -159,6 +164,7 @@ impl Swap {
             pipeline,
             traffic,
             arbiter,
+            timeline,
             // Backward ends with the first layers.
             expected: (0..options.subgroups.len()).rev().collect(),
             pins: None,
@@ -200,6 +206,11 @@ impl Swap {
             load: self.traffic.load(),
             moved: self.traffic.moved(),
         }
+    }
+
+    /// The last update, and what was written since: a row for each buffer, and the bytes in flight on each path.
+    pub fn trace(&self) -> Trace {
+        self.timeline.trace()
     }
 
     /// Gives every subgroup its first state: `fill` writes the state into uninitialised memory.
@@ -261,6 +272,7 @@ impl Swap {
     fn run(&mut self, source: Source, work: &mut dyn Update) -> Result<()> {
         self.refresh_slots();
         self.pipeline.begin()?;
+        self.timeline.begin();
         self.drive(source, work)
     }
 
@@ -287,7 +299,9 @@ impl Swap {
             Action::Step { subgroup, slot } => {
                 let elements = self.extents.elements(subgroup);
                 self.make_whole(subgroup, slot, source, work)?;
+                self.timeline.start(Work::Step, slot, subgroup, Vec::new());
                 work.step(subgroup, self.slots.state(slot, elements)?)?;
+                self.timeline.end(slot);
                 if work.keeps_state() {
                     self.pipeline.passed(slot);
                     self.refresh_slot(slot);
@@ -314,7 +328,14 @@ impl Swap {
         let (extent, encoding, _) = self.extents.newest(&self.tier, subgroup)?;
         self.slots.set_fetched_encoding(slot, encoding);
         let spans = self.slots.buffers(slot, encoding, self.extents.elements(subgroup));
+        let bytes = self.tier.extent(extent)?.blocks.iter().map(|blocks| self.bytes_of(*blocks)).collect();
+        self.timeline.start(Work::Fetch, slot, subgroup, bytes);
         self.traffic.read(&self.tier, slot, extent, &spans)
+    }
+
+    /// Bytes of so many blocks, the last of which may be short.
+    fn bytes_of(&self, blocks: u32) -> u64 {
+        u64::from(blocks) * self.tier.block_bytes()
     }
 
     /// Gives a slot its full f32 param. If the source is `Nothing`, only the memory for param. Errors: split masters,
@@ -384,10 +405,14 @@ impl Swap {
         }
         let spans = self.slots.buffers(slot, encoding, elements);
         let parts = self.traffic.place(subgroup, encoding, &self.tier)?;
+        let mut bytes = vec![0; self.tier.paths().len()];
+        parts.iter().for_each(|(path, blocks)| bytes[*path as usize] = self.bytes_of(*blocks));
+        self.timeline.start(Work::Flush, slot, subgroup, bytes);
         self.traffic.write(&self.tier, slot, extent, &spans, parts)
     }
 
     fn ended(&mut self, direction: Direction, slot: usize, succeeded: bool) {
+        self.timeline.end(slot);
         match direction {
             Direction::Fetch => self.pipeline.fetched(slot, succeeded),
             Direction::Flush => self.pipeline.flushed(slot, succeeded),

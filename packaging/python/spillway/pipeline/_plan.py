@@ -205,11 +205,7 @@ class Plan(Given):
         pixels = _arguments.unsigned("Plan.to_svg: width", width, 32)
         handle = _open(self)
         try:
-            needed = ctypes.c_uint64()
-            _native.call("spw_pipeline_get_svg", handle, pixels, None, 0, ctypes.byref(needed))
-            text = ctypes.create_string_buffer(needed.value)
-            _native.call("spw_pipeline_get_svg", handle, pixels, text, needed.value, None)
-            return text.value.decode()
+            return _native.text("spw_pipeline_get_svg", handle, pixels)
         finally:
             _native.call("spw_pipeline_close", handle)
 

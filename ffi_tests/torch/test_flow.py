@@ -75,7 +75,7 @@ def same(model, other):
 
 
 def on_device(flow):
-    return sum(weight.device.untyped_storage().nbytes() for unit in flow.units for weight in unit.weights)
+    return sum(weight.on_device.untyped_storage().nbytes() for unit in flow.units for weight in unit.weights)
 
 
 @pytest.fixture(params=["at once", "later"])

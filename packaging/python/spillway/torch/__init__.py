@@ -38,21 +38,32 @@ A checkpoint keeps bf16 moments and masters. A master takes the value of its par
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _abi
 from ..errors import InvalidArgumentError
-from ._flow import Flow
 from ._keywords import TierOptions, take_beyond
 from ._offload import offload
 from ._optimizer import SpillwayOptimizer
 from ._states import MOMENTS, Rule
 
+if TYPE_CHECKING:
+    from ._flow import Flow
+
 __all__ = ["Adagrad", "Adam", "AdamW", "Flow", "Lion", "TierOptions", "offload"]
 
 _ADAM = Rule("adam", _abi.AdamOptions, {key: key for key in MOMENTS}, ("lr", "eps", "weight_decay", "betas"), decoupled=False)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Flow":
+        # It imports torch's compiler, whose import takes seconds.
+        from ._flow import Flow
+
+        return Flow
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Adam(SpillwayOptimizer, torch.optim.Adam):

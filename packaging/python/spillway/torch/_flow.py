@@ -26,11 +26,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import InvalidArgumentError, UnsupportedError
+from ._forward import Hook
 from ._offload_plan import new_link
-from ._tensors import DTensor
+from ._tensors import DTensor, unused_bytes
 
-#: Share of a device's memory that measured keeping leaves free.
-_MARGIN = 0.1
+#: Share of the memory that the first backward left unused, which weights that stay may take.
+_USE = 0.9
+_ALL = 1 << 62
 
 
 class Flow:
@@ -94,19 +96,19 @@ class Flow:
         self.units = [Unit([weight for weight, own in zip(weights, chosen) if own == number]) for number in range(len(modules))]
         for weight in weights:
             # It lives as long as the tensor on the device, which must not keep this object alive.
-            weight.device.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(weight)))
+            weight.on_device.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(weight)))
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
         self._rest.kept = True
         self._keep(self._keep_bytes or 0)
         self._hook(model, self._begin, self._end)
         for unit, module in zip(self.units, modules):
-            self._hook(module, partial(self._before, unit), partial(self._behind, unit))
+            self._hook(module, partial(self._before_forward, unit), partial(self._after_forward, unit))
 
     def _hook(self, module: torch.nn.Module, before: Callable[..., Any], behind: Callable[..., Any]) -> None:
         self._hooks += [
-            module.register_forward_pre_hook(_Hook(before), prepend=True, with_kwargs=True),
-            module.register_forward_hook(_Hook(behind), always_call=True),
+            module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(Hook(behind), always_call=True),
         ]
 
     def _keep(self, available: int) -> None:
@@ -138,7 +140,7 @@ class Flow:
     def _end(self, *_: Any) -> None:
         self._rest.leave()
 
-    def _before(self, unit: Unit, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_forward(self, unit: Unit, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a forward of a unit: its weights are fetched; the end of its backward is where the gradients of its inputs are known."""
         self._use(unit)
         unit.enter()
@@ -148,33 +150,35 @@ class Flow:
         differentiable = [isinstance(value, torch.Tensor) and value.requires_grad for value in flat]
         if not any(differentiable):
             return None
-        through = iter(_Behind.apply(partial(self._passed, unit), *(value for value, own in zip(flat, differentiable) if own)))
+        through = iter(
+            _AtInputGradients.apply(partial(self._backward_ends, unit), *(value for value, own in zip(flat, differentiable) if own))
+        )
         return tree_unflatten([next(through) if own else value for value, own in zip(flat, differentiable)], tree)
 
-    def _behind(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
         """After a forward of a unit, also one that has raised."""
         unit.leave()
         if torch.is_grad_enabled():
             for value in tree_flatten(output)[0]:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
-                    value.register_hook(partial(self._comes, unit))
+                    value.register_hook(partial(self._backward_begins, unit))
 
     # Backward.
 
-    def _comes(self, unit: Unit, _: torch.Tensor) -> None:
+    def _backward_begins(self, unit: Unit, _: torch.Tensor) -> None:
         """The gradient of an output of a unit is known: its backward begins."""
         self._expect()
         unit.in_backward = True
         self._use(unit)
 
-    def _passed(self, unit: Unit) -> None:
+    def _backward_ends(self, unit: Unit) -> None:
         """The gradients of the inputs of a unit are known: its backward is over."""
         unit.in_backward = False
 
     def _arrived(self, weight: Weight) -> None:
         """Backward has completed a gradient."""
         self._expect()
-        grad, weight.device.grad = weight.device.grad, None
+        grad, weight.on_device.grad = weight.on_device.grad, None
         if grad.layout is not torch.strided:
             self._leaving.append((None, weight, grad.cpu()))
         else:
@@ -204,7 +208,8 @@ class Flow:
         self._in_backward = False
         self._deliver(wait=True)
         if self._keep_bytes is None:
-            self._keep_bytes = _free_bytes(self.device)
+            # On the CPU all weights are there anyway.
+            self._keep_bytes = _ALL if self.device.type == "cpu" else int(_USE * unused_bytes(self.device))
             self._keep(self._keep_bytes)
         for unit in self.units:
             unit.in_backward = False
@@ -219,7 +224,7 @@ class Flow:
         before, last = self._used
         if unit is not last:
             self._after[self._used] = unit
-            self._used = before, last = last, unit
+            before, last = self._used = last, unit
         if self._fetch(unit):
             self.late += 1
         at, wanted = (before, last), {unit}
@@ -302,14 +307,14 @@ class Unit:
         """The tensors on the device take the place of the parameters, until as many calls of `leave`."""
         self.depth += 1
         for weight in self.weights:
-            weight.place(weight.device)
+            weight.place(weight.on_device)
 
     def leave(self) -> None:
         """Undoes `enter`; does nothing without one."""
         self.depth = max(0, self.depth - 1)
         if not self.depth:
             for weight in self.weights:
-                weight.place(weight.host)
+                weight.place(weight.on_host)
 
 
 class Weight:
@@ -317,58 +322,58 @@ class Weight:
 
     def __init__(self, param: torch.Tensor, places: list[tuple[torch.nn.Module, str]], device: torch.device):
         own = param.detach()
-        self.host, self.places = param, places
+        self.on_host, self.places = param, places
         if device.type != "cpu":
             param.data = own.cpu().pin_memory()
-        self.device = torch.nn.Parameter(torch.empty_like(own, device=device), requires_grad=param.requires_grad)
-        self.bytes = self.device.untyped_storage().nbytes()
+        self.on_device = torch.nn.Parameter(torch.empty_like(own, device=device), requires_grad=param.requires_grad)
+        self.bytes = self.on_device.untyped_storage().nbytes()
         # What is on the device: nothing, or what the parameter was when its copy was started; and what it was at the last copy.
         self._filled: tuple[int, int] | None = None
         self._seen: tuple[int, int] | None = None
         self.empty()
 
     def _now(self) -> tuple[int, int]:
-        return self.host._version, self.host.data_ptr()
+        return self.on_host._version, self.on_host.data_ptr()
 
     def is_current(self) -> bool:
         return self._filled == self._now()
 
     def fill(self, link: Any) -> None:
         """Starts the copy to the device."""
-        now, storage = self._now(), self.device.untyped_storage()
+        now, storage = self._now(), self.on_device.untyped_storage()
         if self._filled is None:
             storage.resize_(self.bytes)
         self._filled = None
         with ExitStack() as same:
             if now == self._seen:
-                same.enter_context(_unsafe_preserve_version_counter(self.device))
-            link.bring(self.device.detach(), self.host.detach())
+                same.enter_context(_unsafe_preserve_version_counter(self.on_device))
+            link.bring(self.on_device.detach(), self.on_host.detach())
         self._filled = self._seen = now
 
     def empty(self) -> None:
         """Gives the memory on the device back."""
         self._filled = None
-        self.device.untyped_storage().resize_(0)
+        self.on_device.untyped_storage().resize_(0)
 
     def place(self, param: Any) -> None:
         """Puts one of the two into the model."""
-        if self.device.requires_grad is not self.host.requires_grad:
-            self.device.requires_grad_(self.host.requires_grad)
+        if self.on_device.requires_grad is not self.on_host.requires_grad:
+            self.on_device.requires_grad_(self.on_host.requires_grad)
         for module, name in self.places:
             module._parameters[name] = param
 
     def add(self, grad: torch.Tensor) -> None:
         """Accumulates a gradient that is in host memory, and calls the parameter's hooks."""
         with torch.no_grad():
-            if self.host.grad is None:
-                self.host.grad = grad
+            if self.on_host.grad is None:
+                self.on_host.grad = grad
             else:
-                self.host.grad += grad
-        for hook in [*(getattr(self.host, "_post_accumulate_grad_hooks", None) or {}).values()]:
-            hook(self.host)
+                self.on_host.grad += grad
+        for hook in [*(getattr(self.on_host, "_post_accumulate_grad_hooks", None) or {}).values()]:
+            hook(self.on_host)
 
 
-class _Behind(torch.autograd.Function):
+class _AtInputGradients(torch.autograd.Function):
     """Passes tensors on; its backward calls a function once their gradients are known."""
 
     @staticmethod
@@ -382,20 +387,6 @@ class _Behind(torch.autograd.Function):
         return (None, *grads)
 
 
-class _Hook:
-    """A hook of a module. A copy of the model has one that does nothing."""
-
-    def __init__(self, call: Callable[..., Any] | None = None):
-        self._call = call
-
-    @torch.compiler.disable
-    def __call__(self, *arguments: Any) -> Any:
-        return None if self._call is None else self._call(*arguments)
-
-    def __reduce__(self) -> Any:
-        return (_Hook, ())
-
-
 def _arrived(flow: weakref.ref[Flow], weight: weakref.ref[Weight], _: torch.Tensor) -> None:
     owner, of = flow(), weight()
     if owner is not None and of is not None:
@@ -406,7 +397,7 @@ def _check(model: Any, slots: Any, keep_bytes: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"flow: model is a {type(model).__name__}; pass a torch.nn.Module")
     for name, value, least in (("slots", slots, 1), ("keep_bytes", keep_bytes, 0)):
-        if value is not None and (type(value) is not int or value < least):
+        if (value is not None or name == "slots") and (type(value) is not int or value < least):
             raise InvalidArgumentError(f"flow: {name} is {value!r}; pass an integer, at least {least}")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
@@ -443,11 +434,3 @@ def _outermost(module: torch.nn.Module, kind: type[torch.nn.Module]) -> list[tor
     if isinstance(module, kind):
         return [module]
     return [found for child in module.children() for found in _outermost(child, kind)]
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Bytes that a device has free beside what the program used so far; on the CPU there is no limit, for the weights are there anyway."""
-    if device.type == "cpu":
-        return 1 << 62
-    free, whole = torch.accelerator.get_memory_info(device)
-    return max(0, int(free - _MARGIN * whole))

@@ -1,4 +1,6 @@
-"""Hooks of a model that complete a step before its weights are used: by the next forward, or by a state dict of the model."""
+"""Hooks of a model that complete a step before its weights are used: by the next forward, or by a state dict of the model.
+
+The import of this file imports torch's compiler, which takes seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class NextForward:
 
     def __init__(self, model: torch.nn.Module, complete: Callable[[], Any]):
         self._model, self._method = weakref.ref(model), weakref.WeakMethod(complete)
-        self._hook = _Completing()
+        self._hook = Hook()
         self._lasting = [
             # Before those of wrappers such as FSDP2, which gather the weights in theirs.
             model.register_forward_pre_hook(self._hook, prepend=True),
@@ -32,7 +34,8 @@ class NextForward:
 
     def expect(self) -> None:
         """A step is to be completed before a forward. A program may drop its optimizer meanwhile."""
-        self._hook.complete = self._method()
+        method = self._method()
+        self._hook.call = None if method is None else lambda *_: method()
         model = self._model()
         if model is not None and not self._passing:
             parts = (part for part in model.modules() if part is not model)
@@ -42,7 +45,7 @@ class NextForward:
         """No step is to be completed."""
         while self._passing:
             self._passing.pop().remove()
-        self._hook.complete = None
+        self._hook.call = None
 
     def remove(self) -> None:
         """Removes all hooks."""
@@ -51,15 +54,15 @@ class NextForward:
             self._lasting.pop().remove()
 
 
-class _Completing:
-    """A hook. A copy of the model has one that does nothing."""
+class Hook:
+    """A hook of a module, which torch's compiler does not look into. A copy of the model has one that does nothing."""
 
-    complete: Callable[[], Any] | None = None
+    def __init__(self, call: Callable[..., Any] | None = None):
+        self.call = call
 
     @torch.compiler.disable
-    def __call__(self, *_: Any) -> None:
-        if self.complete is not None:
-            self.complete()
+    def __call__(self, *arguments: Any) -> Any:
+        return None if self.call is None else self.call(*arguments)
 
     def __reduce__(self) -> Any:
-        return (_Completing, ())
+        return (Hook, ())

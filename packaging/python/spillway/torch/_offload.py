@@ -33,7 +33,6 @@ import torch
 from .._groups import TORCHS
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
-from ._flow import Flow
 from ._keywords import check_keywords, result_of
 from ._offload_plan import FLOATS, Plan, Slot
 from ._tail import apart_in_bits
@@ -42,7 +41,7 @@ from ._tensors import DTensor, is_partial, local
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 #: Bytes of layers that stay on the device, by what is said of the weights.
-_KEPT_BYTES = {"resident": 0, "flow": 0, "auto": None}
+_KEPT_BYTES = {"flow": 0, "auto": None}
 #: After this number of clipped steps in a row, a step waits for the norm: a speculative step would be repeated anyway.
 _CLIPPED_IN_A_ROW = 2
 
@@ -100,23 +99,39 @@ def offload(
         optimizer.step()
         optimizer.zero_grad()"""
     model = params if model is None and isinstance(params, torch.nn.Module) else model
-    if weights not in _KEPT_BYTES:
+    if weights not in ("resident", *_KEPT_BYTES):
         raise InvalidArgumentError(f"offload: weights is {weights!r}; pass 'resident', 'flow' or 'auto'")
     if weights == "resident" and device is not None:
         raise InvalidArgumentError("offload: device is for weights='flow' and 'auto'; move the model, or pass weights")
-    if weights != "resident":
-        if model is None:
-            raise InvalidArgumentError(f"offload: weights is {weights!r}, and there is no model; pass model=")
-        flow = Flow(model, device, keep_bytes=_KEPT_BYTES[weights])
-        # The parameters are in host memory, and backward is on the device.
-        overlap = flow.device.type != "cpu" if overlap is None else overlap
     beyond = {"max_norm": max_norm, "process_group": process_group, "skip_nonfinite": skip_nonfinite}
     own: dict[str, Any] = {"overlap": overlap, "verdict": verdict, "model": model, "bucket_bytes": bucket_bytes, "tail": tail}
-    return Offloaded(params, kind, **own, **beyond, **options)
+    if weights == "resident":
+        return Offloaded(params, kind, **own, **beyond, **options)
+    if model is None:
+        raise InvalidArgumentError(f"offload: weights is {weights!r}, and there is no model; pass model=")
+    # It imports torch's compiler, whose import takes seconds.
+    from ._flow import Flow
+
+    flow = Flow(model, device, keep_bytes=_KEPT_BYTES[weights])
+    if overlap is None:
+        # The parameters are in host memory, and backward is on the device.
+        own["overlap"] = flow.device.type != "cpu"
+    try:
+        made = Offloaded(params, kind, **own, **beyond, **options)
+    except BaseException:
+        flow.remove()
+        raise
+    made.flow = flow
+    return made
 
 
 class Offloaded(torch.optim.Optimizer):
-    """The optimizer that offload() makes."""
+    """The optimizer that offload() makes.
+
+    Attributes:
+        flow: The Flow of weights that flow; None: they are resident."""
+
+    flow: Any = None
 
     # torch's GradScaler then passes its factor to step(), and does not write to the gradients.
     _step_supports_amp_scaling = True

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._tensors import local
+from ._tensors import local, unused_bytes
 
 #: Steps of which the exposed seconds of a tail are the median.
 _STEPS = 3
@@ -36,12 +36,8 @@ def room(plan: Any) -> int:
     for device, size in sizes.items():
         if device.type == "cpu" or not size:
             continue
-        module: Any = torch.get_device_module(device)
-        if not hasattr(module, "mem_get_info"):
-            return 0
-        free = module.mem_get_info(device)[0] + module.memory_reserved(device) - module.max_memory_allocated(device)
         kept = sum(slot.state_bytes() for slot in plan.slots if slot.stays and local(slot.param).device == device)
-        fits = min(fits, int((kept + max(free, 0) / 2) * len(plan.buckets) / size))
+        fits = min(fits, int((kept + unused_bytes(device) / 2) * len(plan.buckets) / size))
     return fits
 
 

@@ -63,6 +63,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def unused_bytes(device: torch.device) -> int:
+    """Bytes of a device's memory that are free, and that the program had free when it used most; 0 if the device does not say."""
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return 0
+    return max(0, module.mem_get_info(device)[0] + module.memory_reserved(device) - module.max_memory_allocated(device))
+
+
 def like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A tensor whose part in this process is `part`, placed as a parameter is; for a plain parameter `part` itself.
 

@@ -50,8 +50,6 @@ def fs(request, tmp_path_factory):
     name = request.config.getoption("--filesystem")
     if not name or "SPILLWAY_PFS" not in os.environ:
         pytest.skip("ffi_tests/pfs/run.sh sets up the file systems")
-    if reason := FILE_SYSTEMS[name].reason():
-        pytest.skip(f"{name}: {reason}")
     return FILE_SYSTEMS[name](tmp_path_factory.mktemp("fs"))
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 
 WORK = pathlib.Path(os.environ.get("SPILLWAY_PFS", ""))
 # An address of the run's own loopback that GlusterFS and MooseFS accept: they refuse 127.0.0.1.
@@ -68,7 +69,8 @@ class FileSystem:
 
     Attributes:
         mounts: Its mounts, one or two.
-        small: A directory on a file system of this kind with little room, or None."""
+        small: A directory on a file system of this kind with little room, or None.
+        room: A directory of a local file system whose files take the room of `small`."""
 
     packages: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
@@ -82,20 +84,21 @@ class FileSystem:
     stale = 0.0
 
     def __init__(self, folder):
-        self.folder, self.mounts, self.small = folder, [], None
+        self.folder, self.mounts, self.small, self.room = folder, [], None, None
         self.set_up()
 
     @classmethod
     def reason(cls):
         """Why it cannot be set up here; None if it can."""
-        for program in cls.programs:
-            if not shutil.which(program):
-                return f"{program} is missing: apt-get install {' '.join(cls.packages)}"
-        subprocess.run(["modprobe", "-q", cls.kernel], check=False) if shutil.which("modprobe") else None
+        if shutil.which("modprobe"):
+            subprocess.run(["modprobe", "-q", cls.kernel], check=False)
         if cls.kernel not in pathlib.Path("/proc/filesystems").read_text().split():
             return f"the kernel has no {cls.kernel}"
         if cls.kernel == "fuse" and not os.path.exists("/dev/fuse"):
             return "/dev/fuse is missing"
+        for program in cls.programs:
+            if not shutil.which(program):
+                return f"{program} is missing: apt-get install {' '.join(cls.packages)}"
         return None
 
     def set_up(self):
@@ -185,7 +188,8 @@ class GlusterDistributed(Gluster):
         (brick / "files").mkdir()
         gluster("volume", "create", "small", f"{ADDRESS}:{brick / 'files'}", "force")
         gluster("volume", "start", "small")
-        self.small = self.mount("small", self.made("small"))
+        # A write of a client to a full volume may hang.
+        self.small, self.room = self.mount("small", self.made("small")), brick
 
 
 def readable(folder):
@@ -253,6 +257,139 @@ class Sshfs(FileSystem):
         return processes("sftp-server")
 
 
+class MooseFs(FileSystem):
+    """A master, two chunkservers and two mounts."""
+
+    packages = ("moosefs-master", "moosefs-chunkserver", "moosefs-client", "iproute2")
+    programs = ("mfsmaster", "mfschunkserver", "mfsmount", "ip")
+    features = frozenset({"basic", "shared", "servers"})
+
+    def set_up(self):
+        loopback()
+        exports = self.folder / "exports"
+        exports.write_text("* / rw,alldirs,maproot=0\n* . rw\n")
+        listen = {f"MATO{whom}_LISTEN_HOST": ADDRESS for whom in ("CL", "CS", "ML")}
+        master = self.made("master")
+        (master / "metadata.mfs").write_text("MFSM NEW")
+        self.start("mfsmaster", "master", EXPORTS_FILENAME=exports, TOPOLOGY_FILENAME=self.made("none") / "topology", **listen)
+        for number in (1, 2):
+            disk, disks = self.made(f"disk-{number}"), self.folder / f"disks-{number}"
+            disks.write_text(f"{disk}\n")
+            hosts = {"BIND_HOST": ADDRESS, "MASTER_HOST": ADDRESS, "CSSERV_LISTEN_HOST": ADDRESS}
+            self.start("mfschunkserver", f"chunks-{number}", HDD_CONF_FILENAME=disks, CSSERV_LISTEN_PORT=9422 + number, **hosts)
+        self.mounts = [self.made(name) for name in ("a", "b")]
+        for mount in self.mounts:
+            run("mfsmount", mount, "-H", ADDRESS)
+        until(lambda: os.statvfs(self.mounts[0]).f_blocks, "no chunkserver has room")
+
+    def start(self, program, name, **settings):
+        path = self.folder / f"{name}.cfg"
+        settings |= {"WORKING_USER": "root", "WORKING_GROUP": "root", "DATA_PATH": self.made(name)}
+        path.write_text("".join(f"{key} = {value}\n" for key, value in settings.items()))
+        run(program, "-c", path, "start")
+
+    def servers(self):
+        return processes("mfsmaster") + processes("mfschunkserver")
+
+
+class Ceph(FileSystem):
+    """CephFS: a monitor, a manager, two object servers on files, a metadata server, and two FUSE mounts."""
+
+    packages = ("ceph-mon", "ceph-mgr", "ceph-osd", "ceph-mds", "ceph-fuse", "ceph-common", "iproute2")
+    programs = ("ceph", "ceph-mon", "ceph-mgr", "ceph-osd", "ceph-mds", "ceph-fuse", "monmaptool", "ip")
+    features = frozenset({"basic", "shared", "servers"})
+
+    def set_up(self):
+        loopback()
+        self.config = self.folder / "ceph.conf"
+        identity, monitors = str(uuid.uuid4()), f"[v2:{ADDRESS}:3300,v1:{ADDRESS}:6789]"
+        run_files = self.made("run")
+        settings = {
+            "fsid": identity,
+            "mon_initial_members": "a",
+            "mon_host": monitors,
+            "public_addr": ADDRESS,
+            **{f"auth_{whom}_required": "none" for whom in ("cluster", "service", "client")},
+            "osd_pool_default_size": 2,
+            "osd_pool_default_min_size": 1,
+            "osd_crush_chooseleaf_type": 0,
+            "run_dir": run_files,
+            "admin_socket": run_files / "$name.asok",
+            "pid_file": run_files / "$name.pid",
+            "log_file": run_files / "$name.log",
+            **{f"{kind}_data": self.made(kind) for kind in ("mon", "mgr", "mds")},
+            "osd_data": self.folder / "osd$id",
+            "bluestore_block_size": 4 << 30,
+            "bluestore_block_create": "true",
+            "osd_memory_target": 939524096,
+            "mgr_initial_modules": "",
+        }
+        lines = "".join(f"{key} = {value}\n" for key, value in settings.items())
+        self.config.write_text(f"[global]\n{lines}[mon.a]\nmon_addr = {ADDRESS}\n")
+        monitor_map = self.folder / "monmap"
+        run("monmaptool", "--create", "--addv", "a", monitors, "--fsid", identity, monitor_map)
+        self.server("mon", "a", "--mkfs", "--monmap", monitor_map)
+        self.server("mon", "a")
+        until(lambda: self.says("mon", "stat"), "the monitor does not answer", 60)
+        self.server("mgr", "x")
+        for number in ("0", "1"):
+            self.made(f"osd{number}")
+            disk = str(uuid.uuid4())
+            self.ceph("osd", "new", disk, number)
+            self.server("osd", number, "--mkfs", "--osd-uuid", disk)
+            self.server("osd", number)
+        for pool in ("meta", "data"):
+            self.ceph("osd", "pool", "create", pool, "8")
+        self.ceph("fs", "new", "cephfs", "meta", "data")
+        self.server("mds", "m")
+        until(lambda: "up:active" in self.says("mds", "stat"), "the metadata server is not active", 120)
+        self.mounts = [self.made(name) for name in ("a", "b")]
+        for mount in self.mounts:
+            run("ceph-fuse", "-c", self.config, "--id", "admin", f"--admin_socket={mount}.asok", f"--pid_file={mount}.pid", mount)
+
+    def server(self, kind, name, *arguments):
+        run(f"ceph-{kind}", "-c", self.config, "-i", name, *arguments)
+
+    def ceph(self, *arguments):
+        return run("ceph", "-c", self.config, *arguments, timeout=60)
+
+    def says(self, *arguments):
+        """The answer to a question; nothing if there is none."""
+        try:
+            return self.ceph("--connect-timeout", "3", *arguments)
+        except (AssertionError, subprocess.TimeoutExpired):
+            return ""
+
+    def servers(self):
+        return [pid for kind in ("mon", "mds", "osd") for pid in processes(f"ceph-{kind}")]
+
+
+class Nfs(FileSystem):
+    """NFS 4 by the kernel's client, from a server in user space."""
+
+    packages = ("nfs-ganesha", "nfs-ganesha-vfs", "nfs-common", "iproute2")
+    programs = ("ganesha.nfsd", "mount.nfs4", "ip")
+    kernel = "nfs4"
+    features = frozenset({"basic", "shared", "servers"})
+
+    def set_up(self):
+        loopback()
+        data, config = self.made("data"), self.folder / "ganesha.conf"
+        config.write_text(
+            f"NFS_CORE_PARAM {{ Protocols = 4; Bind_addr = {ADDRESS}; Enable_NLM = false; Enable_RQUOTA = false; }}\n"
+            f"NFSv4 {{ Graceless = true; RecoveryRoot = {self.made('recovery')}; }}\n"
+            f"EXPORT {{ Export_Id = 1; Path = {data}; Pseudo = /data; Access_Type = RW; Squash = No_Root_Squash; SecType = sys;"
+            " Protocols = 4; Transports = TCP; FSAL { Name = VFS; } }\n"
+        )
+        run("ganesha.nfsd", "-f", config, "-L", self.folder / "log", "-p", self.folder / "pid")
+        self.mounts = [self.made(name) for name in ("a", "b")]
+        for mount in self.mounts:
+            run("mount", "-t", "nfs4", "-o", "nosharecache", f"{ADDRESS}:/data", mount)
+
+    def servers(self):
+        return processes("ganesha.nfsd")
+
+
 class Image(FileSystem):
     """A file system of this machine in an image on a loop device."""
 
@@ -262,7 +399,7 @@ class Image(FileSystem):
 
     def set_up(self):
         self.mounts = [self.mount("image", "1G")]
-        self.small = self.mount("small", self.least)
+        self.small = self.room = self.mount("small", self.least)
 
     least = "64M"
 
@@ -308,6 +445,9 @@ FILE_SYSTEMS = {
     "gluster-dispersed": GlusterDispersed,
     "gluster-sharded": GlusterSharded,
     "sshfs": Sshfs,
+    "moosefs": MooseFs,
+    "ceph": Ceph,
+    "nfs": Nfs,
     "xfs": Xfs,
     "xfs-4kn": Xfs4kn,
     "ext4-4kn": Ext4kn,
@@ -322,7 +462,10 @@ def chosen(names):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--packages":
-        print(*FILE_SYSTEMS[sys.argv[2]].packages)
-    else:
-        print(*chosen(sys.argv[1]))
+    match sys.argv[1:]:
+        case ["--packages", name]:
+            print(*FILE_SYSTEMS[name].packages)
+        case ["--reason", name]:
+            print(FILE_SYSTEMS[name].reason() or "")
+        case [names]:
+            print(*chosen(names))

@@ -127,9 +127,10 @@ def test_no_call_waits_for_servers_that_stopped(fs, places, owner, tmp_path):
         answers = {case: each.end() for case, each in cases.items()}
     for each in cases.values():
         each.kill()
-    for (state, call), answer in answers.items():
-        wanted = {("local", "commit 3"): (0,), ("dirty", "close 2"): (0, DEADLINE)}.get((state, call), (DEADLINE,))
-        assert answer.status in wanted, (state, call, answer)
+    # A client may answer some calls from its cache.
+    wanted = {("local", "commit 3"): {0}, ("dirty", "commit 3"): {DEADLINE}, ("clean", "destroy"): {DEADLINE}}
+    for case, answer in answers.items():
+        assert answer.status in wanted.get(case, {0, DEADLINE}), (case, answer)
     whole(of("dirty", "commit 3"), 1)
     whole(of("local", "commit 3"), 3, content=2)
 
@@ -199,7 +200,7 @@ def test_an_owner_whose_lock_was_lost_and_taken_is_fenced(fs, places, owner):
 
 @pytest.mark.needs("full")
 def test_a_full_path_keeps_what_is_committed_and_its_tier_opens(fs, owner, tmp_path):
-    place, filler = fs.small / "tier", fs.small / "filler"
+    place, filler = fs.small / "tier", fs.room / "filler"
     place.mkdir()
     first = owner(place)
     first.must("open")

@@ -218,6 +218,58 @@ def test_a_directory_is_read_by_other_processes(tmp_path, as_ranks):
             assert all(torch.equal(weight, wanted[name]) for name, weight in model.weights.items())
 
 
+class Cut(Model):
+    """A model of which a process has some elements of each parameter, as shards of Megatron's DistributedOptimizer."""
+
+    def __init__(self, rank, world):
+        super().__init__()
+        self.cuts = {}
+        for name, (size, _) in SIZES.items():
+            begin, end = size * rank // world, size * (rank + 1) // world
+            if end > begin:
+                self.cuts[f"tp0.{name}[{begin}:{end}]"] = (name, begin, end)
+
+    def shards(self):
+        def shard(name, parameter, begin, end):
+            weight, master = self.weights[parameter][begin:end], self.masters[parameter][begin:end]
+            return Shard(name, weight, self.groups[parameter.endswith("bias")], lambda: self.grads[parameter][begin:end], master)
+
+        return [shard(name, *cut) for name, cut in self.cuts.items()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 40)])
+def test_ranges_of_parameters_are_cut_anew_for_another_number_of_processes(tmp_path, as_ranks, before, after):
+    saved, expected, found = tmp_path / "saved", Model(), Model()
+    for rank in range(before + 1):
+        # The last one is of an earlier save by more processes, whose parts are still there.
+        steps = 3 if rank < before else 2
+        model = Cut(rank, before) if rank < before else Cut(rank, before + 1)
+        with stored(model, job=f"old{rank}", rank=rank, world=before + 1) as store:
+            train(store, model, range(steps))
+            store.save_to(saved)
+        for _, (name, begin, end) in model.cuts.items() if rank < before else ():
+            expected.weights[name][begin:end] = model.weights[name][begin:end]
+    for rank in range(after):
+        model = Cut(rank, after)
+        with stored(model, job=f"new{rank}", rank=rank, world=after) as store:
+            assert store.load_from(saved) and store.steps == 3
+            for name, begin, end in model.cuts.values():
+                assert torch.equal(model.weights[name][begin:end], expected.weights[name][begin:end])
+            # Moments and masters show in the next step.
+            train(store, model, [3])
+        for name, begin, end in model.cuts.values():
+            found.weights[name][begin:end] = model.weights[name][begin:end]
+    assert same(list(found.weights.values()), in_memory(range(4)))
+
+
+def test_ranges_with_a_gap_are_no_state(tmp_path, as_ranks):
+    with stored(Cut(0, 3), job="one", world=3) as store:
+        store.save_to(tmp_path / "saved")
+    with stored(Cut(0, 2), job="two", world=2) as store:
+        with pytest.raises(spillway.NoStateError, match=r"no state of shard .*tp0.a.bias\[0:8\]"):
+            store.load_from(tmp_path / "saved")
+
+
 def test_a_saved_part_replaces_the_one_before_and_other_tools_read_it(tmp_path):
     model = Model()
     with stored(model) as store:

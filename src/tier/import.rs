@@ -86,6 +86,9 @@ impl Source {
         let target = Target { directory: path.clone(), io_timeout };
         target.within(Doing::Opening, move || match fs::metadata(&path) {
             Ok(found) if found.is_file() => Source::of_file(path),
+            Ok(found) if !found.is_dir() => {
+                Err(broken(&path, "it is neither a directory nor a regular file".to_string()))
+            }
             _ => Source::of_directory(path),
         })
     }
@@ -112,10 +115,12 @@ impl Source {
         let place = |tensor: &Tensor| (path.clone(), begin + tensor.data_offsets[0], tensor.bytes());
         let Some(manifest) = manifest else {
             let extent = |(name, tensor): (String, Tensor)| {
+                let wrong = |error| broken(&path, format!("a tensor cannot be an extent: {error}"));
+                check_name("its name", &name).map_err(wrong)?;
                 let (file, at, bytes) = place(&tensor);
-                SourceExtent { name, streams: vec![SourceStream { file, at, bytes, checksum: None }] }
+                Ok(SourceExtent { name, streams: vec![SourceStream { file, at, bytes, checksum: None }] })
             };
-            let extents = tensors.into_iter().map(extent).collect();
+            let extents = tensors.into_iter().map(extent).collect::<Result<_>>()?;
             return Ok(Source { origin: None, extents, path });
         };
         let stream = |name: &str, bytes: u64| match tensors.get(name).map(place) {
@@ -192,8 +197,11 @@ impl Tier {
         let (first, second) = if selection.is_whole() { (exported, kept) } else { (kept, exported) };
         let (step, payload) = first.or(second).unwrap_or_default();
         let mut taken = source.taken(selection).peekable();
-        if taken.peek().is_none() && !selection.names.is_empty() {
-            return Err(selection.nothing(&source.path.to_string_lossy()));
+        if taken.peek().is_none() {
+            return Err(match selection.names.is_empty() {
+                true => broken(&source.path, "it has no extents".to_string()),
+                false => selection.nothing(&source.path.to_string_lossy()),
+            });
         }
         let loaded = taken.try_for_each(|extent| self.import_extent(extent, &source.path, passed));
         match loaded.and_then(|()| self.commit(step, &payload)) {

@@ -298,6 +298,46 @@ fn a_range_takes_elements_and_a_foreign_file_becomes_extents() {
 }
 
 #[test]
+fn hostile_imports_end_with_an_error_and_change_nothing() {
+    let made = Made::new("tier-hostile-import");
+    let file = made.root.join("file.safetensors");
+    let tensor = |name: &str, bytes: u64| {
+        format!("{{{name:?}:{{\"dtype\":\"U8\",\"shape\":[{bytes}],\"data_offsets\":[0,{bytes}]}}}}")
+    };
+    let manifest = |step: &str, payload: &str| {
+        let text = format!(
+            "{{\"format\":\"spillway tier export\",\"version\":1,\"job\":\"../../x\",\"rank\":4294967295,\"world\":0,\
+             \"step\":{step},\"payload\":{payload:?},\"extents\":[]}}"
+        );
+        format!("{{\"__metadata__\":{{\"spillway\":{}}}}}", Value::from(text))
+    };
+    let long = "n".repeat(300);
+    let (end, no_payload) = (u64::MAX.to_string(), manifest("5", "zz"));
+    let cases = [
+        (1 << 63, "{}".to_string(), "its header has 9223372036854775808 bytes"),
+        (2, "{}".to_string(), "it has no extents"),
+        (0, tensor("a", 1 << 62), "its bytes are 0 to 4611686018427387904 of 4"),
+        (0, tensor(&long, 4), "has 300 bytes, but the limit is 255"),
+        (0, tensor("", 4), "is empty"),
+        (0, tensor("a\u{1}b", 4).replace("\\u{1}", "\\u0000"), "contains a NUL"),
+        (0, no_payload, "not hexadecimal"),
+        (0, manifest(&end, ""), "it has no extents"),
+    ];
+    for (length, header, words) in cases {
+        let length = if length == 0 { header.len() as u64 } else { length };
+        fs::write(&file, [&length.to_le_bytes(), header.as_bytes(), b"1234"].concat())
+            .expect("it is writable");
+        let refused = made.fails("import", &[&file], &[]);
+        assert!(refused.contains(words), "{words}: {refused}");
+        made.fails("import", &[&file], &["--create", "--job", "other"]);
+    }
+    let refused = made.fails("import", &["/dev/zero".as_ref()], &[]);
+    assert!(refused.contains("neither a directory nor a regular file"), "{refused}");
+    assert!(is_at(&made.open(0, Mode::Resume), 7));
+    assert_eq!(made.json("ls")["tiers"].as_array().map(Vec::len), Some(1), "no new tier is left");
+}
+
+#[test]
 fn rm_removes_tiers_and_extents_but_nothing_else() {
     let made = Made::new("tier-rm");
     made.open(3, Mode::Create).close(None).expect("it closes");

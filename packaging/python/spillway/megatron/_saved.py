@@ -4,6 +4,9 @@ A process writes two files: `rank-R-step-S.safetensors` with the tensors SHARD.p
 which names it, the step, and a checksum of each tensor and of itself. The second one is renamed into place after the first one is durable.
 So a process that is killed leaves its old part or its new one.
 
+A shard with a name such as `w[0:4096]` has these elements of `w`. It is put together from others of `w`, if the processes of another number
+of ranks have saved them.
+
 The directory may be one that others write to. Whatever is in it, a read ends, and reports what is not as write() wrote it as
 CorruptError."""
 
@@ -27,6 +30,8 @@ _MANIFEST, _TENSORS = re.compile(r"rank-[0-9]{5,9}\.json"), re.compile(r"rank-[0
 #: Largest step: the library counts to 2**63, and the next step has a number too.
 _MOST_STEP = (1 << 63) - 2
 _MOST_OFFSET = (1 << 63) - 1
+#: Name of a shard with some elements of a parameter.
+_RANGE = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
 class Place(NamedTuple):
@@ -35,6 +40,16 @@ class Place(NamedTuple):
     file: str
     step: int
     spans: dict[str, tuple[int, int, int]]
+
+
+class Piece(NamedTuple):
+    """A part of a shard: `count` elements from element `first` on, which are those from `start` on of a saved shard of `elements`."""
+
+    place: Place
+    elements: int
+    start: int
+    first: int
+    count: int  # type: ignore[assignment]
 
 
 def write(directory: str, rank: int, step: int, sizes: Iterable[tuple[str, int]], states: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -136,29 +151,74 @@ def _opened(path: str) -> Any:
         raise CorruptError(f"{path} is missing; use another checkpoint") from None
 
 
-def step_of(found: dict[str, Place], shards: dict[str, int], directory: str) -> int:
-    """The step of the states of all shards, after a check that they are there.
+def pieces_of(found: dict[str, Place], shards: dict[str, int], directory: str) -> dict[str, list[Piece]]:
+    """Where the elements of each shard are. Shards of the latest step are preferred: those of an earlier one are what an earlier number
+    of processes has left.
 
     Args:
         found: The result of places().
         shards: Number of elements of each shard.
+        directory: For messages.
+
+    Raises:
+        NoStateError: Elements of a shard are not there."""
+    latest = max((place.step for place in found.values()), default=0)
+    ranges: dict[str, list[tuple[int, int, Place]]] = {}
+    for name, place in found.items():
+        if place.step == latest and (matched := _RANGE.fullmatch(name)):
+            ranges.setdefault(matched[1], []).append((int(matched[2]), int(matched[3]), place))
+    for parts in ranges.values():
+        parts.sort(key=lambda part: part[:2])
+    return {name: _pieces(found, latest, ranges, name, elements, directory) for name, elements in shards.items()}
+
+
+def _pieces(
+    found: dict[str, Place], latest: int, ranges: dict[str, list[tuple[int, int, Place]]], name: str, elements: int, directory: str
+) -> list[Piece]:
+    own = found.get(name)
+    if own is None or own.step != latest:
+        matched = _RANGE.fullmatch(name)
+        if matched and int(matched[3]) - int(matched[2]) == elements:
+            covering = _covering(ranges.get(matched[1], []), int(matched[2]), int(matched[3]))
+            if covering:
+                return covering
+    if own is None:
+        raise NoStateError(f"{directory} has no state of shard {name!r}; load a checkpoint of the same parameters")
+    return [Piece(own, elements, 0, 0, elements)]
+
+
+def _covering(ranges: list[tuple[int, int, Place]], begin: int, end: int) -> list[Piece]:
+    """The pieces of elements `begin` to `end` in sorted ranges; none if elements are missing."""
+    pieces, at = [], begin
+    for start, stop, place in ranges:
+        if start <= at < min(stop, end):
+            pieces.append(Piece(place, stop - start, at - start, at - begin, min(stop, end) - at))
+            at += pieces[-1].count
+    return pieces if at == end else []
+
+
+def step_of(wanted: dict[str, list[Piece]], directory: str) -> int:
+    """The step of the states of all shards, after a check that they are there.
+
+    Args:
+        wanted: The result of pieces_of().
         directory: For messages."""
-    for name, elements in shards.items():
-        if name not in found:
-            raise NoStateError(f"{directory} has no state of shard {name!r}; load a checkpoint of the same shards")
-        lengths = {found[name].spans.get(state, (0, 0, 0))[1] for state in STATES}
-        if lengths != {4 * elements}:
-            raise InvalidArgumentError(
-                f"{directory}: the states of shard {name!r} have {sorted(lengths)} bytes, and {4 * elements} are needed; "
-                "load a checkpoint of the same shards"
-            )
-    steps = sorted({found[name].step for name in shards})
+    for name, pieces in wanted.items():
+        for piece in pieces:
+            lengths = {piece.place.spans.get(state, (0, 0, 0))[1] for state in STATES}
+            if lengths != {4 * piece.elements}:
+                raise InvalidArgumentError(
+                    f"{directory}: the states of shard {name!r} have {sorted(lengths)} bytes, and {4 * piece.elements} are needed; "
+                    "load a checkpoint of the same parameters"
+                )
+    places = [piece.place for pieces in wanted.values() for piece in pieces]
+    steps = sorted({place.step for place in places})
     if len(steps) != 1:
         raise InvalidArgumentError(
             f"{directory} has shards of the steps {steps}: not every process wrote its part of one step; use another checkpoint"
         )
     ends: dict[str, int] = {}
-    for place in (found[name] for name in shards):
+    for place in places:
         ends[place.file] = max(ends.get(place.file, 0), *(sum(place.spans[state][:2]) for state in STATES))
     for file, end in ends.items():
         with _opened(file) as opened:
@@ -168,8 +228,18 @@ def step_of(found: dict[str, Place], shards: dict[str, int], directory: str) -> 
     return steps[0]
 
 
-def read(place: Place, state: str, into: torch.Tensor) -> None:
-    """Reads one state of a shard into a float32 tensor in host memory."""
+def read(pieces: list[Piece], state: str, into: torch.Tensor) -> None:
+    """Reads one state of a shard into a float32 tensor in host memory. The checksums are those of whole saved shards."""
+    for place, elements, start, first, count in pieces:
+        if count == elements:
+            _read_whole(place, state, into[first : first + count])
+        else:
+            whole = torch.empty(elements, dtype=torch.float32, device="cpu")
+            _read_whole(place, state, whole)
+            into[first : first + count] = whole[start : start + count]
+
+
+def _read_whole(place: Place, state: str, into: torch.Tensor) -> None:
     offset, length, checksum = place.spans[state]
     content = memoryview(into.numpy()).cast("B")
     with _opened(place.file) as file:

@@ -304,7 +304,9 @@ class OptimizerStateStore:
     def load_from(self, directory: str | os.PathLike[str], *, allow_missing: bool = False) -> bool:
         """Loads the states of a directory that save_to() wrote, commits them, and writes the weights to the shards.
 
-        The shards may have been saved by other processes, in another number: each one is found by its name.
+        The shards may have been saved by other processes, in another number: each one is found by its name. A shard with a name such as
+        "w[0:4096]", which attach() gives them, is also put together from other ranges of "w". Ranks of tensor, pipeline and expert
+        parallelism are part of such a name, so they must be as many as before.
 
         Args:
             directory: The directory.
@@ -328,14 +330,15 @@ class OptimizerStateStore:
         if any(missing):
             of = "" if all(missing) else f" for the processes {[rank for rank, none in enumerate(missing) if none]}"
             raise NoStateError(f"{where} has no optimizer states{of}; pass allow_missing=True to start with new ones if no process has any")
-        wanted = {shard.name: shard.weight.numel() for bucket in self._buckets for shard in bucket.shards}
-        steps = self._place.together(lambda: _saved.step_of(found, wanted, where))
+        shards = {shard.name: shard.weight.numel() for bucket in self._buckets for shard in bucket.shards}
+        wanted = self._place.together(lambda: _saved.pieces_of(found, shards, where))
+        steps = self._place.together(lambda: _saved.step_of(wanted, where))
         self._same("steps in the directory", steps)
         self._commit_changes()
 
         def load() -> None:
             for number, bucket in enumerate(self._buckets):
-                self._tiered.write(number, *(_read_bucket(bucket, found, state) for state in STATES))
+                self._tiered.write(number, *(_read_bucket(bucket, wanted, state) for state in STATES))
 
         try:
             self._place.together(load)
@@ -384,10 +387,10 @@ def _set_options(adam: Adam, bucket: Bucket) -> None:
         ) from None
 
 
-def _read_bucket(bucket: Bucket, found: Mapping[str, _saved.Place], state: str) -> torch.Tensor:
+def _read_bucket(bucket: Bucket, wanted: Mapping[str, list[_saved.Piece]], state: str) -> torch.Tensor:
     flat = torch.empty(bucket.elements, device="cpu")
     for shard, part in bucket.parts(flat):
-        _saved.read(found[shard.name], state, part)
+        _saved.read(wanted[shard.name], state, part)
     return flat
 
 

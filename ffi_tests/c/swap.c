@@ -209,7 +209,15 @@ static void beside(spw_swap *swap, uint64_t step, uint32_t verdict) {
         CHECK_OK(spw_swap_submit(swap, subgroup, &tensors[subgroup], NULL, 1));
     }
     REFUSED(spw_swap_finish(swap, FOR_EVER, NULL), SPW_ERR_ROUND_OPEN, "verdict");
+    uint64_t named = 0;
+    REFUSED(spw_swap_next_published(swap, 0, &named), SPW_ERR_TIMEOUT, "ask again");
     CHECK_OK(spw_swap_verdict(swap, verdict, 0.0173));
+    if (step % 2 == 0) {
+        for (int i = 0; i < SUBGROUPS && verdict != SPW_SPEC_VERDICT_SKIP; i++) {
+            CHECK_OK(spw_swap_next_published(swap, FOR_EVER, &named));
+        }
+        REFUSED(spw_swap_next_published(swap, FOR_EVER, &named), SPW_ERR_NOT_FOUND, "finish it");
+    }
     spw_step_stats stats = step_stats();
     CHECK_OK(spw_swap_finish(swap, FOR_EVER, &stats));
     if (verdict == SPW_SPEC_VERDICT_REDO) options.grad_scale = 0.0173;
@@ -232,9 +240,12 @@ static void steps_beside_the_caller_have_the_bits_of_steps_in_memory(void) {
     REFUSED(spw_swap_submit(swap, 0, &tensors[0], NULL, 1), SPW_ERR_NO_ROUND, "begin one first");
     REFUSED(spw_swap_verdict(swap, SPW_SPEC_VERDICT_SKIP, 0), SPW_ERR_NO_ROUND, "begin one first");
     REFUSED(spw_swap_finish(swap, 0, NULL), SPW_ERR_NO_ROUND, "begin one first");
+    uint64_t named;
+    REFUSED(spw_swap_next_published(swap, 0, &named), SPW_ERR_NO_ROUND, "begin one first");
+    INVALID(spw_swap_next_published(swap, 0, NULL), "subgroup_out");
     INVALID(spw_swap_begin(NULL, &options, 0), "swap");
     INVALID(spw_swap_begin(swap, NULL, 0), "options");
-    INVALID(spw_swap_begin(swap, &options, 4), "flags");
+    INVALID(spw_swap_begin(swap, &options, 8), "flags");
     step_both(swap, 1);
     CHECK_OK(spw_swap_begin(swap, &options, 0));
     REFUSED(spw_swap_begin(swap, &options, 0), SPW_ERR_ROUND_OPEN, "in progress");

@@ -176,6 +176,17 @@ enum spw_status spw_swap_ds_adam_step(struct spw_swap *swap,
                                       spw_swap_stepped_fn stepped,
                                       void *user);
 
+// Gives the update that `spw_swap_begin` opened the arithmetic of `spw_swap_ds_adam_step`, with one call per subgroup.
+// It comes before the first `spw_swap_submit`, whose tensors then have no options. The id advances when
+// `spw_swap_finish` ends the update, unless the update is skipped.
+//
+// - SPW_ERR_NO_ROUND: no update is open.
+// - SPW_ERR_BUCKET_SUBMITTED: a subgroup was already submitted.
+enum spw_status spw_swap_ds_adam_calls(struct spw_swap *swap,
+                                       int32_t id,
+                                       const struct spw_ds_adam_call *calls,
+                                       uint64_t count);
+
 // Submits a bucket of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters of `call` and the
 // arithmetic of `spw_ds_adam_update`. grad_scale and max_norm are those of the round; `call->grad_scale` is ignored.
 // The step of `id` advances now. Otherwise as `spw_spec_submit`.

@@ -251,6 +251,8 @@ typedef enum spw_swap_begin_flag {
     SPW_SWAP_BEGIN_FLAG_SPECULATIVE = 1,
     // `spw_swap_finish` returns the statistics of the gradients.
     SPW_SWAP_BEGIN_FLAG_STATS = 2,
+    // After SPW_SPEC_VERDICT_SKIP the copies hold any values, and nothing is read for them.
+    SPW_SWAP_BEGIN_FLAG_NO_RESTORE = 4,
 } spw_swap_begin_flag;
 
 // Opens one Adam step of all subgroups, and returns at once. A thread of the library does what `spw_swap_adam_step`
@@ -317,6 +319,18 @@ enum spw_status spw_swap_verdict(struct spw_swap *swap,
 enum spw_status spw_swap_finish(struct spw_swap *swap,
                                 int64_t timeout_ms,
                                 struct spw_step_stats *stats_out);
+
+// Waits for up to `timeout_ms` milliseconds (negative: without limit) for the next subgroup whose step is final and whose
+// copies are written, and writes its number. The copies may be read from then on, while later subgroups are stepped. Each
+// subgroup is named once, before `spw_swap_finish`. Before a verdict no step is final.
+//
+// - SPW_ERR_NO_ROUND: no update is open.
+// - SPW_ERR_NOT_FOUND: every subgroup was named, or the update is skipped.
+// - SPW_ERR_TIMEOUT: there is none yet.
+// - Other errors ended the update, see `spw_swap_begin`.
+enum spw_status spw_swap_next_published(struct spw_swap *swap,
+                                        int64_t timeout_ms,
+                                        uint64_t *subgroup_out);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -131,6 +131,7 @@ SWAP_FLAG_SPLIT_MASTER = 8
 # spw_swap_begin_flag
 SWAP_BEGIN_FLAG_SPECULATIVE = 1
 SWAP_BEGIN_FLAG_STATS = 2
+SWAP_BEGIN_FLAG_NO_RESTORE = 4
 
 # spw_spec_publish
 SPEC_PUBLISH_FINAL = 0
@@ -1315,6 +1316,7 @@ PROTOTYPES = {
     "spw_swap_submit": (c_int32, [c_void_p, u64("subgroup"), address("tensors"), address("firsts"), u64("count")]),
     "spw_swap_verdict": (c_int32, [c_void_p, u32("verdict"), c_double]),
     "spw_swap_finish": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(StepStats)]),
+    "spw_swap_next_published": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(c_uint64)]),
     "spw_gpu_probe": (c_int32, [POINTER(GpuDriver)]),
     "spw_gpu_open": (c_int32, [POINTER(GpuOptions), POINTER(c_void_p)]),
     "spw_gpu_close": (c_int32, [c_void_p]),
@@ -1371,6 +1373,7 @@ PROTOTYPES = {
     "spw_ds_lion_update": (c_int32, [i32("id"), u64("step"), c_float, c_float, c_float, c_float, POINTER(Tensor)]),
     "spw_ds_lion_destroy": (c_int32, [i32("id")]),
     "spw_swap_ds_adam_step": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), address("tensors"), u64("count"), SWAP_STEPPED_FN, address("user")]),
+    "spw_swap_ds_adam_calls": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), u64("count")]),
     "spw_spec_submit_ds_adam": (c_int32, [c_void_p, u32("bucket"), i32("id"), POINTER(DsAdamCall), POINTER(Tensor), POINTER(SpecEvent)]),
     "spw_plan_interleave": (c_int32, [POINTER(InterleaveRates), POINTER(PlanShape), POINTER(PlanOptions), POINTER(c_uint32), POINTER(PlanResult)]),
     "spw_plan_pipeline": (c_int32, [POINTER(PipelineOptions), POINTER(PipelineUnit), u64("unit_count"), POINTER(c_void_p)]),

@@ -29,7 +29,7 @@ commit() does not store these weights. The caller must keep them across a close 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
@@ -246,7 +246,9 @@ class Swap(_NativeHandle):
         self._counted(counter(adams), "spw_swap_adam_step", *arguments)
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
-    def begin(self, optimizer: Adam, *, grad_scale: float = 1.0, speculative: bool = False, return_stats: bool = False) -> SwapUpdate:
+    def begin(
+        self, optimizer: Adam, *, grad_scale: float = 1.0, speculative: bool = False, return_stats: bool = False, restore: bool = True
+    ) -> SwapUpdate:
         """Opens one step of all subgroups beside the caller, and starts to fetch. Until SwapUpdate.finish(), other calls than
         stats(), rollback() and close() raise OutOfOrderError. Afterwards they wait for the writes of the step.
 
@@ -256,6 +258,8 @@ class Swap(_NativeHandle):
             speculative: The steps are final only after SwapUpdate.verdict(). Until then the tier keeps the versions before the step,
                 which takes space for a third version of what was not committed.
             return_stats: SwapUpdate.finish() returns the statistics of the scaled gradients.
+            restore: A verdict of "skip" gives weights that were written their values from before the step. False leaves any values in
+                them, and reads nothing for it.
 
         Returns:
             The open SwapUpdate.
@@ -266,12 +270,14 @@ class Swap(_NativeHandle):
             raise InvalidArgumentError(f"Swap.begin: optimizer is a {type(optimizer).__name__}; pass a spillway.Adam")
         options = optimizer.options_of_next_step(grad_scale)
         flags = _abi.SWAP_BEGIN_FLAG_SPECULATIVE * speculative + _abi.SWAP_BEGIN_FLAG_STATS * return_stats
+        flags += _abi.SWAP_BEGIN_FLAG_NO_RESTORE * (not restore)
         update = SwapUpdate(self, optimizer, speculative, return_stats)
-
-        def begun() -> None:
-            self._update = update
-
-        self._counted(begun, "spw_swap_begin", ctypes.byref(options), flags)
+        before, self._update = self._update, update
+        try:
+            self._recorded(update._begun, "spw_swap_begin", ctypes.byref(options), flags)
+        finally:
+            if update._begun != [0]:
+                self._update = before
         return update
 
     def ds_step(self, optimizer_id: int, calls: Sequence[Any], table: Any, stepped: Callable[[int, int], object] | None = None) -> None:
@@ -443,8 +449,10 @@ class SwapUpdate:
     def __init__(self, swap: Swap, optimizer: Adam, speculative: bool, return_stats: bool):
         self.swap = swap
         self._optimizer, self._return_stats = optimizer, return_stats
-        self._verdict = None if speculative else "commit"
-        self._open = True
+        # Statuses of calls: no signal handler runs between a call and its status.
+        self._begun: list[int] = []
+        self._finished: list[int] = []
+        self._given: tuple[str, list[int]] = ("commit", [] if speculative else [0])
 
     def submit(
         self, subgroup: int, grad: Array, weight: Array | None = None, belonging: Array | None = None, *, uint16_dtype: str | None = None
@@ -467,10 +475,47 @@ class SwapUpdate:
         subgroup = _arguments.between("SwapUpdate: subgroup", subgroup, 0, len(self.swap) - 1)
         row, arrays = _abi.Tensor(), (grad, weight, belonging)
         self.swap._put(row, subgroup, arrays, f"subgroup {subgroup}", uint16_dtype)
-        held = _arrays.all_held([arrays])
-        self.swap._held.submit(
-            held, lambda outcome: self.swap._recorded(outcome, "spw_swap_submit", subgroup, ctypes.addressof(row), None, 1)
-        )
+        self.submit_table(subgroup, ctypes.addressof(row), None, 1, _arrays.all_held([arrays]))
+
+    def submit_table(self, subgroup: int, tensors: int | None, firsts: int | None, count: int, held: Any) -> None:
+        """As submit(), for `count` parts of the subgroup as C takes them: the address of an array of _abi.Tensor and of one of their first
+        elements. `held` is kept alive as long as the library uses the memory that they name."""
+        self._check_open()
+        self.swap._held.submit(held, lambda outcome: self.swap._recorded(outcome, "spw_swap_submit", subgroup, tensors, firsts, count))
+
+    def ds_calls(self, optimizer_id: int, calls: Sequence[Any]) -> None:
+        """Gives the step the arithmetic of DeepSpeed's optimizer `optimizer_id`, before the first submit.
+
+        Args:
+            optimizer_id: Id of DeepSpeed's Adam.
+            calls: An _abi.DsAdamCall for each subgroup."""
+        self._check_open()
+        self.swap._call("spw_swap_ds_adam_calls", optimizer_id, (_abi.DsAdamCall * len(calls))(*calls), len(calls))
+
+    def published(self, timeout: float | None = None) -> Iterator[int]:
+        """Yields each subgroup once its step is final and its weight is written, before finish(). The weight may be read from then on,
+        while later subgroups are stepped. Before a verdict no step is final; after "skip" there are none.
+
+        Args:
+            timeout: Longest wait for the next subgroup in seconds; None: no limit.
+
+        Raises:
+            TimedOutError: There is no further subgroup yet; call it again.
+            IoError: A path failed. Call Swap.rollback()."""
+        found, outcome, limit = ctypes.c_uint64(), list[int](), _arguments.seconds(timeout)
+
+        def wait(milliseconds: int) -> int:
+            outcome.clear()
+            self.swap._through(lambda handle: record(outcome, "spw_swap_next_published", handle, milliseconds, ctypes.byref(found)))
+            return outcome[0]
+
+        while True:
+            self._check_open()
+            status = in_slices(limit, wait)
+            if status == _abi.ERR_NOT_FOUND:
+                return
+            _native.check(status)
+            yield found.value
 
     def verdict(self, verdict: str, grad_scale: float = 1.0) -> None:
         """Gives a speculative step its verdict; returns at once. It may come before submits.
@@ -485,11 +530,10 @@ class SwapUpdate:
         if verdict not in VERDICTS:
             raise InvalidArgumentError(f"SwapUpdate.verdict: verdict is {verdict!r}; pass one of {', '.join(VERDICTS)}")
         self._check_open()
-
-        def given() -> None:
-            self._verdict = verdict
-
-        self.swap._counted(given, "spw_swap_verdict", VERDICTS.index(verdict), grad_scale)
+        outcome: list[int] = []
+        if self._verdict is None:
+            self._given = verdict, outcome
+        self.swap._recorded(outcome, "spw_swap_verdict", VERDICTS.index(verdict), grad_scale)
 
     def finish(self, timeout: float | None = None) -> StepStats | None:
         """Waits until all subgroups are stepped, and ends the step; its arrays belong to the caller again. The library goes on writing
@@ -506,21 +550,19 @@ class SwapUpdate:
             OutOfOrderError: A subgroup or the verdict is missing; the step is still open.
             IoError: A path failed. Call Swap.rollback()."""
         self._check_open()
-        stats, outcome, begun = _abi.sized(_abi.StepStats), list[int](), self.swap._held.begun()
-        count = counter([self._optimizer])
+        stats, begun, count = _abi.sized(_abi.StepStats), self.swap._held.begun(), counter([self._optimizer])
 
         def wait(milliseconds: int) -> int:
-            outcome.clear()
-            self.swap._through(lambda handle: record(outcome, "spw_swap_finish", handle, milliseconds, ctypes.byref(stats)))
-            return outcome[0]
+            # A signal handler between two slices may have ended the step.
+            if self._ended is None:
+                self.swap._through(lambda handle: record(self._finished, "spw_swap_finish", handle, milliseconds, ctypes.byref(stats)))
+            return self._finished[-1]
 
         try:
             _native.check(in_slices(_arguments.seconds(timeout), wait))
         finally:
-            # No signal handler runs between the end of the step and its count.
-            if outcome and outcome[0] not in _STAYS_OPEN:
-                self._open = False
-                if outcome == [0] and self._verdict != "skip":
+            if self._ended is not None:
+                if self._ended == 0 and self._verdict != "skip":
                     count()
                 self.swap._held.over(begun)
         return StepStats(bool(stats.nonfinite), stats.sum_squares) if self._return_stats else None
@@ -528,8 +570,18 @@ class SwapUpdate:
     def __enter__(self) -> SwapUpdate:
         return self
 
+    @property
+    def _verdict(self) -> str | None:
+        """The verdict; None if there is none yet."""
+        return self._given[0] if self._given[1] == [0] else None
+
+    @property
+    def _ended(self) -> int | None:
+        """The status with which the step has ended; None before its end."""
+        return self._finished[-1] if self._finished and self._finished[-1] not in _STAYS_OPEN else None
+
     def _is_open(self) -> bool:
-        return self._open and self.swap._update is self and bool(self.swap._cell)
+        return self._begun == [0] and self._ended is None and self.swap._update is self and bool(self.swap._cell)
 
     def _check_open(self) -> None:
         if not self._is_open():

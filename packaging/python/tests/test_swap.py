@@ -156,7 +156,15 @@ def test_a_step_beside_the_caller_has_the_bits_of_the_blocking_form(folders, buf
                         update.submit(subgroup, grads[subgroup], copies[subgroup], uint16_dtype="bf16")
                     if verdict:
                         update.verdict(verdict, 0.125)
+                    if number % 2:
+                        published = []
+                        for subgroup in update.published():
+                            published.append((subgroup, copies[subgroup].copy()))
+                        assert sorted(subgroup for subgroup, _ in published) == ([] if verdict == "skip" else list(range(len(SIZES))))
                     stats = update.finish()
+                    if number % 2:
+                        # What was there when the subgroup was named is final.
+                        assert all(np.array_equal(copy, copies[subgroup]) for subgroup, copy in published)
                 if verdict != "skip":
                     scale = 0.125 if verdict == "redo" else 0.5
                     tensors = list(zip(grads, expected))
@@ -185,6 +193,8 @@ def test_a_step_beside_the_caller_is_skipped_or_abandoned_by_an_exception(folder
                 raise ZeroDivisionError
             assert adam.step_count == 0 and same(everything(swap), in_memory(0)[0]) and not swap._held
         update = swap.begin(adam)
+        with pytest.raises(spillway.TimedOutError, match="no further subgroup is stepped yet"):
+            next(update.published(timeout=0.01))
         with pytest.raises(spillway.errors.OutOfOrderError, match="verdict already"):
             update.verdict("skip")
         with pytest.raises(spillway.InvalidArgumentError, match="verdict is 'keep'"):

@@ -227,6 +227,6 @@ fn one<R, T>(
 }
 
 /// The error for a tensor with options of its own.
-pub(super) fn options_of_id() -> Error {
+pub(in crate::capi) fn options_of_id() -> Error {
     Error::invalid("options", "must be NULL: the id determines the options")
 }

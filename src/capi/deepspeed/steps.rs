@@ -3,12 +3,14 @@
 use std::ffi::c_void;
 
 use super::call::{rule_of, rules_of, spw_ds_adam_call};
-use super::ids::{lent, options_of_id};
+use super::ids::lent;
 use crate::capi::optim::spw_tensor;
 use crate::capi::prelude::*;
 use crate::capi::speculate::bucket::{parse_event, spw_spec_event};
 use crate::capi::speculate::engine::spw_spec;
-use crate::capi::swap::{inputs, spw_swap};
+use crate::capi::swap::inputs::{self, Rules};
+use crate::capi::swap::spw_swap;
+use crate::error::RoundError;
 use crate::kernel::Arithmetic;
 use crate::optim::deepspeed::ADAM;
 
@@ -40,10 +42,7 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let (kept, rules) = rules_of(id, calls, count)?;
-            let own = |index: usize, raw: &spw_tensor| match raw.options.is_null() {
-                true => Ok(rules[index]),
-                false => Err(options_of_id()),
-            };
+            let own = |index: usize, raw: &spw_tensor| inputs::rule_of_id(&rules, index, raw);
             let parts = inputs::whole(swap.layout(), tensors, count, own)?;
             let mut after = |subgroup: usize, param: &[f32]| match stepped
                 .map_or(0, |stepped| stepped(user, subgroup as u64, param.as_ptr()))
@@ -60,6 +59,37 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
             ADAM.create(id, kept);
             Ok(())
         }
+    })
+}
+
+/// Gives the update that `spw_swap_begin` opened the arithmetic of `spw_swap_ds_adam_step`, with one call per subgroup.
+/// It comes before the first `spw_swap_submit`, whose tensors then have no options. The id advances when
+/// `spw_swap_finish` ends the update, unless the update is skipped.
+///
+/// - SPW_ERR_NO_ROUND: no update is open.
+/// - SPW_ERR_BUCKET_SUBMITTED: a subgroup was already submitted.
+///
+/// # Safety
+/// `calls` points to `count` structs, `struct_size` bytes apart.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_ds_adam_calls(
+    swap: Option<&mut spw_swap>,
+    id: i32,
+    calls: In<spw_ds_adam_call>,
+    count: u64,
+) -> spw_status {
+    guard(|| {
+        let swap = handle::get_mut(swap)?;
+        if let Some(subgroup) = swap.update.first_submitted()? {
+            return Err(Error::Update(RoundError::Submitted(subgroup as u32)));
+        }
+        if count != swap.update.layout().len() as u64 {
+            let reason = format!("is {count}, but there are {} subgroups", swap.update.layout().len());
+            return Err(Error::invalid("count", reason));
+        }
+        let (state, rules) = rules_of(id, calls, count)?;
+        swap.rules = Rules::Each { rules, id, state };
+        Ok(())
     })
 }
 

@@ -1,12 +1,13 @@
 //! A tiered update whose steps run beside the caller.
 
-use super::inputs;
+use super::inputs::{self, Rules};
 use super::update::spw_swap;
 use crate::capi::optim::adam::{nearest_rule, spw_adam_options};
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::speculate::verdict::parse_verdict;
 use crate::offload::swap::beside::BesideOptions;
+use crate::optim::deepspeed::ADAM;
 
 /// Flags of `spw_swap_begin`, combined by addition.
 #[repr(C)]
@@ -16,6 +17,8 @@ pub enum spw_swap_begin_flag {
     SPW_SWAP_BEGIN_FLAG_SPECULATIVE = 1,
     /// `spw_swap_finish` returns the statistics of the gradients.
     SPW_SWAP_BEGIN_FLAG_STATS = 2,
+    /// After SPW_SPEC_VERDICT_SKIP the copies hold any values, and nothing is read for them.
+    SPW_SWAP_BEGIN_FLAG_NO_RESTORE = 4,
 }
 
 /// Opens one Adam step of all subgroups, and returns at once. A thread of the library does what `spw_swap_adam_step`
@@ -42,10 +45,11 @@ pub extern "C" fn spw_swap_begin(
 ) -> spw_status {
     guard(|| {
         let swap = handle::get_mut(swap)?;
-        let flags = abi_struct::flags("flags", flags, 3)?;
+        let flags = abi_struct::flags("flags", flags, 7)?;
         let rule = nearest_rule(options)?;
-        swap.update.begin(BesideOptions { speculative: flags & 1 != 0, squares: flags & 2 != 0 })?;
-        swap.rule = Some(rule);
+        let [speculative, squares, keeps] = [1, 2, 4].map(|flag| flags & flag != 0);
+        swap.update.begin(BesideOptions { speculative, squares, restores: !keeps })?;
+        swap.rules = Rules::One(rule);
         Ok(())
     })
 }
@@ -77,14 +81,13 @@ pub unsafe extern "C" fn spw_swap_submit(
     count: u64,
 ) -> spw_status {
     guard(|| {
-        let spw_swap { update, rule } = handle::get_mut(swap)?;
+        let spw_swap { update, rules } = handle::get_mut(swap)?;
         let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
         update.may_submit(subgroup)?;
         let keep_weights = update.is_speculative()?;
-        let Some(rule) = rule else { return Err(Error::Internal("an update without a rule".to_string())) };
         // SAFETY: the caller meets the callee's requirements, and lends the spans until the update drops the parts.
         let parts = unsafe {
-            inputs::of_subgroup(update.layout(), subgroup, tensors, firsts, count, *rule, keep_weights)?
+            inputs::of_subgroup(update.layout(), subgroup, tensors, firsts, count, rules, keep_weights)?
         };
         update.submit(subgroup, parts)
     })
@@ -124,6 +127,37 @@ pub extern "C" fn spw_swap_finish(
     guard(|| {
         let swap = handle::get_mut(swap)?;
         stats_out.check("stats_out")?;
-        tensor::write_stats(swap.update.finish(timeout(timeout_ms))?, stats_out)
+        let skipped = swap.update.is_skipped();
+        let stats = swap.update.finish(timeout(timeout_ms))?;
+        if let (Rules::Each { id, state, .. }, false) = (&swap.rules, skipped) {
+            ADAM.create(*id, *state);
+        }
+        tensor::write_stats(stats, stats_out)
+    })
+}
+
+/// Waits for up to `timeout_ms` milliseconds (negative: without limit) for the next subgroup whose step is final and whose
+/// copies are written, and writes its number. The copies may be read from then on, while later subgroups are stepped. Each
+/// subgroup is named once, before `spw_swap_finish`. Before a verdict no step is final.
+///
+/// - SPW_ERR_NO_ROUND: no update is open.
+/// - SPW_ERR_NOT_FOUND: every subgroup was named, or the update is skipped.
+/// - SPW_ERR_TIMEOUT: there is none yet.
+/// - Other errors ended the update, see `spw_swap_begin`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_swap_next_published(
+    swap: Option<&mut spw_swap>,
+    timeout_ms: i64,
+    subgroup_out: Out<u64>,
+) -> spw_status {
+    guard(|| {
+        let swap = handle::get_mut(swap)?;
+        subgroup_out.required("subgroup_out")?;
+        match swap.update.next_published(timeout(timeout_ms))? {
+            Some(subgroup) => subgroup_out.put(subgroup as u64, "subgroup_out"),
+            None => {
+                Err(Error::NotFound("no subgroup of the update is left to publish; finish it".to_string()))
+            }
+        }
     })
 }

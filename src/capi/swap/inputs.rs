@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 
+use crate::capi::deepspeed::ids::options_of_id;
 use crate::capi::optim::adam::{nearest_rule, spw_adam_options};
 use crate::capi::optim::overlap;
 use crate::capi::optim::tensor::{self, at, parse_copy_dtype, parse_dtype, spw_dtype, spw_tensor};
@@ -11,6 +12,17 @@ use crate::kernel::AdamRule;
 use crate::offload::swap::Layout;
 use crate::offload::swap::adam::{Part, Parts};
 use crate::offload::swap::encoding::Encoding;
+use crate::optim::deepspeed::AdamState;
+
+/// The coefficients of an update beside the caller.
+pub(in crate::capi) enum Rules {
+    /// No update was begun.
+    None,
+    /// Of all tensors without options of their own.
+    One(AdamRule),
+    /// Of each subgroup, from an id of DeepSpeed, and the state of the id after the step.
+    Each { rules: Vec<AdamRule>, id: i32, state: AdamState },
+}
 
 /// The coefficients of each tensor: its own options, or those of the call.
 ///
@@ -31,6 +43,14 @@ unsafe fn own_rule(raw: &spw_tensor, shared: AdamRule) -> Result<AdamRule> {
         true => Ok(shared),
         // SAFETY: the caller's promise.
         false => nearest_rule(unsafe { In::new(raw.options.cast()) }),
+    }
+}
+
+/// The coefficients of a subgroup's tensor, from an id of DeepSpeed. Errors: the tensor has options of its own.
+pub(in crate::capi) fn rule_of_id(rules: &[AdamRule], subgroup: usize, raw: &spw_tensor) -> Result<AdamRule> {
+    match raw.options.is_null() {
+        true => Ok(rules[subgroup]),
+        false => Err(options_of_id()),
     }
 }
 
@@ -112,7 +132,7 @@ pub(in crate::capi) unsafe fn of_subgroup<'a>(
     tensors: In<spw_tensor>,
     firsts: In<u64>,
     count: u64,
-    rule: AdamRule,
+    rules: &Rules,
     speculative: bool,
 ) -> Result<Vec<Part<'a>>> {
     let (raw, elements) = (tensor::read_all(tensors, count)?, layout.elements(subgroup)? as u64);
@@ -132,8 +152,14 @@ pub(in crate::capi) unsafe fn of_subgroup<'a>(
     }
     let mut parts = Vec::new();
     let places = firsts.iter().map(|first| (subgroup as u64, *first));
-    // SAFETY: `check` accepted the tensors; the caller lends their spans for `'a`, and their options for the call.
-    unsafe { convert(layout, &raw, places, |_, raw| own_rule(raw, rule), |_, part| parts.push(part)) }?;
+    let rule = |_, raw: &spw_tensor| match rules {
+        Rules::None => Err(Error::Internal("an update without coefficients".to_string())),
+        // SAFETY: the caller lends the options for the call.
+        Rules::One(rule) => unsafe { own_rule(raw, *rule) },
+        Rules::Each { rules, .. } => rule_of_id(rules, subgroup, raw),
+    };
+    // SAFETY: `check` accepted the tensors; the caller lends their spans for `'a`.
+    unsafe { convert(layout, &raw, places, rule, |_, part| parts.push(part)) }?;
     Ok(parts)
 }
 

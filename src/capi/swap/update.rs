@@ -3,13 +3,12 @@
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
-use super::inputs;
+use super::inputs::{self, Rules};
 use super::options::{parse, spw_swap_budget, spw_swap_options, spw_swap_stats, write_budget};
 use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::tier::spw_tier;
-use crate::kernel::AdamRule;
 use crate::offload::swap::beside::Beside;
 use crate::offload::swap::budget;
 use crate::offload::swap::encoding::STREAMS;
@@ -21,7 +20,7 @@ use crate::sys::span::Span;
 pub struct spw_swap {
     pub(in crate::capi) update: Beside,
     /// The coefficients of the open update.
-    pub(in crate::capi) rule: Option<AdamRule>,
+    pub(in crate::capi) rules: Rules,
 }
 
 impl Handle for spw_swap {
@@ -66,7 +65,8 @@ pub extern "C" fn spw_swap_open(
             let paths = tier.paths().len();
             (tier, parse(options, paths)?)
         };
-        swap_out.open(|| Ok(spw_swap { update: Beside::new(Swap::open(tier, &options)?), rule: None }))
+        swap_out
+            .open(|| Ok(spw_swap { update: Beside::new(Swap::open(tier, &options)?), rules: Rules::None }))
     })
 }
 

@@ -13,6 +13,7 @@
 //! - After an error in the background only a rollback makes the state usable again.
 #![forbid(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,6 +36,8 @@ pub struct BesideOptions {
     pub speculative: bool,
     /// Sum the squares of the scaled gradients.
     pub squares: bool,
+    /// After a skip, copies that were written receive the param from before the step.
+    pub restores: bool,
 }
 
 /// A tiered update whose steps may run beside the caller.
@@ -77,6 +80,10 @@ struct Open {
     submitted: Vec<bool>,
     verdict: Option<Verdict>,
     letters: Vec<Letter>,
+    /// Stepped subgroups that no caller was told of, in the order of their steps.
+    published: VecDeque<usize>,
+    /// The steps so far are final.
+    decided: bool,
     outcome: Option<Result<StepStats>>,
 }
 
@@ -152,7 +159,14 @@ impl Beside {
         }
         let verdict = (!options.speculative).then_some(Verdict::Commit);
         inner.begun = Some(options);
-        inner.open = Some(Open { submitted, verdict, letters: Vec::new(), outcome: None });
+        inner.open = Some(Open {
+            submitted,
+            verdict,
+            letters: Vec::new(),
+            published: VecDeque::new(),
+            decided: !options.speculative,
+            outcome: None,
+        });
         self.shared.bell.ring();
         Ok(())
     }
@@ -166,6 +180,17 @@ impl Beside {
     /// True if the open update is speculative and has no verdict. Errors: no update is open.
     pub fn is_speculative(&self) -> Result<bool> {
         Ok(open(&mut self.shared.inner.lock())?.verdict.is_none())
+    }
+
+    /// True if the open update is skipped.
+    pub fn is_skipped(&self) -> bool {
+        let inner = self.shared.inner.lock();
+        inner.open.as_ref().is_some_and(|open| open.verdict == Some(Verdict::Skip))
+    }
+
+    /// The first subgroup that was submitted. Errors: no update is open.
+    pub fn first_submitted(&self) -> Result<Option<usize>> {
+        Ok(open(&mut self.shared.inner.lock())?.submitted.iter().position(|submitted| *submitted))
     }
 
     /// Passes the gradients of a subgroup to the open update, sorted by their first element. Elements without a part do
@@ -206,6 +231,22 @@ impl Beside {
         match inner.open.take_if(|open| open.outcome.is_some()).and_then(|open| open.outcome) {
             Some(outcome) => outcome,
             None => Err(Error::Timeout("the update is still in progress; finish it again".to_string())),
+        }
+    }
+
+    /// Waits for the next subgroup whose step is final and whose copies are written; `None`: there is none left. Errors: no
+    /// update is open; a timeout; the error that ended the update.
+    pub fn next_published(&self, timeout: Option<Duration>) -> Result<Option<usize>> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut inner = self.shared.inner.lock();
+        open(&mut inner)?;
+        let pending = |inner: &mut Inner| inner.open.as_ref().is_some_and(Open::may_publish);
+        let mut inner = self.wait_while(inner, until, pending);
+        let open = open(&mut inner)?;
+        match (&open.outcome, open.may_publish()) {
+            (_, true) => Err(Error::Timeout("no further subgroup is stepped yet; ask again".to_string())),
+            (Some(Err(error)), _) => Err(error.clone()),
+            _ => Ok(open.published.pop_front()),
         }
     }
 
@@ -262,6 +303,11 @@ impl Open {
             _ if self.submitted[subgroup] => Err(Error::Update(RoundError::Submitted(subgroup as u32))),
             _ => Ok(()),
         }
+    }
+
+    /// True if no published subgroup is there, and one may come.
+    fn may_publish(&self) -> bool {
+        self.outcome.is_none() && (self.published.is_empty() || !self.decided)
     }
 
     fn may_finish(&self) -> Result<()> {
@@ -326,6 +372,29 @@ impl Shared {
         }
     }
 
+    /// A subgroup was stepped.
+    fn stepped(&self, subgroup: usize) {
+        let mut inner = self.inner.lock();
+        if let Some(open) = inner.open.as_mut().filter(|open| open.verdict != Some(Verdict::Skip)) {
+            open.published.push_back(subgroup);
+            if open.decided {
+                self.changed.notify_all();
+            }
+        }
+    }
+
+    /// The steps so far are final, or taken back.
+    fn decided(&self, verdict: Verdict) {
+        let mut inner = self.inner.lock();
+        if let Some(open) = &mut inner.open {
+            open.decided = true;
+            if verdict != Verdict::Commit {
+                open.published.clear();
+            }
+        }
+        self.changed.notify_all();
+    }
+
     fn report(&self, stats: StepStats, counts: SwapStats) {
         let mut inner = self.inner.lock();
         inner.stats = counts;
@@ -349,8 +418,11 @@ impl Shared {
 impl Swap {
     /// Runs one update until its writes have ended, or until the next one is begun and all its own writes have started.
     fn serve(&mut self, shared: &Shared, options: BesideOptions) -> Result<()> {
-        let mut nobody = |_: usize, _: &[f32]| Ok(());
-        let mut work = AdamUpdate::new(Parts::new(self.layout.len())?, options.squares, &mut nobody)?;
+        let mut stepped = |subgroup: usize, _: &[f32]| {
+            shared.stepped(subgroup);
+            Ok(())
+        };
+        let mut work = AdamUpdate::new(Parts::new(self.layout.len())?, options.squares, &mut stepped)?;
         self.ready()?;
         self.refresh_slots();
         self.pipeline.begin_beside(&self.expected, options.speculative)?;
@@ -369,7 +441,8 @@ impl Swap {
                         order.push(subgroup);
                     }
                     Letter::Verdict(verdict) => {
-                        self.decide(verdict, &mut work)?;
+                        self.decide(verdict, options.restores, &mut work)?;
+                        shared.decided(verdict);
                         decided = true;
                     }
                 }
@@ -413,7 +486,7 @@ impl Swap {
     }
 
     /// Makes the steps so far final, or takes them back.
-    fn decide(&mut self, verdict: Verdict, work: &mut AdamUpdate<'_, '_>) -> Result<()> {
+    fn decide(&mut self, verdict: Verdict, restores: bool, work: &mut AdamUpdate<'_, '_>) -> Result<()> {
         let pins = self.pins.take();
         if verdict == Verdict::Commit {
             self.pipeline.keep();
@@ -430,7 +503,7 @@ impl Swap {
             }
             _ => {
                 work.restore();
-                self.pipeline.skip(|subgroup| work.publishes(subgroup))?;
+                self.pipeline.skip(|subgroup| restores && work.publishes(subgroup))?;
             }
         }
         self.refresh_slots();

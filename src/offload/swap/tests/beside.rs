@@ -10,8 +10,8 @@ use crate::offload::swap::adam::Part;
 use crate::offload::swap::beside::{Beside, BesideOptions};
 use crate::tier::options::Durability;
 
-const FINAL: BesideOptions = BesideOptions { speculative: false, squares: true };
-const SPECULATIVE: BesideOptions = BesideOptions { speculative: true, squares: true };
+const FINAL: BesideOptions = BesideOptions { speculative: false, squares: true, restores: true };
+const SPECULATIVE: BesideOptions = BesideOptions { speculative: true, squares: true, restores: true };
 
 /// States in memory that take the steps of a [`Beside`], and their 16-bit copies.
 struct Reference {
@@ -153,10 +153,19 @@ fn every_order_of_arrival_and_every_verdict_has_the_bits_of_steps_in_memory() {
             };
             if options == SPECULATIVE {
                 assert!(matches!(beside.finish(None), Err(Error::Update(RoundError::Open))));
+                let early = beside.next_published(Some(Duration::ZERO));
+                assert!(matches!(early, Err(Error::Timeout(_))), "{early:?}");
                 beside.verdict(verdict).unwrap();
             }
             let twice = beside.verdict(verdict);
             assert!(matches!(twice, Err(Error::Update(RoundError::Resolved))), "{twice:?}");
+            if turn % 3 != 0 {
+                let mut published: Vec<_> =
+                    std::iter::from_fn(|| beside.next_published(None).unwrap()).collect();
+                published.sort_unstable();
+                let all = if verdict == Verdict::Skip { 0 } else { SIZES.len() };
+                assert_eq!(published, (0..all).collect::<Vec<_>>());
+            }
             let stats = beside.finish(None).unwrap();
             match verdict {
                 Verdict::Commit => reference.step(1.0),

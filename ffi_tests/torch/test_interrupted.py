@@ -3,6 +3,7 @@ of steps, and training goes on with the bits of an undisturbed run."""
 
 import concurrent.futures
 import gc
+import pathlib
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ import spillway
 from spillway import pipeline
 from spillway import torch as own
 
+PACKAGE = str(pathlib.Path(spillway.__file__).parent)
 KINDS = {
     "plain": {},
     "f32": {"master": "f32"},
@@ -72,7 +74,7 @@ def _interrupted_at(line, call):
         nonlocal seen
         # Python ignores exceptions in destructors.
         names = {frame.f_code.co_name, frame.f_back.f_code.co_name}
-        if "/spillway/" not in frame.f_code.co_filename or names & {"__del__", "close", "_end", "_drain"}:
+        if not frame.f_code.co_filename.startswith(PACKAGE) or names & {"__del__", "close", "_end", "_drain"}:
             return None
         # Python runs no signal handler between the end of a block and the release of its lock.
         if event == "line" and frame.f_code.co_name != "alone":

@@ -29,6 +29,7 @@ Keywords beyond torch, for all classes:
 | `master` | `"split"`: bf16 parameters have an f32 master in the parameter and 16 low bits in their state |
 | `tier` | Adam and AdamW: a path, a list of paths or `TierOptions`; masters and moments are kept there |
 | `memory_budget` | host memory for states on a tier, in bytes |
+| `overlap` | with `tier`: a step starts during backward, and the library writes to the tier during the next forward |
 
 A checkpoint keeps bf16 moments and masters. A master takes the value of its parameter where the program wrote to the parameter, except by
 `param.data`, which leaves no trace.

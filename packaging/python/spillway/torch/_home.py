@@ -44,6 +44,8 @@ class Home:
     #: The step that a resumed optimizer begins with, and the bytes that were given to its commit.
     resumed_step: int | None = None
     payload = b""
+    #: Factor of the gradients of a step before they are clipped.
+    scale = 1.0
 
     def __init__(self, name: str, rule: Rule, precision: Precision):
         self.name, self.rule, self.precision, self.undo = name, rule, precision, False
@@ -85,6 +87,9 @@ class Home:
     def _recorded(self, rows: Any) -> Recorded:
         """The next step of a table, to be run, with a record for a rollback."""
         return LastStep(rows, self.rule.c_name)
+
+    def skipped(self) -> None:
+        """A step was skipped: nothing of it happens."""
 
     def settle(self) -> None:
         """Notes the result of a call of the library after which a signal handler has raised."""

@@ -25,6 +25,7 @@ _BEYOND: dict[str, Any] = {
     "master": None,
     "tier": None,
     "memory_budget": None,
+    "overlap": False,
 }
 
 

@@ -37,7 +37,7 @@ from ._keywords import check_keywords, result_of
 from ._offload_plan import FLOATS, Plan, Slot
 from ._tail import apart_in_bits
 from ._tail_search import TailSearch, Timed, room
-from ._tensors import DTensor, is_partial, local
+from ._tensors import averages_later, is_partial, local
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 #: Bytes of layers that stay on the device, by what is said of the weights.
@@ -154,6 +154,11 @@ class Offloaded(torch.optim.Optimizer):
         own = _KINDS.get(kind.__name__) if isinstance(kind, type) else None
         if own is None or not issubclass(kind, own):
             raise UnsupportedError(f"offload: kind is {kind!r}; pass torch.optim.AdamW or torch.optim.Adam")
+        if "tier" in options:
+            raise UnsupportedError(
+                "offload: tier is not served here; pass it to spillway.torch.AdamW(..., tier=..., overlap=True), whose step starts during "
+                "backward too"
+            )
         flags = {"skip_nonfinite": skip_nonfinite, **({} if overlap is None else {"overlap": overlap})}
         check_keywords("offload", max_norm, process_group, flags, None)
         if type(bucket_bytes) is not int or bucket_bytes < 1:
@@ -248,7 +253,7 @@ class Offloaded(torch.optim.Optimizer):
         slot.arrived = next(self._arrivals)
         self._complete()
         overlaps = local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
-        if self._accumulates or self._waits or not overlaps or _averages_later(slot.param):
+        if self._accumulates or self._waits or not overlaps or averages_later(slot.param):
             return
         # The first step has no plan yet: it makes states for the parameters that have gradients. That of another tail is made by step().
         if self._plan is None or self._plan.tail != self._tail:
@@ -687,12 +692,3 @@ def _remove(hooks: dict[torch.Tensor, Any]) -> None:
         if hook is not None:
             hook.remove()
     hooks.clear()
-
-
-def _averages_later(param: torch.Tensor) -> bool:
-    """True if another wrapper averages a gradient after backward has completed it, as DistributedDataParallel does. FSDP2 calls the
-    hooks of its parameters after it has."""
-    distributed = torch.distributed
-    return (
-        not isinstance(param, DTensor) and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    )

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from .. import _abi, _log
-from .._groups import put_numbers
+from .. import _log
 from .._snapshot import Snapshot
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
@@ -34,8 +33,6 @@ from ._torch_step import Trial, step_rest
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 #: What a copy of an optimizer has too, beside its states and its home.
 _KEPT = ("max_norm", "skip_nonfinite", "undo")
-#: The mode of weight decay, by whether it is decoupled.
-_DECAY = (_abi.WEIGHT_DECAY_L2, _abi.WEIGHT_DECAY_DECOUPLED)
 
 
 def of_itself(method: _Method) -> _Method:
@@ -133,11 +130,13 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         undo: bool,
         tier: Any,
         memory_budget: int | None,
+        overlap: bool,
         **precision: Any,
     ) -> None:
         """Takes the keywords beyond torch."""
         name, rule = type(self).__name__, self._rule
-        check_keywords(name, max_norm, process_group, {"skip_nonfinite": skip_nonfinite, "undo": undo}, memory_budget)
+        flags = {"skip_nonfinite": skip_nonfinite, "undo": undo, "overlap": overlap}
+        check_keywords(name, max_norm, process_group, flags, memory_budget)
         self.max_norm, self.process_group, self.skip_nonfinite, self.undo = max_norm, process_group, skip_nonfinite, undo
         dtypes = Precision.of(name, rule.c_name == "adam", **precision)
         if undo and dtypes.master == "split":
@@ -145,10 +144,16 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         for param, state in self.state.items():
             dtypes.cast(param, state, state, list(rule.keys))
         if tier is not None:
-            self._home = TierHome(name, rule, dtypes, undo, self.param_groups, self.state, tier, memory_budget)
+            groups, states = self.param_groups, self.state
+            self._home = TierHome(name, rule, dtypes, undo, groups, states, tier, memory_budget, overlap)
             self.resumed_step, self.payload = self._home.resumed_step, self._home.payload
         elif memory_budget is not None:
             raise InvalidArgumentError(f"{name}: memory_budget is the memory for states on a tier; pass tier, or leave it out")
+        elif overlap:
+            raise InvalidArgumentError(
+                f"{name}: overlap starts a step over states on a tier during backward; pass tier, or use spillway.torch.offload, "
+                "which does it for states in host memory"
+            )
         else:
             self._home = self._memory(name, rule, dtypes)
 
@@ -184,7 +189,9 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                 if found_inf:
                     _norm.tell_found_inf(others)
                     self.skipped = True
+                    home.skipped()
                     return
+                home.scale = factor
                 rows = home.rows(groups, self.state)
                 measured = _norm.measured(rows, groups, self.process_group, factor, type(self).__name__) if measures else None
                 # The library checks its own tensors before it writes to one of them. Others must not be written to before it has.
@@ -196,6 +203,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             clip = 1.0 if measured is None else self._clip(measured)
             if clip is None:
                 self.skipped = True
+                home.skipped()
                 return
             factor *= clip
             if rows.rest:
@@ -242,20 +250,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                 ctypes.memmove(ctypes.byref(options), ctypes.byref(written[number, step]), rule.options_type.rounding.offset)
                 continue
             written[number, step] = options
-            group = self.param_groups[number]
-            try:
-                put_numbers(options, group, rule.numbers)
-            except KeyError as error:
-                raise InvalidArgumentError(f"param_groups[{number}] has no option {error}; set it; nothing was stepped") from None
-            except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-                raise InvalidArgumentError(
-                    f"param_groups[{number}]: an option is no number: {type(error).__name__}: {error}; set a number; nothing was stepped"
-                ) from None
-            if rule.decoupled is not None:
-                options.weight_decay_mode = _DECAY[bool(group.get("decoupled_weight_decay", rule.decoupled))]
-            if rule.counted:
-                options.step = step + 1
-            options.grad_scale = -factor if group.get("maximize") else factor
+            rule.put_options(options, self.param_groups[number], number, step, factor)
         return number, options
 
     def _run(self, rows: Any, factor: float) -> None:

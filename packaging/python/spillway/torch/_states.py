@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _abi
+from .._groups import put_numbers
 from ..errors import InvalidArgumentError
 from ._tensors import CODES, local
 
@@ -24,6 +25,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 #: The state that holds the low bits of a split master.
 LOW = "master_low"
+#: The mode of weight decay, by whether it is decoupled.
+_DECAY = (_abi.WEIGHT_DECAY_L2, _abi.WEIGHT_DECAY_DECOUPLED)
 _MASTERS = {"f32": (MASTER, torch.float32), "split": (LOW, torch.int16)}
 
 
@@ -50,6 +53,28 @@ class Rule(NamedTuple):
     def names(self) -> list[str]:
         """The names of the states of a parameter."""
         return [*(["step"] if self.counted else []), *self.keys]
+
+    def put_options(self, options: Any, group: dict[str, Any], number: int, step: int, factor: float) -> None:
+        """Writes the C options of a step of a group's parameters.
+
+        Args:
+            options: The struct.
+            group, number: The group, and its number for messages.
+            step: Number of steps that were done.
+            factor: Factor of the gradients."""
+        try:
+            put_numbers(options, group, self.numbers)
+        except KeyError as error:
+            raise InvalidArgumentError(f"param_groups[{number}] has no option {error}; set it; nothing was stepped") from None
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise InvalidArgumentError(
+                f"param_groups[{number}]: an option is no number: {type(error).__name__}: {error}; set a number; nothing was stepped"
+            ) from None
+        if self.decoupled is not None:
+            options.weight_decay_mode = _DECAY[bool(group.get("decoupled_weight_decay", self.decoupled))]
+        if self.counted:
+            options.step = step + 1
+        options.grad_scale = -factor if group.get("maximize") else factor
 
     def new_state(self, group: dict[str, Any], param: torch.Tensor, precision: Precision) -> dict[str, Any]:
         """The first states of a parameter, as torch's class creates them."""

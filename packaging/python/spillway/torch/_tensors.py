@@ -114,6 +114,15 @@ def is_partial(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
+def averages_later(param: torch.Tensor) -> bool:
+    """True if another wrapper averages a gradient after backward has completed it, as DistributedDataParallel does. FSDP2 calls the
+    hooks of its parameters after it has."""
+    distributed = torch.distributed
+    return (
+        not isinstance(param, DTensor) and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    )
+
+
 def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
     """True if Spillway steps a parameter, without regard to its states; False leaves it to torch.
 

@@ -5,7 +5,10 @@ Calls of several threads run one after another, so that each sees the states bet
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +16,9 @@ import torch
 from .._groups import TORCHS
 from .._snapshot import Snapshot
 from .._tier_options import payload_of
-from ..errors import InvalidArgumentError, UnsupportedError
-from ._home import ByTorch, Home
+from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ._beside import Beside
+from ._home import ByTorch, Call, Home
 from ._keywords import TierOptions, check_steps
 from ._states import Precision, Rule
 from ._tier_rows import TierTable, check_loaded, whole_states, write_through
@@ -33,6 +37,7 @@ class TierHome(Home):
         states: Its states, of which there are none; receives the step counts.
         given: The `tier` argument.
         memory_budget: Limit of the host memory for states, in bytes; None: the least that keeps every path busy.
+        overlap: A step starts during backward.
 
     Raises:
         InvalidArgumentError: The tier holds states of other parameters, or the budget is too small.
@@ -48,6 +53,7 @@ class TierHome(Home):
         states: Any,
         given: Any,
         memory_budget: int | None,
+        overlap: bool,
     ):
         super().__init__(name, rule, precision)
         _check_keywords(name, rule, precision, undo, groups)
@@ -57,6 +63,21 @@ class TierHome(Home):
         self.tiered = self.on_tier.tiered
         self.resumed_step = self.tiered.resumed_step
         self.payload = b"" if self.tiered.committed is None else self.tiered.committed.payload
+        self._beside: Beside | None = None
+        # Hooks live as long as their parameters; they are removed with the optimizer.
+        self._hooks: list[Any] = []
+        weakref.finalize(self, _remove, self._hooks)
+        if overlap:
+            self._beside = Beside(self.on_tier, rule)
+            self._beside.use(groups, states)
+            for number, param in enumerate(self.on_tier.params):
+                if self.on_tier.stated[number] and param.requires_grad:
+                    self._hooks.append(param.register_post_accumulate_grad_hook(partial(_hooked, weakref.ref(self), number)))
+
+    def arrived(self, number: int) -> None:
+        """Called when backward has completed a parameter's gradient, with `overlap`."""
+        if self._beside is not None and not self.tiered.closed:
+            self.alone(partial(self._beside.arrived, number))
 
     def alone(self, work: Callable[[], _Result]) -> _Result:
         """Returns work(), during which no other thread uses the states. In a forked child no thread would free the lock; the handles refuse
@@ -69,10 +90,63 @@ class TierHome(Home):
     def rows(self, groups: list[dict[str, Any]], states: Any) -> TierTable:
         """The table of the present tensors. A refusal here is told to the processes that wait for this one's norm."""
         self.tiered.check()
+        if self._beside is not None:
+            self._beside.use(groups, states)
         return TierTable(self.on_tier, groups, states)
+
+    def step(self, rows: Any, options: Any) -> None:
+        """Steps the rows of a table. With `overlap`, those that were not submitted during backward are."""
+        beside = self._beside
+        if beside is None or not self._prepared(beside, rows):
+            super().step(rows, options)
+        else:
+            # Held before the verdict: a signal handler may raise after it.
+            self._pending = call = Call(rows, 1)
+            try:
+                beside.decide(rows, call.status)
+            finally:
+                self.settle()
+        self._next()
+
+    def _prepared(self, beside: Beside, rows: TierTable) -> bool:
+        """False if the library refuses a row; the step of all then raises the error that names it."""
+        beside.scale = self.scale
+        try:
+            beside.prepare(rows)
+        except SpillwayError:
+            beside.abandon()
+            return False
+        return True
+
+    def _next(self) -> None:
+        """Begins the next step. It raises its errors itself."""
+        if self._beside is not None:
+            with suppress(SpillwayError):
+                self._beside.stepped()
+
+    def skipped(self) -> None:
+        """A step was skipped: what was submitted of it is taken back."""
+        if self._beside is not None:
+            self._beside.abandon()
+            self._next()
+
+    def settle(self) -> None:
+        """Notes the result of a call, also of a step whose verdict was given before a signal handler raised."""
+        try:
+            if self._beside is not None:
+                self._beside.complete()
+        finally:
+            super().settle()
+
+    def _rest(self) -> None:
+        """Before a use of the states: takes back what was submitted of the next step, which then waits for step()."""
+        self.tiered.check()
+        if self._beside is not None:
+            self._beside.abandon()
 
     def close(self) -> None:
         """Closes the tier."""
+        _remove(self._hooks)
         self.tiered.close()
 
     def check_new_group(self) -> None:
@@ -87,11 +161,12 @@ class TierHome(Home):
 
     def saved(self, states: Any) -> Any:
         """The states with all values, which are read subgroup by subgroup."""
+        self._rest()
         return whole_states(self.on_tier, states)
 
     def load(self, by_torch: ByTorch) -> None:
         """Loads a state dict to the tier, subgroup by subgroup."""
-        self.tiered.check()
+        self._rest()
         found: dict[int, dict[str, Any]] = {}
 
         def take(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -100,8 +175,10 @@ class TierHome(Home):
             found.update(check_loaded(self.on_tier, groups, loaded))
             return {**loaded, "state": {}}
 
-        _, states = by_torch(take, True)
+        groups, states = by_torch(take, True)
         write_through(self.on_tier, states, found)
+        if self._beside is not None:
+            self._beside.use(groups, states)
 
     def rollback(self, states: Any) -> None:
         """Restores the last commit."""
@@ -110,23 +187,39 @@ class TierHome(Home):
         if committed is None:
             raise InvalidArgumentError(f"{self.name}.rollback: nothing was committed to the tier; construct the optimizer again")
         self.tiered.rollback()
+        if self._beside is not None:
+            self._beside.reset()
         self.on_tier.restore(states, committed)
 
     def master(self, param: torch.Tensor, states: Any) -> torch.Tensor:
         """The master of a parameter: the parameter itself if it is float32, or frozen."""
-        self.tiered.check()
+        self._rest()
         return self.on_tier.master(param)
 
     def commit(self, states: Any, step: int | None, payload: bytes) -> None:
         """Makes the present states durable; returns after all ranks have committed."""
-        self.tiered.check()
+        self._rest()
         self.on_tier.take_written()
         facts = self.on_tier.facts(states)
         self.tiered.commit(self.on_tier.count if step is None else step, facts, payload_of(payload))
+        if self._beside is not None:
+            with suppress(SpillwayError):
+                self._beside.resume()
 
     def snapshot(self, directory: Any, bytes_per_second: int) -> Snapshot:
         """Starts to write the last commit to a directory."""
         return self.tiered.snapshot(directory, bytes_per_second)
+
+
+def _hooked(owner: weakref.ref[TierHome], number: int, _: torch.Tensor) -> None:
+    home = owner()
+    if home is not None:
+        home.arrived(number)
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _check_keywords(name: str, rule: Rule, precision: Precision, undo: bool, groups: list[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from ..tiered import mapped
 from ._states import MASTER, MOMENTS
 from ._table import named
 from ._tensors import CODES, DTensor, is_served, like, local, name_of
-from ._tier_states import TierStates
+from ._tier_states import Piece, TierStates
 
 #: Elements from which a value is a map of a file.
 _MAPPED = 16 << 10
@@ -45,7 +45,8 @@ class TierTable:
         self.counts: tuple[Any, list[bool] | None] = (None, None)
         self.places: list[tuple[int, int]] = []
         self.grads: list[torch.Tensor] = []
-        self._numbers: list[int] = []
+        #: The number of each parameter of the step.
+        self.numbers: list[int] = []
         for number, group in enumerate(groups):
             for place, param in enumerate(group["params"]):
                 if param.grad is not None:
@@ -67,33 +68,28 @@ class TierTable:
                 "amsgrad, capturable or differentiable"
             )
         self.places.append((number, place))
-        self._numbers.append(parameter)
+        self.numbers.append(parameter)
         self.grads.append(local(param.grad))
 
     def _make_rows(self, states: Any) -> Any:
         """The rows, sorted by subgroup; those of one group and step count share options."""
         pieces = sorted(
             (piece.subgroup, piece.first, at, piece)
-            for at, number in enumerate(self._numbers)
+            for at, number in enumerate(self.numbers)
             for piece in self._on_tier.layout.of_parameter[number]
         )
         self._of_row = [at for _, _, at, _ in pieces]
         self._subgroups = array("Q", [subgroup for subgroup, *_ in pieces])
         self._firsts = array("Q", [first for _, first, *_ in pieces])
-        self._counts = [self._on_tier.step_count(states, number) for number in self._numbers]
+        self._counts = [self._on_tier.step_count(states, number) for number in self.numbers]
         steps = [int(count) for count in self._counts]
         keys = [(group, step, -1) for (group, _), step in zip(self.places, steps)]
         #: The C options structs by group, step count and -1.
         self.options = {key: _abi.sized(_abi.AdamOptions) for key in dict.fromkeys(keys)}
         rows = (_abi.Tensor * len(pieces))()
         for row, (_, _, at, piece) in zip(rows, pieces):
-            grad, param = self.grads[at], local(self._on_tier.params[self._numbers[at]])
-            _tensor_rows.begin(row, piece.count)
-            row.param_dtype = row.state_dtype = _abi.DTYPE_F32
-            for field, tensor in (("grad", grad), ("param_copy", param)):
-                start = tensor.data_ptr() + piece.start * tensor.element_size()
-                _tensor_rows.put(row, field, (start, piece.count, CODES[tensor.dtype]), field)
-            row.options = ctypes.addressof(self.options[keys[at]])
+            grad, param = self.grads[at], local(self._on_tier.params[self.numbers[at]])
+            put_piece(row, piece, grad, param, self.options[keys[at]])
         return rows
 
     def run(self, options: Any, status: list[int]) -> None:
@@ -130,7 +126,7 @@ class TierTable:
 
     def params(self) -> list[torch.Tensor]:
         """The parameters that are stepped."""
-        return [local(self._on_tier.params[number]) for number in self._numbers]
+        return [local(self._on_tier.params[number]) for number in self.numbers]
 
     def watched(self) -> list[torch.Tensor]:
         """The parameters whose versions show if the program has written to them."""
@@ -138,7 +134,7 @@ class TierTable:
 
     def note_versions(self, versions: list[int]) -> None:
         """Remembers the versions of `watched` after a step."""
-        for number, version in zip(self._numbers, versions):
+        for number, version in zip(self.numbers, versions):
             self._on_tier.set_version(number, version)
 
     def release_grads(self) -> None:
@@ -153,6 +149,16 @@ class TierTable:
     def row_name(self, row: int) -> str:
         """The name of the parameter of a row."""
         return self.name(self._of_row[row])
+
+
+def put_piece(row: Any, piece: Piece, grad: torch.Tensor, weights: torch.Tensor, options: Any) -> None:
+    """Writes a piece of a parameter into a row of C: its gradient, where its weights go, and the struct of its options."""
+    _tensor_rows.begin(row, piece.count)
+    row.param_dtype = row.state_dtype = _abi.DTYPE_F32
+    for field, tensor in (("grad", grad), ("param_copy", weights)):
+        start = tensor.data_ptr() + piece.start * tensor.element_size()
+        _tensor_rows.put(row, field, (start, piece.count, CODES[tensor.dtype]), field)
+    row.options = ctypes.addressof(options)
 
 
 def whole_states(on_tier: TierStates, states: Any) -> dict[torch.Tensor, dict[str, Any]]:

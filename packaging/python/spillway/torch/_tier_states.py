@@ -184,6 +184,10 @@ class TierStates:
         """The versions of the parameters with states."""
         return [_version(local(param)) if stated else -1 for param, stated in zip(self.params, self.stated)]
 
+    def agrees(self) -> bool:
+        """True if no parameter was written to since its master had its value."""
+        return self._now() == self._versions
+
     def set_version(self, number: int, version: int) -> None:
         """Remembers that master and parameter agree at this version of the parameter."""
         self._versions[number] = version

@@ -1,0 +1,324 @@
+"""A step over states on a tier that runs beside backward: `overlap=True`.
+
+1. From the end of a step on, the library fetches the subgroups of the next one.
+2. A hook sees each gradient that backward completes. A subgroup whose gradients are there is submitted, as a step that can be taken back.
+   Its weights go to memory of the optimizer.
+3. step() checks and measures as it does without overlap. Then it submits the rest, and makes the steps final; after clipping they are
+   repeated. If something has changed since a subgroup was submitted, all are taken back and submitted again.
+4. The parameters receive their weights. The library goes on writing to the tier.
+
+A gradient is read where it is. It counts as unchanged if its version, its address and a sum over its memory are.
+
+Invariants:
+- Before the verdict nothing is final: each error, and each access to the states, takes the steps back.
+- After the verdict the step will be done: `complete` ends it, also after a signal handler that raised.
+- `_busy` is True while the notes may differ from what the library was told. Who finds it True takes all back."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _abi
+from .._words import sum_of_words
+from ..errors import SpillwayError
+from ..optim import Adam
+from ..swap import SwapUpdate
+from ._states import Rule
+from ._tensors import averages_later, is_served, local
+from ._tier_rows import TierTable, put_piece
+from ._tier_states import TierStates
+
+#: After this number of steps in a row that were submitted in vain, subgroups wait for step(), until one would have stood.
+_MISSED_IN_A_ROW = 2
+#: Number of a group, and the steps that were done.
+_Key = tuple[int, int]
+
+
+class _Seen(NamedTuple):
+    """A gradient that was passed to the library.
+
+    Attributes:
+        grad: The tensor that the parameter had.
+        memory: Keeps its memory.
+        mark: What gradient and parameter were then; None if nobody asks."""
+
+    grad: torch.Tensor
+    memory: torch.Tensor
+    mark: tuple[Any, ...] | None
+
+    @staticmethod
+    def of(param: torch.Tensor, marked: bool) -> _Seen:
+        """The gradient of a parameter as it is now."""
+        assert param.grad is not None
+        return _Seen(param.grad, local(param.grad).detach(), _mark(param) if marked else None)
+
+    def is_now(self, param: torch.Tensor) -> bool:
+        """True if this is still the gradient, unchanged."""
+        return param.grad is self.grad and self.mark == _mark(param)
+
+
+class Beside:
+    """The steps of one optimizer.
+
+    Args:
+        on_tier: Its states.
+        rule: Its rule.
+
+    Attributes:
+        scale: Factor of the gradients that the next step is expected to have before it clips."""
+
+    def __init__(self, on_tier: TierStates, rule: Rule):
+        self._on_tier, self._rule = on_tier, rule
+        self.scale = 1.0
+        self._groups: list[dict[str, Any]] = []
+        self._states: Any = {}
+        count = len(on_tier.params)
+        #: Backwards that reach each parameter between two steps, by the last step in which one did.
+        self._expected = [int(stated and param.requires_grad) for stated, param in zip(on_tier.stated, on_tier.params)]
+        self._arrivals, self._used = [0] * count, [False] * count
+        self._weights: dict[int, torch.Tensor] = {}
+        self._busy, self._missed = False, 0
+        #: The update that has its verdict or gets it, the status of its step, and the parameters that receive weights: with their versions.
+        self._decided: SwapUpdate | None = None
+        self._status: list[int] = []
+        self._targets: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self._forget()
+
+    def use(self, groups: list[dict[str, Any]], states: Any) -> None:
+        """Takes the optimizer's groups and states, in which a hook looks for options and step counts."""
+        self._groups, self._states = groups, states
+        known = self._on_tier.numbers
+        #: The number of each parameter's group.
+        self._group_of = {known.get(id(param), -1): number for number, group in enumerate(groups) for param in group["params"]}
+
+    def _forget(self) -> None:
+        """Nothing has arrived."""
+        self._arrivals = [0] * len(self._arrivals)
+        self._waits = False
+        self._clear()
+        self._missing = [sum(self._is_expected(piece.parameter) for piece in pieces) for pieces in self._on_tier.layout.of_subgroup]
+
+    def _clear(self) -> None:
+        self._seen: dict[int, _Seen] = {}
+        #: The parameters of each subgroup whose gradients are there, and the subgroups that were submitted.
+        self._ready: dict[int, list[int]] = {}
+        self._submitted: set[int] = set()
+        self._options: dict[_Key, Any] = {}
+
+    def _is_expected(self, number: int) -> bool:
+        return self._expected[number] > 0 and self._on_tier.params[number].requires_grad
+
+    # During backward.
+
+    def arrived(self, number: int) -> None:
+        """Called when backward has completed a parameter's gradient."""
+        if self._busy:
+            self._waits = True
+        self._busy = True
+        try:
+            self._arrivals[number] += 1
+            if number in self._seen:
+                # Another backward, while the gradient of the last one is in use.
+                self._waits = True
+            if self._waits:
+                self.abandon()
+            else:
+                self._advance(number)
+        except Exception:
+            # Backward goes on; step() raises the error if it is still there.
+            self._waits = True
+        self._busy = False
+
+    def _advance(self, number: int) -> None:
+        param = self._on_tier.params[number]
+        if averages_later(param):
+            return
+        self.begin()
+        if self._arrivals[number] != self._expected[number]:
+            return
+        for piece in self._on_tier.layout.of_parameter[number]:
+            self._missing[piece.subgroup] -= 1
+            if not self._missing[piece.subgroup]:
+                self._start(piece.subgroup)
+
+    def _start(self, subgroup: int) -> None:
+        """All expected gradients of a subgroup are there."""
+        if not self._ready and not self._on_tier.agrees():
+            # The masters have to take the values first, which step() sees.
+            self._waits = True
+            return self.abandon()
+        numbers = self._present(subgroup)
+        for number in numbers:
+            self._see(number)
+        self._ready[subgroup] = numbers
+        if self._missed < _MISSED_IN_A_ROW:
+            self._send(subgroup, numbers)
+
+    def _present(self, subgroup: int) -> list[int]:
+        """The parameters of a subgroup that have a gradient."""
+        params = self._on_tier.params
+        pieces = self._on_tier.layout.of_subgroup[subgroup]
+        numbers = [piece.parameter for piece in pieces if piece.parameter in self._group_of]
+        return [number for number in numbers if params[number].grad is not None]
+
+    def _see(self, number: int) -> None:
+        if number in self._seen:
+            return
+        param, name = self._on_tier.params[number], self._on_tier.names[number]
+        group, key = self._group_of[number], self._key(number)
+        if not is_served(param, param.grad, name):
+            raise SpillwayError(f"{name} has a gradient that is not served")
+        self._seen[number] = _Seen.of(param, True)
+        if key not in self._options:
+            options = _abi.sized(self._rule.options_type)
+            self._rule.put_options(options, self._groups[group], *key, self.scale)
+            self._options[key] = options
+
+    def _key(self, number: int) -> _Key:
+        return self._group_of[number], int(self._on_tier.step_count(self._states, number))
+
+    def begin(self) -> SwapUpdate:
+        """Has the library fetch subgroups, unless it does so already."""
+        swap = self._on_tier.tiered.swap
+        if swap._update is not None and swap._update._is_open():
+            return swap._update
+        # Every part has options of its own.
+        return swap.begin(Adam(lr=0.0), speculative=True, restore=False)
+
+    def _send(self, subgroup: int, numbers: list[int]) -> None:
+        """Submits a subgroup with the gradients of these parameters."""
+        update = self.begin()
+        pieces = {piece.parameter: piece for piece in self._on_tier.layout.of_subgroup[subgroup]}
+        rows, firsts, held = (_abi.Tensor * len(numbers))(), array("Q"), list[Any]()
+        for row, number in zip(rows, numbers):
+            grad, weights = self._seen[number].memory, self._weights_of(number)
+            put_piece(row, pieces[number], grad, weights, self._options[self._key(number)])
+            firsts.append(pieces[number].first)
+            held += [grad, weights]
+        self._submitted.add(subgroup)
+        update.submit_table(subgroup, ctypes.addressof(rows), firsts.buffer_info()[0], len(numbers), held)
+
+    def _weights_of(self, number: int) -> torch.Tensor:
+        own = local(self._on_tier.params[number]).detach()
+        if number not in self._weights or self._weights[number].dtype is not own.dtype:
+            self._weights[number] = torch.empty_like(own)
+        return self._weights[number]
+
+    # The step.
+
+    def prepare(self, rows: TierTable) -> None:
+        """Submits what is left of a step. Afterwards nothing keeps it from being done but its verdict."""
+        self._on_tier.tiered.changes()
+        if self._busy:
+            self._waits = True
+        self._busy = True
+        options = {key[:2]: own for key, own in rows.options.items()}
+        factors = {own.grad_scale for own in options.values()}
+        stands = not self._waits and self._stands(options)
+        repeats = stands and any(own.grad_scale != options[key].grad_scale for key, own in self._options.items())
+        if self._ready and stands:
+            self._missed = self._missed + 1 if repeats else 0
+        if not stands or (repeats and len(factors) > 1):
+            self.abandon()
+        if not self._submitted:
+            self._clear()
+        if not self._on_tier.agrees():
+            self.abandon()
+            self._on_tier.take_written()
+        #: The factor of a repetition.
+        self._factor = factors.pop() if repeats and self._submitted else None
+        for key, own in options.items():
+            self._options.setdefault(key, own)
+        for number in rows.numbers:
+            self._seen.setdefault(number, _Seen.of(self._on_tier.params[number], False))
+        for subgroup in range(len(self._missing)):
+            if subgroup not in self._submitted:
+                self._send(subgroup, self._present(subgroup))
+        self._busy = False
+
+    def _stands(self, options: dict[_Key, Any]) -> bool:
+        """True if what was noted of gradients and options is what the step has, except for the factor of the gradients."""
+        params = self._on_tier.params
+        return (
+            self._on_tier.agrees()
+            and all(numbers == self._present(subgroup) for subgroup, numbers in self._ready.items())
+            and all(key in options and _without_factor(own) == _without_factor(options[key]) for key, own in self._options.items())
+            and all(self._key(number) in self._options and seen.is_now(params[number]) for number, seen in self._seen.items())
+        )
+
+    def decide(self, rows: TierTable, status: list[int]) -> None:
+        """Makes a prepared step final, and waits for its end. Appends its status to `status`."""
+        self._status = status
+        self._targets = [(own, own._version, self._weights_of(number)) for own, number in zip(rows.params(), rows.numbers)]
+        self._decided = self.begin()
+        if self._factor is None:
+            self._decided.verdict("commit")
+        else:
+            self._decided.verdict("redo", self._factor)
+        self.complete()
+
+    def complete(self) -> None:
+        """Ends a step that has its verdict."""
+        update = self._decided
+        if update is None or update._verdict is None:
+            return
+        if update._is_open():
+            update.finish()
+        if update._ended == 0:
+            for param, version, weights in self._targets:
+                # What the program has written since is newer. The caller counts the version.
+                if param._version == version:
+                    param.data.copy_(weights)
+        if not self._status and update._ended is not None:
+            self._status.append(update._ended)
+        self._clear()
+        self._waits, self._targets, self._decided = True, [], None
+
+    def stepped(self) -> None:
+        """A step has ended: begins the next one."""
+        for number, arrivals in enumerate(self._arrivals):
+            self._used[number] = self._used[number] or arrivals > 0
+            if arrivals or not self._used[number]:
+                self._expected[number] = arrivals
+        self._forget()
+        self._busy = False
+        self.begin()
+
+    def resume(self) -> None:
+        """The states were used: fetches go on if no gradient was submitted before."""
+        if not self._waits:
+            self.begin()
+
+    def abandon(self) -> None:
+        """Takes back what was submitted; the states are those before the step. What is left of it does not start in backward."""
+        update, self._decided = self._on_tier.tiered.swap._update, None
+        if update is not None and update._is_open():
+            if update._verdict is None:
+                update.verdict("skip")
+            update.finish()
+        if self._submitted:
+            self._waits, self._missed = True, self._missed + 1
+        self._clear()
+
+    def reset(self) -> None:
+        """Forgets all notes after a rollback, which has ended the update."""
+        self._decided = None
+        self._forget()
+        self._busy = False
+
+
+def _without_factor(options: Any) -> bytes:
+    own = type(options).from_buffer_copy(options)
+    own.grad_scale = 0.0
+    return bytes(own)
+
+
+def _mark(param: torch.Tensor) -> tuple[Any, ...]:
+    """Of a gradient: version, address and a sum over its memory, which also a write by `.data` changes. Of its parameter: address and
+    dtype, which `param.data = ...` changes."""
+    own, grad = local(param), local(param.grad)
+    return grad._version, grad.data_ptr(), sum_of_words(grad), own.data_ptr(), own.dtype

@@ -96,6 +96,18 @@ def test_the_bits_are_those_of_states_in_host_memory(train, in_host, paths, name
     assert not any(path.is_file() for folder in paths for path in folder.rglob("*")), "scratch is removed at the end"
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_during_backward_has_these_bits_too(train, in_host, paths, name):
+    if name == "fp16":
+        needs_fp16()
+    parted = {**({"part_elements": 5000} if name in PARTED else {}), "split_master": name == "split"}
+    on_tier = train("--paths", *paths, "--block", json.dumps({"overlap": True, "cache_bytes": 600000, **parted}), *RUNS[name])
+    assert same(on_tier, in_host(*RUNS[name]))
+    (tier,) = on_tier["active"]["tier"]
+    assert tier["submitted_early"] > 0 and tier["hits"] > 0
+    assert not any(path.is_file() for folder in paths for path in folder.rglob("*")), "scratch is removed at the end"
+
+
 def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, in_host, paths):
     host = in_host()
     for pipeline in ([], ["--pipeline"]):
@@ -158,7 +170,8 @@ KILLED = {"cached": (((1, 1), (0, 4)), 1200000, False, ()), "unclipped": (((0, 3
 @pytest.mark.parametrize("name", KILLED)
 def test_ranks_killed_between_their_commits_go_on_at_the_step_of_both(starter, train, paths, tmp_path, both, name):
     kills, cache, split, more = KILLED[name]
-    block = json.dumps({"resume": True, "cache_bytes": cache, "part_elements": 20000, "split_master": split})
+    further = {"split_master": split, "overlap": split}
+    block = json.dumps({"resume": True, "cache_bytes": cache, "part_elements": 20000, **further})
     tiered = ("--paths", *paths, "--block", block, "--steps", "8", *more)
     whole = train("--steps", "8", *more, **both)
     for rank, step in kills:
@@ -250,7 +263,7 @@ def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
     assert same(on_tier, of_host)
     on_again = train("--paths", *paths, "--block", SPLIT, "--seed-each-step", "--load", tmp_path / "tier")
     host_from_tier, host_from_host = (train("--seed-each-step", "--load", tmp_path / kind) for kind in ("tier", "host"))
-    resumable = '{"split_master": true, "resume": true}'
+    resumable = '{"split_master": true, "resume": true, "overlap": true}'
     tier_from_host = train("--paths", *paths, "--block", resumable, "--seed-each-step", "--load", tmp_path / "host")
     assert host_from_host["began_at"] == 5
     assert all(same(found, host_from_host) for found in (host_from_tier, tier_from_host, on_again))
@@ -259,7 +272,8 @@ def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
 
 @pytest.mark.parametrize("interval, kills, split", [(1, [2, 9, 14], False), (3, [7, 13], True)])
 def test_a_killed_run_goes_on_at_its_last_commit(starter, train, in_host, paths, tmp_path, interval, kills, split):
-    block = json.dumps({"resume": True, "commit_interval": interval, "cache_bytes": 1200000, "split_master": split})
+    further = {"split_master": split, "overlap": split}
+    block = json.dumps({"resume": True, "commit_interval": interval, "cache_bytes": 1200000, **further})
     arguments = ("--steps", "18", "--progress")
     whole, chance, began_at = in_host(*arguments), random.Random(interval), []
     for step in kills:
@@ -288,9 +302,10 @@ def test_without_resume_the_paths_are_scratch(train, in_host, paths):
 def test_states_and_gradients_are_seen_and_set_between_steps(run_forked, paths):
     """DeepSpeed's functions that read one parameter give the same values on the tier as in host memory."""
     text = (HERE / "fragments.py").read_text()
-    kinds = (("", "{}"), (str(paths[0]), "{}"), (str(paths[1]), SPLIT))
+    beside = '{"overlap": true, "cache_bytes": 100000}'
+    kinds = (("", "{}"), (str(paths[0]), "{}"), (str(paths[1]), SPLIT), (str(paths[1]), beside))
     host, *on_tier = (run_forked(text, HERE, PLACE=place, BLOCK=block, OMP_NUM_THREADS="1") for place, block in kinds)
-    assert [host, host] == on_tier and "exp_avg_sq" in host and host.count("\n") > 40
+    assert [host, host, host] == on_tier and "exp_avg_sq" in host and host.count("\n") > 40
 
 
 def test_mistakes_name_themselves(refused, paths):

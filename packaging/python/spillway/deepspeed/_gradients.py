@@ -93,6 +93,13 @@ class Gradients:
             self._part(found, param).copy_(self._apart[param])
         return found
 
+    def untouched(self, index):
+        """The gradient of a sub-group, if it is that of the buffer as backward left it; else None."""
+        kept = (self._apart, self._lent, self._factor)
+        if any(param in other for other in kept for param in self._stage3.fp16_groups[index]):
+            return None
+        return self._buffer(index)
+
     def unscale(self, gradients, factor, scaler):
         """Multiplies the gradients of all sub-groups by the factor, and unscales them by torch's gradient scaler as DeepSpeed
         does, one sub-group after another. Returns the gradients. Raises before any change if one is not finite."""

@@ -50,13 +50,28 @@ class Parts:
                 )
         return self._of[index]
 
+    def counts(self):
+        """Number of parts of each sub-group."""
+        return [len(parts) for parts in self._of]
+
+    def sub_group(self, place):
+        """The sub-group of a part."""
+        return self._parts[place][0]
+
+    def rows(self, calls):
+        """The call of each part, from one per sub-group. Repeated calls of the same step use the same coefficients, as in DeepSpeed."""
+        return [calls[index] for index, _, _ in self._parts]
+
+    def submit(self, update, index, *tensors):
+        """Submits a sub-group to a SwapUpdate, with the arrays of SwapUpdate.submit()."""
+        for place, start, end in self._of[index]:
+            update.submit(place, *_cut(tensors, start, end))
+
     def ds_step(self, swap, optimizer_id, calls, tensors, stepped=None):
         """Runs one step, with a call and a row of Swap.table() per sub-group. Calls `stepped(index, param)` with the
         new master weights of each sub-group for which `stepped.wants(index)` is true."""
-        # Repeated calls of the same step use the same coefficients, as in DeepSpeed.
-        rows = [calls[index] for index, _, _ in self._parts]
         table = swap.table([_cut(tensors[index], start, end) for index, start, end in self._parts])
-        swap.ds_step(optimizer_id, rows, table, stepped and self._gathered(stepped))
+        swap.ds_step(optimizer_id, self.rows(calls), table, stepped and self._gathered(stepped))
 
     def _gathered(self, stepped):
         """Collects parts, which complete in any order, and reports a sub-group once all its parts are stepped."""

@@ -181,6 +181,12 @@ class Block(_Strict):
         "imply: 10 bytes per parameter instead of 12. A change of those weights between steps, other than by DeepSpeed, ends the "
         'run with an error. With "resume" commits store the weights too: 2 bytes per parameter.',
     )
+    overlap: bool = _setting(
+        False,
+        _BOOLEAN,
+        "Start a step during backward, and write during the next forward. It needs host memory for the new weights, 2 bytes per parameter, "
+        "or 4 if the model's are not in host memory, and space on the paths for a third version of what was not committed.",
+    )
     missing_gradients: Literal["zero", "stale"] = _setting(
         "zero",
         _one_of(("zero", "stale")),

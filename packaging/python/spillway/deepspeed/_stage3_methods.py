@@ -164,9 +164,15 @@ def _gradients(stage3):
         update = update_of(self)
         # A method in recent versions, an attribute in earlier ones.
         boundary = self.is_gradient_accumulation_boundary
-        if update is not None and not (boundary() if callable(boundary) else boundary):
+        completes, swapper = bool(boundary() if callable(boundary) else boundary), tiered(self)
+        if update is not None and not completes:
             update.accumulating(params_to_release)
-        return own["partition_grads"](self, params_to_release, grad_partitions)
+        if swapper is not None and completes:
+            swapper.changing(params_to_release)
+        buffers = own["partition_grads"](self, params_to_release, grad_partitions)
+        if swapper is not None and completes:
+            swapper.completed(params_to_release)
+        return buffers
 
     def at_boundary(self, param, grad_buffer, *gradients):
         update = update_of(self)

@@ -70,7 +70,7 @@ class _Window:
         complete = [group for group in sorted(touched) if self._needed.get(group) and self._needed[group] <= self._arrived[group]]
         if self._waits or not complete:
             return
-        events = self._published + _copies()
+        events = self._published + copies()
         if not self._rounds.is_open:
             self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), float(stage3.loss_scale), float(stage3.clip_grad or 0.0))
         for sub_group in complete:
@@ -111,7 +111,7 @@ class _Window:
         # Half of the bytes of DeepSpeed's copy, which converts the masters.
         stage3.fp16_partitioned_groups_flat[sub_group].data.copy_(self._weights[sub_group], non_blocking=True)
         stage3._unflatten_partitioned_parameters(sub_group)
-        self._published = _copies()
+        self._published = copies()
 
     def rebound(self, stage3):
         """The sub-groups whose moments were replaced since they were submitted, behind the back of `state`."""
@@ -285,7 +285,7 @@ def _scale_gradients(stage3, factor, norm):
                 stage3.unscale_and_clip_grads(sub_group, norm)
 
 
-def _copies():
+def copies():
     """The event of the copies of gradients from the GPU that were started before; none if they are done."""
     from deepspeed.accelerator import get_accelerator
 

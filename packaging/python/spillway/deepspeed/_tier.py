@@ -21,6 +21,7 @@ from ..tiered import Tiered
 from . import _installed, _lifetime, _optimizer_ops, _scratch, _stage3
 from ._gradients import Gradients
 from ._parts import Parts, floats
+from ._tier_overlap import Overlap
 
 _CURE = 'load a checkpoint, with "resume": false in the spillway block'
 # Bytes of state per parameter.
@@ -41,8 +42,8 @@ class TierSwapper:
         if _swappers:
             # An unreferenced swapper may still hold the tier and its memory.
             gc.collect()
-        self._parts = Parts(self.elements, settings.part_elements)
-        self._tiered = _opened(settings, self.elements, self._parts.sizes, dist.get_rank(), dist.get_world_size())
+        self.parts = Parts(self.elements, settings.part_elements)
+        self._tiered = _opened(settings, self.elements, self.parts.sizes, dist.get_rank(), dist.get_world_size())
         _lifetime.opened(self)
         self.resumed = self._tiered.resumed_step is not None
         self.swap_folder = self._tiered.directory
@@ -52,6 +53,8 @@ class TierSwapper:
         self._setting = ()
         # The bf16 weights of sub-groups whose master weights were set, until the model has these weights.
         self._belonging = {}
+        #: The steps beside backward; None: a step waits for all gradients.
+        self.overlap = Overlap(self, self._stage3) if settings.overlap else None
         if self.resumed and settings.split_master:
             self._get_weights()
         _swappers.add(self)
@@ -102,20 +105,30 @@ class TierSwapper:
         gradients = [self.gradients.for_step(index) for index in everything]
         if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
             gradients, factor = self.gradients.unscale(gradients, factor, stage3.torch_autocast_gradscaler), 1.0
-        weights = [self._weight(index) for index in everything]
+        if self.overlap is not None:
+            self.overlap.step(gradients, factor)
+        else:
+            self._step_at_once(gradients, factor)
+        self._belonging.clear()
+        for index, elements in enumerate(self.elements):
+            self._set_step(index, self.steps[index] + 1)
+            _optimizer_ops.count("cpu_adam", elements)
+        self.gradients.stepped(factor)
+        # A commit would end the fetches.
+        if self.overlap is not None and not self.settings.resume:
+            self.overlap.begin()
+
+    def _step_at_once(self, gradients, factor):
+        stage3, everything = self._stage3, range(len(self.elements))
+        weights = [self.weight(index) for index in everything]
         shown = _Shown(self, {index for index, weight in enumerate(weights) if weight is None})
-        self._parts.ds_step(
+        self.parts.ds_step(
             self.tiered.swap,
             stage3.optimizer.opt_id,
             [_stage3.call_of(stage3, index, self.steps[index] + 1, factor) for index in everything],
             [(gradients[index], weights[index], self._belonging.get(index)) for index in everything],
             shown if shown.apart else None,
         )
-        self._belonging.clear()
-        for index, elements in enumerate(self.elements):
-            self._set_step(index, self.steps[index] + 1)
-            _optimizer_ops.count("cpu_adam", elements)
-        self.gradients.stepped(factor)
 
     def publish(self, sub_group):
         """No-op: the step did it."""
@@ -127,15 +140,33 @@ class TierSwapper:
 
     def accumulating(self, params):
         """Called before backward adds to gradients that are not complete."""
+        self.changing(params)
         self.gradients.accumulating(params)
 
     def reading(self):
         """No-op: `gradients` has them."""
 
-    def skip(self):
-        """No-op: nothing is under way."""
+    def changing(self, params):
+        """Called before backward changes gradients of these parameters."""
+        if self.overlap is not None:
+            self.overlap.changing(params)
 
-    def _weight(self, index):
+    def completed(self, params):
+        """Called when backward has completed gradients of these parameters."""
+        if self.overlap is not None:
+            self.overlap.completed(params)
+
+    def skip(self):
+        """The step does not happen."""
+        if self.overlap is not None:
+            self.overlap.skip()
+
+    def _rest(self):
+        """Before a use of the states: takes back what was submitted of the next step."""
+        if self.overlap is not None:
+            self.overlap.abandon()
+
+    def weight(self, index):
         """The model's weights of a sub-group if the step can write them directly (contiguous, 16 bits, in host memory),
         else None."""
         flat = self._stage3.fp16_partitioned_groups_flat[index]
@@ -202,19 +233,24 @@ class TierSwapper:
 
     def read(self, index, *arrays):
         """Copies param, exp_avg and exp_avg_sq of a sub-group, or the first of them, into float32 arrays."""
-        self._parts.read(self.tiered, index, *arrays, weights=self._weights_of(index) if self.settings.split_master else None)
+        self._rest()
+        self.parts.read(self.tiered, index, *arrays, weights=self.belonging(index))
 
     def write(self, index, param, exp_avg, exp_avg_sq):
         """Sets a sub-group's state from float32 arrays; None keeps a part."""
         import torch
 
-        self._parts.write(self.tiered, index, param, exp_avg, exp_avg_sq)
+        self._rest()
+        self.parts.write(self.tiered, index, param, exp_avg, exp_avg_sq)
         if self.settings.split_master and param is not None:
             self._belonging[index] = param.to(torch.bfloat16)
 
+    def belonging(self, index):
+        """With split masters, the bf16 weights that belong to a sub-group's state; else None."""
+        return self._weights_of(index) if self.settings.split_master else None
+
     def _weights_of(self, index):
-        """The bf16 weights that belong to a sub-group's state."""
-        return self._belonging.get(index, self._weight(index))
+        return self._belonging.get(index, self.weight(index))
 
     def _put_weights(self):
         tier = self.tiered.tier
@@ -226,7 +262,7 @@ class TierSwapper:
         none."""
         tier = self.tiered.tier
         known = {extent.name for extent in tier.extents() if extent.generation}
-        tickets = [tier.get(extent, [self._weight(index)]) for index, extent in self._weight_extents() if _weights_name(index) in known]
+        tickets = [tier.get(extent, [self.weight(index)]) for index, extent in self._weight_extents() if _weights_name(index) in known]
         for ticket in tickets:
             tier.wait(ticket)
 
@@ -244,6 +280,7 @@ class TierSwapper:
         """Makes all state durable; returns after all ranks have committed. `payload(tier, room)` makes the bytes that are stored beside it,
         of which there may be `room`."""
         self.tiered.check()
+        self._rest()
         facts = {"elements": self.elements, "steps": list(self.steps), "adam_state": self._adam_state()}
 
         def prepared():
@@ -252,6 +289,8 @@ class TierSwapper:
             return payload(self.tiered.tier, self.tiered.room(facts))
 
         self.tiered.commit(step, facts, self.tiered.place.together(prepared))
+        if self.overlap is not None:
+            self.overlap.begin()
 
     def restore(self):
         """Takes over the step counts and the state of DeepSpeed's arithmetic from the last commit; returns its payload. AdamW or L2 follows
@@ -319,6 +358,7 @@ def served():
             "parts": len(tiered.swap),
             "commits": tiered.commits,
             "resumed_at": tiered.resumed_step,
+            "submitted_early": 0 if swapper.overlap is None else swapper.overlap.submitted_early,
         }
         for swapper, tiered in [(swapper, swapper.tiered) for swapper in _swappers]
     ]

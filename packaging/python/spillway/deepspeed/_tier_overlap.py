@@ -1,0 +1,171 @@
+"""A step of ZeRO-3's states on a tier that runs beside backward: "overlap" in the spillway block.
+
+A sub-group whose gradients are complete is submitted to the update, as a step that can be taken back. Its weights go to memory of this
+module. When DeepSpeed knows the norm, the rest is submitted, and the steps become final, or are repeated with the factor that clips. If
+gradients or options have changed since, they are taken back and submitted again. So the bits are those of the step that waits.
+
+Before the step, each access to the states takes the steps back."""
+
+from __future__ import annotations
+
+import ctypes
+
+from .._words import sum_of_words
+from ..optim import Adam
+from . import _stage3
+from ._parts import floats
+from ._superoffload import copies
+
+# After this number of steps in a row that were submitted in vain, sub-groups wait for the step, until one is not clipped.
+_MISSED_IN_A_ROW = 2
+
+
+class Overlap:
+    """The updates of one TierSwapper."""
+
+    def __init__(self, swapper, stage3):
+        self._swapper, self._stage3 = swapper, stage3
+        self._needed = [_stage3.with_data(stage3, group) for group in stage3.fp16_groups]
+        self._weights, self._missed = {}, 0
+        #: Sub-groups that were submitted during backward, and kept.
+        self.submitted_early = 0
+        self._end()
+
+    def _end(self):
+        # Complete gradients by sub-group; the sums of those that were submitted; the calls of the update.
+        self._arrived, self._sums, self._calls, self._waits = {}, {}, [], False
+
+    # During backward.
+
+    def changing(self, params):
+        """Called before backward changes gradients of these parameters."""
+        if any(self._group_of(param) in self._sums for param in params):
+            self.abandon()
+
+    def completed(self, params):
+        """Called when gradients of these parameters are complete."""
+        touched = set()
+        for param in params:
+            index = self._group_of(param)
+            self._arrived.setdefault(index, set()).add(self._stage3.get_param_id(param))
+            touched.add(index)
+        if self._waits or getattr(self._stage3, "torch_autocast_gradscaler", None) is not None:
+            return
+        self.begin()
+        complete = [index for index in sorted(touched) if self._needed[index] and self._needed[index] <= self._arrived[index]]
+        if not complete or self._missed >= _MISSED_IN_A_ROW:
+            return
+        for event in copies():
+            event.synchronize()
+        for index in complete:
+            gradient = self._swapper.gradients.untouched(index)
+            if gradient is not None:
+                self._use(self._calls_of(self._unclipped()))
+                self._sums[index] = sum_of_words(gradient)
+                self._submit(index, gradient)
+
+    def _group_of(self, param):
+        index, *_ = self._stage3.grad_position[self._stage3.get_param_id(param)]
+        return index
+
+    def _unclipped(self):
+        return ctypes.c_float(float(1.0 / self._stage3.loss_scale)).value
+
+    def _calls_of(self, factor):
+        steps = self._swapper.steps
+        return [_stage3.call_of(self._stage3, index, step + 1, factor) for index, step in enumerate(steps)]
+
+    def begin(self):
+        """Has the library fetch parts, unless it does so already."""
+        swap = self._swapper.tiered.swap
+        if swap._update is None or not swap._update._is_open():
+            swap.begin(Adam(lr=0.0), speculative=True, restore=False)
+
+    @property
+    def _update(self):
+        return self._swapper.tiered.swap._update
+
+    def _use(self, calls):
+        if not self._calls:
+            self._update.ds_calls(self._stage3.optimizer.opt_id, self._swapper.parts.rows(calls))
+            self._calls = calls
+
+    def _submit(self, index, gradient):
+        self._swapper.parts.submit(self._update, index, gradient, self._weights_of(index), self._swapper.belonging(index))
+
+    def _weights_of(self, index):
+        if index not in self._weights:
+            import torch
+
+            flat = self._swapper.weight(index)
+            self._weights[index] = floats(self._swapper.elements[index]) if flat is None else torch.empty_like(flat)
+        return self._weights[index]
+
+    # The step.
+
+    def step(self, gradients, factor):
+        """Runs one step, with these gradients of all sub-groups; `factor` multiplies them. The model then has the new weights."""
+        calls = self._calls_of(factor)
+        stands = (
+            self._sums
+            and all(map(_same, calls, self._calls))
+            and all(
+                gradients[index] is not None
+                and gradients[index].data_ptr() == self._untouched(index)
+                and sum_of_words(gradients[index]) == before
+                for index, before in self._sums.items()
+            )
+        )
+        if not stands:
+            self.abandon()
+        repeats = bool(stands) and factor != self._calls[0].grad_scale
+        self._missed = self._missed + 1 if repeats else self._missed if factor != self._unclipped() else 0
+        self.submitted_early += len(self._sums)
+        self.begin()
+        self._use(calls)
+        for index, gradient in enumerate(gradients):
+            if index not in self._sums:
+                self._submit(index, gradient)
+        update = self._update
+        update.verdict("redo", factor) if repeats else update.verdict("commit")
+        missing = self._swapper.parts.counts()
+        for place in update.published():
+            index = self._swapper.parts.sub_group(place)
+            missing[index] -= 1
+            if not missing[index]:
+                self._show(index)
+        update.finish()
+        self._end()
+
+    def _untouched(self, index):
+        gradient = self._swapper.gradients.untouched(index)
+        return None if gradient is None else gradient.data_ptr()
+
+    def _show(self, index):
+        """Gives the model the weights of a sub-group."""
+        flat = self._swapper.weight(index)
+        if flat is None:
+            self._swapper.show(index, self._weights_of(index))
+        else:
+            flat.data.copy_(self._weights_of(index))
+
+    def abandon(self):
+        """Takes back what was submitted; the states are those before the step. What is left of it waits for the step."""
+        update = self._update
+        if update is not None and update._is_open():
+            if update._verdict is None:
+                update.verdict("skip")
+            update.finish()
+        if self._sums:
+            self._waits, self._missed = True, self._missed + 1
+        self._sums, self._calls = {}, []
+
+    def skip(self):
+        """The step does not happen."""
+        self.abandon()
+        self._end()
+
+
+def _same(one, other):
+    """True if two calls differ in the factor of the gradients at most."""
+    return all(getattr(one, name) == getattr(other, name) for name, *_ in one._fields_ if name != "grad_scale")

@@ -9,6 +9,7 @@ Before the step, each access to the states takes the steps back."""
 from __future__ import annotations
 
 import ctypes
+import weakref
 
 from .._words import sum_of_words
 from ..optim import Adam
@@ -24,7 +25,7 @@ class Overlap:
     """The updates of one TierSwapper."""
 
     def __init__(self, swapper, stage3):
-        self._swapper, self._stage3 = swapper, stage3
+        self._swapper, self._stage3 = weakref.proxy(swapper), stage3
         self._needed = [_stage3.with_data(stage3, group) for group in stage3.fp16_groups]
         self._weights, self._missed = {}, 0
         #: Sub-groups that were submitted during backward, and kept.
@@ -116,7 +117,7 @@ class Overlap:
                 for index, before in self._sums.items()
             )
         )
-        if not stands:
+        if self._sums and not stands:
             self.abandon()
         repeats = bool(stands) and factor != self._calls[0].grad_scale
         self._missed = self._missed + 1 if repeats else self._missed if factor != self._unclipped() else 0

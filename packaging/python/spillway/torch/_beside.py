@@ -222,7 +222,7 @@ class Beside:
         repeats = stands and any(own.grad_scale != options[key].grad_scale for key, own in self._options.items())
         if self._ready and stands:
             self._missed = self._missed + 1 if repeats else 0
-        if not stands or (repeats and len(factors) > 1):
+        if self._waits or (self._submitted and (not stands or (repeats and len(factors) > 1))):
             self.abandon()
         if not self._submitted:
             self._clear()

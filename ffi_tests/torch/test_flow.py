@@ -178,7 +178,7 @@ def test_an_error_in_forward_or_backward_leaves_no_layer_in_use(copies):
     with pytest.raises(ZeroDivisionError):
         other(ids, range(5))
     hook.remove()
-    assert not any(unit.in_use for unit in flow.units)
+    assert not any(unit.depth for unit in flow.units)
     hook = other.layers[2].linear.register_full_backward_hook(fails)
     with pytest.raises(ZeroDivisionError):
         other(ids, range(5)).sum().backward()
@@ -187,7 +187,7 @@ def test_an_error_in_forward_or_backward_leaves_no_layer_in_use(copies):
     other(ids, range(5)).sum().backward()
     model(ids, range(5)).sum().backward()
     # A gradient of the backward that has raised may have been on its way.
-    assert on_device(flow) == 0 and not any(unit.in_use for unit in flow.units)
+    assert on_device(flow) == 0 and not any(unit.depth for unit in flow.units)
 
 
 def test_a_backward_after_a_step_is_torchs_error():
@@ -262,7 +262,11 @@ def test_offload_with_weights_that_flow(copies, weights, verdict, dtype, overlap
         (lambda: Flow(Model(), "cpu", keep_bytes=-1), "keep_bytes is -1"),
         (lambda: Flow(torch.nn.Linear(2, 2), "cpu"), "pass units="),
         (lambda: Flow(Model(), "cpu", units=[7]), "units\\[0\\] is a int"),
-        (lambda: Flow((own := Model()), "cpu", units=[own.layers, own.layers[0]]), "inside of another"),
+        (lambda: Flow((own := Model()), "cpu", units=[own.layers[0], own.layers[0].linear]), "another unit inside"),
+        (lambda: Flow((own := Model()), "cpu", units=[own.layers[0]] * 2), "twice"),
+        (lambda: Flow((own := Model()), "cpu", units=[own.layers]), "has no forward"),
+        (lambda: Flow(Model(), "cpu", slots=None), "slots is None"),
+        (lambda: copy.deepcopy(Flow(Model(), "cpu")), "cannot be copied"),
         (lambda: Flow(torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta")), "cpu"), "no memory yet"),
         (lambda: spillway.torch.offload(Model(), weights="float"), "'resident', 'flow' or 'auto'"),
         (lambda: spillway.torch.offload(Model(), device="cpu"), "device is for weights"),
@@ -270,5 +274,151 @@ def test_offload_with_weights_that_flow(copies, weights, verdict, dtype, overlap
     ],
 )
 def test_wrong_arguments(call, words):
-    with pytest.raises((spillway.InvalidArgumentError, spillway.errors.UnsupportedError), match=words):
+    with pytest.raises((spillway.InvalidArgumentError, spillway.errors.UnsupportedError, TypeError), match=words):
         call()
+
+
+class Blocks(torch.nn.Module):
+    """Parts that are called one after the other with the losses that they add."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.first, self.parts, self.last = torch.nn.Linear(4, 4), torch.nn.ModuleList(parts), torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        x, more = self.first(x), []
+        for part in self.parts:
+            x = part(x, more)
+        return self.last(x).sum() + sum(more)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, act=None):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.act = act or torch.nn.ReLU(inplace=True)
+        self.seen = None
+
+    def forward(self, x, more):
+        x = self.linear(self.act(x + 1)) + x
+        self.seen = self.linear.weight.square().sum()
+        more.append(x.mean())
+        return x
+
+
+def blocks(seed=1):
+    torch.manual_seed(seed)
+    model = Blocks(*(Block() for _ in range(3)))
+    other = copy.deepcopy(model)
+    return model, other, Flow(other, "cpu"), torch.randn(3, 4)
+
+
+def test_what_a_layer_keeps_is_read_in_backward_after_its_weights_have_left():
+    """A loss of a layer that is no output, its change of a list, its in-place operation, and a penalty on gradients."""
+    model, other, flow, x = blocks()
+    for own in (model, other):
+        given = x.clone().requires_grad_()
+        loss = own(given)
+        (slope,) = torch.autograd.grad(loss, given, create_graph=True)
+        (loss + slope.square().sum() + own.parts[0].seen).backward()
+        assert given.grad is not None
+    same(model, other)
+    assert on_device(flow) == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_fused_optimizer_steps_weights_that_stay_and_weights_that_flow(fused):
+    model, other, flow, x = blocks()
+    flow._keep(flow.units[0].bytes)
+    optimizers = [torch.optim.AdamW(own.parameters(), lr=0.1, fused=fused) for own in (model, other)]
+    for _ in range(3):
+        losses = [own(x) for own in (model, other)]
+        assert losses[0].item() == losses[1].item()
+        for loss, optimizer, own in zip(losses, optimizers, (model, other)):
+            loss.backward()
+            with torch.no_grad():
+                own(x)
+            optimizer.step()
+            optimizer.zero_grad()
+    same(model, other)
+
+
+def test_parameters_that_the_program_has_put_into_the_model_are_used():
+    model, other, _, x = blocks()
+    zeros = {name: torch.zeros_like(param) for name, param in other.named_parameters()}
+    assert torch.func.functional_call(other, zeros, (x,)).item() == 0.0
+    other.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+    with torch.no_grad():
+        [param.mul_(2) for param in model.parameters()]
+    assert other(x).item() == model(x).item()
+    other.parts[0].linear.bias = None
+    model.parts[0].linear.bias = None
+    assert other(x).item() == model(x).item()
+
+
+def test_frozen_parameters_and_hooks_and_attributes_of_parameters():
+    model, other, flow, x = blocks()
+    torch.manual_seed(2)
+    frozen = copy.deepcopy(model)
+    frozen.parts[1].requires_grad_(False)
+    flowing = copy.deepcopy(frozen)
+    Flow(flowing, "cpu")
+    for own in (frozen, flowing):
+        own.parts[0].linear.weight.register_hook(lambda grad: grad * 0)
+        own.parts[0].linear.weight.scale = 2.0
+        own.parts[0].register_forward_pre_hook(lambda part, _: print(part.linear.weight.scale))
+        own(x).backward()
+        own.parts[1].requires_grad_(True)
+        own(x).backward()
+    same(frozen, flowing)
+    assert not flowing.parts[0].linear.weight.grad.any()
+
+
+def test_a_write_to_a_weight_inside_of_a_forward_stays():
+    model, other, _, x = blocks()
+
+    def clamped(part, *_):
+        with torch.no_grad():
+            part.linear.weight.clamp_(-0.05, 0.05)
+
+    for own in (model, other):
+        own.parts[0].register_forward_pre_hook(clamped)
+        own(x).backward()
+    same(model, other)
+
+
+def test_an_interrupt_in_a_forward_leaves_the_parameters_in_host_memory():
+    model, other, flow, x = blocks()
+
+    def interrupts(*_):
+        raise KeyboardInterrupt
+
+    hook = other.parts[1].linear.register_forward_hook(interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        other(x)
+    hook.remove()
+    assert bits(other.state_dict().values()) == bits(model.state_dict().values())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    [own(x).backward() for own in (model, other)]
+    same(model, other)
+
+
+def test_units_of_lists_in_lists_and_parts_of_several_layers():
+    torch.manual_seed(0)
+    shared = torch.nn.Linear(4, 4)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Sequential(shared)]) for _ in range(3))
+    flow = Flow(model, "cpu")
+    # The parameters of the part that all layers have stay.
+    assert [len(unit.weights) for unit in flow.units] == [2, 0, 2, 0, 2, 0] and len(flow._rest.weights) == 2
+
+
+def test_a_layer_that_returns_its_weight_is_an_error_and_so_is_a_conversion():
+    model, other, flow, x = blocks()
+    hook = other.parts[0].register_forward_hook(lambda part, *_: part.linear.weight, prepend=True)
+    with pytest.raises(spillway.InvalidArgumentError, match="returns its parameter"):
+        other(x)
+    hook.remove()
+    other.double()
+    with pytest.raises(spillway.InvalidArgumentError, match="convert a model before"):
+        other(x.double())

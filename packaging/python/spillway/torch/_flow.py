@@ -1,20 +1,23 @@
 """Weights whose home is host memory, and that are on the device only while a part of the model uses them (weight-flow: SuperOffload 4.2).
 
 A unit is a part of the model, such as a layer. The parameters of the program, those of `model.parameters()`, are in host memory. While a
-unit runs, its parameters on the device take their place in the unit; before its backward their memory is filled again. A gradient leaves
-the device as soon as backward has completed it, and becomes the gradient of the parameter in host memory.
+unit runs, its parameters on the device take their place in the unit. What its forward saves of them for backward is fetched again when
+backward reads it. A gradient leaves the device as soon as backward has completed it, and becomes the gradient of the parameter in host
+memory.
 
 Invariants:
 - At most `slots` flowing units are on the device, besides those that the program uses at one time.
-- Tensors of the device keep their storage object, which is emptied and filled again: views that autograd has saved see the weights.
+- Tensors of the device keep their storage object, which is emptied and filled again. No operation reads an empty one: a unit is filled
+  before its forward, and a saved tensor is filled when it is unpacked.
 - Memory is emptied and allocated on the stream that computes, so nothing overwrites it before its last reader has ended. A copy begins
   after what that stream had to do when the memory was allocated, and a unit runs after its copy.
 - A graph sees one value of a weight: if the parameter in host memory has changed since, the version of the tensor on the device grows,
-  and torch refuses the backward of an earlier forward.
+  and a backward of an earlier forward is an error.
 - When backward returns, every gradient is in host memory, and no flowing unit is on the device."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -23,7 +26,8 @@ from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ._forward import Hook
@@ -33,6 +37,9 @@ from ._tensors import DTensor, unused_bytes
 #: Share of the memory that the first backward left unused, which weights that stay may take.
 _USE = 0.9
 _ALL = 1 << 62
+#: All objects. A step of an optimizer tells them which parameters may have changed: fused steps change no version.
+_flows: weakref.WeakSet[Flow] = weakref.WeakSet()
+_autograd: Any = torch._C._autograd
 
 
 class Flow:
@@ -74,40 +81,39 @@ class Flow:
         self._used: tuple[Any, Any] = (None, None)
         self._here: dict[Unit, None] = {}
         self._leaving: list[tuple[Any, Weight, torch.Tensor]] = []
-        self._in_backward = False
+        # The backwards whose end is awaited; the thread of the last forward.
+        self._backwards: set[int] = set()
+        self._thread = 0
         self._hooks: list[Any] = []
         self._install(model, _units_of(model) if units is None else list(units))
+        if not _flows:
+            register_optimizer_step_post_hook(_stepped)
+        _flows.add(self)
 
     def _install(self, model: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
-        places = _places(model)
-        owners: dict[torch.Tensor, set[int]] = {param: set() for param in places}
-        for number, module in enumerate(modules):
-            if not isinstance(module, torch.nn.Module):
-                raise InvalidArgumentError(f"flow: units[{number}] is a {type(module).__name__}; pass modules of the model")
-            inside = set(module.modules())
-            for param, where in places.items():
-                if any(owner in inside for owner, _ in where):
-                    owners[param].add(number if all(owner in inside for owner, _ in where) else -1)
-        if any(len(numbers - {-1}) > 1 for numbers in owners.values()):
-            raise InvalidArgumentError("flow: a unit is inside of another one; pass units that have no parameters in common")
-        chosen = [next(iter(numbers)) if len(numbers) == 1 else -1 for numbers in owners.values()]
-        weights = [Weight(param, where, self.device) for param, where in places.items()]
-        self._rest = Unit([weight for weight, number in zip(weights, chosen) if number == -1])
-        self.units = [Unit([weight for weight, own in zip(weights, chosen) if own == number]) for number in range(len(modules))]
+        places, owners = _places(model), _owners(modules)
+        weights = [Weight(self, param, where) for param, where in places.items()]
+        of: dict[int, list[Weight]] = {number: [] for number in range(-1, len(modules))}
         for weight in weights:
-            # It lives as long as the tensor on the device, which must not keep this object alive.
-            weight.on_device.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(weight)))
+            found = {owners.get(module, -1) for module, _ in weight.places}
+            of[found.pop() if len(found) == 1 else -1].append(weight)
+        self._rest, *self.units = [Unit(own) for own in of.values()]
+        #: The weights by their parameters.
+        self.weights = {weight.on_host: weight for weight in weights}
+        self._of = {weight.on_device.untyped_storage()._cdata: weight for weight in weights}
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
         self._rest.kept = True
         self._keep(self._keep_bytes or 0)
         self._hook(model, self._begin, self._end)
+        for saves in (model.register_state_dict_pre_hook, model.register_load_state_dict_pre_hook):
+            self._hooks.append(saves(Hook(lambda *_: self._reset())))
         for unit, module in zip(self.units, modules):
             self._hook(module, partial(self._before_forward, unit), partial(self._after_forward, unit))
 
     def _hook(self, module: torch.nn.Module, before: Callable[..., Any], behind: Callable[..., Any]) -> None:
         self._hooks += [
-            module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(Hook(before), prepend=True),
             module.register_forward_hook(Hook(behind), always_call=True),
         ]
 
@@ -122,63 +128,97 @@ class Flow:
         """Removes all hooks. The model is in host memory, and its buffers are on the device."""
         while self._hooks:
             self._hooks.pop().remove()
+        self._reset()
         for unit in [*self._here]:
             self._free(unit)
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise TypeError("a Flow cannot be copied or pickled; a copy of its model is a plain model")
+
     # Forward.
 
-    def _begin(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, *_: Any) -> None:
         """Before a forward of the model."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            # A backward has raised.
-            self._finish()
-        if not self._in_backward:
-            self._used = (None, None)
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            raise UnsupportedError("flow: weights that flow cannot be traced without values; export a copy of the model")
+        if torch._C._current_graph_task_id() == -1:
+            thread = threading.get_ident()
+            if self._rest.depth and self._thread != thread and any(own.ident == self._thread for own in threading.enumerate()):
+                raise InvalidArgumentError("flow: another thread runs a forward of this model; run one after the other")
+            self._thread, self._used = thread, (None, None)
+            self._reset()
+            # Those of a backward that has raised.
+            self._backwards.clear()
+            self._leaving.clear()
+            for weight in self._of.values():
+                weight.on_device.grad = None
         self._fetch(self._rest)
-        self._rest.enter()
+        self._enter(self._rest)
 
     def _end(self, *_: Any) -> None:
-        self._rest.leave()
+        self._leave(self._rest)
 
-    def _before_forward(self, unit: Unit, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before a forward of a unit: its weights are fetched; the end of its backward is where the gradients of its inputs are known."""
+    def _before_forward(self, unit: Unit, *_: Any) -> None:
         self._use(unit)
-        unit.enter()
-        if not torch.is_grad_enabled():
-            return None
-        flat, tree = tree_flatten((args, kwargs))
-        differentiable = [isinstance(value, torch.Tensor) and value.requires_grad for value in flat]
-        if not any(differentiable):
-            return None
-        through = iter(
-            _AtInputGradients.apply(partial(self._backward_ends, unit), *(value for value, own in zip(flat, differentiable) if own))
-        )
-        return tree_unflatten([next(through) if own else value for value, own in zip(flat, differentiable)], tree)
+        self._enter(unit)
 
     def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """After a forward of a unit, also one that has raised."""
-        unit.leave()
-        if torch.is_grad_enabled():
-            for value in tree_flatten(output)[0]:
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    value.register_hook(partial(self._backward_begins, unit))
+        """After a forward, also one that has raised."""
+        self._leave(unit)
+        own = {id(weight.on_device) for weight in unit.weights}
+        for value in tree_leaves(output):
+            if isinstance(value, torch.Tensor) and (id(value) in own or id(value._base) in own):
+                raise InvalidArgumentError(
+                    f"flow: {type(module).__name__} returns its parameter, which is not on the device afterwards; pass units= without it"
+                )
+
+    def _enter(self, unit: Unit) -> None:
+        unit.enter()
+        Saving(self).enter()
+
+    def _leave(self, unit: Unit) -> None:
+        if unit.depth:
+            Saving.leave()
+            unit.leave()
+
+    def _reset(self) -> None:
+        """Ends forwards that an exception has ended which torch's hooks do not see, such as KeyboardInterrupt."""
+        if torch._C._current_graph_task_id() == -1:
+            for unit in (self._rest, *self.units):
+                while unit.depth:
+                    self._leave(unit)
 
     # Backward.
 
-    def _backward_begins(self, unit: Unit, _: torch.Tensor) -> None:
-        """The gradient of an output of a unit is known: its backward begins."""
+    def weight_of(self, tensor: torch.Tensor) -> Weight | None:
+        """The weight of whose memory a tensor on the device is; None: of no weight's."""
+        try:
+            return self._of.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            # A tensor without a storage, such as a sparse one.
+            return None
+
+    def unpacked(self, weight: Weight, tensor: torch.Tensor, version: int) -> torch.Tensor:
+        """A tensor that a forward has saved, filled again, for a kernel that reads it next."""
         self._expect()
-        unit.in_backward = True
-        self._use(unit)
+        if weight.unit is self._rest:
+            self._fetch(self._rest)
+        else:
+            self._use(weight.unit)
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a parameter of shape "
+                f"{tuple(weight.on_host.shape)}, whose weights flow, was written to since its forward"
+            )
+        # A graph of this backward keeps what it saves beyond it.
+        return tensor.clone() if torch.is_grad_enabled() else tensor
 
-    def _backward_ends(self, unit: Unit) -> None:
-        """The gradients of the inputs of a unit are known: its backward is over."""
-        unit.in_backward = False
-
-    def _arrived(self, weight: Weight) -> None:
+    def arrived(self, weight: Weight) -> None:
         """Backward has completed a gradient."""
-        self._expect()
         grad, weight.on_device.grad = weight.on_device.grad, None
+        if grad is None:
+            return
+        self._expect()
         if grad.layout is not torch.strided:
             self._leaving.append((None, weight, grad.cpu()))
         else:
@@ -199,22 +239,22 @@ class Flow:
             weight.add(grad)
 
     def _expect(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        """Has `_finish` called at the end of this backward, which may be one inside of another."""
+        number = torch._C._current_graph_task_id()
+        if number != -1 and number not in self._backwards:
+            self._backwards.add(number)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, number))
 
-    def _finish(self) -> None:
+    def _finish(self, number: int) -> None:
         """After a backward."""
-        self._in_backward = False
+        self._backwards.discard(number)
         self._deliver(wait=True)
         if self._keep_bytes is None:
             # On the CPU all weights are there anyway.
             self._keep_bytes = _ALL if self.device.type == "cpu" else int(_USE * unused_bytes(self.device))
             self._keep(self._keep_bytes)
-        for unit in self.units:
-            unit.in_backward = False
         for unit in [*self._here]:
-            if not unit.kept:
+            if not unit.kept and not unit.depth:
                 self._free(unit)
 
     # Slots.
@@ -222,6 +262,8 @@ class Flow:
     def _use(self, unit: Unit) -> None:
         """Has the weights of a unit on the device for the work that the program gives it next, and fetches those that it used after it."""
         before, last = self._used
+        if unit is last and unit.fence is None and unit.is_current():
+            return
         if unit is not last:
             self._after[self._used] = unit
             before, last = self._used = last, unit
@@ -230,7 +272,7 @@ class Flow:
         at, wanted = (before, last), {unit}
         for _ in range(self._slots - 1):
             following = self._after.get(at)
-            if following is None or following.in_use or not self._make_room(wanted | {following}, following):
+            if following is None or following.depth or not self._make_room(wanted | {following}, following):
                 return
             wanted.add(following)
             self._start(following)
@@ -255,7 +297,7 @@ class Flow:
         if unit.kept or unit in self._here:
             return True
         flowing = [other for other in self._here if not other.kept]
-        idle = (other for other in flowing if not other.in_use and other not in wanted)
+        idle = (other for other in flowing if not other.depth and other not in wanted)
         for _ in range(len(flowing) - self._slots + 1):
             victim = next(idle, None)
             if victim is None:
@@ -289,15 +331,13 @@ class Unit:
 
     def __init__(self, weights: list[Weight]):
         self.weights, self.bytes = weights, sum(weight.bytes for weight in weights)
-        self.kept = self.in_backward = False
+        self.kept = False
+        #: Forwards that run.
         self.depth = 0
         #: Event at the end of the copy to the device; None: nothing is to be waited for.
         self.fence: Any = None
-
-    @property
-    def in_use(self) -> bool:
-        """The program runs its forward or backward."""
-        return self.in_backward or self.depth > 0
+        for weight in weights:
+            weight.unit = self
 
     def is_current(self) -> bool:
         """True if the weights on the device are those in host memory, or are on their way."""
@@ -307,39 +347,51 @@ class Unit:
         """The tensors on the device take the place of the parameters, until as many calls of `leave`."""
         self.depth += 1
         for weight in self.weights:
-            weight.place(weight.on_device)
+            weight.show()
 
     def leave(self) -> None:
-        """Undoes `enter`; does nothing without one."""
-        self.depth = max(0, self.depth - 1)
+        """Undoes `enter`."""
+        self.depth -= 1
         if not self.depth:
             for weight in self.weights:
-                weight.place(weight.on_host)
+                weight.hide()
 
 
 class Weight:
     """A parameter in host memory, and its tensor on the device."""
 
-    def __init__(self, param: torch.Tensor, places: list[tuple[torch.nn.Module, str]], device: torch.device):
+    unit: Unit
+
+    def __init__(self, flow: Flow, param: torch.Tensor, places: list[tuple[torch.nn.Module, str]]):
         own = param.detach()
-        self.on_host, self.places = param, places
-        if device.type != "cpu":
+        self._flow, self.on_host, self.places = weakref.ref(flow), param, places
+        if flow.device.type != "cpu":
             param.data = own.cpu().pin_memory()
-        self.on_device = torch.nn.Parameter(torch.empty_like(own, device=device), requires_grad=param.requires_grad)
+        self.on_device = torch.nn.Parameter(torch.empty_like(own, device=flow.device), requires_grad=False)
         self.bytes = self.on_device.untyped_storage().nbytes()
-        # What is on the device: nothing, or what the parameter was when its copy was started; and what it was at the last copy.
-        self._filled: tuple[int, int] | None = None
-        self._seen: tuple[int, int] | None = None
+        # What is on the device: nothing, or what the parameter was when its copy was started; what it was at the last copy; and the
+        # version of the tensor on the device after it.
+        self._filled: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
+        self._version = 0
+        #: Steps of optimizers that have the parameter.
+        self.steps = 0
         self.empty()
 
-    def _now(self) -> tuple[int, int]:
-        return self.on_host._version, self.on_host.data_ptr()
+    def _now(self) -> tuple[int, int, int]:
+        return self.on_host._version, self.on_host.data_ptr(), self.steps
 
     def is_current(self) -> bool:
+        """True if the tensor on the device has the values of the parameter, or will have them."""
         return self._filled == self._now()
 
     def fill(self, link: Any) -> None:
         """Starts the copy to the device."""
+        if self.on_host.dtype is not self.on_device.dtype or self.on_host.shape != self.on_device.shape:
+            raise InvalidArgumentError(
+                f"flow: a parameter was {self.on_device.dtype} of shape {tuple(self.on_device.shape)}, and is {self.on_host.dtype} of "
+                f"shape {tuple(self.on_host.shape)}; convert a model before its weights flow"
+            )
         now, storage = self._now(), self.on_device.untyped_storage()
         if self._filled is None:
             storage.resize_(self.bytes)
@@ -348,22 +400,46 @@ class Weight:
             if now == self._seen:
                 same.enter_context(_unsafe_preserve_version_counter(self.on_device))
             link.bring(self.on_device.detach(), self.on_host.detach())
-        self._filled = self._seen = now
+        self._filled, self._seen, self._version = now, now, self.on_device._version
 
     def empty(self) -> None:
         """Gives the memory on the device back."""
         self._filled = None
         self.on_device.untyped_storage().resize_(0)
 
-    def place(self, param: Any) -> None:
-        """Puts one of the two into the model."""
-        if self.on_device.requires_grad is not self.on_host.requires_grad:
-            self.on_device.requires_grad_(self.on_host.requires_grad)
+    def show(self) -> None:
+        """The tensor on the device takes the place of the parameter in the model, where the program has not put another one."""
+        host, device = self.on_host, self.on_device
+        if device.requires_grad is not host.requires_grad:
+            device.requires_grad_(host.requires_grad)
+            if host.requires_grad and not device._post_accumulate_grad_hooks:
+                device.register_post_accumulate_grad_hook(partial(_arrived, self._flow, weakref.ref(self)))
+        if host.__dict__:
+            device.__dict__.update(host.__dict__)
+        self._place(host, device)
+
+    def hide(self) -> None:
+        """The parameter takes its place again. It gets what the forward has written."""
+        self._place(self.on_device, self.on_host)
+        if self._filled is not None and self.on_device._version != self._version:
+            with torch.no_grad():
+                self.on_host.copy_(self.on_device)
+            self._filled = self._seen = self._now()
+            self._version = self.on_device._version
+
+    def _place(self, old: torch.Tensor, new: Any) -> None:
         for module, name in self.places:
-            module._parameters[name] = param
+            if module._parameters.get(name) is old:
+                module._parameters[name] = new
+                if isinstance(module, torch.nn.RNNBase):
+                    # Its forward has a list of its own.
+                    module._flat_weights = [getattr(module, own, None) for own in module._flat_weights_names]
 
     def add(self, grad: torch.Tensor) -> None:
         """Accumulates a gradient that is in host memory, and calls the parameter's hooks."""
+        for hook in [*(self.on_host._backward_hooks or {}).values()]:
+            changed = hook(grad)
+            grad = grad if changed is None else changed
         with torch.no_grad():
             if self.on_host.grad is None:
                 self.on_host.grad = grad
@@ -373,24 +449,51 @@ class Weight:
             hook(self.on_host)
 
 
-class _AtInputGradients(torch.autograd.Function):
-    """Passes tensors on; its backward calls a function once their gradients are known."""
+class Saving:
+    """Hooks of torch for the tensors that a forward saves: those of weights are filled again when they are read. All others go to the hooks
+    around these, such as those of gradient checkpointing."""
+
+    def __init__(self, flow: Flow):
+        outer = _autograd._top_saved_tensors_default_hooks(True)
+        self._flow, (self._outer_pack, self._outer_unpack) = flow, outer or (None, None)
+
+    def enter(self) -> None:
+        """Puts the hooks before all others, until `leave`."""
+        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> Any:
-        ctx.call = call
-        return tensors
+    def leave() -> None:
+        """Removes the hooks, unless an exception has done it."""
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and isinstance(getattr(top[0], "__self__", None), Saving):
+            _autograd._pop_saved_tensors_default_hooks()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.call()
-        return (None, *grads)
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What the graph keeps of a tensor."""
+        weight = self._flow.weight_of(tensor)
+        if weight is not None:
+            return weight, tensor.detach(), tensor._version
+        return None, tensor if self._outer_pack is None else self._outer_pack(tensor), 0
+
+    def unpack(self, kept: tuple[Weight | None, Any, int]) -> torch.Tensor:
+        """The tensor again."""
+        weight, tensor, version = kept
+        if weight is not None:
+            return self._flow.unpacked(weight, tensor, version)
+        return tensor if self._outer_unpack is None else self._outer_unpack(tensor)
+
+
+def _stepped(optimizer: Any, *_: Any) -> None:
+    """After a step of any optimizer."""
+    for flow in [*_flows]:
+        for weight in filter(None, (flow.weights.get(param) for group in optimizer.param_groups for param in group["params"])):
+            weight.steps += 1
 
 
 def _arrived(flow: weakref.ref[Flow], weight: weakref.ref[Weight], _: torch.Tensor) -> None:
     owner, of = flow(), weight()
     if owner is not None and of is not None:
-        owner._arrived(of)
+        owner.arrived(of)
 
 
 def _check(model: Any, slots: Any, keep_bytes: Any) -> None:
@@ -402,6 +505,12 @@ def _check(model: Any, slots: Any, keep_bytes: Any) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise UnsupportedError(f"flow: {name} is a DTensor; FSDP2's CPUOffloadPolicy serves models of several processes")
+        if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
+            raise UnsupportedError(f"flow: {name} has no shape yet; run a forward before the weights flow")
+        if type(param) not in (torch.nn.Parameter, torch.nn.Buffer) or type(param.data) is not torch.Tensor:
+            raise UnsupportedError(f"flow: {name} is a {type(param).__name__}; plain parameters are served")
+        if param.is_inference():
+            raise UnsupportedError(f"flow: {name} was made in inference mode; make the model outside of it")
         if param.is_meta:
             raise UnsupportedError(f"flow: {name} has no memory yet; call flow after model.to_empty()")
 
@@ -423,11 +532,34 @@ def _places(model: torch.nn.Module) -> dict[torch.Tensor, list[tuple[torch.nn.Mo
     return found
 
 
+def _owners(units: list[Any]) -> dict[torch.nn.Module, int]:
+    """The number of the unit that has a module; -1: several have it."""
+    found: dict[torch.nn.Module, int] = {}
+    for number, unit in enumerate(units):
+        if not isinstance(unit, torch.nn.Module) or isinstance(unit, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            raise InvalidArgumentError(f"flow: units[{number}] is a {type(unit).__name__}, which has no forward; pass parts of the model")
+        for module in unit.modules():
+            if module in units and module is not unit:
+                raise InvalidArgumentError(f"flow: units[{number}] has another unit inside; pass units that are beside each other")
+            found[module] = number if module not in found else -1
+    if len(set(units)) < len(units):
+        raise InvalidArgumentError("flow: units has a part twice; pass each once")
+    return found
+
+
 def _units_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     for kind in (torch.nn.ModuleList, torch.nn.Sequential):
-        if found := [child for outer in _outermost(model, kind) for child in outer.children() if any(True for _ in child.parameters())]:
-            return found
+        found = dict.fromkeys(part for outer in _outermost(model, kind) for child in outer.children() for part in _with_forward(child))
+        if found := {part: None for part in found if any(True for _ in part.parameters())}:
+            return [*found]
     raise InvalidArgumentError(f"flow: {type(model).__name__} has no ModuleList and no Sequential with parameters; pass units=")
+
+
+def _with_forward(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module, or the parts of a list, which itself is not called."""
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        return [part for child in module.children() for part in _with_forward(child)]
+    return [module]
 
 
 def _outermost(module: torch.nn.Module, kind: type[torch.nn.Module]) -> list[torch.nn.Module]:

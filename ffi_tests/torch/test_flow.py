@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 import spillway.torch
-from spillway.torch import Flow, _flow
+from spillway.torch import Flow
+from spillway.torch._offload import flow as flow_module
 
 WIDTH = 16
 
@@ -81,7 +82,7 @@ def on_device(flow):
 @pytest.fixture(params=["at once", "later"])
 def copies(request, monkeypatch):
     if request.param == "later":
-        monkeypatch.setattr(_flow, "new_link", lambda device: Later())
+        monkeypatch.setattr(flow_module, "new_link", lambda device: Later())
 
 
 @pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
@@ -126,7 +127,7 @@ def test_a_step_fetches_each_layer_for_each_pass_and_begins_before_the_use():
 
 
 def test_a_layer_that_does_not_wait_for_its_weights_computes_something_else(monkeypatch):
-    monkeypatch.setattr(_flow, "new_link", lambda device: Later())
+    monkeypatch.setattr(flow_module, "new_link", lambda device: Later())
     monkeypatch.setattr(Later, "wait", lambda self, fence: None)
     # Nothing is freed, so that no copy writes to memory of others.
     model, other, flow = pair(slots=5)

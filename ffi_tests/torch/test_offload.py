@@ -9,7 +9,8 @@ import torch
 from offload_runs import BUCKETS, Later, backward, equal, offload, offloaded, run, same, trained, training, values
 
 import spillway.torch
-from spillway.torch import AdamW, _offload_plan
+from spillway.torch import AdamW
+from spillway.torch._offload import plan as offload_plan
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -22,7 +23,7 @@ def test_a_step_that_starts_during_backward_has_the_bits_of_one_that_waits(seed)
 def test_copies_that_end_later_give_the_same_bits(seed, monkeypatch):
     waits = training(seed, offloaded(bucket_bytes=2000, overlap=False))
     link = Later()
-    monkeypatch.setattr("spillway.torch._offload_plan.link_to", lambda param: link)
+    monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
     same(training(seed, offloaded(bucket_bytes=2000)), waits)
     assert link._last is not None
 
@@ -32,7 +33,7 @@ def test_copies_that_end_later_give_the_same_bits(seed, monkeypatch):
 def test_a_step_moves_the_gradient_out_and_the_weights_in_once(dtype, max_norm, monkeypatch):
     moved = {"out": 0, "in": 0}
 
-    class Counted(_offload_plan.HostLink):
+    class Counted(offload_plan.HostLink):
         def out(self, host, tensor):
             moved["out"] += tensor.nbytes
             super().out(host, tensor)
@@ -42,7 +43,7 @@ def test_a_step_moves_the_gradient_out_and_the_weights_in_once(dtype, max_norm, 
             super().back(tensor, host)
 
     link = Counted()
-    monkeypatch.setattr("spillway.torch._offload_plan.link_to", lambda param: link)
+    monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
     for verdict in ("step", "forward"):
         model, optimizer, _ = run(
             lambda model, verdict=verdict: offload(model, bucket_bytes=1, max_norm=max_norm, verdict=verdict), dtype, spike=None

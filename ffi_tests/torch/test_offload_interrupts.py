@@ -13,7 +13,7 @@ from offload_runs import backward, offload, trained, values
 
 import spillway
 import spillway.torch
-from spillway.torch import _offload_plan
+from spillway.torch._offload import plan as offload_plan
 
 
 def test_an_error_of_the_engine_is_raised_once():
@@ -45,7 +45,7 @@ def test_weights_that_a_program_writes_after_an_interrupted_step_stay(tail):
     optimizer = offload(params, lr=0.1, bucket_bytes=1, tail=tail)
     backward(params)
     optimizer.step()
-    publish, published = _offload_plan.Slot.publish, []
+    publish, published = offload_plan.Slot.publish, []
 
     def interrupted(self):
         if len(published) == 1:
@@ -54,7 +54,7 @@ def test_weights_that_a_program_writes_after_an_interrupted_step_stay(tail):
 
     backward(params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_offload_plan.Slot, "publish", interrupted)
+        patch.setattr(offload_plan.Slot, "publish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_a_closed_optimizer_has_completed_the_step_whose_verdict_was_known():
                 def interrupt(_):
                     raise KeyboardInterrupt
 
-                patch.setattr(_offload_plan.Plan, "publish", interrupt)
+                patch.setattr(offload_plan.Plan, "publish", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
         else:
@@ -179,7 +179,7 @@ def test_parameters_without_elements_and_a_closed_optimizer():
 @pytest.mark.parametrize("after", range(8))
 def test_an_interrupted_change_of_states_is_done_again(monkeypatch, after):
     """A signal handler may raise while a step takes over the memory or the states of a parameter: here at a call of `local`."""
-    use, local = _offload_plan.Slot.use, _offload_plan.local
+    use, local = offload_plan.Slot.use, offload_plan.local
 
     def interrupted_use(slot, state):
         calls = iter(range(after))
@@ -189,11 +189,11 @@ def test_an_interrupted_change_of_states_is_done_again(monkeypatch, after):
                 raise KeyboardInterrupt
             return local(tensor)
 
-        monkeypatch.setattr(_offload_plan, "local", raises)
+        monkeypatch.setattr(offload_plan, "local", raises)
         try:
             use(slot, state)
         finally:
-            monkeypatch.setattr(_offload_plan, "local", local)
+            monkeypatch.setattr(offload_plan, "local", local)
 
     def run(interrupted):
         torch.manual_seed(0)
@@ -204,13 +204,13 @@ def test_an_interrupted_change_of_states_is_done_again(monkeypatch, after):
             model.zero_grad()
             model(torch.ones(2, 4)).square().sum().backward()
             if interrupted:
-                monkeypatch.setattr(_offload_plan.Slot, "use", interrupted_use)
+                monkeypatch.setattr(offload_plan.Slot, "use", interrupted_use)
                 try:
                     return optimizer.step()
                 except KeyboardInterrupt:
                     pass
                 finally:
-                    monkeypatch.setattr(_offload_plan.Slot, "use", use)
+                    monkeypatch.setattr(offload_plan.Slot, "use", use)
             optimizer.step()
 
         step()

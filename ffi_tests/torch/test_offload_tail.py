@@ -8,7 +8,7 @@ import torch
 from offload_runs import BUCKETS, Later, backward, equal, offload, offloaded, run, same, training, values
 
 import spillway
-from spillway.torch import _tail
+from spillway.torch._offload import tail as tail_module
 
 
 @pytest.mark.parametrize("seed", range(200, 240))
@@ -17,7 +17,7 @@ def test_a_training_with_a_tail_has_the_bits_of_one_without(seed, monkeypatch):
     waits = training(seed, offloaded(bucket_bytes=bucket, overlap=False))
     if seed % 4 > 1:
         link = Later()
-        monkeypatch.setattr("spillway.torch._offload_plan.link_to", lambda param: link)
+        monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
     same(training(seed, offloaded(verdict, bucket_bytes=bucket, tail=1 + seed % 5)), waits)
 
 
@@ -37,7 +37,7 @@ def test_the_tail_is_what_backward_completes_last_and_is_not_copied(monkeypatch)
             super().out(host, tensor)
 
     link = Counted()
-    monkeypatch.setattr("spillway.torch._offload_plan.link_to", lambda param: link)
+    monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
     layers = [torch.nn.Linear(size, size + 1, bias=False) for size in (3, 4, 5, 6)]
     # The groups are in another order than the layers.
     groups = [{"params": [layer.weight for layer in layers[2:]]}, {"params": [layer.weight for layer in layers[:2]]}]
@@ -57,7 +57,7 @@ def test_the_tail_is_what_backward_completes_last_and_is_not_copied(monkeypatch)
 @pytest.mark.parametrize("tail", [1, 2, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torchs_operations_step_a_tail_to_the_same_values(dtype, tail, monkeypatch):
-    monkeypatch.setitem(_tail._kernels, torch.device("cpu"), _tail.TorchKernels())
+    monkeypatch.setitem(tail_module._kernels, torch.device("cpu"), tail_module.TorchKernels())
     for options in ({}, {"max_norm": 0.05}, {"kind": torch.optim.Adam, "weight_decay": 0.1}, {"maximize": True}):
         (one, _, norms), (other, _, others) = (
             run(lambda model, kept=kept, options=options: offload(model, lr=1e-3, bucket_bytes=1, tail=kept, **options), dtype)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from offload_runs import BUCKETS, backward, offload, offloaded, same, training
 
-from spillway.torch import _tail_search
-from spillway.torch._tail_search import TailSearch, first
+from spillway.torch._offload import tail_search as tail_search_module
+from spillway.torch._offload.tail_search import TailSearch, first
 
 
 def exposed(buckets, step, spacing, tail, device=0.0):
@@ -49,7 +49,7 @@ def test_the_search_ends_near_the_best_tail(seed):
         waits = search.tail != before
     assert search.done and 0 <= search.tail <= most and steps < 60, steps
     costs = [exposed(buckets, step, spacing, tail, device) for tail in range(most + 1)]
-    assert costs[search.tail] <= min(costs) + 2 * _tail_search._WORTH * max(spacing * buckets, min(costs))
+    assert costs[search.tail] <= min(costs) + 2 * tail_search_module._WORTH * max(spacing * buckets, min(costs))
     assert not search.tail or costs[search.tail - 1] > min(costs)
 
 
@@ -63,7 +63,7 @@ def test_trainings_whose_tail_is_searched_have_the_bits_of_one_without(seed):
 @pytest.mark.parametrize("verdict", ["step", "forward"])
 def test_a_tail_is_taken_where_it_saves_seconds(verdict, monkeypatch):
     """Stand-ins for a device whose steps take no time, and for a processor whose buckets take long."""
-    seen, room = [], _tail_search.room
+    seen, room = [], tail_search_module.room
 
     class Search(TailSearch):
         def step(self, timed, buckets, most):
@@ -72,7 +72,7 @@ def test_a_tail_is_taken_where_it_saves_seconds(verdict, monkeypatch):
             super().step(timed, buckets, most)
             seen.append(self.tail)
 
-    monkeypatch.setattr("spillway.torch._offload.TailSearch", Search)
+    monkeypatch.setattr("spillway.torch._offload.optimizer.TailSearch", Search)
     params = [torch.nn.Parameter(torch.ones(50)) for _ in range(8)]
     optimizer = offload(params, lr=0.1, bucket_bytes=1, tail="auto", verdict=verdict, model=torch.nn.ParameterList(params))
     for _ in range(30):

@@ -46,12 +46,12 @@ import torch
 from .. import _abi
 from ..errors import InvalidArgumentError
 from ._keywords import TierOptions, take_beyond
-from ._offload import offload
+from ._offload.optimizer import offload
 from ._optimizer import SpillwayOptimizer
 from ._states import MOMENTS, Rule
 
 if TYPE_CHECKING:
-    from ._flow import Flow
+    from ._offload.flow import Flow
 
 __all__ = ["Adagrad", "Adam", "AdamW", "Flow", "Lion", "TierOptions", "offload"]
 
@@ -61,7 +61,7 @@ _ADAM = Rule("adam", _abi.AdamOptions, {key: key for key in MOMENTS}, ("lr", "ep
 def __getattr__(name: str) -> Any:
     if name == "Flow":
         # It imports torch's compiler, whose import takes seconds.
-        from ._flow import Flow
+        from ._offload.flow import Flow
 
         return Flow
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

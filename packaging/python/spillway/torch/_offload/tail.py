@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from .. import _abi
-from .._held_signals import HeldSignals
-from ..errors import NoDeviceError
-from ..gpu import Gpu
-from ..optim import Adam, grad_stats
-from ..recording import StepStats
-from ..speculate import Speculation
-from ._norm import clip_factor
-from ._tensors import local
+from ... import _abi
+from ..._held_signals import HeldSignals
+from ...errors import NoDeviceError
+from ...gpu import Gpu
+from ...optim import Adam, grad_stats
+from ...recording import StepStats
+from ...speculate import Speculation
+from .._norm import clip_factor
+from .._tensors import local
 
 
 class TorchKernels:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from .._after_events import AfterEvents
-from ..errors import InvalidArgumentError, OutOfOrderError
-from ..optim import Adam
-from ..speculate import Speculation
-from ._keywords import is_count
-from ._states import LOW, MASTER
-from ._tail import TailedSpeculation, tail_of
-from ._tensors import apart, holds_values, is_partial, like, local
+from ..._after_events import AfterEvents
+from ...errors import InvalidArgumentError, OutOfOrderError
+from ...optim import Adam
+from ...speculate import Speculation
+from .._keywords import is_count
+from .._states import LOW, MASTER
+from .._tensors import apart, holds_values, is_partial, like, local
+from .tail import TailedSpeculation, tail_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -30,14 +30,14 @@ from typing import Any
 
 import torch
 
-from .._groups import TORCHS
-from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
-from . import _norm
-from ._keywords import check_keywords, result_of
-from ._offload_plan import FLOATS, Plan, Slot
-from ._tail import apart_in_bits
-from ._tail_search import TailSearch, Timed, room
-from ._tensors import averages_later, is_partial, local
+from ..._groups import TORCHS
+from ...errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from .. import _norm
+from .._keywords import check_keywords, result_of
+from .._tensors import averages_later, is_partial, local
+from .plan import FLOATS, Plan, Slot
+from .tail import apart_in_bits
+from .tail_search import TailSearch, Timed, room
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 #: Bytes of layers that stay on the device, by what is said of the weights.
@@ -110,7 +110,7 @@ def offload(
     if model is None:
         raise InvalidArgumentError(f"offload: weights is {weights!r}, and there is no model; pass model=")
     # It imports torch's compiler, whose import takes seconds.
-    from ._flow import Flow
+    from .flow import Flow
 
     flow = Flow(model, device, keep_bytes=_KEPT_BYTES[weights])
     if overlap is None:
@@ -199,7 +199,7 @@ class Offloaded(torch.optim.Optimizer):
         self._parts()
         if verdict == "forward":
             # It imports torch's compiler, whose import takes seconds.
-            from ._forward import NextForward
+            from .forward import NextForward
 
             self._next = NextForward(model, self.settle)
             weakref.finalize(self, self._next.remove)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._tensors import local, unused_bytes
+from .._tensors import local, unused_bytes
 
 #: Steps of which the exposed seconds of a tail are the median.
 _STEPS = 3

@@ -29,10 +29,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from ..errors import InvalidArgumentError, UnsupportedError
-from ._forward import Hook
-from ._offload_plan import new_link
-from ._tensors import DTensor, unused_bytes
+from ...errors import InvalidArgumentError, UnsupportedError
+from .._tensors import DTensor, unused_bytes
+from .forward import Hook
+from .plan import new_link
 
 #: Share of the memory that the first backward left unused, which weights that stay may take.
 _USE = 0.9
@@ -454,8 +454,9 @@ class Saving:
     around these, such as those of gradient checkpointing."""
 
     def __init__(self, flow: Flow):
-        outer = _autograd._top_saved_tensors_default_hooks(True)
-        self._flow, (self._outer_pack, self._outer_unpack) = flow, outer or (None, None)
+        self._flow = flow
+        outer: tuple[Any, Any] = _autograd._top_saved_tensors_default_hooks(True) or (None, None)
+        self._outer_pack, self._outer_unpack = outer
 
     def enter(self) -> None:
         """Puts the hooks before all others, until `leave`."""

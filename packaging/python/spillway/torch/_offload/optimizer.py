@@ -190,9 +190,9 @@ class Offloaded(torch.optim.Optimizer):
         self._states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._loading: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         # Why the next step does not overlap, how many steps in a row were clipped, and the last factor of a GradScaler.
-        self._waits, self._accumulates, self._clipped, self._scale = False, False, 0, 1.0
+        self._no_overlap, self._accumulates, self._clipped, self._scale = False, False, 0, 1.0
         # Waits for the verdict of a step that has returned; None: there is none.
-        self._awaited: Callable[[], Any] | None = None
+        self._verdict_due: Callable[[], Any] | None = None
         self._settling = threading.RLock()
         self._next: Any = None
         super().__init__(list(params.parameters()) if isinstance(params, torch.nn.Module) else params, defaults)
@@ -214,10 +214,10 @@ class Offloaded(torch.optim.Optimizer):
         except UnsupportedError:
             self.param_groups.pop()
             raise
-        self._current()
+        self._sync_slots()
 
-    def _current(self) -> list[Slot]:
-        """The slots of the parameters that the groups have now, in their order."""
+    def _sync_slots(self) -> list[Slot]:
+        """Makes slots and hooks for new parameters, and drops those of others. Returns the slots in the order of the groups."""
         found = []
         for number, group in enumerate(self.param_groups):
             _check_group(group)
@@ -253,7 +253,7 @@ class Offloaded(torch.optim.Optimizer):
         slot.arrived = next(self._arrivals)
         self._complete()
         overlaps = local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
-        if self._accumulates or self._waits or not overlaps or averages_later(slot.param):
+        if self._accumulates or self._no_overlap or not overlaps or averages_later(slot.param):
             return
         # The first step has no plan yet: it makes states for the parameters that have gradients. That of another tail is made by step().
         if self._plan is None or self._plan.tail != self._tail:
@@ -282,7 +282,7 @@ class Offloaded(torch.optim.Optimizer):
         self._complete()
         if self._plan is not None and self._plan.is_used():
             self._plan.abort()
-            self._waits = True
+            self._no_overlap = True
 
     # The step.
 
@@ -307,7 +307,7 @@ class Offloaded(torch.optim.Optimizer):
             try:
                 try:
                     self._complete()
-                    self._begin_waiting()
+                    self._start_clock()
                     scale, found_inf = _norm.scaler_of(self)
                     if not found_inf:
                         self._submit(scale, others)
@@ -319,7 +319,7 @@ class Offloaded(torch.optim.Optimizer):
                 if found_inf:
                     _norm.tell_found_inf(others)
                     self._interrupt()
-                    self._waits, self._skipped, self._grad_norm = False, True, math.inf
+                    self._no_overlap, self._skipped, self._grad_norm = False, True, math.inf
                     return result
                 reduced = None if here is None else _norm.reducing(here, others, "offload")
                 if self._next is not None:
@@ -327,12 +327,12 @@ class Offloaded(torch.optim.Optimizer):
                 else:
                     self._decide(reduced)
             except BaseException:
-                if self._awaited is None and self._plan is not None and self._plan.decision is None:
+                if self._verdict_due is None and self._plan is not None and self._plan.decision is None:
                     self._interrupt()
                 raise
             if self._next is None:
                 self._complete()
-        self._waits = False
+        self._no_overlap = False
         return result
 
     def settle(self) -> None:
@@ -353,11 +353,11 @@ class Offloaded(torch.optim.Optimizer):
         following.expect()
         if self._timed is not None:
             self._timed.pause()
-        self._awaited = partial(self._decide, reduced)
+        self._verdict_due = partial(self._decide, reduced)
 
     def _submit(self, scale: float, others: Any) -> None:
         """Has all buckets stepped."""
-        live = [slot for slot in self._current() if slot.param.grad is not None]
+        live = [slot for slot in self._sync_slots() if slot.param.grad is not None]
         if not live:
             return self._interrupt()
         if self._search is not None and (device := apart_in_bits(slot.param for slot in live)) is not None:
@@ -372,7 +372,7 @@ class Offloaded(torch.optim.Optimizer):
                 self._interrupt()
                 raise InvalidArgumentError(f"offload: {slot.name} has a gradient that {reason}; nothing was stepped")
         if plan is not None and plan.is_open:
-            if self._waits or scale != self._scale or not self._stands(plan, live, others):
+            if self._no_overlap or scale != self._scale or not self._stands(plan, live, others):
                 changed = plan.edited()
                 plan.abort()
                 if changed is not None:
@@ -395,7 +395,7 @@ class Offloaded(torch.optim.Optimizer):
             self._use_states(live)
         for slot in live:
             # Those of a submitted bucket were compared by `stands`.
-            if not plan.has(slot) and not slot.is_current():
+            if not plan.was_submitted(slot) and not slot.is_current():
                 slot.take()
         if not plan.is_open:
             plan.begin(self._all_options(plan), scale, self._limit)
@@ -461,10 +461,10 @@ class Offloaded(torch.optim.Optimizer):
 
     def _complete(self) -> None:
         """Finishes a step whose verdict is known, also one that a signal interrupted, or that the next forward waits for."""
-        if self._awaited is not None:
+        if self._verdict_due is not None:
             if self._timed is not None:
                 self._timed.resume()
-            self._hear(self._awaited)
+            self._hear(self._verdict_due)
         plan = self._plan
         if plan is None or plan.decision is None:
             return
@@ -483,10 +483,10 @@ class Offloaded(torch.optim.Optimizer):
             for slot in plan.slots:
                 slot.count(plan.numbers[slot])
         self._clipped = self._clipped + 1 if self.max_norm and (self._grad_norm or 0.0) > self.max_norm else 0
-        self._end_waiting(plan)
+        self._stop_clock(plan)
         plan.end()
 
-    def _begin_waiting(self) -> None:
+    def _start_clock(self) -> None:
         """The program waits for the step from now on."""
         if self._search is None or self._search.done:
             return
@@ -497,7 +497,7 @@ class Offloaded(torch.optim.Optimizer):
         overlaps = plan is not None and plan.tail == self._tail and all(bucket.submitted or bucket.stays for bucket in plan.buckets)
         self._timed = Timed(overlaps, None if plan is None else plan.started)
 
-    def _end_waiting(self, plan: Plan) -> None:
+    def _stop_clock(self, plan: Plan) -> None:
         """A step is over: what the program has waited for it corrects the tail."""
         if self._search is None or self._timed is None:
             return
@@ -521,12 +521,12 @@ class Offloaded(torch.optim.Optimizer):
                     )
                 verdict()
         except Exception:
-            self._awaited = None
+            self._verdict_due = None
             self._interrupt()
-            self._waits = False
+            self._no_overlap = False
             self._next.completed()
             raise
-        self._awaited = None
+        self._verdict_due = None
         self._next.completed()
 
     def _report(self, decision: Any) -> None:
@@ -620,7 +620,7 @@ class Offloaded(torch.optim.Optimizer):
                 raise InvalidArgumentError(f"offload: a group of the state dict has no {lacking[0]!r}; load one of Adam or AdamW")
         saved = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
         found: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        for number, slot in zip(saved, self._current()):
+        for number, slot in zip(saved, self._sync_slots()):
             if state := given["state"].get(number):
                 found[slot.param] = slot.loaded(state)
         return found

@@ -274,12 +274,12 @@ class Slot:
             if self.stays:
                 self.grad = plain(grad, self.param.dtype)
                 self._follow(weights)
-            elif self._weights_of != self._mark(self.param) or self.link.differs(weights, self.weights, self._weights_mark):
+            elif self._weights_of != self._identity(self.param) or self.link.differs(weights, self.weights, self._weights_mark):
                 self.link.out(self.weights, weights)
                 if MASTER in self._parts:
                     _wait(self.link.fence())
                     self._follow(self.weights)
-                self._weights_of = self._mark(self.param)
+                self._weights_of = self._identity(self.param)
                 self._weights_mark = self.link.mark(weights)
             if not self.stays:
                 self.link.out(self.grad, grad)
@@ -296,17 +296,17 @@ class Slot:
             master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
 
     def release(self) -> None:
-        """The step returns before its verdict. For torch the parameter is written to: a backward of an earlier forward is an error."""
+        """Makes a backward of an earlier forward an error, as a write to the parameter does: the step returns before its verdict."""
         if self.stays:
             # The program may write to the gradient.
             self.grad = self.grad.clone()
         torch.autograd.graph.increment_version(self.param)
         if self.seen is not None:
-            self.seen = (self.seen[0], self._mark(self.param))
+            self.seen = (self.seen[0], self._identity(self.param))
 
     def is_written(self) -> bool:
         """True if the program has written to the parameter, or replaced its memory, since the gradient was copied."""
-        return self.seen is not None and self.seen[1] != self._mark(self.param)
+        return self.seen is not None and self.seen[1] != self._identity(self.param)
 
     def forget(self) -> None:
         """The copy of the gradient is not used any more."""
@@ -325,7 +325,7 @@ class Slot:
             in_place = self.weights.data_ptr() == weights.data_ptr()
             return torch.autograd.graph.increment_version(self.param) if in_place else weights.copy_(self.weights)
         self.link.back(weights, self.weights)
-        self._weights_of, self._weights_mark = self._mark(self.param), self.link.mark(weights)
+        self._weights_of, self._weights_mark = self._identity(self.param), self.link.mark(weights)
 
     def row(self) -> tuple[Any, ...]:
         """The tensor for a round."""
@@ -363,10 +363,10 @@ class Slot:
 
     def _now(self) -> tuple[Any, ...]:
         grad = self.param.grad
-        return (grad is not None and self._mark(grad), self._mark(self.param))
+        return (grad is not None and self._identity(grad), self._identity(self.param))
 
     @staticmethod
-    def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
         # The address: `param.data = ...` changes no version.
         own = local(tensor)
         return (id(own), own._version, own.data_ptr())
@@ -475,7 +475,7 @@ class Plan:
         """The bucket of a parameter; None if it has none."""
         return self._of.get(slot)
 
-    def has(self, slot: Slot) -> bool:
+    def was_submitted(self, slot: Slot) -> bool:
         """True if the bucket of a parameter was submitted."""
         return self._of[slot].submitted
 

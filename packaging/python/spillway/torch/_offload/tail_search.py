@@ -91,14 +91,14 @@ class TailSearch:
             self._waited = min(self._waited, timed.seconds)
             return
         self._seen.append(timed.seconds)
-        if self.done or len(self._seen) < _STEPS:
+        if len(self._seen) < _STEPS:
             return
         backward = self._backward = timed.backward or self._backward
         self._costs[self.tail], self._seen = statistics.median(self._seen), []
         least = min(self._costs.values())
         worth = _WORTH * max(least, backward)
         best = min(tail for tail, cost in self._costs.items() if cost <= least + worth)
-        # The processor of a step that is exposed is always busy: with the steps of all its buckets for the time of both.
+        # If a step is exposed, the host works for backward and the exposed seconds, on the buckets that are not of the tail.
         spent = (backward + self._costs[best]) / max(1, buckets - best)
         step = min(self._waited / buckets, spent)
         longer = best + max(1, int(self._costs[best] / step))

@@ -1,6 +1,7 @@
 """spillway.torch.Flow: a model whose weights flow to the device has the bits of one that stays there, whatever the order of its parts; no
 more than its slots are on the device; every gradient is in host memory when backward returns."""
 
+import concurrent.futures
 import copy
 import functools
 import pickle
@@ -179,7 +180,7 @@ def test_an_error_in_forward_or_backward_leaves_no_layer_in_use(copies):
     with pytest.raises(ZeroDivisionError):
         other(ids, range(5))
     hook.remove()
-    assert not any(unit.depth for unit in flow.units)
+    assert not any(unit.users for unit in flow.units)
     hook = other.layers[2].linear.register_full_backward_hook(fails)
     with pytest.raises(ZeroDivisionError):
         other(ids, range(5)).sum().backward()
@@ -188,7 +189,7 @@ def test_an_error_in_forward_or_backward_leaves_no_layer_in_use(copies):
     other(ids, range(5)).sum().backward()
     model(ids, range(5)).sum().backward()
     # A gradient of the backward that has raised may have been on its way.
-    assert on_device(flow) == 0 and not any(unit.depth for unit in flow.units)
+    assert on_device(flow) == 0 and not any(unit.users for unit in flow.units)
 
 
 def test_a_backward_after_a_step_is_torchs_error():
@@ -298,9 +299,11 @@ class Block(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(4, 4)
         self.act = act or torch.nn.ReLU(inplace=True)
-        self.seen = None
+        self.seen, self.returns_weight = None, False
 
     def forward(self, x, more):
+        if self.returns_weight:
+            return self.linear.weight
         x = self.linear(self.act(x + 1)) + x
         self.seen = self.linear.weight.square().sum()
         more.append(x.mean())
@@ -416,10 +419,131 @@ def test_units_of_lists_in_lists_and_parts_of_several_layers():
 
 def test_a_layer_that_returns_its_weight_is_an_error_and_so_is_a_conversion():
     model, other, flow, x = blocks()
-    hook = other.parts[0].register_forward_hook(lambda part, *_: part.linear.weight, prepend=True)
+    other.parts[0].returns_weight = True
     with pytest.raises(spillway.InvalidArgumentError, match="returns its parameter"):
         other(x)
-    hook.remove()
+    other.parts[0].returns_weight = False
     other.double()
     with pytest.raises(spillway.InvalidArgumentError, match="convert a model before"):
         other(x.double())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_forward_itself_is_computed_again_with_the_weights_of_the_device(reentrant):
+    """As in transformers, whose layers run their own forward again, without the hooks of modules."""
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+            self.head = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(lambda x, layer=layer: layer.forward(x).tanh(), x, use_reentrant=reentrant)
+            return checkpoint(lambda x: self.head(x).square(), x, use_reentrant=reentrant).sum()
+
+    torch.manual_seed(0)
+    model = Checkpointed()
+    other = copy.deepcopy(model)
+    flow, x = Flow(other, "cpu"), torch.randn(2, 4, requires_grad=True)
+    shown = []
+    for layer in (*other.layers, other.head):
+        plain = layer.forward.plain
+        layer.forward.plain = lambda x, layer=layer, plain=plain: shown.append(layer.weight is not flow_host(flow, layer)) or plain(x)
+    [own(x).backward() for own in (model, other)]
+    same(model, other)
+    assert shown == [True] * 10 and on_device(flow) == 0
+
+
+def flow_host(flow, layer):
+    return next(weight.on_host for weight in flow.weights.values() if (layer, "weight") in weight.places)
+
+
+def test_parts_that_stay_have_the_weights_of_the_device_outside_of_the_models_forward():
+    model, other, flow, x = blocks()
+    seen = []
+    plain = other.first.forward.plain
+    other.first.forward.plain = lambda x: seen.append(other.first.weight is not flow_host(flow, other.first)) or plain(x)
+    assert torch.equal(other.first(x), model.first(x)) and seen == [True]
+
+
+def test_hooks_of_the_program_for_saved_tensors_within_a_layer():
+    class Hooked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                return self.linear(x).tanh()
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Hooked() for _ in range(4)))
+    other, x = copy.deepcopy(model), torch.randn(2, 4, requires_grad=True)
+    Flow(other, "cpu")
+    [own(x).sum().backward() for own in (model, other)]
+    same(model, other)
+
+
+def test_a_backward_inside_of_a_backward_leaves_the_weights_of_the_outer_one():
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+            with torch.enable_grad():
+                for part in (x[:1], x[1:]):
+                    torch.autograd.backward(part @ weight, grad[:1] if part is x[:1] else grad[: len(part)])
+            return x.grad, weight.grad
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return Inner.apply(x, self.weight).tanh()
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Layer() for _ in range(4)))
+    other, x = copy.deepcopy(model), torch.randn(2, 4, requires_grad=True)
+    flow = Flow(other, "cpu")
+    [own(x).sum().backward() for own in (model, other)]
+    same(model, other)
+    assert on_device(flow) == 0
+
+
+def test_what_is_refused_of_threads_a_second_flow_and_a_trace():
+    model, other, flow, x = blocks()
+    with pytest.raises(spillway.InvalidArgumentError, match="flow already"):
+        Flow(other, "cpu")
+    found = []
+
+    def runs(*_):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(other, x).exception())
+
+    hook = other.parts[1].linear.register_forward_hook(runs)
+    other(x)
+    hook.remove()
+    assert isinstance(found[0], spillway.InvalidArgumentError) and "another thread" in str(found[0])
+    with pytest.raises(spillway.errors.UnsupportedError, match="traced"):
+        torch.jit.trace(other, (x,))
+    [own(x).backward() for own in (model, other)]
+    same(model, other)
+    flow.remove()
+    assert "forward" not in other.__dict__ and other(x).item() == model(x).item()
+
+
+def test_a_parameter_that_is_frozen_before_backward_gets_no_gradient():
+    model, other, _, x = blocks()
+    for own in (model, other):
+        loss = own(x)
+        own.parts[1].requires_grad_(False)
+        loss.backward()
+    same(model, other)

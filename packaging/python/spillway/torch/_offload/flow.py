@@ -1,9 +1,9 @@
 """Weights whose home is host memory, and that are on the device only while a part of the model uses them (weight-flow: SuperOffload 4.2).
 
 A unit is a part of the model, such as a layer. The parameters of the program, those of `model.parameters()`, are in host memory. While a
-unit runs, its parameters on the device take their place in the unit. What its forward saves of them for backward is fetched again when
-backward reads it. A gradient leaves the device as soon as backward has completed it, and becomes the gradient of the parameter in host
-memory.
+forward of a unit or of a part of it runs, the parameters on the device take their place. What it saves of them for backward is fetched
+again when backward reads it. A gradient leaves the device as soon as backward has completed it, and becomes the gradient of the parameter
+in host memory.
 
 Invariants:
 - At most `slots` flowing units are on the device, besides those that the program uses at one time.
@@ -17,11 +17,13 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ _ALL = 1 << 62
 #: All objects. A step of an optimizer tells them which parameters may have changed: fused steps change no version.
 _flows: weakref.WeakSet[Flow] = weakref.WeakSet()
 _autograd: Any = torch._C._autograd
+_registered: list[Any] = []
 
 
 class Flow:
@@ -81,13 +84,14 @@ class Flow:
         self._used: tuple[Any, Any] = (None, None)
         self._here: dict[Unit, None] = {}
         self._leaving: list[tuple[Any, Weight, torch.Tensor]] = []
-        # The backwards whose end is awaited; the thread of the last forward.
+        # The backwards whose end is awaited, and the forwards that run.
         self._backwards: set[int] = set()
-        self._thread = 0
+        self.running: set[Entry] = set()
         self._hooks: list[Any] = []
+        self._forwards: list[Forward] = []
         self._install(model, _units_of(model) if units is None else list(units))
-        if not _flows:
-            register_optimizer_step_post_hook(_stepped)
+        if not _registered:
+            _registered.append(register_optimizer_step_post_hook(_stepped))
         _flows.add(self)
 
     def _install(self, model: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
@@ -105,17 +109,16 @@ class Flow:
             buffer.data = buffer.data.to(self.device)
         self._rest.kept = True
         self._keep(self._keep_bytes or 0)
-        self._hook(model, self._begin, self._end)
         for saves in (model.register_state_dict_pre_hook, model.register_load_state_dict_pre_hook):
             self._hooks.append(saves(Hook(lambda *_: self._reset())))
-        for unit, module in zip(self.units, modules):
-            self._hook(module, partial(self._before_forward, unit), partial(self._after_forward, unit))
-
-    def _hook(self, module: torch.nn.Module, before: Callable[..., Any], behind: Callable[..., Any]) -> None:
-        self._hooks += [
-            module.register_forward_pre_hook(Hook(before), prepend=True),
-            module.register_forward_hook(Hook(behind), always_call=True),
-        ]
+        scopes: dict[torch.nn.Module, list[Weight]] = {model: list(self._rest.weights)}
+        for module, unit in zip(modules, self.units):
+            scopes.setdefault(module, []).extend(unit.weights)
+        for weight in weights:
+            for module, _ in weight.places:
+                if weight not in (own := scopes.setdefault(module, [])):
+                    own.append(weight)
+        self._forwards += [Forward(self, module, own, module is model) for module, own in scopes.items()]
 
     def _keep(self, available: int) -> None:
         for unit in self.units:
@@ -125,9 +128,11 @@ class Flow:
             available -= unit.bytes
 
     def remove(self) -> None:
-        """Removes all hooks. The model is in host memory, and its buffers are on the device."""
+        """Gives the model its own forwards again. It is in host memory, and its buffers are on the device."""
         while self._hooks:
             self._hooks.pop().remove()
+        while self._forwards:
+            self._forwards.pop().remove()
         self._reset()
         for unit in [*self._here]:
             self._free(unit)
@@ -137,56 +142,38 @@ class Flow:
 
     # Forward.
 
-    def _begin(self, *_: Any) -> None:
-        """Before a forward of the model."""
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            raise UnsupportedError("flow: weights that flow cannot be traced without values; export a copy of the model")
+    def enter(self, entry: Entry) -> None:
+        """Has the weights of a forward on the device."""
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or torch.jit.is_tracing():
+            raise UnsupportedError("flow: weights that flow cannot be traced; trace or export a copy of the model")
         if torch._C._current_graph_task_id() == -1:
-            thread = threading.get_ident()
-            if self._rest.depth and self._thread != thread and any(own.ident == self._thread for own in threading.enumerate()):
+            if {other.thread for other in self.running} & {own.ident for own in threading.enumerate()} - {entry.thread}:
                 raise InvalidArgumentError("flow: another thread runs a forward of this model; run one after the other")
-            self._thread, self._used = thread, (None, None)
-            self._reset()
-            # Those of a backward that has raised.
-            self._backwards.clear()
-            self._leaving.clear()
-            for weight in self._of.values():
-                weight.on_device.grad = None
-        self._fetch(self._rest)
-        self._enter(self._rest)
+            if entry.forward.is_root and _calls(self) == 1:
+                self._begin()
+        self.running.add(entry)
+        for unit in entry.forward.units:
+            unit.users.add(entry)
+            self._use(unit)
 
-    def _end(self, *_: Any) -> None:
-        self._leave(self._rest)
-
-    def _before_forward(self, unit: Unit, *_: Any) -> None:
-        self._use(unit)
-        self._enter(unit)
-
-    def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """After a forward, also one that has raised."""
-        self._leave(unit)
-        own = {id(weight.on_device) for weight in unit.weights}
-        for value in tree_leaves(output):
-            if isinstance(value, torch.Tensor) and (id(value) in own or id(value._base) in own):
-                raise InvalidArgumentError(
-                    f"flow: {type(module).__name__} returns its parameter, which is not on the device afterwards; pass units= without it"
-                )
-
-    def _enter(self, unit: Unit) -> None:
-        unit.enter()
-        Saving(self).enter()
-
-    def _leave(self, unit: Unit) -> None:
-        if unit.depth:
-            Saving.leave()
-            unit.leave()
+    def _begin(self) -> None:
+        """Before a forward of the model: forgets what an exception has left of one, or of a backward."""
+        self._reset()
+        self._used = (None, None)
+        self._backwards.clear()
+        self._leaving.clear()
+        for weight in self._of.values():
+            weight.on_device.grad = None
 
     def _reset(self) -> None:
-        """Ends forwards that an exception has ended which torch's hooks do not see, such as KeyboardInterrupt."""
-        if torch._C._current_graph_task_id() == -1:
+        """Puts the parameters in their places if an exception in the end of a forward has left others there."""
+        if not _calls(self):
+            Saving.leave_all(self)
             for unit in (self._rest, *self.units):
-                while unit.depth:
-                    self._leave(unit)
+                unit.users.clear()
+                for weight in unit.weights:
+                    weight.hide(weight.shown_by)
+            self.running.clear()
 
     # Backward.
 
@@ -201,10 +188,7 @@ class Flow:
     def unpacked(self, weight: Weight, tensor: torch.Tensor, version: int) -> torch.Tensor:
         """A tensor that a forward has saved, filled again, for a kernel that reads it next."""
         self._expect()
-        if weight.unit is self._rest:
-            self._fetch(self._rest)
-        else:
-            self._use(weight.unit)
+        self._use(weight.unit)
         if tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a parameter of shape "
@@ -216,7 +200,7 @@ class Flow:
     def arrived(self, weight: Weight) -> None:
         """Backward has completed a gradient."""
         grad, weight.on_device.grad = weight.on_device.grad, None
-        if grad is None:
+        if grad is None or not weight.on_host.requires_grad:
             return
         self._expect()
         if grad.layout is not torch.strided:
@@ -242,6 +226,10 @@ class Flow:
         """Has `_finish` called at the end of this backward, which may be one inside of another."""
         number = torch._C._current_graph_task_id()
         if number != -1 and number not in self._backwards:
+            if _frames("_engine_run_backward") == 1:
+                # None of those before is around this one: they have raised.
+                self._backwards.clear()
+                self._leaving.clear()
             self._backwards.add(number)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, number))
 
@@ -253,14 +241,18 @@ class Flow:
             # On the CPU all weights are there anyway.
             self._keep_bytes = _ALL if self.device.type == "cpu" else int(_USE * unused_bytes(self.device))
             self._keep(self._keep_bytes)
-        for unit in [*self._here]:
-            if not unit.kept and not unit.depth:
-                self._free(unit)
+        if not self._backwards:
+            for unit in [*self._here]:
+                if not unit.kept and not unit.users:
+                    self._free(unit)
 
     # Slots.
 
     def _use(self, unit: Unit) -> None:
         """Has the weights of a unit on the device for the work that the program gives it next, and fetches those that it used after it."""
+        if unit is self._rest:
+            self._fetch(unit)
+            return
         before, last = self._used
         if unit is last and unit.fence is None and unit.is_current():
             return
@@ -272,7 +264,7 @@ class Flow:
         at, wanted = (before, last), {unit}
         for _ in range(self._slots - 1):
             following = self._after.get(at)
-            if following is None or following.depth or not self._make_room(wanted | {following}, following):
+            if following is None or following.users or not self._make_room(wanted | {following}, following):
                 return
             wanted.add(following)
             self._start(following)
@@ -297,7 +289,7 @@ class Flow:
         if unit.kept or unit in self._here:
             return True
         flowing = [other for other in self._here if not other.kept]
-        idle = (other for other in flowing if not other.depth and other not in wanted)
+        idle = (other for other in flowing if not other.users and other not in wanted)
         for _ in range(len(flowing) - self._slots + 1):
             victim = next(idle, None)
             if victim is None:
@@ -311,9 +303,10 @@ class Flow:
             return
         with torch.no_grad():
             for weight in unit.weights:
-                weight.fill(self._up)
+                if not weight.is_current():
+                    weight.fill(self._up)
+                    self.fetched_bytes += weight.bytes
         unit.fence = self._up.fence()
-        self.fetched_bytes += unit.bytes
         self._here.setdefault(unit)
         self.peak_bytes = max(self.peak_bytes, sum(other.bytes for other in self._here if not other.kept))
 
@@ -332,8 +325,8 @@ class Unit:
     def __init__(self, weights: list[Weight]):
         self.weights, self.bytes = weights, sum(weight.bytes for weight in weights)
         self.kept = False
-        #: Forwards that run.
-        self.depth = 0
+        #: The forwards that use them.
+        self.users: set[Entry] = set()
         #: Event at the end of the copy to the device; None: nothing is to be waited for.
         self.fence: Any = None
         for weight in weights:
@@ -342,19 +335,6 @@ class Unit:
     def is_current(self) -> bool:
         """True if the weights on the device are those in host memory, or are on their way."""
         return all(weight.is_current() for weight in self.weights)
-
-    def enter(self) -> None:
-        """The tensors on the device take the place of the parameters, until as many calls of `leave`."""
-        self.depth += 1
-        for weight in self.weights:
-            weight.show()
-
-    def leave(self) -> None:
-        """Undoes `enter`."""
-        self.depth -= 1
-        if not self.depth:
-            for weight in self.weights:
-                weight.hide()
 
 
 class Weight:
@@ -367,7 +347,8 @@ class Weight:
         self._flow, self.on_host, self.places = weakref.ref(flow), param, places
         if flow.device.type != "cpu":
             param.data = own.cpu().pin_memory()
-        self.on_device = torch.nn.Parameter(torch.empty_like(own, device=flow.device), requires_grad=False)
+        with torch.inference_mode(False):
+            self.on_device = torch.nn.Parameter(torch.empty_like(own, device=flow.device), requires_grad=False)
         self.bytes = self.on_device.untyped_storage().nbytes()
         # What is on the device: nothing, or what the parameter was when its copy was started; what it was at the last copy; and the
         # version of the tensor on the device after it.
@@ -376,6 +357,8 @@ class Weight:
         self._version = 0
         #: Steps of optimizers that have the parameter.
         self.steps = 0
+        #: The forward for which the tensor on the device is in the model.
+        self.shown_by: Entry | None = None
         self.empty()
 
     def _now(self) -> tuple[int, int, int]:
@@ -407,25 +390,30 @@ class Weight:
         self._filled = None
         self.on_device.untyped_storage().resize_(0)
 
-    def show(self) -> None:
+    def show(self, entry: Entry) -> None:
         """The tensor on the device takes the place of the parameter in the model, where the program has not put another one."""
-        host, device = self.on_host, self.on_device
+        if self.shown_by is not None:
+            return
+        self.shown_by, host, device = entry, self.on_host, self.on_device
         if device.requires_grad is not host.requires_grad:
             device.requires_grad_(host.requires_grad)
-            if host.requires_grad and not device._post_accumulate_grad_hooks:
-                device.register_post_accumulate_grad_hook(partial(_arrived, self._flow, weakref.ref(self)))
+        if host.requires_grad and not device._post_accumulate_grad_hooks:
+            device.register_post_accumulate_grad_hook(partial(_arrived, self._flow, weakref.ref(self)))
         if host.__dict__:
             device.__dict__.update(host.__dict__)
         self._place(host, device)
 
-    def hide(self) -> None:
-        """The parameter takes its place again. It gets what the forward has written."""
+    def hide(self, entry: Entry | None) -> None:
+        """The parameter takes its place again, after the forward that has shown it. It gets what the forward has written."""
+        if entry is None or self.shown_by is not entry:
+            return
         self._place(self.on_device, self.on_host)
         if self._filled is not None and self.on_device._version != self._version:
             with torch.no_grad():
                 self.on_host.copy_(self.on_device)
             self._filled = self._seen = self._now()
             self._version = self.on_device._version
+        self.shown_by = None
 
     def _place(self, old: torch.Tensor, new: Any) -> None:
         for module, name in self.places:
@@ -440,13 +428,135 @@ class Weight:
         for hook in [*(self.on_host._backward_hooks or {}).values()]:
             changed = hook(grad)
             grad = grad if changed is None else changed
-        with torch.no_grad():
-            if self.on_host.grad is None:
-                self.on_host.grad = grad
-            else:
+        if self.on_host.grad is None:
+            self.on_host.grad = grad
+        elif grad.requires_grad:
+            # A backward that makes a graph of gradients.
+            self.on_host.grad = self.on_host.grad + grad
+        else:
+            with torch.no_grad():
                 self.on_host.grad += grad
         for hook in [*(getattr(self.on_host, "_post_accumulate_grad_hooks", None) or {}).values()]:
             hook(self.on_host)
+
+
+class Forward:
+    """The forward of a module, with its weights on the device. A copy of the module has a plain one.
+
+    Args:
+        flow: The weights that flow.
+        module: The module, whose forward this object becomes.
+        weights: The weights that it needs.
+        is_root: It is the model."""
+
+    def __init__(self, flow: Flow, module: torch.nn.Module, weights: list[Weight], is_root: bool):
+        if isinstance(module.__dict__.get("forward"), Forward):
+            raise InvalidArgumentError("flow: the weights of this model flow already; remove() the other Flow")
+        self.flow: Flow | None = flow
+        self.module, self.weights, self.is_root = module, weights, is_root
+        self.units = [*dict.fromkeys(weight.unit for weight in weights)]
+        self.own, self.plain = module.__dict__.get("forward"), module.forward
+        update_wrapper(self, self.plain, updated=())
+        # Tracers look at it before they call.
+        self.__code__ = getattr(self.plain, "__code__", None)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        flow = self.flow
+        if flow is None or _is_inside(self, flow):
+            return self.plain(*args, **kwargs)
+        entry = Entry(self, flow)
+        try:
+            entry.enter()
+            return entry.checked(self.plain(*args, **kwargs))
+        finally:
+            entry.leave()
+
+    def __reduce__(self) -> Any:
+        return (_plain, (self.module, self.own))
+
+    def remove(self) -> None:
+        """Gives the module its own forward."""
+        self.flow = None
+        if self.module.__dict__.get("forward") is self:
+            if self.own is None:
+                del self.module.__dict__["forward"]
+            else:
+                self.module.__dict__["forward"] = self.own
+
+
+_CODE = Forward.__call__.__code__
+# What it calls may be compiled.
+Forward.__call__ = torch.compiler.disable(Forward.__call__, recursive=False)  # type: ignore[method-assign]
+
+
+class Entry:
+    """One call of a forward, which shows weights."""
+
+    def __init__(self, forward: Forward, flow: Flow):
+        self.forward, self.flow, self.thread = forward, flow, threading.get_ident()
+        self._saving: Saving | None = None
+
+    @torch.compiler.disable
+    def enter(self) -> None:
+        """Has the weights on the device, and in the model."""
+        self.flow.enter(self)
+        for weight in self.forward.weights:
+            weight.show(self)
+        self._saving = Saving(self.flow)
+        self._saving.enter()
+
+    @torch.compiler.disable
+    def checked(self, output: Any) -> Any:
+        """The output of the forward, which must not be a parameter that is not on the device afterwards."""
+        own = {id(weight.on_device) for weight in self.forward.weights if weight.shown_by is self}
+        for value in tree_leaves(output):
+            if isinstance(value, torch.Tensor) and (id(value) in own or id(value._base) in own):
+                raise InvalidArgumentError(
+                    f"flow: {type(self.forward.module).__name__} returns its parameter, which is not on the device afterwards; pass "
+                    "units= without it"
+                )
+        return output
+
+    @torch.compiler.disable
+    def leave(self) -> None:
+        """Undoes `enter`, also if an exception has ended it."""
+        if self._saving is not None:
+            self._saving.leave()
+        for weight in self.forward.weights:
+            weight.hide(self)
+        for unit in self.forward.units:
+            unit.users.discard(self)
+        self.flow.running.discard(self)
+
+
+@torch.compiler.disable
+def _is_inside(forward: Forward, flow: Flow) -> bool:
+    """True if a call around this one has done everything."""
+    return all(weight.shown_by is not None for weight in forward.weights) and Saving.top_is_of(flow) and not forward.is_root
+
+
+def _plain(module: torch.nn.Module, own: Any) -> Any:
+    """The forward of a copy."""
+    return own if own is not None else MethodType(type(module).forward, module)
+
+
+def _calls(flow: Flow) -> int:
+    """The forwards of a model that this thread runs now."""
+    frame, found = sys._getframe(), 0
+    while frame is not None:
+        found += frame.f_code is _CODE and frame.f_locals["self"].flow is flow
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _frames(name: str) -> int:
+    """The calls of a function of this name that this thread runs now."""
+    frame, found = sys._getframe(), 0
+    while frame is not None:
+        found += frame.f_code.co_name == name
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 class Saving:
@@ -462,11 +572,21 @@ class Saving:
         """Puts the hooks before all others, until `leave`."""
         _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
+    def leave(self) -> None:
+        """Removes the hooks, if they are there."""
+        if _top() is self:
+            _autograd._pop_saved_tensors_default_hooks()
+
     @staticmethod
-    def leave() -> None:
-        """Removes the hooks, unless an exception has done it."""
-        top = _autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and isinstance(getattr(top[0], "__self__", None), Saving):
+    def top_is_of(flow: Flow) -> bool:
+        """True if hooks of a Flow are before all others."""
+        top = _top()
+        return isinstance(top, Saving) and top._flow is flow
+
+    @staticmethod
+    def leave_all(flow: Flow) -> None:
+        """Removes hooks that an exception has left."""
+        while Saving.top_is_of(flow):
             _autograd._pop_saved_tensors_default_hooks()
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -482,6 +602,12 @@ class Saving:
         if weight is not None:
             return self._flow.unpacked(weight, tensor, version)
         return tensor if self._outer_unpack is None else self._outer_unpack(tensor)
+
+
+def _top() -> Any:
+    """The object whose method is the first hook for saved tensors."""
+    top = _autograd._top_saved_tensors_default_hooks(True)
+    return None if top is None else getattr(top[0], "__self__", None)
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:

@@ -150,8 +150,11 @@ enum spw_status spw_swap_plan_budget(const struct spw_swap_options *options,
 
 // Creates a tiered update: allocates all its memory and defines an extent of the tier for each subgroup. A resumed
 // tier with the same subgroups keeps their state; otherwise call `spw_swap_fill` next. The caller keeps the tier open
-// until `spw_swap_close`, and commits and rolls back only through the update. A tier has one update at a time: another
-// open is SPW_ERR_BUSY.
+// until `spw_swap_close`. A tier has one update at a time: another open is SPW_ERR_BUSY.
+//
+// Once the update has changed a state, only it commits and rolls back, until it has done so: `spw_tier_commit`,
+// `spw_tier_rollback` and `spw_tier_import` are SPW_ERR_BUSY, or SPW_ERR_ROUND_OPEN between `spw_swap_begin` and the end of
+// that step. If it is closed before, `spw_tier_rollback` comes before the next `spw_tier_commit`.
 enum spw_status spw_swap_open(const struct spw_tier *tier,
                               const struct spw_swap_options *options,
                               struct spw_swap **swap_out);

@@ -309,7 +309,8 @@ enum spw_status spw_tier_wait(const struct spw_tier *tier,
                               uint64_t *generation_out);
 
 // Makes all puts so far durable as step `step`, with a payload of up to 1 MiB that the next open returns. The call
-// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight. SPW_ERR_FENCED if another process claimed
+// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight, or if a tiered update changed states (see
+// `spw_swap_open`). SPW_ERR_FENCED if another process claimed
 // the tier; every later commit of this handle is SPW_ERR_FENCED too.
 //
 // If a put failed since the last commit, the commit returns its error until the extent is put again or
@@ -324,7 +325,7 @@ enum spw_status spw_tier_commit(const struct spw_tier *tier,
                                 uint64_t payload_bytes);
 
 // Discards all puts since the last commit, after it has waited for puts in flight. Reads return the committed contents
-// again. SPW_ERR_BUSY while a commit is in flight.
+// again. SPW_ERR_BUSY while a commit is in flight, or if a tiered update changed states (see `spw_swap_open`).
 enum spw_status spw_tier_rollback(const struct spw_tier *tier);
 
 // Health of a path. Passed as `uint32_t`.

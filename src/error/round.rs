@@ -43,7 +43,7 @@ impl RoundError {
         match self {
             RoundError::NotBegun => "no update is in progress; begin one first".into(),
             RoundError::Open => {
-                "an update is in progress; give it its verdict and finish it, or roll back".into()
+                "an update is in progress; give it its verdict and finish it, or roll the update back".into()
             }
             RoundError::Resolved => "the update has its verdict already; finish it".into(),
             RoundError::Missing(subgroup) => {

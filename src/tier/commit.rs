@@ -44,14 +44,27 @@ pub const MAX_PAYLOAD: usize = 1 << 20;
 
 impl Tier {
     /// Commits all changes as step `step`. `payload` has at most [`MAX_PAYLOAD`] bytes; the next open returns it.
-    /// `Busy` if another commit is in flight. After an error the previous step stays committed, but if the outcome is
-    /// unknown, a crash may find the new step.
+    /// `Busy` if another commit is in flight, or if a tiered update has changed states;
+    /// [`RoundError::Open`](crate::error::RoundError::Open) if it has an open step. After an error the previous step stays
+    /// committed, but if the outcome is unknown, a crash may find the new step.
     pub fn commit(&self, step: u64, payload: &[u8]) -> Result<()> {
+        self.commit_if(step, payload, || self.claims.may_commit())
+    }
+
+    pub(super) fn commit_if(
+        &self,
+        step: u64,
+        payload: &[u8],
+        allowed: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         if payload.len() > MAX_PAYLOAD {
             let reason = format!("has {} bytes, but the limit is {MAX_PAYLOAD}", payload.len());
             return Err(Error::invalid("payload", reason));
         }
-        self.state.lock().catalog.begin_commit()?;
+        let mut state = self.state.lock();
+        allowed()?;
+        state.catalog.begin_commit()?;
+        drop(state);
         let _ends = Committing(self);
         self.complete_opening()?;
         if let Some(error) = self.finish_writes().or_else(|| self.state.lock().catalog.failed()) {

@@ -203,6 +203,7 @@ impl Tier {
                 false => selection.nothing(&source.path.to_string_lossy()),
             });
         }
+        self.claims.may_commit()?;
         let loaded = taken.try_for_each(|extent| self.import_extent(extent, &source.path, passed));
         match loaded.and_then(|()| self.commit(step, &payload)) {
             Ok(()) => Ok(step),

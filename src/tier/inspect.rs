@@ -47,15 +47,17 @@ impl Found {
     /// Names of paths with data or superblocks of the tier that are not below [`Found::bases`].
     pub fn missing(&self) -> Vec<String> {
         let Some(superblock) = &self.superblock else { return Vec::new() };
-        let here: Vec<String> =
-            self.bases.iter().filter_map(|base| absolute_name(&self.owner, base)).collect();
         let records = superblock.paths.iter().filter(|record| !record.memory && !record.name.is_empty());
-        records.map(|record| record.name.clone()).filter(|name| !here.contains(name)).collect()
+        let is_here = |name: &Path| {
+            // Job, host and rank are the last three names.
+            let recorded = name.ancestors().nth(3).unwrap_or(name);
+            self.bases.iter().any(|base| {
+                same(base, recorded)
+                    || std::path::absolute(base).is_ok_and(|base| self.owner.below(&base) == name)
+            })
+        };
+        records.map(|record| record.name.clone()).filter(|name| !is_here(Path::new(name))).collect()
     }
-}
-
-fn absolute_name(owner: &Owner, base: &Path) -> Option<String> {
-    Some(owner.below(&std::path::absolute(base).ok()?).to_string_lossy().into_owned())
 }
 
 /// The tiers below these directories, in the order of job, host and rank. A directory without tiers adds none.
@@ -89,8 +91,10 @@ pub fn find(bases: &[PathBuf]) -> Result<Vec<Found>> {
     Ok(tiers.into_values().collect())
 }
 
-fn same(one: &Path, other: &Path) -> bool {
-    matches!((fs::canonicalize(one), fs::canonicalize(other)), (Ok(one), Ok(other)) if one == other)
+/// True if both name one directory.
+pub fn same(one: &Path, other: &Path) -> bool {
+    one == other
+        || matches!((fs::canonicalize(one), fs::canonicalize(other)), (Ok(one), Ok(other)) if one == other)
 }
 
 /// The owners that directories below `base` name.

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`store`] | the open tier: extents, paths, snapshots, verification, close |
 //! | `jobs` | reads, writes and moves from the call to the outcome; retries on other paths |
+//! | `claim` | who may commit and roll back while a tiered update changes states |
 //! | `commit` | the order of writes and syncs that makes a step durable |
 //! | [`recover`] | opening after a crash: which commits the superblocks name, and which of them an open resumes from |
 //! | [`export`], [`import`] | the committed state as plain files, and back |
@@ -25,6 +26,7 @@
 
 mod blocks;
 mod catalog;
+mod claim;
 mod commit;
 mod jobs;
 mod lanes;

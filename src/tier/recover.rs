@@ -23,12 +23,12 @@
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use super::blocks::TierIdentity;
 #[cfg(test)]
 use super::bucket;
 use super::catalog::Catalog;
+use super::claim::Claims;
 use super::directory::check_moved;
 use super::extent::{Chunk, PAGE, Shape};
 use super::format::{ExtentRecord, PathRecord, Superblock};
@@ -332,7 +332,7 @@ fn assemble(
         changed: Signal::default(),
         bell,
         opened,
-        claimed: AtomicBool::new(false),
+        claims: Claims::default(),
         opening_due: Lock::new(false),
     })
 }

@@ -6,18 +6,16 @@
 //! - After a failed write, commits fail until the extent is written again or all changes since the last commit are
 //!   rolled back. A step is therefore committed completely or not at all.
 //! - Every byte that a read returns was checked against its checksum.
-//! - At most one [`UpdateClaim`] of a tier exists. Two updates would cache the same subgroups, and each would write over
-//!   the steps of the other.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::blocks::{BlockVisitor, Job, TierIdentity, is_hung, walk};
 use super::catalog::{Catalog, Contents, ExtentInfo, Held, Snapshot, View};
+use super::claim::Claims;
 use super::extent::{Run, Shape, check_name};
 use super::options::TierOptions;
 use super::paths::{DurableCopy, Health};
@@ -48,8 +46,7 @@ pub struct Tier {
     /// Rung whenever transfers of a path may have ended.
     pub(super) bell: Arc<Bell>,
     pub(super) opened: Opened,
-    /// True while an [`UpdateClaim`] exists.
-    pub(super) claimed: AtomicBool,
+    pub(super) claims: Claims,
     /// True if the open has not written its superblock: it had no room, or `write_at_open` is false. Held while a thread writes that superblock.
     pub(super) opening_due: Lock<bool>,
 }
@@ -269,15 +266,24 @@ impl Tier {
         self.bell.wait(seen, timeout);
     }
 
-    /// Discards all changes since the last commit. `Busy` while a commit is in flight.
+    /// Discards all changes since the last commit. `Busy` while a commit is in flight, or while a tiered update has
+    /// changed states; [`RoundError::Open`](crate::error::RoundError::Open) while it has an open step.
     pub fn rollback(&self) -> Result<()> {
+        self.rollback_if(|| self.claims.may_roll_back())
+    }
+
+    pub(super) fn rollback_if(&self, allowed: impl Fn() -> Result<()>) -> Result<()> {
         loop {
+            allowed()?;
             self.finish_writes();
             let catalog = &mut self.state.lock().catalog;
             catalog.between_commits()?;
+            allowed()?;
             // A write that started meanwhile would install its contents after the rollback.
             if !catalog.is_writing() {
-                return catalog.rollback();
+                catalog.rollback()?;
+                self.claims.settle();
+                return Ok(());
             }
         }
     }
@@ -549,18 +555,52 @@ pub struct UpdateClaim(Arc<Tier>);
 impl UpdateClaim {
     /// Claims the tier. Errors: another update has it (`Busy`).
     pub fn new(tier: &Arc<Tier>) -> Result<UpdateClaim> {
-        match tier.claimed.swap(true, Ordering::AcqRel) {
-            false => Ok(UpdateClaim(Arc::clone(tier))),
-            true => Err(Error::Busy(
+        match tier.claims.claim() {
+            true => Ok(UpdateClaim(Arc::clone(tier))),
+            false => Err(Error::Busy(
                 "the tier already has a tiered update; close that update before another is opened"
                     .to_string(),
             )),
         }
     }
+
+    /// Call before states change: others cannot commit and roll back from then on. `Busy` while a commit is in flight.
+    pub fn change(&self) -> Result<()> {
+        self.changes(false)
+    }
+
+    /// As [`UpdateClaim::change`], for an update beside the caller. It is open until [`UpdateClaim::finish`].
+    pub fn begin(&self) -> Result<()> {
+        self.changes(true)
+    }
+
+    /// Ends an update beside the caller.
+    pub fn finish(&self) {
+        self.0.claims.finish();
+    }
+
+    /// [`Tier::commit`], by the update.
+    pub fn commit(&self, step: u64, payload: &[u8]) -> Result<()> {
+        self.0.commit_if(step, payload, || Ok(()))?;
+        self.0.claims.settle();
+        Ok(())
+    }
+
+    /// [`Tier::rollback`], by the update.
+    pub fn rollback(&self) -> Result<()> {
+        self.0.rollback_if(|| Ok(()))
+    }
+
+    fn changes(&self, open: bool) -> Result<()> {
+        let state = self.0.state.lock();
+        state.catalog.between_commits()?;
+        self.0.claims.change(open);
+        Ok(())
+    }
 }
 
 impl Drop for UpdateClaim {
     fn drop(&mut self) {
-        self.0.claimed.store(false, Ordering::Release);
+        self.0.claims.end();
     }
 }

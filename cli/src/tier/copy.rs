@@ -31,7 +31,7 @@ pub struct SnapshotOptions {
     to: PathBuf,
     #[command(flatten)]
     which: Which,
-    /// Limits the speed, such as 200MB.
+    /// Limits the speed, such as 200MB; 0 means no limit.
     #[arg(long)]
     bytes_per_second: Option<ByteSize>,
 }
@@ -65,6 +65,7 @@ pub struct ImportOptions {
     #[arg(long = "name", value_name = "PATTERN")]
     names: Vec<String>,
     /// Makes a new tier, of the job, rank and number of ranks of the export unless --job, --rank or --world is given.
+    /// Also takes one without a commit, which an interrupted import left.
     #[arg(long)]
     create: bool,
     /// Number of ranks of a new tier.
@@ -109,8 +110,8 @@ pub fn snapshot(options: &SnapshotOptions) -> Result<()> {
     const POLL: Option<Duration> = Some(Duration::from_millis(200));
     let found = options.which.one()?;
     let tier = Arc::new(open(&found)?);
-    let snapshot =
-        TierSnapshot::begin(&tier, &options.to, options.bytes_per_second.map(|speed| speed.as_u64()))?;
+    let speed = options.bytes_per_second.map(|speed| speed.as_u64()).filter(|speed| *speed > 0);
+    let snapshot = TierSnapshot::begin(&tier, &options.to, speed)?;
     let copying = Copying::begin(&format!("writing {}", options.to.display()), snapshot.progress().bytes);
     let step = loop {
         match snapshot.wait(POLL) {
@@ -199,13 +200,30 @@ fn create(options: &ImportOptions, source: &Source) -> Result<(Tier, String)> {
         rank: which.rank.or(origin.map(|origin| origin.rank)).unwrap_or(0),
     };
     let world = options.world.or(origin.map(|origin| origin.world)).unwrap_or(owner.rank.saturating_add(1));
-    if let Some(found) = which.find()?.iter().find(|found| found.owner == owner) {
-        let message = "there is such a tier already; leave out --create to import into it, or remove it with `spillway tier rm`";
-        return Err(TierError::at(TierKind::Foreign, title(found), message));
-    }
     let title = format!("{} on {}, rank {}", owner.job, owner.host, owner.rank);
-    let options = TierOptions::new(owner, which.paths.iter().cloned());
-    Ok((Tier::open(TierOptions { mode: Mode::Create, world, ..options })?, title))
+    let exists = || {
+        let message = "there is such a tier already; leave out --create to import into it, or remove it with `spillway tier rm`";
+        Err(TierError::at(TierKind::Foreign, title.clone(), message))
+    };
+    let mode = match which.find()?.into_iter().find(|found| found.owner == owner) {
+        None => Mode::Create,
+        Some(found) => match found.superblock {
+            None if found.damage.is_empty() => Mode::Create,
+            Some(superblock) if superblock.step.is_none() => Mode::Auto,
+            _ => return exists(),
+        },
+    };
+    let tier = Tier::open(TierOptions {
+        mode,
+        world,
+        ..TierOptions::new(owner, which.distinct().into_iter().cloned())
+    })?;
+    // Another process may have committed since the look.
+    if tier.opened().step.is_some() {
+        tier.close(None)?;
+        return exists();
+    }
+    Ok((tier, title))
 }
 
 /// Closes the tier of a snapshot that has ended.

@@ -61,6 +61,17 @@ struct Which {
 }
 
 impl Which {
+    /// The paths, each once.
+    fn distinct(&self) -> Vec<&PathBuf> {
+        let mut distinct = Vec::<&PathBuf>::new();
+        for path in &self.paths {
+            if !distinct.iter().any(|other| inspect::same(other, path)) {
+                distinct.push(path);
+            }
+        }
+        distinct
+    }
+
     /// The paths that are directories, and those in object stores. An object store is not searched.
     fn divided(&self) -> (Vec<PathBuf>, Vec<PathBuf>) {
         let is_directory =

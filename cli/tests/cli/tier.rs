@@ -179,6 +179,7 @@ fn nothing_is_written_by_commands_that_read() {
     assert!(said.contains("step 7, 3 extents") && said.contains("no damage"), "{said}");
     made.succeed("export", &[&out], &[]);
     made.succeed("snapshot", &[&made.root.join("snapshot")], &["--bytes-per-second", "10MB"]);
+    made.succeed("snapshot", &[&made.root.join("unlimited")], &["--bytes-per-second", "0"]);
     assert!(before == superblocks(), "the step before the last one is still there");
     let options = TierOptions { at_step: Some(6), mode: Mode::Resume, ..made.options(0) };
     assert!(is_at(&Tier::open(options).expect("it goes back"), 6));
@@ -295,6 +296,30 @@ fn a_range_takes_elements_and_a_foreign_file_becomes_extents() {
         let refused = made.fails("export", &[&made.root.join("more.safetensors")], options);
         assert!(refused.contains(words), "{options:?}: {refused}");
     }
+}
+
+#[test]
+fn an_import_goes_on_with_the_tier_that_an_interrupted_one_left_and_takes_a_path_given_twice() {
+    let made = Made::new("tier-interrupted");
+    let out = made.root.join("out.safetensors");
+    made.succeed("export", &[&out], &[]);
+    let left = Made::empty("tier-left");
+    left.open(0, Mode::Create).close(None).expect("it closes");
+    assert!(left.fails("import", &[&out], &[]).contains("nothing was committed"));
+    left.succeed("import", &[&out], &["--create", "--host", "node"]);
+    assert!(is_at(&left.open(0, Mode::Resume), 7));
+    assert!(left.fails("import", &[&out], &["--create", "--host", "node"]).contains("leave out --create"));
+
+    let other = Made::empty("tier-twice");
+    let again = other.paths[0].join("../one");
+    let again = again.to_str().expect("it is UTF-8");
+    other.succeed("import", &[&out], &["--create", "--host", "node", again]);
+    assert!(is_at(&other.open(0, Mode::Resume), 7));
+    // The parts are the same ones, whatever their paths are called.
+    let mut tool = spillway();
+    tool.args(["tier", "rm", "--yes", again, "."]).current_dir(&other.paths[1]);
+    let done = run(&mut tool, TIMEOUT);
+    assert!(done.code == Some(0) && !done.stdout.contains("stay"), "{} {}", done.stdout, done.stderr);
 }
 
 #[test]

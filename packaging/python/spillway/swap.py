@@ -117,8 +117,9 @@ def plan_budget(elements: Sequence[int], *, memory_budget: int, paths: int, spli
 class Swap(_NativeHandle):
     """An open swapped update of Adam's state on a tier. Not thread-safe.
 
-    On a tier resumed with the same subgroups the state is there; otherwise call fill() or write(). close() discards
-    what was not committed; the tier stays open.
+    On a tier resumed with the same subgroups the state is there; otherwise call fill() or write(). Once it has
+    changed states, only it commits and rolls back. close() discards what was not committed; the tier stays open, and needs a
+    rollback before its own next commit.
 
     Args:
         tier: The open Tier.

@@ -235,6 +235,7 @@ class Tier(_NativeHandle):
             payload: Data of the caller, up to 1 MiB, which the next open returns.
 
         Raises:
+            OutOfOrderError, BusyError: A Swap has changed states; commit or roll back with it.
             SpillwayError: The failure of an earlier put or of the commit; the last commit is intact."""
         step, stored = number(step, "step"), payload_of(payload)
         self.committing(lambda: self._call("spw_tier_commit", step, stored, len(stored)))
@@ -253,7 +254,10 @@ class Tier(_NativeHandle):
             self._reap(entry)
 
     def rollback(self) -> None:
-        """Discards everything put since the last commit."""
+        """Discards everything put since the last commit.
+
+        Raises:
+            OutOfOrderError, BusyError: A Swap has changed states; roll back with it."""
         self._call("spw_tier_rollback")
         self._failed.clear()
 

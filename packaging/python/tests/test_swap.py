@@ -337,6 +337,30 @@ def test_extents_by_name(folders, tmp_path):
     assert not any(file.is_file() and file.stat().st_size for folder in folders for file in folder.rglob("*"))
 
 
+@pytest.mark.parametrize("speculative", [False, True])
+def test_only_the_update_commits_and_rolls_back_what_it_changed(folders, speculative):
+    with open_tier(folders) as tier:
+        with open_swap(tier) as swap:
+            swap.fill([(p, None, None) for p in first()])
+            with pytest.raises(spillway.BusyError, match="roll back that update first"):
+                tier.commit(7)
+            swap.commit(0)
+            before = everything(swap)
+            with swap.begin(spillway.Adam(lr=1e-2), speculative=speculative) as update:
+                for call in (lambda: tier.commit(7), tier.rollback):
+                    with pytest.raises(spillway.OutOfOrderError, match="roll the update back"):
+                        call()
+                for subgroup, gradient in enumerate(gradients(1)):
+                    update.submit(subgroup, gradient)
+                if speculative:
+                    update.verdict("skip")
+        with pytest.raises(spillway.BusyError, match="roll the tier back first"):
+            tier.commit(7)
+        tier.rollback()
+        with open_swap(tier) as swap:
+            assert same(everything(swap), before)
+
+
 def test_an_update_that_a_rollback_or_a_close_ended_touches_no_later_one():
     gradient = np.ones(4, np.float32)
     with spillway.Tier([None], job="stale") as tier:

@@ -159,7 +159,8 @@ pub extern "C" fn spw_tier_wait(
 }
 
 /// Makes all puts so far durable as step `step`, with a payload of up to 1 MiB that the next open returns. The call
-/// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight. SPW_ERR_FENCED if another process claimed
+/// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight, or if a tiered update changed states (see
+/// `spw_swap_open`). SPW_ERR_FENCED if another process claimed
 /// the tier; every later commit of this handle is SPW_ERR_FENCED too.
 ///
 /// If a put failed since the last commit, the commit returns its error until the extent is put again or
@@ -182,7 +183,7 @@ pub extern "C" fn spw_tier_commit(
 }
 
 /// Discards all puts since the last commit, after it has waited for puts in flight. Reads return the committed contents
-/// again. SPW_ERR_BUSY while a commit is in flight.
+/// again. SPW_ERR_BUSY while a commit is in flight, or if a tiered update changed states (see `spw_swap_open`).
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_rollback(tier: Option<&spw_tier>) -> spw_status {
     guard(|| handle::get(tier)?.0.rollback())

@@ -57,6 +57,7 @@ impl Swap {
     /// span leaves its array unchanged.
     pub fn write(&mut self, subgroup: usize, from: [Span; STREAMS]) -> Result<()> {
         let elements = self.check_spans(subgroup, "from", &from)?;
+        self.claim.change()?;
         let kept = self.pipeline.cached_slot(subgroup);
         let slot = kept.map_or_else(|| self.vacant(), Ok)?;
         if !from[0].is_empty() || elements == 0 {

@@ -28,6 +28,7 @@ use crate::sys::bell::Bell;
 use crate::sys::fork::OpeningProcess;
 use crate::sys::sync::{Guard, Lock, Signal};
 use crate::sys::{threads, try_vec};
+use crate::tier::UpdateClaim;
 
 /// Settings of an update beside the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +47,8 @@ pub struct Beside {
     opener: OpeningProcess,
     layout: Layout,
     budget: Budget,
+    /// Told when an update begins and ends.
+    claim: Arc<UpdateClaim>,
     shared: Arc<Shared>,
 }
 
@@ -98,6 +101,7 @@ impl Beside {
     /// An update at rest.
     pub fn new(swap: Swap) -> Beside {
         let (layout, budget, bell) = (swap.layout().clone(), swap.budget(), swap.tier.bell());
+        let claim = Arc::clone(&swap.claim);
         let inner = Inner {
             begun: None,
             open: None,
@@ -107,7 +111,7 @@ impl Beside {
             swap: Some(Box::new(swap)),
         };
         let shared = Arc::new(Shared { inner: Lock::new(inner), changed: Signal::default(), bell });
-        Beside { opener: OpeningProcess::current(), layout, budget, shared }
+        Beside { opener: OpeningProcess::current(), layout, budget, claim, shared }
     }
 
     /// Returns an error in a forked child of the process that opened the update.
@@ -157,6 +161,7 @@ impl Beside {
             threads::spawn_quiet("spillway-swap", move || run(&theirs))
                 .map_err(|error| Error::system("starting the thread that steps in the background", &error))?;
         }
+        self.claim.begin()?;
         let verdict = (!options.speculative).then_some(Verdict::Commit);
         inner.begun = Some(options);
         inner.open = Some(Open {
@@ -229,7 +234,10 @@ impl Beside {
         let pending = |inner: &mut Inner| inner.open.as_ref().is_some_and(|open| open.outcome.is_none());
         let mut inner = self.wait_while(inner, until, pending);
         match inner.open.take_if(|open| open.outcome.is_some()).and_then(|open| open.outcome) {
-            Some(outcome) => outcome,
+            Some(outcome) => {
+                self.claim.finish();
+                outcome
+            }
             None => Err(Error::Timeout("the update is still in progress; finish it again".to_string())),
         }
     }
@@ -265,6 +273,7 @@ impl Beside {
         self.shared.bell.ring();
         inner = self.shared.changed.wait_while(inner, None, |inner| inner.swap.is_none());
         (inner.open, inner.abandon) = (None, false);
+        self.claim.finish();
         inner
     }
 

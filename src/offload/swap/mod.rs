@@ -135,8 +135,8 @@ pub struct Swap {
     pins: Option<Vec<Pin>>,
     /// The error that made the state in memory invalid; cleared by a rollback.
     broken: Option<Error>,
-    /// Held to keep other updates off the tier.
-    _claim: UpdateClaim,
+    /// Keeps other updates off the tier, and other commits while states change.
+    claim: Arc<UpdateClaim>,
 }
 
 impl Swap {
@@ -169,7 +169,7 @@ impl Swap {
             expected: (0..options.subgroups.len()).rev().collect(),
             pins: None,
             broken: None,
-            _claim: claim,
+            claim: Arc::new(claim),
         })
     }
 
@@ -216,6 +216,7 @@ impl Swap {
     /// Gives every subgroup its first state: `fill` writes the state into uninitialised memory.
     pub fn fill(&mut self, fill: impl FnMut(usize, SubgroupState<'_>) -> Result<()>) -> Result<()> {
         self.ready()?;
+        self.claim.change()?;
         let outcome = self.run(Source::Nothing, &mut Closure(fill));
         self.note(outcome)
     }
@@ -223,6 +224,7 @@ impl Swap {
     /// Runs one update: each subgroup is stepped once, in the order in which the states arrive.
     pub fn update(&mut self, update: &mut dyn Update) -> Result<()> {
         self.ready()?;
+        self.claim.change()?;
         let outcome = self.run(Source::Tier, update);
         self.traffic.end_round(&self.tier);
         self.note(outcome)
@@ -235,7 +237,7 @@ impl Swap {
         let outcome = self.drive(Source::Nothing, &mut Closure(|_, _: SubgroupState<'_>| Ok(())));
         self.note(outcome)?;
         self.extents.remove_older(&self.tier)?;
-        self.tier.commit(step, payload)?;
+        self.claim.commit(step, payload)?;
         self.extents.find(&self.tier);
         Ok(())
     }
@@ -245,7 +247,7 @@ impl Swap {
         self.arbiter.end();
         self.pins = None;
         self.finish_transfers();
-        self.tier.rollback()?;
+        self.claim.rollback()?;
         self.pipeline.forget()?;
         self.refresh_slots();
         self.extents.find(&self.tier);

@@ -211,6 +211,38 @@ fn the_statistics_and_hits_are_those_of_a_blocking_update() {
     assert!(beside.hits > 0 && beside == blocking, "{beside:?}, {blocking:?}");
 }
 
+/// What another caller committed or rolled back would be of two steps.
+#[test]
+fn only_the_update_commits_and_rolls_back_what_it_changed() {
+    let tier = tier_in(vec![PathLocation::Memory], Mode::Create);
+    let beside = open_on(Arc::clone(&tier), &SIZES, Encoding::Full, 4);
+    let reference = Reference::new(&SIZES);
+    let refused = |refused: fn(&Error) -> bool| {
+        for outcome in [tier.commit(9, b""), tier.rollback()] {
+            assert!(outcome.as_ref().is_err_and(refused), "{outcome:?}");
+        }
+    };
+    let open = |error: &Error| *error == Error::Update(RoundError::Open);
+    let changed = |error: &Error| matches!(error, Error::Busy(_));
+    refused(changed);
+    beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
+    tier.commit(1, b"").and_then(|()| tier.rollback()).unwrap();
+    for options in [FINAL, SPECULATIVE] {
+        beside.begin(options).unwrap();
+        beside.submit(0, part(Encoding::Full, 0, 1, &reference.states[0][0])).unwrap();
+        refused(open);
+        beside.rollback().unwrap();
+        tier.rollback().unwrap();
+    }
+    beside.begin(SPECULATIVE).unwrap();
+    beside.verdict(Verdict::Skip).and_then(|()| beside.finish(None)).unwrap();
+    refused(changed);
+    drop(beside);
+    assert!(matches!(tier.commit(2, b""), Err(Error::Busy(_))));
+    tier.rollback().and_then(|()| tier.commit(2, b"")).unwrap();
+    check(&open_on(tier, &SIZES, Encoding::Full, 4), &reference, "after all");
+}
+
 #[test]
 fn calls_that_an_update_does_not_allow_change_nothing() {
     let beside = open_on(tier_in(vec![PathLocation::Memory], Mode::Create), &SIZES, Encoding::Full, 4);

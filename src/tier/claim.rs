@@ -1,0 +1,82 @@
+//! Who claims a tier for a tiered update, and who may commit and roll back while the update changes states.
+//!
+//! Invariants:
+//! - At most one claim of a tier exists. Two updates would cache the same subgroups, and each would write over the steps of
+//!   the other.
+//! - From the first change of a state until the update commits or rolls back, the tier may hold states of two steps: others
+//!   are in memory only. Only the update commits and rolls back then. If its claim ends before, a rollback comes first.
+//! - No change begins during a commit, and no commit of another caller after a change began: both decide under the lock of
+//!   the tier's state.
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use crate::error::{Error, Result, RoundError};
+
+/// The update exists.
+const CLAIMED: u8 = 1;
+/// The update has changed states since it last committed or rolled back.
+const CHANGED: u8 = 2;
+/// An update beside the caller is open.
+const OPEN: u8 = 4;
+
+/// What the tiered update of a tier does.
+#[derive(Debug, Default)]
+pub(super) struct Claims(AtomicU8);
+
+impl Claims {
+    /// Errors: only the update may commit (`Busy`, or [`RoundError::Open`] while its step is open).
+    pub(super) fn may_commit(&self) -> Result<()> {
+        self.may_roll_back()?;
+        if self.has(CHANGED) {
+            let message = "a tiered update was closed before it committed the states that it changed; roll the tier back first";
+            return Err(Error::Busy(message.to_string()));
+        }
+        Ok(())
+    }
+
+    /// As [`Claims::may_commit`], but a rollback is possible after the claim has ended.
+    pub(super) fn may_roll_back(&self) -> Result<()> {
+        if self.has(OPEN) {
+            return Err(Error::Update(RoundError::Open));
+        }
+        if self.has(CLAIMED) && self.has(CHANGED) {
+            let message = "a tiered update has changed states since its last commit; commit or roll back that update first";
+            return Err(Error::Busy(message.to_string()));
+        }
+        Ok(())
+    }
+
+    /// False if there is a claim already.
+    pub(super) fn claim(&self) -> bool {
+        self.0.fetch_or(CLAIMED, Ordering::AcqRel) & CLAIMED == 0
+    }
+
+    /// The claim has ended.
+    pub(super) fn end(&self) {
+        self.clear(CLAIMED | OPEN);
+    }
+
+    /// States change from now on. `open`: by an update beside the caller.
+    pub(super) fn change(&self, open: bool) {
+        self.0.fetch_or(if open { CHANGED | OPEN } else { CHANGED }, Ordering::AcqRel);
+    }
+
+    /// The update beside the caller has ended.
+    pub(super) fn finish(&self) {
+        self.clear(OPEN);
+    }
+
+    /// The update has committed, or the tier was rolled back.
+    pub(super) fn settle(&self) {
+        self.clear(CHANGED);
+    }
+
+    fn has(&self, flag: u8) -> bool {
+        self.0.load(Ordering::Acquire) & flag != 0
+    }
+
+    fn clear(&self, flags: u8) {
+        self.0.fetch_and(!flags, Ordering::AcqRel);
+    }
+}

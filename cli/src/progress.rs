@@ -81,7 +81,7 @@ impl Progress {
         self.change(|bar| bar.done = elapsed.as_secs());
     }
 
-    /// Shows that so many of 100 stages are done, and `detail`. Draws only if the number has changed.
+    /// Shows the number of finished stages, of 100, and `detail`. Draws only if the number has changed.
     pub fn percent(&self, done: u64, detail: &str) {
         if let Some(bar) = &self.bar {
             let mut bar = bar.lock().unwrap_or_else(PoisonError::into_inner);

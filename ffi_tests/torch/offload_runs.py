@@ -11,7 +11,7 @@ import torch
 
 import spillway
 import spillway.torch
-from spillway.torch._offload import plan as offload_plan
+from spillway.torch._link import HostLink
 
 #: Parameters on the CPU do not overlap unless the program asks for it.
 offload = functools.partial(spillway.torch.offload, overlap=True)
@@ -215,8 +215,10 @@ def bits(tensor):
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-class Later(offload_plan.HostLink):
+class Later(HostLink):
     """A link whose copies are done in their order by a thread, some time after they were started: as on a stream of a device."""
+
+    is_apart = True
 
     def __init__(self):
         self._stream, self._last = concurrent.futures.ThreadPoolExecutor(1), None

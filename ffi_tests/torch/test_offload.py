@@ -10,7 +10,7 @@ from offload_runs import BUCKETS, Later, backward, equal, offload, offloaded, ru
 
 import spillway.torch
 from spillway.torch import AdamW
-from spillway.torch._offload import plan as offload_plan
+from spillway.torch._link import HostLink
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -33,7 +33,7 @@ def test_copies_that_end_later_give_the_same_bits(seed, monkeypatch):
 def test_a_step_moves_the_gradient_out_and_the_weights_in_once(dtype, max_norm, monkeypatch):
     moved = {"out": 0, "in": 0}
 
-    class Counted(offload_plan.HostLink):
+    class Counted(HostLink):
         def out(self, host, tensor):
             moved["out"] += tensor.nbytes
             super().out(host, tensor)

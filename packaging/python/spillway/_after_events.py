@@ -32,8 +32,9 @@ class AfterEvents:
             del self._begun[0]
 
     def forget(self) -> None:
-        """Waits for all calls; an error of one is that of what does not happen."""
-        wait(self._begun)
+        """Waits for all calls, also for one whose `call` a signal handler has ended; an error of one is that of what does not happen."""
+        if self._thread is not None:
+            wait([self._thread.submit(int)])
         self._begun.clear()
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ Keywords beyond torch, for all classes:
 | `rounding_seed` | seed of these random bits, which depend on it, the parameter's number, the step and the element only |
 | `master` | `"f32"`: 16-bit parameters have an f32 master in their state; a step writes both |
 | `master` | `"split"`: bf16 parameters have an f32 master in the parameter and 16 low bits in their state |
-| `tier` | Adam and AdamW: a path, a list of paths or `TierOptions`; masters and moments are kept there |
+| `tier` | Adam and AdamW: a path, a list of paths or `TierOptions`; masters and moments are kept there, of parameters on any device |
 | `memory_budget` | host memory for states on a tier, in bytes |
 | `overlap` | with `tier`: a step starts during backward, and the library writes to the tier during the next forward |
 

@@ -5,11 +5,13 @@
    Its weights go to memory of the optimizer.
 3. step() checks and measures as it does without overlap. Then it submits the rest, and makes the steps final; after clipping they are
    repeated. If something has changed since a subgroup was submitted, all are taken back and submitted again.
-4. The parameters receive their weights. The library goes on writing to the tier.
+4. The parameters receive the weights of each subgroup as it becomes final. The library goes on writing to the tier.
 
-A gradient is read where it is. It counts as unchanged if its version, its address and a sum over its memory are.
+A gradient in host memory is read where it is, and counts as unchanged if its version, its address and a sum over its memory are. Any other
+one is copied to host memory on a stream of its own, and a thread submits its subgroup after the copy.
 
 Invariants:
+- The thread uses the update only between `_send` and a wait for it, which comes before every other use.
 - Before the verdict nothing is final: each error, and each access to the states, takes the steps back.
 - After the verdict the step will be done: `complete` ends it, also after a signal handler that raised.
 - `_busy` is True while the notes may differ from what the library was told. Who finds it True takes all back."""
@@ -18,17 +20,17 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Sequence
+from typing import Any
 
 from .. import _abi
-from .._words import sum_of_words
+from .._after_events import AfterEvents
 from ..errors import SpillwayError
 from ..optim import Adam
 from ..swap import SwapUpdate
 from ._states import Rule
-from ._tensors import averages_later, is_served, local
+from ._tensors import averages_later, is_served
+from ._tier_copies import Taken
 from ._tier_rows import TierTable, put_piece
 from ._tier_states import TierStates
 
@@ -36,29 +38,6 @@ from ._tier_states import TierStates
 _MISSED_IN_A_ROW = 2
 #: Number of a group, and the steps that were done.
 _Key = tuple[int, int]
-
-
-class _Seen(NamedTuple):
-    """A gradient that was passed to the library.
-
-    Attributes:
-        grad: The tensor that the parameter had.
-        memory: Keeps its memory.
-        mark: What gradient and parameter were then; None if nobody asks."""
-
-    grad: torch.Tensor
-    memory: torch.Tensor
-    mark: tuple[Any, ...] | None
-
-    @staticmethod
-    def of(param: torch.Tensor, marked: bool) -> _Seen:
-        """The gradient of a parameter as it is now."""
-        assert param.grad is not None
-        return _Seen(param.grad, local(param.grad).detach(), _mark(param) if marked else None)
-
-    def is_now(self, param: torch.Tensor) -> bool:
-        """True if this is still the gradient, unchanged."""
-        return param.grad is self.grad and self.mark == _mark(param)
 
 
 class Beside:
@@ -80,12 +59,12 @@ class Beside:
         #: Backwards that reach each parameter between two steps, by the last step in which one did.
         self._expected = [int(stated and param.requires_grad) for stated, param in zip(on_tier.stated, on_tier.params)]
         self._arrivals, self._used = [0] * count, [False] * count
-        self._weights: dict[int, torch.Tensor] = {}
+        #: Submits the subgroups whose gradients are being copied.
+        self._starting = AfterEvents("spillway-tier")
         self._busy, self._missed = False, 0
-        #: The update that has its verdict or gets it, the status of its step, and the parameters that receive weights: with their versions.
+        #: The update that has its verdict or gets it, and the status of its step.
         self._decided: SwapUpdate | None = None
         self._status: list[int] = []
-        self._targets: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._forget()
 
     def use(self, groups: list[dict[str, Any]], states: Any) -> None:
@@ -103,7 +82,8 @@ class Beside:
         self._missing = [sum(self._is_expected(piece.parameter) for piece in pieces) for pieces in self._on_tier.layout.of_subgroup]
 
     def _clear(self) -> None:
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, Taken] = {}
+        self._on_tier.gradients.forget()
         #: The parameters of each subgroup whose gradients are there, and the subgroups that were submitted.
         self._ready: dict[int, list[int]] = {}
         self._submitted: set[int] = set()
@@ -156,7 +136,7 @@ class Beside:
             self._see(number)
         self._ready[subgroup] = numbers
         if self._missed < _MISSED_IN_A_ROW:
-            self._send(subgroup, numbers)
+            self._send(subgroup, numbers, self._on_tier.gradients.fences(numbers))
 
     def _present(self, subgroup: int) -> list[int]:
         """The parameters of a subgroup that have a gradient."""
@@ -170,9 +150,9 @@ class Beside:
             return
         param, name = self._on_tier.params[number], self._on_tier.names[number]
         group, key = self._group_of[number], self._key(number)
-        if not is_served(param, param.grad, name):
+        if not is_served(param, param.grad, name, True):
             raise SpillwayError(f"{name} has a gradient that is not served")
-        self._seen[number] = _Seen.of(param, True)
+        self._seen[number] = self._on_tier.gradients.take(number, True)
         if key not in self._options:
             options = _abi.sized(self._rule.options_type)
             self._rule.put_options(options, self._groups[group], *key, self.scale)
@@ -189,24 +169,20 @@ class Beside:
         # Every part has options of its own.
         return swap.begin(Adam(lr=0.0), speculative=True, restore=False)
 
-    def _send(self, subgroup: int, numbers: list[int]) -> None:
-        """Submits a subgroup with the gradients of these parameters."""
+    def _send(self, subgroup: int, numbers: list[int], events: Sequence[Any] = ()) -> None:
+        """Submits a subgroup with the gradients of these parameters, after these events."""
         update = self.begin()
         pieces = {piece.parameter: piece for piece in self._on_tier.layout.of_subgroup[subgroup]}
         rows, firsts, held = (_abi.Tensor * len(numbers))(), array("Q"), list[Any]()
         for row, number in zip(rows, numbers):
-            grad, weights = self._seen[number].memory, self._weights_of(number)
+            grad, weights = self._seen[number].memory, self._on_tier.weights.of(number)
             put_piece(row, pieces[number], grad, weights, self._options[self._key(number)])
             firsts.append(pieces[number].first)
             held += [grad, weights]
         self._submitted.add(subgroup)
-        update.submit_table(subgroup, ctypes.addressof(rows), firsts.buffer_info()[0], len(numbers), held)
-
-    def _weights_of(self, number: int) -> torch.Tensor:
-        own = local(self._on_tier.params[number]).detach()
-        if number not in self._weights or self._weights[number].dtype is not own.dtype:
-            self._weights[number] = torch.empty_like(own)
-        return self._weights[number]
+        held += [rows, firsts]
+        table = ctypes.addressof(rows), firsts.buffer_info()[0]
+        self._starting.call(events, update.submit_table, subgroup, *table, len(numbers), held)
 
     # The step.
 
@@ -233,27 +209,29 @@ class Beside:
         self._factor = factors.pop() if repeats and self._submitted else None
         for key, own in options.items():
             self._options.setdefault(key, own)
-        for number in rows.numbers:
-            self._seen.setdefault(number, _Seen.of(self._on_tier.params[number], False))
+        for number, taken in zip(rows.numbers, rows.taken):
+            self._seen.setdefault(number, taken)
         for subgroup in range(len(self._missing)):
             if subgroup not in self._submitted:
                 self._send(subgroup, self._present(subgroup))
+        self._starting.wait()
         self._busy = False
 
     def _stands(self, options: dict[_Key, Any]) -> bool:
         """True if what was noted of gradients and options is what the step has, except for the factor of the gradients."""
-        params = self._on_tier.params
+        # The table of the step has taken the gradients that have changed.
+        taken = self._on_tier.gradients.taken
         return (
             self._on_tier.agrees()
             and all(numbers == self._present(subgroup) for subgroup, numbers in self._ready.items())
             and all(key in options and _without_factor(own) == _without_factor(options[key]) for key, own in self._options.items())
-            and all(self._key(number) in self._options and seen.is_now(params[number]) for number, seen in self._seen.items())
+            and all(self._key(number) in self._options and seen is taken.get(number) for number, seen in self._seen.items())
         )
 
     def decide(self, rows: TierTable, status: list[int]) -> None:
         """Makes a prepared step final, and waits for its end. Appends its status to `status`."""
         self._status = status
-        self._targets = [(own, own._version, self._weights_of(number)) for own, number in zip(rows.params(), rows.numbers)]
+        self._on_tier.weights.expect(rows.numbers, self._on_tier.layout.of_subgroup)
         self._decided = self.begin()
         if self._factor is None:
             self._decided.verdict("commit")
@@ -266,17 +244,17 @@ class Beside:
         update = self._decided
         if update is None or update._verdict is None:
             return
+        weights = self._on_tier.weights
         if update._is_open():
+            for subgroup in update.published():
+                weights.give(subgroup)
             update.finish()
         if update._ended == 0:
-            for param, version, weights in self._targets:
-                # What the program has written since is newer. The caller counts the version.
-                if param._version == version:
-                    param.data.copy_(weights)
+            weights.give_all()
         if not self._status and update._ended is not None:
             self._status.append(update._ended)
         self._clear()
-        self._waits, self._targets, self._decided = True, [], None
+        self._waits, self._decided = True, None
 
     def stepped(self) -> None:
         """A step has ended: begins the next one."""
@@ -295,6 +273,7 @@ class Beside:
 
     def abandon(self) -> None:
         """Takes back what was submitted; the states are those before the step. What is left of it does not start in backward."""
+        self.stop()
         update, self._decided = self._on_tier.tiered.swap._update, None
         if update is not None and update._is_open():
             if update._verdict is None:
@@ -303,6 +282,17 @@ class Beside:
         if self._submitted:
             self._waits, self._missed = True, self._missed + 1
         self._clear()
+
+    def stop(self) -> None:
+        """Until the next use, the update belongs to the calling thread."""
+        # A forked child has no such thread.
+        if self._on_tier.tiered.is_own:
+            self._starting.forget()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self.stop()
+        self._starting.close()
 
     def reset(self) -> None:
         """Forgets all notes after a rollback, which has ended the update."""
@@ -315,10 +305,3 @@ def _without_factor(options: Any) -> bytes:
     own = type(options).from_buffer_copy(options)
     own.grad_scale = 0.0
     return bytes(own)
-
-
-def _mark(param: torch.Tensor) -> tuple[Any, ...]:
-    """Of a gradient: version, address and a sum over its memory, which also a write by `.data` changes. Of its parameter: address and
-    dtype, which `param.data = ...` changes."""
-    own, grad = local(param), local(param.grad)
-    return grad._version, grad.data_ptr(), sum_of_words(grad), own.data_ptr(), own.dtype

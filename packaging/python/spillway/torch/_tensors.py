@@ -123,8 +123,9 @@ def averages_later(param: torch.Tensor) -> bool:
     )
 
 
-def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
-    """True if Spillway steps a parameter, without regard to its states; False leaves it to torch.
+def is_served(param: torch.Tensor, grad: torch.Tensor, name: str, anywhere: bool = False) -> bool:
+    """True if Spillway steps a parameter, without regard to its states; False leaves it to torch. `anywhere`: also one that is not in host
+    memory, of whose gradient the library gets a copy.
 
     Raises:
         InvalidArgumentError: Parameter and gradient do not fit each other."""
@@ -142,11 +143,11 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
     if param.shape != grad.shape:
         raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}; compute the gradient again")
     served = (
-        param.is_cpu
+        (param.is_cpu or anywhere)
         and param.dtype in CODES
         and grad.dtype in CODES
         and param.is_contiguous()
-        and grad.is_contiguous()
+        and (grad.is_contiguous() or not grad.is_cpu)
         and holds_values(param)
         and holds_values(grad)
     )

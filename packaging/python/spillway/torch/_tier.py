@@ -92,7 +92,7 @@ class TierHome(Home):
         self.tiered.check()
         if self._beside is not None:
             self._beside.use(groups, states)
-        return TierTable(self.on_tier, groups, states)
+        return TierTable(self.on_tier, groups, states, self._beside is not None)
 
     def step(self, rows: Any, options: Any) -> None:
         """Steps the rows of a table. With `overlap`, those that were not submitted during backward are."""
@@ -136,6 +136,8 @@ class TierHome(Home):
             if self._beside is not None:
                 self._beside.complete()
         finally:
+            if self._pending is not None and self._pending.status == [0]:
+                self.on_tier.weights.give_all()
             super().settle()
 
     def _rest(self) -> None:
@@ -147,6 +149,8 @@ class TierHome(Home):
     def close(self) -> None:
         """Closes the tier."""
         _remove(self._hooks)
+        if self._beside is not None:
+            self._beside.close()
         self.tiered.close()
 
     def check_new_group(self) -> None:
@@ -186,6 +190,8 @@ class TierHome(Home):
         committed = self.tiered.committed
         if committed is None:
             raise InvalidArgumentError(f"{self.name}.rollback: nothing was committed to the tier; construct the optimizer again")
+        if self._beside is not None:
+            self._beside.stop()
         self.tiered.rollback()
         if self._beside is not None:
             self._beside.reset()

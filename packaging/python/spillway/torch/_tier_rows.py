@@ -19,9 +19,11 @@ from .. import _abi, _native, _tensor_rows
 from .._groups import is_torchs
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..tiered import mapped
+from ._link import link_to
 from ._states import MASTER, MOMENTS
 from ._table import named
 from ._tensors import CODES, DTensor, is_served, like, local, name_of
+from ._tier_copies import Taken
 from ._tier_states import Piece, TierStates
 
 #: Elements from which a value is a map of a file.
@@ -31,6 +33,11 @@ _MAPPED = 16 << 10
 class TierTable:
     """The parameters of one step, with the interface of `Table`. It is made for each step: the tier's transfers take far longer.
 
+    Args:
+        on_tier: The states.
+        groups, states: The optimizer's.
+        keeps: The gradients may be in use after the step, if it is refused.
+
     Raises:
         InvalidArgumentError, UnsupportedError: A parameter or its gradient does not fit; nothing was stepped."""
 
@@ -39,18 +46,23 @@ class TierTable:
     has_masters = True
     grad_name = "grad"
 
-    def __init__(self, on_tier: TierStates, groups: list[dict[str, Any]], states: Any):
-        self._on_tier, self._groups = on_tier, groups
+    def __init__(self, on_tier: TierStates, groups: list[dict[str, Any]], states: Any, keeps: bool):
+        self._on_tier, self._groups, self._keeps = on_tier, groups, keeps
+        # The copies with which those of now are compared.
+        on_tier.gradients.wait()
         #: A process group, and for each gradient of the step whether it counts in the group's norm.
         self.counts: tuple[Any, list[bool] | None] = (None, None)
         self.places: list[tuple[int, int]] = []
-        self.grads: list[torch.Tensor] = []
+        #: The gradients that were taken, and where the library reads them.
+        self.taken: list[Taken] = []
         #: The number of each parameter of the step.
         self.numbers: list[int] = []
         for number, group in enumerate(groups):
             for place, param in enumerate(group["params"]):
                 if param.grad is not None:
                     self._add(number, place, group, param)
+        on_tier.gradients.wait()
+        self.grads = [taken.memory for taken in self.taken]
         #: A row for each gradient, for its norm.
         self.entries = (_abi.Tensor * len(self.grads))()
         for entry, grad in zip(self.entries, self.grads):
@@ -62,14 +74,14 @@ class TierTable:
     def _add(self, number: int, place: int, group: dict[str, Any], param: torch.Tensor) -> None:
         name = name_of(group, number, place)
         parameter = self._on_tier.check(param, name)
-        if is_torchs(group) or not is_served(param, param.grad, name):
+        if is_torchs(group) or not is_served(param, param.grad, name, True):
             raise UnsupportedError(
-                f"{name}: states on a tier need contiguous CPU tensors of 16 or 32 bits, as parameter and as gradient, without "
+                f"{name}: states on a tier need contiguous tensors of 16 or 32 bits, as parameter and as gradient, without "
                 "amsgrad, capturable or differentiable"
             )
         self.places.append((number, place))
         self.numbers.append(parameter)
-        self.grads.append(local(param.grad))
+        self.taken.append(self._on_tier.gradients.take(parameter, False))
 
     def _make_rows(self, states: Any) -> Any:
         """The rows, sorted by subgroup; those of one group and step count share options."""
@@ -88,12 +100,18 @@ class TierTable:
         self.options = {key: _abi.sized(_abi.AdamOptions) for key in dict.fromkeys(keys)}
         rows = (_abi.Tensor * len(pieces))()
         for row, (_, _, at, piece) in zip(rows, pieces):
-            grad, param = self.grads[at], local(self._on_tier.params[self.numbers[at]])
-            put_piece(row, piece, grad, param, self.options[keys[at]])
+            put_piece(row, piece, self.grads[at], self._weights(self.numbers[at]), self.options[keys[at]])
         return rows
 
+    def _weights(self, number: int) -> torch.Tensor:
+        own = local(self._on_tier.params[number])
+        return self._on_tier.weights.of(number) if link_to(own).is_apart else own
+
     def run(self, options: Any, status: list[int]) -> None:
-        """Steps all rows; appends the status of the call."""
+        """Steps all rows; appends the status of the call. Then `weights` has those of parameters that are not in host memory."""
+        params = self._on_tier.params
+        apart = [number for number in self.numbers if link_to(params[number]).is_apart]
+        self._on_tier.weights.expect(apart, self._on_tier.layout.of_subgroup)
         self._on_tier.take_written()
         self._on_tier.tiered.changes()
         self._on_tier.tiered.swap._recorded(
@@ -138,8 +156,10 @@ class TierTable:
             self._on_tier.set_version(number, version)
 
     def release_grads(self) -> None:
-        """Drops the references to the gradients."""
-        self.grads = []
+        """Drops the references to the gradients, unless a step that started during backward has them."""
+        self.grads, self.taken = [], []
+        if not self._keeps:
+            self._on_tier.gradients.forget()
 
     def name(self, number: int) -> str:
         """The name of a parameter in messages, by its place in `grads`."""
@@ -175,7 +195,7 @@ def whole_states(on_tier: TierStates, states: Any) -> dict[torch.Tensor, dict[st
             made[MASTER] = _empty(own, directory)
         whole[param] = made
     for subgroup, elements in enumerate(on_tier.layout.elements):
-        parts = {key: torch.empty(elements) for key in (MASTER, *MOMENTS)}
+        parts = {key: torch.empty(elements, device="cpu") for key in (MASTER, *MOMENTS)}
         on_tier.tiered.read(subgroup, *parts.values())
         for piece in on_tier.layout.of_subgroup[subgroup]:
             for key, to in whole[on_tier.params[piece.parameter]].items():
@@ -189,7 +209,7 @@ def whole_states(on_tier: TierStates, states: Any) -> dict[torch.Tensor, dict[st
 
 def _empty(own: torch.Tensor, directory: Any) -> torch.Tensor:
     if own.numel() < _MAPPED or directory is None:
-        return torch.empty(own.shape, dtype=torch.float32)
+        return torch.empty(own.shape, dtype=torch.float32, device="cpu")
     return mapped(own.numel(), directory).view(own.shape)
 
 
@@ -231,7 +251,7 @@ def check_loaded(on_tier: TierStates, groups: list[dict[str, Any]], loaded: dict
 def write_through(on_tier: TierStates, states: Any, found: dict[int, dict[str, Any]]) -> None:
     """Writes saved states to the tier. A parameter without one gets moments of zero; without a saved master, its value is the master."""
     for subgroup, elements in enumerate(on_tier.layout.elements):
-        parts = {MASTER: on_tier.values(subgroup), **{key: torch.zeros(elements) for key in MOMENTS}}
+        parts = {MASTER: on_tier.values(subgroup), **{key: torch.zeros(elements, device="cpu") for key in MOMENTS}}
         for piece in on_tier.layout.of_subgroup[subgroup]:
             state = found.get(piece.parameter, {})
             for key, to in parts.items():

@@ -24,6 +24,7 @@ from ..tiered import Record, Tiered
 from ._keywords import TierOptions, is_count
 from ._states import MASTER, MOMENTS, take_values
 from ._tensors import CODES, holds_values, local, name_of
+from ._tier_copies import Gradients, Weights
 
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
 _USUAL, _LEAST = 4 << 20, 4 << 10
@@ -62,6 +63,7 @@ class TierStates:
         params, names, stated: All parameters, their names in messages, and whether they have states.
         numbers: The number of each parameter, by its id.
         layout: The subgroups.
+        gradients, weights: Those of a step, in memory of the library's reach.
         tiered: The open tier.
         count: Number of steps.
 
@@ -75,6 +77,7 @@ class TierStates:
         self.stated = [param.requires_grad for param in self.params]
         self._check_served()
         self.numbers = {id(param): number for number, param in enumerate(self.params)}
+        self.gradients, self.weights = Gradients(self.params), Weights(self.params)
         self._shapes, self.count = [param.shape for param in self.params], 0
         self.tiered = Tiered(
             name,
@@ -94,7 +97,7 @@ class TierStates:
             else:
                 self.set_steps(states, [0.0] * len(self.params))
                 for subgroup, elements in enumerate(self.layout.elements):
-                    zeros = torch.zeros(elements)
+                    zeros = torch.zeros(elements, device="cpu")
                     self.tiered.write(subgroup, self.values(subgroup), zeros, zeros)
                 self._note_versions()
         except BaseException:
@@ -200,11 +203,11 @@ class TierStates:
         """Gives masters the values of parameters that the program has written to."""
         written = {number for number, (now, old) in enumerate(zip(self._now(), self._versions)) if now != old}
         for subgroup in sorted({piece.subgroup for number in written for piece in self.layout.of_parameter[number]}):
-            master, differs = torch.empty(self.layout.elements[subgroup]), False
+            master, differs = torch.empty(self.layout.elements[subgroup], device="cpu"), False
             self.tiered.read(subgroup, master)
             for piece in self.layout.of_subgroup[subgroup]:
                 if piece.parameter in written:
-                    differs |= take_values(master[piece.first : piece.first + piece.count], self._part(piece))
+                    differs |= take_values(master[piece.first : piece.first + piece.count], self._part(piece).cpu())
             if differs:
                 self.tiered.write(subgroup, master)
         self._note_versions()
@@ -238,7 +241,7 @@ class TierStates:
         """Gives the parameters the values of their masters, and the steps those of the last commit."""
         with torch.no_grad():
             for subgroup, elements in enumerate(self.layout.elements):
-                master = torch.empty(elements)
+                master = torch.empty(elements, device="cpu")
                 self.tiered.read(subgroup, master)
                 for piece in self.layout.of_subgroup[subgroup]:
                     self._part(piece).copy_(master[piece.first : piece.first + piece.count])
@@ -248,7 +251,7 @@ class TierStates:
 
     def values(self, subgroup: int) -> torch.Tensor:
         """The values of the parameters in a subgroup."""
-        values = torch.empty(self.layout.elements[subgroup])
+        values = torch.empty(self.layout.elements[subgroup], device="cpu")
         for piece in self.layout.of_subgroup[subgroup]:
             values[piece.first : piece.first + piece.count] = self._part(piece)
         return values
@@ -329,8 +332,8 @@ def _part_elements(options: TierOptions, memory_budget: int | None, total: int) 
 
 def _check_served(name: str, param: torch.Tensor) -> None:
     own = local(param)
-    if not (own.is_cpu and own.layout is torch.strided and own.is_contiguous() and own.dtype in CODES and holds_values(own)):
+    if not (not own.is_meta and own.layout is torch.strided and own.is_contiguous() and own.dtype in CODES and holds_values(own)):
         raise UnsupportedError(
             f"{name} is {own.dtype} on {own.device} with strides {own.stride() if own.layout is torch.strided else None}; states "
-            "on a tier need contiguous CPU parameters of 16 or 32 bits; leave out tier for this parameter's optimizer"
+            "on a tier need contiguous parameters of 16 or 32 bits; leave out tier for this parameter's optimizer"
         )

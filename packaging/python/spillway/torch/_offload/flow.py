@@ -32,9 +32,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from ...errors import InvalidArgumentError, UnsupportedError
+from .._link import new_link
 from .._tensors import DTensor, unused_bytes
 from .forward import Hook
-from .plan import new_link
 
 #: Share of the memory that the first backward left unused, which weights that stay may take.
 _USE = 0.9

@@ -156,8 +156,8 @@ class Offloaded(torch.optim.Optimizer):
             raise UnsupportedError(f"offload: kind is {kind!r}; pass torch.optim.AdamW or torch.optim.Adam")
         if "tier" in options:
             raise UnsupportedError(
-                "offload: tier is not served here; pass it to spillway.torch.AdamW(..., tier=..., overlap=True), whose step starts during "
-                "backward too"
+                "offload: tier is not served here; pass it to spillway.torch.AdamW(..., tier=..., overlap=True), which serves "
+                "parameters on any device, and whose step starts during backward too"
             )
         flags = {"skip_nonfinite": skip_nonfinite, **({} if overlap is None else {"overlap": overlap})}
         check_keywords("offload", max_norm, process_group, flags, None)

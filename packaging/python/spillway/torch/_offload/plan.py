@@ -20,6 +20,7 @@ from ...errors import InvalidArgumentError, OutOfOrderError
 from ...optim import Adam
 from ...speculate import Speculation
 from .._keywords import is_count
+from .._link import link_to, wait
 from .._states import LOW, MASTER
 from .._tensors import apart, holds_values, is_partial, like, local
 from .tail import TailedSpeculation, tail_of
@@ -27,123 +28,10 @@ from .tail import TailedSpeculation, tail_of
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class HostLink:
-    """Copies between a parameter in host memory and its slot; each copy is done when its call returns."""
-
-    pinned = False
-
-    def out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Starts the copy of a tensor to the host."""
-        host.copy_(tensor)
-
-    def back(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """Starts the copy of host memory to a tensor. Later work of the caller on that device sees it."""
-        tensor.copy_(host)
-
-    def bring(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """Starts the copy of host memory to a tensor. Later work of the caller that needs it waits for `fence()`."""
-        tensor.copy_(host)
-
-    def mark(self, tensor: torch.Tensor) -> Any:
-        """What `differs` needs of the values of a tensor that is copied."""
-        return None
-
-    def differs(self, tensor: torch.Tensor, host: torch.Tensor, mark: Any) -> bool:
-        """True if a tensor has changed since its values were copied, also through `.data`, which changes no version."""
-        if tensor.dtype is host.dtype and _is_words(tensor) and _is_words(host):
-            # Some times faster than the comparison of 16-bit numbers.
-            tensor, host = (own.view(-1).view(torch.int64) for own in (tensor, host))
-        return not torch.equal(tensor, host)
-
-    def release(self) -> None:
-        """Later work of the caller on the device may overwrite what is copied to the host."""
-
-    def fence(self) -> Any:
-        """An object with `synchronize()` and `query()` for the copies that were started before; None if they are done."""
-        return None
-
-    def wait(self, fence: Any) -> None:
-        """Makes the caller's later work on the device wait for the copies of a fence."""
-
-
-class DeviceLink(HostLink):
-    """Copies between a device and pinned host memory, on a stream of their own."""
-
-    pinned = True
-
-    def __init__(self, device: torch.device):
-        self._stream = torch.Stream(device=device)
-        self._device = device
-
-    def out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Starts the copy of a tensor to the host, after the caller's work on the device."""
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._stream)
-
-    def back(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """Starts the copy of host memory to a tensor; the caller's later work on the device waits for it."""
-        self.bring(tensor, host)
-        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-
-    def bring(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """Starts the copy of host memory to a tensor, after the caller's work on the device."""
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            tensor.copy_(host, non_blocking=True)
-
-    def mark(self, tensor: torch.Tensor) -> Any:
-        """The norm, computed on the device: the values on the host are not read back."""
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32)
-
-    def differs(self, tensor: torch.Tensor, host: torch.Tensor, mark: Any) -> bool:
-        """True if the norm has changed."""
-        return bool(self.mark(tensor) != mark)
-
-    def release(self) -> None:
-        """Makes the caller's later work on the device wait for the copies that were started before."""
-        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-
-    def fence(self) -> Any:
-        """An event of the stream."""
-        return self._stream.record_event()
-
-    def wait(self, fence: Any) -> None:
-        """Makes the caller's later work on the device wait for the copies of a fence."""
-        torch.accelerator.current_stream(self._device).wait_event(fence)
-
-
-_links: dict[torch.device, HostLink] = {}
-
-
-def link_to(param: torch.Tensor) -> HostLink:
-    """The link to the device of a parameter; one per device."""
-    device = local(param).device
-    if device not in _links:
-        _links[device] = new_link(device)
-    return _links[device]
-
-
-def new_link(device: torch.device) -> HostLink:
-    """A link with a stream of its own."""
-    return HostLink() if device.type == "cpu" else DeviceLink(device)
-
-
-def _is_words(tensor: torch.Tensor) -> bool:
-    """True if the memory of a tensor has its values, in whole words of 8 bytes."""
-    return tensor.is_contiguous() and holds_values(tensor) and not (tensor.nbytes % 8 or tensor.storage_offset() * tensor.itemsize % 8)
-
-
 def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor whose memory has the values of another one in this dtype, in order: that tensor itself if its memory has them."""
     own = tensor.to(dtype)
     return own if own.is_contiguous() and holds_values(own) else torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own)
-
-
-def _wait(fence: Any) -> None:
-    if fence is not None:
-        fence.synchronize()
 
 
 class Slot:
@@ -277,7 +165,7 @@ class Slot:
             elif self._weights_of != self._identity(self.param) or self.link.differs(weights, self.weights, self._weights_mark):
                 self.link.out(self.weights, weights)
                 if MASTER in self._parts:
-                    _wait(self.link.fence())
+                    wait(self.link.fence())
                     self._follow(self.weights)
                 self._weights_of = self._identity(self.param)
                 self._weights_mark = self.link.mark(weights)
@@ -372,7 +260,7 @@ class Slot:
         return (id(own), own._version, own.data_ptr())
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(local(self.param).shape, dtype=dtype, pin_memory=self.link.pinned)
+        return self.link.memory(local(self.param).shape, dtype)
 
     def _uninitialised(self) -> torch.Tensor:
         return torch.empty(local(self.param).shape, dtype=torch.float32, device=self._home) if self.stays else self._empty(torch.float32)
@@ -486,7 +374,7 @@ class Plan:
     def begin(self, options: list[dict[str, Any]], scale: float, max_norm: float) -> None:
         """Opens the round of each lane."""
         while self._publishing:
-            _wait(self._publishing.pop())
+            wait(self._publishing.pop())
         self._options, self.limit, self.is_open, self.started = options, max_norm, True, None
         self.numbers = {slot: self._number(slot) for slot in self.slots}
         for lane, given in zip(self.lanes, options):

@@ -16,7 +16,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use std::{fs, io};
+use std::{fmt, fs, io};
 
 use super::extent::check_name;
 use super::ownership::{LockStep, OwnedLock, PendingLock, owner_has_ended};
@@ -44,6 +44,12 @@ pub struct Owner {
     pub host: String,
     /// Rank in the job.
     pub rank: u32,
+}
+
+impl fmt::Display for Owner {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "{} on {}, rank {}", self.job, self.host, self.rank)
+    }
 }
 
 /// A directory whose lock this process holds.

@@ -204,7 +204,8 @@ impl Tier {
             });
         }
         self.claims.may_commit()?;
-        let loaded = taken.try_for_each(|extent| self.import_extent(extent, &source.path, passed));
+        let engine = Engine::open(IoOptions { preallocate: false, ..self.options.io })?;
+        let loaded = taken.try_for_each(|extent| self.import_extent(extent, &source.path, &engine, passed));
         match loaded.and_then(|()| self.commit(step, &payload)) {
             Ok(()) => Ok(step),
             Err(error) => {
@@ -214,7 +215,13 @@ impl Tier {
         }
     }
 
-    fn import_extent(&self, extent: &SourceExtent, place: &Path, passed: Passed) -> Result<()> {
+    fn import_extent(
+        &self,
+        extent: &SourceExtent,
+        place: &Path,
+        engine: &Engine,
+        passed: Passed,
+    ) -> Result<()> {
         let sizes: Vec<u64> = extent.streams.iter().map(|stream| stream.bytes).collect();
         let number = self.define(&extent.name, &sizes)?;
         let target = Target { directory: place.to_path_buf(), io_timeout: self.options.io.io_timeout };
@@ -223,7 +230,6 @@ impl Tier {
             target.within(Doing::Opening, move || open(&path).map(Arc::new))
         });
         let files = files.collect::<Result<Vec<_>>>()?;
-        let engine = Engine::open(IoOptions { preallocate: false, ..self.options.io })?;
         let reserved = self.begin_write(number, &WriteOrigin::Caller)?;
         let checksums: Vec<AtomicU64> =
             (0..reserved.subject.shape.blocks()).map(|_| AtomicU64::new(0)).collect();
@@ -241,7 +247,7 @@ fn open(path: &Path) -> Result<File> {
 
 /// What an import of an extent reads, and the checksums of the blocks it has read.
 struct Origins<'a> {
-    engine: Engine,
+    engine: &'a Engine,
     files: Vec<Arc<File>>,
     extent: &'a SourceExtent,
     checksums: Vec<AtomicU64>,

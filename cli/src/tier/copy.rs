@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use bytesize::ByteSize;
 use spillway::error::{Error, IoKind, Result, TierError, TierKind};
-use spillway::offload::swap::tensors_of;
 use spillway::sys::host;
 use spillway::tier::Tier;
 use spillway::tier::directory::Owner;
@@ -19,7 +18,7 @@ use spillway::tier::options::{Mode, TierOptions};
 use spillway::tier::select::Selection;
 use spillway::tier::snapshot::TierSnapshot;
 
-use super::{Which, open, title};
+use super::{Which, open, states_of};
 use crate::progress::Progress;
 use crate::report::size;
 use crate::stdout;
@@ -43,7 +42,7 @@ pub struct ExportOptions {
     to: PathBuf,
     #[command(flatten)]
     which: Which,
-    /// Takes the extents with such a name only; may be repeated. `*` stands for any letters, `?` for one.
+    /// Takes only the extents whose name matches; may be repeated. `*` stands for any letters, `?` for one.
     #[arg(long = "name", value_name = "PATTERN")]
     names: Vec<String>,
     /// Takes these elements of each tensor only. The file is then no export that `import` can restore.
@@ -61,7 +60,7 @@ pub struct ImportOptions {
     from: PathBuf,
     #[command(flatten)]
     which: Which,
-    /// Takes the extents with such a name only; may be repeated. `*` stands for any letters, `?` for one.
+    /// Takes only the extents whose name matches; may be repeated. `*` stands for any letters, `?` for one.
     #[arg(long = "name", value_name = "PATTERN")]
     names: Vec<String>,
     /// Makes a new tier, of the job, rank and number of ranks of the export unless --job, --rank or --world is given.
@@ -115,7 +114,7 @@ pub fn snapshot(options: &SnapshotOptions) -> Result<()> {
     let copying = Copying::begin(&format!("writing {}", options.to.display()), snapshot.progress().bytes);
     let step = loop {
         match snapshot.wait(POLL) {
-            Err(error) if error.io_kind() == Some(IoKind::Timeout) || matches!(error, Error::Timeout(_)) => {
+            Err(error) if error.io_kind() == Some(IoKind::Timeout) => {
                 copying.reached(snapshot.progress().written);
             }
             ended => break ended?,
@@ -124,7 +123,7 @@ pub fn snapshot(options: &SnapshotOptions) -> Result<()> {
     drop(copying);
     drop(snapshot);
     close(tier)?;
-    stdout::say(&format!("{}: step {step} of {}", options.to.display(), title(&found)))
+    stdout::say(&format!("{}: step {step} of {}", options.to.display(), found.owner))
 }
 
 pub fn export(options: &ExportOptions) -> Result<()> {
@@ -132,7 +131,7 @@ pub fn export(options: &ExportOptions) -> Result<()> {
     let tier = open(&found)?;
     let selection = Selection { names: options.names.clone(), range: options.range.clone() };
     let tensors = |extent: &str, streams: usize| -> Vec<(String, String)> {
-        match tensors_of(extent).filter(|tensors| tensors.len() == streams) {
+        match states_of(extent, streams) {
             Some(tensors) => {
                 let tensor = |(name, dtype): &(&str, &str)| (format!("{extent}.{name}"), dtype.to_string());
                 tensors.iter().map(tensor).collect()
@@ -154,7 +153,7 @@ pub fn export(options: &ExportOptions) -> Result<()> {
     stdout::say(&format!(
         "{}: step {step} of {}, {} in {seconds:.1} s",
         options.to.display(),
-        title(&found),
+        found.owner,
         size(bytes)
     ))
 }
@@ -162,11 +161,11 @@ pub fn export(options: &ExportOptions) -> Result<()> {
 pub fn import(options: &ImportOptions) -> Result<()> {
     let source = Source::open(&options.from, TierOptions::IO_TIMEOUT)?;
     let selection = Selection { names: options.names.clone(), range: None };
-    let (tier, title) = match options.create {
+    let (tier, owner) = match options.create {
         true => create(options, &source)?,
         false => {
             let found = options.which.one()?;
-            (open(&found)?, title(&found))
+            (open(&found)?, found.owner)
         }
     };
     let bytes = source.bytes(&selection);
@@ -185,10 +184,10 @@ pub fn import(options: &ImportOptions) -> Result<()> {
         imported => imported?,
     };
     tier.close(None)?;
-    stdout::say(&format!("{title}: step {step} from {}, {}", options.from.display(), size(bytes)))
+    stdout::say(&format!("{owner}: step {step} from {}, {}", options.from.display(), size(bytes)))
 }
 
-fn create(options: &ImportOptions, source: &Source) -> Result<(Tier, String)> {
+fn create(options: &ImportOptions, source: &Source) -> Result<(Tier, Owner)> {
     let (which, origin) = (&options.which, source.origin());
     let job = which.job.clone().or_else(|| origin.map(|origin| origin.job.clone()));
     let job = job.ok_or_else(|| {
@@ -200,10 +199,9 @@ fn create(options: &ImportOptions, source: &Source) -> Result<(Tier, String)> {
         rank: which.rank.or(origin.map(|origin| origin.rank)).unwrap_or(0),
     };
     let world = options.world.or(origin.map(|origin| origin.world)).unwrap_or(owner.rank.saturating_add(1));
-    let title = format!("{} on {}, rank {}", owner.job, owner.host, owner.rank);
     let exists = || {
         let message = "there is such a tier already; leave out --create to import into it, or remove it with `spillway tier rm`";
-        Err(TierError::at(TierKind::Foreign, title.clone(), message))
+        Err(TierError::at(TierKind::Foreign, owner.to_string(), message))
     };
     let mode = match which.find()?.into_iter().find(|found| found.owner == owner) {
         None => Mode::Create,
@@ -216,14 +214,14 @@ fn create(options: &ImportOptions, source: &Source) -> Result<(Tier, String)> {
     let tier = Tier::open(TierOptions {
         mode,
         world,
-        ..TierOptions::new(owner, which.distinct().into_iter().cloned())
+        ..TierOptions::new(owner.clone(), which.distinct().into_iter().cloned())
     })?;
     // Another process may have committed since the look.
     if tier.opened().step.is_some() {
         tier.close(None)?;
         return exists();
     }
-    Ok((tier, title))
+    Ok((tier, owner))
 }
 
 /// Closes the tier of a snapshot that has ended.

@@ -4,11 +4,10 @@
 use std::fmt::Write;
 
 use spillway::error::Result;
-use spillway::offload::swap::tensors_of;
 use spillway::tier::format::{ExtentRecord, Superblock};
 use spillway::tier::inspect::Found;
 
-use super::Which;
+use super::{Which, states_of, step_of};
 use crate::report::{size, table};
 use crate::stdout;
 
@@ -142,7 +141,7 @@ fn stored(extent: &ExtentRecord, paths: usize) -> Vec<u64> {
 fn extent(record: &ExtentRecord, paths: usize) -> ExtentReport {
     let stored = stored(record, paths);
     let all = stored.iter().sum::<u64>().max(1) as f64;
-    let tensors = tensors_of(&record.name).filter(|tensors| tensors.len() == record.shape.streams().len());
+    let tensors = states_of(&record.name, record.shape.streams().len());
     let stream = |(n, bytes): (usize, &u64)| {
         let (name, dtype) = tensors.map(|tensors| tensors[n]).unzip();
         StreamReport { bytes: *bytes, name, dtype }
@@ -163,7 +162,7 @@ fn plain(name: &str) -> String {
 
 fn text(tier: &TierReport) -> String {
     let world = tier.world.map_or_else(String::new, |world| format!(" of {world}"));
-    let step = tier.step.map_or("no commit".to_string(), |step| format!("step {step}"));
+    let step = step_of(tier.step);
     let bytes = tier.extents.iter().map(|extent| extent.bytes).sum();
     let mut text = format!(
         "{} on {}, rank {}{world}: {step}, {} extents of {}, record of {} bytes\n",

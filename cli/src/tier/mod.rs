@@ -12,6 +12,7 @@ mod verify;
 use std::path::PathBuf;
 
 use spillway::error::{Error, Result, TierError, TierKind};
+use spillway::offload::swap::tensors_of;
 use spillway::tier::Tier;
 use spillway::tier::inspect::{self, Found};
 use spillway::tier::options::{Mode, PathLocation, TierOptions};
@@ -125,7 +126,7 @@ impl Which {
         match tiers.len() {
             1 => Ok(tiers.remove(0)),
             count => {
-                let names: Vec<String> = tiers.iter().map(title).collect();
+                let names: Vec<String> = tiers.iter().map(|found| found.owner.to_string()).collect();
                 let reason = format!(
                     "has {count} tiers: {}; choose one with --job, --host and --rank",
                     names.join("; ")
@@ -140,10 +141,14 @@ impl Which {
     }
 }
 
-/// Job, host and rank of a tier.
-fn title(found: &Found) -> String {
-    let owner = &found.owner;
-    format!("{} on {}, rank {}", owner.job, owner.host, owner.rank)
+/// The step of a commit, in words.
+fn step_of(step: Option<u64>) -> String {
+    step.map_or("no commit".to_string(), |step| format!("step {step}"))
+}
+
+/// Names and dtypes of the streams of an optimizer's subgroup; `None` for another extent.
+fn states_of(extent: &str, streams: usize) -> Option<&'static [(&'static str, &'static str)]> {
+    tensors_of(extent).filter(|tensors| tensors.len() == streams)
 }
 
 /// Opens a tier at its last commit. Nothing is written to it until the first change.
@@ -154,7 +159,7 @@ fn open(found: &Found) -> Result<Tier> {
         } else {
             found.damage.join("; ")
         };
-        return Err(TierError::at(TierKind::Format, title(found), damage));
+        return Err(TierError::at(TierKind::Format, found.owner.to_string(), damage));
     };
     Tier::open(TierOptions {
         mode: Mode::Resume,

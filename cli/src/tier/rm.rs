@@ -5,8 +5,9 @@ use spillway::error::{Error, Result};
 use spillway::tier::inspect::Found;
 use spillway::tier::options::PathLocation;
 use spillway::tier::select::Selection;
+use spillway::tier::store::Opened;
 
-use super::{Which, open, title};
+use super::{Which, open, step_of};
 use crate::report::size;
 use crate::stdout;
 
@@ -14,7 +15,7 @@ use crate::stdout;
 pub struct Options {
     #[command(flatten)]
     which: Which,
-    /// Removes the extents with such a name only, and commits; may be repeated. `*` stands for any letters, `?` for one.
+    /// Removes only the extents whose name matches, and commits; may be repeated. `*` stands for any letters, `?` for one.
     #[arg(long = "name", value_name = "PATTERN")]
     names: Vec<String>,
     /// Removes; without it the command only says what it would remove, and fails.
@@ -40,10 +41,9 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 fn described(found: &Found) -> String {
-    let Some(superblock) = &found.superblock else { return title(found) };
-    let step = superblock.step.map_or("no commit".to_string(), |step| format!("step {step}"));
+    let Some(superblock) = &found.superblock else { return found.owner.to_string() };
     let bytes = superblock.extents.iter().flatten().map(|extent| extent.shape.bytes()).sum();
-    format!("{}: {step}, {}", title(found), size(bytes))
+    format!("{}: {}, {}", found.owner, step_of(superblock.step), size(bytes))
 }
 
 fn confirm(options: &Options, what: &[String]) -> Result<()> {
@@ -58,13 +58,14 @@ fn extents(options: &Options, found: &Found) -> Result<()> {
     let tier = open(found)?;
     let removed: Vec<_> = tier.extents().into_iter().filter(|extent| selection.takes(&extent.name)).collect();
     if removed.is_empty() {
-        return Err(selection.nothing(&title(found)));
+        return Err(selection.nothing(&found.owner.to_string()));
     }
     let names: Vec<String> = removed.iter().map(|extent| format!("{:?}", extent.name)).collect();
-    confirm(options, &[format!("the extents {} of {}", names.join(", "), title(found))])?;
+    confirm(options, &[format!("the extents {} of {}", names.join(", "), found.owner)])?;
     removed.iter().try_for_each(|extent| tier.remove(extent.number))?;
-    let opened = tier.opened().clone();
-    tier.commit(opened.step.unwrap_or_default(), &opened.payload)?;
+    let Opened { step, payload, .. } = tier.opened().clone();
+    let step = step.ok_or_else(|| selection.nothing(&found.owner.to_string()))?;
+    tier.commit(step, &payload)?;
     tier.close(None)?;
-    stdout::say(&format!("removed {} of {}", names.join(", "), title(found)))
+    stdout::say(&format!("removed {} of {}", names.join(", "), found.owner))
 }

@@ -5,7 +5,7 @@ use spillway::error::{Error, Result};
 use spillway::tier::inspect::Found;
 use spillway::tier::store::VerifyReport;
 
-use super::{Which, open, title};
+use super::{Which, open, step_of};
 use crate::progress::Progress;
 use crate::report::size;
 use crate::stdout;
@@ -42,7 +42,7 @@ pub fn run(options: &Options) -> Result<()> {
     let progress = Progress::new(tiers.len());
     let mut verified = Vec::new();
     for found in &tiers {
-        progress.begin(&format!("reading {}", title(found)));
+        progress.begin(&format!("reading {}", found.owner));
         verified.push(verify(found)?);
         progress.end();
     }
@@ -95,10 +95,10 @@ fn verified(found: &Found, report: VerifyReport) -> Verified {
 }
 
 fn text((tier, found): (&Verified, &Found)) -> String {
-    let step = tier.step.map_or("no commit".to_string(), |step| format!("step {step}"));
     let mut text = format!(
-        "{}: {step}, {} extents, {} blocks, {}: {}\n",
-        title(found),
+        "{}: {}, {} extents, {} blocks, {}: {}\n",
+        found.owner,
+        step_of(tier.step),
         tier.extents,
         tier.blocks,
         size(tier.bytes),

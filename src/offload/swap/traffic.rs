@@ -114,13 +114,16 @@ impl Traffic {
 
     /// Chooses the paths for a write of a subgroup in this encoding. Errors: no healthy path has room.
     pub(super) fn place(&mut self, subgroup: usize, encoding: Encoding, tier: &Tier) -> Result<Parts> {
+        let mut failed = 0;
         for (path, flow) in tier.flows().iter().enumerate() {
-            self.placement.drain(path, flow.health != Health::Healthy);
+            let drains = flow.health != Health::Healthy;
+            self.placement.drain(path, drains);
+            failed += usize::from(drains);
         }
         let Pieces { units, elements } = &self.pieces[subgroup];
         let mut taken = vec![0u64; self.seen.len()];
         for unit in units.clone() {
-            let path = self.placement.flush(unit).ok_or_else(|| no_room(subgroup))?;
+            let path = self.placement.flush(unit).ok_or_else(|| no_room(subgroup, failed))?;
             taken[path] += 1;
         }
         Ok(parts_of(&taken, &Shape::new(&encoding::streams(encoding, *elements), tier.block_bytes())?))
@@ -228,8 +231,12 @@ fn parts_of(taken: &[u64], shape: &Shape) -> Parts {
     parts.filter(|(_, blocks)| *blocks > 0).collect()
 }
 
-fn no_room(subgroup: usize) -> Error {
+fn no_room(subgroup: usize, failed: usize) -> Error {
+    let failed = match failed {
+        0 => String::new(),
+        paths => format!(", and {paths} of the paths take no writes; mend them"),
+    };
     Error::LimitReached(format!(
-        "no usable path has room for subgroup {subgroup}; free space, or raise the limit of a path"
+        "no usable path has room for subgroup {subgroup}{failed}; free space, or raise the limit of a path"
     ))
 }

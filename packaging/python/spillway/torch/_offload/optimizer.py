@@ -35,7 +35,7 @@ from ...errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from .. import _norm
 from .._keywords import check_keywords, result_of
 from .._tensors import averages_later, is_partial, local
-from .plan import FLOATS, Plan, Slot
+from .plan import FLOATS, Decision, Plan, Slot
 from .tail import apart_in_bits
 from .tail_search import TailSearch, Timed, room
 
@@ -421,7 +421,7 @@ class Offloaded(torch.optim.Optimizer):
         if reduced is None:
             reduced = _norm.reducing(self._measure(), None, "offload")
         if not self._measures:
-            decision: Any = "commit"
+            decision = Decision(False, None)
         else:
             total, nonfinite, found_inf = reduced()
             if nonfinite and not self.skip_nonfinite and not found_inf:
@@ -430,7 +430,7 @@ class Offloaded(torch.optim.Optimizer):
                 raise InvalidArgumentError(
                     f"offload: the gradient of {culprit} has Inf or NaN; nothing was stepped. Pass skip_nonfinite=True to skip such steps"
                 )
-            decision = (nonfinite or found_inf, math.inf if found_inf else total)
+            decision = Decision(nonfinite or found_inf, math.inf if found_inf else total)
         if plan is not None:
             plan.decision = decision
         else:
@@ -469,22 +469,26 @@ class Offloaded(torch.optim.Optimizer):
         if plan is None or plan.decision is None:
             return
         try:
-            plan.resolve()
-            self._report(plan.decision)
-            if not self._skipped:
-                with torch.no_grad():
-                    plan.publish()
-            plan.finish()
+            self._carry_out(plan, plan.decision)
         except SpillwayError:
             # A bucket has failed after the verdict, and others have stepped. Raised once, so that a state dict can be loaded.
             plan.end()
             raise
-        if not self._skipped:
-            for slot in plan.slots:
-                slot.count(plan.numbers[slot])
         self._clipped = self._clipped + 1 if self.max_norm and (self._grad_norm or 0.0) > self.max_norm else 0
         self._stop_clock(plan)
         plan.end()
+
+    def _carry_out(self, plan: Plan, decision: Decision) -> None:
+        """Gives the parameters the weights of a step, unless it is skipped, and counts it."""
+        plan.resolve(decision)
+        self._report(decision)
+        if not decision.skips:
+            with torch.no_grad():
+                plan.publish()
+        plan.finish()
+        if not decision.skips:
+            for slot in plan.slots:
+                slot.count(plan.numbers[slot])
 
     def _start_clock(self) -> None:
         """The program waits for the step from now on."""
@@ -529,10 +533,9 @@ class Offloaded(torch.optim.Optimizer):
         self._verdict_due = None
         self._next.completed()
 
-    def _report(self, decision: Any) -> None:
-        self._skipped, self._grad_norm = False, None
-        if decision != "commit":
-            self._skipped, self._grad_norm = decision[0], math.sqrt(decision[1])
+    def _report(self, decision: Decision) -> None:
+        self._skipped = decision.skips
+        self._grad_norm = None if decision.total is None else math.sqrt(decision.total)
 
     @property
     def tail(self) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -319,6 +319,17 @@ class Lane:
         self.speculation = TailedSpeculation(hosts, kept) if tail else Speculation(hosts, publish="staged")
 
 
+class Decision(NamedTuple):
+    """What the norm says of a step.
+
+    Attributes:
+        skips: The step changes nothing, because a gradient has Inf or NaN.
+        total: The sum of the squares of all gradients; None: no norm was asked for."""
+
+    skips: bool
+    total: float | None
+
+
 class Plan:
     """The lanes of all parameters of a step, and the state of its round.
 
@@ -327,7 +338,7 @@ class Plan:
         tail: The number of buckets that were asked to stay on the device.
         started: When the first bucket of the round was on the host, by time.perf_counter(); None before.
         limit: The norm above which the round clips; 0: there is none.
-        decision: None until the verdict is known; then "commit", or whether the total has Inf or NaN, and the sum of squares."""
+        decision: What the norm says; None until it is known."""
 
     def __init__(
         self,
@@ -357,7 +368,7 @@ class Plan:
         self._starting = AfterEvents("spillway-offload")
         # The copies of the last step's weights to the devices.
         self._publishing: list[Any] = []
-        self.decision: Any = None
+        self.decision: Decision | None = None
 
     def bucket_of(self, slot: Slot) -> Bucket | None:
         """The bucket of a parameter; None if it has none."""
@@ -434,11 +445,14 @@ class Plan:
         """A parameter to which the program wrote since its gradient was copied; None if there is none."""
         return next((slot for slot in self.slots if slot.is_written()), None)
 
-    def resolve(self) -> None:
+    def resolve(self, decision: Decision) -> None:
         """Gives each lane the verdict, unless it has it."""
         for lane in self.lanes:
             with contextlib.suppress(OutOfOrderError):
-                lane.speculation.resolve_as("commit") if self.decision == "commit" else lane.speculation.resolve(self.decision)
+                if decision.total is None:
+                    lane.speculation.resolve_as("commit")
+                else:
+                    lane.speculation.resolve((decision.skips, decision.total))
 
     def publish(self) -> None:
         """Gives the parameters their weights, bucket by bucket as they become final."""

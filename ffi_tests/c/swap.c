@@ -261,6 +261,9 @@ static void steps_beside_the_caller_have_the_bits_of_steps_in_memory(void) {
     REFUSED(spw_swap_finish(swap, 0, NULL), SPW_ERR_BUCKET_MISSING, "subgroup 1");
     // Only the gradient of subgroup 0 was read; there is no commit yet.
     CHECK_OK(spw_swap_close(swap));
+    const spw_swap_options again = settings(5);
+    REFUSED(spw_swap_open(tier, &again, &swap), SPW_ERR_BUSY, "roll the tier back first");
+    CHECK_OK(spw_tier_rollback(tier));
     swap = open_swap(tier, 5);
     start(6);
     fill_swap(swap);

@@ -154,7 +154,7 @@ enum spw_status spw_swap_plan_budget(const struct spw_swap_options *options,
 //
 // Once the update has changed a state, only it commits and rolls back, until it has done so: `spw_tier_commit`,
 // `spw_tier_rollback` and `spw_tier_import` are SPW_ERR_BUSY, or SPW_ERR_ROUND_OPEN between `spw_swap_begin` and the end of
-// that step. If it is closed before, `spw_tier_rollback` comes before the next `spw_tier_commit`.
+// that step. If it is closed before, `spw_tier_rollback` comes before the next `spw_tier_commit` or `spw_swap_open`.
 enum spw_status spw_swap_open(const struct spw_tier *tier,
                               const struct spw_swap_options *options,
                               struct spw_swap **swap_out);

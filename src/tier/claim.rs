@@ -4,7 +4,8 @@
 //! - At most one claim of a tier exists. Two updates would cache the same subgroups, and each would write over the steps of
 //!   the other.
 //! - From the first change of a state until the update commits or rolls back, the tier may hold states of two steps: others
-//!   are in memory only. Only the update commits and rolls back then. If its claim ends before, a rollback comes first.
+//!   are in memory only. Only the update commits and rolls back then. If its claim ends before, a rollback comes before
+//!   the next commit and before the next claim.
 //! - No change begins during a commit, and no commit of another caller after a change began: both decide under the lock of
 //!   the tier's state.
 #![forbid(unsafe_code)]
@@ -28,6 +29,11 @@ impl Claims {
     /// Errors: only the update may commit (`Busy`, or [`RoundError::Open`] while its step is open).
     pub(super) fn may_commit(&self) -> Result<()> {
         self.may_roll_back()?;
+        self.settled()
+    }
+
+    /// `Busy` if states changed that nobody committed or rolled back.
+    fn settled(&self) -> Result<()> {
         if self.has(CHANGED) {
             let message = "a tiered update was closed before it committed the states that it changed; roll the tier back first";
             return Err(Error::Busy(message.to_string()));
@@ -47,9 +53,13 @@ impl Claims {
         Ok(())
     }
 
-    /// False if there is a claim already.
-    pub(super) fn claim(&self) -> bool {
-        self.0.fetch_or(CLAIMED, Ordering::AcqRel) & CLAIMED == 0
+    /// Begins a claim. `Busy` if there is one already, or if the last one ended with uncommitted changes.
+    pub(super) fn claim(&self) -> Result<()> {
+        if self.0.fetch_or(CLAIMED, Ordering::AcqRel) & CLAIMED != 0 {
+            let message = "the tier already has a tiered update; close that update before another is opened";
+            return Err(Error::Busy(message.to_string()));
+        }
+        self.settled().inspect_err(|_| self.end())
     }
 
     /// The claim has ended.

@@ -553,15 +553,10 @@ impl Tier {
 pub struct UpdateClaim(Arc<Tier>);
 
 impl UpdateClaim {
-    /// Claims the tier. Errors: another update has it (`Busy`).
+    /// Claims the tier. `Busy` if another update has it, or if the last one was closed with uncommitted changes.
     pub fn new(tier: &Arc<Tier>) -> Result<UpdateClaim> {
-        match tier.claims.claim() {
-            true => Ok(UpdateClaim(Arc::clone(tier))),
-            false => Err(Error::Busy(
-                "the tier already has a tiered update; close that update before another is opened"
-                    .to_string(),
-            )),
-        }
+        tier.claims.claim()?;
+        Ok(UpdateClaim(Arc::clone(tier)))
     }
 
     /// Call before states change: others cannot commit and roll back from then on. `Busy` while a commit is in flight.

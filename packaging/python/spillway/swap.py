@@ -119,7 +119,7 @@ class Swap(_NativeHandle):
 
     On a tier resumed with the same subgroups the state is there; otherwise call fill() or write(). Once it has
     changed states, only it commits and rolls back. close() discards what was not committed; the tier stays open, and needs a
-    rollback before its own next commit.
+    rollback before its own next commit or the next Swap.
 
     Args:
         tier: The open Tier.
@@ -137,6 +137,7 @@ class Swap(_NativeHandle):
 
     Raises:
         InvalidArgumentError: The memory limit is too small, or the tier holds other subgroups.
+        BusyError: The tier has a Swap, or one that was closed with uncommitted changes; roll the tier back.
 
     Example:
         swap = spillway.Swap(tier, elements=[param.numel()])

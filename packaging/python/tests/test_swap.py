@@ -354,8 +354,9 @@ def test_only_the_update_commits_and_rolls_back_what_it_changed(folders, specula
                     update.submit(subgroup, gradient)
                 if speculative:
                     update.verdict("skip")
-        with pytest.raises(spillway.BusyError, match="roll the tier back first"):
-            tier.commit(7)
+        for call in (lambda: tier.commit(7), lambda: open_swap(tier)):
+            with pytest.raises(spillway.BusyError, match="roll the tier back first"):
+                call()
         tier.rollback()
         with open_swap(tier) as swap:
             assert same(everything(swap), before)

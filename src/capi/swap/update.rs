@@ -55,7 +55,7 @@ pub extern "C" fn spw_swap_plan_budget(
 ///
 /// Once the update has changed a state, only it commits and rolls back, until it has done so: `spw_tier_commit`,
 /// `spw_tier_rollback` and `spw_tier_import` are SPW_ERR_BUSY, or SPW_ERR_ROUND_OPEN between `spw_swap_begin` and the end of
-/// that step. If it is closed before, `spw_tier_rollback` comes before the next `spw_tier_commit`.
+/// that step. If it is closed before, `spw_tier_rollback` comes before the next `spw_tier_commit` or `spw_swap_open`.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_swap_open(
     tier: Option<&spw_tier>,

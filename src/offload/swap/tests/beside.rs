@@ -239,6 +239,11 @@ fn only_the_update_commits_and_rolls_back_what_it_changed() {
     refused(changed);
     drop(beside);
     assert!(matches!(tier.commit(2, b""), Err(Error::Busy(_))));
+    // The next update would commit what this one left.
+    for _ in 0..2 {
+        let error = UpdateClaim::new(&tier).unwrap_err().to_string();
+        assert!(error.contains("roll the tier back first"), "{error}");
+    }
     tier.rollback().and_then(|()| tier.commit(2, b"")).unwrap();
     check(&open_on(tier, &SIZES, Encoding::Full, 4), &reference, "after all");
 }

@@ -598,3 +598,27 @@ def test_a_store_whose_construction_fails_at_the_weights_lets_go_of_the_tier(tmp
             stored(Model(), tmp_path)
     with stored(Model(), tmp_path) as store:
         assert store.resumed_step == 0 and raised.value
+
+
+def test_a_snapshot_is_written_beside_steps_and_restored_with_its_bits(tmp_path):
+    model = Model()
+    (tmp_path / "snapshots").mkdir()
+    with stored(model) as store:
+        train(store, model, range(2))
+        store.commit()
+        with store.snapshot(tmp_path / "snapshots" / "two", bytes_per_second=1_000_000, keep=1) as snapshot:
+            after = train(store, model, range(2, 4))
+            assert snapshot.wait() == 2
+        assert store.restore(tmp_path / "snapshots" / "two") == store.steps == store.committed_step == 2
+        assert same(train(store, model, range(2, 4)), after)
+        before = model.copies()
+        with pytest.raises(spillway.NoStateError, match="no finished snapshot"):
+            store.restore(tmp_path)
+        store.commit()
+        with store.snapshot(tmp_path / "snapshots" / "four", keep=1) as snapshot:
+            snapshot.wait()
+        assert [found.name for found in (tmp_path / "snapshots").iterdir()] == ["four"] and same(model.copies(), before)
+    with stored(other := Model()) as store:
+        assert store.restore(tmp_path / "snapshots" / "four") == 4 and same(other.copies(), before)
+    with stored(Model(["a.weight"])) as store, pytest.raises(spillway.InvalidArgumentError, match="states of other shards"):
+        store.restore(tmp_path / "snapshots" / "four")

@@ -1,17 +1,21 @@
 """States on a tier: commits, resumes, rollbacks, kills, forks and interrupts."""
 
 import copy
+import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 from tier_runs import same, same_states, tier, train
 from tier_worker import options, parameters, random_grads
 
 import spillway
 from spillway import torch as own
+from spillway._snapshot import Snapshot
 
 #: One of two processes of a run: rank 1 cannot commit its second step.
 APART = """
@@ -213,3 +217,130 @@ def interrupted(status):
     """In place of the check of a status: a signal handler that raises after the call."""
     assert status == 0
     raise KeyboardInterrupt
+
+
+def trained(place, steps, seed=0):
+    params = parameters(seed=seed)
+    optimizer = own.AdamW(params, lr=1e-2, tier=place)
+    train(optimizer, params, steps)
+    return params, optimizer
+
+
+def test_a_restored_snapshot_goes_on_with_the_bits_of_its_run(tier, tmp_path):
+    params, optimizer = trained(tier, range(3))
+    optimizer.commit(payload=b"epoch 1")
+    with optimizer.snapshot(tmp_path / "snapshot") as snapshot:
+        train(optimizer, params, range(3, 6))
+        assert snapshot.wait() == 3
+    after = [param.detach().clone() for param in params]
+    assert optimizer.restore(tmp_path / "snapshot") == 3 and optimizer.payload == b"epoch 1"
+    train(optimizer, params, range(3, 6))
+    assert same(params, after)
+    # It was committed too.
+    optimizer.rollback()
+    train(optimizer, params, range(3, 6))
+    assert same(params, after)
+    optimizer.close()
+    for steps in (0, 2):
+        # A new tier without a commit.
+        elsewhere = tmp_path / f"elsewhere-{steps}"
+        elsewhere.mkdir()
+        others, other = trained(options([elsewhere]), range(steps), seed=7)
+        assert other.restore(tmp_path / "snapshot") == 3
+        train(other, others, range(3, 6))
+        assert same(others, after)
+        other.close()
+
+
+def test_snapshots_that_are_not_finished_or_of_other_states_are_refused_and_damaged_ones_leave_the_last_commit(tier, tmp_path):
+    params, optimizer = trained(tier, range(2))
+    optimizer.commit()
+    with optimizer.snapshot(tmp_path / "snapshot") as snapshot:
+        snapshot.wait()
+    committed = [param.detach().clone() for param in params]
+    train(optimizer, params, range(2, 4))
+    before = [param.detach().clone() for param in params]
+
+    def refused(error, words, directory):
+        with pytest.raises(error, match=words):
+            optimizer.restore(directory)
+
+    refused(spillway.NoStateError, "no finished snapshot", tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    refused(spillway.NoStateError, "no finished snapshot", tmp_path / "empty")
+    manifest = json.loads((tmp_path / "snapshot" / "manifest.json").read_text())
+    for number, (change, error, words) in enumerate(
+        (
+            ({"rank": 1, "world": 2}, spillway.InvalidArgumentError, "rank 1 of 2"),
+            ({"payload": ""}, spillway.InvalidArgumentError, "another program"),
+            ({"format": "?"}, spillway.CorruptError, "no manifest of a snapshot"),
+            ({"extents": 7}, spillway.CorruptError, "no manifest of a snapshot"),
+        )
+    ):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "manifest.json").write_text(json.dumps({**manifest, **change}))
+        refused(error, words, tmp_path / str(number))
+    assert same(params, before)
+    place = options([tmp_path / "other"])
+    (tmp_path / "other").mkdir()
+    alone = own.AdamW([torch.nn.Parameter(torch.zeros(5))], tier=place)
+    with pytest.raises(spillway.InvalidArgumentError, match="was committed with"):
+        alone.restore(tmp_path / "snapshot")
+    alone.close()
+    file = next((tmp_path / "snapshot").glob("*.bin"))
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    refused(spillway.CorruptError, "", tmp_path / "snapshot")
+    assert same(params, committed)
+    train(optimizer, params, range(2, 4))
+    assert same(params, before)
+
+
+def test_snapshots_are_removed_by_count_and_nothing_else_is(tier, tmp_path):
+    params, optimizer = trained(tier, range(1))
+    parent = tmp_path / "snapshots"
+    parent.mkdir()
+    (parent / "notes.txt").write_text("mine")
+    (parent / "step-0.123.partial").mkdir()
+    (parent / "directory").mkdir()
+    for step in range(1, 7):
+        optimizer.commit(step)
+        with optimizer.snapshot(parent / f"step-{step}", keep=2 if step > 2 else None) as snapshot:
+            snapshot.wait()
+            snapshot.wait()
+        if step == 1:
+            # A snapshot with a file of somebody else, a copy of another job, a link, and a half.
+            shutil.copytree(parent / "step-1", parent / "with-file")
+            (parent / "with-file" / "notes.txt").write_text("mine")
+            shutil.copytree(parent / "step-1", parent / "other-job")
+            manifest = parent / "other-job" / "manifest.json"
+            manifest.write_text(manifest.read_text().replace(f'"job": "{tier.job}"', '"job": "another"'))
+            shutil.copytree(parent / "step-1", parent / "half")
+            next((parent / "half").glob("*.bin")).unlink()
+            (parent / "link").symlink_to("step-1")
+            left = {"notes.txt", "step-0.123.partial", "directory", "with-file", "other-job", "half", "link"}
+    assert {found.name for found in parent.iterdir()} == left | {"step-5", "step-6"}
+    with pytest.raises(spillway.InvalidArgumentError, match="keep is 0"):
+        optimizer.snapshot(parent / "never", keep=0)
+    optimizer.close()
+
+
+def test_the_parts_of_several_processes_are_removed_together_once_all_are_finished(tmp_path):
+    tiers = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        tiers.append(spillway.Tier([tmp_path / str(rank)], job="run", rank=rank, world=2))
+    parent = tmp_path / "snapshots"
+    for step in range(1, 5):
+        (parent / f"step-{step}").mkdir(parents=True)
+        for rank, each in enumerate(tiers):
+            each.wait(each.put(each.define("weights", [5000]), [bytearray([step]) * 5000]))
+            each.commit(step)
+            with Snapshot(each, parent / f"step-{step}", 0, 1, f"rank-{rank}") as snapshot:
+                snapshot.wait()
+            if step > 1:
+                # The one before stays until both are finished.
+                assert {found.name for found in parent.iterdir()} == {f"step-{step}"} | ({f"step-{step - 1}"} if rank == 0 else set())
+    for each in tiers:
+        each.close()

@@ -1,13 +1,22 @@
-"""Snapshots of a tier, which a thread of the library writes beside the steps."""
+"""Snapshots of a tier, which a thread of the library writes beside the steps, what they say about themselves, and their removal by count.
+
+A directory is a finished snapshot if it has a manifest, which is written last. Only finished snapshots of the same tier are removed, and
+only if they have no other files. They lose their name first: what a killed process leaves is called `*.partial`, as an unfinished snapshot
+is."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from . import _abi, _arguments
+from . import _abi, _arguments, _files
 from ._native_handle import _NativeHandle
+from .errors import CorruptError, InvalidArgumentError, NoStateError
+
+_MANIFEST, _FORMAT = "manifest.json", "spillway tier export"
 
 
 class SnapshotProgress(NamedTuple):
@@ -29,8 +38,12 @@ class Snapshot(_NativeHandle):
 
     closer = "spw_tier_snapshot_close"
 
-    def __init__(self, tier: Any, directory: str | os.PathLike[str], bytes_per_second: int):
-        name = _arguments.path("Tier.snapshot: directory", directory)
+    def __init__(self, tier: Any, directory: str | os.PathLike[str], bytes_per_second: int, keep: int | None, part: str = ""):
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise InvalidArgumentError(f"snapshot: keep is {keep!r}; pass a number of snapshots from 1 on, or None for all")
+        given = os.fsdecode(_arguments.path("Tier.snapshot: directory", directory))
+        self._whole, self._part, self._keep = os.path.abspath(given), part, keep
+        name = os.fsencode(os.path.join(given, part) if part else given)
         tier._through(lambda handle: self._hold("spw_tier_snapshot_begin", handle, name, bytes_per_second))
 
     def wait(self, timeout: float | None = None) -> int:
@@ -41,9 +54,13 @@ class Snapshot(_NativeHandle):
 
         Raises:
             TimedOutError: The snapshot is still being written.
-            SpillwayError: The snapshot failed, and nothing of it is left."""
+            SpillwayError: The snapshot failed, and nothing of it is left.
+            OSError: The snapshot is complete, and an older one cannot be removed."""
         step = ctypes.c_uint64()
         self._wait_by(timeout, "spw_tier_snapshot_wait", after=(ctypes.byref(step),))
+        keep, self._keep = self._keep, None
+        if keep is not None:
+            _remove_older(self._whole, self._part, keep)
         return step.value
 
     def progress(self) -> SnapshotProgress:
@@ -55,3 +72,88 @@ class Snapshot(_NativeHandle):
     def close(self) -> None:
         """Frees the snapshot. One that has not ended is cancelled, and nothing of it is left."""
         self._end()
+
+
+class Exported(NamedTuple):
+    """What a finished snapshot, or another export in a directory, says about itself.
+
+    Attributes:
+        job, rank, world: Of the tier.
+        step, payload: Of the commit.
+        files: Names of its files."""
+
+    job: str
+    rank: int
+    world: int
+    step: int
+    payload: bytes
+    files: frozenset[str]
+
+    @staticmethod
+    def of(directory: str) -> Exported:
+        """Reads the manifest of a directory.
+
+        Raises:
+            NoStateError: There is none.
+            CorruptError: It is not as the library writes it."""
+        place = os.path.join(directory, _MANIFEST)
+        try:
+            found = _files.read_json(place)
+            if found["format"] != _FORMAT:
+                raise ValueError(f"its format is {found['format']!r}")
+            files = [stream["place"] for extent in found["extents"] for stream in extent["streams"]]
+            numbers = [found[name] for name in ("rank", "world", "step")]
+            if not all(type(number) is int for number in numbers) or not all(type(name) is str for name in (found["job"], *files)):
+                raise ValueError("a value of it has another type")
+            return Exported(found["job"], *numbers, bytes.fromhex(found["payload"]), frozenset([_MANIFEST, *files]))
+        except (FileNotFoundError, NotADirectoryError):
+            raise NoStateError(
+                f"{directory} is no finished snapshot: it has no {_MANIFEST}. What a killed process leaves is called NAME.*.partial; "
+                "pass another snapshot"
+            ) from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"{place} is no manifest of a snapshot: {type(error).__name__}: {error}; pass another snapshot") from None
+
+
+def _remove_older(newest: str, part: str, keep: int) -> None:
+    """Removes snapshots beside `newest` but the last `keep`. `part`: its directory of this process, in a run of several; the whole is
+    finished once all processes have theirs."""
+    own, parent = Exported.of(os.path.join(newest, part)), os.path.dirname(newest)
+    parts = [f"rank-{rank}" for rank in range(own.world)] if part else [""]
+    finished = []
+    for name in os.listdir(parent):
+        whole = os.path.join(parent, name)
+        # Gone meanwhile, no snapshot, or not finished.
+        with suppress(NoStateError, CorruptError, OSError):
+            if not os.path.islink(whole) and _is_snapshot(whole, parts, own, bool(part)):
+                finished.append((os.stat(os.path.join(whole, parts[-1], _MANIFEST)).st_mtime_ns, whole))
+    older = [whole for _, whole in sorted(finished) if whole != newest]
+    kept = keep - 1 if any(whole == newest for _, whole in finished) else keep
+    for whole in older[: max(0, len(older) - kept)]:
+        _remove(whole, parts)
+
+
+def _is_snapshot(whole: str, parts: Sequence[str], own: Exported, apart: bool) -> bool:
+    """True for a finished snapshot of the same tier without other files."""
+    if apart and set(os.listdir(whole)) != set(parts):
+        return False
+    found = [Exported.of(os.path.join(whole, part)) for part in parts]
+    ranks = list(range(own.world)) if apart else [own.rank]
+    if any((one.job, one.world, one.step) != (own.job, own.world, found[0].step) for one in found) or [one.rank for one in found] != ranks:
+        return False
+    return all(set(os.listdir(os.path.join(whole, part))) == one.files for part, one in zip(parts, found))
+
+
+def _remove(whole: str, parts: Sequence[str]) -> None:
+    doomed = f"{whole}.{os.getpid()}.partial"
+    try:
+        os.rename(whole, doomed)
+    except FileNotFoundError:
+        # Another process removes it.
+        return
+    for directory in (os.path.join(doomed, part) for part in parts):
+        for name in os.listdir(directory):
+            os.unlink(os.path.join(directory, name))
+        if directory.rstrip("/") != doomed:
+            os.rmdir(directory)
+    os.rmdir(doomed)

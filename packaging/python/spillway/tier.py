@@ -311,7 +311,7 @@ class Tier(_NativeHandle):
         """Writes the last committed state as plain files into a new directory; returns its step. Others may put and commit meanwhile."""
         return self._step("spw_tier_export", directory)
 
-    def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0) -> Snapshot:
+    def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
         """Starts to export the last committed state, and returns at once. Steps and commits go on meanwhile.
 
         The snapshot keeps the space of its state on the paths until it has ended. The tier stays locked until then, also if it is
@@ -320,15 +320,23 @@ class Tier(_NativeHandle):
         Args:
             directory: As for export(): a new directory, which import_from() reads. It appears complete or not at all.
             bytes_per_second: Limit of the speed; 0: no limit.
+            keep: wait() then removes all but this number of snapshots beside the directory, those written last. Only finished ones of
+                the same job, rank and number of processes are removed, and none with other files; None: none.
 
         Raises:
             NoStateError: Nothing was committed.
             IoError: The directory exists."""
-        return Snapshot(self, directory, bytes_per_second)
+        return Snapshot(self, directory, bytes_per_second, keep)
 
     def import_from(self, directory: str | os.PathLike[str]) -> int:
         """Reads an exported directory and commits it; returns its step."""
-        return self._step("spw_tier_import", directory)
+        return self._import(directory, [])
+
+    def _import(self, directory: str | os.PathLike[str], status: list[int]) -> int:
+        """Imports, and appends the status of the call to `status`, also if a signal handler raises after the call."""
+        step = ctypes.c_uint64()
+        self._recorded(status, "spw_tier_import", _arguments.path("Tier: directory", directory), ctypes.byref(step))
+        return step.value
 
     def close(self, timeout: float | None = None) -> None:
         """Closes the tier; everything not committed is lost.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import _abi, _files, _ranks
-from ._snapshot import Snapshot
+from ._snapshot import Exported, Snapshot
 from .errors import InvalidArgumentError, SpillwayError, TierError
 from .swap import Swap
 from .tier import Tier, TierPath
@@ -107,6 +107,14 @@ class Record(NamedTuple):
         except (ValueError, TypeError, zlib.error):
             return None
         return Record(by, facts, stored[end:]) if author == by and isinstance(facts, dict) else None
+
+
+class Found(NamedTuple):
+    """A process's part of a finished snapshot: its directory, its step, and the record of its commit."""
+
+    directory: str
+    step: int
+    record: Record
 
 
 class Handles:
@@ -247,11 +255,16 @@ class Tiered:
     def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> None:
         """Makes the states durable; returns after all processes have committed."""
         self.check()
-        record, status = Record(self.by, facts, payload), list[int]()
+        record = Record(self.by, facts, payload)
+        self._committing(step, record, lambda status: self.swap._commit(step, record.packed(), status))
+
+    def _committing(self, step: int, record: Record, work: Callable[[list[int]], object]) -> None:
+        """Calls work(status) in all processes, which commits a step and appends the status of the library's call."""
+        status = list[int]()
         # Noted before the call: a signal handler may raise after the library has committed.
         self._pending = step, record, status
         try:
-            self.place.together(lambda: self.swap._commit(step, record.packed(), status), partly=self._part)
+            self.place.together(lambda: work(status), partly=self._part)
         except Exception:
             # Another process may have ended before it could report.
             self.apart = self.apart or (self.place.world > 1 and status == [0])
@@ -264,11 +277,60 @@ class Tiered:
             self.settle()
             self._pending = None
 
-    def snapshot(self, directory: str | os.PathLike[str], bytes_per_second: int) -> Snapshot:
-        """Starts to write the last commit to `directory`, or to its part of this process in a run of several."""
+    def snapshot(self, directory: str | os.PathLike[str], bytes_per_second: int, keep: int | None) -> Snapshot:
+        """Starts to write the last commit to `directory`, or to its part of this process in a run of several. `keep`: as for Tier.snapshot,
+        of directories with the parts of all processes."""
         self.check()
-        own = directory if self.place.world == 1 else os.path.join(directory, f"rank-{self.place.rank}")
-        return self.tier.snapshot(own, bytes_per_second=bytes_per_second)
+        return Snapshot(self.tier, directory, bytes_per_second, keep, self._part_name)
+
+    @property
+    def _part_name(self) -> str:
+        """The directory of this process in a snapshot; empty if it is the only one."""
+        return "" if self.place.world == 1 else f"rank-{self.place.rank}"
+
+    def snapshot_of(self, directory: str | os.PathLike[str], check: Callable[[Record], object]) -> Found:
+        """This process's part of a finished snapshot of all processes.
+
+        Args:
+            directory: As it was given to snapshot().
+            check: Raises an error if the record is one of other parameters.
+
+        Raises:
+            NoStateError: The snapshot is not finished.
+            InvalidArgumentError: It is one of other states."""
+        self.check()
+        where = os.path.join(os.fspath(directory), self._part_name) if self._part_name else os.fspath(directory)
+
+        def read() -> Found:
+            found = Exported.of(where)
+            if (found.rank, found.world) != (self.place.rank, self.place.world):
+                raise InvalidArgumentError(
+                    f"{where} is a snapshot of rank {found.rank} of {found.world} processes, and this is rank {self.place.rank} of "
+                    f"{self.place.world}; pass a snapshot of as many processes"
+                )
+            record = Record.unpacked(found.payload, self.by)
+            if record is None:
+                raise InvalidArgumentError(f"{where} is a snapshot of another program's states; pass one that the {self._user} has written")
+            check(record)
+            return Found(where, found.step, record)
+
+        found = self.place.together(read)
+        steps = _ranks.gathered(found.step, self.place.world, self.place.group)
+        if len(set(steps)) > 1:
+            raise InvalidArgumentError(
+                f"{directory}: the processes have snapshots of different steps, {steps}; pass a snapshot of one step"
+            )
+        return found
+
+    def take(self, found: Found) -> None:
+        """Replaces the states by those of a snapshot, and commits them at its step. If one process fails, all do.
+
+        Raises:
+            CorruptError: It is damaged. The states are those of the last commit."""
+        # What the update has in memory is of other states.
+        self.rollback()
+        self._committing(found.step, found.record, lambda status: self.tier._import(found.directory, status))
+        self.rollback()
 
     def settle(self) -> None:
         """Takes over the record of a commit that the library has completed."""

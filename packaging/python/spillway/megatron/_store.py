@@ -20,6 +20,7 @@ import torch
 
 from .. import _files, _log, _ranks
 from .._groups import put_numbers
+from .._snapshot import Snapshot
 from .._tier_options import number as whole_number
 from ..errors import InvalidArgumentError, NoStateError
 from ..optim import Adam
@@ -233,9 +234,52 @@ class OptimizerStateStore:
         self._tiered.commit(number, {"steps": self.steps, "shards": self._digest})
         return number
 
+    def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
+        """Starts to write the last commit to a new directory, and returns at once. Steps and commits go on meanwhile. restore() returns
+        to it; save_to() writes what other shards can load.
+
+        Args:
+            directory: The directory; in a run of several processes each one writes `rank-N` in it.
+            bytes_per_second: Limit of the speed of this process; 0: no limit.
+            keep: The snapshot's wait() removes all but this number of finished snapshots of this store beside it, those written last;
+                None: none.
+
+        Returns:
+            A snapshot; its wait() returns when the directory is complete.
+
+        Raises:
+            IoError: The directory exists."""
+        return self._tiered.snapshot(directory, bytes_per_second, keep)
+
+    def restore(self, directory: str | os.PathLike[str]) -> int:
+        """Returns to the states of a finished snapshot of the same shards, commits them, and writes the weights. Every process calls it.
+
+        Args:
+            directory: As it was given to snapshot().
+
+        Returns:
+            The step of the snapshot.
+
+        Raises:
+            NoStateError: The snapshot is not finished; nothing was changed.
+            InvalidArgumentError: It is one of other shards; nothing was changed.
+            CorruptError: It is damaged; the store is at its last commit."""
+        found = self._tiered.snapshot_of(directory, self._check_shards)
+        try:
+            self._tiered.take(found)
+            self._take_committed()
+        except BaseException:
+            if not self._tiered.apart:
+                self.rollback()
+            raise
+        return found.step
+
     def rollback(self) -> None:
         """Returns to the last commit, weights included; also after a failed step."""
         self._tiered.rollback()
+        self._take_committed()
+
+    def _take_committed(self) -> None:
         self._set_steps(self._tiered.committed.facts["steps"] if self._tiered.committed is not None else 0)
         self.publish()
 

@@ -135,9 +135,13 @@ class Home:
         """Makes the states durable."""
         raise InvalidArgumentError(f"{self.name}.commit: the states are in host memory; construct the optimizer with tier")
 
-    def snapshot(self, directory: Any, bytes_per_second: int) -> Snapshot:
+    def snapshot(self, directory: Any, bytes_per_second: int, keep: int | None) -> Snapshot:
         """Starts to write the last commit to a directory."""
         raise InvalidArgumentError(f"{self.name}.snapshot: the states are in host memory; construct the optimizer with tier")
+
+    def restore(self, states: Any, directory: Any) -> int:
+        """Returns to a snapshot; returns its step."""
+        raise InvalidArgumentError(f"{self.name}.restore: the states are in host memory; construct the optimizer with tier")
 
     def close(self) -> None:
         """Closes a tier."""

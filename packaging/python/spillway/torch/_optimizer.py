@@ -335,14 +335,17 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         home.alone(lambda: home.commit(self.state, step, payload))
 
     @of_itself
-    def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0) -> Snapshot:
+    def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
         """Starts to write the last commit of the tier to a new directory, and returns at once. Steps and commits go on meanwhile.
 
-        `spillway.Tier.import_from` reads the directory into another tier, on which an optimizer then begins with these states.
+        restore() returns to it. `spillway.Tier.import_from` reads the directory into another tier, on which an optimizer then begins with
+        these states.
 
         Args:
             directory: The directory; in a run of several processes each one writes `rank-N` in it.
             bytes_per_second: Limit of the speed of this process; 0: no limit.
+            keep: The snapshot's wait() removes all but this number of finished snapshots of this optimizer beside it, those written last;
+                None: none.
 
         Returns:
             A snapshot; its wait() returns when the directory is complete.
@@ -352,7 +355,27 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             NoStateError: Nothing was committed.
             IoError: The directory exists."""
         home = self._home
-        return home.alone(lambda: home.snapshot(directory, bytes_per_second))
+        return home.alone(lambda: home.snapshot(directory, bytes_per_second, keep))
+
+    @of_itself
+    def restore(self, directory: str | os.PathLike[str]) -> int:
+        """Returns to the states of a finished snapshot, and commits them. The parameters take the values of their masters, and `payload`
+        is that of the snapshot. Every process of a run calls it.
+
+        Args:
+            directory: As it was given to snapshot().
+
+        Returns:
+            The step of the snapshot.
+
+        Raises:
+            NoStateError: The snapshot is not finished; nothing was changed.
+            InvalidArgumentError: It is one of other parameters; nothing was changed.
+            CorruptError: It is damaged. States and parameters are those of the last commit."""
+        home = self._home
+        step = home.alone(lambda: home.restore(self.state, directory))
+        self.payload = home.payload
+        return step
 
     @of_itself
     def close(self) -> None:

@@ -212,9 +212,24 @@ class TierHome(Home):
             with suppress(SpillwayError):
                 self._beside.resume()
 
-    def snapshot(self, directory: Any, bytes_per_second: int) -> Snapshot:
+    def snapshot(self, directory: Any, bytes_per_second: int, keep: int | None) -> Snapshot:
         """Starts to write the last commit to a directory."""
-        return self.tiered.snapshot(directory, bytes_per_second)
+        return self.tiered.snapshot(directory, bytes_per_second, keep)
+
+    def restore(self, states: Any, directory: Any) -> int:
+        """Returns to a snapshot."""
+        found = self.tiered.snapshot_of(directory, self.on_tier.check_record)
+        self._rest()
+        try:
+            self.tiered.take(found)
+        finally:
+            if self._beside is not None:
+                self._beside.reset()
+            # After an error those of the last commit.
+            if self.tiered.committed is not None and not self.tiered.apart:
+                self.on_tier.restore(states, self.tiered.committed)
+        self.payload = found.record.payload
+        return found.step
 
 
 def _hooked(owner: weakref.ref[TierHome], number: int, _: torch.Tensor) -> None:

@@ -157,6 +157,18 @@ class TierStates:
             )
         return number
 
+    def check_record(self, record: Record) -> None:
+        """Raises InvalidArgumentError if the record is one of other parameters, or of other subgroups."""
+        _check_parameters(record.facts, self.params, self.names)
+        stateless = [number for number, stated in enumerate(self.stated) if not stated]
+        most, without = record.facts["most"], record.facts["stateless"]
+        if (most, without) != (self.layout.most, stateless):
+            raise InvalidArgumentError(
+                f"the snapshot has subgroups of {most} elements, and no states of the parameters {without}; this optimizer has "
+                f"{self.layout.most} and {stateless}. Pass the same part_elements and frozen parameters, or import the snapshot into a new "
+                "tier"
+            )
+
     def set_steps(self, states: Any, steps: list[float]) -> None:
         """Sets the step count of every parameter with states."""
         for param, step, stated in zip(self.params, steps, self.stated):

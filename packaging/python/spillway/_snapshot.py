@@ -105,7 +105,8 @@ class Exported(NamedTuple):
             numbers = [found[name] for name in ("rank", "world", "step")]
             if not all(type(number) is int for number in numbers) or not all(type(name) is str for name in (found["job"], *files)):
                 raise ValueError("a value of it has another type")
-            return Exported(found["job"], *numbers, bytes.fromhex(found["payload"]), frozenset([_MANIFEST, *files]))
+            rank, world, step = numbers
+            return Exported(found["job"], rank, world, step, bytes.fromhex(found["payload"]), frozenset([_MANIFEST, *files]))
         except (FileNotFoundError, NotADirectoryError):
             raise NoStateError(
                 f"{directory} is no finished snapshot: it has no {_MANIFEST}. What a killed process leaves is called NAME.*.partial; "
@@ -115,11 +116,33 @@ class Exported(NamedTuple):
             raise CorruptError(f"{place} is no manifest of a snapshot: {type(error).__name__}: {error}; pass another snapshot") from None
 
 
+def part_name(rank: int, world: int) -> str:
+    """The directory of a process in a snapshot; empty if it is the only one."""
+    return "" if world == 1 else f"rank-{rank}"
+
+
+def is_finished(whole: str, world: int) -> bool:
+    """True if all processes have finished their parts of a snapshot."""
+    return all(os.path.exists(os.path.join(whole, part, _MANIFEST)) for part in (part_name(rank, world) for rank in range(world)))
+
+
+def remove(directory: str) -> None:
+    """Removes the finished snapshot of one process, if there is one.
+
+    Raises:
+        InvalidArgumentError: The directory has other files."""
+    if not os.path.lexists(directory):
+        return
+    if set(os.listdir(directory)) != Exported.of(directory).files:
+        raise InvalidArgumentError(f"{directory} has files that are no part of its snapshot; move it away")
+    _remove(directory, [""])
+
+
 def _remove_older(newest: str, part: str, keep: int) -> None:
     """Removes snapshots beside `newest` but the last `keep`. `part`: its directory of this process, in a run of several; the whole is
     finished once all processes have theirs."""
     own, parent = Exported.of(os.path.join(newest, part)), os.path.dirname(newest)
-    parts = [f"rank-{rank}" for rank in range(own.world)] if part else [""]
+    parts = [part_name(rank, own.world) for rank in range(own.world)] if part else [""]
     finished = []
     for name in os.listdir(parent):
         whole = os.path.join(parent, name)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import _abi, _files, _ranks
-from ._snapshot import Exported, Snapshot
+from ._snapshot import Exported, Snapshot, part_name
 from .errors import InvalidArgumentError, SpillwayError, TierError
 from .swap import Swap
 from .tier import Tier, TierPath
@@ -281,12 +281,14 @@ class Tiered:
         """Starts to write the last commit to `directory`, or to its part of this process in a run of several. `keep`: as for Tier.snapshot,
         of directories with the parts of all processes."""
         self.check()
-        return Snapshot(self.tier, directory, bytes_per_second, keep, self._part_name)
+        if self.place.world > 1:
+            _files.make_directory(directory)
+        return Snapshot(self.tier, directory, bytes_per_second, keep, part_name(self.place.rank, self.place.world))
 
-    @property
-    def _part_name(self) -> str:
-        """The directory of this process in a snapshot; empty if it is the only one."""
-        return "" if self.place.world == 1 else f"rank-{self.place.rank}"
+    def part_of(self, directory: str | os.PathLike[str]) -> str:
+        """The part of this process of a snapshot."""
+        part = part_name(self.place.rank, self.place.world)
+        return os.path.join(os.fspath(directory), part) if part else os.fspath(directory)
 
     def snapshot_of(self, directory: str | os.PathLike[str], check: Callable[[Record], object]) -> Found:
         """This process's part of a finished snapshot of all processes.
@@ -299,7 +301,7 @@ class Tiered:
             NoStateError: The snapshot is not finished.
             InvalidArgumentError: It is one of other states."""
         self.check()
-        where = os.path.join(os.fspath(directory), self._part_name) if self._part_name else os.fspath(directory)
+        where = self.part_of(directory)
 
         def read() -> Found:
             found = Exported.of(where)

@@ -4,11 +4,12 @@ scale, random number generators, model buffers, and the caller's data. Trainable
 master weights are on the tier. The caller loads frozen weights."""
 
 import contextlib
+import os
 import random
 import sys
 
 from ..errors import InvalidArgumentError
-from . import _lifetime, _payload, _stage3_methods, _versions
+from . import _lifetime, _payload, _snapshots, _stage3_methods, _versions
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -18,6 +19,7 @@ def overrides(engine_type):
     own_init, own_optimizer, own_step = engine_type.__init__, engine_type._configure_zero_optimizer, engine_type.step
     own_destroy, own_check = engine_type.destroy, engine_type._do_sanity_check
     own_load, own_load_checkpoint = engine_type._load_zero_checkpoint, engine_type.load_checkpoint
+    own_save, own_save_checkpoint = engine_type._save_zero_checkpoint, engine_type.save_checkpoint
 
     def init(self, *arguments, **named):
         with _lifetime.making() as opened:
@@ -51,6 +53,8 @@ def overrides(engine_type):
             interval = swapper.settings.commit_interval
             if interval and self.global_steps % interval == 0:
                 commit(self)
+        if swapper is not None and swapper.snapshots is not None:
+            swapper.snapshots.poll()
 
     def load_checkpoint(self, *arguments, **named):
         found = own_load_checkpoint(self, *arguments, **named)
@@ -62,9 +66,39 @@ def overrides(engine_type):
                 commit(self)
         return found
 
-    def load_zero_checkpoint(self, *arguments, **named):
-        with _by_pages() if _stage3_methods.tiered(self.optimizer) else contextlib.nullcontext():
-            return own_load(self, *arguments, **named)
+    def load_zero_checkpoint(self, load_dir, tag, *arguments, **named):
+        swapper = _stage3_methods.tiered(self.optimizer)
+        if swapper is None:
+            return own_load(self, load_dir, tag, *arguments, **named)
+        swapper.loading = os.path.join(load_dir, str(tag), _snapshots.FOLDER)
+        with _by_pages():
+            return own_load(self, load_dir, tag, *arguments, **named)
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
+        swapper = _stage3_methods.tiered(self.optimizer)
+        named = {"client_state": client_state or {}, "exclude_frozen_parameters": exclude_frozen_parameters}
+        if swapper is None or swapper.snapshots is None:
+            return own_save_checkpoint(self, save_dir, tag, save_latest=save_latest, **named)
+        _snapshots.check(self)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        # `latest` follows once the snapshot is finished.
+        saved = own_save_checkpoint(self, save_dir, tag, save_latest=False, **named)
+        if save_latest:
+            swapper.snapshots.name(save_dir, tag)
+        return saved
+
+    def save_zero_checkpoint(self, save_path, tag):
+        swapper = _stage3_methods.tiered(self.optimizer)
+        if swapper is None or swapper.snapshots is None:
+            return own_save(self, save_path, tag)
+        if swapper.tiered.changed or swapper.tiered.committed_step != self.global_steps:
+            commit(self)
+        swapper.snapshots.begin(os.path.join(save_path, str(tag), _snapshots.FOLDER))
+        swapper.snapshots.saving = True
+        try:
+            own_save(self, save_path, tag)
+        finally:
+            swapper.snapshots.saving = False
 
     found = {
         "__init__": init,
@@ -74,6 +108,8 @@ def overrides(engine_type):
         "_configure_zero_optimizer": configure_zero_optimizer,
         "load_checkpoint": load_checkpoint,
         "_load_zero_checkpoint": load_zero_checkpoint,
+        "save_checkpoint": save_checkpoint,
+        "_save_zero_checkpoint": save_zero_checkpoint,
     }
     # States on a tier are saved and loaded like those in host memory, not like DeepSpeed's swap files.
     for name in ("zero_nvme_offload_optimizer", "zero_has_nvme_offload"):

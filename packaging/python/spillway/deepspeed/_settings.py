@@ -199,6 +199,13 @@ class Block(_Strict):
     commit_interval: _Count = _setting(
         1, f"a number of steps, an integer from 0 to {_MOST}", "Steps between commits; 0: only spillway.deepspeed.commit(engine) commits."
     )
+    snapshot_checkpoints: bool = _setting(
+        False,
+        _BOOLEAN,
+        "save_checkpoint() commits, and the checkpoint's optimizer states are a snapshot of that commit, which is written while training "
+        "goes on. It loads with the same sub-groups, part_elements and number of ranks.",
+    )
+    snapshot_bytes_per_second: _Count = _setting(0, _BYTES, "Most bytes per second that a snapshot of a rank writes; 0: no limit.")
     turns: bool = _setting(True, _BOOLEAN, "One process of a user at a time transfers the state of a step on a device; see tier.md.")
     pin_memory: bool = _setting(True, _BOOLEAN, "Page-locked buffers in 2 MiB pages.")
     io_timeout_seconds: _Timeout = _setting(
@@ -234,6 +241,10 @@ def read(given):
             raise InvalidArgumentError(
                 f'spillway.{name} is {value}, but nothing is committed without "resume": true; set that, or take {name} out'
             )
+    if "snapshot_bytes_per_second" in found.model_fields_set and not found.snapshot_checkpoints:
+        raise InvalidArgumentError(
+            'spillway.snapshot_bytes_per_second has no effect without "snapshot_checkpoints": true; set that, or take it out'
+        )
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidArgumentError
 from ..swap import STATES
 from ..tiered import mapped
-from . import _lifetime, _stage3, _universal, _versions
+from . import _lifetime, _snapshots, _stage3, _universal, _versions
 from ._interleave import InterleavedUpdate
 from ._tier import TierSwapper
 
@@ -220,6 +220,8 @@ def _checkpointing(stage3):
         swapper = tiered(self)
         if swapper is None:
             return own_save(self)
+        if swapper.snapshots is not None and swapper.snapshots.saving:
+            return {**own_save(self), _snapshots.ENTRY: swapper.tiered.committed_step}
         masters = self.fp32_partitioned_groups_flat
         with _in_files(swapper, masters, self.optimizer.state):
             found = own_save(self)
@@ -230,16 +232,27 @@ def _checkpointing(stage3):
         return found
 
     def rigid_load_state_dict(self, state_dict, load_optimizer_states=True):
-        swapper = tiered(self)
+        swapper, in_snapshot = tiered(self), _snapshots.ENTRY in state_dict
         if swapper is None:
+            if in_snapshot:
+                raise InvalidArgumentError(
+                    "the checkpoint's optimizer states are a snapshot of a tier, and this run has none; load it in a run with states on a "
+                    "tier, and save it there without snapshot_checkpoints"
+                )
             return own_load(self, state_dict, load_optimizer_states)
-        _refuse_swap_files(swapper, state_dict["fp32_flat_groups"], _order(self))
+        if not in_snapshot:
+            _refuse_swap_files(swapper, state_dict["fp32_flat_groups"], _order(self))
         self.loss_scaler, self.dynamic_loss_scale = state_dict["loss_scaler"], state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
         saved = state_dict["optimizer_state_dict"] if load_optimizer_states else {"state": {}, "param_groups": []}
         for group, before in zip(self.optimizer.param_groups, saved["param_groups"]):
             group.update({name: value for name, value in before.items() if name != "params"})
-        _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
+        if not in_snapshot:
+            _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
+        else:
+            swapper.take_snapshot(swapper.loading)
+            if not load_optimizer_states:
+                swapper.purge_state()
         swapper.publish_all()
 
     def restore_from_bit16_weights(self):

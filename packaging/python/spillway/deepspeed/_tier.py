@@ -21,6 +21,7 @@ from ..tiered import Tiered
 from . import _installed, _lifetime, _optimizer_ops, _scratch, _stage3
 from ._gradients import Gradients
 from ._parts import Parts, floats
+from ._snapshots import Snapshots
 from ._tier_overlap import Overlap
 
 _CURE = 'load a checkpoint, with "resume": false in the spillway block'
@@ -53,6 +54,9 @@ class TierSwapper:
         self._setting = ()
         # The bf16 weights of sub-groups whose master weights were set, until the model has these weights.
         self._belonging = {}
+        #: The snapshots of checkpoints; None: checkpoints have the states themselves. And where those of the one that is loaded are.
+        self.snapshots = Snapshots(self._tiered, settings.snapshot_bytes_per_second) if settings.snapshot_checkpoints else None
+        self.loading = None
         #: The steps beside backward; None: a step waits for all gradients.
         self.overlap = Overlap(self, self._stage3) if settings.overlap else None
         if self.resumed and settings.split_master:
@@ -71,7 +75,11 @@ class TierSwapper:
     def close(self):
         """Closes the update and the tier; removes scratch directories."""
         _swappers.discard(self)
-        self._tiered.close()
+        try:
+            if self.snapshots is not None:
+                self.snapshots.finish()
+        finally:
+            self._tiered.close()
 
     # Called by stage 3 during setup.
 
@@ -281,7 +289,7 @@ class TierSwapper:
         of which there may be `room`."""
         self.tiered.check()
         self._rest()
-        facts = {"elements": self.elements, "steps": list(self.steps), "adam_state": self._adam_state()}
+        facts = {"elements": self.elements, "steps": list(self.steps), "adam_state": self._adam_state(), **_form(self.settings)}
 
         def prepared():
             if self.settings.split_master:
@@ -301,6 +309,26 @@ class TierSwapper:
         state = _abi.DsAdamState(ctypes.sizeof(_abi.DsAdamState), **{**facts["adam_state"], "adamw_mode": mode})
         _native.call("spw_ds_adam_set_state", self._stage3.optimizer.opt_id, ctypes.byref(state))
         return payload
+
+    def take_snapshot(self, directory):
+        """Takes over states, step counts and the state of DeepSpeed's arithmetic from a finished snapshot, and commits them."""
+
+        def check(record):
+            _check_elements(record, self.elements)
+            form = {name: record.facts[name] for name in _form(self.settings)}
+            if form != _form(self.settings):
+                raise InvalidArgumentError(
+                    f"the snapshot {directory} was written with {form} in the spillway block, and this run has {_form(self.settings)}; "
+                    "use the settings of the run that saved"
+                )
+
+        found = self.tiered.snapshot_of(directory, check)
+        self._rest()
+        self.tiered.take(found)
+        self._belonging.clear()
+        self.restore()
+        if self.settings.split_master:
+            self._get_weights()
 
     def purge_state(self):
         """Resets moments and step counts; the master weights are kept."""
@@ -372,12 +400,8 @@ def _opened(settings, elements, sizes, rank, world):
     state = (_SPLIT_STATE if settings.split_master else _STATE) * sum(elements)
 
     def update(tier, committed):
-        if committed is not None and committed.facts["elements"] != elements:
-            raise InvalidArgumentError(
-                f"the tier holds sub-groups of {committed.facts['elements']} elements, this run has {elements}; use the "
-                "model, sub_group_size and number of ranks of the run that committed. To change them, save a checkpoint there, "
-                "convert it with DeepSpeed's ds_to_universal, and load it with another job"
-            )
+        if committed is not None:
+            _check_elements(committed, elements)
         return Swap(
             tier,
             sizes,
@@ -407,6 +431,20 @@ def _opened(settings, elements, sizes, rank, world):
         place = place._replace(options={**place.options, "durability": settings.durability})
         return Tiered("TierSwapper", "deepspeed", place, _CURE, foreign, update, limit)
     return Tiered("TierSwapper", "deepspeed", place, _CURE, foreign, update, limit, lambda: _scratch.open_scratch(place), Tier.destroy)
+
+
+def _check_elements(committed, elements):
+    if committed.facts["elements"] != elements:
+        raise InvalidArgumentError(
+            f"the tier holds sub-groups of {committed.facts['elements']} elements, this run has {elements}; use the "
+            "model, sub_group_size and number of ranks of the run that committed. To change them, save a checkpoint without "
+            "snapshot_checkpoints there, convert it with DeepSpeed's ds_to_universal, and load it with another job"
+        )
+
+
+def _form(settings):
+    """What the extents of a tier depend on, beside the sub-groups."""
+    return {"part_elements": settings.part_elements, "split_master": settings.split_master}
 
 
 def _block_bytes(part_elements, split_master):

@@ -37,6 +37,8 @@ _METHODS = {
         "_do_sanity_check": "",
         "load_checkpoint": "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only custom_load_fn",
         "_load_zero_checkpoint": "load_dir tag load_optimizer_states",
+        "save_checkpoint": "save_dir tag client_state save_latest exclude_frozen_parameters",
+        "_save_zero_checkpoint": "save_path tag",
     },
     "states": {
         "_configure_tensor_swapping": "offload_optimizer_config aio_config",

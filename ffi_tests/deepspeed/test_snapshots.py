@@ -1,0 +1,63 @@
+"""Proves that a checkpoint whose optimizer states are a snapshot of the tier has the bits of one with the states in it, that training goes
+on while it is written, and that `latest` names it only once it is finished."""
+
+import json
+import os
+
+import pytest
+from test_swap_tier import both, paths, refused, same, train  # noqa: F401
+from tiered_runs import attempt
+
+SAVE = ("--seed-each-step", "--save_at", 4, "--steps", 7)
+
+
+def block(**more):
+    return json.dumps({"snapshot_checkpoints": True, "part_elements": 20000, **more})
+
+
+@pytest.mark.parametrize("more", [{}, {"split_master": True, "overlap": True, "resume": True}], ids=["plain", "split"])
+def test_a_snapshot_has_the_bits_of_a_checkpoint(train, paths, tmp_path, more):  # noqa: F811
+    # Steps and commits go on while it is written.
+    slow = block(snapshot_bytes_per_second=2_000_000, **more)
+    saves = train("--paths", *paths, "--block", slow, *SAVE, "--save", tmp_path / "tier")
+    of_host = train(*SAVE, "--save", tmp_path / "host")
+    assert same(saves, of_host) and (tmp_path / "tier" / "latest").read_text() == "global_step4"
+    (states,) = (tmp_path / "tier" / "global_step4").glob("*optim_states.pt")
+    assert states.stat().st_size < 100_000 < sum(file.stat().st_size for file in states.parent.glob("spillway-snapshot/*.bin"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    from_tier = train("--paths", elsewhere, "--block", block(**more), "--seed-each-step", "--load", tmp_path / "tier")
+    from_host = train("--seed-each-step", "--load", tmp_path / "host")
+    assert from_tier["began_at"] == 4 and same(from_tier, from_host)
+
+
+def test_the_snapshots_of_two_ranks(train, paths, tmp_path, both):  # noqa: F811
+    of_host = train(*SAVE, "--save", tmp_path / "host", **both)
+    saves = train("--paths", *paths, "--block", block(), *SAVE, "--save", tmp_path / "tier", **both)
+    assert same(saves, of_host) and (tmp_path / "tier" / "latest").read_text() == "global_step4"
+    assert sorted(os.listdir(tmp_path / "tier" / "global_step4" / "spillway-snapshot")) == ["rank-0", "rank-1"]
+    found = train("--paths", *paths, "--block", block(), "--seed-each-step", "--load", tmp_path / "tier", **both)
+    assert same(found, train("--seed-each-step", "--load", tmp_path / "host", **both))
+
+
+def test_a_run_that_is_killed_leaves_no_latest_and_what_is_not_finished_is_refused(starter, train, refused, paths, tmp_path):  # noqa: F811
+    never = block(snapshot_bytes_per_second=1000)
+    arguments = ("--paths", *paths, "--block", never, *SAVE, "--progress", "--save", tmp_path / "saved")
+    status, output, _ = attempt(starter, tmp_path, *arguments, kill_after=6, delay=0.5)
+    assert status == -9, output
+    folder = tmp_path / "saved" / "global_step4"
+    assert not (tmp_path / "saved" / "latest").exists() and not (folder / "spillway-snapshot").exists()
+    assert list(folder.glob("spillway-snapshot.*.partial"))
+    (tmp_path / "saved" / "latest").write_text("global_step4")
+    load = ("--seed-each-step", "--load", tmp_path / "saved")
+    assert "is no finished snapshot" in refused("--paths", *paths, "--block", block(), *load)
+    assert "snapshot of a tier, and this run has none" in refused(*load)
+    # The same checkpoint, saved again.
+    train("--paths", *paths, "--block", block(), *SAVE, "--save", tmp_path / "saved")
+    train("--paths", *paths, "--block", block(), *SAVE, "--save", tmp_path / "saved")
+    assert train("--paths", *paths, "--block", block(), *load)["began_at"] == 4
+    assert "'part_elements': 20000" in refused("--paths", *paths, "--block", block(part_elements=10000), *load)
+
+
+def test_a_setting_without_effect_is_refused(refused, paths):  # noqa: F811
+    assert "snapshot_bytes_per_second has no effect" in refused("--paths", *paths, "--block", '{"snapshot_bytes_per_second": 5}')

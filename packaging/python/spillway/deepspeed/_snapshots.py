@@ -1,0 +1,87 @@
+"""Checkpoints whose optimizer states are a snapshot of the tier: "snapshot_checkpoints" in the spillway block.
+
+save_checkpoint() commits, begins a snapshot in the folder of the tag, and saves the rest as DeepSpeed does. The states are written while
+training goes on. The file `latest` names the tag once the parts of all ranks are finished: each rank that sees them all writes it. A run
+that is killed before has the `latest` of before."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+from .. import _snapshot
+from ..errors import InvalidArgumentError
+
+#: The folder of the snapshot in that of the tag, and the entry of a checkpoint's optimizer states that says so.
+FOLDER, ENTRY = "spillway-snapshot", "spillway_snapshot"
+
+
+class Snapshots:
+    """The snapshots of one TierSwapper.
+
+    Args:
+        tiered: Its open tier.
+        bytes_per_second: Limit of the speed of a rank; 0: no limit.
+
+    Attributes:
+        saving: True while DeepSpeed saves a checkpoint whose states are in a snapshot."""
+
+    def __init__(self, tiered, bytes_per_second):
+        self._tiered, self._bytes_per_second, self.saving = tiered, bytes_per_second, False
+        # The one that is being written.
+        self._writing: list[_Writing] = []
+        # Also at the end of the interpreter, before the tier closes.
+        self.finish = weakref.finalize(self, _finish, self._writing)
+
+    def begin(self, folder):
+        """Begins a snapshot of the last commit. A finished one in this folder is replaced."""
+        tiered, together = self._tiered, self._tiered.place.together
+        together(self.wait)
+        # Before any rank begins: a part of before must not count as one of this snapshot.
+        together(lambda: _snapshot.remove(tiered.part_of(folder)))
+        snapshot = together(lambda: tiered.snapshot(folder, self._bytes_per_second, None), _snapshot.Snapshot.close)
+        self._writing.append(_Writing(snapshot, folder, tiered.place.world))
+
+    def name(self, save_dir, tag):
+        """`latest` in this folder names the tag once the snapshot is finished."""
+        self._writing[-1].latest = os.path.join(save_dir, "latest"), tag
+        self.poll()
+
+    def poll(self):
+        """Notes the end of a snapshot; raises its error."""
+        if self._writing and self._writing[0].snapshot.progress().ended:
+            self.wait()
+
+    def wait(self):
+        """Waits for the end of a snapshot; raises its error."""
+        _finish(self._writing)
+
+
+class _Writing:
+    def __init__(self, snapshot, folder, world):
+        self.snapshot, self._folder, self._world = snapshot, folder, world
+        self.latest = None
+
+    def finish(self):
+        with self.snapshot as snapshot:
+            snapshot.wait()
+        if self.latest is None or not _snapshot.is_finished(self._folder, self._world):
+            return
+        file, tag = self.latest
+        part = f"{file}.{os.getpid()}.part"
+        with open(part, "w") as latest:
+            latest.write(tag)
+        os.replace(part, file)
+
+
+def _finish(writing):
+    while writing:
+        writing.pop(0).finish()
+
+
+def check(engine):
+    """Raises InvalidArgumentError if checkpoints of this engine cannot have snapshots."""
+    if getattr(engine.checkpoint_engine, "is_decoupled", lambda: False)():
+        raise InvalidArgumentError(
+            "spillway.snapshot_checkpoints is true, and a decoupled checkpoint engine writes `latest` itself; take one of them out"
+        )

@@ -291,7 +291,7 @@ def test_snapshots_that_are_not_finished_or_of_other_states_are_refused_and_dama
     content = bytearray(file.read_bytes())
     content[100] ^= 1
     file.write_bytes(content)
-    refused(spillway.CorruptError, "", tmp_path / "snapshot")
+    refused(spillway.CorruptError, ".", tmp_path / "snapshot")
     assert same(params, committed)
     train(optimizer, params, range(2, 4))
     assert same(params, before)

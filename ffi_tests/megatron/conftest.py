@@ -1,5 +1,6 @@
 """Paths of Spillway and of megatron-core for the tests of spillway.megatron. packaging/python_env.sh installs the versions of
-megatron-core, each in a folder of its own, without what they depend on: HybridDeviceOptimizer needs only torch and numpy."""
+megatron-core, each in a folder of its own, without what they depend on: HybridDeviceOptimizer needs only torch and numpy.
+packaging/newer_python.sh installs those that need a newer Python, when a test asks for them."""
 
 import os
 import pathlib
@@ -9,13 +10,16 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CACHE = pathlib.Path(sys.prefix).parent
-NEWEST = "0.16.1"
+# test_newer_versions.py runs tests with a version of its own.
+NEWEST = os.environ.get("SPILLWAY_TEST_MEGATRON", "0.16.1")
 
 os.environ.pop("SPILLWAY_MEGATRON", None)
 os.environ.setdefault(
     "SPILLWAY_LIBRARY", str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so")
 )
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).parent), str(CACHE / f"megatron-core-{NEWEST}")]
+# What the tests of several folders share.
+sys.path.append(str(ROOT / "ffi_tests" / "torch"))
 
 
 @pytest.fixture(scope="session")

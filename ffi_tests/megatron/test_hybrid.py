@@ -148,7 +148,7 @@ def test_a_gradient_may_change_its_dtype(installed):
 
 
 def test_parameters_without_gradients_keep_their_bits(installed):
-    """megatron-core up to 0.16.1 steps such a parameter with its gradient of the step before. Later versions do not, as Spillway."""
+    """megatron-core steps such a parameter with its gradient of the step before."""
     params, wanted = parameters(), [torch.nn.Parameter(param.float()) for param in plain(parameters())]
     optimizer = build(params)
     alone = spillway.torch.AdamW(hybrid.groups(wanted), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)

@@ -146,3 +146,22 @@ def test_optimizers_that_a_store_cannot_step(installed, job):
     ]:
         with pytest.raises(spillway.UnsupportedError, match=reason):
             OptimizerStateStore.attach(training.optimizer, [None], job="states")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda optimizer: setattr(optimizer.config, "optimizer_cuda_graph", True), "has optimizer_cuda_graph"),
+        (lambda optimizer: setattr(optimizer, "optimizer", torch.optim.SGD([torch.zeros(1)])), "steps with SGD"),
+        (lambda optimizer: optimizer.shard_float16_groups[0].__setitem__(0, None), "a parameter is quantized"),
+        (lambda optimizer: delattr(optimizer, "shard_float16_groups"), "attach a store to Megatron's DistributedOptimizer"),
+    ],
+    ids=["captured", "not_adam", "quantized", "not_distributed"],
+)
+def test_optimizers_of_newer_versions_that_a_store_cannot_step(job, change, reason):
+    training = Training()
+    change(training.optimizer)
+    with pytest.raises(spillway.UnsupportedError, match=reason):
+        OptimizerStateStore.attach(training.optimizer, [None], job="states")
+    mains = [main for group in training.optimizer.shard_fp32_from_float16_groups for main in group]
+    assert all(main.untyped_storage().nbytes() for main in mains), "a refusal changes nothing"

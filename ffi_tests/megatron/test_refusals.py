@@ -148,7 +148,8 @@ def test_other_methods_are_not_patched(installed, methods, reason):
 
 
 @pytest.mark.parametrize(
-    "version, fits", [("0.11.0", False), ("0.12.0", True), ("0.16.9", True), ("0.17.0rc1", False), ("1.0", False), ("unknown", False)]
+    "version, fits",
+    [("0.11.0", False), ("0.12.0", True), ("0.16.9", True), ("0.19.9", True), ("0.20.0rc1", False), ("1.0", False), ("unknown", False)],
 )
 def test_versions(installed, monkeypatch, version, fits):
     import megatron.core.package_info
@@ -161,6 +162,6 @@ def test_versions(installed, monkeypatch, version, fits):
     _hook._patch(module)
     assert ("_spillway" in vars(module.HybridDeviceOptimizer)) is fits
     left = installed.active().get("left_to_megatron", {})
-    assert left == ({} if fits else {"HybridDeviceOptimizer": f"Spillway is tested with megatron-core 0.12 to 0.16, and this is {version}"})
+    assert left == ({} if fits else {"HybridDeviceOptimizer": f"Spillway is tested with megatron-core 0.12 to 0.19, and this is {version}"})
     installed.uninstall()
     assert "_spillway" not in vars(module.HybridDeviceOptimizer)

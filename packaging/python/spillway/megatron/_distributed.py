@@ -17,6 +17,18 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ._agreement import CURE, check_ranks, place_of
 from ._shards import Shard
 
+#: Settings of Megatron's OptimizerConfig under which its step, or the home of its states, is another one. In a CUDA graph only work of the
+#: GPU is repeated.
+_REFUSED = (
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+    "offload_optimizer_states",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "optimizer_cuda_graph",
+)
+#: Classes of torch, Transformer Engine and Apex. megatron-core 0.19 may have Lion under a DistributedOptimizer.
+_ADAMS = ("Adam", "AdamW", "FusedAdam")
+
 
 def attach(store_class, optimizer, paths, *, job, prefix=None, **options):
     """See OptimizerStateStore.attach. `prefix` begins the names of the shards; by default it has the model-parallel ranks."""
@@ -81,19 +93,28 @@ def _check(optimizer):
             "OptimizerStateStore: the optimizer has a store already, which has freed its main parameters; build the optimizer again"
         )
     config, asked = optimizer.config, "call OptimizerStateStore.attach without it"
-    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "offload_optimizer_states", "reuse_grad_buf_for_mxfp8_param_ag"):
+    for name in _REFUSED:
         if getattr(config, name, False):
             raise UnsupportedError(f"OptimizerStateStore: the optimizer has {name}; {asked}")
     if optimizer.is_stub_optimizer:
         raise UnsupportedError("OptimizerStateStore: the optimizer has no parameters; it needs no store")
+    if getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False):
+        raise UnsupportedError(f"OptimizerStateStore: the model uses Megatron FSDP; {asked}")
+    if not hasattr(optimizer, "shard_float16_groups"):
+        raise UnsupportedError(
+            f"OptimizerStateStore: {type(optimizer).__name__} has no shards; attach a store to Megatron's DistributedOptimizer"
+        )
+    inner = type(optimizer.optimizer).__name__
+    if inner not in _ADAMS:
+        raise UnsupportedError(f"OptimizerStateStore: the optimizer steps with {inner}, and the store has Adam and AdamW")
     if optimizer.optimizer.state:
         raise UnsupportedError("OptimizerStateStore: the optimizer has states; attach a store before its first step, and before a load")
-    if getattr(optimizer.ddp_config, "use_megatron_fsdp", False):
-        raise UnsupportedError(f"OptimizerStateStore: the model uses Megatron FSDP; {asked}")
-    for group in optimizer.model_float16_groups:
-        for param in group:
-            if param.dtype not in (torch.bfloat16, torch.float16) or hasattr(param, "_fp8_attrs") or hasattr(param, "_quantizer"):
-                raise UnsupportedError(f"OptimizerStateStore: a parameter is stored in FP8; {asked}")
+    for params, shards in zip(optimizer.model_float16_groups, optimizer.shard_float16_groups, strict=True):
+        for param, shard in zip(params, shards, strict=True):
+            # Megatron makes no shard of a quantized parameter that it cannot divide.
+            plain = shard is not None and param.dtype in (torch.bfloat16, torch.float16)
+            if not plain or hasattr(param, "_fp8_attrs") or hasattr(param, "_quantizer"):
+                raise UnsupportedError(f"OptimizerStateStore: a parameter is quantized, to FP8 or FP4; {asked}")
 
 
 def _model_parallel() -> str:

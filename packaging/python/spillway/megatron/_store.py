@@ -146,7 +146,7 @@ class OptimizerStateStore:
         optimizer is then without states: save_to() and load_from() have them.
 
         Args:
-            distributed_optimizer: The optimizer. Without precision-aware optimizer, CPU offload, FP8 parameters and Megatron FSDP.
+            distributed_optimizer: The optimizer. Without precision-aware optimizer, CPU offload, quantized parameters and Megatron FSDP.
             paths, job: As for the class.
             options: Further arguments of the class; `rank` and `world` are by default those of torch.distributed.
 

@@ -1,0 +1,15 @@
+"""Tests of the package and of its torch optimizers on newer versions of Python, with the newest torch."""
+
+import pytest
+from newer_python import ROOT, newer_python, run_tests
+
+PACKAGE = ("test_import.py", "test_optim.py", "test_signals.py")
+TORCH = ("test_offload.py", "test_flow.py", "test_tier.py")
+# One of ten random trainings.
+SOME = "not (that_waits or end_later) or 0]"
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+@pytest.mark.parametrize("folder, files", [("packaging/python/tests", PACKAGE), ("ffi_tests/torch", TORCH)], ids=["package", "torch"])
+def test_a_newer_python(version, folder, files):
+    assert run_tests(newer_python(version), *(ROOT / folder / file for file in files), "-k", SOME) > 70

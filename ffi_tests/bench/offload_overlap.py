@@ -1,5 +1,5 @@
 """What remains of an optimizer's step after backward, on the CPU: spillway.torch.offload with and without overlap, torchao's
-CPUOffloadOptimizer and DeepSpeed's SuperOffload.
+CPUOffloadOptimizer, and DeepSpeed's SuperOffload by itself and on Spillway.
 
     python ffi_tests/bench/offload_overlap.py [--rounds N] [--dtype bfloat16|float32] [--backward device|cpu]
 
@@ -41,6 +41,12 @@ KINDS = {
     "DeepSpeed SuperOffload, gradient_clipping 0, a sub-group per layer": {
         "side": "deepspeed",
         "gradient_clipping": 0.0,
+        "sub_group_size": WIDTH * WIDTH,
+    },
+    "SuperOffload on Spillway, a sub-group per layer": {"side": "deepspeed", "spillway": {}, "sub_group_size": WIDTH * WIDTH},
+    "SuperOffload on Spillway, verdict in the next forward": {
+        "side": "deepspeed",
+        "spillway": {"superoffload": {"verdict": "forward"}},
         "sub_group_size": WIDTH * WIDTH,
     },
 }
@@ -142,6 +148,10 @@ class DeepSpeed:
         import train
 
         train.become_single_rank()
+        if "spillway" in given:
+            import spillway.deepspeed
+
+            spillway.deepspeed.install()
         import deepspeed
 
         superoffload.allow_the_cpu()

@@ -49,11 +49,9 @@ def worker(kind, folder, names):
 
         spillway.deepspeed.install()
     train.become_single_rank()
-    import deepspeed
-    import deepspeed.comm.torch
     from deepspeed.accelerator import get_accelerator
 
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    train.without_compiled_collectives()
     # A processor without 16-bit instructions multiplies these matrices with slow code, which DeepSpeed refuses.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     logging.disable(logging.WARNING)

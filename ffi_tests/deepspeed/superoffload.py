@@ -26,6 +26,7 @@ def main():
     import deepspeed
     import torch
 
+    train.without_compiled_collectives()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if options.mode != "serial":
         allow_the_cpu()
@@ -101,6 +102,7 @@ def config(options):
         "zero_optimization": {"stage": 3, "sub_group_size": options.sub_group, "offload_optimizer": offload},
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "steps_per_print": 1 << 30,
+        **({"spillway": {"superoffload": {"verdict": options.verdict}}} if options.verdict != "step" else {}),
     }
 
 
@@ -145,6 +147,7 @@ def children():
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=("super", "serial"), default="super")
+    parser.add_argument("--verdict", choices=("step", "forward"), default="step", help="where a step of Spillway's ends")
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--spikes", action="store_true")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters and gradients")

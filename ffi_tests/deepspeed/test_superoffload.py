@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import tempfile
+import time
 
 import pytest
 
@@ -13,17 +14,18 @@ HERE = pathlib.Path(__file__).parent
 
 
 @pytest.fixture
-def train(starter, native_starter, tmp_path):
-    def run(*arguments, spillway=True, ranks=1):
+def run(starter, native_starter, tmp_path):
+    """Runs a script, whose last argument is the file of its report."""
+
+    def run(script, *arguments, spillway=True, ranks=1):
         report = tmp_path / "report.json"
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment.pop("SPILLWAY_LIBRARY")
-        command = [HERE / "superoffload.py", *arguments, "--json", report]
         if spillway:
             environment.update(SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(tmp_path))
         with tempfile.TemporaryFile("w+") as errors:
-            run = (starter if spillway else native_starter).start(command, environment, errors, ranks)
-            output, status = run.stdout.read(), run.wait(180)
+            run = (starter if spillway else native_starter).start([HERE / script, *arguments, report], environment, errors, ranks)
+            output, status = run.stdout.read(), run.wait(300)
             errors.seek(0)
             assert status == 0, output[-2000:] + errors.read()[-3000:]
         return json.loads(report.read_text())
@@ -31,11 +33,18 @@ def train(starter, native_starter, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("clip", ["0", "2.5", "0.05"])
-def test_the_weights_are_those_of_the_run_that_waits(train, clip, ranks):
+@pytest.fixture
+def train(run):
+    return lambda *arguments, **how: run("superoffload.py", *arguments, "--json", **how)
+
+
+@pytest.mark.parametrize(
+    "clip, ranks, verdict",
+    [("0", 1, "step"), ("0.05", 1, "step"), ("2.5", 1, "forward"), ("0", 2, "forward"), ("2.5", 2, "step"), ("0.05", 2, "forward")],
+)
+def test_the_weights_are_those_of_the_run_that_waits(train, clip, ranks, verdict):
     spikes = [] if clip == "0" else ["--spikes"]
-    ours = train("--clip", clip, *spikes, ranks=ranks)
+    ours = train("--clip", clip, *spikes, "--verdict", verdict, ranks=ranks)
     waiting = train("--clip", clip, *spikes, "--mode", "serial", ranks=ranks)
     assert ours["stage3"] == "SuperOffloadOptimizer_Stage3" and waiting["stage3"] == "DeepSpeedZeroOptimizer_Stage3"
     assert ours["children"] == [] and ours["waits"] == 0 and ours["published"] == ["torch.bfloat16"]
@@ -44,6 +53,7 @@ def test_the_weights_are_those_of_the_run_that_waits(train, clip, ranks):
     assert done["commits"] + done["redos"] + done["aborts"] == ours["steps"]
     assert done["aborts"] == ours["skipped"] == waiting["skipped"] == (1 if spikes else 0)
     assert done["buckets_speculated"] >= ours["steps"]
+    assert done.get("deferred", 0) == (done["commits"] + done["redos"] if verdict == "forward" else 0)
     if clip == "0":
         assert done["redos"] == done["aborts"] == done["buckets_spared"] == 0
     if clip == "2.5":
@@ -57,6 +67,20 @@ def test_the_weights_are_those_of_deepspeeds_own_superoffload(train, compiled):
     ours, theirs = train("--steps", "6"), train("--steps", "6", spillway=False)
     assert theirs["children"] and not theirs["active"] and theirs["waits"] >= 6
     assert (ours["sha256"], ours["losses"]) == (theirs["sha256"], theirs["losses"])
+
+
+@pytest.mark.parametrize("ranks, trainings", [(1, 16), (2, 8)])
+def test_random_trainings_show_the_same_with_the_verdict_in_the_next_forward(run, ranks, trainings):
+    seed = int(os.environ.get("SPILLWAY_SEED") or time.time() // 86400) * 100
+    serial, at_once, later = (run("superoffload_random.py", mode, seed, trainings, ranks=ranks) for mode in ("serial", "step", "forward"))
+    active = [shown.pop("active") for shown in (serial, at_once, later)]
+    for number in later:
+        assert at_once[number]["seen"] == serial[number]["seen"], f"seed {number}, SuperOffload"
+        assert later[number]["seen"] == serial[number]["seen"], f"seed {number}, the verdict in the next forward"
+    assert (
+        active[2]["deferred"] == active[2]["commits"] + active[2]["redos"] == sum(shown["due"] for shown in later.values()) > 2 * trainings
+    )
+    assert active[1]["redos"] > 0 and "deferred" not in active[1] and not any(shown["due"] for shown in at_once.values())
 
 
 def test_the_optimizer_refuses_what_it_cannot_do(run_forked):

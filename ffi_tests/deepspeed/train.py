@@ -253,6 +253,13 @@ def become_single_rank():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
+def without_compiled_collectives():
+    """Makes several ranks use torch.distributed, instead of the collectives in shared memory that DeepSpeed compiles in minutes."""
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None
+
+
 def leave_group():
     """Ends the process after Python's exit handlers, without destroying C++ threads. Their destruction sometimes
     aborts one of several ranks ("terminate called without an active exception"); the cause is unknown."""

@@ -11,6 +11,7 @@ active() reports which operations Spillway has served.
 The `spillway` block of the DeepSpeed configuration enables further parts; describe_settings() lists its settings:
 
 - CPU and GPU update ZeRO-3's sub-groups together: "interleave".
+- SuperOffload's steps end in the next forward: "superoffload"; see settle().
 - Optimizer states with "offload_optimizer": {"device": "nvme"} are stored on a tier: "paths", "cache_bytes" and others.
 - A killed run resumes at its last commit: "resume"; see commit(), client_state() and resumed_step().
 
@@ -26,16 +27,17 @@ from typing import Any
 
 from ._hook import OPS, install, uninstall
 
-__all__ = ["OPS", "active", "client_state", "commit", "describe_settings", "install", "resumed_step", "uninstall"]
+__all__ = ["OPS", "active", "client_state", "commit", "describe_settings", "install", "resumed_step", "settle", "uninstall"]
 
 
 def active() -> dict[str, Any]:
     """Reports what Spillway has done in this process.
 
     Returns:
-        A dict: counters per replaced op, the active kernel ("kernel"), the I/O backend ("io"; None before the first
-        file operation), SuperOffload's speculative steps, ZenFlow's steps ("zenflow"), the tiers, and steps that were
-        recorded and rolled back. "preload" has the counters of the preload library, if it is loaded.
+        A dict: counters per replaced op, the active kernel ("kernel"), the I/O backend ("io"; None before the first file operation),
+        SuperOffload's speculative steps ("superoffload", where "deferred" are those completed after step()), ZenFlow's steps
+        ("zenflow"), the tiers, and steps that were recorded and rolled back. "preload" has the counters of the preload library, if
+        it is loaded.
         "left_to_deepspeed" names the parts that do not fit this version of DeepSpeed, with the reason."""
     from . import _ops
 
@@ -78,6 +80,17 @@ def resumed_step(engine: Any) -> int | None:
     from . import _engine
 
     return _engine.resumed_step(engine)
+
+
+def settle(engine: Any) -> None:
+    """Completes the last step of SuperOffload with "verdict": "forward" in this rank; afterwards `ds_tensor` of each parameter has the new
+    weights. Forwards, gathers, checkpoints and DeepSpeed's functions for states do so themselves.
+
+    Args:
+        engine: A DeepSpeedEngine. Without a step to complete nothing happens."""
+    from . import _superoffload
+
+    _superoffload.complete(engine.optimizer)
 
 
 def describe_settings() -> str:

@@ -31,7 +31,13 @@ class SuperOffloadCPUOptimizer:
     in place.
 
     cpuadam_cores_perc is the share of this rank's cores to which the workers are bound; DeepSpeed gives the other cores to the
-    trainer. Here the trainer's affinity stays as it is."""
+    trainer. Here the trainer's affinity stays as it is.
+
+    Attributes:
+        settings: The `superoffload` object of the engine's `spillway` block.
+        before_close: A weak reference to what close() calls first."""
+
+    before_close: Any = None
 
     def __init__(self, optimizer_config, cpuadam_cores_perc=0.8, max_grad_numel=1000000, pin_memory=True):
         if not 0 < cpuadam_cores_perc <= 1:
@@ -39,6 +45,10 @@ class SuperOffloadCPUOptimizer:
         configs = optimizer_config if isinstance(optimizer_config, list) else [optimizer_config]
         if any(config.get("amsgrad") for config in configs):
             raise InvalidArgumentError("SuperOffload: amsgrad is not supported; set amsgrad to false")
+        # pydantic is imported where a block may be given.
+        from . import _settings
+
+        self.settings = _settings.of_superoffload(_lifetime.block())
         _lifetime.opened(self)
         self._bound = _bind(cpuadam_cores_perc)
         self._powers: Any = None
@@ -133,8 +143,12 @@ class SuperOffloadCPUOptimizer:
 
     def close(self):
         """Closes the engine; an open round is rolled back."""
-        self._closed = True
-        self._retire()
+        try:
+            if self.before_close is not None and (method := self.before_close()) is not None:
+                method()
+        finally:
+            self._closed = True
+            self._retire()
         self._starting.close()
         # Unless another engine or the program has bound the workers since.
         if self._bound and topo.workers() == self._bound:
@@ -212,9 +226,9 @@ def _add(total, stats):
         total[name] = total.get(name, 0) + value
 
 
-def count_waited():
-    """Counts a step without speculation, done in step()."""
-    _add(_retired, {"waited": 1})
+def count(name):
+    """Counts a step: "waited", without speculation in step(); "deferred", completed after step()."""
+    _add(_retired, {name: 1})
 
 
 def served():

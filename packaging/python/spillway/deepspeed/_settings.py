@@ -129,6 +129,17 @@ class InterleaveBlock(_Strict):
     chunk: _Count = _setting(0, f"a number of parameters, an integer from 0 to {_MOST}", "Parameters per copy; 0: 16 Mi.")
 
 
+class SuperOffloadBlock(_Strict):
+    """DeepSpeed's SuperOffload, `"super_offload": true` in offload_optimizer."""
+
+    verdict: Literal["step", "forward"] = _setting(
+        "step",
+        _one_of(("step", "forward")),
+        'What step() waits for. "step": the new weights. "forward": the norm alone; the next forward, or what else gathers weights or '
+        "reads states, waits for the rest. See speculation.md.",
+    )
+
+
 class Block(_Strict):
     """Storage of ZeRO-3's optimizer states, and of its 16-bit parameters, on a tier."""
 
@@ -214,12 +225,17 @@ class Block(_Strict):
         "Time without progress after which a path counts as failed; 0: 60.",
     )
     enabled: bool = _setting(
-        True, _BOOLEAN, "false leaves states and parameters to DeepSpeed's own swappers. It excludes all other settings but interleave."
+        True,
+        _BOOLEAN,
+        "false leaves states and parameters to DeepSpeed's own swappers. It excludes all other settings but interleave and superoffload.",
     )
     interleave: InterleaveBlock | None = _setting(None, "an object", "CPU and GPU step sub-groups at the same time.")
+    superoffload: SuperOffloadBlock | None = _setting(None, "an object", "Settings of DeepSpeed's SuperOffload.")
 
 
-_MODELS = {"paths": PathBlock, "interleave": InterleaveBlock, "rates": RatesBlock}
+_MODELS = {"paths": PathBlock, "interleave": InterleaveBlock, "rates": RatesBlock, "superoffload": SuperOffloadBlock}
+# Settings of other parts than a tier.
+_OBJECTS = {"interleave", "superoffload"}
 
 
 def read(given):
@@ -232,7 +248,7 @@ def read(given):
         raise InvalidArgumentError("; ".join(_message(one) for one in error.errors(include_url=False))) from None
     _check_paths(found)
     _check_interleave(found.interleave)
-    others = sorted(found.model_fields_set - {"enabled", "interleave"})
+    others = sorted(found.model_fields_set - _OBJECTS - {"enabled"})
     if not found.enabled and others:
         raise InvalidArgumentError(f'spillway.{others[0]} has no effect with "enabled": false; take {", ".join(others)} out, or enabled')
     for name in ("commit_interval", "durability"):
@@ -315,6 +331,12 @@ def of_interleave(block):
     return None if not block or block.get("interleave") is None else read(block).interleave
 
 
+def of_superoffload(block):
+    """The superoffload object of a `spillway` block; the defaults if it has none."""
+    given = (block or {}).get("superoffload")
+    return SuperOffloadBlock() if given is None else read(block).superoffload
+
+
 def _directory(nvme_path):
     if nvme_path is None:
         raise InvalidArgumentError(
@@ -341,8 +363,8 @@ def parts(block, zero):
     """The parts of Spillway that a block enables in a configuration."""
     if not block.enabled:
         return []
-    asked = ["interleave"] if block.interleave is not None else []
-    if block.model_fields_set - {"interleave"} and int(zero.stage) == 3:
+    asked = [name for name in sorted(_OBJECTS) if getattr(block, name) is not None]
+    if block.model_fields_set - _OBJECTS and int(zero.stage) == 3:
         asked += ["states"] if _device(zero.offload_optimizer) == "nvme" else []
         asked += ["parameters"] if _device(zero.offload_param) == "nvme" else []
     return asked
@@ -361,10 +383,15 @@ def refuse_unserved(block, zero):
             f"cpu; this configuration has stage {stage} and the device {states}. Change them, or take "
             "interleave out"
         )
+    if block.superoffload is not None and not (stage == 3 and getattr(zero.offload_optimizer, "super_offload", False)):
+        raise InvalidArgumentError(
+            "spillway.superoffload needs zero_optimization with stage 3 and offload_optimizer with super_offload; set "
+            '"super_offload": true there, or take superoffload out'
+        )
     tiered = {"offload_optimizer": stage == 3 and states == "nvme", "offload_param": stage == 3 and parameters == "nvme"}
     if tiered["offload_optimizer"]:
         return
-    asked = sorted(block.model_fields_set - {"interleave", "enabled"} - (_OF_PARAMETERS if tiered["offload_param"] else set()))
+    asked = sorted(block.model_fields_set - _OBJECTS - {"enabled"} - (_OF_PARAMETERS if tiered["offload_param"] else set()))
     if asked:
         raise InvalidArgumentError(
             f"spillway.{asked[0]} is for optimizer states on a tier, which need zero_optimization with "
@@ -387,6 +414,7 @@ def describe():
         ("spillway.paths[]", PathBlock),
         ("spillway.interleave", InterleaveBlock),
         ("spillway.interleave.rates", RatesBlock),
+        ("spillway.superoffload", SuperOffloadBlock),
     ):
         rows = [f"## {place}", "", str(model.__doc__), "", "| setting | valid values | default | meaning |", "|---|---|---|---|"]
         rows += [

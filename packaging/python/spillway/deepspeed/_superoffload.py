@@ -14,12 +14,17 @@ step() steps all sub-groups by DeepSpeed's own code. This happens if
   or the optimizer's `state`: it sees the values before the step;
 - the learning rate, betas, another option of a group, or a tensor of the optimizer has changed at step().
 
-A sub-group with a parameter without gradient also steps in step(), as in DeepSpeed."""
+A sub-group with a parameter without gradient also steps in step(), as in DeepSpeed.
+
+With "verdict": "forward" in the `superoffload` object of the `spillway` block, step() ends once the norm is known, which
+DeepSpeed measures and on which its counters and its scheduler depend. What remains is done before the next use: the steps
+and their verdict, and the new weights. Stage 3 uses weights after a gather only, so that gathers complete the step."""
 
 import contextlib
+import functools
 import weakref
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, SpillwayError
 from . import _rounds, _stage3
 
 _MASTERS = "fp32_partitioned_groups_flat"
@@ -29,17 +34,26 @@ class _Window:
     """Tracks the gradients that arrived since an optimizer's last step."""
 
     def __init__(self, stage3):
-        _watch(stage3)
         self._rounds = stage3.superoffload_cpu_optimizer
         self._reason = _unfit(stage3)
+        self._later = self._rounds.settings.verdict == "forward"
+        if self._later and self._reason is not None:
+            raise InvalidArgumentError(f'spillway.superoffload: verdict is "forward", and {self._reason}')
+        _watch(stage3)
+        self._stage3 = weakref.ref(stage3)
+        # The factor of the gradients in a step that is not complete, and its tensors; and if its persistent parameters are not gathered.
+        self._due, self._due_versions, self._ungathered = None, {}, False
+        if self._later:
+            _watch_gathers(stage3)
+            self._rounds.before_close = weakref.WeakMethod(self.complete)
         self._sub_groups = [group for group, device in sorted(stage3.subgroup_to_device.items()) if device == "cpu"]
         self._needed = {group: _stage3.with_data(stage3, stage3.fp16_groups[group]) for group in self._sub_groups}
         self._spans, start = {}, 0
         for group, elements in enumerate(stage3.fp16_partitioned_groups_flat_numel):
             self._spans[group] = slice(start, start + elements)
             start += elements
-        # The weights in 16 bits that a step writes, and the event of their last copies to the device.
-        self._weights, self._published = {}, []
+        # The weights in 16 bits that a step writes.
+        self._weights = {}
         self.end()
 
     def end(self):
@@ -47,7 +61,9 @@ class _Window:
         self._waits, self._arrived, self._versions = self._reason is not None, {}, {}
 
     def interrupt(self):
-        """Aborts the round, because other code may read or change the state; all sub-groups then step in step()."""
+        """Completes the last step, and aborts the round, because other code may read or change the state; all sub-groups then step in
+        step()."""
+        self.complete()
         if self._arrived:
             self._rounds.abort()
             self._waits = True
@@ -70,7 +86,7 @@ class _Window:
         complete = [group for group in sorted(touched) if self._needed.get(group) and self._needed[group] <= self._arrived[group]]
         if self._waits or not complete:
             return
-        events = self._published + copies()
+        events = copies()
         if not self._rounds.is_open:
             self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), float(stage3.loss_scale), float(stage3.clip_grad or 0.0))
         for sub_group in complete:
@@ -81,9 +97,7 @@ class _Window:
         """True if the speculative steps are identical to those that step() would do now; otherwise rolls them back."""
         if not self._rounds.is_open:
             return False
-        if self._rounds.is_of(self._calls(stage3)) and all(
-            _versions_of(stage3, group) == versions for group, versions in self._versions.items()
-        ):
+        if self._rounds.is_of(self._calls(stage3)) and not _changed(stage3, self._versions):
             return True
         rebound = self.rebound(stage3)
         self._rounds.abort()
@@ -96,22 +110,83 @@ class _Window:
             )
         return False
 
-    def settle(self, stage3, factor):
-        """Steps the remaining sub-groups and gives the verdict."""
+    def decide(self, stage3, factor):
+        """Steps the remaining sub-groups. The norm is known, and the gradients are multiplied by `factor`."""
         for sub_group in self._rounds.missing():
             self._submit(stage3, sub_group, getattr(stage3, _MASTERS)[sub_group].grad)
-        self._rounds.resolve(factor)
-        for sub_group in self._sub_groups:
-            _state(stage3, sub_group)["step"] += 1
+        self._due, self._due_versions = factor, self._versions
+        if self._later:
+            _rounds.count("deferred")
+        else:
+            self.complete()
 
-    def publish(self, stage3, sub_group):
-        """Gives the model the new weights of a sub-group."""
+    @property
+    def is_due(self):
+        """True if the last step is not complete."""
+        return self._due is not None
+
+    def complete(self):
+        """Gives the verdict of the last step, and the model this rank's new weights."""
+        if self._due is None:
+            return
+        import torch
+
+        stage3 = self._stage3()
+        if stage3 is None:
+            return
+        # The next forward may be one of an evaluation, whose tensors are of no use in training.
+        with _inside(stage3), torch.inference_mode(False), torch.no_grad():
+            try:
+                if self._rounds.is_open:
+                    if changed := _changed(stage3, self._due_versions):
+                        raise InvalidArgumentError(
+                            f"SuperOffload: a tensor of sub-group {changed[0]} was written or replaced after step(), which the next "
+                            "forward was to complete; the step was rolled back, and the tensor may have the values from before the "
+                            "write. Call spillway.deepspeed.settle(engine) before such a write"
+                        )
+                    self._rounds.resolve(self._due)
+                    for sub_group in self._sub_groups:
+                        _state(stage3, sub_group)["step"] += 1
+                for sub_group in self._sub_groups:
+                    self._rounds.wait(sub_group)
+                    self._publish(stage3, sub_group)
+                self._rounds.finish()
+                # DeepSpeed gathers on a stream that does not wait for this one.
+                for event in copies():
+                    event.synchronize()
+            except SpillwayError:
+                self._due, self._due_versions = None, {}
+                self._rounds.abort()
+                raise
+            _scale_gradients(stage3, self._sub_groups, self._due)
+            self._due, self._due_versions = None, {}
+
+    @contextlib.contextmanager
+    def without_gather(self, stage3):
+        """Leaves the gather of persistent parameters, with which DeepSpeed ends a step, to settle()."""
+        kept, stage3.persistent_parameters, self._ungathered = stage3.persistent_parameters, [], True
+        try:
+            yield
+        finally:
+            stage3.persistent_parameters = kept
+
+    def settle(self, stage3):
+        """Completes the last step, with what all ranks do together."""
+        import torch
+
+        self.complete()
+        if self._ungathered:
+            self._ungathered = False
+            with torch.inference_mode(False):
+                if stage3.persistent_parameters:
+                    stage3.persistent_parameters[0].all_gather(stage3.persistent_parameters)
+
+    def _publish(self, stage3, sub_group):
         if sub_group not in self._weights:
             return stage3._reassign_or_swap_out_partitioned_parameters(sub_group)
         # Half of the bytes of DeepSpeed's copy, which converts the masters.
         stage3.fp16_partitioned_groups_flat[sub_group].data.copy_(self._weights[sub_group], non_blocking=True)
         stage3._unflatten_partitioned_parameters(sub_group)
-        self._published = copies()
 
     def rebound(self, stage3):
         """The sub-groups whose moments were replaced since they were submitted, behind the back of `state`."""
@@ -145,10 +220,12 @@ class _Window:
 
 def overrides(stage3):
     """Methods for DeepSpeed's SuperOffloadOptimizer_Stage3, by name."""
-    own_cleanup = stage3._loss_scale_update_and_overflow_cleanup
+    own_cleanup, own_post_step = stage3._loss_scale_update_and_overflow_cleanup, stage3._post_step
+    own_clear_flag = stage3.clear_backward_seen_flag
 
     def partition_grads(self, params_to_release, grad_partitions):
         window = _window(self)
+        window.complete()
         window.changing(self, params_to_release)
         with _inside(self):
             # Not SuperOffload's own method, which hands complete gradients to the worker process.
@@ -164,38 +241,89 @@ def overrides(stage3):
         return own_cleanup(self)
 
     def step(self, scaled_global_grad_norm, timer_names):
-        rounds, window = self.superoffload_cpu_optimizer, _window(self)
+        window = _window(self)
         with _inside(self):
             factor = _stage3.gradient_factor(self, scaled_global_grad_norm)
             stands = window.stands(self)
-            if stands:
-                window.settle(self, factor)
-            else:
-                _rounds.count_waited()
+            if not stands:
+                _rounds.count("waited")
             for sub_group_id in range(len(self.fp16_groups)):
-                self._prepare_sub_group(sub_group_id, timer_names)
                 if stands and self.subgroup_to_device[sub_group_id] == "cpu":
-                    rounds.wait(sub_group_id)
-                    window.publish(self, sub_group_id)
-                else:
-                    self.unscale_and_clip_grads(sub_group_id, scaled_global_grad_norm)
-                    super(stage3, self)._optimizer_step(sub_group_id)
-                    self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+                    continue
+                self._prepare_sub_group(sub_group_id, timer_names)
+                self.unscale_and_clip_grads(sub_group_id, scaled_global_grad_norm)
+                super(stage3, self)._optimizer_step(sub_group_id)
+                self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
                 self._release_sub_group(sub_group_id, timer_names)
             if stands:
-                rounds.finish()
-                _scale_gradients(self, factor, scaled_global_grad_norm)
+                window.decide(self, factor)
             window.end()
+
+    def post_step(self, timer_names):
+        window = _window(self)
+        with window.without_gather(self) if window.is_due else contextlib.nullcontext():
+            own_post_step(self, timer_names)
+
+    def clear_backward_seen_flag(self):
+        # The beginning of the engine's forward.
+        if window := _window_of(self):
+            window.settle(self)
+        own_clear_flag(self)
+
+    def completed(own):
+        @functools.wraps(own)
+        def method(self, *arguments, **named):
+            complete(self)
+            return own(self, *arguments, **named)
+
+        return method
 
     return {
         "partition_grads": partition_grads,
-        "_wait_for_async_operations": lambda self, timeout_seconds=60: None,
+        # The beginning of a step.
+        "_wait_for_async_operations": lambda self, timeout_seconds=60: complete(self),
         "_handle_overflow_rollback": lambda self: None,
         "_loss_scale_update_and_overflow_cleanup": cleanup,
         "_step_with_clipping": step,
         "_step_without_clipping": step,
+        "_post_step": post_step,
+        "clear_backward_seen_flag": clear_backward_seen_flag,
+        **{name: completed(getattr(stage3, name)) for name in _COMPLETED if hasattr(stage3, name)},
         _MASTERS: _masters(),
     }
+
+
+# Methods before which a step is completed, beside gathers and those that ask for masters or states first.
+_COMPLETED = ("checkpoint_event_prologue", "destroy", "load_state_dict", "offload_states", "reload_states")
+
+
+def complete(stage3):
+    """Completes the last step of an optimizer: masters, states, gradients and this rank's weights are those after it."""
+    if window := _window_of(stage3):
+        window.complete()
+
+
+def _window_of(stage3):
+    """The window of an optimizer; None before its first gradient, and for other optimizers."""
+    return getattr(stage3, "__dict__", {}).get("_spillway_window")
+
+
+def _watch_gathers(stage3):
+    """Has the gathers of weights complete a step."""
+    owner = weakref.ref(stage3)
+
+    def completed(own):
+        @functools.wraps(own)
+        def gather(*arguments, **named):
+            if (watched := owner()) is not None:
+                complete(watched)
+            return own(*arguments, **named)
+
+        return gather
+
+    for param in stage3.module.parameters():
+        for name in ("all_gather", "all_gather_coalesced"):
+            setattr(param, name, completed(getattr(param, name)))
 
 
 def _masters():
@@ -203,7 +331,7 @@ def _masters():
     it."""
 
     def get(self):
-        window = self.__dict__.get("_spillway_window")
+        window = _window_of(self)
         if window is not None and not self.__dict__.get("_spillway_inside"):
             window.interrupt()
         try:
@@ -224,7 +352,7 @@ def _watch(stage3):
 
     def get(self):
         watched = owner()
-        window = None if watched is None else watched.__dict__.get("_spillway_window")
+        window = None if watched is None else _window_of(watched)
         if window is not None and not watched.__dict__.get("_spillway_inside"):
             window.interrupt()
         return self.__dict__["state"]
@@ -276,17 +404,21 @@ def _versions_of(stage3, sub_group):
     return [(tensor._version, tensor.data_ptr()) for tensor in (master, master.grad, state["exp_avg"], state["exp_avg_sq"])]
 
 
-def _scale_gradients(stage3, factor, norm):
+def _changed(stage3, versions):
+    """The sub-groups of which a tensor was written or replaced since its versions were taken."""
+    return [group for group, before in versions.items() if _versions_of(stage3, group) != before]
+
+
+def _scale_gradients(stage3, sub_groups, factor):
     """Scales the gradients like DeepSpeed, which leaves them scaled: a parameter without a new gradient reuses its old
     one."""
     if factor != 1.0:
-        for sub_group, device in stage3.subgroup_to_device.items():
-            if device == "cpu":
-                stage3.unscale_and_clip_grads(sub_group, norm)
+        for sub_group in sub_groups:
+            getattr(stage3, _MASTERS)[sub_group].grad.mul_(factor)
 
 
 def copies():
-    """The event of the copies of gradients from the GPU that were started before; none if they are done."""
+    """The event of the copies that were started before on the current stream of the GPU; none if they are done."""
     from deepspeed.accelerator import get_accelerator
 
     stream = get_accelerator().current_stream()

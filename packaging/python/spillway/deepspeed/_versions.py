@@ -78,6 +78,8 @@ _METHODS = {
         "_wait_for_async_operations": "timeout_seconds",
         "_handle_overflow_rollback": "",
         "_loss_scale_update_and_overflow_cleanup": "",
+        "_post_step": "timer_names",
+        "clear_backward_seen_flag": "",
     },
 }
 _SOME = {

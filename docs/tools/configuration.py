@@ -101,6 +101,12 @@ value, and a setting without effect in the configuration are errors that name th
             "An update that CPU and GPU do together. It needs ZeRO stage 3 with `offload_optimizer` on the device `cpu`.",
         ),
         ("spillway.interleave.rates", _settings.RatesBlock, "Measured rates, in parameters per second."),
+        (
+            "spillway.superoffload",
+            _settings.SuperOffloadBlock,
+            "DeepSpeed's SuperOffload. It needs ZeRO stage 3 and `super_offload` in `offload_optimizer`; see "
+            "[Speculation](../speculation.md#under-deepspeed).",
+        ),
     ):
         parts.append(f"### `{title}`\n\n{intro}\n\n| setting | type | default | meaning |\n|---|---|---|---|")
         for name, field in model.model_fields.items():

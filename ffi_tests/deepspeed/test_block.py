@@ -64,6 +64,8 @@ def folders(tmp_path):
         ({"commit_interval": 1 << 64, "resume": True}, "spillway.commit_interval is 18446744073709551616"),
         ({"interleave": {"plan_argument": 1 << 64}}, "spillway.interleave.plan_argument is 18446744073709551616; an integer"),
         ({"interleave": {"slots": 1 << 32}}, "spillway.interleave.slots is 4294967296; an integer"),
+        ({"superoffload": {"verdict": "next"}}, 'spillway.superoffload.verdict is \'next\'; "step" or "forward" is needed'),
+        ({"superoffload": {"tail": 1}}, "spillway.superoffload.tail is unknown; The settings are verdict"),
         ({"interleave": {"chunk": 1 << 64}}, "spillway.interleave.chunk is 18446744073709551616"),
         ({"job": ".."}, "spillway.job is '..'; a name of at most 200 bytes"),
         ({"host": "a/b"}, "spillway.host is 'a/b'; a name"),
@@ -120,6 +122,12 @@ def zero(stage, optimizer=None, parameters=None):
     return types.SimpleNamespace(stage=stage, offload_optimizer=offload(optimizer), offload_param=offload(parameters))
 
 
+def superoffload():
+    found = zero(3, "cpu")
+    found.offload_optimizer.super_offload = True
+    return found
+
+
 @pytest.mark.parametrize(
     "block, configuration, words",
     [
@@ -129,6 +137,7 @@ def zero(stage, optimizer=None, parameters=None):
         ({"split_master": True, "paths": ["/tmp"]}, zero(3, "cpu", "nvme"), "spillway.split_master is for"),
         ({"interleave": {}}, zero(2, "cpu"), "spillway.interleave needs zero_optimization with stage 3"),
         ({"interleave": {}}, zero(3, "nvme"), "spillway.interleave needs .* the device nvme"),
+        ({"superoffload": {}}, zero(3, "cpu"), "spillway.superoffload needs .* with super_offload"),
     ],
 )
 def test_what_nothing_would_serve_is_an_error(block, configuration, words):
@@ -145,6 +154,8 @@ def test_what_nothing_would_serve_is_an_error(block, configuration, words):
         ({"cache_bytes": 1}, zero(3, "nvme")),
         ({"paths": ["/tmp"], "job": "x"}, zero(3, "cpu", "nvme")),
         ({"interleave": {}}, zero(3, "cpu")),
+        ({"superoffload": {"verdict": "forward"}}, superoffload()),
+        ({"enabled": False, "superoffload": {}}, superoffload()),
     ],
 )
 def test_what_is_served_is_none(block, configuration):

@@ -83,6 +83,61 @@ def test_random_trainings_show_the_same_with_the_verdict_in_the_next_forward(run
     assert active[1]["redos"] > 0 and "deferred" not in active[1] and not any(shown["due"] for shown in at_once.values())
 
 
+def test_what_a_step_leaves_to_the_next_forward_is_completed_once_or_refused(run_forked):
+    assert (
+        run_forked(
+            """
+import train, superoffload
+train.become_single_rank()
+import deepspeed, spillway, torch
+superoffload.allow_the_cpu()
+
+
+def engine(verdict):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "steps_per_print": 1 << 30,
+              "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}},
+              "spillway": {"superoffload": {"verdict": verdict}}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def step(made):
+    made.backward(made(torch.ones(2, 16, dtype=torch.bfloat16)).float().square().mean())
+    made.step()
+    return made.module.weight.ds_tensor.clone()
+
+
+at_once, later = engine("step"), engine("forward")
+old = later.module.weight.ds_tensor.clone()
+new, seen = step(at_once), step(later)
+window = later.optimizer._spillway_window
+print(torch.equal(seen, old), window.is_due, window._ungathered)
+spillway.deepspeed.settle(later), spillway.deepspeed.settle(at_once)
+print(torch.equal(later.module.weight.ds_tensor, new), window.is_due)
+master = later.optimizer.fp32_partitioned_groups_flat[0]
+step(later)
+with torch.no_grad():
+    master.mul_(2)
+try:
+    later(torch.ones(2, 16, dtype=torch.bfloat16))
+except ValueError as error:
+    print(str(error).split(";")[0], window.is_due)
+step(later)
+later.destroy()
+print(window.is_due, spillway.deepspeed.active()["superoffload"]["deferred"])
+at_once.destroy()
+""",
+            HERE,
+        )
+        == """True True True
+True False
+SuperOffload: a tensor of sub-group 0 was written or replaced after step(), which the next forward was to complete False
+False 3
+"""
+    )
+
+
 def test_the_optimizer_refuses_what_it_cannot_do(run_forked):
     assert (
         run_forked("""

@@ -9,6 +9,7 @@ DS_ACCELERATOR=cuda trains on a GPU."""
 import argparse
 import atexit
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -255,9 +256,8 @@ def become_single_rank():
 
 def without_compiled_collectives():
     """Makes several ranks use torch.distributed, instead of the collectives in shared memory that DeepSpeed compiles in minutes."""
-    import deepspeed.comm.torch
-
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # As an attribute of deepspeed.comm this module is hidden by torch itself.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 
 def leave_group():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
@@ -34,7 +34,9 @@ class AfterEvents:
     def forget(self) -> None:
         """Waits for all calls, also for one whose `call` a signal handler has ended; an error of one is that of what does not happen."""
         if self._thread is not None:
-            wait([self._thread.submit(int)])
+            # Not by one more call: the garbage collector may have ended the thread, and shutdown() returns then too.
+            self._thread.shutdown()
+            self._thread = None
         self._begun.clear()
 
     def close(self) -> None:

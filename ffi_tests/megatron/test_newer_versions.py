@@ -1,14 +1,16 @@
-"""The tests of training, of checkpoints and of the store, with the newest megatron-core, which needs a newer Python."""
+"""The tests of training, of checkpoints and of the store, with the versions of megatron-core that need a newer Python than the others."""
 
 import pathlib
 
+import pytest
 from newer_python import newer_python, run_tests
 from test_megatron_hook import NEWER
 
 FILES = ("test_hybrid.py", "test_megatron_distributed.py", "test_checkpoint.py")
 
 
-def test_the_newest_version_trains_as_the_others():
-    python = newer_python("3.12", f"megatron-core=={NEWER[-1]}")
+@pytest.mark.parametrize("version", NEWER)
+def test_a_newer_version_trains_as_the_others(version):
+    python = newer_python("3.12", f"megatron-core=={version}")
     files = [pathlib.Path(__file__).with_name(name) for name in FILES]
-    assert run_tests(python, *files, SPILLWAY_TEST_MEGATRON=NEWER[-1]) > 60
+    assert run_tests(python, *files, SPILLWAY_TEST_MEGATRON=version) > 60

@@ -135,7 +135,7 @@ fn tier_need(
 }
 
 fn budget_of(sizes: &[u64], split: bool, paths: usize, limit: Option<u64>) -> Result<TierNeed> {
-    let encoding = if split { Encoding::SplitMaster } else { Encoding::Full };
+    let encoding = if split { Encoding::SPLIT } else { Encoding::FULL };
     let limit = match limit {
         Some(limit) => limit,
         None => budget::plan(sizes, encoding, paths, u64::MAX / 2)?.working_bytes,

@@ -37,7 +37,7 @@ fn luajit_parses_the_header() {
     const SCRIPT: &str = "
         local ffi = require('ffi')
         ffi.cdef(io.open(arg[1]):read('*a'))
-        assert(ffi.sizeof('spw_adam_options') == 88)
+        assert(ffi.sizeof('spw_adam_options') == 96)
         assert(ffi.new('spw_tier_options').struct_size == 0)
         print('parsed')";
     let header = preprocessed("luajit");
@@ -55,7 +55,7 @@ import sys
 from cffi import FFI
 ffi = FFI()
 ffi.cdef(open(sys.argv[1]).read())
-assert ffi.sizeof('spw_adam_options') == 88
+assert ffi.sizeof('spw_adam_options') == 96
 print('parsed')";
     let python = std::env::var_os("SPILLWAY_PYTHON").unwrap_or_else(|| {
         let made = Command::new(root().join("packaging/python_env.sh")).output().expect("the script starts");

@@ -63,7 +63,6 @@ def test_a_tier_of_another_program_is_refused(tmp_path):
     "make, words",
     [
         (lambda p, tier: own.AdamW(p, tier=tier, undo=True), "AdamW: undo cannot be combined with tier"),
-        (lambda p, tier: own.AdamW(p, tier=tier, moment_dtype=torch.bfloat16), "moment_dtype cannot be combined with tier"),
         (lambda p, tier: own.AdamW(p, tier=tier, master="split"), 'master="split" cannot be combined with tier'),
         (lambda p, tier: own.AdamW(p, tier=tier, amsgrad=True), "amsgrad cannot be combined with tier"),
         (lambda p, tier: own.Adam([{"params": p, "amsgrad": True}], tier=tier), "amsgrad cannot be combined with tier"),
@@ -84,7 +83,7 @@ def test_a_tier_of_another_program_is_refused(tmp_path):
         ),
         (lambda p, tier: own.AdamW([torch.nn.Parameter(torch.zeros(3, 4).t())], tier=tier), r"\['params'\]\[0\] .* strides \(1, 4\)"),
     ],
-    ids=range(15),
+    ids=range(14),
 )
 def test_what_cannot_be_combined_is_refused_at_construction(tier, make, words):
     with pytest.raises((spillway.SpillwayError, ValueError), match=words):

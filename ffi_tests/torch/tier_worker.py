@@ -1,4 +1,5 @@
-"""A process of test_tier.py that trains with its states on a tier until it is killed: TIER, and the number of steps between commits."""
+"""A process of test_tier.py that trains with its states on a tier until it is killed: TIER, the number of steps between commits, and "bf16"
+for moments of 16 bits that are rounded at random."""
 
 import pathlib
 import sys
@@ -34,9 +35,18 @@ def options(directory):
     return own.TierOptions(directory, part_elements=7000, pin_memory=False, durability="process")
 
 
-def main(directory, interval):
-    params = parameters()
-    optimizer = own.AdamW(params, lr=1e-2, tier=options(directory))
+def wide_parameters():
+    """Parameters that moments of 16 bits are for."""
+    return [param for param in parameters() if param.dtype is not torch.float16]
+
+
+#: Keywords of moments of 16 bits that are rounded at random.
+BF16_MOMENTS = {"moment_dtype": torch.bfloat16, "moment_rounding": "stochastic", "rounding_seed": 5}
+
+
+def main(directory, interval, moments="f32"):
+    params, more = (parameters(), {}) if moments == "f32" else (wide_parameters(), BF16_MOMENTS)
+    optimizer = own.AdamW(params, lr=1e-2, tier=options(directory), **more)
     for step in range(optimizer.resumed_step or 0, 10_000):
         random_grads(params, step)
         optimizer.step()

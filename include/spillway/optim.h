@@ -184,18 +184,21 @@ typedef struct spw_adam_options {
     uint32_t no_bias_correction;
     // 0
     uint32_t reserved;
-    // An `spw_rounding`. `spw_adam_step`, `spw_gpu_adam_step`, undo and speculation round stochastically; other calls
-    // refuse it.
+    // An `spw_rounding`. `spw_adam_step`, `spw_gpu_adam_step`, undo, speculation and the tiered update round
+    // stochastically; other calls refuse it.
     uint32_t rounding;
     // 0
     uint32_t reserved2;
     // Seed of stochastic rounding. The random bits depend only on the seed, the step and the element's number in its
     // tensor. Give each tensor of a model a seed of its own.
     uint64_t rounding_seed;
+    // In a tiered update: number of the tensor's first element in its parameter. The elements then have the random
+    // bits of a tensor of the whole parameter. Other calls need 0.
+    uint64_t rounding_first;
 } spw_adam_options;
 
 #define SPW_ADAM_OPTIONS_INIT \
-    { sizeof(spw_adam_options), 0, 1, 0.001, 0.9, 0.999, 1e-8, 0.0, 1.0, 0, 0, 0, 0, 0 }
+    { sizeof(spw_adam_options), 0, 1, 0.001, 0.9, 0.999, 1e-8, 0.0, 1.0, 0, 0, 0, 0, 0, 0 }
 
 // Does one Adam or AdamW step of `count` tensors, in one pass over their memory (SuperOffload section 4.6,
 // "GraceAdam"):

@@ -51,12 +51,17 @@ typedef enum spw_swap_flag {
     // Use the paths without taking turns. Without this flag, only one of the node's processes of one user uses a
     // device at a time, and the others use other devices first (MLP-Offload section 3.2). Only directories have turns.
     SPW_SWAP_FLAG_NO_TURNS = 4,
-    // Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 10
-    // bytes per parameter on the tier and in memory instead of 12. A subgroup with too many values that cannot be
-    // split still takes 12. Every step needs the weights that the step before published. A resumed tier needs the
-    // weights of its commit: save them with it, else param is lost. A checksum detects weights that do not match the
-    // state: a read then changes nothing, and a step is an error that a rollback ends.
+    // Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 2 bytes
+    // fewer per parameter on the tier and in memory. A subgroup with too many values that cannot be split still takes
+    // them. Every step needs the weights that the step before published. A resumed tier needs the weights of its
+    // commit: save them with it, else param is lost. A checksum detects weights that do not match the state: a read
+    // then changes nothing, and a step is an error that a rollback ends.
     SPW_SWAP_FLAG_SPLIT_MASTER = 8,
+    // Store exp_avg and exp_avg_sq as bf16: 4 bytes fewer per parameter on the tier and in memory. The step has the
+    // bits of `spw_adam_step` with bf16 states and f32 param. `spw_swap_read` returns these values as f32;
+    // `spw_swap_fill` and `spw_swap_write` round to nearest even. A tier that holds moments of the other type is
+    // SPW_ERR_INVALID_ARGUMENT.
+    SPW_SWAP_FLAG_BF16_MOMENTS = 16,
 } spw_swap_flag;
 
 // Settings of a tiered update.
@@ -139,7 +144,7 @@ typedef struct spw_swap_stats {
     { sizeof(spw_swap_stats), 0, 0, 0, 0, 0, 0, 0.0 }
 
 // A tiered update: subgroups of optimizer state on a tier. A subgroup has f32 param (the master weight), exp_avg and
-// exp_avg_sq, 12 bytes per parameter.
+// exp_avg_sq, 12 bytes per parameter, or less with flags of `spw_swap_flag`.
 typedef struct spw_swap spw_swap;
 
 // Computes the memory and traffic of `spw_swap_open` with these options on a tier of `paths` paths. It allocates no
@@ -172,7 +177,8 @@ enum spw_status spw_swap_fill(struct spw_swap *swap,
 // Gradients (f32, bf16 or f16) are read in place and are never written to the tier.
 //
 // `tensors[i]` is subgroup i. It names `n`, `grad` and optionally `param_copy`, which receives the new parameter in 16
-// bits. param_dtype and state_dtype are SPW_DTYPE_F32. param, exp_avg, exp_avg_sq and the shadow spans are NULL.
+// bits. param_dtype is SPW_DTYPE_F32; state_dtype too, or SPW_DTYPE_BF16 with SPW_SWAP_FLAG_BF16_MOMENTS. param,
+// exp_avg, exp_avg_sq and the shadow spans are NULL. Stochastic rounding needs SPW_SWAP_FLAG_BF16_MOMENTS.
 //
 // With SPW_SWAP_FLAG_SPLIT_MASTER, `param_copy` is bf16 and required. On entry it holds the weights of the step before
 // (at first, the filled param rounded); the step replaces them. Alternatively `param` names these weights, with

@@ -3,7 +3,7 @@
 
 use super::chunk_loop::CHUNK;
 use super::dispatch::Kernel;
-use super::element::has_bf16_moments;
+use super::element::{Dtypes, has_bf16_moments};
 use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
 use super::split::step_split;
 use super::stochastic::Stochastic;
@@ -60,6 +60,16 @@ impl Optimizer for StreamRule {
     }
 }
 
+impl AdamRule {
+    /// Fails if the rule rounds stochastically, and these types have no moments that it could round.
+    pub fn check_rounding(&self, dtypes: Dtypes) -> Result<()> {
+        match self.stochastic {
+            Some(_) if !has_bf16_moments(dtypes) => Err(not_stochastic(dtypes)),
+            _ => Ok(()),
+        }
+    }
+}
+
 impl Optimizer for AdamRule {
     fn check_types(&self, tensor: &Tensor<'_>) -> Result<()> {
         if self.stochastic.is_none() {
@@ -70,7 +80,7 @@ impl Optimizer for AdamRule {
             // The step joins the master to f32 in registers.
             dtypes.param = Dtype::F32;
         }
-        if has_bf16_moments(dtypes) { Ok(()) } else { Err(not_stochastic(dtypes)) }
+        self.check_rounding(dtypes)
     }
 
     fn step(self, kernel: Kernel, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {

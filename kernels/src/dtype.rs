@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub use half::{bf16, f16};
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 /// Element type of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -32,6 +32,11 @@ impl Dtype {
             Dtype::Bf16 => "bf16",
         }
     }
+}
+
+/// The memory of these numbers as twice as many bf16 numbers.
+pub fn as_bf16(numbers: &mut [f32]) -> &mut [bf16] {
+    <[bf16]>::mut_from_bytes(numbers.as_mut_bytes()).unwrap_or_default()
 }
 
 /// Shared slice whose element type is known at run time.

@@ -56,7 +56,7 @@ pub struct Tensor<'a> {
     low: Option<&'a mut [u16]>,
     log: Option<&'a mut [u8]>,
     pub(super) streams: Streams,
-    /// Number of the first element, counted from the start of the tensor that this one was split off.
+    /// Number of the first element, counted from the start of the tensor that this one is a part of.
     first: u64,
 }
 
@@ -174,7 +174,13 @@ impl<'a> Tensor<'a> {
         self.log.is_some()
     }
 
-    /// Number of the first element in the tensor that this one was split off.
+    /// Makes `first` the number of the first element: stochastic rounding gives the elements the random bits of a larger
+    /// tensor. No chunk of this tensor crosses a multiple of 2^32 in it.
+    pub fn numbered(self, first: u64) -> Self {
+        Tensor { first, ..self }
+    }
+
+    /// Number of the first element in the tensor that this one is a part of.
     pub(super) fn first(&self) -> u64 {
         self.first
     }

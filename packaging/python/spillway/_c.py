@@ -127,6 +127,7 @@ SWAP_FLAG_NO_HUGE_PAGES = 1
 SWAP_FLAG_NO_LOCK = 2
 SWAP_FLAG_NO_TURNS = 4
 SWAP_FLAG_SPLIT_MASTER = 8
+SWAP_FLAG_BF16_MOMENTS = 16
 
 # spw_swap_begin_flag
 SWAP_BEGIN_FLAG_SPECULATIVE = 1
@@ -291,6 +292,7 @@ class AdamOptions(Given):
         ("rounding", c_uint32),
         ("reserved2", c_uint32),
         ("rounding_seed", c_uint64),
+        ("rounding_first", c_uint64),
     ]
 
 

@@ -17,8 +17,12 @@ is there. With speculative=True a verdict may take the steps back:
             update.submit(subgroup, grad, weight)
         update.verdict("redo", grad_scale=clip) if norm > 1.0 else update.verdict("commit")
 
-With split_master=True the tier and memory store param without its upper halves, which the bf16 weights imply: 10 bytes
-per parameter instead of 12. Every step, and read() of param, then needs the bf16 weights that belong to the state:
+With bf16_moments=True the tier and memory store both moments as bfloat16: 8 bytes per parameter instead of 12. The step has
+the bits of Adam with bfloat16 moments in memory, and may round at random. fill(), read() and write() take float32 arrays all
+the same; values are rounded to nearest even.
+
+With split_master=True the tier and memory store param without its upper halves, which the bf16 weights imply: 2 bytes per
+parameter fewer. Every step, and read() of param, then needs the bf16 weights that belong to the state:
 
 - after a step: the weights that this step wrote;
 - after a rollback: the weights of the last commit;
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 STATES = ("param", "exp_avg", "exp_avg_sq")
 _NO_HUGE_PAGES, _NO_LOCK = _abi.SWAP_FLAG_NO_HUGE_PAGES, _abi.SWAP_FLAG_NO_LOCK
 _NO_TURNS, _SPLIT_MASTER = _abi.SWAP_FLAG_NO_TURNS, _abi.SWAP_FLAG_SPLIT_MASTER
+_BF16_MOMENTS = _abi.SWAP_FLAG_BF16_MOMENTS
 # Statuses of spw_swap_finish after which the step is still open.
 _STAYS_OPEN = (_abi.ERR_TIMEOUT, _abi.ERR_ROUND_OPEN, _abi.ERR_BUCKET_MISSING)
 
@@ -94,14 +99,16 @@ class SwapStats(NamedTuple):
     exposed_seconds: float
 
 
-def plan_budget(elements: Sequence[int], *, memory_budget: int, paths: int, split_master: bool = False) -> Budget:
+def plan_budget(
+    elements: Sequence[int], *, memory_budget: int, paths: int, split_master: bool = False, bf16_moments: bool = False
+) -> Budget:
     """Computes the Budget of a swapped update; allocates nothing.
 
     Args:
         elements: Number of elements of each subgroup.
         memory_budget: Limit of the host memory for state, in bytes.
         paths: Number of paths of the tier.
-        split_master: As for Swap.
+        split_master, bf16_moments: As for Swap.
 
     Raises:
         InvalidArgumentError: The limit is too small; the message names the least one.
@@ -109,7 +116,7 @@ def plan_budget(elements: Sequence[int], *, memory_budget: int, paths: int, spli
     Example:
         spillway.swap.plan_budget([1 << 24] * 8, memory_budget=1 << 30, paths=2).cached"""
     budget = _abi.sized(_abi.SwapBudget)
-    options = _options(elements, memory_budget, split_master)
+    options = _options(elements, memory_budget, split_master, bf16_moments)
     _native.call("spw_swap_plan_budget", ctypes.byref(options), paths, ctypes.byref(budget))
     return _record(Budget, budget)
 
@@ -133,10 +140,11 @@ class Swap(_NativeHandle):
         pin_memory: Lock the buffers' pages in memory.
         turns: Wait for the turns of other processes before using a path; False uses the paths at once.
         split_master: Store param without its upper halves, see the module's description.
+        bf16_moments: Store the moments as bfloat16. A tier has one type of moments: fill another job to change it.
         turn_timeout: Timeout of the wait for a turn, in seconds; 0: 30 seconds.
 
     Raises:
-        InvalidArgumentError: The memory limit is too small, or the tier holds other subgroups.
+        InvalidArgumentError: The memory limit is too small, or the tier holds other subgroups, or moments of the other type.
         BusyError: The tier has a Swap, or one that was closed with uncommitted changes; roll the tier back.
 
     Example:
@@ -159,12 +167,14 @@ class Swap(_NativeHandle):
         pin_memory: bool = True,
         turns: bool = True,
         split_master: bool = False,
+        bf16_moments: bool = False,
         turn_timeout: float = 0.0,
     ):
         paths = len(tier.paths())
-        self.elements, self.split_master = tuple(elements), split_master
-        least = working_bytes(elements, paths, split_master=split_master) if memory_budget is None else memory_budget
-        options = _options(self.elements, least, split_master)
+        self.elements, self.split_master, self.bf16_moments = tuple(elements), split_master, bf16_moments
+        encoding = {"split_master": split_master, "bf16_moments": bf16_moments}
+        least = working_bytes(elements, paths, **encoding) if memory_budget is None else memory_budget
+        options = _options(self.elements, least, **encoding)
         options.ratio, options.speeds = _numbers(ratio, paths, "ratio"), _numbers(speeds, paths, "speeds")
         options.flags |= _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not pin_memory) + _NO_TURNS * (not turns)
         options.turn_timeout_ms = milliseconds("turn_timeout", turn_timeout)
@@ -184,6 +194,11 @@ class Swap(_NativeHandle):
         budget = _abi.sized(_abi.SwapBudget)
         self._call("spw_swap_get_budget", ctypes.byref(budget))
         return _record(Budget, budget)
+
+    @property
+    def moment_code(self) -> int:
+        """The dtype code of the moments in a row of C."""
+        return _abi.DTYPE_BF16 if self.bf16_moments else _abi.DTYPE_F32
 
     def stats(self) -> SwapStats:
         """Returns the counters since the open."""
@@ -339,7 +354,7 @@ class Swap(_NativeHandle):
 
     def _put(self, row: Any, subgroup: int, arrays: Sequence[Array | None], name: str, uint16_dtype: str | None) -> None:
         grad, weight, *belonging = arrays
-        _tensor_rows.begin(row, self.elements[subgroup]).state_dtype = _abi.DTYPE_F32
+        _tensor_rows.begin(row, self.elements[subgroup]).state_dtype = self.moment_code
         spans = [
             ("grad", f"{name}.grad", grad, False),
             ("param_copy", f"{name}.weight", weight, True),
@@ -601,19 +616,20 @@ class SwapUpdate:
             self.swap.rollback()
 
 
-def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = False) -> int:
+def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = False, bf16_moments: bool = False) -> int:
     """Returns the least host memory, in bytes, with which every path can read and write at once.
 
     Args:
         elements: Number of elements of each subgroup.
         paths: Number of paths of the tier.
-        split_master: As for Swap."""
-    return plan_budget(elements, memory_budget=(1 << 64) - 1, paths=paths, split_master=split_master).working_bytes
+        split_master, bf16_moments: As for Swap."""
+    encoding = {"split_master": split_master, "bf16_moments": bf16_moments}
+    return plan_budget(elements, memory_budget=(1 << 64) - 1, paths=paths, **encoding).working_bytes
 
 
-def _options(elements: Sequence[int], memory_budget: int, split_master: bool) -> Any:
+def _options(elements: Sequence[int], memory_budget: int, split_master: bool, bf16_moments: bool) -> Any:
     options = _abi.sized(_abi.SwapOptions)
-    options.flags = _SPLIT_MASTER * bool(split_master)
+    options.flags = _SPLIT_MASTER * bool(split_master) + _BF16_MOMENTS * bool(bf16_moments)
     options.elements, options.subgroups = _arguments.table("elements", elements, ctypes.c_uint64), len(elements)
     options.memory_budget = memory_budget
     return options

@@ -363,14 +363,16 @@ class Tiered:
         self.changed = False
 
 
-def mapped(count: int, directory: str | os.PathLike[str]) -> Any:
-    """A float32 tensor of torch that is the map of a file without a name in a directory: the system may write its pages out.
+def mapped(count: int, directory: str | os.PathLike[str], dtype: Any = None) -> Any:
+    """A tensor of torch that is the map of a file without a name in a directory: the system may write its pages out. Without `dtype` it is
+    of float32.
 
     Raises:
         OSError: The directory has no room."""
     import torch
 
-    size = 4 * count
+    dtype = torch.float32 if dtype is None else dtype
+    size = dtype.itemsize * count
     with tempfile.TemporaryFile(dir=directory) as file:
         try:
             # Without this, a full disk would end the process at the write to a page.
@@ -382,4 +384,4 @@ def mapped(count: int, directory: str | os.PathLike[str]) -> Any:
                 f"{os.strerror(error.errno or 0)}",
                 os.fspath(directory),
             ) from None
-        return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=count, dtype=torch.float32)
+        return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=count, dtype=dtype)

@@ -18,6 +18,9 @@ SIZES = (5000, 0, 70_001, 333, 20_000, 20_000)
 FREE = {"huge_pages": False, "pin_memory": False}
 
 
+ENCODING = ("split_master", "bf16_moments")
+
+
 @pytest.fixture
 def folders(tmp_path):
     for name in ("a", "b"):
@@ -30,8 +33,8 @@ def open_tier(folders, **settings):
 
 
 def open_swap(tier, buffers=3, sizes=SIZES, **settings):
-    split = settings.get("split_master", False)
-    plan = swap_module.plan_budget(sizes, memory_budget=1 << 40, paths=1, split_master=split)
+    split, encoding = settings.get("split_master", False), {key: settings[key] for key in ENCODING if key in settings}
+    plan = swap_module.plan_budget(sizes, memory_budget=1 << 40, paths=1, **encoding)
     host_bytes = buffers * plan.buffer_bytes + (3 * plan.master_bytes if split else 0)
     return spillway.Swap(tier, sizes, memory_budget=host_bytes, **FREE, **settings)
 
@@ -486,3 +489,30 @@ def test_each_subgroup_may_have_an_adam_of_its_own(folders):
         for wrong in (mine[:2], [], [None] * len(SIZES), None, 3):
             with pytest.raises(spillway.InvalidArgumentError, match="Swap.step: optimizer"):
                 step(swap, wrong, 1)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("split", [False, True])
+def test_bf16_moments_have_the_bits_of_bf16_moments_in_memory(folders, rounding, split):
+    torch = pytest.importorskip("torch")
+    bf16, options = torch.bfloat16, {"lr": 1e-2, "rounding": rounding, "rounding_seed": 3}
+    params, zeros = [torch.from_numpy(p) for p in first()], [torch.zeros(size) for size in SIZES]
+    moments = [[torch.zeros(size, dtype=bf16) for size in SIZES] for _ in range(2)]
+    plain, adam, weights = spillway.Adam(**options), spillway.Adam(**options), [param.to(bf16) for param in params]
+    with open_tier(folders) as tier, open_swap(tier, 4, bf16_moments=True, split_master=split) as swap:
+        swap.fill(list(zip(params, zeros, zeros)))
+        for number in range(1, 4):
+            grads = [torch.from_numpy(grad).to(bf16) for grad in gradients(number)]
+            plain.step(list(zip(params, grads, *moments)))
+            swap.step(adam, list(zip(grads, weights)))
+            assert all(torch.equal(weight, param.to(bf16)) for weight, param in zip(weights, params))
+        found = everything(swap, weights if split else None)
+        expected = [[param.numpy(), *(moment[number].float().numpy() for moment in moments)] for number, param in enumerate(params)]
+        assert same(found, expected)
+        swap.commit(3)
+        stored = sum(extent.bytes for extent in tier.extents())
+        assert (6 if split else 8) * sum(SIZES) <= stored <= (6 if split else 8) * sum(SIZES) + 400 * len(SIZES)
+        with pytest.raises(spillway.InvalidArgumentError, match="state_dtype|float32|bfloat16"):
+            swap.write(1, exp_avg=moments[0][1])
+    with open_tier(folders) as tier, pytest.raises(spillway.InvalidArgumentError, match="ask for f32 moments, .* stored with bf16 moments"):
+        open_swap(tier, 4, split_master=split)

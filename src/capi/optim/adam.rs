@@ -50,14 +50,17 @@ pub struct spw_adam_options {
     pub no_bias_correction: u32,
     /// 0
     pub reserved: u32,
-    /// An `spw_rounding`. `spw_adam_step`, `spw_gpu_adam_step`, undo and speculation round stochastically; other calls
-    /// refuse it.
+    /// An `spw_rounding`. `spw_adam_step`, `spw_gpu_adam_step`, undo, speculation and the tiered update round
+    /// stochastically; other calls refuse it.
     pub rounding: u32,
     /// 0
     pub reserved2: u32,
     /// Seed of stochastic rounding. The random bits depend only on the seed, the step and the element's number in its
     /// tensor. Give each tensor of a model a seed of its own.
     pub rounding_seed: u64,
+    /// In a tiered update: number of the tensor's first element in its parameter. The elements then have the random
+    /// bits of a tensor of the whole parameter. Other calls need 0.
+    pub rounding_first: u64,
 }
 }
 
@@ -108,6 +111,18 @@ impl StepOptions for spw_adam_options {
     type Rule = AdamRule;
 
     fn rule(&self) -> Result<AdamRule> {
+        match self.rounding_first {
+            0 => self.rule_of_part(),
+            first => Err(Error::Unsupported(format!(
+                "options.rounding_first: is {first}, but only a tiered update numbers the elements of a part; pass 0"
+            ))),
+        }
+    }
+}
+
+impl spw_adam_options {
+    /// The coefficients, also of a tensor that is a part of its parameter.
+    pub(in crate::capi) fn rule_of_part(&self) -> Result<AdamRule> {
         abi_struct::zero("options.reserved", self.reserved)?;
         abi_struct::zero("options.reserved2", self.reserved2)?;
         let options = parsed!(AdamOptions from self {
@@ -120,11 +135,6 @@ impl StepOptions for spw_adam_options {
         });
         options.rule().map_err(|error| error.within("options."))
     }
-}
-
-/// The coefficients for a call without stochastic rounding. Errors: the options ask for it.
-pub(in crate::capi) fn nearest_rule(options: In<spw_adam_options>) -> Result<AdamRule> {
-    nearest(table::rule(options)?)
 }
 
 /// Reads an array of options as coefficients. Rejects stochastic rounding.

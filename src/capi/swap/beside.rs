@@ -1,8 +1,8 @@
 //! A tiered update whose steps run beside the caller.
 
-use super::inputs::{self, Rules};
+use super::inputs::{self, Rules, of_call};
 use super::update::spw_swap;
-use crate::capi::optim::adam::{nearest_rule, spw_adam_options};
+use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::speculate::verdict::parse_verdict;
@@ -46,7 +46,7 @@ pub extern "C" fn spw_swap_begin(
     guard(|| {
         let swap = handle::get_mut(swap)?;
         let flags = abi_struct::flags("flags", flags, 7)?;
-        let rule = nearest_rule(options)?;
+        let rule = of_call(options)?;
         let [speculative, squares, keeps] = [1, 2, 4].map(|flag| flags & flag != 0);
         swap.update.begin(BesideOptions { speculative, squares, restores: !keeps })?;
         swap.rules = Rules::One(rule);

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::capi::deepspeed::ids::options_of_id;
-use crate::capi::optim::adam::{nearest_rule, spw_adam_options};
+use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::overlap;
 use crate::capi::optim::tensor::{self, at, parse_copy_dtype, parse_dtype, spw_dtype, spw_tensor};
 use crate::capi::prelude::*;
@@ -11,7 +11,7 @@ use crate::dtype::{Dtype, Floats, bf16};
 use crate::kernel::AdamRule;
 use crate::offload::swap::Layout;
 use crate::offload::swap::adam::{Part, Parts};
-use crate::offload::swap::encoding::Encoding;
+use crate::offload::swap::encoding::{Encoding, Master, Moments};
 use crate::optim::deepspeed::AdamState;
 
 /// The coefficients of an update beside the caller.
@@ -19,9 +19,22 @@ pub(in crate::capi) enum Rules {
     /// No update was begun.
     None,
     /// Of all tensors without options of their own.
-    One(AdamRule),
+    One(PartRule),
     /// Of each subgroup, from an id of DeepSpeed, and the state of the id after the step.
     Each { rules: Vec<AdamRule>, id: i32, state: AdamState },
+}
+
+/// Coefficients, and the number of a tensor's first element in its parameter.
+#[derive(Clone, Copy)]
+pub(in crate::capi) struct PartRule {
+    rule: AdamRule,
+    number: u64,
+}
+
+/// The coefficients of a call.
+pub(in crate::capi) fn of_call(options: In<spw_adam_options>) -> Result<PartRule> {
+    let raw = options.read("options")?;
+    Ok(PartRule { rule: raw.rule_of_part()?, number: raw.rounding_first })
 }
 
 /// The coefficients of each tensor: its own options, or those of the call.
@@ -30,26 +43,26 @@ pub(in crate::capi) enum Rules {
 /// `options` points to a struct of `struct_size` bytes, as do the options of each tensor.
 pub(in crate::capi) unsafe fn rules_of(
     options: In<spw_adam_options>,
-) -> Result<impl Fn(usize, &spw_tensor) -> Result<AdamRule>> {
-    let shared = nearest_rule(options)?;
+) -> Result<impl Fn(usize, &spw_tensor) -> Result<PartRule>> {
+    let shared = of_call(options)?;
     // SAFETY: the caller meets the callee's requirements.
     Ok(move |_, raw: &spw_tensor| unsafe { own_rule(raw, shared) })
 }
 
 /// # Safety
 /// The options of the tensor are NULL, or a struct of `struct_size` bytes.
-unsafe fn own_rule(raw: &spw_tensor, shared: AdamRule) -> Result<AdamRule> {
+unsafe fn own_rule(raw: &spw_tensor, shared: PartRule) -> Result<PartRule> {
     match raw.options.is_null() {
         true => Ok(shared),
         // SAFETY: the caller's promise.
-        false => nearest_rule(unsafe { In::new(raw.options.cast()) }),
+        false => of_call(unsafe { In::new(raw.options.cast()) }),
     }
 }
 
 /// The coefficients of a subgroup's tensor, from an id of DeepSpeed. Errors: the tensor has options of its own.
-pub(in crate::capi) fn rule_of_id(rules: &[AdamRule], subgroup: usize, raw: &spw_tensor) -> Result<AdamRule> {
+pub(in crate::capi) fn rule_of_id(rules: &[AdamRule], subgroup: usize, raw: &spw_tensor) -> Result<PartRule> {
     match raw.options.is_null() {
-        true => Ok(rules[subgroup]),
+        true => Ok(PartRule { rule: rules[subgroup], number: 0 }),
         false => Err(options_of_id()),
     }
 }
@@ -62,7 +75,7 @@ pub(in crate::capi) unsafe fn whole<'a>(
     layout: &Layout,
     tensors: In<spw_tensor>,
     count: u64,
-    rule: impl Fn(usize, &spw_tensor) -> Result<AdamRule>,
+    rule: impl Fn(usize, &spw_tensor) -> Result<PartRule>,
 ) -> Result<Parts<'a>> {
     if count != layout.len() as u64 {
         let reason = format!("is {count}, but there are {} subgroups", layout.len());
@@ -81,12 +94,12 @@ pub(in crate::capi) unsafe fn whole<'a>(
         let reason = "must be of 16 bits; spw_swap_adam_step_parts also takes SPW_DTYPE_F32";
         return Err(at(index, Error::invalid("copy_dtype", reason)));
     }
-    check(&raw, layout.usual() == Encoding::SplitMaster)?;
+    check(&raw, layout.usual())?;
     let mut parts = Parts::new(layout.len())?;
     for (index, raw) in raw.iter().enumerate() {
         if raw.n > 0 {
             // SAFETY: `check` accepted the tensors; the caller lends their spans for `'a`.
-            let part = rule(index, raw).and_then(|rule| unsafe { part_of(raw, 0, rule) });
+            let part = rule(index, raw).and_then(|rule| unsafe { part_of(raw, layout.usual(), 0, rule) });
             parts.push(index, part.map_err(|error| at(index, error))?);
         }
     }
@@ -102,18 +115,18 @@ pub(in crate::capi) unsafe fn parts<'a>(
     tensors: In<spw_tensor>,
     [subgroups, firsts]: [In<u64>; 2],
     count: u64,
-    rule: impl Fn(usize, &spw_tensor) -> Result<AdamRule>,
+    rule: impl Fn(usize, &spw_tensor) -> Result<PartRule>,
 ) -> Result<Parts<'a>> {
     let (raw, subgroups, firsts) = (
         tensor::read_all(tensors, count)?,
         subgroups.array(count, "subgroups")?,
         firsts.array(count, "firsts")?,
     );
-    if layout.usual() == Encoding::SplitMaster {
+    if layout.usual().master == Master::Split {
         let reason = "the masters of this update are split; call spw_swap_adam_step";
         return Err(Error::Unsupported(reason.to_string()));
     }
-    check(&raw, false)?;
+    check(&raw, layout.usual())?;
     let mut parts = Parts::new(layout.len())?;
     let places = subgroups.iter().copied().zip(firsts.iter().copied());
     // SAFETY: `check` accepted the tensors; the caller lends their spans for `'a`.
@@ -136,7 +149,7 @@ pub(in crate::capi) unsafe fn of_subgroup<'a>(
     speculative: bool,
 ) -> Result<Vec<Part<'a>>> {
     let (raw, elements) = (tensor::read_all(tensors, count)?, layout.elements(subgroup)? as u64);
-    let split = layout.usual() == Encoding::SplitMaster;
+    let split = layout.usual().master == Master::Split;
     let needs_whole = if split { elements > 0 } else { firsts.is_null() && !raw.is_empty() };
     let firsts =
         if firsts.is_null() { &[0; 1][..raw.len().min(1)] } else { firsts.array(count, "firsts")? };
@@ -144,7 +157,7 @@ pub(in crate::capi) unsafe fn of_subgroup<'a>(
         let why = if split { "the master weights are split" } else { "firsts is NULL" };
         return Err(Error::invalid("count", format!("must be 1, for a tensor of all elements: {why}")));
     }
-    check(&raw, split)?;
+    check(&raw, layout.usual())?;
     if split && speculative && raw.iter().any(|raw| raw.n > 0 && raw.param.is_null()) {
         let reason =
             "must name the weights of the step before, apart from param_copy: the update is speculative";
@@ -171,7 +184,7 @@ unsafe fn convert<'a>(
     layout: &Layout,
     raw: &[spw_tensor],
     places: impl Iterator<Item = (u64, u64)>,
-    rule: impl Fn(usize, &spw_tensor) -> Result<AdamRule>,
+    rule: impl Fn(usize, &spw_tensor) -> Result<PartRule>,
     mut push: impl FnMut(usize, Part<'a>),
 ) -> Result<()> {
     let mut end = (0, 0);
@@ -185,7 +198,8 @@ unsafe fn convert<'a>(
         end = (subgroup, after);
         if raw.n > 0 {
             // SAFETY: the caller meets the callee's requirements.
-            let part = rule(index, raw).and_then(|rule| unsafe { part_of(raw, first as usize, rule) });
+            let part = rule(index, raw)
+                .and_then(|rule| unsafe { part_of(raw, layout.usual(), first as usize, rule) });
             push(subgroup, part.map_err(|error| at(index, error))?);
         }
     }
@@ -209,21 +223,29 @@ fn place(layout: &Layout, index: usize, n: u64, subgroup: u64, first: u64) -> Re
     }
 }
 
-/// Rejects tensors that are no parts, before any is converted. `split`: the masters are split, so a tensor names the
-/// weights of the step before.
-fn check(raw: &[spw_tensor], split: bool) -> Result<()> {
+/// Rejects tensors that are no parts, before any is converted. With a split master a tensor names the weights of the step
+/// before.
+fn check(raw: &[spw_tensor], usual: Encoding) -> Result<()> {
     for (index, raw) in raw.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
-        check_fields(raw, split).map_err(|error| at(index, error))?;
+        check_fields(raw, usual).map_err(|error| at(index, error))?;
     }
     tensor::no_shadows(raw)?;
     overlap::check(raw)
 }
 
-fn check_fields(raw: &spw_tensor, split: bool) -> Result<()> {
+fn check_fields(raw: &spw_tensor, usual: Encoding) -> Result<()> {
+    let split = usual.master == Master::Split;
     let [f32, bf16] = [spw_dtype::SPW_DTYPE_F32, spw_dtype::SPW_DTYPE_BF16].map(|dtype| dtype as u32);
     let weights = split && raw.param_dtype == bf16;
-    if raw.param_dtype != f32 && !weights || raw.state_dtype != f32 {
-        return Err(Error::invalid("param_dtype", "must be SPW_DTYPE_F32, and state_dtype too"));
+    if raw.param_dtype != f32 && !weights {
+        return Err(Error::invalid("param_dtype", "must be SPW_DTYPE_F32"));
+    }
+    let (moments, name) = match usual.moments {
+        Moments::F32 => (f32, "SPW_DTYPE_F32"),
+        Moments::Bf16 => (bf16, "SPW_DTYPE_BF16"),
+    };
+    if raw.state_dtype != moments {
+        return Err(Error::invalid("state_dtype", format!("must be {name}, as the update was opened")));
     }
     if split && (raw.copy_dtype != bf16 || raw.param_copy.is_null()) {
         let reason = "must not be NULL, and copy_dtype must be SPW_DTYPE_BF16: the master weights are split";
@@ -240,7 +262,15 @@ fn check_fields(raw: &spw_tensor, split: bool) -> Result<()> {
 ///
 /// # Safety
 /// [`check`] accepted the tensor, and the caller lends the spans for `'a`.
-unsafe fn part_of<'a>(raw: &spw_tensor, first: usize, rule: AdamRule) -> Result<Part<'a>> {
+unsafe fn part_of<'a>(
+    raw: &spw_tensor,
+    usual: Encoding,
+    first: usize,
+    PartRule { rule, number }: PartRule,
+) -> Result<Part<'a>> {
+    if number.checked_add(raw.n).is_none() {
+        return Err(Error::invalid("options.rounding_first", "plus n exceeds 2^64"));
+    }
     let copy_dtype = parse_copy_dtype(raw.copy_dtype, "copy_dtype")?;
     // SAFETY: the caller meets the callees' requirements.
     let part = unsafe {
@@ -250,9 +280,10 @@ unsafe fn part_of<'a>(raw: &spw_tensor, first: usize, rule: AdamRule) -> Result<
             copy: tensor::optional_span(raw.param_copy, copy_dtype, raw.n, "param_copy")?,
             weights: weights_of(raw.param, raw.n, "param")?,
             rule,
+            number,
         }
     };
-    part.check()?;
+    part.check(usual.moments)?;
     Ok(part)
 }
 

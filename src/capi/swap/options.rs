@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::capi::prelude::*;
 use crate::offload::swap::SwapOptions;
 use crate::offload::swap::budget;
-use crate::offload::swap::encoding::Encoding;
+use crate::offload::swap::encoding::{Encoding, Master, Moments};
 use crate::pool::region::Backing;
 
 /// Flags of a tiered update, combined by addition.
@@ -19,12 +19,17 @@ pub enum spw_swap_flag {
     /// Use the paths without taking turns. Without this flag, only one of the node's processes of one user uses a
     /// device at a time, and the others use other devices first (MLP-Offload section 3.2). Only directories have turns.
     SPW_SWAP_FLAG_NO_TURNS = 4,
-    /// Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 10
-    /// bytes per parameter on the tier and in memory instead of 12. A subgroup with too many values that cannot be
-    /// split still takes 12. Every step needs the weights that the step before published. A resumed tier needs the
-    /// weights of its commit: save them with it, else param is lost. A checksum detects weights that do not match the
-    /// state: a read then changes nothing, and a step is an error that a rollback ends.
+    /// Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 2 bytes
+    /// fewer per parameter on the tier and in memory. A subgroup with too many values that cannot be split still takes
+    /// them. Every step needs the weights that the step before published. A resumed tier needs the weights of its
+    /// commit: save them with it, else param is lost. A checksum detects weights that do not match the state: a read
+    /// then changes nothing, and a step is an error that a rollback ends.
     SPW_SWAP_FLAG_SPLIT_MASTER = 8,
+    /// Store exp_avg and exp_avg_sq as bf16: 4 bytes fewer per parameter on the tier and in memory. The step has the
+    /// bits of `spw_adam_step` with bf16 states and f32 param. `spw_swap_read` returns these values as f32;
+    /// `spw_swap_fill` and `spw_swap_write` round to nearest even. A tier that holds moments of the other type is
+    /// SPW_ERR_INVALID_ARGUMENT.
+    SPW_SWAP_FLAG_BF16_MOMENTS = 16,
 }
 
 c_struct! { first 56;
@@ -102,7 +107,7 @@ const MAX_SUBGROUPS: u64 = 1 << 20;
 
 pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Result<SwapOptions> {
     let raw = options.read("options")?;
-    abi_struct::flags("options.flags", raw.flags, 15)?;
+    abi_struct::flags("options.flags", raw.flags, 31)?;
     if raw.subgroups > MAX_SUBGROUPS {
         let reason = format!("is {}, but the limit is {MAX_SUBGROUPS}", raw.subgroups);
         return Err(Error::invalid("options.subgroups", reason));
@@ -115,7 +120,10 @@ pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Res
     };
     Ok(SwapOptions {
         subgroups: raw.elements.array(raw.subgroups, "options.elements")?.to_vec(),
-        usual: if raw.flags & 8 == 0 { Encoding::Full } else { Encoding::SplitMaster },
+        usual: Encoding {
+            master: if raw.flags & 8 == 0 { Master::Full } else { Master::Split },
+            moments: if raw.flags & 16 == 0 { Moments::F32 } else { Moments::Bf16 },
+        },
         memory_budget: raw.memory_budget,
         backing: Backing { huge: raw.flags & 1 == 0, lock: raw.flags & 2 == 0, node: None },
         ratio: of_paths(raw.ratio, "options.ratio")?,

@@ -1,6 +1,7 @@
 //! The tiered update: optimizer state is stored on a tier and updated through a few buffers of host memory.
 
 use std::ffi::{c_char, c_void};
+use std::slice;
 use std::sync::Arc;
 
 use super::inputs::{self, Rules};
@@ -9,14 +10,15 @@ use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::tier::spw_tier;
+use crate::dtype::FloatsMut;
 use crate::offload::swap::beside::Beside;
 use crate::offload::swap::budget;
-use crate::offload::swap::encoding::STREAMS;
+use crate::offload::swap::encoding::{self, STREAMS};
 use crate::offload::swap::{Layout, SubgroupState, Swap};
 use crate::sys::span::Span;
 
 /// A tiered update: subgroups of optimizer state on a tier. A subgroup has f32 param (the master weight), exp_avg and
-/// exp_avg_sq, 12 bytes per parameter.
+/// exp_avg_sq, 12 bytes per parameter, or less with flags of `spw_swap_flag`.
 pub struct spw_swap {
     pub(in crate::capi) update: Beside,
     /// The coefficients of the open update.
@@ -99,13 +101,13 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
         }
         let fill = |subgroup: usize, state: SubgroupState<'_>| {
             let SubgroupState { param, exp_avg, exp_avg_sq } = state;
-            for (stream, to) in [param, exp_avg, exp_avg_sq].into_iter().enumerate() {
+            for (stream, mut to) in [FloatsMut::F32(param), exp_avg, exp_avg_sq].into_iter().enumerate() {
                 // SAFETY: the caller's promise: 3 addresses per subgroup, each of `to.len()` floats.
                 unsafe {
                     let from = states.add(STREAMS * subgroup + stream).read();
                     match from.is_null() {
-                        true => to.fill(0.0),
-                        false => std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()),
+                        true => to.address().write_bytes(0, to.len() * to.dtype().size()),
+                        false => encoding::store(slice::from_raw_parts(from.cast(), 4 * to.len()), to),
                     }
                 }
             }
@@ -120,7 +122,8 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
 /// Gradients (f32, bf16 or f16) are read in place and are never written to the tier.
 ///
 /// `tensors[i]` is subgroup i. It names `n`, `grad` and optionally `param_copy`, which receives the new parameter in 16
-/// bits. param_dtype and state_dtype are SPW_DTYPE_F32. param, exp_avg, exp_avg_sq and the shadow spans are NULL.
+/// bits. param_dtype is SPW_DTYPE_F32; state_dtype too, or SPW_DTYPE_BF16 with SPW_SWAP_FLAG_BF16_MOMENTS. param,
+/// exp_avg, exp_avg_sq and the shadow spans are NULL. Stochastic rounding needs SPW_SWAP_FLAG_BF16_MOMENTS.
 ///
 /// With SPW_SWAP_FLAG_SPLIT_MASTER, `param_copy` is bf16 and required. On entry it holds the weights of the step before
 /// (at first, the filled param rounded); the step replaces them. Alternatively `param` names these weights, with

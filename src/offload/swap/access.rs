@@ -10,29 +10,32 @@
 use crate::dtype::bf16;
 
 use super::Swap;
-use super::encoding::{self, Encoding, STREAMS};
+use super::encoding::{self, Master, Moments, STREAMS};
 use crate::error::{Error, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 
 impl Swap {
     /// Copies a subgroup's state into the caller's memory. `to` holds one span of f32 for each of param, exp_avg and
-    /// exp_avg_sq; an empty span skips its array. `copy` holds the 16-bit weights; it is needed to read a split param.
+    /// exp_avg_sq, whatever their encoding; an empty span skips its array. `copy` holds the 16-bit weights; it is needed to read a split param.
     pub fn read(&mut self, subgroup: usize, copy: Option<&[bf16]>, to: [Span; STREAMS]) -> Result<()> {
         let elements = self.check_spans(subgroup, "to", &to)?;
-        let needs_copy = self.layout.usual == Encoding::SplitMaster && !to[0].is_empty();
+        let needs_copy = self.layout.usual.master == Master::Split && !to[0].is_empty();
         let copy = needs_copy.then(|| copy.ok_or_else(encoding::missing_weights)).transpose()?;
-        let (extent, encoding, _) = self.extents.newest(&self.tier, subgroup)?;
+        let (extent, master, _) = self.extents.newest(&self.tier, subgroup)?;
         let kept = self.pipeline.cached_slot(subgroup);
-        let slot = match (kept, encoding, copy) {
+        let as_stored = self.layout.usual.moments == Moments::F32 || to[1..].iter().all(|to| to.is_empty());
+        let slot = match (kept, master, copy) {
             (Some(slot), ..) => slot,
-            (None, Encoding::Full, None) => return self.copy_in(extent, &to.map(TransferBuffer::at_address)),
+            (None, Master::Full, None) if as_stored => {
+                return self.copy_in(extent, &to.map(TransferBuffer::at_address));
+            }
             (None, ..) => {
                 let slot = self.vacant()?;
-                if encoding == Encoding::Full {
+                if master == Master::Full {
                     self.lend_master(slot)?;
                 }
-                self.copy_in(extent, &self.slots.buffers(slot, encoding, elements))?;
+                self.copy_in(extent, &self.slots.buffers(slot, master, elements))?;
                 slot
             }
         };
@@ -45,8 +48,7 @@ impl Swap {
             }
             None => {}
         }
-        let held = self.slots.buffers(slot, Encoding::Full, elements);
-        held.iter().zip(to).filter(|(_, to)| !to.is_empty()).for_each(|(held, to)| held.span().copy_to(to));
+        self.slots.load(slot, elements, &to)?;
         if kept.is_none() || !whole {
             self.slots.take_back(slot);
         }
@@ -66,11 +68,7 @@ impl Swap {
         if kept.is_none() {
             self.fetch_rest(subgroup, slot, &from)?;
         }
-        let held = self.slots.buffers(slot, Encoding::Full, elements);
-        from.iter()
-            .zip(held)
-            .filter(|(from, _)| !from.is_empty())
-            .for_each(|(from, held)| from.copy_to(held.span()));
+        self.slots.store(slot, elements, &from)?;
         if kept.is_some() {
             if self.slots.keep(slot, elements)? {
                 self.pipeline.changed(slot);
@@ -85,17 +83,17 @@ impl Swap {
 
     /// Reads the arrays that the caller does not replace.
     fn fetch_rest(&mut self, subgroup: usize, slot: usize, from: &[Span; STREAMS]) -> Result<()> {
-        let (extent, encoding, _) = self.extents.newest(&self.tier, subgroup)?;
+        let (extent, master, _) = self.extents.newest(&self.tier, subgroup)?;
         let elements = self.extents.elements(subgroup);
-        if encoding == Encoding::Full {
+        if master == Master::Full {
             self.lend_master(slot)?;
         }
-        let mut buffers = self.slots.buffers(slot, encoding, elements);
+        let mut buffers = self.slots.buffers(slot, master, elements);
         // A split param that the caller does not replace is read as it is stored: low halves and table.
-        let given = |stream: usize| match (encoding, stream) {
-            (Encoding::Full, stream) => !from[stream].is_empty(),
-            (Encoding::SplitMaster, 0 | 1) => !from[stream + 1].is_empty(),
-            (Encoding::SplitMaster, _) => !from[0].is_empty() || elements == 0,
+        let given = |stream: usize| match (master, stream) {
+            (Master::Full, stream) => !from[stream].is_empty(),
+            (Master::Split, 0 | 1) => !from[stream + 1].is_empty(),
+            (Master::Split, _) => !from[0].is_empty() || elements == 0,
         };
         for (stream, buffer) in buffers.iter_mut().enumerate() {
             if given(stream) {

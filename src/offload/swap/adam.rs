@@ -7,10 +7,11 @@
 
 use std::ops::Range;
 
+use super::encoding::Moments;
 use super::{SubgroupState, Swap, Update};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
 use crate::error::Result;
-use crate::kernel::{AdamRule, Arithmetic, Dtypes, States, Tensor, squares};
+use crate::kernel::{AdamRule, Arithmetic, CHUNK, Dtypes, States, Tensor, squares};
 use crate::optim::parallel::{self, Job};
 use crate::optim::{self, StepStats};
 use crate::sys::try_vec;
@@ -28,17 +29,29 @@ pub struct Part<'a> {
     pub weights: Option<&'a [bf16]>,
     /// Coefficients.
     pub rule: AdamRule,
+    /// Number of the first element in its parameter. Stochastic rounding depends on it.
+    pub number: u64,
 }
 
 impl Part<'_> {
-    /// Errors: no kernel exists for the types.
-    pub fn check(&self) -> Result<()> {
+    /// Errors: no kernel exists for the types, with these moments.
+    pub fn check(&self, moments: Moments) -> Result<()> {
         let copy = self.copy.as_ref().map(FloatsMut::dtype).filter(|dtype| *dtype != Dtype::F32);
-        Ok(Dtypes { param: Dtype::F32, state: Dtype::F32, grad: self.grad.dtype(), copy }.check()?)
+        let dtypes = Dtypes { param: Dtype::F32, state: moments.dtype(), grad: self.grad.dtype(), copy };
+        dtypes.check()?;
+        Ok(self.rule.check_rounding(dtypes)?)
     }
 
     fn range(&self) -> Range<usize> {
         self.first..self.first + self.grad.len()
+    }
+
+    /// The element before which the part is cut: random bits change at multiples of 2^32 elements of the parameter, and no
+    /// chunk crosses one.
+    fn cut(&self) -> usize {
+        let aligned = self.rule.stochastic.is_none() || self.number.is_multiple_of(CHUNK as u64);
+        let left = (1 << 32) - self.number % (1 << 32);
+        if aligned { self.grad.len() } else { self.grad.len().min(left as usize) }
     }
 }
 
@@ -160,21 +173,27 @@ fn jobs_of<'j>(
     parts: &'j mut [Part<'_>],
     state: &'j mut SubgroupState<'_>,
 ) -> Result<Vec<Job<'j, AdamRule>>> {
-    let mut jobs = try_vec::with_capacity("listing the parts of a subgroup", parts.len())?;
-    let mut rest = [&mut *state.param, &mut *state.exp_avg, &mut *state.exp_avg_sq];
+    let mut jobs = try_vec::with_capacity("listing the parts of a subgroup", 2 * parts.len())?;
+    let mut rest = [FloatsMut::F32(state.param), state.exp_avg.reborrow(), state.exp_avg_sq.reborrow()];
     let mut at = 0;
     for part in parts {
-        let range = part.range();
-        let [param, exp_avg, exp_avg_sq] = rest.each_mut().map(|rest| {
-            let (_, from) = std::mem::take(rest).split_at_mut(range.start - at);
-            let (mine, after) = from.split_at_mut(range.len());
-            *rest = after;
-            FloatsMut::F32(mine)
-        });
-        at = range.end;
-        let states = States { param, exp_avg: Some(exp_avg), exp_avg_sq: Some(exp_avg_sq) };
-        let copy = part.copy.as_mut().map(FloatsMut::reborrow).filter(|copy| copy.dtype() != Dtype::F32);
-        jobs.push(Job { optimizer: part.rule, tensor: Tensor::new(states, part.grad, copy)? });
+        let (range, cut, mut grad) = (part.range(), part.cut(), part.grad);
+        let mut copy = part.copy.as_mut().map(FloatsMut::reborrow).filter(|copy| copy.dtype() != Dtype::F32);
+        let mut number = part.number;
+        for elements in [cut, range.len() - cut].into_iter().filter(|elements| *elements > 0) {
+            let skipped = range.start.saturating_sub(at);
+            let [param, exp_avg, exp_avg_sq] =
+                rest.map(|rest| rest.split_at_mut(skipped).1.split_at_mut(elements));
+            rest = [param.1, exp_avg.1, exp_avg_sq.1];
+            let (its_grad, its_copy);
+            (its_grad, grad) = grad.split_at(elements);
+            (its_copy, copy) = copy.map(|copy| copy.split_at_mut(elements)).unzip();
+            let states = States { param: param.0, exp_avg: Some(exp_avg.0), exp_avg_sq: Some(exp_avg_sq.0) };
+            let tensor = Tensor::new(states, its_grad, its_copy)?.numbered(number);
+            jobs.push(Job { optimizer: part.rule, tensor });
+            number += elements as u64;
+            at += skipped + elements;
+        }
     }
     Ok(jobs)
 }

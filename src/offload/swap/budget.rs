@@ -1,7 +1,7 @@
 //! The memory that a tiered update needs, computed before any of it is allocated.
 #![forbid(unsafe_code)]
 
-use super::encoding::{self, Encoding};
+use super::encoding::{self, Encoding, Master};
 use super::pipeline::LEAST_WORKING;
 use crate::error::{Error, Result};
 use crate::sys::memory::BASE_PAGE;
@@ -53,9 +53,9 @@ pub fn plan(subgroups: &[u64], usual: Encoding, paths: usize, memory_budget: u64
         fits(left, buffer_bytes).min(count)
     };
     let least = count.min(LEAST_WORKING);
-    let (one, in_motion) = match usual {
-        Encoding::Full => (0, 0),
-        Encoding::SplitMaster => (count.min(1), count.min(MASTERS_IN_MOTION)),
+    let (one, in_motion) = match usual.master {
+        Master::Full => (0, 0),
+        Master::Split => (count.min(1), count.min(MASTERS_IN_MOTION)),
     };
     let masters = if affordable(one) == count || affordable(in_motion) < least { one } else { in_motion };
     let buffers = affordable(masters);
@@ -70,7 +70,7 @@ pub fn plan(subgroups: &[u64], usual: Encoding, paths: usize, memory_budget: u64
         );
         return Err(Error::invalid("memory_budget", reason));
     }
-    let masters = match buffers == count && usual == Encoding::SplitMaster {
+    let masters = match buffers == count && usual.master == Master::Split {
         true => fits(memory_budget - count as u64 * buffer_bytes, master_bytes).min(count),
         false => masters,
     };
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn sixteen_gigabytes_in_three() {
         let subgroups = vec![10 * 1000 * 1000; 134];
-        let budget = plan(&subgroups, Encoding::Full, 2, 3 * GIB).unwrap();
+        let budget = plan(&subgroups, Encoding::FULL, 2, 3 * GIB).unwrap();
         assert!(budget.state_bytes > 16_000_000_000 && budget.host_bytes <= 3 * GIB);
         assert_eq!((budget.buffers, budget.cached), (26, 21));
         assert!(budget.step_bytes < budget.state_bytes * 85 / 100);
@@ -120,8 +120,8 @@ mod tests {
     #[test]
     fn a_split_master_takes_ten_bytes_on_the_tier_and_in_memory() {
         let elements = 10 * 1000 * 1000;
-        let whole = plan(&[elements; 20], Encoding::Full, 2, GIB).unwrap();
-        let split = plan(&[elements; 20], Encoding::SplitMaster, 2, GIB).unwrap();
+        let whole = plan(&[elements; 20], Encoding::FULL, 2, GIB).unwrap();
+        let split = plan(&[elements; 20], Encoding::SPLIT, 2, GIB).unwrap();
         let each = |bytes: u64| bytes as f64 / elements as f64;
         for (budget, expected) in [(whole, 12.0), (split, 10.0)] {
             assert!((each(budget.state_bytes / 20) - expected).abs() < 0.02, "{budget:?}");
@@ -142,7 +142,7 @@ mod tests {
             (141, (10, 10, 10)),
             (999, (10, 10, 10)),
         ] {
-            let budget = plan(&[MIB; 10], Encoding::SplitMaster, 2, mib * MIB).unwrap();
+            let budget = plan(&[MIB; 10], Encoding::SPLIT, 2, mib * MIB).unwrap();
             assert_eq!((budget.buffers, budget.cached, budget.masters), expected, "{mib} MiB");
             assert!(budget.host_bytes <= mib * MIB);
         }
@@ -150,17 +150,17 @@ mod tests {
 
     #[test]
     fn all_is_cached_where_all_fits_and_too_little_is_refused_with_the_need() {
-        assert_eq!(plan(&[1000; 5], Encoding::Full, 1, GIB).unwrap().cached, 5);
-        let refused = plan(&[GIB; 5], Encoding::Full, 1, 30 * GIB).unwrap_err().to_string();
+        assert_eq!(plan(&[1000; 5], Encoding::FULL, 1, GIB).unwrap().cached, 5);
+        let refused = plan(&[GIB; 5], Encoding::FULL, 1, 30 * GIB).unwrap_err().to_string();
         assert!(refused.contains("3 buffers of 12884901888 bytes"), "{refused}");
         assert!(
-            plan(&[u64::MAX], Encoding::SplitMaster, 1, GIB).is_err()
-                && plan(&[1 << 61; 8], Encoding::Full, 1, u64::MAX).is_err()
+            plan(&[u64::MAX], Encoding::SPLIT, 1, GIB).is_err()
+                && plan(&[1 << 61; 8], Encoding::FULL, 1, u64::MAX).is_err()
         );
-        assert_eq!(plan(&[], Encoding::Full, 1, 0).unwrap().buffers, 0);
-        assert_eq!(plan(&[0, 0], Encoding::SplitMaster, 1, GIB).unwrap().cached, 2);
-        let short = plan(&[1 << 20; 4], Encoding::SplitMaster, 1, 35 << 20).unwrap();
+        assert_eq!(plan(&[], Encoding::FULL, 1, 0).unwrap().buffers, 0);
+        assert_eq!(plan(&[0, 0], Encoding::SPLIT, 1, GIB).unwrap().cached, 2);
+        let short = plan(&[1 << 20; 4], Encoding::SPLIT, 1, 35 << 20).unwrap();
         assert_eq!((short.buffers, short.masters), (3, 1));
-        assert!(plan(&[17 * 10u64.pow(17), 1, 1], Encoding::SplitMaster, 1, u64::MAX).is_err());
+        assert!(plan(&[17 * 10u64.pow(17), 1, 1], Encoding::SPLIT, 1, u64::MAX).is_err());
     }
 }

@@ -1,35 +1,91 @@
-//! The two encodings of a subgroup's stored state, on the tier and in memory.
+//! The encodings of a subgroup's stored state, on the tier and in memory.
 //!
-//! | encoding | streams | bytes per parameter |
-//! |---|---|---|
-//! | full | param, exp_avg, exp_avg_sq | 12 |
-//! | split master | exp_avg, exp_avg_sq, low halves of param, table | 10, plus about 0.01 for the table |
+//! | master | streams | bytes per parameter, with f32 moments | with bf16 moments |
+//! |---|---|---|---|
+//! | full | param, exp_avg, exp_avg_sq | 12 | 8 |
+//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, plus about 0.01 for the table | 6, plus as much |
 //!
-//! The table holds a checksum of param, a count, and the [`Exception`]s.
+//! The table holds a checksum of param, a count, and the [`Exception`]s. Callers read and write states as f32: bf16 moments
+//! are exact in f32, and are rounded to nearest even when they are written.
 //!
 //! Invariants:
+//! - The moments of a tier have one encoding. Masters that cannot be split are full beside split ones.
 //! - Splitting does not change param.
 //! - Joining gives exactly the param that was split, or an error if the 16-bit copy does not belong to it.
 #![forbid(unsafe_code)]
 
-use crate::dtype::bf16;
+use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 
 use super::master::{self, Exception};
 use crate::checksum;
 use crate::error::{Error, Result};
 use crate::sys::memory::BASE_PAGE;
-use crate::sys::span;
+use crate::sys::span::{self, Span};
 
 /// Streams of a subgroup's state when it is whole: param, exp_avg, exp_avg_sq.
 pub const STREAMS: usize = 3;
 
+/// How param is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Master {
+    /// As f32.
+    Full,
+    /// Without the upper halves, which are rebuilt from the 16-bit copy that the model holds.
+    Split,
+}
+
+/// How exp_avg and exp_avg_sq are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Moments {
+    /// As f32.
+    F32,
+    /// As bf16.
+    Bf16,
+}
+
+impl Moments {
+    /// Their element type.
+    pub fn dtype(self) -> Dtype {
+        match self {
+            Moments::F32 => Dtype::F32,
+            Moments::Bf16 => Dtype::Bf16,
+        }
+    }
+}
+
 /// How a subgroup's state is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Encoding {
-    /// The full state.
-    Full,
-    /// Without the upper halves of param, which are rebuilt from the 16-bit copy that the model holds.
-    SplitMaster,
+pub struct Encoding {
+    /// How param is stored.
+    pub master: Master,
+    /// How the moments are stored.
+    pub moments: Moments,
+}
+
+impl Encoding {
+    /// Everything in f32.
+    pub const FULL: Encoding = Encoding { master: Master::Full, moments: Moments::F32 };
+    /// A split master and f32 moments.
+    pub const SPLIT: Encoding = Encoding { master: Master::Split, moments: Moments::F32 };
+
+    /// The encodings with these moments: full and split.
+    pub fn with(moments: Moments) -> [Encoding; 2] {
+        [Master::Full, Master::Split].map(|master| Encoding { master, moments })
+    }
+
+    /// Name of the extent of a subgroup in this encoding.
+    pub fn extent(self, subgroup: usize) -> String {
+        let moments = if self.moments == Moments::Bf16 { "-bf16" } else { "" };
+        let master = if self.master == Master::Split { "-split" } else { "" };
+        format!("subgroup-{subgroup:06}{moments}{master}")
+    }
+}
+
+/// Name and dtype of each stream of the extent with this name; `None` if it is no subgroup's.
+pub fn tensors_of(extent: &str) -> Option<&'static [(&'static str, &'static str)]> {
+    let number = extent.strip_prefix("subgroup-")?.split('-').next()?.parse().ok()?;
+    let mut all = [Moments::F32, Moments::Bf16].into_iter().flat_map(Encoding::with);
+    all.find(|one| one.extent(number) == extent).map(tensors)
 }
 
 /// The state of one subgroup in host memory.
@@ -38,9 +94,9 @@ pub struct SubgroupState<'a> {
     /// Master weights.
     pub param: &'a mut [f32],
     /// First moment.
-    pub exp_avg: &'a mut [f32],
+    pub exp_avg: FloatsMut<'a>,
     /// Second moment.
-    pub exp_avg_sq: &'a mut [f32],
+    pub exp_avg_sq: FloatsMut<'a>,
 }
 
 /// Number of 16-bit words before the exceptions, and in each exception.
@@ -74,19 +130,53 @@ pub fn stored_bytes(encoding: Encoding, elements: u64) -> Option<u64> {
 
 /// Bytes of each stream of an encoding, in their order.
 pub fn streams(encoding: Encoding, elements: u64) -> Vec<u64> {
-    match encoding {
-        Encoding::Full => vec![4 * elements; STREAMS],
-        Encoding::SplitMaster => vec![4 * elements, 4 * elements, 2 * elements, table_bytes(elements)],
+    let moment = encoding.moments.dtype().size() as u64 * elements;
+    match encoding.master {
+        Master::Full => vec![4 * elements, moment, moment],
+        Master::Split => vec![moment, moment, 2 * elements, table_bytes(elements)],
     }
 }
 
 /// Name and dtype of each stream of an encoding, in their order. The dtypes are those of safetensors.
 pub fn tensors(encoding: Encoding) -> &'static [(&'static str, &'static str)] {
-    match encoding {
-        Encoding::Full => &[("param", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32")],
-        Encoding::SplitMaster => {
+    match (encoding.master, encoding.moments) {
+        (Master::Full, Moments::F32) => &[("param", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32")],
+        (Master::Full, Moments::Bf16) => &[("param", "F32"), ("exp_avg", "BF16"), ("exp_avg_sq", "BF16")],
+        (Master::Split, Moments::F32) => {
             &[("exp_avg", "F32"), ("exp_avg_sq", "F32"), ("param_low", "U16"), ("param_table", "U16")]
         }
+        (Master::Split, Moments::Bf16) => {
+            &[("exp_avg", "BF16"), ("exp_avg_sq", "BF16"), ("param_low", "U16"), ("param_table", "U16")]
+        }
+    }
+}
+
+/// Stores f32 numbers, given as their bytes, in `to`. 16 bits are rounded to nearest even.
+pub fn store(from: &[u8], to: FloatsMut<'_>) {
+    fn put<T>(from: &[u8], to: &mut [T], rounded: fn(f32) -> T) {
+        let numbers = from.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes));
+        to.iter_mut().zip(numbers).for_each(|(to, number)| *to = rounded(number));
+    }
+    match to {
+        FloatsMut::F32(to) => put(from, to, |number| number),
+        FloatsMut::Bf16(to) => put(from, to, |number| bf16::from_bits(master::rounded(number.to_bits()))),
+        FloatsMut::F16(to) => put(from, to, f16::from_f32),
+    }
+}
+
+/// Copies stored numbers to `to`, as f32.
+pub fn load(from: Floats<'_>, to: Span) {
+    fn put<T: Copy + Into<f32>>(from: &[T], to: Span) {
+        let mut wide = [0.0; 1024];
+        for (number, from) in from.chunks(wide.len()).enumerate() {
+            wide.iter_mut().zip(from).for_each(|(wide, from)| *wide = (*from).into());
+            to.part(4 * wide.len() * number, 4 * from.len()).write(span::bytes_of(&wide[..from.len()]));
+        }
+    }
+    match from {
+        Floats::F32(from) => to.write(span::bytes_of(from)),
+        Floats::Bf16(from) => put(from, to),
+        Floats::F16(from) => put(from, to),
     }
 }
 

@@ -1,4 +1,5 @@
-//! The extents that hold the subgroups' state: at most one per encoding; the newer one is valid.
+//! The extents that hold the subgroups' state: at most one for a full master and one for a split one; the newer one is
+//! valid.
 //!
 //! Invariants:
 //! - Generations increase over all extents of a tier. Of a subgroup's two extents, the one with the higher generation
@@ -6,7 +7,7 @@
 //! - The older extent keeps its storage until the newer one is committed.
 #![forbid(unsafe_code)]
 
-use super::encoding::{self, Encoding};
+use super::encoding::{self, Encoding, Master, Moments};
 use crate::error::{Error, Result};
 use crate::tier::Tier;
 
@@ -23,22 +24,6 @@ pub(super) struct Extents {
     subgroups: Vec<Subgroup>,
 }
 
-fn name(subgroup: usize, encoding: Encoding) -> String {
-    match encoding {
-        Encoding::Full => format!("subgroup-{subgroup:06}"),
-        Encoding::SplitMaster => format!("subgroup-{subgroup:06}-split"),
-    }
-}
-
-/// Name and dtype of each stream of the extent with this name; `None` if it is no subgroup's.
-pub fn tensors_of(extent: &str) -> Option<&'static [(&'static str, &'static str)]> {
-    let number = extent.strip_prefix("subgroup-")?;
-    let number: usize = number.strip_suffix("-split").unwrap_or(number).parse().ok()?;
-    let encoding =
-        [Encoding::Full, Encoding::SplitMaster].into_iter().find(|one| name(number, *one) == extent)?;
-    Some(encoding::tensors(encoding))
-}
-
 impl Extents {
     /// Finds existing extents, and defines the missing extents of the usual encoding. An error leaves the tier
     /// unchanged.
@@ -46,6 +31,7 @@ impl Extents {
         let subgroups =
             elements.iter().map(|elements| Subgroup { elements: *elements, whole: None, split: None });
         let mut extents = Extents { usual, subgroups: subgroups.collect() };
+        extents.check_moments(tier)?;
         extents.find(tier);
         let mut made = Vec::new();
         let defined = extents.define_all(tier, &mut made);
@@ -57,14 +43,14 @@ impl Extents {
 
     /// Defines the extents of the usual encoding, and appends newly created ones to `made`.
     fn define_all(&mut self, tier: &Tier, made: &mut Vec<u32>) -> Result<()> {
-        let usual = self.usual;
+        let usual = self.usual.master;
         for subgroup in 0..self.len() {
             let Subgroup { whole, split, .. } = &self.subgroups[subgroup];
-            let known = if usual == Encoding::Full { whole.is_some() } else { split.is_some() };
+            let known = if usual == Master::Full { whole.is_some() } else { split.is_some() };
             let extent = self.written_as(tier, subgroup, usual)?;
             made.extend((!known).then_some(extent));
             let (_, found, _) = self.newest(tier, subgroup)?;
-            if found == Encoding::SplitMaster && usual == Encoding::Full {
+            if found == Master::Split && usual == Master::Full {
                 let reason = format!(
                     "subgroup {subgroup} is stored with split master weights; open it with split master weights"
                 );
@@ -74,12 +60,38 @@ impl Extents {
         Ok(())
     }
 
+    /// Fails if a subgroup is stored with moments of another encoding.
+    fn check_moments(&self, tier: &Tier) -> Result<()> {
+        let (own, other) = match self.usual.moments {
+            Moments::F32 => (Moments::F32, Moments::Bf16),
+            Moments::Bf16 => (Moments::Bf16, Moments::F32),
+        };
+        for (place, extent) in self.numbers(tier, other).into_iter().enumerate() {
+            let Some(extent) = extent else { continue };
+            if tier.extent(extent)?.generation > 0 {
+                let [own, other] = [own, other].map(|moments| moments.dtype().name());
+                let reason = format!(
+                    "ask for {own} moments, but subgroup {} is stored with {other} moments; open it with {other} moments, \
+                     or store new states in another job",
+                    place / 2
+                );
+                return Err(Error::invalid("options", reason));
+            }
+        }
+        Ok(())
+    }
+
+    /// The extents with these moments: for each subgroup that of a full master and that of a split one.
+    fn numbers(&self, tier: &Tier, moments: Moments) -> Vec<Option<u32>> {
+        let all = Encoding::with(moments);
+        let names: Vec<String> =
+            (0..self.subgroups.len()).flat_map(|number| all.map(|one| one.extent(number))).collect();
+        tier.numbers(names.iter().map(String::as_str))
+    }
+
     /// Finds the extents by name, for example after a rollback.
     pub(super) fn find(&mut self, tier: &Tier) {
-        let encodings = [Encoding::Full, Encoding::SplitMaster];
-        let names: Vec<String> =
-            (0..self.subgroups.len()).flat_map(|number| encodings.map(|one| name(number, one))).collect();
-        let numbers = tier.numbers(names.iter().map(String::as_str));
+        let numbers = self.numbers(tier, self.usual.moments);
         for (subgroup, found) in self.subgroups.iter_mut().zip(numbers.chunks(2)) {
             (subgroup.whole, subgroup.split) = (found[0], found[1]);
         }
@@ -93,30 +105,31 @@ impl Extents {
         self.subgroups[subgroup].elements as usize
     }
 
-    /// The extent of an encoding, created if there is none.
-    pub(super) fn written_as(&mut self, tier: &Tier, subgroup: usize, encoding: Encoding) -> Result<u32> {
+    /// The extent for a full or split master, created if there is none.
+    pub(super) fn written_as(&mut self, tier: &Tier, subgroup: usize, master: Master) -> Result<u32> {
+        let encoding = Encoding { master, ..self.usual };
         let found = &mut self.subgroups[subgroup];
         // Called for existing extents, too: `define` cancels a pending removal.
-        let extent = tier.define(&name(subgroup, encoding), &encoding::streams(encoding, found.elements))?;
-        match encoding {
-            Encoding::Full => found.whole = Some(extent),
-            Encoding::SplitMaster => found.split = Some(extent),
+        let extent = tier.define(&encoding.extent(subgroup), &encoding::streams(encoding, found.elements))?;
+        match master {
+            Master::Full => found.whole = Some(extent),
+            Master::Split => found.split = Some(extent),
         }
         Ok(extent)
     }
 
-    /// The extent that holds a subgroup's current state, its encoding, and its generation (0 if there is no state).
-    pub(super) fn newest(&self, tier: &Tier, subgroup: usize) -> Result<(u32, Encoding, u64)> {
+    /// The extent that holds a subgroup's current state, how param is stored, and its generation (0 if there is no state).
+    pub(super) fn newest(&self, tier: &Tier, subgroup: usize) -> Result<(u32, Master, u64)> {
         let Subgroup { whole, split, .. } = &self.subgroups[subgroup];
         let generation = |extent: &Option<u32>| match extent {
             Some(extent) => tier.extent(*extent).map(|info| Some((*extent, info.generation))),
             None => Ok(None),
         };
-        let whole = generation(whole)?.map(|(extent, age)| (extent, Encoding::Full, age));
-        let split = generation(split)?.map(|(extent, age)| (extent, Encoding::SplitMaster, age));
-        let (usual, other) = match self.usual {
-            Encoding::Full => (whole, split),
-            Encoding::SplitMaster => (split, whole),
+        let whole = generation(whole)?.map(|(extent, age)| (extent, Master::Full, age));
+        let split = generation(split)?.map(|(extent, age)| (extent, Master::Split, age));
+        let (usual, other) = match self.usual.master {
+            Master::Full => (whole, split),
+            Master::Split => (split, whole),
         };
         let newest = usual.into_iter().chain(other).reduce(|a, b| if b.2 > a.2 { b } else { a });
         newest.ok_or_else(|| Error::invalid("subgroup", format!("{subgroup} has no extent")))

@@ -30,7 +30,7 @@ fn upper(copy: u16, low: u16) -> u16 {
 
 /// The bf16 bits that every kernel stores for this master.
 #[inline]
-fn rounded(bits: u32) -> u16 {
+pub fn rounded(bits: u32) -> u16 {
     let nan = bits & 0x7fff_ffff > 0x7f80_0000;
     let even = (bits >> 16) & 1;
     let nearest = (bits.wrapping_add(0x7fff + even) >> 16) as u16;

@@ -1,10 +1,10 @@
 //! The host memory of a tiered update: slots that hold one subgroup each, and masters lent to slots that are stepped. A
 //! master is a buffer for the full f32 param of one subgroup.
 //!
-//! | usual encoding | arrays in a slot, each page-aligned | bytes per parameter |
+//! | usual master | arrays in a slot, each page-aligned | bytes per parameter |
 //! |---|---|---|
-//! | full | exp_avg, exp_avg_sq, param | 12 |
-//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10 |
+//! | full | exp_avg, exp_avg_sq, param | 12, or 8 with bf16 moments |
+//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, or 6 with bf16 moments |
 //!
 //! Invariants, for the split master:
 //! - In a slot with a master, param is in the master, which is then newer than low halves and table.
@@ -14,23 +14,24 @@
 //! - With fewer masters than slots, cached subgroups leave enough masters for the subgroups in motion.
 #![forbid(unsafe_code)]
 
-use crate::dtype::bf16;
+use crate::dtype::{FloatsMut, as_bf16, bf16};
 
 use super::budget::{Budget, MASTERS_IN_MOTION};
-use super::encoding::{self, Encoding, SubgroupState};
+use super::encoding::{self, Encoding, Master, Moments, STREAMS, SubgroupState};
 use super::master;
 use crate::error::{Error, Result};
 use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::memory::BASE_PAGE;
+use crate::sys::span::Span;
 
 #[derive(Debug)]
 struct MemorySlot {
     memory: Buffer,
     master: Option<usize>,
-    /// For a slot without a master: the encoding in which the state came from the tier.
-    fetched_encoding: Encoding,
+    /// For a slot without a master: how param came from the tier.
+    fetched: Master,
 }
 
 #[derive(Debug)]
@@ -47,7 +48,7 @@ impl Slots {
     pub(super) fn open(budget: &Budget, usual: Encoding, backing: Backing) -> Result<Slots> {
         let memory = Buffer::open_many(budget.buffers, budget.buffer_bytes as usize, backing)?;
         let masters = Buffer::open_many(budget.masters, budget.master_bytes as usize, backing)?;
-        let empty = |memory| MemorySlot { memory, master: None, fetched_encoding: Encoding::Full };
+        let empty = |memory| MemorySlot { memory, master: None, fetched: Master::Full };
         Ok(Slots {
             usual,
             slots: memory.into_iter().map(empty).collect(),
@@ -68,7 +69,7 @@ impl Slots {
 
     /// True if a slot has memory for the full param.
     pub(super) fn has_master(&self, slot: usize) -> bool {
-        self.usual == Encoding::Full || self.slots[slot].master.is_some()
+        self.usual.master == Master::Full || self.slots[slot].master.is_some()
     }
 
     /// Lends a master to a slot, unless it has one. False if no master is free.
@@ -84,52 +85,79 @@ impl Slots {
         self.spare.extend(self.slots[slot].master.take());
     }
 
-    /// Records the encoding of the state that is read into a slot.
-    pub(super) fn set_fetched_encoding(&mut self, slot: usize, encoding: Encoding) {
-        self.slots[slot].fetched_encoding = encoding;
+    /// Records how the param is stored that is read into a slot.
+    pub(super) fn set_fetched(&mut self, slot: usize, master: Master) {
+        self.slots[slot].fetched = master;
     }
 
-    /// The encoding in which the state of a slot without a master came.
-    pub(super) fn fetched_encoding(&self, slot: usize) -> Encoding {
-        self.slots[slot].fetched_encoding
+    /// How the param of a slot without a master came.
+    pub(super) fn fetched(&self, slot: usize) -> Master {
+        self.slots[slot].fetched
     }
 
-    /// The memory of each stream of an encoding. That of a whole param is empty if the slot has no master.
-    pub(super) fn buffers(&self, slot: usize, encoding: Encoding, elements: usize) -> Vec<TransferBuffer> {
+    /// The memory of each stream of a state with a full or split master. That of a full param is empty if the slot has no
+    /// master.
+    pub(super) fn buffers(&self, slot: usize, as_stored: Master, elements: usize) -> Vec<TransferBuffer> {
         let MemorySlot { memory, master, .. } = &self.slots[slot];
-        let part = |stream: usize, bytes: usize| memory.transfer(stream * stride(elements), bytes);
-        let (exp_avg, exp_avg_sq) = (part(0, 4 * elements), part(1, 4 * elements));
-        match (encoding, self.usual, master) {
-            (Encoding::SplitMaster, ..) => {
+        let stride = self.stride(elements);
+        let part = |stream: usize, bytes: usize| memory.transfer(stream * stride, bytes);
+        let moment = self.usual.moments.dtype().size() * elements;
+        let (exp_avg, exp_avg_sq) = (part(0, moment), part(1, moment));
+        match (as_stored, self.usual.master, master) {
+            (Master::Split, ..) => {
                 let low = part(2, 2 * elements);
-                let table = memory.transfer(table_start(elements), table_len(elements));
+                let table = memory.transfer(self.table_start(elements), table_len(elements));
                 vec![exp_avg, exp_avg_sq, low, table]
             }
-            (Encoding::Full, Encoding::Full, _) => vec![part(2, 4 * elements), exp_avg, exp_avg_sq],
-            (Encoding::Full, Encoding::SplitMaster, Some(master)) => {
+            (Master::Full, Master::Full, _) => vec![part(2, 4 * elements), exp_avg, exp_avg_sq],
+            (Master::Full, Master::Split, Some(master)) => {
                 vec![self.masters[*master].transfer(0, 4 * elements), exp_avg, exp_avg_sq]
             }
-            (Encoding::Full, Encoding::SplitMaster, None) => {
-                vec![TransferBuffer::empty(), exp_avg, exp_avg_sq]
-            }
+            (Master::Full, Master::Split, None) => vec![TransferBuffer::empty(), exp_avg, exp_avg_sq],
         }
     }
 
     /// The state in a slot. The slot must have room for the full param (see [`Slots::has_master`]).
     pub(super) fn state(&mut self, slot: usize, elements: usize) -> Result<SubgroupState<'_>> {
+        let (moments, stride) = (self.usual.moments, self.stride(elements));
         let MemorySlot { memory, master, .. } = &mut self.slots[slot];
-        let stride = stride(elements) / 4;
-        let (exp_avg, rest) = memory.floats()?.split_at_mut(stride);
-        let (exp_avg_sq, rest) = rest.split_at_mut(stride);
+        let ([exp_avg, exp_avg_sq], rest) = arrays(memory, moments, stride, elements)?;
         let param = match master {
             Some(master) => self.masters[*master].floats()?,
             None => rest,
         };
-        Ok(SubgroupState {
-            param: &mut param[..elements],
-            exp_avg: &mut exp_avg[..elements],
-            exp_avg_sq: &mut exp_avg_sq[..elements],
-        })
+        Ok(SubgroupState { param: &mut param[..elements], exp_avg, exp_avg_sq })
+    }
+
+    /// Copies param and moments to the caller's f32 arrays; an empty span skips its array. The slot has the full param if
+    /// its span is not empty.
+    pub(super) fn load(&mut self, slot: usize, elements: usize, to: &[Span; STREAMS]) -> Result<()> {
+        self.each(slot, elements, to, |held, to| encoding::load(held.shared(), to))
+    }
+
+    /// Copies the caller's f32 arrays to param and moments, see [`Slots::load`].
+    pub(super) fn store(&mut self, slot: usize, elements: usize, from: &[Span; STREAMS]) -> Result<()> {
+        self.each(slot, elements, from, |held, from| from.with_bytes(|from| encoding::store(from, held)))
+    }
+
+    /// Calls `work` with each array of the state and the caller's, unless that is empty.
+    fn each(
+        &mut self,
+        slot: usize,
+        elements: usize,
+        theirs: &[Span; STREAMS],
+        work: impl Fn(FloatsMut<'_>, Span),
+    ) -> Result<()> {
+        if !theirs[0].is_empty() {
+            work(FloatsMut::F32(self.state(slot, elements)?.param), theirs[0]);
+        }
+        let (moments, stride) = (self.usual.moments, self.stride(elements));
+        let (held, _) = arrays(&mut self.slots[slot].memory, moments, stride, elements)?;
+        held.into_iter()
+            .zip(&theirs[1..])
+            .filter(|pair| !pair.1.is_empty())
+            .for_each(|(held, to)| work(held, *to));
+        Ok(())
     }
 
     /// Rebuilds param in a slot's master from low halves, table and `copy`. Errors: `copy` belongs to another state.
@@ -165,18 +193,18 @@ impl Slots {
         Ok(split)
     }
 
-    /// Prepares a slot's state for a write, and returns the encoding to write. The slot keeps its master only if its
-    /// state stays, or cannot be split.
-    pub(super) fn store(&mut self, slot: usize, elements: usize, stays: bool) -> Result<Encoding> {
-        let whole = self.usual == Encoding::Full
+    /// Prepares a slot's state for a write, and returns how param is written. The slot keeps its master only if its state
+    /// stays, or cannot be split.
+    pub(super) fn pack(&mut self, slot: usize, elements: usize, stays: bool) -> Result<Master> {
+        let whole = self.usual.master == Master::Full
             || self.slots[slot].master.is_some() && !self.split(slot, elements)?;
         if whole {
-            return Ok(Encoding::Full);
+            return Ok(Master::Full);
         }
         if !stays {
             self.take_back(slot);
         }
-        Ok(Encoding::SplitMaster)
+        Ok(Master::Split)
     }
 
     /// Fills low halves and table from param. False if param cannot be split.
@@ -184,31 +212,49 @@ impl Slots {
         let (low, table, param) = self.halves(slot, elements)?;
         let split = encoding::split(param, low, table);
         if split {
-            self.set_fetched_encoding(slot, Encoding::SplitMaster);
+            self.set_fetched(slot, Master::Split);
         }
         Ok(split)
     }
 
     /// Low halves, table and param of a slot that has a master.
     fn halves(&mut self, slot: usize, elements: usize) -> Result<(&mut [u16], &mut [u16], &mut [f32])> {
+        let (stride, table) = (self.stride(elements), self.table_start(elements));
         let MemorySlot { memory, master, .. } = &mut self.slots[slot];
         let master =
             master.ok_or_else(|| Error::Busy("the slot has no buffer for master weights".to_string()))?;
-        let (low, table) = memory.words()?.split_at_mut(table_start(elements) / 2);
-        let low = &mut low[stride(elements)..][..elements];
+        let (low, table) = memory.words()?.split_at_mut(table / 2);
+        // Two strides of bytes are as many 16-bit words as one.
+        let low = &mut low[stride..][..elements];
         let table = &mut table[..table_len(elements) / 2];
         Ok((low, table, &mut self.masters[master].floats()?[..elements]))
     }
+
+    /// Bytes from the start of a slot's first moment to that of its second, and from there to what follows.
+    fn stride(&self, elements: usize) -> usize {
+        (self.usual.moments.dtype().size() * elements).next_multiple_of(BASE_PAGE)
+    }
+
+    /// Byte offset of the table in a slot.
+    fn table_start(&self, elements: usize) -> usize {
+        2 * self.stride(elements) + (2 * elements).next_multiple_of(BASE_PAGE)
+    }
 }
 
-/// Bytes from the start of one stream to the start of the next.
-fn stride(elements: usize) -> usize {
-    (4 * elements).next_multiple_of(BASE_PAGE)
-}
-
-/// Byte offset of the table in a slot.
-fn table_start(elements: usize) -> usize {
-    2 * stride(elements) + (2 * elements).next_multiple_of(BASE_PAGE)
+/// The moments in a slot's memory, `stride` bytes apart, and what follows them.
+fn arrays(
+    memory: &mut Buffer,
+    moments: Moments,
+    stride: usize,
+    elements: usize,
+) -> Result<([FloatsMut<'_>; 2], &mut [f32])> {
+    let (exp_avg, rest) = memory.floats()?.split_at_mut(stride / 4);
+    let (exp_avg_sq, rest) = rest.split_at_mut(stride / 4);
+    let array = |memory| match moments {
+        Moments::F32 => FloatsMut::F32(memory).split_at_mut(elements).0,
+        Moments::Bf16 => FloatsMut::Bf16(as_bf16(memory)).split_at_mut(elements).0,
+    };
+    Ok(([array(exp_avg), array(exp_avg_sq)], rest))
 }
 
 fn table_len(elements: usize) -> usize {

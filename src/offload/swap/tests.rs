@@ -2,13 +2,14 @@
 #![forbid(unsafe_code)]
 
 mod beside;
+mod moments;
 mod split;
 
 use std::time::Instant;
 
-use super::encoding::STREAMS;
+use super::encoding::{Moments, STREAMS};
 use super::*;
-use crate::dtype::{Floats, FloatsMut, bf16};
+use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
 use crate::kernel::{States, Tensor};
 use crate::optim;
 use crate::optim::adam::AdamOptions;
@@ -27,7 +28,7 @@ fn backing() -> Backing {
 fn options(subgroups: &[u64], memory_budget: u64) -> SwapOptions {
     SwapOptions {
         subgroups: subgroups.to_vec(),
-        usual: Encoding::Full,
+        usual: Encoding::FULL,
         memory_budget,
         backing: backing(),
         ratio: None,
@@ -36,6 +37,16 @@ fn options(subgroups: &[u64], memory_budget: u64) -> SwapOptions {
         turn_timeout: Duration::from_secs(10),
     }
 }
+
+/// Options for this number of buffers over two paths.
+fn options_of(usual: Encoding, buffers: u64) -> SwapOptions {
+    let plan = budget::plan(&SIZES, usual, 2, 1 << 30).unwrap();
+    let masters = if usual.master == Master::Split { 3 * plan.master_bytes } else { 0 };
+    SwapOptions { usual, ..options(&SIZES, buffers * plan.buffer_bytes + masters) }
+}
+
+const BF16: Encoding = Encoding { master: Master::Full, moments: Moments::Bf16 };
+const BF16_SPLIT: Encoding = Encoding { master: Master::Split, moments: Moments::Bf16 };
 
 fn owner() -> Owner {
     Owner { job: "test".to_string(), host: "here".to_string(), rank: 0 }
@@ -85,26 +96,51 @@ fn grads(subgroup: usize, step: u64, elements: usize) -> Vec<bf16> {
     (0..elements).map(|i| bf16::from_f32(value(i))).collect()
 }
 
+fn fill(to: FloatsMut<'_>, value: f32) {
+    encoding::store(crate::sys::span::bytes_of(&vec![value; to.len()]), to);
+}
+
+/// Calls `work` with a state in f32, as it is with these moments.
+fn with<R>(
+    moments: Moments,
+    [param, exp_avg, exp_avg_sq]: &mut [Vec<f32>; STREAMS],
+    work: impl FnOnce(SubgroupState<'_>) -> R,
+) -> R {
+    if moments == Moments::F32 {
+        let (exp_avg, exp_avg_sq) = (FloatsMut::F32(exp_avg), FloatsMut::F32(exp_avg_sq));
+        return work(SubgroupState { param, exp_avg, exp_avg_sq });
+    }
+    let mut both = [exp_avg, exp_avg_sq];
+    let mut stored = both.each_ref().map(|wide| wide.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>());
+    let [exp_avg, exp_avg_sq] = stored.each_mut().map(|stored| FloatsMut::Bf16(stored));
+    let result = work(SubgroupState { param, exp_avg, exp_avg_sq });
+    for (wide, stored) in both.iter_mut().zip(&stored) {
+        wide.iter_mut().zip(stored).for_each(|(wide, stored)| *wide = stored.to_f32());
+    }
+    result
+}
+
 fn first_state(subgroup: usize, state: SubgroupState<'_>) -> Result<()> {
     for (i, param) in state.param.iter_mut().enumerate() {
         *param = (i % 77) as f32 * 0.01 + subgroup as f32;
     }
-    state.exp_avg.fill(0.0);
-    state.exp_avg_sq.fill(0.0);
+    fill(state.exp_avg, 0.0);
+    fill(state.exp_avg_sq, 0.0);
     Ok(())
 }
 
-/// Runs one AdamW step on a state, and returns the 16-bit weights that it publishes.
+/// Runs one AdamW step on a state, which rounds bf16 moments stochastically, and returns the 16-bit weights that it publishes.
 fn adam_step(subgroup: usize, step: u64, state: SubgroupState<'_>) -> Result<Vec<bf16>> {
     let grad = grads(subgroup, step, state.param.len());
     let mut copy = vec![bf16::ZERO; grad.len()];
+    let stochastic_seed = (state.exp_avg.dtype() == Dtype::Bf16).then_some(subgroup as u64);
     let states = States {
         param: FloatsMut::F32(state.param),
-        exp_avg: Some(FloatsMut::F32(state.exp_avg)),
-        exp_avg_sq: Some(FloatsMut::F32(state.exp_avg_sq)),
+        exp_avg: Some(state.exp_avg),
+        exp_avg_sq: Some(state.exp_avg_sq),
     };
     let tensor = Tensor::new(states, Floats::Bf16(&grad), Some(FloatsMut::Bf16(&mut copy)))?;
-    let optimizer = AdamOptions { step, weight_decay: 0.01, ..Default::default() }.rule()?;
+    let optimizer = AdamOptions { step, weight_decay: 0.01, stochastic_seed, ..Default::default() }.rule()?;
     optim::step(&mut [Job { optimizer, tensor }], false)?;
     Ok(copy)
 }
@@ -138,14 +174,17 @@ fn step_with(
 type Everything = Vec<[Vec<f32>; 3]>;
 
 fn in_memory(subgroups: &[u64], steps: u64) -> (Everything, Vec<Vec<bf16>>) {
+    in_memory_with(Moments::F32, subgroups, steps)
+}
+
+fn in_memory_with(moments: Moments, subgroups: &[u64], steps: u64) -> (Everything, Vec<Vec<bf16>>) {
     let mut all: Everything =
         subgroups.iter().map(|n| std::array::from_fn(|_| vec![0.0; *n as usize])).collect();
     let mut published = vec![Vec::new(); subgroups.len()];
-    for (subgroup, [param, exp_avg, exp_avg_sq]) in all.iter_mut().enumerate() {
-        first_state(subgroup, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
+    for (subgroup, all) in all.iter_mut().enumerate() {
+        with(moments, all, |state| first_state(subgroup, state)).unwrap();
         for step in 1..=steps {
-            published[subgroup] =
-                adam_step(subgroup, step, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
+            published[subgroup] = with(moments, all, |state| adam_step(subgroup, step, state)).unwrap();
         }
     }
     (all, published)
@@ -178,7 +217,7 @@ const SIZES: [u64; 9] = [5000, 0, 1, 12_345, 70_000, 4096, 3, 33_333, 20_000];
 
 #[test]
 fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
-    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     for (memory_budget, places) in [(3, 1), (4, 2), (7, 3), (100, 2)] {
         let tier = tier_in((0..places).map(|_| PathLocation::Memory).collect(), Mode::Create);
         let mut swap = Swap::open(tier, &options(&SIZES, memory_budget * buffer)).unwrap();
@@ -204,7 +243,7 @@ fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
 
 #[test]
 fn a_rollback_leads_to_the_last_commit_and_on_to_the_same_bits() {
-    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
     let mut swap = Swap::open(tier, &options(&SIZES, 5 * buffer)).unwrap();
     swap.fill(first_state).unwrap();
@@ -234,7 +273,7 @@ fn a_rollback_leads_to_the_last_commit_and_on_to_the_same_bits() {
 fn a_process_that_ends_after_a_commit_is_taken_up_there() {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let places = || dirs.iter().map(|dir| PathLocation::Directory(dir.path().to_path_buf())).collect();
-    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     {
         let mut swap = Swap::open(tier_in(places(), Mode::Create), &options(&SIZES, 4 * buffer)).unwrap();
         swap.fill(first_state).unwrap();
@@ -261,7 +300,7 @@ fn few_subgroups_are_striped_and_the_cache_saves_what_it_promised() {
     let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
     let mut options = options(&sizes, 3 * (1 << 30));
     options.ratio = Some(vec![3.0, 1.0]);
-    options.memory_budget = 3 * budget::plan(&sizes, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
+    options.memory_budget = 3 * budget::plan(&sizes, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     let mut swap = Swap::open(Arc::clone(&tier), &options).unwrap();
     swap.fill(first_state).unwrap();
     swap.commit(0, b"").unwrap();
@@ -276,7 +315,7 @@ fn few_subgroups_are_striped_and_the_cache_saves_what_it_promised() {
 #[test]
 fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
-    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     let expected = in_memory(&SIZES, STEPS).0;
     std::thread::scope(|scope| {
         for rank in 0..3 {
@@ -305,7 +344,7 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
 fn whoever_waits_for_one_path_uses_the_other() {
     use crate::tier::turns::{TurnQueue, TurnRequest};
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
-    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     let tier = tier_in(
         dirs.iter().map(|dir| PathLocation::Directory(dir.path().to_path_buf())).collect(),
         Mode::Create,
@@ -341,7 +380,7 @@ fn whoever_waits_for_one_path_uses_the_other() {
 
 #[test]
 fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback() {
-    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     for buffers in [3, 5, 100] {
         let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
         let mut swap = Swap::open(tier, &options(&SIZES, buffers * buffer)).unwrap();
@@ -366,8 +405,8 @@ fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback()
         }
         assert!(same_bits(&everything(&mut swap), &wanted), "{buffers} buffers");
         step(&mut swap, 2);
-        for (subgroup, [param, exp_avg, exp_avg_sq]) in wanted.iter_mut().enumerate() {
-            adam_step(subgroup, 2, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
+        for (subgroup, wanted) in wanted.iter_mut().enumerate() {
+            with(Moments::F32, wanted, |state| adam_step(subgroup, 2, state)).unwrap();
         }
         assert!(same_bits(&everything(&mut swap), &wanted), "{buffers} buffers, stepped");
         swap.rollback().unwrap();
@@ -398,10 +437,7 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
         tier.block_bytes = 16 << 10;
         tier.io.io_timeout = Some(Duration::from_millis(300));
         let tier = Arc::new(Tier::open(tier).unwrap());
-        let plan = budget::plan(&SIZES, usual, 2, 1 << 30).unwrap();
-        let masters = if usual == Encoding::SplitMaster { 3 * plan.master_bytes } else { 0 };
-        let options = SwapOptions { usual, ..options(&SIZES, buffers * plan.buffer_bytes + masters) };
-        let mut swap = Swap::open(tier, &options).unwrap();
+        let mut swap = Swap::open(tier, &options_of(usual, buffers)).unwrap();
         swap.fill(first_state).unwrap();
         let (mut at, mut errors, began) = (0, 0, Instant::now());
         // The I/O engine chooses the order of requests, so the hanging request may be the first sync.
@@ -434,7 +470,7 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
         disks[1].release();
         (before..after, errors)
     };
-    for (usual, buffers) in [(Encoding::Full, 3), (Encoding::Full, 5), (Encoding::SplitMaster, 4)] {
+    for (usual, buffers) in [(Encoding::FULL, 3), (Encoding::FULL, 5), (Encoding::SPLIT, 4)] {
         // Skips the last requests: their order varies, and the final check must not hang.
         let requests = run(None, usual, buffers).0;
         let errors: u64 =

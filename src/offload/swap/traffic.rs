@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::SwapOptions;
-use super::encoding::{self, Encoding};
+use super::encoding::{self, Encoding, Master};
 use super::placement::{self, Flow, Observed, PathPlan, SubgroupPlacement};
 use crate::error::{Error, IoKind, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -52,6 +52,7 @@ struct Pieces {
 
 #[derive(Debug)]
 pub(super) struct Traffic {
+    usual: Encoding,
     placement: SubgroupPlacement,
     pieces: Vec<Pieces>,
     pending: Vec<Pending>,
@@ -87,6 +88,7 @@ impl Traffic {
             pieces.push(Pieces { units: first..units.len(), elements: *elements });
         }
         Ok(Traffic {
+            usual: options.usual,
             placement: SubgroupPlacement::new(&plans, options.ratio.as_deref(), units)?,
             pieces,
             pending: Vec::new(),
@@ -112,9 +114,9 @@ impl Traffic {
         self.pending.iter().any(|pending| pending.slot == slot)
     }
 
-    /// Chooses the paths for a write of a subgroup in this encoding. Errors: no healthy path has room.
-    pub(super) fn place(&mut self, subgroup: usize, encoding: Encoding, tier: &Tier) -> Result<Parts> {
-        let mut failed = 0;
+    /// Chooses the paths for a write of a subgroup with a full or split master. Errors: no healthy path has room.
+    pub(super) fn place(&mut self, subgroup: usize, master: Master, tier: &Tier) -> Result<Parts> {
+        let (encoding, mut failed) = (Encoding { master, ..self.usual }, 0);
         for (path, flow) in tier.flows().iter().enumerate() {
             let drains = flow.health != Health::Healthy;
             self.placement.drain(path, drains);

@@ -171,14 +171,15 @@ class Beside:
 
     def _send(self, subgroup: int, numbers: list[int], events: Sequence[Any] = ()) -> None:
         """Submits a subgroup with the gradients of these parameters, after these events."""
-        update = self.begin()
+        update, swap = self.begin(), self._on_tier.tiered.swap
         pieces = {piece.parameter: piece for piece in self._on_tier.layout.of_subgroup[subgroup]}
         rows, firsts, held = (_abi.Tensor * len(numbers))(), array("Q"), list[Any]()
         for row, number in zip(rows, numbers):
             grad, weights = self._seen[number].memory, self._on_tier.weights.of(number)
-            put_piece(row, pieces[number], grad, weights, self._options[self._key(number)])
+            options = self._on_tier.rounded(self._options[self._key(number)], pieces[number])
+            put_piece(row, pieces[number], grad, weights, options, swap.moment_code)
             firsts.append(pieces[number].first)
-            held += [grad, weights]
+            held += [grad, weights, options]
         self._submitted.add(subgroup)
         held += [rows, firsts]
         table = ctypes.addressof(rows), firsts.buffer_info()[0]
@@ -224,7 +225,7 @@ class Beside:
         return (
             self._on_tier.agrees()
             and all(numbers == self._present(subgroup) for subgroup, numbers in self._ready.items())
-            and all(key in options and _without_factor(own) == _without_factor(options[key]) for key, own in self._options.items())
+            and all(key in options and _shared_part(own) == _shared_part(options[key]) for key, own in self._options.items())
             and all(self._key(number) in self._options and seen is taken.get(number) for number, seen in self._seen.items())
         )
 
@@ -301,7 +302,8 @@ class Beside:
         self._busy = False
 
 
-def _without_factor(options: Any) -> bytes:
+def _shared_part(options: Any) -> bytes:
+    """What pieces of one group and step have in common, without the factor of the gradients. The fields of rounding are the last ones."""
     own = type(options).from_buffer_copy(options)
     own.grad_scale = 0.0
-    return bytes(own)
+    return bytes(own)[: type(own).rounding.offset]

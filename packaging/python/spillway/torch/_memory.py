@@ -90,8 +90,7 @@ class Memory(Home):
                     continue
                 rows.append(self._row(groups, states, number, index, name))
                 if seeds is not None:
-                    # Different parts of one parameter must not get the same random bits, and replicas of a part must.
-                    seeds.append((self.precision.seed + (part_of(param) << 32) + before + index) % 2**64)
+                    seeds.append(self.precision.seed_of(before + index, part_of(param)))
             before += len(group["params"])
         if rest and (self.serves_all or self.undo or self.precision.beyond_torch):
             number, index = rest[0]

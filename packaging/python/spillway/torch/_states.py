@@ -117,6 +117,11 @@ class Precision(NamedTuple):
             raise InvalidArgumentError(f'{name}: master is {master!r}; pass "f32", "split" or None')
         return Precision(moment_dtype, stochastic, rounding_seed, master)
 
+    def seed_of(self, number: int, part: int) -> int:
+        """The seed of a parameter with this number, of which the process has this part: parts have random bits of their own, and replicas
+        of a part the same."""
+        return (self.seed + (part << 32) + number) % 2**64
+
     @property
     def beyond_torch(self) -> bool:
         """True if torch's own step cannot keep these dtypes."""

@@ -58,7 +58,7 @@ class TierHome(Home):
         super().__init__(name, rule, precision)
         _check_keywords(name, rule, precision, undo, groups)
         self._lock = threading.RLock()
-        self.on_tier = TierStates(name, groups, TierOptions.of(given), memory_budget)
+        self.on_tier = TierStates(name, groups, precision, TierOptions.of(given), memory_budget)
         self.on_tier.begin(states)
         self.tiered = self.on_tier.tiered
         self.resumed_step = self.tiered.resumed_step
@@ -244,13 +244,11 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def _check_keywords(name: str, rule: Rule, precision: Precision, undo: bool, groups: list[dict[str, Any]]) -> None:
-    refused = {"undo": undo, "moment_dtype": precision.moment_dtype is not None, 'master="split"': precision.master == "split"}
+    refused = {"undo": undo, 'master="split"': precision.master == "split"}
     for group in groups:
         refused.update({flag: True for flag in TORCHS if group.get(flag)})
     if rule.c_name != "adam":
         raise UnsupportedError(f"{name}: states on a tier are for Adam and AdamW; leave out tier")
     for keyword, given in refused.items():
         if given:
-            raise UnsupportedError(
-                f"{name}: {keyword} cannot be combined with tier, which keeps f32 masters and moments; leave out one of them"
-            )
+            raise UnsupportedError(f"{name}: {keyword} cannot be combined with tier, which keeps f32 masters; leave out one of them")

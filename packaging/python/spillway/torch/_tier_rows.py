@@ -84,7 +84,7 @@ class TierTable:
         self.taken.append(self._on_tier.gradients.take(parameter, False))
 
     def _make_rows(self, states: Any) -> Any:
-        """The rows, sorted by subgroup; those of one group and step count share options."""
+        """The rows, sorted by subgroup. Those of one group and step count share options, unless they round at random."""
         pieces = sorted(
             (piece.subgroup, piece.first, at, piece)
             for at, number in enumerate(self.numbers)
@@ -95,12 +95,15 @@ class TierTable:
         self._firsts = array("Q", [first for _, first, *_ in pieces])
         self._counts = [self._on_tier.step_count(states, number) for number in self.numbers]
         steps = [int(count) for count in self._counts]
-        keys = [(group, step, -1) for (group, _), step in zip(self.places, steps)]
-        #: The C options structs by group, step count and -1.
-        self.options = {key: _abi.sized(_abi.AdamOptions) for key in dict.fromkeys(keys)}
+        #: The C options structs by group, step count and, for rows with options of their own, the row.
+        self.options = dict[tuple[int, int, int], Any]()
         rows = (_abi.Tensor * len(pieces))()
-        for row, (_, _, at, piece) in zip(rows, pieces):
-            put_piece(row, piece, self.grads[at], self._weights(self.numbers[at]), self.options[keys[at]])
+        for number, (row, (_, _, at, piece)) in enumerate(zip(rows, pieces)):
+            key = (self.places[at][0], steps[at], number if self._on_tier.precision.stochastic else -1)
+            if key not in self.options:
+                self.options[key] = self._on_tier.rounded(_abi.sized(_abi.AdamOptions), piece)
+            weights, moment_code = self._weights(self.numbers[at]), self._on_tier.tiered.swap.moment_code
+            put_piece(row, piece, self.grads[at], weights, self.options[key], moment_code)
         return rows
 
     def _weights(self, number: int) -> torch.Tensor:
@@ -171,10 +174,11 @@ class TierTable:
         return self.name(self._of_row[row])
 
 
-def put_piece(row: Any, piece: Piece, grad: torch.Tensor, weights: torch.Tensor, options: Any) -> None:
-    """Writes a piece of a parameter into a row of C: its gradient, where its weights go, and the struct of its options."""
+def put_piece(row: Any, piece: Piece, grad: torch.Tensor, weights: torch.Tensor, options: Any, moment_code: int) -> None:
+    """Writes a piece of a parameter into a row of C: its gradient, where its weights go, the struct of its options, and the code of the
+    moments' dtype."""
     _tensor_rows.begin(row, piece.count)
-    row.param_dtype = row.state_dtype = _abi.DTYPE_F32
+    row.param_dtype, row.state_dtype = _abi.DTYPE_F32, moment_code
     for field, tensor in (("grad", grad), ("param_copy", weights)):
         start = tensor.data_ptr() + piece.start * tensor.element_size()
         _tensor_rows.put(row, field, (start, piece.count, CODES[tensor.dtype]), field)
@@ -190,9 +194,9 @@ def whole_states(on_tier: TierStates, states: Any) -> dict[torch.Tensor, dict[st
     for number, param in zip(numbers, params):
         own = local(param)
         made = {"step": on_tier.step_count(states, number).clone()}
-        made.update({key: _empty(own, directory) for key in MOMENTS})
+        made.update({key: _empty(own, on_tier.moment_dtype, directory) for key in MOMENTS})
         if own.dtype is not torch.float32:
-            made[MASTER] = _empty(own, directory)
+            made[MASTER] = _empty(own, torch.float32, directory)
         whole[param] = made
     for subgroup, elements in enumerate(on_tier.layout.elements):
         parts = {key: torch.empty(elements, device="cpu") for key in (MASTER, *MOMENTS)}
@@ -207,10 +211,10 @@ def whole_states(on_tier: TierStates, states: Any) -> dict[torch.Tensor, dict[st
     return whole
 
 
-def _empty(own: torch.Tensor, directory: Any) -> torch.Tensor:
+def _empty(own: torch.Tensor, dtype: torch.dtype, directory: Any) -> torch.Tensor:
     if own.numel() < _MAPPED or directory is None:
-        return torch.empty(own.shape, dtype=torch.float32, device="cpu")
-    return mapped(own.numel(), directory).view(own.shape)
+        return torch.empty(own.shape, dtype=dtype, device="cpu")
+    return mapped(own.numel(), directory, dtype).view(own.shape)
 
 
 def check_loaded(on_tier: TierStates, groups: list[dict[str, Any]], loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:

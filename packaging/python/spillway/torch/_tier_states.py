@@ -17,18 +17,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import _abi
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import Swap
 from ..tier import Tier
 from ..tiered import Record, Tiered
 from ._keywords import TierOptions, is_count
-from ._states import MASTER, MOMENTS, take_values
+from ._norm import part_of
+from ._states import MASTER, MOMENTS, Precision, take_values
 from ._tensors import CODES, holds_values, local, name_of
 from ._tier_copies import Gradients, Weights
 
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
 _USUAL, _LEAST = 4 << 20, 4 << 10
-_STATE_BYTES = 12
 _version = torch.Tensor._version.__get__
 
 
@@ -57,6 +58,7 @@ class TierStates:
     Args:
         name: Name of the optimizer's class, for messages.
         groups: All its groups.
+        precision: The dtypes of its states.
         options, memory_budget: Where and how its states are.
 
     Attributes:
@@ -66,12 +68,16 @@ class TierStates:
         gradients, weights: Those of a step, in memory of the library's reach.
         tiered: The open tier.
         count: Number of steps.
+        precision, moment_dtype: The dtypes of the states, and that of the moments.
 
     Raises:
         InvalidArgumentError: The tier holds states of other parameters, or the budget is too small.
         UnsupportedError: A parameter cannot have its states on a tier."""
 
-    def __init__(self, name: str, groups: list[dict[str, Any]], options: TierOptions, memory_budget: int | None):
+    def __init__(self, name: str, groups: list[dict[str, Any]], precision: Precision, options: TierOptions, memory_budget: int | None):
+        self.precision, self.moment_dtype = precision, precision.moment_dtype or torch.float32
+        #: Bytes of a parameter's state: the master and the moments.
+        self._state_bytes = 4 + 2 * self.moment_dtype.itemsize
         self.params = [param for group in groups for param in group["params"]]
         self.names = [name_of(group, number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
         self.stated = [param.requires_grad for param in self.params]
@@ -111,7 +117,7 @@ class TierStates:
             self.stated = [number not in facts["stateless"] for number in range(len(self.params))]
             self._check_served()
         counts = self._counts()
-        most = _part_elements(options, memory_budget, sum(counts)) if committed is None else committed.facts["most"]
+        most = _part_elements(options, memory_budget, sum(counts), self._state_bytes) if committed is None else committed.facts["most"]
         self.layout = Layout(counts, most)
         return Swap(
             tier,
@@ -121,11 +127,22 @@ class TierStates:
             turns=options.turns,
             huge_pages=options.pin_memory,
             pin_memory=options.pin_memory,
+            bf16_moments=self.moment_dtype is torch.bfloat16,
         )
+
+    def rounded(self, options: Any, piece: Piece) -> Any:
+        """The C options struct of a piece. Where it rounds at random, it is a copy with the bits of the elements in the parameter."""
+        if not self.precision.stochastic:
+            return options
+        own = type(options).from_buffer_copy(options)
+        own.rounding = _abi.ROUNDINGS["stochastic"]
+        own.rounding_seed = self.precision.seed_of(piece.parameter, part_of(self.params[piece.parameter]))
+        own.rounding_first = piece.start
+        return own
 
     def _limit(self, error: SpillwayError) -> Exception:
         return InvalidArgumentError(
-            f"the states of the optimizer need {_STATE_BYTES * sum(self._counts()) / 1e6:.1f} MB on the tier: {error}; raise the "
+            f"the states of the optimizer need {self._state_bytes * sum(self._counts()) / 1e6:.1f} MB on the tier: {error}; raise the "
             "limits of the paths, or add a path"
         )
 
@@ -335,10 +352,10 @@ def _check_parameters(committed: dict[str, Any], params: list[torch.Tensor], nam
             )
 
 
-def _part_elements(options: TierOptions, memory_budget: int | None, total: int) -> int:
+def _part_elements(options: TierOptions, memory_budget: int | None, total: int, state_bytes: int) -> int:
     if options.part_elements is not None:
         return options.part_elements
-    usual = _USUAL if memory_budget is None else min(_USUAL, memory_budget // (6 * _STATE_BYTES) // 1024 * 1024)
+    usual = _USUAL if memory_budget is None else min(_USUAL, memory_budget // (6 * state_bytes) // 1024 * 1024)
     return max(_LEAST, min(usual, max(total, 1)))
 
 

@@ -15,33 +15,37 @@ const SPECULATIVE: BesideOptions = BesideOptions { speculative: true, squares: t
 
 /// States in memory that take the steps of a [`Beside`], and their 16-bit copies.
 struct Reference {
+    moments: Moments,
     states: Everything,
     steps: u64,
 }
 
-fn rule(step: u64) -> crate::kernel::AdamRule {
-    AdamOptions { step, weight_decay: 0.01, ..Default::default() }.rule().unwrap()
+fn rule(moments: Moments, step: u64) -> crate::kernel::AdamRule {
+    let stochastic_seed = (moments == Moments::Bf16).then_some(7);
+    AdamOptions { step, weight_decay: 0.01, stochastic_seed, ..Default::default() }.rule().unwrap()
 }
 
 impl Reference {
     fn new(sizes: &[u64]) -> Reference {
-        Reference { states: in_memory(sizes, 0).0, steps: 0 }
+        Reference { moments: Moments::F32, states: in_memory(sizes, 0).0, steps: 0 }
     }
 
     /// One step of all subgroups with this factor on the gradients.
     fn step(&mut self, factor: f32) {
         use crate::kernel::Arithmetic;
         self.steps += 1;
-        for (subgroup, [param, exp_avg, exp_avg_sq]) in self.states.iter_mut().enumerate() {
-            let grad = grads(subgroup, self.steps, param.len());
-            let states = States {
-                param: FloatsMut::F32(param),
-                exp_avg: Some(FloatsMut::F32(exp_avg)),
-                exp_avg_sq: Some(FloatsMut::F32(exp_avg_sq)),
-            };
-            let tensor = Tensor::new(states, Floats::Bf16(&grad), None).unwrap();
-            let optimizer = rule(self.steps).with_grad_scale(factor);
-            optim::step(&mut [Job { optimizer, tensor }], false).unwrap();
+        for (subgroup, state) in self.states.iter_mut().enumerate() {
+            with(self.moments, state, |SubgroupState { param, exp_avg, exp_avg_sq }| {
+                let grad = grads(subgroup, self.steps, param.len());
+                let states = States {
+                    param: FloatsMut::F32(param),
+                    exp_avg: Some(exp_avg),
+                    exp_avg_sq: Some(exp_avg_sq),
+                };
+                let tensor = Tensor::new(states, Floats::Bf16(&grad), None).unwrap();
+                let optimizer = rule(self.moments, self.steps).with_grad_scale(factor);
+                optim::step(&mut [Job { optimizer, tensor }], false).unwrap();
+            });
         }
     }
 }
@@ -51,18 +55,30 @@ fn lent<T>(values: Vec<T>) -> &'static mut [T] {
     values.leak()
 }
 
-/// The gradients of a step for one subgroup, and with split masters the weights of the step before.
+/// The gradients of a step for one subgroup, and with split masters the weights of the step before. With bf16 moments and
+/// full masters there are two parts, whose elements have the random bits of one.
 fn part(usual: Encoding, subgroup: usize, step: u64, before: &[f32]) -> Vec<Part<'static>> {
-    let split = usual == Encoding::SplitMaster;
+    let split = usual.master == Master::Split;
     let weights = || before.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>();
     let part = Part {
         first: 0,
         grad: Floats::Bf16(lent(grads(subgroup, step, before.len()))),
         copy: split.then(|| FloatsMut::Bf16(lent(vec![bf16::ZERO; before.len()]))),
         weights: split.then(|| &*lent(weights())),
-        rule: rule(step),
+        rule: rule(usual.moments, step),
+        number: 0,
     };
-    if before.is_empty() { Vec::new() } else { vec![part] }
+    part.check(usual.moments).unwrap();
+    match (before.len(), part.grad) {
+        (0, _) => Vec::new(),
+        (2.., Floats::Bf16(grad)) if !split && usual.moments == Moments::Bf16 => {
+            let (left, right) = grad.split_at(grad.len() / 3);
+            let other = Part { grad: Floats::Bf16(left), copy: None, ..part };
+            let first = left.len();
+            vec![other, Part { first, grad: Floats::Bf16(right), copy: None, number: first as u64, ..part }]
+        }
+        _ => vec![part],
+    }
 }
 
 /// Begins an update, and submits the subgroups in random order.
@@ -82,7 +98,7 @@ fn submit_all(beside: &Beside, options: BesideOptions, random: &mut fastrand::Rn
 
 fn open_on(tier: Arc<Tier>, sizes: &[u64], usual: Encoding, buffers: u64) -> Beside {
     let plan = budget::plan(sizes, usual, 2, 1 << 30).unwrap();
-    let masters = if usual == Encoding::SplitMaster { 3 * plan.master_bytes } else { 0 };
+    let masters = if usual.master == Master::Split { 3 * plan.master_bytes } else { 0 };
     let options = SwapOptions { usual, ..options(sizes, buffers * plan.buffer_bytes + masters) };
     let beside = Beside::new(Swap::open(tier, &options).unwrap());
     beside.at_rest(|swap| if swap.filled()? { Ok(()) } else { swap.fill(first_state) }).unwrap();
@@ -104,7 +120,7 @@ fn two_disks(faults: [Faults; 2]) -> (TierOptions, [Disk; 2]) {
 /// because a fill divides the subgroups by the speed of the disks.
 fn filled_disks() -> ([Disk; 2], u64) {
     let (options, disks) = two_disks(Default::default());
-    let filled = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 3);
+    let filled = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::FULL, 3);
     filled.at_rest(|swap| swap.commit(0, b"")).unwrap();
     drop(filled);
     let requests = disks[1].requests();
@@ -130,16 +146,20 @@ fn reorder(seed: u64) -> [Faults; 2] {
 #[test]
 fn every_order_of_arrival_and_every_verdict_has_the_bits_of_steps_in_memory() {
     for (usual, buffers) in [
-        (Encoding::Full, 3),
-        (Encoding::Full, 5),
-        (Encoding::Full, 100),
-        (Encoding::SplitMaster, 4),
-        (Encoding::SplitMaster, 100),
+        (Encoding::FULL, 3),
+        (Encoding::FULL, 5),
+        (Encoding::FULL, 100),
+        (Encoding::SPLIT, 4),
+        (Encoding::SPLIT, 100),
+        (BF16, 3),
+        (BF16, 6),
+        (BF16_SPLIT, 4),
+        (BF16_SPLIT, 7),
     ] {
         let mut random = fastrand::Rng::with_seed(buffers);
         let beside =
             open_on(Arc::new(Tier::open(two_disks(reorder(buffers)).0).unwrap()), &SIZES, usual, buffers);
-        let mut reference = Reference::new(&SIZES);
+        let mut reference = Reference { moments: usual.moments, ..Reference::new(&SIZES) };
         for turn in 0..16 {
             let options = if turn % 4 == 3 { FINAL } else { SPECULATIVE };
             submit_all(&beside, options, &mut random, &reference);
@@ -191,14 +211,14 @@ fn every_order_of_arrival_and_every_verdict_has_the_bits_of_steps_in_memory() {
 #[test]
 fn the_statistics_and_hits_are_those_of_a_blocking_update() {
     let tier = || Arc::new(Tier::open(two_disks(reorder(3)).0).unwrap());
-    let [beside, blocking] = [(); 2].map(|()| open_on(tier(), &SIZES, Encoding::Full, 6));
+    let [beside, blocking] = [(); 2].map(|()| open_on(tier(), &SIZES, Encoding::FULL, 6));
     let (mut random, mut reference) = (fastrand::Rng::with_seed(4), Reference::new(&SIZES));
     for _ in 0..4 {
         submit_all(&beside, FINAL, &mut random, &reference);
         let seen = beside.finish(None).unwrap();
         let mut parts = crate::offload::swap::adam::Parts::new(SIZES.len()).unwrap();
         for (subgroup, [param, ..]) in reference.states.iter().enumerate() {
-            let of_subgroup = part(Encoding::Full, subgroup, reference.steps + 1, param);
+            let of_subgroup = part(Encoding::FULL, subgroup, reference.steps + 1, param);
             of_subgroup.into_iter().for_each(|part| parts.push(subgroup, part));
         }
         let expected = blocking.at_rest(|swap| swap.adam_step(parts, true, &mut |_, _| Ok(()))).unwrap();
@@ -215,7 +235,7 @@ fn the_statistics_and_hits_are_those_of_a_blocking_update() {
 #[test]
 fn only_the_update_commits_and_rolls_back_what_it_changed() {
     let tier = tier_in(vec![PathLocation::Memory], Mode::Create);
-    let beside = open_on(Arc::clone(&tier), &SIZES, Encoding::Full, 4);
+    let beside = open_on(Arc::clone(&tier), &SIZES, Encoding::FULL, 4);
     let reference = Reference::new(&SIZES);
     let refused = |refused: fn(&Error) -> bool| {
         for outcome in [tier.commit(9, b""), tier.rollback()] {
@@ -229,7 +249,7 @@ fn only_the_update_commits_and_rolls_back_what_it_changed() {
     tier.commit(1, b"").and_then(|()| tier.rollback()).unwrap();
     for options in [FINAL, SPECULATIVE] {
         beside.begin(options).unwrap();
-        beside.submit(0, part(Encoding::Full, 0, 1, &reference.states[0][0])).unwrap();
+        beside.submit(0, part(Encoding::FULL, 0, 1, &reference.states[0][0])).unwrap();
         refused(open);
         beside.rollback().unwrap();
         tier.rollback().unwrap();
@@ -245,18 +265,18 @@ fn only_the_update_commits_and_rolls_back_what_it_changed() {
         assert!(error.contains("roll the tier back first"), "{error}");
     }
     tier.rollback().and_then(|()| tier.commit(2, b"")).unwrap();
-    check(&open_on(tier, &SIZES, Encoding::Full, 4), &reference, "after all");
+    check(&open_on(tier, &SIZES, Encoding::FULL, 4), &reference, "after all");
 }
 
 #[test]
 fn calls_that_an_update_does_not_allow_change_nothing() {
-    let beside = open_on(tier_in(vec![PathLocation::Memory], Mode::Create), &SIZES, Encoding::Full, 4);
+    let beside = open_on(tier_in(vec![PathLocation::Memory], Mode::Create), &SIZES, Encoding::FULL, 4);
     let mut reference = Reference::new(&SIZES);
     beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
     let is = |outcome: Result<()>, expected: RoundError| {
         assert!(matches!(&outcome, Err(Error::Update(found)) if *found == expected), "{outcome:?}");
     };
-    let of = |subgroup: usize| part(Encoding::Full, subgroup, 1, &reference.states[subgroup][0]);
+    let of = |subgroup: usize| part(Encoding::FULL, subgroup, 1, &reference.states[subgroup][0]);
     is(beside.submit(0, of(0)), RoundError::NotBegun);
     is(beside.verdict(Verdict::Commit), RoundError::NotBegun);
     is(beside.finish(None).map(drop), RoundError::NotBegun);
@@ -299,7 +319,7 @@ fn a_finish_that_times_out_leaves_the_update_open() {
         let (disks, before) = filled_disks();
         let hang_nth = hang.map(|number| before + number);
         let options = on_disks(&disks, [Faults::default(), Faults { hang_nth, ..Faults::default() }]);
-        let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 3);
+        let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::FULL, 3);
         let (opened, mut reference) = (disks[1].requests() - before, Reference::new(&SIZES));
         submit_all(&beside, FINAL, &mut random, &reference);
         let first = beside.finish(hang.map(|_| Duration::from_millis(100)));
@@ -327,7 +347,7 @@ fn an_error_of_any_request_ends_the_update_and_a_rollback_leads_on() {
         let (disks, before) = filled_disks();
         let fail_nth = fails.map(|number| (before + number, libc::EIO));
         let options = on_disks(&disks, [Faults::default(), Faults { fail_nth, ..Faults::default() }]);
-        let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::Full, 4);
+        let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::FULL, 4);
         let (mut random, mut reference) = (fastrand::Rng::with_seed(1), Reference::new(&SIZES));
         let opened = disks[1].requests() - before;
         let (mut errors, verdicts) =
@@ -337,7 +357,7 @@ fn an_error_of_any_request_ends_the_update_and_a_rollback_leads_on() {
                 let outcome = beside.begin(SPECULATIVE).and_then(|()| {
                     for subgroup in 0..SIZES.len() {
                         let parts = part(
-                            Encoding::Full,
+                            Encoding::FULL,
                             subgroup,
                             reference.steps + 1,
                             &reference.states[subgroup][0],
@@ -388,7 +408,7 @@ fn a_crash_at_any_request_leaves_one_whole_step() {
     let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
     let options = TierOptions { durability: Durability::Data, ..on_disks(&disks, reorder(7)) };
     let tier = Arc::new(Tier::open(options).unwrap());
-    let beside = open_on(Arc::clone(&tier), &SMALL, Encoding::Full, 3);
+    let beside = open_on(Arc::clone(&tier), &SMALL, Encoding::FULL, 3);
     let (mut random, mut reference) = (fastrand::Rng::with_seed(2), Reference::new(&SMALL));
     beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
     // By committed number: events before and after the commit, and the states.
@@ -422,8 +442,8 @@ fn a_crash_at_any_request_leaves_one_whole_step() {
         let (began, _, states) = &commits[found];
         let overdue = commits.get(found + 1).is_some_and(|(_, ended, _)| *ended <= events);
         assert!(*began <= events && !overdue, "{events} events, {crash:?}: found commit {found}");
-        let beside = open_on(tier, &SMALL, Encoding::Full, 3);
-        let found = Reference { states: states.clone(), steps: 0 };
+        let beside = open_on(tier, &SMALL, Encoding::FULL, 3);
+        let found = Reference { states: states.clone(), steps: 0, moments: Moments::F32 };
         check(&beside, &found, &format!("{events} events, {crash:?}"));
     }
 }

@@ -19,9 +19,7 @@ fn start(subgroup: usize, state: SubgroupState<'_>) -> Result<()> {
 }
 
 fn split_options(buffers: u64) -> SwapOptions {
-    let Budget { buffer_bytes, master_bytes, .. } =
-        budget::plan(&SIZES, Encoding::SplitMaster, 2, 1 << 30).unwrap();
-    SwapOptions { usual: Encoding::SplitMaster, ..options(&SIZES, buffers * buffer_bytes + 3 * master_bytes) }
+    options_of(Encoding::SPLIT, buffers)
 }
 
 fn memory_tier() -> Arc<Tier> {
@@ -32,11 +30,11 @@ fn memory_tier() -> Arc<Tier> {
 fn expected(steps: u64) -> (Everything, Weights) {
     let mut all: Everything = SIZES.iter().map(|n| std::array::from_fn(|_| vec![0.0; *n as usize])).collect();
     let mut weights = Weights::new();
-    for (subgroup, [param, exp_avg, exp_avg_sq]) in all.iter_mut().enumerate() {
-        start(subgroup, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
-        let mut copy = param.iter().map(|x| bf16::from_f32(*x)).collect();
+    for (subgroup, all) in all.iter_mut().enumerate() {
+        with(Moments::F32, all, |state| start(subgroup, state)).unwrap();
+        let mut copy = all[0].iter().map(|x| bf16::from_f32(*x)).collect();
         for step in 1..=steps {
-            copy = adam_step(subgroup, step, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
+            copy = with(Moments::F32, all, |state| adam_step(subgroup, step, state)).unwrap();
         }
         weights.push(copy);
     }
@@ -110,18 +108,19 @@ pub(super) fn copies(all: &Everything) -> Weights {
 fn move_on(subgroup: usize, step: u64, state: SubgroupState<'_>) -> Result<()> {
     if (subgroup as u64 + step).is_multiple_of(3) {
         state.param.fill(ties(step));
-        state.exp_avg.fill(step as f32);
+        fill(state.exp_avg, step as f32);
         return Ok(());
     }
     adam_step(subgroup, step, state).map(drop)
 }
 
 /// Steps all subgroups in `swap`, and the same states in memory.
-fn all_move_on(swap: &mut Swap, now: &mut Everything, step: u64) {
+pub(super) fn all_move_on(swap: &mut Swap, now: &mut Everything, step: u64) {
     let from = copies(now);
     step_with(swap, &from, |subgroup, state| move_on(subgroup, step, state)).unwrap();
-    for (subgroup, [param, exp_avg, exp_avg_sq]) in now.iter_mut().enumerate() {
-        move_on(subgroup, step, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
+    let moments = swap.layout().usual().moments;
+    for (subgroup, now) in now.iter_mut().enumerate() {
+        with(moments, now, |state| move_on(subgroup, step, state)).unwrap();
     }
 }
 
@@ -134,8 +133,9 @@ fn is_now(swap: &mut Swap, now: &Everything) -> bool {
 /// Random sequences of calls, for budgets in which masters stay whole, are split, or must leave.
 #[test]
 fn steps_writes_commits_and_rollbacks_in_any_order_have_the_bits_of_memory() {
-    for (seed, buffers) in (1..=24).zip([3, 4, 5, 7, 9, 20].into_iter().cycle()) {
-        let mut swap = Swap::open(memory_tier(), &split_options(buffers)).unwrap();
+    for (seed, buffers) in (1..=36).zip([3, 4, 5, 7, 9, 20].into_iter().cycle()) {
+        let usual = [Encoding::SPLIT, Encoding::SPLIT, BF16_SPLIT, BF16][seed % 4];
+        let mut swap = Swap::open(memory_tier(), &options_of(usual, buffers)).unwrap();
         let mut random = fastrand::Rng::with_seed(seed as u64);
         let mut below = |limit: u64| random.u64(..limit);
         swap.fill(start).unwrap();
@@ -155,7 +155,12 @@ fn steps_writes_commits_and_rollbacks_in_any_order_have_the_bits_of_memory() {
                     let mut from = [Span::empty(); STREAMS];
                     streams.for_each(|stream| {
                         from[stream] = lent.span().part(0, 4 * elements);
-                        now[subgroup][stream].fill(value);
+                        let rounds = stream > 0 && usual.moments == Moments::Bf16;
+                        now[subgroup][stream].fill(if rounds {
+                            bf16::from_f32(value).to_f32()
+                        } else {
+                            value
+                        });
                     });
                     swap.write(subgroup, from).unwrap();
                 }
@@ -168,7 +173,7 @@ fn steps_writes_commits_and_rollbacks_in_any_order_have_the_bits_of_memory() {
                     now = committed.clone();
                 }
             }
-            assert!(is_now(&mut swap, &now), "seed {seed}, {buffers} buffers, step {step}");
+            assert!(is_now(&mut swap, &now), "seed {seed}, {usual:?}, {buffers} buffers, step {step}");
         }
     }
 }
@@ -261,7 +266,7 @@ fn a_tier_of_whole_state_is_taken_over_and_one_of_split_state_is_not_taken_for_w
     let tier = |mode| {
         tier_in(dirs.iter().map(|dir| PathLocation::Directory(dir.path().to_path_buf())).collect(), mode)
     };
-    let whole = SwapOptions { usual: Encoding::Full, ..split_options(4) };
+    let whole = SwapOptions { usual: Encoding::FULL, ..split_options(4) };
     {
         let mut swap = Swap::open(tier(Mode::Create), &whole).unwrap();
         swap.fill(start).unwrap();

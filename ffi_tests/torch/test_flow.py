@@ -547,3 +547,85 @@ def test_a_parameter_that_is_frozen_before_backward_gets_no_gradient():
         own.parts[1].requires_grad_(False)
         loss.backward()
     same(model, other)
+
+
+class Reader(torch.nn.Module):
+    """A part that reads the weight of the part in it, as transformers' Mamba does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.inner.weight).tanh() * self.scale
+
+
+class Rereader(torch.nn.Module):
+    """A layer that computes its part again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Reader()
+
+    def forward(self, x):
+        return x + checkpoint(self.part, x, use_reentrant=False)
+
+
+def test_a_part_that_is_computed_again_has_the_weights_of_the_parts_in_it():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Rereader() for _ in range(3)))
+    other = copy.deepcopy(model)
+    flow = Flow(other, "cpu")
+    x = torch.randn(4, WIDTH)
+    [own(x).sum().backward() for own in (model, other)]
+    same(model, other)
+    assert on_device(flow) == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_counts_for_the_parameters_that_have_a_gradient(fused):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    model.forward = lambda x: [part(x).square().mean() for part in model]
+    other = copy.deepcopy(model)
+    other.forward = lambda x: [part(x).square().mean() for part in other]
+    flow = Flow(other, "cpu", units=[*other])
+    x = torch.randn(4, WIDTH)
+    for own in (model, other):
+        optimizer = torch.optim.AdamW(own.parameters(), fused=fused)
+        for _ in range(3):
+            first, second = own(x)
+            first.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            # Its graph is of weights that the step had no gradient for.
+            second.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    same(model, other)
+    flow.remove()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("owner, name", [("Saving", "leave"), ("Weight", "hide")])
+def test_an_interrupt_in_the_end_of_a_forward_leaves_the_parameters_in_host_memory(owner, name, times):
+    model, other, flow, x = blocks()
+    target, left = getattr(flow_module, owner), [times]
+    call = getattr(target, name)
+
+    def interrupted(self, *arguments):
+        if left[0]:
+            left[0] -= 1
+            raise KeyboardInterrupt
+        return call(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other(x)
+    if times == 1:
+        assert {*other.parameters()} == {*flow.weights}
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    [own(x).backward() for own in (model, other)]
+    assert {*other.parameters()} == {*flow.weights} and not flow.running
+    same(model, other)

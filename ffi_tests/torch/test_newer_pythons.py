@@ -1,4 +1,8 @@
-"""Tests of the package and of its torch optimizers on newer versions of Python, with the newest torch."""
+"""Tests of the package and of its torch optimizers on newer versions of Python, with the newest torch.
+
+Each version takes 5 GB, so `make test` runs one. NEWER_PYTHONS names others, such as "3.12 3.13"."""
+
+import os
 
 import pytest
 from newer_python import ROOT, newer_python, run_tests
@@ -9,7 +13,7 @@ TORCH = ("test_offload.py", "test_flow.py", "test_tier.py")
 SOME = "not (that_waits or end_later) or 0]"
 
 
-@pytest.mark.parametrize("version", ["3.12", "3.13"])
+@pytest.mark.parametrize("version", os.environ.get("NEWER_PYTHONS", "3.12").split())
 @pytest.mark.parametrize("folder, files", [("packaging/python/tests", PACKAGE), ("ffi_tests/torch", TORCH)], ids=["package", "torch"])
 def test_a_newer_python(version, folder, files):
     assert run_tests(newer_python(version), *(ROOT / folder / file for file in files), "-k", SOME) > 70

@@ -14,6 +14,7 @@ from offload_runs import BUCKETS, Later, offload, offloaded, same, training, val
 
 import spillway
 import spillway.torch
+from spillway.torch._offload.plan import Plan
 
 #: Random trainings with the verdict in the next forward.
 TRAININGS = int(os.environ.get("SPILLWAY_TRAININGS", "20"))
@@ -156,3 +157,38 @@ def test_forwards_of_several_threads_complete_one_step():
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             list(pool.map(model, [torch.ones(2, 50)] * 3))
         optimizer.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["written", "measured", "resolve", "publish", "finish", "end"])
+def test_a_signal_in_the_completion_of_a_step_leaves_the_rest_to_the_next_forward(name, when, monkeypatch):
+    class Interrupt(Exception):
+        pass
+
+    def trained(interrupts):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+        optimizer = offload(model, lr=0.1, max_norm=0.1, bucket_bytes=1, verdict="forward")
+        for step in range(3):
+            if interrupts and step == 2:
+                with pytest.MonkeyPatch.context() as patch:
+                    call = getattr(Plan, name)
+
+                    def interrupted(self, *arguments):
+                        if when == "before":
+                            raise Interrupt
+                        call(self, *arguments)
+                        raise Interrupt
+
+                    patch.setattr(Plan, name, interrupted)
+                    with pytest.raises(Interrupt):
+                        model(torch.ones(2, 8))
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.settle()
+        counts = {int(state["step"]) for state in optimizer.state.values()}
+        return [p.detach().clone() for p in model.parameters()], counts, optimizer.grad_norm
+
+    (plain, *rest), (others, *other_rest) = trained(False), trained(True)
+    assert all(map(torch.equal, plain, others)) and rest == other_rest

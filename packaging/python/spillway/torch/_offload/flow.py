@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ...errors import InvalidArgumentError, UnsupportedError
@@ -91,7 +91,7 @@ class Flow:
         self._forwards: list[Forward] = []
         self._install(model, _units_of(model) if units is None else list(units))
         if not _registered:
-            _registered.append(register_optimizer_step_post_hook(_stepped))
+            _registered.extend(register(_stepped) for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook))
         _flows.add(self)
 
     def _install(self, model: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
@@ -111,14 +111,17 @@ class Flow:
         self._keep(self._keep_bytes or 0)
         for saves in (model.register_state_dict_pre_hook, model.register_load_state_dict_pre_hook):
             self._hooks.append(saves(Hook(lambda *_: self._reset())))
-        scopes: dict[torch.nn.Module, list[Weight]] = {model: list(self._rest.weights)}
-        for module, unit in zip(modules, self.units):
-            scopes.setdefault(module, []).extend(unit.weights)
+        reads: dict[torch.nn.Module, dict[Weight, None]] = {}
         for weight in weights:
             for module, _ in weight.places:
-                if weight not in (own := scopes.setdefault(module, [])):
-                    own.append(weight)
-        self._forwards += [Forward(self, module, own, module is model) for module, own in scopes.items()]
+                reads.setdefault(module, {})[weight] = None
+        # A part of a unit may read weights of the parts in it.
+        below = {module: {weight: None for part in module.modules() for weight in reads.get(part, ())} for module in owners}
+        scopes = {model: dict.fromkeys(self._rest.weights)}
+        for module, own in (*below.items(), *reads.items()):
+            if own:
+                scopes.setdefault(module, {}).update(own)
+        self._forwards += [Forward(self, module, [*own], module is model) for module, own in scopes.items()]
 
     def _keep(self, available: int) -> None:
         for unit in self.units:
@@ -158,7 +161,7 @@ class Flow:
 
     def _begin(self) -> None:
         """Before a forward of the model: forgets what an exception has left of one, or of a backward."""
-        self._reset()
+        self._put_back()
         self._used = (None, None)
         self._backwards.clear()
         self._leaving.clear()
@@ -166,14 +169,18 @@ class Flow:
             weight.on_device.grad = None
 
     def _reset(self) -> None:
-        """Puts the parameters in their places if an exception in the end of a forward has left others there."""
+        """Unless a forward runs, as `_put_back`."""
         if not _calls(self):
-            Saving.leave_all(self)
-            for unit in (self._rest, *self.units):
-                unit.users.clear()
-                for weight in unit.weights:
-                    weight.hide(weight.shown_by)
-            self.running.clear()
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Puts the parameters in their places if an exception in the end of a forward has left others there."""
+        Saving.leave_all(self)
+        for unit in (self._rest, *self.units):
+            unit.users.clear()
+            for weight in unit.weights:
+                weight.hide(weight.shown_by)
+        self.running.clear()
 
     # Backward.
 
@@ -470,7 +477,11 @@ class Forward:
             entry.enter()
             return entry.checked(self.plain(*args, **kwargs))
         finally:
-            entry.leave()
+            try:
+                entry.leave()
+            finally:
+                # A signal handler may have ended it.
+                entry.leave()
 
     def __reduce__(self) -> Any:
         return (_plain, (self.module, self.own))
@@ -496,6 +507,7 @@ class Entry:
     def __init__(self, forward: Forward, flow: Flow):
         self.forward, self.flow, self.thread = forward, flow, threading.get_ident()
         self._saving: Saving | None = None
+        self._has_left = False
 
     @torch.compiler.disable
     def enter(self) -> None:
@@ -520,7 +532,9 @@ class Entry:
 
     @torch.compiler.disable
     def leave(self) -> None:
-        """Undoes `enter`, also if an exception has ended it."""
+        """Undoes `enter`, also if an exception has ended it. A second call does what an interrupted one has left."""
+        if self._has_left:
+            return
         if self._saving is not None:
             self._saving.leave()
         for weight in self.forward.weights:
@@ -528,6 +542,7 @@ class Entry:
         for unit in self.forward.units:
             unit.users.discard(self)
         self.flow.running.discard(self)
+        self._has_left = True
 
 
 @torch.compiler.disable
@@ -611,9 +626,10 @@ def _top() -> Any:
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
-    """After a step of any optimizer."""
+    """Around a step of any optimizer, which may have changed the parameters that have a gradient before it or after it."""
     for flow in [*_flows]:
-        for weight in filter(None, (flow.weights.get(param) for group in optimizer.param_groups for param in group["params"])):
+        params = (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)
+        for weight in filter(None, map(flow.weights.get, params)):
             weight.steps += 1
 
 

@@ -467,16 +467,24 @@ class Offloaded(torch.optim.Optimizer):
             self._hear(self._verdict_due)
         plan = self._plan
         if plan is None or plan.decision is None:
-            return
+            return self._ended(None)
         try:
             self._carry_out(plan, plan.decision)
         except SpillwayError:
             # A bucket has failed after the verdict, and others have stepped. Raised once, so that a state dict can be loaded.
-            plan.end()
+            self._ended(plan)
             raise
         self._clipped = self._clipped + 1 if self.max_norm and (self._grad_norm or 0.0) > self.max_norm else 0
         self._stop_clock(plan)
-        plan.end()
+        self._ended(plan)
+
+    def _ended(self, plan: Plan | None) -> None:
+        """A step is over, or there is none. Until the end of this call the next forward comes here again if a signal interrupts it."""
+        self._verdict_due = None
+        if plan is not None:
+            plan.end()
+        if self._next is not None:
+            self._next.completed()
 
     def _carry_out(self, plan: Plan, decision: Decision) -> None:
         """Gives the parameters the weights of a step, unless it is skipped, and counts it."""
@@ -524,14 +532,12 @@ class Offloaded(torch.optim.Optimizer):
                         "stepped. Call optimizer.settle() before the program writes to parameters"
                     )
                 verdict()
-        except Exception:
+        except (SpillwayError, RuntimeError):
+            # The step is given up. Other exceptions are those of signal handlers: the verdict is still due.
             self._verdict_due = None
             self._interrupt()
             self._no_overlap = False
-            self._next.completed()
             raise
-        self._verdict_due = None
-        self._next.completed()
 
     def _report(self, decision: Decision) -> None:
         self._skipped = decision.skips

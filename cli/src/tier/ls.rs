@@ -7,7 +7,7 @@ use spillway::error::Result;
 use spillway::tier::format::{ExtentRecord, Superblock};
 use spillway::tier::inspect::Found;
 
-use super::{Which, states_of, step_of};
+use super::{Which, plain, states_of, step_of};
 use crate::report::{size, table};
 use crate::stdout;
 
@@ -153,11 +153,6 @@ fn extent(record: &ExtentRecord, paths: usize) -> ExtentReport {
         generation: record.version.as_ref().map_or(0, |version| version.generation),
         shares: stored.iter().map(|bytes| *bytes as f64 / all).collect(),
     }
-}
-
-/// Names may hold any letters, also those that control a terminal.
-fn plain(name: &str) -> String {
-    name.escape_debug().to_string()
 }
 
 fn text(tier: &TierReport) -> String {

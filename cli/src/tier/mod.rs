@@ -141,6 +141,15 @@ impl Which {
     }
 }
 
+/// A text without letters that control a terminal, which names may hold.
+fn plain(text: &str) -> String {
+    let letter = |letter: char| match letter {
+        '"' | '\'' | '\\' => letter.to_string(),
+        other => other.escape_debug().to_string(),
+    };
+    text.chars().map(letter).collect()
+}
+
 /// The step of a commit, in words.
 fn step_of(step: Option<u64>) -> String {
     step.map_or("no commit".to_string(), |step| format!("step {step}"))

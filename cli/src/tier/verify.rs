@@ -5,7 +5,7 @@ use spillway::error::{Error, Result};
 use spillway::tier::inspect::Found;
 use spillway::tier::store::VerifyReport;
 
-use super::{Which, open, step_of};
+use super::{Which, open, plain, step_of};
 use crate::progress::Progress;
 use crate::report::size;
 use crate::stdout;
@@ -104,6 +104,6 @@ fn text((tier, found): (&Verified, &Found)) -> String {
         size(tier.bytes),
         if tier.damage.is_empty() { "no damage" } else { "DAMAGED" }
     );
-    tier.damage.iter().for_each(|damage| text += &format!("  {}\n", damage.escape_debug()));
+    tier.damage.iter().for_each(|damage| text += &format!("  {}\n", plain(damage)));
     text
 }

@@ -423,7 +423,7 @@ static void wrong_arguments_are_refused(void) {
     tensors[4] = kept, tensors[4].param = plain[4].spans[0];
     INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "tensors[4].param");
     tensors[4] = kept, tensors[4].state_dtype = SPW_DTYPE_BF16;
-    INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "tensors[4].param_dtype");
+    INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "tensors[4].state_dtype");
     tensors[4] = kept, tensors[4].param_copy = plain[4].spans[0], tensors[4].copy_dtype = SPW_DTYPE_F32;
     INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "tensors[4].copy_dtype: must be of 16 bits");
     tensors[4] = kept, tensors[4].grad = NULL;

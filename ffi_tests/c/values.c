@@ -101,6 +101,9 @@ static void adam_fields(void) {
         problem.tensor.options = NULL;
     }
     spw_adam_options options = adam_options();
+    options.rounding_first = 1;
+    REFUSED(spw_adam_step(&options, &problem.tensor, 1, &stats), SPW_ERR_UNSUPPORTED, "options.rounding_first");
+    options = adam_options();
     options.step = 0;
     INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options.step");
     options = adam_options();

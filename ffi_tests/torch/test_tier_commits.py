@@ -287,6 +287,12 @@ def test_snapshots_that_are_not_finished_or_of_other_states_are_refused_and_dama
     with pytest.raises(spillway.InvalidArgumentError, match="was committed with"):
         alone.restore(tmp_path / "snapshot")
     alone.close()
+    (tmp_path / "bf16").mkdir()
+    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    short = own.AdamW(others, tier=options([tmp_path / "bf16"]), moment_dtype=torch.bfloat16, moment_rounding="nearest")
+    with pytest.raises(spillway.InvalidArgumentError, match="moments of float32, and this optimizer has bfloat16"):
+        short.restore(tmp_path / "snapshot")
+    short.close()
     file = next((tmp_path / "snapshot").glob("*.bin"))
     content = bytearray(file.read_bytes())
     content[100] ^= 1

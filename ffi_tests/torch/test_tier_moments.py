@@ -119,6 +119,6 @@ def test_a_float16_parameter_is_refused_at_its_first_step(tmp_path):
     param = torch.nn.Parameter(torch.ones(9000, dtype=torch.float16))
     optimizer = own.AdamW([param], tier=options(tmp_path), **NEAREST)
     random_grads([param], 0)
-    with pytest.raises(spillway.UnsupportedError, match="parameter 0 of group 0|param_groups|f16"):
+    with pytest.raises(spillway.UnsupportedError, match=r"param_groups\[0\]"):
         optimizer.step()
     assert torch.equal(param.detach(), torch.ones(9000, dtype=torch.float16))

@@ -174,7 +174,8 @@ enum spw_status spw_swap_fill(struct spw_swap *swap,
 
 // Does one Adam step of all subgroups, with the same bits as `spw_adam_step` on tensors in memory. Each subgroup is
 // fetched, stepped, and written back unless it stays in memory for the next update. Fetches, steps and writes overlap.
-// Gradients (f32, bf16 or f16) are read in place and are never written to the tier.
+// Gradients (f32, bf16 or f16) are read in place and are never written to the tier. With SPW_SWAP_FLAG_BF16_MOMENTS
+// gradients are f32 or bf16, and `param_copy` is bf16.
 //
 // `tensors[i]` is subgroup i. It names `n`, `grad` and optionally `param_copy`, which receives the new parameter in 16
 // bits. param_dtype is SPW_DTYPE_F32; state_dtype too, or SPW_DTYPE_BF16 with SPW_SWAP_FLAG_BF16_MOMENTS. param,

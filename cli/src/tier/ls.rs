@@ -190,9 +190,9 @@ fn text(tier: &TierReport) -> String {
     }
     let mut rows = table(["extent", "bytes", "streams", "generation", "paths"]);
     for extent in &tier.extents {
-        let dtype = extent.streams.iter().filter_map(|stream| stream.dtype).next();
-        let streams =
-            format!("{}{}", extent.streams.len(), dtype.map_or_else(String::new, |one| format!(" {one}")));
+        let mut dtypes: Vec<&str> = extent.streams.iter().filter_map(|stream| stream.dtype).collect();
+        dtypes.dedup();
+        let streams = format!("{} {}", extent.streams.len(), dtypes.join(", ")).trim_end().to_string();
         let shares = extent.shares.iter().enumerate().filter(|(_, share)| **share > 0.0);
         let shares: Vec<String> =
             shares.map(|(path, share)| format!("{path}: {:.0} %", 100.0 * share)).collect();

@@ -143,11 +143,12 @@ impl Which {
 
 /// A text without letters that control a terminal, which names may hold.
 fn plain(text: &str) -> String {
-    let letter = |letter: char| match letter {
-        '"' | '\'' | '\\' => letter.to_string(),
-        other => other.escape_debug().to_string(),
+    const KEPT: [char; 3] = ['"', '\'', '\\'];
+    let escaped = |part: &str| {
+        let end = part.trim_end_matches(KEPT).len();
+        format!("{}{}", part[..end].escape_debug(), &part[end..])
     };
-    text.chars().map(letter).collect()
+    text.split_inclusive(KEPT).map(escaped).collect()
 }
 
 /// The step of a commit, in words.

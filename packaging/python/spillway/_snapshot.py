@@ -17,6 +17,8 @@ from ._native_handle import _NativeHandle
 from .errors import CorruptError, InvalidArgumentError, NoStateError
 
 _MANIFEST, _FORMAT = "manifest.json", "spillway tier export"
+#: The names of extents with the rest of a long record.
+RECORD = "record-"
 
 
 class SnapshotProgress(NamedTuple):
@@ -80,6 +82,7 @@ class Exported(NamedTuple):
     Attributes:
         job, rank, world: Of the tier.
         step, payload: Of the commit.
+        states: Name and bytes of each extent but those of records.
         files: Names of its files."""
 
     job: str
@@ -87,6 +90,7 @@ class Exported(NamedTuple):
     world: int
     step: int
     payload: bytes
+    states: frozenset[tuple[str, tuple[int, ...]]]
     files: frozenset[str]
 
     @staticmethod
@@ -106,7 +110,9 @@ class Exported(NamedTuple):
             if not all(type(number) is int for number in numbers) or not all(type(name) is str for name in (found["job"], *files)):
                 raise ValueError("a value of it has another type")
             rank, world, step = numbers
-            return Exported(found["job"], rank, world, step, bytes.fromhex(found["payload"]), frozenset([_MANIFEST, *files]))
+            extents = ((extent["name"], tuple(stream["bytes"] for stream in extent["streams"])) for extent in found["extents"])
+            states = frozenset(extent for extent in extents if not extent[0].startswith(RECORD))
+            return Exported(found["job"], rank, world, step, bytes.fromhex(found["payload"]), states, frozenset([_MANIFEST, *files]))
         except (FileNotFoundError, NotADirectoryError):
             raise NoStateError(
                 f"{directory} is no finished snapshot: it has no {_MANIFEST}. What a killed process leaves is called NAME.*.partial; "
@@ -150,19 +156,21 @@ def _remove_older(newest: str, part: str, keep: int) -> None:
         with suppress(NoStateError, CorruptError, OSError):
             if not os.path.islink(whole) and _is_snapshot(whole, parts, own, bool(part)):
                 finished.append((os.stat(os.path.join(whole, parts[-1], _MANIFEST)).st_mtime_ns, whole))
-    older = [whole for _, whole in sorted(finished) if whole != newest]
-    kept = keep - 1 if any(whole == newest for _, whole in finished) else keep
-    for whole in older[: max(0, len(older) - kept)]:
-        _remove(whole, parts)
+    for _, whole in sorted(finished)[:-keep]:
+        # That of the caller stays, also if later ones are finished.
+        if whole != newest:
+            _remove(whole, parts)
 
 
 def _is_snapshot(whole: str, parts: Sequence[str], own: Exported, apart: bool) -> bool:
-    """True for a finished snapshot of the same tier without other files."""
+    """True for a finished snapshot of the same states without other files."""
     if apart and set(os.listdir(whole)) != set(parts):
         return False
     found = [Exported.of(os.path.join(whole, part)) for part in parts]
     ranks = list(range(own.world)) if apart else [own.rank]
     if any((one.job, one.world, one.step) != (own.job, own.world, found[0].step) for one in found) or [one.rank for one in found] != ranks:
+        return False
+    if found[own.rank if apart else 0].states != own.states:
         return False
     return all(set(os.listdir(os.path.join(whole, part))) == one.files for part, one in zip(parts, found))
 

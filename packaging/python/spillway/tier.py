@@ -321,7 +321,7 @@ class Tier(_NativeHandle):
             directory: As for export(): a new directory, which import_from() reads. It appears complete or not at all.
             bytes_per_second: Limit of the speed; 0: no limit.
             keep: wait() then removes all but this number of snapshots beside the directory, those written last. Only finished ones of
-                the same job, rank and number of processes are removed, and none with other files; None: none.
+                the same job, rank, number of processes and extents are removed, and none with other files; None: none.
 
         Raises:
             NoStateError: Nothing was committed.

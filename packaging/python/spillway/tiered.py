@@ -330,7 +330,7 @@ class Tiered:
         Raises:
             CorruptError: It is damaged. The states are those of the last commit."""
         # What the update has in memory is of other states.
-        self.rollback()
+        self.place.together(self.rollback)
         self._committing(found.step, found.record, lambda status: self.tier._import(found.directory, status))
         self.rollback()
 

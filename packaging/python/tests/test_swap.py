@@ -512,7 +512,7 @@ def test_bf16_moments_have_the_bits_of_bf16_moments_in_memory(folders, rounding,
         swap.commit(3)
         stored = sum(extent.bytes for extent in tier.extents())
         assert (6 if split else 8) * sum(SIZES) <= stored <= (6 if split else 8) * sum(SIZES) + 400 * len(SIZES)
-        with pytest.raises(spillway.InvalidArgumentError, match="state_dtype|float32|bfloat16"):
+        with pytest.raises(spillway.InvalidArgumentError, match="exp_avg of subgroup 1 is not float32"):
             swap.write(1, exp_avg=moments[0][1])
     with open_tier(folders) as tier, pytest.raises(spillway.InvalidArgumentError, match="ask for f32 moments, .* stored with bf16 moments"):
         open_swap(tier, 4, split_master=split)

@@ -102,7 +102,8 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
         let fill = |subgroup: usize, state: SubgroupState<'_>| {
             let SubgroupState { param, exp_avg, exp_avg_sq } = state;
             for (stream, mut to) in [FloatsMut::F32(param), exp_avg, exp_avg_sq].into_iter().enumerate() {
-                // SAFETY: the caller's promise: 3 addresses per subgroup, each of `to.len()` floats.
+                // SAFETY: the caller's promise: 3 addresses per subgroup, each of `to.len()` floats. `to` has `to.len()`
+                // numbers of its dtype, and zero bytes are a number of each dtype.
                 unsafe {
                     let from = states.add(STREAMS * subgroup + stream).read();
                     match from.is_null() {
@@ -119,7 +120,8 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
 
 /// Does one Adam step of all subgroups, with the same bits as `spw_adam_step` on tensors in memory. Each subgroup is
 /// fetched, stepped, and written back unless it stays in memory for the next update. Fetches, steps and writes overlap.
-/// Gradients (f32, bf16 or f16) are read in place and are never written to the tier.
+/// Gradients (f32, bf16 or f16) are read in place and are never written to the tier. With SPW_SWAP_FLAG_BF16_MOMENTS
+/// gradients are f32 or bf16, and `param_copy` is bf16.
 ///
 /// `tensors[i]` is subgroup i. It names `n`, `grad` and optionally `param_copy`, which receives the new parameter in 16
 /// bits. param_dtype is SPW_DTYPE_F32; state_dtype too, or SPW_DTYPE_BF16 with SPW_SWAP_FLAG_BF16_MOMENTS. param,

@@ -51,6 +51,14 @@ impl Moments {
             Moments::Bf16 => Dtype::Bf16,
         }
     }
+
+    /// The other encoding.
+    pub fn other(self) -> Moments {
+        match self {
+            Moments::F32 => Moments::Bf16,
+            Moments::Bf16 => Moments::F32,
+        }
+    }
 }
 
 /// How a subgroup's state is stored.

@@ -60,20 +60,21 @@ impl Extents {
         Ok(())
     }
 
-    /// Fails if a subgroup is stored with moments of another encoding.
-    fn check_moments(&self, tier: &Tier) -> Result<()> {
-        let (own, other) = match self.usual.moments {
-            Moments::F32 => (Moments::F32, Moments::Bf16),
-            Moments::Bf16 => (Moments::Bf16, Moments::F32),
+    /// Fails if the newest state of a subgroup, as an import may have made it, has moments of another encoding.
+    pub(super) fn check_moments(&self, tier: &Tier) -> Result<()> {
+        let (own, other) = (self.usual.moments, self.usual.moments.other());
+        let newest = |extents: &[Option<u32>]| {
+            extents.iter().flatten().try_fold(0, |newest, extent| {
+                tier.extent(*extent).map(|extent| extent.generation.max(newest))
+            })
         };
-        for (place, extent) in self.numbers(tier, other).into_iter().enumerate() {
-            let Some(extent) = extent else { continue };
-            if tier.extent(extent)?.generation > 0 {
+        let (ours, theirs) = (self.numbers(tier, own), self.numbers(tier, other));
+        for (subgroup, (ours, theirs)) in ours.chunks(2).zip(theirs.chunks(2)).enumerate() {
+            if newest(theirs)? > newest(ours)? {
                 let [own, other] = [own, other].map(|moments| moments.dtype().name());
                 let reason = format!(
-                    "ask for {own} moments, but subgroup {} is stored with {other} moments; open it with {other} moments, \
-                     or store new states in another job",
-                    place / 2
+                    "ask for {own} moments, but subgroup {subgroup} is stored with {other} moments; open it with {other} \
+                     moments, or store new states in another job"
                 );
                 return Err(Error::invalid("options", reason));
             }
@@ -137,9 +138,11 @@ impl Extents {
 
     /// Marks extents that are older than the current state for removal by the next commit.
     pub(super) fn remove_older(&self, tier: &Tier) -> Result<()> {
-        for (number, subgroup) in self.subgroups.iter().enumerate() {
+        let others = self.numbers(tier, self.usual.moments.other());
+        for (number, (subgroup, others)) in self.subgroups.iter().zip(others.chunks(2)).enumerate() {
             let newest = self.newest(tier, number)?.0;
-            for older in [subgroup.whole, subgroup.split].into_iter().flatten().filter(|one| *one != newest) {
+            let all = [subgroup.whole, subgroup.split].into_iter().chain(others.iter().copied()).flatten();
+            for older in all.filter(|one| *one != newest) {
                 if tier.extent(older)?.generation > 0 {
                     tier.remove(older)?;
                 }

@@ -250,6 +250,8 @@ impl Swap {
         self.pipeline.forget()?;
         self.refresh_slots();
         self.extents.find(&self.tier);
+        // An import may have committed other states meanwhile.
+        self.extents.check_moments(&self.tier)?;
         self.broken = None;
         Ok(())
     }

@@ -236,7 +236,7 @@ fn parts_of(taken: &[u64], shape: &Shape) -> Parts {
 fn no_room(subgroup: usize, failed: usize) -> Error {
     let failed = match failed {
         0 => String::new(),
-        paths => format!(", and {paths} of the paths take no writes; mend them"),
+        paths => format!(" (paths that take no writes: {paths})"),
     };
     Error::LimitReached(format!(
         "no usable path has room for subgroup {subgroup}{failed}; free space, or raise the limit of a path"

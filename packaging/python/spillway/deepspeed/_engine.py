@@ -8,6 +8,7 @@ import os
 import random
 import sys
 
+from .. import _ranks
 from ..errors import InvalidArgumentError
 from . import _lifetime, _payload, _snapshots, _stage3_methods, _versions
 
@@ -91,7 +92,10 @@ def overrides(engine_type):
         swapper = _stage3_methods.tiered(self.optimizer)
         if swapper is None or swapper.snapshots is None:
             return own_save(self, save_path, tag)
-        if swapper.tiered.changed or swapper.tiered.committed_step != self.global_steps:
+        tiered = swapper.tiered
+        changed = tiered.changed or tiered.committed_step != self.global_steps
+        # All ranks commit, or none does.
+        if any(_ranks.gathered(changed, tiered.place.world, tiered.place.group)):
             commit(self)
         swapper.snapshots.begin(os.path.join(save_path, str(tag), _snapshots.FOLDER))
         swapper.snapshots.saving = True

@@ -18,10 +18,11 @@ import math
 import sys
 
 from .. import _files, _safetensors
+from .._snapshot import RECORD
 from ..errors import CorruptError, InvalidArgumentError
 
 _VERSION = "spillway-payload-1"
-_PIECE, _EXTENT = 1 << 20, "record-"
+_PIECE = 1 << 20
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -67,8 +68,8 @@ def store(tier, record, room):
     if len(data) <= room:
         return data
     size = -(-len(data) // _PIECE) * _PIECE
-    name = f"{_EXTENT}{size // _PIECE}"
-    old = next((extent for extent in tier.extents() if extent.name.startswith(_EXTENT) and extent.name != name), None)
+    name = f"{RECORD}{size // _PIECE}"
+    old = next((extent for extent in tier.extents() if extent.name.startswith(RECORD) and extent.name != name), None)
     if old is not None:
         tier.remove(old.number)
     padded = bytearray(size)
@@ -85,7 +86,7 @@ def load(tier, payload):
     if "record" not in record:
         return record
     extent = next((extent for extent in tier.extents() if extent.name == record["record"]), None)
-    if extent is None or not extent.name.startswith(_EXTENT) or not 0 <= record["bytes"] <= extent.bytes:
+    if extent is None or not extent.name.startswith(RECORD) or not 0 <= record["bytes"] <= extent.bytes:
         raise CorruptError(f"the commit's record is damaged: it refers to the extent {record['record']!r}, which the tier lacks")
     padded = bytearray(extent.bytes)
     tier.wait(tier.get(tier.define(extent.name, [extent.bytes]), [padded]))

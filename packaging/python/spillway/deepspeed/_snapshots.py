@@ -40,7 +40,7 @@ class Snapshots:
         # Before any rank begins: a part of before must not count as one of this snapshot.
         together(lambda: _snapshot.remove(tiered.part_of(folder)))
         snapshot = together(lambda: tiered.snapshot(folder, self._bytes_per_second, None), _snapshot.Snapshot.close)
-        self._writing.append(_Writing(snapshot, folder, tiered.place.world))
+        self._writing.append(_Writing(snapshot, folder, tiered.place))
 
     def name(self, save_dir, tag):
         """`latest` in this folder names the tag once the snapshot is finished."""
@@ -58,19 +58,24 @@ class Snapshots:
 
 
 class _Writing:
-    def __init__(self, snapshot, folder, world):
-        self.snapshot, self._folder, self._world = snapshot, folder, world
-        self.latest = None
+    def __init__(self, snapshot, folder, place):
+        self.snapshot, self._folder, self._place = snapshot, folder, place
+        self.latest, self._process = None, os.getpid()
 
     def finish(self):
+        if os.getpid() != self._process:
+            return
         with self.snapshot as snapshot:
             snapshot.wait()
-        if self.latest is None or not _snapshot.is_finished(self._folder, self._world):
+        if self.latest is None or not _snapshot.is_finished(self._folder, self._place.world):
             return
         file, tag = self.latest
-        part = f"{file}.{os.getpid()}.part"
+        # Several ranks may write it at once.
+        part = f"{file}.rank-{self._place.rank}.part"
         with open(part, "w") as latest:
             latest.write(tag)
+            latest.flush()
+            os.fsync(latest.fileno())
         os.replace(part, file)
 
 

@@ -250,7 +250,7 @@ def _checkpointing(stage3):
         if not in_snapshot:
             _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
         else:
-            swapper.take_snapshot(swapper.loading)
+            swapper.take_snapshot(swapper.loading, state_dict[_snapshots.ENTRY])
             if not load_optimizer_states:
                 swapper.purge_state()
         swapper.publish_all()

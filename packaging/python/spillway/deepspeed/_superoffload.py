@@ -121,9 +121,9 @@ class _Window:
             self.complete()
 
     @property
-    def is_due(self):
-        """True if the last step is not complete."""
-        return self._due is not None
+    def is_deferred(self):
+        """True if the next forward completes a step."""
+        return self._later
 
     def complete(self):
         """Gives the verdict of the last step, and the model this rank's new weights."""
@@ -164,8 +164,9 @@ class _Window:
     @contextlib.contextmanager
     def without_gather(self, stage3):
         """Leaves the gather of persistent parameters, with which DeepSpeed ends a step, to settle()."""
-        kept, stage3.persistent_parameters, self._ungathered = stage3.persistent_parameters, [], True
+        kept = stage3.persistent_parameters
         try:
+            stage3.persistent_parameters, self._ungathered = [], True
             yield
         finally:
             stage3.persistent_parameters = kept
@@ -261,7 +262,8 @@ def overrides(stage3):
 
     def post_step(self, timer_names):
         window = _window(self)
-        with window.without_gather(self) if window.is_due else contextlib.nullcontext():
+        # By the setting, which all ranks have: a rank whose step is not due leaves the gather to the next forward too.
+        with window.without_gather(self) if window.is_deferred else contextlib.nullcontext():
             own_post_step(self, timer_names)
 
     def clear_backward_seen_flag(self):

@@ -310,8 +310,8 @@ class TierSwapper:
         _native.call("spw_ds_adam_set_state", self._stage3.optimizer.opt_id, ctypes.byref(state))
         return payload
 
-    def take_snapshot(self, directory):
-        """Takes over states, step counts and the state of DeepSpeed's arithmetic from a finished snapshot, and commits them."""
+    def take_snapshot(self, directory, step):
+        """Takes over and commits states, step counts and the state of DeepSpeed's arithmetic from a finished snapshot of this step."""
 
         def check(record):
             _check_elements(record, self.elements)
@@ -323,6 +323,11 @@ class TierSwapper:
                 )
 
         found = self.tiered.snapshot_of(directory, check)
+        if found.step != step:
+            raise InvalidArgumentError(
+                f"the snapshot {directory} is of step {found.step}, and the rest of the checkpoint of step {step}: a run was killed while "
+                "it saved another step under this tag; load another tag"
+            )
         self._rest()
         self.tiered.take(found)
         self._belonging.clear()

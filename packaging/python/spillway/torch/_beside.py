@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from .. import _abi
@@ -247,8 +248,10 @@ class Beside:
             return
         weights = self._on_tier.weights
         if update._is_open():
-            for subgroup in update.published():
-                weights.give(subgroup)
+            # finish() ends a step that has failed, and raises its error.
+            with suppress(SpillwayError):
+                for subgroup in update.published():
+                    weights.give(subgroup)
             update.finish()
         if update._ended == 0:
             weights.give_all()

@@ -219,7 +219,8 @@ class TierHome(Home):
     def restore(self, states: Any, directory: Any) -> int:
         """Returns to a snapshot."""
         found = self.tiered.snapshot_of(directory, self.on_tier.check_record)
-        self._rest()
+        if self._beside is not None:
+            self._beside.stop()
         try:
             self.tiered.take(found)
         finally:

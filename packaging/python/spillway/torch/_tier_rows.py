@@ -104,6 +104,9 @@ class TierTable:
                 self.options[key] = self._on_tier.rounded(_abi.sized(_abi.AdamOptions), piece)
             weights, moment_code = self._weights(self.numbers[at]), self._on_tier.tiered.swap.moment_code
             put_piece(row, piece, self.grads[at], weights, self.options[key], moment_code)
+        if not pieces and steps:
+            # A process may hold no element of the parameters. The call has options all the same.
+            self.options[self.places[0][0], steps[0], -1] = _abi.sized(_abi.AdamOptions)
         return rows
 
     def _weights(self, number: int) -> torch.Tensor:

@@ -177,6 +177,12 @@ class TierStates:
     def check_record(self, record: Record) -> None:
         """Raises InvalidArgumentError if the record is one of other parameters, or of other subgroups."""
         _check_parameters(record.facts, self.params, self.names)
+        stored, moments = record.facts["moments"], str(self.moment_dtype).removeprefix("torch.")
+        if stored != moments:
+            raise InvalidArgumentError(
+                f"the snapshot has moments of {stored}, and this optimizer has {moments}; construct it with moments of {stored}, on "
+                "another job"
+            )
         stateless = [number for number, stated in enumerate(self.stated) if not stated]
         most, without = record.facts["most"], record.facts["stateless"]
         if (most, without) != (self.layout.most, stateless):
@@ -260,6 +266,7 @@ class TierStates:
         """What a commit of the present states stores beside them."""
         return {
             "most": self.layout.most,
+            "moments": str(self.moment_dtype).removeprefix("torch."),
             "parameters": [_described(local(param)) for param in self.params],
             "steps": [float(self.step_count(states, number)) if stated else 0.0 for number, stated in enumerate(self.stated)],
             "count": self.count,

@@ -4,6 +4,7 @@
 use super::*;
 use crate::kernel::{AdamRule, CHUNK};
 use crate::offload::swap::adam::{Part, Parts};
+use crate::tier::ExtentPlacement;
 
 #[test]
 fn a_run_with_bf16_moments_has_the_bits_of_a_run_in_memory() {
@@ -56,6 +57,38 @@ fn a_tier_with_moments_of_another_type_is_refused_with_both_names_and_left_as_it
     }
 }
 
+/// What an import of states with the other moments leaves: the newest ones count, and the next commit removes the others.
+#[test]
+fn the_newest_moments_count() {
+    let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
+    let open = |usual| Swap::open(Arc::clone(&tier), &options_of(usual, 4));
+    for (step, usual) in [(1, BF16), (2, Encoding::FULL), (3, BF16)] {
+        // The states of an import are put by their names.
+        for (number, elements) in SIZES.iter().enumerate() {
+            let sizes = encoding::streams(usual, *elements);
+            let extent = tier.define(&usual.extent(number), &sizes).unwrap();
+            let memory = sizes.iter().map(|bytes| Buffer::open(*bytes as usize, Default::default()));
+            let memory: Vec<Buffer> = memory.collect::<Result<_>>().unwrap();
+            let spans: Vec<_> = memory
+                .iter()
+                .zip(&sizes)
+                .map(|(memory, bytes)| memory.transfer(0, *bytes as usize))
+                .collect();
+            let ticket = tier.write(extent, &spans, &ExtentPlacement::On(0), None).unwrap();
+            tier.wait(ticket, None).unwrap();
+        }
+        tier.commit(step, b"").unwrap();
+        let other = Encoding { moments: usual.moments.other(), ..usual };
+        assert!(open(other).is_err());
+        let mut swap = open(usual).unwrap();
+        assert!(swap.filled().unwrap());
+        swap.commit(step, b"").unwrap();
+        drop(swap);
+        let stored = tier.extents().into_iter().filter(|extent| extent.generation > 0);
+        assert!(stored.map(|extent| extent.name).eq((0..SIZES.len()).map(|number| usual.extent(number))));
+    }
+}
+
 /// One part from this element of a parameter on, on a subgroup of its own.
 fn stepped(rule: AdamRule, numbers: &[(u64, usize)]) -> Everything {
     let elements = numbers.iter().map(|(_, elements)| elements).sum::<usize>();
@@ -81,6 +114,7 @@ fn random_bits_are_those_of_the_element_in_its_parameter() {
     for (numbers, cut) in [
         (vec![(0, CHUNK + 5000)], vec![(0, 777), (777, CHUNK - 700), (CHUNK as u64 + 77, 4923)]),
         (vec![(edge - 100, 5000)], vec![(edge - 100, 100), (edge, 4900)]),
+        (vec![(edge - CHUNK as u64, 2 * CHUNK)], vec![(edge - CHUNK as u64, CHUNK), (edge, CHUNK)]),
         (vec![(3 * edge - 1, 3)], vec![(3 * edge - 1, 1), (3 * edge, 1), (3 * edge + 1, 1)]),
     ] {
         assert!(same_bits(&stepped(rule, &numbers), &stepped(rule, &cut)), "{numbers:?}");

@@ -101,7 +101,7 @@ class Training:
             self.seen.append([engine.skipped_steps, engine.global_steps, engine.get_lr(), engine.optimizer.overflow, float(norm)])
             self.seen.append([engine.optimizer.loss_scale, engine.lr_scheduler.last_batch_iteration])
             window = vars(engine.optimizer).get("_spillway_window")
-            self.due += window is not None and window.is_due
+            self.due += window is not None and (window._due is not None)
             getattr(self, "after_" + self.choose.choice(AFTER))()
         self.after_states()
         self.after_weights()

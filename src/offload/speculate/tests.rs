@@ -213,8 +213,11 @@ fn a_bucket_waits_for_its_event_and_the_others_do_not_wait_for_it() {
     stage.submit(0, 0.1, Some(Event::readable(flag.fd()).unwrap())).unwrap();
     stage.submit(2, 0.1, None).unwrap();
     stage.submit(1, 0.1, None).unwrap();
-    let error = stage.engine.local_result(Some(Duration::from_millis(20))).unwrap_err();
-    assert!(matches!(&error, Error::Timeout(words) if words.ends_with("still pending: 0")), "{error}");
+    // The other two may take longer than one wait.
+    let error = || stage.engine.local_result(Some(Duration::from_millis(20))).unwrap_err();
+    let only_0 =
+        |error: &Error| matches!(error, Error::Timeout(words) if words.ends_with("still pending: 0"));
+    assert!((0..500).map(|_| error()).any(|error| only_0(&error)));
     while stage.told().len() < 2 {
         std::thread::yield_now();
     }

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -301,6 +302,22 @@ def test_snapshots_that_are_not_finished_or_of_other_states_are_refused_and_dama
     assert same(params, committed)
     train(optimizer, params, range(2, 4))
     assert same(params, before)
+
+
+def test_a_wait_for_an_older_snapshot_keeps_the_newer_one(tier, tmp_path):
+    params, optimizer = trained(tier, range(1))
+    optimizer.commit()
+    with optimizer.snapshot(tmp_path / "older", keep=1) as older:
+        while not older.progress().ended:
+            time.sleep(0.01)
+        train(optimizer, params, range(1, 2))
+        optimizer.commit()
+        with optimizer.snapshot(tmp_path / "newer", keep=1) as newer:
+            while not newer.progress().ended:
+                time.sleep(0.01)
+            assert older.wait() == 1 and (tmp_path / "newer").exists()
+            assert newer.wait() == 2
+    assert not (tmp_path / "older").exists() and optimizer.restore(tmp_path / "newer") == 2
 
 
 def test_snapshots_are_removed_by_count_and_nothing_else_is(tier, tmp_path):

@@ -250,10 +250,9 @@ impl Swap {
         self.pipeline.forget()?;
         self.refresh_slots();
         self.extents.find(&self.tier);
-        // An import may have committed other states meanwhile.
-        self.extents.check_moments(&self.tier)?;
-        self.broken = None;
-        Ok(())
+        // An import may have committed other states meanwhile, on which no step is possible.
+        self.broken = self.extents.check_moments(&self.tier).err();
+        self.broken.clone().map_or(Ok(()), Err)
     }
 
     fn ready(&self) -> Result<()> {

@@ -10,7 +10,7 @@
 use crate::dtype::bf16;
 
 use super::Swap;
-use super::encoding::{self, Master, Moments, STREAMS};
+use super::encoding::{self, Master, STREAMS};
 use crate::error::{Error, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
@@ -22,23 +22,11 @@ impl Swap {
         let elements = self.check_spans(subgroup, "to", &to)?;
         let needs_copy = self.layout.usual.master == Master::Split && !to[0].is_empty();
         let copy = needs_copy.then(|| copy.ok_or_else(encoding::missing_weights)).transpose()?;
-        let (extent, master, _) = self.extents.newest(&self.tier, subgroup)?;
         let kept = self.pipeline.cached_slot(subgroup);
-        let as_stored = self.layout.usual.moments == Moments::F32 || to[1..].iter().all(|to| to.is_empty());
-        let slot = match (kept, master, copy) {
-            (Some(slot), ..) => slot,
-            (None, Master::Full, None) if as_stored => {
-                return self.copy_in(extent, &to.map(TransferBuffer::at_address));
-            }
-            (None, ..) => {
-                let slot = self.vacant()?;
-                if master == Master::Full {
-                    self.lend_master(slot)?;
-                }
-                self.copy_in(extent, &self.slots.buffers(slot, master, elements))?;
-                slot
-            }
-        };
+        let slot = kept.map_or_else(|| self.vacant(), Ok)?;
+        if kept.is_none() {
+            self.fetch_parts(subgroup, slot, to.map(|to| !to.is_empty()))?;
+        }
         let whole = self.slots.has_master(slot);
         match copy {
             Some(copy) if whole => self.slots.check_copy(slot, elements, copy)?,
@@ -66,7 +54,7 @@ impl Swap {
             self.lend_master(slot)?;
         }
         if kept.is_none() {
-            self.fetch_rest(subgroup, slot, &from)?;
+            self.fetch_parts(subgroup, slot, from.map(|from| from.is_empty()))?;
         }
         self.slots.store(slot, elements, &from)?;
         if kept.is_some() {
@@ -81,26 +69,31 @@ impl Swap {
         self.note(outcome)
     }
 
-    /// Reads the arrays that the caller does not replace.
-    fn fetch_rest(&mut self, subgroup: usize, slot: usize, from: &[Span; STREAMS]) -> Result<()> {
+    /// Reads the wanted ones of param, exp_avg and exp_avg_sq into a slot. After a failure the system may still access
+    /// the memory, so that it is never the caller's.
+    fn fetch_parts(&mut self, subgroup: usize, slot: usize, wanted: [bool; STREAMS]) -> Result<()> {
         let (extent, master, _) = self.extents.newest(&self.tier, subgroup)?;
         let elements = self.extents.elements(subgroup);
-        if master == Master::Full {
+        if master == Master::Full && wanted[0] {
             self.lend_master(slot)?;
         }
         let mut buffers = self.slots.buffers(slot, master, elements);
-        // A split param that the caller does not replace is read as it is stored: low halves and table.
-        let given = |stream: usize| match (master, stream) {
-            (Master::Full, stream) => !from[stream].is_empty(),
-            (Master::Split, 0 | 1) => !from[stream + 1].is_empty(),
-            (Master::Split, _) => !from[0].is_empty() || elements == 0,
+        // A split param is read as it is stored: low halves and table.
+        let is_wanted = |stream: usize| match (master, stream) {
+            (Master::Full, stream) => wanted[stream],
+            (Master::Split, 0 | 1) => wanted[stream + 1],
+            (Master::Split, _) => wanted[0] && elements > 0,
         };
         for (stream, buffer) in buffers.iter_mut().enumerate() {
-            if given(stream) {
+            if !is_wanted(stream) {
                 *buffer = TransferBuffer::empty();
             }
         }
-        self.copy_in(extent, &buffers)
+        if buffers.iter().all(TransferBuffer::is_empty) {
+            return Ok(());
+        }
+        let ticket = self.tier.read(extent, &buffers)?;
+        self.tier.wait(ticket, None).map(drop)
     }
 
     /// Checks the lengths of the caller's spans, and returns the number of elements of the subgroup.
@@ -119,15 +112,6 @@ impl Swap {
     fn vacant(&mut self) -> Result<usize> {
         self.refresh_slots();
         self.pipeline.vacant().ok_or_else(|| Error::Busy("all buffers are in use".to_string()))
-    }
-
-    /// Reads an extent's streams from the tier, and waits.
-    fn copy_in(&self, extent: u32, to: &[TransferBuffer]) -> Result<()> {
-        if to.iter().all(TransferBuffer::is_empty) {
-            return Ok(());
-        }
-        let ticket = self.tier.read(extent, to)?;
-        self.tier.wait(ticket, None).map(drop)
     }
 
     fn collect_all(&mut self) -> Result<()> {

@@ -10,6 +10,7 @@ use std::time::Instant;
 use super::encoding::{Moments, STREAMS};
 use super::*;
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
+use crate::io::sim::{Disk, Faults};
 use crate::kernel::{States, Tensor};
 use crate::optim;
 use crate::optim::adam::AdamOptions;
@@ -59,6 +60,18 @@ fn tier_in(places: Vec<PathLocation>, mode: Mode) -> Arc<Tier> {
     options.mode = mode;
     options.block_bytes = 16 << 10;
     Arc::new(Tier::open(options).unwrap())
+}
+
+fn on_disks(disks: &[Disk], faults: [Faults; 2]) -> TierOptions {
+    let mut tier = TierOptions::new(owner(), []);
+    let path = |(disk, faults): (&Disk, Faults)| PathOptions {
+        location: PathLocation::Simulated(disk.clone(), faults),
+        limit: None,
+        reserve: 0,
+    };
+    tier.paths = disks.iter().zip(faults).map(path).collect();
+    tier.block_bytes = 16 << 10;
+    tier
 }
 
 #[test]
@@ -418,23 +431,12 @@ fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback()
 /// correct, or the call returns an error that a rollback recovers from.
 #[test]
 fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
-    use crate::io::sim::{Disk, Faults};
     let states: Vec<Everything> = (0..=4).map(|steps| in_memory(&SIZES, steps).0).collect();
     let weights: Vec<_> = states.iter().map(split::copies).collect();
     let run = |hang_nth: Option<u64>, usual: Encoding, buffers: u64| {
         let disks = [Disk::default(), Disk::default()];
         let faults = [Faults::default(), Faults { hang_nth, ..Faults::default() }];
-        let mut tier = TierOptions::new(owner(), []);
-        tier.paths = disks
-            .iter()
-            .zip(faults)
-            .map(|(disk, faults)| PathOptions {
-                location: PathLocation::Simulated(disk.clone(), faults),
-                limit: None,
-                reserve: 0,
-            })
-            .collect();
-        tier.block_bytes = 16 << 10;
+        let mut tier = on_disks(&disks, faults);
         tier.io.io_timeout = Some(Duration::from_millis(300));
         let tier = Arc::new(Tier::open(tier).unwrap());
         let mut swap = Swap::open(tier, &options_of(usual, buffers)).unwrap();
@@ -477,4 +479,42 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
             (requests.start..requests.end - 60).step_by(37).map(|nth| run(Some(nth), usual, buffers).1).sum();
         assert!(errors > 0, "no read hung");
     }
+}
+
+/// A read that its device never ends fails, and the caller's memory is not in use afterwards.
+#[test]
+fn a_read_that_hangs_leaves_the_callers_memory_alone() {
+    let disks = [Disk::default(), Disk::default()];
+    let open = |hang_nth: Option<u64>| {
+        let mut tier = on_disks(&disks, [Faults::default(), Faults { hang_nth, ..Faults::default() }]);
+        tier.io.io_timeout = Some(Duration::from_millis(50));
+        Swap::open(Arc::new(Tier::open(tier).unwrap()), &options_of(Encoding::FULL, 3)).unwrap()
+    };
+    let mut swap = open(None);
+    swap.fill(first_state).unwrap();
+    swap.commit(0, b"").unwrap();
+    drop(swap);
+    let before = disks[1].requests();
+    drop(open(None));
+    let opened = disks[1].requests() - before;
+    let hung = (0..8).filter(|number| {
+        let mut swap = open(Some(disks[1].requests() + opened + number));
+        let mut errors = 0;
+        for (subgroup, elements) in SIZES.iter().enumerate() {
+            let bytes = 4 * *elements as usize;
+            let mut memory = Buffer::open(3 * bytes.max(4), backing()).unwrap();
+            memory.floats().unwrap().fill(1.0);
+            let to = [0, 1, 2].map(|stream| memory.span().part(stream * bytes, bytes));
+            if swap.read(subgroup, None, to).is_err() {
+                disks[1].release();
+                std::thread::sleep(Duration::from_millis(20));
+                let unchanged = memory.floats().unwrap().iter().all(|x| *x == 1.0);
+                assert!(unchanged, "subgroup {subgroup}");
+                errors += 1;
+            }
+        }
+        disks[1].release();
+        errors > 0
+    });
+    assert!(hung.count() > 0, "no read hung");
 }

@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::error::RoundError;
-use crate::io::sim::{Crash, Disk, Faults, Journal};
+use crate::io::sim::{Crash, Journal};
 use crate::offload::speculate::Verdict;
 use crate::offload::swap::adam::Part;
 use crate::offload::swap::beside::{Beside, BesideOptions};
@@ -125,18 +125,6 @@ fn filled_disks() -> ([Disk; 2], u64) {
     drop(filled);
     let requests = disks[1].requests();
     (disks, requests)
-}
-
-fn on_disks(disks: &[Disk], faults: [Faults; 2]) -> TierOptions {
-    let mut tier = TierOptions::new(owner(), []);
-    let path = |(disk, faults): (&Disk, Faults)| PathOptions {
-        location: PathLocation::Simulated(disk.clone(), faults),
-        limit: None,
-        reserve: 0,
-    };
-    tier.paths = disks.iter().zip(faults).map(path).collect();
-    tier.block_bytes = 16 << 10;
-    tier
 }
 
 fn reorder(seed: u64) -> [Faults; 2] {

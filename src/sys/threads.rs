@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::Scope;
 
 use arc_swap::ArcSwapOption;
-use nix::sys::signal::SigSet;
+use nix::sys::signal::{SigSet, SigmaskHow};
 
 use super::affinity;
 use super::bitmap::Bitmap;
@@ -154,12 +154,15 @@ fn bind_or_warn(cpus: &Bitmap) {
     }
 }
 
-/// Starts a thread of the library, as [`become_quiet`] states.
+/// Starts a thread of the library with [`quiet`] signals.
 pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    std::thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES).spawn(move || {
-        become_quiet();
-        FOLLOWS.set(true);
-        work();
+    let thread = std::thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES);
+    quiet(|| {
+        thread.spawn(move || {
+            IS_OWN.set(true);
+            FOLLOWS.set(true);
+            work();
+        })
     })?;
     Ok(())
 }
@@ -170,22 +173,24 @@ pub fn spawn_scoped_quiet<'scope>(
     name: &str,
     work: impl FnOnce() + Send + 'scope,
 ) -> io::Result<()> {
-    std::thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES).spawn_scoped(
-        scope,
-        move || {
-            become_quiet();
+    let thread = std::thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES);
+    quiet(|| {
+        thread.spawn_scoped(scope, move || {
+            IS_OWN.set(true);
             work();
-        },
-    )?;
+        })
+    })?;
     Ok(())
 }
 
-/// Blocks all signals on the calling thread, which the library started. The program's handlers then never run on it, and
-/// a write past `RLIMIT_FSIZE` returns an error instead of raising SIGXFSZ.
-fn become_quiet() {
-    // Blocking all signals does not fail.
-    let _ = SigSet::all().thread_block();
-    IS_OWN.set(true);
+/// Calls `start`, which starts threads that block all signals from their first instruction. The program's handlers then
+/// never run on them, and a write past `RLIMIT_FSIZE` returns an error instead of raising SIGXFSZ.
+fn quiet<T>(start: impl FnOnce() -> T) -> T {
+    // A thread inherits the signal mask of the thread that starts it. Blocking signals does not fail.
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK);
+    let started = start();
+    let _ = before.map(|before| before.thread_set_mask());
+    started
 }
 
 /// True on threads that this library started.
@@ -207,7 +212,7 @@ fn make() -> Result<Option<Team>> {
     let failed = |reason: String| Error::System { what: "starting worker threads", reason };
     match threads {
         1 => Ok(None),
-        _ => Team::new(threads - 1, become_quiet, worker_binding())
+        _ => quiet(|| Team::new(threads - 1, || IS_OWN.set(true), worker_binding()))
             .map(Some)
             .map_err(|error| failed(error.to_string())),
     }

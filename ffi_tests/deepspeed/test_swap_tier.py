@@ -108,6 +108,33 @@ def test_a_step_during_backward_has_these_bits_too(train, in_host, paths, name):
     assert not any(path.is_file() for folder in paths for path in folder.rglob("*")), "scratch is removed at the end"
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"part_elements": 5000}, {"overlap": True, "cache_bytes": 300000, "speeds": [3, 1]}, {"split_master": True, "overlap": True}],
+    ids=["at once", "overlap", "split"],
+)
+def test_bf16_moments_are_those_of_host_memory_rounded_after_each_step(train, in_host, paths, more):
+    arguments = [*RUNS["three groups"], "--round-moments"]
+    on_tier = train("--paths", *paths, "--block", json.dumps({"bf16_moments": True, **more}), *arguments)
+    assert same(on_tier, in_host(*arguments)) and not same(on_tier, in_host(*RUNS["three groups"]))
+
+
+def test_states_with_bf16_moments_resume_and_load(train, refused, in_host, paths, tmp_path):
+    arguments = ["--seed-each-step", "--round-moments"]
+    block, whole = {"bf16_moments": True, "resume": True}, in_host(*arguments)
+    train("--paths", *paths, "--block", json.dumps(block), *arguments, "--steps", 5)
+    resumed = train("--paths", *paths, "--block", json.dumps({**block, "overlap": True}), *arguments)
+    assert resumed["began_at"] == 5 and resumed["sha256"] == whole["sha256"]
+    assert "open it with bf16 moments" in refused("--paths", *paths, "--block", json.dumps({"resume": True}), *arguments)
+    snapshots = {"bf16_moments": True, "snapshot_checkpoints": True}
+    save = [*arguments, "--save_at", 4, "--save", tmp_path / "saved"]
+    train("--paths", *paths, "--block", json.dumps(snapshots), *save)
+    load = [*arguments, "--load", tmp_path / "saved"]
+    loaded = train("--paths", *paths, "--block", json.dumps(snapshots), *load)
+    assert loaded["began_at"] == 4 and loaded["sha256"] == whole["sha256"]
+    assert "'bf16_moments': True" in refused("--paths", *paths, "--block", '{"snapshot_checkpoints": true}', *load)
+
+
 def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, in_host, paths):
     host = in_host()
     for pipeline in ([], ["--pipeline"]):
@@ -310,6 +337,11 @@ def test_states_and_gradients_are_seen_and_set_between_steps(run_forked, paths):
 
 def test_mistakes_name_themselves(refused, paths):
     assert "job" in refused("--paths", *paths, "--block", '{"job": "a/b"}')
+
+
+def test_bf16_moments_need_no_float16_weights(refused, paths):
+    needs_fp16()
+    assert "use one of these, or float32 moments" in refused("--paths", *paths, "--block", '{"bf16_moments": true}', "--dtype", "fp16")
 
 
 def test_a_split_master_needs_bfloat16_weights(refused, paths):

@@ -82,6 +82,13 @@ def set_again(engine, torch):
         swapper.write(index, *parts)
 
 
+def round_moments(engine, torch):
+    """Gives the moments in host memory values of bfloat16."""
+    for state in engine.optimizer.optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].copy_(state[name].to(torch.bfloat16))
+
+
 def run(engine, options, torch):
     batches, losses, moments = train.Batches(options), [], []
     for _ in range(engine.global_steps * options.accumulate):
@@ -93,6 +100,8 @@ def run(engine, options, torch):
             loss = engine(batches.next()) * (0.9 + 0.2 * torch.rand(()))
             engine.backward(loss)
             engine.step()
+        if options.round_moments and not options.paths:
+            round_moments(engine, torch)
         if options.die:
             set_again(engine, torch)
         losses.append(loss.item())
@@ -195,7 +204,7 @@ def arguments():
     parser.add_argument("--die", nargs=3, metavar=("RANK", "STEP", "MARKER"), help="see die_in_commit")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--clip", type=float, default=0.5)
-    for name in ("pipeline", "groups", "progress", "seed-each-step"):
+    for name in ("pipeline", "groups", "progress", "seed-each-step", "round-moments"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("save", "load", "json"):
         parser.add_argument(f"--{name}")

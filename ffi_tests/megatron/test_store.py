@@ -60,15 +60,16 @@ def train(store, model, steps, dtype=BF16):
     return model.copies()
 
 
-def in_memory(steps, dtype=BF16, optimizer_class=AdamW):
+def in_memory(steps, dtype=BF16, optimizer_class=AdamW, names=tuple(SIZES), **options):
     """The weights of spillway.torch over float32 masters in memory."""
-    model = Model()
+    model = Model(names)
     params = {name: torch.nn.Parameter(master) for name, master in model.masters.items()}
     optimizer = optimizer_class(
         [
             {"params": [param for name, param in params.items() if name.endswith("bias") is bias], **group}
             for bias, group in zip((False, True), model.groups, strict=True)
-        ]
+        ],
+        **options,
     )
     for step in steps:
         model.backward(step, dtype)
@@ -89,6 +90,34 @@ def test_bits_are_those_of_a_step_in_memory(tmp_path, bucket_bytes, dtype):
     with stored(model, tmp_path / "one", tmp_path / "two", bucket_bytes=bucket_bytes) as store:
         assert same(train(store, model, range(5), dtype), in_memory(range(5), dtype))
         assert store.steps == 5 and store.committed_step == 0
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64 << 20])
+def test_bf16_moments_have_the_bits_of_bf16_moments_in_memory(tmp_path, bucket_bytes):
+    names = tuple(name for name, (_, dtype) in SIZES.items() if dtype is not F16)
+    expected = in_memory(range(5), names=names, moment_dtype=BF16)
+    further = {"bucket_bytes": bucket_bytes, "swap_options": {"bf16_moments": True, "speeds": [3]}}
+    model = Model(names)
+    with stored(model, tmp_path, **further) as store:
+        train(store, model, range(3))
+        store.commit()
+        store.snapshot(tmp_path / "snapshot").wait()
+        assert same(train(store, model, range(3, 5)), expected)
+        store.restore(tmp_path / "snapshot")
+        assert same(train(store, model, range(3, 5)), expected)
+        store.save_to(tmp_path / "saved")
+    model = Model(names)
+    with stored(model, tmp_path, job="other", **further) as store:
+        assert store.load_from(tmp_path / "saved") and same(model.copies(), expected)
+    with pytest.raises(spillway.InvalidArgumentError, match="open it with bf16 moments"):
+        stored(Model(names), tmp_path, bucket_bytes=bucket_bytes)
+
+
+def test_what_a_store_cannot_pass_to_its_update():
+    with pytest.raises(spillway.UnsupportedError, match="the shard 'b.bias' is float16"):
+        stored(Model(), swap_options={"bf16_moments": True})
+    with pytest.raises(spillway.InvalidArgumentError, match="swap_options has split_master"):
+        stored(Model(), swap_options={"split_master": True})
 
 
 def test_weight_decay_in_the_gradient():

@@ -288,12 +288,6 @@ def test_snapshots_that_are_not_finished_or_of_other_states_are_refused_and_dama
     with pytest.raises(spillway.InvalidArgumentError, match="was committed with"):
         alone.restore(tmp_path / "snapshot")
     alone.close()
-    (tmp_path / "bf16").mkdir()
-    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    short = own.AdamW(others, tier=options([tmp_path / "bf16"]), moment_dtype=torch.bfloat16, moment_rounding="nearest")
-    with pytest.raises(spillway.InvalidArgumentError, match="moments of float32, and this optimizer has bfloat16"):
-        short.restore(tmp_path / "snapshot")
-    short.close()
     file = next((tmp_path / "snapshot").glob("*.bin"))
     content = bytearray(file.read_bytes())
     content[100] ^= 1
@@ -367,3 +361,22 @@ def test_the_parts_of_several_processes_are_removed_together_once_all_are_finish
                 assert {found.name for found in parent.iterdir()} == {f"step-{step}"} | ({f"step-{step - 1}"} if rank == 0 else set())
     for each in tiers:
         each.close()
+
+
+def test_moments_of_another_dtype_are_refused(tmp_path):
+    optimizers = []
+    for moments in (torch.float32, torch.bfloat16):
+        folder = tmp_path / str(moments)
+        folder.mkdir()
+        params = [torch.nn.Parameter(torch.ones(100))]
+        optimizers.append(own.AdamW(params, tier=options([folder]), moment_dtype=moments))
+        optimizers[-1].commit(0)
+    one, other = optimizers
+    one.snapshot(tmp_path / "snapshot").wait()
+    with pytest.raises(spillway.InvalidArgumentError, match="moments of float32, and this optimizer has bfloat16"):
+        other.restore(tmp_path / "snapshot")
+    half = [torch.nn.Parameter(torch.ones(100, dtype=torch.float16))]
+    with pytest.raises(spillway.UnsupportedError, match="float16: a step with bfloat16 moments"):
+        own.AdamW(half, tier=options([tmp_path]), moment_dtype=torch.bfloat16)
+    for optimizer in optimizers:
+        optimizer.close()

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from .tier import Tier
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
+#: Why float16 weights have no bf16 moments.
+UNROUNDED = "a step with bfloat16 moments takes weights and gradients of bfloat16 or float32; use one of these, or float32 moments"
 _NO_HUGE_PAGES, _NO_LOCK = _abi.SWAP_FLAG_NO_HUGE_PAGES, _abi.SWAP_FLAG_NO_LOCK
 _NO_TURNS, _SPLIT_MASTER = _abi.SWAP_FLAG_NO_TURNS, _abi.SWAP_FLAG_SPLIT_MASTER
 _BF16_MOMENTS = _abi.SWAP_FLAG_BF16_MOMENTS
@@ -614,6 +616,11 @@ class SwapUpdate:
             self.finish()
         else:
             self.swap.rollback()
+
+
+def state_bytes(*, split_master: bool = False, bf16_moments: bool = False) -> int:
+    """Bytes of a parameter's state on the tier, without the tables of split masters. The arguments are those of Swap."""
+    return 12 - 2 * split_master - 4 * bf16_moments
 
 
 def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = False, bf16_moments: bool = False) -> int:

@@ -37,6 +37,7 @@ _MOST_NAME = 200
 
 _BYTES = f"a number of bytes, an integer from 0 to {_MOST}, such as 9663676416"
 _RATE = "a number of parameters per second from 0"
+_PER_PATH = "a list with a number from 0 for each path"
 _INTEGER = f"an integer from 0 to {_MOST}"
 _NAME = f'a name of at most {_MOST_NAME} bytes, without "/", control characters and a dot at its start,'
 _BOOLEAN = "true or false"
@@ -88,6 +89,9 @@ def _as_timeout(given):
 
 _Name = Annotated[str, AfterValidator(_as_name)]
 _Timeout = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_as_timeout)]
+
+
+_Numbers = Annotated[list[_Number], Field(min_length=1), BeforeValidator(_as_list)]
 
 
 class PathBlock(_Strict):
@@ -151,10 +155,13 @@ class Block(_Strict):
             "The paths of the tier; without it nvme_path alone.",
         )
     )
-    ratio: Annotated[list[_Number], Field(min_length=1), BeforeValidator(_as_list)] | None = _setting(
+    ratio: _Numbers | None = _setting(
+        None, _PER_PATH, "Share of each path in the state; without it equal at first, then in proportion to the measured bandwidths."
+    )
+    speeds: _Numbers | None = _setting(
         None,
-        "a list with a number from 0 for each path",
-        "Share of each path in the state; without it equal at first, then in proportion to the measured bandwidths.",
+        _PER_PATH,
+        "First estimates of the paths' bandwidths, in bytes per second, which divide the state until the first step has measured them.",
     )
     cache_bytes: _Count = _setting(
         0, _BYTES, "Host memory for parts that stay in memory between steps, in addition to the transfer buffers."
@@ -163,7 +170,7 @@ class Block(_Strict):
         2 << 20,
         f"an integer from 1 to {_MOST}",
         "Most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, "
-        "10 with split_master. Several parts are in flight.",
+        "2 fewer with split_master and 4 fewer with bf16_moments. Several parts are in flight.",
         ge=1,
         le=_MOST,
     )
@@ -189,8 +196,14 @@ class Block(_Strict):
         False,
         _BOOLEAN,
         "Store master weights without their upper halves, which the model's weights (bfloat16, in host memory) "
-        "imply: 10 bytes per parameter instead of 12. A change of those weights between steps, other than by DeepSpeed, ends the "
+        "imply: 2 bytes per parameter fewer. A change of those weights between steps, other than by DeepSpeed, ends the "
         'run with an error. With "resume" commits store the weights too: 2 bytes per parameter.',
+    )
+    bf16_moments: bool = _setting(
+        False,
+        _BOOLEAN,
+        "Store both moments as bfloat16: 4 bytes per parameter fewer. A step computes in float32 and rounds to nearest, so the bits "
+        "are not those of float32 moments. The model's weights are bfloat16 or float32.",
     )
     overlap: bool = _setting(
         False,
@@ -291,14 +304,15 @@ def _check_paths(block):
                 f"spillway.paths[{index}] is {path.path!r}, the same directory as spillway.paths[{seen[place]}]; name each path once"
             )
         seen[place] = index
-    if block.ratio is None:
-        return
-    if not any(block.ratio):
-        raise InvalidArgumentError(f"spillway.ratio is {block.ratio}; one of its numbers has to be above 0")
     # Without paths, nvme_path is the only one.
     paths = len(block.paths or (None,))
-    if len(block.ratio) != paths:
-        raise InvalidArgumentError(f"spillway.ratio has {len(block.ratio)} numbers for {paths} paths; give one for each")
+    for name, numbers in (("ratio", block.ratio), ("speeds", block.speeds)):
+        if numbers is None:
+            continue
+        if not any(numbers):
+            raise InvalidArgumentError(f"spillway.{name} is {numbers}; one of its numbers has to be above 0")
+        if len(numbers) != paths:
+            raise InvalidArgumentError(f"spillway.{name} has {len(numbers)} numbers for {paths} paths; give one for each")
 
 
 def _check_interleave(block):

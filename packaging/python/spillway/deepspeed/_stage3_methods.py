@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 from ..errors import InvalidArgumentError
-from ..swap import STATES
+from ..swap import STATES, UNROUNDED
 from ..tiered import mapped
 from . import _lifetime, _snapshots, _stage3, _universal, _versions
 from ._interleave import InterleavedUpdate
@@ -50,10 +50,9 @@ def _setting_up(stage3):
         reason = _untiered(self)
         if settings.enabled and block is not None and reason:
             raise InvalidArgumentError(f'spillway: {reason}; set "enabled": false to leave the states to DeepSpeed\'s own swapper')
-        if settings.enabled and settings.split_master and not reason:
-            reason = _unsplit(self)
-            if reason:
-                raise InvalidArgumentError(f"spillway: split_master: {reason}")
+        for name, lacks in (("split_master", _unsplit), ("bf16_moments", _unrounded)):
+            if settings.enabled and getattr(settings, name) and not reason and (lacking := lacks(self)):
+                raise InvalidArgumentError(f"spillway: {name}: {lacking}")
         if reason or not settings.enabled:
             return own_configure(self, offload_optimizer_config, aio_config)
         # DeepSpeed's fast initialization would write and read files by itself.
@@ -323,3 +322,10 @@ def _in_files(swapper, masters, states):
     finally:
         for master in masters:
             swapper.release_swap_buffers(master)
+
+
+def _unrounded(stage3):
+    """The reason why moments cannot be bfloat16; None if they can."""
+    import torch
+
+    return UNROUNDED if stage3.dtype is torch.float16 else None

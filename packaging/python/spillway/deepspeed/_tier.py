@@ -15,7 +15,7 @@ import weakref
 
 from .. import _abi, _native
 from ..errors import InvalidArgumentError
-from ..swap import STATES, Swap, working_bytes
+from ..swap import STATES, Swap, state_bytes, working_bytes
 from ..tier import Tier
 from ..tiered import Tiered
 from . import _installed, _lifetime, _optimizer_ops, _scratch, _stage3
@@ -25,8 +25,6 @@ from ._snapshots import Snapshots
 from ._tier_overlap import Overlap
 
 _CURE = 'load a checkpoint, with "resume": false in the spillway block'
-# Bytes of state per parameter.
-_STATE, _SPLIT_STATE = 12, 10
 
 # All TierSwappers of this process, for active().
 _swappers: weakref.WeakSet[TierSwapper] = weakref.WeakSet()
@@ -402,7 +400,8 @@ _installed.counted(lambda: {"tier": found} if (found := served()) else {})
 
 def _opened(settings, elements, sizes, rank, world):
     """Opens the tier and the update of sub-groups with these numbers of elements, in parts of these sizes."""
-    state = (_SPLIT_STATE if settings.split_master else _STATE) * sum(elements)
+    encoding = {"split_master": settings.split_master, "bf16_moments": settings.bf16_moments}
+    state = state_bytes(**encoding) * sum(elements)
 
     def update(tier, committed):
         if committed is not None:
@@ -410,12 +409,13 @@ def _opened(settings, elements, sizes, rank, world):
         return Swap(
             tier,
             sizes,
-            memory_budget=working_bytes(sizes, len(tier.paths()), split_master=settings.split_master) + settings.cache_bytes,
+            memory_budget=working_bytes(sizes, len(tier.paths()), **encoding) + settings.cache_bytes,
             ratio=settings.ratio,
+            speeds=settings.speeds,
             turns=settings.turns,
             huge_pages=settings.pin_memory,
             pin_memory=settings.pin_memory,
-            split_master=settings.split_master,
+            **encoding,
         )
 
     def limit(_):
@@ -431,7 +431,9 @@ def _opened(settings, elements, sizes, rank, world):
         )
 
     foreign = f'the tier of the job "{settings.job}" was committed by another program; set another "job" in the spillway block'
-    place = _scratch.place_of(settings, settings.job, rank, world, block_bytes=_block_bytes(settings.part_elements, settings.split_master))
+    place = _scratch.place_of(
+        settings, settings.job, rank, world, block_bytes=_block_bytes(settings.part_elements * state_bytes(**encoding))
+    )
     if settings.resume:
         place = place._replace(options={**place.options, "durability": settings.durability})
         return Tiered("TierSwapper", "deepspeed", place, _CURE, foreign, update, limit)
@@ -449,14 +451,13 @@ def _check_elements(committed, elements):
 
 def _form(settings):
     """What the extents of a tier depend on, beside the sub-groups."""
-    return {"part_elements": settings.part_elements, "split_master": settings.split_master}
+    return {name: getattr(settings, name) for name in ("part_elements", "split_master", "bf16_moments")}
 
 
-def _block_bytes(part_elements, split_master):
+def _block_bytes(part_bytes):
     """Block size with at least 128 blocks per part, because paths share a part in whole blocks; limited to 16 KiB..1
     MiB."""
-    state = (_SPLIT_STATE if split_master else _STATE) * part_elements
-    return min(max(state // 128 // 4096 * 4096, 16 << 10), 1 << 20)
+    return min(max(part_bytes // 128 // 4096 * 4096, 16 << 10), 1 << 20)
 
 
 def _weights_name(index):

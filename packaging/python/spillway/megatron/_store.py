@@ -22,9 +22,9 @@ from .. import _files, _log, _ranks
 from .._groups import put_numbers
 from .._snapshot import Snapshot
 from .._tier_options import number as whole_number
-from ..errors import InvalidArgumentError, NoStateError
+from ..errors import InvalidArgumentError, NoStateError, UnsupportedError
 from ..optim import Adam
-from ..swap import STATES, Swap
+from ..swap import STATES, UNROUNDED, Swap
 from ..tier import Tier, TierPath
 from ..tiered import Record, Tiered
 from . import _saved
@@ -55,6 +55,7 @@ class OptimizerStateStore:
         memory_budget: Limit of the host memory for states, in bytes; None: the least that keeps every path busy.
         bucket_bytes: Bytes of float32 parameters of a subgroup of the tier.
         tier_options: Further arguments of spillway.Tier, such as `durability`.
+        swap_options: Further arguments of spillway.Swap, such as `ratio`, `speeds` and `bf16_moments`. `split_master` is refused.
 
     Attributes:
         resumed_step: The step at which the tier was resumed; None for a new store.
@@ -85,10 +86,16 @@ class OptimizerStateStore:
         memory_budget: int | None = None,
         bucket_bytes: int = 64 << 20,
         tier_options: Mapping[str, Any] | None = None,
+        swap_options: Mapping[str, Any] | None = None,
     ):
+        further = dict(swap_options or {})
+        if further.get("split_master"):
+            raise InvalidArgumentError("OptimizerStateStore: swap_options has split_master; leave it out, the store keeps whole masters")
         check_ranks(world, process_group)
         self._place = place_of(paths, job, host, rank, world, process_group, tier_options)
         self._buckets = self._place.together(lambda: buckets_of(shards, bucket_bytes))
+        if further.get("bf16_moments"):
+            self._place.together(lambda: _check_rounded(self._buckets))
         self._digest = digest_of(self._buckets)
         mode = "decoupled" if decoupled else "l2"
         self._adams = [Adam(weight_decay_mode=mode) for _ in self._buckets]
@@ -96,7 +103,7 @@ class OptimizerStateStore:
         def update(tier: Tier, committed: Record | None) -> Swap:
             if committed is not None:
                 self._check_shards(committed)
-            return Swap(tier, [bucket.elements for bucket in self._buckets], memory_budget=memory_budget)
+            return Swap(tier, [bucket.elements for bucket in self._buckets], memory_budget=memory_budget, **further)
 
         foreign = "OptimizerStateStore: the tier was written by another program; pass another job"
         self._tiered = Tiered(type(self).__name__, "megatron", self._place, CURE, foreign, update)
@@ -419,6 +426,12 @@ class OptimizerStateStore:
     def _set_steps(self, steps: int) -> None:
         for adam in self._adams:
             adam.step_count = steps
+
+
+def _check_rounded(buckets: Iterable[Bucket]) -> None:
+    for shard in (shard for bucket in buckets for shard in bucket.shards):
+        if shard.weight.dtype is torch.float16:
+            raise UnsupportedError(f"OptimizerStateStore: the shard {shard.name!r} is float16: {UNROUNDED}")
 
 
 def _set_options(adam: Adam, bucket: Bucket) -> None:

@@ -63,6 +63,8 @@ class TierOptions(NamedTuple):
         part_elements: Number of elements of a subgroup of a new tier; None: 4 Mi, or less to fit the memory budget.
         ratio: Share of each path in the states; None: equal at first, then in proportion to the
             measured bandwidths.
+        speeds: First estimates of the paths' bandwidths, in bytes per second, which divide the states until the first step has
+            measured them; None: equal.
         turns: Wait for the turns of other processes before using a path.
         pin_memory: Lock the buffers' pages in memory.
         io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds."""
@@ -76,6 +78,7 @@ class TierOptions(NamedTuple):
     durability: str = "data"
     part_elements: int | None = None
     ratio: Sequence[float] | None = None
+    speeds: Sequence[float] | None = None
     turns: bool = True
     pin_memory: bool = True
     io_timeout: float = 0.0
@@ -109,12 +112,15 @@ def _check_tier(options: Any) -> None:
     def real(value: Any) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool)
 
-    ratio = options.ratio
+    def reals(value: Any) -> bool:
+        return value is None or (isinstance(value, Sequence) and all(map(real, value)))
+
     fits = {
         "rank": (whole(options.rank, 0), "a whole number from 0 on, or None"),
         "world": (whole(options.world, 1), "a whole number from 1 on, or None"),
         "part_elements": (whole(options.part_elements, 1), "a number of elements from 1 on, or None"),
-        "ratio": (ratio is None or (isinstance(ratio, Sequence) and all(map(real, ratio))), "a list of numbers, or None"),
+        "ratio": (reals(options.ratio), "a list of numbers, or None"),
+        "speeds": (reals(options.speeds), "a list of numbers, or None"),
         "turns": (isinstance(options.turns, bool), "True or False"),
         "pin_memory": (isinstance(options.pin_memory, bool), "True or False"),
         "io_timeout": (real(options.io_timeout) and 0 <= options.io_timeout < 2**31, "seconds, a number from 0 on"),

@@ -19,7 +19,7 @@ import torch
 
 from .. import _abi
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
-from ..swap import Swap
+from ..swap import UNROUNDED, Swap, state_bytes
 from ..tier import Tier
 from ..tiered import Record, Tiered
 from ._keywords import TierOptions, is_count
@@ -77,7 +77,7 @@ class TierStates:
     def __init__(self, name: str, groups: list[dict[str, Any]], precision: Precision, options: TierOptions, memory_budget: int | None):
         self.precision, self.moment_dtype = precision, precision.moment_dtype or torch.float32
         #: Bytes of a parameter's state: the master and the moments.
-        self._state_bytes = 4 + 2 * self.moment_dtype.itemsize
+        self._state_bytes = state_bytes(bf16_moments=self.moment_dtype is torch.bfloat16)
         self.params = [param for group in groups for param in group["params"]]
         self.names = [name_of(group, number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
         self.stated = [param.requires_grad for param in self.params]
@@ -124,6 +124,7 @@ class TierStates:
             self.layout.elements,
             memory_budget=memory_budget,
             ratio=options.ratio,
+            speeds=options.speeds,
             turns=options.turns,
             huge_pages=options.pin_memory,
             pin_memory=options.pin_memory,
@@ -153,6 +154,8 @@ class TierStates:
         for name, param, stated in zip(self.names, self.params, self.stated):
             if stated:
                 _check_served(name, param)
+                if self.moment_dtype is torch.bfloat16 and param.dtype is torch.float16:
+                    raise UnsupportedError(f"{name} is float16: {UNROUNDED}")
 
     def check(self, param: torch.Tensor, name: str) -> int:
         """The number of a parameter; raises InvalidArgumentError if it is not one of the construction, was resized, or has no states."""

@@ -76,6 +76,9 @@ def test_the_store_steps_a_distributed_optimizer(job, tmp_path):
     with OptimizerStateStore.attach(ours.optimizer, [tmp_path], job="states", tier_options={"durability": "process"}) as store:
         mains = [main for group in ours.optimizer.shard_fp32_from_float16_groups for main in group]
         assert mains and all(main.untyped_storage().nbytes() == 0 for main in mains), "the masters' memory on the GPU is free"
+        halves = [param for param in ours.model.parameters() if param.dtype is not torch.float32]
+        assert halves and not any(hasattr(param, "main_param") for param in halves), "a norm of the parameters reads no freed memory"
+        assert all(hasattr(param, "main_param") for param in theirs.model.parameters() if param.dtype is not torch.float32)
         before = spillway.stats().adam_elements
         close(ours.train(range(4)), wanted)
         assert spillway.stats().adam_elements - before == 4 * 2158 and store.steps == 4

@@ -39,6 +39,7 @@ def attach(store_class, optimizer, paths, *, job, prefix=None, **options):
     names = {shard.master.data_ptr(): shard.name for shard in shards}
     _bind(optimizer, store, [(main, names[main.data_ptr()]) for main in _mains(optimizer)])
     _free(optimizer)
+    _forget_mains(optimizer)
     return store
 
 
@@ -179,6 +180,15 @@ def _free(optimizer):
     """Frees the memory of the main parameters. Their gradients stay where Megatron puts them."""
     for main in _mains(optimizer):
         main.untyped_storage().resize_(0)
+
+
+def _forget_mains(optimizer):
+    """Removes the references of model parameters to main parameters: a read of freed memory ends the process. Readers, such as the logged norm
+    of the parameters, then take the parameter itself."""
+    for param in (param for group in optimizer.model_float16_groups for param in group):
+        for name in ("main_param", "main_param_sharded"):
+            if hasattr(param, name):
+                delattr(param, name)
 
 
 def _bind(optimizer, store, named):

@@ -109,6 +109,33 @@ static void steps_come_back(void) {
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 }
 
+// A file of one extent, and its import under a pattern.
+static void tensors_travel(spw_tier *tier) {
+    char file[4300];
+    snprintf(file, sizeof file, "%s/some.safetensors", paths_given[2]);
+    spw_tier_selection some = SPW_TIER_SELECTION_INIT;
+    spw_tier_snapshot *export = NULL;
+    some.first = 5;
+    some.end = 5;
+    INVALID(spw_tier_export_begin(tier, file, &some, 0, &export), "selection.end");
+    some.first = some.end = 0;
+    some.names = "";
+    INVALID(spw_tier_export_begin(tier, file, &some, 0, &export), "selection.names");
+    some.names = "nothing";
+    INVALID(spw_tier_export_begin(tier, file, &some, 0, &export), "nothing");
+    some.names = "nothing\nfir?t";
+    some.dtype = "F128";
+    INVALID(spw_tier_export_begin(tier, file, &some, 0, &export), "F128");
+    some.dtype = NULL;
+    uint64_t step = 0, imported = 0;
+    CHECK_OK(spw_tier_export_begin(tier, file, &some, 0, &export));
+    CHECK_OK(spw_tier_snapshot_wait(export, FOR_EVER, &step));
+    CHECK_OK(spw_tier_snapshot_close(export));
+    INVALID(spw_tier_import_names(tier, file, "second", &imported), "second");
+    CHECK_OK(spw_tier_import_names(tier, file, "*st", &imported));
+    CHECK(imported == step);
+}
+
 static void paths_drain_and_exports_travel(void) {
     spw_tier *tier = open_two(SPW_TIER_MODE_RESUME);
     uint32_t second = define(tier, "second");
@@ -129,6 +156,7 @@ static void paths_drain_and_exports_travel(void) {
     CHECK_OK(spw_tier_snapshot_close(snapshot));
     REFUSED(spw_tier_snapshot_begin(tier, snapped, 0, &snapshot), SPW_ERR_IO, "snapshot");
     CHECK_OK(spw_tier_snapshot_close(NULL));
+    tensors_travel(tier);
     CHECK_OK(spw_tier_commit(tier, 8, NULL, 0));
     spw_tier_path_info path = {.struct_size = sizeof path};
     CHECK_OK(spw_tier_get_path(tier, 1, &path, NULL, 0, NULL));

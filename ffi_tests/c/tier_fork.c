@@ -74,6 +74,8 @@ static void use_all(void) {
     NOT_HERE(spw_tier_export(tier, "nowhere", &step));
     NOT_HERE(spw_tier_import(tier, "nowhere", &step));
     NOT_HERE(spw_tier_snapshot_begin(tier, "nowhere", 0, &snapshot));
+    NOT_HERE(spw_tier_export_begin(tier, "nowhere", NULL, 0, &snapshot));
+    NOT_HERE(spw_tier_import_names(tier, "nowhere", NULL, NULL));
     spw_tier_snapshot_info progress = {.struct_size = sizeof progress};
     NOT_HERE(spw_tier_snapshot_get_progress(snapshot, &progress));
     NOT_HERE(spw_tier_snapshot_wait(snapshot, FOR_EVER, &step));

@@ -519,7 +519,46 @@ enum spw_status spw_tier_snapshot_begin(const struct spw_tier *tier,
                                         uint64_t bytes_per_second,
                                         struct spw_tier_snapshot **snapshot_out);
 
-// Waits until the directory is complete, for up to `timeout_ms` milliseconds (0: poll; negative: without limit).
+// What an export to a safetensors file takes. Zero is the default of every field but struct_size.
+typedef struct spw_tier_selection {
+    // `sizeof(spw_tier_selection)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // One pattern per line; an extent is taken if its name matches one. `*` stands for any letters, `?` for one. NULL:
+    // every extent.
+    const char *names;
+    // Number of the first element that is taken of each tensor.
+    uint64_t first;
+    // Number of the first element that is not taken any more; 0: all from `first` on.
+    uint64_t end;
+    // Type of the elements of extents that are no optimizer states, as safetensors names it; NULL: "U8".
+    const char *dtype;
+} spw_tier_selection;
+
+#define SPW_TIER_SELECTION_INIT \
+    { sizeof(spw_tier_selection), 0, NULL, 0, 0, NULL }
+
+// Holds the last commit, and starts to write it to `file`, a new safetensors file, as `spw_tier_snapshot_begin` does. A
+// subgroup of `spw_swap_open` becomes the tensors NAME.param, NAME.exp_avg and NAME.exp_avg_sq; another extent becomes
+// NAME, or NAME.0 and so on if it has several streams. `selection` may be NULL. A file with a range of elements has no
+// step, and `spw_tier_import` takes its tensors for extents. Without `bytes_per_second` the export reads all paths at once.
+// SPW_ERR_INVALID_ARGUMENT: no extent is taken, or the type does not fit one.
+enum spw_status spw_tier_export_begin(const struct spw_tier *tier,
+                                      const char *file,
+                                      const struct spw_tier_selection *selection,
+                                      uint64_t bytes_per_second,
+                                      struct spw_tier_snapshot **snapshot_out);
+
+// Imports the extents whose name matches one of `names`, and commits them at the step of the tier. `from` is a directory or
+// file as for `spw_tier_import`, and `names` has one pattern per line, as in `spw_tier_selection`; NULL: all, as
+// `spw_tier_import`. `step_out` (may be NULL) receives the step.
+enum spw_status spw_tier_import_names(const struct spw_tier *tier,
+                                      const char *from,
+                                      const char *names,
+                                      uint64_t *step_out);
+
+// Waits until the directory or file is complete, for up to `timeout_ms` milliseconds (0: poll; negative: without limit).
 // SPW_ERR_TIMEOUT: the snapshot goes on. Any other status is that of the snapshot, and every later call returns it again.
 // `step_out` (may be NULL) receives the step.
 enum spw_status spw_tier_snapshot_wait(const struct spw_tier_snapshot *snapshot,

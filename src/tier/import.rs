@@ -182,14 +182,15 @@ impl Tier {
     /// Reads an export into this tier, commits it at the step of the export, and returns this step. Existing extents
     /// with the same name must have the same streams; other extents stay as they are. After an error the tier is rolled
     /// back to its last commit.
-    pub fn import(&self, directory: &Path) -> Result<u64> {
-        let source = Source::open(directory, self.options.io.io_timeout)?;
-        self.import_from(&source, &Selection::default(), &|_| Ok(()))
+    ///
+    /// `selection` has no range. If it takes all of an export, step and payload are those of the export. Else they are
+    /// those of the last commit, if there is one.
+    pub fn import(&self, from: &Path, selection: &Selection) -> Result<u64> {
+        let source = Source::open(from, self.options.io.io_timeout)?;
+        self.import_from(&source, selection, &|_| Ok(()))
     }
 
-    /// As [`Tier::import`], of the extents that `selection` takes; it has no range. If it takes all of an export, step and
-    /// payload are those of the export. Else they are those of the last commit, if there is one. `passed` is called with
-    /// the bytes of each part; its error ends the import.
+    /// As [`Tier::import`]. `passed` is called with the bytes of each part; its error ends the import.
     pub fn import_from(&self, source: &Source, selection: &Selection, passed: Passed) -> Result<u64> {
         let (last, own) = self.state.lock().catalog.last_commit();
         let exported = source.origin.as_ref().map(|origin| (origin.step, origin.payload.clone()));

@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! - The begin holds the state: later writes and commits use other space until the snapshot has ended.
-//! - The directory appears complete and durable, or not at all, as with every export.
+//! - The directory or file appears complete and durable, or not at all, as with every export.
 //! - After the close the thread has ended, and nothing of an unfinished snapshot is left.
 #![forbid(unsafe_code)]
 
@@ -43,7 +43,7 @@ pub struct Progress {
 struct Shared {
     step: u64,
     bytes: u64,
-    directory: PathBuf,
+    to: PathBuf,
     state: Lock<State>,
     changed: Signal,
 }
@@ -59,11 +59,24 @@ impl TierSnapshot {
     /// Holds the last commit of `tier`, and starts to write it to `directory`, which must not exist. `bytes_per_second`
     /// limits the speed; `None`: no limit. Errors are those of [`Tier::export`].
     pub fn begin(tier: &Arc<Tier>, directory: &Path, bytes_per_second: Option<u64>) -> Result<TierSnapshot> {
-        let export = Export::begin(Arc::clone(tier), directory, Form::Directory, &Selection::default())?;
+        let whole = Selection::default();
+        TierSnapshot::export(tier, directory, Form::Directory, &whole, Pace::Gentle, bytes_per_second)
+    }
+
+    /// As [`TierSnapshot::begin`], of what `selection` takes, in any form and at any pace.
+    pub fn export(
+        tier: &Arc<Tier>,
+        to: &Path,
+        form: Form,
+        selection: &Selection,
+        pace: Pace,
+        bytes_per_second: Option<u64>,
+    ) -> Result<TierSnapshot> {
+        let export = Export::begin(Arc::clone(tier), to, form, selection)?;
         let shared = Arc::new(Shared {
             step: export.step(),
             bytes: export.bytes(),
-            directory: directory.to_path_buf(),
+            to: to.to_path_buf(),
             state: Lock::default(),
             changed: Signal::default(),
         });
@@ -71,7 +84,7 @@ impl TierSnapshot {
         let work = move || {
             let ended = EndOnDrop(theirs);
             let begun = Instant::now();
-            let outcome = export.run(Pace::Gentle, &|bytes| ended.0.passed(bytes, bytes_per_second, begun));
+            let outcome = export.run(pace, &|bytes| ended.0.passed(bytes, bytes_per_second, begun));
             ended.0.state.lock().outcome = Some(outcome);
         };
         threads::spawn_quiet("spillway-snap", work)
@@ -91,7 +104,7 @@ impl TierSnapshot {
         Progress { step, written: state.written, bytes, ended: state.outcome.is_some() }
     }
 
-    /// Waits until the directory is complete, and returns the step. `Timeout` if it is not after `timeout`.
+    /// Waits until the export is complete, and returns the step. `Timeout` if it is not after `timeout`.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<u64> {
         let until = deadline_after(timeout);
         let state =
@@ -116,7 +129,7 @@ impl Shared {
         }
         if state.cancelled {
             let message = "the snapshot was closed before it was complete; nothing of it is left";
-            return Err(IoError::about(IoKind::Cancelled, Doing::Writing, self.directory.to_string_lossy())
+            return Err(IoError::about(IoKind::Cancelled, Doing::Writing, self.to.to_string_lossy())
                 .because(message)
                 .into());
         }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytesize::ByteSize;
 use spillway::error::{Error, IoKind, Result, TierError, TierKind};
+use spillway::offload::swap::exported_tensors;
 use spillway::sys::host;
 use spillway::tier::Tier;
 use spillway::tier::directory::Owner;
@@ -18,7 +19,7 @@ use spillway::tier::options::{Mode, TierOptions};
 use spillway::tier::select::Selection;
 use spillway::tier::snapshot::TierSnapshot;
 
-use super::{Which, open, states_of};
+use super::{Which, open};
 use crate::progress::Progress;
 use crate::report::size;
 use crate::stdout;
@@ -130,16 +131,7 @@ pub fn export(options: &ExportOptions) -> Result<()> {
     let found = options.which.one()?;
     let tier = open(&found)?;
     let selection = Selection { names: options.names.clone(), range: options.range.clone() };
-    let tensors = |extent: &str, streams: usize| -> Vec<(String, String)> {
-        match states_of(extent, streams) {
-            Some(tensors) => {
-                let tensor = |(name, dtype): &(&str, &str)| (format!("{extent}.{name}"), dtype.to_string());
-                tensors.iter().map(tensor).collect()
-            }
-            None if streams == 1 => vec![(extent.to_string(), options.dtype.clone())],
-            None => (0..streams).map(|n| (format!("{extent}.{n}"), options.dtype.clone())).collect(),
-        }
-    };
+    let tensors = |extent: &str, streams: usize| exported_tensors(extent, streams, &options.dtype);
     let export = Export::begin(&tier, &options.to, Form::Safetensors(&tensors), &selection)?;
     let bytes = export.bytes();
     let copying = Copying::begin(&format!("writing {}", options.to.display()), bytes);

@@ -4,10 +4,11 @@
 use std::fmt::Write;
 
 use spillway::error::Result;
+use spillway::offload::swap::tensors_of;
 use spillway::tier::format::{ExtentRecord, Superblock};
 use spillway::tier::inspect::Found;
 
-use super::{Which, plain, states_of, step_of};
+use super::{Which, plain, step_of};
 use crate::report::{size, table};
 use crate::stdout;
 
@@ -141,7 +142,7 @@ fn stored(extent: &ExtentRecord, paths: usize) -> Vec<u64> {
 fn extent(record: &ExtentRecord, paths: usize) -> ExtentReport {
     let stored = stored(record, paths);
     let all = stored.iter().sum::<u64>().max(1) as f64;
-    let tensors = states_of(&record.name, record.shape.streams().len());
+    let tensors = tensors_of(&record.name, record.shape.streams().len());
     let stream = |(n, bytes): (usize, &u64)| {
         let (name, dtype) = tensors.map(|tensors| tensors[n]).unzip();
         StreamReport { bytes: *bytes, name, dtype }

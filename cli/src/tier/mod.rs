@@ -12,7 +12,6 @@ mod verify;
 use std::path::PathBuf;
 
 use spillway::error::{Error, Result, TierError, TierKind};
-use spillway::offload::swap::tensors_of;
 use spillway::tier::Tier;
 use spillway::tier::inspect::{self, Found};
 use spillway::tier::options::{Mode, PathLocation, TierOptions};
@@ -154,11 +153,6 @@ fn plain(text: &str) -> String {
 /// The step of a commit, in words.
 fn step_of(step: Option<u64>) -> String {
     step.map_or("no commit".to_string(), |step| format!("step {step}"))
-}
-
-/// Names and dtypes of the streams of an optimizer's subgroup; `None` for another extent.
-fn states_of(extent: &str, streams: usize) -> Option<&'static [(&'static str, &'static str)]> {
-    tensors_of(extent).filter(|tensors| tensors.len() == streams)
 }
 
 /// Opens a tier at its last commit. Nothing is written to it until the first change.

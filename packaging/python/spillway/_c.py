@@ -574,6 +574,18 @@ class TierVerifyInfo(Structure):
     ]
 
 
+class TierSelection(Given):
+    c_name = "spw_tier_selection"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("names", c_char_p),
+        ("first", c_uint64),
+        ("end", c_uint64),
+        ("dtype", c_char_p),
+    ]
+
+
 class TierSnapshotInfo(Structure):
     c_name = "spw_tier_snapshot_info"
     _fields_ = [
@@ -1187,6 +1199,7 @@ STRUCTURES = (
     TierExtentInfo,
     TierPathInfo,
     TierVerifyInfo,
+    TierSelection,
     TierSnapshotInfo,
     SwapOptions,
     SwapBudget,
@@ -1298,6 +1311,8 @@ PROTOTYPES = {
     "spw_tier_export": (c_int32, [c_void_p, c_char_p, POINTER(c_uint64)]),
     "spw_tier_import": (c_int32, [c_void_p, c_char_p, POINTER(c_uint64)]),
     "spw_tier_snapshot_begin": (c_int32, [c_void_p, c_char_p, u64("bytes_per_second"), POINTER(c_void_p)]),
+    "spw_tier_export_begin": (c_int32, [c_void_p, c_char_p, POINTER(TierSelection), u64("bytes_per_second"), POINTER(c_void_p)]),
+    "spw_tier_import_names": (c_int32, [c_void_p, c_char_p, c_char_p, POINTER(c_uint64)]),
     "spw_tier_snapshot_wait": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(c_uint64)]),
     "spw_tier_snapshot_get_progress": (c_int32, [c_void_p, POINTER(TierSnapshotInfo)]),
     "spw_tier_snapshot_close": (c_int32, [c_void_p]),

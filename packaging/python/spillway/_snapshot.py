@@ -31,7 +31,8 @@ class SnapshotProgress(NamedTuple):
 
 
 class Snapshot(_NativeHandle):
-    """An export of a tier's last commit that is written while the tier is used. Made by Tier.snapshot(). Thread-safe.
+    """An export of a tier's last commit that is written while the tier is used. Made by Tier.snapshot() and Tier.export_tensors().
+    Thread-safe.
 
     Example:
         with tier.snapshot("/mnt/pfs/step-100", bytes_per_second=200_000_000) as snapshot:
@@ -40,16 +41,28 @@ class Snapshot(_NativeHandle):
 
     closer = "spw_tier_snapshot_close"
 
-    def __init__(self, tier: Any, directory: str | os.PathLike[str], bytes_per_second: int, keep: int | None, part: str = ""):
+    def __init__(
+        self,
+        tier: Any,
+        directory: str | os.PathLike[str],
+        bytes_per_second: int,
+        keep: int | None = None,
+        part: str = "",
+        selection: Any = None,
+    ):
         if keep is not None and (type(keep) is not int or keep < 1):
             raise InvalidArgumentError(f"snapshot: keep is {keep!r}; pass a number of snapshots from 1 on, or None for all")
-        given = os.fsdecode(_arguments.path("Tier.snapshot: directory", directory))
+        given = os.fsdecode(_arguments.path("Tier: directory" if selection is None else "Tier: file", directory))
         self._whole, self._part, self._keep = os.path.abspath(given), part, keep
         name = os.fsencode(os.path.join(given, part) if part else given)
-        tier._through(lambda handle: self._hold("spw_tier_snapshot_begin", handle, name, bytes_per_second))
+        if selection is None:
+            tier._through(lambda handle: self._hold("spw_tier_snapshot_begin", handle, name, bytes_per_second))
+        else:
+            taken = ctypes.byref(selection)
+            tier._through(lambda handle: self._hold("spw_tier_export_begin", handle, name, taken, bytes_per_second))
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until the directory is complete; returns its step.
+        """Waits until the directory or file is complete; returns its step.
 
         Args:
             timeout: Longest wait in seconds; None: no limit.
@@ -66,7 +79,7 @@ class Snapshot(_NativeHandle):
         return step.value
 
     def progress(self) -> SnapshotProgress:
-        """Returns the committed step, the bytes written so far, the bytes of the whole state, and whether the snapshot has ended."""
+        """Returns the committed step, the bytes written so far, all bytes that it writes, and whether the snapshot has ended."""
         info = _abi.sized(_abi.TierSnapshotInfo)
         self._call("spw_tier_snapshot_get_progress", ctypes.byref(info))
         return SnapshotProgress(info.step, info.written, info.bytes, bool(info.ended))

@@ -328,9 +328,55 @@ class Tier(_NativeHandle):
             IoError: The directory exists."""
         return Snapshot(self, directory, bytes_per_second, keep)
 
-    def import_from(self, directory: str | os.PathLike[str]) -> int:
-        """Reads an exported directory and commits it; returns its step."""
-        return self._import(directory, [])
+    def export_tensors(
+        self,
+        file: str | os.PathLike[str],
+        *,
+        names: Sequence[str] | None = None,
+        elements: tuple[int, int] | None = None,
+        dtype: str = "U8",
+        bytes_per_second: int = 0,
+    ) -> Snapshot:
+        """Starts to write the last committed state to one safetensors file, as snapshot() does, and returns at once.
+
+        A subgroup of a Swap becomes the tensors `NAME.param`, `NAME.exp_avg` and `NAME.exp_avg_sq`. Another extent becomes `NAME`, or
+        `NAME.0` and so on if it has several streams.
+
+        Args:
+            file: The new file. import_from() reads it, unless it has a range of elements.
+            names: Patterns, one of which the name of an extent must match: `*` stands for any letters, `?` for one; None: all extents.
+            elements: The first element of each tensor that is taken, and the first that is not any more; None: all.
+            dtype: Type of the elements of extents that are no optimizer states, as safetensors names it.
+            bytes_per_second: Limit of the speed; 0: no limit, and all paths are read at once.
+
+        Raises:
+            NoStateError: Nothing was committed.
+            InvalidArgumentError: No extent has such a name, or the type does not fit one.
+            IoError: The file exists.
+
+        Example:
+            with tier.export_tensors("half.safetensors", names=["subgroup-*"], elements=(0, 1 << 20)) as export:
+                export.wait()"""
+        selection = _abi.sized(_abi.TierSelection)
+        selection.names, selection.dtype = _patterns(names), text(dtype, "dtype")
+        if elements is not None:
+            first, end = elements
+            selection.first = number(first, "elements[0]")
+            selection.end = _arguments.between("Tier: elements[1]", end, first + 1, (1 << 64) - 1)
+        return Snapshot(self, file, bytes_per_second, selection=selection)
+
+    def import_from(self, directory: str | os.PathLike[str], names: Sequence[str] | None = None) -> int:
+        """Reads an exported directory or file, and commits it; returns the step.
+
+        Args:
+            directory: The directory or file.
+            names: Patterns as for export_tensors(), of the extents to take. Step and payload are then those of the tier."""
+        if names is None:
+            return self._import(directory, [])
+        step = ctypes.c_uint64()
+        where = _arguments.path("Tier: directory", directory)
+        self._call("spw_tier_import_names", where, _patterns(names), ctypes.byref(step))
+        return step.value
 
     def _import(self, directory: str | os.PathLike[str], status: list[int]) -> int:
         """Imports, and appends the status of the call to `status`, also if a signal handler raises after the call."""
@@ -469,6 +515,15 @@ class Tier(_NativeHandle):
         step = ctypes.c_uint64()
         self._call(function, _arguments.path("Tier: directory", directory), ctypes.byref(step))
         return step.value
+
+
+def _patterns(names: Sequence[str] | None) -> bytes | None:
+    """Patterns as C takes them, one per line."""
+    if names is None:
+        return None
+    if isinstance(names, str) or not names or any("\n" in name for name in names):
+        raise InvalidArgumentError(f"Tier: names is {names!r}; pass a list of patterns without line breaks, or None for all")
+    return b"\n".join(text(name, "names") for name in names)
 
 
 def steps(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 import spillway
 
@@ -75,3 +76,56 @@ def test_kills_leave_one_step_and_whole_snapshots(tmp_path, child_environment):
                 complete += 1
             shutil.rmtree(snapshot)
     assert last > 0 and complete > 0
+
+
+def read_tensors(file):
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    body = data[8 + length :]
+    return {name: (entry["dtype"], np.frombuffer(body[slice(*entry["data_offsets"])], np.uint8)) for name, entry in header.items()}
+
+
+def test_tensors_are_exported_by_name_and_range_and_imported_by_name(tmp_path):
+    for name in ("one", "two", "copy"):
+        (tmp_path / name).mkdir()
+    with open_tier(tmp_path) as tier:
+        for number in range(3):
+            tier.wait(tier.put(tier.define(f"extent{number}", SIZES), contents(4, number)))
+        floats = np.arange(5000, dtype=np.float32)
+        tier.wait(tier.put(tier.define("subgroup-000000", [20000] * 3), [floats, floats + 1, floats + 2]))
+        with pytest.raises(spillway.NoStateError):
+            tier.export_tensors(tmp_path / "nothing")
+        tier.commit(4)
+        with tier.export_tensors(tmp_path / "some", names=["*1", "subgroup-*"], elements=(100, 4000)) as export:
+            tier.wait(tier.put(tier.define("extent1", SIZES), contents(5, 1)))
+            assert export.wait() == 4 and export.progress().written == export.progress().bytes == 2 * 3900 + 3 * 4 * 3900
+        found = read_tensors(tmp_path / "some")
+        assert sorted(found) == ["extent1.0", "extent1.1", *(f"subgroup-000000.{name}" for name in ("exp_avg", "exp_avg_sq", "param"))]
+        assert all(np.array_equal(found[f"extent1.{n}"][1], contents(4, 1)[n][100:4000]) for n in range(2))
+        dtype, param = found["subgroup-000000.param"]
+        assert dtype == "F32" and np.array_equal(param.view(np.float32), floats[100:4000])
+        with tier.export_tensors(tmp_path / "all", bytes_per_second=50_000_000) as export:
+            export.wait()
+        for arguments, words in (
+            ({"names": ["extent7"]}, "no extent"),
+            ({"names": "extent1"}, "pass a list of patterns"),
+            ({"names": []}, "pass a list of patterns"),
+            ({"elements": (5, 5)}, "elements"),
+            ({"dtype": "F7"}, "dtype"),
+        ):
+            with pytest.raises(spillway.InvalidArgumentError, match=words):
+                tier.export_tensors(tmp_path / "wrong", **arguments)
+        with pytest.raises(spillway.IoError):
+            tier.export_tensors(tmp_path / "all")
+        with tier.export_tensors(tmp_path / "slow", bytes_per_second=1000):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "copy", "one", "some", "two"]
+    with spillway.Tier([tmp_path / "copy"], job="other") as copy:
+        copy.commit(1)
+        assert copy.import_from(tmp_path / "all", names=["extent[", "extent2"]) == 1
+        assert [extent.name for extent in copy.extents()] == ["extent2"]
+        with pytest.raises(spillway.InvalidArgumentError, match="no extent"):
+            copy.import_from(tmp_path / "all", names=["extent9"])
+        assert copy.import_from(tmp_path / "all") == 4 and holds(copy, 4)

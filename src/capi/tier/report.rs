@@ -5,6 +5,7 @@ use std::ffi::{c_char, c_void};
 use super::open::spw_tier;
 use crate::capi::prelude::*;
 use crate::tier::Health;
+use crate::tier::select::Selection;
 
 /// Health of a path. Passed as `uint32_t`.
 #[repr(C)]
@@ -267,7 +268,7 @@ pub extern "C" fn spw_tier_import(
 ) -> spw_status {
     guard(|| {
         let tier = &handle::get(tier)?.0;
-        step_out.put_optional(tier.import(directory.path("directory")?)?);
+        step_out.put_optional(tier.import(directory.path("directory")?, &Selection::default())?);
         Ok(())
     })
 }

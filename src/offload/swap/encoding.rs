@@ -89,11 +89,23 @@ impl Encoding {
     }
 }
 
-/// Name and dtype of each stream of the extent with this name; `None` if it is no subgroup's.
-pub fn tensors_of(extent: &str) -> Option<&'static [(&'static str, &'static str)]> {
+/// Name and dtype of each stream of an extent with this name and number of streams; `None` if it is no subgroup's.
+pub fn tensors_of(extent: &str, streams: usize) -> Option<&'static [(&'static str, &'static str)]> {
     let number = extent.strip_prefix("subgroup-")?.split('-').next()?.parse().ok()?;
     let mut all = [Moments::F32, Moments::Bf16].into_iter().flat_map(Encoding::with);
-    all.find(|one| one.extent(number) == extent).map(tensors)
+    all.find(|one| one.extent(number) == extent).map(tensors).filter(|tensors| tensors.len() == streams)
+}
+
+/// Name and dtype of the tensor that an export makes of each stream of an extent. Streams that are no optimizer's states
+/// have this dtype.
+pub fn exported_tensors(extent: &str, streams: usize, dtype: &str) -> Vec<(String, String)> {
+    match tensors_of(extent, streams) {
+        Some(tensors) => {
+            tensors.iter().map(|(name, dtype)| (format!("{extent}.{name}"), dtype.to_string())).collect()
+        }
+        None if streams == 1 => vec![(extent.to_string(), dtype.to_string())],
+        None => (0..streams).map(|number| (format!("{extent}.{number}"), dtype.to_string())).collect(),
+    }
 }
 
 /// The state of one subgroup in host memory.

@@ -45,7 +45,7 @@ use crate::tier::turns::PathArbiter;
 use crate::tier::{Pin, Tier, UpdateClaim};
 use crate::trace::Trace;
 
-pub use encoding::{SubgroupState, tensors_of};
+pub use encoding::{SubgroupState, exported_tensors, tensors_of};
 
 /// Settings of a tiered update.
 #[derive(Debug, Clone)]

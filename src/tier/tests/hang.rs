@@ -10,6 +10,7 @@ use super::*;
 use crate::error::{Doing, Error, IoKind, TierKind};
 use crate::io::sim::Stop;
 use crate::tier::Health;
+use crate::tier::select::Selection;
 
 const IO_TIMEOUT: Duration = Duration::from_millis(250);
 /// Longest time of an operation: it may meet the hang once on each path, and machines may be slow.
@@ -266,7 +267,7 @@ fn an_export_holds_one_commit_while_another_thread_commits() {
                     let step = found.unwrap();
                     let fresh = [Disk::default()];
                     let copy = Tier::open(on_disks(&fresh, &[])).unwrap();
-                    assert_eq!(copy.import(&target).unwrap(), step);
+                    assert_eq!(copy.import(&target, &Selection::default()).unwrap(), step);
                     for n in 0..STREAMS.len() {
                         assert!(
                             read(&copy, n, seed_of(step, n)).unwrap(),

@@ -11,6 +11,7 @@ use crate::error::IoKind;
 use crate::log::{self, Level};
 use crate::sys::sync::Lock;
 use crate::tier::Health;
+use crate::tier::select::Selection;
 
 fn full() -> Faults {
     Faults { refuse_writes: Some(libc::ENOSPC), ..Faults::default() }
@@ -161,7 +162,7 @@ fn a_relative_path_is_fixed_at_the_open() {
     let tier = Tier::open(options(&[std::path::absolute(&relative).unwrap()])).unwrap();
     assert!(is_at(&tier, 1) && tier.opened().missing.is_empty());
     // An import names its directory several times.
-    let error = tier.import(&relative.join("absent")).unwrap_err().to_string();
+    let error = tier.import(&relative.join("absent"), &Selection::default()).unwrap_err().to_string();
     let place = std::env::current_dir().unwrap().join(relative).join("absent/manifest.json");
     assert!(error.contains(&*place.to_string_lossy()), "{error}");
 }

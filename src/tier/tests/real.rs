@@ -11,6 +11,7 @@ use super::*;
 use crate::error::{Error, IoKind, TierKind};
 use crate::tier::Health;
 use crate::tier::directory::collect;
+use crate::tier::select::Selection;
 use crate::tier::snapshot::{Progress, TierSnapshot};
 
 /// Two base directories in a temporary directory below `target`.
@@ -241,7 +242,7 @@ fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
 
     let (_dir2, others) = self::bases();
     let copy = Tier::open(options(&others[..1])).unwrap();
-    assert_eq!(copy.import(&out), Ok(7));
+    assert_eq!(copy.import(&out, &Selection::default()), Ok(7));
     drop(copy);
     assert!(is_at(&Tier::open(options(&others[..1])).unwrap(), 7));
 
@@ -250,25 +251,30 @@ fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
     bytes[77] ^= 1;
     fs::write(&damaged, &bytes).unwrap();
     step(&tier, 8).unwrap();
-    let error = tier.import(&out).unwrap_err();
+    let error = tier.import(&out, &Selection::default()).unwrap_err();
     assert_eq!(error.tier_kind(), Some(TierKind::Corrupt));
     assert!(error.to_string().contains("extent-00002.stream-0.bin"), "{error}");
     (0..STREAMS.len()).for_each(|n| assert!(read(&tier, n, seed_of(8, n)).unwrap()));
     fs::write(&damaged, &bytes[1..]).unwrap();
-    assert_eq!(tier.import(&out).unwrap_err().tier_kind(), Some(TierKind::Format));
+    assert_eq!(tier.import(&out, &Selection::default()).unwrap_err().tier_kind(), Some(TierKind::Format));
     fs::write(out.join("manifest.json"), b"{\"format\": 3}").unwrap();
-    assert_eq!(tier.import(&out).unwrap_err().tier_kind(), Some(TierKind::Format));
+    assert_eq!(tier.import(&out, &Selection::default()).unwrap_err().tier_kind(), Some(TierKind::Format));
     // A manifest that is too large, a FIFO without a writer, and a symbolic link.
     let manifest = out.join("manifest.json");
     fs::File::create(&manifest).unwrap().set_len(3 << 30).unwrap();
-    assert!(tier.import(&out).unwrap_err().to_string().contains("the limit of a manifest is"));
+    assert!(
+        tier.import(&out, &Selection::default())
+            .unwrap_err()
+            .to_string()
+            .contains("the limit of a manifest is")
+    );
     fs::remove_file(&manifest).unwrap();
     let status = std::process::Command::new("mkfifo").arg(&manifest).status().unwrap();
     assert!(status.success());
-    assert!(tier.import(&out).unwrap_err().to_string().contains("FIFO"));
+    assert!(tier.import(&out, &Selection::default()).unwrap_err().to_string().contains("FIFO"));
     fs::remove_file(&manifest).unwrap();
     std::os::unix::fs::symlink("/etc/hostname", &manifest).unwrap();
-    assert!(tier.import(&out).unwrap_err().to_string().contains("symbolic link"));
+    assert!(tier.import(&out, &Selection::default()).unwrap_err().to_string().contains("symbolic link"));
 }
 
 #[test]
@@ -333,7 +339,7 @@ fn an_export_of_more_than_its_window_has_every_byte_and_takes_the_memory_of_a_wi
     assert_eq!(fs::read(out.join("extent-00000.stream-1.bin")).unwrap(), pattern(31, 5));
     let (_dir2, others) = self::bases();
     let copy = Tier::open(options(&others[..1])).unwrap();
-    assert_eq!(copy.import(&out), Ok(2));
+    assert_eq!(copy.import(&out, &Selection::default()), Ok(2));
 }
 
 /// Names below the parent of `out`.
@@ -358,7 +364,7 @@ fn a_snapshot_has_one_commit_while_later_steps_are_written_and_committed() {
     assert_eq!(snapshot.progress(), Progress { step: 1, written: bytes, bytes, ended: true });
     let (_dir2, others) = self::bases();
     let copy = Tier::open(options(&others[..1])).unwrap();
-    assert_eq!(copy.import(&out), Ok(1));
+    assert_eq!(copy.import(&out, &Selection::default()), Ok(1));
     for n in 0..STREAMS.len() {
         assert!(
             read(&copy, n, seed_of(1, n)).unwrap() && read(&tier, n, seed_of(5, n)).unwrap(),

@@ -183,8 +183,8 @@ def _free(optimizer):
 
 
 def _forget_mains(optimizer):
-    """Removes the references of model parameters to main parameters: a read of freed memory ends the process. Readers, such as the logged norm
-    of the parameters, then take the parameter itself."""
+    """Removes the references of model parameters to main parameters: a read of freed memory ends the process. Readers, such as the logged
+    norm of the parameters, then take the parameter itself."""
     for param in (param for group in optimizer.model_float16_groups for param in group):
         for name in ("main_param", "main_param_sharded"):
             if hasattr(param, name):

@@ -15,6 +15,7 @@ from hybrid import BF16, F16, F32, same
 import spillway
 from spillway import _log
 from spillway.megatron import OptimizerStateStore, Shard
+from spillway.tiered import Tiered
 from spillway.torch import AdamW
 
 SIZES = {"a.weight": (1000, BF16), "a.bias": (17, F32), "b.weight": (4096, BF16), "b.bias": (33, F16), "c.weight": (777, BF16)}
@@ -651,3 +652,32 @@ def test_a_snapshot_is_written_beside_steps_and_restored_with_its_bits(tmp_path)
         assert store.restore(tmp_path / "snapshots" / "four") == 4 and same(other.copies(), before)
     with stored(Model(["a.weight"])) as store, pytest.raises(spillway.InvalidArgumentError, match="states of other shards"):
         store.restore(tmp_path / "snapshots" / "four")
+
+
+@pytest.mark.parametrize("call", ["rollback", "restore", "refresh"])
+def test_what_an_interrupt_leaves_of_two_steps_is_never_committed(tmp_path, monkeypatch, call):
+    model = Model()
+    with stored(model, tmp_path, bucket_bytes=1) as store:
+        train(store, model, range(2))
+        store.commit()
+        committed = model.copies()
+        store.snapshot(tmp_path / "snapshot").wait()
+        train(store, model, range(2, 3))
+        name = "write" if call == "refresh" else "read"
+        calls, plain = [], getattr(Tiered, name)
+
+        def interrupted(*arguments, **keywords):
+            calls.append(name)
+            if len(calls) in (2, 3):
+                raise KeyboardInterrupt
+            plain(*arguments, **keywords)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Tiered, name, interrupted)
+            store.restore(tmp_path / "snapshot") if call == "restore" else getattr(store, call)()
+        for use in (store.step, store.commit, lambda: store.save_to(tmp_path / "saved")):
+            with pytest.raises(spillway.OutOfOrderError, match="was interrupted"):
+                use()
+        store.rollback()
+        assert same(model.copies(), committed)
+        assert same(train(store, model, range(2, 5)), in_memory(range(5)))

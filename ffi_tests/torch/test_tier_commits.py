@@ -17,6 +17,7 @@ from tier_worker import options, parameters, random_grads
 import spillway
 from spillway import torch as own
 from spillway._snapshot import Snapshot
+from spillway.tiered import Tiered
 
 #: One of two processes of a run: rank 1 cannot commit its second step.
 APART = """
@@ -380,3 +381,56 @@ def test_moments_of_another_dtype_are_refused(tmp_path):
         own.AdamW(half, tier=options([tmp_path]), moment_dtype=torch.bfloat16)
     for optimizer in optimizers:
         optimizer.close()
+
+
+@pytest.mark.parametrize("call", ["rollback", "restore", "load"])
+def test_what_an_interrupt_leaves_of_two_steps_is_never_committed(tmp_path, monkeypatch, call):
+    (tmp_path / "tier").mkdir()
+    params = [torch.nn.Parameter(torch.ones(30_000))]
+    optimizer = own.AdamW(params, lr=0.1, tier=options([tmp_path / "tier"]))
+
+    def step():
+        params[0].grad = torch.ones(30_000)
+        optimizer.step()
+
+    step()
+    optimizer.commit()
+    optimizer.snapshot(tmp_path / "snapshot").wait()
+    saved = copy.deepcopy(optimizer.state_dict())
+    step()
+    optimizer.commit()
+    two = params[0].detach().clone()
+    step()
+    calls, plain = [], {name: getattr(Tiered, name) for name in ("read", "write")}
+
+    def interrupted(name):
+        def run(*arguments, **keywords):
+            calls.append(name)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            plain[name](*arguments, **keywords)
+
+        return run
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tiered, "write" if call == "load" else "read", interrupted("write" if call == "load" else "read"))
+        {
+            "rollback": optimizer.rollback,
+            "restore": lambda: optimizer.restore(tmp_path / "snapshot"),
+            "load": lambda: optimizer.load_state_dict(saved),
+        }[call]()
+    for use in (step, optimizer.commit, optimizer.state_dict, lambda: optimizer.snapshot(tmp_path / "other")):
+        with pytest.raises(spillway.OutOfOrderError, match="was interrupted.* call rollback"):
+            use()
+    if call == "restore":
+        assert optimizer.restore(tmp_path / "snapshot") == 1
+        step()
+    elif call == "load":
+        optimizer.load_state_dict(saved)
+        optimizer.rollback()
+    else:
+        optimizer.rollback()
+    assert torch.equal(params[0], two)
+    step()
+    optimizer.commit()
+    optimizer.close()

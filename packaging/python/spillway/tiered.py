@@ -16,13 +16,15 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from . import _abi, _files, _ranks
 from ._snapshot import Exported, Snapshot, part_name
-from .errors import InvalidArgumentError, SpillwayError, TierError
+from .errors import InvalidArgumentError, OutOfOrderError, SpillwayError, TierError
 from .swap import Swap
 from .tier import Tier, TierPath
+
+_Result = TypeVar("_Result")
 
 _MAGIC = b"spillway.tiered 1\n"
 _LENGTH = struct.Struct("<Q")
@@ -180,6 +182,8 @@ class Tiered:
         self.directory = place.directory
         self.committed: Record | None = None
         self.commits, self.changed, self.apart = 0, False, False
+        #: True while whole() runs, and after one that did not end.
+        self._replacing, self._mixed = False, False
         #: Step and record of a commit that has begun, and the status of the library's call once it has returned.
         self._pending: tuple[int, Record, list[int]] | None = None
         opened = place.open(cure) if open_tier is None else place.together(open_tier, close_tier)
@@ -300,7 +304,7 @@ class Tiered:
         Raises:
             NoStateError: The snapshot is not finished.
             InvalidArgumentError: It is one of other states."""
-        self.check()
+        self.check(also_mixed=True)
         where = self.part_of(directory)
 
         def read() -> Found:
@@ -347,9 +351,26 @@ class Tiered:
     def _part(self) -> None:
         self.apart = True
 
-    def check(self) -> None:
-        """Raises TierError if the processes are apart. Takes over the record of a commit first."""
+    def whole(self, work: Callable[[], _Result]) -> _Result:
+        """Returns work(), which replaces all states, or gives the parameters their values. If it does not end, as after an interrupt,
+        check() refuses other calls until another whole() has ended."""
+        self._mixed = self._replacing = True
+        try:
+            found = work()
+            self._mixed = False
+            return found
+        finally:
+            self._replacing = False
+
+    def check(self, also_mixed: bool = False) -> None:
+        """Raises TierError if the processes are apart, and OutOfOrderError after a whole() that did not end, except with `also_mixed`.
+        Takes over the record of a commit first."""
         self.settle()
+        if self._mixed and not self._replacing and not also_mixed and not self.closed:
+            raise OutOfOrderError(
+                f"{self._user}: a rollback, restore or load was interrupted, so states and parameters may be of two steps; call "
+                "rollback(), or restore or load again"
+            )
         if self.apart:
             raise TierError(
                 f"{self._user}: a step was committed by some processes, and others could not commit it; close the {self._user} of "
@@ -357,7 +378,7 @@ class Tiered:
             )
 
     def rollback(self) -> None:
-        """Restores the states of the last commit, also after a failed step."""
+        """Restores the states of the last commit, also after a failed step. A caller that gives them to parameters calls it in whole()."""
         self.check()
         self.swap.rollback()
         self.changed = False

@@ -272,19 +272,27 @@ class OptimizerStateStore:
             InvalidArgumentError: It is one of other shards; nothing was changed.
             CorruptError: It is damaged; the store is at its last commit."""
         found = self._tiered.snapshot_of(directory, self._check_shards)
-        try:
-            self._tiered.take(found)
-            self._take_committed()
-        except BaseException:
-            if not self._tiered.apart:
-                self.rollback()
-            raise
+
+        def take() -> None:
+            try:
+                self._tiered.take(found)
+                self._take_committed()
+            except BaseException:
+                if not self._tiered.apart:
+                    self.rollback()
+                raise
+
+        self._tiered.whole(take)
         return found.step
 
     def rollback(self) -> None:
         """Returns to the last commit, weights included; also after a failed step."""
-        self._tiered.rollback()
-        self._take_committed()
+
+        def back() -> None:
+            self._tiered.rollback()
+            self._take_committed()
+
+        self._tiered.whole(back)
 
     def _take_committed(self) -> None:
         self._set_steps(self._tiered.committed.facts["steps"] if self._tiered.committed is not None else 0)
@@ -311,8 +319,13 @@ class OptimizerStateStore:
             if name not in shards:
                 raise InvalidArgumentError(f"refresh: there is no shard {name!r}; pass names of shards of this process")
             check_master(shards[name], master)
-        for number, bucket in enumerate(self._buckets):
-            self._tiered.write(number, bucket.collect(lambda shard: given.get(shard.name, shard.weight)))
+        self._tiered.check()
+
+        def write() -> None:
+            for number, bucket in enumerate(self._buckets):
+                self._tiered.write(number, bucket.collect(lambda shard: given.get(shard.name, shard.weight)))
+
+        self._tiered.whole(write)
 
     @torch.no_grad()
     def save_to(self, directory: str | os.PathLike[str]) -> int:

@@ -140,9 +140,9 @@ class TierHome(Home):
                 self.on_tier.weights.give_all()
             super().settle()
 
-    def _rest(self) -> None:
+    def _rest(self, also_mixed: bool = False) -> None:
         """Before a use of the states: takes back what was submitted of the next step, which then waits for step()."""
-        self.tiered.check()
+        self.tiered.check(also_mixed)
         if self._beside is not None:
             self._beside.abandon()
 
@@ -170,7 +170,7 @@ class TierHome(Home):
 
     def load(self, by_torch: ByTorch) -> None:
         """Loads a state dict to the tier, subgroup by subgroup."""
-        self._rest()
+        self._rest(also_mixed=True)
         found: dict[int, dict[str, Any]] = {}
 
         def take(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -180,22 +180,26 @@ class TierHome(Home):
             return {**loaded, "state": {}}
 
         groups, states = by_torch(take, True)
-        write_through(self.on_tier, states, found)
+        self.tiered.whole(lambda: write_through(self.on_tier, states, found))
         if self._beside is not None:
             self._beside.use(groups, states)
 
     def rollback(self, states: Any) -> None:
         """Restores the last commit."""
-        self.tiered.check()
+        self.tiered.check(also_mixed=True)
         committed = self.tiered.committed
         if committed is None:
             raise InvalidArgumentError(f"{self.name}.rollback: nothing was committed to the tier; construct the optimizer again")
-        if self._beside is not None:
-            self._beside.stop()
-        self.tiered.rollback()
-        if self._beside is not None:
-            self._beside.reset()
-        self.on_tier.restore(states, committed)
+
+        def back() -> None:
+            if self._beside is not None:
+                self._beside.stop()
+            self.tiered.rollback()
+            if self._beside is not None:
+                self._beside.reset()
+            self.on_tier.restore(states, committed)
+
+        self.tiered.whole(back)
 
     def master(self, param: torch.Tensor, states: Any) -> torch.Tensor:
         """The master of a parameter: the parameter itself if it is float32, or frozen."""
@@ -219,16 +223,21 @@ class TierHome(Home):
     def restore(self, states: Any, directory: Any) -> int:
         """Returns to a snapshot."""
         found = self.tiered.snapshot_of(directory, self.on_tier.check_record)
-        if self._beside is not None:
-            self._beside.stop()
-        try:
-            self.tiered.take(found)
-        finally:
+
+        def take() -> None:
             if self._beside is not None:
-                self._beside.reset()
-            # After an error those of the last commit.
-            if self.tiered.committed is not None and not self.tiered.apart:
-                self.on_tier.restore(states, self.tiered.committed)
+                self._beside.stop()
+            try:
+                self.tiered.take(found)
+            finally:
+                if self._beside is not None:
+                    self._beside.reset()
+                committed = self.tiered.committed
+                # After an error those of the last commit.
+                if committed is not None and not self.tiered.apart:
+                    self.tiered.whole(lambda: self.on_tier.restore(states, committed))
+
+        self.tiered.whole(take)
         self.payload = found.record.payload
         return found.step
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -189,12 +190,16 @@ def _is_snapshot(whole: str, parts: Sequence[str], own: Exported, apart: bool) -
 
 
 def _remove(whole: str, parts: Sequence[str]) -> None:
-    doomed = f"{whole}.{os.getpid()}.partial"
+    # A new name: an interrupted removal may have left others.
+    doomed = tempfile.mkdtemp(".partial", f"{os.path.basename(whole)}.", os.path.dirname(whole) or ".")
     try:
         os.rename(whole, doomed)
-    except FileNotFoundError:
-        # Another process removes it.
-        return
+    except OSError as error:
+        os.rmdir(doomed)
+        if isinstance(error, FileNotFoundError):
+            # Another process removes it.
+            return
+        raise
     for directory in (os.path.join(doomed, part) for part in parts):
         for name in os.listdir(directory):
             os.unlink(os.path.join(directory, name))

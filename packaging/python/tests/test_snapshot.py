@@ -2,6 +2,7 @@
 every snapshot whose directory has its name is complete and of one step."""
 
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import spillway
+from spillway import _snapshot
 
 SIZES = (60_000, 30_000)
 WORKER = """
@@ -76,6 +78,32 @@ def test_kills_leave_one_step_and_whole_snapshots(tmp_path, child_environment):
                 complete += 1
             shutil.rmtree(snapshot)
     assert last > 0 and complete > 0
+
+
+def test_an_interrupted_removal_does_not_stand_in_the_way_of_the_next(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    own, calls = os.unlink, []
+
+    def interrupted(*arguments, **keywords):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return own(*arguments, **keywords)
+
+    with open_tier(tmp_path) as tier:
+        tier.wait(tier.put(tier.define("extent0", SIZES), contents(1, 0)))
+        tier.commit(1)
+        for _ in range(3):
+            tier.snapshot(tmp_path / "snapshot").wait()
+            if not calls:
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(os, "unlink", interrupted)
+                    _snapshot.remove(str(tmp_path / "snapshot"))
+            else:
+                _snapshot.remove(str(tmp_path / "snapshot"))
+            assert not (tmp_path / "snapshot").exists()
+    assert len(list(tmp_path.glob("snapshot.*.partial"))) == 1
 
 
 def read_tensors(file):

@@ -3,6 +3,7 @@ on while it is written, and that `latest` names it only once it is finished."""
 
 import json
 import os
+import pathlib
 
 import pytest
 from test_swap_tier import both, paths, refused, same, train  # noqa: F401
@@ -57,6 +58,29 @@ def test_a_run_that_is_killed_leaves_no_latest_and_what_is_not_finished_is_refus
     train("--paths", *paths, "--block", block(), *SAVE, "--save", tmp_path / "saved")
     assert train("--paths", *paths, "--block", block(), *load)["began_at"] == 4
     assert "'part_elements': 20000" in refused("--paths", *paths, "--block", block(part_elements=10000), *load)
+
+
+@pytest.fixture
+def run(starter, tmp_path):
+    """Runs a case of snapshots.py."""
+
+    def run(case, ranks=1, **extra):
+        environment = {name: value for name, value in os.environ.items() if name != "SPILLWAY_LIBRARY"}
+        environment.update(
+            {"OMP_NUM_THREADS": "1", "SPILLWAY_DEEPSPEED": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), **extra}
+        )
+        script = pathlib.Path(__file__).with_name("snapshots.py")
+        with open(tmp_path / "stderr", "w+") as errors:
+            process = starter.start([script, case, tmp_path], environment, errors, ranks)
+            output, status = process.stdout.read(), process.wait(300)
+            errors.seek(0)
+            assert status == 0, output[-2000:] + errors.read()[-4000:]
+
+    return run
+
+
+def test_a_failed_or_interrupted_write_of_weights_blocks_no_later_save(run):
+    run("transfers")
 
 
 def test_a_setting_without_effect_is_refused(refused, paths):  # noqa: F811

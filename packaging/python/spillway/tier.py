@@ -227,6 +227,17 @@ class Tier(_NativeHandle):
             )
         return entry.generation.value
 
+    def _transfer(self, tickets: Iterable[int]) -> None:
+        """Waits for puts and gets, which the iterable begins. None of this tier is in flight afterwards, also after an error."""
+        # An interrupt may have ended this function before.
+        self._through(lambda handle: self._settle(handle, None))
+        try:
+            for ticket in list(tickets):
+                self.wait(ticket)
+        except BaseException:
+            self._through(lambda handle: self._settle(handle, None))
+            raise
+
     def commit(self, step: int, payload: bytes | bytearray | memoryview = b"") -> None:
         """Makes all earlier puts durable, and ends them.
 
@@ -415,7 +426,7 @@ class Tier(_NativeHandle):
 
     def _settle(self, handle: Any, end: float | None) -> None:
         """Waits for the tickets in flight: only a ticket's own status shows whether its memory is free. A failed put is
-        ignored, since everything not committed is lost."""
+        ignored: everything not committed is lost, or put again."""
         for entry in list(self._in_flight):
             if (
                 entry.number.value

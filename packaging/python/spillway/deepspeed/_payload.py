@@ -74,7 +74,7 @@ def store(tier, record, room):
         tier.remove(old.number)
     padded = bytearray(size)
     padded[: len(data)] = data
-    tier.wait(tier.put(tier.define(name, [size]), [padded]))
+    tier._transfer(tier.put(extent, [padded]) for extent in [tier.define(name, [size])])
     return pack({"record": name, "bytes": len(data)})
 
 
@@ -89,7 +89,7 @@ def load(tier, payload):
     if extent is None or not extent.name.startswith(RECORD) or not 0 <= record["bytes"] <= extent.bytes:
         raise CorruptError(f"the commit's record is damaged: it refers to the extent {record['record']!r}, which the tier lacks")
     padded = bytearray(extent.bytes)
-    tier.wait(tier.get(tier.define(extent.name, [extent.bytes]), [padded]))
+    tier._transfer(tier.get(number, [padded]) for number in [tier.define(extent.name, [extent.bytes])])
     return unpack(bytes(padded[: record["bytes"]]))
 
 

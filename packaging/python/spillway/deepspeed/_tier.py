@@ -260,17 +260,15 @@ class TierSwapper:
 
     def _put_weights(self):
         tier = self.tiered.tier
-        for ticket in [tier.put(extent, [self._weights_of(index)]) for index, extent in self._weight_extents()]:
-            tier.wait(ticket)
+        tier._transfer(tier.put(extent, [self._weights_of(index)]) for index, extent in self._weight_extents())
 
     def _get_weights(self):
         """Loads the weights of the last commit into the model. A commit without a split master has none and needs
         none."""
         tier = self.tiered.tier
         known = {extent.name for extent in tier.extents() if extent.generation}
-        tickets = [tier.get(extent, [self.weight(index)]) for index, extent in self._weight_extents() if _weights_name(index) in known]
-        for ticket in tickets:
-            tier.wait(ticket)
+        extents = ((index, extent) for index, extent in self._weight_extents() if _weights_name(index) in known)
+        tier._transfer(tier.get(extent, [self.weight(index)]) for index, extent in extents)
 
     def _weight_extents(self):
         for index, elements in enumerate(self.elements):

@@ -1,0 +1,133 @@
+"""Cases of test_snapshots.py that need a program of their own: interrupts, failures and damage around checkpoints whose optimizer states
+are a snapshot of the tier. The argument names the case. Paths are below the working directory."""
+
+import os
+import sys
+
+import train
+
+train.become_single_rank()
+train.without_compiled_collectives()
+
+import deepspeed
+import torch
+
+import spillway
+
+RANK = int(os.environ["RANK"])
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def make(path="tier", seed=0, **block):
+    """An engine; `path=None` has its states in host memory."""
+    offload = {"device": "cpu"}
+    if path is not None:
+        os.makedirs(path, exist_ok=True)
+        offload = {"device": "nvme", "nvme_path": path}
+        block = {"spillway": {"paths": [path], "snapshot_checkpoints": True, **block}}
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    return deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "steps_per_print": 1 << 30,
+            "zero_optimization": {"stage": 3, "sub_group_size": 3000, "offload_optimizer": offload},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+            **block,
+        },
+    )[0]
+
+
+def step(engine, count=1):
+    for _ in range(count):
+        source = torch.Generator().manual_seed(100 * engine.global_steps + RANK)
+        engine.backward(engine(torch.randn(2, 64, generator=source).bfloat16()).float().square().mean())
+        engine.step()
+
+
+def save(engine, tag="t"):
+    """Returns once the snapshot is finished."""
+    engine.save_checkpoint("saved", tag=tag)
+    engine.optimizer.optimizer_swapper.snapshots.wait()
+
+
+def load(engine, tag="t", **named):
+    assert engine.load_checkpoint("saved", tag=tag, **named)[0]
+
+
+def states(engine):
+    """Masters, moments, step counts, and the model's weights."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = []
+    for param in engine.module.parameters():
+        found += [safe_get_full_fp32_param(param).clone()]
+        found += [safe_get_full_optimizer_state(param, name).clone() for name in ("exp_avg", "exp_avg_sq")]
+        with deepspeed.zero.GatheredParameters([param]):
+            found.append(param.data.float().clone())
+    return [*found, *(torch.tensor(float(state["step"])) for state in engine.optimizer.optimizer.state.values())]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def of_host(count):
+    """The states of the run in host memory after some steps."""
+    engine = make(None)
+    step(engine, count)
+    found = states(engine)
+    engine.destroy()
+    return found
+
+
+def raises(kind, work, words=""):
+    try:
+        work()
+    except kind as error:
+        assert words in str(error), error
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def once(owner, name, error, after=0):
+    """The function raises instead of a call, after some that it serves, and serves all later ones."""
+    own, left = getattr(owner, name), [after]
+
+    def function(*arguments, **named):
+        left[0] -= 1
+        if left[0] >= 0:
+            return own(*arguments, **named)
+        setattr(owner, name, own)
+        raise error
+
+    setattr(owner, name, function)
+
+
+@case
+def transfers():
+    for function, error in (("wait", KeyboardInterrupt()), ("put", spillway.IoError("the disk is full"))):
+        engine = make(split_master=True)
+        step(engine)
+        once(spillway.Tier, function, error, after=2)
+        raises(type(error), lambda: engine.save_checkpoint("saved"))
+        step(engine)
+        save(engine)
+        step(engine)
+        load(engine)
+        assert same(states(engine), of_host(2))
+        engine.destroy()
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[2])
+    CASES[sys.argv[1]]()
+    train.leave_group()

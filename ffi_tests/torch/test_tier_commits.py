@@ -254,12 +254,11 @@ def test_a_restored_snapshot_goes_on_with_the_bits_of_its_run(tier, tmp_path):
         other.close()
 
 
-def test_snapshots_that_are_not_finished_or_of_other_states_are_refused_and_damaged_ones_leave_the_last_commit(tier, tmp_path):
+def test_snapshots_that_are_not_finished_or_of_other_states_are_refused_and_damaged_ones_lose_no_step(tier, tmp_path):
     params, optimizer = trained(tier, range(2))
     optimizer.commit()
     with optimizer.snapshot(tmp_path / "snapshot") as snapshot:
         snapshot.wait()
-    committed = [param.detach().clone() for param in params]
     train(optimizer, params, range(2, 4))
     before = [param.detach().clone() for param in params]
 
@@ -291,12 +290,38 @@ def test_snapshots_that_are_not_finished_or_of_other_states_are_refused_and_dama
     alone.close()
     file = next((tmp_path / "snapshot").glob("*.bin"))
     content = bytearray(file.read_bytes())
+    commits = optimizer._home.tiered.commits
+    file.write_bytes(content[:-1])
+    refused(spillway.CorruptError, "bytes, and the manifest", tmp_path / "snapshot")
+    file.unlink()
+    refused(spillway.CorruptError, "is missing", tmp_path / "snapshot")
+    assert optimizer._home.tiered.commits == commits and same(params, before)
     content[100] ^= 1
     file.write_bytes(content)
-    refused(spillway.CorruptError, ".", tmp_path / "snapshot")
-    assert same(params, committed)
-    train(optimizer, params, range(2, 4))
+    refused(spillway.CorruptError, "checksum", tmp_path / "snapshot")
     assert same(params, before)
+    optimizer.rollback()
+    assert same(params, before)
+    # Nothing was committed to this tier.
+    (tmp_path / "new").mkdir()
+    params, optimizer = trained(options([tmp_path / "new"]), range(2))
+    before = [param.detach().clone() for param in params]
+    refused(spillway.CorruptError, "checksum", tmp_path / "snapshot")
+    train(optimizer, params, range(2, 4))
+    optimizer.rollback()
+    assert same(params, before)
+    optimizer.close()
+    (tmp_path / "full").mkdir()
+    params, optimizer = trained(options([tmp_path / "full"]), range(2))
+
+    def full(*_):
+        raise spillway.IoError("the disk is full")
+
+    optimizer._home.tiered.swap._commit = full
+    refused(spillway.CorruptError, "checksum.*the states of before are lost", tmp_path / "snapshot")
+    with pytest.raises(spillway.OutOfOrderError):
+        train(optimizer, params, range(2, 3))
+    optimizer.close()
 
 
 def test_a_wait_for_an_older_snapshot_keeps_the_newer_one(tier, tmp_path):

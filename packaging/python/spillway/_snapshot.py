@@ -97,7 +97,7 @@ class Exported(NamedTuple):
         job, rank, world: Of the tier.
         step, payload: Of the commit.
         states: Name and bytes of each extent but those of records.
-        files: Names of its files."""
+        streams: Bytes of each file but the manifest, by name."""
 
     job: str
     rank: int
@@ -105,7 +105,23 @@ class Exported(NamedTuple):
     step: int
     payload: bytes
     states: frozenset[tuple[str, tuple[int, ...]]]
-    files: frozenset[str]
+    streams: dict[str, int]
+
+    @property
+    def files(self) -> frozenset[str]:
+        """Names of its files."""
+        return frozenset([_MANIFEST, *self.streams])
+
+    def check_files(self, directory: str) -> None:
+        """Raises CorruptError if a file of this directory is missing, or has another size than the manifest says. Reads none of them."""
+        for name, expected in self.streams.items():
+            place = os.path.join(directory, name)
+            try:
+                size = os.stat(place).st_size
+            except FileNotFoundError:
+                raise CorruptError(f"{place} is missing, and the manifest of the snapshot names it; pass another snapshot") from None
+            if size != expected:
+                raise CorruptError(f"{place} has {size} bytes, and the manifest of the snapshot says {expected}; pass another snapshot")
 
     @staticmethod
     def of(directory: str) -> Exported:
@@ -119,14 +135,16 @@ class Exported(NamedTuple):
             found = _files.read_json(place)
             if found["format"] != _FORMAT:
                 raise ValueError(f"its format is {found['format']!r}")
-            files = [stream["place"] for extent in found["extents"] for stream in extent["streams"]]
+            streams = {stream["place"]: stream["bytes"] for extent in found["extents"] for stream in extent["streams"]}
             numbers = [found[name] for name in ("rank", "world", "step")]
-            if not all(type(number) is int for number in numbers) or not all(type(name) is str for name in (found["job"], *files)):
+            if not all(type(number) is int for number in (*numbers, *streams.values())) or not all(
+                type(name) is str for name in (found["job"], *streams)
+            ):
                 raise ValueError("a value of it has another type")
             rank, world, step = numbers
             extents = ((extent["name"], tuple(stream["bytes"] for stream in extent["streams"])) for extent in found["extents"])
             states = frozenset(extent for extent in extents if not extent[0].startswith(RECORD))
-            return Exported(found["job"], rank, world, step, bytes.fromhex(found["payload"]), states, frozenset([_MANIFEST, *files]))
+            return Exported(found["job"], rank, world, step, bytes.fromhex(found["payload"]), states, streams)
         except (FileNotFoundError, NotADirectoryError):
             raise NoStateError(
                 f"{directory} is no finished snapshot: it has no {_MANIFEST}. What a killed process leaves is called NAME.*.partial; "

@@ -4,12 +4,14 @@ Invariants:
 - All ranks open their tiers at one committed step, or none does. A failure on one rank during the open or a commit is an error on all.
 - A tier of other parameters is refused before anything is written to it: the record of its commit is read before its update is opened.
 - After a commit that succeeded in some processes only, none of them goes on: their states are of different steps.
+- A restore changes nothing before it has found all files of the snapshot, in all processes, and has committed what would be lost.
 - The record of a commit belongs to the states as soon as the library has committed, also if a signal handler raises then.
 - The update closes before the tier. A forked child closes nothing: its handles are copies."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
 import tempfile
@@ -20,10 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from . import _abi, _files, _ranks
 from ._snapshot import Exported, Snapshot, part_name
-from .errors import InvalidArgumentError, OutOfOrderError, SpillwayError, TierError
+from .errors import InvalidArgumentError, OutOfOrderError, SpillwayError, TierError, from_status
 from .swap import Swap
 from .tier import Tier, TierPath
 
+_log = logging.getLogger("spillway")
 _Result = TypeVar("_Result")
 
 _MAGIC = b"spillway.tiered 1\n"
@@ -303,7 +306,8 @@ class Tiered:
 
         Raises:
             NoStateError: The snapshot is not finished.
-            InvalidArgumentError: It is one of other states."""
+            InvalidArgumentError: It is one of other states.
+            CorruptError: A file of it is missing or truncated. Checksums are compared by take()."""
         self.check(also_mixed=True)
         where = self.part_of(directory)
 
@@ -318,6 +322,7 @@ class Tiered:
             if record is None:
                 raise InvalidArgumentError(f"{where} is a snapshot of another program's states; pass one that the {self._user} has written")
             check(record)
+            found.check_files(where)
             return Found(where, found.step, record)
 
         found = self.place.together(read)
@@ -328,14 +333,39 @@ class Tiered:
             )
         return found
 
+    def keep(self, found: Found, step: int, commit: Callable[[], object]) -> None:
+        """Commits states that have changed, before a take(): one that fails returns to them. All processes commit, or none does.
+
+        Args:
+            found: What is taken then.
+            step: The step of the states.
+            commit: Commits them at this step."""
+        # Each of several processes commits a step once: after a crash, two commits of one step could not be told apart.
+        again = self.place.world > 1 and step in (found.step, self.committed_step)
+        everyone = _ranks.gathered((self.changed, again or self._mixed), self.place.world, self.place.group)
+        if any(changed for changed, _ in everyone) and not any(refused for _, refused in everyone):
+            try:
+                commit()
+            except Exception as error:
+                if self.apart:
+                    raise
+                # As after a failed step, which a restore mends.
+                _log.warning("%s: the states could not be committed before the restore: %s", self._user, error)
+
     def take(self, found: Found) -> None:
         """Replaces the states by those of a snapshot, and commits them at its step. If one process fails, all do.
 
         Raises:
-            CorruptError: It is damaged. The states are those of the last commit."""
+            CorruptError: It is damaged. The states are those of the last commit; without one they are lost, as the message says."""
         # What the update has in memory is of other states.
         self.place.together(self.rollback)
-        self._committing(found.step, found.record, lambda status: self.tier._import(found.directory, status))
+        try:
+            self._committing(found.step, found.record, lambda status: self.tier._import(found.directory, status))
+        except SpillwayError as error:
+            if self.committed is not None or self.apart:
+                raise
+            lost = "the states of before are lost, because nothing was committed; restore another snapshot, or begin anew"
+            raise from_status(error.status, f"{error}; {lost}") from error
         self.rollback()
 
     def settle(self) -> None:

@@ -259,7 +259,8 @@ class OptimizerStateStore:
         return self._tiered.snapshot(directory, bytes_per_second, keep)
 
     def restore(self, directory: str | os.PathLike[str]) -> int:
-        """Returns to the states of a finished snapshot of the same shards, commits them, and writes the weights. Every process calls it.
+        """Returns to the states of a finished snapshot of the same shards, commits them, and writes the weights. Every process calls it. A
+        step that was not committed before is committed first.
 
         Args:
             directory: As it was given to snapshot().
@@ -270,8 +271,10 @@ class OptimizerStateStore:
         Raises:
             NoStateError: The snapshot is not finished; nothing was changed.
             InvalidArgumentError: It is one of other shards; nothing was changed.
-            CorruptError: It is damaged; the store is at its last commit."""
+            CorruptError: A file is missing or truncated; nothing was changed. Or its content is damaged; the store is at its last
+                commit."""
         found = self._tiered.snapshot_of(directory, self._check_shards)
+        self._tiered.keep(found, self.steps, self.commit)
 
         def take() -> None:
             try:

@@ -360,7 +360,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     @of_itself
     def restore(self, directory: str | os.PathLike[str]) -> int:
         """Returns to the states of a finished snapshot, and commits them. The parameters take the values of their masters, and `payload`
-        is that of the snapshot. Every process of a run calls it.
+        is that of the snapshot. Every process of a run calls it. Steps since the last commit are committed first, with the payload of that
+        commit.
 
         Args:
             directory: As it was given to snapshot().
@@ -371,7 +372,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         Raises:
             NoStateError: The snapshot is not finished; nothing was changed.
             InvalidArgumentError: It is one of other parameters; nothing was changed.
-            CorruptError: It is damaged. States and parameters are those of the last commit."""
+            CorruptError: A file is missing or truncated; nothing was changed. Or its content is damaged; states and parameters are those of
+                the last commit."""
         home = self._home
         step = home.alone(lambda: home.restore(self.state, directory))
         self.payload = home.payload

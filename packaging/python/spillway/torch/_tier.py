@@ -223,6 +223,9 @@ class TierHome(Home):
     def restore(self, states: Any, directory: Any) -> int:
         """Returns to a snapshot."""
         found = self.tiered.snapshot_of(directory, self.on_tier.check_record)
+        committed = self.tiered.committed
+        payload = b"" if committed is None else committed.payload
+        self.tiered.keep(found, self.on_tier.count, lambda: self.commit(states, None, payload))
 
         def take() -> None:
             if self._beside is not None:

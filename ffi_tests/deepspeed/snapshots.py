@@ -127,6 +127,55 @@ def transfers():
         engine.destroy()
 
 
+def damage(how):
+    """Damages this rank's part of the snapshot "t"."""
+    folder = "saved/t/spillway-snapshot" + (f"/rank-{RANK}" if os.environ["WORLD_SIZE"] != "1" else "")
+    file = f"{folder}/extent-00000.stream-0.bin"
+    if how == "missing":
+        os.unlink(file)
+    elif how == "truncated":
+        os.truncate(file, os.path.getsize(file) - 1)
+    elif how == "changed":
+        with open(file, "r+b") as content:
+            content.seek(100)
+            content.write(b"ZZZZ")
+
+
+def damaged(how, last, **block):
+    """Loads a damaged snapshot after 4 steps, of which `last` were not committed. The run goes on as if it had not."""
+    engine = make(**block)
+    step(engine, 2)
+    save(engine)
+    if RANK == int(os.environ["WORLD_SIZE"]) - 1:
+        damage(how)
+    torch.distributed.barrier()
+    if not last:
+        # Nothing was committed to this tier.
+        engine.destroy()
+        engine = make("new", **block)
+        step(engine, 2)
+    step(engine, 2)
+    before = states(engine)
+    raises(spillway.TierError, lambda: load(engine))
+    assert engine.global_steps == 4 and same(states(engine), before)
+    step(engine)
+    assert same(states(engine), of_host(5))
+    engine.destroy()
+
+
+@case
+def damaged_content():
+    for split in (False, True):
+        damaged("changed", 2, split_master=split)
+    damaged("changed", 0)
+
+
+@case
+def damaged_files():
+    damaged("truncated", 2, split_master=True)
+    damaged("missing", 0)
+
+
 if __name__ == "__main__":
     os.chdir(sys.argv[2])
     CASES[sys.argv[1]]()

@@ -83,5 +83,10 @@ def test_a_failed_or_interrupted_write_of_weights_blocks_no_later_save(run):
     run("transfers")
 
 
+def test_a_damaged_snapshot_leaves_the_run_as_it_was(run, both):  # noqa: F811
+    run("damaged_content")
+    run("damaged_files", **both)
+
+
 def test_a_setting_without_effect_is_refused(refused, paths):  # noqa: F811
     assert "snapshot_bytes_per_second has no effect" in refused("--paths", *paths, "--block", '{"snapshot_bytes_per_second": 5}')

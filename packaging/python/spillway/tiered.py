@@ -392,11 +392,16 @@ class Tiered:
         finally:
             self._replacing = False
 
+    @property
+    def mixed(self) -> bool:
+        """True after a whole() that did not end."""
+        return self._mixed and not self._replacing
+
     def check(self, also_mixed: bool = False) -> None:
         """Raises TierError if the processes are apart, and OutOfOrderError after a whole() that did not end, except with `also_mixed`.
         Takes over the record of a commit first."""
         self.settle()
-        if self._mixed and not self._replacing and not also_mixed and not self.closed:
+        if self.mixed and not also_mixed and not self.closed:
             raise OutOfOrderError(
                 f"{self._user}: a rollback, restore or load was interrupted, so states and parameters may be of two steps; call "
                 "rollback(), or restore or load again"

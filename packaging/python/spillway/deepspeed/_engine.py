@@ -20,6 +20,7 @@ def overrides(engine_type):
     own_init, own_optimizer, own_step = engine_type.__init__, engine_type._configure_zero_optimizer, engine_type.step
     own_destroy, own_check = engine_type.destroy, engine_type._do_sanity_check
     own_load, own_load_checkpoint = engine_type._load_zero_checkpoint, engine_type.load_checkpoint
+    own_load_files = engine_type._load_checkpoint
     own_save, own_save_checkpoint = engine_type._save_zero_checkpoint, engine_type.save_checkpoint
 
     def init(self, *arguments, **named):
@@ -58,8 +59,16 @@ def overrides(engine_type):
             swapper.snapshots.poll()
 
     def load_checkpoint(self, *arguments, **named):
-        found = own_load_checkpoint(self, *arguments, **named)
         swapper = _stage3_methods.tiered(self.optimizer)
+        try:
+            found = own_load_checkpoint(self, *arguments, **named)
+        except BaseException:
+            if swapper is not None:
+                _go_back(self, swapper)
+            raise
+        finally:
+            if swapper is not None:
+                swapper.found = None
         # Commit the loaded state before training reaches a step number that was committed before; not if the caller
         # commits.
         if swapper is not None and swapper.settings.resume and swapper.settings.commit_interval:
@@ -67,11 +76,35 @@ def overrides(engine_type):
                 commit(self)
         return found
 
+    def load_files(
+        self,
+        load_dir,
+        tag,
+        load_module_strict=True,
+        load_optimizer_states=True,
+        load_lr_scheduler_states=True,
+        load_module_only=False,
+        custom_load_fn=None,
+    ):
+        swapper = _stage3_methods.tiered(self.optimizer)
+        if swapper is not None and not load_module_only and not self.load_universal_checkpoint():
+            # Before DeepSpeed changes anything.
+            _find_snapshot(self, swapper, load_dir, str(tag))
+        return own_load_files(
+            self,
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+
     def load_zero_checkpoint(self, load_dir, tag, *arguments, **named):
         swapper = _stage3_methods.tiered(self.optimizer)
         if swapper is None:
             return own_load(self, load_dir, tag, *arguments, **named)
-        swapper.loading = os.path.join(load_dir, str(tag), _snapshots.FOLDER)
         with _by_pages():
             return own_load(self, load_dir, tag, *arguments, **named)
 
@@ -111,6 +144,7 @@ def overrides(engine_type):
         "step": step,
         "_configure_zero_optimizer": configure_zero_optimizer,
         "load_checkpoint": load_checkpoint,
+        "_load_checkpoint": load_files,
         "_load_zero_checkpoint": load_zero_checkpoint,
         "save_checkpoint": save_checkpoint,
         "_save_zero_checkpoint": save_zero_checkpoint,
@@ -147,6 +181,36 @@ def _by_pages():
         return config.patch({"load.mmap": True})
     except (ImportError, AttributeError):
         return contextlib.nullcontext()
+
+
+def _find_snapshot(engine, swapper, load_dir, tag):
+    """Finds the snapshot of a checkpoint, if its states are in one, and commits what its load would replace."""
+    place = swapper.tiered.place
+
+    def saved_step():
+        file = engine._get_zero_ckpt_name(load_dir, tag)
+        if not os.path.exists(file):
+            return None
+        with _by_pages():
+            return engine.checkpoint_engine.load(file, map_location="cpu")["optimizer_state_dict"].get(_snapshots.ENTRY)
+
+    steps = _ranks.gathered(place.together(saved_step), place.world, place.group)
+    if any(step is not None for step in steps):
+        folder = os.path.join(load_dir, tag, _snapshots.FOLDER)
+        swapper.find_snapshot(folder, steps[place.rank], engine.global_steps, lambda: commit(engine))
+
+
+def _go_back(engine, swapper):
+    """Returns to the last commit, if a load has replaced a part of the states."""
+    tiered = swapper.tiered
+    if not tiered.mixed or tiered.apart or tiered.committed is None:
+        return
+
+    def back():
+        swapper.go_back()
+        _restore(engine, swapper)
+
+    tiered.whole(back)
 
 
 def _unless_tiered(own):

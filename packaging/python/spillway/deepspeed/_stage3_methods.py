@@ -240,19 +240,23 @@ def _checkpointing(stage3):
                 )
             return own_load(self, state_dict, load_optimizer_states)
         if not in_snapshot:
-            _refuse_swap_files(swapper, state_dict["fp32_flat_groups"], _order(self))
+            _check_masters(swapper, state_dict["fp32_flat_groups"], _order(self))
         self.loss_scaler, self.dynamic_loss_scale = state_dict["loss_scaler"], state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
         saved = state_dict["optimizer_state_dict"] if load_optimizer_states else {"state": {}, "param_groups": []}
         for group, before in zip(self.optimizer.param_groups, saved["param_groups"]):
             group.update({name: value for name, value in before.items() if name != "params"})
-        if not in_snapshot:
-            _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
-        else:
-            swapper.take_snapshot(swapper.loading, state_dict[_snapshots.ENTRY])
-            if not load_optimizer_states:
-                swapper.purge_state()
-        swapper.publish_all()
+
+        def take():
+            if not in_snapshot:
+                _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
+            else:
+                swapper.take_snapshot()
+                if not load_optimizer_states:
+                    swapper.purge_state()
+            swapper.publish_all()
+
+        swapper.tiered.whole(take)
 
     def restore_from_bit16_weights(self):
         swapper = tiered(self)
@@ -286,22 +290,29 @@ def _order(stage3):
     return sorted(range(len(stage3.fp16_groups)), key=lambda index: (groups[index], index))
 
 
-def _refuse_swap_files(swapper, masters, order):
-    """A checkpoint of DeepSpeed's own NVMe swapper has empty masters: its states are in copies of swap files."""
+def _check_masters(swapper, masters, order):
+    """Raises InvalidArgumentError if the masters of a checkpoint are those of other sub-groups. A checkpoint of DeepSpeed's own NVMe swapper
+    has empty ones: its states are in copies of swap files."""
+    if len(masters) != len(order):
+        raise InvalidArgumentError(
+            f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "
+            "number of ranks of the run that saved it"
+        )
     if any(swapper.elements[index] and not master.numel() for index, master in zip(order, masters)):
         raise InvalidArgumentError(
             "the checkpoint was saved with DeepSpeed's own NVMe swapper: its optimizer states are copies of swap files, "
             'below offloaded_tensors, which the tier does not read. Load it in a run with "enabled": false in '
             "the spillway block; save_16bit_model() there writes weights from which a new run can start"
         )
+    found, wanted = [master.numel() for master in masters], [swapper.elements[index] for index in order]
+    if found != wanted:
+        raise InvalidArgumentError(
+            f"the checkpoint has sub-groups of {found} elements, this run of {wanted}; use the model, the sub_group_size and the number "
+            "of ranks of the run that saved it"
+        )
 
 
 def _take_over(swapper, masters, states, order):
-    if len(masters) != len(order):
-        raise InvalidArgumentError(
-            f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "
-            "number of ranks of the run that saved it"
-        )
     for place, index in enumerate(order):
         state = states.get(place, {})
         swapper.give(index, masters[index], state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step"))

@@ -52,9 +52,9 @@ class TierSwapper:
         self._setting = ()
         # The bf16 weights of sub-groups whose master weights were set, until the model has these weights.
         self._belonging = {}
-        #: The snapshots of checkpoints; None: checkpoints have the states themselves. And where those of the one that is loaded are.
+        #: The snapshots of checkpoints; None: checkpoints have the states themselves. And that of the checkpoint that is loaded.
         self.snapshots = Snapshots(self._tiered, settings.snapshot_bytes_per_second) if settings.snapshot_checkpoints else None
-        self.loading = None
+        self.found = None
         #: The steps beside backward; None: a step waits for all gradients.
         self.overlap = Overlap(self, self._stage3) if settings.overlap else None
         if self.resumed and settings.split_master:
@@ -306,8 +306,8 @@ class TierSwapper:
         _native.call("spw_ds_adam_set_state", self._stage3.optimizer.opt_id, ctypes.byref(state))
         return payload
 
-    def take_snapshot(self, directory, step):
-        """Takes over and commits states, step counts and the state of DeepSpeed's arithmetic from a finished snapshot of this step."""
+    def find_snapshot(self, directory, step, at, commit):
+        """Finds a finished snapshot of this step for take_snapshot(). Commits states that have changed by commit(), at the step `at`."""
 
         def check(record):
             _check_elements(record, self.elements)
@@ -319,17 +319,37 @@ class TierSwapper:
                 )
 
         found = self.tiered.snapshot_of(directory, check)
-        if found.step != step:
-            raise InvalidArgumentError(
-                f"the snapshot {directory} is of step {found.step}, and the rest of the checkpoint of step {step}: a run was killed while "
-                "it saved another step under this tag; load another tag"
-            )
+
+        def check_step():
+            if found.step != step:
+                raise InvalidArgumentError(
+                    f"the snapshot {directory} is of step {found.step}, and the rest of the checkpoint of step {step}: a run was killed "
+                    "while it saved another step under this tag; load another tag"
+                )
+
+        self.tiered.place.together(check_step)
+        self.tiered.keep(found, at, commit)
+        self.found = found
+
+    def take_snapshot(self):
+        """Takes over and commits states, step counts and the state of DeepSpeed's arithmetic from the snapshot that was found."""
+        if self.found is None:
+            raise InvalidArgumentError("the checkpoint's optimizer states are a snapshot of a tier; load it by engine.load_checkpoint()")
         self._rest()
-        self.tiered.take(found)
+        self.tiered.take(self.found)
+        self._take_committed()
+
+    def _take_committed(self):
         self._belonging.clear()
         self.restore()
         if self.settings.split_master:
             self._get_weights()
+
+    def go_back(self):
+        """Returns to the last commit, weights included, after a load that did not end."""
+        self.tiered.rollback()
+        self._take_committed()
+        self.publish_all()
 
     def purge_state(self):
         """Resets moments and step counts; the master weights are kept."""

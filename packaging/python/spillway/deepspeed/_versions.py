@@ -28,6 +28,7 @@ _NAMES = {
     "superoffload": "SuperOffload on Spillway's speculation",
 }
 
+_LOAD = "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only custom_load_fn"
 # Parameters after `self` of each method that is replaced or called. _SOME lists those that exist only in some versions.
 _METHODS = {
     "engine": {
@@ -35,8 +36,10 @@ _METHODS = {
         "destroy": "",
         "step": "lr_kwargs",
         "_do_sanity_check": "",
-        "load_checkpoint": "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only custom_load_fn",
+        "load_checkpoint": _LOAD,
+        "_load_checkpoint": _LOAD,
         "_load_zero_checkpoint": "load_dir tag load_optimizer_states",
+        "_get_zero_ckpt_name": "checkpoints_path tag",
         "save_checkpoint": "save_dir tag client_state save_latest exclude_frozen_parameters",
         "_save_zero_checkpoint": "save_path tag",
     },

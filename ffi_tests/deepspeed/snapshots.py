@@ -176,6 +176,43 @@ def damaged_files():
     damaged("missing", 0)
 
 
+@case
+def mixed_tags():
+    from spillway.deepspeed import _snapshots
+
+    engine = make()
+    step(engine, 2)
+    # Interrupts after DeepSpeed has written the model's file.
+    for error, words in ((spillway.NoStateError, "no finished snapshot"), (spillway.InvalidArgumentError, "a save under this tag was")):
+        save(engine)
+        if error is spillway.InvalidArgumentError:
+            step(engine)
+        once(_snapshots.Snapshots, "begin", KeyboardInterrupt())
+        raises(KeyboardInterrupt, lambda: save(engine))
+        raises(error, lambda: load(engine), words)
+    before = states(engine)
+    save(engine)
+    # The same in a run that saves no snapshots.
+    other = make("other", snapshot_checkpoints=False)
+    step(other, 2)
+    once(other, "_save_zero_checkpoint", KeyboardInterrupt())
+    raises(KeyboardInterrupt, lambda: other.save_checkpoint("saved", tag="t"))
+    raises(spillway.InvalidArgumentError, lambda: load(engine), "the model of step 2 and the optimizer states of step 3")
+    assert same(states(engine), before) and engine.global_steps == 3
+    save(engine)
+    load(engine)
+    assert same(states(engine), before)
+    # A commit that is refused leaves the checkpoint of before.
+    step(engine)
+    spillway.deepspeed.client_state(engine)["function"] = print
+    raises(spillway.InvalidArgumentError, lambda: save(engine))
+    del spillway.deepspeed.client_state(engine)["function"]
+    load(engine)
+    assert same(states(engine), before)
+    other.destroy()
+    engine.destroy()
+
+
 if __name__ == "__main__":
     os.chdir(sys.argv[2])
     CASES[sys.argv[1]]()

@@ -88,5 +88,9 @@ def test_a_damaged_snapshot_leaves_the_run_as_it_was(run, both):  # noqa: F811
     run("damaged_files", **both)
 
 
+def test_an_interrupted_save_under_an_old_tag_leaves_no_mixed_checkpoint(run):
+    run("mixed_tags")
+
+
 def test_a_setting_without_effect_is_refused(refused, paths):  # noqa: F811
     assert "snapshot_bytes_per_second has no effect" in refused("--paths", *paths, "--block", '{"snapshot_bytes_per_second": 5}')

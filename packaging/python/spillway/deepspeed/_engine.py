@@ -115,6 +115,13 @@ def overrides(engine_type):
             return own_save_checkpoint(self, save_dir, tag, save_latest=save_latest, **named)
         _snapshots.check(self)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tiered = swapper.tiered
+        changed = tiered.changed or tiered.committed_step != self.global_steps
+        # All ranks commit, or none does.
+        if any(_ranks.gathered(changed, tiered.place.world, tiered.place.group)):
+            commit(self)
+        # Before DeepSpeed replaces the first file of the tag: the files of two saves must not load together.
+        swapper.snapshots.clear(os.path.join(save_dir, tag, _snapshots.FOLDER))
         # `latest` follows once the snapshot is finished.
         saved = own_save_checkpoint(self, save_dir, tag, save_latest=False, **named)
         if save_latest:
@@ -125,11 +132,6 @@ def overrides(engine_type):
         swapper = _stage3_methods.tiered(self.optimizer)
         if swapper is None or swapper.snapshots is None:
             return own_save(self, save_path, tag)
-        tiered = swapper.tiered
-        changed = tiered.changed or tiered.committed_step != self.global_steps
-        # All ranks commit, or none does.
-        if any(_ranks.gathered(changed, tiered.place.world, tiered.place.group)):
-            commit(self)
         swapper.snapshots.begin(os.path.join(save_path, str(tag), _snapshots.FOLDER))
         swapper.snapshots.saving = True
         try:
@@ -192,7 +194,16 @@ def _find_snapshot(engine, swapper, load_dir, tag):
         if not os.path.exists(file):
             return None
         with _by_pages():
-            return engine.checkpoint_engine.load(file, map_location="cpu")["optimizer_state_dict"].get(_snapshots.ENTRY)
+            step = engine.checkpoint_engine.load(file, map_location="cpu")["optimizer_state_dict"].get(_snapshots.ENTRY)
+            if step is None:
+                return None
+            of_model = engine.checkpoint_engine.load(engine._get_ckpt_name(load_dir, tag), map_location="cpu")["global_steps"]
+        if of_model != step:
+            raise InvalidArgumentError(
+                f"{os.path.join(load_dir, tag)} has the model of step {of_model} and the optimizer states of step {step}: a save under "
+                "this tag was interrupted; load another tag"
+            )
+        return step
 
     steps = _ranks.gathered(place.together(saved_step), place.world, place.group)
     if any(step is not None for step in steps):

@@ -1,8 +1,8 @@
 """Checkpoints whose optimizer states are a snapshot of the tier: "snapshot_checkpoints" in the spillway block.
 
-save_checkpoint() commits, begins a snapshot in the folder of the tag, and saves the rest as DeepSpeed does. The states are written while
-training goes on. The file `latest` names the tag once the parts of all ranks are finished: each rank that sees them all writes it. A run
-that is killed before has the `latest` of before."""
+save_checkpoint() commits, removes an older snapshot of the tag, begins a snapshot in its folder, and saves the rest as DeepSpeed does. The
+states are written while training goes on. The file `latest` names the tag once the parts of all ranks are finished: each rank that sees
+them all writes it. A run that is killed before has the `latest` of before."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ class Snapshots:
         # Also at the end of the interpreter, before the tier closes.
         self.finish = weakref.finalize(self, _finish, self._writing)
 
-    def begin(self, folder):
-        """Begins a snapshot of the last commit. A finished one in this folder is replaced."""
-        tiered, together = self._tiered, self._tiered.place.together
+    def clear(self, folder):
+        """Removes a finished snapshot of this folder in all ranks. None of its parts may count as one of the snapshot that replaces it."""
+        together = self._tiered.place.together
         together(self.wait)
-        # Before any rank begins: a part of before must not count as one of this snapshot.
-        together(lambda: _snapshot.remove(tiered.part_of(folder)))
+        together(lambda: _snapshot.remove(self._tiered.part_of(folder)))
+
+    def begin(self, folder):
+        """Begins a snapshot of the last commit, in a folder that clear() has served."""
+        tiered, together = self._tiered, self._tiered.place.together
         snapshot = together(lambda: tiered.snapshot(folder, self._bytes_per_second, None), _snapshot.Snapshot.close)
         self._writing.append(_Writing(snapshot, folder, tiered.place))
 

@@ -291,8 +291,8 @@ def _order(stage3):
 
 
 def _check_masters(swapper, masters, order):
-    """Raises InvalidArgumentError if the masters of a checkpoint are those of other sub-groups. A checkpoint of DeepSpeed's own NVMe swapper
-    has empty ones: its states are in copies of swap files."""
+    """Raises InvalidArgumentError if the masters of a checkpoint are those of other sub-groups. A checkpoint of DeepSpeed's own NVMe
+    swapper has empty ones: its states are in copies of swap files."""
     if len(masters) != len(order):
         raise InvalidArgumentError(
             f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "

@@ -213,6 +213,33 @@ def mixed_tags():
     engine.destroy()
 
 
+@case
+def interrupted_waits():
+    from spillway._snapshot import Snapshot
+
+    engine = make(snapshot_bytes_per_second=200_000)
+    step(engine)
+    engine.save_checkpoint("saved", tag="first")
+    once(Snapshot, "wait", KeyboardInterrupt())
+    raises(KeyboardInterrupt, lambda: engine.save_checkpoint("saved", tag="second"))
+    step(engine)
+    save(engine, "second")
+    load(engine, "first")
+    step(engine, 2)
+    assert same(states(engine), of_host(3))
+    engine.save_checkpoint("saved", tag="third")
+    once(Snapshot, "wait", KeyboardInterrupt())
+    raises(KeyboardInterrupt, engine.destroy)
+    engine.destroy()
+    engine.destroy()
+    with open("saved/latest") as latest:
+        assert latest.read() == "third"
+    engine = make(seed=3)
+    load(engine, "third")
+    assert same(states(engine), of_host(3))
+    engine.destroy()
+
+
 if __name__ == "__main__":
     os.chdir(sys.argv[2])
     CASES[sys.argv[1]]()

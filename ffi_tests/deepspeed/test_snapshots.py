@@ -92,5 +92,9 @@ def test_an_interrupted_save_under_an_old_tag_leaves_no_mixed_checkpoint(run):
     run("mixed_tags")
 
 
+def test_an_interrupted_wait_leaves_the_snapshot_going(run):
+    run("interrupted_waits")
+
+
 def test_a_setting_without_effect_is_refused(refused, paths):  # noqa: F811
     assert "snapshot_bytes_per_second has no effect" in refused("--paths", *paths, "--block", '{"snapshot_bytes_per_second": 5}')

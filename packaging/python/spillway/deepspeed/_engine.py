@@ -38,6 +38,10 @@ def overrides(engine_type):
         _refuse_what_is_not_served(self)
 
     def destroy(self, *arguments, **named):
+        swapper = _stage3_methods.tiered(getattr(self, "optimizer", None))
+        if swapper is not None and swapper.snapshots is not None:
+            # After an interrupt of this wait the engine can be used and destroyed.
+            swapper.snapshots.rest()
         try:
             own_destroy(self, *arguments, **named)
         finally:

@@ -6,11 +6,12 @@ them all writes it. A run that is killed before has the `latest` of before."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 
 from .. import _snapshot
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, SpillwayError
 
 #: The folder of the snapshot in that of the tag, and the entry of a checkpoint's optimizer states that says so.
 FOLDER, ENTRY = "spillway-snapshot", "spillway_snapshot"
@@ -31,7 +32,7 @@ class Snapshots:
         # The one that is being written.
         self._writing: list[_Writing] = []
         # Also at the end of the interpreter, before the tier closes.
-        self.finish = weakref.finalize(self, _finish, self._writing)
+        weakref.finalize(self, _finish, self._writing)
 
     def clear(self, folder):
         """Removes a finished snapshot of this folder in all ranks. None of its parts may count as one of the snapshot that replaces it."""
@@ -59,6 +60,12 @@ class Snapshots:
         """Waits for the end of a snapshot; raises its error."""
         _finish(self._writing)
 
+    def rest(self):
+        """Waits for the end of a snapshot, whose error wait() raises."""
+        for writing in self._writing:
+            with contextlib.suppress(SpillwayError):
+                writing.snapshot.wait()
+
 
 class _Writing:
     def __init__(self, snapshot, folder, place):
@@ -68,8 +75,7 @@ class _Writing:
     def finish(self):
         if os.getpid() != self._process:
             return
-        with self.snapshot as snapshot:
-            snapshot.wait()
+        self.snapshot.wait()
         if self.latest is None or not _snapshot.is_finished(self._folder, self._place.world):
             return
         file, tag = self.latest
@@ -84,7 +90,19 @@ class _Writing:
 
 def _finish(writing):
     while writing:
-        writing.pop(0).finish()
+        first = writing[0]
+        try:
+            first.finish()
+        except (SpillwayError, OSError):
+            _end(writing, first)
+            raise
+        # After an interrupt it goes on, and the next call waits for it.
+        _end(writing, first)
+
+
+def _end(writing, first):
+    writing.remove(first)
+    first.snapshot.close()
 
 
 def check(engine):

@@ -75,7 +75,7 @@ class TierSwapper:
         _swappers.discard(self)
         try:
             if self.snapshots is not None:
-                self.snapshots.finish()
+                self.snapshots.wait()
         finally:
             self._tiered.close()
 

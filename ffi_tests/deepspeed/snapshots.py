@@ -240,6 +240,25 @@ def interrupted_waits():
     engine.destroy()
 
 
+@case
+def masters_only():
+    engine = make()
+    step(engine, 2)
+    save(engine)
+    engine.optimizer.optimizer_swapper.purge_state()
+    before = states(engine)
+    other = make("other", seed=3)
+    step(other)
+    load(other, load_optimizer_states=False)
+    assert other.global_steps == 2 and same(states(other), before)
+    assert same(before[: 4 * 6 : 4], of_host(2)[: 4 * 6 : 4]) and not any(moment.any() for moment in before[1 : 4 * 6 : 4])
+    step(engine)
+    step(other)
+    assert same(states(other), states(engine))
+    engine.destroy()
+    other.destroy()
+
+
 if __name__ == "__main__":
     os.chdir(sys.argv[2])
     CASES[sys.argv[1]]()

@@ -96,5 +96,9 @@ def test_an_interrupted_wait_leaves_the_snapshot_going(run):
     run("interrupted_waits")
 
 
+def test_a_load_without_optimizer_states_keeps_the_masters(run):
+    run("masters_only")
+
+
 def test_a_setting_without_effect_is_refused(refused, paths):  # noqa: F811
     assert "snapshot_bytes_per_second has no effect" in refused("--paths", *paths, "--block", '{"snapshot_bytes_per_second": 5}')

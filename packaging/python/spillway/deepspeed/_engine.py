@@ -91,9 +91,11 @@ def overrides(engine_type):
         custom_load_fn=None,
     ):
         swapper = _stage3_methods.tiered(self.optimizer)
-        if swapper is not None and not load_module_only and not self.load_universal_checkpoint():
+        if swapper is not None and not (load_module_only and load_optimizer_states) and not self.load_universal_checkpoint():
             # Before DeepSpeed changes anything.
             _find_snapshot(self, swapper, load_dir, str(tag))
+            # Without the states, DeepSpeed would look for the masters in the optimizer's file.
+            load_optimizer_states = load_optimizer_states or swapper.found is not None
         return own_load_files(
             self,
             load_dir,

@@ -248,20 +248,20 @@ def _checkpointing(stage3):
             group.update({name: value for name, value in before.items() if name != "params"})
 
         def take():
-            if not in_snapshot:
-                _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
-            else:
-                swapper.take_snapshot()
-                if not load_optimizer_states:
-                    swapper.purge_state()
+            _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
             swapper.publish_all()
 
-        swapper.tiered.whole(take)
+        if in_snapshot:
+            swapper.take_snapshot(load_optimizer_states)
+        else:
+            swapper.tiered.whole(take)
 
     def restore_from_bit16_weights(self):
         swapper = tiered(self)
         if swapper is None:
             return own_restore(self)
+        if swapper.found is not None:
+            return swapper.take_snapshot(False)
         for index, flat in enumerate(self.fp16_partitioned_groups_flat):
             if flat is None:
                 raise NotImplementedError(

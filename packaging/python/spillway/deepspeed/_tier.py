@@ -331,13 +331,21 @@ class TierSwapper:
         self.tiered.keep(found, at, commit)
         self.found = found
 
-    def take_snapshot(self):
-        """Takes over and commits states, step counts and the state of DeepSpeed's arithmetic from the snapshot that was found."""
+    def take_snapshot(self, with_moments):
+        """Takes over and commits states, step counts and the state of DeepSpeed's arithmetic from the snapshot that was found. Without
+        moments, these and the step counts are zero then. The model has the weights."""
         if self.found is None:
             raise InvalidArgumentError("the checkpoint's optimizer states are a snapshot of a tier; load it by engine.load_checkpoint()")
-        self._rest()
-        self.tiered.take(self.found)
-        self._take_committed()
+
+        def take():
+            self._rest()
+            self.tiered.take(self.found)
+            self._take_committed()
+            if not with_moments:
+                self.purge_state()
+            self.publish_all()
+
+        self.tiered.whole(take)
 
     def _take_committed(self):
         self._belonging.clear()

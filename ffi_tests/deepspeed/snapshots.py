@@ -154,7 +154,7 @@ def damaged(how, last, **block):
         engine.destroy()
         engine = make("new", **block)
         step(engine, 2)
-    step(engine, 2)
+    step(engine, last or 2)
     before = states(engine)
     raises(spillway.TierError, lambda: load(engine))
     assert engine.global_steps == 4 and same(states(engine), before)
@@ -167,6 +167,7 @@ def damaged(how, last, **block):
 def damaged_content():
     for split in (False, True):
         damaged("changed", 2, split_master=split)
+    damaged("changed", 2, overlap=True)
     damaged("changed", 0)
 
 

@@ -138,6 +138,134 @@ False 3
     )
 
 
+#: An engine with a clipping that some steps need, its training, and all that it leaves.
+TRAINING = """
+import sys, threading
+import train, superoffload
+train.become_single_rank()
+import deepspeed, spillway, torch
+superoffload.allow_the_cpu()
+
+
+def engine(verdict):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "steps_per_print": 1 << 30, "gradient_clipping": 1.0,
+              "zero_optimization": {"stage": 3, "sub_group_size": 280,
+                                    "offload_optimizer": {"device": "cpu", "super_offload": True}},
+              "spillway": {"superoffload": {"verdict": verdict}}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def step(made, number):
+    batch = torch.randn(2, 16, generator=torch.Generator().manual_seed(number)).bfloat16()
+    loss = made(batch).float().square().mean() * (0.1 if number % 3 else 9.0)
+    made.backward(loss)
+    made.step()
+    return loss.item()
+
+
+def left(made):
+    spillway.deepspeed.settle(made)
+    states = [made.optimizer.optimizer.state[master] for master in made.optimizer.fp32_partitioned_groups_flat]
+    found = [torch.cat([state["exp_avg"], state["exp_avg_sq"]]).clone() for state in states]
+    found += [master.clone() for master in made.optimizer.fp32_partitioned_groups_flat]
+    found += [param.ds_tensor.clone() for param in made.module.parameters()]
+    return [float(state["step"]) for state in states], found
+
+
+def same(one, other):
+    return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+"""
+
+
+def test_a_completion_that_an_interrupt_ends_anywhere_is_completed_by_the_next_call(run_forked):
+    found = run_forked(
+        TRAINING
+        + """
+OWN = ("_superoffload.py", "_rounds.py", "speculate.py", "_after_events.py", "_native_handle.py")
+
+
+def interrupted_at(line, call):
+    # Raises at a line of this part of Spillway, as a signal handler does. False if there are fewer lines.
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith(OWN):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+plain, later = engine("step"), engine("forward")
+number = hits = 0
+for factor in (0, 1):  # of each three steps, one is clipped
+    line = 1
+    while True:
+        for _ in range(1 + factor):
+            losses = step(plain, number), step(later, number)
+            number += 1
+        assert losses[0] == losses[1], number
+        if not interrupted_at(line, lambda: spillway.deepspeed.settle(later)):
+            break
+        hits, line = hits + 1, line + 1
+print(hits > 100, same(left(plain), left(later)), spillway.deepspeed.active()["superoffload"]["redos"] > 10)
+later.destroy(), plain.destroy()
+""",
+        HERE,
+    )
+    assert found == "True True True\n"
+
+
+@pytest.mark.parametrize("verdict", ["step", "forward"])
+def test_a_thread_that_reads_masters_changes_no_bits(run_forked, verdict):
+    found = run_forked(
+        TRAINING
+        + f"""
+plain, watched = engine("step"), engine("{verdict}")
+"""
+        + """
+ended, reads, errors = threading.Event(), [0], []
+
+
+def read():
+    while not ended.wait(0.0005):
+        try:
+            deepspeed.utils.safe_get_local_fp32_param(watched.module[0].weight)
+            reads[0] += 1
+        except BaseException as error:
+            errors.append(error)
+
+
+readers = [threading.Thread(target=read) for _ in range(2)]
+for reader in readers:
+    reader.start()
+losses = [[step(made, number) for number in range(60)] for made in (watched, plain)]
+ended.set()
+for reader in readers:
+    reader.join()
+print(losses[0] == losses[1], same(left(plain), left(watched)), reads[0] > 20, errors)
+watched.destroy(), plain.destroy()
+""",
+        HERE,
+    )
+    assert found == "True True True []\n"
+
+
 def test_the_optimizer_refuses_what_it_cannot_do(run_forked):
     assert (
         run_forked("""

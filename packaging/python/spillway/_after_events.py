@@ -14,6 +14,8 @@ class AfterEvents:
         self._name = name
         self._thread: ThreadPoolExecutor | None = None
         self._begun: list[Future[Any]] = []
+        # True from the begin of a forget() to its end, which a signal handler may keep it from.
+        self._ending = False
 
     def call(self, events: Sequence[Any], function: Callable[..., Any], *arguments: Any) -> None:
         """Calls a function after `synchronize()` of each event has returned; without events at once, after the earlier calls."""
@@ -21,6 +23,8 @@ class AfterEvents:
             self.wait()
             function(*arguments)
             return
+        if self._ending:
+            self.forget()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, self._name)
         self._begun.append(self._thread.submit(_after, events, function, arguments))
@@ -34,10 +38,12 @@ class AfterEvents:
     def forget(self) -> None:
         """Waits for all calls, also for one whose `call` a signal handler has ended; an error of one is that of what does not happen."""
         if self._thread is not None:
+            self._ending = True
             # Not by one more call: the garbage collector may have ended the thread, and shutdown() returns then too.
             self._thread.shutdown()
             self._thread = None
         self._begun.clear()
+        self._ending = False
 
     def close(self) -> None:
         """Ends the thread."""

@@ -162,9 +162,9 @@ class _NativeHandle:
         self._through(lambda handle: record(outcome, function, handle, *arguments))
         _native.check(outcome[0])
 
-    def _counted(self, count: Callable[[], object], function: str, *arguments: Any) -> None:
-        """As `_call`, and calls count() if the call has succeeded, also if a signal handler raises after it."""
-        outcome: list[int] = []
+    def _counted(self, count: Callable[[], object], function: str, *arguments: Any, outcome: list[int] | None = None) -> None:
+        """As `_recorded`, and calls count() if the call has succeeded, also if a signal handler raises after it."""
+        outcome = [] if outcome is None else outcome
         try:
             self._recorded(outcome, function, *arguments)
         finally:

@@ -262,7 +262,7 @@ class Speculation(_NativeHandle):
             total: The StepStats of all ranks: any `nonfinite`, the sum of `sum_squares`."""
         stats = _abi.sized(_abi.StepStats)
         stats.nonfinite, stats.sum_squares = int(total[0]), total[1]
-        return self._resolved("spw_spec_resolve", ctypes.byref(stats))
+        return self._resolved([], "spw_spec_resolve", ctypes.byref(stats))
 
     def resolve_as(self, verdict: str, grad_scale: float = 1.0) -> Outcome:
         """Gives the caller's own verdict; returns its Outcome at once.
@@ -270,9 +270,13 @@ class Speculation(_NativeHandle):
         Args:
             verdict: "commit", "skip" or "redo".
             grad_scale: Gradient factor of "redo"."""
+        return self._resolve_as([], verdict, grad_scale)
+
+    def _resolve_as(self, status: list[int], verdict: str, grad_scale: float) -> Outcome:
+        """As resolve_as(), and appends the status of the call to `status`, also if a signal handler raises after the call."""
         if verdict not in VERDICTS:
             raise InvalidArgumentError(f"Speculation.resolve_as: verdict is {verdict!r}; pass one of {', '.join(VERDICTS)}")
-        return self._resolved("spw_spec_resolve_as", VERDICTS.index(verdict), grad_scale)
+        return self._resolved(status, "spw_spec_resolve_as", VERDICTS.index(verdict), grad_scale)
 
     def abort(self) -> None:
         """Rolls an open round back, whatever was submitted, and waits until that is done. A bucket that had failed is no error: its step
@@ -334,10 +338,10 @@ class Speculation(_NativeHandle):
             self._held.clear()
             self._destinations.clear()
 
-    def _resolved(self, function: str, *arguments: Any) -> Outcome:
+    def _resolved(self, status: list[int], function: str, *arguments: Any) -> Outcome:
         found = _abi.sized(_abi.SpecOutcome)
         count = counter([] if self._optimizer is None else [self._optimizer])
-        self._counted(lambda: VERDICTS[found.verdict] != "skip" and count(), function, *arguments, ctypes.byref(found))
+        self._counted(lambda: VERDICTS[found.verdict] != "skip" and count(), function, *arguments, ctypes.byref(found), outcome=status)
         return Outcome(VERDICTS[found.verdict], found.norm, found.grad_scale, found.rolled_back)
 
 

@@ -55,6 +55,8 @@ class SuperOffloadCPUOptimizer:
         self._engine: Any = None
         self._closed, self._open = False, False
         self._calls, self._submitted = {}, set()
+        # The status of the library's call with the verdict.
+        self._given = []
         self._starting = AfterEvents("spillway-superoffload")
 
     def begin(self, optimizer_id, calls, loss_scale, max_norm):
@@ -73,6 +75,7 @@ class SuperOffloadCPUOptimizer:
         self._optimizer_id, self._calls, self._scale = optimizer_id, dict(calls), _float(1.0 / loss_scale)
         self._found, self._after = self._powers.plan(optimizer_id, calls)
         self._submitted.clear()
+        self._given = []
         self._open = True
 
     @property
@@ -114,10 +117,13 @@ class SuperOffloadCPUOptimizer:
         )
 
     def resolve(self, factor):
-        """Keeps the steps if they used the gradient factor `factor`; otherwise redoes all of them with it."""
-        self._starting.wait()
-        self._engine.local_result()
-        self._engine.resolve_as("commit" if factor == self._scale else "redo", factor)
+        """Keeps the steps if they used the gradient factor `factor`; otherwise redoes all of them with it. After an interrupt it is called
+        again."""
+        if self._given != [0]:
+            self._starting.wait()
+            self._engine.local_result()
+            self._given = []
+            self._engine._resolve_as(self._given, "commit" if factor == self._scale else "redo", factor)
         _restore(self._optimizer_id, self._after)
         self._open = False
 

@@ -22,12 +22,33 @@ and their verdict, and the new weights. Stage 3 uses weights after a gather only
 
 import contextlib
 import functools
+import threading
 import weakref
 
 from ..errors import InvalidArgumentError, SpillwayError
 from . import _rounds, _stage3
 
 _MASTERS = "fp32_partitioned_groups_flat"
+
+
+class _Due:
+    """A step that is not complete: the factor of its gradients, its tensors, and the step count of each sub-group after it."""
+
+    def __init__(self, factor, versions, counts, gradients):
+        self.factor, self.versions, self.counts, self._gradients = factor, versions, counts, gradients
+        # The number of gradients that are scaled, and the version counter of the next one before that.
+        self._scaled, self._before = 0, None
+
+    def scale_gradients(self):
+        """Scales the gradients like DeepSpeed, which leaves them scaled: a parameter without a new gradient reuses its old one. After an
+        interrupt it is called again, and scales the rest."""
+        while self.factor != 1.0 and self._scaled < len(self._gradients):
+            gradient = self._gradients[self._scaled]
+            if self._before is None:
+                self._before = gradient._version
+            if gradient._version == self._before:
+                gradient.mul_(self.factor)
+            self._scaled, self._before = self._scaled + 1, None
 
 
 class _Window:
@@ -41,8 +62,10 @@ class _Window:
             raise InvalidArgumentError(f'spillway.superoffload: verdict is "forward", and {self._reason}')
         _watch(stage3)
         self._stage3 = weakref.ref(stage3)
-        # The factor of the gradients in a step that is not complete, and its tensors; and if its persistent parameters are not gathered.
-        self._due, self._due_versions, self._ungathered = None, {}, False
+        # Held while masters, states or gradients are used: another thread that reads them waits.
+        self.lock = threading.RLock()
+        # The step that is not complete, and if its persistent parameters are not gathered.
+        self._due, self._ungathered = None, False
         if self._later:
             _watch_gathers(stage3)
             self._rounds.before_close = weakref.WeakMethod(self.complete)
@@ -63,10 +86,11 @@ class _Window:
     def interrupt(self):
         """Completes the last step, and aborts the round, because other code may read or change the state; all sub-groups then step in
         step()."""
-        self.complete()
-        if self._arrived:
-            self._rounds.abort()
-            self._waits = True
+        with self.lock:
+            self.complete()
+            if self._arrived:
+                self._rounds.abort()
+                self._waits = True
 
     def changing(self, stage3, params):
         """Called before gradients of these parameters change."""
@@ -114,7 +138,9 @@ class _Window:
         """Steps the remaining sub-groups. The norm is known, and the gradients are multiplied by `factor`."""
         for sub_group in self._rounds.missing():
             self._submit(stage3, sub_group, getattr(stage3, _MASTERS)[sub_group].grad)
-        self._due, self._due_versions = factor, self._versions
+        gradients = [getattr(stage3, _MASTERS)[sub_group].grad for sub_group in self._sub_groups]
+        counts = {sub_group: int(_state(stage3, sub_group)["step"]) + 1 for sub_group in self._sub_groups}
+        self._due = _Due(factor, self._versions, counts, gradients)
         if self._later:
             _rounds.count("deferred")
         else:
@@ -126,27 +152,28 @@ class _Window:
         return self._later
 
     def complete(self):
-        """Gives the verdict of the last step, and the model this rank's new weights."""
-        if self._due is None:
-            return
+        """Gives the verdict of the last step, and the model this rank's new weights. A signal handler may end it anywhere: it is called
+        again, and repeats only what changes nothing more."""
+        with self.lock:
+            if self._due is not None and (stage3 := self._stage3()) is not None:
+                self._complete(stage3, self._due)
+
+    def _complete(self, stage3, due):
         import torch
 
-        stage3 = self._stage3()
-        if stage3 is None:
-            return
         # The next forward may be one of an evaluation, whose tensors are of no use in training.
         with _inside(stage3), torch.inference_mode(False), torch.no_grad():
             try:
                 if self._rounds.is_open:
-                    if changed := _changed(stage3, self._due_versions):
+                    if changed := _changed(stage3, due.versions):
                         raise InvalidArgumentError(
                             f"SuperOffload: a tensor of sub-group {changed[0]} was written or replaced after step(), which the next "
                             "forward was to complete; the step was rolled back, and the tensor may have the values from before the "
                             "write. Call spillway.deepspeed.settle(engine) before such a write"
                         )
-                    self._rounds.resolve(self._due)
-                    for sub_group in self._sub_groups:
-                        _state(stage3, sub_group)["step"] += 1
+                    self._rounds.resolve(due.factor)
+                for sub_group, count in due.counts.items():
+                    _set_count(_state(stage3, sub_group), count)
                 for sub_group in self._sub_groups:
                     self._rounds.wait(sub_group)
                     self._publish(stage3, sub_group)
@@ -155,11 +182,11 @@ class _Window:
                 for event in copies():
                     event.synchronize()
             except SpillwayError:
-                self._due, self._due_versions = None, {}
+                self._due = None
                 self._rounds.abort()
                 raise
-            _scale_gradients(stage3, self._sub_groups, self._due)
-            self._due, self._due_versions = None, {}
+            due.scale_gradients()
+            self._due = None
 
     @contextlib.contextmanager
     def without_gather(self, stage3):
@@ -226,9 +253,9 @@ def overrides(stage3):
 
     def partition_grads(self, params_to_release, grad_partitions):
         window = _window(self)
-        window.complete()
-        window.changing(self, params_to_release)
         with _inside(self):
+            window.complete()
+            window.changing(self, params_to_release)
             # Not SuperOffload's own method, which hands complete gradients to the worker process.
             buffers = super(stage3, self).partition_grads(params_to_release, grad_partitions)
             if self.is_gradient_accumulation_boundary():
@@ -237,8 +264,9 @@ def overrides(stage3):
 
     def cleanup(self):
         if self.overflow:
-            self.superoffload_cpu_optimizer.abort()
-            _window(self).end()
+            with _inside(self):
+                self.superoffload_cpu_optimizer.abort()
+                _window(self).end()
         return own_cleanup(self)
 
     def step(self, scaled_global_grad_norm, timer_names):
@@ -334,7 +362,7 @@ def _masters():
 
     def get(self):
         window = _window_of(self)
-        if window is not None and not self.__dict__.get("_spillway_inside"):
+        if window is not None and self.__dict__.get("_spillway_inside") != threading.get_ident():
             window.interrupt()
         try:
             return self.__dict__[_MASTERS]
@@ -355,7 +383,7 @@ def _watch(stage3):
     def get(self):
         watched = owner()
         window = None if watched is None else _window_of(watched)
-        if window is not None and not watched.__dict__.get("_spillway_inside"):
+        if window is not None and watched.__dict__.get("_spillway_inside") != threading.get_ident():
             window.interrupt()
         return self.__dict__["state"]
 
@@ -375,11 +403,13 @@ def _window(stage3):
 
 @contextlib.contextmanager
 def _inside(stage3):
-    before, stage3._spillway_inside = stage3.__dict__.get("_spillway_inside", False), True
-    try:
-        yield
-    finally:
-        stage3._spillway_inside = before
+    """While it is open, this thread alone uses masters and states, without an end of the round."""
+    with _window(stage3).lock:
+        before, stage3._spillway_inside = stage3.__dict__.get("_spillway_inside"), threading.get_ident()
+        try:
+            yield
+        finally:
+            stage3._spillway_inside = before
 
 
 def _unfit(stage3):
@@ -411,12 +441,14 @@ def _changed(stage3, versions):
     return [group for group, before in versions.items() if _versions_of(stage3, group) != before]
 
 
-def _scale_gradients(stage3, sub_groups, factor):
-    """Scales the gradients like DeepSpeed, which leaves them scaled: a parameter without a new gradient reuses its old
-    one."""
-    if factor != 1.0:
-        for sub_group in sub_groups:
-            getattr(stage3, _MASTERS)[sub_group].grad.mul_(factor)
+def _set_count(state, count):
+    """Sets the step count of a sub-group, a number or a tensor."""
+    import torch
+
+    if isinstance(state["step"], torch.Tensor):
+        state["step"].fill_(count)
+    else:
+        state["step"] = count
 
 
 def copies():

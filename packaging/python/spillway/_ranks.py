@@ -85,7 +85,7 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
 
 
 def _common(everyone: list[list[tier.Steps]], cure: str) -> int | None:
-    """The one step at which all ranks can resume; None is a new run. A rank can start anew if it has a tier with no
+    """The newest step at which all ranks can resume; None is a new run. A rank can start anew if it has a tier with no
     commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
     choices = [
         {steps.last} | ({None} if steps.first else {steps.before} - {None}) if steps.exists else set()
@@ -93,14 +93,15 @@ def _common(everyone: list[list[tier.Steps]], cure: str) -> int | None:
         for steps in ranks
     ]
     common = set.intersection(*choices)
-    if len(common) != 1:
+    if not common:
         nothing = [rank for rank, ranks in enumerate(everyone) if not all(steps.exists for steps in ranks)]
         found = f"; ranks {nothing} found no tier of their own, because a path is missing or the host has another name" if nothing else ""
         raise InvalidArgumentError(
             f"the ranks have no committed step in common: their last steps are {[steps.last for ranks in everyone for steps in ranks]}"
             f"{found}; {cure}"
         )
-    return common.pop()
+    # Two of them: some ranks have returned to the step before the last one, and others have not.
+    return max((step for step in common if step is not None), default=None)
 
 
 def _forget(settings: Any, rank: int) -> None:

@@ -33,6 +33,8 @@ _MAGIC = b"spillway.tiered 1\n"
 _LENGTH = struct.Struct("<Q")
 #: Most bytes that a commit of the library stores.
 _MOST_COMMITTED = 1 << 20
+#: The fact of a record that tells commits of one step apart. All processes have the same one.
+_IDENTITY = "identity"
 
 
 class Place(NamedTuple):
@@ -193,12 +195,14 @@ class Tiered:
         self._handles = Handles(opened, close_tier)
         weakref.finalize(self, Handles.close, self._handles)
 
-        def begin() -> None:
+        def read() -> None:
             opened._user = user
             if opened.opened.step is not None:
                 self.committed = Record.unpacked(opened.opened.payload, by)
                 if self.committed is None:
                     raise InvalidArgumentError(foreign)
+
+        def begin() -> None:
             try:
                 self._handles.swap = update(opened, self.committed)
             except SpillwayError as error:
@@ -209,11 +213,28 @@ class Tiered:
             self._handles.swap._user = user
 
         try:
+            place.together(read)
+            self._check_one_commit(opened.opened.step, cure)
+            #: Random, and the same in all processes.
+            self._opening = _ranks.gathered(os.urandom(8).hex(), place.world, place.group)[0]
             place.together(begin)
         except BaseException:
             self._handles.close()
             raise
         self.resumed_step = self.committed_step = opened.opened.step
+
+    def _record(self, facts: dict[str, Any], payload: bytes) -> Record:
+        """The record of the next commit."""
+        return Record(self.by, {**facts, _IDENTITY: f"{self._opening}-{self.commits}"}, payload)
+
+    def _check_one_commit(self, step: int | None, cure: str) -> None:
+        """Raises an error if the processes have different commits of one step: one of them was killed while it committed a step again."""
+        own = None if self.committed is None else self.committed.facts.get(_IDENTITY)
+        if len(set(_ranks.gathered(own, self.place.world, self.place.group))) > 1:
+            raise InvalidArgumentError(
+                f"{self._user}: the processes have different commits of step {step}, because not all of them could commit when the step "
+                f"was committed again; {cure}"
+            )
 
     @property
     def tier(self) -> Tier:
@@ -257,12 +278,12 @@ class Tiered:
 
     def room(self, facts: dict[str, Any]) -> int:
         """Bytes that the payload of a commit with these facts may have."""
-        return _MOST_COMMITTED - len(Record(self.by, facts).packed())
+        return _MOST_COMMITTED - len(self._record(facts, b"").packed())
 
     def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> None:
         """Makes the states durable; returns after all processes have committed."""
         self.check()
-        record = Record(self.by, facts, payload)
+        record = self._record(facts, payload)
         self._committing(step, record, lambda status: self.swap._commit(step, record.packed(), status))
 
     def _committing(self, step: int, record: Record, work: Callable[[list[int]], object]) -> None:
@@ -401,15 +422,15 @@ class Tiered:
         """Raises TierError if the processes are apart, and OutOfOrderError after a whole() that did not end, except with `also_mixed`.
         Takes over the record of a commit first."""
         self.settle()
-        if self.mixed and not also_mixed and not self.closed:
-            raise OutOfOrderError(
-                f"{self._user}: a rollback, restore or load was interrupted, so states and parameters may be of two steps; call "
-                "rollback(), or restore or load again"
-            )
         if self.apart:
             raise TierError(
                 f"{self._user}: a step was committed by some processes, and others could not commit it; close the {self._user} of "
                 "all processes and make it again: all resume at the step that they have in common"
+            )
+        if self.mixed and not also_mixed and not self.closed:
+            raise OutOfOrderError(
+                f"{self._user}: a rollback, restore or load was interrupted, so states and parameters may be of two steps; call "
+                "rollback(), or restore or load again"
             )
 
     def rollback(self) -> None:

@@ -6,7 +6,7 @@ import zlib
 import pytest
 
 import spillway
-from spillway import Swap, _native, tiered
+from spillway import Swap, _native, _ranks, tiered
 
 
 def opened(by="one", job="j", paths=(None,), **options):
@@ -28,7 +28,7 @@ def test_ctrl_c_that_arrives_while_the_library_commits(monkeypatch):
         states.commit(7, {"count": 1}, b"step 7")
     monkeypatch.undo()
     assert (states.commits, states.committed_step, states.changed) == (1, 7, False)
-    assert states.committed == ("one", {"count": 1}, b"step 7")
+    assert (states.committed.by, states.committed.facts["count"], states.committed.payload) == ("one", 1, b"step 7")
     states.close()
 
 
@@ -66,10 +66,12 @@ def test_a_payload_fills_the_room_that_the_facts_leave(tmp_path):
     states, facts = opened(paths=[tmp_path]), {"elements": list(range(1000))}
     with pytest.raises(spillway.SpillwayError):
         states.commit(1, facts, bytes(states.room(facts) + 1))
-    states.commit(2, facts, bytes(states.room(facts)))
+    room = states.room(facts)
+    states.commit(2, facts, bytes(room))
     states.close()
     again = opened(paths=[tmp_path])
-    assert again.resumed_step == 2 and again.committed == ("one", facts, bytes(again.room(facts)))
+    assert again.resumed_step == 2 and again.committed.by == "one" and again.committed.payload == bytes(room)
+    assert {**again.committed.facts, **facts} == again.committed.facts
     again.close()
     with pytest.raises(spillway.InvalidArgumentError, match="another program committed"):
         opened("other", paths=[tmp_path])
@@ -148,3 +150,28 @@ def test_facts_that_no_commit_writes_are_no_record(name):
 def test_facts_that_could_not_be_read_are_not_committed():
     with pytest.raises(ValueError):
         tiered.Record("one", {"count": math.nan}).packed()
+
+
+@pytest.mark.parametrize("last, before, step", [((6, 6), (3, 3), 6), ((3, 6), (6, 3), 6), ((3, 6), (None, 3), 3), ((9, 6), (6, 3), 6)])
+def test_ranks_resume_at_the_newest_step_that_all_have(monkeypatch, last, before, step):
+    everyone = [(spillway.tier.Steps(*steps, False, True),) for steps in zip(last, before)]
+    monkeypatch.setattr(_ranks, "gathered", lambda value, *_: everyone if isinstance(value, list) else [None] * 2)
+    monkeypatch.setattr(_ranks.tier, "steps", lambda *_, **__: everyone[0][0])
+    place = tiered.Place([spillway.tier.TierPath(None)], "j", world=2)
+    assert _ranks.agreed([place], 0, 2, "begin anew") == step
+
+
+def test_different_commits_of_one_step_are_refused(monkeypatch, tmp_path):
+    (tmp_path / "tier").mkdir()
+    states = opened(paths=[tmp_path / "tier"])
+    states.changes()
+    states.commit(6, {})
+    first = states.committed.facts
+    states.commit(6, {})
+    assert first != states.committed.facts
+    states.close()
+    monkeypatch.setattr(_ranks, "gathered", lambda value, *_: [value, "another"] if isinstance(value, str) else [value])
+    with pytest.raises(spillway.InvalidArgumentError, match="different commits of step 6"):
+        opened(paths=[tmp_path / "tier"])
+    monkeypatch.undo()
+    opened(paths=[tmp_path / "tier"]).close()

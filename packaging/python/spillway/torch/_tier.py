@@ -232,13 +232,14 @@ class TierHome(Home):
                 self._beside.stop()
             try:
                 self.tiered.take(found)
-            finally:
-                if self._beside is not None:
-                    self._beside.reset()
-                committed = self.tiered.committed
-                # After an error those of the last commit.
-                if committed is not None and not self.tiered.apart:
-                    self.tiered.whole(lambda: self.on_tier.restore(states, committed))
+            except BaseException:
+                # After an error the states are those of the last commit.
+                if self.tiered.committed is not None and not self.tiered.apart:
+                    self.rollback(states)
+                raise
+            if self._beside is not None:
+                self._beside.reset()
+            self.on_tier.restore(states, found.record)
 
         self.tiered.whole(take)
         self.payload = found.record.payload

@@ -39,6 +39,8 @@ use crate::sys::private_files;
 pub struct Source {
     path: PathBuf,
     origin: Option<Origin>,
+    /// True for an export that left out extents.
+    partial: bool,
     extents: Vec<SourceExtent>,
 }
 
@@ -107,7 +109,7 @@ impl Source {
             }
         };
         let extents = described(&manifest, stream)?;
-        Ok(Source { origin: Some(origin(manifest, &place)?), extents, path })
+        Ok(Source { partial: manifest.partial, origin: Some(origin(manifest, &place)?), extents, path })
     }
 
     fn of_file(path: PathBuf) -> Result<Source> {
@@ -121,7 +123,7 @@ impl Source {
                 Ok(SourceExtent { name, streams: vec![SourceStream { file, at, bytes, checksum: None }] })
             };
             let extents = tensors.into_iter().map(extent).collect::<Result<_>>()?;
-            return Ok(Source { origin: None, extents, path });
+            return Ok(Source { origin: None, partial: true, extents, path });
         };
         let stream = |name: &str, bytes: u64| match tensors.get(name).map(place) {
             Some(found) if found.2 == bytes => Ok(found),
@@ -131,7 +133,7 @@ impl Source {
             )),
         };
         let extents = described(&manifest, stream)?;
-        Ok(Source { origin: Some(origin(manifest, &path)?), extents, path })
+        Ok(Source { partial: manifest.partial, origin: Some(origin(manifest, &path)?), extents, path })
     }
 
     /// Where the state comes from; `None` for a safetensors file that no export wrote.
@@ -183,8 +185,8 @@ impl Tier {
     /// with the same name must have the same streams; other extents stay as they are. After an error the tier is rolled
     /// back to its last commit.
     ///
-    /// `selection` has no range. If it takes all of an export, step and payload are those of the export. Else they are
-    /// those of the last commit, if there is one.
+    /// `selection` has no range. If it takes all of an export that left out nothing, step and payload are those of the
+    /// export. Else they are those of the last commit, if there is one.
     pub fn import(&self, from: &Path, selection: &Selection) -> Result<u64> {
         let source = Source::open(from, self.options.io.io_timeout)?;
         self.import_from(&source, selection, &|_| Ok(()))
@@ -195,7 +197,8 @@ impl Tier {
         let (last, own) = self.state.lock().catalog.last_commit();
         let exported = source.origin.as_ref().map(|origin| (origin.step, origin.payload.clone()));
         let kept = last.map(|last| (last, own));
-        let (first, second) = if selection.is_whole() { (exported, kept) } else { (kept, exported) };
+        let whole = selection.is_whole() && !source.partial;
+        let (first, second) = if whole { (exported, kept) } else { (kept, exported) };
         let (step, payload) = first.or(second).unwrap_or_default();
         let mut taken = source.taken(selection).peekable();
         if taken.peek().is_none() {

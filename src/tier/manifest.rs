@@ -42,6 +42,9 @@ pub(super) struct Manifest {
     pub(super) step: u64,
     /// Payload of the commit, in hexadecimal.
     payload: String,
+    /// True if extents of the commit were left out.
+    #[serde(default)]
+    pub(super) partial: bool,
     pub(super) extents: Vec<Exported>,
 }
 
@@ -87,6 +90,7 @@ impl Manifest {
             world,
             step,
             payload: payload.iter().map(|byte| format!("{byte:02x}")).collect(),
+            partial: false,
             extents: Vec::new(),
         }
     }

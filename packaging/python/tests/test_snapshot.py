@@ -136,6 +136,8 @@ def test_tensors_are_exported_by_name_and_range_and_imported_by_name(tmp_path):
         assert dtype == "F32" and np.array_equal(param.view(np.float32), floats[100:4000])
         with tier.export_tensors(tmp_path / "all", bytes_per_second=50_000_000) as export:
             export.wait()
+        with tier.export_tensors(tmp_path / "one extent", names=["extent0"]) as export:
+            export.wait()
         for arguments, words in (
             ({"names": ["extent7"]}, "no extent"),
             ({"names": "extent1"}, "pass a list of patterns"),
@@ -149,11 +151,12 @@ def test_tensors_are_exported_by_name_and_range_and_imported_by_name(tmp_path):
             tier.export_tensors(tmp_path / "all")
         with tier.export_tensors(tmp_path / "slow", bytes_per_second=1000):
             pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "copy", "one", "some", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "copy", "one", "one extent", "some", "two"]
     with spillway.Tier([tmp_path / "copy"], job="other") as copy:
         copy.commit(1)
         assert copy.import_from(tmp_path / "all", names=["extent[", "extent2"]) == 1
         assert [extent.name for extent in copy.extents()] == ["extent2"]
         with pytest.raises(spillway.InvalidArgumentError, match="no extent"):
             copy.import_from(tmp_path / "all", names=["extent9"])
+        assert copy.import_from(tmp_path / "one extent") == 1, "a part of the state keeps the step"
         assert copy.import_from(tmp_path / "all") == 4 and holds(copy, 4)

@@ -276,6 +276,7 @@ def test_snapshots_that_are_not_finished_or_of_other_states_are_refused_and_dama
             ({"payload": ""}, spillway.InvalidArgumentError, "another program"),
             ({"format": "?"}, spillway.CorruptError, "no manifest of a snapshot"),
             ({"extents": 7}, spillway.CorruptError, "no manifest of a snapshot"),
+            ({"extents": manifest["extents"][:-1]}, spillway.CorruptError, "subgroups, or not those of its commit"),
         )
     ):
         (tmp_path / str(number)).mkdir()
@@ -457,5 +458,17 @@ def test_what_an_interrupt_leaves_of_two_steps_is_never_committed(tmp_path, monk
         optimizer.rollback()
     assert torch.equal(params[0], two)
     step()
+    optimizer.commit()
+    optimizer.close()
+
+
+def test_a_parameter_that_changed_its_dtype_is_not_committed(tmp_path):
+    param = torch.nn.Parameter(torch.ones(100))
+    optimizer = own.AdamW([param], tier=options([tmp_path]))
+    optimizer.commit(0)
+    param.data = param.data.double()
+    with pytest.raises(spillway.InvalidArgumentError, match="is torch.float64, and was torch.float32"):
+        optimizer.commit()
+    param.data = param.data.float()
     optimizer.commit()
     optimizer.close()

@@ -157,6 +157,7 @@ pub fn import(options: &ImportOptions) -> Result<()> {
         true => create(options, &source)?,
         false => {
             let found = options.which.one()?;
+            check_rank(options, &source, &found.owner)?;
             (open(&found)?, found.owner)
         }
     };
@@ -177,6 +178,22 @@ pub fn import(options: &ImportOptions) -> Result<()> {
     };
     tier.close(None)?;
     stdout::say(&format!("{owner}: step {step} from {}, {}", options.from.display(), size(bytes)))
+}
+
+/// Refuses the state of another rank, unless the program was told the rank or the extents.
+fn check_rank(options: &ImportOptions, source: &Source, owner: &Owner) -> Result<()> {
+    match source.origin() {
+        Some(origin)
+            if origin.rank != owner.rank && options.which.rank.is_none() && options.names.is_empty() =>
+        {
+            let (from, to) = (origin.rank, owner.rank);
+            let reason = format!(
+                "is missing: the export is of rank {from}, the tier of rank {to}; pass --rank {to} to import it there"
+            );
+            Err(Error::invalid("--rank", reason))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn create(options: &ImportOptions, source: &Source) -> Result<(Tier, Owner)> {

@@ -20,6 +20,8 @@ from .errors import CorruptError, InvalidArgumentError, NoStateError
 _MANIFEST, _FORMAT = "manifest.json", "spillway tier export"
 #: The names of extents with the rest of a long record.
 RECORD = "record-"
+#: The names of the extents of a Swap; a number of six digits follows.
+_SUBGROUP = "subgroup-"
 
 
 class SnapshotProgress(NamedTuple):
@@ -111,6 +113,15 @@ class Exported(NamedTuple):
     def files(self) -> frozenset[str]:
         """Names of its files."""
         return frozenset([_MANIFEST, *self.streams])
+
+    def check_subgroups(self, directory: str, count: int) -> None:
+        """Raises CorruptError unless there are extents of each of `count` subgroups of a Swap, and of no other."""
+        numbers = {name.split("-")[1] for name, _ in self.states if name.startswith(_SUBGROUP)}
+        if numbers != {f"{number:06}" for number in range(count)}:
+            raise CorruptError(
+                f"the manifest of the snapshot {directory} has {len(numbers)} subgroups, or not those of its commit, which had {count}; "
+                "pass another snapshot"
+            )
 
     def check_files(self, directory: str) -> None:
         """Raises CorruptError if a file of this directory is missing, or has another size than the manifest says. Reads none of them."""

@@ -328,7 +328,7 @@ class Tiered:
         Raises:
             NoStateError: The snapshot is not finished.
             InvalidArgumentError: It is one of other states.
-            CorruptError: A file of it is missing or truncated. Checksums are compared by take()."""
+            CorruptError: A file of it is missing or truncated, or the manifest lacks a subgroup. Checksums are compared by take()."""
         self.check(also_mixed=True)
         where = self.part_of(directory)
 
@@ -343,6 +343,7 @@ class Tiered:
             if record is None:
                 raise InvalidArgumentError(f"{where} is a snapshot of another program's states; pass one that the {self._user} has written")
             check(record)
+            found.check_subgroups(where, len(self.swap))
             found.check_files(where)
             return Found(where, found.step, record)
 

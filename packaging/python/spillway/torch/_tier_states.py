@@ -84,7 +84,7 @@ class TierStates:
         self._check_served()
         self.numbers = {id(param): number for number, param in enumerate(self.params)}
         self.gradients, self.weights = Gradients(self.params), Weights(self.params)
-        self._shapes, self.count = [param.shape for param in self.params], 0
+        self._shapes, self._dtypes, self.count = [param.shape for param in self.params], [param.dtype for param in self.params], 0
         self.tiered = Tiered(
             name,
             "torch",
@@ -266,7 +266,11 @@ class TierStates:
         return master
 
     def facts(self, states: Any) -> dict[str, Any]:
-        """What a commit of the present states stores beside them."""
+        """What a commit of the present states stores beside them. Raises InvalidArgumentError if a parameter has another dtype than at the
+        construction: no optimizer could resume."""
+        for name, param, dtype in zip(self.names, self.params, self._dtypes):
+            if param.dtype is not dtype:
+                raise InvalidArgumentError(f"{name} is {param.dtype}, and was {dtype} when the optimizer was constructed; cast it back")
         return {
             "most": self.layout.most,
             "moments": str(self.moment_dtype).removeprefix("torch."),

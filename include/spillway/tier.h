@@ -483,7 +483,8 @@ enum spw_status spw_tier_export(const struct spw_tier *tier,
                                 const char *directory,
                                 uint64_t *step_out);
 
-// Imports an export into the tier and commits it at the export's step. An existing extent of the same name must have
+// Imports an export into the tier and commits it at the export's step; one that left out extents is committed at the step
+// of the tier, if it has one. An existing extent of the same name must have
 // the same streams; extents that are not in the export stay unchanged. After an error the tier is at its last commit.
 // `step_out` may be NULL.
 enum spw_status spw_tier_import(const struct spw_tier *tier,

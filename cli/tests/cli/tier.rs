@@ -329,15 +329,15 @@ fn hostile_imports_end_with_an_error_and_change_nothing() {
     let tensor = |name: &str, bytes: u64| {
         format!("{{{name:?}:{{\"dtype\":\"U8\",\"shape\":[{bytes}],\"data_offsets\":[0,{bytes}]}}}}")
     };
-    let manifest = |step: &str, payload: &str| {
+    let manifest = |rank: u32, step: &str, payload: &str| {
         let text = format!(
-            "{{\"format\":\"spillway tier export\",\"version\":1,\"job\":\"../../x\",\"rank\":4294967295,\"world\":0,\
+            "{{\"format\":\"spillway tier export\",\"version\":1,\"job\":\"../../x\",\"rank\":{rank},\"world\":0,\
              \"step\":{step},\"payload\":{payload:?},\"extents\":[]}}"
         );
         format!("{{\"__metadata__\":{{\"spillway\":{}}}}}", Value::from(text))
     };
     let long = "n".repeat(300);
-    let (end, no_payload) = (u64::MAX.to_string(), manifest("5", "zz"));
+    let (end, no_payload) = (u64::MAX.to_string(), manifest(0, "5", "zz"));
     let cases = [
         (1 << 63, "{}".to_string(), "its header has 9223372036854775808 bytes"),
         (2, "{}".to_string(), "it has no extents"),
@@ -346,7 +346,8 @@ fn hostile_imports_end_with_an_error_and_change_nothing() {
         (0, tensor("", 4), "is empty"),
         (0, tensor("a\u{1}b", 4).replace("\\u{1}", "\\u0000"), "contains a NUL"),
         (0, no_payload, "not hexadecimal"),
-        (0, manifest(&end, ""), "it has no extents"),
+        (0, manifest(0, &end, ""), "it has no extents"),
+        (0, manifest(u32::MAX, &end, ""), "pass --rank 0 to import it there"),
     ];
     for (length, header, words) in cases {
         let length = if length == 0 { header.len() as u64 } else { length };

@@ -142,7 +142,7 @@ def damage(how):
 
 
 def damaged(how, last, **block):
-    """Loads a damaged snapshot after 4 steps, of which `last` were not committed. The run goes on as if it had not."""
+    """Loads a damaged snapshot after 4 steps, of which `last` were not committed. The run goes on as if it had loaded nothing."""
     engine = make(**block)
     step(engine, 2)
     save(engine)

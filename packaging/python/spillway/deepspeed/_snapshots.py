@@ -96,7 +96,7 @@ def _finish(writing):
         except (SpillwayError, OSError):
             _end(writing, first)
             raise
-        # After an interrupt it goes on, and the next call waits for it.
+        # An interrupt ends the wait, not the snapshot: the entry stays, and the next call waits for it.
         _end(writing, first)
 
 

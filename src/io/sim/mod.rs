@@ -10,6 +10,7 @@ mod journal;
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub use disk::{Crash, Disk, SECTOR};
 pub use journal::{DiskEvent, Journal};
@@ -209,4 +210,10 @@ fn next(random: &mut u64) -> u64 {
     *random ^= *random >> 7;
     *random ^= *random << 17;
     *random >> 11
+}
+
+/// I/O timeout of a test in which one request hangs and all other calls must end in time, also on a busy machine.
+pub fn short_io_timeout() -> Option<Duration> {
+    let emulated = std::env::var_os("SPILLWAY_TEST_EMULATOR").is_some();
+    Some(Duration::from_secs(if emulated { 8 } else { 1 }))
 }

@@ -10,7 +10,7 @@ use std::time::Instant;
 use super::encoding::{Moments, STREAMS};
 use super::*;
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
-use crate::io::sim::{Disk, Faults};
+use crate::io::sim::{Disk, Faults, short_io_timeout};
 use crate::kernel::{States, Tensor};
 use crate::optim;
 use crate::optim::adam::AdamOptions;
@@ -487,7 +487,7 @@ fn a_read_that_hangs_leaves_the_callers_memory_alone() {
     let disks = [Disk::default(), Disk::default()];
     let open = |hang_nth: Option<u64>| {
         let mut tier = on_disks(&disks, [Faults::default(), Faults { hang_nth, ..Faults::default() }]);
-        tier.io.io_timeout = Some(Duration::from_millis(50));
+        tier.io.io_timeout = hang_nth.and_then(|_| short_io_timeout());
         Swap::open(Arc::new(Tier::open(tier).unwrap()), &options_of(Encoding::FULL, 3)).unwrap()
     };
     let mut swap = open(None);

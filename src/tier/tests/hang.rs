@@ -223,8 +223,10 @@ fn every_operation_returns_in_time_and_goes_on_whatever_call_on_a_path_hangs() {
 
 #[test]
 fn an_export_into_a_directory_that_does_not_respond_fails_after_the_io_timeout() {
-    let disks = [Disk::default(), Disk::default()];
-    let tier = prepared(&disks, None).unwrap();
+    let mut options = on_disks(&[Disk::default(), Disk::default()], &[]);
+    options.io.io_timeout = short_io_timeout();
+    let tier = Tier::open(options).unwrap();
+    step(&tier, 1).unwrap();
     let base = tempfile::tempdir().unwrap();
     let path = base.path().join("hangs");
     let (release, held) = mpsc::channel::<()>();

@@ -103,7 +103,7 @@ fn a_tier_closed_with_a_timeout_stays_locked_until_its_writes_have_ended() {
 fn a_tier_that_is_destroyed_with_a_write_in_flight_keeps_its_files_and_its_lock() {
     let dir = tempfile::tempdir().unwrap();
     let door = Door::default();
-    let path = hanging(dir.path(), &door, Some(Duration::from_millis(50)));
+    let path = hanging(dir.path(), &door, short_io_timeout());
     let memory = Memory::filled(&[8192], 5);
     let handle = path.write(0, memory.buffers()[0].clone()).unwrap();
     assert_eq!(path.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
@@ -166,7 +166,7 @@ fn a_prefix_stays_claimed_until_the_last_request_has_ended() {
     for destroy in [false, true] {
         let bucket = claim().unwrap();
         *door.0.0.lock().unwrap() = false;
-        let io_timeout = destroy.then_some(Duration::from_millis(50));
+        let io_timeout = short_io_timeout().filter(|_| destroy);
         let engine =
             Engine::open_volume(IoOptions { io_timeout, ..IoOptions::default() }, bucket.volume()).unwrap();
         let path = Volume::open(Box::new(bucket), engine).unwrap();

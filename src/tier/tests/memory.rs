@@ -46,7 +46,7 @@ fn a_read_with_a_part_that_hangs_is_past_its_deadline_whatever_else_failed() {
     let disks = [Disk::default(), Disk::default()];
     let faults =
         Faults { fail_nth: Some((first, libc::EIO)), hang_nth: Some(first + 2), ..Faults::default() };
-    let tier = prepared(&disks, faults, Some(Duration::from_millis(60)));
+    let tier = prepared(&disks, faults, short_io_timeout());
     let error = read(&tier, 0, 5).unwrap_err();
     assert_eq!(error.io_kind(), Some(IoKind::Deadline), "{error}");
     assert_eq!(tier.paths()[1].health, Health::Failed);

@@ -30,7 +30,7 @@ use super::volume::Scratch;
 use super::{ExtentPlacement, Tier};
 use crate::error::Result;
 use crate::io::options::Options as IoOptions;
-use crate::io::sim::{Disk, Faults};
+use crate::io::sim::{Disk, Faults, short_io_timeout};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 

@@ -234,6 +234,16 @@ enum spw_status spw_swap_commit(struct spw_swap *swap,
                                 const void *payload,
                                 uint64_t payload_bytes);
 
+// Begins what `spw_swap_commit` does, and returns at once: a thread writes the subgroups that are only in memory, and
+// another makes all state durable as it is at this call. The next update may begin at once; its steps wait until the
+// subgroups are written. Other calls of the tiered update wait for that too. See `spw_tier_commit_begin` for the rest,
+// `spw_commit_wait` for the outcome.
+enum spw_status spw_swap_commit_begin(struct spw_swap *swap,
+                                      uint64_t step,
+                                      const void *payload,
+                                      uint64_t payload_bytes,
+                                      struct spw_commit **commit_out);
+
 // Rolls back to the last commit, in memory and on the tier, also after a failed step. An open update is abandoned: its
 // gradients and copies belong to the caller again, and the copies hold any values.
 enum spw_status spw_swap_rollback(struct spw_swap *swap);

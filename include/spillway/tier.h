@@ -218,7 +218,7 @@ enum spw_status spw_tier_open(const struct spw_tier_options *options,
 
 // Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
 // The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
-// If a tiered update or a snapshot uses the tier, the library frees the tier when that is closed. Streams of tickets that were
+// If a tiered update, a snapshot or a commit in the background uses the tier, the library frees the tier when that has ended. Streams of tickets that were
 // not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
 // of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close goes on without the
 // caller, and the lock is held until it ends.
@@ -227,7 +227,7 @@ enum spw_status spw_tier_close(struct spw_tier *tier,
 
 // Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
 // operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. It is
-// SPW_ERR_BUSY too while a tiered update or a snapshot uses the tier, which then keeps its files. Delete such files later with
+// SPW_ERR_BUSY too while a tiered update, a snapshot or a commit in the background uses the tier, which then keeps its files. Delete such files later with
 // `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
 // SPW_ERR_PATH_MISSING, and its path keeps all files. A file system that does not respond within the I/O timeout is
 // SPW_ERR_DEADLINE; the deletion goes on without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
@@ -327,6 +327,33 @@ enum spw_status spw_tier_commit(const struct spw_tier *tier,
 // Discards all puts since the last commit, after it has waited for puts in flight. Reads return the committed contents
 // again. SPW_ERR_BUSY while a commit is in flight, or if a tiered update changed states (see `spw_swap_open`).
 enum spw_status spw_tier_rollback(const struct spw_tier *tier);
+
+// A commit that a thread of the library makes, while the tier is put and got.
+typedef struct spw_commit spw_commit;
+
+// Begins what `spw_tier_commit` does, and returns at once. The commit takes what the extents hold at the call; of a put in
+// flight, what it puts. Puts and gets may go on, and count for the next commit. They use other space, so the tier needs
+// room for a third version of what is put meanwhile. The library copies the payload.
+//
+// Until the commit has ended, other commits, rollbacks, removals, imports and evacuations of the tier wait for it. Where
+// `spw_tier_commit` moves data off a path that failed or lost its files, this commit fails; the next `spw_tier_commit`
+// moves the data. After any error what was put is still there, uncommitted. SPW_ERR_BUSY and the error of a failed put
+// come from this call, other errors from `spw_commit_wait`.
+//
+// Ranks that must resume at a common step wait for the commits of all ranks before any of them puts again.
+enum spw_status spw_tier_commit_begin(const struct spw_tier *tier,
+                                      uint64_t step,
+                                      const void *payload,
+                                      uint64_t payload_bytes,
+                                      struct spw_commit **commit_out);
+
+// Waits until the commit has ended, for up to `timeout_ms` milliseconds (0: poll; negative: without limit). SPW_ERR_TIMEOUT:
+// the commit goes on. Any other status is that of the commit, and every later call returns it again.
+enum spw_status spw_commit_wait(const struct spw_commit *commit,
+                                int64_t timeout_ms);
+
+// Waits until the commit has ended, and frees the handle.
+enum spw_status spw_commit_close(struct spw_commit *commit);
 
 // Health of a path. Passed as `uint32_t`.
 typedef enum spw_tier_health {

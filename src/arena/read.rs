@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::handle::{Arena, WRITER_LOCKS};
 use crate::error::{ArenaKind, Error, Result};
+use crate::sys::sync::deadline_after;
 
 /// Longest sleep between two looks at the writer's lock.
 pub(super) const SLICE: Duration = Duration::from_millis(20);
@@ -33,8 +34,7 @@ pub(super) struct Deadline {
 
 impl Deadline {
     pub fn after(timeout: Option<Duration>) -> Deadline {
-        let began = Instant::now();
-        Deadline { began, end: timeout.and_then(|timeout| began.checked_add(timeout)) }
+        Deadline { began: Instant::now(), end: deadline_after(timeout) }
     }
 
     /// Time to sleep until the next look; the error `late` after the end.

@@ -21,7 +21,7 @@ use super::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::pool::transfer_buffer::BufferLease;
-use crate::sys::sync::{Guard, Lock};
+use crate::sys::sync::{Guard, Lock, deadline_after};
 
 /// Direction of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -283,7 +283,7 @@ impl Transfers {
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
         let Some(event) = self.event(ticket)? else { return Ok(()) };
         // Polls instead of using the driver's wait, which never returns if the GPU hangs.
-        let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let end = deadline_after(timeout);
         let mut pause = MIN_PAUSE;
         while !event.done()? {
             if end.is_some_and(|end| Instant::now() >= end) {

@@ -7,9 +7,9 @@
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::sys::sync::{Lock, Signal};
+use crate::sys::sync::{Lock, Signal, deadline_after};
 
 /// Counter of events, with a wait for the next one.
 #[derive(Debug, Default)]
@@ -38,7 +38,7 @@ impl Bell {
 
     /// Waits until the number of events is not `seen`, at most for `timeout`.
     pub fn wait(&self, seen: u64, timeout: Option<Duration>) {
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let until = deadline_after(timeout);
         self.waiters.fetch_add(1, Ordering::SeqCst);
         drop(self.rung.wait_while(self.lock.lock(), until, |()| self.events() == seen));
         self.waiters.fetch_sub(1, Ordering::SeqCst);

@@ -23,6 +23,7 @@ mod openmp;
 pub mod page_nodes;
 pub mod private_files;
 pub mod profile;
+pub mod promise;
 pub mod range_lock;
 pub mod reserve;
 pub mod shared_memory;

@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A value that one thread at a time uses.
 #[derive(Debug, Default)]
@@ -90,10 +90,13 @@ impl Signal {
     }
 }
 
+/// The moment that lies `timeout` ahead; `None` without a timeout, and for one that has no end.
+pub fn deadline_after(timeout: Option<Duration>) -> Option<Instant> {
+    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
+}
+
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     #[test]

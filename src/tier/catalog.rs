@@ -5,7 +5,7 @@
 //! extent   settled --begin_write--> writing --install, fail--> settled --committed--> committed
 //! version  current --install, rollback, revert, committed--> former --last read, snapshot, pin ends--> free
 //! version  former --revert--> current
-//! commit   idle --begin_commit--> under way --committed | in_doubt, end_commit--> idle
+//! commit   idle --begin_commit, begin_commit_beside--> under way --committed | in_doubt, end_commit--> idle
 //! ```
 //!
 //! Invariants:
@@ -16,12 +16,15 @@
 //! - An extent has either one writer or any number of readers. Space that is being read is freed when the last read
 //!   ends. A snapshot holds space too, but does not keep an extent from being written.
 //! - The contents of an extent hold each of its blocks exactly once.
-//! - While a commit is in flight, only the commit changes the contents of extents and the set of extents. The state
-//!   that becomes committed is therefore the state that its superblock names.
+//! - While a commit is in flight, no extent is removed, and only the commit changes contents. The state that becomes
+//!   committed is therefore the state that its superblock names.
+//! - A commit beside writes names what each extent held at its begin, or what a write in flight then has installed. It
+//!   holds the space of these contents until its end. Other writes go on, and a later commit names them.
+//! - Contents whose write began before a sync of their path failed are never committed.
 //! - All parts of a snapshot, its step and its payload are of one moment.
 #![forbid(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
 use super::extent::{Chunk, Shape, Version};
@@ -51,6 +54,7 @@ pub struct ExtentInfo {
 /// One version of an extent, and the checksums of its blocks once known.
 #[derive(Debug)]
 pub(super) struct Contents {
+    /// Increases with the begin of the write.
     number: u64,
     version: Version,
     checksums: OnceLock<Arc<[u64]>>,
@@ -78,6 +82,8 @@ pub(super) struct Reservation {
     pub(super) subject: Subject,
     /// Path of the extent's first block.
     pub(super) home: Option<u32>,
+    /// Number of the contents that it installs.
+    contents: u64,
     moves: bool,
 }
 
@@ -144,6 +150,28 @@ struct Holds {
     former: Option<Former>,
 }
 
+/// The commit in flight.
+#[derive(Debug, Clone, Default)]
+enum Commit {
+    #[default]
+    None,
+    /// Other writers are refused.
+    Alone,
+    /// Writes go on.
+    Beside(Named),
+}
+
+/// What a commit beside writes names.
+#[derive(Debug, Clone, Default)]
+struct Named {
+    /// By number of the extent.
+    contents: HashMap<u32, Arc<Contents>>,
+    /// Extents that were being written at the begin. What these writes install is named.
+    awaited: HashSet<u32>,
+    /// The error of such a write.
+    failed: Option<Error>,
+}
+
 /// State of an open tier.
 #[derive(Debug, Clone)]
 pub(super) struct Catalog {
@@ -160,7 +188,7 @@ pub(super) struct Catalog {
     sequence: u64,
     step: Option<u64>,
     payload: Vec<u8>,
-    committing: bool,
+    commit: Commit,
 }
 
 impl Catalog {
@@ -177,12 +205,15 @@ impl Catalog {
             sequence: superblock.map_or(0, |one| one.sequence),
             step: superblock.and_then(|one| one.step),
             payload: superblock.map_or_else(Vec::new, |one| one.payload.clone()),
-            committing: false,
+            commit: Commit::None,
         };
         for (number, record) in superblock.iter().flat_map(|one| &one.extents).enumerate() {
             let extent = record.as_ref().map(|ExtentRecord { name, shape, version }| {
                 catalog.names.insert(name.clone(), number as u32);
-                let contents = version.clone().map(|version| catalog.contents(version, OnceLock::new()));
+                let contents = version.clone().map(|version| {
+                    let (number, checksums) = (catalog.next_contents(), OnceLock::new());
+                    Arc::new(Contents { number, version, checksums })
+                });
                 Extent { committed: contents.clone(), current: contents, ..Extent::new(name, shape.clone()) }
             });
             catalog.extents.push(extent);
@@ -190,9 +221,9 @@ impl Catalog {
         catalog
     }
 
-    fn contents(&mut self, version: Version, checksums: OnceLock<Arc<[u64]>>) -> Arc<Contents> {
+    fn next_contents(&mut self) -> u64 {
         self.contents += 1;
-        Arc::new(Contents { number: self.contents, version, checksums })
+        self.contents
     }
 
     pub(super) fn paths(&self) -> &Paths {
@@ -381,25 +412,27 @@ impl Catalog {
                     .push(Held { subject: extent.subject(number, contents.version.generation), contents }),
             }
         }
-        for held in &extents {
-            self.held.entry(held.contents.number).or_default().snapshots += 1;
-        }
+        extents.iter().for_each(|held| self.hold(&held.contents));
         Ok(Snapshot { step: self.step, payload: self.payload.clone(), extents, lost })
     }
 
     /// Holds the contents of one extent, which may have none, until [`Catalog::end_snapshot`].
     pub(super) fn pin(&mut self, number: u32) -> Result<Option<Arc<Contents>>> {
         let current = self.get(number)?.current.clone();
-        if let Some(contents) = &current {
-            self.held.entry(contents.number).or_default().snapshots += 1;
-        }
+        current.iter().for_each(|contents| self.hold(contents));
         Ok(current)
     }
 
-    /// Gives an extent the contents that [`Catalog::pin`] returned. `Busy` while it is being written or a commit is in
-    /// flight.
+    fn hold(&mut self, contents: &Contents) {
+        self.held.entry(contents.number).or_default().snapshots += 1;
+    }
+
+    /// Gives an extent the contents that [`Catalog::pin`] returned. `Busy` while it is being written, or while a commit
+    /// is in flight that excludes writes.
     pub(super) fn revert(&mut self, number: u32, contents: Option<&Arc<Contents>>) -> Result<()> {
-        self.between_commits()?;
+        if matches!(self.commit, Commit::Alone) {
+            self.between_commits()?;
+        }
         let extent = self.get(number)?;
         if extent.writing {
             return Err(Error::Busy(format!("extent {:?}: it is being written", extent.name)));
@@ -443,7 +476,7 @@ impl Catalog {
 /// Writes.
 impl Catalog {
     /// Reserves an extent for a write or a move. `Busy` if the extent is being read or written, or while a commit is in
-    /// flight that is not the writer itself.
+    /// flight that excludes writes and is not the writer itself.
     pub(super) fn begin_write(&mut self, number: u32, origin: &WriteOrigin) -> Result<Reservation> {
         let extent = self.get(number)?;
         let moved = match origin {
@@ -451,8 +484,10 @@ impl Catalog {
             WriteOrigin::Evacuation(of) | WriteOrigin::Commit(of) => Some(of),
         };
         let replaced = |of: &Arc<Contents>| !same(extent.current.as_ref(), Some(of));
-        let why = if self.committing && !matches!(origin, WriteOrigin::Commit(_)) {
+        let why = if matches!(self.commit, Commit::Alone) && !matches!(origin, WriteOrigin::Commit(_)) {
             "a commit is in progress"
+        } else if matches!(self.commit, Commit::Beside(_)) && extent.removed {
+            "a commit in progress removes it"
         } else if extent.writing {
             "it is being written"
         } else if self.is_read(number) {
@@ -469,9 +504,10 @@ impl Catalog {
         let generation = moved.map_or(self.generation + 1, |of| of.version.generation);
         let subject = extent.subject(number, generation);
         let home = extent.chunks().first().map(|chunk| chunk.path);
+        let moves = moved.is_some();
         self.generation = self.generation.max(generation);
         self.get_mut(number).into_iter().for_each(|extent| extent.writing = true);
-        Ok(Reservation { subject, home, moves: moved.is_some() })
+        Ok(Reservation { subject, home, contents: self.next_contents(), moves })
     }
 
     /// Ends a write: the extent has these contents now. Returns their generation. A move does not clear an earlier write
@@ -486,20 +522,23 @@ impl Catalog {
         let Some(extent) = self.get_mut(*number) else {
             return Err(Error::Internal(format!("extent {name:?} was removed while it was written")));
         };
-        extent.writing = false;
         let version = Version { generation: *generation, chunks };
         if !version.covers(&extent.shape) {
-            let message = format!("extent {name:?}: a write did not place each block once");
-            return Err(Error::Internal(message));
+            let error = Error::Internal(format!("extent {name:?}: a write did not place each block once"));
+            self.fail(reserved, &error);
+            return Err(error);
         }
+        extent.writing = false;
         if !reserved.moves {
             extent.failed = None;
         }
         for chunk in &version.chunks {
-            self.paths.set_dirty(chunk.path as usize, true);
+            self.paths.set_dirty(chunk.path as usize);
         }
-        let contents = self.contents(version, OnceLock::from(checksums));
+        let contents =
+            Arc::new(Contents { number: reserved.contents, version, checksums: OnceLock::from(checksums) });
         self.replace(*number, Some(contents));
+        self.written(*number);
         Ok(*generation)
     }
 
@@ -510,6 +549,19 @@ impl Catalog {
         extent.writing = false;
         if !reserved.moves {
             extent.failed = Some(error.clone());
+        }
+        self.written(reserved.subject.extent);
+    }
+
+    /// A commit beside writes, which waited for the write that has ended, names what the extent has now.
+    fn written(&mut self, number: u32) {
+        let Commit::Beside(named) = &mut self.commit else { return };
+        let Some(extent) = self.extents.get(number as usize).and_then(Option::as_ref) else { return };
+        if named.awaited.remove(&number) {
+            named.failed = named.failed.take().or_else(|| extent.failed.clone());
+            let contents = extent.current.clone();
+            named.contents.extend(contents.clone().map(|contents| (number, contents)));
+            contents.iter().for_each(|contents| self.hold(contents));
         }
     }
 
@@ -550,23 +602,73 @@ impl Catalog {
 impl Catalog {
     /// `Busy` while a commit is in flight.
     pub(super) fn between_commits(&self) -> Result<()> {
-        match self.committing {
-            true => Err(Error::Busy("a commit is in progress".to_string())),
-            false => Ok(()),
+        match self.commit {
+            Commit::None => Ok(()),
+            _ => Err(Error::Busy("a commit is in progress".to_string())),
         }
     }
 
-    /// Begins a commit, until [`Catalog::end_commit`].
+    /// True while a commit is in flight beside which writes go on.
+    pub(super) fn commits_beside(&self) -> bool {
+        matches!(self.commit, Commit::Beside(_))
+    }
+
+    /// Begins a commit of what the extents hold at its end, until [`Catalog::end_commit`].
     pub(super) fn begin_commit(&mut self) -> Result<()> {
-        match std::mem::replace(&mut self.committing, true) {
-            true => Err(Error::Busy("another commit is in progress".to_string())),
-            false => Ok(()),
+        self.between_commits()?;
+        self.commit = Commit::Alone;
+        Ok(())
+    }
+
+    /// Begins a commit beside which writes go on, until [`Catalog::end_commit`]. It names what the extents hold now, and
+    /// what writes in flight install. Errors: a commit is in flight; a write failed.
+    pub(super) fn begin_commit_beside(&mut self) -> Result<()> {
+        self.between_commits()?;
+        self.failed().map_or(Ok(()), Err)?;
+        let mut named = Named::default();
+        for (number, extent) in self.numbered() {
+            if extent.writing {
+                named.awaited.insert(number);
+            } else {
+                named.contents.extend(extent.current.clone().map(|contents| (number, contents)));
+            }
+        }
+        named.contents.values().for_each(|contents| self.hold(contents));
+        self.commit = Commit::Beside(named);
+        Ok(())
+    }
+
+    /// True if a commit beside writes waits for a write of this extent.
+    pub(super) fn is_awaited(&self, number: u32) -> bool {
+        matches!(&self.commit, Commit::Beside(named) if named.awaited.contains(&number))
+    }
+
+    /// True if a commit beside writes waits for a write.
+    pub(super) fn awaits(&self) -> bool {
+        matches!(&self.commit, Commit::Beside(named) if !named.awaited.is_empty())
+    }
+
+    /// The error of a write that the commit names: of this step, if no write of its extent has succeeded since.
+    pub(super) fn named_failure(&self) -> Option<Error> {
+        match &self.commit {
+            Commit::Beside(named) => named.failed.clone(),
+            _ => self.failed(),
         }
     }
 
     /// Ends a commit, whatever its outcome.
     pub(super) fn end_commit(&mut self) {
-        self.committing = false;
+        if let Commit::Beside(named) = std::mem::take(&mut self.commit) {
+            named.contents.values().for_each(|contents| self.end_snapshot(contents));
+        }
+    }
+
+    /// What the commit in flight names of an extent, or the next commit.
+    fn named<'a>(&'a self, number: u32, extent: &'a Extent) -> Option<&'a Arc<Contents>> {
+        match &self.commit {
+            Commit::Beside(named) => named.contents.get(&number),
+            _ => extent.current.as_ref(),
+        }
     }
 
     /// The last committed step and its payload.
@@ -574,7 +676,7 @@ impl Catalog {
         (self.step, self.payload.clone())
     }
 
-    /// The next superblock of the current state, as reads see it. `frame` has the fields of the tier and of the commit;
+    /// The superblock of the commit in flight, or the next one of what reads see. `frame` has the fields of the tier and of the commit;
     /// `written` returns the bytes that were written to a path since the open.
     pub(super) fn superblock(&self, frame: Superblock, written: impl Fn(usize) -> u64) -> Superblock {
         // A path without files and without data is dropped from the tier, so the next open does not report it as
@@ -588,12 +690,12 @@ impl Catalog {
             end: path.space().end(),
             written: path.written_before() + written(number),
         });
-        let extents = self.extents.iter().map(|extent| {
+        let extents = (0..).zip(&self.extents).map(|(number, extent)| {
             let extent = extent.as_ref().filter(|extent| !extent.removed)?;
             Some(ExtentRecord {
                 name: extent.name.clone(),
                 shape: (*extent.shape).clone(),
-                version: extent.current.as_ref().map(|contents| contents.version.clone()),
+                version: self.named(number, extent).map(|contents| contents.version.clone()),
             })
         });
         Superblock {
@@ -610,19 +712,28 @@ impl Catalog {
         self.sequence = superblock.sequence;
     }
 
-    /// Makes exactly what the last superblock named the committed state, and frees everything else.
+    /// Makes exactly what the last superblock named the committed state, and frees everything else but later writes.
     pub(super) fn committed(&mut self, step: u64, payload: &[u8]) {
         (self.step, self.payload) = (Some(step), payload.to_vec());
+        let commit = std::mem::take(&mut self.commit);
         let mut former = std::mem::take(&mut self.in_doubt);
-        for slot in &mut self.extents {
+        for (number, slot) in (0..).zip(&mut self.extents) {
             let Some(extent) = slot else { continue };
-            let gone = extent.current.take_if(|_| extent.removed);
-            let old = std::mem::replace(&mut extent.committed, extent.current.clone());
-            let kept = [extent.current.as_ref(), gone.as_ref()];
-            let old = old.filter(|old| kept.iter().all(|kept| !same(Some(old), *kept)));
-            let shape = &extent.shape;
-            let freed = [old, gone].into_iter().flatten();
-            former.extend(freed.map(|contents| Former { contents, shape: Arc::clone(shape) }));
+            let named = match &commit {
+                Commit::Beside(named) => named.contents.get(&number).cloned(),
+                _ => extent.current.clone(),
+            };
+            let all = [extent.committed.take(), extent.current.take(), named.clone()];
+            if !extent.removed {
+                (extent.committed, extent.current) = (named, all[1].clone());
+            }
+            let kept = [extent.committed.as_ref(), extent.current.as_ref()];
+            for (place, contents) in all.iter().enumerate() {
+                let known = kept.into_iter().chain(all[..place].iter().map(Option::as_ref));
+                let known = known.filter(|known| same(*known, contents.as_ref())).count() > 0;
+                let gone = contents.clone().filter(|_| !known);
+                former.extend(gone.map(|contents| Former { contents, shape: Arc::clone(&extent.shape) }));
+            }
             extent.in_doubt = false;
             if extent.removed {
                 self.names.remove(&extent.name);
@@ -630,43 +741,71 @@ impl Catalog {
             }
         }
         former.into_iter().for_each(|one| self.release(one));
-        self.paths.committed();
+        if let Commit::Beside(named) = &commit {
+            // Contents that were replaced since the begin are committed now.
+            for (number, contents) in &named.contents {
+                let holds = self.held.get_mut(&contents.number);
+                holds
+                    .filter(|_| self.extents[*number as usize].is_some())
+                    .into_iter()
+                    .for_each(|holds| holds.former = None);
+            }
+        }
+        self.commit = commit;
     }
 
     /// Records that a commit failed with an unknown outcome: what it named keeps its space until a commit succeeds.
     pub(super) fn in_doubt(&mut self) {
-        self.extents.iter_mut().flatten().for_each(|extent| extent.in_doubt = true);
-    }
-
-    /// Marks the extents as failed that were written to a path since the last commit, because a later sync would succeed
-    /// although their data was lost.
-    pub(super) fn sync_failed(&mut self, path: u32, error: &Error) {
-        for number in self.unsynced_on(path) {
-            self.get_mut(number).into_iter().for_each(|extent| extent.failed = Some(error.clone()));
+        let Commit::Beside(named) = &self.commit else {
+            self.extents.iter_mut().flatten().for_each(|extent| extent.in_doubt = true);
+            return;
+        };
+        for (number, contents) in &named.contents {
+            let Some(extent) = self.extents.get_mut(*number as usize).and_then(Option::as_mut) else {
+                continue;
+            };
+            if same(extent.current.as_ref(), Some(contents)) {
+                extent.in_doubt = true;
+            } else if let Some(holds) = self.held.get_mut(&contents.number) {
+                self.in_doubt.extend(holds.former.take());
+            }
         }
     }
 
-    /// Clears the failure of an extent whose data was moved off a path whose sync failed.
-    pub(super) fn repaired(&mut self, number: u32) {
-        self.get_mut(number).into_iter().for_each(|extent| extent.failed = None);
+    /// Records that a sync of a path failed: what was written there since the last commit, and what is being written, is
+    /// not durable, and a later sync would succeed.
+    pub(super) fn sync_failed(&mut self, path: u32, error: &Error) {
+        let limit = self.next_contents();
+        self.paths.sync_failed(path as usize, limit, error);
     }
 
-    /// Extents with blocks on a path that were written since the last commit.
-    pub(super) fn unsynced_on(&self, path: u32) -> Vec<u32> {
-        let there = |extent: &Extent| extent.touches(path) && !extent.is_committed();
-        self.numbered().filter(|(_, extent)| there(extent)).map(|(number, _)| number).collect()
+    /// Extents of which the commit names contents that a failed sync has left, and the error of the sync.
+    pub(super) fn unsynced(&self) -> Vec<(u32, Error)> {
+        let unsynced = |(number, extent): (u32, &Extent)| {
+            let contents = self.named(number, extent).filter(|_| !extent.removed)?;
+            if same(Some(contents), extent.committed.as_ref()) {
+                return None;
+            }
+            let chunks = contents.version.chunks.iter();
+            let error = chunks.filter_map(|chunk| self.paths.unsynced(chunk.path, contents.number)).next()?;
+            Some((number, error.clone()))
+        };
+        self.numbered().filter_map(unsynced).collect()
     }
 
     /// Extents with blocks on a path that the next commit names.
     pub(super) fn named_on(&self, path: u32) -> Vec<u32> {
-        let there = |extent: &Extent| extent.touches(path) && !extent.removed;
-        self.numbered().filter(|(_, extent)| there(extent)).map(|(number, _)| number).collect()
+        let there = |number: u32, extent: &Extent| {
+            let named = self.named(number, extent).filter(|_| !extent.removed);
+            named.is_some_and(|contents| contents.version.chunks.iter().any(|chunk| chunk.path == path))
+        };
+        self.numbered().filter(|(number, extent)| there(*number, extent)).map(|(number, _)| number).collect()
     }
 
     /// An extent of the next commit with bytes on `path` behind offset `len`, and the end of these bytes.
     pub(super) fn named_beyond(&self, path: u32, len: u64) -> Option<(String, u64)> {
-        self.numbered().filter(|(_, extent)| !extent.removed).find_map(|(_, extent)| {
-            let chunks = extent.chunks().iter().filter(|chunk| chunk.path == path);
+        self.numbered().filter(|(_, extent)| !extent.removed).find_map(|(number, extent)| {
+            let chunks = self.named(number, extent)?.version.chunks.iter().filter(|chunk| chunk.path == path);
             let end = chunks.map(|chunk| chunk.written_end(&extent.shape)).max()?;
             (end > len).then(|| (extent.name.clone(), end))
         })
@@ -709,10 +848,6 @@ impl Extent {
 
     fn chunks(&self) -> &[Chunk] {
         self.current.as_ref().map_or(&[], |contents| &contents.version.chunks)
-    }
-
-    fn touches(&self, path: u32) -> bool {
-        self.chunks().iter().any(|chunk| chunk.path == path)
     }
 
     /// What the last commit made durable. A move since then does not change it, and its old place may have failed.

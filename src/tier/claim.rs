@@ -21,15 +21,26 @@ const CHANGED: u8 = 2;
 /// An update beside the caller is open.
 const OPEN: u8 = 4;
 
+/// Who commits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Committer {
+    /// A caller of the tier.
+    Caller,
+    /// The tiered update.
+    Update,
+}
+
 /// What the tiered update of a tier does.
 #[derive(Debug, Default)]
 pub(super) struct Claims(AtomicU8);
 
 impl Claims {
     /// Errors: only the update may commit (`Busy`, or [`RoundError::Open`] while its step is open).
-    pub(super) fn may_commit(&self) -> Result<()> {
-        self.may_roll_back()?;
-        self.settled()
+    pub(super) fn may_commit(&self, by: Committer) -> Result<()> {
+        match by {
+            Committer::Caller => self.may_roll_back().and_then(|()| self.settled()),
+            Committer::Update => Ok(()),
+        }
     }
 
     /// `Busy` if states changed that nobody committed or rolled back.

@@ -1,10 +1,12 @@
 //! Commit: makes a step durable.
 //!
 //! Order of a commit:
-//! 1. Wait for all writes. Until the commit ends, only the commit itself starts writes.
+//! 1. Wait for all writes. Until the commit ends, only the commit itself starts writes. A commit beside writes waits for
+//!    those that were in flight at its begin, and names what the extents held then; other writes go on.
 //! 2. Read the owner's record of each path. If one names another process, the commit fails, and with it every later one.
 //! 3. Check that the files of each path still have their names. Move the data of a path whose files were removed or
 //!    replaced. Extend data files that were truncated behind their last written byte; fail if written bytes are missing.
+//!    A commit beside writes moves and extends nothing: it fails, and the next commit that excludes writes does it.
 //! 4. Sync the data of every path, except with `Durability::Process`.
 //! 5. On each path, read the superblock copy that does not hold the last committed superblock. It must be one of this
 //!    owner, or the one that the open found there; else the commit fails.
@@ -30,39 +32,38 @@
 //!   or fails.
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
+
+use super::blocks::Job;
 use super::catalog::WriteOrigin;
+use super::claim::Committer;
 use super::format::{Encoded, Superblock};
 use super::options::Durability;
 use super::paths::{DurableCopy, Health, ReplacedCopy};
 use super::storage::{fenced, with_reason};
-use super::store::Tier;
+use super::store::{Tier, TierState};
 use super::volume::{Scratch, SuperblockCopy, Volume};
 use crate::error::{Error, Result, TierError, TierKind};
+use crate::sys::promise::{Outcome, Promise, promise};
+use crate::sys::sync::Guard;
+use crate::sys::threads;
 
 /// Maximum length of a commit's payload, in bytes.
 pub const MAX_PAYLOAD: usize = 1 << 20;
 
 impl Tier {
-    /// Commits all changes as step `step`. `payload` has at most [`MAX_PAYLOAD`] bytes; the next open returns it.
-    /// `Busy` if another commit is in flight, or if a tiered update has changed states;
+    /// Commits all changes as step `step`. `payload` has at most [`MAX_PAYLOAD`] bytes; the next open returns it. Waits
+    /// for a commit beside writes first. `Busy` if another commit is in flight, or if a tiered update has changed states;
     /// [`RoundError::Open`](crate::error::RoundError::Open) if it has an open step. After an error the previous step stays
     /// committed, but if the outcome is unknown, a crash may find the new step.
     pub fn commit(&self, step: u64, payload: &[u8]) -> Result<()> {
-        self.commit_if(step, payload, || self.claims.may_commit())
+        self.commit_if(Committer::Caller, step, payload)
     }
 
-    pub(super) fn commit_if(
-        &self,
-        step: u64,
-        payload: &[u8],
-        allowed: impl FnOnce() -> Result<()>,
-    ) -> Result<()> {
-        if payload.len() > MAX_PAYLOAD {
-            let reason = format!("has {} bytes, but the limit is {MAX_PAYLOAD}", payload.len());
-            return Err(Error::invalid("payload", reason));
-        }
-        let mut state = self.state.lock();
-        allowed()?;
+    pub(super) fn commit_if(&self, by: Committer, step: u64, payload: &[u8]) -> Result<()> {
+        check_payload(payload)?;
+        let mut state = self.after_commit_beside();
+        self.claims.may_commit(by)?;
         state.catalog.begin_commit()?;
         drop(state);
         let _ends = Committing(self);
@@ -70,11 +71,84 @@ impl Tier {
         if let Some(error) = self.finish_writes().or_else(|| self.state.lock().catalog.failed()) {
             return Err(error);
         }
+        self.make_durable(Writers::Excluded, step, payload)?;
+        if by == Committer::Update {
+            self.claims.settle();
+        }
+        Ok(())
+    }
+
+    /// As [`Tier::commit`], but a thread of its own commits what the extents hold at the call, and what writes in flight
+    /// then install. Puts and gets go on meanwhile. Until it has ended, other commits, rollbacks and removals wait for
+    /// it. Where [`Tier::commit`] moves data off a path that failed, this commit fails, and the next [`Tier::commit`]
+    /// moves it.
+    pub fn commit_beside(self: &Arc<Tier>, step: u64, payload: &[u8]) -> Result<Outcome<()>> {
+        let (promise, outcome) = promise("the commit");
+        self.commit_beside_if(Committer::Caller, step, payload, promise)?;
+        Ok(outcome)
+    }
+
+    pub(super) fn commit_beside_if(
+        self: &Arc<Tier>,
+        by: Committer,
+        step: u64,
+        payload: &[u8],
+        promise: Promise<()>,
+    ) -> Result<()> {
+        check_payload(payload)?;
+        self.complete_opening()?;
+        let mut state = self.after_commit_beside();
+        self.claims.may_commit(by)?;
+        state.catalog.begin_commit_beside()?;
+        if by == Committer::Update {
+            self.claims.settle();
+        }
+        drop(state);
+        let mut beside = CommittingBeside { tier: Arc::clone(self), by, succeeded: false };
+        let payload = payload.to_vec();
+        let work = move || {
+            let tier = &beside.tier;
+            let done =
+                tier.finish_awaited().and_then(|()| tier.make_durable(Writers::Beside, step, &payload));
+            beside.succeeded = done.is_ok();
+            // A caller who knows the outcome may close the tier, which this thread does not use any more.
+            drop(beside);
+            promise.keep(done);
+        };
+        threads::spawn_quiet("spillway-commit", work)
+            .map_err(|error| Error::system("starting the thread of a commit", &error))
+    }
+
+    /// The state, once no commit beside writes is in flight.
+    pub(super) fn after_commit_beside(&self) -> Guard<'_, TierState> {
+        self.changed.wait_while(self.state.lock(), None, |state| state.catalog.commits_beside())
+    }
+
+    /// Point 1 of a commit beside writes.
+    fn finish_awaited(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        while state.catalog.awaits() {
+            let awaited = |job: &Job| job.is_write() && state.catalog.is_awaited(job.subject.extent);
+            let next = state.tickets.idle(awaited).first().copied();
+            state = match next {
+                Some(ticket) => {
+                    drop(state);
+                    self.drive_idle(ticket);
+                    self.state.lock()
+                }
+                None => self.changed.wait(state),
+            };
+        }
+        state.catalog.named_failure().map_or(Ok(()), Err)
+    }
+
+    /// Points 2 to 8.
+    fn make_durable(&self, writers: Writers, step: u64, payload: &[u8]) -> Result<()> {
         self.check_owners()?;
-        self.check_files()?;
-        self.complete_lengths()?;
+        self.check_files(writers)?;
+        self.complete_lengths(writers)?;
         if self.options.durability != Durability::Process {
-            self.sync_data()?;
+            self.sync_data(writers)?;
         }
         let (superblock, bytes) = self.next_superblock(Some(step), payload)?;
         let written = self.write_superblocks(&superblock, &bytes);
@@ -95,7 +169,7 @@ impl Tier {
     /// Point 3, names: marks paths as failed whose files were removed, replaced or renamed, or which do not respond.
     /// Moves readable data off the paths whose files are gone: no open would find the data there. Fails if a part cannot
     /// be moved, or if no durable path is left.
-    fn check_files(&self) -> Result<()> {
+    fn check_files(&self, writers: Writers) -> Result<()> {
         let present = self.volumes.iter().enumerate();
         let (numbers, volumes): (Vec<usize>, Vec<&Volume>) =
             present.filter_map(|(number, volume)| Some((number, volume.as_deref()?))).unzip();
@@ -113,9 +187,7 @@ impl Tier {
         }
         for (number, error) in failed.iter().filter(|(_, error)| error.tier_kind().is_some()) {
             let named = self.state.lock().catalog.named_on(*number as u32);
-            let moved =
-                named.into_iter().try_for_each(|extent| self.move_extent(extent, WriteOrigin::Commit));
-            moved.map_err(|reason| with_reason(error, &reason))?;
+            named.into_iter().try_for_each(|extent| self.move_named(extent, writers, error))?;
         }
         match failed.into_iter().next() {
             Some((_, error)) if self.state.lock().catalog.paths().replaced_copies().is_empty() => Err(error),
@@ -125,7 +197,7 @@ impl Tier {
 
     /// Point 3, lengths: extends data files that were truncated behind the last written byte of the next commit. Fails
     /// with `Corrupt` if written bytes are missing, and names an extent to which they belong.
-    fn complete_lengths(&self) -> Result<()> {
+    fn complete_lengths(&self, writers: Writers) -> Result<()> {
         for (number, volume) in self.volumes.iter().enumerate() {
             let (gone, health, end) = {
                 let state = self.state.lock();
@@ -140,53 +212,56 @@ impl Tier {
                 return Err(truncated(volume, extent, len, written_end));
             }
             // The next open extends the file of a path that failed.
-            if health.takes_superblocks() {
+            if health.takes_superblocks() && writers == Writers::Excluded {
                 volume.allocate(len, end)?;
-                self.state.lock().catalog.paths_mut().set_dirty(number, true);
+                self.state.lock().catalog.paths_mut().set_dirty(number);
             }
         }
         Ok(())
     }
 
     /// Point 4. If a sync fails, the data is moved to other paths, if it can still be read.
-    fn sync_data(&self) -> Result<()> {
+    fn sync_data(&self, writers: Writers) -> Result<()> {
         for _ in 0..=self.volumes.len() {
-            let dirty = self.state.lock().catalog.paths().dirty();
-            let started = dirty.into_iter().filter_map(|path| {
-                let volume = self.volumes[path].as_ref()?;
-                Some((path, volume, volume.sync_data()))
-            });
-            let started: Vec<_> = started.collect();
-            let mut failed = Vec::new();
-            for (path, volume, handle) in started {
-                match volume.ended(handle) {
-                    Ok(()) => self.state.lock().catalog.paths_mut().set_dirty(path, false),
-                    Err(error) => failed.push((path, error)),
-                }
-            }
-            if failed.is_empty() {
+            let failed = self.sync_dirty();
+            let unsynced = self.state.lock().catalog.unsynced();
+            if !failed && unsynced.is_empty() {
                 return Ok(());
             }
-            for (path, error) in &failed {
-                self.mark(*path, Health::Failed, &error.to_string());
-                self.state.lock().catalog.sync_failed(*path as u32, error);
-            }
-            for (path, error) in failed {
-                self.move_unsynced(path as u32).map_err(|reason| with_reason(&error, &reason))?;
-                self.state.lock().catalog.paths_mut().set_dirty(path, false);
+            for (extent, error) in unsynced {
+                self.move_named(extent, writers, &error)?;
             }
         }
         Err(self.state.lock().catalog.paths().none_left())
     }
 
-    /// Moves the unsynced extents of a path to other paths, and clears their failures.
-    fn move_unsynced(&self, path: u32) -> Result<()> {
-        let unsynced = self.state.lock().catalog.unsynced_on(path);
-        unsynced.into_iter().try_for_each(|extent| {
-            self.move_extent(extent, WriteOrigin::Commit)?;
-            self.state.lock().catalog.repaired(extent);
-            Ok(())
-        })
+    /// Syncs the data of all paths. True if a sync failed.
+    fn sync_dirty(&self) -> bool {
+        let dirty = self.state.lock().catalog.paths_mut().take_dirty();
+        let started = dirty.into_iter().filter_map(|path| {
+            let volume = self.volumes[path].as_ref()?;
+            Some((path, volume, volume.sync_data()))
+        });
+        let started: Vec<_> = started.collect();
+        let ended = started.into_iter().map(|(path, volume, handle)| (path, volume.ended(handle)));
+        let failed: Vec<_> = ended.filter_map(|(path, ended)| Some((path, ended.err()?))).collect();
+        for (path, error) in &failed {
+            self.mark(*path, Health::Failed, &error.to_string());
+            self.state.lock().catalog.sync_failed(*path as u32, error);
+        }
+        !failed.is_empty()
+    }
+
+    /// Moves an extent that cannot be committed where it is because of `error`.
+    fn move_named(&self, extent: u32, writers: Writers, error: &Error) -> Result<()> {
+        match writers {
+            Writers::Excluded => {
+                self.move_extent(extent, WriteOrigin::Commit).map_err(|reason| with_reason(error, &reason))
+            }
+            Writers::Beside => Err(error.clone().context(
+                "a commit in the background moves no data to another path; a commit that is waited for does",
+            )),
+        }
     }
 
     /// Builds and encodes the next superblock. After an error nothing is changed and nothing is written.
@@ -356,13 +431,46 @@ impl Publication<'_> {
     }
 }
 
+/// What other writers do during a commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Writers {
+    Excluded,
+    Beside,
+}
+
 /// Guard of a commit in flight. Its drop ends the commit, also after a panic.
 struct Committing<'a>(&'a Tier);
 
 impl Drop for Committing<'_> {
     fn drop(&mut self) {
         self.0.state.lock().catalog.end_commit();
+        self.0.changed.notify_all();
     }
+}
+
+/// Guard of a commit beside writes.
+struct CommittingBeside {
+    tier: Arc<Tier>,
+    by: Committer,
+    succeeded: bool,
+}
+
+impl Drop for CommittingBeside {
+    fn drop(&mut self) {
+        if self.by == Committer::Update && !self.succeeded {
+            self.tier.claims.change(false);
+        }
+        drop(Committing(&self.tier));
+    }
+}
+
+/// Fails if a payload is too long for a commit.
+pub fn check_payload(payload: &[u8]) -> Result<()> {
+    if payload.len() > MAX_PAYLOAD {
+        let reason = format!("has {} bytes, but the limit is {MAX_PAYLOAD}", payload.len());
+        return Err(Error::invalid("payload", reason));
+    }
+    Ok(())
 }
 
 fn truncated(volume: &Volume, extent: String, len: u64, written_end: u64) -> Error {

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use super::blocks::{checksums_of, chunk_header};
 use super::catalog::{Reservation, Subject, WriteOrigin};
+use super::claim::Committer;
 use super::export::{Passed, Target, windows};
 use super::extent::{Block, Chunk, Run, check_name};
 use super::jobs::Refusal;
@@ -194,7 +195,7 @@ impl Tier {
 
     /// As [`Tier::import`]. `passed` is called with the bytes of each part; its error ends the import.
     pub fn import_from(&self, source: &Source, selection: &Selection, passed: Passed) -> Result<u64> {
-        let (last, own) = self.state.lock().catalog.last_commit();
+        let (last, own) = self.after_commit_beside().catalog.last_commit();
         let exported = source.origin.as_ref().map(|origin| (origin.step, origin.payload.clone()));
         let kept = last.map(|last| (last, own));
         let whole = selection.is_whole() && !source.partial;
@@ -207,7 +208,7 @@ impl Tier {
                 false => selection.nothing(&source.path.to_string_lossy()),
             });
         }
-        self.claims.may_commit()?;
+        self.claims.may_commit(Committer::Caller)?;
         let engine = Engine::open(IoOptions { preallocate: false, ..self.options.io })?;
         let loaded = taken.try_for_each(|extent| self.import_extent(extent, &source.path, &engine, passed));
         match loaded.and_then(|()| self.commit(step, &payload)) {

@@ -17,12 +17,13 @@ use super::blocks::{
 use super::catalog::{Contents, Held, Reservation, Subject, WriteOrigin};
 use super::extent::{Block, Chunk, Run, Version};
 use super::paths::{Allocated, AllocationRequest, ExtentPlacement, Health};
-use super::storage::{deadline_after, timed_out};
+use super::storage::timed_out;
 use super::store::{TicketState, Tier};
 use super::volume::Volume;
 use crate::error::{Error, IoKind, Result};
 use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::sync::deadline_after;
 
 impl Tier {
     /// Starts to write an extent from one span per stream, and returns a ticket for [`Tier::wait`]. Reads return the
@@ -223,19 +224,22 @@ impl Tier {
     pub(super) fn finish_writes(&self) -> Option<Error> {
         let mut first = None;
         loop {
-            let mut state = self.state.lock();
-            let next = state.tickets.idle(Job::is_write).first().copied();
-            if let Some((ticket, job)) = next.and_then(|next| Some((next, state.tickets.take(next)?))) {
+            let state = self.state.lock();
+            if let Some(ticket) = state.tickets.idle(Job::is_write).first().copied() {
                 drop(state);
-                if let Ok(Err(error)) = self.drive(ticket, job, None) {
-                    first.get_or_insert(error);
-                }
+                first = first.or(self.drive_idle(ticket));
             } else if state.catalog.is_writing() {
                 drop(self.changed.wait(state));
             } else {
                 return first;
             }
         }
+    }
+
+    /// Drives the job of a ticket to its outcome, unless another thread does. Returns the error.
+    pub(super) fn drive_idle(&self, ticket: u64) -> Option<Error> {
+        let job = self.state.lock().tickets.take(ticket)?;
+        self.drive(ticket, job, None).ok()?.err()
     }
 
     /// Drives a job, whose ticket is `Driven`, to its outcome, and stores the outcome in the ticket. The outer error is
@@ -385,12 +389,12 @@ impl Tier {
 /// Moves.
 impl Tier {
     /// Marks a path as draining, and moves all its data to other paths. The move becomes durable with the next commit.
-    /// `Busy` if a commit is in flight.
+    /// `Busy` if a commit is in flight. Waits for a commit beside writes.
     pub fn evacuate(&self, path: u32) -> Result<()> {
         if path as usize >= self.volumes.len() {
             return Err(Error::invalid("number", format!("there is no path {path}")));
         }
-        self.state.lock().catalog.between_commits()?;
+        self.after_commit_beside().catalog.between_commits()?;
         self.mark(path as usize, Health::Draining, "it is being evacuated");
         let extents = self.extents();
         let there = extents.iter().filter(|extent| extent.blocks[path as usize] > 0);

@@ -27,7 +27,7 @@
 mod blocks;
 mod catalog;
 mod claim;
-mod commit;
+pub mod commit;
 mod jobs;
 mod lanes;
 mod manifest;

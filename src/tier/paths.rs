@@ -86,8 +86,10 @@ pub(super) struct PathState {
     copies: FoundCopies,
     /// The files no longer have their names. If no data is left on the path, the next commit drops it.
     gone: bool,
-    /// True if data was written since the last commit.
+    /// True if data was written since the last sync.
     dirty: bool,
+    /// The last sync that failed. Contents of lower numbers that were not committed before are not durable.
+    unsynced: Option<(u64, Error)>,
     /// Bytes written to the path before this open.
     written_before: u64,
 }
@@ -199,19 +201,25 @@ impl Paths {
         self.0[path].copies.kept = Some(copy);
     }
 
-    /// Paths with data that was written since the last commit and not synced.
-    pub(super) fn dirty(&self) -> Vec<usize> {
-        (0..self.0.len()).filter(|path| self.0[*path].dirty).collect()
+    /// Paths with data to sync. What is written from now on is for the next sync.
+    pub(super) fn take_dirty(&mut self) -> Vec<usize> {
+        let paths = self.0.iter_mut().enumerate();
+        paths.filter_map(|(number, path)| std::mem::take(&mut path.dirty).then_some(number)).collect()
     }
 
-    /// Sets whether a path has data to sync.
-    pub(super) fn set_dirty(&mut self, path: usize, dirty: bool) {
-        self.0[path].dirty = dirty;
+    /// Records that a path has data to sync.
+    pub(super) fn set_dirty(&mut self, path: usize) {
+        self.0[path].dirty = true;
     }
 
-    /// Records that everything written so far is committed.
-    pub(super) fn committed(&mut self) {
-        self.0.iter_mut().for_each(|path| path.dirty = false);
+    /// Records that a sync failed. `limit`: the first number of contents whose write begins later.
+    pub(super) fn sync_failed(&mut self, path: usize, limit: u64, error: &Error) {
+        self.0[path].unsynced = Some((limit, error.clone()));
+    }
+
+    /// The error of the sync that failed after the write of these contents began.
+    pub(super) fn unsynced(&self, path: u32, contents: u64) -> Option<&Error> {
+        self.0[path as usize].unsynced.as_ref().filter(|(limit, _)| contents < *limit).map(|(_, error)| error)
     }
 
     /// True if a chunk is on a path that the open did not find.
@@ -385,7 +393,7 @@ impl PathState {
         written_before: u64,
     ) -> PathState {
         let (health, reason, gone, dirty) = (Health::Healthy, String::new(), false, false);
-        PathState { name, memory, health, reason, space, copies, gone, dirty, written_before }
+        PathState { name, memory, health, reason, space, copies, gone, dirty, unsynced: None, written_before }
     }
 
     /// A path that the open did not find, with a data file of `end` bytes.

@@ -12,18 +12,17 @@ use std::time::{Duration, Instant};
 
 use super::export::{Export, Form, Pace};
 use super::select::Selection;
-use super::storage::deadline_after;
 use super::store::Tier;
 use crate::error::{Doing, Error, IoError, IoKind, Result};
-use crate::sys::fork::OpeningProcess;
+use crate::sys::promise::{Outcome, promise};
 use crate::sys::sync::{Lock, Signal};
 use crate::sys::threads;
 
 /// A snapshot that is being written, or has ended. Its drop cancels it.
 #[derive(Debug)]
 pub struct TierSnapshot {
-    opener: OpeningProcess,
     shared: Arc<Shared>,
+    outcome: Outcome<u64>,
 }
 
 /// How far a snapshot is.
@@ -52,7 +51,6 @@ struct Shared {
 struct State {
     written: u64,
     cancelled: bool,
-    outcome: Option<Result<u64>>,
 }
 
 impl TierSnapshot {
@@ -80,39 +78,30 @@ impl TierSnapshot {
             state: Lock::default(),
             changed: Signal::default(),
         });
-        let theirs = Arc::clone(&shared);
+        let (theirs, (promise, outcome)) = (Arc::clone(&shared), promise("the snapshot"));
         let work = move || {
-            let ended = EndOnDrop(theirs);
             let begun = Instant::now();
-            let outcome = export.run(pace, &|bytes| ended.0.passed(bytes, bytes_per_second, begun));
-            ended.0.state.lock().outcome = Some(outcome);
+            promise.keep(export.run(pace, &|bytes| theirs.passed(bytes, bytes_per_second, begun)));
         };
         threads::spawn_quiet("spillway-snap", work)
             .map_err(|error| Error::system("starting the thread of a snapshot", &error))?;
-        Ok(TierSnapshot { opener: OpeningProcess::current(), shared })
+        Ok(TierSnapshot { shared, outcome })
     }
 
     /// Fails in a forked child, which has no thread that writes the snapshot.
     pub fn check_process(&self) -> Result<()> {
-        self.opener.check("the snapshot")
+        self.outcome.check_process()
     }
 
     /// How far the snapshot is.
     pub fn progress(&self) -> Progress {
         let Shared { step, bytes, .. } = *self.shared;
-        let state = self.shared.state.lock();
-        Progress { step, written: state.written, bytes, ended: state.outcome.is_some() }
+        Progress { step, written: self.shared.state.lock().written, bytes, ended: self.outcome.ended() }
     }
 
     /// Waits until the export is complete, and returns the step. `Timeout` if it is not after `timeout`.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<u64> {
-        let until = deadline_after(timeout);
-        let state =
-            self.shared.changed.wait_while(self.shared.state.lock(), until, |state| state.outcome.is_none());
-        state
-            .outcome
-            .clone()
-            .unwrap_or_else(|| Err(IoError::wait_timeout("the snapshot is still being written")))
+        self.outcome.wait(timeout)
     }
 }
 
@@ -140,23 +129,9 @@ impl Shared {
 
 impl Drop for TierSnapshot {
     fn drop(&mut self) {
-        if !self.opener.is_current() {
-            return;
+        if self.check_process().is_ok() {
+            self.shared.state.lock().cancelled = true;
+            self.shared.changed.notify_all();
         }
-        let mut state = self.shared.state.lock();
-        state.cancelled = true;
-        self.shared.changed.notify_all();
-        drop(self.shared.changed.wait_while(state, None, |state| state.outcome.is_none()));
-    }
-}
-
-/// Ends a snapshot, also after a panic in its thread.
-struct EndOnDrop(Arc<Shared>);
-
-impl Drop for EndOnDrop {
-    fn drop(&mut self) {
-        let lost = || Err(Error::Internal("the thread of a snapshot panicked".to_string()));
-        self.0.state.lock().outcome.get_or_insert_with(lost);
-        self.0.changed.notify_all();
     }
 }

@@ -15,7 +15,7 @@
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use std::{fs, io};
 
 use crate::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
@@ -281,11 +281,6 @@ impl Drop for PathFiles {
             log::write(Level::Warn, &format!("closing {}: the file system does not respond", self.name));
         }
     }
-}
-
-/// Deadline that lies `timeout` ahead; `None` without a timeout.
-pub(super) fn deadline_after(timeout: Option<Duration>) -> Option<Instant> {
-    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }
 
 /// Error of a caller whose timeout expired while the transfer is in flight.

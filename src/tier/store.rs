@@ -15,11 +15,10 @@ use std::time::{Duration, Instant};
 
 use super::blocks::{BlockVisitor, Job, TierIdentity, is_hung, walk};
 use super::catalog::{Catalog, Contents, ExtentInfo, Held, Snapshot, View};
-use super::claim::Claims;
+use super::claim::{Claims, Committer};
 use super::extent::{Run, Shape, check_name};
 use super::options::TierOptions;
 use super::paths::{DurableCopy, Health};
-use super::storage::deadline_after;
 use super::volume::{SuperblockCopy, Volume};
 use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::io::counters::{EngineStats, EngineTraffic};
@@ -27,7 +26,8 @@ use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
 use crate::sys::fork::OpeningProcess;
-use crate::sys::sync::{Lock, Signal};
+use crate::sys::promise::Promise;
+use crate::sys::sync::{Lock, Signal, deadline_after};
 
 /// Shortest wait of a close for its files.
 const CLOSE_AT_LEAST: Duration = Duration::from_secs(1);
@@ -206,17 +206,24 @@ impl Tier {
     }
 
     /// Returns the number of the extent with this name, and defines the extent if it does not exist. `streams` are the
-    /// stream lengths in bytes. Fails with `Foreign` if the existing extent has other streams.
+    /// stream lengths in bytes. Fails with `Foreign` if the existing extent has other streams. Waits for a commit beside
+    /// writes that removes the extent.
     pub fn define(&self, name: &str, streams: &[u64]) -> Result<u32> {
         check_name("name", name)?;
         let shape = Shape::new(streams, self.block_bytes)?;
-        self.state.lock().catalog.define(name, shape)
+        let mut state = self.state.lock();
+        loop {
+            match state.catalog.define(name, shape.clone()) {
+                Err(Error::Busy(_)) if state.catalog.commits_beside() => state = self.changed.wait(state),
+                defined => return defined,
+            }
+        }
     }
 
     /// Removes an extent at the next commit. Defining the extent again before the commit cancels the removal. `Busy`
-    /// while a commit is in flight, for the removal and its cancellation.
+    /// while a commit is in flight, for the removal and its cancellation. Waits for a commit beside writes.
     pub fn remove(&self, extent: u32) -> Result<()> {
-        self.state.lock().catalog.remove(extent)
+        self.after_commit_beside().catalog.remove(extent)
     }
 
     /// Numbers of the extents with these names; `None` for a name that no extent has.
@@ -266,7 +273,7 @@ impl Tier {
         self.bell.wait(seen, timeout);
     }
 
-    /// Discards all changes since the last commit. `Busy` while a commit is in flight, or while a tiered update has
+    /// Discards all changes since the last commit. Waits for a commit beside writes first. `Busy` while a commit is in flight, or while a tiered update has
     /// changed states; [`RoundError::Open`](crate::error::RoundError::Open) while it has an open step.
     pub fn rollback(&self) -> Result<()> {
         self.rollback_if(|| self.claims.may_roll_back())
@@ -276,7 +283,7 @@ impl Tier {
         loop {
             allowed()?;
             self.finish_writes();
-            let catalog = &mut self.state.lock().catalog;
+            let catalog = &mut self.after_commit_beside().catalog;
             catalog.between_commits()?;
             allowed()?;
             // A write that started meanwhile would install its contents after the rollback.
@@ -559,7 +566,8 @@ impl UpdateClaim {
         Ok(UpdateClaim(Arc::clone(tier)))
     }
 
-    /// Call before states change: others cannot commit and roll back from then on. `Busy` while a commit is in flight.
+    /// Call before states change: others cannot commit and roll back from then on. `Busy` while a commit is in flight
+    /// that excludes writes.
     pub fn change(&self) -> Result<()> {
         self.changes(false)
     }
@@ -576,9 +584,12 @@ impl UpdateClaim {
 
     /// [`Tier::commit`], by the update.
     pub fn commit(&self, step: u64, payload: &[u8]) -> Result<()> {
-        self.0.commit_if(step, payload, || Ok(()))?;
-        self.0.claims.settle();
-        Ok(())
+        self.0.commit_if(Committer::Update, step, payload)
+    }
+
+    /// [`Tier::commit_beside`], by the update. The states count as changed again if it fails.
+    pub fn commit_beside(&self, step: u64, payload: &[u8], promise: Promise<()>) -> Result<()> {
+        self.0.commit_beside_if(Committer::Update, step, payload, promise)
     }
 
     /// [`Tier::rollback`], by the update.
@@ -588,7 +599,9 @@ impl UpdateClaim {
 
     fn changes(&self, open: bool) -> Result<()> {
         let state = self.0.state.lock();
-        state.catalog.between_commits()?;
+        if !state.catalog.commits_beside() {
+            state.catalog.between_commits()?;
+        }
         self.0.claims.change(open);
         Ok(())
     }

@@ -26,8 +26,7 @@ use super::paths::Stamp;
 #[cfg(any(test, feature = "sim"))]
 use super::storage::SimStorage;
 use super::storage::{
-    DATA, FilePair, MemoryStorage, NamedFile, PathFiles, SUPERBLOCKS, Storage, deadline_after, timed_out,
-    within_timeout,
+    DATA, FilePair, MemoryStorage, NamedFile, PathFiles, SUPERBLOCKS, Storage, timed_out, within_timeout,
 };
 use crate::error::{Doing, Error, IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
@@ -35,7 +34,7 @@ use crate::io::options::{Options as IoOptions, Request, Target};
 use crate::pool::region::{Backing, Region};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
-use crate::sys::sync::{Guard, Lock, Signal};
+use crate::sys::sync::{Guard, Lock, Signal, deadline_after};
 
 /// Bytes that are allocated for a superblock file at first.
 const SUPERBLOCK_ROOM: u64 = 64 << 10;

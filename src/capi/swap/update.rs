@@ -9,7 +9,7 @@ use super::options::{parse, spw_swap_budget, spw_swap_options, spw_swap_stats, w
 use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
-use crate::capi::tier::spw_tier;
+use crate::capi::tier::{spw_commit, spw_tier};
 use crate::dtype::FloatsMut;
 use crate::offload::swap::beside::Beside;
 use crate::offload::swap::budget;
@@ -252,6 +252,25 @@ pub extern "C" fn spw_swap_commit(
         let swap = &handle::get_mut(swap)?.update;
         let payload = payload.payload(payload_bytes)?;
         swap.at_rest(|swap| swap.commit(step, payload))
+    })
+}
+
+/// Begins what `spw_swap_commit` does, and returns at once: a thread writes the subgroups that are only in memory, and
+/// another makes all state durable as it is at this call. The next update may begin at once; its steps wait until the
+/// subgroups are written. Other calls of the tiered update wait for that too. See `spw_tier_commit_begin` for the rest,
+/// `spw_commit_wait` for the outcome.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_swap_commit_begin(
+    swap: Option<&mut spw_swap>,
+    step: u64,
+    payload: In<c_void>,
+    payload_bytes: u64,
+    commit_out: Out<*mut spw_commit>,
+) -> spw_status {
+    guard(|| {
+        let update = &handle::get_mut(swap)?.update;
+        let payload = payload.payload(payload_bytes)?;
+        commit_out.open(|| Ok(spw_commit(update.commit(step, payload)?)))
     })
 }
 

@@ -34,8 +34,10 @@ pub mod open;
 
 pub mod extents;
 
+pub mod commit;
+
 pub mod report;
 
 pub mod snapshot;
 
-pub use {extents::*, open::*, options::*, report::*, snapshot::*, steps::*};
+pub use {commit::*, extents::*, open::*, options::*, report::*, snapshot::*, steps::*};

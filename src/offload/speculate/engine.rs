@@ -17,7 +17,7 @@ use crate::error::{Error, Result, RoundError};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
 use crate::sys::fork::OpeningProcess;
-use crate::sys::sync::Guard;
+use crate::sys::sync::{Guard, deadline_after};
 use crate::sys::threads;
 
 /// Maximum number of buckets: each bucket costs memory from `open` on, and every verdict visits all of them.
@@ -219,7 +219,7 @@ impl Engine {
         mut check: impl FnMut(&mut Inner) -> Result<Option<T>>,
     ) -> Result<T> {
         let start = Instant::now();
-        let end = timeout.and_then(|timeout| start.checked_add(timeout));
+        let end = deadline_after(timeout);
         let mut inner = self.lock();
         let outcome = loop {
             if let Some(outcome) = check(&mut inner).transpose() {

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | at rest | all but those of an open update; they wait for the writes of the last update |
 //! | open | `submit`, `verdict`, `finish`, and `rollback`, which abandons the update |
-//! | finished | as at rest; the thread still writes, and ends with the last write |
+//! | finished | as at rest; the thread still writes, and ends with the last write. `commit` and the next begin do not wait |
 //!
 //! Invariants:
 //! - Either the thread or [`Inner::swap`] has the update. Only the thread reads gradients, and it has none left when an
@@ -26,9 +26,11 @@ use crate::offload::speculate::Verdict;
 use crate::optim::StepStats;
 use crate::sys::bell::Bell;
 use crate::sys::fork::OpeningProcess;
-use crate::sys::sync::{Guard, Lock, Signal};
+use crate::sys::promise::{Outcome, Promise, promise};
+use crate::sys::sync::{Guard, Lock, Signal, deadline_after};
 use crate::sys::{threads, try_vec};
 use crate::tier::UpdateClaim;
+use crate::tier::commit::check_payload;
 
 /// Settings of an update beside the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,6 +68,8 @@ struct Shared {
 struct Inner {
     /// `None` while the thread has it.
     swap: Option<Box<Swap>>,
+    /// A commit that was begun after the last finish, until the thread takes it up.
+    commit: Option<Commit>,
     /// An update that was begun, until the thread takes it up.
     begun: Option<BesideOptions>,
     /// The update between its begin and its finish.
@@ -76,6 +80,14 @@ struct Inner {
     stats: SwapStats,
     /// Time that callers waited for the thread.
     exposed: Duration,
+}
+
+/// A commit for the thread.
+#[derive(Debug)]
+struct Commit {
+    step: u64,
+    payload: Vec<u8>,
+    promise: Promise<()>,
 }
 
 #[derive(Debug)]
@@ -103,6 +115,7 @@ impl Beside {
         let (layout, budget, bell) = (swap.layout().clone(), swap.budget(), swap.tier.bell());
         let claim = Arc::clone(&swap.claim);
         let inner = Inner {
+            commit: None,
             begun: None,
             open: None,
             abandon: false,
@@ -143,7 +156,7 @@ impl Beside {
         if inner.open.is_some() {
             return Err(Error::Update(RoundError::Open));
         }
-        let mut inner = self.wait_while(inner, None, |inner| inner.swap.is_none());
+        let mut inner = self.wait_while(inner, None, |inner| !inner.is_at_rest());
         inner.swap.as_mut().map_or_else(|| Err(Error::Update(RoundError::Open)), |swap| call(swap))
     }
 
@@ -155,12 +168,7 @@ impl Beside {
         if inner.open.is_some() {
             return Err(Error::Update(RoundError::Open));
         }
-        if let Some(swap) = &inner.swap {
-            swap.ready()?;
-            let theirs = Arc::clone(&self.shared);
-            threads::spawn_quiet("spillway-swap", move || run(&theirs))
-                .map_err(|error| Error::system("starting the thread that steps in the background", &error))?;
-        }
+        self.start_thread(&inner)?;
         self.claim.begin()?;
         let verdict = (!options.speculative).then_some(Verdict::Commit);
         inner.begun = Some(options);
@@ -174,6 +182,32 @@ impl Beside {
         });
         self.shared.bell.ring();
         Ok(())
+    }
+
+    /// Begins a commit of the states as they are now, and returns at once. Subgroups that are only in memory are written
+    /// first; the next update begins after that. Errors: an update is open; the last one failed; no thread.
+    pub fn commit(&self, step: u64, payload: &[u8]) -> Result<Outcome<()>> {
+        check_payload(payload)?;
+        let inner = self.shared.inner.lock();
+        if inner.open.is_some() {
+            return Err(Error::Update(RoundError::Open));
+        }
+        let mut inner = self.wait_while(inner, None, |inner| inner.commit.is_some());
+        self.start_thread(&inner)?;
+        let (promise, outcome) = promise("the commit");
+        inner.commit = Some(Commit { step, payload: payload.to_vec(), promise });
+        self.shared.bell.ring();
+        Ok(outcome)
+    }
+
+    /// Starts the thread, unless it has the update.
+    fn start_thread(&self, inner: &Inner) -> Result<()> {
+        let Some(swap) = &inner.swap else { return Ok(()) };
+        swap.ready()?;
+        // A thread that was started and has not run yet takes up everything.
+        let theirs = Arc::clone(&self.shared);
+        threads::spawn_quiet("spillway-swap", move || run(&theirs))
+            .map_err(|error| Error::system("starting the thread that steps in the background", &error))
     }
 
     /// Returns Ok if `submit` would accept this subgroup now, and its error otherwise.
@@ -228,7 +262,7 @@ impl Beside {
     /// Writes go on. Errors: a subgroup was not submitted, or there is no verdict (the update stays open); a timeout (the
     /// update stays open); the error that ended the update.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<StepStats> {
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let until = deadline_after(timeout);
         let mut inner = self.shared.inner.lock();
         open(&mut inner)?.may_finish()?;
         let pending = |inner: &mut Inner| inner.open.as_ref().is_some_and(|open| open.outcome.is_none());
@@ -245,7 +279,7 @@ impl Beside {
     /// Waits for the next subgroup whose step is final and whose copies are written; `None`: there is none left. Errors: no
     /// update is open; a timeout; the error that ended the update.
     pub fn next_published(&self, timeout: Option<Duration>) -> Result<Option<usize>> {
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let until = deadline_after(timeout);
         let mut inner = self.shared.inner.lock();
         open(&mut inner)?;
         let pending = |inner: &mut Inner| inner.open.as_ref().is_some_and(Open::may_publish);
@@ -268,10 +302,12 @@ impl Beside {
 
     /// Ends what the thread does, and waits for the thread.
     fn abandon(&self) -> Guard<'_, Inner> {
-        let mut inner = self.shared.inner.lock();
+        // A commit that was begun before takes place.
+        let mut inner =
+            self.shared.changed.wait_while(self.shared.inner.lock(), None, |inner| inner.commit.is_some());
         (inner.begun, inner.abandon) = (None, true);
         self.shared.bell.ring();
-        inner = self.shared.changed.wait_while(inner, None, |inner| inner.swap.is_none());
+        inner = self.shared.changed.wait_while(inner, None, |inner| !inner.is_at_rest());
         (inner.open, inner.abandon) = (None, false);
         self.claim.finish();
         inner
@@ -340,13 +376,19 @@ fn run(shared: &Shared) {
     loop {
         let mut inner = shared.inner.lock();
         // A thread that starts late finds that another one runs the update, or that it was abandoned.
-        if inner.begun.is_none() {
+        if !inner.has_work() {
             return;
         }
         let Some(mut swap) = inner.swap.take() else { return };
-        let Some(options) = inner.begun.take() else { return };
+        let commit = inner.commit.take();
+        let options = if commit.is_none() { inner.begun.take() } else { None };
         drop(inner);
-        let outcome = catch_unwind(AssertUnwindSafe(|| swap.serve(shared, options)));
+        shared.changed.notify_all();
+        let outcome = catch_unwind(AssertUnwindSafe(|| match (commit, options) {
+            (Some(commit), _) => swap.commit_beside(commit.step, &commit.payload, commit.promise),
+            (None, Some(options)) => swap.serve(shared, options),
+            (None, None) => Ok(()),
+        }));
         let outcome = swap.note(outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic))));
         let mut inner = shared.inner.lock();
         inner.stats = swap.stats();
@@ -355,7 +397,7 @@ fn run(shared: &Shared) {
             inner.begun = None;
             inner.fail(error);
         }
-        if inner.begun.is_none() {
+        if !inner.has_work() {
             shared.changed.notify_all();
             return;
         }
@@ -363,7 +405,18 @@ fn run(shared: &Shared) {
 }
 
 impl Inner {
+    fn has_work(&self) -> bool {
+        self.commit.is_some() || self.begun.is_some()
+    }
+
+    fn is_at_rest(&self) -> bool {
+        self.swap.is_some() && self.commit.is_none()
+    }
+
     fn fail(&mut self, error: Error) {
+        if let Some(Commit { promise, .. }) = self.commit.take() {
+            promise.keep(Err(error.clone()));
+        }
         if let Some(open) = &mut self.open {
             open.letters.clear();
             open.outcome.get_or_insert(Err(error));
@@ -414,12 +467,12 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// True if the next update is begun. Errors: the update was abandoned.
+    /// True if the next update is begun, and no commit comes before it. Errors: the update was abandoned.
     fn is_begun(&self) -> Result<bool> {
         let inner = self.inner.lock();
         match inner.abandon {
             true => Err(abandoned()),
-            false => Ok(inner.begun.is_some()),
+            false => Ok(inner.begun.is_some() && inner.commit.is_none()),
         }
     }
 }
@@ -433,6 +486,8 @@ impl Swap {
         };
         let mut work = AdamUpdate::new(Parts::new(self.layout.len())?, options.squares, &mut stepped)?;
         self.ready()?;
+        // A commit before may have settled the claim since the update was begun.
+        self.claim.begin()?;
         self.refresh_slots();
         self.pipeline.begin_beside(&self.expected, options.speculative)?;
         self.timeline.begin();

@@ -137,14 +137,17 @@ impl Extents {
     }
 
     /// Marks extents that are older than the current state for removal by the next commit.
-    pub(super) fn remove_older(&self, tier: &Tier) -> Result<()> {
+    pub(super) fn remove_older(&mut self, tier: &Tier) -> Result<()> {
         let others = self.numbers(tier, self.usual.moments.other());
-        for (number, (subgroup, others)) in self.subgroups.iter().zip(others.chunks(2)).enumerate() {
+        for (number, others) in others.chunks(2).enumerate() {
             let newest = self.newest(tier, number)?.0;
-            let all = [subgroup.whole, subgroup.split].into_iter().chain(others.iter().copied()).flatten();
-            for older in all.filter(|one| *one != newest) {
-                if tier.extent(older)?.generation > 0 {
-                    tier.remove(older)?;
+            let Subgroup { whole, split, .. } = &mut self.subgroups[number];
+            for older in [whole, split].into_iter().chain(&mut others.to_vec()) {
+                // Its number is another extent's once it is removed.
+                if let Some(extent) = older.take_if(|older| *older != newest)
+                    && tier.extent(extent)?.generation > 0
+                {
+                    tier.remove(extent)?;
                 }
             }
         }

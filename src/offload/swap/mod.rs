@@ -41,6 +41,7 @@ use traffic::{Direction, Traffic};
 use crate::error::{Error, Result};
 use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::promise::Promise;
 use crate::tier::turns::PathArbiter;
 use crate::tier::{Pin, Tier, UpdateClaim};
 use crate::trace::Trace;
@@ -231,14 +232,29 @@ impl Swap {
 
     /// Writes dirty subgroups to the tier and makes all state durable as step number `step`, with `payload`.
     pub fn commit(&mut self, step: u64, payload: &[u8]) -> Result<()> {
+        self.write_dirty()?;
+        self.claim.commit(step, payload)
+    }
+
+    /// As [`Swap::commit`], but the states that the tier has after this call are made durable by a thread, beside the next
+    /// updates. `promise` gets the outcome. If this call fails, the promise has its error.
+    pub fn commit_beside(&mut self, step: u64, payload: &[u8], promise: Promise<()>) -> Result<()> {
+        match self.write_dirty() {
+            Ok(()) => self.claim.commit_beside(step, payload, promise),
+            Err(error) => {
+                promise.keep(Err(error.clone()));
+                Err(error)
+            }
+        }
+    }
+
+    /// Writes dirty subgroups, and marks extents for removal that are older than others.
+    fn write_dirty(&mut self) -> Result<()> {
         self.ready()?;
         self.pipeline.flush_dirty()?;
         let outcome = self.drive(Source::Nothing, &mut Closure(|_, _: SubgroupState<'_>| Ok(())));
         self.note(outcome)?;
-        self.extents.remove_older(&self.tier)?;
-        self.claim.commit(step, payload)?;
-        self.extents.find(&self.tier);
-        Ok(())
+        self.extents.remove_older(&self.tier)
     }
 
     /// Rolls back to the last commit.

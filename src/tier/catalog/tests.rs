@@ -23,6 +23,7 @@ enum Action {
     Revert,
     EndPin,
     BeginCommit,
+    BeginBeside,
     Move(u32),
     Publish { known: bool },
     GiveUpCommit,
@@ -44,6 +45,10 @@ struct World {
     snapshots: Vec<Snapshot<Held>>,
     /// Extents and what they held, in pins.
     pins: Vec<(u32, Arc<Shape>, Option<Arc<Contents>>)>,
+    /// What a commit beside writes must name, by extent; `None` if another commit or none is in flight.
+    named: Option<BTreeMap<u32, Former>>,
+    /// Extents of which it must name what their writes install.
+    awaited: BTreeSet<u32>,
     /// The superblocks that a crash may find; the last known one first.
     durable: Vec<Superblock>,
     step: u64,
@@ -65,6 +70,8 @@ impl World {
             reads: Vec::new(),
             snapshots: Vec::new(),
             pins: Vec::new(),
+            named: None,
+            awaited: BTreeSet::new(),
             durable: Vec::new(),
             step: 0,
             generation: 0,
@@ -80,7 +87,8 @@ impl World {
 
     /// Takes an action; false if it is not possible now.
     fn act(&mut self, action: Action) -> bool {
-        let committing = self.catalog.committing;
+        let committing = self.catalog.between_commits().is_err();
+        let alone = committing && !self.catalog.commits_beside();
         let possible = match action {
             Action::Write(extent) => self.begin_write(extent, &WriteOrigin::Caller),
             Action::EndWrite { fails } => self.end_write(fails),
@@ -130,18 +138,35 @@ impl World {
                 let ready = !self.catalog.is_writing() && self.catalog.failed().is_none();
                 ready && self.catalog.begin_commit().is_ok()
             }
-            Action::Move(extent) if committing => match self.catalog.current(extent) {
+            Action::BeginBeside => {
+                let begun = self.catalog.failed().is_none() && self.catalog.begin_commit_beside().is_ok();
+                if begun {
+                    let writing = |number: &u32| self.catalog.get(*number).is_ok_and(|extent| extent.writing);
+                    self.awaited =
+                        self.catalog.numbered().map(|(number, _)| number).filter(writing).collect();
+                    self.named = Some(BTreeMap::new());
+                    let all: Vec<u32> = self.catalog.numbered().map(|(number, _)| number).collect();
+                    all.into_iter().for_each(|number| self.name(number));
+                }
+                begun
+            }
+            Action::Move(extent) if alone => match self.catalog.current(extent) {
                 Ok(contents) => {
                     self.begin_write(extent, &WriteOrigin::Commit(contents)) && self.end_write(false)
                 }
                 Err(_) => false,
             },
             Action::Publish { known } if committing => {
-                self.publish(known);
-                true
+                assert_eq!(self.catalog.awaits(), !self.awaited.is_empty());
+                let may = !self.catalog.awaits() && self.catalog.named_failure().is_none();
+                if may {
+                    self.publish(known);
+                }
+                may
             }
             Action::GiveUpCommit if committing => {
                 self.catalog.end_commit();
+                (self.named, self.awaited) = (None, BTreeSet::new());
                 true
             }
             Action::Move(_) | Action::Publish { .. } | Action::GiveUpCommit => false,
@@ -153,10 +178,21 @@ impl World {
             Action::Rollback => false,
             Action::Remove(extent) => self.catalog.remove(extent).is_ok(),
         };
-        let only_between =
-            matches!(action, Action::Write(_) | Action::Rollback | Action::Remove(_) | Action::Revert);
+        let only_between = matches!(action, Action::Rollback | Action::Remove(_));
+        let not_alone = only_between || matches!(action, Action::Write(_) | Action::Revert);
         assert!(!(possible && committing && only_between), "{action:?} during a commit");
+        assert!(!(possible && alone && not_alone), "{action:?} during a commit that excludes writes");
         possible
+    }
+
+    /// The commit beside writes must name what the extent holds now, unless it waits for a write.
+    fn name(&mut self, number: u32) {
+        if self.awaited.contains(&number) {
+            return;
+        }
+        let Ok(Extent { shape, current: Some(contents), .. }) = self.catalog.get(number) else { return };
+        let held = Former { shape: Arc::clone(shape), contents: Arc::clone(contents) };
+        self.named.iter_mut().for_each(|named| drop(named.insert(number, held.clone())));
     }
 
     /// A snapshot has exactly the versions of the last commit that is known to have succeeded.
@@ -211,6 +247,9 @@ impl World {
             let generation = self.catalog.install(&reserved, chunks, Arc::from(Vec::new())).unwrap();
             assert_eq!(generation, reserved.subject.generation);
         }
+        if self.awaited.remove(&reserved.subject.extent) {
+            self.name(reserved.subject.extent);
+        }
         true
     }
 
@@ -234,6 +273,15 @@ impl World {
         };
         let superblock = self.catalog.superblock(frame, |_| 0);
         superblock.encode().expect("an open accepts it");
+        if let Some(named) = self.named.take() {
+            let found = (0..)
+                .zip(&superblock.extents)
+                .filter_map(|(number, extent)| Some((number, extent.as_ref()?.version.as_ref()?.generation)));
+            let removed = |number: u32| self.catalog.get(number).unwrap().removed;
+            let wanted = named.iter().filter(|(number, _)| !removed(**number));
+            let wanted = wanted.map(|(number, held)| (*number, held.contents.version.generation));
+            assert!(found.eq(wanted), "the commit names what it did not find at its begin");
+        }
         assert!(self.durable.iter().all(|older| older.sequence < superblock.sequence));
         self.catalog.use_sequence(&superblock);
         if known {
@@ -260,6 +308,9 @@ impl World {
         }
         let held = self.snapshots.iter().flat_map(|snapshot| &snapshot.extents).chain(&self.reads);
         held.for_each(|held| want(held.subject.extent, &held.subject.shape, held.contents.version()));
+        for (number, held) in self.named.iter().flatten() {
+            want(*number, &held.shape, held.contents.version());
+        }
         for (extent, shape, contents) in &self.pins {
             contents.iter().for_each(|contents| want(*extent, shape, contents.version()));
         }
@@ -323,6 +374,7 @@ fn actions(extents: u32) -> Vec<Action> {
         Revert,
         EndPin,
         BeginCommit,
+        BeginBeside,
         Publish { known: true },
         Publish { known: false },
         GiveUpCommit,
@@ -365,4 +417,27 @@ fn long_random_runs_keep_what_a_crash_or_a_reader_needs() {
             world.check();
         }
     }
+}
+
+/// A sync of a path fails: what was written there before, or is being written, is not durable, whichever commit names
+/// it. Later writes and committed contents are.
+#[test]
+fn what_a_failed_sync_has_left_is_not_durable_in_any_commit() {
+    let mut world = World::new(3, 24);
+    let unsynced = |world: &World| -> Vec<u32> {
+        world.catalog.unsynced().into_iter().map(|(number, _)| number).collect()
+    };
+    assert!(world.act(Action::Write(0)) && world.act(Action::EndWrite { fails: false }));
+    assert!(world.act(Action::Write(1)) && world.act(Action::BeginBeside));
+    world.catalog.sync_failed(0, &Error::Busy("a device".to_string()));
+    assert!(world.act(Action::EndWrite { fails: false }));
+    assert_eq!(unsynced(&world), [0, 1]);
+    assert!(world.act(Action::Write(0)) && world.act(Action::EndWrite { fails: false }));
+    assert_eq!(unsynced(&world), [0, 1], "the commit names what was there before");
+    assert!(world.act(Action::GiveUpCommit));
+    assert_eq!(unsynced(&world), [1]);
+    assert!(world.act(Action::BeginCommit) && world.act(Action::Move(1)));
+    assert!(unsynced(&world).is_empty());
+    assert!(world.act(Action::Publish { known: true }));
+    world.check();
 }

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
 use super::*;
@@ -25,6 +25,7 @@ enum Operation {
     Write,
     Read,
     Commit,
+    CommitBeside,
     CommitClean,
     Rollback,
     Evacuate,
@@ -34,13 +35,14 @@ enum Operation {
     Destroy,
 }
 
-const ALL: [Operation; 13] = [
+const ALL: [Operation; 14] = [
     Operation::Open,
     Operation::Reopen,
     Operation::Steps,
     Operation::Write,
     Operation::Read,
     Operation::Commit,
+    Operation::CommitBeside,
     Operation::CommitClean,
     Operation::Rollback,
     Operation::Evacuate,
@@ -96,6 +98,12 @@ fn run(
         Operation::Export => {
             let base = tempfile::tempdir().unwrap();
             tier.export(&base.path().join("export")).map(drop)
+        }
+        Operation::CommitBeside => {
+            let tier = Arc::new(tier);
+            let begun = dirty(&tier).and_then(|()| tier.commit_beside(2, &2_u64.to_le_bytes()));
+            let outcome = begun.and_then(|commit| commit.wait(None));
+            return (Some(Arc::into_inner(tier).unwrap()), outcome);
         }
         Operation::Close => return (None, tier.close(Some(Duration::from_millis(100)))),
         Operation::Destroy => return (None, tier.destroy()),

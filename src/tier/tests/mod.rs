@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod before;
+mod beside;
 mod bucket;
 mod commits;
 mod crash;
@@ -138,6 +139,12 @@ fn read(tier: &Tier, n: usize, seed: u64) -> Result<bool> {
 
 /// Writes all extents concurrently, alternating over the paths, and commits.
 fn step(tier: &Tier, step: u64) -> Result<()> {
+    write_all(tier, step)?;
+    tier.commit(step, &step.to_le_bytes())
+}
+
+/// Writes all extents concurrently, alternating over the paths.
+fn write_all(tier: &Tier, step: u64) -> Result<()> {
     let memories: Vec<Memory> =
         (0..STREAMS.len()).map(|n| Memory::filled(STREAMS[n], seed_of(step, n))).collect();
     let paths = tier.paths().len() as u32;
@@ -151,10 +158,7 @@ fn step(tier: &Tier, step: u64) -> Result<()> {
         };
         tickets.push(tier.write(extent, &memory.buffers(), &placement, None)?);
     }
-    for ticket in tickets {
-        tier.wait(ticket, PATIENCE)?;
-    }
-    tier.commit(step, &step.to_le_bytes())
+    tickets.into_iter().try_for_each(|ticket| tier.wait(ticket, PATIENCE).map(drop))
 }
 
 /// True if every extent and the payload have the contents of `step`.

@@ -8,6 +8,8 @@ use crate::io::sim::{Crash, Journal};
 use crate::offload::speculate::Verdict;
 use crate::offload::swap::adam::Part;
 use crate::offload::swap::beside::{Beside, BesideOptions};
+use crate::sys::promise::Outcome;
+use crate::tier::Health;
 use crate::tier::options::Durability;
 
 const FINAL: BesideOptions = BesideOptions { speculative: false, squares: true, restores: true };
@@ -387,10 +389,85 @@ fn an_error_of_any_request_ends_the_update_and_a_rollback_leads_on() {
     assert!(errors > 0, "no read failed");
 }
 
+/// Updates with any verdict run beside commits. A rollback finds the last commit, which it waits for, and so does an open.
+#[test]
+fn commits_beside_updates_hold_the_states_of_their_call() {
+    for (seed, usual, buffers) in [
+        (1, Encoding::FULL, 3),
+        (2, Encoding::FULL, 6),
+        (3, Encoding::SPLIT, 4),
+        (4, Encoding { moments: Moments::Bf16, ..Encoding::FULL }, 4),
+    ] {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let (options, disks) = two_disks(reorder(seed));
+        let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, usual, buffers);
+        let mut reference = Reference { moments: usual.moments, ..Reference::new(&SIZES) };
+        let mut outcomes = vec![beside.commit(0, b"").unwrap()];
+        let mut committed = (reference.states.clone(), reference.steps);
+        for number in 1..30 {
+            let verdict = random.choice([Verdict::Commit, Verdict::Redo(0.5), Verdict::Skip]).unwrap();
+            submit_all(&beside, SPECULATIVE, &mut random, &reference);
+            beside.verdict(verdict).unwrap();
+            beside.finish(None).unwrap();
+            match verdict {
+                Verdict::Commit => reference.step(1.0),
+                Verdict::Redo(factor) => reference.step(factor),
+                Verdict::Skip => {}
+            }
+            if random.bool() {
+                outcomes.push(beside.commit(number, b"").unwrap());
+                committed = (reference.states.clone(), reference.steps);
+            }
+            if random.u32(..5) == 0 {
+                beside.begin(SPECULATIVE).unwrap();
+                beside.rollback().unwrap();
+                (reference.states, reference.steps) = committed.clone();
+                check(&beside, &reference, &format!("seed {seed}, rolled back after {number}"));
+            }
+        }
+        outcomes.iter().for_each(|outcome| outcome.wait(None).unwrap());
+        drop(beside);
+        let tier = Arc::new(Tier::open(on_disks(&disks, reorder(seed))).unwrap());
+        reference.states = committed.0;
+        check(&open_on(tier, &SIZES, usual, buffers), &reference, &format!("seed {seed}, opened again"));
+    }
+}
+
+/// A device that fails a request of the commit: the outcome has the error, and the states are as they were.
+#[test]
+fn a_commit_that_fails_leaves_the_states_uncommitted() {
+    let (options, _disks) = two_disks(Default::default());
+    let tier = Arc::new(Tier::open(options).unwrap());
+    let beside = open_on(Arc::clone(&tier), &SIZES, Encoding::FULL, 3);
+    beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
+    let (mut random, mut reference) = (fastrand::Rng::with_seed(1), Reference::new(&SIZES));
+    submit_all(&beside, FINAL, &mut random, &reference);
+    beside.finish(None).unwrap();
+    reference.step(1.0);
+    // No path takes a superblock.
+    [0, 1].into_iter().for_each(|path| tier.set_health(path, Health::Failed, "a test").unwrap());
+    assert!(beside.commit(1, b"").and_then(|commit| commit.wait(None)).is_err());
+    assert!(matches!(tier.commit(1, b""), Err(Error::Busy(_))), "the states are the update's");
+    [0, 1].into_iter().for_each(|path| tier.set_health(path, Health::Healthy, "").unwrap());
+    if beside.at_rest(|swap| swap.ready()).is_err() {
+        // The subgroups in memory could not be written.
+        beside.rollback().unwrap();
+        reference = Reference::new(&SIZES);
+    }
+    check(&beside, &reference, "after the commit that failed");
+    beside.commit(2, b"").unwrap().wait(None).unwrap();
+    tier.commit(3, b"").unwrap();
+}
+
 /// A power cut at any event of the disks: the tier opens at the last commit, or at the one in flight, and every subgroup
 /// has the bits of that step.
 #[test]
 fn a_crash_at_any_request_leaves_one_whole_step() {
+    [false, true].into_iter().for_each(crash_at_any_request);
+}
+
+/// `background`: each commit runs beside the next update.
+fn crash_at_any_request(background: bool) {
     const SMALL: [u64; 5] = [5000, 1, 9000, 4096, 7000];
     let journal = Journal::default();
     let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
@@ -401,6 +478,13 @@ fn a_crash_at_any_request_leaves_one_whole_step() {
     beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
     // By committed number: events before and after the commit, and the states.
     let mut commits = vec![(0, journal.len(), reference.states.clone())];
+    let mut open = None;
+    let end = |open: &mut Option<(usize, Outcome<()>, Everything)>, commits: &mut Vec<_>| {
+        if let Some((began, outcome, states)) = open.take() {
+            outcome.wait(None).unwrap();
+            commits.push((began, journal.len(), states));
+        }
+    };
     for (number, verdict) in
         (1..).zip([Verdict::Commit, Verdict::Redo(0.5), Verdict::Skip, Verdict::Commit, Verdict::Redo(0.25)])
     {
@@ -414,11 +498,14 @@ fn a_crash_at_any_request_leaves_one_whole_step() {
             Verdict::Skip => {}
         }
         if number != 2 {
-            let began = journal.len();
-            beside.at_rest(|swap| swap.commit(number, b"")).unwrap();
-            commits.push((began, journal.len(), reference.states.clone()));
+            end(&mut open, &mut commits);
+            open = Some((journal.len(), beside.commit(number, b"").unwrap(), reference.states.clone()));
+            if !background {
+                end(&mut open, &mut commits);
+            }
         }
     }
+    end(&mut open, &mut commits);
     drop((beside, tier));
     let steps = [0, 1, 3, 4, 5];
     for events in (commits[0].1..=journal.len()).step_by(3) {

@@ -1,0 +1,110 @@
+//! The outcome of work that a thread of the library does, for callers that wait for it.
+//!
+//! Invariants:
+//! - A promise has one outcome. One that is dropped without an outcome, as by a panic, has an error: no caller waits for
+//!   ever.
+//! - A drop of the caller's side waits for the outcome, except in a forked child.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::fork::OpeningProcess;
+use super::sync::{Lock, Signal, deadline_after};
+use crate::error::{Error, IoError, Result};
+
+/// The side of the thread, which gives the outcome.
+#[derive(Debug)]
+pub struct Promise<T>(Arc<Shared<T>>);
+
+/// The side of the caller, who waits for the outcome.
+#[derive(Debug)]
+pub struct Outcome<T> {
+    opener: OpeningProcess,
+    shared: Arc<Shared<T>>,
+}
+
+#[derive(Debug)]
+struct Shared<T> {
+    /// What is awaited, for messages.
+    what: &'static str,
+    outcome: Lock<Option<Result<T>>>,
+    given: Signal,
+}
+
+/// Both sides of the outcome of `what`.
+pub fn promise<T>(what: &'static str) -> (Promise<T>, Outcome<T>) {
+    let shared = Arc::new(Shared { what, outcome: Lock::new(None), given: Signal::default() });
+    (Promise(Arc::clone(&shared)), Outcome { opener: OpeningProcess::current(), shared })
+}
+
+impl<T> Promise<T> {
+    /// Gives the outcome.
+    pub fn keep(self, outcome: Result<T>) {
+        *self.0.outcome.lock() = Some(outcome);
+    }
+}
+
+impl<T> Drop for Promise<T> {
+    fn drop(&mut self) {
+        let lost = || Err(Error::Internal(format!("the thread of {} panicked", self.0.what)));
+        self.0.outcome.lock().get_or_insert_with(lost);
+        self.0.given.notify_all();
+    }
+}
+
+impl<T: Clone> Outcome<T> {
+    /// Fails in a forked child, which lacks the thread.
+    pub fn check_process(&self) -> Result<()> {
+        self.opener.check(self.shared.what)
+    }
+
+    /// True once the outcome was given.
+    pub fn ended(&self) -> bool {
+        self.shared.outcome.lock().is_some()
+    }
+
+    /// The outcome, any number of times. `Timeout` if it was not given after `timeout`.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<T> {
+        let until = deadline_after(timeout);
+        let Shared { what, outcome, given } = &*self.shared;
+        let outcome = given.wait_while(outcome.lock(), until, |outcome| outcome.is_none());
+        outcome.clone().unwrap_or_else(|| Err(IoError::wait_timeout(format!("{what} is still in progress"))))
+    }
+}
+
+impl<T> Drop for Outcome<T> {
+    fn drop(&mut self) {
+        if self.opener.is_current() {
+            let Shared { outcome, given, .. } = &*self.shared;
+            drop(given.wait_while(outcome.lock(), None, |outcome| outcome.is_none()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::threads;
+
+    #[test]
+    fn an_outcome_is_given_once_to_any_number_of_waits() {
+        let (promise, outcome) = promise("the sum");
+        assert!(!outcome.ended() && outcome.wait(Some(Duration::ZERO)).is_err());
+        threads::spawn_quiet("test", move || promise.keep(Ok(3))).unwrap();
+        assert_eq!((outcome.wait(None), outcome.wait(None)), (Ok(3), Ok(3)));
+        assert!(outcome.ended());
+    }
+
+    #[test]
+    fn a_thread_that_panics_gives_an_error() {
+        let (promise, outcome) = promise::<()>("the sum");
+        threads::spawn_quiet("test", move || {
+            let _promise = promise;
+            std::panic::resume_unwind(Box::new("a bug"));
+        })
+        .unwrap();
+        let error = outcome.wait(None).unwrap_err();
+        assert!(error.to_string().contains("the thread of the sum panicked"), "{error}");
+    }
+}

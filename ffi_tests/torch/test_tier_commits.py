@@ -136,6 +136,46 @@ def test_a_rollback_returns_to_the_last_commit(tier):
     assert same(params, after)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_go_on_beside_a_commit(tier, overlap):
+    params, whole = parameters(), parameters()
+    optimizer, uninterrupted = own.AdamW(params, lr=1e-2, tier=tier, overlap=overlap), own.AdamW(whole, lr=1e-2, master="f32")
+    commits = []
+    for step in range(8):
+        for run, tensors in ((optimizer, params), (uninterrupted, whole)):
+            train(run, tensors, [step])
+        commits.append(optimizer.commit(payload=b"%d" % step, wait=False))
+    assert same(params, whole)
+    train(optimizer, params, [8])
+    optimizer.rollback()
+    assert same(params, whole) and all(commit.succeeded for commit in commits)
+    same_states(optimizer.state_dict()["state"], uninterrupted.state_dict()["state"])
+    # The close waits for the last commit.
+    optimizer.commit(wait=False)
+    train(optimizer, params, [9])
+    optimizer.close()
+    again = own.AdamW(params, lr=1e-2, tier=tier)
+    assert again.resumed_step == 8 and same(params, whole)
+
+
+def test_a_commit_beside_steps_that_fails_leaves_its_states_uncommitted(tier, tmp_path, caplog):
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier)
+    train(optimizer, params, range(2))
+    optimizer.commit()
+    train(optimizer, params, range(2, 4))
+    next((tmp_path / "one").rglob("data")).rename(tmp_path / "moved")
+    optimizer.commit(wait=False)
+    train(optimizer, params, range(4, 5))
+    after = [param.detach().clone() for param in params]
+    # This one moves what the path without names has.
+    optimizer.commit()
+    assert "a commit with wait=False failed" in caplog.text and same(params, after)
+    optimizer.close()
+    again = own.AdamW(params, lr=1e-2, tier=tier._replace(paths=tier.paths[1:]))
+    assert again.resumed_step == 5 and same(params, after)
+
+
 @pytest.mark.parametrize("lines, interval", [(1, 1), (4, 1), (7, 3), (13, 5)])
 def test_a_killed_run_goes_on_at_its_last_commit(tmp_path, lines, interval):
     """kill -9 after some output, which lies before, in or after a commit of the next steps."""

@@ -34,10 +34,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
 from ._arrays import Array
+from ._commit import Commit
 from ._native_handle import _NativeHandle, in_slices, record
 from ._tier_options import milliseconds, number, payload_of
 from .errors import InternalError, InvalidArgumentError, OutOfOrderError
@@ -408,18 +409,40 @@ class Swap(_NativeHandle):
             param, exp_avg, exp_avg_sq: Float32 arrays with the subgroup's number of elements; None keeps a part."""
         self._call("spw_swap_write", subgroup, *self._floats(subgroup, (param, exp_avg, exp_avg_sq), False))
 
-    def commit(self, step: int, payload: bytes | bytearray | memoryview = b"") -> None:
+    @overload
+    def commit(self, step: int, payload: bytes | bytearray | memoryview = ..., wait: Literal[True] = ...) -> None: ...
+
+    @overload
+    def commit(self, step: int, payload: bytes | bytearray | memoryview = ..., *, wait: Literal[False]) -> Commit: ...
+
+    def commit(self, step: int, payload: bytes | bytearray | memoryview = b"", wait: bool = True) -> Commit | None:
         """Makes all state durable.
 
         Args:
             step: Number of the step, which the next open of the tier returns.
-            payload: Data of the caller, up to 1 MiB, which the next open returns."""
+            payload: Data of the caller, up to 1 MiB, which the next open returns.
+            wait: False: return at once. Threads of the library write the subgroups that are only in memory, and commit all states as they
+                are now. The next update may begin at once; its steps wait until the subgroups are written.
+
+        Returns:
+            None, or with `wait=False` the Commit that is in flight."""
+        if not wait:
+            return self._begin_commit(step, payload, Commit())
         self._commit(step, payload, [])
+        return None
 
     def _commit(self, step: int, payload: bytes | bytearray | memoryview, status: list[int]) -> None:
         """Commits, and appends the status of the call to `status`, also if a signal handler raises after the call."""
         step, stored = number(step, "step"), payload_of(payload)
-        self.tier.committing(lambda: self._recorded(status, "spw_swap_commit", step, stored, len(stored)))
+        ended = self.tier._puts_end()
+        self._recorded(status, "spw_swap_commit", step, stored, len(stored))
+        ended()
+
+    def _begin_commit(self, step: int, payload: bytes | bytearray | memoryview, commit: Commit) -> Commit:
+        """Begins a commit that goes on beside updates."""
+        step, stored = number(step, "step"), payload_of(payload)
+        commit._succeeded = self.tier._puts_end()
+        return commit._begin(self, "spw_swap_commit_begin", step, stored)
 
     def rollback(self) -> None:
         """Restores the state of the last commit; also valid after a failed step. Abandons an open one."""

@@ -17,10 +17,11 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 from . import _abi, _arguments, _arrays, _kept, _native
 from ._arrays import Array
+from ._commit import Commit
 from ._native_handle import POLL_SECONDS, SLICE_MS, TIMEOUT, _NativeHandle
 from ._snapshot import Snapshot
 from ._ticket import ELSEWHERE, Ticket
@@ -238,21 +239,38 @@ class Tier(_NativeHandle):
             self._through(lambda handle: self._settle(handle, None))
             raise
 
-    def commit(self, step: int, payload: bytes | bytearray | memoryview = b"") -> None:
+    @overload
+    def commit(self, step: int, payload: bytes | bytearray | memoryview = ..., wait: Literal[True] = ...) -> None: ...
+
+    @overload
+    def commit(self, step: int, payload: bytes | bytearray | memoryview = ..., *, wait: Literal[False]) -> Commit: ...
+
+    def commit(self, step: int, payload: bytes | bytearray | memoryview = b"", wait: bool = True) -> Commit | None:
         """Makes all earlier puts durable, and ends them.
 
         Args:
             step: Number of the step, which the next open returns.
             payload: Data of the caller, up to 1 MiB, which the next open returns.
+            wait: False: return at once. A thread of the library commits what the extents hold now, and what puts in flight put. Later puts
+                count for the next commit. Until the commit has ended, commits, rollbacks, removals and imports wait for it.
+
+        Returns:
+            None, or with `wait=False` the Commit that is in flight.
 
         Raises:
             OutOfOrderError, BusyError: A Swap has changed states; commit or roll back with it.
             SpillwayError: The failure of an earlier put or of the commit; the last commit is intact."""
         step, stored = number(step, "step"), payload_of(payload)
-        self.committing(lambda: self._call("spw_tier_commit", step, stored, len(stored)))
+        if not wait:
+            return Commit(self._puts_end())._begin(self, "spw_tier_commit_begin", step, stored)
+        ended = self._puts_end()
+        self._call("spw_tier_commit", step, stored, len(stored))
+        ended()
+        return None
 
-    def committing(self, commit: Callable[[], None]) -> None:
-        """Runs `commit`, which commits the tier. Afterwards all earlier puts have ended and their arrays are free."""
+    def _puts_end(self) -> Callable[[], None]:
+        """What to call after a commit that begins now: all earlier puts have ended then, and their arrays are free. Raises the error of a
+        put that failed."""
         before = [entry for entry in list(self._in_flight) if entry.put]
         for entry in before:
             if entry.outcome():
@@ -260,9 +278,12 @@ class Tier(_NativeHandle):
         for failed in list(self._failed.values()):
             # A copy, because a raised error refers to this tier by its traceback, and the tier to the error.
             raise copy.copy(failed)
-        commit()
-        for entry in before:
-            self._reap(entry)
+
+        def ended() -> None:
+            for entry in before:
+                self._reap(entry)
+
+        return ended
 
     def rollback(self) -> None:
         """Discards everything put since the last commit.

@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from . import _abi, _files, _ranks
+from ._commit import Commit
 from ._snapshot import Exported, Snapshot, part_name
-from .errors import InvalidArgumentError, OutOfOrderError, SpillwayError, TierError, from_status
+from .errors import InvalidArgumentError, OutOfOrderError, SpillwayError, TierError, UnsupportedError, from_status
 from .swap import Swap
 from .tier import Tier, TierPath
 
@@ -134,17 +135,24 @@ class Handles:
     def __init__(self, tier: Tier, close_tier: Callable[[Tier], object]):
         self.process, self.closed, self.tier, self.close_tier = os.getpid(), False, tier, close_tier
         self.swap: Swap | None = None
+        #: The last commit that was begun beside steps.
+        self.commit: Commit | None = None
 
     def close(self) -> None:
-        """Closes both; a second call does nothing, nor does one in a forked child."""
+        """Closes both, after the commit in flight; a second call does nothing, nor does one in a forked child. Raises the error of a commit
+        that nobody waited for."""
         if self.closed or self.process != os.getpid():
             return
         try:
-            if self.swap is not None:
-                self.swap.close()
+            if self.commit is not None:
+                self.commit.close()
         finally:
-            self.close_tier(self.tier)
-            self.closed = True
+            try:
+                if self.swap is not None:
+                    self.swap.close()
+            finally:
+                self.close_tier(self.tier)
+                self.closed = True
 
 
 class Tiered:
@@ -191,6 +199,8 @@ class Tiered:
         self._replacing, self._mixed = False, False
         #: Step and record of a commit that has begun, and the status of the library's call once it has returned.
         self._pending: tuple[int, Record, list[int]] | None = None
+        #: Step and record of a commit beside steps, and the commit.
+        self._begun: tuple[int, Record, Commit] | None = None
         opened = place.open(cure) if open_tier is None else place.together(open_tier, close_tier)
         self._handles = Handles(opened, close_tier)
         weakref.finalize(self, Handles.close, self._handles)
@@ -282,9 +292,39 @@ class Tiered:
 
     def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> None:
         """Makes the states durable; returns after all processes have committed."""
+        self.finish()
         self.check()
         record = self._record(facts, payload)
         self._committing(step, record, lambda status: self.swap._commit(step, record.packed(), status))
+
+    def begin_commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> Commit:
+        """As commit(), but a thread of the library makes the states durable beside the next steps. Only in a run of one process: processes
+        must agree on a commit before one of them writes over the state of the commit before."""
+        if self.place.world > 1:
+            raise UnsupportedError(
+                f"{self._user}: a commit with wait=False works in a run of one process only, and this one has {self.place.world}; "
+                "commit with wait=True"
+            )
+        self.finish()
+        self.check()
+        record, commit = self._record(facts, payload), Commit()
+        # Noted before the call: a signal handler may raise after the library has begun.
+        before, changed = self._handles.commit, self.changed
+        self._begun, self._handles.commit, self.changed = (step, record, commit), commit, False
+        try:
+            self.swap._begin_commit(step, record.packed(), commit)
+        finally:
+            if not commit.begun:
+                self._begun, self._handles.commit, self.changed = None, before, changed
+        if before is not None:
+            before.superseded()
+        return commit
+
+    def finish(self) -> None:
+        """Waits for the commit beside steps. If it failed, its states are uncommitted."""
+        if self._begun is not None and self.is_own:
+            self._begun[2].finish()
+            self.settle()
 
     def _committing(self, step: int, record: Record, work: Callable[[list[int]], object]) -> None:
         """Calls work(status) in all processes, which commits a step and appends the status of the library's call."""
@@ -308,6 +348,7 @@ class Tiered:
     def snapshot(self, directory: str | os.PathLike[str], bytes_per_second: int, keep: int | None) -> Snapshot:
         """Starts to write the last commit to `directory`, or to its part of this process in a run of several. `keep`: as for Tier.snapshot,
         of directories with the parts of all processes."""
+        self.finish()
         self.check()
         if self.place.world > 1:
             _files.make_directory(directory)
@@ -392,13 +433,26 @@ class Tiered:
 
     def settle(self) -> None:
         """Takes over the record of a commit that the library has completed."""
+        if self._begun is not None and self.is_own and self._begun[2].ended:
+            (step, record, commit), self._begun = self._begun, None
+            if commit.succeeded:
+                self._take_over(step, record)
+            else:
+                self.changed = True
+                _log.warning("%s: a commit with wait=False failed: %s", self._user, commit.error)
         # Without a status, the library was not called, or this is a signal handler before or during the call.
         if self._pending is not None and self._pending[2]:
             step, record, status = self._pending
             if status == [0] and self.committed is not record:
-                self.commits += 1
-                self.committed_step, self.committed, self.changed = step, record, False
+                self._take_over(step, record)
+                self.changed = False
             self._pending = None
+
+    def _take_over(self, step: int, record: Record) -> None:
+        if self._handles.commit is not None:
+            self._handles.commit.superseded()
+        self.commits += 1
+        self.committed_step, self.committed = step, record
 
     def _part(self) -> None:
         self.apart = True
@@ -436,6 +490,7 @@ class Tiered:
 
     def rollback(self) -> None:
         """Restores the states of the last commit, also after a failed step. A caller that gives them to parameters calls it in whole()."""
+        self.finish()
         self.check()
         self.swap.rollback()
         self.changed = False

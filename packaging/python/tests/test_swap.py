@@ -87,6 +87,24 @@ def test_the_update_has_the_bits_of_a_step_in_memory(folders, buffers):
         assert stats.rounds == 6 and stats.hits >= 4 * budget.cached and budget.buffers == min(buffers, len(SIZES))
 
 
+@pytest.mark.parametrize("buffers", [3, 100])
+def test_commits_beside_steps_hold_the_states_of_their_call(folders, buffers):
+    with open_tier(folders) as tier, open_swap(tier, buffers) as swap:
+        swap.fill([(p, None, None) for p in first()])
+        adam, commits = spillway.Adam(lr=1e-2, weight_decay=0.1), []
+        for number in range(1, 8):
+            step(swap, adam, number)
+            commits.append(swap.commit(number, wait=False))
+        swap.rollback()
+        [commit.wait() for commit in commits]
+        assert same(everything(swap), in_memory(7)[0])
+        step(swap, adam, 8)
+        swap.commit(8, b"eight", wait=False)
+        step(swap, adam, 9)
+    with open_tier(folders) as tier, open_swap(tier, buffers) as swap:
+        assert tier.opened[:2] == (8, b"eight") and same(everything(swap), in_memory(8)[0])
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_trace_has_the_work_of_the_last_update_with_its_bytes_on_each_path(folders, beside):
     with open_tier(folders) as tier, open_swap(tier, 3) as swap:

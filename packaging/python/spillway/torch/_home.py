@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import _abi, _native
+from .._commit import Commit
 from .._native_handle import _NativeHandle
 from .._snapshot import Snapshot
 from ..errors import InvalidArgumentError
@@ -131,7 +132,7 @@ class Home:
     def check_new_group(self) -> None:
         """Raises an error if no group can be added."""
 
-    def commit(self, states: Any, step: int | None, payload: bytes) -> None:
+    def commit(self, states: Any, step: int | None, payload: bytes, wait: bool) -> Commit | None:
         """Makes the states durable."""
         raise InvalidArgumentError(f"{self.name}.commit: the states are in host memory; construct the optimizer with tier")
 

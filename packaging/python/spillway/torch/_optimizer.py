@@ -13,11 +13,12 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import torch
 
 from .. import _log
+from .._commit import Commit
 from .._snapshot import Snapshot
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
@@ -318,13 +319,25 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         home = self._home
         return home.alone(lambda: home.master(param, self.state))
 
+    @overload
+    def commit(self, step: int | None = ..., payload: bytes = ..., wait: Literal[True] = ...) -> None: ...
+
+    @overload
+    def commit(self, step: int | None = ..., payload: bytes = ..., *, wait: Literal[False]) -> Commit: ...
+
     @of_itself
-    def commit(self, step: int | None = None, payload: bytes = b"") -> None:
+    def commit(self, step: int | None = None, payload: bytes = b"", wait: bool = True) -> Commit | None:
         """Makes the states on the tier durable. An optimizer that is constructed on the same tier later begins with them.
 
         Args:
             step: Number of the commit; None: the number of steps that were done.
             payload: Bytes that `payload` of the resumed optimizer has, up to about 1 MB.
+            wait: False: return at once. Threads of the library commit the states as they are now, beside the next steps. The next commit,
+                rollback, snapshot, restore or close waits for the end, and the next commit or close tells of an error that wait() has not
+                raised. In a run of one process only.
+
+        Returns:
+            None, or with `wait=False` the Commit that is in flight.
 
         Raises:
             InvalidArgumentError: The optimizer has no tier.
@@ -332,7 +345,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             TierError: Another process failed. If the step was committed in some processes only, every further call raises this error in all
                 of them: construct the optimizers again."""
         home = self._home
-        home.alone(lambda: home.commit(self.state, step, payload))
+        return home.alone(lambda: home.commit(self.state, step, payload, wait))
 
     @of_itself
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._commit import Commit
 from .._groups import TORCHS
 from .._snapshot import Snapshot
 from .._tier_options import payload_of
@@ -186,6 +187,7 @@ class TierHome(Home):
 
     def rollback(self, states: Any) -> None:
         """Restores the last commit."""
+        self.tiered.finish()
         self.tiered.check(also_mixed=True)
         committed = self.tiered.committed
         if committed is None:
@@ -206,15 +208,17 @@ class TierHome(Home):
         self._rest()
         return self.on_tier.master(param)
 
-    def commit(self, states: Any, step: int | None, payload: bytes) -> None:
-        """Makes the present states durable; returns after all ranks have committed."""
+    def commit(self, states: Any, step: int | None, payload: bytes, wait: bool) -> Commit | None:
+        """Makes the present states durable; returns after all ranks have committed, or with a commit beside steps."""
         self._rest()
         self.on_tier.take_written()
         facts = self.on_tier.facts(states)
-        self.tiered.commit(self.on_tier.count if step is None else step, facts, payload_of(payload))
+        commit = self.tiered.commit if wait else self.tiered.begin_commit
+        begun = commit(self.on_tier.count if step is None else step, facts, payload_of(payload))
         if self._beside is not None:
             with suppress(SpillwayError):
                 self._beside.resume()
+        return begun
 
     def snapshot(self, directory: Any, bytes_per_second: int, keep: int | None) -> Snapshot:
         """Starts to write the last commit to a directory."""
@@ -222,10 +226,11 @@ class TierHome(Home):
 
     def restore(self, states: Any, directory: Any) -> int:
         """Returns to a snapshot."""
+        self.tiered.finish()
         found = self.tiered.snapshot_of(directory, self.on_tier.check_record)
         committed = self.tiered.committed
         payload = b"" if committed is None else committed.payload
-        self.tiered.keep(found, self.on_tier.count, lambda: self.commit(states, None, payload))
+        self.tiered.keep(found, self.on_tier.count, lambda: self.commit(states, None, payload, True))
 
         def take() -> None:
             if self._beside is not None:

@@ -1,0 +1,102 @@
+"""Commits that a thread of the library makes beside the calls of the program."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ._native_handle import _NativeHandle
+from .errors import SpillwayError, TimedOutError
+
+
+class Commit(_NativeHandle):
+    """A commit that goes on while the program does. Made by commit(wait=False) of Tier, Swap and the optimizers of spillway.torch.
+    Thread-safe.
+
+    The end of a with block, close() and the destructor wait for the end of the commit. They raise its error if wait() has not.
+
+    Example:
+        commit = optimizer.commit(wait=False)
+        train()
+        commit.wait()"""
+
+    closer = "spw_commit_close"
+
+    def __init__(self, succeeded: Callable[[], object] = lambda: None):
+        self._succeeded = succeeded
+        self._error: SpillwayError | None = None
+        self._known = self._told = False
+
+    def _begin(self, owner: Any, function: str, step: int, payload: bytes) -> Commit:
+        """Begins the commit by this C function of the owner's handle. If a signal handler raises, `begun` says whether it did."""
+        owner._through(lambda handle: self._hold(function, handle, step, payload, len(payload)))
+        return self
+
+    @property
+    def begun(self) -> bool:
+        """True once the library makes the commit."""
+        return self._known or bool(self._cell and self._cell[0])
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the commit has ended, and its state is durable.
+
+        Args:
+            timeout: Longest wait in seconds; None: no limit.
+
+        Raises:
+            TimedOutError: The commit goes on.
+            SpillwayError: The commit failed; the last commit is intact, and what was to be committed is there, uncommitted."""
+        self._learn(timeout)
+        self._told = True
+        if self._error is not None:
+            # A copy: a raised error refers to this object by its traceback.
+            raise copy.copy(self._error)
+
+    @property
+    def error(self) -> SpillwayError | None:
+        """The error of a commit that has ended without success."""
+        return self._error if self.ended else None
+
+    def superseded(self) -> None:
+        """A later commit has what this one was to commit: close() raises no error any more."""
+        self._told = True
+
+    @property
+    def ended(self) -> bool:
+        """True once the commit has ended, with or without success."""
+        with suppress(TimedOutError):
+            self._learn(0)
+        return self._known
+
+    @property
+    def succeeded(self) -> bool:
+        """True once the commit has ended with success."""
+        return self.ended and self._error is None
+
+    def finish(self) -> None:
+        """Waits until the commit has ended, with or without success."""
+        self._learn(None)
+
+    def _learn(self, timeout: float | None) -> None:
+        """Waits for the outcome, and notes it."""
+        if self._known:
+            return
+        try:
+            self._wait_by(timeout, "spw_commit_wait")
+            self._succeeded()
+        except TimedOutError:
+            raise
+        except SpillwayError as error:
+            self._error = error.with_traceback(None)
+        self._known = True
+
+    def close(self) -> None:
+        """Waits for the end of the commit, and frees it."""
+        if self._cell and self._process == os.getpid():
+            self.finish()
+        self._end()
+        if self._error is not None and not self._told:
+            self.wait()

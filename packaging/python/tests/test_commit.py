@@ -1,0 +1,186 @@
+"""Commits beside puts and updates: what they hold, their outcome, and kills among them."""
+
+import gc
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import spillway
+
+SIZES = [60_000, 30_000]
+#: Steps are put while the commit of the step before is in flight.
+WORKER = """
+import itertools, sys
+from test_commit import contents, open_tier, put
+tier = open_tier(sys.argv[1])
+print("open", flush=True)
+for step in itertools.count((tier.opened.step or 0) + 1):
+    put(tier, step)
+    if step > 1 and "commit" in vars():
+        commit.wait()
+    commit = tier.commit(step, wait=False)
+"""
+
+
+def contents(step, extent):
+    return [np.full(size, (step * (7 + 4 * n) + extent) % 251, np.uint8) for n, size in enumerate(SIZES)]
+
+
+def open_tier(base, **settings):
+    return spillway.Tier([f"{base}/one", f"{base}/two"], job="killed", block_bytes=16 << 10, **settings)
+
+
+def put(tier, step):
+    for number in range(3):
+        tier.wait(tier.put(tier.define(f"extent{number}", SIZES), contents(step, number)))
+
+
+def holds(tier, step):
+    found = [np.empty(size, np.uint8) for size in SIZES]
+    for number in range(3):
+        tier.wait(tier.get(tier.define(f"extent{number}", SIZES), found))
+        assert all(map(np.array_equal, found, contents(step, number))), (step, number)
+    return True
+
+
+@pytest.fixture
+def base(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def test_a_commit_holds_what_was_there_at_its_call(base):
+    with open_tier(base) as tier:
+        put(tier, 1)
+        commit = tier.commit(1, b"first", wait=False)
+        put(tier, 2)
+        commit.wait()
+        commit.wait(0)
+        assert commit.ended and commit.succeeded and holds(tier, 2)
+        tier.rollback()
+        assert holds(tier, 1)
+        tickets = [tier.put(tier.define(f"extent{number}", SIZES), contents(3, number)) for number in range(3)]
+        with tier.commit(3, wait=False):
+            pass
+        put(tier, 4)
+        del tickets
+    with open_tier(base) as tier:
+        assert tier.opened.step == 3 and holds(tier, 3)
+        put(tier, 5)
+        # The close waits for it.
+        tier.commit(5, wait=False)
+    with open_tier(base) as tier:
+        assert tier.opened.step == 5 and holds(tier, 5)
+
+
+def test_what_a_commit_excludes_waits_for_it(base):
+    with open_tier(base) as tier:
+        for step in range(1, 20, 2):
+            put(tier, step)
+            commit = tier.commit(step, wait=False)
+            put(tier, step + 1)
+            if step % 3:
+                tier.commit(step + 1)
+            else:
+                tier.rollback()
+            commit.wait()
+            assert holds(tier, step + 1 if step % 3 else step)
+
+
+def test_a_commit_that_fails_says_so_once_it_is_asked_for(base):
+    with open_tier(base) as tier:
+        put(tier, 1)
+        tier.commit(1)
+        put(tier, 2)
+        # The files of one path lose their names.
+        data = next((base / "one").rglob("data"))
+        data.rename(base / "moved")
+        commit = tier.commit(2, wait=False)
+        with pytest.raises(spillway.TierError, match="data"):
+            commit.wait()
+        assert commit.ended and not commit.succeeded
+        with pytest.raises(spillway.TierError):
+            commit.wait()
+        commit.close()
+        with pytest.raises(spillway.TierError), tier.commit(2, wait=False):
+            pass
+        assert holds(tier, 2)
+        tier.commit(2)
+        assert holds(tier, 2)
+
+
+def test_calls_after_the_close_and_in_a_forked_child(base):
+    tier = open_tier(base)
+    put(tier, 1)
+    commit = tier.commit(1, wait=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            commit.wait()
+        except spillway.UnsupportedError:
+            commit.close()
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    commit.close()
+    commit.close()
+    commit.wait()
+    tier.close()
+    with pytest.raises(spillway.InvalidArgumentError, match="closed"):
+        tier.commit(2, wait=False)
+
+
+def test_kills_among_commits_leave_one_step(base, child_environment):
+    here = {**child_environment, "PYTHONPATH": f"{child_environment['PYTHONPATH']}:{pathlib.Path(__file__).parent}"}
+    chance, last = random.Random(4), 0
+    for _ in range(8):
+        worker = subprocess.Popen([sys.executable, "-c", WORKER, base], stdout=subprocess.PIPE, env=here, text=True)
+        assert worker.stdout.readline() == "open\n"
+        # The sleep only chooses the moment of the kill.
+        with worker:
+            try:
+                worker.wait(chance.random() * 0.6)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+        with open_tier(base) as tier:
+            step = tier.opened.step or last
+            assert step >= last and (step == 0 or holds(tier, step))
+            last = step
+    assert last > 0
+
+
+def test_signals_during_commits_lose_no_outcome(base):
+    """A handler raises at random moments of the begin and the wait. Whatever it interrupts, the tier opens at a whole step."""
+
+    class Interrupt(Exception):
+        pass
+
+    def handler(*_):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    committed = 0
+    try:
+        with open_tier(base) as tier:
+            for step in range(1, 60):
+                put(tier, step)
+                signal.setitimer(signal.ITIMER_REAL, random.Random(step).random() * 0.003)
+                try:
+                    tier.commit(step, wait=False).wait()
+                    committed = step
+                except Interrupt:
+                    pass
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            gc.collect()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with open_tier(base) as tier:
+        assert tier.opened.step >= committed and holds(tier, tier.opened.step)

@@ -1,6 +1,10 @@
 //! Runs system calls that may not return, each on a thread of its own, with a time limit.
 //!
+//! A thread whose call has returned waits a moment for the next call of the same caller: a commit makes several, and to
+//! start a thread takes as long as such a call.
+//!
 //! Invariants:
+//! - A thread gets no other call before its call has returned and the result was sent or dropped.
 //! - A call that exceeds its limit keeps running. Its own thread drops the result when the call returns.
 //! - Until that call returns, another call on the same path returns `NoAnswer::EarlierCall` at once. The new call would
 //!   block on the same file system, or on a resource that the first call holds.
@@ -9,12 +13,13 @@
 //! - Where no thread can be started, a call runs on the calling thread, without a limit.
 //! - No lock is held across a fork. Calls in flight in the parent do not count in its child.
 
+use std::cell::RefCell;
 use std::io;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
@@ -26,6 +31,9 @@ use crate::sys::sync::Lock;
 
 /// Length of one wait. A slice that takes longer, because the process did not run, adds at most twice this length.
 const SLICE: Duration = Duration::from_millis(50);
+
+/// How long a thread waits for its caller's next call.
+const IDLE: Duration = Duration::from_millis(10);
 
 /// Why a call has no result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,15 +125,15 @@ impl<T: Send + 'static> Flight<T> {
         let send = send.clone();
         let work = Arc::new(Lock::new(Some(work)));
         let theirs = Arc::clone(&work);
-        let spawned = threads::spawn_quiet("spillway-call", move || {
+        let begun = begin_on_thread(Box::new(move || {
             starts.store(true, Ordering::Release);
             let run = move || take(&theirs).map(|work| work());
             let result = panic::catch_unwind(AssertUnwindSafe(run)).ok().flatten();
             // The send fails if the caller no longer waits. The result is then dropped here, before `done` is set.
             let _ = send.send((number, result));
             drop(sets_done);
-        });
-        match spawned {
+        }));
+        match begun {
             // Without a thread the call has no limit. An error would make a commit fail on a file system that works.
             Err(error) => flight.answer = Some(take(&work).map(|work| Ok(work())).ok_or(error)),
             Ok(()) if earlier => {
@@ -147,6 +155,69 @@ impl<T: Send + 'static> Flight<T> {
             abandon(&self.path, self.done);
             Ok(Err(NoAnswer::TooLong))
         })
+    }
+}
+
+/// What a thread does for one call.
+type Job = Box<dyn FnOnce() + Send>;
+
+thread_local! {
+    /// Threads that this thread has started, and that may wait for its next call.
+    static WAITING: RefCell<Vec<Waiting>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A thread of calls, as its caller sees it.
+struct Waiting {
+    /// [`BUSY`], [`READY`] or [`ENDED`].
+    state: Arc<AtomicU8>,
+    /// A forked child has no such thread.
+    jobs: PerProcess<Sender<Job>>,
+}
+
+/// The thread is at work, or its next job is on the way.
+const BUSY: u8 = 0;
+/// It waits for a job.
+const READY: u8 = 1;
+/// It gets no further job.
+const ENDED: u8 = 2;
+
+fn changes(state: &AtomicU8, from: u8, to: u8) -> bool {
+    state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
+}
+
+/// Starts a job on a thread of this caller that waits, else on a new one.
+fn begin_on_thread(job: Job) -> io::Result<()> {
+    let ready = WAITING.try_with(|waiting| {
+        let mut waiting = waiting.borrow_mut();
+        waiting.retain(|one| one.jobs.is_here() && one.state.load(Ordering::Acquire) != ENDED);
+        waiting.iter().find(|one| changes(&one.state, READY, BUSY)).and_then(|one| one.jobs.get().cloned())
+    });
+    if let Ok(Some(jobs)) = ready {
+        return jobs.send(job).map_err(|_| panicked());
+    }
+    let (send, receive) = mpsc::channel();
+    let state = Arc::new(AtomicU8::new(BUSY));
+    let theirs = Arc::clone(&state);
+    threads::spawn_quiet("spillway-call", move || serve(job, &theirs, &receive))?;
+    // A caller that ends has no next call.
+    let _ = WAITING.try_with(|waiting| {
+        waiting.borrow_mut().push(Waiting { state, jobs: PerProcess::new(send) });
+    });
+    Ok(())
+}
+
+/// Does a job, and those that follow soon.
+fn serve(first: Job, state: &AtomicU8, jobs: &Receiver<Job>) {
+    let mut next = Some(first);
+    while let Some(job) = next {
+        job();
+        state.store(READY, Ordering::Release);
+        next = match jobs.recv_timeout(IDLE) {
+            Ok(job) => Some(job),
+            Err(_) if changes(state, READY, ENDED) => None,
+            // The caller sends one at this moment.
+            Err(_) => jobs.recv().ok(),
+        };
     }
 }
 
@@ -254,6 +325,31 @@ mod tests {
         while is_abandoned(Path::new("shared-1")) || is_abandoned(Path::new("shared-2")) {
             std::thread::yield_now();
         }
+    }
+
+    #[test]
+    fn a_thread_serves_the_next_calls_of_its_caller_and_then_ends() {
+        let path = Path::new("next");
+        let id = || std::thread::current().id();
+        let calls =
+            move || -> Vec<_> { (0..100).map(|_| run_within(LONG, path, id).unwrap().unwrap()).collect() };
+        let (ours, theirs) = (calls(), std::thread::spawn(calls).join().unwrap());
+        let distinct =
+            |ids: &[std::thread::ThreadId]| ids.iter().collect::<std::collections::HashSet<_>>().len();
+        assert!(distinct(&ours) < 100, "each call had a thread of its own");
+        assert!(ours.iter().all(|one| !theirs.contains(one)), "a thread served two callers");
+        let in_child = in_forked_child(|| {
+            let parents = run_within(None, path, || WAITING.with_borrow(Vec::len)).unwrap().unwrap();
+            let answer = run_within(LONG, path, || 1).unwrap();
+            parents > 0 && answer == Ok(1) && WAITING.with_borrow(Vec::len) == 1
+        });
+        assert!(in_child, "the child uses the threads of its parent");
+        let ended = |one: &Waiting| one.state.load(Ordering::Acquire) == ENDED;
+        while !WAITING.with_borrow(|waiting| waiting.iter().all(ended)) {
+            std::thread::yield_now();
+        }
+        assert_eq!(run_within(LONG, path, || 2).unwrap(), Ok(2));
+        assert_eq!(WAITING.with_borrow(Vec::len), 1);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 // Proves that the topology of a recorded machine is that of its files and of hwloc: four superchips of 72 cores, each with a
 // GPU, and ranks on the cores of their GPUs. A root without the directory sys is refused, and
-// refused calls write nothing. A system that binds no thread is an error of the system.
+// refused calls write nothing. A prefetch takes any number. A system that binds no thread is an error of the system.
 
 #include "check.h"
 
@@ -139,8 +139,15 @@ static void refused_calls_write_nothing(const spw_topo *topo) {
     INVALID(spw_topo_get_rank_cpus(topo, &rank, 0, text, sizeof text, NULL), "options.rank: is 2");
     rank.share = 1.5;
     INVALID(spw_topo_get_rank_cpus(topo, &rank, 0, text, sizeof text, NULL), "options.share");
+    INVALID(spw_topo_prefetch(NULL, 1), "addresses: is NULL");
     REFUSED(spw_topo_get_path_node(topo, "/no/such/path", &number), SPW_ERR_NOT_FOUND, "/no/such/path");
     unwatch_all();
+}
+
+static void a_prefetch_takes_any_number(void) {
+    uint64_t addresses[] = {0, 1, (uintptr_t)addresses, 1ull << 47, 1ull << 63, UINT64_MAX};
+    CHECK_OK(spw_topo_prefetch(addresses, sizeof addresses / sizeof *addresses));
+    CHECK_OK(spw_topo_prefetch(NULL, 0));
 }
 
 static void a_root_without_sys_is_refused(void) {
@@ -201,6 +208,7 @@ int main(void) {
     CHECK_OK(spw_topo_open(&options, &topo));
     parts_are_those_of_the_files(topo);
     refused_calls_write_nothing(topo);
+    a_prefetch_takes_any_number();
     a_root_without_sys_is_refused();
     hwloc_says_the_same();
     char command[64];

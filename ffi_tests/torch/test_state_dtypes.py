@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import spillway
-from spillway import pipeline
+from spillway import _native, pipeline
 from spillway import torch as own
+from spillway.torch import _table
 
 N = 4096
 
@@ -113,3 +114,35 @@ def test_a_rollback_of_memory_that_is_of_another_tensor_now_is_refused(cls, what
     with pytest.raises(spillway.InvalidArgumentError, match="rollback: a .* since the step"):
         optimizer.rollback()
     assert guard.intact()
+
+
+@pytest.mark.parametrize("cls", ["Adam", "Lion", "Adagrad"])
+def test_changes_of_many_tensors_are_seen_where_the_table_knows_their_objects(cls, monkeypatch):
+    """The table loads the cache lines of its objects ahead, also of those that are freed meanwhile."""
+    count, loads = 1000, []
+    short = _native.short
+    monkeypatch.setattr(_native, "short", lambda name: lambda *given: loads.append(given[1]) or short(name)(*given))
+
+    def steps():
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(5)) for _ in range(count)]
+        optimizer = getattr(own, cls)(params, lr=0.1)
+        for number in range(6):
+            for param in params:
+                param.grad = None if number == 5 and param is params[-1] else torch.randn(5)
+            if number == 3:
+                for param, state in optimizer.state.items():
+                    state.update({name: value.clone() for name, value in state.items()})
+                    param.data = param.data.clone()
+            optimizer.step()
+        return params, optimizer
+
+    many = steps()
+    monkeypatch.setattr(_table, "_MANY", count + 1)
+    before = len(loads)
+    few = steps()
+    assert before and min(loads) > count and len(loads) == before
+    for param, other in zip(many[0], few[0]):
+        assert torch.equal(param, other)
+        for name, value in many[1].state[param].items():
+            assert torch.equal(value, few[1].state[other][name])

@@ -183,6 +183,12 @@ enum spw_status spw_topo_get_json(const struct spw_topo *topo,
                                   size_t size,
                                   uint64_t *needed_out);
 
+// Begins to load the cache lines of `count` addresses into the caches of the calling thread's processor, and does not wait
+// for them. Call it shortly before the use of much memory whose addresses are known, and that the caches have lost since.
+// An address may be any number: one without memory has no effect, and no memory is read or changed.
+enum spw_status spw_topo_prefetch(const uint64_t *addresses,
+                                  uint64_t count);
+
 // Where the processors of a rank may be. Passed as `uint32_t`.
 typedef enum spw_topo_scope {
     // On the node of its GPU.

@@ -21,6 +21,7 @@ pub mod memory;
 mod node_memory;
 mod openmp;
 pub mod page_nodes;
+pub mod prefetch;
 pub mod private_files;
 pub mod profile;
 pub mod promise;

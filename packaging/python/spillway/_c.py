@@ -1441,6 +1441,7 @@ PROTOTYPES = {
     "spw_topo_get_gpu": (c_int32, [c_void_p, u32("ordinal"), POINTER(TopoGpu)]),
     "spw_topo_get_path_node": (c_int32, [c_void_p, c_char_p, POINTER(c_uint32)]),
     "spw_topo_get_json": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_topo_prefetch": (c_int32, [address("addresses"), u64("count")]),
     "spw_topo_get_rank_cpus": (c_int32, [c_void_p, POINTER(TopoRankOptions), u32("cpus"), c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_topo_bind_workers": (c_int32, [c_void_p, c_char_p]),
     "spw_topo_unbind_workers": (c_int32, []),

@@ -6,6 +6,7 @@ importing spillway is cheap and does not fail."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 from typing import Any
@@ -28,6 +29,13 @@ def library() -> ctypes.CDLL:
             if _library is None:
                 _library = _load(library_path())
     return _library
+
+
+@functools.cache
+def short(name: str) -> Any:
+    """A C function that keeps the interpreter to itself: for calls so short that another thread must not take over at each of them."""
+    restype, argtypes = _abi.PROTOTYPES[name]
+    return ctypes.PYFUNCTYPE(restype, *_kinds(argtypes))((name, library()))
 
 
 def library_path() -> str:
@@ -76,9 +84,13 @@ def _load(path: str) -> ctypes.CDLL:
                 f"{path} lacks the function {name}, because it is older than this package; install the library "
                 "and the package of one release"
             ) from error
-        function.restype = restype
-        function.argtypes = [argument.kind if isinstance(argument, _abi.Integer) else argument for argument in argtypes]
+        function.restype, function.argtypes = restype, _kinds(argtypes)
     return loaded
+
+
+def _kinds(arguments: list[Any]) -> list[Any]:
+    """The types of arguments of a prototype, for ctypes."""
+    return [argument.kind if isinstance(argument, _abi.Integer) else argument for argument in arguments]
 
 
 def fitting(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ use crate::capi::prelude::*;
 use crate::error::{Doing, Error, IoError, Result};
 use crate::gpu::machine::Machine;
 use crate::gpu::visible::Ask;
+use crate::sys::prefetch;
 use crate::sys::topology::Root;
 
 /// A node or an ordinal that is not known.
@@ -273,6 +274,17 @@ pub extern "C" fn spw_topo_get_json(
         let text =
             serde_json::to_string(&topo.machine).map_err(|error| Error::Internal(error.to_string()))?;
         text_out.put_text(&text, size, needed_out)
+    })
+}
+
+/// Begins to load the cache lines of `count` addresses into the caches of the calling thread's processor, and does not wait
+/// for them. Call it shortly before the use of much memory whose addresses are known, and that the caches have lost since.
+/// An address may be any number: one without memory has no effect, and no memory is read or changed.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_topo_prefetch(addresses: In<u64>, count: u64) -> spw_status {
+    guard_step(|| {
+        prefetch::lines(addresses.array(count, "addresses")?);
+        Ok(())
     })
 }
 

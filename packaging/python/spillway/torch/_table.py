@@ -5,7 +5,8 @@ Frameworks replace gradients at every step, and sometimes parameters, states and
 patched in; after any other difference the caller builds a new table.
 
 The comparisons are passes over whole lists without Python code per tensor, slice by slice. A slice is small enough that the objects of its
-tensors stay in a processor's cache over all passes: with 10,000 parameters most of the time is the loading of these objects from memory.
+tensors stay in a processor's cache over all passes: with 10,000 parameters half of the time would be the loading of these objects from
+memory. The processor therefore loads the objects of a slice together, before the first pass.
 
 The step counts of all rows lie in one piece of memory, and each `state["step"]` is one element of it. Counting a step is one addition."""
 
@@ -30,6 +31,10 @@ from ._tensors import CODES, DTensor, Row, local, name_of, properties_of
 
 #: Most parameters of a slice.
 LENGTH = 256
+#: Rows of a table whose objects the caches do not keep from one step to the next.
+_MANY = 512
+#: How many bytes of each object a comparison reads: of a dict or a tensor, of torch's tensor behind that, and of its storage.
+_OBJECT, _TENSOR, _STORAGE = 48, 192, 32
 _WORDS = ctypes.sizeof(_abi.Tensor) // 8
 _GRAD = _abi.Tensor.grad.offset // 8
 #: How the library names a row, an option of a row, and an option of the call; names of options that differ from torch's.
@@ -85,6 +90,8 @@ class Table:
         self._fill(rows, list(rule.keys.values()))
         self._gather_steps()
         self._make_options(seeds)
+        self._load: Any = None
+        self._refreshed = 0
         self._call = getattr(_native.library(), f"spw_{rule.c_name}_step")
 
     def _cut(self, states: Any, rows: list[Row]) -> list[Slice]:
@@ -179,12 +186,23 @@ class Table:
             if self._shared and any(float(step) != float(self.steps[number]) for number, step in self._shared.items()):
                 return False
             for part in self._slices:
+                if self._load is not None:
+                    self._load(*part.lines)
                 if not part.refresh(self._grads):
                     return False
+            self._note_lines()
             return True
         except _ABSENT:
             # Building the table again names the reason.
             return False
+
+    def _note_lines(self) -> None:
+        """Prepares the loading of many objects, in the second step: a table that serves one step does not need it."""
+        self._refreshed += 1
+        if self._refreshed == 2 and len(self.places) >= _MANY:
+            for part in self._slices:
+                part.note_lines()
+            self._load = _native.short("spw_topo_prefetch")
 
     @property
     def grads(self) -> list[torch.Tensor]:
@@ -309,14 +327,36 @@ class Slice:
         self.has_masters = has_masters
         #: The versions of parameters with masters after the last step.
         self.versions: list[int] = list(map(_version, self.local(self.owners))) if has_masters else []
-        of_rows = [tensor for row in rows for tensor in (row.states if row.master is None else (*row.states, row.master))]
+        states_of = [row.states if row.master is None else (*row.states, row.master) for row in rows]
+        of_rows = list(chain.from_iterable(zip(*states_of)))
         # An address alone does not tell a state from another one that lies there now.
         self._states_same, self._state_addresses = properties_of(of_rows), list(map(_data_ptr, of_rows))
-        self._single, self._states_of = len(names) == 1, itemgetter(*names)
+        # One getter for each name: one that gets all of them makes tuples, and takes twice as long.
+        self._getters = list(map(itemgetter, names))
+        #: Address and number of the addresses of cache lines, see note_lines().
+        self.lines = (0, 0)
 
     def note_steps(self) -> None:
         """Remembers where the step counts lie."""
         self._step_addresses = list(map(_data_ptr, map(_step, self.inner)))
+
+    def note_lines(self) -> None:
+        """Remembers the cache lines that `refresh` reads. What lies there later does not matter: loading a line reads no memory."""
+        getters = [*self._getters, *([_step] if self._step_addresses else [])]
+        tensors = [*self.owners, *self.grads, *chain.from_iterable(map(get, self.inner) for get in getters)]
+        try:
+            behind = [(tensor._cdata, tensor.untyped_storage()._cdata) for tensor in map(local, tensors)]
+        except AttributeError:  # another version of torch
+            behind = []
+        objects = [*map(id, self.inner), *map(id, tensors)]
+        spans = ((objects, _OBJECT), ([one for one, _ in behind], _TENSOR), ([other for _, other in behind], _STORAGE))
+        lines = [
+            torch.tensor(starts, dtype=torch.int64, device="cpu").add(offset)
+            for starts, length in spans
+            for offset in [*range(0, length - 1, 64), length - 1]
+        ]
+        self._lines = torch.cat(lines).bitwise_and_(-64).unique()
+        self.lines = self._lines.data_ptr(), self._lines.numel()
 
     def refresh(self, words: torch.Tensor) -> bool:
         """Compares parameters and states with those of the last step, takes the present gradients, and writes their addresses to `words`,
@@ -353,8 +393,7 @@ class Slice:
         """True if these parameters and the present states lie where those of the rows did, with their dtypes and shapes."""
         if not self._params_same(*params) or list(map(_data_ptr, params)) != self._addresses:
             return False
-        of_each: Any = map(self._states_of, self.inner)
-        states = list(of_each if self._single else chain.from_iterable(of_each))
+        states = list(chain.from_iterable(map(get, self.inner) for get in self._getters))
         states = states if not self.distributed else self.local(states)
         return self._states_same(*states) and list(map(_data_ptr, states)) == self._state_addresses
 

@@ -145,7 +145,8 @@ class _NativeHandle:
 
     def _through(self, work: Callable[[Any], _Result]) -> _Result:
         """Returns work(handle). A close waits until `work` has returned."""
-        self.handle
+        if not self._cell:
+            self.handle
         lock = threading.Lock()
         self._inside[lock] = threading.get_ident()
         try:

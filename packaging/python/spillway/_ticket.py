@@ -27,16 +27,24 @@ class Ticket:
         """Waits in C and returns the status."""
         record(self.ended, "spw_tier_wait", handle, self.number.value, round(milliseconds), ctypes.byref(self.generation))
         status = self.ended[-1]
-        for passing in (TIMEOUT, ELSEWHERE) if self.own else (TIMEOUT,):
-            with contextlib.suppress(ValueError):
-                while True:
+        for passing in self._passing():
+            while passing in self.ended:
+                # Another thread may remove it at this moment.
+                with contextlib.suppress(ValueError):
                     self.ended.remove(passing)
         return status
 
     def outcome(self) -> int | None:
         """The status of a ticket that has ended, else None."""
-        passing = (TIMEOUT, ELSEWHERE) if self.own else (TIMEOUT,)
-        return next((status for status in list(self.ended) if status not in passing), None)
+        # Another thread may remove a status meanwhile.
+        for status in list(self.ended):
+            if status not in self._passing():
+                return status
+        return None
+
+    def _passing(self) -> tuple[int, ...]:
+        """The statuses of waits after which the ticket is still in flight."""
+        return (TIMEOUT, ELSEWHERE) if self.own else (TIMEOUT,)
 
     def in_use(self) -> bool:
         """True if the system may access the memory for good: such a status, or a close that could not wait for the

@@ -208,6 +208,19 @@ def test_ranks_killed_between_their_commits_go_on_at_the_step_of_both(starter, t
     assert (last["sha256"], last["published"]) == (whole["sha256"], whole["published"])
 
 
+def test_ranks_killed_beside_their_commits_go_on_at_a_step_of_both(starter, train, paths, tmp_path, both):
+    """Both are killed after some step, and the commit of each may have ended or not."""
+    block = json.dumps({"resume": True, "background_commits": True, "part_elements": 20000, "overlap": True})
+    tiered, chance = ("--paths", *paths, "--block", block, "--steps", "10", "--progress"), random.Random(3)
+    whole = train("--steps", "10", **both)
+    for step in (2, 5, 7):
+        status, output, _ = attempt(starter, tmp_path, *tiered, kill_after=step, delay=0.3 * chance.random(), **both)
+        assert status == -9, output
+    last = train(*tiered, **both)
+    assert last["began_at"] >= 6 and last["losses"] == whole["losses"][last["began_at"] :]
+    assert (last["sha256"], last["published"]) == (whole["sha256"], whole["published"])
+
+
 def test_ranks_without_a_common_step_are_refused_and_keep_what_they_have(starter, train, paths, tmp_path, both):
     tiered = ("--paths", *paths, "--block", '{"resume": true}', "--steps", "5")
     killed_between_commits(starter, tmp_path, both, 1, 3, *tiered)
@@ -250,7 +263,7 @@ def test_a_commit_that_could_not_be_taken_up_is_refused():
     from spillway.deepspeed import _engine, _tier
 
     swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
-    swapper._tiered = types.SimpleNamespace(closed=False, committed_step=5, place=types.SimpleNamespace(world=2))
+    swapper._tiered = types.SimpleNamespace(closed=False, committed_step=5, place=types.SimpleNamespace(world=2), finish=lambda: None)
     engine = types.SimpleNamespace(
         optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=5, micro_steps=8, gradient_accumulation_steps=lambda: 4
     )
@@ -275,7 +288,7 @@ def test_what_a_checkpoint_brought_is_committed_unless_that_is_left_to_the_calle
     made = []
     monkeypatch.setattr(_engine, "commit", made.append)
     swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
-    swapper._tiered = types.SimpleNamespace(closed=False, committed_step=500)
+    swapper._tiered = types.SimpleNamespace(closed=False, committed_step=500, finish=lambda: None)
     swapper.settings = types.SimpleNamespace(resume=resume, commit_interval=interval)
     own = {name: lambda *_: ("checkpoint", {}) for name in _versions.methods("engine")}
     load = _engine.overrides(type("Engine", (), own))["load_checkpoint"]
@@ -297,9 +310,11 @@ def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
     assert tier_from_host["active"]["tier"][0]["commits"] == 1 + 3, "what was loaded is committed, and each step"
 
 
-@pytest.mark.parametrize("interval, kills, split", [(1, [2, 9, 14], False), (3, [7, 13], True)])
-def test_a_killed_run_goes_on_at_its_last_commit(starter, train, in_host, paths, tmp_path, interval, kills, split):
-    further = {"split_master": split, "overlap": split}
+@pytest.mark.parametrize(
+    "interval, kills, split, background", [(1, [2, 9, 14], False, False), (3, [7, 13], True, False), (1, [3, 9], True, True)]
+)
+def test_a_killed_run_goes_on_at_its_last_commit(starter, train, in_host, paths, tmp_path, interval, kills, split, background):
+    further = {"split_master": split, "overlap": split, "background_commits": background}
     block = json.dumps({"resume": True, "commit_interval": interval, "cache_bytes": 1200000, **further})
     arguments = ("--steps", "18", "--progress")
     whole, chance, began_at = in_host(*arguments), random.Random(interval), []
@@ -313,8 +328,8 @@ def test_a_killed_run_goes_on_at_its_last_commit(starter, train, in_host, paths,
     assert (last["sha256"], last["published"]) == (whole["sha256"], whole["published"])
     assert last["losses"] == whole["losses"][last["began_at"] :]
     began_at.append(last["began_at"])
-    # The tier holds a commit at least as new as the reported step, and complete commits only.
-    assert began_at[0] == 0 and all(step // interval * interval <= at for step, at in zip(kills, began_at[1:]))
+    # The tier holds a commit at least as new as the reported step, or the one before if the last one goes on, and complete commits only.
+    assert began_at[0] == 0 and all((step - background) // interval * interval <= at for step, at in zip(kills, began_at[1:]))
     assert all(at % interval == 0 for at in began_at) and last["active"]["tier"][0]["resumed_at"] == last["began_at"]
     with Tier([str(path) for path in paths], job="deepspeed", mode="resume") as tier:
         assert any(extent.name.endswith("-split") for extent in tier.extents()) == split

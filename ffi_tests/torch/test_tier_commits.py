@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pathlib
+import random
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import time
 import pytest
 import torch
 from tier_runs import same, same_states, tier, train
-from tier_worker import options, parameters, random_grads
+from tier_worker import backward, options, parameters, random_grads
 
 import spillway
 from spillway import torch as own
@@ -192,6 +193,51 @@ def test_a_killed_run_goes_on_at_its_last_commit(tmp_path, lines, interval):
     train(optimizer, params, range(step, step + 3))
     train(uninterrupted, whole, range(step, step + 3))
     assert same(params, whole)
+
+
+def finished(optimizer, params, directory, states):
+    """Checks the finished snapshots of a run against `states`, parameters by step; returns their number."""
+    snapshots = [place for place in directory.glob("step-*") if place.suffix != ".partial"]
+    for place in snapshots:
+        step = optimizer.restore(place)
+        assert place.name == f"step-{step}" and same(params, states[step])
+        shutil.rmtree(place)
+    return len(snapshots)
+
+
+def test_kills_among_commits_and_snapshots_beside_steps(tmp_path):
+    """KILLS sets another number of kills."""
+    chance, complete, last = random.Random(7), 0, 0
+    whole = parameters()
+    uninterrupted = own.AdamW(whole, lr=1e-2, max_norm=50.0, master="f32")
+    states = {0: [param.detach().clone() for param in whole]}
+
+    def train_to(step):
+        for number in range(max(states), step):
+            uninterrupted.zero_grad()
+            backward(whole, number)
+            uninterrupted.step()
+            states[number + 1] = [param.detach().clone() for param in whole]
+
+    for _ in range(int(os.environ.get("KILLS", 2))):
+        with subprocess.Popen([sys.executable, WORKER, tmp_path, str(chance.choice((1, 2))), "beside"], stdout=subprocess.PIPE) as process:
+            for _ in range(chance.randrange(1, 12)):
+                assert process.stdout.readline().strip()
+            time.sleep(chance.random() * 0.02)
+            process.kill()
+        params = parameters(seed=3)
+        optimizer = own.AdamW(params, lr=1e-2, max_norm=50.0, tier=options(tmp_path))
+        step = optimizer.resumed_step or 0
+        assert step >= last and (not step or optimizer.payload == str(step).encode())
+        train_to(step)
+        assert not step or same(params, states[step])
+        last = step
+        complete += finished(optimizer, params, tmp_path, states)
+        if optimizer.resumed_step is not None:
+            # A restore has committed an older step.
+            last = 0
+        optimizer.close()
+    print(complete, "snapshots")
 
 
 def test_a_forked_child_is_refused_and_leaves_the_parents_tier(tier):

@@ -1,5 +1,5 @@
 """A process of test_tier.py that trains with its states on a tier until it is killed: TIER, the number of steps between commits, and "bf16"
-for moments of 16 bits that are rounded at random."""
+for moments of 16 bits that are rounded at random, or "beside" for steps beside backward, commits and snapshots that go on beside them."""
 
 import pathlib
 import sys
@@ -31,6 +31,14 @@ def random_grads(params, step):
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
 
 
+def backward(params, step):
+    """Gradients as of random_grads, by a backward that calls the hooks of the parameters."""
+    # Every other step is clipped at a norm of 50.
+    scale = 1.0 if step % 2 else 0.1
+    wanted = [scale * torch.randn(param.shape, generator=torch.Generator().manual_seed(1000 * step + n)) for n, param in enumerate(params)]
+    sum((param * grad.to(param.dtype)).sum().float() for param, grad in zip(params, wanted)).backward()
+
+
 def options(directory):
     return own.TierOptions(directory, part_elements=7000, pin_memory=False, durability="process")
 
@@ -44,7 +52,27 @@ def wide_parameters():
 BF16_MOMENTS = {"moment_dtype": torch.bfloat16, "moment_rounding": "stochastic", "rounding_seed": 5}
 
 
+def beside(directory, interval):
+    """Each commit is waited for before the next. Every third one is followed by a snapshot, whose end may come at any time."""
+    params, snapshot = parameters(), None
+    optimizer = own.AdamW(params, lr=1e-2, max_norm=50.0, tier=options(directory), overlap=True)
+    for step in range(optimizer.resumed_step or 0, 10_000):
+        optimizer.zero_grad()
+        backward(params, step)
+        optimizer.step()
+        if step % interval == 0:
+            commit = optimizer.commit(payload=str(step + 1).encode(), wait=False)
+            if step // interval % 3 == 0:
+                commit.wait()
+                if snapshot is not None:
+                    snapshot.close()
+                snapshot = optimizer.snapshot(f"{directory}/step-{step + 1}", bytes_per_second=20_000_000)
+        print(step + 1, flush=True)
+
+
 def main(directory, interval, moments="f32"):
+    if moments == "beside":
+        return beside(directory, int(interval))
     params, more = (parameters(), {}) if moments == "f32" else (wide_parameters(), BF16_MOMENTS)
     optimizer = own.AdamW(params, lr=1e-2, tier=options(directory), **more)
     for step in range(optimizer.resumed_step or 0, 10_000):

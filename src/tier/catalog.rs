@@ -20,6 +20,8 @@
 //!   committed is therefore the state that its superblock names.
 //! - A commit beside writes names what each extent held at its begin, or what a write in flight then has installed. It
 //!   holds the space of these contents until its end. Other writes go on, and a later commit names them.
+//! - After a commit beside writes in a run of several ranks, what only the commit before named keeps its space until the
+//!   next commit begins. By then the ranks know whether all of them have the commit, or resume at the one before.
 //! - Contents whose write began before a sync of their path failed are never committed.
 //! - All parts of a snapshot, its step and its payload are of one moment.
 #![forbid(unsafe_code)]
@@ -182,6 +184,10 @@ pub(super) struct Catalog {
     held: HashMap<u64, Holds>,
     /// Replaced contents that a commit with unknown outcome may have named.
     in_doubt: Vec<Former>,
+    /// True in a run of several ranks.
+    ranks: bool,
+    /// What only the commit before the last one named, held until the next commit begins.
+    previous: Vec<Arc<Contents>>,
     /// Number of the last contents.
     contents: u64,
     generation: u64,
@@ -193,13 +199,15 @@ pub(super) struct Catalog {
 
 impl Catalog {
     /// The catalog of these paths, with the state of `superblock`.
-    pub(super) fn new(paths: Paths, superblock: Option<&Superblock>) -> Catalog {
+    pub(super) fn new(paths: Paths, superblock: Option<&Superblock>, world: u32) -> Catalog {
         let mut catalog = Catalog {
             paths,
             extents: Vec::new(),
             names: HashMap::new(),
             held: HashMap::new(),
             in_doubt: Vec::new(),
+            ranks: world > 1,
+            previous: Vec::new(),
             contents: 0,
             generation: superblock.map_or(0, |one| one.generation),
             sequence: superblock.map_or(0, |one| one.sequence),
@@ -617,6 +625,7 @@ impl Catalog {
     pub(super) fn begin_commit(&mut self) -> Result<()> {
         self.between_commits()?;
         self.commit = Commit::Alone;
+        self.free_previous();
         Ok(())
     }
 
@@ -635,7 +644,12 @@ impl Catalog {
         }
         named.contents.values().for_each(|contents| self.hold(contents));
         self.commit = Commit::Beside(named);
+        self.free_previous();
         Ok(())
+    }
+
+    fn free_previous(&mut self) {
+        std::mem::take(&mut self.previous).iter().for_each(|contents| self.end_snapshot(contents));
     }
 
     /// True if a commit beside writes waits for a write of this extent.
@@ -717,6 +731,8 @@ impl Catalog {
         (self.step, self.payload) = (Some(step), payload.to_vec());
         let commit = std::mem::take(&mut self.commit);
         let mut former = std::mem::take(&mut self.in_doubt);
+        let keeps = self.ranks && matches!(commit, Commit::Beside(_));
+        let mut previous = Vec::new();
         for (number, slot) in (0..).zip(&mut self.extents) {
             let Some(extent) = slot else { continue };
             let named = match &commit {
@@ -732,6 +748,8 @@ impl Catalog {
                 let known = kept.into_iter().chain(all[..place].iter().map(Option::as_ref));
                 let known = known.filter(|known| same(*known, contents.as_ref())).count() > 0;
                 let gone = contents.clone().filter(|_| !known);
+                // The first ones are those of the commit before.
+                previous.extend(gone.clone().filter(|_| keeps && place == 0));
                 former.extend(gone.map(|contents| Former { contents, shape: Arc::clone(&extent.shape) }));
             }
             extent.in_doubt = false;
@@ -740,6 +758,8 @@ impl Catalog {
                 *slot = None;
             }
         }
+        previous.iter().for_each(|contents| self.hold(contents));
+        self.previous = previous;
         former.into_iter().for_each(|one| self.release(one));
         if let Commit::Beside(named) = &commit {
             // Contents that were replaced since the begin are committed now.

@@ -30,6 +30,13 @@ class Commit(_NativeHandle):
         self._error: SpillwayError | None = None
         self._known = self._told = False
 
+    @staticmethod
+    def done() -> Commit:
+        """A commit that has succeeded already."""
+        commit = Commit()
+        commit._known = True
+        return commit
+
     def _begin(self, owner: Any, function: str, step: int, payload: bytes) -> Commit:
         """Begins the commit by this C function of the owner's handle. If a signal handler raises, `begun` says whether it did."""
         owner._through(lambda handle: self._hold(function, handle, step, payload, len(payload)))
@@ -59,6 +66,11 @@ class Commit(_NativeHandle):
     def error(self) -> SpillwayError | None:
         """The error of a commit that has ended without success."""
         return self._error if self.ended else None
+
+    @property
+    def told(self) -> bool:
+        """True once the program knows the outcome, or needs it no more."""
+        return self._told
 
     def superseded(self) -> None:
         """A later commit has what this one was to commit: close() raises no error any more."""

@@ -1,8 +1,9 @@
 """Coordinates the commits of several ranks.
 
-No rank writes after a commit before all ranks have committed. Wherever a run is killed, its ranks are therefore at most
-one commit apart. A rank that is ahead still has the previous commit intact: its tier discards that commit with the
-first later write. A failure on one rank raises an error on all ranks, so no rank waits for a failed one."""
+No rank writes after a commit before all ranks have committed. Beside a commit ranks write, and none begins the next commit before all
+ranks have this one. Wherever a run is killed, its ranks are therefore at most one commit apart. A rank that is ahead still has the
+previous commit intact: its tier discards that commit with the first later write, or keeps it until the next commit begins. A failure on
+one rank raises an error on all ranks, so no rank waits for a failed one."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from . import _abi, _files, _ranks
 from ._commit import Commit
 from ._snapshot import Exported, Snapshot, part_name
-from .errors import InvalidArgumentError, OutOfOrderError, SpillwayError, TierError, UnsupportedError, from_status
+from .errors import InvalidArgumentError, OutOfOrderError, SpillwayError, TierError, from_status
 from .swap import Swap
 from .tier import Tier, TierPath
 
@@ -201,6 +201,8 @@ class Tiered:
         self._pending: tuple[int, Record, list[int]] | None = None
         #: Step and record of a commit beside steps, and the commit.
         self._begun: tuple[int, Record, Commit] | None = None
+        #: The commit of which this process does not know whether the others have it.
+        self._unagreed: Commit | None = None
         opened = place.open(cure) if open_tier is None else place.together(open_tier, close_tier)
         self._handles = Handles(opened, close_tier)
         weakref.finalize(self, Handles.close, self._handles)
@@ -298,33 +300,45 @@ class Tiered:
         self._committing(step, record, lambda status: self.swap._commit(step, record.packed(), status))
 
     def begin_commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> Commit:
-        """As commit(), but a thread of the library makes the states durable beside the next steps. Only in a run of one process: processes
-        must agree on a commit before one of them writes over the state of the commit before."""
-        if self.place.world > 1:
-            raise UnsupportedError(
-                f"{self._user}: a commit with wait=False works in a run of one process only, and this one has {self.place.world}; "
-                "commit with wait=True"
-            )
+        """As commit(), but a thread of the library makes the states durable beside the next steps. Each process has its own commit. The
+        states of the commit before are kept until finish() has told whether all processes have succeeded. After one that failed, this
+        call waits: such a commit moves data off a path that failed."""
         self.finish()
+        before = self._handles.commit
+        if before is not None and before.error is not None and not before.told:
+            self.commit(step, facts, payload)
+            return Commit.done()
         self.check()
         record, commit = self._record(facts, payload), Commit()
         # Noted before the call: a signal handler may raise after the library has begun.
-        before, changed = self._handles.commit, self.changed
+        changed = self.changed
         self._begun, self._handles.commit, self.changed = (step, record, commit), commit, False
         try:
-            self.swap._begin_commit(step, record.packed(), commit)
+            self.place.together(lambda: self.swap._begin_commit(step, record.packed(), commit), partly=self._part)
+        except Exception:
+            self.apart = self.apart or (self.place.world > 1 and commit.begun)
+            raise
+        except BaseException:
+            # This process leaves without its report, for which the others wait.
+            self.apart = self.apart or self.place.world > 1
+            raise
         finally:
             if not commit.begun:
                 self._begun, self._handles.commit, self.changed = None, before, changed
+        self._unagreed = commit if self.place.world > 1 else None
         if before is not None:
             before.superseded()
         return commit
 
     def finish(self) -> None:
-        """Waits for the commit beside steps. If it failed, its states are uncommitted."""
+        """Waits for the commit beside steps, in all processes. If it failed, its states are uncommitted."""
         if self._begun is not None and self.is_own:
             self._begun[2].finish()
             self.settle()
+        if self._unagreed is not None and self.is_own and not self.apart:
+            self._unagreed.finish()
+            everyone = _ranks.gathered(self._unagreed.succeeded, self.place.world, self.place.group)
+            self.apart, self._unagreed = len(set(everyone)) > 1, None
 
     def _committing(self, step: int, record: Record, work: Callable[[list[int]], object]) -> None:
         """Calls work(status) in all processes, which commits a step and appends the status of the library's call."""

@@ -26,7 +26,8 @@ impl Handle for spw_commit {
 /// moves the data. After any error what was put is still there, uncommitted. SPW_ERR_BUSY and the error of a failed put
 /// come from this call, other errors from `spw_commit_wait`.
 ///
-/// Ranks that must resume at a common step wait for the commits of all ranks before any of them puts again.
+/// Ranks that must resume at a common step wait for the commits of all ranks before any of them begins the next commit.
+/// With a `world` above 1, the tier keeps the state of the commit before until then, in space of its own.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_commit_begin(
     tier: Option<&spw_tier>,

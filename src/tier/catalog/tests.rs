@@ -51,18 +51,20 @@ struct World {
     awaited: BTreeSet<u32>,
     /// The superblocks that a crash may find; the last known one first.
     durable: Vec<Superblock>,
+    /// The commit before, at which other ranks may still be.
+    previous: Option<Superblock>,
     step: u64,
     generation: u64,
 }
 
 impl World {
     /// Extents that were written and committed once, on two paths that hold `pages` pages.
-    fn new(extents: u32, pages: u64) -> World {
+    fn new(extents: u32, pages: u64, ranks: u32) -> World {
         let path = |number| {
             let space = Space::new(pages * PAGE, pages * PAGE, []).unwrap();
             PathState::present(format!("path-{number}"), false, space, FoundCopies::default(), 0)
         };
-        let catalog = Catalog::new(Paths::new((0..2).map(path).collect()), None);
+        let catalog = Catalog::new(Paths::new((0..2).map(path).collect()), None, ranks);
         let mut world = World {
             catalog,
             disk: BTreeMap::new(),
@@ -73,6 +75,7 @@ impl World {
             named: None,
             awaited: BTreeSet::new(),
             durable: Vec::new(),
+            previous: None,
             step: 0,
             generation: 0,
         };
@@ -136,11 +139,14 @@ impl World {
             }
             Action::BeginCommit => {
                 let ready = !self.catalog.is_writing() && self.catalog.failed().is_none();
-                ready && self.catalog.begin_commit().is_ok()
+                let begun = ready && self.catalog.begin_commit().is_ok();
+                self.previous.take_if(|_| begun);
+                begun
             }
             Action::BeginBeside => {
                 let begun = self.catalog.failed().is_none() && self.catalog.begin_commit_beside().is_ok();
                 if begun {
+                    self.previous = None;
                     let writing = |number: &u32| self.catalog.get(*number).is_ok_and(|extent| extent.writing);
                     self.awaited =
                         self.catalog.numbered().map(|(number, _)| number).filter(writing).collect();
@@ -285,7 +291,8 @@ impl World {
         assert!(self.durable.iter().all(|older| older.sequence < superblock.sequence));
         self.catalog.use_sequence(&superblock);
         if known {
-            self.durable.clear();
+            let beside = self.catalog.commits_beside() && self.catalog.ranks;
+            self.previous = self.durable.drain(..).next().filter(|_| beside);
             self.catalog.committed(self.step, &[]);
         } else {
             self.catalog.in_doubt();
@@ -300,7 +307,7 @@ impl World {
         let mut want = |extent: u32, shape: &Shape, version: &Version| {
             wanted.push(((extent, version.generation), pages(shape, &version.chunks)));
         };
-        for superblock in &self.durable {
+        for superblock in self.durable.iter().chain(&self.previous) {
             for (number, extent) in (0..).zip(&superblock.extents) {
                 let Some(ExtentRecord { shape, version: Some(version), .. }) = extent else { continue };
                 want(number, shape, version);
@@ -388,27 +395,27 @@ fn actions(extents: u32) -> Vec<Action> {
 
 #[test]
 fn every_order_of_actions_on_one_extent_keeps_what_a_crash_or_a_reader_needs() {
-    let states = explore(&World::new(1, 12), &actions(1), 6);
+    let states = explore(&World::new(1, 12, 1), &actions(1), 6);
     assert!(states > 10_000, "{states}");
 }
 
 #[test]
 fn every_order_of_actions_on_two_extents_keeps_what_a_crash_or_a_reader_needs() {
-    let states = explore(&World::new(2, 12), &actions(2), 5);
+    let states = explore(&World::new(2, 12, 2), &actions(2), 5);
     assert!(states > 10_000, "{states}");
 }
 
 /// The same where most writes find no space.
 #[test]
 fn every_order_of_actions_on_a_full_disk_keeps_what_a_crash_or_a_reader_needs() {
-    explore(&World::new(2, 7), &actions(2), 5);
+    explore(&World::new(2, 7, 1), &actions(2), 5);
 }
 
 #[test]
 fn long_random_runs_keep_what_a_crash_or_a_reader_needs() {
     let (mut random, actions) = (fastrand::Rng::with_seed(3), actions(3));
-    for _ in 0..20 {
-        let mut world = World::new(3, 24);
+    for ranks in (1..=2).cycle().take(20) {
+        let mut world = World::new(3, 24, ranks);
         for _ in 0..500 {
             let before = world.clone();
             if !world.act(actions[random.usize(..actions.len())]) {
@@ -423,7 +430,7 @@ fn long_random_runs_keep_what_a_crash_or_a_reader_needs() {
 /// it. Later writes and committed contents are.
 #[test]
 fn what_a_failed_sync_has_left_is_not_durable_in_any_commit() {
-    let mut world = World::new(3, 24);
+    let mut world = World::new(3, 24, 1);
     let unsynced = |world: &World| -> Vec<u32> {
         world.catalog.unsynced().into_iter().map(|(number, _)| number).collect()
     };

@@ -58,12 +58,14 @@ def overrides(engine_type):
         if swapper is not None and swapper.settings.resume and self.global_steps != before:
             interval = swapper.settings.commit_interval
             if interval and self.global_steps % interval == 0:
-                commit(self)
+                commit(self, wait=not swapper.settings.background_commits)
         if swapper is not None and swapper.snapshots is not None:
             swapper.snapshots.poll()
 
     def load_checkpoint(self, *arguments, **named):
         swapper = _stage3_methods.tiered(self.optimizer)
+        if swapper is not None:
+            swapper.tiered.finish()
         try:
             found = own_load_checkpoint(self, *arguments, **named)
         except BaseException:
@@ -122,6 +124,7 @@ def overrides(engine_type):
         _snapshots.check(self)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         tiered = swapper.tiered
+        tiered.finish()
         changed = tiered.changed or tiered.committed_step != self.global_steps
         # All ranks commit, or none does.
         if any(_ranks.gathered(changed, tiered.place.world, tiered.place.group)):
@@ -234,11 +237,12 @@ def _unless_tiered(own):
     return lambda self: False if _stage3_methods.tiered(self.optimizer) else own(self)
 
 
-def commit(engine):
+def commit(engine, wait=True):
     """Makes the states on the tier and the run's further state durable as the engine's global step. Valid only between
     two steps, because gradients are not stored. With several ranks each step can be committed once: two commits of one
-    step could not be told apart after a crash."""
+    step could not be told apart after a crash. Without `wait` the commit goes on beside the next step."""
     swapper = _swapper(engine)
+    swapper.tiered.finish()
     if _between_micro_batches(engine):
         raise InvalidArgumentError(
             "commit: the engine is between two micro-batches of a step, whose gradients a commit does not store; commit after the step"
@@ -248,7 +252,7 @@ def commit(engine):
             f"commit: step {engine.global_steps} is already committed, and with several ranks a step can be committed "
             'once; set "commit_interval": 0 to commit by calls alone'
         )
-    swapper.commit(engine.global_steps, lambda tier, room: _payload.store(tier, _record(engine, swapper), room))
+    swapper.commit(engine.global_steps, lambda tier, room: _payload.store(tier, _record(engine, swapper), room), wait)
 
 
 def _between_micro_batches(engine):

@@ -223,6 +223,11 @@ class Block(_Strict):
     commit_interval: _Count = _setting(
         1, f"a number of steps, an integer from 0 to {_MOST}", "Steps between commits; 0: only spillway.deepspeed.commit(engine) commits."
     )
+    background_commits: bool = _setting(
+        False,
+        _BOOLEAN,
+        "The commit of every commit_interval-th step goes on beside the next steps. spillway.deepspeed.commit(engine) waits.",
+    )
     snapshot_checkpoints: bool = _setting(
         False,
         _BOOLEAN,
@@ -264,9 +269,9 @@ def read(given):
     others = sorted(found.model_fields_set - _OBJECTS - {"enabled"})
     if not found.enabled and others:
         raise InvalidArgumentError(f'spillway.{others[0]} has no effect with "enabled": false; take {", ".join(others)} out, or enabled')
-    for name in ("commit_interval", "durability"):
+    for name in ("commit_interval", "durability", "background_commits"):
         if not found.resume and name in found.model_fields_set:
-            value = f'"{found.durability}"' if name == "durability" else found.commit_interval
+            value = json.dumps(getattr(found, name))
             raise InvalidArgumentError(
                 f'spillway.{name} is {value}, but nothing is committed without "resume": true; set that, or take {name} out'
             )

@@ -280,9 +280,9 @@ class TierSwapper:
         for index, step in enumerate(steps):
             self._set_step(index, step)
 
-    def commit(self, step, payload):
-        """Makes all state durable; returns after all ranks have committed. `payload(tier, room)` makes the bytes that are stored beside it,
-        of which there may be `room`."""
+    def commit(self, step, payload, wait):
+        """Makes all state durable; returns after all ranks have committed, or without `wait` once they have begun. `payload(tier, room)`
+        makes the bytes that are stored beside it, of which there may be `room`."""
         self.tiered.check()
         self._rest()
         facts = {"elements": self.elements, "steps": list(self.steps), "adam_state": self._adam_state(), **_form(self.settings)}
@@ -292,7 +292,8 @@ class TierSwapper:
                 self._put_weights()
             return payload(self.tiered.tier, self.tiered.room(facts))
 
-        self.tiered.commit(step, facts, self.tiered.place.together(prepared))
+        commit = self.tiered.commit if wait else self.tiered.begin_commit
+        commit(step, facts, self.tiered.place.together(prepared))
         if self.overlap is not None:
             self.overlap.begin()
 

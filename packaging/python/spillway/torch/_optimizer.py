@@ -334,7 +334,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             payload: Bytes that `payload` of the resumed optimizer has, up to about 1 MB.
             wait: False: return at once. Threads of the library commit the states as they are now, beside the next steps. The next commit,
                 rollback, snapshot, restore or close waits for the end, and the next commit or close tells of an error that wait() has not
-                raised. In a run of one process only.
+                raised. Every process of a run calls it.
 
         Returns:
             None, or with `wait=False` the Commit that is in flight.

@@ -190,7 +190,8 @@ class Table:
                     self._load(*part.lines)
                 if not part.refresh(self._grads):
                     return False
-            self._note_lines()
+            if self._load is None and len(self.places) >= _MANY:
+                self._note_lines()
             return True
         except _ABSENT:
             # Building the table again names the reason.
@@ -199,7 +200,7 @@ class Table:
     def _note_lines(self) -> None:
         """Prepares the loading of many objects, in the second step: a table that serves one step does not need it."""
         self._refreshed += 1
-        if self._refreshed == 2 and len(self.places) >= _MANY:
+        if self._refreshed == 2:
             for part in self._slices:
                 part.note_lines()
             self._load = _native.short("spw_topo_prefetch")
@@ -393,7 +394,9 @@ class Slice:
         """True if these parameters and the present states lie where those of the rows did, with their dtypes and shapes."""
         if not self._params_same(*params) or list(map(_data_ptr, params)) != self._addresses:
             return False
-        states = list(chain.from_iterable(map(get, self.inner) for get in self._getters))
+        states: list[Any] = []
+        for get in self._getters:
+            states += map(get, self.inner)
         states = states if not self.distributed else self.local(states)
         return self._states_same(*states) and list(map(_data_ptr, states)) == self._state_addresses
 

@@ -145,8 +145,8 @@ impl Tier {
     /// Points 2 to 8.
     fn make_durable(&self, writers: Writers, step: u64, payload: &[u8]) -> Result<()> {
         self.check_owners()?;
-        self.check_files(writers)?;
-        self.complete_lengths(writers)?;
+        let lengths = self.check_files(writers)?;
+        self.complete_lengths(writers, &lengths)?;
         if self.options.durability != Durability::Process {
             self.sync_data(writers)?;
         }
@@ -168,14 +168,18 @@ impl Tier {
 
     /// Point 3, names: marks paths as failed whose files were removed, replaced or renamed, or which do not respond.
     /// Moves readable data off the paths whose files are gone: no open would find the data there. Fails if a part cannot
-    /// be moved, or if no durable path is left.
-    fn check_files(&self, writers: Writers) -> Result<()> {
+    /// be moved, or if no durable path is left. Returns the length of each path's data file, 0 if it is not known.
+    fn check_files(&self, writers: Writers) -> Result<Vec<u64>> {
         let present = self.volumes.iter().enumerate();
         let (numbers, volumes): (Vec<usize>, Vec<&Volume>) =
             present.filter_map(|(number, volume)| Some((number, volume.as_deref()?))).unzip();
-        let checked = numbers.into_iter().zip(Volume::check_all(&volumes));
-        let failed: Vec<(usize, Error)> =
-            checked.filter_map(|(number, checked)| Some((number, checked.err()?))).collect();
+        let (mut lengths, mut failed) = (vec![0; self.volumes.len()], Vec::new());
+        for (number, checked) in numbers.into_iter().zip(Volume::check_all(&volumes)) {
+            match checked {
+                Ok(len) => lengths[number] = len,
+                Err(error) => failed.push((number, error)),
+            }
+        }
         failed.iter().for_each(|(number, error)| self.mark(*number, Health::Failed, &error.to_string()));
         for number in 0..self.volumes.len() {
             let error = failed.iter().find(|(one, _)| *one == number).map(|(_, error)| error);
@@ -191,20 +195,22 @@ impl Tier {
         }
         match failed.into_iter().next() {
             Some((_, error)) if self.state.lock().catalog.paths().replaced_copies().is_empty() => Err(error),
-            _ => Ok(()),
+            _ => Ok(lengths),
         }
     }
 
     /// Point 3, lengths: extends data files that were truncated behind the last written byte of the next commit. Fails
-    /// with `Corrupt` if written bytes are missing, and names an extent to which they belong.
-    fn complete_lengths(&self, writers: Writers) -> Result<()> {
+    /// with `Corrupt` if written bytes are missing, and names an extent to which they belong. `lengths` are those that
+    /// the check of the names found; a file that was too short then is asked again, because data may have moved to it.
+    fn complete_lengths(&self, writers: Writers, lengths: &[u64]) -> Result<()> {
         for (number, volume) in self.volumes.iter().enumerate() {
             let (gone, health, end) = {
                 let state = self.state.lock();
                 let path = state.catalog.paths().get(number);
                 (path.gone(), path.health(), path.space().end())
             };
-            let Some(volume) = volume.as_ref().filter(|_| !gone) else { continue };
+            let short = !gone && lengths[number] < end;
+            let Some(volume) = volume.as_ref().filter(|_| short) else { continue };
             // An error of the device is that of the sync which follows.
             let Some(len) = volume.data_len().ok().filter(|len| *len < end) else { continue };
             let beyond = self.state.lock().catalog.named_beyond(number as u32, len);

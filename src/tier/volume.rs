@@ -321,17 +321,18 @@ impl Volume {
         self.files.storage()?.check_owner()
     }
 
-    /// For each volume: fails if the files no longer have their names, if the lock was lost, or if the path does not
-    /// respond. All paths share one I/O timeout.
-    pub(super) fn check_all(paths: &[&Volume]) -> Vec<Result<()>> {
+    /// For each volume the length of the data file, 0 if it is not known. Fails if the files no longer have their names, if
+    /// the lock was lost, or if the path does not respond. All paths share one I/O timeout.
+    pub(super) fn check_all(paths: &[&Volume]) -> Vec<Result<u64>> {
         let known: Vec<Result<()>> =
             paths.iter().map(|path| path.engine.check_device(&path.data.writer, Doing::Opening)).collect();
         let asked = paths.iter().zip(&known).filter(|(_, known)| known.is_ok()).map(|(path, _)| &path.files);
         let checked = PathFiles::call_all(Doing::Opening, &asked.collect::<Vec<_>>(), |storage, files| {
-            storage.check(files)
+            storage.check(files)?;
+            Ok(storage.len(DATA).ok().flatten().unwrap_or(0))
         });
         let mut checked = checked.into_iter();
-        known.into_iter().map(|known| known.and_then(|()| checked.next().unwrap_or(Ok(())))).collect()
+        known.into_iter().map(|known| known.and_then(|()| checked.next().unwrap_or(Ok(0)))).collect()
     }
 
     /// Fails with `Format` if the path holds chunks of a tier although both superblocks are blank. A superblock is

@@ -63,6 +63,44 @@ optimizer.close()
 sys.stdout.flush()
 os._exit(0)
 """
+#: One of two processes that restore a snapshot and commit a step number again, in which rank 1 is killed. With "again", they begin anew.
+RETURNED = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+import torch
+from spillway import torch as own
+from tier_worker import options, parameters, random_grads
+rank, again = int(sys.argv[1]), sys.argv[2] == "again"
+torch.distributed.init_process_group("gloo", init_method="file://" + {rendezvous!r}, rank=rank, world_size=2)
+params = parameters()
+optimizer = own.AdamW(params, lr=1e-2, tier=options({directory!r}))
+
+def train(begin, end):
+    for step in range(begin, end):
+        random_grads(params, step)
+        optimizer.step()
+
+if not again:
+    train(0, 2)
+    optimizer.commit()
+    optimizer.snapshot({directory!r} + "/snapshot").wait()
+    torch.distributed.barrier()
+    train(2, 4)
+    optimizer.commit(wait={wait})
+    assert optimizer.restore({directory!r} + "/snapshot") == 2
+    train(2, 4)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        optimizer.commit()
+    except Exception:
+        os._exit(3)
+else:
+    print("resumed", optimizer.resumed_step, float(sum(param.double().sum() for param in params)))
+    optimizer.close()
+sys.stdout.flush()
+os._exit(0)
+"""
 WORKER = pathlib.Path(__file__).with_name("tier_worker.py")
 
 
@@ -280,20 +318,33 @@ def test_ctrl_c_that_arrives_while_the_library_commits(tier, monkeypatch):
     assert own.AdamW(parameters(seed=5), tier=tier).resumed_step == 3
 
 
-def test_processes_of_which_one_could_not_commit_go_no_further_and_resume_at_the_step_of_both(tmp_path):
+def two_processes(code, folder, name, *arguments, statuses=(0, 0), **values):
+    """The lines that the two processes of a program print."""
     here = pathlib.Path(__file__).parent
+    code = code.format(paths=[str(here), *sys.path], rendezvous=str(folder / name), directory=str(folder / "states"), **values)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert tuple(process.returncode for process in processes) == statuses, outputs
+    return [output.splitlines() for output, _ in outputs]
 
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_processes_killed_in_a_second_commit_of_a_step_number_resume_at_the_commit_of_both(tmp_path, wait):
+    (tmp_path / "states").mkdir()
+    two_processes(RETURNED, tmp_path, "first", "anew", statuses=(3, -9), wait=wait)
+    first, second = two_processes(RETURNED, tmp_path, "second", "again", wait=wait)
+    whole = parameters()
+    optimizer = own.AdamW(whole, lr=1e-2, master="f32")
+    train(optimizer, whole, range(2))
+    assert first == second == [f"resumed 2 {float(sum(param.double().sum() for param in whole))}"]
+
+
+def test_processes_of_which_one_could_not_commit_go_no_further_and_resume_at_the_step_of_both(tmp_path):
     def run(name, failing):
-        code = APART.format(
-            paths=[str(here), *sys.path], rendezvous=str(tmp_path / name), directory=str(tmp_path / "states"), failing=failing
-        )
-        processes = [
-            subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for rank in range(2)
-        ]
-        outputs = [process.communicate(timeout=300) for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], outputs
-        return [output.splitlines() for output, _ in outputs]
+        return two_processes(APART, tmp_path, name, failing=failing)
 
     (tmp_path / "states").mkdir()
     assert run("first", 1) == [["resumed None", "TierError"], ["resumed None", "IoError"]]

@@ -168,10 +168,15 @@ typedef struct spw_tier_steps_info {
     uint32_t exists;
     // 0
     uint32_t reserved;
+    // Tag of the last commit: a checksum of the first 48 bytes of its payload; 0 without a payload. Ranks that begin their
+    // payloads with the same bytes can tell commits of one step apart.
+    uint64_t last_tag;
+    // Tag of the commit before it.
+    uint64_t before_tag;
 } spw_tier_steps_info;
 
 #define SPW_TIER_STEPS_INFO_INIT \
-    { sizeof(spw_tier_steps_info), 0, 0, 0, 0, 0, 0, 0 }
+    { sizeof(spw_tier_steps_info), 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 // Inspects a tier without opening it: its last committed step and the step before it, at which SPW_TIER_FLAG_AT_STEP
 // can open. The steps stay unchanged, and a missing tier is no error. The tier's locks are held during the call.
@@ -340,7 +345,8 @@ typedef struct spw_commit spw_commit;
 // moves the data. After any error what was put is still there, uncommitted. SPW_ERR_BUSY and the error of a failed put
 // come from this call, other errors from `spw_commit_wait`.
 //
-// Ranks that must resume at a common step wait for the commits of all ranks before any of them puts again.
+// Ranks that must resume at a common step wait for the commits of all ranks before any of them begins the next commit.
+// With a `world` above 1, the tier keeps the state of the commit before until then, in space of its own.
 enum spw_status spw_tier_commit_begin(const struct spw_tier *tier,
                                       uint64_t step,
                                       const void *payload,
@@ -514,6 +520,9 @@ enum spw_status spw_tier_export(const struct spw_tier *tier,
 // of the tier, if it has one. An existing extent of the same name must have
 // the same streams; extents that are not in the export stay unchanged. After an error the tier is at its last commit.
 // `step_out` may be NULL.
+//
+// Until it ends, commits and rollbacks of other threads, and steps of a tiered update, are SPW_ERR_BUSY. Afterwards the
+// calls of an open tiered update are SPW_ERR_BUSY until `spw_swap_rollback`, which takes the states over.
 enum spw_status spw_tier_import(const struct spw_tier *tier,
                                 const char *directory,
                                 uint64_t *step_out);

@@ -289,6 +289,15 @@ impl Catalog {
         Ok(())
     }
 
+    /// Takes back the definition of an extent that was never written.
+    pub(super) fn undefine(&mut self, number: u32) {
+        let Some(slot) = self.extents.get_mut(number as usize) else { return };
+        let unused = |extent: &mut Extent| !extent.writing && extent.current.is_none() && extent.committed.is_none();
+        if let Some(extent) = slot.take_if(unused) {
+            self.names.remove(&extent.name);
+        }
+    }
+
     /// Number of the extent with this name.
     pub(super) fn number(&self, name: &str) -> Option<u32> {
         self.names.get(name).copied()

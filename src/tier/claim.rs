@@ -6,6 +6,9 @@
 //! - From the first change of a state until the update commits or rolls back, the tier may hold states of two steps: others
 //!   are in memory only. Only the update commits and rolls back then. If its claim ends before, a rollback comes before
 //!   the next commit and before the next claim.
+//! - During an import only the import commits and rolls back, and no change begins. What it has put is committed whole, or
+//!   not at all.
+//! - After an import the update in memory is older than the tier: it is refused until it has rolled back.
 //! - No change begins during a commit, and no commit of another caller after a change began: both decide under the lock of
 //!   the tier's state.
 #![forbid(unsafe_code)]
@@ -20,12 +23,18 @@ const CLAIMED: u8 = 1;
 const CHANGED: u8 = 2;
 /// An update beside the caller is open.
 const OPEN: u8 = 4;
+/// An import is in progress.
+const IMPORTING: u8 = 8;
+/// The update has not rolled back since an import replaced its states.
+const STALE: u8 = 16;
 
 /// Who commits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Committer {
     /// A caller of the tier.
     Caller,
+    /// An import.
+    Import,
     /// The tiered update.
     Update,
 }
@@ -39,8 +48,48 @@ impl Claims {
     pub(super) fn may_commit(&self, by: Committer) -> Result<()> {
         match by {
             Committer::Caller => self.may_roll_back().and_then(|()| self.settled()),
-            Committer::Update => Ok(()),
+            Committer::Update => self.no_import(),
+            Committer::Import => Ok(()),
         }
+    }
+
+    /// `Busy` during an import.
+    pub(super) fn no_import(&self) -> Result<()> {
+        match self.has(IMPORTING) {
+            true => Err(Error::Busy("an import is in progress".to_string())),
+            false => Ok(()),
+        }
+    }
+
+    /// Begins an import. Errors: those of [`Claims::may_commit`].
+    pub(super) fn begin_import(&self) -> Result<()> {
+        self.may_commit(Committer::Caller)?;
+        self.0.fetch_or(IMPORTING, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// Ends an import. `replaced`: it has committed other states.
+    pub(super) fn end_import(&self, replaced: bool) {
+        if replaced && self.has(CLAIMED) {
+            self.0.fetch_or(STALE, Ordering::AcqRel);
+        }
+        self.clear(IMPORTING);
+    }
+
+    /// `Busy` if an import replaced the states of the update, and the update has not rolled back since.
+    pub(super) fn fresh(&self) -> Result<()> {
+        match self.has(STALE) {
+            true => Err(Error::Busy(
+                "an import has replaced the states of the tiered update; roll back the update, which takes them over"
+                    .to_string(),
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// The update has rolled back.
+    pub(super) fn refreshed(&self) {
+        self.clear(STALE);
     }
 
     /// `Busy` if states changed that nobody committed or rolled back.
@@ -54,6 +103,7 @@ impl Claims {
 
     /// As [`Claims::may_commit`], but a rollback is possible after the claim has ended.
     pub(super) fn may_roll_back(&self) -> Result<()> {
+        self.no_import()?;
         if self.has(OPEN) {
             return Err(Error::Update(RoundError::Open));
         }
@@ -75,7 +125,7 @@ impl Claims {
 
     /// The claim has ended.
     pub(super) fn end(&self) {
-        self.clear(CLAIMED | OPEN);
+        self.clear(CLAIMED | OPEN | STALE);
     }
 
     /// States change from now on. `open`: by an update beside the caller.

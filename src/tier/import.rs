@@ -76,6 +76,10 @@ struct SourceStream {
 }
 
 impl SourceExtent {
+    fn sizes(&self) -> Vec<u64> {
+        self.streams.iter().map(|stream| stream.bytes).collect()
+    }
+
     fn bytes(&self) -> u64 {
         self.streams.iter().map(|stream| stream.bytes).sum()
     }
@@ -195,7 +199,8 @@ impl Tier {
 
     /// As [`Tier::import`]. `passed` is called with the bytes of each part; its error ends the import.
     pub fn import_from(&self, source: &Source, selection: &Selection, passed: Passed) -> Result<u64> {
-        let (last, own) = self.after_commit_beside().catalog.last_commit();
+        let exclusive = Exclusive::begin(self)?;
+        let (last, own) = self.state.lock().catalog.last_commit();
         let exported = source.origin.as_ref().map(|origin| (origin.step, origin.payload.clone()));
         let kept = last.map(|last| (last, own));
         let whole = selection.is_whole() && !source.partial;
@@ -208,13 +213,22 @@ impl Tier {
                 false => selection.nothing(&source.path.to_string_lossy()),
             });
         }
-        self.claims.may_commit(Committer::Caller)?;
         let engine = Engine::open(IoOptions { preallocate: false, ..self.options.io })?;
-        let loaded = taken.try_for_each(|extent| self.import_extent(extent, &source.path, &engine, passed));
-        match loaded.and_then(|()| self.commit(step, &payload)) {
-            Ok(()) => Ok(step),
+        let mut defined = Vec::new();
+        let loaded = taken.try_for_each(|extent| {
+            let before = self.state.lock().catalog.number(&extent.name);
+            let number = self.define(&extent.name, &extent.sizes())?;
+            defined.extend(before.is_none().then_some(number));
+            self.import_extent(extent, number, &source.path, &engine, passed)
+        });
+        match loaded.and_then(|()| self.commit_if(Committer::Import, step, &payload)) {
+            Ok(()) => {
+                exclusive.end(true);
+                Ok(step)
+            }
             Err(error) => {
-                self.rollback()?;
+                self.rollback_if(|| Ok(()))?;
+                defined.into_iter().for_each(|extent| self.state.lock().catalog.undefine(extent));
                 Err(error)
             }
         }
@@ -223,12 +237,11 @@ impl Tier {
     fn import_extent(
         &self,
         extent: &SourceExtent,
+        number: u32,
         place: &Path,
         engine: &Engine,
         passed: Passed,
     ) -> Result<()> {
-        let sizes: Vec<u64> = extent.streams.iter().map(|stream| stream.bytes).collect();
-        let number = self.define(&extent.name, &sizes)?;
         let target = Target { directory: place.to_path_buf(), io_timeout: self.options.io.io_timeout };
         let files = extent.streams.iter().map(|stream| {
             let path = stream.file.clone();
@@ -242,6 +255,27 @@ impl Tier {
         let chunks = self.fill(&reserved, |chunks| from.write(self, &reserved, chunks));
         let known = || from.checksums.iter().map(|sum| sum.load(Ordering::Relaxed)).collect::<Arc<[u64]>>();
         self.end_fill(&reserved, chunks.map(|chunks| (chunks, known())))
+    }
+}
+
+/// An import in progress; its drop ends it.
+struct Exclusive<'a>(&'a Tier);
+
+impl Exclusive<'_> {
+    fn begin(tier: &Tier) -> Result<Exclusive<'_>> {
+        let _state = tier.after_commit_beside();
+        tier.claims.begin_import()?;
+        Ok(Exclusive(tier))
+    }
+
+    fn end(self, replaced: bool) {
+        self.0.claims.end_import(replaced);
+    }
+}
+
+impl Drop for Exclusive<'_> {
+    fn drop(&mut self) {
+        self.0.claims.end_import(false);
     }
 }
 

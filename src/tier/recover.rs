@@ -36,6 +36,7 @@ use super::options::{Mode, PathLocation, PathOptions, TierOptions};
 use super::paths::{DurableCopy, FoundCopies, PathState, Paths, Space, Stamp};
 use super::store::{Opened, Tickets, Tier, TierState};
 use super::volume::{SuperblockCopy, Volume, claim};
+use crate::checksum;
 use crate::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::log::{self, Level};
 use crate::sys::bell::Bell;
@@ -50,9 +51,15 @@ pub struct Steps {
     pub last: Option<u64>,
     /// State before the last commit.
     pub before: Before,
+    /// Tag of the last commit, and of the one before: checksum of the first [`TAG_BYTES`] bytes of the payload; 0 without a
+    /// payload.
+    pub tags: [u64; 2],
     /// True if a tier exists, with or without a commit.
     pub exists: bool,
 }
+
+/// Bytes of a payload that tell the commits of one step apart. Ranks write the same ones.
+pub const TAG_BYTES: usize = 48;
 
 /// State of a tier before its last commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -420,18 +427,20 @@ impl Tier {
         let Some(last) = last(&found) else {
             found.iter().try_for_each(Candidate::check_format)?;
             found.iter().try_for_each(|one| one.volume.check_blank())?;
-            return Ok(Steps { last: None, before: Before::Unknown, exists: false });
+            return Ok(Steps { last: None, before: Before::Unknown, tags: [0; 2], exists: false });
         };
         check_owner(options, &found_name(&found, last.sequence), last)?;
         found.iter().try_for_each(|one| one.check_tier(last))?;
         check_one_end(&found, last)?;
-        let before = match (last.step, before(&found, last)) {
+        let earlier = before(&found, last);
+        let tags = [Some(last), earlier].map(|one| one.map_or(0, tag));
+        let before = match (last.step, earlier) {
             (Some(_), Some(Superblock { step: Some(step), .. })) => Before::Step(*step),
             // A path that failed long ago may still hold an older superblock.
             (Some(_), Some(empty)) if empty.sequence + 1 == last.sequence => Before::Empty,
             _ => Before::Unknown,
         };
-        Ok(Steps { last: last.step, before, exists: true })
+        Ok(Steps { last: last.step, before, tags, exists: true })
     }
 }
 
@@ -605,6 +614,13 @@ fn last(found: &[Candidate]) -> Option<&Superblock> {
 fn before<'a>(found: &'a [Candidate], last: &Superblock) -> Option<&'a Superblock> {
     let all = found.iter().flat_map(|one| one.copies.iter().flatten());
     all.filter(|one| one.tier == last.tier && one.step != last.step).max_by_key(|one| one.sequence)
+}
+
+fn tag(superblock: &Superblock) -> u64 {
+    match superblock.payload.as_slice() {
+        [] => 0,
+        payload => checksum::of(&payload[..payload.len().min(TAG_BYTES)]),
+    }
 }
 
 /// Name of a path that holds the superblock `sequence`.

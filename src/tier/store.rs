@@ -594,11 +594,19 @@ impl UpdateClaim {
 
     /// [`Tier::rollback`], by the update.
     pub fn rollback(&self) -> Result<()> {
-        self.0.rollback_if(|| Ok(()))
+        self.0.rollback_if(|| self.0.claims.no_import())?;
+        self.0.claims.refreshed();
+        Ok(())
+    }
+
+    /// `Busy` if an import replaced the states since the last rollback.
+    pub fn fresh(&self) -> Result<()> {
+        self.0.claims.fresh()
     }
 
     fn changes(&self, open: bool) -> Result<()> {
         let state = self.0.state.lock();
+        self.0.claims.no_import()?;
         if !state.catalog.commits_beside() {
             state.catalog.between_commits()?;
         }

@@ -505,6 +505,8 @@ class TierStepsInfo(Structure):
         ("first", c_uint32),
         ("exists", c_uint32),
         ("reserved", c_uint32),
+        ("last_tag", c_uint64),
+        ("before_tag", c_uint64),
     ]
 
 

@@ -48,13 +48,11 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
             raise CorruptError(f"{os.fspath(path)} is no regular file; use another directory") from None
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise CorruptError(f"{os.fspath(path)} is no regular file; use another directory")
-        return os.fdopen(handle, "rb")
-    except BaseException:
+    # A signal handler that raises here loses the descriptor. A second owner of it could close that of another thread.
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise
+        raise CorruptError(f"{os.fspath(path)} is no regular file; use another directory")
+    return os.fdopen(handle, "rb")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

@@ -72,8 +72,8 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
         group=group,
     )
     everyone = [[tier.Steps(*steps) for steps in ranks] for ranks in gathered([tuple(steps) for steps in own], world, group)]
-    last = {steps.last for ranks in everyone for steps in ranks}
-    step = last.pop() if len(last) == 1 else _common(everyone, cure)
+    last = {(steps.last, steps.last_tag) for ranks in everyone for steps in ranks}
+    step = last.pop()[0] if len(last) == 1 else _common(everyone, cure)
 
     def forget() -> None:
         # A tier without a commit stays: its directories may just be missing.
@@ -88,21 +88,22 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
 def _common(everyone: list[list[tier.Steps]], cure: str) -> int | None:
     """The newest step at which all ranks can resume; None is a new run. A rank can start anew if it has a tier with no
     commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
-    choices = [
-        {steps.last} | ({None} if steps.first else {steps.before} - {None}) if steps.exists else set()
-        for ranks in everyone
-        for steps in ranks
-    ]
+    tiers = [steps for ranks in everyone for steps in ranks]
+    choices = []
+    for steps in tiers:
+        before = {(None, 0)} if steps.first else {(steps.before, steps.before_tag)} - {(None, 0)}
+        choices.append({(steps.last, steps.last_tag)} | before if steps.exists else set())
     common = set.intersection(*choices)
     if not common:
         nothing = [rank for rank, ranks in enumerate(everyone) if not all(steps.exists for steps in ranks)]
         found = f"; ranks {nothing} found no tier of their own, because a path is missing or the host has another name" if nothing else ""
+        same = set.intersection(*({step for step, _ in choice} for choice in choices))
+        apart = f"; they have different commits of step {max(same, key=lambda step: step or 0)}" if same else ""
         raise InvalidArgumentError(
-            f"the ranks have no committed step in common: their last steps are {[steps.last for ranks in everyone for steps in ranks]}"
-            f"{found}; {cure}"
+            f"the ranks have no committed step in common: their last steps are {[steps.last for steps in tiers]}{apart}{found}; {cure}"
         )
     # Two of them: some ranks have returned to the step before the last one, and others have not.
-    return max((step for step in common if step is not None), default=None)
+    return max((step for step, _ in common if step is not None), default=None)
 
 
 def _forget(settings: Any, rank: int) -> None:

@@ -29,12 +29,15 @@ class Steps(NamedTuple):
         last: The last committed step; None if there is none.
         before: The committed step before it; None if there is none.
         first: True if `last` was the tier's first commit.
-        exists: True if there is a tier, committed or not."""
+        exists: True if there is a tier, committed or not.
+        last_tag, before_tag: Checksums of the first 48 bytes of the payloads of these commits; 0 without a payload."""
 
     last: int | None
     before: int | None
     first: bool
     exists: bool
+    last_tag: int = 0
+    before_tag: int = 0
 
 
 class Opened(NamedTuple):

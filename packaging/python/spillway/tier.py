@@ -398,7 +398,8 @@ class Tier(_NativeHandle):
         return Snapshot(self, file, bytes_per_second, selection=selection)
 
     def import_from(self, directory: str | os.PathLike[str], names: Sequence[str] | None = None) -> int:
-        """Reads an exported directory or file, and commits it; returns the step.
+        """Reads an exported directory or file, and commits it; returns the step. Meanwhile other commits, rollbacks and steps raise
+        BusyError. Afterwards the calls of an open Swap raise it until Swap.rollback(), which takes the states over.
 
         Args:
             directory: The directory or file.
@@ -576,7 +577,8 @@ def steps(
     info = _abi.sized(_abi.TierStepsInfo)
     options = tier_options(paths, job, host, rank, world, degraded)
     _native.call("spw_tier_get_steps", ctypes.byref(options), ctypes.byref(info))
-    return Steps(info.last if info.committed else None, info.before if info.has_before else None, bool(info.first), bool(info.exists))
+    last, before = info.last if info.committed else None, info.before if info.has_before else None
+    return Steps(last, before, bool(info.first), bool(info.exists), info.last_tag, info.before_tag)
 
 
 def collect(directory: str | os.PathLike[str], *, job: str, host: str | None = None, rank: int = 0) -> bool:

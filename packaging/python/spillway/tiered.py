@@ -36,6 +36,8 @@ _LENGTH = struct.Struct("<Q")
 _MOST_COMMITTED = 1 << 20
 #: The fact of a record that tells commits of one step apart. All processes have the same one.
 _IDENTITY = "identity"
+#: Its bytes in the payload, which the library's tag of a commit covers with the magic.
+_IDENTITY_BYTES = 48 - len(_MAGIC)
 
 
 class Place(NamedTuple):
@@ -101,15 +103,17 @@ class Record(NamedTuple):
     def packed(self) -> bytes:
         """The payload of the tier's commit."""
         head = zlib.compress(json.dumps([self.by, self.facts], allow_nan=False).encode())
-        return _MAGIC + _LENGTH.pack(len(head)) + head + self.payload
+        identity = str(self.facts.get(_IDENTITY, "")).encode().ljust(_IDENTITY_BYTES)[:_IDENTITY_BYTES]
+        return _MAGIC + identity + _LENGTH.pack(len(head)) + head + self.payload
 
     @staticmethod
     def unpacked(stored: bytes, by: str) -> Record | None:
         """The record of a payload; None if something else than `by` has committed."""
-        start = len(_MAGIC) + _LENGTH.size
+        length = len(_MAGIC) + _IDENTITY_BYTES
+        start = length + _LENGTH.size
         if not stored.startswith(_MAGIC) or len(stored) < start:
             return None
-        end = start + _LENGTH.unpack_from(stored, len(_MAGIC))[0]
+        end = start + _LENGTH.unpack_from(stored, length)[0]
         try:
             author, facts = _files.parse_json(zlib.decompressobj().decompress(stored[start:end], _files.MOST_JSON))
         except (ValueError, TypeError, zlib.error):
@@ -423,7 +427,7 @@ class Tiered:
         if any(changed for changed, _ in everyone) and not any(refused for _, refused in everyone):
             try:
                 commit()
-            except Exception as error:
+            except (SpillwayError, OSError) as error:
                 if self.apart:
                     raise
                 # As after a failed step, which a restore mends.

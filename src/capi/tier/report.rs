@@ -261,6 +261,9 @@ pub extern "C" fn spw_tier_export(
 /// of the tier, if it has one. An existing extent of the same name must have
 /// the same streams; extents that are not in the export stay unchanged. After an error the tier is at its last commit.
 /// `step_out` may be NULL.
+///
+/// Until it ends, commits and rollbacks of other threads, and steps of a tiered update, are SPW_ERR_BUSY. Afterwards the
+/// calls of an open tiered update are SPW_ERR_BUSY until `spw_swap_rollback`, which takes the states over.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_import(
     tier: Option<&spw_tier>,

@@ -22,6 +22,11 @@ pub struct spw_tier_steps_info {
     pub exists: u32,
     /// 0
     pub reserved: u32,
+    /// Tag of the last commit: a checksum of the first 48 bytes of its payload; 0 without a payload. Ranks that begin their
+    /// payloads with the same bytes can tell commits of one step apart.
+    pub last_tag: u64,
+    /// Tag of the commit before it.
+    pub before_tag: u64,
 }
 }
 
@@ -37,12 +42,12 @@ pub extern "C" fn spw_tier_get_steps(
     info_out: Out<spw_tier_steps_info>,
 ) -> spw_status {
     guard(|| {
-        let Steps { last, before, exists } = Tier::steps(&parse(&options.read("options")?)?)?;
+        let Steps { last, before, tags, exists } = Tier::steps(&parse(&options.read("options")?)?)?;
         let values = report!(spw_tier_steps_info with {
             committed: last.is_some().into(), last: last.unwrap_or(0),
             before: if let Before::Step(step) = before { step } else { 0 },
             has_before: matches!(before, Before::Step(_)).into(), first: (before == Before::Empty).into(),
-            exists: exists.into(), reserved: 0
+            exists: exists.into(), reserved: 0, last_tag: tags[0], before_tag: tags[1]
         });
         info_out.write(&values, "info_out")
     })

@@ -273,7 +273,7 @@ impl Swap {
 
     fn ready(&self) -> Result<()> {
         match &self.broken {
-            None => Ok(()),
+            None => self.claim.fresh(),
             Some(error) => Err(Error::Busy(format!("the last step failed; roll back first: {error}"))),
         }
     }

@@ -12,8 +12,29 @@ fn at(disks: &[Disk], step: u64) -> Result<Tier> {
     Tier::open(TierOptions { at_step: Some(step), ..on_disks(disks, &[]) })
 }
 
+/// What can be opened, without the tags.
 fn steps(disks: &[Disk]) -> Steps {
-    Tier::steps(&on_disks(disks, &[])).unwrap()
+    Steps { tags: [0; 2], ..Tier::steps(&on_disks(disks, &[])).unwrap() }
+}
+
+#[test]
+fn a_tag_tells_commits_of_one_step_apart() {
+    let disks = [Disk::default()];
+    let options = || on_disks(&disks, &[]);
+    let tags = || Tier::steps(&options()).unwrap().tags;
+    assert_eq!(tags(), [0; 2]);
+    let payload = |first: u8, rest: u8| [[first; 48], [rest; 48]].concat();
+    let mut seen = Vec::new();
+    for (step, payload) in [(1, Vec::new()), (2, payload(1, 7)), (1, payload(2, 7)), (2, payload(1, 8))] {
+        let tier = Tier::open(options()).unwrap();
+        write(&tier, 0, step, &ExtentPlacement::Auto).unwrap();
+        tier.commit(step, &payload).unwrap();
+        drop(tier);
+        seen.push(tags());
+    }
+    assert_eq!(seen[0], [0; 2]);
+    assert!(seen[1][0] != 0 && seen[2][0] != 0 && seen[1][0] != seen[2][0]);
+    assert_eq!((seen[2][1], seen[3]), (seen[1][0], [seen[1][0], seen[2][0]]));
 }
 
 /// Opens at a step that must be complete, and then checks that a default open finds the same step.
@@ -106,7 +127,7 @@ fn what_was_given_up_does_not_come_back() {
         let there = steps(&second.replayed(2, opened));
         assert_eq!(
             there,
-            Steps { last: Some(3), before: Before::Unknown, exists: true },
+            Steps { last: Some(3), before: Before::Unknown, exists: true, tags: [0; 2] },
             "no copy names step 4"
         );
         step(&tier, 14).unwrap();
@@ -146,7 +167,7 @@ fn extents_that_stayed_went_came_or_moved_are_as_they_were() {
     tier.commit(3, b"three").unwrap();
     let used = tier.extents().iter().map(|extent| extent.generation).max();
     drop(tier);
-    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2), exists: true });
+    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2), exists: true, tags: [0; 2] });
     let tier = at(&disks, 2).unwrap();
     assert!(is_at(&tier, 2) && tier.extents().len() == STREAMS.len());
     write(&tier, 0, 78, &ExtentPlacement::Auto).unwrap();
@@ -160,7 +181,7 @@ fn extents_that_stayed_went_came_or_moved_are_as_they_were() {
 fn any_other_step_is_refused_and_looking_changes_nothing() {
     let journal = Journal::default();
     let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
-    let none = |exists| Steps { last: None, before: Before::Unknown, exists };
+    let none = |exists| Steps { last: None, before: Before::Unknown, exists, tags: [0; 2] };
     assert_eq!(steps(&disks), none(false));
     assert_eq!(at(&disks, 1).unwrap_err().tier_kind(), Some(TierKind::NoState));
     let options = || TierOptions { at_step: Some(1), ..on_disks(&disks, &[]) };
@@ -169,7 +190,7 @@ fn any_other_step_is_refused_and_looking_changes_nothing() {
     assert_eq!(steps(&disks), none(true));
     refused(&disks, 1, "available steps: []");
     record(on_disks(&disks, &[]), &journal, 1, 1);
-    assert_eq!(steps(&disks), Steps { last: Some(1), before: Before::Empty, exists: true });
+    assert_eq!(steps(&disks), Steps { last: Some(1), before: Before::Empty, exists: true, tags: [0; 2] });
     record(on_disks(&disks, &[]), &journal, 2, 3);
     // Looking writes the owner's record, and nothing else.
     let files = || {
@@ -180,14 +201,14 @@ fn any_other_step_is_refused_and_looking_changes_nothing() {
         disks.iter().map(of).collect::<Vec<_>>()
     };
     let before = files();
-    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2), exists: true });
+    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2), exists: true, tags: [0; 2] });
     for step in [0, 1, 4, u64::MAX] {
         refused(&disks, step, &format!("step {step}: available steps: [3, 2]"));
     }
     assert!(files() == before, "a superblock or data was written");
     whole_at(&disks, 3, "the last step by its number");
     // After an open at the last step, both superblock copies hold this step.
-    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Unknown, exists: true });
+    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Unknown, exists: true, tags: [0; 2] });
     refused(&disks, 2, "[3]");
     let foreign = TierOptions { owner: Owner { rank: 1, ..owner() }, world: 2, ..on_disks(&disks, &[]) };
     assert_eq!(Tier::steps(&foreign).unwrap_err().tier_kind(), Some(TierKind::Foreign));
@@ -208,7 +229,7 @@ fn the_step_before_is_found_on_any_path() {
     }
     let disks = image();
     (0..2).for_each(|path| damage(&disks, path));
-    assert_eq!(steps(&disks), Steps { last: Some(4), before: Before::Unknown, exists: true });
+    assert_eq!(steps(&disks), Steps { last: Some(4), before: Before::Unknown, exists: true, tags: [0; 2] });
     refused(&disks, 3, "[4]");
     check(&disks, &[Some(4)], "the last step");
 }

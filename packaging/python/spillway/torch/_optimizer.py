@@ -373,8 +373,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     @of_itself
     def restore(self, directory: str | os.PathLike[str]) -> int:
         """Returns to the states of a finished snapshot, and commits them. The parameters take the values of their masters, and `payload`
-        is that of the snapshot. Every process of a run calls it. Steps since the last commit are committed first, with the payload of that
-        commit.
+        is that of the snapshot. Every process of a run calls it. Steps since the last commit are committed first, with an empty payload.
 
         Args:
             directory: As it was given to snapshot().

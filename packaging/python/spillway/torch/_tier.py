@@ -228,9 +228,8 @@ class TierHome(Home):
         """Returns to a snapshot."""
         self.tiered.finish()
         found = self.tiered.snapshot_of(directory, self.on_tier.check_record)
-        committed = self.tiered.committed
-        payload = b"" if committed is None else committed.payload
-        self.tiered.keep(found, self.on_tier.count, lambda: self.commit(states, None, payload, True))
+        # The payload of the last commit belongs to an older step.
+        self.tiered.keep(found, self.on_tier.count, lambda: self.commit(states, None, b"", True))
 
         def take() -> None:
             if self._beside is not None:

@@ -255,7 +255,7 @@ enum spw_status spw_tier_define(const struct spw_tier *tier,
                                 uint32_t *extent_out);
 
 // Removes an extent with the next commit. `spw_tier_define` of the extent before that commit cancels the removal. Both
-// are SPW_ERR_BUSY while a commit is in flight.
+// are SPW_ERR_BUSY while a `spw_tier_commit` is in flight, and wait for a `spw_tier_commit_begin`.
 enum spw_status spw_tier_remove(const struct spw_tier *tier,
                                 uint32_t extent);
 
@@ -283,7 +283,7 @@ typedef struct spw_tier_target {
 // the least data.
 //
 // If a path fails or is full, another path is used; the wait is an error only if no path accepted the data. The
-// committed contents stay unchanged. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a commit is in
+// committed contents stay unchanged. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a `spw_tier_commit` is in
 // flight.
 enum spw_status spw_tier_put(const struct spw_tier *tier,
                              uint32_t extent,
@@ -314,7 +314,7 @@ enum spw_status spw_tier_wait(const struct spw_tier *tier,
                               uint64_t *generation_out);
 
 // Makes all puts so far durable as step `step`, with a payload of up to 1 MiB that the next open returns. The call
-// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight, or if a tiered update changed states (see
+// waits for puts in flight, and for a commit in the background. SPW_ERR_BUSY while another `spw_tier_commit` is in flight, or if a tiered update changed states (see
 // `spw_swap_open`). SPW_ERR_FENCED if another process claimed
 // the tier; every later commit of this handle is SPW_ERR_FENCED too.
 //
@@ -330,7 +330,7 @@ enum spw_status spw_tier_commit(const struct spw_tier *tier,
                                 uint64_t payload_bytes);
 
 // Discards all puts since the last commit, after it has waited for puts in flight. Reads return the committed contents
-// again. SPW_ERR_BUSY while a commit is in flight, or if a tiered update changed states (see `spw_swap_open`).
+// again. SPW_ERR_BUSY while a `spw_tier_commit` is in flight (one in the background is waited for), or if a tiered update changed states (see `spw_swap_open`).
 enum spw_status spw_tier_rollback(const struct spw_tier *tier);
 
 // A commit that a thread of the library makes, while the tier is put and got.
@@ -497,7 +497,7 @@ enum spw_status spw_tier_set_path(const struct spw_tier *tier,
                                   uint32_t health);
 
 // Moves all extents off a path now, and sets the path to SPW_TIER_HEALTH_DRAINING. The next commit makes the move
-// durable. SPW_ERR_BUSY while a commit is in flight, or if a transfer uses one of the extents; extents moved before
+// durable. SPW_ERR_BUSY while a `spw_tier_commit` is in flight (one in the background is waited for), or if a transfer uses one of the extents; extents moved before
 // that stay moved.
 enum spw_status spw_tier_evacuate(const struct spw_tier *tier,
                                   uint32_t number);

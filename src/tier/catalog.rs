@@ -18,8 +18,9 @@
 //! - The contents of an extent hold each of its blocks exactly once.
 //! - While a commit is in flight, no extent is removed, and only the commit changes contents. The state that becomes
 //!   committed is therefore the state that its superblock names.
-//! - A commit beside writes names what each extent held at its begin, or what a write in flight then has installed. It
-//!   holds the space of these contents until its end. Other writes go on, and a later commit names them.
+//! - A commit beside writes names the extents of its begin, with what each of them held then, or what a write in flight
+//!   then has installed. It holds the space of these contents until its end. Other writes go on, and a later commit names
+//!   them. The extents of a tiered update are named later, once the update has written what was in memory at the begin.
 //! - After a commit beside writes in a run of several ranks, what only the commit before named keeps its space until the
 //!   next commit begins. By then the ranks know whether all of them have the commit, or resume at the one before.
 //! - Contents whose write began before a sync of their path failed are never committed.
@@ -166,10 +167,12 @@ enum Commit {
 /// What a commit beside writes names.
 #[derive(Debug, Clone, Default)]
 struct Named {
-    /// By number of the extent.
-    contents: HashMap<u32, Arc<Contents>>,
+    /// By number of the extent; `None` for an extent that was never written.
+    contents: HashMap<u32, Option<Arc<Contents>>>,
     /// Extents that were being written at the begin. What these writes install is named.
     awaited: HashSet<u32>,
+    /// Extents of a tiered update that [`Catalog::name_deferred`] names.
+    deferred: HashSet<u32>,
     /// The error of such a write.
     failed: Option<Error>,
 }
@@ -268,6 +271,9 @@ impl Catalog {
             return Ok(free as u32);
         };
         let extent = self.get(number)?;
+        if extent.removed && !self.is_deferred(number) {
+            self.between_commits()?;
+        }
         if *extent.shape != shape {
             let (path, extent, found) = (self.paths.some_name(), name.to_string(), extent.shape.streams());
             let detail =
@@ -275,7 +281,6 @@ impl Catalog {
             return Err(TierError { kind: TierKind::Foreign, path, extent, block: None, detail }.into());
         }
         if extent.removed {
-            self.between_commits()?;
             self.get_mut(number).into_iter().for_each(|extent| extent.removed = false);
         }
         Ok(number)
@@ -283,7 +288,9 @@ impl Catalog {
 
     /// Removes an extent at the next commit. `Busy` while a commit is in flight.
     pub(super) fn remove(&mut self, number: u32) -> Result<()> {
-        self.between_commits()?;
+        if !self.is_deferred(number) {
+            self.between_commits()?;
+        }
         self.get(number)?;
         self.get_mut(number).into_iter().for_each(|extent| extent.removed = true);
         Ok(())
@@ -503,7 +510,7 @@ impl Catalog {
         let replaced = |of: &Arc<Contents>| !same(extent.current.as_ref(), Some(of));
         let why = if matches!(self.commit, Commit::Alone) && !matches!(origin, WriteOrigin::Commit(_)) {
             "a commit is in progress"
-        } else if matches!(self.commit, Commit::Beside(_)) && extent.removed {
+        } else if self.commits_beside() && extent.removed && !self.is_deferred(number) {
             "a commit in progress removes it"
         } else if extent.writing {
             "it is being written"
@@ -577,7 +584,7 @@ impl Catalog {
         if named.awaited.remove(&number) {
             named.failed = named.failed.take().or_else(|| extent.failed.clone());
             let contents = extent.current.clone();
-            named.contents.extend(contents.clone().map(|contents| (number, contents)));
+            named.contents.insert(number, contents.clone());
             contents.iter().for_each(|contents| self.hold(contents));
         }
     }
@@ -639,22 +646,45 @@ impl Catalog {
     }
 
     /// Begins a commit beside which writes go on, until [`Catalog::end_commit`]. It names what the extents hold now, and
-    /// what writes in flight install. Errors: a commit is in flight; a write failed.
-    pub(super) fn begin_commit_beside(&mut self) -> Result<()> {
+    /// what writes in flight install; those in `deferred` once [`Catalog::name_deferred`] is called. Errors: a commit is in
+    /// flight; a write failed.
+    pub(super) fn begin_commit_beside(&mut self, deferred: &[u32]) -> Result<()> {
         self.between_commits()?;
         self.failed().map_or(Ok(()), Err)?;
-        let mut named = Named::default();
-        for (number, extent) in self.numbered() {
+        let mut named = Named { deferred: deferred.iter().copied().collect(), ..Named::default() };
+        for (number, extent) in self.numbered().filter(|(number, _)| !named.deferred.contains(number)) {
             if extent.writing {
                 named.awaited.insert(number);
             } else {
-                named.contents.extend(extent.current.clone().map(|contents| (number, contents)));
+                named.contents.insert(number, extent.current.clone());
             }
         }
-        named.contents.values().for_each(|contents| self.hold(contents));
+        named.contents.values().flatten().for_each(|contents| self.hold(contents));
         self.commit = Commit::Beside(named);
         self.free_previous();
         Ok(())
+    }
+
+    /// The commit names what these extents of a tiered update hold now. They are not being written. Returns the error of a
+    /// write of them.
+    pub(super) fn name_deferred(&mut self, extents: &[u32]) -> Result<()> {
+        for number in extents {
+            let Ok(Extent { current, failed, .. }) = self.get(*number) else { continue };
+            let (contents, failed) = (current.clone(), failed.clone());
+            failed.map_or(Ok(()), Err)?;
+            let Commit::Beside(named) = &mut self.commit else { break };
+            named.contents.insert(*number, contents.clone());
+            contents.iter().for_each(|contents| self.hold(contents));
+        }
+        if let Commit::Beside(named) = &mut self.commit {
+            named.deferred.clear();
+        }
+        Ok(())
+    }
+
+    /// True if the commit beside writes has not named this extent of a tiered update yet.
+    fn is_deferred(&self, number: u32) -> bool {
+        matches!(&self.commit, Commit::Beside(named) if named.deferred.contains(&number))
     }
 
     fn free_previous(&mut self) {
@@ -682,16 +712,25 @@ impl Catalog {
     /// Ends a commit, whatever its outcome.
     pub(super) fn end_commit(&mut self) {
         if let Commit::Beside(named) = std::mem::take(&mut self.commit) {
-            named.contents.values().for_each(|contents| self.end_snapshot(contents));
+            named.contents.values().flatten().for_each(|contents| self.end_snapshot(contents));
         }
     }
 
     /// What the commit in flight names of an extent, or the next commit.
     fn named<'a>(&'a self, number: u32, extent: &'a Extent) -> Option<&'a Arc<Contents>> {
         match &self.commit {
-            Commit::Beside(named) => named.contents.get(&number),
+            Commit::Beside(named) => named.contents.get(&number)?.as_ref(),
             _ => extent.current.as_ref(),
         }
+    }
+
+    /// True if the commit in flight, or the next commit, has this extent.
+    fn takes(&self, number: u32, extent: &Extent) -> bool {
+        !extent.removed
+            && match &self.commit {
+                Commit::Beside(named) => named.contents.contains_key(&number),
+                _ => true,
+            }
     }
 
     /// The last committed step and its payload.
@@ -714,7 +753,7 @@ impl Catalog {
             written: path.written_before() + written(number),
         });
         let extents = (0..).zip(&self.extents).map(|(number, extent)| {
-            let extent = extent.as_ref().filter(|extent| !extent.removed)?;
+            let extent = extent.as_ref().filter(|extent| self.takes(number, extent))?;
             Some(ExtentRecord {
                 name: extent.name.clone(),
                 shape: (*extent.shape).clone(),
@@ -745,7 +784,11 @@ impl Catalog {
         for (number, slot) in (0..).zip(&mut self.extents) {
             let Some(extent) = slot else { continue };
             let named = match &commit {
-                Commit::Beside(named) => named.contents.get(&number).cloned(),
+                Commit::Beside(named) => match named.contents.get(&number) {
+                    Some(contents) => contents.clone(),
+                    // It was defined since the begin.
+                    None => continue,
+                },
                 _ => extent.current.clone(),
             };
             let all = [extent.committed.take(), extent.current.take(), named.clone()];
@@ -773,7 +816,7 @@ impl Catalog {
         if let Commit::Beside(named) = &commit {
             // Contents that were replaced since the begin are committed now.
             for (number, contents) in &named.contents {
-                let holds = self.held.get_mut(&contents.number);
+                let holds = contents.as_ref().and_then(|contents| self.held.get_mut(&contents.number));
                 holds
                     .filter(|_| self.extents[*number as usize].is_some())
                     .into_iter()
@@ -789,7 +832,7 @@ impl Catalog {
             self.extents.iter_mut().flatten().for_each(|extent| extent.in_doubt = true);
             return;
         };
-        for (number, contents) in &named.contents {
+        for (number, contents) in named.contents.iter().filter_map(|(number, one)| Some((number, one.as_ref()?))) {
             let Some(extent) = self.extents.get_mut(*number as usize).and_then(Option::as_mut) else {
                 continue;
             };

@@ -84,39 +84,26 @@ impl Tier {
     /// moves it.
     pub fn commit_beside(self: &Arc<Tier>, step: u64, payload: &[u8]) -> Result<Outcome<()>> {
         let (promise, outcome) = promise("the commit");
-        self.commit_beside_if(Committer::Caller, step, payload, promise)?;
+        self.begin_commit_beside(Committer::Caller, payload, &[])?.run(&[], step, payload, promise)?;
         Ok(outcome)
     }
 
-    pub(super) fn commit_beside_if(
+    /// Begins a commit beside writes. Extents in `deferred` are named by [`CommitBeside::run`].
+    pub(super) fn begin_commit_beside(
         self: &Arc<Tier>,
         by: Committer,
-        step: u64,
         payload: &[u8],
-        promise: Promise<()>,
-    ) -> Result<()> {
+        deferred: &[u32],
+    ) -> Result<CommitBeside> {
         check_payload(payload)?;
         self.complete_opening()?;
         let mut state = self.after_commit_beside();
         self.claims.may_commit(by)?;
-        state.catalog.begin_commit_beside()?;
+        state.catalog.begin_commit_beside(deferred)?;
         if by == Committer::Update {
             self.claims.settle();
         }
-        drop(state);
-        let mut beside = CommittingBeside { tier: Arc::clone(self), by, succeeded: false };
-        let payload = payload.to_vec();
-        let work = move || {
-            let tier = &beside.tier;
-            let done =
-                tier.finish_awaited().and_then(|()| tier.make_durable(Writers::Beside, step, &payload));
-            beside.succeeded = done.is_ok();
-            // A caller who knows the outcome may close the tier, which this thread does not use any more.
-            drop(beside);
-            promise.keep(done);
-        };
-        threads::spawn_quiet("spillway-commit", work)
-            .map_err(|error| Error::system("starting the thread of a commit", &error))
+        Ok(CommitBeside { tier: Arc::clone(self), by, succeeded: false })
     }
 
     /// The state, once no commit beside writes is in flight.
@@ -454,14 +441,33 @@ impl Drop for Committing<'_> {
     }
 }
 
-/// Guard of a commit beside writes.
-struct CommittingBeside {
+/// A commit beside writes that has begun. Its drop ends it.
+#[derive(Debug)]
+pub struct CommitBeside {
     tier: Arc<Tier>,
     by: Committer,
     succeeded: bool,
 }
 
-impl Drop for CommittingBeside {
+impl CommitBeside {
+    /// Names the deferred extents, which are not being written, and goes on in a thread. `promise` gets its outcome.
+    pub fn run(mut self, extents: &[u32], step: u64, payload: &[u8], promise: Promise<()>) -> Result<()> {
+        self.tier.state.lock().catalog.name_deferred(extents)?;
+        let payload = payload.to_vec();
+        let work = move || {
+            let tier = &self.tier;
+            let done = tier.finish_awaited().and_then(|()| tier.make_durable(Writers::Beside, step, &payload));
+            self.succeeded = done.is_ok();
+            // A caller who knows the outcome may close the tier, which this thread does not use any more.
+            drop(self);
+            promise.keep(done);
+        };
+        threads::spawn_quiet("spillway-commit", work)
+            .map_err(|error| Error::system("starting the thread of a commit", &error))
+    }
+}
+
+impl Drop for CommitBeside {
     fn drop(&mut self) {
         if self.by == Committer::Update && !self.succeeded {
             self.tier.claims.change(false);

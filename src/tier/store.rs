@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use super::blocks::{BlockVisitor, Job, TierIdentity, is_hung, walk};
 use super::catalog::{Catalog, Contents, ExtentInfo, Held, Snapshot, View};
 use super::claim::{Claims, Committer};
+use super::commit::CommitBeside;
 use super::extent::{Run, Shape, check_name};
 use super::options::TierOptions;
 use super::paths::{DurableCopy, Health};
@@ -26,7 +27,6 @@ use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
 use crate::sys::fork::OpeningProcess;
-use crate::sys::promise::Promise;
 use crate::sys::sync::{Lock, Signal, deadline_after};
 
 /// Shortest wait of a close for its files.
@@ -211,19 +211,24 @@ impl Tier {
     pub fn define(&self, name: &str, streams: &[u64]) -> Result<u32> {
         check_name("name", name)?;
         let shape = Shape::new(streams, self.block_bytes)?;
-        let mut state = self.state.lock();
-        loop {
-            match state.catalog.define(name, shape.clone()) {
-                Err(Error::Busy(_)) if state.catalog.commits_beside() => state = self.changed.wait(state),
-                defined => return defined,
-            }
-        }
+        self.unless_beside(|catalog| catalog.define(name, shape.clone()))
     }
 
     /// Removes an extent at the next commit. Defining the extent again before the commit cancels the removal. `Busy`
     /// while a commit is in flight, for the removal and its cancellation. Waits for a commit beside writes.
     pub fn remove(&self, extent: u32) -> Result<()> {
-        self.after_commit_beside().catalog.remove(extent)
+        self.unless_beside(|catalog| catalog.remove(extent))
+    }
+
+    /// Makes a call of the catalog; waits for a commit beside writes if the call is `Busy` because of it.
+    fn unless_beside<T>(&self, mut call: impl FnMut(&mut Catalog) -> Result<T>) -> Result<T> {
+        let mut state = self.state.lock();
+        loop {
+            match call(&mut state.catalog) {
+                Err(Error::Busy(_)) if state.catalog.commits_beside() => state = self.changed.wait(state),
+                outcome => return outcome,
+            }
+        }
     }
 
     /// Numbers of the extents with these names; `None` for a name that no extent has.
@@ -587,9 +592,20 @@ impl UpdateClaim {
         self.0.commit_if(Committer::Update, step, payload)
     }
 
-    /// [`Tier::commit_beside`], by the update. The states count as changed again if it fails.
-    pub fn commit_beside(&self, step: u64, payload: &[u8], promise: Promise<()>) -> Result<()> {
-        self.0.commit_beside_if(Committer::Update, step, payload, promise)
+    /// Begins a commit beside writes, by the update, whose extents are `deferred` until [`CommitBeside::run`]. The states
+    /// count as changed again if it fails.
+    pub fn begin_commit(&self, payload: &[u8], deferred: &[u32]) -> Result<CommitBeside> {
+        self.0.begin_commit_beside(Committer::Update, payload, deferred)
+    }
+
+    /// Waits until no commit beside writes is in flight.
+    pub fn after_commit(&self) {
+        drop(self.0.after_commit_beside());
+    }
+
+    /// The tier.
+    pub fn tier(&self) -> &Tier {
+        &self.0
     }
 
     /// [`Tier::rollback`], by the update.

@@ -37,8 +37,9 @@ class Commit(_NativeHandle):
         commit._known = True
         return commit
 
-    def _begin(self, owner: Any, function: str, step: int, payload: bytes) -> Commit:
+    def _begin(self, tier: Any, owner: Any, function: str, step: int, payload: bytes) -> Commit:
         """Begins the commit by this C function of the owner's handle. If a signal handler raises, `begun` says whether it did."""
+        tier._commits.add(self)
         owner._through(lambda handle: self._hold(function, handle, step, payload, len(payload)))
         return self
 
@@ -88,9 +89,10 @@ class Commit(_NativeHandle):
         """True once the commit has ended with success."""
         return self.ended and self._error is None
 
-    def finish(self) -> None:
-        """Waits until the commit has ended, with or without success."""
-        self._learn(None)
+    def finish(self, timeout: float | None = None) -> None:
+        """Waits until the commit has ended, with or without success. Does nothing for one that has not begun, or in a forked child."""
+        if self._cell and self._process == os.getpid():
+            self._learn(timeout)
 
     def _learn(self, timeout: float | None) -> None:
         """Waits for the outcome, and notes it."""
@@ -107,8 +109,7 @@ class Commit(_NativeHandle):
 
     def close(self) -> None:
         """Waits for the end of the commit, and frees it."""
-        if self._cell and self._process == os.getpid():
-            self.finish()
+        self.finish()
         self._end()
         if self._error is not None and not self._told:
             self.wait()

@@ -442,7 +442,7 @@ class Swap(_NativeHandle):
         """Begins a commit that goes on beside updates."""
         step, stored = number(step, "step"), payload_of(payload)
         commit._succeeded = self.tier._puts_end()
-        return commit._begin(self, "spw_swap_commit_begin", step, stored)
+        return commit._begin(self.tier, self, "spw_swap_commit_begin", step, stored)
 
     def rollback(self) -> None:
         """Restores the state of the last commit; also valid after a failed step. Abandons an open one."""

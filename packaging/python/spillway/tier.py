@@ -16,6 +16,7 @@ import ctypes
 import itertools
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
@@ -110,6 +111,8 @@ class Tier(_NativeHandle):
         self._by_number: dict[int, Ticket] = {}
         self._ended: dict[int, int] = {}
         self._failed: dict[int, SpillwayError] = {}
+        #: Commits that may be in flight.
+        self._commits: weakref.WeakSet[Commit] = weakref.WeakSet()
         self._hold("spw_tier_open", ctypes.byref(options), keeps=(self._in_flight,))
         self.opened = self._opened()
 
@@ -262,7 +265,7 @@ class Tier(_NativeHandle):
             SpillwayError: The failure of an earlier put or of the commit; the last commit is intact."""
         step, stored = number(step, "step"), payload_of(payload)
         if not wait:
-            return Commit(self._puts_end())._begin(self, "spw_tier_commit_begin", step, stored)
+            return Commit(self._puts_end())._begin(self, self, "spw_tier_commit_begin", step, stored)
         ended = self._puts_end()
         self._call("spw_tier_commit", step, stored, len(stored))
         ended()
@@ -418,7 +421,7 @@ class Tier(_NativeHandle):
         return step.value
 
     def close(self, timeout: float | None = None) -> None:
-        """Closes the tier; everything not committed is lost.
+        """Closes the tier, after commits that are in flight; everything not committed is lost.
 
         Args:
             timeout: Longest wait for operations in flight, in seconds; None: no limit.
@@ -427,6 +430,8 @@ class Tier(_NativeHandle):
             TimedOutError: Operations are still in flight, and the tier is still open. Close it again later. If a path has stopped
                 responding, the tier is closed, as the message says."""
         end, timeout = _end_of(timeout), _arguments.seconds(timeout)
+        for commit in list(self._commits):
+            commit.finish(None if end is None else _left(end))
         try:
             self._end(
                 lambda: _arguments.milliseconds(None if end is None else _left(end)),

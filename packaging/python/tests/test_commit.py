@@ -75,9 +75,9 @@ def test_a_commit_holds_what_was_there_at_its_call(base):
         assert tier.opened.step == 3 and holds(tier, 3)
         put(tier, 5)
         # The close waits for it.
-        tier.commit(5, wait=False)
+        last = tier.commit(5, wait=False)
     with open_tier(base) as tier:
-        assert tier.opened.step == 5 and holds(tier, 5)
+        assert last.succeeded and tier.opened.step == 5 and holds(tier, 5)
 
 
 def test_what_a_commit_excludes_waits_for_it(base):
@@ -184,3 +184,16 @@ def test_signals_during_commits_lose_no_outcome(base):
         signal.signal(signal.SIGALRM, before)
     with open_tier(base) as tier:
         assert tier.opened.step >= committed and holds(tier, tier.opened.step)
+
+
+def test_definitions_after_the_call_are_no_part_of_a_commit(base):
+    with open_tier(base) as tier:
+        put(tier, 1)
+        tier.remove(tier.define("extent2", SIZES))
+        commit = tier.commit(1, wait=False)
+        tier.define("later", [7])
+        # The removal is part of the commit that is in flight, so another size is possible after it.
+        tier.define("extent2", [5])
+        commit.wait()
+    with open_tier(base) as tier:
+        assert sorted(extent.name for extent in tier.extents()) == ["extent0", "extent1"]

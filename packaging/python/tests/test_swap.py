@@ -105,6 +105,25 @@ def test_commits_beside_steps_hold_the_states_of_their_call(folders, buffers):
         assert tier.opened[:2] == (8, b"eight") and same(everything(swap), in_memory(8)[0])
 
 
+def test_other_extents_and_evacuations_beside_a_commit_of_an_update(folders):
+    """What a program puts beside an update counts for the commit that follows the put, while subgroups in memory are still written."""
+    with open_tier(folders) as tier, open_swap(tier, 100) as swap:
+        swap.fill([(p, None, None) for p in first()])
+        adam, own = spillway.Adam(lr=1e-2, weight_decay=0.1), tier.define("epoch", [5])
+        for number in range(1, 6):
+            step(swap, adam, number)
+            tier.wait(tier.put(own, [bytearray(b"%05d" % number)]))
+            commit = swap.commit(number, wait=False)
+            tier.wait(tier.put(own, [bytearray(b"later")]))
+            tier.evacuate(number % 2)
+            tier.set_health(number % 2, "healthy")
+            commit.wait()
+            swap.rollback()
+            found = bytearray(5)
+            tier.wait(tier.get(own, [found]))
+            assert found == b"%05d" % number and same(everything(swap), in_memory(number)[0])
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_trace_has_the_work_of_the_last_update_with_its_bytes_on_each_path(folders, beside):
     with open_tier(folders) as tier, open_swap(tier, 3) as swap:
@@ -317,7 +336,7 @@ def test_a_commit_is_given_up_for_the_one_before_and_made_again_with_the_same_bi
             step(swap, adam, number)
             swap.commit(number, b"step %d" % number)
     where = {"job": "test"}
-    assert tier_module.steps(folders, **where) == (3, 2, False, True)
+    assert tier_module.steps(folders, **where)[:4] == (3, 2, False, True)
     with pytest.raises(spillway.NoStepError, match="step 1: available steps: .3, 2."):
         open_tier(folders, at_step=1)
     with open_tier(folders, at_step=2) as tier, open_swap(tier, buffers) as swap:
@@ -327,7 +346,7 @@ def test_a_commit_is_given_up_for_the_one_before_and_made_again_with_the_same_bi
             step(swap, adam, number)
         assert same(everything(swap), in_memory(4)[0])
     # No commit followed, and step 3 no longer exists.
-    assert tier_module.steps(folders, **where) == (2, None, False, True)
+    assert tier_module.steps(folders, **where)[:4] == (2, None, False, True)
 
 
 def test_extents_by_name(folders, tmp_path):

@@ -33,7 +33,7 @@ def firsts(swap):
     return found
 
 
-@pytest.mark.parametrize("cached", [0, 3, 10])
+@pytest.mark.parametrize("cached", [1, 3, 10])
 def test_an_update_takes_imported_states_over_by_a_rollback(folders, cached):
     with spillway.Tier([folders / "a"], job="j") as tier, open_swap(tier, cached) as swap:
         swap.fill([(np.ones(size, np.float32), None, None) for size in SIZES])

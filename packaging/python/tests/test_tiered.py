@@ -141,7 +141,7 @@ FACTS = {
 def test_facts_that_no_commit_writes_are_no_record(name):
     def packed(words):
         head = zlib.compress(words.encode())
-        return tiered._MAGIC + tiered._LENGTH.pack(len(head)) + head + b"payload"
+        return tiered._MAGIC + b" " * tiered._IDENTITY_BYTES + tiered._LENGTH.pack(len(head)) + head + b"payload"
 
     assert tiered.Record.unpacked(packed('["one", {"count": 1}]'), "one") == ("one", {"count": 1}, b"payload")
     assert tiered.Record.unpacked(packed(FACTS[name]), "one") is None

@@ -36,7 +36,7 @@ pub extern "C" fn spw_tier_define(
 }
 
 /// Removes an extent with the next commit. `spw_tier_define` of the extent before that commit cancels the removal. Both
-/// are SPW_ERR_BUSY while a commit is in flight.
+/// are SPW_ERR_BUSY while a `spw_tier_commit` is in flight, and wait for a `spw_tier_commit_begin`.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_remove(tier: Option<&spw_tier>, extent: u32) -> spw_status {
     guard(|| handle::get(tier)?.0.remove(extent))
@@ -63,7 +63,7 @@ pub struct spw_tier_target {
 /// the least data.
 ///
 /// If a path fails or is full, another path is used; the wait is an error only if no path accepted the data. The
-/// committed contents stay unchanged. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a commit is in
+/// committed contents stay unchanged. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a `spw_tier_commit` is in
 /// flight.
 ///
 /// # Safety
@@ -159,7 +159,7 @@ pub extern "C" fn spw_tier_wait(
 }
 
 /// Makes all puts so far durable as step `step`, with a payload of up to 1 MiB that the next open returns. The call
-/// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight, or if a tiered update changed states (see
+/// waits for puts in flight, and for a commit in the background. SPW_ERR_BUSY while another `spw_tier_commit` is in flight, or if a tiered update changed states (see
 /// `spw_swap_open`). SPW_ERR_FENCED if another process claimed
 /// the tier; every later commit of this handle is SPW_ERR_FENCED too.
 ///
@@ -183,7 +183,7 @@ pub extern "C" fn spw_tier_commit(
 }
 
 /// Discards all puts since the last commit, after it has waited for puts in flight. Reads return the committed contents
-/// again. SPW_ERR_BUSY while a commit is in flight, or if a tiered update changed states (see `spw_swap_open`).
+/// again. SPW_ERR_BUSY while a `spw_tier_commit` is in flight (one in the background is waited for), or if a tiered update changed states (see `spw_swap_open`).
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_rollback(tier: Option<&spw_tier>) -> spw_status {
     guard(|| handle::get(tier)?.0.rollback())

@@ -209,7 +209,7 @@ pub extern "C" fn spw_tier_set_path(tier: Option<&spw_tier>, number: u32, health
 }
 
 /// Moves all extents off a path now, and sets the path to SPW_TIER_HEALTH_DRAINING. The next commit makes the move
-/// durable. SPW_ERR_BUSY while a commit is in flight, or if a transfer uses one of the extents; extents moved before
+/// durable. SPW_ERR_BUSY while a `spw_tier_commit` is in flight (one in the background is waited for), or if a transfer uses one of the extents; extents moved before
 /// that stay moved.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_evacuate(tier: Option<&spw_tier>, number: u32) -> spw_status {

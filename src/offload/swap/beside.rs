@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use super::adam::{AdamUpdate, Part, Parts};
 use super::budget::Budget;
+use super::extents;
 use super::{Advance, Closure, Layout, Source, SubgroupState, Swap, SwapStats, Update, stuck};
 use crate::error::{Error, Result, RoundError};
 use crate::offload::speculate::Verdict;
@@ -30,7 +31,7 @@ use crate::sys::promise::{Outcome, Promise, promise};
 use crate::sys::sync::{Guard, Lock, Signal, deadline_after};
 use crate::sys::{threads, try_vec};
 use crate::tier::UpdateClaim;
-use crate::tier::commit::check_payload;
+use crate::tier::commit::CommitBeside;
 
 /// Settings of an update beside the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,6 +86,7 @@ struct Inner {
 /// A commit for the thread.
 #[derive(Debug)]
 struct Commit {
+    begun: CommitBeside,
     step: u64,
     payload: Vec<u8>,
     promise: Promise<()>,
@@ -187,15 +189,17 @@ impl Beside {
     /// Begins a commit of the states as they are now, and returns at once. Subgroups that are only in memory are written
     /// first; the next update begins after that. Errors: an update is open; the last one failed; no thread.
     pub fn commit(&self, step: u64, payload: &[u8]) -> Result<Outcome<()>> {
-        check_payload(payload)?;
-        let inner = self.shared.inner.lock();
+        // Without the lock, which the thread needs to go on with the commit before.
+        self.claim.after_commit();
+        let mut inner = self.shared.inner.lock();
         if inner.open.is_some() {
             return Err(Error::Update(RoundError::Open));
         }
-        let mut inner = self.wait_while(inner, None, |inner| inner.commit.is_some());
+        // It finds the commit once the lock is free.
         self.start_thread(&inner)?;
+        let begun = self.claim.begin_commit(payload, &extents::all(self.claim.tier(), self.layout.len()))?;
         let (promise, outcome) = promise("the commit");
-        inner.commit = Some(Commit { step, payload: payload.to_vec(), promise });
+        inner.commit = Some(Commit { begun, step, payload: payload.to_vec(), promise });
         self.shared.bell.ring();
         Ok(outcome)
     }
@@ -385,7 +389,9 @@ fn run(shared: &Shared) {
         drop(inner);
         shared.changed.notify_all();
         let outcome = catch_unwind(AssertUnwindSafe(|| match (commit, options) {
-            (Some(commit), _) => swap.commit_beside(commit.step, &commit.payload, commit.promise),
+            (Some(Commit { begun, step, payload, promise }), _) => {
+                swap.commit_beside(begun, step, &payload, promise)
+            }
             (None, Some(options)) => swap.serve(shared, options),
             (None, None) => Ok(()),
         }));
@@ -414,7 +420,8 @@ impl Inner {
     }
 
     fn fail(&mut self, error: Error) {
-        if let Some(Commit { promise, .. }) = self.commit.take() {
+        if let Some(Commit { begun, promise, .. }) = self.commit.take() {
+            drop(begun);
             promise.keep(Err(error.clone()));
         }
         if let Some(open) = &mut self.open {
@@ -486,8 +493,6 @@ impl Swap {
         };
         let mut work = AdamUpdate::new(Parts::new(self.layout.len())?, options.squares, &mut stepped)?;
         self.ready()?;
-        // A commit before may have settled the claim since the update was begun.
-        self.claim.begin()?;
         self.refresh_slots();
         self.pipeline.begin_beside(&self.expected, options.speculative)?;
         self.timeline.begin();

@@ -24,6 +24,14 @@ pub(super) struct Extents {
     subgroups: Vec<Subgroup>,
 }
 
+/// Numbers of all extents with states of so many subgroups, of any encoding.
+pub(super) fn all(tier: &Tier, subgroups: usize) -> Vec<u32> {
+    let encodings = [Moments::F32, Moments::Bf16].map(Encoding::with).concat();
+    let names: Vec<String> =
+        (0..subgroups).flat_map(|number| encodings.iter().map(move |one| one.extent(number))).collect();
+    tier.numbers(names.iter().map(String::as_str)).into_iter().flatten().collect()
+}
+
 impl Extents {
     /// Finds existing extents, and defines the missing extents of the usual encoding. An error leaves the tier
     /// unchanged.

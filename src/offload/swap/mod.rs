@@ -42,6 +42,7 @@ use crate::error::{Error, Result};
 use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::promise::Promise;
+use crate::tier::commit::CommitBeside;
 use crate::tier::turns::PathArbiter;
 use crate::tier::{Pin, Tier, UpdateClaim};
 use crate::trace::Trace;
@@ -236,12 +237,19 @@ impl Swap {
         self.claim.commit(step, payload)
     }
 
-    /// As [`Swap::commit`], but the states that the tier has after this call are made durable by a thread, beside the next
-    /// updates. `promise` gets the outcome. If this call fails, the promise has its error.
-    pub fn commit_beside(&mut self, step: u64, payload: &[u8], promise: Promise<()>) -> Result<()> {
+    /// Goes on with a commit that began when the states were as they are now. A thread makes them durable beside the next
+    /// updates, and `promise` gets the outcome. If this call fails, the promise has its error.
+    pub fn commit_beside(
+        &mut self,
+        begun: CommitBeside,
+        step: u64,
+        payload: &[u8],
+        promise: Promise<()>,
+    ) -> Result<()> {
         match self.write_dirty() {
-            Ok(()) => self.claim.commit_beside(step, payload, promise),
+            Ok(()) => begun.run(&extents::all(&self.tier, self.layout.len()), step, payload, promise),
             Err(error) => {
+                drop(begun);
                 promise.keep(Err(error.clone()));
                 Err(error)
             }

@@ -24,6 +24,10 @@ enum Action {
     EndPin,
     BeginCommit,
     BeginBeside,
+    /// As `BeginBeside`, by a tiered update whose extent is 0.
+    BeginByUpdate,
+    /// The update has written what it had in memory.
+    NameDeferred,
     Move(u32),
     Publish { known: bool },
     GiveUpCommit,
@@ -47,8 +51,12 @@ struct World {
     pins: Vec<(u32, Arc<Shape>, Option<Arc<Contents>>)>,
     /// What a commit beside writes must name, by extent; `None` if another commit or none is in flight.
     named: Option<BTreeMap<u32, Former>>,
+    /// The extents that there were at its begin.
+    there: BTreeSet<u32>,
     /// Extents of which it must name what their writes install.
     awaited: BTreeSet<u32>,
+    /// True while extent 0 is deferred.
+    deferred: bool,
     /// The superblocks that a crash may find; the last known one first.
     durable: Vec<Superblock>,
     /// The commit before, at which other ranks may still be.
@@ -73,7 +81,9 @@ impl World {
             snapshots: Vec::new(),
             pins: Vec::new(),
             named: None,
+            there: BTreeSet::new(),
             awaited: BTreeSet::new(),
+            deferred: false,
             durable: Vec::new(),
             previous: None,
             step: 0,
@@ -92,6 +102,7 @@ impl World {
     fn act(&mut self, action: Action) -> bool {
         let committing = self.catalog.between_commits().is_err();
         let alone = committing && !self.catalog.commits_beside();
+        let was_deferred = self.deferred;
         let possible = match action {
             Action::Write(extent) => self.begin_write(extent, &WriteOrigin::Caller),
             Action::EndWrite { fails } => self.end_write(fails),
@@ -143,18 +154,30 @@ impl World {
                 self.previous.take_if(|_| begun);
                 begun
             }
-            Action::BeginBeside => {
-                let begun = self.catalog.failed().is_none() && self.catalog.begin_commit_beside().is_ok();
+            Action::BeginBeside | Action::BeginByUpdate => {
+                let deferred: &[u32] = if matches!(action, Action::BeginByUpdate) { &[0] } else { &[] };
+                let ready = self.catalog.failed().is_none();
+                let begun = ready && self.catalog.begin_commit_beside(deferred).is_ok();
                 if begun {
                     self.previous = None;
+                    self.deferred = !deferred.is_empty();
+                    self.there = self.catalog.numbered().map(|(number, _)| number).collect();
                     let writing = |number: &u32| self.catalog.get(*number).is_ok_and(|extent| extent.writing);
-                    self.awaited =
-                        self.catalog.numbered().map(|(number, _)| number).filter(writing).collect();
+                    let others = self.there.iter().filter(|number| !deferred.contains(number));
+                    self.awaited = others.copied().filter(writing).collect();
                     self.named = Some(BTreeMap::new());
-                    let all: Vec<u32> = self.catalog.numbered().map(|(number, _)| number).collect();
-                    all.into_iter().for_each(|number| self.name(number));
+                    self.there.clone().into_iter().for_each(|number| self.name(number));
                 }
                 begun
+            }
+            Action::NameDeferred => {
+                let writing = self.catalog.get(0).is_ok_and(|extent| extent.writing);
+                let named = self.deferred && !writing && self.catalog.name_deferred(&[0]).is_ok();
+                if named {
+                    self.deferred = false;
+                    self.name(0);
+                }
+                named
             }
             Action::Move(extent) if alone => match self.catalog.current(extent) {
                 Ok(contents) => {
@@ -164,7 +187,8 @@ impl World {
             },
             Action::Publish { known } if committing => {
                 assert_eq!(self.catalog.awaits(), !self.awaited.is_empty());
-                let may = !self.catalog.awaits() && self.catalog.named_failure().is_none();
+                let may =
+                    !self.catalog.awaits() && !self.deferred && self.catalog.named_failure().is_none();
                 if may {
                     self.publish(known);
                 }
@@ -172,7 +196,7 @@ impl World {
             }
             Action::GiveUpCommit if committing => {
                 self.catalog.end_commit();
-                (self.named, self.awaited) = (None, BTreeSet::new());
+                (self.named, self.awaited, self.deferred) = (None, BTreeSet::new(), false);
                 true
             }
             Action::Move(_) | Action::Publish { .. } | Action::GiveUpCommit => false,
@@ -184,7 +208,8 @@ impl World {
             Action::Rollback => false,
             Action::Remove(extent) => self.catalog.remove(extent).is_ok(),
         };
-        let only_between = matches!(action, Action::Rollback | Action::Remove(_));
+        let own = matches!(action, Action::Remove(0)) && was_deferred;
+        let only_between = matches!(action, Action::Rollback | Action::Remove(_)) && !own;
         let not_alone = only_between || matches!(action, Action::Write(_) | Action::Revert);
         assert!(!(possible && committing && only_between), "{action:?} during a commit");
         assert!(!(possible && alone && not_alone), "{action:?} during a commit that excludes writes");
@@ -193,7 +218,7 @@ impl World {
 
     /// The commit beside writes must name what the extent holds now, unless it waits for a write.
     fn name(&mut self, number: u32) {
-        if self.awaited.contains(&number) {
+        if self.awaited.contains(&number) || (self.deferred && number == 0) {
             return;
         }
         let Ok(Extent { shape, current: Some(contents), .. }) = self.catalog.get(number) else { return };
@@ -283,6 +308,8 @@ impl World {
             let found = (0..)
                 .zip(&superblock.extents)
                 .filter_map(|(number, extent)| Some((number, extent.as_ref()?.version.as_ref()?.generation)));
+            let listed = (0..).zip(&superblock.extents).filter_map(|(number, extent)| extent.as_ref().map(|_| number));
+            assert!(listed.clone().all(|number: u32| self.there.contains(&number)), "it was defined later");
             let removed = |number: u32| self.catalog.get(number).unwrap().removed;
             let wanted = named.iter().filter(|(number, _)| !removed(**number));
             let wanted = wanted.map(|(number, held)| (*number, held.contents.version.generation));
@@ -382,6 +409,8 @@ fn actions(extents: u32) -> Vec<Action> {
         EndPin,
         BeginCommit,
         BeginBeside,
+        BeginByUpdate,
+        NameDeferred,
         Publish { known: true },
         Publish { known: false },
         GiveUpCommit,

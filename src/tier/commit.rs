@@ -456,7 +456,8 @@ impl CommitBeside {
         let payload = payload.to_vec();
         let work = move || {
             let tier = &self.tier;
-            let done = tier.finish_awaited().and_then(|()| tier.make_durable(Writers::Beside, step, &payload));
+            let done =
+                tier.finish_awaited().and_then(|()| tier.make_durable(Writers::Beside, step, &payload));
             self.succeeded = done.is_ok();
             // A caller who knows the outcome may close the tier, which this thread does not use any more.
             drop(self);

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`store`] | the open tier: extents, paths, snapshots, verification, close |
 //! | `jobs` | reads, writes and moves from the call to the outcome; retries on other paths |
-//! | `claim` | who may commit and roll back while a tiered update changes states |
+//! | `claim`, `update_claim` | who may commit and roll back while a tiered update changes states |
 //! | `commit` | the order of writes and syncs that makes a step durable |
 //! | [`recover`] | opening after a crash: which commits the superblocks name, and which of them an open resumes from |
 //! | [`export`], [`import`] | the committed state as plain files, and back |
@@ -33,6 +33,7 @@ mod lanes;
 mod manifest;
 mod ownership;
 mod storage;
+mod update_claim;
 mod volume;
 
 pub mod directory;
@@ -52,7 +53,8 @@ pub mod turns;
 pub use commit::MAX_PAYLOAD;
 pub use manifest::item_bytes;
 pub use paths::{ExtentPlacement, Health};
-pub use store::{Pin, Tier, UpdateClaim};
+pub use store::{Pin, Tier};
+pub use update_claim::UpdateClaim;
 
 pub mod bucket;
 

@@ -14,7 +14,9 @@ const BLOCKS: u64 = 2;
 #[derive(Debug, Clone, Copy)]
 enum Action {
     Write(u32),
-    EndWrite { fails: bool },
+    EndWrite {
+        fails: bool,
+    },
     Read(u32),
     EndRead,
     Snapshot(View),
@@ -29,7 +31,9 @@ enum Action {
     /// The update has written what it had in memory.
     NameDeferred,
     Move(u32),
-    Publish { known: bool },
+    Publish {
+        known: bool,
+    },
     GiveUpCommit,
     Rollback,
     Remove(u32),
@@ -187,8 +191,7 @@ impl World {
             },
             Action::Publish { known } if committing => {
                 assert_eq!(self.catalog.awaits(), !self.awaited.is_empty());
-                let may =
-                    !self.catalog.awaits() && !self.deferred && self.catalog.named_failure().is_none();
+                let may = !self.catalog.awaits() && !self.deferred && self.catalog.named_failure().is_none();
                 if may {
                     self.publish(known);
                 }
@@ -308,7 +311,8 @@ impl World {
             let found = (0..)
                 .zip(&superblock.extents)
                 .filter_map(|(number, extent)| Some((number, extent.as_ref()?.version.as_ref()?.generation)));
-            let listed = (0..).zip(&superblock.extents).filter_map(|(number, extent)| extent.as_ref().map(|_| number));
+            let listed =
+                (0..).zip(&superblock.extents).filter_map(|(number, extent)| extent.as_ref().map(|_| number));
             assert!(listed.clone().all(|number: u32| self.there.contains(&number)), "it was defined later");
             let removed = |number: u32| self.catalog.get(number).unwrap().removed;
             let wanted = named.iter().filter(|(number, _)| !removed(**number));

@@ -1,6 +1,6 @@
 """What a step over states on a tier costs beside backward, against the blocking form.
 
-    python ffi_tests/bench/tier_overlap.py [--rounds N] [--mi MI_PARAMETERS] [--speculative | --torch] DIRECTORY...
+    python ffi_tests/bench/tier_overlap.py [--rounds N] [--mi MI_PARAMETERS] [--speculative | --torch | --commits] DIRECTORY...
 
 Forward and backward are sleeps, which take no processor time. Together they last 0.25, 0.5, 1 and 2 times a blocking step;
 backward takes two thirds. Gradients arrive at equal distances in backward, the last subgroup first. The exposed time is that
@@ -8,9 +8,12 @@ of an iteration without its sleeps. The model of bytes expects a blocking step m
 same states. Limit the speed of the directories from outside.
 
 --torch measures spillway.torch.AdamW with `tier`, with and without `overlap`. The sleeps of its backward are in an autograd function.
-Each form has states of its own."""
+Each form has states of its own.
+
+--commits commits after each step beside backward. The blocking form waits for the commit, the other one does not."""
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -75,6 +78,21 @@ def torch_forms(directories, elements, budget):
     return {"blocking": blocking, "beside": beside}, lambda: (one.close(), other.close())
 
 
+def committing(swap, step):
+    """The forms of an iteration that commits."""
+    numbers, commits = itertools.count(1), []
+
+    def form(wait):
+        def iteration(compute):
+            step(compute)
+            # The last one has ended: a commit waits for the one before.
+            commits[:] = [swap.commit(next(numbers), wait=wait)]
+
+        return iteration
+
+    return {"blocking": form(True), "beside": form(False)}
+
+
 def exposed(step, compute):
     begun = time.perf_counter()
     step(compute)
@@ -87,6 +105,7 @@ def main():
     parser.add_argument("--mi", type=int, default=24)
     parser.add_argument("--speculative", action="store_true")
     parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--commits", action="store_true")
     parser.add_argument("directories", nargs="+")
     given = parser.parse_args()
     elements = [1 << 20] * given.mi
@@ -105,6 +124,8 @@ def main():
                 "blocking": lambda compute: blocking(swap, adam, grads, compute),
                 "beside": lambda compute: beside(swap, adam, grads, compute, given.speculative),
             }
+            if given.commits:
+                forms = committing(swap, forms["beside"])
             measure(forms, given, f"{swap.budget.cached} of {given.mi} subgroups cached")
         tier.destroy()
 

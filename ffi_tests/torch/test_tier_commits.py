@@ -365,6 +365,16 @@ def trained(place, steps, seed=0):
     return params, optimizer
 
 
+def test_a_snapshot_of_another_number_of_processes_is_named(tier, tmp_path):
+    params, optimizer = trained(tier, range(1))
+    optimizer.commit()
+    optimizer.snapshot(tmp_path / "snapshot").wait()
+    for rank in range(2):
+        shutil.copytree(tmp_path / "snapshot", tmp_path / "other" / f"rank-{rank}")
+    with pytest.raises(spillway.InvalidArgumentError, match="a snapshot of 2 processes, and this run has 1"):
+        optimizer.restore(tmp_path / "other")
+
+
 def test_a_restored_snapshot_goes_on_with_the_bits_of_its_run(tier, tmp_path):
     params, optimizer = trained(tier, range(3))
     optimizer.commit(payload=b"epoch 1")

@@ -170,6 +170,15 @@ def part_name(rank: int, world: int) -> str:
     return "" if world == 1 else f"rank-{rank}"
 
 
+def processes_of(whole: str) -> int:
+    """The number of processes of which a directory has finished parts; 0: none."""
+    if os.path.exists(os.path.join(whole, _MANIFEST)):
+        return 1
+    with suppress(OSError):
+        return sum(os.path.exists(os.path.join(whole, name, _MANIFEST)) for name in os.listdir(whole) if name.startswith("rank-"))
+    return 0
+
+
 def is_finished(whole: str, world: int) -> bool:
     """True if all processes have finished their parts of a snapshot."""
     return all(os.path.exists(os.path.join(whole, part, _MANIFEST)) for part in (part_name(rank, world) for rank in range(world)))
@@ -190,7 +199,11 @@ def remove(directory: str) -> None:
 def _remove_older(newest: str, part: str, keep: int) -> None:
     """Removes snapshots beside `newest` but the last `keep`. `part`: its directory of this process, in a run of several; the whole is
     finished once all processes have theirs."""
-    own, parent = Exported.of(os.path.join(newest, part)), os.path.dirname(newest)
+    try:
+        own, parent = Exported.of(os.path.join(newest, part)), os.path.dirname(newest)
+    except NoStateError:
+        # A later snapshot was waited for before this one, and has removed it.
+        return
     parts = [part_name(rank, own.world) for rank in range(own.world)] if part else [""]
     finished = []
     for name in os.listdir(parent):

@@ -447,8 +447,10 @@ class Tier(_NativeHandle):
             ) from None
 
     def destroy(self) -> None:
-        """Closes the tier and removes its files."""
+        """Closes the tier, after commits that are in flight, and removes its files."""
         self.handle
+        for commit in list(self._commits):
+            commit.finish()
         self._end(closer="spw_tier_destroy", before=lambda handle: self._settle(handle, None))
 
     def _settle(self, handle: Any, end: float | None) -> None:

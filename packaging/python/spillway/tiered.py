@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from . import _abi, _files, _ranks
 from ._commit import Commit
-from ._snapshot import Exported, Snapshot, part_name
-from .errors import InvalidArgumentError, OutOfOrderError, SpillwayError, TierError, from_status
+from ._snapshot import Exported, Snapshot, part_name, processes_of
+from .errors import InvalidArgumentError, NoStateError, OutOfOrderError, SpillwayError, TierError, from_status
 from .swap import Swap
 from .tier import Tier, TierPath
 
@@ -392,7 +392,15 @@ class Tiered:
         where = self.part_of(directory)
 
         def read() -> Found:
-            found = Exported.of(where)
+            try:
+                found = Exported.of(where)
+            except NoStateError:
+                others = processes_of(os.fspath(directory))
+                if others in (0, self.place.world):
+                    raise
+                raise InvalidArgumentError(
+                    f"{os.fspath(directory)} is a snapshot of {others} processes, and this run has {self.place.world}; start as many"
+                ) from None
             if (found.rank, found.world) != (self.place.rank, self.place.world):
                 raise InvalidArgumentError(
                     f"{where} is a snapshot of rank {found.rank} of {found.world} processes, and this is rank {self.place.rank} of "

@@ -197,3 +197,11 @@ def test_definitions_after_the_call_are_no_part_of_a_commit(base):
         commit.wait()
     with open_tier(base) as tier:
         assert sorted(extent.name for extent in tier.extents()) == ["extent0", "extent1"]
+
+
+def test_a_destroy_waits_for_a_commit(base):
+    tier = open_tier(base)
+    put(tier, 1)
+    commit = tier.commit(1, wait=False)
+    tier.destroy()
+    assert commit.succeeded and not any(path.is_file() for path in base.rglob("*"))

@@ -160,3 +160,18 @@ def test_tensors_are_exported_by_name_and_range_and_imported_by_name(tmp_path):
             copy.import_from(tmp_path / "all", names=["extent9"])
         assert copy.import_from(tmp_path / "one extent") == 1, "a part of the state keeps the step"
         assert copy.import_from(tmp_path / "all") == 4 and holds(copy, 4)
+
+
+def test_a_snapshot_that_a_later_one_has_removed_still_tells_its_step(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with open_tier(tmp_path) as tier:
+        snapshots = []
+        for step in (1, 2):
+            tier.wait(tier.put(tier.define("extent0", SIZES), contents(step, 0)))
+            tier.commit(step)
+            snapshots.append(tier.snapshot(tmp_path / f"step-{step}", keep=1))
+            while not snapshots[-1].progress().ended:
+                pass
+        assert [snapshot.wait() for snapshot in reversed(snapshots)] == [2, 1]
+        assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]

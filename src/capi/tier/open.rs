@@ -83,7 +83,7 @@ pub extern "C" fn spw_tier_destroy(tier: Option<Box<spw_tier>>) -> spw_status {
         match Arc::into_inner(opened.0) {
             Some(tier) => tier.destroy(),
             None => Err(Error::Busy(
-                "an open spw_swap or a snapshot still uses the tier; its files were not removed".to_string(),
+                "an open spw_swap, a snapshot or a commit in the background still uses the tier; its files were not removed".to_string(),
             )),
         }
     })

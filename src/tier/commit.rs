@@ -83,8 +83,9 @@ impl Tier {
     /// it. Where [`Tier::commit`] moves data off a path that failed, this commit fails, and the next [`Tier::commit`]
     /// moves it.
     pub fn commit_beside(self: &Arc<Tier>, step: u64, payload: &[u8]) -> Result<Outcome<()>> {
+        let begun = self.begin_commit_beside(Committer::Caller, payload, &[])?;
         let (promise, outcome) = promise("the commit");
-        self.begin_commit_beside(Committer::Caller, payload, &[])?.run(&[], step, payload, promise)?;
+        begun.run(&[], step, payload, promise)?;
         Ok(outcome)
     }
 

@@ -116,6 +116,21 @@ def test_a_commit_that_fails_says_so_once_it_is_asked_for(base):
         assert holds(tier, 2)
 
 
+def test_an_error_of_the_begin_is_told_at_once(base):
+    with spillway.Tier([spillway.TierPath(base / "one", limit_bytes=1 << 20)], job="small") as tier:
+        extent = tier.define("a", [1000])
+        tier.wait(tier.put(extent, [bytearray(1000)]))
+        with pytest.raises(spillway.InvalidArgumentError, match="payload"):
+            tier.commit(1, bytes(2 << 20), wait=False)
+        with pytest.raises(spillway.SpillwayError):
+            tier.wait(tier.put(tier.define("b", [4 << 20]), [bytearray(4 << 20)]))
+        with pytest.raises(spillway.SpillwayError):
+            tier.commit(1, wait=False)
+        tier.rollback()
+        tier.wait(tier.put(extent, [bytearray(1000)]))
+        tier.commit(1, wait=False).wait()
+
+
 def test_calls_after_the_close_and_in_a_forked_child(base):
     tier = open_tier(base)
     put(tier, 1)

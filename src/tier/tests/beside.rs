@@ -131,6 +131,21 @@ fn after_a_failed_sync_the_next_commit_moves_what_was_written_before() {
 }
 
 #[test]
+fn an_error_of_the_begin_begins_nothing() {
+    let (tier, _) = written(&disks(), Faults::default());
+    let too_long = vec![0; crate::tier::MAX_PAYLOAD + 1];
+    assert!(matches!(tier.commit_beside(1, &too_long), Err(Error::InvalidArgument { .. })));
+    assert!(tier.write(0, &[], &ExtentPlacement::Auto, None).is_err());
+    tier.begin_write(0, &WriteOrigin::Caller)
+        .map(|begun| tier.state.lock().catalog.fail(&begun, &Error::Busy("a device".to_string())))
+        .unwrap();
+    assert!(matches!(tier.commit_beside(1, &[]), Err(Error::Busy(_))));
+    tier.rollback().unwrap();
+    write_all(&tier, 1).unwrap();
+    tier.commit_beside(1, &[]).unwrap().wait(PATIENCE).unwrap();
+}
+
+#[test]
 fn a_close_of_the_outcome_waits_for_the_commit() {
     let disks = disks();
     let (tier, _) = written(&disks, Faults::default());

@@ -156,7 +156,8 @@ class Handles:
                     self.swap.close()
             finally:
                 self.close_tier(self.tier)
-                self.closed = True
+            # Not after an interrupt: a further close ends what is open.
+            self.closed = True
 
 
 class Tiered:

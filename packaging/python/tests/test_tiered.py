@@ -87,6 +87,20 @@ def test_a_tier_is_opened_and_closed_in_the_way_of_its_user(tmp_path):
     assert states.closed and not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
+def test_a_close_that_was_interrupted_is_ended_by_the_next(tmp_path, monkeypatch):
+    states = opened(paths=[tmp_path])
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(states.swap, "close", interrupt)
+        states.close()
+    assert not states.closed
+    states.close()
+    opened(paths=[tmp_path]).close()
+
+
 @pytest.mark.parametrize("own", [True, False], ids=["committed here", "committed elsewhere"])
 def test_nothing_goes_on_after_a_commit_of_some_processes(monkeypatch, own):
     from spillway import _ranks

@@ -72,8 +72,10 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
         group=group,
     )
     everyone = [[tier.Steps(*steps) for steps in ranks] for ranks in gathered([tuple(steps) for steps in own], world, group)]
-    last = {(steps.last, steps.last_tag) for ranks in everyone for steps in ranks}
-    step = last.pop()[0] if len(last) == 1 else _common(everyone, cure)
+    last = {steps.last for ranks in everyone for steps in ranks}
+    # The tiers of one rank are committed one after the other, and have tags of their own.
+    same = all(len({steps.last_tag for steps in ranks}) == 1 for ranks in zip(*everyone))
+    step = last.pop() if len(last) == 1 and same else _common(everyone, cure)
 
     def forget() -> None:
         # A tier without a commit stays: its directories may just be missing.
@@ -88,22 +90,26 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
 def _common(everyone: list[list[tier.Steps]], cure: str) -> int | None:
     """The newest step at which all ranks can resume; None is a new run. A rank can start anew if it has a tier with no
     commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
-    tiers = [steps for ranks in everyone for steps in ranks]
-    choices = []
-    for steps in tiers:
-        before = {(None, 0)} if steps.first else {(steps.before, steps.before_tag)} - {(None, 0)}
-        choices.append({(steps.last, steps.last_tag)} | before if steps.exists else set())
-    common = set.intersection(*choices)
+    common = set.intersection(*({step for step, _ in set.intersection(*map(_commits, ranks))} for ranks in zip(*everyone)))
     if not common:
+        tiers = [steps for ranks in everyone for steps in ranks]
         nothing = [rank for rank, ranks in enumerate(everyone) if not all(steps.exists for steps in ranks)]
         found = f"; ranks {nothing} found no tier of their own, because a path is missing or the host has another name" if nothing else ""
-        same = set.intersection(*({step for step, _ in choice} for choice in choices))
+        same = set.intersection(*({step for step, _ in _commits(steps)} for steps in tiers))
         apart = f"; they have different commits of step {max(same, key=lambda step: step or 0)}" if same else ""
         raise InvalidArgumentError(
             f"the ranks have no committed step in common: their last steps are {[steps.last for steps in tiers]}{apart}{found}; {cure}"
         )
     # Two of them: some ranks have returned to the step before the last one, and others have not.
-    return max((step for step, _ in common if step is not None), default=None)
+    return max((step for step in common if step is not None), default=None)
+
+
+def _commits(steps: tier.Steps) -> set[tuple[int | None, int]]:
+    """Steps and tags of the commits at which a tier can be opened; (None, 0): anew."""
+    if not steps.exists:
+        return set()
+    before = {(None, 0)} if steps.first else {(steps.before, steps.before_tag)} - {(None, 0)}
+    return {(steps.last, steps.last_tag)} | before
 
 
 def _forget(settings: Any, rank: int) -> None:

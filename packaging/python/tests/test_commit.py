@@ -177,8 +177,14 @@ def test_signals_during_commits_lose_no_outcome(base):
     class Interrupt(Exception):
         pass
 
+    armed = [False]
+
     def handler(*_):
-        raise Interrupt
+        # Once for each timer, and not after the calls.
+        if armed.pop():
+            armed.append(False)
+            raise Interrupt
+        armed.append(False)
 
     before = signal.signal(signal.SIGALRM, handler)
     committed = 0
@@ -186,14 +192,17 @@ def test_signals_during_commits_lose_no_outcome(base):
         with open_tier(base) as tier:
             for step in range(1, 60):
                 put(tier, step)
-                signal.setitimer(signal.ITIMER_REAL, random.Random(step).random() * 0.003)
                 try:
-                    tier.commit(step, wait=False).wait()
-                    committed = step
+                    try:
+                        armed[0] = True
+                        signal.setitimer(signal.ITIMER_REAL, random.Random(step).random() * 0.003)
+                        tier.commit(step, wait=False).wait()
+                        committed = step
+                    finally:
+                        armed[0] = False
                 except Interrupt:
                     pass
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
             gc.collect()
     finally:
         signal.signal(signal.SIGALRM, before)

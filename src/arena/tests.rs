@@ -64,7 +64,12 @@ fn regions_are_at_one_offset_in_every_handle_and_begin_as_zeros() {
     assert!(mine.is_owner && !theirs.is_owner && theirs.owner_lives && mine.id == theirs.id);
     assert!(owner.find("d").is_err() && owner.region(3).is_err());
     drop(owner);
-    assert!(!other.info().unwrap().owner_lives);
+    // A forked child of another test may hold the descriptor of the lock for a moment.
+    let end = std::time::Instant::now() + Duration::from_secs(60);
+    while other.info().unwrap().owner_lives {
+        assert!(std::time::Instant::now() < end, "the lock has outlived its owner");
+        std::thread::yield_now();
+    }
     assert_eq!(other.region(0).unwrap().span.to_vec()[0], 7, "the memory stays");
 }
 

@@ -2,22 +2,19 @@
 
 import gc
 import os
-import pathlib
 import random
 import signal
-import subprocess
-import sys
 
-import numpy as np
 import pytest
+from test_snapshot import SIZES, contents, holds, killed, open_tier
 
 import spillway
 
-SIZES = [60_000, 30_000]
 #: Steps are put while the commit of the step before is in flight.
 WORKER = """
 import itertools, sys
-from test_commit import contents, open_tier, put
+from test_commit import put
+from test_snapshot import open_tier
 tier = open_tier(sys.argv[1])
 print("open", flush=True)
 for step in itertools.count((tier.opened.step or 0) + 1):
@@ -28,25 +25,9 @@ for step in itertools.count((tier.opened.step or 0) + 1):
 """
 
 
-def contents(step, extent):
-    return [np.full(size, (step * (7 + 4 * n) + extent) % 251, np.uint8) for n, size in enumerate(SIZES)]
-
-
-def open_tier(base, **settings):
-    return spillway.Tier([f"{base}/one", f"{base}/two"], job="killed", block_bytes=16 << 10, **settings)
-
-
 def put(tier, step):
     for number in range(3):
         tier.wait(tier.put(tier.define(f"extent{number}", SIZES), contents(step, number)))
-
-
-def holds(tier, step):
-    found = [np.empty(size, np.uint8) for size in SIZES]
-    for number in range(3):
-        tier.wait(tier.get(tier.define(f"extent{number}", SIZES), found))
-        assert all(map(np.array_equal, found, contents(step, number))), (step, number)
-    return True
 
 
 @pytest.fixture
@@ -153,22 +134,8 @@ def test_calls_after_the_close_and_in_a_forked_child(base):
 
 
 def test_kills_among_commits_leave_one_step(base, child_environment):
-    here = {**child_environment, "PYTHONPATH": f"{child_environment['PYTHONPATH']}:{pathlib.Path(__file__).parent}"}
-    chance, last = random.Random(4), 0
-    for _ in range(8):
-        worker = subprocess.Popen([sys.executable, "-c", WORKER, base], stdout=subprocess.PIPE, env=here, text=True)
-        assert worker.stdout.readline() == "open\n"
-        # The sleep only chooses the moment of the kill.
-        with worker:
-            try:
-                worker.wait(chance.random() * 0.6)
-            except subprocess.TimeoutExpired:
-                worker.kill()
-        with open_tier(base) as tier:
-            step = tier.opened.step or last
-            assert step >= last and (step == 0 or holds(tier, step))
-            last = step
-    assert last > 0
+    for _ in killed(WORKER, base, child_environment):
+        pass
 
 
 def test_signals_during_commits_lose_no_outcome(base):

@@ -50,13 +50,12 @@ def holds(tier, step):
     return True
 
 
-def test_kills_leave_one_step_and_whole_snapshots(tmp_path, child_environment):
-    for name in ("one", "two", "copy"):
-        (tmp_path / name).mkdir()
-    here = {**child_environment, "PYTHONPATH": f"{child_environment['PYTHONPATH']}:{pathlib.Path(__file__).parent}"}
-    chance, last, complete = random.Random(4), 0, 0
+def killed(program, base, environment):
+    """Runs a program on a tier several times, and kills it at random moments. Yields after each kill, when the tier is whole."""
+    here = {**environment, "PYTHONPATH": f"{environment['PYTHONPATH']}:{pathlib.Path(__file__).parent}"}
+    chance, last = random.Random(4), 0
     for _ in range(8):
-        worker = subprocess.Popen([sys.executable, "-c", WORKER, tmp_path], stdout=subprocess.PIPE, env=here, text=True)
+        worker = subprocess.Popen([sys.executable, "-c", program, base], stdout=subprocess.PIPE, env=here, text=True)
         assert worker.stdout.readline() == "open\n"
         # The sleep only chooses the moment of the kill.
         with worker:
@@ -64,10 +63,19 @@ def test_kills_leave_one_step_and_whole_snapshots(tmp_path, child_environment):
                 worker.wait(chance.random() * 0.6)
             except subprocess.TimeoutExpired:
                 worker.kill()
-        with open_tier(tmp_path) as tier:
+        with open_tier(base) as tier:
             step = tier.opened.step or last
             assert step >= last and (step == 0 or holds(tier, step))
             last = step
+        yield
+    assert last > 0
+
+
+def test_kills_leave_one_step_and_whole_snapshots(tmp_path, child_environment):
+    for name in ("one", "two", "copy"):
+        (tmp_path / name).mkdir()
+    complete = 0
+    for _ in killed(WORKER, tmp_path, child_environment):
         for snapshot in tmp_path.glob("step-*"):
             if snapshot.suffix != ".partial":
                 step = json.loads((snapshot / "manifest.json").read_text())["step"]
@@ -77,7 +85,7 @@ def test_kills_leave_one_step_and_whole_snapshots(tmp_path, child_environment):
                     copy.destroy()
                 complete += 1
             shutil.rmtree(snapshot)
-    assert last > 0 and complete > 0
+    assert complete > 0
 
 
 def test_an_interrupted_removal_does_not_stand_in_the_way_of_the_next(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ class Swapped:
             os.mkdir(base)
         self.elements = [draw.choice((1, 17, 4096, 20000, 50001)) for _ in range(draw.choice((1, 2, 5)))]
         self.options = {
-            "turns": draw.random() < 0.2,
+            "turns": int(draw.random() < 0.2),
             "huge_pages": False,
             "pin_memory": draw.random() < 0.5,
             "memory_budget": draw.choice((None, None, 1 << 22)),

@@ -78,7 +78,7 @@ class FileSystem:
     kernel = "fuse"
     # What the tests may do: "basic" for the tests of every file system, "shared" has two mounts, "servers" can be stopped,
     # "redundant" survives the end of one server, "forgets" loses its locks, "full" has a small mount, "trains" is that of a
-    # training run.
+    # training run, "reflinks" shares blocks between files.
     features: frozenset[str] = frozenset()
     # Seconds for which a mount may show what it read before a write of the other one.
     stale = 0.0
@@ -426,6 +426,7 @@ class Ext4kn(Image):
 class Xfs(Image):
     packages, programs, kernel = ("xfsprogs",), ("mkfs.xfs", "losetup"), "xfs"
     mkfs, least = ("mkfs.xfs", "-q"), "300M"
+    features = Image.features | {"reflinks"}
 
 
 class Xfs4kn(Xfs):
@@ -437,6 +438,7 @@ class Xfs4kn(Xfs):
 class Btrfs(Image):
     packages, programs, kernel = ("btrfs-progs",), ("mkfs.btrfs", "losetup"), "btrfs"
     mkfs, least = ("mkfs.btrfs", "-q"), "128M"
+    features = Image.features | {"reflinks"}
 
 
 FILE_SYSTEMS = {

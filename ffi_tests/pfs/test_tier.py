@@ -1,6 +1,7 @@
 """Tiers on real file systems: two mounts, killed owners, servers that stop or end, lost locks, no room."""
 
 import contextlib
+import os
 import random
 import signal
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 from filesystems import send
 
-from spillway import TierFencedError, TierLockedError
+from spillway import Tier, TierFencedError, TierLockedError
 
 LOCKED, FENCED = TierLockedError.status, TierFencedError.status
 # SPW_ERR_NO_SPACE and SPW_ERR_DEADLINE.
@@ -216,3 +217,40 @@ def test_a_full_path_keeps_what_is_committed_and_its_tier_opens(fs, owner, tmp_p
     assert NO_SPACE in statuses[2:], statuses
     first.must("close")
     whole(owner(place), 1)
+
+
+@pytest.mark.needs("reflinks")
+def test_snapshots_beside_a_path_take_no_space_and_keep_their_content(places):
+    """Streams with whole and partial pages; the tier is written again while three snapshots are kept."""
+    streams = [(40 << 20) + 3, 8 << 20, 100]
+    block = 1 << 20
+
+    def content(step):
+        return [bytearray(random.Random(step * 10 + n).randbytes(size)) for n, size in enumerate(streams)]
+
+    def free():
+        os.sync()
+        found = os.statvfs(places[0])
+        return found.f_bfree * found.f_frsize
+
+    for name in ("path", "copy"):
+        (places[0] / name).mkdir()
+    with Tier([places[0] / "path"], job="shares", block_bytes=block) as tier:
+        extent = tier.define("state", streams)
+        taken = []
+        for step in (1, 2, 3):
+            tier.wait(tier.put(extent, content(step)))
+            tier.commit(step)
+            before = free()
+            with tier.snapshot(places[0] / f"snapshot-{step}") as snapshot:
+                assert snapshot.wait() == step
+                assert snapshot.progress().written == sum(streams)
+            taken.append(before - free())
+        assert all(bytes < 8 << 20 for bytes in taken), taken
+    for step in (1, 2, 3):
+        with Tier([places[0] / "copy"], job=f"copy-{step}") as copy:
+            assert copy.import_from(places[0] / f"snapshot-{step}") == step
+            found = [bytearray(size) for size in streams]
+            copy.wait(copy.get(copy.define("state", streams), found))
+            assert found == content(step)
+            copy.destroy()

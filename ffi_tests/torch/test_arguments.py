@@ -43,6 +43,7 @@ def test_a_keyword_with_a_wrong_value_is_named(keyword, values):
         ("part_elements", True),
         ("ratio", "x"),
         ("turns", "x"),
+        ("turns", True),
         ("pin_memory", "no"),
         ("io_timeout", "x"),
         ("io_timeout", NAN),

@@ -48,8 +48,9 @@ typedef enum spw_swap_flag {
     SPW_SWAP_FLAG_NO_HUGE_PAGES = 1,
     // Do not lock the memory (mlock).
     SPW_SWAP_FLAG_NO_LOCK = 2,
-    // Use the paths without taking turns. Without this flag, only one of the node's processes of one user uses a
+    // Use the paths without taking turns. Without this flag, only `turns` of the node's processes of one user use a
     // device at a time, and the others use other devices first (MLP-Offload section 3.2). Only directories have turns.
+    // Processes see each other through files in /dev/shm, or in the directory that SPILLWAY_TURNS_DIR names.
     SPW_SWAP_FLAG_NO_TURNS = 4,
     // Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 2 bytes
     // fewer per parameter on the tier and in memory. A subgroup with too many values that cannot be split still takes
@@ -62,6 +63,9 @@ typedef enum spw_swap_flag {
     // `spw_swap_fill` and `spw_swap_write` round to nearest even. A tier that holds moments of the other type is
     // SPW_ERR_INVALID_ARGUMENT.
     SPW_SWAP_FLAG_BF16_MOMENTS = 16,
+    // Allocate the buffers on NUMA node `node`. If the node is refused, or has less free memory than they need, the log
+    // gets a warning and the memory may come from any node.
+    SPW_SWAP_FLAG_BIND_NODE = 32,
 } spw_swap_flag;
 
 // Settings of a tiered update.
@@ -77,18 +81,23 @@ typedef struct spw_swap_options {
     const uint64_t *elements;
     // Number of subgroups, at most 2^20.
     uint64_t subgroups;
-    // Each path's share of the state, in any unit, one entry per path of the tier. NULL: equal until the first
-    // update has measured the bandwidths, then in proportion to them (MLP-Offload Eq. 1).
+    // Each path's share of the state, in any unit, one entry per path of the tier. NULL: in proportion to the measured
+    // bandwidths (MLP-Offload Eq. 1).
     const double *ratio;
-    // Initial estimate of each path's bandwidth, in bytes per second. NULL: equal until the first update has measured
-    // it.
+    // Initial estimate of each path's bandwidth, in bytes per second. NULL: in proportion to the state that the tier
+    // holds. Without any it is equal, and the first writes of state measure it.
     const double *speeds;
     // Milliseconds that a process waits for its turn on a path before it proceeds without the turn; 0: 30000.
     uint64_t turn_timeout_ms;
+    // Number of processes that use a device at a time; 0: one. A device that one process does not fill serves more.
+    // All processes of a device pass the same number.
+    uint32_t turns;
+    // NUMA node, used with SPW_SWAP_FLAG_BIND_NODE.
+    uint32_t node;
 } spw_swap_options;
 
 #define SPW_SWAP_OPTIONS_INIT \
-    { sizeof(spw_swap_options), 0, 0, NULL, 0, NULL, NULL, 0 }
+    { sizeof(spw_swap_options), 0, 0, NULL, 0, NULL, NULL, 0, 0, 0 }
 
 // Memory and traffic of a tiered update.
 typedef struct spw_swap_budget {

@@ -84,6 +84,13 @@ typedef enum spw_tier_flag {
     SPW_TIER_FLAG_AT_STEP = 4,
 } spw_tier_flag;
 
+// Flags of a path, combined by addition.
+typedef enum spw_tier_path_flag {
+    // Take the memory of SPW_TIER_PATH_KIND_MEMORY from NUMA node `node` while it has some, and then from other nodes. A
+    // refused node gives a warning in the log.
+    SPW_TIER_PATH_FLAG_NODE = 1,
+} spw_tier_path_flag;
+
 // One path of a tier. All paths of an array have the same `struct_size`.
 typedef struct spw_tier_path {
     // `sizeof(spw_tier_path)`
@@ -106,10 +113,14 @@ typedef struct spw_tier_path {
     uint64_t limit_bytes;
     // Initial bytes of the data file.
     uint64_t reserve_bytes;
+    // Sum of `spw_tier_path_flag`.
+    uint32_t flags;
+    // NUMA node, used with SPW_TIER_PATH_FLAG_NODE.
+    uint32_t node;
 } spw_tier_path;
 
 #define SPW_TIER_PATH_INIT \
-    { sizeof(spw_tier_path), 0, NULL, 0, 0 }
+    { sizeof(spw_tier_path), 0, NULL, 0, 0, 0, 0 }
 
 // Settings of a tier. Zero is the default of every field but struct_size, job and paths.
 typedef struct spw_tier_options {

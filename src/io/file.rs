@@ -272,6 +272,16 @@ impl File {
         }
     }
 
+    /// Lets bytes of another file also be bytes of this one, without a copy; see `sys::file::share_blocks`.
+    pub fn share_blocks(&self, source: &File, from: u64, to: u64, len: u64) -> io::Result<()> {
+        match (&source.source, &self.source) {
+            (Source::Real { main: source, .. }, Source::Real { main, .. }) => {
+                file::share_blocks(source.as_fd(), from, main.as_fd(), to, len)
+            }
+            _ => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
+
     /// The offset of the first data at or after `from`; holes are skipped; `None` at the end of the file. A file
     /// without a descriptor reports data only at offset 0.
     pub fn next_data(&self, from: u64) -> Option<u64> {

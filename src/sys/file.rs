@@ -115,6 +115,19 @@ pub fn write_in_place(file: &File) {
     }
 }
 
+/// Lets `len` bytes of a file, from `from` on, also be the bytes of another file at `to`, without a copy (FICLONERANGE). All
+/// three are whole blocks of the file system. An error, and no change, if the file system cannot share blocks, or the files
+/// are on different ones.
+pub fn share_blocks(source: BorrowedFd, from: u64, target: BorrowedFd, to: u64, len: u64) -> io::Result<()> {
+    let source = i64::from(source.as_raw_fd());
+    let range = libc::file_clone_range { src_fd: source, src_offset: from, src_length: len, dest_offset: to };
+    // SAFETY: open descriptors, and a struct of the kernel's that outlives the call, which reads it.
+    match unsafe { libc::ioctl(target.as_raw_fd(), libc::FICLONERANGE as _, &raw const range) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Drops clean pages of a file from the page cache, so that the next read asks the device or the server.
 pub fn drop_cache(file: &File) {
     // Advice that the file system refuses changes nothing.

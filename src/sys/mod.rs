@@ -18,7 +18,7 @@ pub mod host;
 pub mod lock;
 mod mapping_table;
 pub mod memory;
-mod node_memory;
+pub mod node_memory;
 mod openmp;
 pub mod page_nodes;
 pub mod prefetch;

@@ -3,7 +3,9 @@
 //! Invariant: no more is bound to a node than the node has room for. Pages of a bound mapping come from that node alone, so
 //! the system would end a process when the node is full, although other nodes have memory.
 
+use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 
 use super::span::Span;
 use super::topology::Root;
@@ -25,17 +27,39 @@ pub fn bind(span: Span, node: u32, absent: u64) -> io::Result<()> {
 /// Binds pages that the administrator has reserved; they are not part of the node's room.
 pub fn bind_reserved(span: Span, node: u32) -> io::Result<()> {
     const MPOL_BIND: libc::c_long = 2;
+    set_policy(span.as_ptr().cast(), span.len(), MPOL_BIND, node)
+}
+
+/// Lets new pages of a file in memory (memfd) come from a node while it has some, and from others then.
+pub fn prefer(file: &File, node: u32) -> io::Result<()> {
+    const MPOL_PREFERRED: libc::c_long = 1;
+    /// Address space of the mapping, which lasts for the call only. A file in memory is not longer.
+    const LONGEST: usize = 1 << 40;
+    // SAFETY: a new mapping at an address of the kernel's choice. Nothing accesses it.
+    let mapped = unsafe {
+        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+        libc::mmap(std::ptr::null_mut(), LONGEST, libc::PROT_NONE, flags, file.as_raw_fd(), 0)
+    };
+    if mapped == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // The kernel keeps the policy of a shared mapping with the file.
+    let outcome = set_policy(mapped, LONGEST, MPOL_PREFERRED, node);
+    // SAFETY: the mapping of this call, to which nothing refers.
+    unsafe { libc::munmap(mapped, LONGEST) };
+    outcome
+}
+
+fn set_policy(start: *const libc::c_void, len: usize, policy: libc::c_long, node: u32) -> io::Result<()> {
     const MAX_NODES: usize = 1024;
     if node as usize >= MAX_NODES {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
     let mut mask = [0_u64; MAX_NODES / 64];
     mask[node as usize / 64] = 1 << (node % 64);
-    // SAFETY: the range is mapped and the mask has MAX_NODES bits; mbind counts one bit more than it reads.
-    let outcome = unsafe {
-        let (start, len) = (span.as_ptr(), span.len());
-        libc::syscall(libc::SYS_mbind, start, len, MPOL_BIND, mask.as_ptr(), MAX_NODES + 1, 0)
-    };
+    // SAFETY: the callers pass a mapped range, and the mask has MAX_NODES bits; mbind counts one bit more than it reads.
+    let outcome =
+        unsafe { libc::syscall(libc::SYS_mbind, start, len, policy, mask.as_ptr(), MAX_NODES + 1, 0) };
     match outcome {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -82,6 +106,17 @@ mod tests {
             assert_eq!(room(&root, 3), None, "{text}");
         }
         assert_eq!(room(&root, 4), None);
+    }
+
+    #[test]
+    fn a_file_in_memory_prefers_a_node_that_there_is() {
+        let file = crate::sys::file::in_memory().unwrap();
+        match prefer(&file, 0) {
+            Ok(()) => assert!(prefer(&file, 1000).is_err() && prefer(&file, 5000).is_err()),
+            // A kernel without NUMA.
+            Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOSYS)),
+        }
+        std::os::unix::fs::FileExt::write_all_at(&file, &[1; 8192], 4096).unwrap();
     }
 
     /// The process would be ended when it touches the pages.

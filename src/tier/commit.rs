@@ -505,7 +505,7 @@ mod tests {
     #[test]
     fn a_panic_in_a_commit_ends_the_commit() {
         let owner = Owner { job: "run".to_string(), host: "node".to_string(), rank: 0 };
-        let memory = PathOptions { location: PathLocation::Memory, limit: None, reserve: 0 };
+        let memory = PathOptions { location: PathLocation::Memory(None), limit: None, reserve: 0 };
         let tier = Tier::open(TierOptions { paths: vec![memory], ..TierOptions::new(owner, []) }).unwrap();
         let panics = || {
             tier.state.lock().catalog.begin_commit().unwrap();

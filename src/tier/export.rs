@@ -9,6 +9,9 @@
 //!   meanwhile. The space of an extent is free again once it is exported.
 //! - A caller waits for each call on the directory at most for the I/O timeout (see `storage`).
 //! - Every block is compared with its checksum before it is written.
+//! - In a directory on the file system of a path, if that one can share blocks between files (reflinks: XFS, btrfs), the
+//!   files share the blocks of the path. They are read and compared, but not written, and take no space until the tier
+//!   writes other data to its own.
 //! - An export uses the memory of its lanes, for extents of any size (see `lanes`).
 #![forbid(unsafe_code)]
 
@@ -24,7 +27,7 @@ use std::time::Duration;
 
 use super::blocks::{bad_header, check_header, compare};
 use super::catalog::{Snapshot, View};
-use super::extent::{Run, Shape, header_bytes};
+use super::extent::{PAGE, Run, Shape, header_bytes};
 use super::lanes::{self, Buffers, Route};
 use super::manifest::{Exported, Header, MANIFEST, Manifest, Stream, digits, item_bytes, sum_of};
 use super::options::absolute;
@@ -103,6 +106,8 @@ struct Output {
     target: Target,
     files: Vec<PathBuf>,
     streams: Vec<OutputStream>,
+    /// For each path, whether the files share its blocks.
+    shares: Vec<bool>,
 }
 
 struct OutputStream {
@@ -146,7 +151,11 @@ impl<T: Deref<Target = Tier> + Clone + Send + Sync> Export<T> {
         let engine = Engine::open(IoOptions { preallocate: false, ..tier.options.io })?;
         let target = Target { directory: to, io_timeout };
         let partial = target.create()?;
-        let output = Output { engine, target, files: Vec::new(), streams: Vec::new() };
+        let shares = match form {
+            Form::Directory => shares(&tier, &held.extents, &target, &partial),
+            Form::Safetensors(_) => vec![false; tier.volumes.len()],
+        };
+        let output = Output { engine, target, files: Vec::new(), streams: Vec::new(), shares };
         let owner = &tier.options.owner;
         let step = held.step.unwrap_or_default();
         let rank = (owner.rank, tier.options.world);
@@ -196,8 +205,10 @@ impl<T: Deref<Target = Tier> + Clone + Send + Sync> Export<T> {
             self.items.push(Arc::new(Item { extent, first }));
         }
         let Some(header) = &mut self.header else {
+            let all_shared = output.shares.iter().all(|shares| *shares);
             return output.streams.iter().try_for_each(|stream| {
-                output.create(&output.files[stream.file], stream.range.end - stream.range.start)
+                let bytes = stream.range.end - stream.range.start;
+                output.create(&output.files[stream.file], if all_shared { 0 } else { bytes })
             });
         };
         if self.whole {
@@ -364,6 +375,30 @@ impl Exporting<'_> {
         Ok(file)
     }
 
+    /// Lets the file have whole pages of a part by sharing them. Returns their number of bytes: 0 if they must be written.
+    fn share<T: Deref<Target = Tier>>(
+        &self,
+        part: &Part<T>,
+        file: &Arc<File>,
+        offset: u64,
+        written: &Range<u64>,
+    ) -> Result<u64> {
+        let held = &part.item.extent.held;
+        let chunk = &held.contents.version().chunks[part.chunk];
+        let from = chunk.block_offset(&held.subject.shape, part.run.block) + (written.start - part.run.from);
+        let len = (written.end - written.start) / PAGE * PAGE;
+        let aligned = from.is_multiple_of(PAGE) && offset.is_multiple_of(PAGE) && len > 0;
+        if !aligned || !self.output.shares[chunk.path as usize] {
+            return Ok(0);
+        }
+        let (source, file) = (Arc::clone(self.volume(part)?.data_file()), Arc::clone(file));
+        let shared = self.output.target.within(Doing::Writing, move || {
+            // What the file system refuses to share, such as blocks that too many files have, is written.
+            Ok(if file.share_blocks(&source, from, offset, len).is_ok() { len } else { 0 })
+        })?;
+        Ok(shared)
+    }
+
     fn sync_written(&mut self) -> Result<()> {
         let Some((_, file)) = self.written.take() else { return Ok(()) };
         let engine = &self.output.engine;
@@ -425,7 +460,9 @@ impl<T: Deref<Target = Tier>> Route<Part<T>> for Exporting<'_> {
         let written = clipped(run, &stream.range);
         let file = self.file(stream.file)?;
         let offset = stream.at + (written.start - stream.range.start);
-        let buffer = buffer.part((written.start - run.from) as usize, (written.end - written.start) as usize);
+        let shared = self.share(part, &file, offset, &written)?;
+        let (start, offset) = (written.start + shared, offset + shared);
+        let buffer = buffer.part((start - run.from) as usize, (written.end - start) as usize);
         let target = IoTarget::File(Arc::clone(&file));
         let handle = output.engine.write(Request { target, offset, buffer, deadline: None })?;
         self.storing.push_back((stream.file, file));
@@ -442,6 +479,31 @@ impl<T: Deref<Target = Tier>> Route<Part<T>> for Exporting<'_> {
         self.written = stored;
         Ok(())
     }
+}
+
+/// For each path, whether files in the new directory can share its blocks. Paths without data can.
+fn shares<T: Deref<Target = Tier>>(
+    tier: &T,
+    extents: &[HeldExtent<T>],
+    target: &Target,
+    partial: &Partial,
+) -> Vec<bool> {
+    let can_share = |path: usize| {
+        let mut chunks = extents.iter().flat_map(|extent| &extent.held.contents.version().chunks);
+        let Some(chunk) = chunks.find(|chunk| chunk.path as usize == path) else { return true };
+        let Ok(volume) = tier.volume(path) else { return false };
+        let (source, from, probe) = (Arc::clone(volume.data_file()), chunk.offset, partial.0.join("shared"));
+        let tried = target.within(Doing::Writing, move || {
+            let failed = |error| failed(Doing::Writing, &probe, error, "");
+            new_file(&probe).map_err(failed)?;
+            let file = File::open(&probe, Access::Write { mode: FILE_MODE }, true)?;
+            let shared = file.share_blocks(&source, from, 0, PAGE).is_ok();
+            fs::remove_file(&probe).map_err(failed)?;
+            Ok(shared)
+        });
+        tried.unwrap_or(false)
+    };
+    (0..tier.volumes.len()).map(can_share).collect()
 }
 
 /// The bytes of a run that lie in a range.

@@ -53,7 +53,7 @@ pub mod turns;
 pub use commit::MAX_PAYLOAD;
 pub use manifest::item_bytes;
 pub use paths::{ExtentPlacement, Health};
-pub use store::{Pin, Tier};
+pub use store::{PathReport, Pin, Tier};
 pub use update_claim::UpdateClaim;
 
 pub mod bucket;

@@ -43,8 +43,8 @@ pub enum PathLocation {
     Directory(PathBuf),
     /// In an object store: `s3://BUCKET/PREFIX`.
     Bucket(String),
-    /// In memory of this process. The data is lost when the process ends.
-    Memory,
+    /// In memory of this process, of this NUMA node while it has some. The data is lost when the process ends.
+    Memory(Option<u32>),
     /// In a store in memory, for tests.
     #[cfg(test)]
     Store(spillway_stores::memory::MemoryStore),

@@ -380,7 +380,7 @@ fn location_name(options: &TierOptions, given: usize) -> String {
     match &options.paths[given].location {
         PathLocation::Directory(base) => options.owner.below(base).to_string_lossy().into_owned(),
         PathLocation::Bucket(address) => options.owner.below(address.as_ref()).to_string_lossy().into_owned(),
-        PathLocation::Memory => "memory".to_string(),
+        PathLocation::Memory(_) => "memory".to_string(),
         #[cfg(test)]
         PathLocation::Store(_) => bucket::name(bucket::TEST_ADDRESS, &options.owner),
         #[cfg(any(test, feature = "sim"))]

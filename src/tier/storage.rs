@@ -23,8 +23,8 @@ use crate::io::file::File;
 use crate::log::{self, Level};
 use crate::sys::file::{self, Access};
 use crate::sys::fork::OpeningProcess;
-use crate::sys::private_files;
 use crate::sys::time_limit::{self, Answer, Call, NoAnswer};
+use crate::sys::{node_memory, private_files};
 
 /// File names of the two superblock copies.
 pub(super) const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
@@ -371,13 +371,18 @@ pub struct MemoryStorage {
 }
 
 impl MemoryStorage {
-    /// Creates empty files.
-    pub fn new() -> Result<MemoryStorage> {
+    /// Creates empty files, whose pages come from `node` while it has some.
+    pub fn new(node: Option<u32>) -> Result<MemoryStorage> {
         let make = |name: &'static str| file::in_memory().map(|file| (name, file));
-        let files = FILES.into_iter().map(make).collect::<std::io::Result<_>>();
-        Ok(MemoryStorage {
-            files: files.map_err(|error| Error::system("creating a file in memory", &error))?,
-        })
+        let files = FILES.into_iter().map(make).collect::<std::io::Result<Vec<_>>>();
+        let files = files.map_err(|error| Error::system("creating a file in memory", &error))?;
+        if let Some(node) = node
+            && let Err(error) = files.iter().try_for_each(|(_, file)| node_memory::prefer(file, node))
+        {
+            let message = format!("a memory path takes its pages from any node, not from {node}: {error}");
+            log::write(Level::Warn, &message);
+        }
+        Ok(MemoryStorage { files })
     }
 
     fn file(&self, name: &str) -> Option<&fs::File> {

@@ -1,4 +1,5 @@
-//! Turns on a storage path: one process of the node uses the path at a time (MLP-Offload section 3.2).
+//! Turns on a storage path: only some processes of the node use the path at a time, by default one (MLP-Offload section
+//! 3.2).
 //!
 //! Invariants:
 //! - In a round, transfers to a path wait at the path's gate until this process has its turn, or its timeout passes.
@@ -6,7 +7,8 @@
 //! - A process keeps its turn while no other process waits. When one does, this process closes the gate, finishes the
 //!   transfers that have passed it, and gives the turn up.
 //! - A turn depends only on the path's own transfers, so processes never wait for each other in a cycle.
-//! - At most one live process holds the turn of a path: the holder has the file lock on `turn`.
+//! - At most as many live processes hold a turn of a path as the path has turns: a holder has the file lock on one of
+//!   the files `turn-N`. All processes pass the same number of turns; else a process never uses more than its own.
 //! - Turns are granted in ticket order, so a process waits for at most one turn of each other process.
 //! - The end of a turn unlocks its file, also while a child that was forked during the turn has the descriptor.
 //! - The kernel releases the locks of a dead process, so its turn or its place in the queue ends at once. Exception: a
@@ -21,7 +23,7 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `turn` | empty; locked by the process that has the turn |
+//! | `turn-N` | empty; one per turn, locked by the process that has it |
 //! | `desk` | the last ticket; locked while a ticket is drawn |
 //! | `slot-N` | one per process, locked while the process lives; its ticket, or 0 if it is not waiting |
 #![forbid(unsafe_code)]
@@ -67,16 +69,17 @@ struct DeviceTurn {
 }
 
 impl PathArbiter {
-    /// Joins the queues of the shared paths of `tier`. A turn is awaited for at most `turn_timeout`.
-    pub fn new(tier: &Tier, turn_timeout: Duration) -> PathArbiter {
+    /// Joins the queues of the shared paths of `tier`, of which `turns` processes use one at a time. A turn is awaited for
+    /// at most `turn_timeout`. Without turns all paths are always open.
+    pub fn new(tier: &Tier, turns: u32, turn_timeout: Duration) -> PathArbiter {
         let mut queues: Vec<(TurnQueue, Vec<Weak<Volume>>)> = Vec::new();
         for volume in tier.volumes.iter().flatten() {
             let name = volume.name();
             // Memory belongs to this process alone, and an object store serves all processes at once.
-            if !volume.lasts() || is_address(&name) {
+            if turns == 0 || !volume.lasts() || is_address(&name) {
                 continue;
             }
-            let queue = match TurnQueue::join(Path::new(&name), None) {
+            let queue = match TurnQueue::join(Path::new(&name), turns, None) {
                 Ok(queue) => queue,
                 // Turns only improve bandwidth: without them every process uses the path at any time.
                 Err(error) => {
@@ -98,11 +101,6 @@ impl PathArbiter {
         };
         let devices = queues.into_iter().map(device).collect();
         PathArbiter { devices, opener: OpeningProcess::current() }
-    }
-
-    /// An arbiter without turns: all paths are always open.
-    pub fn without_turns() -> PathArbiter {
-        PathArbiter { devices: Vec::new(), opener: OpeningProcess::current() }
     }
 
     /// Begins a round: closes the gates of paths with turns.
@@ -206,6 +204,7 @@ pub struct TurnQueue {
     dir: PathBuf,
     files: PrivateDirectory,
     name: String,
+    turns: u32,
     slot: usize,
     mine: File,
     tickets: File,
@@ -313,9 +312,10 @@ impl TurnRequest {
 }
 
 impl TurnQueue {
-    /// Joins the queue of the device that holds `path`. `node` is a directory that all processes of this user on the
-    /// node share; `None` selects the default directory. Fails if 1024 processes are in the queue.
-    pub fn join(path: &Path, node: Option<&Path>) -> Result<TurnQueue> {
+    /// Joins the queue of the device that holds `path`, which `turns` processes use at a time. `node` is a directory that
+    /// all processes of this user on the node share; `None` selects the default directory. Fails if 1024 processes are in
+    /// the queue.
+    pub fn join(path: &Path, turns: u32, node: Option<&Path>) -> Result<TurnQueue> {
         let failed = |error: io::Error| Error::system("joining the queue of a path", &error);
         let about = fs::metadata(path).map_err(failed)?;
         let (place, all) = match node {
@@ -326,7 +326,7 @@ impl TurnQueue {
         let (dir, files) = (place.join(&queue), all.enter(&queue, true).map_err(failed)?);
         let tickets = shared_file(&files, "desk").map_err(failed)?;
         let (slot, mine) = free_slot(&files).map_err(failed)?;
-        Ok(TurnQueue { dir, files, name: path.display().to_string(), slot, mine, tickets })
+        Ok(TurnQueue { dir, files, name: path.display().to_string(), turns, slot, mine, tickets })
     }
 
     fn others_wait(&self) -> io::Result<bool> {
@@ -363,12 +363,15 @@ impl TurnQueue {
         if self.is_anyone_before(ticket)? {
             return Ok(None);
         }
-        let file = shared_file(&self.files, "turn")?;
-        match file.try_lock() {
-            Ok(()) => Ok(Some(HeldTurn { lock: file, opener: OpeningProcess::current() })),
-            Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(error)) => Err(error),
+        for turn in 0..self.turns {
+            let file = shared_file(&self.files, &format!("turn-{turn}"))?;
+            match file.try_lock() {
+                Ok(()) => return Ok(Some(HeldTurn { lock: file, opener: OpeningProcess::current() })),
+                Err(TryLockError::WouldBlock) => {}
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
         }
+        Ok(None)
     }
 
     fn is_anyone_before(&self, ticket: u64) -> io::Result<bool> {
@@ -436,9 +439,13 @@ fn given_directory(node: &Path) -> io::Result<(PathBuf, PrivateDirectory)> {
     Ok((node.to_path_buf(), GivenDirectory::open(node)?.into()))
 }
 
-/// Base directories for the queue. /dev/shm comes first: it is cleared at boot and local to the node. XDG_RUNTIME_DIR
-/// comes second: processes of one user that were started in different ways may lack it, and would use different queues.
+/// Base directories for the queue. `SPILLWAY_TURNS_DIR` names the only one, which containers of one node may share. Without
+/// it /dev/shm comes first: it is cleared at boot and local to the node. XDG_RUNTIME_DIR comes second: processes of one user
+/// that were started in different ways may lack it, and would use different queues.
 fn usual_places() -> Vec<PathBuf> {
+    if let Some(given) = environment::path("SPILLWAY_TURNS_DIR") {
+        return vec![given];
+    }
     let runtime = environment::path("XDG_RUNTIME_DIR").filter(|path| path.is_absolute());
     let memory = Path::new("/dev/shm");
     let base = match memory.is_dir() {

@@ -30,6 +30,7 @@ use super::storage::{
 };
 use crate::error::{Doing, Error, IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
+use crate::io::file::File;
 use crate::io::options::{Options as IoOptions, Request, Target};
 use crate::pool::region::{Backing, Region};
 use crate::pool::transfer_buffer::TransferBuffer;
@@ -104,6 +105,11 @@ impl Volume {
     /// Name of the path, for messages.
     pub fn name(&self) -> String {
         self.files.name().to_string()
+    }
+
+    /// The data file, to read from it.
+    pub(super) fn data_file(&self) -> &Arc<File> {
+        &self.data.reader
     }
 
     /// False if the data is lost when the process ends.
@@ -429,8 +435,8 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
             Some(opened) => opened,
             None => return Ok(None),
         },
-        PathLocation::Memory if !make => return Ok(None),
-        PathLocation::Memory => (Box::new(MemoryStorage::new()?), Engine::open(io)?),
+        PathLocation::Memory(_) if !make => return Ok(None),
+        PathLocation::Memory(node) => (Box::new(MemoryStorage::new(*node)?), Engine::open(io)?),
         #[cfg(test)]
         PathLocation::Store(store) => match bucket::open_in_memory(store, &options.owner, io, make)? {
             Some(opened) => opened,

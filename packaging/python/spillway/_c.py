@@ -111,6 +111,9 @@ TIER_DURABILITY_FULL = 2
 TIER_PATH_KIND_DIRECTORY = 0
 TIER_PATH_KIND_MEMORY = 1
 
+# spw_tier_path_flag
+TIER_PATH_FLAG_NODE = 1
+
 # spw_tier_flag
 TIER_FLAG_DEGRADED = 1
 TIER_FLAG_NO_DIRECT = 2
@@ -128,6 +131,7 @@ SWAP_FLAG_NO_LOCK = 2
 SWAP_FLAG_NO_TURNS = 4
 SWAP_FLAG_SPLIT_MASTER = 8
 SWAP_FLAG_BF16_MOMENTS = 16
+SWAP_FLAG_BIND_NODE = 32
 
 # spw_swap_begin_flag
 SWAP_BEGIN_FLAG_SPECULATIVE = 1
@@ -470,6 +474,8 @@ class TierPath(Given):
         ("directory", c_char_p),
         ("limit_bytes", c_uint64),
         ("reserve_bytes", c_uint64),
+        ("flags", c_uint32),
+        ("node", c_uint32),
     ]
 
 
@@ -610,6 +616,8 @@ class SwapOptions(Given):
         ("ratio", POINTER(c_double)),
         ("speeds", POINTER(c_double)),
         ("turn_timeout_ms", c_uint64),
+        ("turns", c_uint32),
+        ("node", c_uint32),
     ]
 
 

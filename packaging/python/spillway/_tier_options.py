@@ -16,6 +16,7 @@ MODES = {"auto": _abi.TIER_MODE_AUTO, "create": _abi.TIER_MODE_CREATE, "resume":
 DURABILITIES = {"data": _abi.TIER_DURABILITY_DATA, "process": _abi.TIER_DURABILITY_PROCESS, "full": _abi.TIER_DURABILITY_FULL}
 BACKENDS = {"auto": _abi.IO_BACKEND_AUTO, "uring": _abi.IO_BACKEND_URING, "threads": _abi.IO_BACKEND_THREADS}
 _DEGRADED = _abi.TIER_FLAG_DEGRADED
+_NODE = _abi.TIER_PATH_FLAG_NODE
 _DIRECTORY, _MEMORY = _abi.TIER_PATH_KIND_DIRECTORY, _abi.TIER_PATH_KIND_MEMORY
 
 
@@ -34,7 +35,8 @@ def _path(given: Any) -> Any:
     kind, directory = (_MEMORY, None) if path.directory is None else (_DIRECTORY, os.fsencode(path.directory))
     if b"\0" in (directory or b""):
         raise InvalidArgumentError(f"Tier: the path {path.directory!r} contains a NUL; pass a directory")
-    return _abi.TierPath(ctypes.sizeof(_abi.TierPath), kind, directory, path.limit_bytes, path.reserve_bytes)
+    flags, node = (0, 0) if path.node is None else (_NODE, _arguments.unsigned("Tier: node", path.node, 32))
+    return _abi.TierPath(ctypes.sizeof(_abi.TierPath), kind, directory, path.limit_bytes, path.reserve_bytes, flags, node)
 
 
 def number(value: int, argument: str, most: int = (1 << 64) - 1) -> int:

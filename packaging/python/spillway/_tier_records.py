@@ -13,6 +13,7 @@ class TierPath(NamedTuple):
         directory: A directory, "s3://BUCKET/PREFIX" for an object store, or None for memory of this process.
         limit_bytes: Largest size of the path's data file; 0: no limit.
         reserve_bytes: Bytes that are allocated at open.
+        node: For memory: the NUMA node whose memory is used while it has some; None: any.
 
     Example:
         spillway.Tier([TierPath("/mnt/nvme", limit_bytes=1 << 40), "/mnt/pfs"], job="run7")"""
@@ -20,6 +21,7 @@ class TierPath(NamedTuple):
     directory: str | os.PathLike[str] | None
     limit_bytes: int = 0
     reserve_bytes: int = 0
+    node: int | None = None
 
 
 class Steps(NamedTuple):

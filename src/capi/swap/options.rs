@@ -16,8 +16,9 @@ pub enum spw_swap_flag {
     SPW_SWAP_FLAG_NO_HUGE_PAGES = 1,
     /// Do not lock the memory (mlock).
     SPW_SWAP_FLAG_NO_LOCK = 2,
-    /// Use the paths without taking turns. Without this flag, only one of the node's processes of one user uses a
+    /// Use the paths without taking turns. Without this flag, only `turns` of the node's processes of one user use a
     /// device at a time, and the others use other devices first (MLP-Offload section 3.2). Only directories have turns.
+    /// Processes see each other through files in /dev/shm, or in the directory that SPILLWAY_TURNS_DIR names.
     SPW_SWAP_FLAG_NO_TURNS = 4,
     /// Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 2 bytes
     /// fewer per parameter on the tier and in memory. A subgroup with too many values that cannot be split still takes
@@ -30,9 +31,12 @@ pub enum spw_swap_flag {
     /// `spw_swap_fill` and `spw_swap_write` round to nearest even. A tier that holds moments of the other type is
     /// SPW_ERR_INVALID_ARGUMENT.
     SPW_SWAP_FLAG_BF16_MOMENTS = 16,
+    /// Allocate the buffers on NUMA node `node`. If the node is refused, or has less free memory than they need, the log
+    /// gets a warning and the memory may come from any node.
+    SPW_SWAP_FLAG_BIND_NODE = 32,
 }
 
-c_struct! { first 56;
+c_struct! { first 64;
 /// Settings of a tiered update.
 pub struct spw_swap_options {
     /// Sum of `spw_swap_flag`.
@@ -44,14 +48,19 @@ pub struct spw_swap_options {
     pub elements: In<u64>,
     /// Number of subgroups, at most 2^20.
     pub subgroups: u64,
-    /// Each path's share of the state, in any unit, one entry per path of the tier. NULL: equal until the first
-    /// update has measured the bandwidths, then in proportion to them (MLP-Offload Eq. 1).
+    /// Each path's share of the state, in any unit, one entry per path of the tier. NULL: in proportion to the measured
+    /// bandwidths (MLP-Offload Eq. 1).
     pub ratio: In<f64>,
-    /// Initial estimate of each path's bandwidth, in bytes per second. NULL: equal until the first update has measured
-    /// it.
+    /// Initial estimate of each path's bandwidth, in bytes per second. NULL: in proportion to the state that the tier
+    /// holds. Without any it is equal, and the first writes of state measure it.
     pub speeds: In<f64>,
     /// Milliseconds that a process waits for its turn on a path before it proceeds without the turn; 0: 30000.
     pub turn_timeout_ms: u64,
+    /// Number of processes that use a device at a time; 0: one. A device that one process does not fill serves more.
+    /// All processes of a device pass the same number.
+    pub turns: u32,
+    /// NUMA node, used with SPW_SWAP_FLAG_BIND_NODE.
+    pub node: u32,
 }
 }
 
@@ -107,7 +116,7 @@ const MAX_SUBGROUPS: u64 = 1 << 20;
 
 pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Result<SwapOptions> {
     let raw = options.read("options")?;
-    abi_struct::flags("options.flags", raw.flags, 31)?;
+    abi_struct::flags("options.flags", raw.flags, 63)?;
     if raw.subgroups > MAX_SUBGROUPS {
         let reason = format!("is {}, but the limit is {MAX_SUBGROUPS}", raw.subgroups);
         return Err(Error::invalid("options.subgroups", reason));
@@ -125,10 +134,14 @@ pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Res
             moments: if raw.flags & 16 == 0 { Moments::F32 } else { Moments::Bf16 },
         },
         memory_budget: raw.memory_budget,
-        backing: Backing { huge: raw.flags & 1 == 0, lock: raw.flags & 2 == 0, node: None },
+        backing: Backing {
+            huge: raw.flags & 1 == 0,
+            lock: raw.flags & 2 == 0,
+            node: (raw.flags & 32 != 0).then_some(raw.node),
+        },
         ratio: of_paths(raw.ratio, "options.ratio")?,
         speeds: of_paths(raw.speeds, "options.speeds")?.unwrap_or_default(),
-        exclusive: raw.flags & 4 == 0,
+        turns: if raw.flags & 4 == 0 { raw.turns.max(1) } else { 0 },
         turn_timeout,
     })
 }

@@ -59,7 +59,16 @@ pub enum spw_tier_flag {
     SPW_TIER_FLAG_AT_STEP = 4,
 }
 
-c_struct! { first 32;
+/// Flags of a path, combined by addition.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_tier_path_flag {
+    /// Take the memory of SPW_TIER_PATH_KIND_MEMORY from NUMA node `node` while it has some, and then from other nodes. A
+    /// refused node gives a warning in the log.
+    SPW_TIER_PATH_FLAG_NODE = 1,
+}
+
+c_struct! { first 40;
 /// One path of a tier. All paths of an array have the same `struct_size`.
 pub struct spw_tier_path {
     /// `spw_tier_path_kind`
@@ -80,6 +89,10 @@ pub struct spw_tier_path {
     pub limit_bytes: u64,
     /// Initial bytes of the data file.
     pub reserve_bytes: u64,
+    /// Sum of `spw_tier_path_flag`.
+    pub flags: u32,
+    /// NUMA node, used with SPW_TIER_PATH_FLAG_NODE.
+    pub node: u32,
 }
 }
 
@@ -165,9 +178,14 @@ fn parse_paths(raw: &spw_tier_options) -> Result<Vec<PathOptions>> {
         return Err(Error::invalid("options.paths", reason));
     }
     let parse = |one: &spw_tier_path| {
+        abi_struct::flags("flags", one.flags, 1)?;
+        let node = (one.flags == 1).then_some(one.node);
         let place = match one.kind {
+            0 if node.is_some() => {
+                return Err(Error::invalid("flags", "ask for a NUMA node, but the path is not in memory"));
+            }
             0 => PathLocation::of(one.directory.path("directory")?.to_path_buf()),
-            1 if one.directory.is_null() => PathLocation::Memory,
+            1 if one.directory.is_null() => PathLocation::Memory(node),
             1 => return Err(Error::invalid("directory", "is set, but the path is in memory: set NULL")),
             other => return Err(Error::invalid("kind", format!("{other} is not an spw_tier_path_kind"))),
         };

@@ -66,6 +66,7 @@ impl Swap {
         }
         self.arbiter.begin();
         let outcome = self.flush(subgroup, slot, false).and_then(|()| self.collect_all());
+        self.traffic.end_part();
         self.note(outcome)
     }
 

@@ -60,12 +60,13 @@ pub struct SwapOptions {
     pub memory_budget: u64,
     /// Kind of memory to allocate.
     pub backing: Backing,
-    /// Share of each path; `None`: equal until the first update, then derived from measured bandwidth.
+    /// Share of each path; `None`: derived from measured bandwidth.
     pub ratio: Option<Vec<f64>>,
-    /// Initial bandwidth of each path, in bytes per second; empty if unknown.
+    /// Initial bandwidth of each path, in bytes per second. Empty: as stored states are divided; of a new tier all are
+    /// equal, until the first writes show them.
     pub speeds: Vec<f64>,
-    /// Processes of this node take turns on each path.
-    pub exclusive: bool,
+    /// Number of processes of this node that use a device at a time; 0: any.
+    pub turns: u32,
     /// How long a process waits for its turn on a path before it uses the path without one.
     pub turn_timeout: Duration,
 }
@@ -150,10 +151,7 @@ impl Swap {
         let slots = Slots::open(&budget, options.usual, options.backing)?;
         let traffic = Traffic::new(&tier, options)?;
         let timeline = Timeline::new(budget.buffers, options.subgroups.len())?;
-        let arbiter = match options.exclusive {
-            true => PathArbiter::new(&tier, options.turn_timeout),
-            false => PathArbiter::without_turns(),
-        };
+        let arbiter = PathArbiter::new(&tier, options.turns, options.turn_timeout);
         // Last: a failure before this line leaves the tier unchanged.
         let extents = Extents::define(&tier, &options.subgroups, options.usual)?;
         Ok(Swap {
@@ -328,6 +326,9 @@ impl Swap {
                 self.timeline.start(Work::Step, slot, subgroup, Vec::new());
                 work.step(subgroup, self.slots.state(slot, elements)?)?;
                 self.timeline.end(slot);
+                if source == Source::Nothing {
+                    self.traffic.end_part();
+                }
                 if work.keeps_state() {
                     self.pipeline.passed(slot);
                     self.refresh_slot(slot);

@@ -58,7 +58,7 @@ const UNITS_PER_SUBGROUP: u64 = 128;
 /// Properties of a path before the first round.
 #[derive(Debug, Clone, Copy)]
 pub struct PathPlan {
-    /// Bytes per second: the smaller of read and write bandwidth, from a hint or a measurement.
+    /// Bytes per second: the smaller of read and write bandwidth, as the caller knows it, or a share in any unit.
     pub speed: f64,
     /// Maximal bytes that the path may store.
     pub capacity: u64,
@@ -309,10 +309,21 @@ impl SubgroupPlacement {
         }
     }
 
+    /// Ends a part of the first writes, if it was long enough to re-estimate the speeds.
+    pub fn end_part(&mut self) {
+        if self.longest() >= SPAN {
+            self.end_round();
+        }
+    }
+
+    fn longest(&self) -> f64 {
+        self.paths.iter().map(|path| path.seen.busy).fold(0.0, f64::max)
+    }
+
     /// Ends a round: re-estimates the speeds from the observed transfers. Rounds shorter than `SPAN` are combined.
     pub fn end_round(&mut self) {
         self.count_anew();
-        let longest = self.paths.iter().map(|path| path.seen.busy).fold(0.0, f64::max);
+        let longest = self.longest();
         if self.fixed || longest < SPAN {
             return;
         }

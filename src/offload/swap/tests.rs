@@ -34,7 +34,7 @@ fn options(subgroups: &[u64], memory_budget: u64) -> SwapOptions {
         backing: backing(),
         ratio: None,
         speeds: Vec::new(),
-        exclusive: false,
+        turns: 0,
         turn_timeout: Duration::from_secs(10),
     }
 }
@@ -76,7 +76,7 @@ fn on_disks(disks: &[Disk], faults: [Faults; 2]) -> TierOptions {
 
 #[test]
 fn a_tier_has_one_update_at_a_time() {
-    let tier = tier_in(vec![PathLocation::Memory], Mode::Create);
+    let tier = tier_in(vec![PathLocation::Memory(None)], Mode::Create);
     let open = || Swap::open(Arc::clone(&tier), &options(&SIZES, 1 << 24));
     let first = open().unwrap();
     assert!(matches!(open(), Err(Error::Busy(_))));
@@ -88,7 +88,7 @@ fn a_tier_has_one_update_at_a_time() {
 
 #[test]
 fn an_open_that_fails_leaves_the_tier_as_it_was() {
-    let tier = tier_in(vec![PathLocation::Memory], Mode::Auto);
+    let tier = tier_in(vec![PathLocation::Memory(None)], Mode::Auto);
     let bad = SwapOptions { ratio: Some(vec![f64::NAN]), ..options(&[1000, 2000], 1 << 20) };
     let error = Swap::open(Arc::clone(&tier), &bad).err().unwrap().to_string();
     assert!(error.starts_with("ratio"), "{error}");
@@ -232,7 +232,7 @@ const SIZES: [u64; 9] = [5000, 0, 1, 12_345, 70_000, 4096, 3, 33_333, 20_000];
 fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
     let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     for (memory_budget, places) in [(3, 1), (4, 2), (7, 3), (100, 2)] {
-        let tier = tier_in((0..places).map(|_| PathLocation::Memory).collect(), Mode::Create);
+        let tier = tier_in((0..places).map(|_| PathLocation::Memory(None)).collect(), Mode::Create);
         let mut swap = Swap::open(tier, &options(&SIZES, memory_budget * buffer)).unwrap();
         assert!(!swap.filled().unwrap());
         swap.fill(first_state).unwrap();
@@ -257,7 +257,7 @@ fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
 #[test]
 fn a_rollback_leads_to_the_last_commit_and_on_to_the_same_bits() {
     let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
-    let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
+    let tier = tier_in(vec![PathLocation::Memory(None), PathLocation::Memory(None)], Mode::Create);
     let mut swap = Swap::open(tier, &options(&SIZES, 5 * buffer)).unwrap();
     swap.fill(first_state).unwrap();
     for step in 1..=3 {
@@ -310,7 +310,7 @@ fn a_process_that_ends_after_a_commit_is_taken_up_there() {
 #[test]
 fn few_subgroups_are_striped_and_the_cache_saves_what_it_promised() {
     let sizes = [100_000; 4];
-    let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
+    let tier = tier_in(vec![PathLocation::Memory(None), PathLocation::Memory(None)], Mode::Create);
     let mut options = options(&sizes, 3 * (1 << 30));
     options.ratio = Some(vec![3.0, 1.0]);
     options.memory_budget = 3 * budget::plan(&sizes, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
@@ -339,7 +339,7 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
                 tier.world = 3;
                 tier.block_bytes = 16 << 10;
                 let mut options = options(&SIZES, 4 * buffer);
-                options.exclusive = true;
+                options.turns = 1;
                 let mut swap = Swap::open(Arc::new(Tier::open(tier).unwrap()), &options).unwrap();
                 swap.fill(first_state).unwrap();
                 for step in 1..=STEPS {
@@ -363,13 +363,13 @@ fn whoever_waits_for_one_path_uses_the_other() {
         Mode::Create,
     );
     let mut options = options(&SIZES, 4 * buffer);
-    (options.exclusive, options.turn_timeout) = (true, Duration::from_secs(600));
+    (options.turns, options.turn_timeout) = (1, Duration::from_secs(600));
     options.ratio = Some(vec![1.0, 1.0]);
     let mut swap = Swap::open(Arc::clone(&tier), &options).unwrap();
     swap.fill(first_state).unwrap();
     swap.commit(0, b"").unwrap();
     let mut other =
-        TurnRequest::new(TurnQueue::join(dirs[0].path(), None).unwrap(), Duration::from_secs(600));
+        TurnRequest::new(TurnQueue::join(dirs[0].path(), 1, None).unwrap(), Duration::from_secs(600));
     while !other.poll().unwrap() {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -395,7 +395,7 @@ fn whoever_waits_for_one_path_uses_the_other() {
 fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback() {
     let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     for buffers in [3, 5, 100] {
-        let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
+        let tier = tier_in(vec![PathLocation::Memory(None), PathLocation::Memory(None)], Mode::Create);
         let mut swap = Swap::open(tier, &options(&SIZES, buffers * buffer)).unwrap();
         swap.fill(first_state).unwrap();
         let step = |swap: &mut Swap, step| {

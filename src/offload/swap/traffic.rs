@@ -14,7 +14,7 @@ use crate::error::{Error, IoKind, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::tier::extent::Shape;
 use crate::tier::turns::PathArbiter;
-use crate::tier::{self, Health, Tier};
+use crate::tier::{self, Health, PathReport, Tier};
 
 /// Direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,16 +64,16 @@ pub(super) struct Traffic {
 impl Traffic {
     pub(super) fn new(tier: &Tier, options: &SwapOptions) -> Result<Traffic> {
         let paths = tier.paths();
-        let speed = |path: usize| options.speeds.get(path).copied().unwrap_or(1e9);
-        let plans: Vec<PathPlan> = paths
-            .iter()
-            .enumerate()
-            .map(|(path, info)| {
-                // Capacity is for two versions of the state; on a resumed tier one of them is already stored.
-                let used = info.file_bytes.saturating_sub(info.free);
-                PathPlan { speed: speed(path), capacity: used.saturating_add(info.room) / 2 }
-            })
-            .collect();
+        let speeds = match options.speeds.is_empty() {
+            true => first_speeds((0..paths.len()).map(|path| tier.blocks_on(path as u32)).collect()),
+            false => options.speeds.clone(),
+        };
+        let plan = |(info, speed): (&PathReport, &f64)| {
+            // Capacity is for two versions of the state; on a resumed tier one of them is already stored.
+            let used = info.file_bytes.saturating_sub(info.free);
+            PathPlan { speed: *speed, capacity: used.saturating_add(info.room) / 2 }
+        };
+        let plans: Vec<PathPlan> = paths.iter().zip(&speeds).map(plan).collect();
         let block = tier.block_bytes();
         let mut pieces = Vec::new();
         let mut units = Vec::new();
@@ -216,6 +216,20 @@ impl Traffic {
         self.observe_bandwidth(tier);
         self.placement.end_round();
     }
+
+    /// Ends a part of a fill, so that the first states show the speeds by which the others are divided.
+    pub(super) fn end_part(&mut self) {
+        self.placement.end_part();
+    }
+}
+
+/// Speeds of paths that no transfer has shown yet. States that are stored already were divided by speed, so each path gets
+/// its share as speed, and one without any the mean of the others. All speeds are equal without stored states. The values
+/// are far below real ones: the first transfers replace all of them by what they show.
+fn first_speeds(blocks: Vec<u64>) -> Vec<f64> {
+    let used = blocks.iter().filter(|blocks| **blocks > 0).count();
+    let mean = blocks.iter().sum::<u64>() as f64 / used.max(1) as f64;
+    blocks.into_iter().map(|blocks| if blocks > 0 { blocks as f64 / mean } else { 1.0 }).collect()
 }
 
 /// Divides an extent among paths at block boundaries, as close as possible to the units that each path takes. The last
@@ -241,4 +255,16 @@ fn no_room(subgroup: usize, failed: usize) -> Error {
     Error::LimitReached(format!(
         "no usable path has room for subgroup {subgroup}{failed}; free space, or raise the limit of a path"
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::first_speeds;
+
+    #[test]
+    fn speeds_are_at_first_as_stored_states_are_divided() {
+        assert_eq!(first_speeds(vec![0, 0]), [1.0, 1.0]);
+        assert_eq!(first_speeds(vec![30, 10]), [1.5, 0.5]);
+        assert_eq!(first_speeds(vec![30, 0, 10]), [1.5, 1.0, 0.5], "a path that is new");
+    }
 }

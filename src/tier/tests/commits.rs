@@ -190,7 +190,7 @@ fn read_both(tier: &Tier) -> (Vec<Memory>, Vec<u64>) {
 fn a_commit_without_a_usable_path_names_the_durable_paths() {
     let disks = disks();
     let mut options = on_disks(&disks, &[]);
-    options.paths.insert(0, PathOptions { location: PathLocation::Memory, limit: None, reserve: 0 });
+    options.paths.insert(0, PathOptions { location: PathLocation::Memory(None), limit: None, reserve: 0 });
     let tier = Tier::open(options).unwrap();
     (1..=disks.len()).for_each(|path| tier.set_health(path as u32, Health::Failed, "as if").unwrap());
     let Err(Error::Io(error)) = tier.commit(1, &[]) else { panic!("committed to memory") };

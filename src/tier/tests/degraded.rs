@@ -63,7 +63,11 @@ fn memory_is_a_path_whose_extents_are_lost_with_the_process() {
     let (_dir, bases) = bases();
     let with_memory = || {
         let mut options = options(&bases[..1]);
-        options.paths.push(PathOptions { location: PathLocation::Memory, limit: Some(1 << 20), reserve: 0 });
+        options.paths.push(PathOptions {
+            location: PathLocation::Memory(None),
+            limit: Some(1 << 20),
+            reserve: 0,
+        });
         options
     };
     let tier = Tier::open(with_memory()).unwrap();

@@ -13,7 +13,7 @@ use super::*;
 const LONG: Duration = Duration::from_secs(60);
 
 fn claim_with(dir: &Path, node: &Path, timeout: Duration) -> TurnRequest {
-    TurnRequest::new(TurnQueue::join(dir, Some(node)).unwrap(), timeout)
+    TurnRequest::new(TurnQueue::join(dir, 1, Some(node)).unwrap(), timeout)
 }
 
 fn claim(dir: &Path) -> TurnRequest {
@@ -75,6 +75,28 @@ fn a_latecomer_does_not_pass_those_who_wait() {
     assert!(!holder.poll().unwrap() && holder.queue.others_wait().is_ok_and(|wait| !wait));
     late.release();
     assert!(holder.poll().unwrap());
+}
+
+#[test]
+fn a_path_of_two_turns_has_two_holders_and_the_next_waits_for_either() {
+    let dir = tempfile::tempdir().unwrap();
+    let claim_of = |turns| {
+        TurnRequest::new(TurnQueue::join(dir.path(), turns, Some(&dir.path().join("node"))).unwrap(), LONG)
+    };
+    let [mut one, mut other, mut third, mut fourth] = [2, 2, 2, 2].map(claim_of);
+    assert!(one.poll().unwrap() && other.poll().unwrap());
+    assert!(!third.poll().unwrap() && !fourth.poll().unwrap() && one.others_wait().unwrap());
+    other.release();
+    assert!(!fourth.poll().unwrap(), "the third process asked first");
+    assert!(third.poll().unwrap() && !fourth.poll().unwrap());
+    one.release();
+    assert!(fourth.poll().unwrap());
+    // A process that was opened with one turn waits for the first one.
+    third.release();
+    let mut single = claim_of(1);
+    assert!(!single.poll().unwrap());
+    fourth.release();
+    assert!(single.poll().unwrap());
 }
 
 #[test]
@@ -228,10 +250,10 @@ fn a_planted_link_to_a_file_is_not_written_through() {
         let path = queue.join(name);
         fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink(&precious, &path).unwrap();
-        assert!(TurnQueue::join(dir.path(), Some(&dir.path().join("node"))).is_err());
+        assert!(TurnQueue::join(dir.path(), 1, Some(&dir.path().join("node"))).is_err());
         fs::remove_file(&path).unwrap();
         fs::hard_link(&precious, &path).unwrap();
-        assert!(TurnQueue::join(dir.path(), Some(&dir.path().join("node"))).is_err());
+        assert!(TurnQueue::join(dir.path(), 1, Some(&dir.path().join("node"))).is_err());
         fs::remove_file(&path).unwrap();
     }
     assert_eq!(fs::read(&precious).unwrap(), b"eight bytes and more");
@@ -260,7 +282,7 @@ fn a_wait_needs_no_other_thread_to_take_the_turn() {
     let dir = tempfile::tempdir().unwrap();
     let owner = Owner { job: "run".to_string(), host: "node".to_string(), rank: 0 };
     let tier = Tier::open(TierOptions::new(owner, [dir.path().to_path_buf()])).unwrap();
-    let arbiter = PathArbiter::new(&tier, LONG);
+    let arbiter = PathArbiter::new(&tier, 1, LONG);
     let (extent, memory) = (tier.define("one", &[8192]).unwrap(), Scratch::new(8192).unwrap());
     for _ in 0..3 {
         arbiter.begin();

@@ -156,12 +156,10 @@ class Block(_Strict):
         )
     )
     ratio: _Numbers | None = _setting(
-        None, _PER_PATH, "Share of each path in the state; without it equal at first, then in proportion to the measured bandwidths."
+        None, _PER_PATH, "Share of each path in the state; without it in proportion to the measured bandwidths."
     )
     speeds: _Numbers | None = _setting(
-        None,
-        _PER_PATH,
-        "First estimates of the paths' bandwidths, in bytes per second, which divide the state until the first step has measured them.",
+        None, _PER_PATH, "First estimates of the paths' bandwidths, in bytes per second; without them the first writes measure them."
     )
     cache_bytes: _Count = _setting(
         0, _BYTES, "Host memory for parts that stay in memory between steps, in addition to the transfer buffers."
@@ -235,7 +233,11 @@ class Block(_Strict):
         "goes on. It loads with the same sub-groups, part_elements and number of ranks.",
     )
     snapshot_bytes_per_second: _Count = _setting(0, _BYTES, "Most bytes per second that a snapshot of a rank writes; 0: no limit.")
-    turns: bool = _setting(True, _BOOLEAN, "One process of a user at a time transfers the state of a step on a device; see tier.md.")
+    turns: _Slots = _setting(
+        1,
+        "a number of processes, an integer from 0 to 4294967295",
+        "Processes of a user that transfer the state of a step on a device at a time; 0: any. See tier.md.",
+    )
     pin_memory: bool = _setting(True, _BOOLEAN, "Page-locked buffers in 2 MiB pages.")
     io_timeout_seconds: _Timeout = _setting(
         0.0,

@@ -61,11 +61,7 @@ class TierOptions(NamedTuple):
         durability: What a commit survives: "data" a power failure; "process" only the end of the process; "full" like "data", and also
             syncs directories.
         part_elements: Number of elements of a subgroup of a new tier; None: 4 Mi, or less to fit the memory budget.
-        ratio: Share of each path in the states; None: equal at first, then in proportion to the
-            measured bandwidths.
-        speeds: First estimates of the paths' bandwidths, in bytes per second, which divide the states until the first step has
-            measured them; None: equal.
-        turns: Wait for the turns of other processes before using a path.
+        ratio, speeds, turns: As for spillway.Swap.
         pin_memory: Lock the buffers' pages in memory.
         io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds."""
 
@@ -79,7 +75,7 @@ class TierOptions(NamedTuple):
     part_elements: int | None = None
     ratio: Sequence[float] | None = None
     speeds: Sequence[float] | None = None
-    turns: bool = True
+    turns: int = 1
     pin_memory: bool = True
     io_timeout: float = 0.0
 
@@ -121,7 +117,7 @@ def _check_tier(options: Any) -> None:
         "part_elements": (whole(options.part_elements, 1), "a number of elements from 1 on, or None"),
         "ratio": (reals(options.ratio), "a list of numbers, or None"),
         "speeds": (reals(options.speeds), "a list of numbers, or None"),
-        "turns": (isinstance(options.turns, bool), "True or False"),
+        "turns": (whole(options.turns, 0), "a number of processes, or 0 for no turns"),
         "pin_memory": (isinstance(options.pin_memory, bool), "True or False"),
         "io_timeout": (real(options.io_timeout) and 0 <= options.io_timeout < 2**31, "seconds, a number from 0 on"),
     }

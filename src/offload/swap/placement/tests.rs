@@ -192,6 +192,21 @@ impl Sim {
         self.now - began
     }
 
+    /// Writes the first states, one subgroup at a time. Returns the share of the first path in the newest states.
+    fn fill(&mut self, placement: &mut SubgroupPlacement) -> f64 {
+        let mut share = 0.0;
+        for subgroup in 0..self.subgroups {
+            let units = subgroup * self.pieces..(subgroup + 1) * self.pieces;
+            let homes: Vec<usize> =
+                units.map(|unit| placement.flush(unit).expect("a path with room")).collect();
+            self.push(subgroup, Direction::Flush, &homes);
+            while self.finish_next(placement).is_some() {}
+            placement.end_part();
+            share = homes.iter().filter(|home| **home == 0).count() as f64 / self.pieces as f64;
+        }
+        share
+    }
+
     /// Ends the next transfer and returns it; `None` if no transfer is in flight.
     fn finish_next(&mut self, placement: &mut SubgroupPlacement) -> Option<Transfer> {
         let servers = (0..self.paths.len()).flat_map(|path| [(path, 0), (path, 1)]);
@@ -259,6 +274,18 @@ fn steady_paths_finish_at_the_optimum_and_almost_nothing_moves() {
             assert_settled(&sim.run(&mut placement, 40), &format!("{kind:?}, {speeds:?}"));
             let moves = (placement.moved() - moved) as f64 / (sim.units() * 40) as f64;
             assert!(moves < 0.02, "{kind:?}, {speeds:?}: {moves} of the flushes moved");
+        }
+    }
+}
+
+#[test]
+fn the_first_writes_show_how_to_divide_the_later_ones() {
+    for kind in KINDS {
+        for (speeds, wanted) in [([5.0 * GB, 1.0 * GB], 5.0 / 6.0), ([0.4 * GB, 0.24 * GB], 0.625)] {
+            let mut sim = Sim::new(kind, &speeds, 0.05);
+            let mut placement = sim.placed(&[1.0, 1.0]);
+            let share = sim.fill(&mut placement);
+            assert!((share / wanted - 1.0).abs() < 0.1, "{kind:?}, {speeds:?}: {share}");
         }
     }
 }

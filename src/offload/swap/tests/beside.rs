@@ -224,7 +224,7 @@ fn the_statistics_and_hits_are_those_of_a_blocking_update() {
 /// What another caller committed or rolled back would be of two steps.
 #[test]
 fn only_the_update_commits_and_rolls_back_what_it_changed() {
-    let tier = tier_in(vec![PathLocation::Memory], Mode::Create);
+    let tier = tier_in(vec![PathLocation::Memory(None)], Mode::Create);
     let beside = open_on(Arc::clone(&tier), &SIZES, Encoding::FULL, 4);
     let reference = Reference::new(&SIZES);
     let refused = |refused: fn(&Error) -> bool| {
@@ -260,7 +260,7 @@ fn only_the_update_commits_and_rolls_back_what_it_changed() {
 
 #[test]
 fn calls_that_an_update_does_not_allow_change_nothing() {
-    let beside = open_on(tier_in(vec![PathLocation::Memory], Mode::Create), &SIZES, Encoding::FULL, 4);
+    let beside = open_on(tier_in(vec![PathLocation::Memory(None)], Mode::Create), &SIZES, Encoding::FULL, 4);
     let mut reference = Reference::new(&SIZES);
     beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
     let is = |outcome: Result<()>, expected: RoundError| {

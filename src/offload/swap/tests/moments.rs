@@ -11,7 +11,7 @@ fn a_run_with_bf16_moments_has_the_bits_of_a_run_in_memory() {
     for (usual, buffers, bytes) in
         [(BF16, 3, 8), (BF16, 6, 8), (BF16, 100, 8), (BF16_SPLIT, 4, 6), (BF16_SPLIT, 100, 6)]
     {
-        let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
+        let tier = tier_in(vec![PathLocation::Memory(None), PathLocation::Memory(None)], Mode::Create);
         let mut swap = Swap::open(Arc::clone(&tier), &options_of(usual, buffers)).unwrap();
         swap.fill(first_state).unwrap();
         let (mut weights, parameters) = (split::copies(&in_memory(&SIZES, 0).0), SIZES.iter().sum::<u64>());
@@ -42,7 +42,7 @@ fn a_tier_with_moments_of_another_type_is_refused_with_both_names_and_left_as_it
         (BF16, Encoding::FULL, ["ask for f32", "stored with bf16"]),
         (Encoding::SPLIT, BF16, ["ask for bf16", "stored with f32"]),
     ] {
-        let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
+        let tier = tier_in(vec![PathLocation::Memory(None), PathLocation::Memory(None)], Mode::Create);
         let open = |usual| Swap::open(Arc::clone(&tier), &options_of(usual, 4));
         drop(open(other).unwrap());
         let mut swap = open(usual).unwrap();
@@ -60,7 +60,7 @@ fn a_tier_with_moments_of_another_type_is_refused_with_both_names_and_left_as_it
 /// What an import of states with the other moments leaves: the newest ones count, and the next commit removes the others.
 #[test]
 fn the_newest_moments_count() {
-    let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
+    let tier = tier_in(vec![PathLocation::Memory(None), PathLocation::Memory(None)], Mode::Create);
     let open = |usual| Swap::open(Arc::clone(&tier), &options_of(usual, 4));
     for (step, usual) in [(1, BF16), (2, Encoding::FULL), (3, BF16)] {
         // The states of an import are put by their names.
@@ -92,7 +92,7 @@ fn the_newest_moments_count() {
 /// One part from this element of a parameter on, on a subgroup of its own.
 fn stepped(rule: AdamRule, numbers: &[(u64, usize)]) -> Everything {
     let elements = numbers.iter().map(|(_, elements)| elements).sum::<usize>();
-    let tier = tier_in(vec![PathLocation::Memory], Mode::Create);
+    let tier = tier_in(vec![PathLocation::Memory(None)], Mode::Create);
     let usual = SwapOptions { usual: BF16, ..options(&[elements as u64], 1 << 26) };
     let mut swap = Swap::open(tier, &usual).unwrap();
     swap.fill(first_state).unwrap();

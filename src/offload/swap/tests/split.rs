@@ -23,7 +23,7 @@ fn split_options(buffers: u64) -> SwapOptions {
 }
 
 fn memory_tier() -> Arc<Tier> {
-    tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create)
+    tier_in(vec![PathLocation::Memory(None), PathLocation::Memory(None)], Mode::Create)
 }
 
 /// The expected state after `steps` steps, and the 16-bit weights that belong to it.
@@ -191,11 +191,8 @@ fn whole_masters_are_read_and_written_turn_by_turn() {
                 let mut tier = TierOptions::new(owner, dirs.iter().map(|dir| dir.path().to_path_buf()));
                 tier.world = 2;
                 tier.block_bytes = 16 << 10;
-                let options = SwapOptions {
-                    exclusive: true,
-                    ratio: Some(vec![1.0, 3.0]),
-                    ..split_options(3 + rank as u64)
-                };
+                let options =
+                    SwapOptions { turns: 1, ratio: Some(vec![1.0, 3.0]), ..split_options(3 + rank as u64) };
                 let mut swap = Swap::open(Arc::new(Tier::open(tier).unwrap()), &options).unwrap();
                 let mut now = expected(0).0;
                 swap.fill(start).unwrap();

@@ -67,6 +67,12 @@ VARIABLES = [
     ),
     (
         LIBRARY,
+        "SPILLWAY_TURNS_DIR",
+        "an existing directory; default: `/dev/shm`",
+        "Where processes of a user see each other that take turns on a device. Containers of one machine mount the same one.",
+    ),
+    (
+        LIBRARY,
         "SPILLWAY_IO",
         "`uring` or `threads`; default: io_uring where the system allows it",
         "Forces the I/O backend of every engine.",

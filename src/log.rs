@@ -137,10 +137,7 @@ impl Drop for Counted<'_> {
 
 /// Number of calls in flight in this process.
 fn count_of(word: u64) -> u64 {
-    match word >> 32 == u64::from(process::id()) {
-        true => word & u64::from(u32::MAX),
-        false => 0,
-    }
+    if word >> 32 == u64::from(process::id()) { word & u64::from(u32::MAX) } else { 0 }
 }
 
 #[cfg(test)]

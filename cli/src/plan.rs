@@ -162,7 +162,7 @@ pub fn run(options: &Options, json: bool) -> Result<()> {
 fn report(shape: &Shape, rates: &Rates, chosen: &Choice, found: &Bytes, serial: f64) -> Report {
     let fetched = shape.fetched_words();
     Report {
-        plan: letters(&chosen.plan),
+        plan: chosen.plan.letters(),
         subgroups: shape.count(),
         on_gpu: chosen.plan.count_on(Placement::Gpu),
         residents: chosen.plan.count_on(Placement::Resident),
@@ -178,15 +178,6 @@ fn report(shape: &Shape, rates: &Rates, chosen: &Choice, found: &Bytes, serial: 
     }
 }
 
-fn letters(plan: &Plan) -> String {
-    let letter = |placement: &Placement| match placement {
-        Placement::Cpu => 'c',
-        Placement::Gpu => 'G',
-        Placement::Resident => 'R',
-    };
-    plan.placements().iter().map(letter).collect()
-}
-
 fn write_plan(text: &mut String, plan: &Plan, size: u64) {
     let [cpu, gpu, residents] =
         [Placement::Cpu, Placement::Gpu, Placement::Resident].map(|placement| plan.count_on(placement));
@@ -196,7 +187,7 @@ fn write_plan(text: &mut String, plan: &Plan, size: u64) {
         plan.count(),
         size as f64 / 1e6
     );
-    let letters = letters(plan);
+    let letters = plan.letters();
     for line in letters.as_bytes().chunks(100) {
         let _ = writeln!(text, "{}", String::from_utf8_lossy(line));
     }

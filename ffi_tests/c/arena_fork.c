@@ -2,14 +2,12 @@
 // A forked child gets errors from its parent's arena and stage, ends none of its parent's locks, and may read the
 // memory that it inherited. It opens its own arena handle. Another user's process may not open the arena.
 
-#include "check.h"
+#include "child.h"
 
 #include <fcntl.h>
 #include <spillway/arena.h>
 #include <spillway/stage.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 enum { BYTES = 8192, FOREVER = -1, OTHER_USER = 65534 };
 
@@ -25,11 +23,6 @@ static spw_arena *create(const char *of) {
     spw_arena *arena = NULL;
     CHECK_OK(spw_arena_create(&options, &arena));
     return arena;
-}
-
-static void finish(pid_t pid) {
-    int outcome = 0;
-    CHECK(pid >= 0 && waitpid(pid, &outcome, 0) == pid && WIFEXITED(outcome) && WEXITSTATUS(outcome) == 0);
 }
 
 static void child(spw_arena *arena, spw_stage *stage, const unsigned char *memory) {
@@ -80,7 +73,7 @@ static void check_other_user(spw_arena *arena) {
         CHECK(fd >= 0 && fchmod(fd, 0666) == 0 && ftruncate(fd, 1 << 20) == 0);
         _exit(0);
     }
-    finish(pid);
+    finish(pid, "a child");
     spw_arena_region region = {sizeof region, 0, "copies", BYTES};
     spw_arena_options options = SPW_ARENA_OPTIONS_INIT;
     options.name = taken;
@@ -109,7 +102,7 @@ int main(void) {
         CHECK_OK(spw_arena_write_begin(arena, 0, (uint64_t)round + 1, NULL));
         const pid_t pid = fork();
         if (pid == 0) child(arena, stage, region.address);
-        finish(pid);
+        finish(pid, "a child");
         // The child's end released none of the parent's locks.
         spw_arena *other = NULL;
         spw_arena_snapshot snapshot = SPW_ARENA_SNAPSHOT_INIT;

@@ -2,16 +2,10 @@
 // A child made by fork computes the same bits as its parent. Cases: the parent already had a pool, another thread of
 // the parent steps or changes the pool, a grandchild steps, and the child sets its own number of workers.
 
-#include "check.h"
+#include "child.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-// A child that waits for a thread that fork did not copy would wait forever.
-enum { PATIENCE_SECONDS = 20 };
 
 static struct problem expected;
 
@@ -21,22 +15,6 @@ static void step_and_compare(void) {
     CHECK_OK(spw_adam_step(&options, &mine.tensor, 1, NULL));
     CHECK(same(&mine, &expected));
     release(&mine);
-}
-
-static void in_child(void (*work)(void), const char *what) {
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-        alarm(PATIENCE_SECONDS);
-        work();
-        _exit(0);
-    }
-    int outcome = 0;
-    CHECK(waitpid(child, &outcome, 0) == child);
-    if (!WIFEXITED(outcome) || WEXITSTATUS(outcome) != 0) {
-        fail(__FILE__, __LINE__, "%s: the child ended with %#x%s", what, (unsigned)outcome,
-             WIFSIGNALED(outcome) && WTERMSIG(outcome) == SIGALRM ? ", it hung" : "");
-    }
 }
 
 static void several_steps(void) {

@@ -2,24 +2,19 @@
 // In a child of a process that uses a GPU, every GPU call returns an error status. The child may close the inherited
 // handles and step on the processor; its parent goes on. A child of a process that never used a GPU may use one.
 
+#include "child.h"
 #include "fake_cuda.h"
 
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-enum { PATIENCE_SECONDS = 20 };
-
-static void in_child(void (*work)(spw_gpu *), spw_gpu *gpu) {
+static void with_gpu(void (*work)(spw_gpu *), spw_gpu *gpu) {
     const pid_t child = fork();
-    CHECK(child >= 0);
     if (child == 0) {
         alarm(PATIENCE_SECONDS);
         work(gpu);
         _exit(0);
     }
-    int outcome = 0;
-    CHECK(waitpid(child, &outcome, 0) == child && outcome == 0);
+    finish(child, "a child");
 }
 
 static void inherits(spw_gpu *gpu) {
@@ -76,11 +71,11 @@ static void uses_one(spw_gpu *none) {
 
 int main(void) {
     use_fake_driver();
-    in_child(uses_one, NULL);
+    with_gpu(uses_one, NULL);
     spw_gpu *gpu = open_gpu(0);
-    in_child(inherits, gpu);
+    with_gpu(inherits, gpu);
     reach(gpu);
-    in_child(maps_in_its_place, gpu);
+    with_gpu(maps_in_its_place, gpu);
     CHECK(*(float *)block == 1.0f);
     spw_gpu_info info = {.struct_size = sizeof info};
     CHECK_OK(spw_gpu_get_info(gpu, &info));

@@ -1,10 +1,8 @@
 // Each fault of the driver, the device or its memory has its own status and a message that says what to do. The library
 // looks for a driver only on request, and a fault never makes it print, abort or hang.
 
+#include "child.h"
 #include "fake_cuda.h"
-
-#include <sys/wait.h>
-#include <unistd.h>
 
 static spw_status probe(void) {
     spw_gpu_driver driver = {.struct_size = sizeof driver};
@@ -53,7 +51,6 @@ static const struct state STATES[] = {
 // Each case runs in a process of its own, because a process that has found a driver keeps it.
 static void check_state(const struct state *state) {
     const pid_t child = fork();
-    CHECK(child >= 0);
     if (child == 0) {
         CHECK(setenv("SPILLWAY_CUDA_LIBRARY", fake_driver_path(), 1) == 0);
         CHECK(setenv(state->name, state->value, 1) == 0);
@@ -63,8 +60,7 @@ static void check_state(const struct state *state) {
         }
         _exit(0);
     }
-    int outcome = 0;
-    CHECK(waitpid(child, &outcome, 0) == child && outcome == 0);
+    finish(child, "a child");
 }
 
 int main(void) {

@@ -1,13 +1,11 @@
 // Every plan of an interleaved update gives the bits of spw_adam_step. Calls out of order change nothing. Another
 // thread can wait for parameters. A child made by fork gets an error and does not hang.
 
-#include "check.h"
+#include "child.h"
 
 #include <spillway/interleave.h>
 
 #include <pthread.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 enum { SUBGROUPS = 6, STEPS = 20 };
 static const uint64_t SIZES[SUBGROUPS] = {70000, 33, 0, 4096, 70000, 1};
@@ -162,9 +160,7 @@ static void order_threads_and_fork(void) {
     for (int i = 0; i < 3; i++) CHECK(pthread_create(&threads[i], NULL, wait_for_all, update) == 0);
     for (int i = 0; i < 3; i++) CHECK(pthread_join(threads[i], NULL) == 0);
     same_copies();
-    int outcome = 0;
-    CHECK(waitpid(child, &outcome, 0) == child);
-    CHECK(WIFEXITED(outcome) && WEXITSTATUS(outcome) == 0);
+    finish(child, "a child");
 
     // The resident subgroup is away. A list that is too short is filled, and the call reports the full count.
     uint64_t away[1] = {99}, count = 0;

@@ -2,7 +2,7 @@
 // or reports why not.
 // Needs root, to mount; without it the test is ignored.
 
-#include "check.h"
+#include "child.h"
 
 #include <fcntl.h>
 #include <sched.h>
@@ -10,8 +10,6 @@
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 enum { FOR_EVER = -1, BYTES = 3000001, NOBODY = 65534 };
 
@@ -129,8 +127,7 @@ static void a_user_who_may_lock_little(uint32_t backend, rlim_t bytes) {
         CHECK(spw_io_close(io, FOR_EVER) == SPW_OK && spw_pinned_free(start) == SPW_OK);
         _exit(0);
     }
-    int status = -1;
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    finish(child, "a user with little locked memory");
     CHECK(umount(directory) == 0);
 }
 

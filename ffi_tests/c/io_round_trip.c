@@ -1,16 +1,13 @@
 // Data at any address, offset and length is written to a file and read back; every failure is
 // reported; on both backends.
 
-#include "check.h"
+#include "child.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 enum { FOR_EVER = -1, LARGEST = 3 << 20 };
 
@@ -155,8 +152,7 @@ static void the_file_size_limit_is_an_error(uint32_t backend) {
         CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
         _exit(0);
     }
-    int status = -1;
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    finish(child, "a child");
 }
 
 static void a_child_gets_errors_and_can_open_its_own(spw_io *io, uint32_t backend) {
@@ -171,8 +167,7 @@ static void a_child_gets_errors_and_can_open_its_own(spw_io *io, uint32_t backen
         CHECK(spw_io_close(own, FOR_EVER) == SPW_OK);
         _exit(0);
     }
-    int status = -1;
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    finish(child, "a child");
 }
 
 static void engines_come_and_go(uint32_t backend) {

@@ -4,11 +4,9 @@
 // The library reads the variable once, so the program runs itself once for each value. SPILLWAY_TEST_EMULATOR names the
 // emulator to run it with, where the system cannot run it directly.
 
-#include "check.h"
+#include "child.h"
 
 #include <sys/auxv.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 static const char *const names[] = {"avx512", "avx2", "sve_bf16", "sve", "neon", "scalar"};
 
@@ -103,7 +101,6 @@ static void refused(const char *words) {
 
 static void again_with(const char *self, const char *kernel, const char *mode, const char *detail) {
     const pid_t child = fork();
-    CHECK(child >= 0);
     if (child == 0) {
         const char *emulator = getenv("SPILLWAY_TEST_EMULATOR");
         setenv("SPILLWAY_KERNEL", kernel, 1);
@@ -111,9 +108,7 @@ static void again_with(const char *self, const char *kernel, const char *mode, c
         execl(self, self, mode, kernel, detail, (char *)NULL);
         _exit(126);
     }
-    int outcome = 0;
-    CHECK(waitpid(child, &outcome, 0) == child);
-    if (outcome != 0) fail(__FILE__, __LINE__, "SPILLWAY_KERNEL=%s: ended with %#x", kernel, (unsigned)outcome);
+    finish(child, kernel);
 }
 
 static uint64_t read_sum(const char *file) {

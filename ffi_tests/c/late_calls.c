@@ -2,12 +2,10 @@
 // Calls while a thread or the process ends: in destructors of a thread's data, in every round of them, in exit handlers
 // and in destructors of static objects. They return statuses with their messages, and step.
 
-#include "check.h"
+#include "child.h"
 
 #include <fcntl.h>
 #include <pthread.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 enum { ROUNDS = 3 };
 
@@ -78,7 +76,6 @@ int main(void) {
     at_thread_end(&key);
     for (int used_before = 0; used_before < 2; used_before++) {
         const pid_t child = fork();
-        CHECK(child >= 0);
         if (child == 0) {
             alarm(60);
             if (used_before) call_all();
@@ -86,8 +83,7 @@ int main(void) {
             CHECK(atexit(call_all) == 0);
             exit(0);
         }
-        int outcome = -1;
-        CHECK(waitpid(child, &outcome, 0) == child && outcome == 0);
+        finish(child, "a child");
     }
     release(&expected);
     return 0;

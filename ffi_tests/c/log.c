@@ -2,13 +2,11 @@
 // callback may be replaced while other threads step, and may call the library. After spw_set_log returns, no thread
 // runs the earlier callback.
 
-#include "check.h"
+#include "child.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
-#include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 struct seen {
     atomic_int messages;
@@ -92,8 +90,7 @@ static void a_replaced_callback_has_returned(void) {
         alarm(20);
         _exit(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF) != SPW_OK);
     }
-    int status = -1;
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    finish(child, "a child");
     CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF));
     CHECK(!atomic_load(&inside));
     CHECK(pthread_join(thread, NULL) == 0);

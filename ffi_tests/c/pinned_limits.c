@@ -3,11 +3,9 @@
 // required size. A NUMA node that does not exist causes a warning; an existing one does not. Built without
 // sanitizers, which replace mlock.
 
-#include "check.h"
+#include "child.h"
 
 #include <sys/resource.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 static char messages[1 << 14];
 
@@ -53,8 +51,7 @@ int main(void) {
         little_may_be_locked();
         _exit(0);
     }
-    int status = -1;
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    finish(child, "a child");
 
     use(SPW_PINNED_FLAG_BIND_NODE | SPW_PINNED_FLAG_NO_LOCK, 900);
     CHECK(lines("2: ") == 1 && lines("NUMA node 900") == 1);

@@ -2,10 +2,7 @@
 // A child forked while the engine steps a bucket gets errors from its parent's engine and never waits for it. The child
 // can open its own engine; the parent's round continues undisturbed.
 
-#include "check.h"
-
-#include <sys/wait.h>
-#include <unistd.h>
+#include "child.h"
 
 static const int64_t FOREVER = -1;
 
@@ -42,10 +39,8 @@ int main(void) {
         spw_spec *spec = begun();
         CHECK_OK(spw_spec_submit(spec, 1, &large.tensor, 1, NULL));
         const pid_t pid = fork();
-        CHECK(pid >= 0);
         if (pid == 0) child(spec, &small);
-        int outcome = 0;
-        CHECK(waitpid(pid, &outcome, 0) == pid && WIFEXITED(outcome) && WEXITSTATUS(outcome) == 0);
+        finish(pid, "a child");
         // Closing rolls the open round back.
         CHECK_OK(spw_spec_close(spec));
         CHECK(same(&large, &before));

@@ -2,16 +2,13 @@
 // A forked child that uses its parent's tier gets errors at once and does the parent no harm. No call of the child
 // waits for a lock that a thread of the parent held at the fork, and none removes the parent's files.
 
-#include "check.h"
+#include "child.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-enum { FOR_EVER = -1, BYTES = 200000, PATIENCE_SECONDS = 20 };
+enum { FOR_EVER = -1, BYTES = 200000 };
 static const uint64_t size = BYTES;
 static char directory[4200];
 static unsigned char memory[2][BYTES];
@@ -101,22 +98,6 @@ static void destroy(void) {
     CHECK_OK(spw_tier_destroy(mine));
 }
 
-static void in_child(void (*work)(void)) {
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-        alarm(PATIENCE_SECONDS);
-        work();
-        _exit(0);
-    }
-    int outcome = 0;
-    CHECK(waitpid(child, &outcome, 0) == child);
-    if (!WIFEXITED(outcome) || WEXITSTATUS(outcome) != 0) {
-        fail(__FILE__, __LINE__, "the child ended with %#x%s", (unsigned)outcome,
-             WIFSIGNALED(outcome) && WTERMSIG(outcome) == SIGALRM ? ", it hung" : "");
-    }
-}
-
 int main(void) {
     if (getenv("SPILLWAY_TEST_EMULATOR") != NULL) skip("threads of a forked child end or hang qemu-user");
     char here[4096], clean[16384];
@@ -150,8 +131,8 @@ int main(void) {
     }
     for (int i = 0; i < rounds(25); i++) {
         usleep(1000 + 531 * (useconds_t)i);
-        in_child(use_all);
-        in_child(destroy);
+        in_child(use_all, "a child that uses all");
+        in_child(destroy, "a child that destroys");
     }
     atomic_store(&stop, 1);
     for (int n = 0; n < 2; n++) CHECK(pthread_join(threads[n], NULL) == 0);

@@ -91,10 +91,7 @@ fn constants(item: &Item) -> String {
             .map(|(name, value)| format!("{} = {value}\n", constant(name)))
             .collect(),
     };
-    match item.is_enum() {
-        true => format!("# {}\n{}\n", item.name, values.concat()),
-        false => values.concat(),
-    }
+    if item.is_enum() { format!("# {}\n{}\n", item.name, values.concat()) } else { values.concat() }
 }
 
 /// `spw_adam_options` as the name of a class: `AdamOptions`.

@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use support::{empty_dir, exists, install, release_build, release_library, root, succeed};
+use support::{cmake, empty_dir, install, release_build, release_library, root, succeed};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -80,21 +80,16 @@ fn the_example_links_statically() {
 
 #[test]
 fn cmake_finds_the_package() {
-    assert!(exists("cmake"), "cmake is missing: run packaging/system_packages.sh");
     let folder = empty_dir("cmake");
     let source = examples().remove(0);
     let list = format!(
-        "cmake_minimum_required(VERSION 3.16)\nproject(example C)\nfind_package(spillway {} REQUIRED CONFIG)\n\
+        "project(example C)\nfind_package(spillway {} REQUIRED CONFIG)\n\
          foreach(kind spillway static)\n  add_executable(with_${{kind}} {source:?})\n  \
          target_link_libraries(with_${{kind}} PRIVATE spillway::${{kind}} m)\nendforeach()\n",
         env!("CARGO_PKG_VERSION")
     );
-    fs::write(folder.join("CMakeLists.txt"), list).expect("the target directory is writable");
     let build = folder.join("build");
-    let mut configure = Command::new("cmake");
-    configure.arg("-S").arg(&folder).arg("-B").arg(&build);
-    configure.arg(format!("-DCMAKE_PREFIX_PATH={}", prefix().display()));
-    succeed(&mut configure, TIMEOUT);
+    succeed(&mut cmake(&folder, prefix(), &list), TIMEOUT);
     succeed(Command::new("cmake").arg("--build").arg(&build), TIMEOUT);
     for kind in ["with_spillway", "with_static"] {
         assert!(succeed(&mut Command::new(build.join(kind)), TIMEOUT).contains("learned"));
@@ -103,13 +98,8 @@ fn cmake_finds_the_package() {
     for other in ["99.0", "0.0"] {
         let other_folder = folder.join(other);
         fs::create_dir(&other_folder).expect("the target directory is writable");
-        let list = format!(
-            "cmake_minimum_required(VERSION 3.16)\nproject(other C)\nfind_package(spillway {other} REQUIRED CONFIG)\n"
-        );
-        fs::write(other_folder.join("CMakeLists.txt"), list).expect("the target directory is writable");
-        let mut refused = Command::new("cmake");
-        refused.arg("-S").arg(&other_folder).arg("-B").arg(other_folder.join("build"));
-        refused.arg(format!("-DCMAKE_PREFIX_PATH={}", prefix().display()));
+        let list = format!("project(other C)\nfind_package(spillway {other} REQUIRED CONFIG)\n");
+        let mut refused = cmake(&other_folder, prefix(), &list);
         assert_ne!(support::run(&mut refused, TIMEOUT).code, Some(0), "version {other} was found");
     }
 }

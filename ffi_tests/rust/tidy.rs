@@ -214,10 +214,7 @@ fn files(folder: &str, prefix: &str) -> Vec<(String, String)> {
     fn walk(folder: &Path, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(folder).expect("src can be read") {
             let path = entry.expect("its entries can be read").path();
-            match path.is_dir() {
-                true => walk(&path, found),
-                false => found.push(path),
-            }
+            if path.is_dir() { walk(&path, found) } else { found.push(path) }
         }
     }
     let src = root().join(folder);

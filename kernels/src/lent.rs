@@ -3,6 +3,8 @@
 //! Invariant: until the tensor is dropped, its memory stays in place and is its own. The caller of [`LentTensor::new`]
 //! promises it. So each borrow of the tensor is a valid borrow of the memory.
 
+use std::ffi::c_void;
+
 use super::tensor::{States, Tensor};
 use crate::dtype::{Dtype, Floats, FloatsMut};
 
@@ -107,6 +109,42 @@ impl LentTensor {
     }
 }
 
+impl<'a> Floats<'a> {
+    /// The `n` elements at an address.
+    ///
+    /// # Safety
+    /// The address is not null, is aligned to `dtype`, and has `n` elements, which no code writes during `'a`.
+    #[inline]
+    pub unsafe fn from_raw(from: *const c_void, dtype: Dtype, n: usize) -> Floats<'a> {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            match dtype {
+                Dtype::F32 => Floats::F32(std::slice::from_raw_parts(from.cast(), n)),
+                Dtype::F16 => Floats::F16(std::slice::from_raw_parts(from.cast(), n)),
+                Dtype::Bf16 => Floats::Bf16(std::slice::from_raw_parts(from.cast(), n)),
+            }
+        }
+    }
+}
+
+impl<'a> FloatsMut<'a> {
+    /// As [`Floats::from_raw`].
+    ///
+    /// # Safety
+    /// As [`Floats::from_raw`]; the elements are lent for `'a` to the result alone.
+    #[inline]
+    pub unsafe fn from_raw(to: *mut c_void, dtype: Dtype, n: usize) -> FloatsMut<'a> {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            match dtype {
+                Dtype::F32 => FloatsMut::F32(std::slice::from_raw_parts_mut(to.cast(), n)),
+                Dtype::F16 => FloatsMut::F16(std::slice::from_raw_parts_mut(to.cast(), n)),
+                Dtype::Bf16 => FloatsMut::Bf16(std::slice::from_raw_parts_mut(to.cast(), n)),
+            }
+        }
+    }
+}
+
 impl RawStates {
     fn of(states: &mut States<'_>) -> RawStates {
         RawStates {
@@ -139,25 +177,13 @@ impl RawSpan {
     /// The span has `n` elements, which no code writes during `'a`.
     unsafe fn borrow<'a>(self, n: usize) -> Floats<'a> {
         // SAFETY: not null and aligned, since it comes from a slice of this type; valid by the caller's promise.
-        unsafe {
-            match self.dtype {
-                Dtype::F32 => Floats::F32(std::slice::from_raw_parts(self.address.cast(), n)),
-                Dtype::F16 => Floats::F16(std::slice::from_raw_parts(self.address.cast(), n)),
-                Dtype::Bf16 => Floats::Bf16(std::slice::from_raw_parts(self.address.cast(), n)),
-            }
-        }
+        unsafe { Floats::from_raw(self.address.cast(), self.dtype, n) }
     }
 
     /// # Safety
     /// The span has `n` elements, which are lent for `'a` to the result alone.
     unsafe fn borrow_mut<'a>(self, n: usize) -> FloatsMut<'a> {
         // SAFETY: as in `borrow`, and exclusive by the caller's promise.
-        unsafe {
-            match self.dtype {
-                Dtype::F32 => FloatsMut::F32(std::slice::from_raw_parts_mut(self.address.cast(), n)),
-                Dtype::F16 => FloatsMut::F16(std::slice::from_raw_parts_mut(self.address.cast(), n)),
-                Dtype::Bf16 => FloatsMut::Bf16(std::slice::from_raw_parts_mut(self.address.cast(), n)),
-            }
-        }
+        unsafe { FloatsMut::from_raw(self.address.cast(), self.dtype, n) }
     }
 }

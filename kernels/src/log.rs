@@ -21,7 +21,7 @@ pub fn log_used_of(log: &[u8], n: usize) -> u64 {
 
 /// Maximal bytes of the log of `n` elements (one chunk) on any kernel. The maximum has one-lane groups at 32 bits per
 /// residual. `SLACK` is included because a kernel may access one vector past the end.
-pub const fn log_capacity(n: usize) -> usize {
+const fn log_capacity(n: usize) -> usize {
     if n == 0 {
         return 0;
     }

@@ -132,10 +132,7 @@ pub(super) unsafe fn store_maybe_nt<E: Element, V: Vector, A: Access>(
     // SAFETY: the caller upholds the callees' contracts. Streamed spans begin at a cache line, so every group is
     // aligned.
     unsafe {
-        match streamed {
-            true => access.store_nt::<E, V>(E::encode(value), to),
-            false => access.store::<E, V>(value, to),
-        }
+        if streamed { access.store_nt::<E, V>(E::encode(value), to) } else { access.store::<E, V>(value, to) }
     }
 }
 

@@ -327,23 +327,16 @@ fn wrong_length(name: &'static str, length: usize, n: usize) -> Error {
 pub fn not_stochastic(dtypes: Dtypes) -> Error {
     Error::Unsupported(format!(
         "stochastic rounding needs an f32 param with bf16 states, a grad of f32 or bf16, and a param_copy of bf16 or none; \
-         these are param {}, state {}, grad {}, param_copy {}",
-        dtypes.param.name(),
-        dtypes.state.name(),
-        dtypes.grad.name(),
-        dtypes.copy.map_or("none", Dtype::name)
+         these are {}",
+        named(dtypes)
     ))
 }
 
 /// The error for types that [`with_split_types`](super::element::with_split_types) does not support.
 pub fn no_split_kernel(dtypes: Dtypes) -> Error {
     Error::Unsupported(format!(
-        "param_low needs a bf16 param, states of f32 or bf16, a grad of bf16 or f32, and no param_copy; these are param {}, \
-         state {}, grad {}, param_copy {}",
-        dtypes.param.name(),
-        dtypes.state.name(),
-        dtypes.grad.name(),
-        dtypes.copy.map_or("none", Dtype::name)
+        "param_low needs a bf16 param, states of f32 or bf16, a grad of bf16 or f32, and no param_copy; these are {}",
+        named(dtypes)
     ))
 }
 
@@ -357,12 +350,10 @@ pub fn split_is_not_recorded() -> Error {
 
 /// The error for a type combination that [`with_types`](super::element::with_types) does not support.
 pub fn no_kernel(dtypes: Dtypes) -> Error {
-    let Dtypes { param, state, grad, copy } = dtypes;
-    Error::Unsupported(format!(
-        "unsupported combination of types: param {}, state {}, grad {}, param_copy {}",
-        param.name(),
-        state.name(),
-        grad.name(),
-        copy.map_or("none", Dtype::name)
-    ))
+    Error::Unsupported(format!("unsupported combination of types: {}", named(dtypes)))
+}
+
+fn named(Dtypes { param, state, grad, copy }: Dtypes) -> String {
+    let copy = copy.map_or("none", Dtype::name);
+    format!("param {}, state {}, grad {}, param_copy {copy}", param.name(), state.name(), grad.name())
 }

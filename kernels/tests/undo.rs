@@ -89,10 +89,7 @@ impl Model {
 
 fn adam(decay: WeightDecay, step: i32, bias_correction: bool) -> AdamRule {
     let (b1, b2) = (0.9f64, 0.999f64);
-    let (c1, c2) = match bias_correction {
-        true => (1.0 - b1.powi(step), 1.0 - b2.powi(step)),
-        false => (1.0, 1.0),
-    };
+    let (c1, c2) = if bias_correction { (1.0 - b1.powi(step), 1.0 - b2.powi(step)) } else { (1.0, 1.0) };
     AdamRule {
         decay,
         grad_scale: 1.0,

@@ -229,7 +229,7 @@ impl Arena {
     }
 
     /// The file of this handle's locks.
-    pub(super) fn lock_file(&self) -> Result<&File> {
+    fn lock_file(&self) -> Result<&File> {
         self.locks.file().ok_or_else(|| Error::Internal("an arena without its lock file".to_string()))
     }
 

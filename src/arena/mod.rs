@@ -31,8 +31,8 @@ mod write;
 #[cfg(test)]
 mod tests;
 
-pub use handle::{Arena, Info, RegionInfo};
-pub use layout::{MAX_PROCESSES, MAX_REGIONS, NAME_BYTES, RegionSpec};
+pub use handle::Arena;
+pub use layout::RegionSpec;
 pub use open::{Create, Open};
 pub use owner::collect;
 pub use read::Snapshot;

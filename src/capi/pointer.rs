@@ -151,20 +151,20 @@ impl<T: AbiStruct> In<T> {
         if count == 0 {
             return Ok(());
         }
-        let at = |index: usize, error: Error| error.without(argument).within(&format!("{argument}[{index}]"));
+        let at = |index: usize, error: Error| error.within(&format!("{argument}[{index}]"));
         // SAFETY: there is at least one struct.
-        let apart = unsafe { checked_size::<T>(self.0.cast(), argument) }.map_err(|error| at(0, error))?;
+        let apart = unsafe { checked_size::<T>(self.0.cast(), "") }.map_err(|error| at(0, error))?;
         for index in 0..count {
             // SAFETY: the structs of the array lie `apart` bytes apart.
             let (size, next) = unsafe {
                 let next = self.0.byte_add(index * apart);
-                (checked_size::<T>(next.cast(), argument).map_err(|error| at(index, error))?, next)
+                (checked_size::<T>(next.cast(), "").map_err(|error| at(index, error))?, next)
             };
             if size != apart {
                 let reason = format!("is {size}, but that of the first entry is {apart}");
                 return Err(Error::invalid(format!("{argument}[{index}].struct_size"), reason));
             }
-            push(In(next).read(argument).map_err(|error| at(index, error))?);
+            push(In(next).read("").map_err(|error| at(index, error))?);
         }
         Ok(())
     }
@@ -226,10 +226,7 @@ impl<T> Out<T> {
 
     /// Fails for NULL.
     pub(super) fn required(self, argument: &'static str) -> Result<()> {
-        match self.is_null() {
-            true => Err(Error::invalid(argument, "is NULL")),
-            false => Ok(()),
-        }
+        if self.is_null() { Err(Error::invalid(argument, "is NULL")) } else { Ok(()) }
     }
 
     /// Writes a value. NULL is an error.

@@ -34,6 +34,7 @@ use crate::capi::speculate::engine::exact_undo;
 use crate::kernel::AdamRule;
 use crate::offload::speculate::{Publish, Tensors, Undo, Verdict};
 use crate::offload::stage::{Options, Stage, Target, cores};
+use crate::optim::check;
 use crate::optim::lent::Lent;
 
 c_struct! { first 24;
@@ -185,10 +186,8 @@ pub extern "C" fn spw_stage_commit(stage: Option<&spw_stage>) -> spw_status {
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_stage_redo(stage: Option<&spw_stage>, grad_scale: f64) -> spw_status {
     guard(|| {
-        if !(grad_scale as f32).is_finite() {
-            return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32")));
-        }
-        handle::get(stage)?.stage.resolve(Verdict::Redo(grad_scale as f32))
+        let grad_scale = check::finite("grad_scale", grad_scale)?;
+        handle::get(stage)?.stage.resolve(Verdict::Redo(grad_scale))
     })
 }
 

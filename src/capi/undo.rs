@@ -25,8 +25,8 @@ use super::optim::lion::spw_lion_options;
 use super::optim::table::{self, StepOptions};
 use super::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
-use crate::optim;
 use crate::optim::recording::{Mode, Recording};
+use crate::optim::{self, check};
 
 /// How a recorded step is rolled back. Passed as `uint32_t`.
 #[repr(C)]
@@ -187,10 +187,8 @@ pub extern "C" fn spw_undo_rollback(undo: Option<&mut spw_undo>) -> spw_status {
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_undo_redo(undo: Option<&mut spw_undo>, grad_scale: f64) -> spw_status {
     guard(|| {
-        if !(grad_scale as f32).is_finite() {
-            return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32")));
-        }
-        handle::get_mut(undo)?.0.rollback(Some(grad_scale as f32))
+        let grad_scale = check::finite("grad_scale", grad_scale)?;
+        handle::get_mut(undo)?.0.rollback(Some(grad_scale))
     })
 }
 

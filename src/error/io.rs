@@ -101,10 +101,7 @@ impl fmt::Display for IoError {
             let words = std::io::Error::from_raw_os_error(*errno).to_string();
             write!(out, ": {}", words.replace("os error", "errno"))?;
         }
-        match detail.is_empty() {
-            true => Ok(()),
-            false => write!(out, ": {detail}"),
-        }
+        if detail.is_empty() { Ok(()) } else { write!(out, ": {detail}") }
     }
 }
 
@@ -117,6 +114,17 @@ impl IoError {
     /// The failure with which a system call ended. `errno` is 0 if the system reported none.
     pub fn of_errno(errno: i32, doing: Doing, path: impl Into<String>) -> IoError {
         IoError { errno, ..IoError::about(IoKind::of_errno(errno), doing, path) }
+    }
+
+    /// The failure of a call of the standard library. Without an errno the error's text is the detail.
+    pub fn of(error: &std::io::Error, doing: Doing, path: impl Into<String>) -> IoError {
+        match error.raw_os_error() {
+            Some(errno) => IoError::of_errno(errno, doing, path),
+            None if error.kind() == std::io::ErrorKind::NotFound => {
+                IoError::of_errno(libc::ENOENT, doing, path)
+            }
+            None => IoError::of_errno(0, doing, path).because(error.to_string()),
+        }
     }
 
     /// A caller's wait timed out; `detail` names the operations that are still in flight.

@@ -62,9 +62,6 @@ impl fmt::Display for TierError {
         if let Some((block, offset)) = block {
             write!(out, ", block {block} at offset {offset}")?;
         }
-        match detail.is_empty() {
-            true => Ok(()),
-            false => write!(out, ": {detail}"),
-        }
+        if detail.is_empty() { Ok(()) } else { write!(out, ": {detail}") }
     }
 }

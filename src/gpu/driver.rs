@@ -18,7 +18,7 @@ use crate::log::{self, Level};
 use crate::sys::fork::OpeningProcess;
 
 /// Environment variable with the library to load instead of the system's; for tests and unusual installations.
-pub const LIBRARY_VARIABLE: &str = "SPILLWAY_CUDA_LIBRARY";
+const LIBRARY_VARIABLE: &str = "SPILLWAY_CUDA_LIBRARY";
 /// The library name that drivers install. `libcuda.so` is never opened: CUDA toolkits install stubs under that name.
 const LIBRARY: &str = "libcuda.so.1";
 /// CUDA 12.0 (driver 525), the first version that accepts the PTX of the kernels.

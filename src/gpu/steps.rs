@@ -8,8 +8,8 @@ use super::memory::{HostSpan, Registry};
 use super::stream::{ForeignStream, GpuEvent, Stream};
 use crate::error::Result;
 use crate::kernel::AdamRule;
-use crate::kernel::squares;
 use crate::optim::StepStats;
+use crate::optim::parallel;
 use crate::pool::buffer::Buffer;
 use crate::stats;
 use crate::sys::sync::Lock;
@@ -111,7 +111,7 @@ impl Steps {
         let bytes = scratch.host.part(0, jobs.len() * WORD).span().to_vec();
         let sums =
             bytes.chunks_exact(WORD).map(|word| f64::from_ne_bytes(word.try_into().unwrap_or_default()));
-        Ok((after, StepStats::of(join(&sums.collect::<Vec<f64>>()))))
+        Ok((after, StepStats::of(parallel::sum_of(&sums.collect::<Vec<f64>>()))))
     }
 
     /// The scratch buffers, reallocated if they are too small.
@@ -133,17 +133,5 @@ impl Scratch {
         let memory = Buffer::open(bytes, device.backing())?;
         let host = registry.host(memory.transfer(0, bytes), "sums")?;
         Ok(Scratch { sums, host, _memory: memory })
-    }
-}
-
-/// Adds the sums of tensors in the order of `optim::parallel`: by halves of the list.
-fn join(sums: &[f64]) -> f64 {
-    match sums {
-        [] => 0.0,
-        [one] => *one,
-        many => {
-            let (left, right) = many.split_at(many.len() / 2);
-            squares::add(join(left), join(right))
-        }
     }
 }

@@ -221,9 +221,10 @@ impl Transfers {
             };
             first.record(begun)?;
         }
-        match copy.casts() {
-            false => self.copy_chunks(streams, copy)?,
-            true => self.cast_chunks(streams, copy)?,
+        if copy.casts() {
+            self.cast_chunks(streams, copy)?
+        } else {
+            self.copy_chunks(streams, copy)?
         }
         match copy.last_stream() {
             H2D_CASTS => streams.casts.record(done),

@@ -68,7 +68,7 @@ pub fn visible_devices() -> Option<String> {
 }
 
 /// The GPUs that a value of `CUDA_VISIBLE_DEVICES` shows. `in_bus_order`: the driver counts by address.
-pub fn from_list(topology: &Topology, list: Option<&str>, in_bus_order: bool) -> Vec<Option<PciAddress>> {
+fn from_list(topology: &Topology, list: Option<&str>, in_bus_order: bool) -> Vec<Option<PciAddress>> {
     let gpus = topology.gpus();
     let is_certain = in_bus_order || gpus.windows(2).all(|pair| pair[0].model == pair[1].model);
     let by_number = list.is_none_or(|list| !list.starts_with("GPU-") && !list.starts_with("MIG-"));

@@ -411,7 +411,7 @@ impl Engine {
     }
 
     /// Waits until no operation is pending.
-    pub(super) fn wait_quiet(&self, timeout: Option<Duration>) -> Result<()> {
+    fn wait_quiet(&self, timeout: Option<Duration>) -> Result<()> {
         self.wait_until(timeout, |state| Ok((state.unfinished > 0).then_some(WaitEvent::Quiet)))
     }
 
@@ -511,7 +511,7 @@ fn make(
 
 impl EngineState {
     /// All outcomes that no wait has taken, in the order of submission.
-    pub(super) fn take_all(&mut self) -> Vec<Result<u64>> {
+    fn take_all(&mut self) -> Vec<Result<u64>> {
         let is_done = |entry: &Entry| {
             matches!(entry.phase, Phase::Finished(_) | Phase::Expired { unread: Some(_), .. })
         };

@@ -359,7 +359,5 @@ pub(super) fn failure(doing: Doing, name: &str, offset: u64, bytes: u64, error: 
     if private_files::is_refusal(error) {
         return TierError::at(TierKind::Foreign, name, error.to_string());
     }
-    let errno = error.raw_os_error().unwrap_or(0);
-    let detail = if errno == 0 { error.to_string() } else { String::new() };
-    IoError::of_errno(errno, doing, name).at(offset, bytes).because(detail).into()
+    IoError::of(error, doing, name).at(offset, bytes).into()
 }

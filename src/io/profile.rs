@@ -113,7 +113,7 @@ impl Profile {
 
     /// Backend and depth of an engine that may use any of the file systems: the largest depth, and threads only if all
     /// file systems use threads. `None` if the profile is empty.
-    pub fn for_engine(&self) -> Option<(BackendChoice, u32)> {
+    fn for_engine(&self) -> Option<(BackendChoice, u32)> {
         let all = || self.entries.values();
         let depth = all().map(|settings| settings.depth).max()?;
         let threads = all().all(|settings| settings.backend == BackendChoice::Threads);

@@ -36,10 +36,10 @@ impl AdagradOptions {
         check::not_negative("lr_decay", self.lr_decay)?;
         check::eps(self.eps)?;
         check::not_negative("weight_decay", self.weight_decay)?;
-        check::finite("grad_scale", self.grad_scale)?;
+        let grad_scale = check::finite("grad_scale", self.grad_scale)?;
         let lr = self.lr / (1.0 + (self.step - 1) as f64 * self.lr_decay);
         Ok(AdagradRule {
-            grad_scale: self.grad_scale as f32,
+            grad_scale,
             step_size: -lr as f32,
             eps: self.eps as f32,
             weight_decay: self.weight_decay as f32,

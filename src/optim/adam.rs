@@ -60,7 +60,7 @@ impl AdamOptions {
         check::beta("beta2", self.beta2)?;
         check::eps(self.eps)?;
         check::not_negative("weight_decay", self.weight_decay)?;
-        check::finite("grad_scale", self.grad_scale)?;
+        let grad_scale = check::finite("grad_scale", self.grad_scale)?;
 
         let (correction1, correction2) = match self.bias_correction {
             true => (1.0 - power(self.beta1, self.step), 1.0 - power(self.beta2, self.step)),
@@ -73,7 +73,7 @@ impl AdamOptions {
         };
         Ok(AdamRule {
             decay,
-            grad_scale: self.grad_scale as f32,
+            grad_scale,
             beta1: self.beta1 as f32,
             one_minus_beta1: (1.0 - self.beta1) as f32,
             beta2: self.beta2 as f32,

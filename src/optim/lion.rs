@@ -33,9 +33,9 @@ impl LionOptions {
         check::beta("beta1", self.beta1)?;
         check::beta("beta2", self.beta2)?;
         check::not_negative("weight_decay", self.weight_decay)?;
-        check::finite("grad_scale", self.grad_scale)?;
+        let grad_scale = check::finite("grad_scale", self.grad_scale)?;
         Ok(LionRule {
-            grad_scale: self.grad_scale as f32,
+            grad_scale,
             lr: self.lr as f32,
             beta1: self.beta1 as f32,
             one_minus_beta1: (1.0 - self.beta1) as f32,

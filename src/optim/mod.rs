@@ -72,15 +72,12 @@ impl StepStats {
     }
 }
 
-mod check {
+pub(crate) mod check {
     use crate::error::{Error, Result};
 
     /// Returns an error for a hyper-parameter outside its range, as torch does.
     pub fn range(name: &'static str, value: f64, allowed: bool, range: &str) -> Result<()> {
-        match allowed {
-            true => Ok(()),
-            false => Err(Error::invalid(name, format!("{value} is not {range}"))),
-        }
+        if allowed { Ok(()) } else { Err(Error::invalid(name, format!("{value} is not {range}"))) }
     }
 
     pub fn not_negative(name: &'static str, value: f64) -> Result<()> {
@@ -93,8 +90,10 @@ mod check {
         range("eps", value, value == 0.0 || value as f32 > 0.0, "0 or a number that is above 0 in f32")
     }
 
-    pub fn finite(name: &'static str, value: f64) -> Result<()> {
-        range(name, value, value.is_finite() && (value as f32).is_finite(), "a finite f32")
+    /// The number rounded to f32.
+    pub fn finite(name: &'static str, value: f64) -> Result<f32> {
+        range(name, value, (value as f32).is_finite(), "a finite f32")?;
+        Ok(value as f32)
     }
 
     pub fn beta(name: &'static str, value: f64) -> Result<()> {

@@ -93,6 +93,18 @@ pub fn run_parallel<O: Optimizer, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W)
     cut.tree(jobs, &mut |_| sums.next().unwrap_or(Ok(0.0)))
 }
 
+/// Adds the sums of tensors as [`run_parallel`] adds those of its jobs: by halves of the list.
+pub fn sum_of(sums: &[f64]) -> f64 {
+    match sums {
+        [] => 0.0,
+        [one] => *one,
+        many => {
+            let (left, right) = many.split_at(many.len() / 2);
+            squares::add(sum_of(left), sum_of(right))
+        }
+    }
+}
+
 /// A part until its work begins, and then its result.
 type Running<'p, 'a, O> = (Option<Part<'p, 'a, O>>, Result<f64>);
 

@@ -143,9 +143,10 @@ impl fmt::Display for Bitmap {
             while numbers.next_if_eq(&(last + 1)).is_some() {
                 last += 1;
             }
-            match last == first {
-                true => write!(out, "{comma}{first}")?,
-                false => write!(out, "{comma}{first}-{last}")?,
+            if last == first {
+                write!(out, "{comma}{first}")?
+            } else {
+                write!(out, "{comma}{first}-{last}")?
             }
             comma = ",";
         }

@@ -20,10 +20,7 @@ const LEAST: RawFd = 3;
 
 /// `made`, or its duplicate if its number is that of a standard stream.
 pub fn moved<T: AsRawFd + From<OwnedFd>>(made: T) -> io::Result<T> {
-    match made.as_raw_fd() >= LEAST {
-        true => Ok(made),
-        false => duplicate(made.as_raw_fd()).map(T::from),
-    }
+    if made.as_raw_fd() >= LEAST { Ok(made) } else { duplicate(made.as_raw_fd()).map(T::from) }
 }
 
 /// What `make` makes, with a descriptor that is not of a standard stream. For what cannot be made of a duplicate: `make`
@@ -85,10 +82,7 @@ pub fn read_small(path: &Path, most: u64) -> Result<Option<Vec<u8>>, String> {
     };
     let mut bytes = Vec::new();
     file.take(most + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
-    match bytes.len() as u64 <= most {
-        true => Ok(Some(bytes)),
-        false => Err(format!("it is longer than {most} bytes")),
-    }
+    if bytes.len() as u64 <= most { Ok(Some(bytes)) } else { Err(format!("it is longer than {most} bytes")) }
 }
 
 #[cfg(test)]

@@ -8,19 +8,21 @@ use nix::unistd::Pid;
 
 /// The host name; empty if unreadable.
 pub fn name() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname")
-        .map_or_else(|_| String::new(), |name| name.trim().to_string())
+    text("/proc/sys/kernel/hostname")
 }
 
 /// The machine id, empty if the machine has none. Two machines may have the same host name.
 pub fn machine() -> String {
-    std::fs::read_to_string("/etc/machine-id").map_or_else(|_| String::new(), |id| id.trim().to_string())
+    text("/etc/machine-id")
 }
 
 /// The boot id, which is unique to each boot of the machine.
 pub fn boot() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
-        .map_or_else(|_| String::new(), |id| id.trim().to_string())
+    text("/proc/sys/kernel/random/boot_id")
+}
+
+fn text(path: &str) -> String {
+    std::fs::read_to_string(path).map_or_else(|_| String::new(), |text| text.trim().to_string())
 }
 
 /// The pid namespace in which this process's id is valid: a container may have a namespace of its own.

@@ -262,10 +262,7 @@ enum Kind {
 }
 
 fn kind(record_locks: &AtomicBool) -> Kind {
-    match record_locks.load(Ordering::Relaxed) {
-        true => Kind::Record,
-        false => Kind::OpenFile,
-    }
+    if record_locks.load(Ordering::Relaxed) { Kind::Record } else { Kind::OpenFile }
 }
 
 /// Takes the lock; false if another process holds it.

@@ -88,7 +88,7 @@ pub fn user() -> u32 {
 
 /// Opens the file at a fixed name, relative to `directory` if given. The caller is responsible for the directories of
 /// `path`.
-pub fn open_private(directory: Option<BorrowedFd>, path: &Path, wanted: OpenFlags) -> io::Result<File> {
+fn open_private(directory: Option<BorrowedFd>, path: &Path, wanted: OpenFlags) -> io::Result<File> {
     let at = directory.map_or(libc::AT_FDCWD, |directory| directory.as_raw_fd());
     let flag = |wanted: bool, flag: i32| if wanted { flag } else { 0 };
     let access = match (wanted.read, wanted.write) {
@@ -325,10 +325,7 @@ fn allow_owner(file: &File) -> io::Result<()> {
 
 fn check_owner(file: &File, what: &str) -> io::Result<()> {
     let found = file.metadata()?;
-    match found.uid() == user() {
-        true => Ok(()),
-        false => Err(wrong_owner(what, found.uid(), found.mode() & 0o7777)),
-    }
+    if found.uid() == user() { Ok(()) } else { Err(wrong_owner(what, found.uid(), found.mode() & 0o7777)) }
 }
 
 /// Removes the permission bits `forbidden`. A file system without modes may keep them; an error only if other users may

@@ -128,13 +128,7 @@ impl ReadGuard<'_> {
     pub fn floats(&self) -> Floats<'_> {
         let SharedSlice { start, dtype, len, .. } = *self.0;
         // SAFETY: len elements, aligned and live by the promise of `new`; no code writes them while this guard is held.
-        unsafe {
-            match dtype {
-                Dtype::F32 => Floats::F32(std::slice::from_raw_parts(start.as_ptr().cast(), len)),
-                Dtype::F16 => Floats::F16(std::slice::from_raw_parts(start.as_ptr().cast(), len)),
-                Dtype::Bf16 => Floats::Bf16(std::slice::from_raw_parts(start.as_ptr().cast(), len)),
-            }
-        }
+        unsafe { Floats::from_raw(start.as_ptr().cast(), dtype, len) }
     }
 }
 
@@ -153,13 +147,7 @@ impl WriteGuard<'_> {
     pub fn floats(&mut self) -> FloatsMut<'_> {
         let SharedSlice { start, dtype, len, .. } = *self.0;
         // SAFETY: len elements, aligned and live by the promise of `new`; this guard is the only one, borrowed mutably.
-        unsafe {
-            match dtype {
-                Dtype::F32 => FloatsMut::F32(std::slice::from_raw_parts_mut(start.as_ptr().cast(), len)),
-                Dtype::F16 => FloatsMut::F16(std::slice::from_raw_parts_mut(start.as_ptr().cast(), len)),
-                Dtype::Bf16 => FloatsMut::Bf16(std::slice::from_raw_parts_mut(start.as_ptr().cast(), len)),
-            }
-        }
+        unsafe { FloatsMut::from_raw(start.as_ptr().cast(), dtype, len) }
     }
 }
 

@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 use crate::log;
 
 /// Most threads; a larger number is taken for a configuration mistake.
-pub const MAX_THREADS: usize = 4096;
+const MAX_THREADS: usize = 4096;
 
 /// The workers; `None` for one thread, which is the caller.
 static POOL: PerProcessStatic<Option<Team>> = PerProcessStatic::empty();

@@ -243,7 +243,7 @@ pub(super) fn collect(address: &str, owner: &Owner) -> Result<()> {
 }
 
 /// Prefix of the lock objects, below the claimed prefix.
-pub(super) const LOCKS: &str = "lock/";
+const LOCKS: &str = "lock/";
 /// Maximum length of a lock object, in bytes. Locks of this library are shorter.
 const MAX_LOCK_BYTES: u64 = 4096;
 

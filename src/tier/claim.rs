@@ -55,10 +55,7 @@ impl Claims {
 
     /// `Busy` during an import.
     pub(super) fn no_import(&self) -> Result<()> {
-        match self.has(IMPORTING) {
-            true => Err(Error::Busy("an import is in progress".to_string())),
-            false => Ok(()),
-        }
+        if self.has(IMPORTING) { Err(Error::Busy("an import is in progress".to_string())) } else { Ok(()) }
     }
 
     /// Begins an import. Errors: those of [`Claims::may_commit`].

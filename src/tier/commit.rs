@@ -479,7 +479,7 @@ impl Drop for CommitBeside {
 }
 
 /// Fails if a payload is too long for a commit.
-pub fn check_payload(payload: &[u8]) -> Result<()> {
+fn check_payload(payload: &[u8]) -> Result<()> {
     if payload.len() > MAX_PAYLOAD {
         let reason = format!("has {} bytes, but the limit is {MAX_PAYLOAD}", payload.len());
         return Err(Error::invalid("payload", reason));

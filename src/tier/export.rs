@@ -653,10 +653,7 @@ fn new_file(path: &Path) -> io::Result<fs::File> {
 
 /// Writes the first bytes of a file, which is made if it is `new`.
 fn write_durably(path: &Path, new: bool, bytes: &[u8]) -> Result<()> {
-    let opened = match new {
-        true => new_file(path),
-        false => descriptor::open(fs::File::options().write(true), path),
-    };
+    let opened = if new { new_file(path) } else { descriptor::open(fs::File::options().write(true), path) };
     let written = opened.and_then(|mut file| {
         file.write_all(bytes)?;
         file.sync_all()

@@ -62,7 +62,7 @@ use super::paths::{Space, Stamp};
 use crate::checksum;
 
 /// Format version. Files with another version are refused.
-pub const FORMAT_VERSION: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 const CHUNK_MAGIC: [u8; 8] = *b"SPWCHUNK";
 /// Byte order mark: a file written in the opposite byte order has another value here.
 const BYTE_ORDER: u32 = 0x0102_0304;
@@ -158,7 +158,7 @@ fn header_checksum(bytes: &[u8]) -> u64 {
 }
 
 /// Checks magic, version and byte order, the first fields of every stored header.
-pub(super) fn check_preamble(from: &mut Decoder, magic: &[u8; 8]) -> Result<(), String> {
+fn check_preamble(from: &mut Decoder, magic: &[u8; 8]) -> Result<(), String> {
     let found = (from.take(8), from.u32(), from.u32());
     match found {
         (Some(found), _, _) if found != magic => Err("its first bytes are not those of a tier".to_string()),
@@ -174,7 +174,7 @@ pub(super) fn check_preamble(from: &mut Decoder, magic: &[u8; 8]) -> Result<(), 
 }
 
 /// Writes the fields that [`check_preamble`] checks.
-pub(super) fn preamble(to: &mut Encoder, magic: &[u8; 8]) {
+fn preamble(to: &mut Encoder, magic: &[u8; 8]) {
     to.raw(magic).u32(FORMAT_VERSION).u32(BYTE_ORDER);
 }
 

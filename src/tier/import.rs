@@ -404,8 +404,5 @@ fn plain_name(directory: &Path, file: &str) -> Result<PathBuf> {
 /// Length of a file of an export.
 fn length_of(path: &Path) -> Result<u64> {
     let found = fs::metadata(path).map_err(|error| failed(Doing::Opening, path, error, ""))?;
-    match found.is_file() {
-        true => Ok(found.len()),
-        false => Err(broken(path, "it is no regular file".to_string())),
-    }
+    if found.is_file() { Ok(found.len()) } else { Err(broken(path, "it is no regular file".to_string())) }
 }

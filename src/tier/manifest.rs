@@ -167,7 +167,7 @@ pub(super) struct Header {
 }
 
 /// Bytes of an element of a dtype of safetensors; `None` if the dtype is unknown.
-pub fn item_bytes(dtype: &str) -> Option<u64> {
+pub(super) fn item_bytes(dtype: &str) -> Option<u64> {
     match dtype {
         "F64" | "I64" | "U64" => Some(8),
         "F32" | "I32" | "U32" => Some(4),

@@ -51,7 +51,6 @@ pub mod store;
 pub mod turns;
 
 pub use commit::MAX_PAYLOAD;
-pub use manifest::item_bytes;
 pub use paths::{ExtentPlacement, Health};
 pub use store::{PathReport, Pin, Tier};
 pub use update_claim::UpdateClaim;

@@ -217,9 +217,9 @@ pub(super) enum Whose {
     Damaged,
 }
 
-/// Result of a step of [`Claiming`].
+/// State of a claim after a step of [`Claiming`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Progress {
+pub(super) enum ClaimState {
     /// The next step is due after this time.
     Wait(Duration),
     /// The directory is claimed.
@@ -345,7 +345,7 @@ impl Claiming {
     }
 
     /// True if the next step writes the record.
-    pub(super) fn writes_next(&self) -> bool {
+    fn writes_next(&self) -> bool {
         self.stage == Stage::Write
     }
 
@@ -354,7 +354,7 @@ impl Claiming {
         &mut self,
         register: &dyn Register,
         now: &dyn Fn() -> Instant,
-    ) -> io::Result<Progress> {
+    ) -> io::Result<ClaimState> {
         let began = now();
         match self.stage {
             Stage::Look => {
@@ -370,10 +370,10 @@ impl Claiming {
             }
             Stage::Watch { until } => {
                 if self.read_heartbeat(register)? != self.heartbeat {
-                    return Ok(Progress::Held(self.owner_found()));
+                    return Ok(ClaimState::Held(self.owner_found()));
                 }
                 if began < until {
-                    return Ok(Progress::Wait(self.timing.period.min(until - began)));
+                    return Ok(ClaimState::Wait(self.timing.period.min(until - began)));
                 }
                 self.looked = began;
                 self.stage = Stage::Recheck;
@@ -385,36 +385,36 @@ impl Claiming {
             Stage::Write => {
                 register.write(Part::Record, &self.own.page()?)?;
                 if !self.own.leased {
-                    return Ok(Progress::Owned);
+                    return Ok(ClaimState::Owned);
                 }
                 let ended = now();
                 let late = ended - self.looked > self.timing.settle / 2;
                 let wait = if late { self.timing.quiet } else { self.timing.settle };
                 self.stage = Stage::Settle { until: ended + wait };
-                return Ok(Progress::Wait(wait));
+                return Ok(ClaimState::Wait(wait));
             }
             Stage::Settle { until } => {
                 if began < until {
-                    return Ok(Progress::Wait(until - began));
+                    return Ok(ClaimState::Wait(until - began));
                 }
                 match whose(register, &self.own)? {
                     Whose::Own => self.stage = Stage::Compare,
-                    Whose::Other(text) => return Ok(Progress::Held(text)),
-                    Whose::Damaged => return Ok(Progress::Held("its owner is not readable".to_string())),
+                    Whose::Other(text) => return Ok(ClaimState::Held(text)),
+                    Whose::Damaged => return Ok(ClaimState::Held("its owner is not readable".to_string())),
                 }
             }
             Stage::Compare => {
                 let found = self.read_heartbeat(register)?;
                 if found == self.heartbeat {
-                    return Ok(Progress::Owned);
+                    return Ok(ClaimState::Owned);
                 }
                 // The former owner lives. It notices this claim with its next heartbeat.
                 self.heartbeat = found;
                 self.stage = Stage::Settle { until: now() + self.timing.quiet };
-                return Ok(Progress::Wait(self.timing.quiet));
+                return Ok(ClaimState::Wait(self.timing.quiet));
             }
         }
-        Ok(Progress::Wait(Duration::ZERO))
+        Ok(ClaimState::Wait(Duration::ZERO))
     }
 
     fn read_heartbeat(&self, register: &dyn Register) -> io::Result<Vec<u8>> {
@@ -422,7 +422,7 @@ impl Claiming {
     }
 
     /// Decides from the record that was found how to go on.
-    fn judge(&mut self) -> Progress {
+    fn judge(&mut self) -> ClaimState {
         let record = OwnerRecord::parse(&self.found);
         let blank = self.found.iter().all(|byte| *byte == 0);
         let leased = self.own.leased;
@@ -434,12 +434,12 @@ impl Claiming {
             Some(record) if !record.leased && !leased => false,
             Some(record) => match record.holder.life(&self.own.holder, &record.claim) {
                 Life::Dead => false,
-                Life::Alive if record.leased => return Progress::Held(self.owner_found()),
+                Life::Alive if record.leased => return ClaimState::Held(self.owner_found()),
                 Life::Alive | Life::Unknown => true,
             },
         };
         self.stage = if watch || leased { Stage::Baseline { watch } } else { Stage::Write };
-        Progress::Wait(Duration::ZERO)
+        ClaimState::Wait(Duration::ZERO)
     }
 
     /// Description of the owner that was found.
@@ -563,10 +563,10 @@ impl PendingLock {
         loop {
             let writes = self.claiming.writes_next();
             match self.claiming.step(&self.pages, &Instant::now) {
-                Ok(Progress::Owned) => return self.owned(false, path).map(LockStep::Owned),
-                Ok(Progress::Held(text)) => return Err(locked(path, &text)),
-                Ok(Progress::Wait(time)) if time.is_zero() => {}
-                Ok(Progress::Wait(time)) => {
+                Ok(ClaimState::Owned) => return self.owned(false, path).map(LockStep::Owned),
+                Ok(ClaimState::Held(text)) => return Err(locked(path, &text)),
+                Ok(ClaimState::Wait(time)) if time.is_zero() => {}
+                Ok(ClaimState::Wait(time)) => {
                     if !std::mem::replace(&mut self.told, true) && !self.claiming.wrote() {
                         self.tell(path);
                     }

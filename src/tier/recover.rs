@@ -59,7 +59,7 @@ pub struct Steps {
 }
 
 /// Bytes of a payload that tell the commits of one step apart. Ranks write the same ones.
-pub const TAG_BYTES: usize = 48;
+const TAG_BYTES: usize = 48;
 
 /// State of a tier before its last commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -318,11 +318,10 @@ pub(super) fn answer<T>(
 }
 
 /// Why a path refuses a call.
-pub(super) const EARLIER: &str =
-    "an earlier call, to which the file system did not respond, is still in flight";
+const EARLIER: &str = "an earlier call, to which the file system did not respond, is still in flight";
 
 /// Error of a path that does not respond.
-pub(super) fn no_response(kind: IoKind, doing: Doing, path: &Path, detail: String) -> Error {
+fn no_response(kind: IoKind, doing: Doing, path: &Path, detail: String) -> Error {
     IoError::about(kind, doing, path.to_string_lossy()).because(detail).into()
 }
 
@@ -336,12 +335,8 @@ pub(super) fn failed(doing: Doing, path: &Path, error: io::Error, detail: &str) 
     if private_files::is_refusal(&error) {
         return TierError::at(TierKind::Foreign, path.to_string_lossy(), error.to_string());
     }
-    let errno = error.raw_os_error().unwrap_or(match error.kind() {
-        io::ErrorKind::NotFound => libc::ENOENT,
-        _ => 0,
-    });
-    let detail = if errno == 0 { error.to_string() } else { detail.to_string() };
-    IoError::of_errno(errno, doing, path.to_string_lossy()).because(detail).into()
+    let failure = IoError::of(&error, doing, path.to_string_lossy());
+    if failure.errno == 0 { failure.into() } else { failure.because(detail).into() }
 }
 
 /// Error of a tier that another process claimed.

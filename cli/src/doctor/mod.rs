@@ -88,9 +88,10 @@ pub fn run(options: &Options) -> Result<()> {
     drop(progress);
     let failed = findings.iter().filter(|finding| finding.verdict == Verdict::Fails).count();
     let report = Report { version: spillway::VERSION, findings };
-    match options.json {
-        true => stdout::say_json(&report)?,
-        false => stdout::say(&text(&report))?,
+    if options.json {
+        stdout::say_json(&report)?
+    } else {
+        stdout::say(&text(&report))?
     }
     match failed {
         0 => Ok(()),

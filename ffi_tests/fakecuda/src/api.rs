@@ -367,22 +367,10 @@ functions! {
     }
 }
 
-/// Records an access by the host. The access comes after all work that the host has waited for.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn fakecuda_host_access(ordinal: u32, start: *const c_void, bytes: u64, write: c_int) {
-    gpu::lock(ordinal).host_access(start as u64, bytes, write != 0);
-}
-
 /// Number of races that the checker found on a device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fakecuda_races(ordinal: u32) -> u64 {
     gpu::lock(ordinal).races().len() as u64
-}
-
-/// Number of calls that had to wait because the queue was full.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn fakecuda_blocked(ordinal: u32) -> u64 {
-    gpu::lock(ordinal).blocked as u64
 }
 
 /// Number of copies whose host side was not page-locked.

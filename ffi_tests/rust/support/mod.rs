@@ -170,6 +170,17 @@ pub fn succeed(command: &mut Command, timeout: Duration) -> String {
     stdout
 }
 
+/// The command that configures a CMake project in `folder`, whose build goes to its folder `build`.
+pub fn cmake(folder: &Path, prefix: &Path, project: &str) -> Command {
+    assert!(exists("cmake"), "cmake is missing: run packaging/system_packages.sh");
+    let list = format!("cmake_minimum_required(VERSION 3.16)\n{project}");
+    fs::write(folder.join("CMakeLists.txt"), list).expect("the target directory is writable");
+    let mut configure = Command::new("cmake");
+    configure.arg("-S").arg(folder).arg("-B").arg(folder.join("build"));
+    configure.arg(format!("-DCMAKE_PREFIX_PATH={}", prefix.display()));
+    configure
+}
+
 /// True if a program of this name can be started.
 pub fn exists(program: &str) -> bool {
     Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()

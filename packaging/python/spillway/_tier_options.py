@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,9 +31,7 @@ def tier_options(paths: Iterable[Any], job: str, host: str | None, rank: int, wo
 
 def _path(given: Any) -> Any:
     path = given if isinstance(given, TierPath) else TierPath(given)
-    kind, directory = (_MEMORY, None) if path.directory is None else (_DIRECTORY, os.fsencode(path.directory))
-    if b"\0" in (directory or b""):
-        raise InvalidArgumentError(f"Tier: the path {path.directory!r} contains a NUL; pass a directory")
+    kind, directory = (_MEMORY, None) if path.directory is None else (_DIRECTORY, _arguments.path("Tier: a path", path.directory))
     flags, node = (0, 0) if path.node is None else (_NODE, _arguments.unsigned("Tier: node", path.node, 32))
     return _abi.TierPath(ctypes.sizeof(_abi.TierPath), kind, directory, path.limit_bytes, path.reserve_bytes, flags, node)
 

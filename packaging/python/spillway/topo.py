@@ -121,7 +121,7 @@ class _Handle:
     def __init__(self, root: Any = None, load_driver: bool = False) -> None:
         options = _abi.sized(_abi.TopoOptions)
         options.flags = int(load_driver)
-        options.root = None if root is None else _path("root", root)
+        options.root = None if root is None else _arguments.path("root", root)
         self.value = ctypes.c_void_p()
         _native.call("spw_topo_open", ctypes.byref(options), ctypes.byref(self.value))
 
@@ -218,7 +218,7 @@ def node_of_path(path: str | os.PathLike[str]) -> int | None:
     """Returns the node of the drive that holds a file or directory; None if it is not known."""
     node = ctypes.c_uint32()
     with _Handle() as handle:
-        _native.call("spw_topo_get_path_node", handle.value, _path("path", path), ctypes.byref(node))
+        _native.call("spw_topo_get_path_node", handle.value, _arguments.path("path", path), ctypes.byref(node))
     return None if node.value == _abi.TOPO_NONE else node.value
 
 
@@ -247,13 +247,6 @@ def _cores(root: Any, load_driver: bool, ranks: int, rank: int, share: float, sc
         return Cores(
             *(_numbers(handle.text("spw_topo_get_rank_cpus", ctypes.byref(options), which)) for which in (_ALL, _TRAINER, _WORKERS))
         )
-
-
-def _path(name: str, value: Any) -> bytes:
-    path = os.fsencode(value)
-    if b"\0" in path:
-        raise InvalidArgumentError(f"{name} is {value!r}, which has a zero byte")
-    return path
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -36,9 +36,9 @@ use crate::error::{Error, Result};
 /// Maximal number of subgroups of a plan.
 pub const MAX_SUBGROUPS: usize = 1 << 16;
 /// Maximal number of chunks of all subgroups together. Each chunk takes a few commands in every step.
-pub const MAX_PARTS: u64 = 1 << 18;
+const MAX_PARTS: u64 = 1 << 18;
 /// Maximal number of slots. In the model, more than two slots give no benefit.
-pub const MAX_SLOTS: usize = 8;
+const MAX_SLOTS: usize = 8;
 
 /// Rates of one GPU, its links and its share of the host, in parameters per second unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq)]

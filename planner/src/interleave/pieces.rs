@@ -62,10 +62,7 @@ pub fn pieces(shape: &Shape, plan: &Plan) -> Vec<(Piece, Option<LaneEvent>)> {
         iter::once((Piece::Fetched { subgroup, slot }, event))
             .chain((among(nth)..among(nth + 1)).map(resident))
     });
-    match fetched.is_empty() {
-        true => (0..residents.len()).map(resident).collect(),
-        false => all.collect(),
-    }
+    if fetched.is_empty() { (0..residents.len()).map(resident).collect() } else { all.collect() }
 }
 
 /// Maximal number of fetched subgroups in flight: one more than the slots, or fewer if subgroups have many chunks. The

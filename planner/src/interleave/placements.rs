@@ -81,6 +81,16 @@ impl Plan {
         self.placements.iter().enumerate().filter(move |(_, at)| **at == placement).map(|(index, _)| index)
     }
 
+    /// A letter for each subgroup: c on the CPU, G on the GPU, R resident.
+    pub fn letters(&self) -> String {
+        let letter = |placement: &Placement| match placement {
+            Placement::Cpu => 'c',
+            Placement::Gpu => 'G',
+            Placement::Resident => 'R',
+        };
+        self.placements.iter().map(letter).collect()
+    }
+
     /// Number of subgroups of one placement.
     pub fn count_on(&self, placement: Placement) -> usize {
         self.on(placement).count()
@@ -96,15 +106,6 @@ fn dynamic_of(count: usize, residents: usize) -> Result<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn letters(plan: &Plan) -> String {
-        let letter = |placement: &Placement| match placement {
-            Placement::Cpu => 'c',
-            Placement::Gpu => 'G',
-            Placement::Resident => 'R',
-        };
-        plan.placements().iter().map(letter).collect()
-    }
 
     #[test]
     fn even_plans_hold_the_number_asked_for_with_gaps_that_differ_by_one_at_most() {
@@ -129,7 +130,7 @@ mod tests {
                     let at: Vec<usize> = plan.on(Placement::Gpu).collect();
                     let gaps: Vec<usize> = at.windows(2).map(|pair| pair[1] - pair[0]).collect();
                     if let (Some(least), Some(most)) = (gaps.iter().min(), gaps.iter().max()) {
-                        assert!(most - least <= 1, "{}", letters(&plan));
+                        assert!(most - least <= 1, "{}", plan.letters());
                     }
                     let dynamic = count - residents;
                     if gpu > 0 && 2 * gpu < dynamic {
@@ -141,15 +142,15 @@ mod tests {
                 }
             }
         }
-        assert_eq!(letters(&Plan::even(9, 3, 0).unwrap()), "cGccGccGc");
+        assert_eq!(Plan::even(9, 3, 0).unwrap().letters(), "cGccGccGc");
     }
 
     #[test]
     fn strides_are_those_of_algorithm_1() {
-        assert_eq!(letters(&Plan::stride(8, 3, 2).unwrap()), "ccGccGRR");
-        assert_eq!(letters(&Plan::stride(5, 2, 0).unwrap()), "cGcGc");
-        assert_eq!(letters(&Plan::stride(3, 1, 0).unwrap()), "GGG");
-        assert_eq!(letters(&Plan::stride(3, 0, 0).unwrap()), "ccc");
+        assert_eq!(Plan::stride(8, 3, 2).unwrap().letters(), "ccGccGRR");
+        assert_eq!(Plan::stride(5, 2, 0).unwrap().letters(), "cGcGc");
+        assert_eq!(Plan::stride(3, 1, 0).unwrap().letters(), "GGG");
+        assert_eq!(Plan::stride(3, 0, 0).unwrap().letters(), "ccc");
         assert!(Plan::stride(3, 2, 4).is_err());
     }
 }

@@ -12,7 +12,7 @@ use super::fields::Fields;
 use crate::error::{Error, Result};
 
 /// Most parameters of a model. Bytes of all ranks and micro-batches then stay within 64 bits.
-pub const MOST_PARAMETERS: u64 = 1 << 50;
+const MOST_PARAMETERS: u64 = 1 << 50;
 
 /// A model, as the planner sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

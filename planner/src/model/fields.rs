@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// Largest value of a field: sums of products of the fields stay within 128 bits.
 pub const MOST: u64 = 1 << 32;
 /// Most layers.
-pub const MOST_LAYERS: u64 = 1 << 20;
+const MOST_LAYERS: u64 = 1 << 20;
 
 /// The fields of one JSON object.
 pub struct Fields<'a> {

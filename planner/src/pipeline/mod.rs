@@ -43,9 +43,9 @@ use memory::Change;
 use summary::Summary;
 
 /// Maximal number of devices.
-pub const MAX_DEVICES: u32 = 1 << 12;
+const MAX_DEVICES: u32 = 1 << 12;
 /// Maximal number of passes: forward and backward passes of all stages on all micro-batches.
-pub const MAX_PASSES: u64 = 1 << 20;
+const MAX_PASSES: u64 = 1 << 20;
 
 /// The order of the passes on the devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

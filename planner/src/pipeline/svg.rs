@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::picture::{Anchor, Color, Picture};
 
 /// Operations that a picture may have. More are too narrow to see.
-pub const MAX_DRAWN: usize = 1 << 14;
+const MAX_DRAWN: usize = 1 << 14;
 const LEFT: f64 = 62.0;
 const ROW: f64 = 22.0;
 const LANE: f64 = 14.0;

@@ -207,7 +207,7 @@ fn parse(raw: &spw_arena_options) -> Result<Create> {
     let given = raw.regions.read_all(raw.region_count, "options.regions")?;
     let mut regions = try_vec::with_capacity("listing the regions", given.len())?;
     for (index, region) in given.iter().enumerate() {
-        let at = |error: Error| error.without("name").within(&format!("options.regions[{index}].name"));
+        let at = |error: Error| error.within(&format!("options.regions[{index}]."));
         abi_struct::zero("options.regions.reserved", region.reserved)?;
         let name = region.name.text("name").map_err(at)?.to_string();
         regions.push(RegionSpec { name, bytes: region.bytes });

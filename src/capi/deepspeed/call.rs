@@ -2,6 +2,7 @@
 
 use crate::capi::prelude::*;
 use crate::kernel::{AdamRule, Arithmetic};
+use crate::optim::check;
 use crate::optim::deepspeed::{ADAM, AdamCall, AdamState};
 
 c_struct! { first 40;
@@ -111,8 +112,5 @@ fn call_of(raw: &spw_ds_adam_call) -> Result<AdamCall> {
 }
 
 fn grad_scale_of(raw: &spw_ds_adam_call) -> Result<f32> {
-    match raw.grad_scale.is_finite() {
-        true => Ok(raw.grad_scale),
-        false => Err(Error::invalid("grad_scale", format!("{} is not a finite f32", raw.grad_scale))),
-    }
+    check::finite("grad_scale", raw.grad_scale.into())
 }

@@ -304,7 +304,7 @@ pub extern "C" fn spw_interleave_close(interleave: Option<Box<spw_interleave>>) 
 ///
 /// # Safety
 /// `stream` is 0, or a live stream of the device's primary context.
-pub(in crate::capi) unsafe fn with_stream(
+unsafe fn with_stream(
     interleave: Option<&spw_interleave>,
     stream: u64,
 ) -> Result<(&InterleavedUpdate, Model)> {
@@ -318,12 +318,12 @@ pub(in crate::capi) unsafe fn with_stream(
 }
 
 /// Number of subgroups. A count is checked against it before an array of that many entries is read.
-pub(in crate::capi) fn subgroups_of(engine: &InterleavedUpdate) -> Result<u64> {
+fn subgroups_of(engine: &InterleavedUpdate) -> Result<u64> {
     Ok(engine.plan()?.placements().len() as u64)
 }
 
 /// Rejects a count that is none of those allowed.
-pub(in crate::capi) fn check_count(count: u64, allowed: [u64; 2]) -> Result<()> {
+fn check_count(count: u64, allowed: [u64; 2]) -> Result<()> {
     match allowed.contains(&count) {
         true => Ok(()),
         false => Err(Error::invalid("count", format!("is {count}, but there are {} subgroups", allowed[0]))),

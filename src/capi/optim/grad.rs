@@ -6,8 +6,8 @@ use crate::capi::optim::overlap;
 use crate::capi::optim::tensor::{self, at, spw_grad_tensor, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::dtype::Floats;
-use crate::optim::StepStats;
 use crate::optim::grad::{self, Addition};
+use crate::optim::{StepStats, check};
 use crate::sys::try_vec;
 
 /// Computes the sum of squares and the finiteness of `grad * scale`, for example for gradient clipping. `grad` has `n`
@@ -26,7 +26,7 @@ pub unsafe extern "C" fn spw_grad_stats(
 ) -> spw_status {
     guard(|| {
         stats_out.required("stats_out")?;
-        let scale = finite(scale)?;
+        let scale = check::finite("scale", scale)?;
         let dtype = tensor::parse_dtype(dtype, "dtype")?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
@@ -56,7 +56,7 @@ pub unsafe extern "C" fn spw_grad_stats_all(
 ) -> spw_status {
     guard(|| {
         stats_out.required("stats_out")?;
-        let scale = finite(scale)?;
+        let scale = check::finite("scale", scale)?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             stats_out.check("stats_out")?;
@@ -98,7 +98,7 @@ pub unsafe extern "C" fn spw_grad_accumulate(
     stats_out: Out<spw_step_stats>,
 ) -> spw_status {
     guard(|| {
-        let scale = finite(scale)?;
+        let scale = check::finite("scale", scale)?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             stats_out.check("stats_out")?;
@@ -129,11 +129,4 @@ unsafe fn addition<'a>(raw: &spw_grad_tensor) -> Result<Option<Addition<'a>>> {
     let (dst, src) =
         unsafe { (tensor::span_mut(raw.dst, dst, raw.n, "dst")?, tensor::span(raw.src, src, raw.n, "src")?) };
     Ok(Some(Addition { dst, src }))
-}
-
-fn finite(scale: f64) -> Result<f32> {
-    match scale as f32 {
-        scale if scale.is_finite() => Ok(scale),
-        _ => Err(Error::invalid("scale", format!("{scale} is not a finite f32"))),
-    }
 }

@@ -265,13 +265,7 @@ pub(in crate::capi) unsafe fn span<'a>(
 ) -> Result<Floats<'a>> {
     let n = checked_length(from, dtype, n, argument)?;
     // SAFETY: not NULL, aligned, n elements that fit the address space; the caller lends them.
-    Ok(unsafe {
-        match dtype {
-            Dtype::F32 => Floats::F32(std::slice::from_raw_parts(from.cast(), n)),
-            Dtype::F16 => Floats::F16(std::slice::from_raw_parts(from.cast(), n)),
-            Dtype::Bf16 => Floats::Bf16(std::slice::from_raw_parts(from.cast(), n)),
-        }
-    })
+    Ok(unsafe { Floats::from_raw(from, dtype, n) })
 }
 
 pub(super) unsafe fn span_mut<'a>(
@@ -282,13 +276,7 @@ pub(super) unsafe fn span_mut<'a>(
 ) -> Result<FloatsMut<'a>> {
     let n = checked_length(to, dtype, n, argument)?;
     // SAFETY: not NULL, aligned, n elements that fit the address space; the caller lends them to us alone.
-    Ok(unsafe {
-        match dtype {
-            Dtype::F32 => FloatsMut::F32(std::slice::from_raw_parts_mut(to.cast(), n)),
-            Dtype::F16 => FloatsMut::F16(std::slice::from_raw_parts_mut(to.cast(), n)),
-            Dtype::Bf16 => FloatsMut::Bf16(std::slice::from_raw_parts_mut(to.cast(), n)),
-        }
-    })
+    Ok(unsafe { FloatsMut::from_raw(to, dtype, n) })
 }
 
 pub(in crate::capi) unsafe fn optional_span<'a>(

@@ -4,7 +4,7 @@ use crate::capi::optim::tensor::{self, spw_step_stats};
 use crate::capi::prelude::*;
 use crate::capi::speculate::engine::spw_spec;
 use crate::offload::speculate::{Outcome, Verdict};
-use crate::optim::StepStats;
+use crate::optim::{StepStats, check};
 
 /// Verdict of a round. Passed as `uint32_t`.
 #[repr(C)]
@@ -130,8 +130,7 @@ pub(in crate::capi) fn parse_verdict(verdict: u32, grad_scale: f64) -> Result<Ve
     match verdict {
         0 => Ok(Verdict::Commit),
         1 => Ok(Verdict::Skip),
-        2 if (grad_scale as f32).is_finite() => Ok(Verdict::Redo(grad_scale as f32)),
-        2 => Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32"))),
+        2 => check::finite("grad_scale", grad_scale).map(Verdict::Redo),
         other => Err(Error::invalid("verdict", format!("{other} is not an spw_spec_verdict"))),
     }
 }

@@ -256,7 +256,10 @@ pub extern "C" fn spw_topo_get_path_node(
         let topo = handle::get(topo)?;
         node_out.required("node_out")?;
         let path = path.path("path")?;
-        let node = topo.machine.path_node(path).map_err(|error| unreadable(path, &error))?;
+        let node = topo
+            .machine
+            .path_node(path)
+            .map_err(|error| IoError::of(&error, Doing::Opening, path.to_string_lossy()))?;
         node_out.put(node.unwrap_or(SPW_TOPO_NONE), "node_out")
     })
 }
@@ -286,9 +289,4 @@ pub extern "C" fn spw_topo_prefetch(addresses: In<u64>, count: u64) -> spw_statu
         prefetch::lines(addresses.array(count, "addresses")?);
         Ok(())
     })
-}
-
-fn unreadable(path: &std::path::Path, error: &std::io::Error) -> Error {
-    let errno = error.raw_os_error().unwrap_or(0);
-    IoError::of_errno(errno, Doing::Opening, path.display().to_string()).into()
 }

@@ -320,10 +320,7 @@ impl Memory {
         let mut evicted = self.evicted.lock();
         let mut at = 0;
         while let Some((subgroup, _)) = evicted.get(at) {
-            match home(*subgroup)? {
-                true => drop(evicted.swap_remove(at)),
-                false => at += 1,
-            }
+            if home(*subgroup)? { drop(evicted.swap_remove(at)) } else { at += 1 }
         }
         Ok(())
     }

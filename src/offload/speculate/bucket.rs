@@ -94,10 +94,7 @@ impl<O: Family> Tensors<O> {
 
     /// The tensors, with their 16-bit copies only if wanted.
     fn lend(&mut self, copies: bool) -> Result<Vec<Job<'_, O>>> {
-        match copies {
-            true => self.lent.lend(),
-            false => self.lent.lend_by(LentTensor::borrow_without_copy),
-        }
+        if copies { self.lent.lend() } else { self.lent.lend_by(LentTensor::borrow_without_copy) }
     }
 
     /// True if speculative steps write 16-bit copies.

@@ -21,7 +21,7 @@ use crate::sys::sync::{Guard, deadline_after};
 use crate::sys::threads;
 
 /// Maximum number of buckets: each bucket costs memory from `open` on, and every verdict visits all of them.
-pub const MAX_BUCKETS: u32 = 1 << 20;
+const MAX_BUCKETS: u32 = 1 << 20;
 
 /// Steps buckets before their verdict is known. Thread-safe.
 pub struct Engine {

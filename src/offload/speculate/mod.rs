@@ -31,6 +31,6 @@ mod tests;
 
 pub use bucket::{Bucket, Publish, Recording, Tensors, Undo};
 pub use clip::{Clip, Verdict};
-pub use device::{Publication, Published, Ready, Resident};
-pub use engine::{Engine, Outcome, Stats};
-pub use round::{Counts, Progress, Task};
+pub use device::{Publication, Published, Resident};
+pub use engine::{Engine, Outcome};
+pub use round::{Progress, Task};

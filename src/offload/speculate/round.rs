@@ -42,7 +42,7 @@ pub enum Task {
 
 /// State of a bucket.
 #[derive(Debug, Clone, PartialEq)]
-enum Bucket {
+enum BucketState {
     Missing,
     Waiting,
     Running(Task),
@@ -113,7 +113,7 @@ pub struct Counts {
 pub struct Round {
     phase: Phase,
     clip: Clip,
-    buckets: Vec<Bucket>,
+    buckets: Vec<BucketState>,
     /// Submitted buckets in the order of their submission.
     order: Vec<usize>,
     running_sum: f64,
@@ -128,7 +128,7 @@ impl Round {
         Ok(Round {
             phase: Phase::Idle,
             clip: Clip::none(),
-            buckets: try_vec::from_fn("listing the buckets", buckets, |_| Bucket::Missing)?,
+            buckets: try_vec::from_fn("listing the buckets", buckets, |_| BucketState::Missing)?,
             order: try_vec::with_capacity("listing the buckets", buckets)?,
             running_sum: 0.0,
             foreseen: Foreseen::Nothing,
@@ -146,7 +146,7 @@ impl Round {
         }
         self.phase = Phase::Open;
         self.clip = clip;
-        self.buckets.fill(Bucket::Missing);
+        self.buckets.fill(BucketState::Missing);
         self.order.clear();
         self.running_sum = 0.0;
         self.foreseen = Foreseen::Nothing;
@@ -163,7 +163,7 @@ impl Round {
     pub fn may_submit(&self, bucket: u32) -> Result<()> {
         self.open()?;
         match self.bucket(bucket)? {
-            Bucket::Missing => Ok(()),
+            BucketState::Missing => Ok(()),
             _ => Err(RoundError::Submitted(bucket).into()),
         }
     }
@@ -171,51 +171,51 @@ impl Round {
     /// Submits a bucket. Errors: no open round, no such bucket, or the bucket was submitted before.
     pub fn submit(&mut self, bucket: u32) -> Result<()> {
         self.may_submit(bucket)?;
-        self.buckets[bucket as usize] = Bucket::Waiting;
+        self.buckets[bucket as usize] = BucketState::Waiting;
         self.order.push(bucket as usize);
         Ok(())
     }
 
     /// Submitted buckets that have not started, in the order of submission.
     pub fn waiting(&self) -> impl Iterator<Item = usize> {
-        self.order.iter().copied().filter(|index| self.buckets[*index] == Bucket::Waiting)
+        self.order.iter().copied().filter(|index| self.buckets[*index] == BucketState::Waiting)
     }
 
     /// Buckets with a task left after the verdict, in reverse order of submission: backward ends with the layers that
     /// the next forward uses first.
     pub fn due(&self) -> impl Iterator<Item = usize> {
-        self.order.iter().rev().copied().filter(|index| matches!(self.buckets[*index], Bucket::Due(_)))
+        self.order.iter().rev().copied().filter(|index| matches!(self.buckets[*index], BucketState::Due(_)))
     }
 
     /// The task of a bucket that is due.
     pub fn due_task(&self, index: usize) -> Option<Task> {
         match self.buckets[index] {
-            Bucket::Due(task) => Some(task),
+            BucketState::Due(task) => Some(task),
             _ => None,
         }
     }
 
     /// True if no task will touch the bucket any more.
     pub fn is_finished(&self, index: usize) -> bool {
-        matches!(self.buckets[index], Bucket::Final | Bucket::Failed(_))
+        matches!(self.buckets[index], BucketState::Final | BucketState::Failed(_))
     }
 
     /// Starts a bucket that is waiting or due, and returns its task. A waiting bucket gets `first` ([`Task::Speculate`]
     /// or [`Task::Measure`]) unless the verdict is foreseen.
     pub fn start(&mut self, index: usize, first: Task) -> Task {
         let task = match (&self.buckets[index], self.foreseen) {
-            (Bucket::Due(task), _) => *task,
+            (BucketState::Due(task), _) => *task,
             (_, Foreseen::Nothing) => first,
             (_, Foreseen::Clipped) => Task::Measure,
             (_, Foreseen::Nonfinite) => Task::Pass,
         };
-        self.buckets[index] = Bucket::Running(task);
+        self.buckets[index] = BucketState::Running(task);
         task
     }
 
     /// Records the end of a task that `start` returned.
     pub fn done(&mut self, index: usize, stats: StepStats) {
-        let Bucket::Running(task) = self.buckets[index] else { return };
+        let BucketState::Running(task) = self.buckets[index] else { return };
         self.buckets[index] = match task {
             Task::Measure | Task::Speculate | Task::Pass => {
                 let stepped = task == Task::Speculate;
@@ -223,9 +223,9 @@ impl Round {
                 self.counts.spared += u64::from(!stepped);
                 let stats = (task != Task::Pass).then_some(stats);
                 stats.into_iter().for_each(|stats| self.foresee(stats));
-                Bucket::Known { stats, stepped }
+                BucketState::Known { stats, stepped }
             }
-            Task::Commit | Task::Rollback | Task::Redo(_) | Task::Step(_) => Bucket::Final,
+            Task::Commit | Task::Rollback | Task::Redo(_) | Task::Step(_) => BucketState::Final,
         };
         if self.phase == Phase::Resolved {
             // The round was aborted while this bucket ran.
@@ -236,7 +236,7 @@ impl Round {
 
     /// Records a failure of a bucket that was waiting or running. The bucket's values are then undefined.
     pub fn fail(&mut self, index: usize, error: Error) {
-        self.buckets[index] = Bucket::Failed(error);
+        self.buckets[index] = BucketState::Failed(error);
         self.become_idle_if_final();
     }
 
@@ -247,8 +247,8 @@ impl Round {
         let mut sum = 0.0;
         for bucket in &self.buckets {
             match bucket {
-                Bucket::Known { stats: Some(stats), .. } => sum = squares::add(sum, stats.sum_squares),
-                Bucket::Known { stats: None, .. } => sum = f64::NAN,
+                BucketState::Known { stats: Some(stats), .. } => sum = squares::add(sum, stats.sum_squares),
+                BucketState::Known { stats: None, .. } => sum = f64::NAN,
                 _ => return Ok(None),
             }
         }
@@ -297,20 +297,21 @@ impl Round {
     /// State of a bucket. Errors: no such bucket; the error of a failed bucket.
     pub fn progress(&self, bucket: u32) -> Result<Progress> {
         match self.bucket(bucket)? {
-            Bucket::Missing => Ok(Progress::Missing),
-            Bucket::Known { stepped: true, .. } => Ok(Progress::Speculative),
-            Bucket::Waiting | Bucket::Running(_) | Bucket::Known { .. } | Bucket::Due(_) => {
-                Ok(Progress::Pending)
-            }
-            Bucket::Final => Ok(Progress::Final),
-            Bucket::Failed(error) => Err(error.clone()),
+            BucketState::Missing => Ok(Progress::Missing),
+            BucketState::Known { stepped: true, .. } => Ok(Progress::Speculative),
+            BucketState::Waiting
+            | BucketState::Running(_)
+            | BucketState::Known { .. }
+            | BucketState::Due(_) => Ok(Progress::Pending),
+            BucketState::Final => Ok(Progress::Final),
+            BucketState::Failed(error) => Err(error.clone()),
         }
     }
 
     /// The error of the failed bucket with the lowest index.
     pub fn failure(&self) -> Option<&Error> {
         self.buckets.iter().find_map(|bucket| match bucket {
-            Bucket::Failed(error) => Some(error),
+            BucketState::Failed(error) => Some(error),
             _ => None,
         })
     }
@@ -334,7 +335,7 @@ impl Round {
         }
     }
 
-    fn bucket(&self, bucket: u32) -> Result<&Bucket> {
+    fn bucket(&self, bucket: u32) -> Result<&BucketState> {
         let count = self.buckets.len();
         let found = self.buckets.get(bucket as usize);
         found.ok_or_else(|| Error::invalid("bucket", format!("is {bucket}, but there are {count} buckets")))
@@ -345,7 +346,7 @@ impl Round {
         if let Some(error) = self.failure() {
             return Err(error.clone());
         }
-        match self.buckets.iter().position(|bucket| *bucket == Bucket::Missing) {
+        match self.buckets.iter().position(|bucket| *bucket == BucketState::Missing) {
             Some(missing) => Err(RoundError::Missing(missing as u32).into()),
             None => Ok(()),
         }
@@ -376,19 +377,21 @@ impl Round {
     fn apply_verdict(&mut self, index: usize, verdict: Verdict) {
         let scale = self.clip.scale();
         let next = match &self.buckets[index] {
-            Bucket::Missing | Bucket::Waiting => Bucket::Final,
-            Bucket::Known { stepped: true, .. } => {
+            BucketState::Missing | BucketState::Waiting => BucketState::Final,
+            BucketState::Known { stepped: true, .. } => {
                 if verdict != Verdict::Commit {
                     self.rolled_back_buckets.push(index as u32);
                 }
-                Bucket::Due(self.count_outcome(verdict))
+                BucketState::Due(self.count_outcome(verdict))
             }
-            Bucket::Known { stepped: false, .. } => match verdict {
-                Verdict::Skip => Bucket::Final,
-                Verdict::Commit => Bucket::Due(Task::Step(scale)),
-                Verdict::Redo(factor) => Bucket::Due(Task::Step(factor)),
+            BucketState::Known { stepped: false, .. } => match verdict {
+                Verdict::Skip => BucketState::Final,
+                Verdict::Commit => BucketState::Due(Task::Step(scale)),
+                Verdict::Redo(factor) => BucketState::Due(Task::Step(factor)),
             },
-            Bucket::Running(_) | Bucket::Due(_) | Bucket::Final | Bucket::Failed(_) => return,
+            BucketState::Running(_) | BucketState::Due(_) | BucketState::Final | BucketState::Failed(_) => {
+                return;
+            }
         };
         self.buckets[index] = next;
     }

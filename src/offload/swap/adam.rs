@@ -11,7 +11,7 @@ use super::encoding::Moments;
 use super::{SubgroupState, Swap, Update};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
 use crate::error::Result;
-use crate::kernel::{AdamRule, Arithmetic, CHUNK, Dtypes, States, Tensor, squares};
+use crate::kernel::{AdamRule, Arithmetic, CHUNK, Dtypes, States, Tensor};
 use crate::optim::parallel::{self, Job};
 use crate::optim::{self, StepStats};
 use crate::sys::try_vec;
@@ -127,7 +127,7 @@ impl<'a, 's> AdamUpdate<'a, 's> {
     /// Statistics of the steps.
     pub(super) fn stats(&self) -> StepStats {
         let sums: Vec<f64> = self.sums.iter().copied().flatten().collect();
-        StepStats::of(sum_of(&sums))
+        StepStats::of(parallel::sum_of(&sums))
     }
 }
 
@@ -196,16 +196,4 @@ fn jobs_of<'j>(
         }
     }
     Ok(jobs)
-}
-
-/// Adds the sums of subgroups in the order in which one call adds those of its tensors.
-fn sum_of(sums: &[f64]) -> f64 {
-    match sums {
-        [] => 0.0,
-        [one] => *one,
-        many => {
-            let (left, right) = many.split_at(many.len() / 2);
-            squares::add(sum_of(left), sum_of(right))
-        }
-    }
 }

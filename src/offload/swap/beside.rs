@@ -477,10 +477,7 @@ impl Shared {
     /// True if the next update is begun, and no commit comes before it. Errors: the update was abandoned.
     fn is_begun(&self) -> Result<bool> {
         let inner = self.inner.lock();
-        match inner.abandon {
-            true => Err(abandoned()),
-            false => Ok(inner.begun.is_some() && inner.commit.is_none()),
-        }
+        if inner.abandon { Err(abandoned()) } else { Ok(inner.begun.is_some() && inner.commit.is_none()) }
     }
 }
 

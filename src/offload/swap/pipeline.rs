@@ -382,10 +382,7 @@ impl Pipeline {
             self.slots[slot] = SlotState::Stepping(subgroup);
             return Action::Step { subgroup, slot };
         }
-        match self.idle() {
-            true => Action::Done,
-            false => Action::Wait,
-        }
+        if self.idle() { Action::Done } else { Action::Wait }
     }
 
     /// Takes the next subgroup to fetch: one that the last round still writes has to wait.
@@ -427,10 +424,7 @@ impl Pipeline {
                 true => SlotState::Ready { subgroup, dirty: false },
                 false => SlotState::Free,
             };
-            match succeeded {
-                true => self.stats.fetched += 1,
-                false => self.to_fetch.push_front(subgroup),
-            }
+            if succeeded { self.stats.fetched += 1 } else { self.to_fetch.push_front(subgroup) }
         }
     }
 

@@ -173,10 +173,7 @@ impl Slots {
     /// Checks that `copy` belongs to the param in a slot's master.
     pub(super) fn check_copy(&mut self, slot: usize, elements: usize, copy: &[bf16]) -> Result<()> {
         let (_, _, param) = self.halves(slot, elements)?;
-        match master::is_copy(copy, param) {
-            true => Ok(()),
-            false => Err(encoding::wrong_weights()),
-        }
+        if master::is_copy(copy, param) { Ok(()) } else { Err(encoding::wrong_weights()) }
     }
 
     /// Prepares a slot to cache its state, which may split its param. False if the state would keep a master that

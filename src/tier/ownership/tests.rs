@@ -35,12 +35,12 @@ fn elsewhere(claim: &str, leased: bool) -> OwnerRecord {
 }
 
 /// Claims at `now`; returns the outcome and the time that it took.
-fn claim(register: &Shared, own: &OwnerRecord, now: Instant) -> (Progress, Duration) {
+fn claim(register: &Shared, own: &OwnerRecord, now: Instant) -> (ClaimState, Duration) {
     let mut claiming = Claiming::new(own.clone(), TIMING, now);
     let mut waited = Duration::ZERO;
     loop {
         match claiming.step(register, &|| now + waited).unwrap() {
-            Progress::Wait(time) => waited += time,
+            ClaimState::Wait(time) => waited += time,
             other => return (other, waited),
         }
     }
@@ -50,16 +50,16 @@ fn claim(register: &Shared, own: &OwnerRecord, now: Instant) -> (Progress, Durat
 fn a_blank_or_returned_directory_is_claimed_after_the_settling_time_and_at_once_without_a_lease() {
     let (register, now) = (Shared::default(), Instant::now());
     let (first, second) = (elsewhere("a", true), elsewhere("b", true));
-    assert_eq!(claim(&register, &first, now), (Progress::Owned, TIMING.settle));
+    assert_eq!(claim(&register, &first, now), (ClaimState::Owned, TIMING.settle));
     give_back(&register, &first).unwrap();
-    assert_eq!(claim(&register, &second, now), (Progress::Owned, TIMING.settle));
+    assert_eq!(claim(&register, &second, now), (ClaimState::Owned, TIMING.settle));
     assert_eq!(
         whose(&register, &first).unwrap(),
         Whose::Other("process 7 on node-b, started at tick 1".to_string())
     );
     let register = Shared::default();
-    assert_eq!(claim(&register, &elsewhere("a", false), now), (Progress::Owned, Duration::ZERO));
-    assert_eq!(claim(&register, &elsewhere("b", false), now), (Progress::Owned, Duration::ZERO));
+    assert_eq!(claim(&register, &elsewhere("a", false), now), (ClaimState::Owned, Duration::ZERO));
+    assert_eq!(claim(&register, &elsewhere("b", false), now), (ClaimState::Owned, Duration::ZERO));
 }
 
 #[test]
@@ -72,15 +72,15 @@ fn a_lease_without_heartbeats_is_waited_out_and_one_with_heartbeats_is_respected
     let mut waited = Duration::ZERO;
     let outcome = loop {
         match claiming.step(&register, &|| now + waited).unwrap() {
-            Progress::Wait(time) => waited += time,
+            ClaimState::Wait(time) => waited += time,
             other => break other,
         }
         if waited >= TIMING.period {
             renew(&register, &first, 2).unwrap();
         }
     };
-    assert!(matches!(&outcome, Progress::Held(text) if text.contains("node-a")), "{outcome:?}");
-    assert_eq!(claim(&register, &second, now), (Progress::Owned, TIMING.quiet + TIMING.settle));
+    assert!(matches!(&outcome, ClaimState::Held(text) if text.contains("node-a")), "{outcome:?}");
+    assert_eq!(claim(&register, &second, now), (ClaimState::Owned, TIMING.quiet + TIMING.settle));
     assert!(matches!(renew(&register, &first, 3).unwrap(), Whose::Other(_)));
     // A late heartbeat replaces no record.
     assert_eq!(whose(&register, &second).unwrap(), Whose::Own);
@@ -96,16 +96,19 @@ fn an_owner_that_this_machine_knows_is_refused_or_replaced_without_a_wait() {
     claim(&register, &of("mine"), now);
     let next = of("next");
     hold("mine");
-    assert!(matches!(claim(&register, &next, now), (Progress::Held(_), Duration::ZERO)));
+    assert!(matches!(claim(&register, &next, now), (ClaimState::Held(_), Duration::ZERO)));
     let_go("mine");
-    assert_eq!(claim(&register, &next, now), (Progress::Owned, TIMING.settle));
+    assert_eq!(claim(&register, &next, now), (ClaimState::Owned, TIMING.settle));
 }
 
 #[test]
 fn a_record_that_is_not_readable_is_waited_out() {
     let (register, now) = (Shared::default(), Instant::now());
     register.write(Part::Record, &[b'x'; PAGE]).unwrap();
-    assert_eq!(claim(&register, &elsewhere("a", true), now), (Progress::Owned, TIMING.quiet + TIMING.settle));
+    assert_eq!(
+        claim(&register, &elsewhere("a", true), now),
+        (ClaimState::Owned, TIMING.quiet + TIMING.settle)
+    );
 }
 
 /// A process in simulated time: it claims, keeps its lease, and writes data while the lease is valid. It is the owner
@@ -187,12 +190,12 @@ fn of_processes_that_race_stop_and_resume_no_two_write_data_at_once() {
                         at(if *calls.borrow() == 1 { began } else { now + after })
                     };
                     match claiming.step(&register, &clock).unwrap() {
-                        Progress::Owned => State::Beats,
-                        Progress::Held(_) => {
+                        ClaimState::Owned => State::Beats,
+                        ClaimState::Held(_) => {
                             refused += 1;
                             State::Over
                         }
-                        Progress::Wait(time) => {
+                        ClaimState::Wait(time) => {
                             wait += time.as_millis() as u64;
                             State::Claims(claiming)
                         }

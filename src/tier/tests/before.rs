@@ -140,10 +140,7 @@ fn what_was_given_up_does_not_come_back() {
             (start..=second.len()).flat_map(|later| fates(later).iter().map(move |fate| (later, *fate)));
         for (later, (crash, seed)) in crashes {
             let message = format!("crashed after {events}, then {later} events, {crash:?}");
-            let found = match later < opened {
-                true => vec![Some(3), Some(4)],
-                false => vec![Some(3), Some(14)],
-            };
+            let found = if later < opened { vec![Some(3), Some(4)] } else { vec![Some(3), Some(14)] };
             check(&second.image(2, later, crash, seed + later as u64), &found, &message);
             whole_at(&second.image(2, later, crash, seed + later as u64), 3, &message);
         }

@@ -123,10 +123,7 @@ fn a_power_cut_after_a_killed_process_was_resumed_keeps_what_it_found() {
         drop(tier);
         for later in start..=second.len() {
             for (crash, seed) in FATES {
-                let allowed = match later < opened {
-                    true => allowed(&commits, events),
-                    false => vec![found, Some(4)],
-                };
+                let allowed = if later < opened { allowed(&commits, events) } else { vec![found, Some(4)] };
                 let image = second.image(2, later, crash, seed + later as u64);
                 check(&image, &allowed, &format!("killed after {events}, {later} events, {crash:?}"));
             }

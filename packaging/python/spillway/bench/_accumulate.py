@@ -21,19 +21,7 @@ COLUMNS = [
 ]
 _SCALE = 0.5
 
-
-def prepare(options):
-    """The settings of the report, and torch."""
-    _progress.stage("loading torch")
-    import torch
-
-    settings = {
-        "kernel": spillway.kernel_name(),
-        "rounds": options.rounds,
-        "torch": torch.__version__,
-        "torch_threads": torch.get_num_threads(),
-    }
-    return settings, torch
+prepare = _machine.prepare_with_torch
 
 
 def rows(options, torch):

@@ -35,14 +35,7 @@ def prepare(options):
     import torch
 
     native, reason = _machine.deepspeed_op("CPUAdamBuilder")
-    settings = {
-        "deepspeed": reason,
-        "kernel": spillway.kernel_name(),
-        "rounds": options.rounds,
-        "torch": torch.__version__,
-        "torch_threads": torch.get_num_threads(),
-    }
-    return settings, (torch, native)
+    return {"deepspeed": reason, **_machine.settings(torch, options)}, (torch, native)
 
 
 def rows(options, tools):

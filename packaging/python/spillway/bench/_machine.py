@@ -3,6 +3,28 @@
 import os
 import sys
 
+import spillway
+
+from . import _progress
+
+
+def prepare_with_torch(options):
+    """The settings of the report of a benchmark of torch's tensors, and torch."""
+    _progress.stage("loading torch")
+    import torch
+
+    return settings(torch, options), torch
+
+
+def settings(torch, options):
+    """The settings of the report of a benchmark that uses torch."""
+    return {
+        "kernel": spillway.kernel_name(),
+        "rounds": options.rounds,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
+
 
 def deepspeed_op(builder):
     """DeepSpeed's compiled op and its version, or None and the reason."""

@@ -12,8 +12,6 @@ import time
 import warnings
 from typing import Any
 
-import spillway
-
 from . import _machine, _progress, _report
 
 NAME = "python megatron"
@@ -57,11 +55,8 @@ def prepare(options):
     except ImportError as error:
         raise SystemExit(f"bench megatron needs megatron-core: pip install --no-deps megatron-core ({error})") from None
     settings = {
-        "kernel": spillway.kernel_name(),
-        "rounds": options.rounds,
-        "torch": torch.__version__,
+        **_machine.settings(torch, options),
         "megatron_core": __version__,
-        "torch_threads": torch.get_num_threads(),
         "gpu": "none; copies in host memory" if gpu else torch.cuda.get_device_name(),
     }
     return settings, (torch, gpu, HybridDeviceOptimizer)

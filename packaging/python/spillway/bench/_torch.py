@@ -6,8 +6,6 @@ outside of the measured time. A ratio is the other class's time divided by Spill
 
 import time
 
-import spillway
-
 from . import _machine, _progress, _report
 
 NAME = "python torch"
@@ -22,19 +20,7 @@ COLUMNS = [
     ("q1..q3", "quartiles", 12, 2),
 ]
 
-
-def prepare(options):
-    """The settings of the report, and torch."""
-    _progress.stage("loading torch")
-    import torch
-
-    settings = {
-        "kernel": spillway.kernel_name(),
-        "rounds": options.rounds,
-        "torch": torch.__version__,
-        "torch_threads": torch.get_num_threads(),
-    }
-    return settings, torch
+prepare = _machine.prepare_with_torch
 
 
 def rows(options, torch):

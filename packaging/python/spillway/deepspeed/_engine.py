@@ -10,7 +10,7 @@ import sys
 
 from .. import _ranks
 from ..errors import InvalidArgumentError
-from . import _lifetime, _payload, _snapshots, _stage3_methods, _versions
+from . import _lifetime, _payload, _snapshots, _stage3, _stage3_methods, _versions
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -295,7 +295,7 @@ def _record(engine, swapper):
         "configured": swapper.configured,
         "loss_scaler": dict(vars(engine.optimizer.loss_scaler)),
         "random": _random_state(),
-        "grad_scaler": scaler.state_dict() if (scaler := _grad_scaler(engine)) is not None else None,
+        "grad_scaler": scaler.state_dict() if (scaler := _stage3.grad_scaler(engine.optimizer)) is not None else None,
         "lr_scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
         "buffers": {name: buffer.detach().cpu() for name, buffer in _buffers(engine.module)},
         "client_state": client_state(engine),
@@ -310,8 +310,9 @@ def _restore(engine, swapper):
     if engine.lr_scheduler is not None and record["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(record["lr_scheduler"])
     vars(engine.optimizer.loss_scaler).update(record["loss_scaler"])
-    if _grad_scaler(engine) is not None and record.get("grad_scaler") is not None:
-        _grad_scaler(engine).load_state_dict(record["grad_scaler"])
+    scaler = _stage3.grad_scaler(engine.optimizer)
+    if scaler is not None and record.get("grad_scaler") is not None:
+        scaler.load_state_dict(record["grad_scaler"])
     for name, buffer in _buffers(engine.module):
         buffer.copy_(record["buffers"][name])
     persistent = engine.optimizer.persistent_parameters
@@ -319,11 +320,6 @@ def _restore(engine, swapper):
         persistent[0].partition(persistent)
     swapper.client_state = record["client_state"]
     _set_random_state(record["random"])
-
-
-def _grad_scaler(engine):
-    """torch's gradient scaler, which torch_autocast with float16 uses; else None."""
-    return getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
 def _groups(engine):

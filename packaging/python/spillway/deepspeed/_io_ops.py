@@ -133,7 +133,7 @@ class aio_handle:
         if isinstance(target, int):
             fd, path = _arguments.unsigned("fd", target, 31), None
         else:
-            fd, path = -1, _path_of(target)
+            fd, path = -1, _arguments.path("filename", target)
         address, size, held, after = _memory(buffer, reads)
         if validate:
             after = _then_verify(after, path, offset, address, size)
@@ -262,14 +262,6 @@ def _copy(target, source):
 
     with torch.no_grad():
         target.copy_(source)
-
-
-def _path_of(filename):
-    """A path as bytes for the C library."""
-    path = os.fsencode(filename)
-    if b"\0" in path:
-        raise InvalidArgumentError(f"filename is {filename!r}; pass a path without NUL")
-    return path
 
 
 def _verify(path, offset, address, size):

@@ -90,9 +90,14 @@ def offload_lacks(stage3):
     return None if getattr(stage3, "partial_offload", 1.0) == 1.0 else "offload_optimizer.ratio is not 1; set it to 1"
 
 
+def grad_scaler(stage3):
+    """torch's gradient scaler, which torch_autocast with float16 uses; else None."""
+    return getattr(stage3, "torch_autocast_gradscaler", None)
+
+
 def scaler_lacks(stage3):
     """The reason why gradients are not as backward left them; None if they are."""
-    if getattr(stage3, "torch_autocast_gradscaler", None) is None:
+    if grad_scaler(stage3) is None:
         return None
     return "torch's gradient scaler unscales the gradients before the step; take torch_autocast out, or use bfloat16"
 

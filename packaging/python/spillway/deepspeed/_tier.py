@@ -109,8 +109,9 @@ class TierSwapper:
         stage3 = self._stage3
         everything = range(len(self.elements))
         gradients = [self.gradients.for_step(index) for index in everything]
-        if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
-            gradients, factor = self.gradients.unscale(gradients, factor, stage3.torch_autocast_gradscaler), 1.0
+        scaler = _stage3.grad_scaler(stage3)
+        if scaler is not None:
+            gradients, factor = self.gradients.unscale(gradients, factor, scaler), 1.0
         if self.overlap is not None:
             self.overlap.step(gradients, factor)
         else:

@@ -50,7 +50,7 @@ class Overlap:
             index = self._group_of(param)
             self._arrived.setdefault(index, set()).add(self._stage3.get_param_id(param))
             touched.add(index)
-        if self._waits or getattr(self._stage3, "torch_autocast_gradscaler", None) is not None:
+        if self._waits or _stage3.grad_scaler(self._stage3) is not None:
             return
         self.begin()
         complete = [index for index in sorted(touched) if self._needed[index] and self._needed[index] <= self._arrived[index]]

@@ -108,6 +108,14 @@ def reducing(here: Measured, process_group: Any, kind: str) -> Callable[[], tupl
     return result
 
 
+def refusal(culprit: str, prefix: str = "") -> InvalidArgumentError:
+    """The error of a step that does not skip gradients with Inf or NaN. `culprit` is empty if another process has them."""
+    return InvalidArgumentError(
+        f"{prefix}the gradient of {culprit or 'a parameter of another process'} has Inf or NaN; nothing was stepped. Pass "
+        "skip_nonfinite=True to skip such steps"
+    )
+
+
 def clip_factor(norm: float, max_norm: float) -> float:
     """The factor that clips gradients of this norm."""
     return min(1.0, max_norm / (norm + 1e-6))

@@ -236,10 +236,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         if nonfinite and self.skip_nonfinite:
             return None
         if nonfinite:
-            raise InvalidArgumentError(
-                f"the gradient of {measured.culprit or 'a parameter of another process'} has Inf or NaN; nothing was "
-                "stepped. Pass skip_nonfinite=True to skip such steps"
-            )
+            raise _norm.refusal(measured.culprit)
         return _norm.clip_factor(self.grad_norm, self.max_norm) if self.max_norm is not None else 1.0
 
     def _put_options(self, rows: Any, factor: float) -> tuple[int, Any]:

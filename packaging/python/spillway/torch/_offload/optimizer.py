@@ -426,10 +426,8 @@ class Offloaded(torch.optim.Optimizer):
             total, nonfinite, found_inf = reduced()
             if nonfinite and not self.skip_nonfinite and not found_inf:
                 slots = plan.slots if plan is not None else []
-                culprit = next((slot.name for slot in slots if not bool(torch.isfinite(slot.grad).all())), "a parameter of another process")
-                raise InvalidArgumentError(
-                    f"offload: the gradient of {culprit} has Inf or NaN; nothing was stepped. Pass skip_nonfinite=True to skip such steps"
-                )
+                culprit = next((slot.name for slot in slots if not bool(torch.isfinite(slot.grad).all())), "")
+                raise _norm.refusal(culprit, "offload: ")
             decision = Decision(nonfinite or found_inf, math.inf if found_inf else total)
         if plan is not None:
             plan.decision = decision

@@ -2,8 +2,8 @@
 
     superoffload_random.py MODE FIRST COUNT RESULT      MODE: serial, step or forward; RESULT is a JSON file
 
-A seed chooses the model, the dtypes, accumulation, clipping, spikes and Infs, the tail of SuperOffload, and what the program does between a step and the next
-forward. "forward" is SuperOffload with the verdict in the next forward."""
+A seed chooses the model, the dtypes, accumulation, clipping, spikes and Infs, the tail of SuperOffload, and what the program does between
+a step and the next forward. "forward" is SuperOffload with the verdict in the next forward."""
 
 import hashlib
 import json

@@ -69,7 +69,7 @@ def folders(tmp_path):
         ({"interleave": {"slots": 1 << 32}}, "spillway.interleave.slots is 4294967296; an integer"),
         ({"superoffload": {"verdict": "next"}}, 'spillway.superoffload.verdict is \'next\'; "step" or "forward" is needed'),
         ({"superoffload": {"tails": 1}}, "spillway.superoffload.tails is unknown; did you mean tail. The settings are tail, verdict"),
-        ({"superoffload": {"tail": -1}}, "spillway.superoffload.tail is -1; a number of sub-groups, an integer from 0, or \"auto\" is"),
+        ({"superoffload": {"tail": -1}}, 'spillway.superoffload.tail is -1; a number of sub-groups, an integer from 0, or "auto" is'),
         ({"superoffload": {"tail": "all"}}, "spillway.superoffload.tail is 'all'; a number of sub-groups"),
         ({"superoffload": {"tail": True}}, "spillway.superoffload.tail is True; a number of sub-groups"),
         ({"interleave": {"chunk": 1 << 64}}, "spillway.interleave.chunk is 18446744073709551616"),

@@ -53,7 +53,7 @@ def roundpipe(make):
 
 
 def ktransformers(make):
-    """KTransformers' experts: the gradients of bfloat16 parameters are buffers that its kernels write, and the same objects in every step."""
+    """KTransformers' experts: the gradients of bfloat16 parameters are buffers that its kernels write, the same objects in every step."""
     model = layers(torch.bfloat16)
     optimizer = make(model.parameters(), lr=1e-2)
     views = [torch.empty_like(param) for param in model.parameters()]

@@ -1,5 +1,5 @@
-"""spillway.torch.offload in programs that own the training loop: transformers' Trainer, accelerate, Lightning, and accelerate's FSDP2, which
-axolotl uses. Each trains as with torch's AdamW, and steps start during backward. torchtune's is in test_cpu_adams.py."""
+"""spillway.torch.offload in programs that own the training loop: transformers' Trainer, accelerate, Lightning, and accelerate's FSDP2,
+which axolotl uses. Each trains as with torch's AdamW, and steps start during backward. torchtune's is in test_cpu_adams.py."""
 
 import functools
 import pathlib

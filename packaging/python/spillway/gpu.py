@@ -332,13 +332,7 @@ class Gpu(_NativeHandle):
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
     def ds_step(
-        self,
-        optimizer_id: int,
-        call: Any,
-        tensor: Sequence[Any],
-        *,
-        stream: CudaStream | None = None,
-        outcome: list[int] | None = None,
+        self, optimizer_id: int, call: Any, tensor: Sequence[Any], *, stream: CudaStream | None = None, outcome: list[int] | None = None
     ) -> None:
         """Like step() of one tensor, with the arithmetic of DeepSpeed's optimizer `optimizer_id`; `call` is an _abi.DsAdamCall. The status
         of the call is appended to `outcome`, also if a signal handler raises after it."""

@@ -264,8 +264,8 @@ def _add(total, stats):
 
 
 def count(name):
-    """Counts a step: "waited", without speculation in step(); "deferred", completed after step(); "stepped_on_device", of a sub-group of the
-    tail."""
+    """Counts a step: "waited", without speculation in step(); "deferred", completed after step(); "stepped_on_device", of a sub-group of
+    the tail."""
     _add(_retired, {name: 1})
 
 

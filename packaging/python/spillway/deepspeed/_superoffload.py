@@ -41,7 +41,7 @@ class _Due:
     def __init__(self, factor, versions, counts, gradients, tail):
         self.factor, self.versions, self.counts, self._gradients = factor, versions, counts, gradients
         # The status of the library's call of each sub-group of the tail that was stepped.
-        self.tail = {sub_group: [] for sub_group in tail}
+        self.tail: dict[int, list[int]] = {sub_group: [] for sub_group in tail}
         # The number of gradients that are scaled, and the version counter of the next one before that.
         self._scaled, self._before = 0, None
 
@@ -195,8 +195,8 @@ class _Window:
                 # The device steps the tail while the host waits for the others.
                 for sub_group, outcome in due.tail.items():
                     if outcome != [0]:
-                        step = self._rounds.step_of(sub_group, due.factor)
-                        self.tail.step(outcome, *step, getattr(stage3, _MASTERS)[sub_group], _state(stage3, sub_group))
+                        number, call = self._rounds.step_of(sub_group, due.factor)
+                        self.tail.step(outcome, number, call, getattr(stage3, _MASTERS)[sub_group], _state(stage3, sub_group))
                 for sub_group, count in due.counts.items():
                     _set_count(_state(stage3, sub_group), count)
                 for sub_group in due.tail:

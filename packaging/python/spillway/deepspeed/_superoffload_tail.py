@@ -2,8 +2,8 @@
 (SuperOffload 4.3). Backward hides no step of theirs on the host. The device steps them after the verdict, so that nothing of them is rolled
 back, with the bits of a step on the host.
 
-DeepSpeed makes all masters, moments and gradients in host memory. They move between steps, when the length of the tail changes. For DeepSpeed
-its sub-groups stay those of the optimizer on the CPU: checkpoints have their moments, and schedulers set their learning rate."""
+DeepSpeed makes all masters, moments and gradients in host memory. They move between steps, when the length of the tail changes. For
+DeepSpeed they stay those of the optimizer on the CPU: checkpoints have their moments, and schedulers set their learning rate."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Tail:
     # How many they are.
 
     def start_clock(self, overlaps: bool, started: float | None) -> None:
-        """The program waits for a step from now on. `overlaps`: all steps on the host have begun during backward, the first at `started`."""
+        """The program waits for a step from now on. `overlaps`: all steps on the host have begun in backward, the first at `started`."""
         if self._search is not None and not self._search.done:
             for event in _rounds.copies():
                 event.synchronize()

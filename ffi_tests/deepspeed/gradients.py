@@ -175,8 +175,9 @@ def config(cell, place):
         settings["managed_gradient_accumulation"] = False
     if adapter == "interleave":
         settings["spillway"] = {"interleave": {"backend": "host", "plan": "stride", "plan_argument": 2}}
-    if adapter == "superoffload":
+    if adapter.startswith("superoffload"):
         zero["offload_optimizer"].update(super_offload=True, cpuadam_cores_perc=0.8)
+        settings["spillway"] = {"superoffload": {"tail": 2 if adapter.endswith("tail") else 0}}
     if adapter in BLOCKS:
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(place), "buffer_count": 8}
         settings["spillway"] = BLOCKS[adapter]

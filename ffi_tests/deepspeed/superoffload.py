@@ -58,6 +58,7 @@ def main():
         "children": children(),
         "waits": waits,
         "published": published(engine.optimizer),
+        "tail": tail(engine.optimizer),
     }
     if options.mode != "serial":
         engine.optimizer.superoffload_cpu_optimizer.close()
@@ -102,8 +103,14 @@ def config(options):
         "zero_optimization": {"stage": 3, "sub_group_size": options.sub_group, "offload_optimizer": offload},
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "steps_per_print": 1 << 30,
-        **({"spillway": {"superoffload": {"verdict": options.verdict}}} if options.verdict != "step" else {}),
+        **({"spillway": {"superoffload": ours}} if (ours := of_spillway(options)) else {}),
     }
+
+
+def of_spillway(options):
+    """The settings of Spillway that are not the defaults."""
+    tail = options.tail if options.tail == "auto" else int(options.tail)
+    return {**({"verdict": options.verdict} if options.verdict != "step" else {}), **({"tail": tail} if tail else {})}
 
 
 def allow_the_cpu():
@@ -137,6 +144,12 @@ def published(optimizer):
     return [] if window is None else sorted({str(weights.dtype) for weights in window._weights.values()})
 
 
+def tail(optimizer):
+    """The sub-groups of Spillway's tail, and the number of all."""
+    window = vars(optimizer).get("_spillway_window")
+    return [] if window is None else [window.tail.members, len(window._sub_groups)]
+
+
 def children():
     """Names of the processes that this process started and that still run."""
     tasks = pathlib.Path("/proc/self/task").glob("*/children")
@@ -148,6 +161,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=("super", "serial"), default="super")
     parser.add_argument("--verdict", choices=("step", "forward"), default="step", help="where a step of Spillway's ends")
+    parser.add_argument("--tail", default="0", help="sub-groups on the device, or auto")
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--spikes", action="store_true")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters and gradients")

@@ -2,8 +2,8 @@
 
     superoffload_random.py MODE FIRST COUNT RESULT      MODE: serial, step or forward; RESULT is a JSON file
 
-A seed chooses the model, the dtypes, accumulation, clipping, spikes and Infs, and what the program does between a step and the next
-forward. "forward" is SuperOffload with the verdict in the next forward."""
+A seed chooses the model, the dtypes, accumulation, clipping, spikes and Infs, the tail of SuperOffload, and what the program does between
+a step and the next forward. "forward" is SuperOffload with the verdict in the next forward."""
 
 import hashlib
 import json
@@ -57,7 +57,7 @@ class Training:
         model = torch.nn.Sequential(
             *(torch.nn.Sequential(torch.nn.Linear(self.width, self.width), torch.nn.LayerNorm(self.width)) for _ in range(layers))
         )
-        frozen = choose.random() < 0.3
+        frozen, self.tail = choose.random() < 0.3, choose.choice([0, 1, 3, "auto"])
         model[0][0].weight.requires_grad_(not frozen)
         parameters = [param for param in model.parameters() if param.requires_grad]
         groups = [{"params": parameters[::2], "weight_decay": 0.0}, {"params": parameters[1::2]}] if choose.random() < 0.4 else parameters
@@ -84,7 +84,7 @@ class Training:
                 if self.dtype == "fp16"
                 else {}
             ),
-            **({"spillway": {"superoffload": {"verdict": "forward"}}} if self.mode == "forward" else {}),
+            **({} if self.mode == "serial" else {"spillway": {"superoffload": {"verdict": self.mode, "tail": self.tail}}}),
         }
 
     def run(self):

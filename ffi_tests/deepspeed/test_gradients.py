@@ -24,6 +24,7 @@ PLACES = {
     "tier split": "zero3",
     "tier resume": "zero3",
     "superoffload": "zero3",
+    "superoffload tail": "zero3",
     "interleave": "zero3",
 }
 
@@ -95,9 +96,16 @@ def difference(cell, ours, theirs):
     return None if all(same) and len(same) == gradients.STEPS else f"the same after each step: {same}"
 
 
-SERVED = {"superoffload": "superoffload", "interleave": "interleave", **dict.fromkeys(gradients.BLOCKS, "tier"), "swapper": "cpu_adam"}
+SERVED = {
+    "superoffload": "superoffload",
+    "superoffload tail": "superoffload",
+    "interleave": "interleave",
+    **dict.fromkeys(gradients.BLOCKS, "tier"),
+    "swapper": "cpu_adam",
+}
 # What Spillway refuses where DeepSpeed goes on, by place.
 REFUSED = {
+    "superoffload tail": ("torch's gradient scaler unscales",),
     "interleave": ("the model's weights have 32 bits", "torch's gradient scaler unscales"),
     "tier": ("torch's gradient scaler would step only",),
     "tier resume": ("torch's gradient scaler would step only",),

@@ -39,12 +39,19 @@ def train(run):
 
 
 @pytest.mark.parametrize(
-    "clip, ranks, verdict",
-    [("0", 1, "step"), ("0.05", 1, "step"), ("2.5", 1, "forward"), ("0", 2, "forward"), ("2.5", 2, "step"), ("0.05", 2, "forward")],
+    "clip, ranks, verdict, tail",
+    [
+        ("0", 1, "step", 0),
+        ("0.05", 1, "step", 2),
+        ("2.5", 1, "forward", 1),
+        ("0", 2, "forward", 2),
+        ("2.5", 2, "step", 3),
+        ("0.05", 2, "forward", 0),
+    ],
 )
-def test_the_weights_are_those_of_the_run_that_waits(train, clip, ranks, verdict):
+def test_the_weights_are_those_of_the_run_that_waits(train, clip, ranks, verdict, tail):
     spikes = [] if clip == "0" else ["--spikes"]
-    ours = train("--clip", clip, *spikes, "--verdict", verdict, ranks=ranks)
+    ours = train("--clip", clip, *spikes, "--verdict", verdict, "--tail", str(tail), ranks=ranks)
     waiting = train("--clip", clip, *spikes, "--mode", "serial", ranks=ranks)
     assert ours["stage3"] == "SuperOffloadOptimizer_Stage3" and waiting["stage3"] == "DeepSpeedZeroOptimizer_Stage3"
     assert ours["children"] == [] and ours["waits"] == 0 and ours["published"] == ["torch.bfloat16"]
@@ -53,6 +60,10 @@ def test_the_weights_are_those_of_the_run_that_waits(train, clip, ranks, verdict
     assert done["commits"] + done["redos"] + done["aborts"] == ours["steps"]
     assert done["aborts"] == ours["skipped"] == waiting["skipped"] == (1 if spikes else 0)
     assert done["buckets_speculated"] >= ours["steps"]
+    # The first sub-groups have the first layers, which backward completes last. A step chooses the tail of the next one.
+    members, sub_groups = ours["tail"]
+    assert members == [*range(min(tail, sub_groups - 1))]
+    assert done.get("stepped_on_device", 0) == len(members) * (done["commits"] + done["redos"] - 1)
     assert done.get("deferred", 0) == (done["commits"] + done["redos"] if verdict == "forward" else 0)
     if clip == "0":
         assert done["redos"] == done["aborts"] == done["buckets_spared"] == 0
@@ -138,6 +149,49 @@ False 3
     )
 
 
+def test_a_tail_is_taken_where_it_saves_seconds(run_forked):
+    """Stand-ins for a device whose steps take no time, and for a processor whose sub-groups take three times as long as their backward."""
+    found = run_forked(
+        """
+import train, superoffload
+train.become_single_rank()
+import deepspeed, spillway, torch
+import spillway.deepspeed._superoffload_tail as module
+superoffload.allow_the_cpu()
+real = module.TailSearch
+
+
+class Search(real):
+    def step(self, timed, buckets, most):
+        timed.seconds = max(0.0, 0.03 * (buckets - self.tail) - 0.01 * (buckets - 1)) if timed.overlaps else 0.03 * buckets
+        timed.backward = timed.backward and 0.01 * buckets
+        super().step(timed, buckets, most)
+
+
+module.TailSearch = Search
+torch.manual_seed(0)
+layers = [torch.nn.Linear(16, 16, bias=False) for _ in range(9)]
+model = torch.nn.Sequential(*layers)
+# The groups are in another order than the layers.
+groups = [{"params": [layer.weight for layer in layers[5:]]}, {"params": [layer.weight for layer in layers[:5]]}]
+config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "steps_per_print": 1 << 30,
+          "zero_optimization": {"stage": 3, "sub_group_size": 256, "reduce_bucket_size": 256,
+                                "offload_optimizer": {"device": "cpu", "super_offload": True}},
+          "spillway": {"superoffload": {"tail": "auto"}}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+for _ in range(30):
+    engine.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+tail = engine.optimizer._spillway_window.tail
+print(tail._search.done, len(tail.members), tail.members)
+engine.destroy()
+""",
+        HERE,
+    )
+    # The first layers are the sub-groups 4 to 8.
+    assert found == "True 7 [0, 1, 4, 5, 6, 7, 8]\n"
+
+
 #: An engine with a clipping that some steps need, its training, and all that it leaves.
 TRAINING = """
 import sys, threading
@@ -147,13 +201,14 @@ import deepspeed, spillway, torch
 superoffload.allow_the_cpu()
 
 
-def engine(verdict):
+def engine(verdict, tail=0):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "steps_per_print": 1 << 30, "gradient_clipping": 1.0,
               "zero_optimization": {"stage": 3, "sub_group_size": 280,
                                     "offload_optimizer": {"device": "cpu", "super_offload": True}},
-              "spillway": {"superoffload": {"verdict": verdict}}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+              "spillway": {"superoffload": {"verdict": verdict, "tail": tail}},
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -179,11 +234,13 @@ def same(one, other):
 """
 
 
-def test_a_completion_that_an_interrupt_ends_anywhere_is_completed_by_the_next_call(run_forked):
+@pytest.mark.parametrize("tail", [0, 1])
+def test_a_completion_that_an_interrupt_ends_anywhere_is_completed_by_the_next_call(run_forked, tail):
     found = run_forked(
         TRAINING
+        + f"TAIL = {tail}\n"
         + """
-OWN = ("_superoffload.py", "_rounds.py", "speculate.py", "_after_events.py", "_native_handle.py")
+OWN = ("_superoffload.py", "_superoffload_tail.py", "_rounds.py", "speculate.py", "_after_events.py", "_native_handle.py")
 
 
 def interrupted_at(line, call):
@@ -211,7 +268,7 @@ def interrupted_at(line, call):
     return False
 
 
-plain, later = engine("step"), engine("forward")
+plain, later = engine("step"), engine("forward", TAIL)
 number = hits = 0
 for factor in (0, 1):  # of each three steps, one is clipped
     line = 1
@@ -236,7 +293,7 @@ def test_a_thread_that_reads_masters_changes_no_bits(run_forked, verdict):
     found = run_forked(
         TRAINING
         + f"""
-plain, watched = engine("step"), engine("{verdict}")
+plain, watched = engine("step"), engine("{verdict}", 1)
 """
         + """
 ended, reads, errors = threading.Event(), [0], []

@@ -128,3 +128,38 @@ def test_two_ranks_on_a_machine_without_a_compiler(with_spillway, overlay):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     report = with_spillway(launcher=launcher, PATH=os.path.dirname(overlay))
     assert report["active"]["cpu_adam"]["elements"] == pytest.approx(8 * report["parameters"] / 2, rel=0.01)
+
+
+def test_megatrains_use_of_the_cpu_adam(run_forked):
+    """MegaTrain has no engine of DeepSpeed: it clips the gradients of bfloat16 parameters in shared host memory, and steps them by
+    DeepSpeedCPUAdam with its own arguments. The moments are float32. Compared with the formula over float32, rounded in every step."""
+    found = run_forked(
+        """
+import math, torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+import spillway.deepspeed
+
+torch.manual_seed(0)
+params = [torch.nn.Parameter(torch.randn(size).bfloat16()) for size in ((64, 33), (7,), (128, 64))]
+for param in params:
+    param.data.share_memory_()
+plain = [[param.detach().clone(), torch.zeros(param.shape), torch.zeros(param.shape)] for param in params]
+optimizer = DeepSpeedCPUAdam(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, adamw_mode=True)
+for step in range(1, 6):
+    for param in params:
+        param.grad = torch.randn(param.shape).bfloat16()
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    for state, param in zip(plain, params):
+        weight, grad = state[0].float() * (1 - 1e-2 * 0.01), param.grad.float()
+        state[1].lerp_(grad, 0.1), state[2].mul_(0.95).addcmul_(grad, grad, value=0.05)
+        weight -= 1e-2 / (1 - 0.9**step) * state[1] / ((state[2] / (1 - 0.95**step)).sqrt() + 1e-8)
+        state[0] = weight.bfloat16()
+    optimizer.step()
+    optimizer.zero_grad()
+same = [(param == state[0]).float().mean().item() for param, state in zip(params, plain)]
+kinds = {optimizer.state[param]["exp_avg"].dtype for param in params}
+print(spillway.deepspeed.active()["cpu_adam"], kinds, min(same) > 0.99, all(param.is_shared() for param in params))
+"""
+    )
+    elements = 5 * (64 * 33 + 7 + 128 * 64)
+    assert found == f"{{'calls': 15, 'elements': {elements}}} {{torch.float32}} True True\n"

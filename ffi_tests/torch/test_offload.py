@@ -95,6 +95,17 @@ def test_parameters_on_the_cpu_do_not_overlap_by_default():
         assert submitted == buckets
 
 
+def test_the_buckets_that_backward_completes_last_are_small():
+    params = [torch.nn.Parameter(torch.ones(256)) for _ in range(100)]
+    optimizer = offload(params, bucket_bytes=16 << 10)
+    backward(params)
+    optimizer.step()
+    [lane] = optimizer._plan.lanes
+    # In the order of backward; the first one has what is left.
+    assert [len(bucket.slots) for bucket in lane.buckets] == [5, 16, 16, 16, 16, 16, 8, 4, 2, 1]
+    assert [slot.param for bucket in lane.buckets for slot in bucket.slots][::-1] == params
+
+
 def test_after_clipped_steps_a_step_waits_for_the_norm():
     model, optimizer, _ = run(lambda model: offload(model, lr=1e-3, max_norm=1e-4, bucket_bytes=1), steps=8)
     stats = optimizer._plan.lanes[0].speculation.stats()

@@ -1,6 +1,5 @@
-"""spillway.torch.offload in programs that own the training loop: transformers' Trainer, accelerate, Lightning, a step in the hooks of
-backward as torchtune has it, and accelerate's FSDP2, which axolotl uses. Each trains as with torch's AdamW, and steps start during
-backward."""
+"""spillway.torch.offload in programs that own the training loop: transformers' Trainer, accelerate, Lightning, and accelerate's FSDP2,
+which axolotl uses. Each trains as with torch's AdamW, and steps start during backward. torchtune's is in test_cpu_adams.py."""
 
 import functools
 import pathlib
@@ -111,26 +110,6 @@ def test_lightning(tmp_path, speculated, verdict):
             assert speculated() > 0
             training.optimizers().settle()
         models.append(training.model)
-    close(*models)
-
-
-def test_a_step_in_the_hooks_of_backward():
-    """An optimizer per parameter, whose step runs as soon as the gradient is there and frees it."""
-    models = []
-    for make in (offload, torch.optim.AdamW):
-        model = layers()
-        optimizers = {param: make([param], lr=1e-2) for param in model.parameters()}
-
-        def step(param, optimizers=optimizers):
-            optimizers[param].step()
-            optimizers[param].zero_grad()
-
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(step)
-        for batch in torch.randn(6, 8, 16, generator=torch.Generator().manual_seed(1)):
-            model(batch).square().mean().backward()
-            assert all(param.grad is None for param in model.parameters())
-        models.append(model)
     close(*models)
 
 

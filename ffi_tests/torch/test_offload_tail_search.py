@@ -6,8 +6,9 @@ import pytest
 import torch
 from offload_runs import BUCKETS, backward, offload, offloaded, same, training
 
-from spillway.torch._offload import tail_search as tail_search_module
-from spillway.torch._offload.tail_search import TailSearch, first
+from spillway import _tail_search
+from spillway._tail_search import TailSearch, first
+from spillway.torch._offload.tail import room
 
 
 def exposed(buckets, step, spacing, tail, device=0.0):
@@ -27,6 +28,13 @@ def test_the_rule_hides_the_steps_of_a_slow_and_of_a_fast_processor():
 class Seconds:
     def __init__(self, seconds, overlaps, backward=0.0):
         self.seconds, self.overlaps, self.backward = seconds, overlaps, backward
+
+
+def test_the_search_goes_on_without_a_backward():
+    search = TailSearch()
+    for _ in range(20):
+        search.step(Seconds(0.01 if search.tail else 0.02, True), 4, 4)
+    assert search.done and search.tail > 0
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -49,7 +57,7 @@ def test_the_search_ends_near_the_best_tail(seed):
         waits = search.tail != before
     assert search.done and 0 <= search.tail <= most and steps < 60, steps
     costs = [exposed(buckets, step, spacing, tail, device) for tail in range(most + 1)]
-    assert costs[search.tail] <= min(costs) + 2 * tail_search_module._WORTH * max(spacing * buckets, min(costs))
+    assert costs[search.tail] <= min(costs) + 2 * _tail_search._WORTH * max(spacing * buckets, min(costs))
     assert not search.tail or costs[search.tail - 1] > min(costs)
 
 
@@ -63,7 +71,7 @@ def test_trainings_whose_tail_is_searched_have_the_bits_of_one_without(seed):
 @pytest.mark.parametrize("verdict", ["step", "forward"])
 def test_a_tail_is_taken_where_it_saves_seconds(verdict, monkeypatch):
     """Stand-ins for a device whose steps take no time, and for a processor whose buckets take long."""
-    seen, room = [], tail_search_module.room
+    seen = []
 
     class Search(TailSearch):
         def step(self, timed, buckets, most):

@@ -38,6 +38,7 @@
 #include "base.h"
 #include "optim.h"
 #include "speculate.h"
+#include "deepspeed.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -142,6 +143,14 @@ enum spw_status spw_gpu_adam_step(const struct spw_gpu *gpu,
                                   uint64_t count,
                                   uint64_t stream,
                                   struct spw_step_stats *stats_out);
+
+// Does `spw_ds_adam_update` of one tensor in device memory, with the same bits. The step runs in order on `stream`, and
+// the call returns at once. The step of `id` advances if the call succeeds.
+enum spw_status spw_gpu_ds_adam_update(const struct spw_gpu *gpu,
+                                       int32_t id,
+                                       const struct spw_ds_adam_call *call,
+                                       const struct spw_tensor *tensor,
+                                       uint64_t stream);
 
 // Direction of a copy. Passed as `uint32_t`.
 typedef enum spw_gpu_direction {

@@ -687,6 +687,21 @@ class GpuInfo(Structure):
     ]
 
 
+class DsAdamCall(Given):
+    c_name = "spw_ds_adam_call"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("bias_correction", c_uint32),
+        ("step", c_uint64),
+        ("lr", c_float),
+        ("beta1", c_float),
+        ("beta2", c_float),
+        ("eps", c_float),
+        ("weight_decay", c_float),
+        ("grad_scale", c_float),
+    ]
+
+
 class GpuCopy(Given):
     c_name = "spw_gpu_copy"
     _fields_ = [
@@ -813,21 +828,6 @@ class InterleaveRates(Given):
         ("d2h", c_double),
         ("cast", c_double),
         ("dram", c_double),
-    ]
-
-
-class DsAdamCall(Given):
-    c_name = "spw_ds_adam_call"
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("bias_correction", c_uint32),
-        ("step", c_uint64),
-        ("lr", c_float),
-        ("beta1", c_float),
-        ("beta2", c_float),
-        ("eps", c_float),
-        ("weight_decay", c_float),
-        ("grad_scale", c_float),
     ]
 
 
@@ -1217,6 +1217,7 @@ STRUCTURES = (
     GpuDriver,
     GpuOptions,
     GpuInfo,
+    DsAdamCall,
     GpuCopy,
     GpuLink,
     SpecEvent,
@@ -1226,7 +1227,6 @@ STRUCTURES = (
     InterleaveOptions,
     InterleaveSubgroup,
     InterleaveRates,
-    DsAdamCall,
     DsAdamState,
     PlanShape,
     PlanOptions,
@@ -1353,6 +1353,7 @@ PROTOTYPES = {
     "spw_gpu_close": (c_int32, [c_void_p]),
     "spw_gpu_get_info": (c_int32, [c_void_p, POINTER(GpuInfo)]),
     "spw_gpu_adam_step": (c_int32, [c_void_p, POINTER(AdamOptions), address("tensors"), u64("count"), u64("stream"), POINTER(StepStats)]),
+    "spw_gpu_ds_adam_update": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), POINTER(Tensor), u64("stream")]),
     "spw_gpu_copy_start": (c_int32, [c_void_p, POINTER(GpuCopy), POINTER(c_uint64)]),
     "spw_gpu_copy_wait": (c_int32, [c_void_p, u64("ticket"), i64("timeout_ms")]),
     "spw_gpu_copy_stream_wait": (c_int32, [c_void_p, u64("ticket"), u64("stream")]),

@@ -331,6 +331,14 @@ class Gpu(_NativeHandle):
         self._counted(counter([adam]), "spw_gpu_adam_step", *arguments)
         return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
+    def ds_step(
+        self, optimizer_id: int, call: Any, tensor: Sequence[Any], *, stream: CudaStream | None = None, outcome: list[int] | None = None
+    ) -> None:
+        """Like step() of one tensor, with the arithmetic of DeepSpeed's optimizer `optimizer_id`; `call` is an _abi.DsAdamCall. The status
+        of the call is appended to `outcome`, also if a signal handler raises after it."""
+        table, number = device_table([tensor], None, self.ordinal), stream_number(stream, self.ordinal)
+        self._recorded([] if outcome is None else outcome, "spw_gpu_ds_adam_update", optimizer_id, ctypes.byref(call), table, number)
+
     def measure_link(self, *, accumulates: bool = False, remeasure: bool = False) -> Link:
         """Returns the throughput of the link, measured once per machine and saved.
 

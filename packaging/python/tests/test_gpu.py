@@ -15,6 +15,7 @@ from fake_cuda import FakeDriver
 
 import spillway
 from spillway import _native_handle
+from spillway.deepspeed import _optimizer_ops
 
 SIZES = (1000, 70, 0, 513)
 SCALE = 0.5
@@ -95,6 +96,33 @@ def test_steps_on_the_gpu_have_the_bits_of_the_cpu(desk):
         for kind, device in zip(kinds, row):
             assert (driver.seen(device, getattr(plain, kind)[index]) == getattr(plain, kind)[index]).all(), kind
         driver.free(*row)
+
+
+def test_steps_of_deepspeeds_adam_on_the_gpu_have_the_bits_of_the_cpu(desk):
+    """Also the beta powers, which an id keeps in float32 between steps: step 3 again computes them anew."""
+    driver, gpu, stream = desk
+    plain, kinds, here, there = Layers(), ("param", "grad", "exp_avg", "exp_avg_sq"), 7001, 7002
+    for number in (here, there):
+        _optimizer_ops.create_adam(number, 1e-2, 0.9, 0.999, 1e-8, 0.1, True, False)
+    plain.new_gradients(1)
+    plain.grad = [(grad.astype(np.uint32) << 16).view(np.float32) for grad in plain.grad]
+    rows = [[driver.device(getattr(plain, kind)[index]) for kind in kinds] for index in range(len(SIZES))]
+    for step in (1, 2, 3, 3, 4):
+        for index, row in enumerate(rows):
+            numbers = (step, 1e-2, 0.9, 0.999, 1e-8, 0.1, True)
+            gpu.ds_step(here, _optimizer_ops.adam_call(*numbers), row, stream=stream)
+            _optimizer_ops.adam_update(there, *numbers, *(getattr(plain, kind)[index] for kind in kinds))
+    driver.synchronize(stream)
+    for index, row in enumerate(rows):
+        for kind, device in zip(kinds, row):
+            assert (driver.seen(device, getattr(plain, kind)[index]) == getattr(plain, kind)[index]).all(), kind
+        driver.free(*row)
+    outcome = []
+    with pytest.raises(spillway.UnknownIdError):
+        gpu.ds_step(7003, _optimizer_ops.adam_call(*numbers), [driver.device(np.zeros(8, np.float32))] * 4, stream=stream, outcome=outcome)
+    assert len(outcome) == 1 and outcome != [0]
+    for number in (here, there):
+        _optimizer_ops.destroy_adam(number)
 
 
 def test_interleaved_steps_have_the_bits_of_the_cpu(desk):

@@ -8,7 +8,9 @@ import pytest
 #: Modules with a leading underscore that modules of other folders import. The list only gets shorter.
 FACES = {"_report": {"deepspeed._hook", "deepspeed._versions", "megatron._versions"}, "bench._io": {"deepspeed._ops"}}
 #: Modules that are no face for programs, and the modules of other folders that build on them.
-INNER = {"torch.inner": {"megatron._adam", "megatron._hybrid", "megatron._shards", "pipeline._stage_optimizer"}}
+INNER = {
+    "torch.inner": {"deepspeed._superoffload_tail", "megatron._adam", "megatron._hybrid", "megatron._shards", "pipeline._stage_optimizer"}
+}
 #: Parts that can be left out of a wheel.
 OPTIONAL = ("bench", "pipeline")
 

@@ -3,6 +3,7 @@
 use std::ffi::{CString, c_char, c_void};
 use std::sync::Arc;
 
+use crate::capi::deepspeed::call::{rule_of, spw_ds_adam_call};
 use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::overlap;
 use crate::capi::optim::table::{own_rule, rule};
@@ -17,6 +18,7 @@ use crate::gpu::stream::ForeignStream;
 use crate::gpu::transfer::Transfers;
 use crate::gpu::watch::Watches;
 use crate::kernel::AdamRule;
+use crate::optim::deepspeed::ADAM;
 
 c_struct! { first 16;
 /// The CUDA driver of this process.
@@ -207,6 +209,31 @@ pub unsafe extern "C" fn spw_gpu_adam_step(
             let jobs = jobs(rule(options)?, tensors, count)?;
             let seen = gpu.steps.adam(&jobs, ForeignStream::new(stream), !stats_out.is_null())?;
             tensor::write_stats(seen, stats_out)
+        }
+    })
+}
+
+/// Does `spw_ds_adam_update` of one tensor in device memory, with the same bits. The step runs in order on `stream`, and
+/// the call returns at once. The step of `id` advances if the call succeeds.
+///
+/// # Safety
+/// As `spw_gpu_adam_step`, for one tensor. `call` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_ds_adam_update(
+    gpu: Option<&spw_gpu>,
+    id: i32,
+    call: In<spw_ds_adam_call>,
+    tensor: In<spw_tensor>,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        let gpu = handle::get(gpu)?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let (state, rule) = rule_of(id, call)?;
+            gpu.steps.adam(&jobs(rule, tensor, 1)?, ForeignStream::new(stream), false)?;
+            ADAM.create(id, state);
+            Ok(())
         }
     })
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 import warnings
 import weakref
 from typing import Any
@@ -35,8 +36,12 @@ class SuperOffloadCPUOptimizer:
 
     Attributes:
         settings: The `superoffload` object of the engine's `spillway` block.
+        started: When the first step of the open or the last round began, by time.perf_counter(); None before.
+        tail: The sub-groups on the device; None before the first gradient.
         before_close: A weak reference to what close() calls first."""
 
+    started: float | None = None
+    tail: Any = None
     before_close: Any = None
 
     def __init__(self, optimizer_config, cpuadam_cores_perc=0.8, max_grad_numel=1000000, pin_memory=True):
@@ -54,28 +59,31 @@ class SuperOffloadCPUOptimizer:
         self._powers: Any = None
         self._engine: Any = None
         self._closed, self._open = False, False
-        self._calls, self._submitted = {}, set()
+        self._calls, self._hosts, self._submitted = {}, [], set()
         # The status of the library's call with the verdict.
         self._given = []
         self._starting = AfterEvents("spillway-superoffload")
 
-    def begin(self, optimizer_id, calls, loss_scale, max_norm):
+    def begin(self, optimizer_id, calls, loss_scale, max_norm, tail=()):
         """Opens a round. `calls` has the C record of each sub-group, in the order of a step without speculation.
-        `optimizer_id` is DeepSpeed's id, whose beta powers advance when the round is resolved."""
+        `optimizer_id` is DeepSpeed's id, whose beta powers advance when the round is resolved. The sub-groups of `tail` are not submitted;
+        `step_of` tells their steps."""
         if self._closed:
             raise InvalidArgumentError("this SuperOffload optimizer was closed with its engine; make a new engine")
-        if self._engine is None or list(calls) != list(self._calls):
+        hosts = [sub_group for sub_group in calls if sub_group not in tail]
+        if self._engine is None or hosts != self._hosts:
             self._retire()
-            self._engine = Speculation(len(calls), publish="staged")
+            self._engine = Speculation(len(hosts), publish="staged")
             _log.first_served("deepspeed", "SuperOffload")
             _engines.add(self._engine)
         if self._powers is None:
             self._powers = _Powers()
         self._engine.begin(Adam(), grad_scale=1.0 / loss_scale, max_norm=max_norm)
-        self._optimizer_id, self._calls, self._scale = optimizer_id, dict(calls), _float(1.0 / loss_scale)
+        self._optimizer_id, self._calls, self._hosts, self._scale = optimizer_id, dict(calls), hosts, _float(1.0 / loss_scale)
         self._found, self._after = self._powers.plan(optimizer_id, calls)
         self._submitted.clear()
         self._given = []
+        self.started = None
         self._open = True
 
     @property
@@ -93,7 +101,7 @@ class SuperOffloadCPUOptimizer:
 
     def missing(self):
         """Sub-groups that were not submitted in this round."""
-        return [sub_group for sub_group in self._calls if sub_group not in self._submitted]
+        return [sub_group for sub_group in self._hosts if sub_group not in self._submitted]
 
     def submit(self, sub_group, param, grad, exp_avg, exp_avg_sq, param_copy=None, events=()):
         """Submits a sub-group, whose step starts after these events, at once if there are none. The step writes its weights in 16 bits to
@@ -103,12 +111,13 @@ class SuperOffloadCPUOptimizer:
         self._starting.call(events, self._send, sub_group, param, grad, states)
 
     def _send(self, sub_group, param, grad, states):
+        self.started = self.started or time.perf_counter()
         arrays = (param, grad, *states.values())
         tensor = _optimizer_ops.tensor(param, grad, **states)
         _restore(self._powers.id, self._found[sub_group])
         self._engine.submit_table(
             "spw_spec_submit_ds_adam",
-            list(self._calls).index(sub_group),
+            self._hosts.index(sub_group),
             [_arrays.held(array) for array in arrays],
             self._powers.id,
             ctypes.byref(self._calls[sub_group]),
@@ -123,9 +132,21 @@ class SuperOffloadCPUOptimizer:
             self._starting.wait()
             self._engine.local_result()
             self._given = []
-            self._engine._resolve_as(self._given, "commit" if factor == self._scale else "redo", factor)
+            self._engine._resolve_as(self._given, "redo" if self.clips(factor) else "commit", factor)
         _restore(self._optimizer_id, self._after)
         self._open = False
+
+    def clips(self, factor):
+        """True if the gradient factor `factor` is not that of the steps of this round."""
+        return factor != self._scale
+
+    def step_of(self, sub_group, factor):
+        """The step of a sub-group of the tail in the last round: an id of DeepSpeed's Adam with its beta powers, and its C record with the
+        gradient factor `factor`."""
+        call = _abi.DsAdamCall.from_buffer_copy(self._calls[sub_group])
+        call.grad_scale = factor
+        _restore(self._powers.id, self._found[sub_group])
+        return self._powers.id, call
 
     def abort(self):
         """Rolls an open round back: no step of the round has happened."""
@@ -137,7 +158,7 @@ class SuperOffloadCPUOptimizer:
 
     def wait(self, sub_group):
         """Waits until a sub-group has its final state."""
-        self._engine.wait(list(self._calls).index(sub_group))
+        self._engine.wait(self._hosts.index(sub_group))
 
     def finish(self):
         """Waits until all sub-groups have their final state."""
@@ -156,6 +177,8 @@ class SuperOffloadCPUOptimizer:
             self._closed = True
             self._retire()
         self._starting.close()
+        if self.tail is not None:
+            self.tail.close()
         # Unless another engine or the program has bound the workers since.
         if self._bound and topo.workers() == self._bound:
             topo.unbind()
@@ -227,13 +250,22 @@ def _float(value):
     return ctypes.c_float(float(value)).value
 
 
+def copies():
+    """The event of the copies that were started before on the current stream of the GPU; none if they are done."""
+    from deepspeed.accelerator import get_accelerator
+
+    stream = get_accelerator().current_stream()
+    return [] if stream is None else [stream.record_event()]
+
+
 def _add(total, stats):
     for name, value in stats.items():
         total[name] = total.get(name, 0) + value
 
 
 def count(name):
-    """Counts a step: "waited", without speculation in step(); "deferred", completed after step()."""
+    """Counts a step: "waited", without speculation in step(); "deferred", completed after step(); "stepped_on_device", of a sub-group of
+    the tail."""
     _add(_retired, {name: 1})
 
 

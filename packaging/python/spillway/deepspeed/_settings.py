@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from .._tail_search import is_tail
 from ..errors import InvalidArgumentError
 from ..interleave import PLANS
 from ..tier import DURABILITIES, TierPath
@@ -87,7 +88,14 @@ def _as_timeout(given):
     return given
 
 
+def _as_tail(given):
+    if not is_tail(given):
+        raise ValueError
+    return given
+
+
 _Name = Annotated[str, AfterValidator(_as_name)]
+_Tail = Annotated[int | Literal["auto"], BeforeValidator(_as_tail)]
 _Timeout = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_as_timeout)]
 
 
@@ -141,6 +149,12 @@ class SuperOffloadBlock(_Strict):
         _one_of(("step", "forward")),
         'What step() waits for. "step": the new weights. "forward": the norm alone; the next forward, or what else gathers weights or '
         "reads states, waits for the rest. See speculation.md.",
+    )
+    tail: _Tail = _setting(
+        0,
+        'a number of sub-groups, an integer from 0, or "auto"',
+        "Sub-groups whose states are on the device, which steps them: those that backward completes last, at most all but one. "
+        '"auto": the exposed seconds of the first steps give the number.',
     )
 
 

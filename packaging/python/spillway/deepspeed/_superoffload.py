@@ -18,15 +18,19 @@ A sub-group with a parameter without gradient also steps in step(), as in DeepSp
 
 With "verdict": "forward" in the `superoffload` object of the `spillway` block, step() ends once the norm is known, which
 DeepSpeed measures and on which its counters and its scheduler depend. What remains is done before the next use: the steps
-and their verdict, and the new weights. Stage 3 uses weights after a gather only, so that gathers complete the step."""
+and their verdict, and the new weights. Stage 3 uses weights after a gather only, so that gathers complete the step.
+
+With "tail" the sub-groups that backward completes last are on the device: see _superoffload_tail.py."""
 
 import contextlib
 import functools
+import json
 import threading
 import weakref
 
 from ..errors import InvalidArgumentError, SpillwayError
 from . import _rounds, _stage3
+from ._superoffload_tail import Tail
 
 _MASTERS = "fp32_partitioned_groups_flat"
 
@@ -34,8 +38,10 @@ _MASTERS = "fp32_partitioned_groups_flat"
 class _Due:
     """A step that is not complete: the factor of its gradients, its tensors, and the step count of each sub-group after it."""
 
-    def __init__(self, factor, versions, counts, gradients):
+    def __init__(self, factor, versions, counts, gradients, tail):
         self.factor, self.versions, self.counts, self._gradients = factor, versions, counts, gradients
+        # The status of the library's call of each sub-group of the tail that was stepped.
+        self.tail: dict[int, list[int]] = {sub_group: [] for sub_group in tail}
         # The number of gradients that are scaled, and the version counter of the next one before that.
         self._scaled, self._before = 0, None
 
@@ -58,8 +64,10 @@ class _Window:
         self._rounds = stage3.superoffload_cpu_optimizer
         self._reason = _unfit(stage3)
         self._later = self._rounds.settings.verdict == "forward"
-        if self._later and self._reason is not None:
-            raise InvalidArgumentError(f'spillway.superoffload: verdict is "forward", and {self._reason}')
+        asked = self._rounds.settings.tail
+        for name, value, plain in (("verdict", self._rounds.settings.verdict, "step"), ("tail", asked, 0)):
+            if value != plain and self._reason is not None:
+                raise InvalidArgumentError(f"spillway.superoffload: {name} is {json.dumps(value)}, and {self._reason}")
         _watch(stage3)
         self._stage3 = weakref.ref(stage3)
         # Held while masters, states or gradients are used: another thread that reads them waits.
@@ -70,6 +78,8 @@ class _Window:
             _watch_gathers(stage3)
             self._rounds.before_close = weakref.WeakMethod(self.complete)
         self._sub_groups = [group for group, device in sorted(stage3.subgroup_to_device.items()) if device == "cpu"]
+        self.tail = Tail(stage3, self._sub_groups, asked)
+        self._rounds.tail = self.tail
         self._needed = {group: _stage3.with_data(stage3, stage3.fp16_groups[group]) for group in self._sub_groups}
         self._spans, start = {}, 0
         for group, elements in enumerate(stage3.fp16_partitioned_groups_flat_numel):
@@ -108,11 +118,16 @@ class _Window:
             self._arrived.setdefault(sub_group, set()).add(stage3.get_param_id(param))
             touched.add(sub_group)
         complete = [group for group in sorted(touched) if self._needed.get(group) and self._needed[group] <= self._arrived[group]]
+        # Those that a reduction completes together are in the order of the layers.
+        for sub_group in reversed(complete):
+            self.tail.completed(sub_group)
+        complete = [group for group in complete if group not in self.tail.members]
         if self._waits or not complete:
             return
-        events = copies()
+        events = _rounds.copies()
         if not self._rounds.is_open:
-            self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), float(stage3.loss_scale), float(stage3.clip_grad or 0.0))
+            scale, limit = float(stage3.loss_scale), float(stage3.clip_grad or 0.0)
+            self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), scale, limit, self.tail.members)
         for sub_group in complete:
             # The accumulation buffer: no code edits gradients there, so the step can always be rolled back.
             self._submit(stage3, sub_group, stage3.grad_partitions_flat_buffer[self._spans[sub_group]], events)
@@ -138,10 +153,14 @@ class _Window:
         """Steps the remaining sub-groups. The norm is known, and the gradients are multiplied by `factor`."""
         for sub_group in self._rounds.missing():
             self._submit(stage3, sub_group, getattr(stage3, _MASTERS)[sub_group].grad)
+        for sub_group in self.tail.members:
+            self.tail.place(stage3, sub_group)
+            self._versions[sub_group] = _versions_of(stage3, sub_group)
         gradients = [getattr(stage3, _MASTERS)[sub_group].grad for sub_group in self._sub_groups]
         counts = {sub_group: int(_state(stage3, sub_group)["step"]) + 1 for sub_group in self._sub_groups}
-        self._due = _Due(factor, self._versions, counts, gradients)
+        self._due = _Due(factor, self._versions, counts, gradients, self.tail.members)
         if self._later:
+            self.tail.pause_clock()
             _rounds.count("deferred")
         else:
             self.complete()
@@ -162,6 +181,7 @@ class _Window:
         import torch
 
         # The next forward may be one of an evaluation, whose tensors are of no use in training.
+        self.tail.resume_clock()
         with _inside(stage3), torch.inference_mode(False), torch.no_grad():
             try:
                 if self._rounds.is_open:
@@ -172,21 +192,53 @@ class _Window:
                             "write. Call spillway.deepspeed.settle(engine) before such a write"
                         )
                     self._rounds.resolve(due.factor)
+                # The device steps the tail while the host waits for the others.
+                for sub_group, outcome in due.tail.items():
+                    if outcome != [0]:
+                        number, call = self._rounds.step_of(sub_group, due.factor)
+                        self.tail.step(outcome, number, call, getattr(stage3, _MASTERS)[sub_group], _state(stage3, sub_group))
                 for sub_group, count in due.counts.items():
                     _set_count(_state(stage3, sub_group), count)
+                for sub_group in due.tail:
+                    stage3._reassign_or_swap_out_partitioned_parameters(sub_group)
                 for sub_group in self._sub_groups:
-                    self._rounds.wait(sub_group)
-                    self._publish(stage3, sub_group)
+                    if sub_group not in due.tail:
+                        self._rounds.wait(sub_group)
+                        self._publish(stage3, sub_group)
                 self._rounds.finish()
                 # DeepSpeed gathers on a stream that does not wait for this one.
-                for event in copies():
+                for event in _rounds.copies():
                     event.synchronize()
             except SpillwayError:
                 self._due = None
                 self._rounds.abort()
                 raise
             due.scale_gradients()
+            self._ended(stage3, clipped=self._rounds.clips(due.factor))
             self._due = None
+
+    def step_apart(self, stage3, sub_group):
+        """Steps a sub-group of the tail in a step without speculation, whose gradients are multiplied already."""
+        self.tail.place(stage3, sub_group)
+        call, state = _call_of(stage3, sub_group), _state(stage3, sub_group)
+        self.tail.step([], stage3.optimizer.opt_id, call, getattr(stage3, _MASTERS)[sub_group], state)
+        _set_count(state, call.step)
+
+    def start_clock(self, overlaps):
+        """The program waits for a step from now on."""
+        self.tail.start_clock(overlaps and not self._rounds.missing(), self._rounds.started)
+
+    def ended_apart(self, stage3):
+        """A step without speculation is over."""
+        self._ended(stage3, clipped=False)
+
+    def _ended(self, stage3, clipped):
+        self.tail.stop_clock(stage3, clipped)
+        self.tail.resize()
+        for sub_group in self._sub_groups:
+            self.tail.place(stage3, sub_group)
+        for sub_group in self.tail.members:
+            self._weights.pop(sub_group, None)
 
     @contextlib.contextmanager
     def without_gather(self, stage3):
@@ -225,6 +277,7 @@ class _Window:
         ]
 
     def _submit(self, stage3, sub_group, grad, events=()):
+        self.tail.place(stage3, sub_group)
         state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
         self._rounds.submit(
             sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"], self._weights_of(stage3, sub_group), events
@@ -274,6 +327,7 @@ def overrides(stage3):
         with _inside(self):
             factor = _stage3.gradient_factor(self, scaled_global_grad_norm)
             stands = window.stands(self)
+            window.start_clock(stands)
             if not stands:
                 _rounds.count("waited")
             for sub_group_id in range(len(self.fp16_groups)):
@@ -281,11 +335,16 @@ def overrides(stage3):
                     continue
                 self._prepare_sub_group(sub_group_id, timer_names)
                 self.unscale_and_clip_grads(sub_group_id, scaled_global_grad_norm)
-                super(stage3, self)._optimizer_step(sub_group_id)
+                if sub_group_id in window.tail.members:
+                    window.step_apart(self, sub_group_id)
+                else:
+                    super(stage3, self)._optimizer_step(sub_group_id)
                 self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
                 self._release_sub_group(sub_group_id, timer_names)
             if stands:
                 window.decide(self, factor)
+            else:
+                window.ended_apart(self)
             window.end()
 
     def post_step(self, timer_names):
@@ -449,11 +508,3 @@ def _set_count(state, count):
         state["step"].fill_(count)
     else:
         state["step"] = count
-
-
-def copies():
-    """The event of the copies that were started before on the current stream of the GPU; none if they are done."""
-    from deepspeed.accelerator import get_accelerator
-
-    stream = get_accelerator().current_stream()
-    return [] if stream is None else [stream.record_event()]

@@ -15,7 +15,7 @@ from .._words import sum_of_words
 from ..optim import Adam
 from . import _stage3
 from ._parts import floats
-from ._superoffload import copies
+from ._rounds import copies
 
 # After this number of steps in a row that were submitted in vain, sub-groups wait for the step, until one is not clipped.
 _MISSED_IN_A_ROW = 2

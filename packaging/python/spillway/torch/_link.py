@@ -3,6 +3,7 @@ events of any accelerator."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ class HostLink:
             # Some times faster than the comparison of 16-bit numbers.
             tensor, host = (own.view(-1).view(torch.int64) for own in (tensor, host))
         return not torch.equal(tensor, host)
+
+    def any_differs(self, rows: Iterable[tuple[torch.Tensor, torch.Tensor, Any]]) -> bool:
+        """True if `differs` of any of these tensors."""
+        return any(self.differs(*row) for row in rows)
 
     def release(self) -> None:
         """Later work of the caller on the device may overwrite what is copied to the host."""
@@ -88,6 +93,11 @@ class DeviceLink(HostLink):
     def differs(self, tensor: torch.Tensor, host: torch.Tensor, mark: Any) -> bool:
         """True if the norm has changed."""
         return bool(self.mark(tensor) != mark)
+
+    def any_differs(self, rows: Iterable[tuple[torch.Tensor, torch.Tensor, Any]]) -> bool:
+        """True if the norm of any has changed. The host waits for the device once."""
+        found = [self.mark(tensor) != mark for tensor, _, mark in rows]
+        return bool(found) and bool(torch.stack(found).any())
 
     def release(self) -> None:
         """Makes the caller's later work on the device wait for the copies that were started before."""

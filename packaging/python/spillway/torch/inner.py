@@ -5,6 +5,6 @@ A subclass of `SpillwayOptimizer` names a subclass of `Memory` in its attribute 
 from ._home import Recorded
 from ._memory import Memory
 from ._optimizer import SpillwayOptimizer
-from ._tensors import CODES, DTensor, name_of
+from ._tensors import CODES, DTensor, name_of, unused_bytes
 
-__all__ = ["CODES", "DTensor", "Memory", "Recorded", "SpillwayOptimizer", "name_of"]
+__all__ = ["CODES", "DTensor", "Memory", "Recorded", "SpillwayOptimizer", "name_of", "unused_bytes"]

@@ -5,5 +5,5 @@
 | optimizer.py | the entry and the optimizer: the order of a step, the verdict, state dicts |
 | plan.py | parameters with their memory on the host, buckets, lanes, and the links to devices |
 | forward.py | the verdict in the next forward |
-| tail.py, tail_search.py | buckets that stay on the device, and how many |
+| tail.py | buckets that stay on the device |
 | flow.py | weights that are on the device while they are used |"""

@@ -31,13 +31,13 @@ from typing import Any
 import torch
 
 from ..._groups import TORCHS
+from ..._tail_search import TailSearch, Timed, is_tail
 from ...errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from .. import _norm
 from .._keywords import check_keywords, result_of
 from .._tensors import averages_later, is_partial, local
 from .plan import FLOATS, Decision, Plan, Slot
-from .tail import apart_in_bits
-from .tail_search import TailSearch, Timed, room
+from .tail import apart_in_bits, room
 
 _KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 #: Bytes of layers that stay on the device, by what is said of the weights.
@@ -163,7 +163,7 @@ class Offloaded(torch.optim.Optimizer):
         check_keywords("offload", max_norm, process_group, flags, None)
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise InvalidArgumentError(f"offload: bucket_bytes is {bucket_bytes!r}; pass a number of bytes, at least 1")
-        if tail != "auto" and (type(tail) is not int or tail < 0):
+        if not is_tail(tail):
             raise InvalidArgumentError(f"offload: tail is {tail!r}; pass a number of buckets, 0 for none, or 'auto'")
         if verdict not in ("step", "forward"):
             raise InvalidArgumentError(f"offload: verdict is {verdict!r}; pass 'step' or 'forward'")

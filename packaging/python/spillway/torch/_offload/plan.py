@@ -26,6 +26,8 @@ from .._tensors import apart, holds_values, is_partial, like, local
 from .tail import TailedSpeculation, tail_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+#: The smallest bucket has this part of the bytes of the others.
+_SMALL = 16
 
 
 def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -228,9 +230,15 @@ class Slot:
 
     def is_current(self) -> bool:
         """True if the copies are those of the present gradient and weights."""
-        if self.stays or self.seen is None or self.seen != self._now():
-            return False
-        return not self.link.differs(local(self.param.grad).detach(), self.grad, self._grad_mark)
+        return self.may_be_current() and not self.link.differs(*self.copied())
+
+    def may_be_current(self) -> bool:
+        """False if gradient or weights were replaced, or written to in a way that torch has seen."""
+        return not self.stays and self.seen is not None and self.seen == self._now()
+
+    def copied(self) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """The gradient, its copy, and the mark of its values when it was copied."""
+        return local(self.param.grad).detach(), self.grad, self._grad_mark
 
     def refusal(self) -> str:
         """Why the gradient cannot be copied; empty if it can."""
@@ -284,6 +292,19 @@ class Bucket:
         return all(slot.seen is not None for slot in self.slots)
 
 
+def _cut(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
+    """Buckets of these parameters, in their order. The first ones are small: each of them has twice the bytes of the one before."""
+    found: list[list[Slot]] = [[]]
+    size, limit = 0, max(1, bucket_bytes // _SMALL)
+    for slot in slots:
+        if size >= limit and found[-1]:
+            found.append([])
+            size, limit = 0, min(2 * limit, bucket_bytes)
+        found[-1].append(slot)
+        size += local(slot.param).nbytes
+    return found
+
+
 class Lane:
     """The buckets that share options and a step number.
 
@@ -294,17 +315,9 @@ class Lane:
     def __init__(self, group: int, counts: bool, slots: Sequence[Slot], bucket_bytes: int):
         self.group, self.counts = group, counts
         self.buckets: list[Bucket] = []
-        pending: list[Slot] = []
-        size = 0
-        # Backward completes the last parameters first.
-        for slot in reversed(slots):
-            pending.append(slot)
-            size += local(slot.param).nbytes
-            if size >= bucket_bytes:
-                self.buckets.append(Bucket(self, len(self.buckets), pending))
-                pending, size = [], 0
-        if pending:
-            self.buckets.append(Bucket(self, len(self.buckets), pending))
+        # Backward completes the first parameters last, and nothing hides the step of its last bucket.
+        for number, members in enumerate(reversed(_cut(slots, bucket_bytes))):
+            self.buckets.append(Bucket(self, number, members[::-1]))
         self.speculation: Any = None
 
     def open(self, tail: int) -> None:
@@ -399,7 +412,10 @@ class Plan:
         if self.edited() or any(self._number(slot) != self.numbers[slot] for slot in self.slots):
             return False
         same = options == self._options and limit == self.limit and self.is_of(live, self._number, others, tail)
-        return same and all(slot.is_current() for slot in submitted)
+        if not same or not all(slot.may_be_current() for slot in submitted):
+            return False
+        links = {slot.link for slot in submitted}
+        return not any(link.any_differs([slot.copied() for slot in submitted if slot.link is link]) for link in links)
 
     def edited(self) -> Slot | None:
         """A submitted parameter to whose state the program wrote; None if there is none."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ... import _abi
+from ... import _abi, _tail_search
 from ..._held_signals import HeldSignals
 from ...errors import NoDeviceError
 from ...gpu import Gpu
@@ -22,7 +22,7 @@ from ...optim import Adam, grad_stats
 from ...recording import StepStats
 from ...speculate import Speculation
 from .._norm import clip_factor
-from .._tensors import local
+from .._tensors import local, unused_bytes
 
 
 class TorchKernels:
@@ -215,3 +215,17 @@ def tail_of(lanes: Sequence[Any], most: int) -> list[int]:
             break
         counts[max(left, key=lambda number: lanes[number].buckets[-1 - counts[number]].completed())] += 1
     return counts
+
+
+def room(plan: Any) -> int:
+    """The number of buckets whose states fit in half of the memory of their devices that no backward has used."""
+    sizes: dict[torch.device, int] = {}
+    for slot in plan.slots:
+        device = local(slot.param).device
+        sizes[device] = sizes.get(device, 0) + slot.state_bytes()
+    fits = len(plan.buckets)
+    for device, size in sizes.items():
+        if device.type != "cpu" and size:
+            kept = sum(slot.state_bytes() for slot in plan.slots if slot.stays and local(slot.param).device == device)
+            fits = min(fits, _tail_search.room(len(plan.buckets), size, kept, unused_bytes(device)))
+    return fits

@@ -1,5 +1,5 @@
-"""How many buckets the tail of offload() has with tail="auto": at first by SuperOffload's Eq. 4-5 for measured times, extended to a CPU
-that is slower than backward; then by measured exposed seconds."""
+"""How many buckets a tail has whose number is "auto": at first by SuperOffload's Eq. 4-5 for measured times, extended to a CPU that is
+slower than backward; then by measured exposed seconds. A bucket of torch's offload() is a sub-group of DeepSpeed's SuperOffload."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import math
 import statistics
 import time
 from typing import Any
-
-import torch
-
-from .._tensors import local, unused_bytes
 
 #: Steps of which the exposed seconds of a tail are the median.
 _STEPS = 3
@@ -26,19 +22,20 @@ def first(buckets: int, step: float, backward: float) -> int:
     return min(buckets, math.ceil(max(last, queued)))
 
 
-def room(plan: Any) -> int:
-    """The number of buckets whose states fit in half of the memory of their devices that no backward has used."""
-    sizes: dict[torch.device, int] = {}
-    for slot in plan.slots:
-        device = local(slot.param).device
-        sizes[device] = sizes.get(device, 0) + slot.state_bytes()
-    fits = len(plan.buckets)
-    for device, size in sizes.items():
-        if device.type == "cpu" or not size:
-            continue
-        kept = sum(slot.state_bytes() for slot in plan.slots if slot.stays and local(slot.param).device == device)
-        fits = min(fits, int((kept + unused_bytes(device) / 2) * len(plan.buckets) / size))
-    return fits
+def is_tail(given: Any) -> bool:
+    """True for what a program may ask for: a number of buckets, or "auto"."""
+    return given == "auto" or (type(given) is int and given >= 0)
+
+
+def room(buckets: int, state_bytes: int, kept_bytes: int, unused_bytes: int) -> int:
+    """The number of buckets whose states fit in half of the memory of a device that no backward has used.
+
+    Args:
+        buckets: Number of buckets.
+        state_bytes: Bytes of the states of all of them.
+        kept_bytes: Bytes of those that are on the device.
+        unused_bytes: Bytes of the device that no backward has used."""
+    return int((kept_bytes + unused_bytes / 2) * buckets / state_bytes)
 
 
 class Timed:
@@ -102,7 +99,8 @@ class TailSearch:
         spent = (backward + self._costs[best]) / max(1, buckets - best)
         step = min(self._waited / buckets, spent)
         longer = best + max(1, int(self._costs[best] / step))
-        if self._costs == {0: least}:
+        # Without a backward no step has begun before step().
+        if self._costs == {0: least} and backward:
             longer = first(buckets, step, backward / buckets)
         shorter = (best + max((tail for tail in self._costs if tail < best), default=best)) // 2
         tries = [min(longer, most)] if self._costs[best] > worth else []

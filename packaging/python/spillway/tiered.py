@@ -222,6 +222,7 @@ class Tiered:
         committed_step: Its step.
         commits: Number of commits since the open.
         changed: True if states were written since the last commit.
+        changes_made: Number of changes of the states.
         failed: True if the last commit beside steps failed, and none has succeeded since.
         chain: The tiers that resume at one step with this one. While it is apart, reads, writes, commits and rollbacks are refused."""
 
@@ -240,7 +241,7 @@ class Tiered:
         self.by, self.place, self._user = by, place, user
         self.directory = place.directory
         self.committed: Record | None = None
-        self.commits, self.changed, self.failed, self.chain = 0, False, False, Chain()
+        self.commits, self.changes_made, self.changed, self.failed, self.chain = 0, 0, False, False, Chain()
         #: True while whole() runs, and after one that did not end.
         self._replacing, self._mixed = False, False
         #: Step and record of a commit that has begun, and the status of the library's call once it has returned.
@@ -333,6 +334,7 @@ class Tiered:
         """Notes that states are written from here on."""
         self.check()
         self.changed = True
+        self.changes_made += 1
 
     def room(self, facts: dict[str, Any]) -> int:
         """Bytes that the payload of a commit with these facts may have."""
@@ -575,6 +577,7 @@ class Tiered:
         """Restores the states of the last commit, also after a failed step. A caller that gives them to parameters calls it in whole()."""
         self.finish()
         self.check()
+        self.changes_made += 1
         self.swap.rollback()
         self.changed = False
 

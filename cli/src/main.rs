@@ -5,6 +5,7 @@ mod bench_adam;
 mod bench_undo;
 mod chart;
 mod doctor;
+mod draw;
 mod io_load;
 mod measurement;
 mod memory;
@@ -51,6 +52,8 @@ enum Command {
     Tier(tier::Command),
     /// Writes the predicted timeline of one interleaved step as a trace.
     Trace(trace::Options),
+    /// Draws the trace of a step: what each row did when, and the throughput of each transfer.
+    Draw(draw::Options),
 }
 
 #[derive(Subcommand)]
@@ -71,6 +74,7 @@ fn main() -> std::process::ExitCode {
         Command::Topo(options) => topo::run(&options),
         Command::Tier(command) => tier::run(&command),
         Command::Trace(options) => trace::run(&options),
+        Command::Draw(options) => draw::run(&options),
     };
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,

@@ -3,9 +3,9 @@
 
 use spillway_planner::model::report::{Outcome, Plan};
 use spillway_planner::model::step::{ROWS, Span, Step};
-use spillway_planner::picture::{Color, Picture};
+use spillway_planner::picture::Picture;
 
-use super::chart::{Area, Rows};
+use super::chart::{Area, Legend, Rows, color};
 
 /// Pixels: area of the bars, a row, the names of the rows, a place of the legend.
 const WIDTH: u32 = 900;
@@ -15,20 +15,6 @@ const PLACE: u32 = 160;
 const FONT: u32 = 14;
 /// Bars of the same work become one if the gap between them is smaller than this fraction of the step.
 const GAP: f64 = 1.0 / 600.0;
-const COLORS: [Color; 12] = [
-    [76, 120, 168],
-    [245, 133, 24],
-    [84, 162, 75],
-    [228, 87, 86],
-    [114, 183, 178],
-    [238, 202, 59],
-    [178, 121, 162],
-    [157, 117, 93],
-    [255, 157, 166],
-    [121, 112, 110],
-    [31, 119, 180],
-    [188, 189, 34],
-];
 
 /// The text of the SVG. `outcome` has a step.
 pub fn svg(plan: &Plan, outcome: &Outcome) -> Result<String, String> {
@@ -42,10 +28,9 @@ pub fn svg(plan: &Plan, outcome: &Outcome) -> Result<String, String> {
         }
     }
     let (width, rows) = (NAMES + WIDTH + 20, ROWS.len() as u32);
-    let places = (width / PLACE).max(1);
-    let legend = (kinds.len() as u32).div_ceil(places) * 20;
-    let color = |work: &str| COLORS[kinds.iter().position(|kind| *kind == work).unwrap_or(0) % COLORS.len()];
-    let mut picture = Picture::new(width, 40 + rows * ROW + 50 + legend);
+    let legend = Legend { place: PLACE, width, size: FONT };
+    let color = |work: &str| color(kinds.iter().position(|kind| *kind == work).unwrap_or(0));
+    let mut picture = Picture::new(width, 40 + rows * ROW + 50 + legend.height(kinds.len()));
     picture.write(&title, (10.0, 10.0), FONT);
     let area =
         Area { left: f64::from(NAMES), top: 36.0, width: f64::from(WIDTH), height: f64::from(rows * ROW) };
@@ -57,13 +42,7 @@ pub fn svg(plan: &Plan, outcome: &Outcome) -> Result<String, String> {
         let end = bar.end.max(bar.start + step.total / f64::from(WIDTH));
         picture.fill(chart.at(bar.start, row, -0.35), chart.at(end, row, 0.35), color(bar.work));
     }
-    let top = 40 + rows * ROW + 50;
-    for (nth, kind) in kinds.iter().enumerate() {
-        let nth = nth as u32;
-        let (x, y) = (f64::from(nth % places * PLACE + 10), f64::from(top + nth / places * 20) - 4.0);
-        picture.fill((x, y), (x + 12.0, y + 12.0), color(kind));
-        picture.write(kind, (x + 18.0, y - 2.0), FONT);
-    }
+    legend.draw(&mut picture, f64::from(40 + rows * ROW + 50), &kinds);
     Ok(picture.finish())
 }
 

@@ -2,6 +2,8 @@
 //! papers, `trace` writes JSON that shows the overlap, `tune` stores settings that an engine then uses, `bench` has one shape of
 //! JSON, and `tier` handles tiers.
 
+#[path = "cli/draw.rs"]
+mod draw;
 #[path = "../../ffi_tests/rust/support/mod.rs"]
 mod support;
 #[path = "cli/tier.rs"]

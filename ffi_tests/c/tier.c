@@ -274,7 +274,7 @@ static void wrong_arguments_are_refused(void) {
     INVALID(spw_tier_open(&wrong, &tier), "options.mode");
     wrong = options, wrong.durability = 3;
     INVALID(spw_tier_open(&wrong, &tier), "options.durability");
-    wrong = options, wrong.flags = 8;
+    wrong = options, wrong.flags = 16;
     INVALID(spw_tier_open(&wrong, &tier), "options.flags");
     // All structs of the array have the size of the first one: the last would be read beyond the array.
     paths[1].struct_size = 4000;

@@ -22,13 +22,16 @@ static spw_status open_at(uint64_t step, spw_tier **tier) {
     return spw_tier_open(&options, tier);
 }
 
-static spw_tier *open_last(void) {
+static spw_tier *open_with(uint32_t flags) {
     spw_tier_path paths[2];
     spw_tier_options options = settings(paths);
+    options.flags = flags;
     spw_tier *tier = NULL;
     CHECK_OK(spw_tier_open(&options, &tier));
     return tier;
 }
+
+static spw_tier *open_last(void) { return open_with(0); }
 
 static spw_tier_steps_info steps(void) {
     spw_tier_path paths[2];
@@ -112,6 +115,31 @@ static void what_was_put_since_takes_its_place(void) {
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 }
 
+static void a_commit_in_the_background_keeps_the_step_before_if_asked(void) {
+    for (uint32_t flags = 0; flags <= SPW_TIER_FLAG_KEEP_BEFORE; flags += SPW_TIER_FLAG_KEEP_BEFORE) {
+        spw_tier *tier = open_with(flags);
+        spw_commit *commit = NULL;
+        step_to(tier, 13);
+        put(tier, 14);
+        const int step = 14;
+        CHECK_OK(spw_tier_commit_begin(tier, 14, &step, sizeof step, &commit));
+        CHECK_OK(spw_commit_wait(commit, FOR_EVER));
+        CHECK_OK(spw_commit_close(commit));
+        for (int put_since = 15; put_since < 20; put_since++) put(tier, put_since);
+        CHECK_OK(spw_tier_close(tier, FOR_EVER));
+        if (flags == 0) {
+            REFUSED(open_at(13, &tier), SPW_ERR_NO_STEP, "overwritten since");
+        } else {
+            CHECK_OK(open_at(13, &tier));
+            CHECK(is_at(tier, 13));
+            CHECK_OK(spw_tier_close(tier, FOR_EVER));
+        }
+    }
+    spw_tier *tier = open_last();
+    step_to(tier, 14);
+    CHECK_OK(spw_tier_close(tier, FOR_EVER));
+}
+
 static void wrong_arguments_are_refused(void) {
     spw_tier_path paths[2];
     spw_tier_options options = settings(paths), wrong = options;
@@ -145,6 +173,7 @@ int main(void) {
     for (int n = 0; n < 2; n++) CHECK(mkdir(directories[n], 0700) == 0);
     the_step_before_is_opened();
     what_was_put_since_takes_its_place();
+    a_commit_in_the_background_keeps_the_step_before_if_asked();
     wrong_arguments_are_refused();
     return 0;
 }

@@ -82,6 +82,9 @@ typedef enum spw_tier_flag {
     // step is SPW_ERR_NO_STEP. The step before is also SPW_ERR_NO_STEP if a put since the last commit has reused its
     // space. An open at the step before discards the last step.
     SPW_TIER_FLAG_AT_STEP = 4,
+    // A commit in the background keeps the state of the commit before until the next commit begins, as with a `world`
+    // above 1. For several tiers of one process, whose commits are in flight together and which resume at one step.
+    SPW_TIER_FLAG_KEEP_BEFORE = 8,
 } spw_tier_flag;
 
 // Flags of a path, combined by addition.
@@ -357,7 +360,8 @@ typedef struct spw_commit spw_commit;
 // come from this call, other errors from `spw_commit_wait`.
 //
 // Ranks that must resume at a common step wait for the commits of all ranks before any of them begins the next commit.
-// With a `world` above 1, the tier keeps the state of the commit before until then, in space of its own.
+// With a `world` above 1, or SPW_TIER_FLAG_KEEP_BEFORE, the tier keeps the state of the commit before until then, in space
+// of its own.
 enum spw_status spw_tier_commit_begin(const struct spw_tier *tier,
                                       uint64_t step,
                                       const void *payload,

@@ -167,8 +167,8 @@ pub(super) struct Catalog {
     held: HashMap<u64, Holds>,
     /// Replaced contents that a commit with unknown outcome may have named.
     in_doubt: Vec<Former>,
-    /// True in a run of several ranks.
-    ranks: bool,
+    /// True if the commit before the last one must stay, for tiers that have not committed the last step yet.
+    keeps_before: bool,
     /// What only the commit before the last one named, held until the next commit begins.
     previous: Vec<Arc<Contents>>,
     /// Number of the last contents.
@@ -182,14 +182,14 @@ pub(super) struct Catalog {
 
 impl Catalog {
     /// The catalog of these paths, with the state of `superblock`.
-    pub(super) fn new(paths: Paths, superblock: Option<&Superblock>, world: u32) -> Catalog {
+    pub(super) fn new(paths: Paths, superblock: Option<&Superblock>, keeps_before: bool) -> Catalog {
         let mut catalog = Catalog {
             paths,
             extents: Vec::new(),
             names: HashMap::new(),
             held: HashMap::new(),
             in_doubt: Vec::new(),
-            ranks: world > 1,
+            keeps_before,
             previous: Vec::new(),
             contents: 0,
             generation: superblock.map_or(0, |one| one.generation),

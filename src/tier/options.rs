@@ -120,6 +120,8 @@ pub struct TierOptions {
     pub owner: Owner,
     /// Number of ranks in the run.
     pub world: u32,
+    /// A commit beside writes keeps the state of the commit before until the next commit begins, as with several ranks.
+    pub keep_before: bool,
     /// The paths, at least one. Their order does not matter.
     pub paths: Vec<PathOptions>,
     /// Create, resume, or either.
@@ -151,6 +153,7 @@ impl TierOptions {
         TierOptions {
             owner,
             world: 1,
+            keep_before: false,
             paths: directories.into_iter().map(path).collect(),
             mode: Mode::Auto,
             at_step: None,
@@ -171,6 +174,11 @@ impl TierOptions {
             }
         }
         Ok(self)
+    }
+
+    /// True if another tier may have to resume at the commit before the last one with this tier.
+    pub(super) fn keeps_before(&self) -> bool {
+        self.keep_before || self.world > 1
     }
 
     pub(super) fn check(&self) -> Result<()> {

@@ -124,7 +124,7 @@ fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Re
         volumes.push(Some(Arc::new(volume)));
     }
     let (tier, block_bytes) = (random()?, options.block_bytes);
-    let catalog = Catalog::new(Paths::new(paths), None, options.world);
+    let catalog = Catalog::new(Paths::new(paths), None, options.keeps_before());
     let tier = assemble(options, tier, block_bytes, volumes, catalog, Opened::default())?;
     tier.write_opening_superblock()?;
     Ok(tier)
@@ -154,7 +154,7 @@ fn resume(
     numbering.place_fresh(fresh)?;
     let (volumes, paths) = numbering.open(&options)?;
     let opened = Opened { resumed: true, step: newest.step, payload: newest.payload.clone(), missing, lost };
-    let catalog = Catalog::new(paths, Some(newest), options.world);
+    let catalog = Catalog::new(paths, Some(newest), options.keeps_before());
     let tier = assemble(options, newest.tier, newest.block_bytes, volumes, catalog, opened)?;
     if selected.is_older() {
         verify_before_resume(&tier)?;

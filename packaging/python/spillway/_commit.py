@@ -13,8 +13,8 @@ from .errors import SpillwayError, TimedOutError
 
 
 class Commit(_NativeHandle):
-    """A commit that goes on while the program does. Made by commit(wait=False) of Tier, Swap and the optimizers of spillway.torch.
-    Thread-safe.
+    """A commit that goes on while the program does. Made by commit(wait=False) of Tier, Swap, the optimizers of spillway.torch and
+    Megatron's OptimizerStateStore. Thread-safe.
 
     The end of a with block, close() and the destructor wait for the end of the commit. They raise its error if wait() has not.
 
@@ -67,11 +67,6 @@ class Commit(_NativeHandle):
     def error(self) -> SpillwayError | None:
         """The error of a commit that has ended without success."""
         return self._error if self.ended else None
-
-    @property
-    def told(self) -> bool:
-        """True once the program knows the outcome, or needs it no more."""
-        return self._told
 
     def superseded(self) -> None:
         """A later commit has what this one was to commit: close() raises no error any more."""

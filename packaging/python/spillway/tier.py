@@ -31,7 +31,7 @@ from ._tier_records import Extent, Opened, PathReport, Steps, TierPath
 from .errors import InvalidArgumentError, NotFoundError, SpillwayError, TimedOutError, from_status
 
 HEALTH = ("healthy", "draining", "failed", "missing")
-_NO_DIRECT, _AT_STEP = _abi.TIER_FLAG_NO_DIRECT, _abi.TIER_FLAG_AT_STEP
+_NO_DIRECT, _AT_STEP, _KEEP_BEFORE = _abi.TIER_FLAG_NO_DIRECT, _abi.TIER_FLAG_AT_STEP, _abi.TIER_FLAG_KEEP_BEFORE
 _TEXT_BYTES = 4096
 
 # Beyond _MOST_IN_FLIGHT tickets in flight, a put releases finished puts; the last _MOST_ENDED outcomes are kept.
@@ -60,6 +60,8 @@ class Tier(_NativeHandle):
         queue_depth: Requests in flight per path; 0: the default.
         backend: "auto", "uring" or "threads".
         at_step: Open the tier at this step, one of steps(). Opening at the step before the last discards the last step.
+        keep_before: A commit with wait=False keeps the state of the commit before until the next commit begins, as with `world` above 1.
+            For tiers that resume at one step: then the commits of all must have ended before the next commit of any of them.
 
     Attributes:
         opened: What the open found, an Opened.
@@ -97,12 +99,13 @@ class Tier(_NativeHandle):
         queue_depth: int = 0,
         backend: str = "auto",
         at_step: int | None = None,
+        keep_before: bool = False,
     ):
         options = tier_options(paths, job, host, rank, world, degraded)
         options.mode = choice(MODES, mode, "mode")
         options.durability = choice(DURABILITIES, durability, "durability")
         options.io_backend = choice(BACKENDS, backend, "backend")
-        options.flags |= _NO_DIRECT * (not direct) + _AT_STEP * (at_step is not None)
+        options.flags |= _NO_DIRECT * (not direct) + _AT_STEP * (at_step is not None) + _KEEP_BEFORE * bool(keep_before)
         options.block_bytes, options.queue_depth = block_bytes, queue_depth
         options.io_timeout_ms = milliseconds("io_timeout", io_timeout)
         options.at_step = at_step or 0

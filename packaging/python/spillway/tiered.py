@@ -4,6 +4,7 @@ Invariants:
 - All ranks open their tiers at one committed step, or none does. A failure on one rank during the open or a commit is an error on all.
 - A tier of other parameters is refused before anything is written to it: the record of its commit is read before its update is opened.
 - After a commit that succeeded in some processes only, none of them goes on: their states are of different steps.
+- No tier of a chain begins a commit of the next round before all of them have ended theirs, in all processes.
 - A restore changes nothing before it has found all files of the snapshot, in all processes, and has committed what would be lost.
 - The record of a commit belongs to the states as soon as the library has committed, also if a signal handler raises then.
 - The update closes before the tier. A forked child closes nothing: its handles are copies."""
@@ -160,6 +161,45 @@ class Handles:
             self.closed = True
 
 
+class Chain:
+    """Tiers of a process that resume at one step, such as those of the optimizers of a ChainedOptimizer. The open tiers of a Tiered are a
+    chain of their own until they are set to another one.
+
+    A round is a commit of each tier at one step. A tier keeps the commit before until its next one begins. So wherever the process is
+    killed, the tiers have a step in common. A commit that is waited for keeps the one before only until the next write: beside one, no
+    other commit of the round is in flight.
+
+    Attributes:
+        apart: True after a commit that succeeded in some processes only."""
+
+    def __init__(self) -> None:
+        self.apart = False
+        self._step: int | None = None
+        self._waits = False
+        # They refer to their chain.
+        self._round: list[weakref.ref[Tiered]] = []
+
+    def begin(self, tiered: Tiered, step: int, waits: bool) -> bool:
+        """Called before each commit, whether the caller waits for it or not. Ends the round before, if the commit is one of the next round.
+
+        Returns:
+            True if the commit must be waited for: another one of the round was, or one of the round before failed."""
+        waits = waits or tiered.failed
+        if step != self._step or any(member() is tiered for member in self._round):
+            self._waits = self.finish()
+            self._step, self._round = step, []
+        self._round.append(weakref.ref(tiered))
+        self._waits = self._waits or waits
+        return self._waits
+
+    def finish(self) -> bool:
+        """Waits for the commits of the round, in all processes. Returns True if one failed."""
+        members = [found for member in self._round if (found := member()) is not None]
+        for member in members:
+            member.finish()
+        return any(member.failed for member in members)
+
+
 class Tiered:
     """The open tier of an optimizer and the update on it. Not thread-safe.
 
@@ -182,7 +222,9 @@ class Tiered:
         committed_step: Its step.
         commits: Number of commits since the open.
         changed: True if states were written since the last commit.
-        apart: True after a commit that succeeded in some processes only; reads, writes, commits and rollbacks are then refused."""
+        changes_made: Number of changes of the states.
+        failed: True if the last commit beside steps failed, and none has succeeded since.
+        chain: The tiers that resume at one step with this one. While it is apart, reads, writes, commits and rollbacks are refused."""
 
     def __init__(
         self,
@@ -199,7 +241,7 @@ class Tiered:
         self.by, self.place, self._user = by, place, user
         self.directory = place.directory
         self.committed: Record | None = None
-        self.commits, self.changed, self.apart = 0, False, False
+        self.commits, self.changes_made, self.changed, self.failed, self.chain = 0, 0, False, False, Chain()
         #: True while whole() runs, and after one that did not end.
         self._replacing, self._mixed = False, False
         #: Step and record of a commit that has begun, and the status of the library's call once it has returned.
@@ -292,40 +334,52 @@ class Tiered:
         """Notes that states are written from here on."""
         self.check()
         self.changed = True
+        self.changes_made += 1
 
     def room(self, facts: dict[str, Any]) -> int:
         """Bytes that the payload of a commit with these facts may have."""
         return _MOST_COMMITTED - len(self._record(facts, b"").packed())
 
+    @property
+    def apart(self) -> bool:
+        """True after a commit of the chain that succeeded in some processes only."""
+        return self.chain.apart
+
     def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> None:
         """Makes the states durable; returns after all processes have committed."""
+        self._next(step, True)
+        self._commit(step, facts, payload)
+
+    def _next(self, step: int, waits: bool) -> bool:
+        """Waits for the commit before this one. Returns True if this one must be waited for."""
         self.finish()
+        waits = self.chain.begin(self, step, waits)
         self.check()
+        return waits
+
+    def _commit(self, step: int, facts: dict[str, Any], payload: bytes) -> None:
         record = self._record(facts, payload)
         self._committing(step, record, lambda status: self.swap._commit(step, record.packed(), status))
 
     def begin_commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> Commit:
         """As commit(), but a thread of the library makes the states durable beside the next steps. Each process has its own commit. The
         states of the commit before are kept until finish() has told whether all processes have succeeded. After one that failed, this
-        call waits: such a commit moves data off a path that failed."""
-        self.finish()
-        before = self._handles.commit
-        if before is not None and before.error is not None and not before.told:
-            self.commit(step, facts, payload)
+        call waits: such a commit moves data off a path that failed. So it does beside another commit of the chain that was waited for."""
+        if self._next(step, False):
+            self._commit(step, facts, payload)
             return Commit.done()
-        self.check()
         record, commit = self._record(facts, payload), Commit()
         # Noted before the call: a signal handler may raise after the library has begun.
-        changed = self.changed
+        before, changed = self._handles.commit, self.changed
         self._begun, self._handles.commit, self.changed = (step, record, commit), commit, False
         try:
             self.place.together(lambda: self.swap._begin_commit(step, record.packed(), commit), partly=self._part)
         except Exception:
-            self.apart = self.apart or (self.place.world > 1 and commit.begun)
+            self._part(self.place.world > 1 and commit.begun)
             raise
         except BaseException:
             # This process leaves without its report, for which the others wait.
-            self.apart = self.apart or self.place.world > 1
+            self._part(self.place.world > 1)
             raise
         finally:
             if not commit.begun:
@@ -343,7 +397,8 @@ class Tiered:
         if self._unagreed is not None and self.is_own and not self.apart:
             self._unagreed.finish()
             everyone = _ranks.gathered(self._unagreed.succeeded, self.place.world, self.place.group)
-            self.apart, self._unagreed = len(set(everyone)) > 1, None
+            self._unagreed = None
+            self._part(len(set(everyone)) > 1)
 
     def _committing(self, step: int, record: Record, work: Callable[[list[int]], object]) -> None:
         """Calls work(status) in all processes, which commits a step and appends the status of the library's call."""
@@ -354,15 +409,16 @@ class Tiered:
             self.place.together(lambda: work(status), partly=self._part)
         except Exception:
             # Another process may have ended before it could report.
-            self.apart = self.apart or (self.place.world > 1 and status == [0])
+            self._part(self.place.world > 1 and status == [0])
             raise
         except BaseException:
             # This process leaves without its report, for which the others wait.
-            self.apart = self.apart or self.place.world > 1
+            self._part(self.place.world > 1)
             raise
         finally:
             self.settle()
             self._pending = None
+        self.chain.finish()
 
     def snapshot(self, directory: str | os.PathLike[str], bytes_per_second: int, keep: int | None) -> Snapshot:
         """Starts to write the last commit to `directory`, or to its part of this process in a run of several. `keep`: as for Tier.snapshot,
@@ -389,6 +445,7 @@ class Tiered:
             NoStateError: The snapshot is not finished.
             InvalidArgumentError: It is one of other states.
             CorruptError: A file of it is missing or truncated, or the manifest lacks a subgroup. Checksums are compared by take()."""
+        self.finish()
         self.check(also_mixed=True)
         where = self.part_of(directory)
 
@@ -449,6 +506,7 @@ class Tiered:
             CorruptError: It is damaged. The states are those of the last commit; without one they are lost, as the message says."""
         # What the update has in memory is of other states.
         self.place.together(self.rollback)
+        self._next(found.step, True)
         try:
             self._committing(found.step, found.record, lambda status: self.tier._import(found.directory, status))
         except SpillwayError as error:
@@ -465,7 +523,7 @@ class Tiered:
             if commit.succeeded:
                 self._take_over(step, record)
             else:
-                self.changed = True
+                self.changed = self.failed = True
                 _log.warning("%s: a commit with wait=False failed: %s", self._user, commit.error)
         # Without a status, the library was not called, or this is a signal handler before or during the call.
         if self._pending is not None and self._pending[2]:
@@ -478,11 +536,11 @@ class Tiered:
     def _take_over(self, step: int, record: Record) -> None:
         if self._handles.commit is not None:
             self._handles.commit.superseded()
-        self.commits += 1
+        self.commits, self.failed = self.commits + 1, False
         self.committed_step, self.committed = step, record
 
-    def _part(self) -> None:
-        self.apart = True
+    def _part(self, apart: bool = True) -> None:
+        self.chain.apart = self.chain.apart or apart
 
     def whole(self, work: Callable[[], _Result]) -> _Result:
         """Returns work(), which replaces all states, or gives the parameters their values. If it does not end, as after an interrupt,
@@ -519,6 +577,7 @@ class Tiered:
         """Restores the states of the last commit, also after a failed step. A caller that gives them to parameters calls it in whole()."""
         self.finish()
         self.check()
+        self.changes_made += 1
         self.swap.rollback()
         self.changed = False
 

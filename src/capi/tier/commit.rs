@@ -27,7 +27,8 @@ impl Handle for spw_commit {
 /// come from this call, other errors from `spw_commit_wait`.
 ///
 /// Ranks that must resume at a common step wait for the commits of all ranks before any of them begins the next commit.
-/// With a `world` above 1, the tier keeps the state of the commit before until then, in space of its own.
+/// With a `world` above 1, or SPW_TIER_FLAG_KEEP_BEFORE, the tier keeps the state of the commit before until then, in space
+/// of its own.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_commit_begin(
     tier: Option<&spw_tier>,

@@ -57,6 +57,9 @@ pub enum spw_tier_flag {
     /// step is SPW_ERR_NO_STEP. The step before is also SPW_ERR_NO_STEP if a put since the last commit has reused its
     /// space. An open at the step before discards the last step.
     SPW_TIER_FLAG_AT_STEP = 4,
+    /// A commit in the background keeps the state of the commit before until the next commit begins, as with a `world`
+    /// above 1. For several tiers of one process, whose commits are in flight together and which resume at one step.
+    SPW_TIER_FLAG_KEEP_BEFORE = 8,
 }
 
 /// Flags of a path, combined by addition.
@@ -138,7 +141,7 @@ pub(in crate::capi) fn owner(job: In<c_char>, host: In<c_char>, rank: u32) -> Re
 }
 
 pub(in crate::capi) fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
-    abi_struct::flags("options.flags", raw.flags, 7)?;
+    abi_struct::flags("options.flags", raw.flags, 15)?;
     let (owner, paths) = (owner(raw.job, raw.host, raw.rank), parse_paths(raw)?);
     let mut options = TierOptions::new(owner.map_err(|error| error.within("options."))?, []);
     options.paths = paths;
@@ -158,6 +161,7 @@ pub(in crate::capi) fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
         0 => None,
         _ => Some(raw.at_step),
     };
+    options.keep_before = raw.flags & spw_tier_flag::SPW_TIER_FLAG_KEEP_BEFORE as u32 != 0;
     options.degraded = raw.flags & spw_tier_flag::SPW_TIER_FLAG_DEGRADED as u32 != 0;
     options.io.direct = raw.flags & spw_tier_flag::SPW_TIER_FLAG_NO_DIRECT as u32 == 0;
     if raw.block_bytes > 0 {

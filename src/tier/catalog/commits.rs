@@ -204,7 +204,7 @@ impl Catalog {
         (self.step, self.payload) = (Some(step), payload.to_vec());
         let commit = std::mem::take(&mut self.commit);
         let mut former = std::mem::take(&mut self.in_doubt);
-        let keeps = self.ranks && matches!(commit, Commit::Beside(_));
+        let keeps = self.keeps_before && matches!(commit, Commit::Beside(_));
         let mut previous = Vec::new();
         for (number, slot) in (0..).zip(&mut self.extents) {
             let Some(extent) = slot else { continue };

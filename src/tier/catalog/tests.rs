@@ -63,7 +63,7 @@ struct World {
     deferred: bool,
     /// The superblocks that a crash may find; the last known one first.
     durable: Vec<Superblock>,
-    /// The commit before, at which other ranks may still be.
+    /// The commit before, at which other tiers may still be.
     previous: Option<Superblock>,
     step: u64,
     generation: u64,
@@ -71,12 +71,12 @@ struct World {
 
 impl World {
     /// Extents that were written and committed once, on two paths that hold `pages` pages.
-    fn new(extents: u32, pages: u64, ranks: u32) -> World {
+    fn new(extents: u32, pages: u64, keeps_before: bool) -> World {
         let path = |number| {
             let space = Space::new(pages * PAGE, pages * PAGE, []).unwrap();
             PathState::present(format!("path-{number}"), false, space, FoundCopies::default(), 0)
         };
-        let catalog = Catalog::new(Paths::new((0..2).map(path).collect()), None, ranks);
+        let catalog = Catalog::new(Paths::new((0..2).map(path).collect()), None, keeps_before);
         let mut world = World {
             catalog,
             disk: BTreeMap::new(),
@@ -322,7 +322,7 @@ impl World {
         assert!(self.durable.iter().all(|older| older.sequence < superblock.sequence));
         self.catalog.use_sequence(&superblock);
         if known {
-            let beside = self.catalog.commits_beside() && self.catalog.ranks;
+            let beside = self.catalog.commits_beside() && self.catalog.keeps_before;
             self.previous = self.durable.drain(..).next().filter(|_| beside);
             self.catalog.committed(self.step, &[]);
         } else {
@@ -428,27 +428,27 @@ fn actions(extents: u32) -> Vec<Action> {
 
 #[test]
 fn every_order_of_actions_on_one_extent_keeps_what_a_crash_or_a_reader_needs() {
-    let states = explore(&World::new(1, 12, 1), &actions(1), 6);
+    let states = explore(&World::new(1, 12, false), &actions(1), 6);
     assert!(states > 10_000, "{states}");
 }
 
 #[test]
 fn every_order_of_actions_on_two_extents_keeps_what_a_crash_or_a_reader_needs() {
-    let states = explore(&World::new(2, 12, 2), &actions(2), 5);
+    let states = explore(&World::new(2, 12, true), &actions(2), 5);
     assert!(states > 10_000, "{states}");
 }
 
 /// The same where most writes find no space.
 #[test]
 fn every_order_of_actions_on_a_full_disk_keeps_what_a_crash_or_a_reader_needs() {
-    explore(&World::new(2, 7, 1), &actions(2), 5);
+    explore(&World::new(2, 7, false), &actions(2), 5);
 }
 
 #[test]
 fn long_random_runs_keep_what_a_crash_or_a_reader_needs() {
     let (mut random, actions) = (fastrand::Rng::with_seed(3), actions(3));
-    for ranks in (1..=2).cycle().take(20) {
-        let mut world = World::new(3, 24, ranks);
+    for keeps_before in [false, true].into_iter().cycle().take(20) {
+        let mut world = World::new(3, 24, keeps_before);
         for _ in 0..500 {
             let before = world.clone();
             if !world.act(actions[random.usize(..actions.len())]) {
@@ -463,7 +463,7 @@ fn long_random_runs_keep_what_a_crash_or_a_reader_needs() {
 /// it. Later writes and committed contents are.
 #[test]
 fn what_a_failed_sync_has_left_is_not_durable_in_any_commit() {
-    let mut world = World::new(3, 24, 1);
+    let mut world = World::new(3, 24, false);
     let unsynced = |world: &World| -> Vec<u32> {
         world.catalog.unsynced().into_iter().map(|(number, _)| number).collect()
     };

@@ -14,6 +14,7 @@ import torch
 
 from .. import _ranks
 from ..errors import InvalidArgumentError, UnsupportedError
+from ..tiered import Chain
 from ._agreement import CURE, check_ranks, place_of
 from ._shards import Shard
 
@@ -64,10 +65,14 @@ def attach_all(store_class, optimizers, paths, *, job, **options):
             [place_of(paths, name, options.get("host"), rank, world, group, given) for name in jobs], rank, world, CURE, group
         )
         given = given if step is None else {**given, "at_step": step}
+    # Their commits may be in flight together.
+    given, chain = {"keep_before": len(jobs) > 1, **given}, Chain()
     stores = []
     try:
         for name, optimizer in zip(jobs, optimizers):
             stores.append(attach(store_class, optimizer, paths, job=name, tier_options=given, **options))
+        for store in stores:
+            store._tiered.chain = chain
     except BaseException:
         for store in stores:
             store.close()

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from .. import _files, _log, _ranks
+from .._commit import Commit
 from .._groups import put_numbers
 from .._snapshot import Snapshot
 from .._tier_options import number as whole_number
@@ -126,6 +127,7 @@ class OptimizerStateStore:
     @property
     def committed_step(self) -> int:
         """The last committed step."""
+        self._tiered.settle()
         return self._tiered.committed_step or 0
 
     def _check_shards(self, committed: Record) -> None:
@@ -221,14 +223,24 @@ class OptimizerStateStore:
         _log.first_served("megatron", type(self).__name__)
         return True
 
-    def commit(self, step: int | None = None) -> int:
+    @overload
+    def commit(self, step: int | None = ..., wait: Literal[True] = ...) -> int: ...
+
+    @overload
+    def commit(self, step: int | None = ..., *, wait: Literal[False]) -> Commit: ...
+
+    def commit(self, step: int | None = None, wait: bool = True) -> int | Commit:
         """Makes the states durable.
 
         Args:
             step: Number under which the next open finds them; None: the number of steps.
+            wait: False: return at once. Threads of the library commit the states as they are now, beside the next steps. The next commit,
+                save_to(), load_from(), rollback(), snapshot(), restore() and close() wait for the end. close() raises an error that wait()
+                has not raised; a warning is logged too. Of stores that were attached together, the first commit of another step waits for
+                those of all.
 
         Returns:
-            The step.
+            The step, or with `wait=False` the Commit that is in flight.
 
         Raises:
             IoError: A path failed; the commit before is still there.
@@ -237,8 +249,11 @@ class OptimizerStateStore:
                 of them: make the stores again."""
         self._tiered.check()
         number = self._place.together(lambda: whole_number(self.steps if step is None else step, "step"))
-        self._same("steps", (number, self.steps))
-        self._tiered.commit(number, {"steps": self.steps, "shards": self._digest})
+        self._same("steps, or values of wait", (number, self.steps, wait))
+        facts = {"steps": self.steps, "shards": self._digest}
+        if not wait:
+            return self._tiered.begin_commit(number, facts)
+        self._tiered.commit(number, facts)
         return number
 
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
@@ -355,6 +370,7 @@ class OptimizerStateStore:
         return self.steps
 
     def _commit_changes(self) -> None:
+        self._tiered.finish()
         self._tiered.check()
         self._same("steps", self.steps)
         if any(_ranks.gathered(self._tiered.changed, self._place.world, self._place.group)):

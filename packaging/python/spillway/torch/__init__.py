@@ -35,7 +35,8 @@ A checkpoint keeps bf16 moments and masters. A master takes the value of its par
 `param.data`, which leaves no trace.
 
 `offload` makes an optimizer for parameters on any device: masters and moments are in host memory, and its steps start during backward.
-`Flow` keeps the weights of a model in host memory, and on the device those that are used."""
+`Flow` keeps the weights of a model in host memory, and on the device those that are used. The module `spillway.torch.dcp` saves and loads
+checkpoints of torch.distributed.checkpoint, whose values move one by one between a tier and the files."""
 
 from __future__ import annotations
 

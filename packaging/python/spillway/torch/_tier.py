@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,8 +22,9 @@ from ._beside import Beside
 from ._home import ByTorch, Call, Home
 from ._keywords import TierOptions, check_steps
 from ._states import Precision, Rule
-from ._tier_rows import TierTable, check_loaded, whole_states, write_through
+from ._tier_rows import TierTable
 from ._tier_states import TierStates
+from ._tier_values import Value, check_loaded, value_of, whole_states, write_through
 
 _Result = TypeVar("_Result")
 
@@ -65,6 +66,7 @@ class TierHome(Home):
         self.resumed_step = self.tiered.resumed_step
         self.payload = b"" if self.tiered.committed is None else self.tiered.committed.payload
         self._beside: Beside | None = None
+        self._placeholders: list[Value] | None = None
         # Hooks live as long as their parameters; they are removed with the optimizer.
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks)
@@ -167,7 +169,27 @@ class TierHome(Home):
     def saved(self, states: Any) -> Any:
         """The states with all values, which are read subgroup by subgroup."""
         self._rest()
-        return whole_states(self.on_tier, states)
+        placeholders = self._placeholders
+        whole = whole_states(self.on_tier, states, None if placeholders is None else self._read)
+        if placeholders is not None:
+            placeholders += [value for state in whole.values() for tensor in state.values() if (value := value_of(tensor)) is not None]
+        return whole
+
+    @contextmanager
+    def with_placeholders(self) -> Iterator[list[Value]]:
+        """While this is open, state dicts have placeholders for the values on the tier. Adds what they stand for to the list."""
+        self._placeholders = []
+        try:
+            yield self._placeholders
+        finally:
+            self._placeholders = None
+
+    def _read(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        def work() -> torch.Tensor:
+            self._rest()
+            return read()
+
+        return self.alone(work)
 
     def load(self, by_torch: ByTorch) -> None:
         """Loads a state dict to the tier, subgroup by subgroup."""
@@ -226,7 +248,6 @@ class TierHome(Home):
 
     def restore(self, states: Any, directory: Any) -> int:
         """Returns to a snapshot."""
-        self.tiered.finish()
         found = self.tiered.snapshot_of(directory, self.on_tier.check_record)
         # The payload of the last commit belongs to an older step.
         self.tiered.keep(found, self.on_tier.count, lambda: self.commit(states, None, b"", True))

@@ -1,33 +1,21 @@
-"""What a tiered step and a state dict take from the parameters: pieces in subgroups.
-
-The C table of one step has a row for each piece of a parameter in a subgroup.
-
-The values of a state dict are ordinary tensors, which torch.save and torch.distributed.checkpoint take. They are read and written subgroup
-by subgroup. Those of large parameters are maps of files without a name beside the tier's first directory: the system may write their pages
-out, so that a state dict needs host memory for one subgroup and the small parameters only."""
+"""What a tiered step takes from the parameters: pieces in subgroups. The C table of one step has a row for each."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from itertools import chain
 from typing import Any
 
 import torch
 
 from .. import _abi, _native, _tensor_rows
 from .._groups import is_torchs
-from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
-from ..tiered import mapped
+from ..errors import SpillwayError, UnsupportedError
 from ._link import link_to
-from ._states import MASTER, MOMENTS
 from ._table import named
-from ._tensors import CODES, DTensor, is_served, like, local, name_of
+from ._tensors import CODES, is_served, local, name_of
 from ._tier_copies import Taken
 from ._tier_states import Piece, TierStates
-
-#: Elements from which a value is a map of a file.
-_MAPPED = 16 << 10
 
 
 class TierTable:
@@ -186,85 +174,3 @@ def put_piece(row: Any, piece: Piece, grad: torch.Tensor, weights: torch.Tensor,
         start = tensor.data_ptr() + piece.start * tensor.element_size()
         _tensor_rows.put(row, field, (start, piece.count, CODES[tensor.dtype]), field)
     row.options = ctypes.addressof(options)
-
-
-def whole_states(on_tier: TierStates, states: Any) -> dict[torch.Tensor, dict[str, Any]]:
-    """The state of every parameter, with the values on the tier."""
-    on_tier.take_written()
-    whole: dict[torch.Tensor, dict[str, Any]] = {}
-    numbers, directory = [number for number, stated in enumerate(on_tier.stated) if stated], on_tier.tiered.directory
-    params = [on_tier.params[number] for number in numbers]
-    for number, param in zip(numbers, params):
-        own = local(param)
-        made = {"step": on_tier.step_count(states, number).clone()}
-        made.update({key: _empty(own, on_tier.moment_dtype, directory) for key in MOMENTS})
-        if own.dtype is not torch.float32:
-            made[MASTER] = _empty(own, torch.float32, directory)
-        whole[param] = made
-    for subgroup, elements in enumerate(on_tier.layout.elements):
-        parts = {key: torch.empty(elements, device="cpu") for key in (MASTER, *MOMENTS)}
-        on_tier.tiered.read(subgroup, *parts.values())
-        for piece in on_tier.layout.of_subgroup[subgroup]:
-            for key, to in whole[on_tier.params[piece.parameter]].items():
-                if key != "step":
-                    to.view(-1)[piece.start : piece.start + piece.count] = parts[key][piece.first : piece.first + piece.count]
-    for param in params:
-        if isinstance(param, DTensor):
-            whole[param].update({key: like(param, value) for key, value in whole[param].items() if key != "step"})
-    return whole
-
-
-def _empty(own: torch.Tensor, dtype: torch.dtype, directory: Any) -> torch.Tensor:
-    if own.numel() < _MAPPED or directory is None:
-        return torch.empty(own.shape, dtype=dtype, device="cpu")
-    return mapped(own.numel(), directory, dtype).view(own.shape)
-
-
-def check_loaded(on_tier: TierStates, groups: list[dict[str, Any]], loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The saved states by the number of their parameter. Raises InvalidArgumentError if one does not fit; nothing was written then."""
-    saved_groups = loaded["param_groups"]
-    if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
-        # torch's own error follows.
-        return {}
-    ids = chain.from_iterable(group["params"] for group in saved_groups)
-    params = chain.from_iterable(group["params"] for group in groups)
-    found = {}
-    for saved, param in zip(ids, params):
-        number = on_tier.numbers[id(param)]
-        state = loaded["state"].get(saved)
-        if not state or (not on_tier.stated[number] and float(state.get("step", 0)) == 0):
-            continue
-        if not on_tier.stated[number]:
-            raise InvalidArgumentError(
-                f"load_state_dict: {on_tier.names[number]} has no states on the tier, because it did not require a gradient "
-                "when the optimizer was constructed, and its saved state has been stepped; construct the optimizer while the "
-                "parameter requires a gradient; nothing was loaded"
-            )
-        for key in MOMENTS:
-            if key not in state:
-                raise InvalidArgumentError(
-                    f"load_state_dict: {on_tier.names[number]}: its saved state lacks {key!r}; load the state of an Adam or AdamW"
-                )
-        for key in (*MOMENTS, MASTER):
-            if key in state and local(state[key]).shape != local(param).shape:
-                raise InvalidArgumentError(
-                    f"load_state_dict: {on_tier.names[number]} has shape {tuple(local(param).shape)}, its saved state {key!r} "
-                    f"{tuple(local(state[key]).shape)}; load the state of this model; nothing was loaded"
-                )
-        found[number] = state
-    return found
-
-
-def write_through(on_tier: TierStates, states: Any, found: dict[int, dict[str, Any]]) -> None:
-    """Writes saved states to the tier. A parameter without one gets moments of zero; without a saved master, its value is the master."""
-    for subgroup, elements in enumerate(on_tier.layout.elements):
-        parts = {MASTER: on_tier.values(subgroup), **{key: torch.zeros(elements, device="cpu") for key in MOMENTS}}
-        for piece in on_tier.layout.of_subgroup[subgroup]:
-            state = found.get(piece.parameter, {})
-            for key, to in parts.items():
-                if key in state and (key != MASTER or on_tier.params[piece.parameter].dtype is not torch.float32):
-                    to[piece.first : piece.first + piece.count] = local(state[key]).reshape(-1)[piece.start : piece.start + piece.count]
-        on_tier.tiered.write(subgroup, *parts.values())
-    on_tier.set_steps(states, [float(found.get(number, {}).get("step", 0)) for number in range(len(on_tier.params))])
-    # A master that does not round to its parameter is replaced at the next step, as without a tier.
-    on_tier.forget_versions()

@@ -4,8 +4,8 @@
 
 Forward and backward are sleeps, which take no processor time. Together they last 0.25, 0.5, 1 and 2 times a blocking step;
 backward takes two thirds. Gradients arrive at equal distances in backward, the last subgroup first. The exposed time is that
-of an iteration without its sleeps. The model of bytes expects a blocking step minus the sleeps. Both forms alternate over the
-same states. Limit the speed of the directories from outside.
+of an iteration without its sleeps. No write can begin before the first gradient is there, so the model of bytes expects a blocking
+step minus backward. Both forms alternate over the same states. Limit the speed of the directories from outside.
 
 --torch measures spillway.torch.AdamW with `tier`, with and without `overlap`. The sleeps of its backward are in an autograd function.
 Each form has states of its own.
@@ -142,7 +142,7 @@ def measure(forms, given, memory):
             found = [exposed(forms[kind], factor * whole) for _ in range(given.rounds + 2)]
             seconds[kind] += found[2:]
         waits, hides = (statistics.median(seconds[kind]) for kind in ("blocking", "beside"))
-        model = max(0.0, waits - factor * whole)
+        model = max(0.0, waits - factor * whole * 2 / 3)
         print(
             f"compute {factor} of the step: exposed {hides:.3f} s (slowest {max(seconds['beside']):.3f}), "
             f"blocking {waits:.3f} s, ratio {hides / waits:.2f}; the model expects {model:.3f} s"

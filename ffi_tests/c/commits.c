@@ -1,4 +1,4 @@
-// A commit in the background holds what the extents held at the call, while later puts and updates go on. What it excludes
+// A commit in the background holds what the extents held at the call, while later puts and updates continue. Which calls it excludes
 // waits for it, its outcome is returned to any number of waits, and a tier that is closed before lives until it has ended.
 
 #include "check.h"

@@ -19,7 +19,7 @@
 //! - While a commit is in flight, no extent is removed, and only the commit changes contents. The state that becomes
 //!   committed is therefore the state that its superblock names.
 //! - A commit beside writes names the extents of its begin, with what each of them held then, or what a write in flight
-//!   then has installed. It holds the space of these contents until its end. Other writes go on, and a later commit names
+//!   then has installed. It holds the space of these contents until its end. Other writes continue, and a later commit names
 //!   them. The extents of a tiered update are named later, once the update has written what was in memory at the begin.
 //! - After a commit beside writes in a run of several ranks, what only the commit before named keeps its space until the
 //!   next commit begins. By then the ranks know whether all of them have the commit, or resume at the one before.

@@ -2,7 +2,7 @@
 //!
 //! Order of a commit:
 //! 1. Wait for all writes. Until the commit ends, only the commit itself starts writes. A commit beside writes waits for
-//!    those that were in flight at its begin, and names what the extents held then; other writes go on.
+//!    those that were in flight at its begin, and names what the extents held then; other writes continue.
 //! 2. Read the owner's record of each path. If one names another process, the commit fails, and with it every later one.
 //! 3. Check that the files of each path still have their names. Move the data of a path whose files were removed or
 //!    replaced. Extend data files that were truncated behind their last written byte; fail if written bytes are missing.
@@ -79,7 +79,7 @@ impl Tier {
     }
 
     /// As [`Tier::commit`], but a thread of its own commits what the extents hold at the call, and what writes in flight
-    /// then install. Puts and gets go on meanwhile. Until it has ended, other commits, rollbacks and removals wait for
+    /// then install. Puts and gets continue meanwhile. Until it has ended, other commits, rollbacks and removals wait for
     /// it. Where [`Tier::commit`] moves data off a path that failed, this commit fails, and the next [`Tier::commit`]
     /// moves it.
     pub fn commit_beside(self: &Arc<Tier>, step: u64, payload: &[u8]) -> Result<Outcome<()>> {
@@ -402,7 +402,7 @@ struct Publication<'a> {
 }
 
 impl Publication<'_> {
-    /// Makes a step on every path, and returns the paths that go on.
+    /// Makes a step on every path, and returns the paths that continue.
     fn each<A, B>(
         &mut self,
         on: Vec<(ReplacedCopy, A)>,
@@ -451,7 +451,7 @@ pub struct CommitBeside {
 }
 
 impl CommitBeside {
-    /// Names the deferred extents, which are not being written, and goes on in a thread. `promise` gets its outcome.
+    /// Names the deferred extents, which are not being written, and continues in a thread. `promise` gets its outcome.
     pub fn run(mut self, extents: &[u32], step: u64, payload: &[u8], promise: Promise<()>) -> Result<()> {
         self.tier.state.lock().catalog.name_deferred(extents)?;
         let payload = payload.to_vec();

@@ -67,7 +67,7 @@ pub struct Directory {
 enum ClaimStep {
     /// The claim has ended. `None`: the directory does not exist.
     Done(Option<Directory>),
-    /// Go on after this time, in which another owner may show that it lives.
+    /// Continue after this time, in which another owner may show that it lives.
     Wait(Box<PendingClaim>, Duration),
 }
 
@@ -309,7 +309,7 @@ impl Directory {
 }
 
 impl PendingClaim {
-    /// Goes on with the claim.
+    /// Continues with the claim.
     fn resume(self) -> Result<ClaimStep> {
         let PendingClaim { path, base, below, lock } = self;
         match lock.resume(&path)? {

@@ -5,7 +5,7 @@
 //! - The directory or file appears complete and durable, or not at all: it is written under a temporary name and then
 //!   renamed.
 //! - An export removes or changes only files that it created itself.
-//! - An export holds one commit: its step and all its bytes are of one snapshot. Writes and commits may go on
+//! - An export holds one commit: its step and all its bytes are of one snapshot. Writes and commits may continue
 //!   meanwhile. The space of an extent is free again once it is exported.
 //! - A caller waits for each call on the directory at most for the I/O timeout (see `storage`).
 //! - Every block is compared with its checksum before it is written.

@@ -421,7 +421,7 @@ impl Claiming {
         Ok(register.read(Part::Heartbeat)?.unwrap_or_default())
     }
 
-    /// Decides from the record that was found how to go on.
+    /// Decides from the record that was found how to continue.
     fn judge(&mut self) -> ClaimState {
         let record = OwnerRecord::parse(&self.found);
         let blank = self.found.iter().all(|byte| *byte == 0);
@@ -489,7 +489,7 @@ pub(super) struct PendingLock {
 pub(super) enum LockStep {
     /// This process owns the directory.
     Owned(OwnedLock),
-    /// Go on after this time.
+    /// Continue after this time.
     Wait(Box<PendingLock>, Duration),
 }
 
@@ -557,7 +557,7 @@ impl PendingLock {
         Ok(PendingLock { pages, claiming, timing, told: false })
     }
 
-    /// Goes on until the claim is decided or has to wait.
+    /// Continues until the claim is decided or has to wait.
     pub(super) fn resume(mut self, path: &Path) -> Result<LockStep> {
         let file = path.join(LOCK);
         loop {

@@ -339,7 +339,7 @@ impl<T: Deref<Target = Tier>> HeldExtent<T> {
     }
 }
 
-/// Takes a snapshot of a tier. Writes and commits go on meanwhile: they use other space.
+/// Takes a snapshot of a tier. Writes and commits continue meanwhile: they use other space.
 pub(super) fn snapshot<T: Deref<Target = Tier> + Clone>(
     tier: &T,
     view: View,

@@ -13,7 +13,7 @@ from .errors import SpillwayError, TimedOutError
 
 
 class Commit(_NativeHandle):
-    """A commit that goes on while the program does. Made by commit(wait=False) of Tier, Swap, the optimizers of spillway.torch and
+    """A commit in flight beside the program. Made by commit(wait=False) of Tier, Swap, the optimizers of spillway.torch and
     Megatron's OptimizerStateStore. Thread-safe.
 
     The end of a with block, close() and the destructor wait for the end of the commit. They raise its error if wait() has not.
@@ -55,7 +55,7 @@ class Commit(_NativeHandle):
             timeout: Longest wait in seconds; None: no limit.
 
         Raises:
-            TimedOutError: The commit goes on.
+            TimedOutError: The commit continues.
             SpillwayError: The commit failed; the last commit is intact, and what was to be committed is there, uncommitted."""
         self._learn(timeout)
         self._told = True

@@ -443,7 +443,7 @@ class Swap(_NativeHandle):
         ended()
 
     def _begin_commit(self, step: int, payload: bytes | bytearray | memoryview, commit: Commit) -> Commit:
-        """Begins a commit that goes on beside updates."""
+        """Begins a commit that continues beside updates."""
         step, stored = number(step, "step"), payload_of(payload)
         commit._succeeded = self.tier._puts_end()
         return commit._begin(self.tier, self, "spw_swap_commit_begin", step, stored)
@@ -582,7 +582,7 @@ class SwapUpdate:
         self.swap._recorded(outcome, "spw_swap_verdict", VERDICTS.index(verdict), grad_scale)
 
     def finish(self, timeout: float | None = None) -> StepStats | None:
-        """Waits until all subgroups are stepped, and ends the step; its arrays belong to the caller again. The library goes on writing
+        """Waits until all subgroups are stepped, and ends the step; its arrays belong to the caller again. The library continues writing
         to the tier. The step counts for the optimizer unless the verdict was "skip".
 
         Args:

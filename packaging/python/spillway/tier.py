@@ -350,7 +350,7 @@ class Tier(_NativeHandle):
         return self._step("spw_tier_export", directory)
 
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
-        """Starts to export the last committed state, and returns at once. Steps and commits go on meanwhile.
+        """Starts to export the last committed state, and returns at once. Steps and commits continue meanwhile.
 
         The snapshot keeps the space of its state on the paths until it has ended. The tier stays locked until then, also if it is
         closed before.

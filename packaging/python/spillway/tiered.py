@@ -3,7 +3,7 @@
 Invariants:
 - All ranks open their tiers at one committed step, or none does. A failure on one rank during the open or a commit is an error on all.
 - A tier of other parameters is refused before anything is written to it: the record of its commit is read before its update is opened.
-- After a commit that succeeded in some processes only, none of them goes on: their states are of different steps.
+- After a commit that succeeded in some processes only, none of them continues: their states are of different steps.
 - No tier of a chain begins a commit of the next round before all of them have ended theirs, in all processes.
 - A restore changes nothing before it has found all files of the snapshot, in all processes, and has committed what would be lost.
 - The record of a commit belongs to the states as soon as the library has committed, also if a signal handler raises then.

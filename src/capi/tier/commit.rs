@@ -18,7 +18,7 @@ impl Handle for spw_commit {
 }
 
 /// Begins what `spw_tier_commit` does, and returns at once. The commit takes what the extents hold at the call; of a put in
-/// flight, what it puts. Puts and gets may go on, and count for the next commit. They use other space, so the tier needs
+/// flight, what it puts. Puts and gets may continue, and count for the next commit. They use other space, so the tier needs
 /// room for a third version of what is put meanwhile. The library copies the payload.
 ///
 /// Until the commit has ended, other commits, rollbacks, removals, imports and evacuations of the tier wait for it. Where
@@ -45,7 +45,7 @@ pub extern "C" fn spw_tier_commit_begin(
 }
 
 /// Waits until the commit has ended, for up to `timeout_ms` milliseconds (0: poll; negative: without limit). SPW_ERR_TIMEOUT:
-/// the commit goes on. Any other status is that of the commit, and every later call returns it again.
+/// the commit continues. Any other status is that of the commit, and every later call returns it again.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_commit_wait(commit: Option<&spw_commit>, timeout_ms: i64) -> spw_status {
     guard(|| handle::get(commit)?.0.wait(timeout(timeout_ms)))

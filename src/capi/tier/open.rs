@@ -59,7 +59,7 @@ pub extern "C" fn spw_tier_open(options: In<spw_tier_options>, tier_out: Out<*mu
 /// The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
 /// If a tiered update, a snapshot or a commit in the background uses the tier, the library frees the tier when that has ended. Streams of tickets that were
 /// not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
-/// of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close goes on without the
+/// of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close continues without the
 /// caller, and the lock is held until it ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_close(tier: Option<Box<spw_tier>>, timeout_ms: i64) -> spw_status {
@@ -74,7 +74,7 @@ pub extern "C" fn spw_tier_close(tier: Option<Box<spw_tier>>, timeout_ms: i64) -
 /// SPW_ERR_BUSY too while a tiered update, a snapshot or a commit in the background uses the tier, which then keeps its files. Delete such files later with
 /// `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
 /// SPW_ERR_PATH_MISSING, and its path keeps all files. A file system that does not respond within the I/O timeout is
-/// SPW_ERR_DEADLINE; the deletion goes on without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
+/// SPW_ERR_DEADLINE; the deletion continues without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_destroy(tier: Option<Box<spw_tier>>) -> spw_status {
     guard(|| {

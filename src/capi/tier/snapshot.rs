@@ -34,7 +34,7 @@ pub struct spw_tier_snapshot_info {
 }
 }
 
-/// Holds the last commit, and starts to write it to `directory`, which must not exist. Puts and commits may go on: the
+/// Holds the last commit, and starts to write it to `directory`, which must not exist. Puts and commits may continue: the
 /// snapshot keeps the space of its own versions. The directory is as of `spw_tier_export`, and `spw_tier_import` reads it.
 /// It appears complete or not at all. `bytes_per_second` limits the speed; 0: no limit. The tier stays locked until the
 /// snapshot has ended, also if it is closed before. Errors are those of `spw_tier_export`.
@@ -156,7 +156,7 @@ fn patterns(names: In<c_char>, argument: &'static str) -> Result<Vec<String>> {
 }
 
 /// Waits until the directory or file is complete, for up to `timeout_ms` milliseconds (0: poll; negative: without limit).
-/// SPW_ERR_TIMEOUT: the snapshot goes on. Any other status is that of the snapshot, and every later call returns it again.
+/// SPW_ERR_TIMEOUT: the snapshot continues. Any other status is that of the snapshot, and every later call returns it again.
 /// `step_out` (may be NULL) receives the step.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_snapshot_wait(

@@ -189,7 +189,7 @@ impl Beside {
     /// Begins a commit of the states as they are now, and returns at once. Subgroups that are only in memory are written
     /// first; the next update begins after that. Errors: an update is open; the last one failed; no thread.
     pub fn commit(&self, step: u64, payload: &[u8]) -> Result<Outcome<()>> {
-        // Without the lock, which the thread needs to go on with the commit before.
+        // Without the lock, which the thread needs to continue with the commit before.
         self.claim.after_commit();
         let mut inner = self.shared.inner.lock();
         if inner.open.is_some() {
@@ -263,7 +263,7 @@ impl Beside {
     }
 
     /// Waits until every subgroup is stepped, and ends the update: its gradients and copies belong to the caller again.
-    /// Writes go on. Errors: a subgroup was not submitted, or there is no verdict (the update stays open); a timeout (the
+    /// Writes continue. Errors: a subgroup was not submitted, or there is no verdict (the update stays open); a timeout (the
     /// update stays open); the error that ended the update.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<StepStats> {
         let until = deadline_after(timeout);

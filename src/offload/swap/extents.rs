@@ -24,7 +24,7 @@ pub(super) struct Extents {
     subgroups: Vec<Subgroup>,
 }
 
-/// Numbers of all extents with states of so many subgroups, of any encoding.
+/// Numbers of all extents with states of this number of subgroups, of any encoding.
 pub(super) fn all(tier: &Tier, subgroups: usize) -> Vec<u32> {
     let encodings = [Moments::F32, Moments::Bf16].map(Encoding::with).concat();
     let names: Vec<String> =

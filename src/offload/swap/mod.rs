@@ -235,7 +235,7 @@ impl Swap {
         self.claim.commit(step, payload)
     }
 
-    /// Goes on with a commit that began when the states were as they are now. A thread makes them durable beside the next
+    /// Continues a commit that began when the states were as they are now. A thread makes them durable beside the next
     /// updates, and `promise` gets the outcome. If this call fails, the promise has its error.
     pub fn commit_beside(
         &mut self,
@@ -360,7 +360,7 @@ impl Swap {
         self.traffic.read(&self.tier, slot, extent, &spans)
     }
 
-    /// Bytes of so many blocks, the last of which may be short.
+    /// Bytes of this number of blocks, the last of which may be short.
     fn bytes_of(&self, blocks: u32) -> u64 {
         u64::from(blocks) * self.tier.block_bytes()
     }

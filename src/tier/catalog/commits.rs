@@ -15,7 +15,7 @@ pub(super) enum Commit {
     None,
     /// Other writers are refused.
     Alone,
-    /// Writes go on.
+    /// Writes continue.
     Beside(Named),
 }
 
@@ -41,7 +41,7 @@ impl Catalog {
         }
     }
 
-    /// True while a commit is in flight beside which writes go on.
+    /// True while a commit is in flight beside which writes continue.
     pub(in crate::tier) fn commits_beside(&self) -> bool {
         matches!(self.commit, Commit::Beside(_))
     }
@@ -54,7 +54,7 @@ impl Catalog {
         Ok(())
     }
 
-    /// Begins a commit beside which writes go on, until [`Catalog::end_commit`]. It names what the extents hold now, and
+    /// Begins a commit beside which writes continue, until [`Catalog::end_commit`]. It names what the extents hold now, and
     /// what writes in flight install; those in `deferred` once [`Catalog::name_deferred`] is called. Errors: a commit is in
     /// flight; a write failed.
     pub(in crate::tier) fn begin_commit_beside(&mut self, deferred: &[u32]) -> Result<()> {

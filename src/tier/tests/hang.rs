@@ -143,7 +143,7 @@ fn is_named(error: &Error) -> bool {
     io || matches!(error, Error::Busy(_)) || error.tier_kind() == Some(TierKind::NoState)
 }
 
-/// Does the operation with a hang, and goes on with the other path afterwards.
+/// Does the operation with a hang, and continues with the other path afterwards.
 fn survives(operation: Operation, stop: Stop) {
     let disks = [Disk::default(), Disk::default()];
     let tier = match operation {

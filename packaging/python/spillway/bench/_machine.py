@@ -38,7 +38,7 @@ def deepspeed_op(builder):
         from deepspeed.ops import op_builder
 
         return getattr(op_builder, builder)().load(verbose=False), deepspeed.__version__
-    except Exception as error:  # whatever keeps the op from building is a reason to go on without it
+    except Exception as error:  # whatever keeps the op from building is a reason to continue without it
         return None, f"not measured: {error}"
 
 

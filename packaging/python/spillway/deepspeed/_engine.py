@@ -240,7 +240,7 @@ def _unless_tiered(own):
 def commit(engine, wait=True):
     """Makes the states on the tier and the run's further state durable as the engine's global step. Valid only between
     two steps, because gradients are not stored. With several ranks each step can be committed once: two commits of one
-    step could not be told apart after a crash. Without `wait` the commit goes on beside the next step."""
+    step could not be told apart after a crash. Without `wait` the commit continues beside the next step."""
     swapper = _swapper(engine)
     swapper.tiered.finish()
     if _between_micro_batches(engine):

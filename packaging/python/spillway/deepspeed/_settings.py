@@ -238,13 +238,13 @@ class Block(_Strict):
     background_commits: bool = _setting(
         False,
         _BOOLEAN,
-        "The commit of every commit_interval-th step goes on beside the next steps. spillway.deepspeed.commit(engine) waits.",
+        "The commit of every commit_interval-th step continues beside the next steps. spillway.deepspeed.commit(engine) waits.",
     )
     snapshot_checkpoints: bool = _setting(
         False,
         _BOOLEAN,
         "save_checkpoint() commits, and the checkpoint's optimizer states are a snapshot of that commit, which is written while training "
-        "goes on. It loads with the same sub-groups, part_elements and number of ranks.",
+        "continues. It loads with the same sub-groups, part_elements and number of ranks.",
     )
     snapshot_bytes_per_second: _Count = _setting(0, _BYTES, "Most bytes per second that a snapshot of a rank writes; 0: no limit.")
     turns: _Slots = _setting(

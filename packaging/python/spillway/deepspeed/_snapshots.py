@@ -1,7 +1,7 @@
 """Checkpoints whose optimizer states are a snapshot of the tier: "snapshot_checkpoints" in the spillway block.
 
 save_checkpoint() commits, removes an older snapshot of the tag, begins a snapshot in its folder, and saves the rest as DeepSpeed does. The
-states are written while training goes on. The file `latest` names the tag once the parts of all ranks are finished: each rank that sees
+states are written while training continues. The file `latest` names the tag once the parts of all ranks are finished: each rank that sees
 them all writes it. A run that is killed before has the `latest` of before."""
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ class OptimizerStateStore:
         return number
 
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
-        """Starts to write the last commit to a new directory, and returns at once. Steps and commits go on meanwhile. restore() returns
+        """Starts to write the last commit to a new directory, and returns at once. Steps and commits continue meanwhile. restore() returns
         to it; save_to() writes what other shards can load.
 
         Args:

@@ -5,7 +5,7 @@
    Its weights go to memory of the optimizer.
 3. step() checks and measures as it does without overlap. Then it submits the rest, and makes the steps final; after clipping they are
    repeated. If something has changed since a subgroup was submitted, all are taken back and submitted again.
-4. The parameters receive the weights of each subgroup as it becomes final. The library goes on writing to the tier.
+4. The parameters receive the weights of each subgroup as it becomes final. The library continues writing to the tier.
 
 A gradient in host memory is read where it is, and counts as unchanged if its version, its address and a sum over its memory are. Any other
 one is copied to host memory on a stream of its own, and a thread submits its subgroup after the copy.
@@ -110,7 +110,7 @@ class Beside:
             else:
                 self._advance(number)
         except Exception:
-            # Backward goes on; step() raises the error if it is still there.
+            # Backward continues; step() raises the error if it is still there.
             self._waits = True
         self._busy = False
 
@@ -271,7 +271,7 @@ class Beside:
         self.begin()
 
     def resume(self) -> None:
-        """The states were used: fetches go on if no gradient was submitted before."""
+        """The states were used: fetches continue if no gradient was submitted before."""
         if not self._waits:
             self.begin()
 

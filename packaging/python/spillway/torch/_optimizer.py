@@ -346,7 +346,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
 
     @of_itself
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
-        """Starts to write the last commit of the tier to a new directory, and returns at once. Steps and commits go on meanwhile.
+        """Starts to write the last commit of the tier to a new directory, and returns at once. Steps and commits continue meanwhile.
 
         restore() returns to it. `spillway.Tier.import_from` reads the directory into another tier, on which an optimizer then begins with
         these states.

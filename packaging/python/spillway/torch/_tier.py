@@ -177,7 +177,7 @@ class TierHome(Home):
 
     @contextmanager
     def with_placeholders(self) -> Iterator[list[Value]]:
-        """While this is open, state dicts have placeholders for the values on the tier. Adds what they stand for to the list."""
+        """While this is open, state dicts have placeholders for the values on the tier. Adds their Values to the list."""
         self._placeholders = []
         try:
             yield self._placeholders

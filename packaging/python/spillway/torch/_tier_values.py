@@ -29,7 +29,7 @@ _VALUE = "_spillway_value"
 
 
 class Value:
-    """What a placeholder stands for.
+    """The value of a placeholder.
 
     Args:
         read: Returns the part of the value that this process has.
@@ -44,7 +44,7 @@ class Value:
 
 
 def value_of(tensor: Any) -> Value | None:
-    """What a placeholder stands for; None for any other object."""
+    """The Value of a placeholder; None for any other object."""
     return getattr(tensor, _VALUE, None) if isinstance(tensor, torch.Tensor) else None
 
 

@@ -212,7 +212,7 @@ def _bytes_of(item: Any) -> int:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Leaves out what placeholders stand for.
+    """Leaves out the values of placeholders.
 
     Args:
         waiting: The placeholders, by their names in the checkpoint.

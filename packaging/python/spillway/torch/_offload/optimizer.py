@@ -69,7 +69,7 @@ def offload(
             DTensors included, as those of FSDP2.
         kind: torch.optim.AdamW or torch.optim.Adam, or the class of that name in spillway.torch.
         weights: "resident": parameters stay where they are. "flow": their home is host memory, and a layer's weights are on `device` only
-            while it is used, as Flow has it. "auto": so many layers stay on the device as fit beside the first backward.
+            while it is used, as Flow has it. "auto": as many layers stay on the device as fit beside the first backward.
         device: Where a model with "flow" or "auto" computes; None: the accelerator, or the CPU if there is none.
         overlap: Start the step during backward; None: if a parameter is not in host memory, because a backward on the CPU
             and a step would share the processors. Each parameter then has one backward per step, or accumulates inside of
@@ -261,7 +261,7 @@ class Offloaded(torch.optim.Optimizer):
         try:
             self._start(slot, self._plan)
         except Exception:
-            # Backward goes on; step() raises the error if it is still there.
+            # Backward continues; step() raises the error if it is still there.
             self._interrupt()
 
     def _start(self, slot: Slot, plan: Plan) -> None:

@@ -34,12 +34,11 @@ pub struct Options {
 }
 
 pub fn run(options: &Options) -> Result<()> {
-    let text = std::fs::read_to_string(&options.trace);
-    let text = text.map_err(|error| Error::system("reading the trace", &error))?;
     let invalid = |reason| Error::invalid(options.trace.display().to_string(), reason);
+    let text = std::fs::read_to_string(&options.trace).map_err(|error| invalid(error.to_string()))?;
     let step = Step::of(&text).map_err(invalid)?;
     std::fs::write(&options.output, svg(&step))
-        .map_err(|error| Error::system("writing the file of --output", &error))?;
+        .map_err(|error| Error::invalid(options.output.display().to_string(), error.to_string()))?;
     stdout::say(&format!("{}: {} bars, {:.3} s", options.output.display(), step.bars.len(), step.seconds))
 }
 

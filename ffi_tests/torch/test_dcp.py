@@ -1,6 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint whose values move one by one between a tier and the files: their bits, in other numbers of
 processes and with torch's own functions, and what is in memory meanwhile."""
 
+import os
 import pathlib
 import weakref
 
@@ -213,7 +214,8 @@ def test_what_cannot_be_streamed_is_refused(tmp_path):
         each.close()
 
 
-def test_files_that_are_removed_too_early_leave_the_last_commit(tmp_path):
+@pytest.mark.parametrize("harm", [lambda file: file.unlink(), lambda file: os.truncate(file, 100)], ids=["removed", "truncated"])
+def test_files_that_are_changed_too_early_leave_the_last_commit(tmp_path, harm):
     model = new_model()
     optimizer = tiered(model, tmp_path / "tier")
     train(model, optimizer, range(2))
@@ -222,13 +224,37 @@ def test_files_that_are_removed_too_early_leave_the_last_commit(tmp_path):
     dcp.save(state_of(model, optimizer), tmp_path / "saved")
     state = dcp.states(model, optimizer)
     dcp.load({"optim": state}, tmp_path / "saved")
-    next((tmp_path / "saved").glob("*.distcp")).unlink()
-    with pytest.raises(spillway.InvalidArgumentError, match="keep it until the states are loaded"):
+    harm(next((tmp_path / "saved").glob("*.distcp")))
+    with pytest.raises(spillway.InvalidArgumentError, match="state.*cannot be read from .*saved.*keep the files until"):
         set_optimizer_state_dict(model, optimizer, state)
     with pytest.raises(spillway.OutOfOrderError, match="rollback"):
         optimizer.step()
     optimizer.rollback()
     assert same(model.parameters(), before)
+    optimizer.close()
+
+
+def test_another_load_mends_one_that_was_interrupted(tmp_path):
+    model = new_model()
+    optimizer = tiered(model, tmp_path / "tier")
+    train(model, optimizer, range(2))
+    dcp.save(state_of(model, optimizer), tmp_path / "saved")
+    saved = optimizer.state_dict()["state"]
+    train(model, optimizer, range(2))
+
+    def interrupted(done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    state = dcp.states(model, optimizer)
+    dcp.load({"optim": state}, tmp_path / "saved", progress=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        set_optimizer_state_dict(model, optimizer, state)
+    unread = dcp.states(model, optimizer)
+    with pytest.raises(checkpoint.CheckpointException, match="interrupted"):
+        dcp.save({"optim": unread}, tmp_path / "other")
+    load(model, optimizer, tmp_path / "saved")
+    same_states(optimizer.state_dict()["state"], saved)
     optimizer.close()
 
 

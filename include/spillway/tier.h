@@ -239,7 +239,7 @@ enum spw_status spw_tier_open(const struct spw_tier_options *options,
 // The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
 // If a tiered update, a snapshot or a commit in the background uses the tier, the library frees the tier when that has ended. Streams of tickets that were
 // not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
-// of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close goes on without the
+// of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close continues without the
 // caller, and the lock is held until it ends.
 enum spw_status spw_tier_close(struct spw_tier *tier,
                                int64_t timeout_ms);
@@ -249,7 +249,7 @@ enum spw_status spw_tier_close(struct spw_tier *tier,
 // SPW_ERR_BUSY too while a tiered update, a snapshot or a commit in the background uses the tier, which then keeps its files. Delete such files later with
 // `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
 // SPW_ERR_PATH_MISSING, and its path keeps all files. A file system that does not respond within the I/O timeout is
-// SPW_ERR_DEADLINE; the deletion goes on without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
+// SPW_ERR_DEADLINE; the deletion continues without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
 enum spw_status spw_tier_destroy(struct spw_tier *tier);
 
 // Deletes the files that a dead run left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` NULL means
@@ -351,7 +351,7 @@ enum spw_status spw_tier_rollback(const struct spw_tier *tier);
 typedef struct spw_commit spw_commit;
 
 // Begins what `spw_tier_commit` does, and returns at once. The commit takes what the extents hold at the call; of a put in
-// flight, what it puts. Puts and gets may go on, and count for the next commit. They use other space, so the tier needs
+// flight, what it puts. Puts and gets may continue, and count for the next commit. They use other space, so the tier needs
 // room for a third version of what is put meanwhile. The library copies the payload.
 //
 // Until the commit has ended, other commits, rollbacks, removals, imports and evacuations of the tier wait for it. Where
@@ -369,7 +369,7 @@ enum spw_status spw_tier_commit_begin(const struct spw_tier *tier,
                                       struct spw_commit **commit_out);
 
 // Waits until the commit has ended, for up to `timeout_ms` milliseconds (0: poll; negative: without limit). SPW_ERR_TIMEOUT:
-// the commit goes on. Any other status is that of the commit, and every later call returns it again.
+// the commit continues. Any other status is that of the commit, and every later call returns it again.
 enum spw_status spw_commit_wait(const struct spw_commit *commit,
                                 int64_t timeout_ms);
 
@@ -533,8 +533,9 @@ enum spw_status spw_tier_export(const struct spw_tier *tier,
 
 // Imports an export into the tier and commits it at the export's step; one that left out extents is committed at the step
 // of the tier, if it has one. An existing extent of the same name must have
-// the same streams; extents that are not in the export stay unchanged. After an error the tier is at its last commit.
-// `step_out` may be NULL.
+// the same streams; extents that are not in the export keep what they hold, and uncommitted puts to them are committed too.
+// A directory or file that is no export is refused, and nothing changes. After any other error the tier is at its last
+// commit. `step_out` may be NULL.
 //
 // Until it ends, commits and rollbacks of other threads, and steps of a tiered update, are SPW_ERR_BUSY. Afterwards the
 // calls of an open tiered update are SPW_ERR_BUSY until `spw_swap_rollback`, which takes the states over.
@@ -562,7 +563,7 @@ typedef struct spw_tier_snapshot_info {
 #define SPW_TIER_SNAPSHOT_INFO_INIT \
     { sizeof(spw_tier_snapshot_info), 0, 0, 0, 0 }
 
-// Holds the last commit, and starts to write it to `directory`, which must not exist. Puts and commits may go on: the
+// Holds the last commit, and starts to write it to `directory`, which must not exist. Puts and commits may continue: the
 // snapshot keeps the space of its own versions. The directory is as of `spw_tier_export`, and `spw_tier_import` reads it.
 // It appears complete or not at all. `bytes_per_second` limits the speed; 0: no limit. The tier stays locked until the
 // snapshot has ended, also if it is closed before. Errors are those of `spw_tier_export`.
@@ -611,7 +612,7 @@ enum spw_status spw_tier_import_names(const struct spw_tier *tier,
                                       uint64_t *step_out);
 
 // Waits until the directory or file is complete, for up to `timeout_ms` milliseconds (0: poll; negative: without limit).
-// SPW_ERR_TIMEOUT: the snapshot goes on. Any other status is that of the snapshot, and every later call returns it again.
+// SPW_ERR_TIMEOUT: the snapshot continues. Any other status is that of the snapshot, and every later call returns it again.
 // `step_out` (may be NULL) receives the step.
 enum spw_status spw_tier_snapshot_wait(const struct spw_tier_snapshot *snapshot,
                                        int64_t timeout_ms,

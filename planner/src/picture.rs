@@ -105,7 +105,9 @@ fn hex([red, green, blue]: Color) -> String {
     format!("#{red:02x}{green:02x}{blue:02x}")
 }
 
+/// Text of XML, which has no form for control characters.
 fn escaped(text: &str) -> String {
+    let text: String = text.chars().map(|one| if one.is_control() { '\u{fffd}' } else { one }).collect();
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
@@ -116,11 +118,11 @@ mod tests {
     #[test]
     fn a_picture_escapes_its_text_and_orders_corners() {
         let mut picture = Picture::new(10, 20);
-        picture.write("a < b & c", (1.0, 2.0), 12);
+        picture.write("a < b & c\u{1}", (1.0, 2.0), 12);
         picture.fill((5.0, 6.0), (1.0, 2.0), BLACK);
         let text = picture.finish();
         assert!(text.starts_with("<svg width=\"10\" height=\"20\"") && text.ends_with("</svg>\n"), "{text}");
-        assert!(text.lines().any(|line| line == "a &lt; b &amp; c"), "{text}");
+        assert!(text.lines().any(|line| line == "a &lt; b &amp; c\u{fffd}"), "{text}");
         assert!(text.contains("x=\"1.0\" y=\"2.0\" width=\"4.0\" height=\"4.0\" fill=\"#000000\""), "{text}");
     }
 }

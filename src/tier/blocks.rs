@@ -390,7 +390,8 @@ pub(super) fn read_header(
     tier: u128,
 ) -> Result<ChunkHeader> {
     let header = volume.scratch(header_bytes(chunk.count.into()) as usize)?;
-    volume.ended(volume.read(chunk.offset, header.transfer()))?;
+    let place = || format!("the header of block {} of extent {:?}", chunk.first, subject.name);
+    volume.ended(volume.read(chunk.offset, header.transfer())).map_err(|error| error.context(place()))?;
     let parsed = header.span().with_bytes(|bytes| check_header(bytes, chunk, subject, tier));
     parsed.map_err(|message| bad_header(volume, chunk, subject, message))
 }

@@ -428,8 +428,12 @@ impl<T: Deref<Target = Tier>> Route<Part<T>> for Exporting<'_> {
             self.header = Some(header);
         }
         let outcome = outcome.and(volume.ended(Ok(handle)));
-        let path = part.item.extent.held.contents.version().chunks[part.chunk].path as usize;
-        outcome.inspect_err(|error| self.tier.mark_if_hung(path, error))
+        let held = &part.item.extent.held;
+        let path = held.contents.version().chunks[part.chunk].path as usize;
+        let outcome = outcome.inspect_err(|error| self.tier.mark_if_hung(path, error));
+        outcome.map_err(|error| {
+            error.context(format_args!("block {} of extent {:?}", part.run.block, held.subject.name))
+        })
     }
 
     fn check(&mut self, part: &Part<T>, buffer: &TransferBuffer) -> Result<()> {
@@ -629,7 +633,7 @@ impl Partial {
                 break;
             }
         }
-        Err(failed(Doing::Opening, parent, last, ""))
+        Err(failed(Doing::Opening, directory, last, "its temporary directory could not be made"))
     }
 }
 

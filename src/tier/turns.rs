@@ -462,7 +462,7 @@ fn usual_directory(places: &[PathBuf], user: u32) -> io::Result<(PathBuf, Privat
         let given = match GivenDirectory::open(place) {
             Ok(given) => given,
             Err(error) => {
-                last = error;
+                last = io::Error::new(error.kind(), format!("{}: {error}", place.display()));
                 continue;
             }
         };

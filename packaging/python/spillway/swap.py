@@ -33,7 +33,7 @@ commit() does not store these weights. The caller must keep them across a close 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
@@ -672,9 +672,12 @@ def _options(elements: Sequence[int], memory_budget: int, split_master: bool, bf
 def _numbers(given: Sequence[float] | None, count: int, name: str) -> Any:
     if given is None:
         return None
-    if len(given) != count:
-        raise InvalidArgumentError(f"Swap: {name} has {len(given)} numbers for {count} paths; pass one for each path")
-    return (ctypes.c_double * count)(*given)
+    if not isinstance(given, Iterable):
+        raise InvalidArgumentError(f"Swap: {name} is {given!r}; pass a list of numbers, one for each path")
+    found = [_arguments.real(f"Swap: {name}", number) for number in given]
+    if len(found) != count:
+        raise InvalidArgumentError(f"Swap: {name} has {len(found)} numbers for {count} paths; pass one for each path")
+    return (ctypes.c_double * count)(*found)
 
 
 def _record(kind: Any, structure: Any) -> Any:

@@ -404,8 +404,9 @@ class Tier(_NativeHandle):
         return Snapshot(self, file, bytes_per_second, selection=selection)
 
     def import_from(self, directory: str | os.PathLike[str], names: Sequence[str] | None = None) -> int:
-        """Reads an exported directory or file, and commits it; returns the step. Meanwhile other commits, rollbacks and steps raise
-        BusyError. Afterwards the calls of an open Swap raise it until Swap.rollback(), which takes the states over.
+        """Reads an exported directory or file, and commits it with everything put before; returns the step. A place that is no export is
+        refused, and nothing changes; after any other error the tier is at its last commit. Meanwhile other commits, rollbacks and steps
+        raise BusyError. Afterwards the calls of an open Swap raise it until Swap.rollback(), which takes the states over.
 
         Args:
             directory: The directory or file.

@@ -259,8 +259,9 @@ pub extern "C" fn spw_tier_export(
 
 /// Imports an export into the tier and commits it at the export's step; one that left out extents is committed at the step
 /// of the tier, if it has one. An existing extent of the same name must have
-/// the same streams; extents that are not in the export stay unchanged. After an error the tier is at its last commit.
-/// `step_out` may be NULL.
+/// the same streams; extents that are not in the export keep what they hold, and uncommitted puts to them are committed too.
+/// A directory or file that is no export is refused, and nothing changes. After any other error the tier is at its last
+/// commit. `step_out` may be NULL.
 ///
 /// Until it ends, commits and rollbacks of other threads, and steps of a tiered update, are SPW_ERR_BUSY. Afterwards the
 /// calls of an open tiered update are SPW_ERR_BUSY until `spw_swap_rollback`, which takes the states over.

@@ -168,8 +168,9 @@ class TierHome(Home):
 
     def saved(self, states: Any) -> Any:
         """The states with all values, which are read subgroup by subgroup."""
-        self._rest()
         placeholders = self._placeholders
+        # A load that mends mixed states begins with placeholders.
+        self._rest(also_mixed=placeholders is not None)
         whole = whole_states(self.on_tier, states, None if placeholders is None else self._read)
         if placeholders is not None:
             placeholders += [value for state in whole.values() for tensor in state.values() if (value := value_of(tensor)) is not None]

@@ -105,7 +105,8 @@ def whole_states(
         on_tier: The states.
         states: The optimizer's, which has the step counts.
         reads: Calls the function that reads the value of a placeholder; None: the values themselves are returned."""
-    on_tier.take_written()
+    if not on_tier.tiered.mixed:
+        on_tier.take_written()
     reading, directory = Reading(on_tier), on_tier.tiered.directory
     whole: dict[torch.Tensor, dict[str, Any]] = {}
     for number, (param, stated) in enumerate(zip(on_tier.params, on_tier.stated)):

@@ -142,9 +142,12 @@ def _set(state_dict: Any, path: tuple[Any, ...], value: Any) -> None:
 def _fill(reader: FileSystemReader, items: list[Any], told: Callable[[], object], into: torch.Tensor) -> None:
     try:
         reader.read_data(LoadPlan(items), _Into(into)).wait()
-    except OSError as error:
+    # torch raises errors of many types for a file that was truncated.
+    except Exception as error:
+        names = ", ".join(sorted({item.storage_index.fqn for item in items}))
         raise InvalidArgumentError(
-            f"a file of the checkpoint {reader.checkpoint_id} cannot be read any more: {error}; keep it until the states are loaded"
+            f"{names} cannot be read from a file of the checkpoint {reader.checkpoint_id} any more: {type(error).__name__}: {error}; keep "
+            "the files until the states are loaded"
         ) from error
     told()
 

@@ -70,5 +70,9 @@ fn what_is_no_trace_of_a_step_is_named() {
         assert!(refused.code == Some(1) && refused.stderr.contains(words), "{words}: {}", refused.stderr);
     }
     let missing = run(spillway().args(["draw", "no/such/file.json"]), TIMEOUT);
-    assert!(missing.code == Some(1) && missing.stderr.contains("reading the trace"), "{}", missing.stderr);
+    assert!(
+        missing.code == Some(1) && missing.stderr.contains("no/such/file.json: No such file"),
+        "{}",
+        missing.stderr
+    );
 }

@@ -157,7 +157,7 @@ def test_beside_a_commit_of_a_chain_that_is_waited_for_none_is_in_flight(tmp_pat
     train_all(stores, models, range(2))
     commits = [store.commit(wait=wait) for store, wait in zip(stores, (first, not first), strict=True)]
     assert commits[first].ended and [store.committed_step for store in stores] == [2, 2]
-    # The next round goes on beside steps again.
+    # The next round is again committed in the background.
     train_all(stores, models, [2])
     for store in stores:
         store.commit(wait=False)

@@ -69,7 +69,7 @@ struct DeviceTurn {
 }
 
 impl PathArbiter {
-    /// Joins the queues of the shared paths of `tier`, of which `turns` processes use one at a time. A turn is awaited for
+    /// Joins the queues of the shared paths of `tier`, each of which up to `turns` processes use at once. A turn is awaited for
     /// at most `turn_timeout`. Without turns all paths are always open.
     pub fn new(tier: &Tier, turns: u32, turn_timeout: Duration) -> PathArbiter {
         let mut queues: Vec<(TurnQueue, Vec<Weak<Volume>>)> = Vec::new();

@@ -3,8 +3,8 @@ CPUOffloadOptimizer, and DeepSpeed's SuperOffload by itself and on Spillway.
 
     python ffi_tests/bench/offload_overlap.py [--rounds N] [--dtype bfloat16|float32] [--backward device|cpu]
 
-The model is 12 layers of 1024 x 1024. With --backward device, backward takes no processor, as on a device: a layer's backward waits until
-its share of `offload`'s step is over, and then has its gradient. With --backward cpu it is that of torch, which shares the processors with
+The model is 12 layers of 1024 x 1024. With --backward device, backward takes no processor, as on a device: a layer has its gradient when
+the shares of `offload`'s step of the layers so far are over, also if the hooks of the layer before took long. With --backward cpu it is that of torch, which shares the processors with
 the step, and only `offload` is measured. The exposed time is that of `step()`. Each program runs in a process of its own and steps on
 command, one after the other.
 
@@ -55,7 +55,10 @@ BASES = {"offload": "offload without overlap, nothing clipped", "clipped": "offl
 
 
 class Waits(torch.autograd.Function):
-    """A layer whose backward takes `pause` seconds of a device."""
+    """A layer whose backward takes `pause` seconds of a device, after that of the layer before."""
+
+    #: When the device has completed the last layer.
+    completed = 0.0
 
     @staticmethod
     def forward(context, x, weight, pause):
@@ -66,9 +69,9 @@ class Waits(torch.autograd.Function):
     @staticmethod
     def backward(context, gradient):
         [weight] = context.saved_tensors
-        end = time.perf_counter() + context.pause
+        Waits.completed += context.pause
         made = torch.full_like(weight, 1e-4)
-        time.sleep(max(0.0, end - time.perf_counter()))
+        time.sleep(max(0.0, Waits.completed - time.perf_counter()))
         return gradient, made, None
 
 
@@ -194,6 +197,7 @@ def serve(options):
         moments = [time.perf_counter()]
         loss = training.forward()
         moments.append(time.perf_counter())
+        Waits.completed = moments[-1]
         training.backward(loss)
         moments.append(time.perf_counter())
         training.step()
@@ -223,6 +227,8 @@ def main():
 
     def step(kind, pause):
         process, answers = runs[kind]
+        # Threads of the process before spin for some time after their work.
+        time.sleep(0.1)
         process.stdin.write(f"{pause}\n")
         process.stdin.flush()
         line = answers.readline()

@@ -54,11 +54,15 @@ def start(options, kind, directories):
         str(options.part),
         "--more",
         str(options.more),
+        "--compute",
+        str(options.compute),
         "--aio",
         options.aio,
     ]
     if options.split:
         command.append("--split")
+    if options.overlap:
+        command.append("--overlap")
     if options.ratio:
         command += ["--ratio", *map(str, options.ratio)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
@@ -75,8 +79,9 @@ def end(process):
 
 
 def report(options, seconds, ends):
-    base = statistics.median(backward for backward, _ in seconds["host"])
-    steps = {kind: [backward + step - base for backward, step in times] for kind, times in seconds.items()}
+    base = statistics.median(backward for _, backward, _ in seconds["host"])
+    steps = {kind: [backward + step - base for _, backward, step in times] for kind, times in seconds.items()}
+    iterations = {kind: [sum(parts) for parts in times] for kind, times in seconds.items()}
     state = options.matrices * 12 * (1 << 20)
     print(f"{options.matrices} M parameters, {state / 1e9:.2f} GB of state, {options.rounds} rounds")
     for kind, times in steps.items():
@@ -86,6 +91,9 @@ def report(options, seconds, ends):
             f"{2 * state / statistics.median(times) / 1e9:6.2f} GB/s, DeepSpeed / this: {statistics.median(ratios):.2f}, "
             f"resident {ends[kind][1]:.2f} GB, at most {ends[kind][2]:.2f}"
         )
+    for kind, times in iterations.items():
+        ratios = [theirs / ours for theirs, ours in zip(iterations["deepspeed"], times)]
+        print(f"{kind:11s} {statistics.median(times):7.3f} s an iteration, DeepSpeed / this: {statistics.median(ratios):.2f}")
 
 
 def serve(options):
@@ -100,13 +108,15 @@ def serve(options):
     engine = made(deepspeed, options)
     print("ready", file=output, flush=True)
     for _ in sys.stdin:
+        moments = [time.perf_counter()]
         engine.zero_grad()
         loss = engine()
-        began = time.perf_counter()
+        moments.append(time.perf_counter())
         engine.backward(loss)
-        between = time.perf_counter()
+        moments.append(time.perf_counter())
         engine.step()
-        print(json.dumps([between - began, time.perf_counter() - between]), file=output, flush=True)
+        moments.append(time.perf_counter())
+        print(json.dumps([after - before for before, after in zip(moments, moments[1:])]), file=output, flush=True)
     resident = [status("VmRSS"), status("VmHWM")]
     print(json.dumps([train.weights_hash(engine.module), *resident]), file=output, flush=True)
     compiled = train.compiled_ops()
@@ -138,7 +148,22 @@ def made(deepspeed, options):
             self.weight = torch.nn.Parameter(torch.randn(1024, 1024))
 
         def forward(self):
-            return (self.weight * self.weight).sum().float()
+            # The norm of the gradients is below the limit: nothing is clipped.
+            return Waits.apply(1e-5 * (self.weight * self.weight).sum().float(), options.compute / options.matrices)
+
+    class Waits(torch.autograd.Function):
+        """A third of some seconds in forward, and the rest in backward."""
+
+        @staticmethod
+        def forward(context, x, seconds):
+            context.seconds = seconds
+            time.sleep(seconds / 3)
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            time.sleep(context.seconds * 2 / 3)
+            return gradient, None
 
     model = Matrices()
     offload = {"device": "cpu"}
@@ -148,7 +173,7 @@ def made(deepspeed, options):
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 3, "sub_group_size": 4 << 20, "offload_optimizer": offload},
+        "zero_optimization": {"stage": 3, "sub_group_size": 4 << 20, "reduce_bucket_size": 4 << 20, "offload_optimizer": offload},
         "aio": json.loads(options.aio),
         "spillway": block(options),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -172,6 +197,7 @@ def block(options):
         "job": options.kind,
         "part_elements": options.part,
         "split_master": options.split,
+        "overlap": options.overlap,
         "cache_bytes": (14 * 16 + options.more << 20) - moving,
     }
     return {**found, "ratio": options.ratio} if options.ratio else found
@@ -187,6 +213,8 @@ def arguments():
     parser.add_argument("--part", type=int, default=1 << 20, help="elements that Spillway fetches and keeps at a time")
     parser.add_argument("--more", type=int, default=0, help="MiB that Spillway caches beyond what DeepSpeed's buffers take")
     parser.add_argument("--split", action="store_true", help="Spillway with split masters: 10 bytes a parameter instead of 12")
+    parser.add_argument("--compute", type=float, default=0.0, help="seconds of forward and backward")
+    parser.add_argument("--overlap", action="store_true", help="Spillway steps during backward")
     # The best of DeepSpeed's settings on the measured machines.
     parser.add_argument(
         "--aio",

@@ -140,6 +140,8 @@ def config(options):
         # Both kinds of DeepSpeed's own swapper are replaced.
         offload = {"device": "nvme", "nvme_path": options.paths[0], "pipeline_read": options.pipeline}
     zero = {"stage": 3, "sub_group_size": options.sub_group, "offload_optimizer": offload}
+    if options.reduce_bucket:
+        zero["reduce_bucket_size"] = options.reduce_bucket
     if options.params:
         zero.update(
             stage3_param_persistence_threshold=0,
@@ -217,6 +219,7 @@ def arguments():
         ("steps", 8),
         ("sub_group", 12000),
         ("accumulate", 1),
+        ("reduce_bucket", 0),
         ("save_at", 0),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -8,7 +8,7 @@ the shares of `offload`'s step of the layers so far are over, also if the hooks 
 the step, and only `offload` is measured. The exposed time is that of `step()`. Each program runs in a process of its own and steps on
 command, one after the other.
 
-torchao and DeepSpeed have their defaults. Both ask for a CUDA device; the CPU is put in its place, and its streams do their work at once.
+torchao and DeepSpeed have their defaults, or a sub-group and a reduce bucket per layer. Both ask for a CUDA device; the CPU is put in its place, and its streams do their work at once.
 torchao has no clipping. Its moments have the dtype of the parameters, and those of the others are float32. DeepSpeed's compiled Adam is
 built at its first use."""
 
@@ -161,7 +161,7 @@ class DeepSpeed:
         self.model, self.x = model_of(options), batch_of(options)
         zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}
         if "sub_group_size" in given:
-            zero["sub_group_size"] = given.pop("sub_group_size")
+            zero["sub_group_size"] = zero["reduce_bucket_size"] = given.pop("sub_group_size")
         config = {
             "train_micro_batch_size_per_gpu": 1,
             **({"bf16": {"enabled": True}} if options.dtype == "bfloat16" else {}),

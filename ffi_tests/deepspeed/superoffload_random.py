@@ -147,7 +147,9 @@ class Training:
 
     def after_evaluation(self):
         self.engine.eval()
-        with self.torch.inference_mode() if self.choose.random() < 0.5 else self.torch.no_grad():
+        # DeepSpeed keeps weights that several ranks gathered in inference mode, and its next forward cannot save them for backward.
+        inference = self.choose.random() < 0.5 and os.environ["WORLD_SIZE"] == "1"
+        with self.torch.inference_mode() if inference else self.torch.no_grad():
             self.see(self.loss())
         self.engine.train()
 

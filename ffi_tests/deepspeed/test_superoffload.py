@@ -192,6 +192,39 @@ engine.destroy()
     assert found == "True 7 [0, 1, 4, 5, 6, 7, 8]\n"
 
 
+def test_one_bucket_of_all_gradients_is_warned_of(run_forked):
+    found = run_forked(
+        """
+import warnings
+import train, superoffload
+train.become_single_rank()
+import deepspeed, spillway, torch
+superoffload.allow_the_cpu()
+for elements in (None, 256):
+    zero = {"stage": 3, "sub_group_size": 256, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+    if elements is not None:
+        zero["reduce_bucket_size"] = elements
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "steps_per_print": 1 << 30, "zero_optimization": zero,
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        engine.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)).float().square().mean())
+        engine.step()
+    print(*(str(one.message) for one in heard if "reduce_bucket_size" in str(one.message)), sep="|")
+    engine.destroy()
+""",
+        HERE,
+    )
+    first, second = found.splitlines()
+    assert first == (
+        "SuperOffload: all gradients become complete at the end of backward, because reduce_bucket_size is 500000000 and the model has 1024 "
+        "parameters; set reduce_bucket_size to sub_group_size, so that steps start during backward"
+    )
+    assert second == ""
+
+
 #: An engine with a clipping that some steps need, its training, and all that it leaves.
 TRAINING = """
 import sys, threading

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import warnings
 from typing import Any, Protocol
 
 from .. import _abi
@@ -36,6 +37,18 @@ class Update(Protocol):
 
     def skip(self) -> None:
         """Called when a step is skipped, because a gradient overflowed."""
+
+
+def warn_of_one_bucket(stage3, who):
+    """Warns if no gradient becomes complete before the end of backward: DeepSpeed reduces them once a bucket is full, or backward is over."""
+    parameters = sum(stage3.fp16_partitioned_groups_flat_numel) * stage3.partition_count
+    if stage3.reduce_bucket_size >= parameters:
+        warnings.warn(
+            f"{who}: all gradients become complete at the end of backward, because reduce_bucket_size is {stage3.reduce_bucket_size} and "
+            f"the model has {parameters} parameters; set reduce_bucket_size to sub_group_size, so that steps start during backward",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def call_of(stage3, sub_group, step, factor=1.0):

@@ -68,6 +68,8 @@ class _Window:
         for name, value, plain in (("verdict", self._rounds.settings.verdict, "step"), ("tail", asked, 0)):
             if value != plain and self._reason is not None:
                 raise InvalidArgumentError(f"spillway.superoffload: {name} is {json.dumps(value)}, and {self._reason}")
+        if self._reason is None:
+            _stage3.warn_of_one_bucket(stage3, "SuperOffload")
         _watch(stage3)
         self._stage3 = weakref.ref(stage3)
         # Held while masters, states or gradients are used: another thread that reads them waits.

@@ -9,7 +9,6 @@ Before the step, each access to the states takes the steps back."""
 from __future__ import annotations
 
 import ctypes
-import warnings
 import weakref
 
 from .._words import sum_of_words
@@ -29,7 +28,7 @@ class Overlap:
         self._swapper, self._stage3 = weakref.proxy(swapper), stage3
         self._needed = [_stage3.with_data(stage3, group) for group in stage3.fp16_groups]
         self._weights, self._missed = {}, 0
-        _warn_of_one_bucket(stage3, sum(swapper.elements) * stage3.partition_count)
+        _stage3.warn_of_one_bucket(stage3, "overlap")
         #: Sub-groups that were submitted during backward, and kept.
         self.submitted_early = 0
         self._end()
@@ -172,14 +171,3 @@ class Overlap:
 def _same(one, other):
     """True if two calls differ in the factor of the gradients at most."""
     return all(getattr(one, name) == getattr(other, name) for name, *_ in one._fields_ if name != "grad_scale")
-
-
-def _warn_of_one_bucket(stage3, parameters):
-    """DeepSpeed reduces gradients once a bucket is full, or backward is over."""
-    if stage3.reduce_bucket_size >= parameters:
-        warnings.warn(
-            f"overlap: all gradients become complete at the end of backward, because reduce_bucket_size is {stage3.reduce_bucket_size} and "
-            f"the model has {parameters} parameters; set reduce_bucket_size to sub_group_size, so that steps start during backward",
-            RuntimeWarning,
-            stacklevel=2,
-        )

@@ -219,8 +219,8 @@ for elements in (None, 256):
     )
     first, second = found.splitlines()
     assert first == (
-        "SuperOffload: all gradients become complete at the end of backward, because reduce_bucket_size is 500000000 and the model has 1024 "
-        "parameters; set reduce_bucket_size to sub_group_size, so that steps start during backward"
+        "SuperOffload: all gradients become complete at the end of backward, because reduce_bucket_size is 500000000 and the model has "
+        "1024 parameters; set reduce_bucket_size to sub_group_size, so that steps start during backward"
     )
     assert second == ""
 

@@ -40,7 +40,7 @@ class Update(Protocol):
 
 
 def warn_of_one_bucket(stage3, who):
-    """Warns if no gradient becomes complete before the end of backward: DeepSpeed reduces them once a bucket is full, or backward is over."""
+    """Warns if no gradient becomes complete before the end of backward: DeepSpeed reduces them once a bucket is full, or at the end."""
     parameters = sum(stage3.fp16_partitioned_groups_flat_numel) * stage3.partition_count
     if stage3.reduce_bucket_size >= parameters:
         warnings.warn(

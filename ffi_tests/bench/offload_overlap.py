@@ -4,13 +4,13 @@ CPUOffloadOptimizer, and DeepSpeed's SuperOffload by itself and on Spillway.
     python ffi_tests/bench/offload_overlap.py [--rounds N] [--dtype bfloat16|float32] [--backward device|cpu]
 
 The model is 12 layers of 1024 x 1024. With --backward device, backward takes no processor, as on a device: a layer has its gradient when
-the shares of `offload`'s step of the layers so far are over, also if the hooks of the layer before took long. With --backward cpu it is that of torch, which shares the processors with
-the step, and only `offload` is measured. The exposed time is that of `step()`. Each program runs in a process of its own and steps on
-command, one after the other.
+the shares of `offload`'s step of the layers so far are over, also if the hooks of the layer before took long. With --backward cpu it is
+that of torch, which shares the processors with the step, and only `offload` is measured. The exposed time is that of `step()`. Each program
+runs in a process of its own and steps on command, one after the other.
 
-torchao and DeepSpeed have their defaults, or a sub-group and a reduce bucket per layer. Both ask for a CUDA device; the CPU is put in its place, and its streams do their work at once.
-torchao has no clipping. Its moments have the dtype of the parameters, and those of the others are float32. DeepSpeed's compiled Adam is
-built at its first use."""
+torchao and DeepSpeed have their defaults, or a sub-group and a reduce bucket per layer. Both ask for a CUDA device; the CPU is put in its
+place, and its streams do their work at once. torchao has no clipping. Its moments have the dtype of the parameters, and those of the others
+are float32. DeepSpeed's compiled Adam is built at its first use."""
 
 import argparse
 import contextlib

@@ -183,7 +183,6 @@ def _destroy(function, optimizer_id):
 # Counters per thread, without a lock that a fork could leave locked.
 
 
-
 class _Local(threading.local):
     #: The calls of each op and their elements; None before the first call.
     counts: dict[str, tuple[int, int]] | None = None

@@ -18,7 +18,7 @@ import numpy as np
 from filesystems import FILE_SYSTEMS, WORK
 
 import spillway
-from spillway.bench._io_fio import Ceiling
+from spillway.bench._io_contenders import Ceiling
 
 EXTENTS = 8
 

@@ -179,7 +179,7 @@ def damaged_files():
 
 @case
 def mixed_tags():
-    from spillway.deepspeed import _snapshots
+    from spillway.deepspeed import _checkpoints
 
     engine = make()
     step(engine, 2)
@@ -188,7 +188,7 @@ def mixed_tags():
         save(engine)
         if error is spillway.InvalidArgumentError:
             step(engine)
-        once(_snapshots.Snapshots, "begin", KeyboardInterrupt())
+        once(_checkpoints.Snapshots, "begin", KeyboardInterrupt())
         raises(KeyboardInterrupt, lambda: save(engine))
         raises(error, lambda: load(engine), words)
     before = states(engine)

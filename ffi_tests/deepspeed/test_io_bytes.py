@@ -17,7 +17,7 @@ import torch
 
 import spillway
 import spillway.deepspeed
-from spillway.deepspeed import _io_engine, _pin
+from spillway.deepspeed import _io_engine, _io_ops
 
 MIB = 1 << 20
 
@@ -186,22 +186,22 @@ def test_slices_of_a_pinned_tensor_are_pinned_and_memory_lives_as_long_as_a_view
     view, address = tensor[100:200], tensor.data_ptr()
     assert not pin.free_cpu_locked_tensor(view) and not pin.free_cpu_locked_tensor_by_ptr(12345)
     assert other.free_cpu_locked_tensor(tensor) and not pin.free_cpu_locked_tensor(tensor)
-    before = _pin.served()["bytes"]
+    before = _io_ops.pinned_stats()["bytes"]
     del tensor
-    assert (view == 3).all() and _pin.served()["bytes"] == before
+    assert (view == 3).all() and _io_ops.pinned_stats()["bytes"] == before
     del view
     gc.collect()
-    assert _pin.served()["bytes"] == before - 12 * MIB
+    assert _io_ops.pinned_stats()["bytes"] == before - 12 * MIB
     assert not pin.free_cpu_locked_tensor_by_ptr(address)
 
 
 def test_dropped_pinned_tensors_go_back_without_being_freed(served):
     pin = served("pin_memory").pin_handle()
     gc.collect()
-    before = _pin.served()["bytes"]
+    before = _io_ops.pinned_stats()["bytes"]
     for size in (1, 4096, MIB, 20 * MIB) * 5:
         pin.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8)).fill_(1)
-    assert _pin.served()["bytes"] == before and _pin.served()["high_water"] >= 20 * MIB
+    assert _io_ops.pinned_stats()["bytes"] == before and _io_ops.pinned_stats()["high_water"] >= 20 * MIB
 
 
 def test_buffers_may_be_dropped_emptied_or_freed_while_they_are_in_flight(handle, tmp_path):

@@ -57,7 +57,7 @@ def test_a_run_that_is_killed_leaves_no_latest_and_what_is_not_finished_is_refus
     train("--paths", *paths, "--block", block(), *SAVE, "--save", tmp_path / "saved")
     train("--paths", *paths, "--block", block(), *SAVE, "--save", tmp_path / "saved")
     assert train("--paths", *paths, "--block", block(), *load)["began_at"] == 4
-    assert "'part_elements': 20000" in refused("--paths", *paths, "--block", block(part_elements=10000), *load)
+    assert "part_elements 20000, and this run has 10000" in refused("--paths", *paths, "--block", block(part_elements=10000), *load)
 
 
 @pytest.fixture

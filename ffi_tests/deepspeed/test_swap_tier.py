@@ -338,6 +338,15 @@ def test_a_killed_run_goes_on_at_its_last_commit(starter, train, in_host, paths,
         assert any(extent.name.endswith("-split") for extent in tier.extents()) == split
 
 
+def test_a_commit_with_other_settings_is_refused_by_the_names_of_these(train, refused, paths):
+    train("--paths", *paths, "--block", '{"resume": true}', "--steps", "2")
+    found = refused("--paths", *paths, "--block", '{"resume": true, "split_master": true, "part_elements": 5000}', "--steps", "3")
+    assert "the tier was written with part_elements 2097152, and this run has 5000, split_master false, and this run has true" in found
+    # 3 million elements do not change the parts of smaller sub-groups.
+    larger = '{"resume": true, "part_elements": 3000000}'
+    assert train("--paths", *paths, "--block", larger, "--steps", "3")["began_at"] == 2
+
+
 def test_without_resume_the_paths_are_scratch(train, in_host, paths):
     assert train("--paths", *paths, "--block", '{"resume": true}', "--steps", "3")["active"]["tier"][0]["commits"] == 3
     anew = train("--paths", *paths)

@@ -167,13 +167,13 @@ def test_parameters_without_gradients_keep_their_bits(installed):
 
 
 def test_each_bucket_waits_for_its_gradients_and_the_current_stream_for_its_parameters(installed, monkeypatch):
-    from spillway.megatron import _adam, _hybrid
+    from spillway.megatron import _hybrid
 
     monkeypatch.setattr(_hybrid, "BUCKET_BYTES", 4 * 4000)
     params = parameters()
     optimizer = build(params)
-    run, current = _adam.AdamW._run, torch.cuda.current_stream()
-    monkeypatch.setattr(_adam.AdamW, "_run", lambda *args: (gpu.asked.append(("stepped",)), run(*args))[1])
+    begin, current = _hybrid.AdamW._put_options, torch.cuda.current_stream()
+    monkeypatch.setattr(_hybrid.AdamW, "_put_options", lambda *args: (gpu.asked.append(("stepped",)), begin(*args))[1])
     gpu.asked.clear()
     hybrid.step(optimizer, params, 0)
     out, back = optimizer._d2h_stream, optimizer._h2d_stream

@@ -11,7 +11,7 @@ import torch
 
 import spillway
 import spillway.torch
-from spillway.torch._link import HostLink
+from spillway.torch._copies import HostLink
 
 #: Parameters on the CPU do not overlap unless the program asks for it.
 offload = functools.partial(spillway.torch.offload, overlap=True)

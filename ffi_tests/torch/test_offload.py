@@ -10,7 +10,7 @@ from offload_runs import BUCKETS, Later, backward, equal, offload, offloaded, ru
 
 import spillway.torch
 from spillway.torch import AdamW
-from spillway.torch._link import HostLink
+from spillway.torch._copies import HostLink
 
 
 @pytest.mark.parametrize("seed", range(40))

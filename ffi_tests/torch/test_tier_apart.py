@@ -9,7 +9,7 @@ from test_tier_overlap import Counted, backward, net, options, run, tiered, valu
 
 import spillway
 from spillway import torch as own
-from spillway.torch import _link, _tier_copies
+from spillway.torch import _copies
 
 
 class Copies(Later):
@@ -39,7 +39,7 @@ class Copies(Later):
 @pytest.fixture
 def link(monkeypatch):
     made = Copies()
-    for module in (_tier_copies, own._tier_rows):
+    for module in (_copies, own._tier_rows):
         monkeypatch.setattr(module, "link_to", lambda param: made)
     return made
 
@@ -49,7 +49,7 @@ def link(monkeypatch):
 def test_random_trainings_have_the_bits_of_parameters_in_host_memory(seed, overlap, monkeypatch):
     waits = training(seed, tiered(seed))
     made = Copies()
-    for module in (_tier_copies, own._tier_rows):
+    for module in (_copies, own._tier_rows):
         monkeypatch.setattr(module, "link_to", lambda param: made)
     same(training(seed, tiered(seed, overlap=overlap)), waits)
     assert made.bytes("out") > 0 < made.bytes("back")
@@ -68,10 +68,10 @@ def test_a_step_moves_each_gradient_out_and_each_weight_in_once(link, dtype, ove
 def test_subgroups_start_during_backward_and_weights_return_as_they_are_published(link, monkeypatch):
     counted = Counted(monkeypatch)
     log, update = [], spillway.swap.SwapUpdate
-    submit, finish, give = update.submit_table, update.finish, _tier_copies.Weights.give
+    submit, finish, give = update.submit_table, update.finish, _copies.Weights.give
     monkeypatch.setattr(update, "submit_table", lambda *given: (log.append(given[1]), submit(*given))[1])
     monkeypatch.setattr(update, "finish", lambda *given: (log.append("finish"), finish(*given))[1])
-    monkeypatch.setattr(_tier_copies.Weights, "give", lambda this, number: (log.append(("give", number)), give(this, number))[1])
+    monkeypatch.setattr(_copies.Weights, "give", lambda this, number: (log.append(("give", number)), give(this, number))[1])
     run(4, tier=options(), overlap=True)
     assert log[0] == 4 and counted.during == [5] * 4
     for step in range(4):
@@ -234,5 +234,5 @@ def test_a_parameter_without_memory_is_refused():
 
 
 def test_the_link_of_a_device_copies_in_page_locked_memory():
-    assert _link.DeviceLink.is_apart and _link.DeviceLink.pinned
-    assert not _link.link_to(torch.zeros(1)).is_apart
+    assert _copies.DeviceLink.is_apart and _copies.DeviceLink.pinned
+    assert not _copies.link_to(torch.zeros(1)).is_apart

@@ -49,8 +49,12 @@ def test_frozen_parameters_take_no_room_and_are_not_written(tier):
     train(again, ours, [3])
     train(other, theirs, [3])
     assert same(ours, theirs)
+    with torch.no_grad():
+        everything[0].fill_(2.0)
+        ours[0].fill_(2.0)
     again.rollback()
     assert float(again.state[ours[0]]["step"]) == 3
+    assert bool((everything[0] == 2).all()) and not bool((ours[0] == 2).any()), "a rollback restores what has states"
 
 
 def test_all_parameters_may_be_frozen(tier):

@@ -292,6 +292,38 @@ def test_options_out_of_range_are_refused_by_step_with_the_words_of_a_step_that_
     assert refused(tier=options(), overlap=True) == refused(tier=options())
 
 
+def test_parameters_and_gradients_that_share_memory_are_refused_with_the_words_of_a_step_that_waits():
+    def refused(**given):
+        model, found = net(), []
+        params = list(model.parameters())
+        optimizer = own.AdamW(model.parameters(), lr=1e-2, **given)
+        own_data, own_grad = params[2].data, None
+        for change in ("parameter", "gradient", "own gradient"):
+            backward(model, 0)
+            before = [param.detach().clone() for param in params]
+            if change == "parameter":
+                params[2].data = params[0].data
+                before[2] = before[0]
+            else:
+                own_grad = params[2].grad
+                params[2].grad = params[0 if change == "gradient" else 2].detach()
+            with pytest.raises(spillway.InvalidArgumentError, match=r"share memory of parameters, states or gradients") as raised:
+                optimizer.step()
+            found.append(str(raised.value))
+            assert all(torch.equal(param, old) for param, old in zip(params, before))
+            params[2].data, params[2].grad = own_data, own_grad
+            optimizer.zero_grad()
+        backward(model, 1)
+        optimizer.step()
+        found += values(optimizer, params)
+        optimizer.close()
+        return found
+
+    found = refused(tier=options(), overlap=True)
+    assert found == refused(tier=options())
+    assert found[0].startswith("param_groups[0]['params'][0] and param_groups[0]['params'][2] share")
+
+
 def test_arguments_that_are_refused():
     params = list(net().parameters())
     for given, words in (

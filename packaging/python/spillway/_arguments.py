@@ -18,9 +18,9 @@ def unsigned(argument: str, value: Any, bits: int = 64) -> int:
     return between(argument, value, 0, (1 << bits) - 1)
 
 
-def signed(argument: str, value: Any, bits: int = 32) -> int:
-    """The value, if a signed C integer of `bits` bits holds it."""
-    return between(argument, value, -(1 << bits - 1), (1 << bits - 1) - 1)
+def signed(argument: str, value: Any) -> int:
+    """The value, if a signed C integer of 32 bits holds it."""
+    return between(argument, value, -(1 << 31), (1 << 31) - 1)
 
 
 def table(argument: str, values: Any, kind: Any) -> Any:

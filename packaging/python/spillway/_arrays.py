@@ -42,9 +42,9 @@ def span(array: Any, argument: str, write: bool, uint16_dtype: str | None = None
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         code = (_torch_dtypes or _read_torch_dtypes(torch)).get(array.dtype)
-        # Without another call: DeepSpeed passes four tensors per step, one step per parameter.
+        # Without another call: DeepSpeed passes four tensors per step, one step per parameter. Only complex tensors are conjugated.
         if code is not None and array.is_cpu and array.layout is torch.strided and array.is_contiguous():
-            if not (array.is_neg() or array.is_conj() or array._is_zerotensor()):
+            if not (array.is_neg() or array._is_zerotensor()):
                 return array.data_ptr(), array.numel(), code
         raise _torch_refusal(torch, array, argument)
     numpy = sys.modules.get("numpy")

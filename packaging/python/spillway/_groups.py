@@ -1,12 +1,17 @@
-"""What a parameter group of a torch optimizer says to the library."""
+"""What a torch optimizer says to the library: the rule of its class, and the options of its parameter groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+from . import _abi
+from .errors import InvalidArgumentError
 
 #: Options of a group that only torch's own step has.
 TORCHS = ("amsgrad", "capturable", "differentiable")
+#: The mode of weight decay, by whether it is decoupled.
+_DECAY = (_abi.WEIGHT_DECAY_L2, _abi.WEIGHT_DECAY_DECOUPLED)
 
 
 def is_torchs(group: Mapping[str, Any]) -> bool:
@@ -30,3 +35,50 @@ def put_numbers(options: Any, group: Mapping[str, Any], names: Iterable[str] = (
             options.beta1, options.beta2 = map(float, group[name])
         else:
             setattr(options, name, float(group[name]))
+
+
+class Rule(NamedTuple):
+    """An optimizer's rule: what its class brings to a step."""
+
+    #: The name in the C ABI, and the struct of the options there.
+    c_name: str
+    options_type: Any
+    #: The states with their fields in the C struct.
+    keys: dict[str, str]
+    #: The numbers of a group that a step needs.
+    numbers: tuple[str, ...]
+    #: States have a step count.
+    counted: bool = True
+    #: Sparse gradients are left to torch's step.
+    sparse: bool = False
+    #: Whether weight decay is decoupled, where a group does not say it; None: the struct has no such field.
+    decoupled: bool | None = None
+    #: The number of a group with which the states begin; none: they begin with zeros.
+    start: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the states of a parameter."""
+        return [*(["step"] if self.counted else []), *self.keys]
+
+    def put_options(self, options: Any, group: dict[str, Any], number: int, step: int, factor: float) -> None:
+        """Writes the C options of a step of a group's parameters.
+
+        Args:
+            options: The struct.
+            group, number: The group, and its number for messages.
+            step: Number of steps that were done.
+            factor: Factor of the gradients."""
+        try:
+            put_numbers(options, group, self.numbers)
+        except KeyError as error:
+            raise InvalidArgumentError(f"param_groups[{number}] has no option {error}; set it; nothing was stepped") from None
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise InvalidArgumentError(
+                f"param_groups[{number}]: an option is no number: {type(error).__name__}: {error}; set a number; nothing was stepped"
+            ) from None
+        if self.decoupled is not None:
+            options.weight_decay_mode = _DECAY[bool(group.get("decoupled_weight_decay", self.decoupled))]
+        if self.counted:
+            options.step = step + 1
+        options.grad_scale = -factor if group.get("maximize") else factor

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 import spillway
-from spillway import _log, _report
+from spillway import __main__ as report
+from spillway import _log
 
 
 def run(environment, *arguments, **extra):
@@ -64,7 +65,7 @@ def test_output_that_cannot_be_written_is_one_line_and_a_status(child_environmen
 
 def test_no_framework_is_imported(child_environment):
     code = (
-        "from spillway import _report; import sys; _report.lines(); "
+        "from spillway.__main__ import lines; import sys; lines(); "
         "print([name for name in ('torch', 'deepspeed', 'megatron') if name in sys.modules])"
     )
     assert run(child_environment, "-c", code).stdout == "[]\n"
@@ -72,24 +73,24 @@ def test_no_framework_is_imported(child_environment):
 
 def test_what_is_not_served_has_its_reason(monkeypatch):
     versions = {"deepspeed": "0.18.9", "torch": "2.13.0", "megatron-core": "0.99.0"}
-    monkeypatch.setattr(_report, "_version", versions.get)
-    text = "\n".join(_report.lines())
+    monkeypatch.setattr(report, "_version", versions.get)
+    text = "\n".join(report.lines())
     assert "\ndeepspeed 0.18.9\n  cpu_adam               yes\n" in text
     assert "interleave             no: interleaved updates are tested with DeepSpeed 0.19.5 to 0.19.x, and this is 0.18.9" in text
     assert "HybridDeviceOptimizer  no: " in text and "from spillway.torch import AdamW" in text
     versions["deepspeed"] = "0.13.1"
-    assert "cpu_adam               no: the ops are tested from DeepSpeed 0.14.0" in "\n".join(_report.lines())
+    assert "cpu_adam               no: the ops are tested from DeepSpeed 0.14.0" in "\n".join(report.lines())
 
 
 def test_a_variable_without_the_pth_file_is_reported(monkeypatch):
-    monkeypatch.setattr(_report, "_version", {"deepspeed": "0.19.8"}.get)
+    monkeypatch.setattr(report, "_version", {"deepspeed": "0.19.8"}.get)
     monkeypatch.delenv("SPILLWAY_DEEPSPEED", raising=False)
-    assert "SPILLWAY_DEEPSPEED     not set: set it to 1, or call install()" in "\n".join(_report.lines())
+    assert "SPILLWAY_DEEPSPEED     not set: set it to 1, or call install()" in "\n".join(report.lines())
     monkeypatch.setenv("SPILLWAY_DEEPSPEED", "1")
     monkeypatch.delitem(sys.modules, "_spillway_hook", raising=False)
-    assert "this Python runs no spillway.pth" in "\n".join(_report.lines())
+    assert "this Python runs no spillway.pth" in "\n".join(report.lines())
     monkeypatch.setitem(sys.modules, "_spillway_hook", sys)
-    assert "1: processes that inherit it are served" in "\n".join(_report.lines())
+    assert "1: processes that inherit it are served" in "\n".join(report.lines())
 
 
 def test_a_library_that_is_missing_is_an_error(child_environment):

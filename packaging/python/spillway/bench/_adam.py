@@ -185,12 +185,12 @@ def _measure(case, contenders, rounds):
         yield _report.row({**case, "contender": name}, figures, "time_ratio", "higher")
 
 
-def _repeats(run, at_least=0.05):
-    """Number of calls per round that exceeds the clock's resolution; also warms up."""
+def _repeats(run):
+    """Number of calls per round that exceeds the clock's resolution, 50 ms at least; also warms up."""
     run()
     start = time.perf_counter()
     run()
-    return max(1, int(at_least / (time.perf_counter() - start)))
+    return max(1, int(0.05 / (time.perf_counter() - start)))
 
 
 def _random(torch, n, seed):

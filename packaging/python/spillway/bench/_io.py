@@ -16,8 +16,8 @@ from typing import Any
 
 from spillway.deepspeed import _ops
 
-from . import _io_fio, _machine, _progress, _report
-from ._io_contender import Contender
+from . import _machine, _progress, _report
+from ._io_contenders import Ceiling, Contender, fio_installed
 
 _MIB = 1 << 20
 # Block size, queue depth, single_submit, overlap_events, intra_op_parallelism. Spillway ignores the last three.
@@ -78,8 +78,8 @@ def _case(folder, native, options, tensor, apart):
         work["as it comes"] = Contender("DeepSpeed as it comes", native, places, tensor, _DEFAULTS)
     _progress.stage(f"{case}: comparing what is read and written")
     _agree(work)
-    if not apart and _io_fio.installed():
-        work["fio"] = _io_fio.Ceiling(places[0][0])
+    if not apart and fio_installed():
+        work["fio"] = Ceiling(places[0][0])
     for way in ("read", "write"):
         taken: dict[str, list[Any]] = {name: [] for name in work}
         for round_number in range(options.rounds + 1):

@@ -10,7 +10,7 @@ import sys
 
 from .. import _ranks
 from ..errors import InvalidArgumentError
-from . import _lifetime, _payload, _snapshots, _stage3, _stage3_methods, _versions
+from . import _checkpoints, _lifetime, _payload, _stage3, _stage3_methods, _versions
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -121,7 +121,7 @@ def overrides(engine_type):
         named = {"client_state": client_state or {}, "exclude_frozen_parameters": exclude_frozen_parameters}
         if swapper is None or swapper.snapshots is None:
             return own_save_checkpoint(self, save_dir, tag, save_latest=save_latest, **named)
-        _snapshots.check(self)
+        _checkpoints.check_snapshots(self)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         tiered = swapper.tiered
         tiered.finish()
@@ -130,7 +130,7 @@ def overrides(engine_type):
         if any(_ranks.gathered(changed, tiered.place.world, tiered.place.group)):
             commit(self)
         # Before DeepSpeed replaces the first file of the tag: the files of two saves must not load together.
-        swapper.snapshots.clear(os.path.join(save_dir, tag, _snapshots.FOLDER))
+        swapper.snapshots.clear(os.path.join(save_dir, tag, _checkpoints.FOLDER))
         # `latest` follows once the snapshot is finished.
         saved = own_save_checkpoint(self, save_dir, tag, save_latest=False, **named)
         if save_latest:
@@ -141,7 +141,7 @@ def overrides(engine_type):
         swapper = _stage3_methods.tiered(self.optimizer)
         if swapper is None or swapper.snapshots is None:
             return own_save(self, save_path, tag)
-        swapper.snapshots.begin(os.path.join(save_path, str(tag), _snapshots.FOLDER))
+        swapper.snapshots.begin(os.path.join(save_path, str(tag), _checkpoints.FOLDER))
         swapper.snapshots.saving = True
         try:
             own_save(self, save_path, tag)
@@ -203,7 +203,7 @@ def _find_snapshot(engine, swapper, load_dir, tag):
         if not os.path.exists(file):
             return None
         with _by_pages():
-            step = engine.checkpoint_engine.load(file, map_location="cpu")["optimizer_state_dict"].get(_snapshots.ENTRY)
+            step = engine.checkpoint_engine.load(file, map_location="cpu")["optimizer_state_dict"].get(_checkpoints.ENTRY)
             if step is None:
                 return None
             of_model = engine.checkpoint_engine.load(engine._get_ckpt_name(load_dir, tag), map_location="cpu")["global_steps"]
@@ -216,7 +216,7 @@ def _find_snapshot(engine, swapper, load_dir, tag):
 
     steps = _ranks.gathered(place.together(saved_step), place.world, place.group)
     if any(step is not None for step in steps):
-        folder = os.path.join(load_dir, tag, _snapshots.FOLDER)
+        folder = os.path.join(load_dir, tag, _checkpoints.FOLDER)
         swapper.find_snapshot(folder, steps[place.rank], engine.global_steps, lambda: commit(engine))
 
 

@@ -1,9 +1,13 @@
-"""Replacements of DeepSpeed's async_io and gds: transfers between tensors and files by Spillway's I/O engine.
+"""Replacements of DeepSpeed's async_io, gds and pin_memory: transfers between tensors and files by Spillway's I/O engine, and page-locked
+tensors.
 
 Arguments, their order and the results are DeepSpeed's, except: a failed operation raises an exception instead of
 returning a number; any buffer, offset and length works; wait() with nothing in flight returns 0; operations on several
 tensors run concurrently. GPU tensors and strided tensors are staged in host memory: a write copies first, a read copies
-back after a wait found that it succeeded."""
+back after a wait found that it succeeded.
+
+Page-locked tensors are in 2 MiB pages if possible. If the system refuses the lock, the log has one warning; the process is not aborted. The
+memory returns to the library with the last view of a tensor, freed or not, so every view stays valid."""
 
 from __future__ import annotations
 
@@ -11,14 +15,16 @@ import ctypes
 import os
 import threading
 
-from .. import _arguments
+from .. import _abi, _arguments, _native, _pinned
 from ..errors import InvalidArgumentError, SpillwayError
-from . import _io_engine, _pin
+from . import _installed, _io_engine
 
 _SECTOR = 512
 _MOST_DEPTH = 4096
 _MOST_BLOCK = 1 << 30
 _COMPARED_AT_ONCE = 8 << 20
+# Base addresses that free() accepts. Each dict operation is atomic, so no lock is needed.
+_live: dict[int, int] = {}
 
 
 class aio_handle:
@@ -112,16 +118,16 @@ class aio_handle:
 
     def new_cpu_locked_tensor(self, num_elem, example_tenosr):
         """Allocates a page-locked 1-D tensor."""
-        return _pin.new_tensor(num_elem, example_tenosr)
+        return new_tensor(num_elem, example_tenosr)
 
     def free_cpu_locked_tensor(self, tensor):
         """Frees a page-locked tensor; False if its address is not the start of an allocated one."""
-        _pin.tensor_argument(tensor, "tensor")
-        return _pin.free(tensor.data_ptr())
+        tensor_argument(tensor, "tensor")
+        return free(tensor.data_ptr())
 
     def is_pinned(self, buffer):
         """True if torch or Spillway pinned the whole tensor."""
-        return _pin.is_pinned(buffer)
+        return is_pinned(buffer)
 
     def _parallel(self, reads, buffer, filename, validate, positional, named):
         asynchronous, file_offset = _after_validate(positional, named)
@@ -155,26 +161,26 @@ class gds_handle(aio_handle):
         page-locked host memory if there is no GPU."""
         import torch
 
-        _pin.tensor_argument(example_tenosr, "example_tenosr")
+        tensor_argument(example_tenosr, "example_tenosr")
         device = example_tenosr.device if not example_tenosr.is_cpu else "cuda"
         if device == "cuda" and not torch.cuda.is_available():
-            return _pin.new_tensor(num_elem, example_tenosr)
+            return new_tensor(num_elem, example_tenosr)
         return torch.empty(_arguments.unsigned("num_elem", num_elem, 63), dtype=example_tenosr.dtype, device=device)
 
     def free_pinned_device_tensor(self, tensor):
         """Releases a tensor of new_pinned_device_tensor(); returns True."""
-        _pin.tensor_argument(tensor, "tensor")
-        _pin.free(tensor.data_ptr())
+        tensor_argument(tensor, "tensor")
+        free(tensor.data_ptr())
         return True
 
     def pin_device_tensor(self, tensor):
         """No-op: transfers need no registration; returns True."""
-        _pin.tensor_argument(tensor, "tensor")
+        tensor_argument(tensor, "tensor")
         return True
 
     def unpin_device_tensor(self, tensor):
         """No-op: transfers need no registration; returns True."""
-        _pin.tensor_argument(tensor, "tensor")
+        tensor_argument(tensor, "tensor")
         return True
 
 
@@ -192,8 +198,8 @@ def deepspeed_memcpy(dest, src, /):
     """Copies one tensor into another of the same dtype and size; returns 0."""
     import torch
 
-    _pin.tensor_argument(dest, "dest")
-    _pin.tensor_argument(src, "src")
+    tensor_argument(dest, "dest")
+    tensor_argument(src, "src")
     if dest.dtype is not src.dtype or dest.numel() != src.numel():
         raise InvalidArgumentError(
             f"deepspeed_memcpy: dest has {dest.numel()} elements of {dest.dtype}, src {src.numel()} of {src.dtype}; "
@@ -204,8 +210,79 @@ def deepspeed_memcpy(dest, src, /):
     return 0
 
 
+class pin_handle:
+    """Allocates and frees the process's page-locked tensors; every handle knows all of them, as in DeepSpeed."""
+
+    def new_cpu_locked_tensor(self, num_elem, example_tensor):
+        """Allocates a page-locked tensor."""
+        return new_tensor(num_elem, example_tensor)
+
+    def free_cpu_locked_tensor(self, locked_tensor):
+        """Frees a tensor; False if its address is not the start of an allocated one."""
+        tensor_argument(locked_tensor, "locked_tensor")
+        return free(locked_tensor.data_ptr())
+
+    def free_cpu_locked_tensor_by_ptr(self, address):
+        """Frees a tensor by the address of its first byte."""
+        return free(_arguments.unsigned("address", address))
+
+    def is_pinned(self, buffer):
+        """True if torch or Spillway pinned the whole tensor."""
+        return is_pinned(buffer)
+
+
 #: The classes and functions of each op.
-SERVED = {"async_io": (aio_handle, aio_read, aio_write, deepspeed_memcpy), "gds": (gds_handle,)}
+SERVED = {"async_io": (aio_handle, aio_read, aio_write, deepspeed_memcpy), "gds": (gds_handle,), "pin_memory": (pin_handle,)}
+
+# Page-locked tensors.
+
+
+def new_tensor(num_elem, example):
+    """An uninitialized 1-D tensor of `num_elem` elements with the dtype of `example`, in pinned memory."""
+    import torch
+
+    count = _arguments.unsigned("num_elem", num_elem, 63)
+    tensor_argument(example, "example_tensor")
+    size = count * example.element_size()
+    if size == 0:
+        return torch.empty(0, dtype=example.dtype)
+    # The storage references `memory`, and every view of the tensor references the storage.
+    memory = _pinned.allocate(size, lambda address: _live.pop(address, None))
+    _live[ctypes.addressof(memory)] = size
+    return torch.frombuffer(memory, dtype=example.dtype, count=count)
+
+
+def free(address):
+    """True if `address` is the start of a tensor of new_tensor() that was not freed before."""
+    return _live.pop(address, None) is not None
+
+
+def is_pinned(buffer):
+    """True if torch or new_tensor() pinned the whole tensor, which may be a slice."""
+    tensor_argument(buffer, "buffer")
+    if buffer.is_cpu and _pinned.contains(buffer.data_ptr(), buffer.numel() * buffer.element_size()):
+        return True
+    return buffer.is_pinned()
+
+
+def tensor_argument(value, name):
+    """Raises InvalidArgumentError for an object that is no tensor."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgumentError(f"{name} is a {type(value).__name__}; pass a torch tensor")
+
+
+def pinned_stats():
+    """Allocation counters of this process."""
+    stats = _abi.sized(_abi.PinnedStats)
+    _native.call("spw_pinned_get_stats", ctypes.byref(stats))
+    return {name: getattr(stats, name) for name in ("allocations", "bytes", "high_water", "locked_bytes")}
+
+
+_installed.counted(lambda: {"pin_memory": pinned_stats()}, "pin_memory")
+
+# Transfers.
 
 
 def _after_validate(positional, named):
@@ -246,7 +323,7 @@ def _memory(tensor, reads):
 def _staging(tensor, reads):
     import torch
 
-    _pin.tensor_argument(tensor, "buffer")
+    tensor_argument(tensor, "buffer")
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise InvalidArgumentError(
             f"buffer is {tensor.layout} on device {tensor.device} and has no bytes to transfer; pass a dense tensor with data"

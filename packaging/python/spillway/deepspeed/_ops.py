@@ -11,16 +11,11 @@ from typing import Any
 
 import spillway
 
-from . import _installed, _io_ops, _optimizer_ops, _pin, _zenflow
+from . import _installed, _io_ops, _optimizer_ops, _zenflow
 
 _lock = threading.Lock()
 _modules: dict[str, types.ModuleType] = {}
-_SERVED = {
-    **_optimizer_ops.SERVED,
-    "cpu_adam": (*_optimizer_ops.SERVED["cpu_adam"], *_zenflow.SERVED),
-    **_io_ops.SERVED,
-    "pin_memory": (_pin.pin_handle,),
-}
+_SERVED = {**_optimizer_ops.SERVED, "cpu_adam": (*_optimizer_ops.SERVED["cpu_adam"], *_zenflow.SERVED), **_io_ops.SERVED}
 
 
 def module(op):

@@ -37,9 +37,9 @@ def adam_update(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bia
     update = (_native._library or _native.library()).spw_ds_adam_update
     if _is_recorded(optimizer_id):
         with _recording(optimizer_id, row, True) as recording:
-            status = update(recording, optimizer_id, ctypes.byref(call), ctypes.byref(row))
+            status = update(recording, optimizer_id, call, row)
     else:
-        status = update(None, optimizer_id, ctypes.byref(call), ctypes.byref(row))
+        status = update(None, optimizer_id, call, row)
     if status:
         _native.check(status)
     count("cpu_adam", row.n)
@@ -182,13 +182,21 @@ def _destroy(function, optimizer_id):
 
 # Counters per thread, without a lock that a fork could leave locked.
 
-_local = threading.local()
+
+class _Local(threading.local):
+    #: The calls of each op and their elements; None before the first call.
+    counts: dict[str, tuple[int, int]] | None = None
+    #: The steps of this thread are those of step_subgroup.
+    subgroup = False
+
+
+_local = _Local()
 _per_thread: list[dict[str, tuple[int, int]]] = []
 
 
 def count(op, n):
     """Counts a call that was served."""
-    counts = getattr(_local, "counts", None)
+    counts = _local.counts
     if counts is None:
         counts = _local.counts = {}
         _per_thread.append(counts)
@@ -216,8 +224,7 @@ _nearly: list[None] = []
 @contextlib.contextmanager
 def subgroup_step():
     """Marks the steps of this thread as those of step_subgroup."""
-    before = getattr(_local, "subgroup", False)
-    _local.subgroup = True
+    before, _local.subgroup = _local.subgroup, True
     try:
         yield
     finally:
@@ -227,7 +234,7 @@ def subgroup_step():
 def _is_recorded(optimizer_id):
     mode = _installed.undo or _installed.read_undo()
     if mode == "auto":
-        return getattr(_local, "subgroup", False) or optimizer_id in _rolled_back
+        return _local.subgroup or optimizer_id in _rolled_back
     return mode == "always"
 
 

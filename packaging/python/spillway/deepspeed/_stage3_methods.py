@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidArgumentError
 from ..swap import STATES, UNROUNDED
 from ..tiered import mapped
-from . import _lifetime, _snapshots, _stage3, _universal, _versions
+from . import _checkpoints, _lifetime, _stage3, _versions
 from ._interleave import InterleavedUpdate
 from ._tier import TierSwapper
 
@@ -220,7 +220,7 @@ def _checkpointing(stage3):
         if swapper is None:
             return own_save(self)
         if swapper.snapshots is not None and swapper.snapshots.saving:
-            return {**own_save(self), _snapshots.ENTRY: swapper.tiered.committed_step}
+            return {**own_save(self), _checkpoints.ENTRY: swapper.tiered.committed_step}
         masters = self.fp32_partitioned_groups_flat
         with _in_files(swapper, masters, self.optimizer.state):
             found = own_save(self)
@@ -231,7 +231,7 @@ def _checkpointing(stage3):
         return found
 
     def rigid_load_state_dict(self, state_dict, load_optimizer_states=True):
-        swapper, in_snapshot = tiered(self), _snapshots.ENTRY in state_dict
+        swapper, in_snapshot = tiered(self), _checkpoints.ENTRY in state_dict
         if swapper is None:
             if in_snapshot:
                 raise InvalidArgumentError(
@@ -274,7 +274,7 @@ def _checkpointing(stage3):
         swapper = tiered(self)
         if swapper is None:
             return own_universal(self, *arguments, **named)
-        _universal.load(self, swapper, *arguments, **named)
+        _checkpoints.load_universal(self, swapper, *arguments, **named)
 
     return {
         "_rigid_state_dict": rigid_state_dict,

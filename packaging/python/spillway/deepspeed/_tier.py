@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import json
 import weakref
 
 from .. import _abi, _native
@@ -19,9 +20,8 @@ from ..swap import STATES, Swap, state_bytes, working_bytes
 from ..tier import Tier
 from ..tiered import Tiered
 from . import _installed, _lifetime, _optimizer_ops, _scratch, _stage3
-from ._gradients import Gradients
-from ._parts import Parts, floats
-from ._snapshots import Snapshots
+from ._checkpoints import Snapshots
+from ._sub_groups import Gradients, Parts, floats
 from ._tier_overlap import Overlap
 
 _CURE = 'load a checkpoint, with "resume": false in the spillway block'
@@ -123,7 +123,7 @@ class TierSwapper:
         self.gradients.stepped(factor)
         # A commit would end the fetches.
         if self.overlap is not None and not self.settings.resume:
-            self.overlap.begin()
+            self.tiered.early()
 
     def _step_at_once(self, gradients, factor):
         stage3, everything = self._stage3, range(len(self.elements))
@@ -296,7 +296,7 @@ class TierSwapper:
         commit = self.tiered.commit if wait else self.tiered.begin_commit
         commit(step, facts, self.tiered.place.together(prepared))
         if self.overlap is not None:
-            self.overlap.begin()
+            self.tiered.early()
 
     def restore(self):
         """Takes over the step counts and the state of DeepSpeed's arithmetic from the last commit; returns its payload. AdamW or L2 follows
@@ -313,12 +313,7 @@ class TierSwapper:
 
         def check(record):
             _check_elements(record, self.elements)
-            form = {name: record.facts[name] for name in _form(self.settings)}
-            if form != _form(self.settings):
-                raise InvalidArgumentError(
-                    f"the snapshot {directory} was written with {form} in the spillway block, and this run has {_form(self.settings)}; "
-                    "use the settings of the run that saved"
-                )
+            _check_form(record, self.elements, self.settings, f"the snapshot {directory}")
 
         found = self.tiered.snapshot_of(directory, check)
 
@@ -434,6 +429,7 @@ def _opened(settings, elements, sizes, rank, world):
     def update(tier, committed):
         if committed is not None:
             _check_elements(committed, elements)
+            _check_form(committed, elements, settings, "the tier")
         return Swap(
             tier,
             sizes,
@@ -480,6 +476,17 @@ def _check_elements(committed, elements):
 def _form(settings):
     """What the extents of a tier depend on, beside the sub-groups."""
     return {name: getattr(settings, name) for name in ("part_elements", "split_master", "bf16_moments")}
+
+
+def _check_form(committed, elements, settings, what):
+    """Raises InvalidArgumentError if extents of a commit do not fit these settings. Other part_elements may give the same parts."""
+    stored, own = committed.facts, _form(settings)
+    changed = [name for name in own if stored[name] != own[name]]
+    if changed == ["part_elements"] and Parts(elements, stored["part_elements"]).sizes == Parts(elements, own["part_elements"]).sizes:
+        return
+    if changed:
+        keys = ", ".join(f"{name} {json.dumps(stored[name])}, and this run has {json.dumps(own[name])}" for name in changed)
+        raise InvalidArgumentError(f"{what} was written with {keys} in the spillway block; use the settings of the run that committed")
 
 
 def _block_bytes(part_bytes):

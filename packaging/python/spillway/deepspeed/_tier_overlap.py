@@ -12,10 +12,9 @@ import ctypes
 import weakref
 
 from .._words import sum_of_words
-from ..optim import Adam
 from . import _stage3
-from ._parts import floats
 from ._rounds import copies
+from ._sub_groups import floats
 
 # After this number of steps in a row that were submitted in vain, sub-groups wait for the step, until one is not clipped.
 _MISSED_IN_A_ROW = 2
@@ -53,7 +52,7 @@ class Overlap:
             touched.add(index)
         if self._waits or _stage3.grad_scaler(self._stage3) is not None:
             return
-        self.begin()
+        self._swapper.tiered.early()
         complete = [index for index in sorted(touched) if self._needed[index] and self._needed[index] <= self._arrived[index]]
         if not complete or self._missed >= _MISSED_IN_A_ROW:
             return
@@ -76,12 +75,6 @@ class Overlap:
     def _calls_of(self, factor):
         steps = self._swapper.steps
         return [_stage3.call_of(self._stage3, index, step + 1, factor) for index, step in enumerate(steps)]
-
-    def begin(self):
-        """Has the library fetch parts, unless it does so already."""
-        swap = self._swapper.tiered.swap
-        if swap._update is None or not swap._update._is_open():
-            swap.begin(Adam(lr=0.0), speculative=True, restore=False)
 
     @property
     def _update(self):
@@ -123,7 +116,7 @@ class Overlap:
         repeats = bool(stands) and factor != self._calls[0].grad_scale
         self._missed = self._missed + 1 if repeats else self._missed if factor != self._unclipped() else 0
         self.submitted_early += len(self._sums)
-        self.begin()
+        self._swapper.tiered.early()
         self._use(calls)
         for index, gradient in enumerate(gradients):
             if index not in self._sums:
@@ -153,11 +146,7 @@ class Overlap:
 
     def abandon(self):
         """Takes back what was submitted; the states are those before the step. What is left of it waits for the step."""
-        update = self._update
-        if update is not None and update._is_open():
-            if update._verdict is None:
-                update.verdict("skip")
-            update.finish()
+        self._swapper.tiered.take_back()
         if self._sums:
             self._waits, self._missed = True, self._missed + 1
         self._sums, self._calls = {}, []

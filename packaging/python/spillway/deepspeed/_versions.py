@@ -7,10 +7,8 @@ DeepSpeed: active() reports the reason, and a `spillway` block that needs the pa
 from __future__ import annotations
 
 import importlib
-import inspect
-import re
-import types
 
+from .. import _compat
 from . import _installed
 
 # The versions with which the tests train.
@@ -122,22 +120,13 @@ def left():
 
 def version_lacks(part, stated):
     """The reason why a part does not fit a version of DeepSpeed; None if it fits."""
-    version = _numbers(stated)
-    if _FIRST[part] <= version and version[:2] <= _LAST:
-        return None
-    first, last = ".".join(map(str, _FIRST[part])), ".".join(map(str, _LAST))
-    return f"{_NAMES[part]} are tested with DeepSpeed {first} to {last}.x, and this is {stated or 'a DeepSpeed without a version'}"
+    return _compat.version_lacks(f"{_NAMES[part]} are", "DeepSpeed", _FIRST[part], _LAST, stated)
 
 
 def ops_lack(stated):
     """The reason why the ops do not fit a version of DeepSpeed; None if they fit, as in all later versions."""
     first = TRIED[0]
-    return None if _numbers(stated) >= _numbers(first) else f"the ops are tested from DeepSpeed {first}, and this is {stated}"
-
-
-def _numbers(stated):
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", stated)
-    return tuple(int(number or 0) for number in found.groups()) if found else (0, 0, 0)
+    return None if _compat.numbers(stated) >= _compat.numbers(first) else f"the ops are tested from DeepSpeed {first}, and this is {stated}"
 
 
 def _stated_version():
@@ -154,32 +143,7 @@ def _stated_version():
 
 
 def _methods_lack(part, owner):
-    for name, expected in _METHODS[part].items():
-        method = getattr(owner, name, None)
-        if method is None:
-            return f"{owner.__name__} of this DeepSpeed has no {name}, which {_NAMES[part]} replace"
-        if _parameters(method) != expected.split():
-            return (
-                f"{owner.__name__}.{name} of this DeepSpeed takes ({', '.join(_parameters(method))}), and {_NAMES[part]} "
-                f"were written for ({', '.join(expected.split())})"
-            )
-    for name, expected in _SOME.get(part, {}).items():
-        method = getattr(owner, name, None)
-        if method is not None and _parameters(method) != expected.split():
-            return f"{owner.__name__}.{name} of this DeepSpeed takes ({', '.join(_parameters(method))})"
-    return None
-
-
-def _parameters(method):
-    """Names of the parameters after `self`. DeepSpeed's decorators accept any arguments and keep the function in a
-    closure."""
-    names = list(inspect.signature(method).parameters)
-    if names == ["args", "kwargs"]:
-        held = [cell.cell_contents for cell in method.__closure__ or ()]
-        inner = [function for function in held if isinstance(function, types.FunctionType)]
-        if len(inner) == 1:
-            return _parameters(inner[0])
-    return names[1:]
+    return _compat.methods_lack(owner, _METHODS[part], "DeepSpeed") or _compat.methods_lack(owner, _SOME.get(part, {}), "DeepSpeed", True)
 
 
 _installed.counted(lambda: {"left_to_deepspeed": left()} if _left else {}, *_installed.PARTS)

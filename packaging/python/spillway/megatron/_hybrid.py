@@ -10,6 +10,10 @@ Order on the streams: a step reads a gradient after its bucket's event, and the 
 follows the gradient's copy, which follows the current stream, which waited for the copies back. So one pinned copy for each parameter
 is enough.
 
+The CPU's optimizers are spillway.torch's classes with gradients and copies of other dtypes. torch accepts no 16-bit tensor as `grad` of a
+float32 parameter in all versions. So a gradient is in `decoupled_grad`, the attribute that Megatron uses for the same purpose. A step of a
+float32 parameter also writes its 16-bit copy, in the same pass over memory.
+
 A checkpoint names torch's class in its groups and has the float32 master in the state `master_param`, as without Spillway."""
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from typing import Any
 
 import torch
 
+import spillway.torch
+
 from .._groups import TORCHS
+from ..torch import inner
 from ..torch.inner import CODES, DTensor
 from . import _versions
-from ._adam import CLASSES
 
 #: Bytes of float32 parameters after which a bucket is full.
 BUCKET_BYTES = 64 << 20
@@ -31,6 +37,60 @@ BUCKET_BYTES = 64 << 20
 counts = {"optimizers": 0, "steps": 0, "elements": 0, "grad_bytes": 0, "param_bytes": 0}
 
 _subclasses: dict[type, type] = {}
+_Mixed: Any = object
+
+
+class _Memory(inner.Memory):
+    """States in host memory, whose steps take and write what a HybridDeviceOptimizer has."""
+
+    grad_name = "decoupled_grad"
+    serves_all = True
+    rest_words = (
+        "cannot be stepped by Spillway: its group has amsgrad, capturable or differentiable, or its gradient is not contiguous; leave "
+        "these out, or call spillway.megatron.uninstall() before the optimizer is built"
+    )
+
+
+class _Offloaded(_Mixed):
+    """Mixed into spillway.torch's classes."""
+
+    _memory: type[inner.Memory] = _Memory
+
+    @property
+    def copies(self):
+        """The 16-bit copies that a step writes, by parameter. Those of a pickled optimizer belonged to the parameters of its
+        HybridDeviceOptimizer."""
+        return self._home.copies
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        for param in self.params():
+            if not hasattr(param, "decoupled_grad"):
+                param.decoupled_grad = None
+
+    def params(self):
+        """All parameters."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _log_name(self):
+        return "megatron", "HybridDeviceOptimizer"
+
+
+class AdamW(_Offloaded, spillway.torch.AdamW):
+    """The AdamW of a HybridDeviceOptimizer."""
+
+
+class Adam(_Offloaded, spillway.torch.Adam):
+    """The Adam of a HybridDeviceOptimizer."""
+
+
+#: For each class that Megatron is given: torch's class, which checkpoints name, and Spillway's.
+CLASSES = {
+    torch.optim.AdamW: (torch.optim.AdamW, AdamW),
+    spillway.torch.AdamW: (torch.optim.AdamW, AdamW),
+    torch.optim.Adam: (torch.optim.Adam, Adam),
+    spillway.torch.Adam: (torch.optim.Adam, Adam),
+}
 
 
 def take(optimizer):
@@ -63,9 +123,6 @@ def _lacks(optimizer):
             if isinstance(param, DTensor) or param.dtype not in CODES or not param.is_contiguous():
                 return "a parameter is a DTensor, is not contiguous, or is not of float32, bfloat16 or float16"
     return None
-
-
-_Mixed: Any = object
 
 
 class Served(_Mixed):

@@ -6,9 +6,9 @@ method has other parameters, nothing is patched, and active() reports the reason
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
-import re
+
+from .. import _compat
 
 # The versions with which the tests train. From 0.17 on they need Python 3.12.
 TRIED = ("0.12.3", "0.14.0", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
@@ -77,24 +77,10 @@ def _stated_version():
 
 def version_lacks(stated):
     """The reason why a version of megatron-core is not served; None if it is."""
-    found = re.match(r"(\d+)\.(\d+)", stated)
-    if found and _FIRST <= tuple(map(int, found.groups())) <= _LAST:
-        return None
-    first, last = (".".join(map(str, version)) for version in (_FIRST, _LAST))
-    return f"Spillway is tested with megatron-core {first} to {last}, and this is {stated}"
+    return _compat.version_lacks("Spillway is", "megatron-core", _FIRST, _LAST, stated)
 
 
 def _methods_lack(hybrid):
-    for name, expected in _METHODS.items():
-        method = inspect.getattr_static(hybrid, name, None)
-        if method is None:
-            return f"HybridDeviceOptimizer of this megatron-core has no {name}"
-        static = isinstance(method, staticmethod)
-        taken = list(inspect.signature(method.__func__ if static else method).parameters)[0 if static else 1 :]
-        if taken != expected.split():
-            return (
-                f"HybridDeviceOptimizer.{name} of this megatron-core takes ({', '.join(taken)}), and Spillway was written for "
-                f"({', '.join(expected.split())})"
-            )
-    missing = _ATTRIBUTES - set(hybrid._init_sub_optimizers.__code__.co_names)
-    return f"_init_sub_optimizers of this megatron-core does not set {', '.join(sorted(missing))}" if missing else None
+    reason = _compat.methods_lack(hybrid, _METHODS, "megatron-core")
+    missing = set() if reason else _ATTRIBUTES - set(hybrid._init_sub_optimizers.__code__.co_names)
+    return reason or (f"_init_sub_optimizers of this megatron-core does not set {', '.join(sorted(missing))}" if missing else None)

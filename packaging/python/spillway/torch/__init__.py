@@ -45,11 +45,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import _abi
+from .._groups import Rule
 from ..errors import InvalidArgumentError
 from ._keywords import TierOptions, take_beyond
 from ._offload.optimizer import offload
 from ._optimizer import SpillwayOptimizer
-from ._states import MOMENTS, Rule
+from ._states import MOMENTS
 
 if TYPE_CHECKING:
     from ._offload.flow import Flow
@@ -163,7 +164,7 @@ class Lion(SpillwayOptimizer):
                 grad = -param.grad if group["maximize"] else param.grad
                 state = self.state[param]
                 if not state:
-                    state.update(self._rule.new_state(group, param, self._home.precision))
+                    state.update(self._home.precision.new_state(self._rule, group, param))
                 average = state["exp_avg"]
                 param.mul_(1 - group["lr"] * group["weight_decay"])
                 param.add_(torch.lerp(grad, average, beta1).sign_(), alpha=-float(group["lr"]))

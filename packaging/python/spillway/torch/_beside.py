@@ -26,12 +26,11 @@ from typing import Any
 
 from .. import _abi
 from .._after_events import AfterEvents
+from .._groups import Rule
 from ..errors import SpillwayError
-from ..optim import Adam
 from ..swap import SwapUpdate
-from ._states import Rule
+from ._copies import Taken
 from ._tensors import averages_later, is_served
-from ._tier_copies import Taken
 from ._tier_rows import TierTable, put_piece
 from ._tier_states import TierStates
 
@@ -118,7 +117,7 @@ class Beside:
         param = self._on_tier.params[number]
         if averages_later(param):
             return
-        self.begin()
+        self._on_tier.tiered.early()
         if self._arrivals[number] != self._expected[number]:
             return
         for piece in self._on_tier.layout.of_parameter[number]:
@@ -162,17 +161,9 @@ class Beside:
     def _key(self, number: int) -> _Key:
         return self._group_of[number], int(self._on_tier.step_count(self._states, number))
 
-    def begin(self) -> SwapUpdate:
-        """Has the library fetch subgroups, unless it does so already."""
-        swap = self._on_tier.tiered.swap
-        if swap._update is not None and swap._update._is_open():
-            return swap._update
-        # Every part has options of its own.
-        return swap.begin(Adam(lr=0.0), speculative=True, restore=False)
-
     def _send(self, subgroup: int, numbers: list[int], events: Sequence[Any] = ()) -> None:
         """Submits a subgroup with the gradients of these parameters, after these events."""
-        update, swap = self.begin(), self._on_tier.tiered.swap
+        update, swap = self._on_tier.tiered.early(), self._on_tier.tiered.swap
         pieces = {piece.parameter: piece for piece in self._on_tier.layout.of_subgroup[subgroup]}
         rows, firsts, held = (_abi.Tensor * len(numbers))(), array("Q"), list[Any]()
         for row, number in zip(rows, numbers):
@@ -234,7 +225,7 @@ class Beside:
         """Makes a prepared step final, and waits for its end. Appends its status to `status`."""
         self._status = status
         self._on_tier.weights.expect(rows.numbers, self._on_tier.layout.of_subgroup)
-        self._decided = self.begin()
+        self._decided = self._on_tier.tiered.early()
         if self._factor is None:
             self._decided.verdict("commit")
         else:
@@ -268,21 +259,18 @@ class Beside:
                 self._expected[number] = arrivals
         self._forget()
         self._busy = False
-        self.begin()
+        self._on_tier.tiered.early()
 
     def resume(self) -> None:
         """The states were used: fetches continue if no gradient was submitted before."""
         if not self._waits:
-            self.begin()
+            self._on_tier.tiered.early()
 
     def abandon(self) -> None:
         """Takes back what was submitted; the states are those before the step. What is left of it does not start in backward."""
         self.stop()
-        update, self._decided = self._on_tier.tiered.swap._update, None
-        if update is not None and update._is_open():
-            if update._verdict is None:
-                update.verdict("skip")
-            update.finish()
+        self._decided = None
+        self._on_tier.tiered.take_back()
         if self._submitted:
             self._waits, self._missed = True, self._missed + 1
         self._clear()

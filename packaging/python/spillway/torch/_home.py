@@ -20,10 +20,11 @@ import torch
 
 from .. import _abi, _native
 from .._commit import Commit
+from .._groups import Rule
 from .._native_handle import _NativeHandle
 from .._snapshot import Snapshot
 from ..errors import InvalidArgumentError
-from ._states import Precision, Rule
+from ._states import Precision
 
 _version = attrgetter("_version")
 _increment = torch._C._increment_version

@@ -1,9 +1,9 @@
-"""What an optimizer is given: keywords beyond torch and their checks, options of a tier, closures, and step counts that are loaded."""
+"""What an optimizer is given: keywords beyond torch and their checks, options of a tier, and step counts that are loaded."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -124,14 +124,6 @@ def _check_tier(options: Any) -> None:
     for field, (good, wanted) in fits.items():
         if not good:
             raise InvalidArgumentError(f"TierOptions: {field} is {getattr(options, field)!r}; pass {wanted}")
-
-
-def result_of(closure: Callable[[], Any] | None) -> Any:
-    """The result of a step's closure; None without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def is_count(step: Any) -> bool:

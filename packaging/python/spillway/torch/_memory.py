@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from .._groups import is_torchs
+from .._groups import Rule, is_torchs
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._home import ByTorch, Call, Home
 from ._keywords import check_steps
 from ._norm import part_of
-from ._states import LOW, Precision, Rule, join, master_of
+from ._states import LOW, Precision, join, master_of
 from ._table import Table
 from ._tensors import (
     Row,
@@ -95,7 +95,12 @@ class Memory(Home):
         if rest and (self.serves_all or self.undo or self.precision.beyond_torch):
             number, index = rest[0]
             raise UnsupportedError(f"{name_of(groups[number], number, index)} {self.rest_words}")
-        check_memory(rows, groups)
+        written = [
+            (tensor, at, True)
+            for at, row in enumerate(rows)
+            for tensor in (row.param, *row.states, *([] if row.master is None else [row.master]))
+        ]
+        check_memory(written, lambda at: name_of(groups[rows[at].group], rows[at].group, rows[at].place))
         return Table(groups, states, rows, rest, self.rule, seeds, self.precision.master_state[0], self.grad_name)
 
     def _row(self, groups: list[dict[str, Any]], states: Any, number: int, index: int, name: str) -> Row:
@@ -119,7 +124,7 @@ class Memory(Home):
         rule, precision = self.rule, self.precision
         if not state:
             # Made apart: a signal handler that raises leaves all states or none.
-            new = rule.new_state(group, param, precision)
+            new = precision.new_state(rule, group, param)
             state.update(new)
         lay_out(param, state, list(rule.keys))
         check_complete(state, rule.names, name)

@@ -121,12 +121,6 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
-def scaler_of(optimizer: Any) -> tuple[float, bool]:
-    """Factor of the gradients that a GradScaler has set, and whether it found Inf or NaN."""
-    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    return 1.0 if scale is None else 1.0 / float(scale), found is not None and bool(found)
-
-
 def tell_found_inf(process_group: Any) -> None:
     """Tells the other processes, which wait in the reduction of their gradients, that a GradScaler has found Inf or NaN here."""
     if process_group is not None:

@@ -19,13 +19,14 @@ import torch
 
 from .. import _log
 from .._commit import Commit
+from .._groups import Rule
 from .._snapshot import Snapshot
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
 from ._home import Home
-from ._keywords import check_keywords, result_of, take_beyond
+from ._keywords import check_keywords, take_beyond
 from ._memory import Memory
-from ._states import Precision, Rule
+from ._states import Precision
 from ._table import named
 from ._tensors import check_has_memory, local
 from ._tier import TierHome
@@ -57,6 +58,12 @@ def heir_of(other: Any) -> Any:
         )
     other._itself = weakref.ref(other)
     return other
+
+
+def scaler_of(optimizer: Any) -> tuple[float, bool]:
+    """Factor of the gradients that a GradScaler has set, and whether it found Inf or NaN."""
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    return 1.0 if scale is None else 1.0 / float(scale), found is not None and bool(found)
 
 
 class SpillwayOptimizer(torch.optim.Optimizer):
@@ -170,7 +177,10 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidArgumentError: Parameter, gradient and state do not fit each other; nothing was stepped.
             UnsupportedError: The combination of dtypes is not supported; nothing was stepped."""
-        loss = result_of(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         with torch.no_grad():
             own = self._itself()
             if own is None:
@@ -186,7 +196,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         home.begin(groups, self.undo)
         try:
             try:
-                factor, found_inf = _norm.scaler_of(self)
+                factor, found_inf = scaler_of(self)
                 if found_inf:
                     _norm.tell_found_inf(others)
                     self.skipped = True
@@ -210,10 +220,17 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             if rows.rest:
                 step_rest(rows.rest, groups, self.state, factor, self._step_as_torch)
             if rows.places:
-                self._run(rows, factor)
+                group, options = self._put_options(rows, factor)
+                try:
+                    home.step(rows, options)
+                except SpillwayError as error:
+                    raise named(error, rows.row_name, group) from None
         finally:
             if rows is not None:
                 rows.release_grads()
+        if rows.places and not self._said:
+            self._said = True
+            _log.first_served(*self._log_name())
 
     def _check(self, rows: Any, factor: float) -> None:
         """Raises the error of a step that the library or torch would refuse; changes nothing."""
@@ -251,17 +268,6 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             rule.put_options(options, self.param_groups[number], number, step, factor)
         return number, options
 
-    def _run(self, rows: Any, factor: float) -> None:
-        """Steps the rows."""
-        group, options = self._put_options(rows, factor)
-        try:
-            self._home.step(rows, options)
-        except SpillwayError as error:
-            raise named(error, rows.row_name, group) from None
-        if not self._said:
-            self._said = True
-            _log.first_served(*self._log_name())
-
     def _log_name(self) -> tuple[str, str]:
         """The framework and the name in the log's line about the first step."""
         return "torch", type(self).__name__
@@ -290,7 +296,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     @of_itself
     def rollback(self) -> None:
         """Restores the parameters and states of the time before the last step, bit for bit; needs `undo=True`. With `tier`, those of the
-        last commit, also after a step that failed.
+        last commit, also after a step that failed; parameters without states on the tier keep their values.
 
         Raises:
             InvalidArgumentError: There is no step to roll back, or its gradients, parameters or states were written to since."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _abi
-from .._groups import put_numbers
+from .._groups import Rule
 from ..errors import InvalidArgumentError
 from ._tensors import CODES, local
 
@@ -25,70 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 #: The state that holds the low bits of a split master.
 LOW = "master_low"
-#: The mode of weight decay, by whether it is decoupled.
-_DECAY = (_abi.WEIGHT_DECAY_L2, _abi.WEIGHT_DECAY_DECOUPLED)
 _MASTERS = {"f32": (MASTER, torch.float32), "split": (LOW, torch.int16)}
-
-
-class Rule(NamedTuple):
-    """An optimizer's rule: what its class brings to a step."""
-
-    #: The name in the C ABI, and the struct of the options there.
-    c_name: str
-    options_type: Any
-    #: The states with their fields in the C struct.
-    keys: dict[str, str]
-    #: The numbers of a group that a step needs.
-    numbers: tuple[str, ...]
-    #: States have a step count.
-    counted: bool = True
-    #: Sparse gradients are left to torch's step.
-    sparse: bool = False
-    #: Whether weight decay is decoupled, where a group does not say it; None: the struct has no such field.
-    decoupled: bool | None = None
-    #: The number of a group with which the states begin; none: they begin with zeros.
-    start: str = ""
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the states of a parameter."""
-        return [*(["step"] if self.counted else []), *self.keys]
-
-    def put_options(self, options: Any, group: dict[str, Any], number: int, step: int, factor: float) -> None:
-        """Writes the C options of a step of a group's parameters.
-
-        Args:
-            options: The struct.
-            group, number: The group, and its number for messages.
-            step: Number of steps that were done.
-            factor: Factor of the gradients."""
-        try:
-            put_numbers(options, group, self.numbers)
-        except KeyError as error:
-            raise InvalidArgumentError(f"param_groups[{number}] has no option {error}; set it; nothing was stepped") from None
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise InvalidArgumentError(
-                f"param_groups[{number}]: an option is no number: {type(error).__name__}: {error}; set a number; nothing was stepped"
-            ) from None
-        if self.decoupled is not None:
-            options.weight_decay_mode = _DECAY[bool(group.get("decoupled_weight_decay", self.decoupled))]
-        if self.counted:
-            options.step = step + 1
-        options.grad_scale = -factor if group.get("maximize") else factor
-
-    def new_state(self, group: dict[str, Any], param: torch.Tensor, precision: Precision) -> dict[str, Any]:
-        """The first states of a parameter, as torch's class creates them."""
-        state: dict[str, Any] = {"step": _step_zero()} if self.counted else {}
-        for key in self.keys:
-            state[key] = torch.zeros_like(param, dtype=precision.of_moments(param), memory_format=torch.preserve_format)
-            if self.start:
-                state[key].fill_(group[self.start])
-        return state
-
-
-def _step_zero() -> torch.Tensor:
-    """A step count as torch's optimizers create it."""
-    return torch.zeros((), dtype=torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32, device="cpu")
 
 
 class Precision(NamedTuple):
@@ -139,6 +76,17 @@ class Precision(NamedTuple):
     def of_moments(self, param: torch.Tensor) -> torch.dtype:
         """Dtype of the moments of a parameter."""
         return self.moment_dtype or (torch.float32 if self.has_master(param) else param.dtype)
+
+    def new_state(self, rule: Rule, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+        """The first states of a parameter, as torch's class creates them."""
+        # A step count as torch's optimizers create it.
+        dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+        state: dict[str, Any] = {"step": torch.zeros((), dtype=dtype, device="cpu")} if rule.counted else {}
+        for key in rule.keys:
+            state[key] = torch.zeros_like(param, dtype=self.of_moments(param), memory_format=torch.preserve_format)
+            if rule.start:
+                state[key].fill_(group[rule.start])
+        return state
 
     def cast(self, param: torch.Tensor, state: dict[str, Any], source: dict[str, Any], keys: list[str]) -> None:
         """Gives the states of a parameter their dtypes, with the values of `source`."""

@@ -225,18 +225,28 @@ def check_state(param: torch.Tensor, state: torch.Tensor, key: str, name: str, d
         )
 
 
-def check_memory(rows: list[Row], groups: list[dict[str, Any]]) -> None:
-    """Raises an error if parameters or states of two rows share memory."""
+def check_memory(spans: Iterable[tuple[torch.Tensor, int, bool]], name: Callable[[int], str]) -> None:
+    """Raises an error if a tensor that a step writes shares memory with another tensor of the step.
+
+    Args:
+        spans: The contiguous tensors of a step, each with the number of its row, and whether the step writes it.
+        name: The name of a row."""
     parts = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, at)
-        for at, row in enumerate(rows)
-        for tensor in (row.param, *row.states, *([] if row.master is None else [row.master]))
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, row, written)
+        for tensor, row, written in spans
         if tensor.numel()
     )
-    for (_, end, first), (start, _, second) in zip(parts, parts[1:]):
-        if start < end:
-            one, other = (name_of(groups[row.group], row.group, row.place) for row in (rows[first], rows[second]))
-            raise InvalidArgumentError(f"{one} and {other} share memory of parameters or states; pass a shared parameter once")
+    # Of the tensors so far, and of those that are written: the device, the furthest end, and the row.
+    furthest = furthest_written = ("", 0, 0)
+    for device, start, end, row, written in parts:
+        other = furthest if written else furthest_written
+        if other[0] == device and start < other[1]:
+            raise InvalidArgumentError(
+                f"{name(other[2])} and {name(row)} share memory of parameters, states or gradients; pass a shared parameter once"
+            )
+        furthest = max(furthest, (device, end, row))
+        if written:
+            furthest_written = max(furthest_written, (device, end, row))
 
 
 def properties_of(tensors: list[torch.Tensor]) -> Callable[..., bool]:

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 
 from .._commit import Commit
-from .._groups import TORCHS
+from .._groups import TORCHS, Rule
 from .._snapshot import Snapshot
 from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._beside import Beside
 from ._home import ByTorch, Call, Home
 from ._keywords import TierOptions, check_steps
-from ._states import Precision, Rule
+from ._states import Precision
 from ._tier_rows import TierTable
 from ._tier_states import TierStates
 from ._tier_values import Value, check_loaded, value_of, whole_states, write_through

@@ -11,10 +11,9 @@ import torch
 from .. import _abi, _native, _tensor_rows
 from .._groups import is_torchs
 from ..errors import SpillwayError, UnsupportedError
-from ._link import link_to
+from ._copies import Taken, link_to
 from ._table import named
-from ._tensors import CODES, is_served, local, name_of
-from ._tier_copies import Taken
+from ._tensors import CODES, check_memory, is_served, local, name_of
 from ._tier_states import Piece, TierStates
 
 
@@ -51,6 +50,8 @@ class TierTable:
                     self._add(number, place, group, param)
         on_tier.gradients.wait()
         self.grads = [taken.memory for taken in self.taken]
+        read, written = enumerate(self.grads), enumerate(self.params())
+        check_memory([*((grad, at, False) for at, grad in read), *((param, at, True) for at, param in written)], self.name)
         #: A row for each gradient, for its norm.
         self.entries = (_abi.Tensor * len(self.grads))()
         for entry, grad in zip(self.entries, self.grads):

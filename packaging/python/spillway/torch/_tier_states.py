@@ -22,11 +22,11 @@ from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import UNROUNDED, Swap, state_bytes
 from ..tier import Tier
 from ..tiered import Record, Tiered
+from ._copies import Gradients, Weights
 from ._keywords import TierOptions, is_count
 from ._norm import part_of
 from ._states import MASTER, MOMENTS, Precision, take_values
 from ._tensors import CODES, holds_values, local, name_of
-from ._tier_copies import Gradients, Weights
 
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
 _USUAL, _LEAST = 4 << 20, 4 << 10

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from .._groups import Rule
 from ..errors import InvalidArgumentError
-from ._states import Rule
 from ._tensors import PLAIN, DTensor, check_complete, check_has_memory, check_layout, local, name_of
 
 _Groups = list[dict[str, Any]]

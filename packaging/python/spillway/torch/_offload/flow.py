@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from ...errors import InvalidArgumentError, UnsupportedError
-from .._link import new_link
+from .._copies import new_link
 from .._tensors import DTensor, unused_bytes
 from .forward import Hook
 

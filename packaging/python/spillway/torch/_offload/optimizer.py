@@ -34,7 +34,8 @@ from ..._groups import TORCHS
 from ..._tail_search import TailSearch, Timed, is_tail
 from ...errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from .. import _norm
-from .._keywords import check_keywords, result_of
+from .._keywords import check_keywords
+from .._optimizer import scaler_of
 from .._tensors import averages_later, is_partial, local
 from .plan import FLOATS, Decision, Plan, Slot
 from .tail import apart_in_bits, room
@@ -300,7 +301,10 @@ class Offloaded(torch.optim.Optimizer):
                 nothing was stepped."""
         if self._closed:
             raise InvalidArgumentError("offload: the optimizer was closed; make a new one")
-        result = result_of(closure)
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
         # The processes that wait for this one's norm.
         others = self._others()
         with torch.no_grad():
@@ -308,7 +312,7 @@ class Offloaded(torch.optim.Optimizer):
                 try:
                     self._complete()
                     self._start_clock()
-                    scale, found_inf = _norm.scaler_of(self)
+                    scale, found_inf = scaler_of(self)
                     if not found_inf:
                         self._submit(scale, others)
                     # Whom no other process waits for can measure later.

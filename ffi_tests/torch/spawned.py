@@ -112,6 +112,7 @@ def _place(descriptors, numbers):
 
 
 def main():
+    import torch.distributed.tensor
     import torch.multiprocessing  # noqa: F401
 
     request = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -6,6 +6,8 @@
 #
 # The folder target/test-logs keeps the output of each runner, with its 20 slowest tests at the end. Exit
 # status 0: nothing failed.
+#
+# Runners that wait for servers and disks most of the time work beside the Python tests. Their output is shown in their turn.
 set -u
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -16,6 +18,10 @@ mkdir -p "$logs"
 [ -d "${CARGO_TARGET_DIR:-target}/debug/incremental" ] || export CARGO_INCREMENTAL=0
 passed=0 failed=0 ignored=0
 summary="" broken=""
+declare -A beside=()
+declare -A groups=()
+trap end_groups EXIT
+trap 'exit 130' INT TERM
 
 format() { cargo fmt --all --check && packaging/python_lint.sh; }
 # Lints without object stores, which add 75 crates for one source file. `py` builds that file with warnings as errors.
@@ -58,17 +64,51 @@ slowest() {
     [ -z "$times" ] || printf 'slowest tests:\n%s\n' "$times"
 }
 
+# Starts a runner whose output goes to its log alone.
+start_beside() {
+    echo "== $1 begins beside $2"
+    in_background "$1" >"$logs/$1.log" 2>&1
+    beside[$1]=$!
+}
+
+# Starts a function in a process group of its own, which ends with this script.
+in_background() {
+    set -m
+    (
+        began=$SECONDS
+        "$@"
+        status=$?
+        echo $((SECONDS - began)) >"$logs/$1.seconds"
+        exit $status
+    ) </dev/null &
+    set +m
+    groups[$!]=1
+}
+
+end_groups() {
+    local group
+    for group in "${!groups[@]}"; do kill -TERM -- "-$group" 2>/dev/null; done
+}
+
 run() {
-    local name=$1 log=$logs/$1.log start=$SECONDS status word p f n
+    local name=$1 log=$logs/$1.log start=$SECONDS status word p f n took
     begun=$((begun + 1))
     echo "== $name: runner $begun of $runners, $SECONDS s since the start"
-    # All output goes to the log and to the screen.
-    "$name" > >(tee "$log") 2>&1
-    status=$?
-    # The last background process is tee.
-    wait $!
+    if [ -n "${beside[$name]:-}" ]; then
+        wait "${beside[$name]}"
+        status=$?
+        unset "groups[${beside[$name]}]"
+        cat "$log"
+        took=$(cat "$logs/$name.seconds")
+    else
+        # All output goes to the log and to the screen.
+        "$name" > >(tee "$log") 2>&1
+        status=$?
+        # The last background process is tee.
+        wait $!
+        took=$((SECONDS - start))
+    fi
     slowest "$log" | tee -a "$log"
-    local took=$((SECONDS - start))
     read -r p f n < <(counts "$log")
     case $status in
         0) passed=$((passed + 1)) word=ok ;;
@@ -90,11 +130,20 @@ set_up() {
     wait
 }
 if [ $# = 0 ]; then
-    set_up >"$logs/set-up.log" 2>&1 &
+    in_background set_up >"$logs/set-up.log" 2>&1
     set -- format lint rust py pfs docs preload arm
 fi
 runners=$# begun=0
-for runner; do run "$runner"; done
+while [ $# != 0 ]; do
+    runner=$1
+    shift
+    if [ "$runner" = py ]; then
+        for other; do
+            case $other in pfs | docs | preload) start_beside "$other" py ;; esac
+        done
+    fi
+    run "$runner"
+done
 
 for name in $broken; do printf '\n== the end of %s\n' "$logs/$name.log"; tail -n 30 "$logs/$name.log" | cut -c1-300; done
 printf '\n%s' "$summary" | sed '/^$/d'

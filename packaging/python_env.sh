@@ -4,7 +4,7 @@
 #
 #   packaging/python_env.sh            prints the path of the python
 #   packaging/python_env.sh --export   prints shell lines: SPILLWAY_PYTHON, SPILLWAY_OLD_DEEPSPEED,
-#                                      TORCH_EXTENSIONS_DIR, CXX, PATH
+#                                      TORCH_EXTENSIONS_DIR, CXX, PATH, PYTHONDONTWRITEBYTECODE
 #   packaging/python_env.sh --demo     the same lines; installs only what the demo uses: torch, numpy, one DeepSpeed
 #
 # Demo and tests share one environment: the tests add the rest. A second run with the same requirements changes nothing.
@@ -118,6 +118,8 @@ answer() {
     echo "export TORCH_EXTENSIONS_DIR='$cache/torch_extensions'"
     echo "export CXX='$cache/bin/c++'"
     echo "export PATH='$venv/bin':\"\$PATH\""
+    # Without compiled modules on the disk, each process would compile torch's thousand modules again.
+    echo "unset PYTHONDONTWRITEBYTECODE"
 }
 
 say() {

@@ -204,15 +204,17 @@ checkers() {
 # - tests that use MADV_DONTFORK, which qemu-user ignores;
 # - tests that bind threads and ask for the nodes of pages, because qemu-user lacks the calls;
 # - tests that start themselves as another process, which the host cannot run;
-# - slow tests of nothing specific to this processor: the PTX interpreter, crashes and hangs of a simulated disk, every
-#   order of the calls of two owners on it, all 2^32 patterns of a split in integers, and random placements.
+# - slow tests of nothing specific to this processor: the PTX interpreter, crashes, hangs and errors of a simulated disk, every
+#   order of the calls of two owners on it, every order of actions on the catalogue (one thread, no I/O), all 2^32 patterns of a
+#   split in integers, and random placements.
 library_tests() {
     set --
     for skipped in far_more_than_the_machine_has real_processes_exclude gpu::tests::bits interleave::tests::cuda a_crash_at_any \
         is_not_there_in_a_forked_child sys::binding::tests sys::page_nodes::tests sys::node_memory::tests \
         sys::lock::tests in_flight::a_forked_child in_flight::a_tier_ \
         hang::every_operation tier::tests::crash tier::tests::before swap::tests::split all_patterns_come_back \
-        owners::in_every_order placement::tests::whatever_the_paths; do
+        owners::in_every_order placement::tests::whatever_the_paths catalog::tests::every_order \
+        beside::every_crash_point faults::an_error_on_the_nth_request faults::with_one_path_every_error; do
         set -- "$@" --skip "$skipped"
     done
     SPILLWAY_TEST_EMULATOR=1 arm max "$(cat "$work/library.tests")" "$@"

@@ -50,10 +50,10 @@ class Starter:
         run.stdout = open(read)
         return run
 
-    def run(self, command, environment, seconds):
-        """Runs one rank until it ends, and returns the same result as subprocess.run."""
+    def run(self, command, environment, seconds, ranks=1):
+        """Runs a script on the given number of ranks until all end, and returns the same result as subprocess.run."""
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            status = self._begin(command, environment, output.fileno(), errors.fileno(), 1).wait(seconds)
+            status = self._begin(command, environment, output.fileno(), errors.fileno(), ranks).wait(seconds)
             output.seek(0)
             errors.seek(0)
             return subprocess.CompletedProcess(command, status, output.read(), errors.read())

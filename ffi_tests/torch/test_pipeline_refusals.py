@@ -10,7 +10,7 @@ import sys
 import numpy
 import pytest
 import torch
-from test_pipeline_torch import ADAMW, DIM, batches, model, one_thread, serial  # noqa: F401
+from test_pipeline_torch import ADAMW, DIM, batches, forked, model, one_thread, serial  # noqa: F401
 
 import spillway
 import spillway.torch

@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+import spawned
 import torch
 
 import spillway
@@ -58,6 +59,12 @@ def serial(units, steps, micro_batches, stage, spoil=None):
                 optimizer.step()
             optimizer.zero_grad()
     return losses
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """The processes of pipelines are forked from one that has imported torch."""
+    spawned.install(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

@@ -37,14 +37,12 @@ use crate::pool::region;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
 use crate::sys::file::Access;
-use crate::sys::fork::OpeningProcess;
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::sync::Lock;
 use crate::sys::{threads, try_vec};
 
 /// An I/O engine: one queue, one driver thread.
 pub struct Engine {
-    opener: OpeningProcess,
     options: Options,
     piece_size: PieceSize,
     pub(super) shared: Arc<Shared>,
@@ -132,7 +130,6 @@ impl Engine {
         });
         region::watch(&watcher);
         Ok(Engine {
-            opener: OpeningProcess::current(),
             options,
             piece_size: PieceSize::new(options.block_bytes, profile),
             shared,
@@ -347,9 +344,6 @@ impl Engine {
     /// system keep their memory, and the driver thread, until they return. Returns the timeout, or else the first error
     /// that no wait returned.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
-        if !self.opener.is_current() {
-            return Ok(());
-        }
         let drained = self.wait_quiet(timeout);
         let mut state = self.shared.state.lock();
         state.closing = true;
@@ -361,11 +355,6 @@ impl Engine {
             Ok((!state.driver_gone && state.stuck.is_empty()).then_some(WaitEvent::DriverGone))
         })?;
         unseen.map_or(Ok(()), Err)
-    }
-
-    /// Fails in a forked child of the process that opened the engine.
-    pub fn check_process(&self) -> Result<()> {
-        self.opener.check("the I/O engine")
     }
 }
 
@@ -443,7 +432,7 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
-        if !self.opener.is_current() || self.shared.state.lock().closing {
+        if self.shared.state.lock().closing {
             return;
         }
         if let Err(error) = self.close(Some(CLOSE_TIMEOUT)) {

@@ -189,9 +189,8 @@ impl Engine {
             lease,
             submitted: Instant::now(),
             deadline: deadline.or(self.options.deadline).and_then(|time| Instant::now().checked_add(time)),
-            stop: false.into(),
-            started: false.into(),
             expired: false.into(),
+            started: false.into(),
             file,
         };
         let large = action == Action::Write && span.len() >= PREALLOCATE_FROM;
@@ -265,23 +264,6 @@ impl Engine {
             drop(last);
             log::write(Level::Info, &message);
         }
-    }
-
-    /// Requests that an operation end early. The operation ends with `Cancelled` or with its normal outcome, after the
-    /// system has released its memory. A transfer that the device has already started is not aborted.
-    pub fn cancel(&self, handle: u64) -> Result<()> {
-        let mut state = self.shared.state.lock();
-        if let Some(op) = &state.entry(handle)?.op {
-            op.stop.store(true, Ordering::Release);
-        }
-        drop(state);
-        self.shared.wake();
-        Ok(())
-    }
-
-    /// True while the system may still use the memory of an operation, even if its deadline has passed.
-    pub fn holds_memory(&self, handle: u64) -> Result<bool> {
-        Ok(self.shared.state.lock().entry(handle).is_ok_and(|entry| entry.op.is_some()))
     }
 
     /// Rings `bell` whenever operations have got their outcome. An engine has one bell; a second call is an error.

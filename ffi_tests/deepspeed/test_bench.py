@@ -14,7 +14,12 @@ import pytest
 from spillway.bench import _output, _report
 
 PACKAGE = pathlib.Path(_report.__file__).parents[2]
-TINY = {"adam": ["--sizes", "4Ki", "--tensors", "3"], "io": ["--size", "2Mi", "--tensor", "1Mi"], "accumulate": ["--size", "64Ki"], "undo": ["--size", "64Ki"]}
+TINY = {
+    "adam": ["--sizes", "4Ki", "--tensors", "3"],
+    "io": ["--size", "2Mi", "--tensor", "1Mi"],
+    "accumulate": ["--size", "64Ki"],
+    "undo": ["--size", "64Ki"],
+}
 
 
 def bench(folder, kind, *arguments, before="", code=0):

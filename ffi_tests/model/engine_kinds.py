@@ -74,9 +74,7 @@ class _File:
     def run(self):
         for number, _ in self.episode.steps():
             draw = self.episode.random("file", self.number, number)
-            name = draw.choices(("write", "read", "sync", "wait", "wait_many", "stale", "missing"), (10, 10, 2, 16, 2, 1, 1))[
-                0
-            ]
+            name = draw.choices(("write", "read", "sync", "wait", "wait_many", "stale", "missing"), (10, 10, 2, 16, 2, 1, 1))[0]
             getattr(self, name)(draw)
         while self.pending and self.episode.random("leave", self.number).random() < 0.7:
             self.wait(self.episode.random("end"), -1)

@@ -67,14 +67,17 @@ impl fmt::Display for RoundError {
             Rounds::Update => ("update", "an update"),
         };
         let part = |number: u32| match self.of {
-            Rounds::Speculation => format!("bucket {number} of the round"),
+            Rounds::Speculation => format!("bucket {number}"),
             Rounds::Job => "the job of the stage".to_string(),
-            Rounds::Update => format!("subgroup {number} of the update"),
+            Rounds::Update => format!("subgroup {number}"),
         };
         match self.kind {
             RoundKind::NotBegun => write!(f, "no {round} is open; begin one first"),
             RoundKind::Open => {
-                write!(f, "{a_round} is open; give it its verdict and finish it, or roll it back")
+                write!(
+                    f,
+                    "{a_round} is open already; give it its verdict and finish it, or roll the {round} back"
+                )
             }
             RoundKind::Resolved => {
                 write!(f, "the {round} has its verdict already; finish it, and begin the next one")
@@ -84,8 +87,8 @@ impl fmt::Display for RoundError {
                 f,
                 "the gradients of the {round} are still being measured; wait for the local result first"
             ),
-            RoundKind::Missing(number) => write!(f, "{} is not submitted; submit it first", part(number)),
-            RoundKind::Submitted(number) => write!(f, "{} is submitted already", part(number)),
+            RoundKind::Missing(number) => write!(f, "{} was not submitted; submit it first", part(number)),
+            RoundKind::Submitted(number) => write!(f, "{} was submitted already", part(number)),
             RoundKind::Event { bucket, reason } => {
                 write!(f, "{} will never be ready: {reason}; roll the {round} back", part(bucket))
             }

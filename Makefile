@@ -50,9 +50,8 @@ docs: ## the documentation site, in docs/_build/html
 	@echo "docs: docs/_build/html/index.html"
 
 bench: lib packages ## this machine against its own limits, then against torch and DeepSpeed
-	$(RELEASE)/spillway bench adam
-	$(RELEASE)/spillway bench undo
 	packaging/python_bench.sh adam
+	packaging/python_bench.sh undo
 	packaging/python_bench.sh io --dir $(DIR)
 
 tune: lib ## find the best I/O settings for DIR=. and save them where the library reads them

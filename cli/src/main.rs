@@ -1,15 +1,10 @@
 //! The command line tool `spillway`.
 #![forbid(unsafe_code)]
 
-mod bench_adam;
-mod bench_undo;
 mod chart;
 mod doctor;
 mod draw;
 mod io_load;
-mod measurement;
-mod memory;
-mod output;
 mod plan;
 mod plan_command;
 mod plan_machine;
@@ -38,9 +33,6 @@ struct Cli {
 enum Command {
     /// Tests each part of the library on this machine, and says what to change.
     Doctor(doctor::Options),
-    /// Measures the kernels on this machine; `python -m spillway.bench` measures against other libraries.
-    #[command(subcommand)]
-    Bench(Bench),
     /// Finds the best I/O settings for a directory, and saves them in the profile that engines read.
     Tune(tune::Options),
     /// Plans the training of a model on a machine, or one interleaved update: bytes, seconds, and the best strategy.
@@ -56,18 +48,8 @@ enum Command {
     Draw(draw::Options),
 }
 
-#[derive(Subcommand)]
-enum Bench {
-    /// Adam on every kernel, compared with a read-modify-write stream over the same arrays.
-    Adam(bench_adam::Options),
-    /// The cost of rolling a step back, compared with the plain step.
-    Undo(bench_undo::Options),
-}
-
 fn main() -> std::process::ExitCode {
     let outcome = match Cli::parse().command {
-        Command::Bench(Bench::Adam(options)) => bench_adam::run(&options),
-        Command::Bench(Bench::Undo(options)) => bench_undo::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Tune(options) => tune::run(&options),
         Command::Plan(options) => plan_command::run(&options),

@@ -9,18 +9,20 @@ use bytesize::ByteSize;
 use serde_json::Value;
 use spillway::error::{Error, Result};
 use spillway::io::profile as io_profile;
+use spillway::sys::descriptor::read_small;
 use spillway::sys::file::{file_system, free_bytes};
 use spillway::sys::memory::unused_bytes;
 use spillway::sys::profile::Contents;
 use spillway_planner::model::machine::{Machine, PathSpec};
 use spillway_planner::model::presets;
 
-use super::measurement::Report;
 use super::stdout;
 
 const GIGA: f64 = 1e9;
-/// Bytes that an Adam step moves per parameter, as `spillway bench adam` counts them.
+/// Bytes that an Adam step in f32 moves per parameter.
 const ADAM_BYTES: f64 = 28.0;
+/// Largest report; those of the benchmarks have a few kilobytes.
+const MOST_REPORT_BYTES: u64 = 64 << 20;
 /// Bytes of a parameter on the link, in the profile's figures of 16-bit copies.
 const HALF: f64 = 2.0;
 
@@ -42,7 +44,7 @@ pub struct Options {
     /// Link of each GPU, GB/s in each direction.
     #[arg(long, requires = "model")]
     link_gbps: Option<f64>,
-    /// Adam on all processors together, in GB/s as `spillway bench adam` prints them: 28 bytes per parameter.
+    /// Adam on all processors together, in GB/s: 28 bytes per parameter.
     #[arg(long, requires = "model")]
     cpu_adam_gbps: Option<f64>,
     /// Adam on one GPU, in GB/s of 28 bytes per parameter.
@@ -61,7 +63,7 @@ pub struct Options {
     /// The entry of the profile for the GPU's link; needed if the profile has several.
     #[arg(long, requires = "model")]
     profile_link: Option<String>,
-    /// A report of `spillway bench adam --json=FILE`: its fastest case.
+    /// A report of `python -m spillway.bench adam --json=FILE`: its fastest case in f32.
     #[arg(long, requires = "model", value_name = "REPORT.json")]
     adam_report: Option<PathBuf>,
 }
@@ -99,8 +101,8 @@ pub fn machine(options: &Options) -> Result<Found> {
         measured_link(options, path, contents, &mut found)?;
     }
     if let Some(path) = &options.adam_report {
-        let report = Report::read("--adam-report", path)?;
-        found.machine.cpu = adam_of(&report)? * GIGA / ADAM_BYTES;
+        found.machine.cpu = report(path)
+            .map_err(|reason| Error::invalid("--adam-report", format!("{}: {reason}", path.display())))?;
         found.sources.insert("cpu", format!("report {}", path.display()));
     }
     let Found { machine, sources, .. } = &mut found;
@@ -212,16 +214,20 @@ fn measured_link(options: &Options, path: &Path, contents: &Contents, found: &mu
     Ok(())
 }
 
-/// The fastest case of a report of `bench adam`, in GB/s.
-fn adam_of(report: &Report) -> Result<f64> {
-    let rows = report.rows.iter().filter(|_| report.bench == "adam");
-    let speeds = rows.filter_map(|row| Some(row.figures.get("gb_per_s")?.median));
-    speeds.reduce(f64::max).ok_or_else(|| {
-        Error::invalid(
-            "--adam-report",
-            "has no case with gb_per_s; pass a report of spillway bench adam --json=FILE",
-        )
-    })
+/// Parameters per second of Spillway's fastest step in f32, from a report of `python -m spillway.bench adam`.
+fn report(path: &Path) -> std::result::Result<f64, String> {
+    let bytes = read_small(path, MOST_REPORT_BYTES)?.ok_or("there is no such file")?;
+    let report: Value =
+        serde_json::from_slice(&bytes).map_err(|error| format!("the file is not JSON: {error}"))?;
+    let rows = report["rows"].as_array().filter(|_| report["bench"] == "python adam");
+    let ours = |row: &&Value| {
+        let case = &row["case"];
+        case["contender"] == "spillway" && case["work"] == "plain f32"
+    };
+    let seconds = |row: &Value| row["figures"]["ns_per_parameter"]["median"].as_f64();
+    let fastest = rows.into_iter().flatten().filter(ours).filter_map(seconds).reduce(f64::min);
+    let found = fastest.map(|nanoseconds| GIGA / nanoseconds).filter(|speed| speed.is_finite());
+    found.ok_or_else(|| "is no report of python -m spillway.bench adam --json=FILE".to_string())
 }
 
 /// The paths. Those on one file system share its free space; a capacity that is given counts as it is.

@@ -96,26 +96,14 @@ impl Progress {
     pub fn end(&self) {
         self.change(|bar| bar.done += 1);
     }
-
-    /// Hides the bar while `print` writes to the terminal.
-    pub fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
-        self.clear();
-        let result = print();
-        self.change(|_| ());
-        result
-    }
-
-    /// Removes the bar.
-    pub fn clear(&self) {
-        if self.bar.is_some() {
-            erase();
-        }
-    }
 }
 
 impl Drop for Progress {
+    /// Removes the bar.
     fn drop(&mut self) {
-        self.clear();
+        if self.bar.is_some() {
+            erase();
+        }
     }
 }
 

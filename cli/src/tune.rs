@@ -14,7 +14,6 @@ use spillway::io::profile::{self, Notes, Profile, Settings};
 use spillway::sys::file::{FileSystem, file_system};
 
 use super::io_load::{Direction, Load, Shape, TestFile};
-use super::measurement::median;
 use super::progress::Progress;
 use super::report::{size, table};
 use super::stdout;
@@ -212,6 +211,13 @@ fn measured<'a>(candidates: impl Iterator<Item = &'a Candidate>) -> String {
         table.add_row([describe(candidate), format!("{read:.3}"), format!("{write:.3}")]);
     }
     table.to_string()
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = |index: usize| sorted.get(index).copied().unwrap_or(f64::NAN);
+    (middle(sorted.len().saturating_sub(1) / 2) + middle(sorted.len() / 2)) / 2.0
 }
 
 #[cfg(test)]

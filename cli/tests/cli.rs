@@ -1,6 +1,6 @@
 //! Proves the output of the commands. `doctor` reports each fault and nothing else, `plan` gives the figures of the
-//! papers, `trace` writes JSON that shows the overlap, `tune` stores settings that an engine then uses, `bench` has one shape of
-//! JSON, and `tier` handles tiers.
+//! papers, `trace` writes JSON that shows the overlap, `tune` stores settings that an engine then uses, and `tier` handles
+//! tiers.
 
 #[path = "cli/draw.rs"]
 mod draw;
@@ -204,88 +204,4 @@ fn tune_writes_what_an_engine_then_has() {
     assert_eq!(engine.options().depth, found.depth);
     let left: Vec<_> = std::fs::read_dir(&folder).expect("it can be read").collect();
     assert_eq!(left.len(), 1, "the test file is removed: {left:?}");
-}
-
-/// Every benchmark with its smallest work; `folder` holds its files.
-fn benches(folder: &std::path::Path) -> Vec<(&'static str, Command)> {
-    let bench = |name: &'static str, arguments: &[&str]| {
-        let mut command = spillway();
-        command.current_dir(folder).args(["bench", name, "--rounds", "3"]).args(arguments);
-        (name, command)
-    };
-    vec![
-        bench("adam", &["--sizes", "4Ki,8Ki", "--kernels", "scalar"]),
-        bench("undo", &["--size", "4Ki", "--fused"]),
-    ]
-}
-
-/// Checks the shape that docs/benchmarks.md describes, and returns the number of rows.
-fn check_shape(report: &Value, bench: &str) -> usize {
-    let keys = |value: &Value| value.as_object().expect("an object").keys().cloned().collect::<Vec<_>>();
-    assert_eq!(
-        keys(report),
-        ["bench", "cpu", "date", "format", "rows", "settings", "threads", "version"],
-        "{bench}"
-    );
-    assert_eq!((report["format"].as_u64(), report["bench"].as_str()), (Some(1), Some(bench)));
-    assert_eq!(report["settings"]["rounds"].as_u64(), Some(3), "{bench}");
-    let rows = report["rows"].as_array().expect("rows");
-    for row in rows {
-        assert_eq!(keys(row), ["better", "case", "figures", "headline"], "{bench}");
-        assert!(["higher", "lower"].iter().any(|better| row["better"] == *better), "{row}");
-        assert!(row["figures"].get(row["headline"].as_str().expect("a name")).is_some(), "{row}");
-        for figure in row["figures"].as_object().expect("figures").values() {
-            let number = |name: &str| figure[name].as_f64().expect("a number");
-            assert!(number("q1") <= number("median") && number("median") <= number("q3"), "{row}");
-        }
-    }
-    rows.len()
-}
-
-#[test]
-fn benchmarks_refuse_what_would_fail_at_their_end_before_they_measure() {
-    let folder = empty_dir("bench_refused");
-    let cases = [
-        (
-            ["--json=no/such/folder.json", "--sizes", "4Ki"],
-            "writing the file of --json: no/such/folder.json: No such",
-        ),
-        (["--json=.", "--sizes", "4Ki"], "writing the file of --json: .: Is a directory"),
-        (["--rounds=1", "--sizes", "1000000Mi"], "GiB are available; pass a smaller number"),
-    ];
-    for (arguments, message) in cases {
-        let done = spillway()
-            .current_dir(&folder)
-            .args(["bench", "adam"])
-            .args(arguments)
-            .output()
-            .expect("it starts");
-        let told = String::from_utf8_lossy(&done.stderr);
-        assert_eq!(done.status.code(), Some(1), "{told}");
-        assert!(told.contains(message), "{told}");
-        assert!(done.stdout.is_empty(), "{}", String::from_utf8_lossy(&done.stdout));
-    }
-}
-
-#[test]
-fn each_benchmark_prints_rows_and_writes_them_as_json() {
-    let folder = empty_dir("bench");
-    for (name, mut command) in benches(&folder) {
-        let json = format!("{name}.json");
-        let text = succeed(command.arg(format!("--json={json}")), TIMEOUT);
-        let written = std::fs::read_to_string(folder.join(&json)).expect("the report was written");
-        let report: Value = serde_json::from_str(&written).expect("it is JSON");
-        let rows = check_shape(&report, name);
-        assert!(rows > 1 && text.lines().count() == 2 + rows, "{name} has {rows} rows: {text}");
-    }
-}
-
-#[test]
-fn json_of_a_benchmark_is_alone_on_standard_output() {
-    let folder = empty_dir("bench-json");
-    for (name, mut command) in benches(&folder) {
-        let said = succeed(command.arg("--json"), TIMEOUT);
-        let report: Value = serde_json::from_str(&said).expect("it is JSON");
-        assert!(check_shape(&report, name) > 1, "{name}: {said}");
-    }
 }

@@ -81,7 +81,7 @@ static inline void check_status(const char *file, int line, const char *call, in
 }
 
 static inline size_t width(uint32_t dtype) {
-    return (size_t)spw_dtype_size(dtype);
+    return dtype == SPW_DTYPE_NONE ? 0 : dtype == SPW_DTYPE_F32 ? 4 : 2;
 }
 
 // A tensor that owns its memory. `spans` lists its spans in the order param, grad, exp_avg, exp_avg_sq, copy.

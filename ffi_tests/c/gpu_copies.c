@@ -84,11 +84,11 @@ static void adam(spw_gpu *gpu, void *stream) {
     for (int i = 0; i < 2; i++) {
         spw_tensor *t = &device[i];
         const uint64_t n = t->n;
-        t->param = (void *)(uintptr_t)device_memory(t->param, n * spw_dtype_size(t->param_dtype));
-        t->grad = (void *)(uintptr_t)device_memory(t->grad, n * spw_dtype_size(t->grad_dtype));
-        t->exp_avg = (void *)(uintptr_t)device_memory(t->exp_avg, n * spw_dtype_size(t->state_dtype));
-        t->exp_avg_sq = (void *)(uintptr_t)device_memory(t->exp_avg_sq, n * spw_dtype_size(t->state_dtype));
-        t->param_copy = (void *)(uintptr_t)device_memory(t->param_copy, n * spw_dtype_size(t->copy_dtype));
+        t->param = (void *)(uintptr_t)device_memory(t->param, n * width(t->param_dtype));
+        t->grad = (void *)(uintptr_t)device_memory(t->grad, n * width(t->grad_dtype));
+        t->exp_avg = (void *)(uintptr_t)device_memory(t->exp_avg, n * width(t->state_dtype));
+        t->exp_avg_sq = (void *)(uintptr_t)device_memory(t->exp_avg_sq, n * width(t->state_dtype));
+        t->param_copy = (void *)(uintptr_t)device_memory(t->param_copy, n * width(t->copy_dtype));
     }
     spw_adam_options options = adam_options();
     options.weight_decay = 0.1;
@@ -103,10 +103,10 @@ static void adam(spw_gpu *gpu, void *stream) {
     FAKE("cuStreamSynchronize", stream);
     for (int i = 0; i < 2; i++) {
         const spw_tensor *a = &device[i], *b = &host[i];
-        CHECK(memcmp(a->param, b->param, b->n * spw_dtype_size(b->param_dtype)) == 0);
-        CHECK(memcmp(a->exp_avg, b->exp_avg, b->n * spw_dtype_size(b->state_dtype)) == 0);
-        CHECK(memcmp(a->exp_avg_sq, b->exp_avg_sq, b->n * spw_dtype_size(b->state_dtype)) == 0);
-        CHECK(memcmp(a->param_copy, b->param_copy, b->n * spw_dtype_size(b->copy_dtype)) == 0);
+        CHECK(memcmp(a->param, b->param, b->n * width(b->param_dtype)) == 0);
+        CHECK(memcmp(a->exp_avg, b->exp_avg, b->n * width(b->state_dtype)) == 0);
+        CHECK(memcmp(a->exp_avg_sq, b->exp_avg_sq, b->n * width(b->state_dtype)) == 0);
+        CHECK(memcmp(a->param_copy, b->param_copy, b->n * width(b->copy_dtype)) == 0);
     }
     spw_tensor broken = device[0];
     broken.grad = NULL;

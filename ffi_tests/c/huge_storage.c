@@ -25,7 +25,6 @@ static void engine(void) {
     CHECK(fd >= 0 && ftruncate(fd, 10000) == 0);
     EACH(value) {
         uint64_t handle = 0, moved = 0;
-        uint32_t holds = 0;
         spw_io_request request = {.struct_size = sizeof request, .fd = fd, .buffer = zeros, .bytes = 100};
         request.offset = value;
         if (SANE(spw_io_read(io, &request, &handle)) == SPW_OK) SANE(spw_io_wait(io, &handle, 1, -1, &moved));
@@ -37,8 +36,6 @@ static void engine(void) {
         request.bytes = 1, request.deadline_ms = value;
         if (SANE(spw_io_read(io, &request, &handle)) == SPW_OK) SANE(spw_io_wait(io, &handle, 1, (int64_t)value, &moved));
         SANE(spw_io_wait(io, &value, 1, 0, &moved));
-        SANE(spw_io_cancel(io, value));
-        SANE(spw_io_holds_memory(io, value, &holds));
         // No operation has the handle 0, so the wait refuses the first one.
         SANE(spw_io_wait(io, (uint64_t *)(zeros + (64 << 20)), value <= 65537 || value > 1ull << 60 ? value : 0, 0, NULL));
         SANE(spw_io_wait(io, NULL, value, 0, NULL));

@@ -126,7 +126,6 @@ static void failures_are_named(spw_io *io) {
     CHECK(spw_io_read(io, &old, &moved) == SPW_ERR_INVALID_ARGUMENT && moved == 42);
     const uint64_t unknown = 12345;
     CHECK(spw_io_wait(io, &unknown, 1, 0, NULL) == SPW_ERR_INVALID_ARGUMENT);
-    CHECK(spw_io_cancel(io, 12345) == SPW_ERR_INVALID_ARGUMENT);
 }
 
 static void descriptors_are_borrowed(spw_io *io) {

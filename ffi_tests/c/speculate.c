@@ -329,10 +329,10 @@ static void calls_out_of_order_are_refused(void) {
     bad.nonfinite = 2;
     INVALID(spw_spec_resolve(spec, &bad, NULL), "global.nonfinite");
     resolve(spec, stats);
-    REFUSED(spw_spec_resolve(spec, &stats, NULL), SPW_ERR_ROUND_RESOLVED, "resolved already");
-    REFUSED(spw_spec_submit(spec, 1, tensor, 1, NULL), SPW_ERR_ROUND_RESOLVED, "resolved already");
+    REFUSED(spw_spec_resolve(spec, &stats, NULL), SPW_ERR_ROUND_RESOLVED, "verdict already");
+    REFUSED(spw_spec_submit(spec, 1, tensor, 1, NULL), SPW_ERR_ROUND_RESOLVED, "verdict already");
     CHECK_OK(spw_spec_finish(spec, FOREVER));
-    REFUSED(spw_spec_local_result(spec, 0, &stats), SPW_ERR_ROUND_RESOLVED, "resolved already");
+    REFUSED(spw_spec_local_result(spec, 0, &stats), SPW_ERR_ROUND_RESOLVED, "verdict already");
     CHECK_OK(spw_spec_close(spec));
 
     spw_spec_options settings = {.struct_size = sizeof settings, .buckets = 1, .undo_mode = SPW_UNDO_MODE_ARITHMETIC};

@@ -248,8 +248,8 @@ static void steps_beside_the_caller_have_the_bits_of_steps_in_memory(void) {
     INVALID(spw_swap_begin(swap, &options, 8), "flags");
     step_both(swap, 1);
     CHECK_OK(spw_swap_begin(swap, &options, 0));
-    REFUSED(spw_swap_begin(swap, &options, 0), SPW_ERR_ROUND_OPEN, "in progress");
-    REFUSED(spw_swap_commit(swap, 1, NULL, 0), SPW_ERR_ROUND_OPEN, "in progress");
+    REFUSED(spw_swap_begin(swap, &options, 0), SPW_ERR_ROUND_OPEN, "is open already");
+    REFUSED(spw_swap_commit(swap, 1, NULL, 0), SPW_ERR_ROUND_OPEN, "is open already");
     REFUSED(spw_swap_verdict(swap, SPW_SPEC_VERDICT_SKIP, 0), SPW_ERR_ROUND_RESOLVED, "already");
     INVALID(spw_swap_verdict(swap, 3, 0), "verdict");
     INVALID(spw_swap_submit(swap, SUBGROUPS, &tensors[0], NULL, 1), "is 8");

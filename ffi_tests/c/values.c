@@ -24,11 +24,8 @@ static void dtypes(void) {
             *fields[field] = before;
         }
         INVALID(spw_grad_stats(problem.tensor.grad, not_a_dtype[i], 3, 1, &stats), "dtype");
-        CHECK(spw_dtype_size(not_a_dtype[i]) == 0);
     }
     INVALID(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_NONE, 3, 1, &stats), "dtype");
-    CHECK(spw_dtype_size(SPW_DTYPE_NONE) == 0 && spw_dtype_size(SPW_DTYPE_F32) == 4);
-    CHECK(spw_dtype_size(SPW_DTYPE_F16) == 2 && spw_dtype_size(SPW_DTYPE_BF16) == 2);
 
     problem.tensor.copy_dtype = SPW_DTYPE_NONE;
     INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "copy_dtype");

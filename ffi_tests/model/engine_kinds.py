@@ -10,7 +10,7 @@ from spillway import _abi, _native
 from . import content
 from .episode import Defect
 
-INVALID, SHORT, TIMEOUT, CANCELLED, MISSING, DEADLINE = 1, 22, 23, 24, 25, 26
+INVALID, SHORT, TIMEOUT, MISSING, DEADLINE = 1, 22, 23, 25, 26
 PAGE = 4096
 
 
@@ -21,7 +21,7 @@ def c(episode, name, *arguments, may=(), limit=30.0, show=()):
 
 
 def engine(episode):
-    """Several threads read, write, sync, cancel and wait, each on a file of its own."""
+    """Several threads read, write, sync and wait, each on a file of its own."""
     draw = episode.random("engine")
     options = _abi.sized(_abi.IoOptions)
     options.backend, options.flags = draw.choice((0, 0, 2)), draw.choice((0, 1, 2, 3))
@@ -50,7 +50,7 @@ def engine(episode):
     c(episode, "spw_io_get_stats", io, ctypes.byref(stats))
     episode.check(stats.stuck == 0, f"{stats.stuck} operations are stuck")
     left = sum(len(user.pending) for user in users)
-    c(episode, "spw_io_close", io, 20000, may=(SHORT, CANCELLED, MISSING) if left else ())
+    c(episode, "spw_io_close", io, 20000, may=(SHORT, MISSING) if left else ())
 
 
 class _File:
@@ -74,9 +74,7 @@ class _File:
     def run(self):
         for number, _ in self.episode.steps():
             draw = self.episode.random("file", self.number, number)
-            name = draw.choices(("write", "read", "sync", "wait", "wait_many", "cancel", "stale", "missing"), (10, 10, 2, 16, 2, 3, 1, 1))[
-                0
-            ]
+            name = draw.choices(("write", "read", "sync", "wait", "wait_many", "stale", "missing"), (10, 10, 2, 16, 2, 1, 1))[0]
             getattr(self, name)(draw)
         while self.pending and self.episode.random("leave", self.number).random() < 0.7:
             self.wait(self.episode.random("end"), -1)
@@ -139,9 +137,7 @@ class _File:
         handle = draw.choice(sorted(self.pending))
         timeout = draw.choice((0, 1, 50, 20000, -1)) if timeout is None else timeout
         operation, moved = self.pending[handle], ctypes.c_uint64(77)
-        may = (CANCELLED,) if operation[-1] == "cancelled" else ()
-        if 0 <= timeout < 20000:
-            may = (*may, TIMEOUT)
+        may = (TIMEOUT,) if 0 <= timeout < 20000 else ()
         answer = c(
             self.episode,
             "spw_io_wait",
@@ -159,7 +155,7 @@ class _File:
             self.judge(operation, answer, moved.value)
 
     def judge(self, operation, answer, moved):
-        kind, region, raw, array, generation, *_ = operation
+        kind, region, raw, array, generation = operation
         if not answer.ok or kind == "sync":
             return
         if moved is not None:
@@ -178,8 +174,7 @@ class _File:
         self.episode.check((around == 0xEE).all(), "a read wrote outside its buffer")
 
     def wait_many(self, draw):
-        sure = [handle for handle, operation in self.pending.items() if operation[-1] != "cancelled"]
-        chosen = draw.sample(sure, min(len(sure), draw.randrange(4)))
+        chosen = draw.sample(sorted(self.pending), min(len(self.pending), draw.randrange(4)))
         timeout = draw.choice((0, 20000, -1))
         handles = (ctypes.c_uint64 * len(chosen))(*chosen)
         answer = c(
@@ -198,19 +193,13 @@ class _File:
                 self.done.append(handle)
                 self.judge(self.pending.pop(handle), answer, None)
 
-    def cancel(self, draw):
-        if self.pending:
-            handle = draw.choice(sorted(self.pending))
-            c(self.episode, "spw_io_cancel", self.io, handle, show=(self.number, handle))
-            if self.pending[handle][-1] != "cancelled":
-                self.pending[handle] = (*self.pending[handle], "cancelled")
-
     def stale(self, draw):
         """A handle has one result: a second wait is refused."""
         handle = draw.choice(self.done) if self.done else draw.randrange(1 << 62)
-        for name, arguments in (("spw_io_wait", (ctypes.byref(ctypes.c_uint64(handle)), 1, 0, None)), ("spw_io_cancel", (handle,))):
-            answer = c(self.episode, name, self.io, *arguments, may=(INVALID,), show=("stale", handle))
-            self.episode.check(not answer.ok, f"{name} of handle {handle}, which was waited for, succeeded")
+        answer = c(
+            self.episode, "spw_io_wait", self.io, ctypes.byref(ctypes.c_uint64(handle)), 1, 0, None, may=(INVALID,), show=("stale", handle)
+        )
+        self.episode.check(not answer.ok, f"a wait for handle {handle}, which was waited for, succeeded")
 
     def missing(self, draw):
         request, handle = self.request(0, np.empty(10, np.uint8)), ctypes.c_uint64()

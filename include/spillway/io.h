@@ -196,10 +196,9 @@ enum spw_status spw_io_describe(const struct spw_io *io,
 // limit), independently of other operations. `bytes_out` (may be NULL) receives the byte count of each. If operations
 // failed, the status is that of the first in `handles`, and the message counts the others. `count` may be 0.
 //
-// After the call the handles are invalid, with two exceptions:
-//
-// - SPW_ERR_TIMEOUT: all operations stay in flight, and their handles stay valid.
-// - SPW_ERR_DEADLINE: the handle is valid for `spw_io_holds_memory`.
+// After the call the handles are invalid, but after SPW_ERR_TIMEOUT: all operations stay in flight, and their handles stay
+// valid. After SPW_ERR_DEADLINE the system may still use the memory of the operation, until `stuck` of `spw_io_stats` is 0.
+// The library keeps memory of spw_pinned_alloc until then, also if it is freed.
 enum spw_status spw_io_wait(const struct spw_io *io,
                             const uint64_t *handles,
                             uint64_t count,
@@ -212,15 +211,6 @@ enum spw_status spw_io_wait(const struct spw_io *io,
 enum spw_status spw_io_wait_all(const struct spw_io *io,
                                 int64_t timeout_ms,
                                 uint64_t *completed_out);
-
-// Requests cancellation of an operation. Wait for the operation as usual. It ends as SPW_ERR_CANCELLED or with its
-// normal result, after the system has released its memory. Requests that the device already has are not cancelled.
-enum spw_status spw_io_cancel(const struct spw_io *io,
-                              uint64_t handle);
-
-// Writes 1 if the system may still use the memory of an operation after SPW_ERR_DEADLINE, else 0. Memory of
-// spw_pinned_alloc needs no check: the library quarantines it when it is freed.
-enum spw_status spw_io_holds_memory(const struct spw_io *io, uint64_t handle, uint32_t *holds_out);
 
 // Details of a failed file operation.
 typedef struct spw_io_failure {

@@ -47,9 +47,6 @@ typedef enum spw_dtype {
     SPW_DTYPE_BF16 = 3,
 } spw_dtype;
 
-// Returns the bytes of one element: 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
-uint64_t spw_dtype_size(uint32_t dtype);
-
 // One tensor of a step. `struct_size` is also the distance in bytes between the tensors of an array. Each span is a
 // contiguous array of `n` elements, aligned to its element. Spans do not overlap.
 //

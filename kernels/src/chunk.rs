@@ -7,8 +7,7 @@ use super::element::{Dtypes, has_bf16_moments};
 use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
 use super::split::step_split;
 use super::stochastic::Stochastic;
-use super::stream::StreamRule;
-use super::tensor::{Tensor, no_kernel, not_stochastic, split_is_not_recorded};
+use super::tensor::{Tensor, not_stochastic, split_is_not_recorded};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
@@ -46,19 +45,6 @@ macro_rules! rule {
 
 rule!(AdagradRule);
 rule!(LionRule);
-
-impl Optimizer for StreamRule {
-    /// Without a log and without a sum of squares, for the types that measurements use.
-    fn step(self, kernel: Kernel, mut tensor: Tensor<'_>, _squares: bool) -> Result<f64> {
-        check::<StreamRule>(&tensor)?;
-        super::step::step_measured(kernel, self, &mut tensor)?;
-        Ok(0.0)
-    }
-
-    fn undo(self, _: Kernel, tensor: Tensor<'_>, _redo_scale: Option<f32>) -> Result<()> {
-        Err(no_kernel(tensor.dtypes()?))
-    }
-}
 
 impl AdamRule {
     /// Fails if the rule rounds stochastically, and these types have no moments that it could round.

@@ -200,18 +200,6 @@ pub fn with_bf16_moments<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Out
     })
 }
 
-/// As [`with_types`], for f32 parameters and states with the gradients and copies that measurements use.
-pub fn with_measured_types<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Output> {
-    use Dtype::{Bf16 as B, F32 as S};
-    let Dtypes { param, state, grad, copy } = dtypes;
-    Some(match (param, state, grad, copy) {
-        (S, S, S, None) => work.with::<F32, F32, F32, Absent>(),
-        (S, S, B, None) => work.with::<F32, F32, Bf16, Absent>(),
-        (S, S, B, Some(B)) => work.with::<F32, F32, Bf16, Bf16>(),
-        _ => return None,
-    })
-}
-
 /// Calls `work` for a bf16 parameter with a split master: states of f32 or bf16, a gradient of bf16 or f32, no copy.
 pub fn with_split_types<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Output> {
     use Dtype::{Bf16 as B, F32 as S};

@@ -4,7 +4,6 @@
 //! |---|---|
 //! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
 //! | `stochastic` | Adam with stochastic rounding of bf16 moments |
-//! | `stream` | a rule with almost no arithmetic, for measurements of memory bandwidth |
 //! | `chunk` | the entry points: dispatch of a chunk's step or undo to an SVE body or the generic body |
 //! | `step`, `record`, `undo` | the generic bodies: a step, a recorded step, and the exact undo of a recorded step |
 //! | `tensor`, `spans` | the operands of a step: checked slices, then typed addresses |
@@ -41,7 +40,6 @@ mod split;
 pub mod squares;
 mod step;
 mod stochastic;
-mod stream;
 mod tensor;
 mod undo;
 mod vector;
@@ -69,7 +67,6 @@ pub use publish::publish;
 pub use rules::{AdagradRule, AdamRule, Arithmetic, LionRule, WeightDecay};
 pub use step::grad_squares;
 pub use stochastic::stochastic_key;
-pub use stream::StreamRule;
 pub use tensor::{States, Tensor};
 
 /// Internals that the tests of this crate use in addition to the public API.

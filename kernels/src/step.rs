@@ -4,9 +4,7 @@ use std::marker::PhantomData;
 
 use super::chunk_loop::{Access, CHUNK, ChunkLoop, Op};
 use super::dispatch::Kernel;
-use super::element::{
-    Bf16, Element, F16, F32, WithTypes, with_bf16_moments, with_measured_types, with_types,
-};
+use super::element::{Bf16, Element, F16, F32, WithTypes, with_bf16_moments, with_types};
 use super::float_mode::IeeeMode;
 use super::record::{Recorded, StagingBuffer};
 use super::rules::{Arithmetic, ElementState};
@@ -33,15 +31,6 @@ pub fn step_stochastic(
     let dtypes = tensor.dtypes()?;
     let work = Step { kernel, rule, tensor, squares };
     with_bf16_moments(dtypes, work).ok_or_else(|| not_stochastic(dtypes))
-}
-
-/// As [`step`], without a log and without a sum of squares, for few types: each body takes time to compile.
-pub fn step_measured<R: Arithmetic>(kernel: Kernel, rule: R, tensor: &mut Tensor<'_>) -> Result<()> {
-    let dtypes = tensor.dtypes()?;
-    if tensor.has_log() {
-        return Err(no_kernel(dtypes));
-    }
-    with_measured_types(dtypes, Measured { kernel, rule, tensor }).ok_or_else(|| no_kernel(dtypes))
 }
 
 /// Sum of squares of `grad * scale` for one chunk. Panics if `grad` has more than [`CHUNK`] elements.
@@ -107,30 +96,6 @@ impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
                 (Some(log), _, false) => {
                     kernel.run(ChunkLoop::<_, false> { op: Recorded::new(rule, spans, log, stage), n })
                 }
-            }
-        }
-    }
-}
-
-struct Measured<'t, 'a, R> {
-    kernel: Kernel,
-    rule: R,
-    tensor: &'t mut Tensor<'a>,
-}
-
-impl<R: Arithmetic> WithTypes for Measured<'_, '_, R> {
-    type Output = ();
-    fn with<P: Element, S: Element, G: Element, C: Element>(self) {
-        let Measured { kernel, rule, tensor } = self;
-        let n = tensor.len();
-        let spans = Spans::<P, S, G, C>::of(tensor);
-        let _mode = IeeeMode::enter();
-        // SAFETY: `with_measured_types` chose P, S, G and C by the tensor's dtypes; for the rest as in `Step`.
-        unsafe {
-            if spans.in_place() {
-                kernel.run(ChunkLoop::<_, false> { op: Update::<_, _, _, _, _, true> { rule, spans }, n });
-            } else {
-                kernel.run(ChunkLoop::<_, false> { op: Update::<_, _, _, _, _, false> { rule, spans }, n });
             }
         }
     }

@@ -9,18 +9,18 @@
 //! | `split` | units divided over paths in proportion to weights |
 //! | `cast`, `tail`, `weights` | the rules of SuperOffload: dtype of gradients on the link, last buckets on the GPU, flowing weights |
 //! | `check`, `error` | arguments that must be positive, or finite; the error for the others |
-//! | `time` | times that a queue can sort |
+//! | `events` | what both simulators use: `pipeline/simulate.rs` for plans, `interleave/timeline.rs` for shared bandwidth |
 #![forbid(unsafe_code)]
 
 pub mod cast;
 pub mod error;
+mod events;
 pub mod interleave;
 pub mod model;
 pub mod picture;
 pub mod pipeline;
 pub mod split;
 pub mod tail;
-mod time;
 pub mod weights;
 
 /// Checks of numbers.

@@ -3,7 +3,7 @@
 //! Invariants:
 //! - Locks belong to a description of their own, whose descriptor forked children close and which leaves the process
 //!   never. Another descriptor of the arena, without locks, may be sent to other processes.
-//! - A forked child gets an error from every call. The mapping stays in the child: addresses that it inherited are valid.
+//! - A forked child uses none of this. The mapping stays in the child: addresses that it inherited are valid.
 //! - Memory that can be written is pinned memory for transfers, which register it at its first use. A read-only mapping
 //!   cannot be registered.
 //! - The owner removes the name of the arena when it closes it. Memory that other processes have mapped stays mapped.
@@ -19,7 +19,6 @@ use super::layout::{Identity, Layout, Region};
 use super::name::NamedFile;
 use crate::error::{ArenaError, ArenaKind, Error, Result};
 use crate::pool;
-use crate::sys::fork::OpeningProcess;
 use crate::sys::fork_closed::ForkClosedFile;
 use crate::sys::shared_memory::{self, SharedMapping};
 use crate::sys::span::Span;
@@ -35,7 +34,6 @@ pub const PROCESS_LOCKS: u64 = OWNER_LOCK + (2 << 32);
 /// An arena that this process has mapped. Thread-safe.
 #[derive(Debug)]
 pub struct Arena {
-    pub(super) opener: OpeningProcess,
     pub(super) title: String,
     pub(super) layout: Layout,
     identity: Identity,
@@ -140,9 +138,7 @@ impl Arena {
         let writing = try_vec::from_fn("listing the regions", layout.regions.len(), |_| Writing::default())?;
         let joined = try_vec::from_fn("listing the processes", layout.processes as usize, |_| false.into())?;
         let transfers = mapping.is_writable().then(|| pool::region::Region::adopt(mapping.memory(), false));
-        let opener = OpeningProcess::current();
         Ok(Arena {
-            opener,
             title,
             layout,
             identity,
@@ -208,11 +204,6 @@ impl Arena {
         })
     }
 
-    /// Returns an error in a process that did not open the arena.
-    pub fn check_process(&self) -> Result<()> {
-        self.opener.check("the arena")
-    }
-
     pub(super) fn described(&self, index: u32) -> Result<(usize, &Region)> {
         let count = self.layout.regions.len();
         let found = self.layout.regions.get(index as usize);
@@ -253,9 +244,6 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        if self.check_process().is_err() {
-            return;
-        }
         if let Some(region) = &self.transfers {
             region.retire();
         }

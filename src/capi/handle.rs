@@ -1,9 +1,28 @@
 //! Handles: objects of this library that C holds by pointer.
 //!
+//! This is the only place where a forked child is told that an object is its parent's: the functions below a handle do not
+//! check. A GPU also checks below, because its driver is of the whole process.
+//!
 //! C receives a handle from an `open` function and gives it back to a `close` function. A call that several threads may
 //! make at once takes `Option<&T>`, which the header shows as a const pointer. Other calls take `Option<&mut T>`.
 
 use crate::error::{Error, Result};
+
+/// Implements [`Handle`]: `handle!(name, argument, field, "the object")` for an object that works only in the process that
+/// opened it, which the field holds, and `handle!(name, argument)` for one that a forked child may use too.
+macro_rules! handle {
+    ($name:ident, $argument:literal $(, $opener:tt, $object:literal)?) => {
+        impl $crate::capi::handle::Handle for $name {
+            const NAME: &'static str = $argument;
+
+            fn check_process(&self) -> $crate::error::Result<()> {
+                $(self.$opener.check($object)?;)?
+                Ok(())
+            }
+        }
+    };
+}
+pub(in crate::capi) use handle;
 
 /// An object that C holds by pointer.
 pub trait Handle {

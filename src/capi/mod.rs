@@ -47,9 +47,10 @@ mod prelude {
     pub(in crate::capi) use super::abi_struct::{self, c_struct, choice, parsed, report, timeout};
     pub(in crate::capi) use super::base::spw_status;
     pub(in crate::capi) use super::guard::{guard, guard_step};
-    pub(in crate::capi) use super::handle::{self, Handle};
+    pub(in crate::capi) use super::handle::{self, handle};
     pub(in crate::capi) use super::pointer::{In, Out};
     pub(in crate::capi) use crate::error::{Error, Result};
+    pub(in crate::capi) use crate::sys::fork::OpeningProcess;
 }
 
 pub use abi_struct::AbiStruct;

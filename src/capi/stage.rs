@@ -89,15 +89,10 @@ pub struct spw_stage_cores {
 pub struct spw_stage {
     stage: Stage,
     undo: Undo,
+    opener: OpeningProcess,
 }
 
-impl Handle for spw_stage {
-    const NAME: &'static str = "stage";
-
-    fn check_process(&self) -> Result<()> {
-        self.stage.check_process()
-    }
-}
+handle!(spw_stage, "stage", opener, "the stage");
 
 /// Creates a stage.
 #[unsafe(no_mangle)]
@@ -119,7 +114,8 @@ pub extern "C" fn spw_stage_open(
             }
         };
         let options = Options { priority: raw.priority, cores: raw.cores as usize, publish };
-        stage_out.open(|| Ok(spw_stage { stage: Stage::open(options)?, undo }))
+        let opener = OpeningProcess::current();
+        stage_out.open(|| Ok(spw_stage { stage: Stage::open(options)?, undo, opener }))
     })
 }
 

@@ -63,13 +63,7 @@ pub struct spw_undo_options {
 /// A recording of one step, which can be rolled back. A forked child has a working copy.
 pub struct spw_undo(pub(in crate::capi) Recording);
 
-impl Handle for spw_undo {
-    const NAME: &'static str = "undo";
-
-    fn check_process(&self) -> Result<()> {
-        Ok(())
-    }
-}
+handle!(spw_undo, "undo");
 
 /// Creates a recording. SPW_UNDO_MODE_DELTA reserves 13 bytes of address space per element now, and takes memory page
 /// by page as steps need it. Free the recording with `spw_undo_close`.

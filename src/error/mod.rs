@@ -5,7 +5,7 @@
 //! | `mod.rs` | [`Error`], which every function of the crate returns |
 //! | `io.rs` | operations on files |
 //! | `tier.rs` | stored state |
-//! | `round.rs` | speculation rounds, and jobs of stages |
+//! | `round.rs` | speculation rounds, jobs of stages, updates on a tier |
 //! | `gpu.rs` | the GPU and its driver |
 //! | `arena.rs` | arenas of shared memory |
 //! | `convert.rs` | constructors and conversions to [`Error`] |
@@ -24,7 +24,7 @@ use std::fmt;
 pub use arena::{ArenaError, ArenaKind};
 pub use gpu::{GpuError, GpuKind};
 pub use io::{Doing, IoError, IoKind};
-pub use round::RoundError;
+pub use round::{RoundError, RoundKind, Rounds};
 pub use tier::{TierError, TierKind};
 
 /// An error, with a message that tells the user what to change.
@@ -72,15 +72,9 @@ pub enum Error {
     /// The state stored on a tier is damaged, or is not the requested one.
     #[error("{0}")]
     Tier(Box<TierError>),
-    /// A call that the present state of its speculation round does not allow; nothing changed.
+    /// A call that the present state of a round does not allow; nothing changed.
     #[error("{0}")]
-    Round(#[from] RoundError),
-    /// A call that the present state of a stage's job does not allow; nothing changed.
-    #[error("{}", .0.of_job())]
-    Job(RoundError),
-    /// A call that the present state of an update on a tier does not allow; nothing changed.
-    #[error("{}", .0.of_update())]
-    Update(RoundError),
+    Round(RoundError),
     /// A wait timed out; the operation is still in flight.
     #[error("{0}")]
     Timeout(String),

@@ -1,34 +1,49 @@
-//! Calls that the state of a speculation round, or of the job of a stage, does not allow.
+//! Calls that the state of a round does not allow: of a speculation round, of the job of a stage, or of an update on a
+//! tier.
 #![forbid(unsafe_code)]
 
-use std::borrow::Cow;
+use std::fmt;
 
-/// Why a call does not fit the state of a speculation round.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum RoundError {
+use super::Error;
+
+/// What has the state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rounds {
+    /// A speculation round of buckets.
+    Speculation,
+    /// The job of a stage, which is a round of one bucket.
+    Job,
+    /// An update on a tier, a round of subgroups.
+    Update,
+}
+
+/// A call that the present state does not allow; nothing changed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RoundError {
+    /// What has the state.
+    pub of: Rounds,
+    /// Why the call does not fit the state.
+    pub kind: RoundKind,
+}
+
+/// Why a call does not fit the state of a round.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RoundKind {
     /// No round was begun, or the last one ended without a bucket.
-    #[error("no round is open; begin one first")]
     NotBegun,
     /// A round is open already.
-    #[error("a round is open already; resolve or abort it first")]
     Open,
     /// The last round already has its verdict, and no new round is open.
-    #[error("the round is resolved already; begin the next one")]
     Resolved,
     /// The last round has its verdict, and buckets of it are not final.
-    #[error("buckets of the previous round are not final yet; wait for them first")]
     Unfinished,
     /// The round cannot have its verdict yet.
-    #[error("the gradients of this round are still being measured; wait for the local result first")]
     Unmeasured,
     /// A bucket was not submitted.
-    #[error("bucket {0} was not submitted in this round")]
     Missing(u32),
     /// A bucket was submitted twice.
-    #[error("bucket {0} was submitted already in this round")]
     Submitted(u32),
     /// The event that a bucket waits for can never happen.
-    #[error("bucket {bucket} will never be ready: {reason}")]
     Event {
         /// Number of the bucket.
         bucket: u32,
@@ -37,43 +52,45 @@ pub enum RoundError {
     },
 }
 
-impl RoundError {
-    /// The text for an update on a tier, whose buckets are subgroups. It has none of the other errors.
-    pub(super) fn of_update(&self) -> Cow<'static, str> {
-        match self {
-            RoundError::NotBegun => "no update is in progress; begin one first".into(),
-            RoundError::Open => {
-                "an update is in progress; give it its verdict and finish it, or roll the update back".into()
-            }
-            RoundError::Resolved => "the update has its verdict already; finish it".into(),
-            RoundError::Missing(subgroup) => {
-                format!("subgroup {subgroup} was not submitted in this update; submit it first").into()
-            }
-            RoundError::Submitted(subgroup) => {
-                format!("subgroup {subgroup} was submitted already in this update").into()
-            }
-            other => other.to_string().into(),
-        }
+impl Rounds {
+    /// The error of a call that does not fit the state.
+    pub fn error(self, kind: RoundKind) -> Error {
+        Error::Round(RoundError { of: self, kind })
     }
+}
 
-    /// The text for the job of a stage, whose round has one bucket.
-    pub(super) fn of_job(&self) -> Cow<'static, str> {
-        match self {
-            RoundError::NotBegun => "the stage has no open job; submit one first".into(),
-            RoundError::Open => "the stage has an open job; commit it or roll it back first".into(),
-            RoundError::Resolved => {
-                "the job of the stage has its verdict already; submit the next one".into()
+impl fmt::Display for RoundError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (round, a_round) = match self.of {
+            Rounds::Speculation => ("round", "a round"),
+            Rounds::Job => ("job of the stage", "a job of the stage"),
+            Rounds::Update => ("update", "an update"),
+        };
+        let part = |number: u32| match self.of {
+            Rounds::Speculation => format!("bucket {number}"),
+            Rounds::Job => "the job of the stage".to_string(),
+            Rounds::Update => format!("subgroup {number}"),
+        };
+        match self.kind {
+            RoundKind::NotBegun => write!(f, "no {round} is open; begin one first"),
+            RoundKind::Open => {
+                write!(
+                    f,
+                    "{a_round} is open already; give it its verdict and finish it, or roll the {round} back"
+                )
             }
-            RoundError::Unfinished => "the previous job of the stage is not over; finish it first".into(),
-            RoundError::Unmeasured => {
-                "the job of the stage has not stepped its tensors; wait for it first".into()
+            RoundKind::Resolved => {
+                write!(f, "the {round} has its verdict already; finish it, and begin the next one")
             }
-            RoundError::Missing(_) => "the job of the stage is not submitted yet; submit it first".into(),
-            RoundError::Submitted(_) => {
-                "the job of the stage is submitted already; commit it or roll it back first".into()
-            }
-            RoundError::Event { reason, .. } => {
-                format!("the job of the stage will never be ready: {reason}; roll it back").into()
+            RoundKind::Unfinished => write!(f, "the previous {round} is not final yet; wait for it first"),
+            RoundKind::Unmeasured => write!(
+                f,
+                "the gradients of the {round} are still being measured; wait for the local result first"
+            ),
+            RoundKind::Missing(number) => write!(f, "{} was not submitted; submit it first", part(number)),
+            RoundKind::Submitted(number) => write!(f, "{} was submitted already", part(number)),
+            RoundKind::Event { bucket, reason } => {
+                write!(f, "{} will never be ready: {reason}; roll the {round} back", part(bucket))
             }
         }
     }

@@ -98,7 +98,6 @@ impl Driver {
 
     /// Number of devices visible to this process, after `CUDA_VISIBLE_DEVICES`. Errors: no device.
     pub fn device_count(&self) -> Result<u32> {
-        self.check_process()?;
         let mut count = 0;
         // SAFETY: the driver is initialised; the pointer is valid.
         let outcome = unsafe { (self.table.cuDeviceGetCount)(&raw mut count) };
@@ -158,7 +157,8 @@ impl Driver {
         format!("{name} ({outcome})")
     }
 
-    /// Returns an error in a child of the process that initialised the driver.
+    /// Returns an error in a child of the process that initialised the driver. The driver is of the whole process: calls without
+    /// a handle and drops of GPU objects reach it too.
     pub(super) fn check_process(&self) -> Result<()> {
         if self.opener.is_current() {
             return Ok(());

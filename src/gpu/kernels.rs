@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::fmt;
 use std::sync::Arc;
 
 use super::device::Device;
@@ -27,10 +28,43 @@ const BRANCHES: u64 = 32;
 /// The kernels, compiled for one device.
 #[derive(Debug)]
 pub struct Kernels {
-    functions: HashMap<String, Function>,
+    functions: HashMap<KernelName, Function>,
     /// Smaller in tests, so that each warp processes many tiles.
     pub(super) most_blocks: u32,
     _modules: [Module; 2],
+}
+
+/// A kernel as a launch names it: what it does, and the types of its arrays. Text is made of it in messages only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct KernelName {
+    kind: &'static str,
+    types: [Option<Dtype>; 4],
+}
+
+impl KernelName {
+    /// The kinds; one that begins with another one stands before it.
+    const KINDS: [&'static str; 5] = ["adam_stochastic", "adam", "cast", "squares", "tree"];
+
+    fn of<const N: usize>(kind: &'static str, types: [Dtype; N]) -> KernelName {
+        KernelName { kind, types: std::array::from_fn(|at| types.get(at).copied()) }
+    }
+
+    /// The kernel with this name in the PTX: `spw_KIND_TYPE_TYPE`.
+    fn parse(name: &str) -> Option<KernelName> {
+        let rest = name.strip_prefix("spw_")?;
+        let kind = KernelName::KINDS.into_iter().find(|kind| rest.starts_with(kind))?;
+        let named =
+            |word| [Dtype::F32, Dtype::F16, Dtype::Bf16].into_iter().find(|dtype| dtype.name() == word);
+        let mut words = rest[kind.len()..].split('_').skip(1);
+        Some(KernelName { kind, types: std::array::from_fn(|_| words.next().and_then(named)) })
+    }
+}
+
+impl fmt::Display for KernelName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "spw_{}", self.kind)?;
+        self.types.iter().flatten().try_for_each(|dtype| write!(f, "_{}", dtype.name()))
+    }
 }
 
 /// An array of elements in device memory.
@@ -140,12 +174,6 @@ impl DeviceTensor {
             false => Err(Error::invalid("shadow", "must have the same types and lengths as the states")),
         }
     }
-
-    /// The element types as they appear in kernel names.
-    fn types(&self) -> String {
-        let DeviceStates { param, exp_avg, .. } = self.states;
-        format!("{}_{}_{}", param.dtype.name(), exp_avg.dtype.name(), self.grad.dtype.name())
-    }
 }
 
 /// Coefficients in the layout that the kernels read.
@@ -234,10 +262,9 @@ impl Kernels {
         let mut functions = HashMap::new();
         for (module, text) in modules.iter().zip([cast, adam]) {
             for line in text.lines() {
-                if let Some(name) =
-                    line.strip_prefix(".visible .entry ").and_then(|rest| rest.strip_suffix('('))
-                {
-                    functions.insert(name.to_string(), module.function(name)?);
+                let name = line.strip_prefix(".visible .entry ").and_then(|rest| rest.strip_suffix('('));
+                if let Some((name, kernel)) = name.and_then(|name| Some((name, KernelName::parse(name)?))) {
+                    functions.insert(kernel, module.function(name)?);
                 }
             }
         }
@@ -252,7 +279,7 @@ impl Kernels {
                 format!("has {} elements, but from has {}", to.len(), from.len()),
             ));
         }
-        let function = self.function(&format!("spw_cast_{}_{}", from.dtype.name(), to.dtype.name()))?;
+        let function = self.function(KernelName::of("cast", [from.dtype, to.dtype]))?;
         let (mut source, mut target, mut n) = (from.span.address(), to.span.address(), from.len());
         let arguments = [address(&mut source), address(&mut target), address(&mut n)];
         // SAFETY: the kernel's parameters, in order; both spans have n elements.
@@ -268,7 +295,7 @@ impl Kernels {
         scale: f32,
         sums: &Sums,
     ) -> Result<Option<DeviceSpan>> {
-        let function = self.function(&format!("spw_squares_{}", grad.dtype.name()))?;
+        let function = self.function(KernelName::of("squares", [grad.dtype]))?;
         let (mut source, mut n) = (grad.span.address(), grad.len());
         let (mut scale, mut tiles) = (scale, sums.first(n)?);
         let arguments = [address(&mut source), address(&mut scale), address(&mut n), address(&mut tiles)];
@@ -315,13 +342,15 @@ impl Kernels {
     fn adam_function(&self, rule: &AdamRule, tensor: &DeviceTensor) -> Result<Function> {
         tensor.check()?;
         let kind = if rule.stochastic.is_some() { "adam_stochastic" } else { "adam" };
-        let copy = tensor.param_copy.map_or(String::new(), |copy| format!("_{}", copy.dtype.name()));
-        self.function(&format!("spw_{kind}_{}{copy}", tensor.types()))
+        let DeviceStates { param, exp_avg, .. } = tensor.states;
+        let mut kernel = KernelName::of(kind, [param.dtype, exp_avg.dtype, tensor.grad.dtype]);
+        kernel.types[3] = tensor.param_copy.map(|copy| copy.dtype);
+        self.function(kernel)
     }
 
     /// Adds the sums of the tiles of `n` elements, level by level.
     pub(super) fn tree(&self, stream: &Stream, n: u64, sums: &Sums) -> Result<Option<DeviceSpan>> {
-        let function = self.function("spw_tree")?;
+        let function = self.function(KernelName::of("tree", []))?;
         let (mut count, mut from) = (n.div_ceil(TILE as u64), 0);
         if count == 0 {
             return Ok(None);
@@ -340,10 +369,10 @@ impl Kernels {
         Ok(Some(sums.memory.span().part(from, word)))
     }
 
-    fn function(&self, name: &str) -> Result<Function> {
-        let found = self.functions.get(name).copied();
+    fn function(&self, kernel: KernelName) -> Result<Function> {
+        let found = self.functions.get(&kernel).copied();
         found.ok_or_else(|| {
-            Error::Unsupported(format!("unsupported combination of types: there is no GPU kernel {name}"))
+            Error::Unsupported(format!("unsupported combination of types: there is no GPU kernel {kernel}"))
         })
     }
 

@@ -18,8 +18,8 @@ use super::device::Device;
 use super::stream::Stream;
 use super::table::code;
 use crate::error::{Error, Result};
-use crate::pool::region::{self, Reach, Region};
-use crate::pool::transfer_buffer::{BufferLease, TransferBuffer};
+use crate::pool::region::{self, Lease, Reach, Region};
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 use crate::sys::sync::Lock;
 
@@ -113,7 +113,7 @@ impl HostSpan {
     }
 
     /// Prevents the reuse of pinned memory until the lease is dropped.
-    pub(super) fn lease(&self) -> BufferLease {
+    pub(super) fn lease(&self) -> Lease {
         self.memory.lease()
     }
 

@@ -20,7 +20,7 @@ use super::memory::{DeviceMemory, HostSpan};
 use super::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::pool::transfer_buffer::BufferLease;
+use crate::pool::region::Lease;
 use crate::sys::sync::{Guard, Lock, deadline_after};
 
 /// Direction of a copy.
@@ -121,7 +121,7 @@ struct Running {
     done: Arc<GpuEvent>,
     _host: HostSpan,
     /// Keeps pool memory from being reused if its owner frees it too early.
-    _lease: BufferLease,
+    _lease: Lease,
 }
 
 /// The streams of one direction, and the buffers between them.

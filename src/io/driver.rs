@@ -243,7 +243,7 @@ impl Driver {
                 running.error =
                     self.failed_devices.contains(&op.device()).then(|| (0, op.refuse_failed_device()));
             }
-            if op.stopped() || running.error.is_some() || running.next == op.total() {
+            if op.expired() || running.error.is_some() || running.next == op.total() {
                 return Dispatch::AllStarted;
             }
             if *room == 0 {
@@ -333,10 +333,9 @@ impl Driver {
         let token = token as usize;
         let flight = &mut self.in_flight[token];
         match classify(&self.running[flight.owner].op, flight, result, message, &self.shared.counters) {
-            PieceResult::Retry if self.running[self.in_flight[token].owner].op.stopped() => {
-                let op = &self.running[self.in_flight[token].owner].op;
-                let cancelled = op.error(IoKind::Cancelled, "the operation was cancelled".to_string());
-                self.finish_piece(token, Some(cancelled));
+            PieceResult::Retry if self.running[self.in_flight[token].owner].op.expired() => {
+                let late = past_deadline(&self.running[self.in_flight[token].owner].op);
+                self.finish_piece(token, Some(late));
             }
             PieceResult::Retry => {
                 let pause =
@@ -369,7 +368,7 @@ impl Driver {
 
     fn finish_if_done(&mut self, key: usize) {
         let running = &self.running[key];
-        if running.in_flight > 0 || running.queued && !running.op.stopped() && running.error.is_none() {
+        if running.in_flight > 0 || running.queued && !running.op.expired() && running.error.is_none() {
             return;
         }
         if running.queued {
@@ -378,13 +377,16 @@ impl Driver {
         let Running { op, next, error, .. } = self.running.remove(key);
         let outcome = match error {
             Some((_, error)) => Err(error),
-            None if next < op.total() => {
-                Err(op.error(IoKind::Cancelled, "the operation was cancelled".to_string()))
-            }
+            None if next < op.total() => Err(past_deadline(&op)),
             None => Ok(op.span.len() as u64),
         };
         self.finished.push((op, outcome));
     }
+}
+
+/// The outcome of an operation that ends after its deadline. Its caller got an error already.
+fn past_deadline(op: &Operation) -> Error {
+    op.error(IoKind::Deadline, "the deadline passed".to_string())
 }
 
 enum Dispatch {

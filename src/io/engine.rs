@@ -37,14 +37,12 @@ use crate::pool::region;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
 use crate::sys::file::Access;
-use crate::sys::fork::OpeningProcess;
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::sync::Lock;
 use crate::sys::{threads, try_vec};
 
 /// An I/O engine: one queue, one driver thread.
 pub struct Engine {
-    opener: OpeningProcess,
     options: Options,
     piece_size: PieceSize,
     pub(super) shared: Arc<Shared>,
@@ -132,7 +130,6 @@ impl Engine {
         });
         region::watch(&watcher);
         Ok(Engine {
-            opener: OpeningProcess::current(),
             options,
             piece_size: PieceSize::new(options.block_bytes, profile),
             shared,
@@ -192,9 +189,8 @@ impl Engine {
             lease,
             submitted: Instant::now(),
             deadline: deadline.or(self.options.deadline).and_then(|time| Instant::now().checked_add(time)),
-            stop: false.into(),
-            started: false.into(),
             expired: false.into(),
+            started: false.into(),
             file,
         };
         let large = action == Action::Write && span.len() >= PREALLOCATE_FROM;
@@ -270,23 +266,6 @@ impl Engine {
         }
     }
 
-    /// Requests that an operation end early. The operation ends with `Cancelled` or with its normal outcome, after the
-    /// system has released its memory. A transfer that the device has already started is not aborted.
-    pub fn cancel(&self, handle: u64) -> Result<()> {
-        let mut state = self.shared.state.lock();
-        if let Some(op) = &state.entry(handle)?.op {
-            op.stop.store(true, Ordering::Release);
-        }
-        drop(state);
-        self.shared.wake();
-        Ok(())
-    }
-
-    /// True while the system may still use the memory of an operation, even if its deadline has passed.
-    pub fn holds_memory(&self, handle: u64) -> Result<bool> {
-        Ok(self.shared.state.lock().entry(handle).is_ok_and(|entry| entry.op.is_some()))
-    }
-
     /// Rings `bell` whenever operations have got their outcome. An engine has one bell; a second call is an error.
     pub fn ring_at_outcomes(&self, bell: Arc<Bell>) -> Result<()> {
         let second = |_| Error::invalid("bell", "was set already");
@@ -347,9 +326,6 @@ impl Engine {
     /// system keep their memory, and the driver thread, until they return. Returns the timeout, or else the first error
     /// that no wait returned.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
-        if !self.opener.is_current() {
-            return Ok(());
-        }
         let drained = self.wait_quiet(timeout);
         let mut state = self.shared.state.lock();
         state.closing = true;
@@ -361,11 +337,6 @@ impl Engine {
             Ok((!state.driver_gone && state.stuck.is_empty()).then_some(WaitEvent::DriverGone))
         })?;
         unseen.map_or(Ok(()), Err)
-    }
-
-    /// Fails in a forked child of the process that opened the engine.
-    pub fn check_process(&self) -> Result<()> {
-        self.opener.check("the I/O engine")
     }
 }
 
@@ -443,7 +414,7 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
-        if !self.opener.is_current() || self.shared.state.lock().closing {
+        if self.shared.state.lock().closing {
             return;
         }
         if let Err(error) = self.close(Some(CLOSE_TIMEOUT)) {

@@ -18,7 +18,7 @@ use super::counters::Counters;
 use super::file::File;
 use super::watchdog::Watchdog;
 use crate::error::{Doing, Error, IoError, IoKind, Result};
-use crate::pool::transfer_buffer::BufferLease;
+use crate::pool::region::Lease;
 use crate::sys::bell::Bell;
 use crate::sys::span::Span;
 use crate::sys::sync::{Guard, Lock, Signal};
@@ -36,13 +36,13 @@ pub(super) struct Operation {
     pub(super) span: Span,
     /// Most bytes of a piece.
     pub(super) piece: u64,
-    pub(super) lease: BufferLease,
+    pub(super) lease: Lease,
     pub(super) submitted: Instant,
     pub(super) deadline: Option<Instant>,
-    pub(super) stop: AtomicBool,
+    /// The deadline passed: no further piece starts, and nothing is copied to the caller's memory.
+    pub(super) expired: AtomicBool,
     /// True if pieces of the operation may be in the kernel.
     pub(super) started: AtomicBool,
-    pub(super) expired: AtomicBool,
 }
 
 impl Operation {
@@ -51,22 +51,16 @@ impl Operation {
         if self.action.moves_bytes() { self.span.len() as u64 } else { 1 }
     }
 
-    /// True if no further pieces may start.
-    pub(super) fn stopped(&self) -> bool {
-        self.stop.load(Ordering::Acquire)
-    }
-
-    /// Called before each piece; returns false if the operation is stopped. SeqCst handshake with `expire`: at least
+    /// Called before each piece; returns false if the operation has expired. SeqCst handshake with `expire`: at least
     /// one side observes the other.
     pub(super) fn start(&self) -> bool {
         self.started.store(true, Ordering::SeqCst);
-        !self.stop.load(Ordering::SeqCst)
+        !self.expired.load(Ordering::SeqCst)
     }
 
-    /// Stops the operation; true if pieces of it may be in the kernel.
+    /// Expires the operation; true if pieces of it may be in the kernel.
     pub(super) fn expire(&self) -> bool {
-        self.expired.store(true, Ordering::Release);
-        self.stop.store(true, Ordering::SeqCst);
+        self.expired.store(true, Ordering::SeqCst);
         self.started.load(Ordering::SeqCst)
     }
 

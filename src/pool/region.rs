@@ -248,27 +248,36 @@ pub fn watch(watcher: &Arc<dyn Fn() + Send + Sync>) {
     });
 }
 
-/// Keeps a part of a region mapped and prevents its reuse.
-#[derive(Debug)]
+/// Keeps the pinned part of a span mapped and prevents its reuse.
+#[derive(Debug, Default)]
 pub struct Lease {
+    whole: Option<LeasedPart>,
+    _parts: Vec<LeasedPart>,
+}
+
+#[derive(Debug)]
+struct LeasedPart {
     region: Arc<Region>,
     key: usize,
 }
 
 impl Lease {
-    /// Leases `part` of a region.
-    pub fn of(region: &Arc<Region>, part: Span) -> Lease {
-        let key = region.leases().insert(part.address()..part.address() + part.len());
-        Lease { region: Arc::clone(region), key }
+    /// Leases `span`, which lies in the region `whole`, or partly in the regions `parts`.
+    pub fn of(span: Span, whole: Option<&Arc<Region>>, parts: &[Arc<Region>]) -> Lease {
+        let lease = |region: &Arc<Region>| {
+            let key = region.leases().insert(span.address()..span.address() + span.len());
+            LeasedPart { region: Arc::clone(region), key }
+        };
+        Lease { whole: whole.map(lease), _parts: parts.iter().map(lease).collect() }
     }
 
-    /// The region that contains the part.
-    pub fn region(&self) -> &Arc<Region> {
-        &self.region
+    /// The region that contains the whole span.
+    pub fn region(&self) -> Option<&Arc<Region>> {
+        self.whole.as_ref().map(|part| &part.region)
     }
 }
 
-impl Drop for Lease {
+impl Drop for LeasedPart {
     fn drop(&mut self) {
         self.region.leases().remove(self.key);
     }
@@ -333,7 +342,7 @@ mod tests {
     fn a_lease_keeps_a_retired_region_mapped() {
         let region = Region::open(8192, Backing::default()).unwrap();
         let part = region.span().part(100, 50);
-        let lease = Lease::of(&region, part);
+        let lease = Lease::of(part, Some(&region), &[]);
         region.retire();
         assert!(region.leased(region.span().part(149, 1)) && !region.leased(region.span().part(150, 10)));
         drop(region);

@@ -21,20 +21,6 @@ pub struct TransferBuffer {
     touched: Vec<Arc<Region>>,
 }
 
-/// Prevents the reuse of the pinned part of a transfer buffer.
-#[derive(Debug, Default)]
-pub struct BufferLease {
-    whole: Option<Lease>,
-    _touched: Vec<Lease>,
-}
-
-impl BufferLease {
-    /// The region that contains all of the bytes.
-    pub fn region(&self) -> Option<&Arc<Region>> {
-        self.whole.as_ref().map(Lease::region)
-    }
-}
-
 impl TransferBuffer {
     /// No bytes.
     pub fn empty() -> TransferBuffer {
@@ -84,12 +70,8 @@ impl TransferBuffer {
     }
 
     /// Prevents the reuse of the pinned bytes until the lease is dropped.
-    pub fn lease(&self) -> BufferLease {
-        let lease = |region: &Arc<Region>| Lease::of(region, self.span);
-        BufferLease {
-            whole: self.region.as_ref().map(lease),
-            _touched: self.touched.iter().map(lease).collect(),
-        }
+    pub fn lease(&self) -> Lease {
+        Lease::of(self.span, self.region.as_ref(), &self.touched)
     }
 }
 

@@ -3,13 +3,12 @@
 //! Invariants:
 //! - A promise has one outcome. One that is dropped without an outcome, as by a panic, has an error: no caller waits for
 //!   ever.
-//! - A drop of the caller's side waits for the outcome, except in a forked child.
+//! - A drop of the caller's side waits for the outcome. It is not dropped in a forked child, which lacks the thread.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::fork::OpeningProcess;
 use super::sync::{Lock, Signal, deadline_after};
 use crate::error::{Error, IoError, Result};
 
@@ -19,10 +18,7 @@ pub struct Promise<T>(Arc<Shared<T>>);
 
 /// The side of the caller, who waits for the outcome.
 #[derive(Debug)]
-pub struct Outcome<T> {
-    opener: OpeningProcess,
-    shared: Arc<Shared<T>>,
-}
+pub struct Outcome<T>(Arc<Shared<T>>);
 
 #[derive(Debug)]
 struct Shared<T> {
@@ -35,7 +31,7 @@ struct Shared<T> {
 /// Both sides of the outcome of `what`.
 pub fn promise<T>(what: &'static str) -> (Promise<T>, Outcome<T>) {
     let shared = Arc::new(Shared { what, outcome: Lock::new(None), given: Signal::default() });
-    (Promise(Arc::clone(&shared)), Outcome { opener: OpeningProcess::current(), shared })
+    (Promise(Arc::clone(&shared)), Outcome(shared))
 }
 
 impl<T> Promise<T> {
@@ -54,20 +50,15 @@ impl<T> Drop for Promise<T> {
 }
 
 impl<T: Clone> Outcome<T> {
-    /// Fails in a forked child, which lacks the thread.
-    pub fn check_process(&self) -> Result<()> {
-        self.opener.check(self.shared.what)
-    }
-
     /// True once the outcome was given.
     pub fn ended(&self) -> bool {
-        self.shared.outcome.lock().is_some()
+        self.0.outcome.lock().is_some()
     }
 
     /// The outcome, any number of times. `Timeout` if it was not given after `timeout`.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<T> {
         let until = deadline_after(timeout);
-        let Shared { what, outcome, given } = &*self.shared;
+        let Shared { what, outcome, given } = &*self.0;
         let outcome = given.wait_while(outcome.lock(), until, |outcome| outcome.is_none());
         outcome.clone().unwrap_or_else(|| Err(IoError::wait_timeout(format!("{what} is still in progress"))))
     }
@@ -75,10 +66,8 @@ impl<T: Clone> Outcome<T> {
 
 impl<T> Drop for Outcome<T> {
     fn drop(&mut self) {
-        if self.opener.is_current() {
-            let Shared { outcome, given, .. } = &*self.shared;
-            drop(given.wait_while(outcome.lock(), None, |outcome| outcome.is_none()));
-        }
+        let Shared { outcome, given, .. } = &*self.0;
+        drop(given.wait_while(outcome.lock(), None, |outcome| outcome.is_none()));
     }
 }
 

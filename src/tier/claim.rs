@@ -15,7 +15,7 @@
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use crate::error::{Error, Result, RoundError};
+use crate::error::{Error, Result, RoundKind, Rounds};
 
 /// The update exists.
 const CLAIMED: u8 = 1;
@@ -44,7 +44,7 @@ pub(super) enum Committer {
 pub(super) struct Claims(AtomicU8);
 
 impl Claims {
-    /// Errors: only the update may commit (`Busy`, or [`RoundError::Open`] while its step is open).
+    /// Errors: only the update may commit (`Busy`, or [`RoundKind::Open`] while its step is open).
     pub(super) fn may_commit(&self, by: Committer) -> Result<()> {
         match by {
             Committer::Caller => self.may_roll_back().and_then(|()| self.settled()),
@@ -102,7 +102,7 @@ impl Claims {
     pub(super) fn may_roll_back(&self) -> Result<()> {
         self.no_import()?;
         if self.has(OPEN) {
-            return Err(Error::Update(RoundError::Open));
+            return Err(Rounds::Update.error(RoundKind::Open));
         }
         if self.has(CLAIMED) && self.has(CHANGED) {
             let message = "a tiered update has changed states since its last commit; commit or roll back that update first";

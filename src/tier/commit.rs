@@ -54,7 +54,7 @@ pub const MAX_PAYLOAD: usize = 1 << 20;
 impl Tier {
     /// Commits all changes as step `step`. `payload` has at most [`MAX_PAYLOAD`] bytes; the next open returns it. Waits
     /// for a commit beside writes first. `Busy` if another commit is in flight, or if a tiered update has changed states;
-    /// [`RoundError::Open`](crate::error::RoundError::Open) if it has an open step. After an error the previous step stays
+    /// [`RoundKind::Open`](crate::error::RoundKind::Open) if it has an open step. After an error the previous step stays
     /// committed, but if the outcome is unknown, a crash may find the new step.
     pub fn commit(&self, step: u64, payload: &[u8]) -> Result<()> {
         self.commit_if(Committer::Caller, step, payload)

@@ -40,7 +40,6 @@ use crate::checksum;
 use crate::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::log::{self, Level};
 use crate::sys::bell::Bell;
-use crate::sys::fork::OpeningProcess;
 use crate::sys::host;
 use crate::sys::sync::{Lock, Signal};
 
@@ -330,7 +329,6 @@ fn assemble(
         volume.engine.ring_at_outcomes(Arc::clone(&bell))?;
     }
     Ok(Tier {
-        opener: OpeningProcess::current(),
         options,
         identity: TierIdentity { tier, session: random()? as u64 },
         block_bytes,

@@ -25,7 +25,6 @@ use crate::io::counters::{EngineStats, EngineTraffic};
 use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
-use crate::sys::fork::OpeningProcess;
 use crate::sys::sync::{Lock, Signal, deadline_after};
 
 /// Shortest wait of a close for its files.
@@ -34,7 +33,6 @@ const CLOSE_AT_LEAST: Duration = Duration::from_secs(1);
 /// A tier: named extents stored on several paths.
 #[derive(Debug)]
 pub struct Tier {
-    pub(super) opener: OpeningProcess,
     pub(super) options: TierOptions,
     pub(super) identity: TierIdentity,
     pub(super) block_bytes: u64,
@@ -189,11 +187,6 @@ pub struct PathFlow {
 }
 
 impl Tier {
-    /// Fails in a forked child: the tier's threads and locks belong to the parent process.
-    pub fn check_process(&self) -> Result<()> {
-        self.opener.check("the tier")
-    }
-
     /// Result of the open.
     pub fn opened(&self) -> &Opened {
         &self.opened
@@ -278,7 +271,7 @@ impl Tier {
     }
 
     /// Discards all changes since the last commit. Waits for a commit beside writes first. `Busy` while a commit is in flight, or while a tiered update has
-    /// changed states; [`RoundError::Open`](crate::error::RoundError::Open) while it has an open step.
+    /// changed states; [`RoundKind::Open`](crate::error::RoundKind::Open) while it has an open step.
     pub fn rollback(&self) -> Result<()> {
         self.rollback_if(|| self.claims.may_roll_back())
     }
@@ -529,9 +522,6 @@ impl Tier {
             Err(error) if error.io_kind() == Some(IoKind::Timeout) => Err(error),
             _ => Ok(()),
         })?;
-        if !self.opener.is_current() {
-            return Ok(());
-        }
         let Tier { volumes, state, .. } = self;
         // Transfers without a waiter hold references to their volumes.
         drop(state);
@@ -542,7 +532,6 @@ impl Tier {
     /// Removes the tier from every path that is present. Returns the first error, after trying all paths. `Busy` if an
     /// operation is in flight. `Deadline` if a file system does not respond; the removal then continues on its own.
     pub fn destroy(self) -> Result<()> {
-        self.check_process()?;
         let Tier { volumes, state, .. } = self;
         // Transfers without a waiter hold references to their volumes.
         drop(state);

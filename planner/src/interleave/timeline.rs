@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::super::time::Time;
+use super::super::events::{Successors, Time};
 
 /// An engine, which serves operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,9 +86,7 @@ impl Timeline {
 struct Run<'a> {
     timeline: &'a Timeline,
     limits: Limits,
-    /// The successors of operation i are `next[first[i]..first[i + 1]]`.
-    first: Vec<u32>,
-    next: Vec<u32>,
+    next: Successors,
     missing: Vec<u32>,
     queues: [BinaryHeap<Reverse<(Time, u32)>>; ENGINES],
     /// The operation that each engine serves, and its remaining seconds at full speed.
@@ -100,26 +98,13 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     fn new(timeline: &'a Timeline, limits: Limits) -> Self {
         let count = timeline.ops.len();
-        let (mut first, mut missing) = (vec![0_u32; count + 1], vec![0_u32; count]);
-        for (before, after) in &timeline.edges {
-            first[*before as usize + 1] += 1;
-            missing[*after as usize] += 1;
-        }
-        for index in 0..count {
-            first[index + 1] += first[index];
-        }
-        let mut fill = first.clone();
-        let mut next = vec![0; timeline.edges.len()];
-        for (before, after) in &timeline.edges {
-            let at = &mut fill[*before as usize];
-            next[*at as usize] = *after;
-            *at += 1;
-        }
+        let mut missing = vec![0_u32; count];
+        timeline.edges.iter().for_each(|(_, after)| missing[*after as usize] += 1);
+        let next = Successors::of(vec![0; count + 1], vec![0; timeline.edges.len()], &timeline.edges);
         let ran = vec![Ran { start: 0.0, end: 0.0 }; count];
         let mut run = Run {
             timeline,
             limits,
-            first,
             next,
             missing,
             queues: Default::default(),
@@ -185,8 +170,8 @@ impl<'a> Run<'a> {
             }
             self.active[engine] = None;
             self.ran[op as usize].end = self.now;
-            for at in self.first[op as usize]..self.first[op as usize + 1] {
-                let after = self.next[at as usize];
+            for at in 0..self.next.after(op).len() {
+                let after = self.next.after(op)[at];
                 self.missing[after as usize] -= 1;
                 if self.missing[after as usize] == 0 {
                     self.enqueue(after);

@@ -11,7 +11,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::super::time::Time;
+use super::super::events::{Successors, Time};
 use super::graph::{Graph, Kind, Operation};
 use super::memory::Change;
 use super::{Shape, filled, reserve, reserved};
@@ -28,7 +28,7 @@ pub struct Simulated {
 /// Simulates all operations.
 pub fn run(shape: &Shape, graph: Graph) -> Result<Simulated> {
     let count = graph.operations.len();
-    let next = Successors::of(count, &graph.edges)?;
+    let next = Successors::of(filled(0_u32, count + 1)?, filled(0_u32, graph.edges.len())?, &graph.edges);
     let mut run = Run {
         shape,
         missing: filled(0_u32, count)?,
@@ -55,31 +55,6 @@ pub fn run(shape: &Shape, graph: Graph) -> Result<Simulated> {
     run.finish(&next)?;
     let (operations, dependencies) = with_dependencies(run.operations, &graph.edges)?;
     Ok(Simulated { operations, dependencies })
-}
-
-/// The operations that depend on each operation.
-struct Successors {
-    first: Vec<u32>,
-    next: Vec<u32>,
-}
-
-impl Successors {
-    fn of(count: usize, edges: &[(u32, u32)]) -> Result<Self> {
-        let (mut first, mut next) = (filled(0_u32, count + 1)?, filled(0_u32, edges.len())?);
-        edges.iter().for_each(|(before, _)| first[*before as usize + 1] += 1);
-        (0..count).for_each(|index| first[index + 1] += first[index]);
-        let mut fill: Vec<u32> = reserved(first.len())?;
-        fill.extend(&first);
-        for (before, after) in edges {
-            next[fill[*before as usize] as usize] = *after;
-            fill[*before as usize] += 1;
-        }
-        Ok(Successors { first, next })
-    }
-
-    fn after(&self, number: u32) -> &[u32] {
-        &self.next[self.first[number as usize] as usize..self.first[number as usize + 1] as usize]
-    }
 }
 
 struct Run<'a> {

@@ -92,15 +92,9 @@ pub struct spw_arena_info {
 }
 
 /// An arena that this process has mapped. Several threads may use it at once.
-pub struct spw_arena(pub(in crate::capi) Arc<Arena>);
+pub struct spw_arena(pub(in crate::capi) Arc<Arena>, OpeningProcess);
 
-impl Handle for spw_arena {
-    const NAME: &'static str = "arena";
-
-    fn check_process(&self) -> Result<()> {
-        self.0.check_process()
-    }
-}
+handle!(spw_arena, "arena", 1, "the arena");
 
 /// Creates an arena. Its memory is allocated and zeroed, its regions have generation 0, and only processes of this user
 /// may open it. The handle is its owner: `spw_arena_close` removes the name.
@@ -119,7 +113,7 @@ pub extern "C" fn spw_arena_create(
     guard(|| {
         let create = parse(&options.read("options")?)?;
         let make = || Arena::create(&create).map_err(|error| error.within("options."));
-        arena_out.open(|| Ok(spw_arena(Arc::new(make()?))))
+        arena_out.open(|| Ok(spw_arena(Arc::new(make()?), OpeningProcess::current())))
     })
 }
 
@@ -140,7 +134,7 @@ pub extern "C" fn spw_arena_open(
     guard(|| {
         let open = Open { timeout: timeout(timeout_ms), ..open_flags(flags)? };
         let name = name.text("name")?;
-        arena_out.open(|| Ok(spw_arena(Arc::new(Arena::open(name, open)?))))
+        arena_out.open(|| Ok(spw_arena(Arc::new(Arena::open(name, open)?), OpeningProcess::current())))
     })
 }
 
@@ -150,7 +144,7 @@ pub extern "C" fn spw_arena_open(
 pub extern "C" fn spw_arena_open_fd(fd: i32, flags: u32, arena_out: Out<*mut spw_arena>) -> spw_status {
     guard(|| {
         let open = open_flags(flags)?;
-        arena_out.open(|| Ok(spw_arena(Arc::new(Arena::open_fd(fd, open)?))))
+        arena_out.open(|| Ok(spw_arena(Arc::new(Arena::open_fd(fd, open)?), OpeningProcess::current())))
     })
 }
 

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char};
 
 use super::failure::{self, Failure};
-use crate::error::{ArenaKind, Error, GpuKind, IoError, IoKind, RoundError, TierKind};
+use crate::error::{ArenaKind, Error, GpuKind, IoError, IoKind, RoundKind, TierKind};
 use spillway_stores::secrets::printable;
 
 /// Declares the statuses, and the name of each.
@@ -157,14 +157,14 @@ pub(in crate::capi) fn of(error: &Error) -> spw_status {
         Error::NotFound(_) => spw_status::SPW_ERR_NOT_FOUND,
         Error::Timeout(_) => spw_status::SPW_ERR_TIMEOUT,
         Error::Internal(_) => spw_status::SPW_ERR_INTERNAL,
-        Error::Round(error) | Error::Job(error) | Error::Update(error) => match error {
-            RoundError::NotBegun => spw_status::SPW_ERR_NO_ROUND,
-            RoundError::Open => spw_status::SPW_ERR_ROUND_OPEN,
-            RoundError::Resolved => spw_status::SPW_ERR_ROUND_RESOLVED,
-            RoundError::Unfinished | RoundError::Unmeasured => spw_status::SPW_ERR_BUSY,
-            RoundError::Missing(_) => spw_status::SPW_ERR_BUCKET_MISSING,
-            RoundError::Submitted(_) => spw_status::SPW_ERR_BUCKET_SUBMITTED,
-            RoundError::Event { .. } => spw_status::SPW_ERR_EVENT_BROKEN,
+        Error::Round(error) => match error.kind {
+            RoundKind::NotBegun => spw_status::SPW_ERR_NO_ROUND,
+            RoundKind::Open => spw_status::SPW_ERR_ROUND_OPEN,
+            RoundKind::Resolved => spw_status::SPW_ERR_ROUND_RESOLVED,
+            RoundKind::Unfinished | RoundKind::Unmeasured => spw_status::SPW_ERR_BUSY,
+            RoundKind::Missing(_) => spw_status::SPW_ERR_BUCKET_MISSING,
+            RoundKind::Submitted(_) => spw_status::SPW_ERR_BUCKET_SUBMITTED,
+            RoundKind::Event { .. } => spw_status::SPW_ERR_EVENT_BROKEN,
         },
         Error::Io(error) => match error.kind {
             IoKind::Failed => spw_status::SPW_ERR_IO,

@@ -10,7 +10,7 @@ use crate::capi::speculate::bucket::{parse_event, spw_spec_event};
 use crate::capi::speculate::engine::spw_spec;
 use crate::capi::swap::inputs::{self, Rules};
 use crate::capi::swap::spw_swap;
-use crate::error::RoundError;
+use crate::error::{RoundKind, Rounds};
 use crate::kernel::Arithmetic;
 use crate::optim::deepspeed::ADAM;
 
@@ -81,7 +81,7 @@ pub unsafe extern "C" fn spw_swap_ds_adam_calls(
     guard(|| {
         let swap = handle::get_mut(swap)?;
         if let Some(subgroup) = swap.update.first_submitted()? {
-            return Err(Error::Update(RoundError::Submitted(subgroup as u32)));
+            return Err(Rounds::Update.error(RoundKind::Submitted(subgroup as u32)));
         }
         if count != swap.update.layout().len() as u64 {
             let reason = format!("is {count}, but there are {} subgroups", swap.update.layout().len());

@@ -4,6 +4,7 @@ use std::ffi::{CString, c_char, c_void};
 use std::sync::Arc;
 
 use crate::capi::deepspeed::call::{rule_of, spw_ds_adam_call};
+use crate::capi::handle::Handle;
 use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::overlap;
 use crate::capi::optim::table::{own_rule, rule};
@@ -81,7 +82,7 @@ pub struct spw_gpu {
 impl Handle for spw_gpu {
     const NAME: &'static str = "gpu";
 
-    /// Every call on the device checks this; a child gets SPW_ERR_GPU_FORKED.
+    /// The driver belongs to the process that initialised it; a child gets SPW_ERR_GPU_FORKED.
     fn check_process(&self) -> Result<()> {
         self.device.check_process()
     }

@@ -16,15 +16,10 @@ use crate::optim::deepspeed::ADAM;
 pub struct spw_interleave {
     pub(in crate::capi) engine: InterleavedUpdate,
     streams: bool,
+    opener: OpeningProcess,
 }
 
-impl Handle for spw_interleave {
-    const NAME: &'static str = "interleave";
-
-    fn check_process(&self) -> Result<()> {
-        self.engine.check_process()
-    }
-}
+handle!(spw_interleave, "interleave", opener, "the interleaved update");
 
 /// Creates an interleaved update of `count` (at most 65536) subgroups, numbered in the order in which their gradients
 /// arrive. The CPU updates all of them until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
@@ -64,7 +59,8 @@ pub unsafe extern "C" fn spw_interleave_open(
         unsafe {
             interleave_out.open(|| {
                 let Parts { streams, shape, backend } = parts(options, subgroups, count)?;
-                Ok(spw_interleave { engine: InterleavedUpdate::new(shape, backend)?, streams })
+                let engine = InterleavedUpdate::new(shape, backend)?;
+                Ok(spw_interleave { engine, streams, opener: OpeningProcess::current() })
             })
         }
     })
@@ -95,7 +91,7 @@ pub extern "C" fn spw_interleave_get_plan(
 ) -> spw_status {
     guard(|| {
         placements_out.required("placements_out")?;
-        placements_out.put_all(placements_of(&handle::get(interleave)?.engine.plan()?));
+        placements_out.put_all(placements_of(&handle::get(interleave)?.engine.plan()));
         Ok(())
     })
 }
@@ -262,7 +258,7 @@ pub extern "C" fn spw_interleave_get_trace(
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
-        let ran = handle::get(interleave)?.engine.ran()?;
+        let ran = handle::get(interleave)?.engine.ran();
         text_out.put_text(&trace::of_timings(&ran).to_json(), size, needed_out)
     })
 }
@@ -308,7 +304,7 @@ unsafe fn with_stream(
     interleave: Option<&spw_interleave>,
     stream: u64,
 ) -> Result<(&InterleavedUpdate, Model)> {
-    let spw_interleave { engine, streams } = handle::get(interleave)?;
+    let spw_interleave { engine, streams, .. } = handle::get(interleave)?;
     match (*streams, stream) {
         // SAFETY: the caller meets the callee's requirements.
         (true, stream) => Ok((engine, Some(unsafe { ForeignStream::new(stream) }))),
@@ -319,7 +315,7 @@ unsafe fn with_stream(
 
 /// Number of subgroups. A count is checked against it before an array of that many entries is read.
 fn subgroups_of(engine: &InterleavedUpdate) -> Result<u64> {
-    Ok(engine.plan()?.placements().len() as u64)
+    Ok(engine.plan().placements().len() as u64)
 }
 
 /// Rejects a count that is none of those allowed.

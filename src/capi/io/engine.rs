@@ -117,15 +117,9 @@ pub struct spw_io_stats {
 }
 
 /// An I/O engine: one queue with a thread that keeps it full across files and tensors.
-pub struct spw_io(pub(in crate::capi) Engine);
+pub struct spw_io(pub(in crate::capi) Engine, OpeningProcess);
 
-impl Handle for spw_io {
-    const NAME: &'static str = "io";
-
-    fn check_process(&self) -> Result<()> {
-        self.0.check_process()
-    }
-}
+handle!(spw_io, "io", 1, "the I/O engine");
 
 /// Creates an engine. `options` may be NULL.
 #[unsafe(no_mangle)]
@@ -133,7 +127,7 @@ pub extern "C" fn spw_io_open(options: In<spw_io_options>, io_out: Out<*mut spw_
     guard(|| {
         let raw = options.read_optional("options")?;
         let options = raw.as_ref().map_or(Ok(Options::default()), parse)?;
-        io_out.open(|| Ok(spw_io(Engine::open(options)?)))
+        io_out.open(|| Ok(spw_io(Engine::open(options)?, OpeningProcess::current())))
     })
 }
 

@@ -10,10 +10,9 @@ use crate::capi::prelude::*;
 /// limit), independently of other operations. `bytes_out` (may be NULL) receives the byte count of each. If operations
 /// failed, the status is that of the first in `handles`, and the message counts the others. `count` may be 0.
 ///
-/// After the call the handles are invalid, with two exceptions:
-///
-/// - SPW_ERR_TIMEOUT: all operations stay in flight, and their handles stay valid.
-/// - SPW_ERR_DEADLINE: the handle is valid for `spw_io_holds_memory`.
+/// After the call the handles are invalid, but after SPW_ERR_TIMEOUT: all operations stay in flight, and their handles stay
+/// valid. After SPW_ERR_DEADLINE the system may still use the memory of the operation, until `stuck` of `spw_io_stats` is 0.
+/// The library keeps memory of spw_pinned_alloc until then, also if it is freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_io_wait(
     io: Option<&spw_io>,
@@ -45,23 +44,6 @@ pub extern "C" fn spw_io_wait_all(
         let completed = handle::get(io)?.0.wait_all(timeout(timeout_ms))?;
         completed_out.put_optional(completed);
         Ok(())
-    })
-}
-
-/// Requests cancellation of an operation. Wait for the operation as usual. It ends as SPW_ERR_CANCELLED or with its
-/// normal result, after the system has released its memory. Requests that the device already has are not cancelled.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_io_cancel(io: Option<&spw_io>, handle: u64) -> spw_status {
-    guard(|| handle::get(io)?.0.cancel(handle))
-}
-
-/// Writes 1 if the system may still use the memory of an operation after SPW_ERR_DEADLINE, else 0. Memory of
-/// spw_pinned_alloc needs no check: the library quarantines it when it is freed.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_io_holds_memory(io: Option<&spw_io>, handle: u64, holds_out: Out<u32>) -> spw_status {
-    guard(|| {
-        let holds = handle::get(io)?.0.holds_memory(handle)?.into();
-        holds_out.put(holds, "holds_out")
     })
 }
 

@@ -4,7 +4,7 @@
 
 use std::ffi::c_void;
 
-use super::tensor::{at, spw_dtype, spw_dtype_size, spw_grad_tensor, spw_tensor};
+use super::tensor::{at, dtype_size, spw_dtype, spw_grad_tensor, spw_tensor};
 use crate::capi::prelude::*;
 use crate::sys::bump::{self, Bump};
 use crate::sys::try_vec;
@@ -113,6 +113,6 @@ fn range_of(tensor: u32, span: u8, address: *const c_void, dtype: u32, n: u64) -
     if start == 0 {
         return None;
     }
-    let bytes = spw_dtype_size(dtype).saturating_mul(n).min(usize::MAX as u64) as usize;
+    let bytes = dtype_size(dtype).saturating_mul(n).min(usize::MAX as u64) as usize;
     (bytes > 0).then(|| Range { start, end: start.saturating_add(bytes), tensor, span })
 }

@@ -21,9 +21,8 @@ pub enum spw_dtype {
     SPW_DTYPE_BF16 = 3,
 }
 
-/// Returns the bytes of one element: 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
+/// Bytes of one element: 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
+pub(super) fn dtype_size(dtype: u32) -> u64 {
     known_dtype(dtype).map_or(0, |dtype| dtype.size() as u64)
 }
 

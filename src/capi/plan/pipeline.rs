@@ -89,13 +89,7 @@ impl spw_pipeline {
     }
 }
 
-impl Handle for spw_pipeline {
-    const NAME: &'static str = "pipeline";
-
-    fn check_process(&self) -> Result<()> {
-        Ok(())
-    }
-}
+handle!(spw_pipeline, "pipeline");
 
 /// Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. Close the
 /// handle with `spw_pipeline_close`. Times whose sum over all devices is not finite are refused.

@@ -8,7 +8,7 @@ use crate::capi::optim::tensor::spw_tensor;
 use crate::capi::optim::{spw_adagrad_options, spw_adam_options, spw_lion_options};
 use crate::capi::prelude::*;
 use crate::capi::speculate::engine::{Rules, spw_spec};
-use crate::error::{Error, Result, RoundError};
+use crate::error::{Error, Result, RoundKind, Rounds};
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
 use crate::kernel::Arithmetic;
 use crate::offload::speculate::{Bucket, Tensors};
@@ -159,7 +159,7 @@ impl spw_spec {
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             match rules {
-                Rules::None => Err(RoundError::NotBegun.into()),
+                Rules::None => Err(Rounds::Speculation.error(RoundKind::NotBegun)),
                 Rules::Adam(rule) => self.boxed(lent::<spw_adam_options>(rule, tensors, count)?),
                 Rules::Adagrad(rule) => self.boxed(lent::<spw_adagrad_options>(rule, tensors, count)?),
                 Rules::Lion(rule) => self.boxed(lent::<spw_lion_options>(rule, tensors, count)?),

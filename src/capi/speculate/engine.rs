@@ -7,6 +7,7 @@ use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::lion::spw_lion_options;
 use crate::capi::optim::table::StepOptions;
 use crate::capi::prelude::*;
+use crate::error::Rounds;
 use crate::kernel::{AdagradRule, AdamRule, LionRule};
 use crate::offload::speculate::{Clip, Engine, Publication, Publish, Undo};
 use crate::sys::sync::{Guard, Lock};
@@ -73,17 +74,12 @@ pub struct spw_spec {
     pub(in crate::capi) engine: Engine,
     pub(in crate::capi) undo: Undo,
     rules: Lock<Rules>,
+    opener: OpeningProcess,
     /// Uploads and GPU steps of each bucket. Dropped after the engine, which uses them.
     pub(in crate::capi) devices: Lock<HashMap<u32, Publication>>,
 }
 
-impl Handle for spw_spec {
-    const NAME: &'static str = "spec";
-
-    fn check_process(&self) -> Result<()> {
-        self.engine.check_process()
-    }
-}
+handle!(spw_spec, "spec", opener, "the speculation engine");
 
 /// The coefficients of the round.
 #[derive(Clone, Copy)]
@@ -110,8 +106,10 @@ pub extern "C" fn spw_spec_open(options: In<spw_spec_options>, spec_out: Out<*mu
         let publishes = [Publish::Final, Publish::Staged, Publish::Speculative];
         let publish = choice("options.publish", options.publish, "spw_spec_publish", &publishes)?;
         let open = || {
-            let engine = Engine::open(options.buckets, publish).map_err(|error| error.within("options."))?;
-            Ok(spw_spec { engine, undo, rules: Lock::new(Rules::None), devices: Lock::default() })
+            let engine = Engine::open(options.buckets, publish, Rounds::Speculation)
+                .map_err(|error| error.within("options."))?;
+            let opener = OpeningProcess::current();
+            Ok(spw_spec { engine, undo, rules: Lock::new(Rules::None), opener, devices: Lock::default() })
         };
         spec_out.open(open)
     })

@@ -81,7 +81,7 @@ pub unsafe extern "C" fn spw_swap_submit(
     count: u64,
 ) -> spw_status {
     guard(|| {
-        let spw_swap { update, rules } = handle::get_mut(swap)?;
+        let spw_swap { update, rules, .. } = handle::get_mut(swap)?;
         let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
         update.may_submit(subgroup)?;
         let keep_weights = update.is_speculative()?;

@@ -23,15 +23,10 @@ pub struct spw_swap {
     pub(in crate::capi) update: Beside,
     /// The coefficients of the open update.
     pub(in crate::capi) rules: Rules,
+    opener: OpeningProcess,
 }
 
-impl Handle for spw_swap {
-    const NAME: &'static str = "swap";
-
-    fn check_process(&self) -> Result<()> {
-        self.update.check_process()
-    }
-}
+handle!(spw_swap, "swap", opener, "the tier");
 
 /// Computes the memory and traffic of `spw_swap_open` with these options on a tier of `paths` paths. It allocates no
 /// buffers. More than 1024 paths are an error.
@@ -70,8 +65,10 @@ pub extern "C" fn spw_swap_open(
             let paths = tier.paths().len();
             (tier, parse(options, paths)?)
         };
-        swap_out
-            .open(|| Ok(spw_swap { update: Beside::new(Swap::open(tier, &options)?), rules: Rules::None }))
+        swap_out.open(|| {
+            let update = Beside::new(Swap::open(tier, &options)?);
+            Ok(spw_swap { update, rules: Rules::None, opener: OpeningProcess::current() })
+        })
     })
 }
 
@@ -270,7 +267,7 @@ pub extern "C" fn spw_swap_commit_begin(
     guard(|| {
         let update = &handle::get_mut(swap)?.update;
         let payload = payload.payload(payload_bytes)?;
-        commit_out.open(|| Ok(spw_commit(update.commit(step, payload)?)))
+        commit_out.open(|| Ok(spw_commit::of(update.commit(step, payload)?)))
     })
 }
 

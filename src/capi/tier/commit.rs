@@ -7,15 +7,15 @@ use crate::capi::prelude::*;
 use crate::sys::promise::Outcome;
 
 /// A commit that a thread of the library makes, while the tier is put and got.
-pub struct spw_commit(pub(in crate::capi) Outcome<()>);
+pub struct spw_commit(Outcome<()>, OpeningProcess);
 
-impl Handle for spw_commit {
-    const NAME: &'static str = "commit";
-
-    fn check_process(&self) -> Result<()> {
-        self.0.check_process()
+impl spw_commit {
+    pub(in crate::capi) fn of(outcome: Outcome<()>) -> spw_commit {
+        spw_commit(outcome, OpeningProcess::current())
     }
 }
+
+handle!(spw_commit, "commit", 1, "the commit");
 
 /// Begins what `spw_tier_commit` does, and returns at once. The commit takes what the extents hold at the call; of a put in
 /// flight, what it puts. Puts and gets may continue, and count for the next commit. They use other space, so the tier needs
@@ -40,7 +40,7 @@ pub extern "C" fn spw_tier_commit_begin(
     guard(|| {
         let tier = &handle::get(tier)?.0;
         let payload = payload.payload(payload_bytes)?;
-        commit_out.open(|| Ok(spw_commit(tier.commit_beside(step, payload)?)))
+        commit_out.open(|| Ok(spw_commit::of(tier.commit_beside(step, payload)?)))
     })
 }
 

@@ -4,6 +4,7 @@ use std::ffi::c_char;
 use std::sync::Arc;
 
 use super::options::{owner, parse, spw_tier_options};
+use crate::capi::handle::Handle;
 use crate::capi::prelude::*;
 use crate::tier::Tier;
 use crate::tier::options::PathLocation;
@@ -15,15 +16,9 @@ use crate::tier::options::PathLocation;
 /// put replaces an extent's contents. `spw_tier_commit` makes all puts so far durable as one step. After a crash at any
 /// moment, the next open finds the last committed step complete, or the step whose commit was in flight. What a power
 /// cut leaves depends on the durability (docs/promises.md). Every read verifies the checksum of each block.
-pub struct spw_tier(pub(in crate::capi) Arc<Tier>);
+pub struct spw_tier(pub(in crate::capi) Arc<Tier>, OpeningProcess);
 
-impl Handle for spw_tier {
-    const NAME: &'static str = "tier";
-
-    fn check_process(&self) -> Result<()> {
-        self.0.check_process()
-    }
-}
+handle!(spw_tier, "tier", 1, "the tier");
 
 /// Opens a tier, or creates one. Each path gets a directory job/host/rank-N with a lock file. The lock is held until
 /// the tier is closed and its last operation has ended, or until the process ends.
@@ -51,7 +46,7 @@ impl Handle for spw_tier {
 pub extern "C" fn spw_tier_open(options: In<spw_tier_options>, tier_out: Out<*mut spw_tier>) -> spw_status {
     guard(|| {
         let options = parse(&options.read("options")?)?;
-        tier_out.open(|| Ok(spw_tier(Arc::new(Tier::open(options)?))))
+        tier_out.open(|| Ok(spw_tier(Arc::new(Tier::open(options)?), OpeningProcess::current())))
     })
 }
 

@@ -10,15 +10,15 @@ use crate::tier::select::Selection;
 use crate::tier::snapshot::TierSnapshot;
 
 /// An export of the last commit that a thread of the library writes, while the tier is put, got and committed.
-pub struct spw_tier_snapshot(TierSnapshot);
+pub struct spw_tier_snapshot(TierSnapshot, OpeningProcess);
 
-impl Handle for spw_tier_snapshot {
-    const NAME: &'static str = "snapshot";
-
-    fn check_process(&self) -> Result<()> {
-        self.0.check_process()
+impl spw_tier_snapshot {
+    fn of(begun: Result<TierSnapshot>) -> Result<spw_tier_snapshot> {
+        Ok(spw_tier_snapshot(begun?, OpeningProcess::current()))
     }
 }
+
+handle!(spw_tier_snapshot, "snapshot", 1, "the snapshot");
 
 c_struct! { first 32;
 /// How far a snapshot is.
@@ -49,7 +49,7 @@ pub extern "C" fn spw_tier_snapshot_begin(
         let tier = &handle::get(tier)?.0;
         let directory = directory.path("directory")?;
         let speed = (bytes_per_second > 0).then_some(bytes_per_second);
-        snapshot_out.open(|| Ok(spw_tier_snapshot(TierSnapshot::begin(tier, directory, speed)?)))
+        snapshot_out.open(|| spw_tier_snapshot::of(TierSnapshot::begin(tier, directory, speed)))
     })
 }
 
@@ -98,7 +98,7 @@ pub extern "C" fn spw_tier_export_begin(
             speed => (Pace::Gentle, Some(speed)),
         };
         snapshot_out
-            .open(|| Ok(spw_tier_snapshot(TierSnapshot::export(tier, file, form, &taken, pace, speed)?)))
+            .open(|| spw_tier_snapshot::of(TierSnapshot::export(tier, file, form, &taken, pace, speed)))
     })
 }
 

@@ -3,7 +3,7 @@
 use std::ffi::{CString, c_char};
 
 use crate::capi::prelude::*;
-use crate::error::{Doing, Error, IoError, Result};
+use crate::error::{Doing, Error, IoError};
 use crate::gpu::machine::Machine;
 use crate::gpu::visible::Ask;
 use crate::sys::prefetch;
@@ -125,13 +125,7 @@ pub struct spw_topo {
     gpus: Vec<[CString; 2]>,
 }
 
-impl Handle for spw_topo {
-    const NAME: &'static str = "topo";
-
-    fn check_process(&self) -> Result<()> {
-        Ok(())
-    }
-}
+handle!(spw_topo, "topo");
 
 impl spw_topo {
     fn new(machine: Machine) -> spw_topo {

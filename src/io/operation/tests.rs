@@ -12,10 +12,9 @@ fn under_way(handle: u64, submitted: Instant, deadline: Option<Instant>) -> Oper
         offset: 0,
         span: Span::empty(),
         piece: 512,
-        lease: BufferLease::default(),
+        lease: Lease::default(),
         submitted,
         deadline,
-        stop: false.into(),
         started: true.into(),
         expired: false.into(),
     }

@@ -112,7 +112,6 @@ fn run_on<B: Backend>(count: usize, mut backend: B) -> B {
             lease: Default::default(),
             submitted: Instant::now(),
             deadline: None,
-            stop: false.into(),
             started: false.into(),
             expired: false.into(),
         });

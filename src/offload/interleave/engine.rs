@@ -20,7 +20,6 @@ use super::recalibrate::RateMeter;
 use super::{Backend, Model, Timing};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
-use crate::sys::fork::PerProcess;
 use crate::sys::sync::{Guard, Lock, Signal};
 use crate::sys::threads;
 use spillway_planner::interleave::pieces;
@@ -30,7 +29,7 @@ use spillway_planner::interleave::{Rates, Shape};
 
 /// The interleaved update of one rank. Thread-safe.
 pub struct InterleavedUpdate {
-    inner: PerProcess<Arc<Inner>>,
+    inner: Arc<Inner>,
     worker: Arc<Worker>,
     watched: Lock<Watched>,
 }
@@ -76,47 +75,43 @@ impl InterleavedUpdate {
     pub fn new(shape: Shape, backend: Box<dyn Backend>) -> Result<InterleavedUpdate> {
         let machine = Lock::new(Machine::new(shape)?);
         let inner = Arc::new(Inner { backend, machine, changed: Signal::default() });
-        Ok(InterleavedUpdate {
-            inner: PerProcess::new(inner),
-            worker: Arc::default(),
-            watched: Lock::default(),
-        })
+        Ok(InterleavedUpdate { inner, worker: Arc::default(), watched: Lock::default() })
     }
 
     /// The subgroups and settings, which never change.
-    pub fn shape(&self) -> Result<Shape> {
-        Ok(self.machine()?.shape().clone())
+    pub fn shape(&self) -> Shape {
+        self.machine().shape().clone()
     }
 
     /// The plan of the next step, or of the step in flight.
-    pub fn plan(&self) -> Result<Plan> {
-        Ok(self.machine()?.plan().clone())
+    pub fn plan(&self) -> Plan {
+        self.machine().plan().clone()
     }
 
     /// Changes the plan: only after a step and before the first gradient of the next step.
     pub fn set_plan(&self, plan: Plan) -> Result<()> {
-        let mut machine = self.machine()?;
+        let mut machine = self.machine();
         if plan.count() == machine.shape().count() {
-            self.inner()?.backend.accepts(&plan)?;
+            self.inner.backend.accepts(&plan)?;
         }
-        machine.set_plan(plan, &mut |command| self.inner()?.backend.play(command, None))
+        machine.set_plan(plan, &mut |command| self.inner.backend.play(command, None))
     }
 
     /// Work already queued on `stream` produces the gradient of `subgroup`; its transfer may start.
     pub fn gradient(&self, subgroup: usize, stream: Model) -> Result<()> {
-        self.machine()?.gradient(subgroup, &mut |command| self.inner()?.backend.play(command, stream))
+        self.machine().gradient(subgroup, &mut |command| self.inner.backend.play(command, stream))
     }
 
     /// Work already queued on `stream` contains every read of the 16-bit parameters of `subgroup`, which may then be
     /// overwritten. [`InterleavedUpdate::begin`] implies this call for the remaining subgroups.
     pub fn params_free(&self, subgroup: usize, stream: Model) -> Result<()> {
-        self.machine()?.params_free(subgroup, &mut |command| self.inner()?.backend.play(command, stream))
+        self.machine().params_free(subgroup, &mut |command| self.inner.backend.play(command, stream))
     }
 
     /// Starts the step of all subgroups and returns. Every gradient must have been announced. `stream` is the
     /// framework's. `rules` holds one rule for all subgroups, or one per subgroup.
     pub fn begin(&self, rules: Vec<AdamRule>, stream: Model) -> Result<()> {
-        let mut machine = self.machine()?;
+        let mut machine = self.machine();
         let count = machine.shape().count();
         if rules.len() != 1 && rules.len() != count {
             return Err(Error::invalid(
@@ -124,16 +119,16 @@ impl InterleavedUpdate {
                 format!("there are {}, but 1 or {count} are needed", rules.len()),
             ));
         }
-        self.inner()?.backend.begin(rules.into())?;
-        self.collect()?.ran.clear();
-        machine.begin(&mut |command| self.inner()?.backend.play(command, stream))?;
+        self.inner.backend.begin(rules.into())?;
+        self.collect().ran.clear();
+        machine.begin(&mut |command| self.inner.backend.play(command, stream))?;
         let on_cpu = machine.plan().count_on(Placement::Cpu);
         drop(machine);
         if on_cpu > 0 {
             self.start_worker("spillway-step", move |inner| inner.cpu_part(on_cpu))?;
         }
-        self.inner()?.gpu_part(true, usize::MAX)?;
-        match self.inner()?.machine.lock().pieces_left() {
+        self.inner.gpu_part(true, usize::MAX)?;
+        match self.inner.machine.lock().pieces_left() {
             0 => Ok(()),
             left => self.start_worker("spillway-feed", move |inner| drop(inner.gpu_part(false, left))),
         }
@@ -142,10 +137,10 @@ impl InterleavedUpdate {
     /// Makes `reader` wait for the new 16-bit parameters of a subgroup. The call itself blocks at least until the CPU
     /// has updated the subgroup, or the GPU's work for it is enqueued.
     pub fn publish(&self, subgroup: usize, reader: Reader) -> Result<()> {
-        let mut machine = self.machine()?;
+        let mut machine = self.machine();
         machine.check(subgroup)?;
         while machine.is_stepping(subgroup) {
-            machine = self.inner()?.changed.wait(machine);
+            machine = self.inner.changed.wait(machine);
             machine.check(subgroup)?;
         }
         drop(machine);
@@ -153,25 +148,24 @@ impl InterleavedUpdate {
             Reader::Caller => (Lane::Caller, None),
             Reader::Stream(stream) => (Lane::Model, stream),
         };
-        schedule::publish(subgroup, lane, &mut |command| self.inner()?.backend.play(command, stream))
+        schedule::publish(subgroup, lane, &mut |command| self.inner.backend.play(command, stream))
     }
 
     /// True if the parameters of a subgroup are those of the last step begun.
     pub fn is_ready(&self, subgroup: usize) -> Result<bool> {
-        let machine = self.machine()?;
+        let machine = self.machine();
         machine.check(subgroup)?;
-        Ok(!machine.is_stepping(subgroup) && self.inner()?.backend.reached(LaneEvent::Ready(subgroup))?)
+        Ok(!machine.is_stepping(subgroup) && self.inner.backend.reached(LaneEvent::Ready(subgroup))?)
     }
 
     /// [`InterleavedUpdate::publish`] for every subgroup. Flushes may still be in flight afterwards.
     pub fn finish(&self, reader: Reader) -> Result<()> {
-        let count = self.machine()?.shape().count();
+        let count = self.machine().shape().count();
         (0..count).try_for_each(|subgroup| self.publish(subgroup, reader))
     }
 
     /// Sets initial rates; from then on [`InterleavedUpdate::replan`] corrects them with the timings of every step.
     pub fn calibrate(&self, rates: Rates) -> Result<()> {
-        drop(self.machine()?);
         self.watched.lock().meter = Some(RateMeter::new(rates)?);
         Ok(())
     }
@@ -179,9 +173,9 @@ impl InterleavedUpdate {
     /// Updates the rates with the timings since the last call, and changes the plan if the gain is worth it; returns
     /// true if the plan changed. `backward`: seconds of the backward pass that the steps overlap.
     pub fn replan(&self, backward: f64) -> Result<bool> {
-        let (shape, present) = (self.shape()?, self.plan()?);
+        let (shape, present) = (self.shape(), self.plan());
         let plan = {
-            let mut watched = self.collect()?;
+            let mut watched = self.collect();
             let unseen = std::mem::take(&mut watched.unseen);
             let meter = watched.meter.as_mut();
             let meter = meter.ok_or_else(|| {
@@ -201,59 +195,48 @@ impl InterleavedUpdate {
     /// and after [`InterleavedUpdate::set_plan`] removed residents.
     pub fn drain(&self) -> Result<()> {
         self.finish(Reader::Caller)?;
-        let plan = self.plan()?;
+        let plan = self.plan();
         let at_home = (0..plan.count()).filter(|subgroup| plan.placement(*subgroup) != Placement::Resident);
         at_home.into_iter().try_for_each(|subgroup| {
-            schedule::drain(subgroup, &mut |command| self.inner()?.backend.play(command, None))
+            schedule::drain(subgroup, &mut |command| self.inner.backend.play(command, None))
         })
     }
 
     /// Subgroups whose state in host memory is not the state after the last step: residents, subgroups whose flush is
     /// in flight, and after a failure every subgroup in doubt.
     pub fn away(&self) -> Vec<usize> {
-        let Ok(inner) = self.inner() else { return Vec::new() };
-        let machine = inner.machine.lock();
+        let machine = self.machine();
         let home = |subgroup: &usize| {
             machine.plan().placement(*subgroup) != Placement::Resident
                 && !machine.is_stepping(*subgroup)
-                && inner.backend.reached(LaneEvent::Home(*subgroup)).unwrap_or(false)
+                && self.inner.backend.reached(LaneEvent::Home(*subgroup)).unwrap_or(false)
         };
         (0..machine.shape().count()).filter(|subgroup| !home(subgroup)).collect()
     }
 
     /// Timings since the last step began.
-    pub fn ran(&self) -> Result<Vec<Timing>> {
-        drop(self.machine()?);
-        Ok(self.collect()?.ran.clone())
+    pub fn ran(&self) -> Vec<Timing> {
+        self.collect().ran.clone()
     }
 
     /// Takes the timings from the backend: for the meter, if there is one, and for a trace.
-    fn collect(&self) -> Result<Guard<'_, Watched>> {
+    fn collect(&self) -> Guard<'_, Watched> {
         let mut watched = self.watched.lock();
-        let new = self.inner()?.backend.timings();
+        let new = self.inner.backend.timings();
         if watched.meter.is_some() && watched.unseen.len() < MOST_UNSEEN {
             watched.unseen.extend_from_slice(&new);
         }
         watched.ran.extend(new);
-        Ok(watched)
+        watched
     }
 
-    /// Fails in a forked child of the process that opened the update.
-    pub fn check_process(&self) -> Result<()> {
-        self.inner().map(|_| ())
-    }
-
-    fn machine(&self) -> Result<Guard<'_, Machine>> {
-        Ok(self.inner()?.machine.lock())
-    }
-
-    fn inner(&self) -> Result<&Arc<Inner>> {
-        self.inner.check("the interleaved update")
+    fn machine(&self) -> Guard<'_, Machine> {
+        self.inner.machine.lock()
     }
 
     /// Starts a thread of the step in flight. If the thread cannot start, the step fails.
     fn start_worker(&self, name: &'static str, work: impl FnOnce(&Inner) + Send + 'static) -> Result<()> {
-        let (inner, worker) = (Arc::clone(self.inner()?), Arc::clone(&self.worker));
+        let (inner, worker) = (Arc::clone(&self.inner), Arc::clone(&self.worker));
         *worker.running.lock() += 1;
         let spawned = threads::spawn_quiet(name, move || {
             work(&inner);
@@ -264,7 +247,7 @@ impl InterleavedUpdate {
         spawned.or_else(|error| {
             *self.worker.running.lock() -= 1;
             let error = Error::system("starting a thread of the interleaved update", &error);
-            self.inner()?.done(0, Err(error))
+            self.inner.done(0, Err(error))
         })
     }
 }
@@ -304,9 +287,6 @@ impl Inner {
 
 impl Drop for InterleavedUpdate {
     fn drop(&mut self) {
-        if !self.inner.is_here() {
-            return;
-        }
         let mut running = self.worker.running.lock();
         while *running > 0 {
             running = self.worker.ended.wait(running);

@@ -3,7 +3,6 @@
 //! Invariants:
 //! - Thread-safe: every call takes one lock. No optimizer step runs while the lock is held.
 //! - Dropping an engine rolls an open round back before the drop returns.
-//! - In a forked child every call returns an error and never waits for the parent's executor thread.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -13,10 +12,9 @@ use super::bucket::{Bucket, Publish};
 use super::clip::{Clip, Verdict};
 use super::executor::{self, Inner, Shared};
 use super::round::{Counts, Progress, Task};
-use crate::error::{Error, Result, RoundError};
+use crate::error::{Error, Result, RoundKind, Rounds};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
-use crate::sys::fork::OpeningProcess;
 use crate::sys::sync::{Guard, deadline_after};
 use crate::sys::threads;
 
@@ -25,7 +23,6 @@ const MAX_BUCKETS: u32 = 1 << 20;
 
 /// Steps buckets before their verdict is known. Thread-safe.
 pub struct Engine {
-    opener: OpeningProcess,
     publish: Publish,
     shared: Arc<Shared>,
 }
@@ -54,16 +51,16 @@ pub struct Stats {
 
 impl Engine {
     /// Starts an engine for rounds of `buckets` buckets. Errors: `buckets` is not in `1..=MAX_BUCKETS`; no memory or
-    /// no thread.
-    pub fn open(buckets: u32, publish: Publish) -> Result<Engine> {
+    /// no thread. `of` is the subject of its errors.
+    pub fn open(buckets: u32, publish: Publish, of: Rounds) -> Result<Engine> {
         if !(1..=MAX_BUCKETS).contains(&buckets) {
             return Err(Error::invalid("buckets", format!("{buckets} is not between 1 and {MAX_BUCKETS}")));
         }
-        let shared = Arc::new(Shared::new(buckets)?);
+        let shared = Arc::new(Shared::new(buckets, of)?);
         let theirs = Arc::clone(&shared);
         threads::spawn_quiet("spillway-spec", move || executor::execute(&theirs))
             .map_err(|error| Error::system("starting the thread that steps in the background", &error))?;
-        Ok(Engine { opener: OpeningProcess::current(), publish, shared })
+        Ok(Engine { publish, shared })
     }
 
     /// Opens a round. Errors: a round is open, or buckets of the previous round are not final yet.
@@ -122,7 +119,7 @@ impl Engine {
     /// [`Publish::Speculative`].
     pub fn wait(&self, bucket: u32, timeout: Option<Duration>) -> Result<()> {
         let outcome = self.until(timeout, |inner| match inner.round.progress(bucket)? {
-            Progress::Missing if inner.round.is_idle() => Err(RoundError::Missing(bucket).into()),
+            Progress::Missing if inner.round.is_idle() => Err(inner.round.error(RoundKind::Missing(bucket))),
             Progress::Final => Ok(Some(())),
             Progress::Speculative if self.publish == Publish::Speculative => Ok(Some(())),
             _ => Ok(None),
@@ -169,11 +166,6 @@ impl Engine {
     /// When 16-bit copies are written and valid.
     pub fn publish(&self) -> Publish {
         self.publish
-    }
-
-    /// Returns an error in a process that did not open the engine.
-    pub fn check_process(&self) -> Result<()> {
-        self.opener.check("the speculation engine")
     }
 
     fn lock(&self) -> Guard<'_, Inner> {
@@ -241,9 +233,6 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        if self.check_process().is_err() {
-            return;
-        }
         let mut inner = self.lock();
         inner.round.abort();
         inner.sweep();

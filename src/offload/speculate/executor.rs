@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use super::bucket::{Bucket, Recording};
 use super::round::{Round, Task};
-use crate::error::{Error, Result, RoundError};
+use crate::error::{Error, Result, RoundKind, Rounds};
 use crate::optim::StepStats;
 use crate::sys::event::{Event, EventFd, Status, poll};
 use crate::sys::sync::{Lock, Signal};
@@ -58,11 +58,11 @@ pub struct Job {
 }
 
 impl Shared {
-    /// Shared state for rounds of `buckets` buckets.
-    pub fn new(buckets: u32) -> Result<Shared> {
+    /// Shared state for rounds of `buckets` buckets; `of` is the subject of their errors.
+    pub fn new(buckets: u32, of: Rounds) -> Result<Shared> {
         let waker = EventFd::new().map_err(|error| Error::system("creating an eventfd", &error))?;
         let inner = Inner {
-            round: Round::new(buckets as usize)?,
+            round: Round::new(buckets as usize, of)?,
             slots: try_vec::from_fn("listing the buckets", buckets as usize, |_| BucketSlot::default())?,
             watching: false,
             closing: false,
@@ -138,7 +138,9 @@ impl Inner {
                         slot.event = None;
                         continue;
                     }
-                    Status::Broken(reason) => RoundError::Event { bucket: *index as u32, reason }.into(),
+                    Status::Broken(reason) => {
+                        self.round.error(RoundKind::Event { bucket: *index as u32, reason })
+                    }
                 },
                 Err(error) => Error::system("polling events", error),
             };

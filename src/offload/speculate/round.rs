@@ -16,7 +16,7 @@
 #![forbid(unsafe_code)]
 
 use super::clip::{Clip, Verdict};
-use crate::error::{Error, Result, RoundError};
+use crate::error::{Error, Result, RoundKind, Rounds};
 use crate::kernel::squares;
 use crate::optim::StepStats;
 use crate::sys::try_vec;
@@ -111,6 +111,8 @@ pub struct Counts {
 /// One round, its buckets, and the counts over all rounds.
 #[derive(Debug)]
 pub struct Round {
+    /// The subject of its errors.
+    of: Rounds,
     phase: Phase,
     clip: Clip,
     buckets: Vec<BucketState>,
@@ -124,8 +126,9 @@ pub struct Round {
 
 impl Round {
     /// An idle state machine for `buckets` buckets.
-    pub fn new(buckets: usize) -> Result<Round> {
+    pub fn new(buckets: usize, of: Rounds) -> Result<Round> {
         Ok(Round {
+            of,
             phase: Phase::Idle,
             clip: Clip::none(),
             buckets: try_vec::from_fn("listing the buckets", buckets, |_| BucketState::Missing)?,
@@ -141,8 +144,8 @@ impl Round {
     pub fn begin(&mut self, clip: Clip) -> Result<()> {
         match self.phase {
             Phase::Idle => {}
-            Phase::Open => return Err(RoundError::Open.into()),
-            Phase::Resolved => return Err(RoundError::Unfinished.into()),
+            Phase::Open => return Err(self.error(RoundKind::Open)),
+            Phase::Resolved => return Err(self.error(RoundKind::Unfinished)),
         }
         self.phase = Phase::Open;
         self.clip = clip;
@@ -164,7 +167,7 @@ impl Round {
         self.open()?;
         match self.bucket(bucket)? {
             BucketState::Missing => Ok(()),
-            _ => Err(RoundError::Submitted(bucket).into()),
+            _ => Err(self.error(RoundKind::Submitted(bucket))),
         }
     }
 
@@ -262,7 +265,7 @@ impl Round {
     /// Resolves the round. Errors: no open round; a bucket failed or is missing; a bucket is not measured.
     pub fn resolve(&mut self, verdict: Verdict) -> Result<()> {
         if self.local()?.is_none() {
-            return Err(RoundError::Unmeasured.into());
+            return Err(self.error(RoundKind::Unmeasured));
         }
         match verdict {
             Verdict::Commit => self.counts.commits += 1,
@@ -326,12 +329,17 @@ impl Round {
         self.counts
     }
 
+    /// The error of a call that does not fit the state.
+    pub fn error(&self, kind: RoundKind) -> Error {
+        self.of.error(kind)
+    }
+
     fn open(&self) -> Result<()> {
         match self.phase {
             Phase::Open => Ok(()),
-            Phase::Resolved => Err(RoundError::Resolved.into()),
-            Phase::Idle if self.order.is_empty() => Err(RoundError::NotBegun.into()),
-            Phase::Idle => Err(RoundError::Resolved.into()),
+            Phase::Resolved => Err(self.error(RoundKind::Resolved)),
+            Phase::Idle if self.order.is_empty() => Err(self.error(RoundKind::NotBegun)),
+            Phase::Idle => Err(self.error(RoundKind::Resolved)),
         }
     }
 
@@ -347,7 +355,7 @@ impl Round {
             return Err(error.clone());
         }
         match self.buckets.iter().position(|bucket| *bucket == BucketState::Missing) {
-            Some(missing) => Err(RoundError::Missing(missing as u32).into()),
+            Some(missing) => Err(self.error(RoundKind::Missing(missing as u32))),
             None => Ok(()),
         }
     }

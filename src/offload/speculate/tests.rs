@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::round::Round;
 use super::{Bucket, Clip, Engine, Progress, Publish, Recording, Task, Verdict};
-use crate::error::{Error, Result, RoundError};
+use crate::error::{Error, Result, RoundError, RoundKind, Rounds};
 use crate::optim::StepStats;
 use crate::sys::event::{Event, EventFd};
 
@@ -20,7 +20,7 @@ fn clip() -> Clip {
 
 /// A round of three buckets, of which the given ones have arrived with these sums of squares.
 fn round(arrived: &[(usize, f64)]) -> (Round, Vec<Task>) {
-    let mut round = Round::new(3).unwrap();
+    let mut round = Round::new(3, Rounds::Speculation).unwrap();
     round.begin(clip()).unwrap();
     let mut tasks = Vec::new();
     for (index, sum) in arrived {
@@ -31,39 +31,39 @@ fn round(arrived: &[(usize, f64)]) -> (Round, Vec<Task>) {
     (round, tasks)
 }
 
-fn refused(outcome: Result<()>, wanted: RoundError) {
-    assert_eq!(outcome, Err(Error::Round(wanted)));
+fn refused(outcome: Result<()>, wanted: RoundKind) {
+    assert_eq!(outcome, Err(Rounds::Speculation.error(wanted)));
 }
 
 #[test]
 fn calls_out_of_order_are_refused_and_change_nothing() {
-    let mut round = Round::new(2).unwrap();
-    refused(round.submit(0), RoundError::NotBegun);
-    refused(round.resolve(Verdict::Commit), RoundError::NotBegun);
+    let mut round = Round::new(2, Rounds::Speculation).unwrap();
+    refused(round.submit(0), RoundKind::NotBegun);
+    refused(round.resolve(Verdict::Commit), RoundKind::NotBegun);
     round.begin(clip()).unwrap();
-    refused(round.begin(clip()), RoundError::Open);
+    refused(round.begin(clip()), RoundKind::Open);
     assert!(matches!(round.submit(2), Err(Error::InvalidArgument { .. })));
     round.submit(0).unwrap();
-    refused(round.submit(0), RoundError::Submitted(0));
-    refused(round.local().map(drop), RoundError::Missing(1));
-    refused(round.resolve(Verdict::Commit), RoundError::Missing(1));
+    refused(round.submit(0), RoundKind::Submitted(0));
+    refused(round.local().map(drop), RoundKind::Missing(1));
+    refused(round.resolve(Verdict::Commit), RoundKind::Missing(1));
     round.submit(1).unwrap();
     assert_eq!(round.local(), Ok(None));
-    refused(round.resolve(Verdict::Commit), RoundError::Unmeasured);
+    refused(round.resolve(Verdict::Commit), RoundKind::Unmeasured);
     for index in 0..2 {
         assert_eq!(round.start(index, Task::Speculate), Task::Speculate);
         round.done(index, seen(0.1));
     }
     round.resolve(Verdict::Skip).unwrap();
-    refused(round.resolve(Verdict::Skip), RoundError::Resolved);
-    refused(round.submit(0), RoundError::Resolved);
-    refused(round.begin(clip()), RoundError::Unfinished);
+    refused(round.resolve(Verdict::Skip), RoundKind::Resolved);
+    refused(round.submit(0), RoundKind::Resolved);
+    refused(round.begin(clip()), RoundKind::Unfinished);
     assert_eq!(round.due().collect::<Vec<_>>(), [1, 0], "the last submitted comes first");
     for index in [1, 0] {
         assert_eq!(round.start(index, Task::Speculate), Task::Rollback);
         round.done(index, StepStats::default());
     }
-    refused(round.submit(0), RoundError::Resolved);
+    refused(round.submit(0), RoundKind::Resolved);
     round.begin(clip()).unwrap();
     assert_eq!(round.progress(0), Ok(Progress::Missing));
 }
@@ -94,7 +94,7 @@ fn once_the_verdict_is_certain_buckets_are_spared() {
 #[test]
 fn a_bucket_that_does_not_speculate_steps_once_after_the_verdict() {
     for (verdict, wanted) in [(Verdict::Commit, Task::Step(1.0)), (Verdict::Redo(0.5), Task::Step(0.5))] {
-        let mut round = Round::new(1).unwrap();
+        let mut round = Round::new(1, Rounds::Speculation).unwrap();
         round.begin(clip()).unwrap();
         round.submit(0).unwrap();
         assert_eq!(round.start(0, Task::Measure), Task::Measure);
@@ -124,7 +124,7 @@ fn after_an_overflow_the_rest_is_not_even_measured() {
 
 #[test]
 fn an_abort_takes_back_what_was_stepped_also_what_is_being_stepped() {
-    let mut round = Round::new(4).unwrap();
+    let mut round = Round::new(4, Rounds::Speculation).unwrap();
     round.begin(clip()).unwrap();
     for bucket in 0..3 {
         round.submit(bucket).unwrap();
@@ -166,7 +166,7 @@ struct Stage {
 
 impl Stage {
     fn new(buckets: u32, publish: Publish) -> Stage {
-        let engine = Engine::open(buckets, publish).unwrap();
+        let engine = Engine::open(buckets, publish, Rounds::Speculation).unwrap();
         engine.begin(clip()).unwrap();
         Stage { engine, told: Arc::default() }
     }
@@ -249,7 +249,10 @@ fn an_event_that_can_never_come_is_an_error_that_names_the_bucket() {
     stage.submit(0, 0.1, Some(Event::readable(std::os::fd::AsRawFd::as_raw_fd(&reader)).unwrap())).unwrap();
     drop(writer);
     let error = stage.engine.wait(0, SOON).unwrap_err();
-    assert!(matches!(error, Error::Round(RoundError::Event { bucket: 0, .. })), "{error}");
+    assert!(
+        matches!(error, Error::Round(RoundError { kind: RoundKind::Event { bucket: 0, .. }, .. })),
+        "{error}"
+    );
     stage.engine.abort().unwrap();
     assert!(stage.engine.finish(SOON).is_err());
     assert_eq!(stage.told(), []);

@@ -10,11 +10,10 @@ use std::time::Duration;
 
 use super::cores::with_cores;
 use super::target::{Published, Target};
-use crate::error::{Error, Result};
+use crate::error::{Result, Rounds};
 use crate::offload::speculate::{Bucket, Clip, Engine, Progress, Publish, Recording, Task, Verdict};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
-use crate::sys::fork::OpeningProcess;
 
 /// The only bucket of a stage's engine.
 const ONLY: u32 = 0;
@@ -32,7 +31,6 @@ pub struct Options {
 
 /// An asynchronous optimizer job. Thread-safe.
 pub struct Stage {
-    opener: OpeningProcess,
     engine: Engine,
     options: Options,
 }
@@ -40,12 +38,12 @@ pub struct Stage {
 impl Stage {
     /// Starts a stage. Errors: no memory or no thread.
     pub fn open(options: Options) -> Result<Stage> {
-        Ok(Stage { opener: OpeningProcess::current(), engine: Engine::open(1, options.publish)?, options })
+        Ok(Stage { engine: Engine::open(1, options.publish, Rounds::Job)?, options })
     }
 
     /// Returns Ok if `submit` would accept a job now.
     pub fn begin(&self, grad_scale: f64) -> Result<()> {
-        self.engine.begin(Clip::new(0.0, grad_scale)?).map_err(of_job)
+        self.engine.begin(Clip::new(0.0, grad_scale)?)
     }
 
     /// Gives the job that [`Stage::begin`] opened its work, which starts once `event` has happened, or at once. Errors:
@@ -56,17 +54,17 @@ impl Stage {
             Some(target) => Box::new(Published::new(work, publish, target.claim()?)),
             None => work,
         };
-        self.engine.submit(ONLY, Box::new(Scheduled { work, options: self.options }), event).map_err(of_job)
+        self.engine.submit(ONLY, Box::new(Scheduled { work, options: self.options }), event)
     }
 
     /// Waits until the tensors are stepped, and returns the statistics of their gradients: the local result.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<StepStats> {
-        self.engine.local_result(timeout).map_err(of_job)
+        self.engine.local_result(timeout)
     }
 
     /// Gives the verdict of all stages and processes.
     pub fn resolve(&self, verdict: Verdict) -> Result<()> {
-        self.engine.resolve_as(verdict).map(drop).map_err(of_job)
+        self.engine.resolve_as(verdict).map(drop)
     }
 
     /// Rolls an open job back, whatever its state; a no-op without an open job.
@@ -77,30 +75,17 @@ impl Stage {
     /// Waits until the job is over, and returns its error if it failed. A job that failed before or during the wait needs
     /// no verdict: it is rolled back.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<()> {
-        self.engine.finish_or_abort(timeout).map_err(of_job)
+        self.engine.finish_or_abort(timeout)
     }
 
     /// State of the job.
     pub fn progress(&self) -> Result<Progress> {
-        self.engine.progress(ONLY).map_err(of_job)
+        self.engine.progress(ONLY)
     }
 
     /// When the 16-bit copies are written.
     pub fn publish(&self) -> Publish {
         self.options.publish
-    }
-
-    /// Returns an error in a process that did not open the stage.
-    pub fn check_process(&self) -> Result<()> {
-        self.opener.check("the stage")
-    }
-}
-
-/// The error of the engine's only bucket as that of the stage's job.
-fn of_job(error: Error) -> Error {
-    match error {
-        Error::Round(error) => Error::Job(error),
-        other => other,
     }
 }
 

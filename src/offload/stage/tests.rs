@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::target::Published;
 use super::{Options, Stage, Target};
 use crate::arena::{Arena, Create, Open, RegionSpec};
-use crate::error::{ArenaKind, Error, Result, RoundError};
+use crate::error::{ArenaKind, Error, Result, RoundError, RoundKind, Rounds};
 use crate::offload::speculate::{Bucket, Progress, Publish, Recording, Task, Verdict};
 use crate::optim::StepStats;
 use crate::optim::lent::LentCopy;
@@ -234,7 +234,13 @@ fn a_job_that_fails_while_finish_waits_ends_the_wait_with_its_error() {
         until_asleep(&thread.recv().unwrap());
         drop(writer);
         let failed = finished.join().unwrap();
-        assert!(matches!(failed, Err(Error::Job(RoundError::Event { .. }))), "{failed:?}");
+        assert!(
+            matches!(
+                failed,
+                Err(Error::Round(RoundError { of: Rounds::Job, kind: RoundKind::Event { .. } }))
+            ),
+            "{failed:?}"
+        );
     });
     assert!(told.lock().unwrap().is_empty());
     stage.begin(1.0).unwrap();

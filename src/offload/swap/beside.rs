@@ -22,11 +22,10 @@ use super::adam::{AdamUpdate, Part, Parts};
 use super::budget::Budget;
 use super::extents;
 use super::{Advance, Closure, Layout, Source, SubgroupState, Swap, SwapStats, Update, stuck};
-use crate::error::{Error, Result, RoundError};
+use crate::error::{Error, Result, RoundKind, Rounds};
 use crate::offload::speculate::Verdict;
 use crate::optim::StepStats;
 use crate::sys::bell::Bell;
-use crate::sys::fork::OpeningProcess;
 use crate::sys::promise::{Outcome, Promise, promise};
 use crate::sys::sync::{Guard, Lock, Signal, deadline_after};
 use crate::sys::{threads, try_vec};
@@ -47,7 +46,6 @@ pub struct BesideOptions {
 /// A tiered update whose steps may run beside the caller.
 #[derive(Debug)]
 pub struct Beside {
-    opener: OpeningProcess,
     layout: Layout,
     budget: Budget,
     /// Told when an update begins and ends.
@@ -126,12 +124,7 @@ impl Beside {
             swap: Some(Box::new(swap)),
         };
         let shared = Arc::new(Shared { inner: Lock::new(inner), changed: Signal::default(), bell });
-        Beside { opener: OpeningProcess::current(), layout, budget, claim, shared }
-    }
-
-    /// Returns an error in a forked child of the process that opened the update.
-    pub fn check_process(&self) -> Result<()> {
-        self.opener.check("the tier")
+        Beside { layout, budget, claim, shared }
     }
 
     /// The subgroups.
@@ -156,10 +149,10 @@ impl Beside {
     pub fn at_rest<T>(&self, call: impl FnOnce(&mut Swap) -> Result<T>) -> Result<T> {
         let inner = self.shared.inner.lock();
         if inner.open.is_some() {
-            return Err(Error::Update(RoundError::Open));
+            return Err(Rounds::Update.error(RoundKind::Open));
         }
         let mut inner = self.wait_while(inner, None, |inner| !inner.is_at_rest());
-        inner.swap.as_mut().map_or_else(|| Err(Error::Update(RoundError::Open)), |swap| call(swap))
+        inner.swap.as_mut().map_or_else(|| Err(Rounds::Update.error(RoundKind::Open)), |swap| call(swap))
     }
 
     /// Opens an update and returns at once: reads begin, in the order in which the last update's gradients arrived.
@@ -168,7 +161,7 @@ impl Beside {
         let submitted = try_vec::from_fn("listing the subgroups", self.layout.len(), |_| false)?;
         let mut inner = self.shared.inner.lock();
         if inner.open.is_some() {
-            return Err(Error::Update(RoundError::Open));
+            return Err(Rounds::Update.error(RoundKind::Open));
         }
         self.start_thread(&inner)?;
         self.claim.begin()?;
@@ -193,7 +186,7 @@ impl Beside {
         self.claim.after_commit();
         let mut inner = self.shared.inner.lock();
         if inner.open.is_some() {
-            return Err(Error::Update(RoundError::Open));
+            return Err(Rounds::Update.error(RoundKind::Open));
         }
         // It finds the commit once the lock is free.
         self.start_thread(&inner)?;
@@ -254,7 +247,7 @@ impl Beside {
         let mut inner = self.shared.inner.lock();
         let open = open(&mut inner)?;
         if open.verdict.is_some() {
-            return Err(Error::Update(RoundError::Resolved));
+            return Err(Rounds::Update.error(RoundKind::Resolved));
         }
         open.verdict = Some(verdict);
         open.letters.push(Letter::Verdict(verdict));
@@ -332,24 +325,22 @@ impl Beside {
 
 impl Drop for Beside {
     fn drop(&mut self) {
-        if self.check_process().is_ok() {
-            // The thread may hold the rest for a moment longer; the tier must not be in use after a close.
-            let swap = self.abandon().swap.take();
-            drop(swap);
-        }
+        // The thread may hold the rest for a moment longer; the tier must not be in use after a close.
+        let swap = self.abandon().swap.take();
+        drop(swap);
     }
 }
 
 fn open(inner: &mut Inner) -> Result<&mut Open> {
-    inner.open.as_mut().ok_or(Error::Update(RoundError::NotBegun))
+    inner.open.as_mut().ok_or(Rounds::Update.error(RoundKind::NotBegun))
 }
 
 impl Open {
     fn may_submit(&self, subgroup: usize) -> Result<()> {
         match &self.outcome {
             Some(Err(error)) => Err(error.clone()),
-            _ if self.verdict == Some(Verdict::Skip) => Err(Error::Update(RoundError::Resolved)),
-            _ if self.submitted[subgroup] => Err(Error::Update(RoundError::Submitted(subgroup as u32))),
+            _ if self.verdict == Some(Verdict::Skip) => Err(Rounds::Update.error(RoundKind::Resolved)),
+            _ if self.submitted[subgroup] => Err(Rounds::Update.error(RoundKind::Submitted(subgroup as u32))),
             _ => Ok(()),
         }
     }
@@ -364,8 +355,8 @@ impl Open {
             return Ok(());
         }
         match self.submitted.iter().position(|submitted| !submitted) {
-            Some(missing) => Err(Error::Update(RoundError::Missing(missing as u32))),
-            None if self.verdict.is_none() => Err(Error::Update(RoundError::Open)),
+            Some(missing) => Err(Rounds::Update.error(RoundKind::Missing(missing as u32))),
+            None if self.verdict.is_none() => Err(Rounds::Update.error(RoundKind::Open)),
             None => Ok(()),
         }
     }

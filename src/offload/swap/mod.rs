@@ -172,11 +172,6 @@ impl Swap {
         })
     }
 
-    /// Returns an error in a forked child of the process that opened the tier.
-    pub fn check_process(&self) -> Result<()> {
-        self.tier.check_process()
-    }
-
     /// The memory that was allocated.
     pub fn budget(&self) -> Budget {
         self.budget

@@ -1,19 +1,19 @@
 """Measures Spillway against what is installed, in one process and in alternation.
 
     python -m spillway.bench adam [--sizes 1Mi,16Mi,100Mi] [--rounds 7]
+    python -m spillway.bench undo [--size 100Mi] [--rounds 9]
     python -m spillway.bench torch [--size 100Mi] [--rounds 9]
     python -m spillway.bench accumulate [--size 100Mi] [--rounds 15]
     python -m spillway.bench megatron [--tensors 512] [--elements 1Mi] [--rounds 9]
     python -m spillway.bench io [--dir DIRECTORY] [--size 128Mi] [--rounds 7]
     python -m spillway.bench compare OLD.json NEW.json
 
-Options of all that measure: --json [FILE], --plot FILE.svg, --compare OLD.json. `compare` measures nothing. It reads reports of
-the command line tool too."""
+Options of all that measure: --json [FILE], --plot FILE.svg, --compare OLD.json. `compare` measures nothing."""
 
 import argparse
 
 from .. import _console
-from . import _accumulate, _adam, _io, _megatron, _output, _torch
+from . import _accumulate, _adam, _io, _megatron, _output, _torch, _undo
 
 
 def main():
@@ -26,11 +26,14 @@ def main():
 
 def _arguments():
     parser = argparse.ArgumentParser(prog="python -m spillway.bench", description=__doc__.splitlines()[0])
-    kinds = parser.add_subparsers(required=True, metavar="adam|torch|accumulate|megatron|io|compare")
+    kinds = parser.add_subparsers(required=True, metavar="adam|undo|torch|accumulate|megatron|io|compare")
     adam = kinds.add_parser("adam", help="the optimizer step against DeepSpeed's op and torch")
     adam.set_defaults(measurement=_adam)
     adam.add_argument("--sizes", type=_sizes, default=_sizes("1Mi,16Mi,100Mi"))
     adam.add_argument("--tensors", type=_count, default=10_000)
+    undo = kinds.add_parser("undo", help="a step that can be rolled back, and its rollback, against the plain step")
+    undo.set_defaults(measurement=_undo)
+    undo.add_argument("--size", type=_size, default=_size("100Mi"), help="number of parameters")
     torch = kinds.add_parser("torch", help="spillway.torch against torch's optimizers")
     torch.set_defaults(measurement=_torch)
     torch.add_argument("--size", type=_size, default=_size("100Mi"), help="parameters of the largest tensor")
@@ -52,10 +55,10 @@ def _arguments():
         default=[False],
         help="one,each: all tensors in one file, or a file each",
     )
-    for kind, rounds in ((adam, 7), (torch, 9), (accumulate, 15), (megatron, 9), (io, 7)):
+    for kind, rounds in ((adam, 7), (undo, 9), (torch, 9), (accumulate, 15), (megatron, 9), (io, 7)):
         kind.add_argument("--rounds", type=_count, default=rounds)
         _output.add_arguments(kind)
-    compare = kinds.add_parser("compare", help="compares two reports of one benchmark, also those of the command line tool")
+    compare = kinds.add_parser("compare", help="compares two reports of one benchmark")
     compare.set_defaults(measurement=None)
     compare.add_argument("old", metavar="OLD.json")
     compare.add_argument("new", metavar="NEW.json")

@@ -2,7 +2,8 @@
 foreach.
 
 All run in this process, on the same arrays, in alternation; their results are compared before the timing. A ratio is
-the other implementation's time divided by Spillway's: above 1, Spillway is faster."""
+the other implementation's time divided by Spillway's: above 1, Spillway is faster. The row `memory limit` has the time of
+plain reads and writes of as many bytes: its ratio is the part of the memory's bandwidth that Spillway's step reaches."""
 
 import itertools
 import time
@@ -13,6 +14,8 @@ from . import _machine, _progress, _report
 
 _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 _SCALE = 0.125
+# Reads and writes of the four arrays, of which a step moves 28 bytes per parameter and `_limit` 36.
+_LIMIT, _OF_LIMIT = "memory limit", 28 / 36
 # Numbers of DeepSpeed's optimizers.
 _ids = itertools.count(1)
 
@@ -58,7 +61,18 @@ def _plain(torch, native, n, rounds):
     for name, choice in (("torch fused", {"fused": True}), ("torch foreach", {"foreach": True})):
         contenders[name] = _torch_adamw(torch, [arrays], choice)
     _agree(torch, contenders, [arrays[0]], _reset([arrays]))
+    contenders[_LIMIT] = _limit(*arrays)
     return _measure({"work": "plain f32", "parameters": n, "tensors": 1}, contenders, rounds)
+
+
+def _limit(param, grad, exp_avg, exp_avg_sq):
+    """Sums of the arrays, on the threads and with the instruction set of a step. The factor keeps their values."""
+
+    def run():
+        for dst, src in ((param, exp_avg_sq), (exp_avg, grad), (grad, param)):
+            spillway.accumulate_(dst, src, scale=1e-30)
+
+    return run
 
 
 def _fused(torch, native, n, rounds):
@@ -175,7 +189,7 @@ def _measure(case, contenders, rounds):
             start = time.perf_counter()
             for _ in range(repeats[name]):
                 run()
-            times[name].append((time.perf_counter() - start) / repeats[name])
+            times[name].append((time.perf_counter() - start) / repeats[name] * (_OF_LIMIT if name == _LIMIT else 1))
     for name, taken in times.items():
         figures = {
             "ms": [seconds * 1e3 for seconds in taken],

@@ -1,5 +1,5 @@
-"""What a benchmark measured: the JSON shape that all benchmarks share, also those of the command line tool, and its
-comparison with an earlier run.
+"""What a benchmark measured: the JSON shape that all benchmarks share, and its comparison
+with an earlier run.
 
 docs/benchmarks.md describes the shape. A figure is a median with its quartiles over the rounds."""
 

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::*;
-use crate::error::RoundError;
+use crate::error::{RoundKind, Rounds};
 use crate::io::sim::{Crash, Journal};
 use crate::offload::speculate::Verdict;
 use crate::offload::swap::adam::Part;
@@ -14,6 +14,11 @@ use crate::tier::options::Durability;
 
 const FINAL: BesideOptions = BesideOptions { speculative: false, squares: true, restores: true };
 const SPECULATIVE: BesideOptions = BesideOptions { speculative: true, squares: true, restores: true };
+
+/// The error of a call that the state of the update does not allow.
+fn not_now(kind: RoundKind) -> Error {
+    Rounds::Update.error(kind)
+}
 
 /// States in memory that take the steps of a [`Beside`], and their 16-bit copies.
 struct Reference {
@@ -162,13 +167,13 @@ fn every_order_of_arrival_and_every_verdict_has_the_bits_of_steps_in_memory() {
                 (true, _) => Verdict::Redo(0.25),
             };
             if options == SPECULATIVE {
-                assert!(matches!(beside.finish(None), Err(Error::Update(RoundError::Open))));
+                assert!(beside.finish(None).is_err_and(|error| error == not_now(RoundKind::Open)));
                 let early = beside.next_published(Some(Duration::ZERO));
                 assert!(matches!(early, Err(Error::Timeout(_))), "{early:?}");
                 beside.verdict(verdict).unwrap();
             }
             let twice = beside.verdict(verdict);
-            assert!(matches!(twice, Err(Error::Update(RoundError::Resolved))), "{twice:?}");
+            assert_eq!(twice, Err(not_now(RoundKind::Resolved)));
             if turn % 3 != 0 {
                 let mut published: Vec<_> =
                     std::iter::from_fn(|| beside.next_published(None).unwrap()).collect();
@@ -232,7 +237,7 @@ fn only_the_update_commits_and_rolls_back_what_it_changed() {
             assert!(outcome.as_ref().is_err_and(refused), "{outcome:?}");
         }
     };
-    let open = |error: &Error| *error == Error::Update(RoundError::Open);
+    let open = |error: &Error| *error == not_now(RoundKind::Open);
     let changed = |error: &Error| matches!(error, Error::Busy(_));
     refused(changed);
     beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
@@ -263,24 +268,24 @@ fn calls_that_an_update_does_not_allow_change_nothing() {
     let beside = open_on(tier_in(vec![PathLocation::Memory(None)], Mode::Create), &SIZES, Encoding::FULL, 4);
     let mut reference = Reference::new(&SIZES);
     beside.at_rest(|swap| swap.commit(0, b"")).unwrap();
-    let is = |outcome: Result<()>, expected: RoundError| {
-        assert!(matches!(&outcome, Err(Error::Update(found)) if *found == expected), "{outcome:?}");
+    let is = |outcome: Result<()>, expected: RoundKind| {
+        assert_eq!(outcome, Err(not_now(expected)));
     };
     let of = |subgroup: usize| part(Encoding::FULL, subgroup, 1, &reference.states[subgroup][0]);
-    is(beside.submit(0, of(0)), RoundError::NotBegun);
-    is(beside.verdict(Verdict::Commit), RoundError::NotBegun);
-    is(beside.finish(None).map(drop), RoundError::NotBegun);
+    is(beside.submit(0, of(0)), RoundKind::NotBegun);
+    is(beside.verdict(Verdict::Commit), RoundKind::NotBegun);
+    is(beside.finish(None).map(drop), RoundKind::NotBegun);
     beside.begin(SPECULATIVE).unwrap();
-    is(beside.begin(SPECULATIVE), RoundError::Open);
-    is(beside.at_rest(|swap| swap.commit(1, b"")), RoundError::Open);
+    is(beside.begin(SPECULATIVE), RoundKind::Open);
+    is(beside.at_rest(|swap| swap.commit(1, b"")), RoundKind::Open);
     beside.submit(1, of(1)).unwrap();
-    is(beside.submit(1, of(1)), RoundError::Submitted(1));
-    is(beside.finish(None).map(drop), RoundError::Missing(0));
+    is(beside.submit(1, of(1)), RoundKind::Submitted(1));
+    is(beside.finish(None).map(drop), RoundKind::Missing(0));
     assert!(matches!(beside.submit(9, Vec::new()), Err(Error::InvalidArgument { .. })));
     (0..9)
         .filter(|subgroup| *subgroup != 1)
         .for_each(|subgroup| beside.submit(subgroup, of(subgroup)).unwrap());
-    is(beside.finish(None).map(drop), RoundError::Open);
+    is(beside.finish(None).map(drop), RoundKind::Open);
     beside.verdict(Verdict::Commit).unwrap();
     beside.finish(None).unwrap();
     reference.step(1.0);
@@ -288,7 +293,7 @@ fn calls_that_an_update_does_not_allow_change_nothing() {
     // A skip needs no submits, and an update that is abandoned leads back to the commit.
     beside.begin(SPECULATIVE).unwrap();
     beside.verdict(Verdict::Skip).unwrap();
-    is(beside.submit(0, Vec::new()), RoundError::Resolved);
+    is(beside.submit(0, Vec::new()), RoundKind::Resolved);
     beside.finish(None).unwrap();
     check(&beside, &reference, "after a skip");
     beside.begin(FINAL).unwrap();
@@ -365,7 +370,7 @@ fn an_error_of_any_request_ends_the_update_and_a_rollback_leads_on() {
                 let Err(error) = committed else { break };
                 errors += 1;
                 assert!(errors < 10, "{fails:?}: {error}");
-                if !matches!(error, Error::Update(_)) {
+                if !matches!(error, Error::Round(_)) {
                     let refused = beside.begin(FINAL);
                     assert!(refused.is_ok() || matches!(refused, Err(Error::Busy(_))), "{refused:?}");
                 }

@@ -33,7 +33,9 @@ pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(1);
 const SHARE: Duration = Duration::from_millis(50);
 
 /// The turns of this process by device and number of turns.
-static DEVICES: PerProcessStatic<Lock<HashMap<(u64, u32), Weak<DeviceTurn>>>> = PerProcessStatic::empty();
+static DEVICES: PerProcessStatic<Lock<Known>> = PerProcessStatic::empty();
+
+type Known = HashMap<(u64, u32), Weak<DeviceTurn>>;
 
 /// The turns that an engine uses. Only its driver has it.
 pub(super) struct Turns {
@@ -136,7 +138,7 @@ impl DeviceTurn {
     /// The turn on a device, which all engines of this process share. `name` is a file there.
     fn of(device: u64, most: u32, name: &str) -> Arc<DeviceTurn> {
         let all = DEVICES.get_or_make(Lock::default);
-        let known = |all: &HashMap<_, Weak<DeviceTurn>>| all.get(&(device, most)).and_then(Weak::upgrade);
+        let known = |all: &Known| all.get(&(device, most)).and_then(Weak::upgrade);
         // A separate statement, so that the lock is released: the log callback may use an engine.
         let found = known(&all.lock());
         if let Some(found) = found {

@@ -88,7 +88,7 @@ fn a_process_that_never_rests_gives_its_turn_up() {
     let mut more = || {
         let next = start(&engine, &path, &memory, None);
         // One operation is always in flight.
-        if let Some(before) = std::mem::replace(&mut last, Some(next)) {
+        if let Some(before) = last.replace(next) {
             engine.wait(before, Some(Duration::from_millis(1))).ok();
         }
         next

@@ -365,6 +365,6 @@ fn an_unusable_directory_of_turns_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     fs::write(&file, "").unwrap();
-    let error = usual_directory(&[file.clone()], 0).unwrap_err().to_string();
+    let error = usual_directory(std::slice::from_ref(&file), 0).unwrap_err().to_string();
     assert!(error.contains(&file.display().to_string()), "{error}");
 }

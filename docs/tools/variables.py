@@ -73,6 +73,13 @@ VARIABLES = [
     ),
     (
         LIBRARY,
+        "SPILLWAY_IO_TURNS",
+        "a number of processes; default: any",
+        "Processes of a user that transfer to a device at a time, for I/O engines without this setting: those of DeepSpeed's `async_io` "
+        "and `gds`. See tier.md.",
+    ),
+    (
+        LIBRARY,
         "SPILLWAY_IO",
         "`uring` or `threads`; default: io_uring where the system allows it",
         "Forces the I/O backend of every engine.",

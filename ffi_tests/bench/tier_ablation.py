@@ -58,8 +58,8 @@ def work(row, given):
     each = plan_budget(elements, memory_budget=1 << 40, paths=len(paths)).buffer_bytes
     budget = each * (given.mi // 2) if "cache" in on else None
     grads, adam = [np.full(n, 0.5, np.float16) for n in elements], spillway.Adam(lr=1e-3)
-    with spillway.Tier(paths, job=f"ablation-{os.getpid()}", mode="create") as tier:
-        with spillway.Swap(tier, elements, memory_budget=budget, turns=int("turns" in on)) as swap:
+    with spillway.Tier(paths, job=f"ablation-{os.getpid()}", mode="create", turns=int("turns" in on)) as tier:
+        with spillway.Swap(tier, elements, memory_budget=budget) as swap:
             swap.fill([(np.full(n, 1.0, np.float32), None, None) for n in elements])
             seconds = []
             for _ in range(given.rounds + 2):

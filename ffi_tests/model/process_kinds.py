@@ -30,7 +30,7 @@ class Objects:
         self.base = episode.path("swapped")
         os.makedirs(self.base, exist_ok=True)
         self.other = spillway.Tier([self.base], job="swap")
-        self.swap = spillway.Swap(self.other, [5000, 7000], turns=0)
+        self.swap = spillway.Swap(self.other, [5000, 7000])
         self.swap.fill([(np.ones(n, np.float32), None, None) for n in (5000, 7000)])
         self.other_arrays = [np.ones(n, np.float32) for n in (5000, 7000)]
         self.speculation = spillway.Speculation(2)
@@ -285,7 +285,7 @@ def dropped(episode):
         draw, base = episode.random("dropped", number), episode.path("base")
         os.makedirs(base, exist_ok=True)
         tier = episode.call("open", spillway.Tier, [base], job="drop", show=()).value
-        swap = episode.call("swap open", spillway.Swap, tier, [4000], turns=0, show=()).value
+        swap = episode.call("swap open", spillway.Swap, tier, [4000], show=()).value
         episode.call("swap fill", swap.fill, [(np.ones(4000, np.float32), None, None)], show=())
         extent = episode.call("define", tier.define, "other", [50000]).value
         ticket = episode.call("put", tier.put, extent, [np.ones(50000, np.uint8)], show=()).value

@@ -39,13 +39,13 @@ class Swapped:
         for base in self.bases:
             os.mkdir(base)
         self.elements = [draw.choice((1, 17, 4096, 20000, 50001)) for _ in range(draw.choice((1, 2, 5)))]
-        self.options = {
+        self.options = {"huge_pages": False, "pin_memory": draw.random() < 0.5, "memory_budget": draw.choice((None, None, 1 << 22))}
+        self.tier_options = {
+            "job": "swap",
             "turns": int(draw.random() < 0.2),
-            "huge_pages": False,
-            "pin_memory": draw.random() < 0.5,
-            "memory_budget": draw.choice((None, None, 1 << 22)),
+            "block_bytes": draw.choice((4096, 65536)),
+            "backend": draw.choice(("auto", "threads")),
         }
-        self.tier_options = {"job": "swap", "block_bytes": draw.choice((4096, 65536)), "backend": draw.choice(("auto", "threads"))}
         self.half = draw.random() < 0.5
         self.twin = [[numbers(self.generator, n), np.zeros(n, np.float32), np.zeros(n, np.float32)] for n in self.elements]
         self.adam = spillway.Adam(lr=1e-3, weight_decay=0.01)

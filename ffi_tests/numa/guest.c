@@ -1,12 +1,13 @@
 // Runs as the first process of a machine with three NUMA nodes (run.sh): processors 0-1 on node 0, 2-3 on node 1, and
 // memory alone on node 2. Proves that the topology is the machine's, that a pool lies on the node that it is bound to,
-// that a pool too large for its node ends no process, that the share of remote pages is exact, and that workers run where they are
-// bound. The last line is "passed", or the first check that failed.
+// that a pool too large for its node ends no process, that the share of remote pages is exact, that the buffers of a tiered
+// update and the pages of a memory path lie on the node that was asked for, and that workers run where they are bound. The last line is "passed", or the first check that failed.
 
 #define _GNU_SOURCE 1
 #include <dirent.h>
 #include <errno.h>
 #include <sched.h>
+#include <fcntl.h>
 #include <spillway.h>
 #include <spillway/topo.h>
 #include <stdio.h>
@@ -116,6 +117,114 @@ static void a_node_without_room_is_left_out(void) {
     CHECK_OK(spw_pinned_free(start));
 }
 
+// The pages of all mappings that are bound to a node: those there, and all of them.
+struct bound {
+    unsigned long here, all;
+};
+
+static struct bound bound_to(uint32_t node) {
+    char line[1024], policy[32];
+    snprintf(policy, sizeof policy, " bind:%u ", node);
+    FILE *maps = fopen("/proc/self/numa_maps", "r");
+    CHECK(maps != NULL);
+    struct bound sum = {0, 0};
+    while (fgets(line, sizeof line, maps) != NULL) {
+        const char *page = strstr(line, "kernelpagesize_kB=");
+        if (strstr(line, policy) == NULL || page == NULL) continue;
+        const unsigned long scale = strtoul(page + 18, NULL, 10) / 4;
+        for (char *found = line; (found = strstr(found, " N")) != NULL;) {
+            char *end;
+            const unsigned long on = strtoul(found + 2, &end, 10);
+            found = end;
+            if (*end != '=') continue;
+            const unsigned long count = strtoul(end + 1, NULL, 10) * scale;
+            sum.all += count;
+            if (on == node) sum.here += count;
+        }
+    }
+    fclose(maps);
+    return sum;
+}
+
+// The pages of the files in memory of this process: those on a node, and all of them.
+static struct bound in_files_on(uint32_t node) {
+    struct bound sum = {0, 0};
+    DIR *files = opendir("/proc/self/fd");
+    CHECK(files != NULL);
+    char seen[4096] = "";
+    for (struct dirent *file; (file = readdir(files)) != NULL;) {
+        char path[300], target[64] = "", key[64];
+        struct stat found;
+        snprintf(path, sizeof path, "/proc/self/fd/%s", file->d_name);
+        if (readlink(path, target, sizeof target - 1) < 0 || strncmp(target, "/memfd:spillway", 15) != 0) continue;
+        CHECK(stat(path, &found) == 0);
+        // Several descriptors have one file.
+        snprintf(key, sizeof key, " %lu ", (unsigned long)found.st_ino);
+        if (found.st_blocks == 0 || strstr(seen, key) != NULL) continue;
+        strncat(seen, key, sizeof seen - strlen(seen) - 1);
+        const int fd = open(path, O_RDONLY | O_CLOEXEC);
+        CHECK(fd >= 0);
+        const size_t bytes = (size_t)found.st_size / PAGE * PAGE;
+        volatile const char *memory = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
+        CHECK(memory != MAP_FAILED);
+        char sink = 0;
+        for (size_t at = 0; at < bytes; at += PAGE) sink ^= memory[at];
+        (void)sink;
+        // Parts, because more pages than that are sampled.
+        for (size_t at = 0; at < bytes; at += 4 * MIB) {
+            const size_t part = bytes - at < 4 * MIB ? bytes - at : 4 * MIB;
+            const spw_topo_pages there = pages((const char *)memory + at, part, node);
+            sum.here += there.on_node;
+            sum.all += there.on_node + there.elsewhere;
+        }
+        munmap((void *)memory, bytes);
+        close(fd);
+    }
+    closedir(files);
+    return sum;
+}
+
+// Reads and writes come from the processors of node 0.
+static void an_update_and_its_memory_path_lie_on_their_nodes(uint32_t buffers, uint32_t memory, uint32_t flags) {
+    enum { SUBGROUPS = 4, ELEMENTS = 1 << 18 };
+    spw_tier_path path = SPW_TIER_PATH_INIT;
+    path.kind = SPW_TIER_PATH_KIND_MEMORY;
+    path.flags = SPW_TIER_PATH_FLAG_NODE;
+    path.node = memory;
+    spw_tier_options options = SPW_TIER_OPTIONS_INIT;
+    options.mode = SPW_TIER_MODE_CREATE;
+    options.job = "numa";
+    options.host = "guest";
+    options.paths = &path;
+    options.path_count = 1;
+    options.block_bytes = 1 << 16;
+    spw_tier *tier;
+    CHECK_OK(spw_tier_open(&options, &tier));
+    const uint64_t elements[SUBGROUPS] = {ELEMENTS, ELEMENTS, ELEMENTS, ELEMENTS};
+    spw_swap_options settings = SPW_SWAP_OPTIONS_INIT;
+    settings.flags = SPW_SWAP_FLAG_BIND_NODE | flags;
+    settings.node = buffers;
+    settings.elements = elements;
+    settings.subgroups = SUBGROUPS;
+    settings.memory_budget = 32 * MIB;
+    spw_swap *swap;
+    CHECK(bound_to(buffers).all == 0);
+    CHECK_OK(spw_swap_open(tier, &settings, &swap));
+    const float *states[3 * SUBGROUPS] = {NULL};
+    CHECK_OK(spw_swap_fill(swap, states));
+    CHECK_OK(spw_swap_commit(swap, 1, NULL, 0));
+    spw_swap_budget budget = SPW_SWAP_BUDGET_INIT;
+    CHECK_OK(spw_swap_get_budget(swap, &budget));
+    const struct bound own = bound_to(buffers), stored = in_files_on(memory);
+    printf("buffers on node %u: %lu of %lu pages; memory path on node %u: %lu of %lu\n", buffers, own.here, own.all,
+           memory, stored.here, stored.all);
+    CHECK(own.all >= (3 * sizeof(float) * ELEMENTS) / PAGE && own.here == own.all);
+    CHECK(stored.all >= (3 * sizeof(float) * SUBGROUPS * ELEMENTS) / PAGE && stored.here == stored.all);
+    CHECK_OK(spw_swap_close(swap));
+    CHECK_OK(spw_tier_destroy(tier));
+    CHECK(bound_to(buffers).all == 0 && in_files_on(memory).all == 0);
+}
+
 static void the_share_of_remote_pages_is_exact(void) {
     enum { COUNT = 64, FAR = 24 };
     char *memory = mmap(NULL, COUNT * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -186,6 +295,8 @@ int main(void) {
     mkdir("/proc", 0755);
     mkdir("/sys", 0755);
     CHECK(mount("proc", "/proc", "proc", 0, NULL) == 0 && mount("sysfs", "/sys", "sysfs", 0, NULL) == 0);
+    mkdir("/dev", 0755);
+    CHECK(mount("devtmpfs", "/dev", "devtmpfs", 0, NULL) == 0);
     spw_topo *topo;
     CHECK_OK(spw_topo_open(NULL, &topo));
     nodes_are_the_machines(topo);
@@ -199,6 +310,11 @@ int main(void) {
         an_allocation_lies_on_its_node(node, SPW_PINNED_FLAG_NO_HUGE_PAGES | SPW_PINNED_FLAG_NO_LOCK);
     }
     the_share_of_remote_pages_is_exact();
+    for (uint32_t node = 0; node < 3; node++) {
+        an_update_and_its_memory_path_lie_on_their_nodes(node, (node + 1) % 3, 0);
+        an_update_and_its_memory_path_lie_on_their_nodes(
+            node, (node + 1) % 3, SPW_SWAP_FLAG_NO_HUGE_PAGES | SPW_SWAP_FLAG_NO_LOCK);
+    }
     workers_run_on_the_node_they_are_bound_to(topo);
     a_node_without_room_is_left_out();
     CHECK_OK(spw_topo_close(topo));

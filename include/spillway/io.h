@@ -76,10 +76,15 @@ typedef struct spw_io_options {
     uint32_t file_mode;
     // Default deadline of operations, in milliseconds; 0: none.
     uint64_t deadline_ms;
+    // Number of processes of one user on this machine that transfer to a device at a time, as in `spw_tier_options`; 0: the
+    // number in the environment variable SPILLWAY_IO_TURNS, or any number. The wait for a turn counts toward a deadline.
+    uint32_t turns;
+    // Milliseconds that a process waits for its turn on a device before it proceeds without the turn; 0: 30000.
+    uint32_t turn_timeout_ms;
 } spw_io_options;
 
 #define SPW_IO_OPTIONS_INIT \
-    { sizeof(spw_io_options), 0, 0, 0, 0, 0, 0, 0 }
+    { sizeof(spw_io_options), 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 // One operation.
 typedef struct spw_io_request {

@@ -48,24 +48,20 @@ typedef enum spw_swap_flag {
     SPW_SWAP_FLAG_NO_HUGE_PAGES = 1,
     // Do not lock the memory (mlock).
     SPW_SWAP_FLAG_NO_LOCK = 2,
-    // Use the paths without taking turns. Without this flag, only `turns` of the node's processes of one user use a
-    // device at a time, and the others use other devices first (MLP-Offload section 3.2). Only directories have turns.
-    // Processes see each other through files in /dev/shm, or in the directory that SPILLWAY_TURNS_DIR names.
-    SPW_SWAP_FLAG_NO_TURNS = 4,
     // Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 2 bytes
     // fewer per parameter on the tier and in memory. A subgroup with too many values that cannot be split still takes
     // them. Every step needs the weights that the step before published. A resumed tier needs the weights of its
     // commit: save them with it, else param is lost. A checksum detects weights that do not match the state: a read
     // then changes nothing, and a step is an error that a rollback ends.
-    SPW_SWAP_FLAG_SPLIT_MASTER = 8,
+    SPW_SWAP_FLAG_SPLIT_MASTER = 4,
     // Store exp_avg and exp_avg_sq as bf16: 4 bytes fewer per parameter on the tier and in memory. The step has the
     // bits of `spw_adam_step` with bf16 states and f32 param. `spw_swap_read` returns these values as f32;
     // `spw_swap_fill` and `spw_swap_write` round to nearest even. A tier that holds moments of the other type is
     // SPW_ERR_INVALID_ARGUMENT.
-    SPW_SWAP_FLAG_BF16_MOMENTS = 16,
+    SPW_SWAP_FLAG_BF16_MOMENTS = 8,
     // Allocate the buffers on NUMA node `node`. If the node is refused, or has less free memory than they need, the log
     // gets a warning and the memory may come from any node.
-    SPW_SWAP_FLAG_BIND_NODE = 32,
+    SPW_SWAP_FLAG_BIND_NODE = 16,
 } spw_swap_flag;
 
 // Settings of a tiered update.
@@ -85,19 +81,17 @@ typedef struct spw_swap_options {
     // bandwidths (MLP-Offload Eq. 1).
     const double *ratio;
     // Initial estimate of each path's bandwidth, in bytes per second. NULL: in proportion to the state that the tier
-    // holds. Without any it is equal, and the first writes of state measure it.
+    // holds. Without any, directories are measured for half a second at the open if the state has 256 MiB or more; else the
+    // division is equal at first, and the first writes measure the paths.
     const double *speeds;
-    // Milliseconds that a process waits for its turn on a path before it proceeds without the turn; 0: 30000.
-    uint64_t turn_timeout_ms;
-    // Number of processes that use a device at a time; 0: one. A device that one process does not fill serves more.
-    // All processes of a device pass the same number.
-    uint32_t turns;
     // NUMA node, used with SPW_SWAP_FLAG_BIND_NODE.
     uint32_t node;
+    // 0
+    uint32_t reserved;
 } spw_swap_options;
 
 #define SPW_SWAP_OPTIONS_INIT \
-    { sizeof(spw_swap_options), 0, 0, NULL, 0, NULL, NULL, 0, 0, 0 }
+    { sizeof(spw_swap_options), 0, 0, NULL, 0, NULL, NULL, 0, 0 }
 
 // Memory and traffic of a tiered update.
 typedef struct spw_swap_budget {

@@ -159,10 +159,18 @@ typedef struct spw_tier_options {
     uint32_t io_backend;
     // The step to resume at, with SPW_TIER_FLAG_AT_STEP; else 0.
     uint64_t at_step;
+    // Number of processes of one user on this machine that transfer to the device of a directory at a time (MLP-Offload
+    // section 3.2); 0: any number. The others wait, and use their other paths meanwhile. All processes of a device pass the
+    // same number. A transfer of up to 64 KiB needs no turn. Processes see each other through files in /dev/shm, or in the
+    // directory that SPILLWAY_TURNS_DIR names.
+    uint32_t turns;
+    // Milliseconds that a process waits for its turn on a device before it proceeds without the turn; 0: 30000. It waits
+    // once for a process that does not move.
+    uint32_t turn_timeout_ms;
 } spw_tier_options;
 
 #define SPW_TIER_OPTIONS_INIT \
-    { sizeof(spw_tier_options), 0, NULL, NULL, 0, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0 }
+    { sizeof(spw_tier_options), 0, NULL, NULL, 0, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 // The steps at which a tier can be opened.
 typedef struct spw_tier_steps_info {

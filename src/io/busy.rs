@@ -9,6 +9,8 @@ use super::backend::Action;
 #[derive(Debug, Default)]
 pub(super) struct Stopwatch {
     in_flight: usize,
+    /// The operations in flight wait for other processes.
+    held: bool,
     since: Option<Instant>,
     total: Duration,
 }
@@ -32,6 +34,13 @@ impl BusyTime {
         self.either.end();
     }
 
+    /// Stops the clocks while all operations in flight wait for other processes.
+    pub(super) fn hold(&mut self, held: bool) {
+        for clock in [&mut self.reading, &mut self.writing, &mut self.either] {
+            clock.hold(held);
+        }
+    }
+
     fn clock(&mut self, action: Action) -> &mut Stopwatch {
         match action {
             Action::Read => &mut self.reading,
@@ -43,13 +52,29 @@ impl BusyTime {
 impl Stopwatch {
     fn begin(&mut self) {
         self.in_flight += 1;
-        self.since.get_or_insert_with(Instant::now);
+        self.run();
+    }
+
+    fn run(&mut self) {
+        if self.in_flight > 0 && !self.held {
+            self.since.get_or_insert_with(Instant::now);
+        }
+    }
+
+    fn stop(&mut self) {
+        self.total += self.since.take().map_or(Duration::ZERO, |since| since.elapsed());
+    }
+
+    fn hold(&mut self, held: bool) {
+        if std::mem::replace(&mut self.held, held) != held {
+            if held { self.stop() } else { self.run() }
+        }
     }
 
     fn end(&mut self) {
         self.in_flight = self.in_flight.saturating_sub(1);
         if self.in_flight == 0 {
-            self.total += self.since.take().map_or(Duration::ZERO, |since| since.elapsed());
+            self.stop();
         }
     }
 

@@ -8,6 +8,7 @@
 //!   serve one direction while it delays the other.
 //! - Every completion is classified. Bytes are counted, short transfers resume, and interruptions are retried a bounded
 //!   number of times. After an error no further piece starts; the operation ends once all its pieces have returned.
+//! - An operation that needs a turn (see `turns`) has no piece in flight before it has entered it.
 //! - An operation finishes, and its memory is released, only when none of its pieces is in the kernel.
 #![forbid(unsafe_code)]
 
@@ -23,8 +24,10 @@ use super::backend::{Action, Backend, Completion, DIRECTIONS, Piece, Sleep};
 use super::classify::{InFlight, PieceResult, classify};
 use super::counters::Counters;
 use super::operation::{Operation, Shared};
+use super::options::TurnOptions;
 use super::plan::Route;
 use super::plan::Splitter;
+use super::turns::{FREE_BYTES, POLL_INTERVAL, Turns};
 use crate::error::{Error, IoKind, Result};
 use crate::sys::memory::Mapping;
 use crate::sys::span::Span;
@@ -48,6 +51,9 @@ pub(super) struct Driver {
     retries: VecDeque<(Instant, usize)>,
     bounce: Bounce,
     failed_devices: HashSet<u64>,
+    turns: Option<Turns>,
+    /// True if operations wait for a turn.
+    held: bool,
     /// True if the last sleep ended with completions.
     flowing: bool,
     /// Finished operations whose callers are not yet notified.
@@ -70,6 +76,8 @@ struct Running {
     /// The error at the lowest offset in the operation, with that offset.
     error: Option<(u64, Error)>,
     queued: bool,
+    /// True if the operation has entered a turn.
+    entered: bool,
 }
 
 /// Aligned memory for pieces whose own memory is not aligned.
@@ -94,7 +102,7 @@ impl Bounce {
 }
 
 impl Driver {
-    pub(super) fn new(shared: Arc<Shared>, depth: usize, bounce: Bounce) -> Driver {
+    pub(super) fn new(shared: Arc<Shared>, depth: usize, bounce: Bounce, turns: TurnOptions) -> Driver {
         Driver {
             shared,
             depth,
@@ -104,6 +112,8 @@ impl Driver {
             retries: VecDeque::new(),
             bounce,
             failed_devices: HashSet::new(),
+            turns: Turns::new(turns),
+            held: false,
             flowing: false,
             finished: Vec::new(),
         }
@@ -137,6 +147,7 @@ impl Driver {
     /// since the kernel may still use it.
     pub(super) fn abandon(&mut self, reason: &str) {
         self.take_inbox();
+        self.turns = None;
         let error = Error::System { what: "the I/O engine stopped", reason: reason.to_string() };
         for Running { op, in_flight, .. } in self.running.drain() {
             if in_flight > 0 {
@@ -157,7 +168,8 @@ impl Driver {
         drop(state);
         for op in arrived {
             let direction = op.action.direction();
-            let key = self.running.insert(Running { op, next: 0, in_flight: 0, error: None, queued: true });
+            let running = Running { op, next: 0, in_flight: 0, error: None, queued: true, entered: false };
+            let key = self.running.insert(running);
             self.directions[direction].order.push_back(key);
         }
         closing
@@ -176,7 +188,13 @@ impl Driver {
         let batch = self.flowing && all >= BATCH_FROM && all >= self.depth / 2;
         let need_wakeup = active.iter().any(|active| *active < self.depth) && !batch;
         self.shared.need_wakeup.store(need_wakeup, Ordering::SeqCst);
-        let (state, deadline, expired) = self.shared.expire(self.shared.state.lock());
+        let waits = self.held && self.in_flight.is_empty();
+        if waits {
+            // The device is not stalled: other processes use it.
+            self.shared.progress.fetch_add(1, Ordering::Relaxed);
+        }
+        let (mut state, deadline, expired) = self.shared.expire(self.shared.state.lock());
+        state.busy.hold(waits);
         let waiting = need_wakeup && !state.inbox.is_empty();
         let retry = self.retries.iter().map(|(due, _)| *due).min();
         let due = retry.is_some_and(|due| due <= Instant::now());
@@ -185,14 +203,15 @@ impl Driver {
         }
         drop(state);
         // io_uring before Linux 5.11 ignores `until`, and no completion would end the sleep.
-        if retry.is_some() && self.retries.len() == self.in_flight.len() {
-            std::thread::sleep(RETRY_PAUSE);
+        if waits || retry.is_some() && self.retries.len() == self.in_flight.len() {
+            std::thread::sleep(if waits { POLL_INTERVAL } else { RETRY_PAUSE });
             return Sleep { completions: 0, until: None };
         }
         let batch_ends = batch.then(|| Instant::now() + BATCH_WAIT);
+        let turn = self.held.then(|| Instant::now() + POLL_INTERVAL);
         Sleep {
             completions: if batch { self.depth / 4 } else { 1 },
-            until: [deadline, batch_ends, retry].into_iter().flatten().min(),
+            until: [deadline, batch_ends, retry, turn].into_iter().flatten().min(),
         }
     }
 
@@ -214,7 +233,20 @@ impl Driver {
                 None => {}
             }
         }
+        self.leave_expired();
+        self.turns.iter_mut().for_each(Turns::begin);
         (0..DIRECTIONS).for_each(|direction| self.dispatch_direction(direction, backend));
+        self.held = self.turns.as_mut().is_some_and(Turns::end);
+    }
+
+    /// Operations past their deadline may never end, and keep no turn.
+    fn leave_expired(&mut self) {
+        let Some(turns) = self.turns.as_mut().filter(|_| !self.failed_devices.is_empty()) else { return };
+        for (_, running) in self.running.iter_mut().filter(|(_, running)| running.op.expired()) {
+            if std::mem::take(&mut running.entered) {
+                turns.leave(&running.op.file);
+            }
+        }
     }
 
     fn dispatch_direction(&mut self, direction: usize, backend: &mut dyn Backend) {
@@ -230,7 +262,7 @@ impl Driver {
                     self.finish_if_done(key);
                 }
                 Dispatch::NoRoom => return,
-                Dispatch::NoBounce => at += 1,
+                Dispatch::NoBounce | Dispatch::NoTurn => at += 1,
             }
         }
     }
@@ -248,6 +280,13 @@ impl Driver {
             }
             if *room == 0 {
                 return Dispatch::NoRoom;
+            }
+            let turns = self.turns.as_mut().filter(|_| !running.entered && needs_turn(&running.op));
+            if let Some(turns) = turns {
+                if !turns.enter(&running.op.file) {
+                    return Dispatch::NoTurn;
+                }
+                running.entered = true;
             }
             if !running.op.start() {
                 return Dispatch::AllStarted;
@@ -374,7 +413,10 @@ impl Driver {
         if running.queued {
             self.directions[running.op.action.direction()].order.retain(|queued| *queued != key);
         }
-        let Running { op, next, error, .. } = self.running.remove(key);
+        let Running { op, next, error, entered, .. } = self.running.remove(key);
+        if entered {
+            self.turns.iter_mut().for_each(|turns| turns.leave(&op.file));
+        }
         let outcome = match error {
             Some((_, error)) => Err(error),
             None if next < op.total() => Err(past_deadline(&op)),
@@ -393,6 +435,11 @@ enum Dispatch {
     AllStarted,
     NoRoom,
     NoBounce,
+    NoTurn,
+}
+
+fn needs_turn(op: &Operation) -> bool {
+    op.action.moves_bytes() && op.total() > FREE_BYTES
 }
 
 pub(super) fn splitter(op: &Operation) -> Splitter {

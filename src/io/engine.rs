@@ -23,8 +23,8 @@ use super::object;
 use super::open_files::OpenFiles;
 use super::operation::{Admitted, EngineState, Entry, Operation, Phase, Shared, WaitEvent, taken};
 use super::options::{
-    BLOCK_BYTES, BOUNCE_BYTES, BackendChoice, Options, PREALLOCATE_FROM, Request, Target, checked,
-    forced_backend,
+    BLOCK_BYTES, BOUNCE_BYTES, BackendChoice, Options, PREALLOCATE_FROM, Request, Target, TurnOptions,
+    checked, forced_backend,
 };
 use super::piece_size::PieceSize;
 use super::plan::{self, Route, Splitter};
@@ -106,7 +106,7 @@ impl Engine {
         make: impl FnOnce() -> Result<OpenedBackend> + Send + 'static,
     ) -> Result<Engine> {
         let options = checked(options)?;
-        let depth = options.depth as usize;
+        let (depth, turns) = (options.depth as usize, options.turns);
         let block = if options.block_bytes == 0 { BLOCK_BYTES } else { options.block_bytes } as usize;
         let blocks = (BOUNCE_BYTES / block).clamp(1, depth);
         let bounce =
@@ -114,7 +114,7 @@ impl Engine {
         let shared = Arc::new(Shared::new(options.io_timeout));
         let (report, started) = mpsc::channel();
         let theirs = Arc::clone(&shared);
-        threads::spawn_quiet("spillway-io", move || drive(theirs, depth, bounce, make, report))
+        threads::spawn_quiet("spillway-io", move || drive(theirs, (depth, turns), bounce, make, report))
             .map_err(|error| Error::system("starting the I/O thread", &error))?;
         let gone = || Error::System {
             what: "starting the I/O thread",
@@ -236,7 +236,9 @@ impl Engine {
         };
         match target {
             Target::Path(path) => self.files.get(path, access, self.options.direct),
-            Target::Descriptor(fd) => File::of_descriptor(fd, access).map(Arc::new),
+            Target::Descriptor(fd) => {
+                File::of_descriptor(fd, format!("descriptor {fd}"), access).map(Arc::new)
+            }
             Target::File(file) if access != Access::Read && !file.writable() => {
                 Err(Error::invalid("request.file", format!("{} is open for reading only", file.name())))
             }
@@ -426,7 +428,7 @@ impl Drop for Engine {
 /// The driver thread.
 fn drive(
     shared: Arc<Shared>,
-    depth: usize,
+    (depth, turns): (usize, TurnOptions),
     bounce: Bounce,
     make: impl FnOnce() -> Result<OpenedBackend>,
     report: mpsc::Sender<Result<(&'static str, String)>>,
@@ -440,7 +442,7 @@ fn drive(
     };
     let _ = shared.waker.set(backend.waker());
     let _ = report.send(Ok((backend.name(), reason)));
-    let mut driver = Driver::new(Arc::clone(&shared), depth, bounce);
+    let mut driver = Driver::new(Arc::clone(&shared), depth, bounce, turns);
     let run = std::panic::AssertUnwindSafe(|| driver.run(backend.as_mut()));
     let lost = match std::panic::catch_unwind(run) {
         Ok(Ok(())) => None,

@@ -95,9 +95,8 @@ impl File {
         }
     }
 
-    /// Duplicates a descriptor, which keeps its own O_DIRECT setting.
-    pub fn of_descriptor(fd: i32, access: Access) -> Result<File> {
-        let name = format!("descriptor {fd}");
+    /// Duplicates a descriptor, which keeps its own O_DIRECT setting. `name` is for messages.
+    pub fn of_descriptor(fd: i32, name: String, access: Access) -> Result<File> {
         let (main, direct) =
             file::duplicate(fd).map_err(|error| failure(Doing::Opening, &name, 0, 0, &error))?;
         if access != Access::Read && file::appends(&main) {

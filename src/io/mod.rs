@@ -11,6 +11,7 @@
 //! | [`profile`] | settings measured by `spillway tune` |
 //! | `piece_size` | the piece size for each file system |
 //! | `file`, `open_files` | open files: direct or buffered, and why; the files that an engine keeps open |
+//! | [`turns`] | turns of processes on a device: one process at a time transfers to it |
 //! | `object` | files of an object store: pieces as requests of the crate in stores/ |
 //! | `backend` | the interface below: `uring`, `threads` (files and object stores), `sim` (seeded faults, for tests) |
 //!
@@ -34,6 +35,7 @@ pub mod file;
 pub mod options;
 pub mod plan;
 pub mod profile;
+pub mod turns;
 
 pub mod object;
 

@@ -46,6 +46,27 @@ pub struct Options {
     /// Time without any completion after which all operations in flight count as past their deadline. It suits a long
     /// queue on a slow device, which a deadline does not.
     pub io_timeout: Option<Duration>,
+    /// Turns of processes on a device.
+    pub turns: TurnOptions,
+}
+
+/// Turns of the processes of a user on a device, see [`turns`](super::turns).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TurnOptions {
+    /// Number of processes that use a device at a time; 0: any.
+    pub most: u32,
+    /// How long a process waits for its turn before it uses the device without one.
+    pub timeout: Duration,
+}
+
+impl TurnOptions {
+    /// No turns.
+    pub const NONE: TurnOptions = TurnOptions::of(0);
+
+    /// Turns of `most` processes, with the default timeout.
+    pub const fn of(most: u32) -> TurnOptions {
+        TurnOptions { most, timeout: Duration::from_secs(30) }
+    }
 }
 
 impl Default for Options {
@@ -60,6 +81,7 @@ impl Default for Options {
             file_mode: 0o600,
             deadline: None,
             io_timeout: None,
+            turns: TurnOptions::NONE,
         }
     }
 }
@@ -118,6 +140,13 @@ pub(super) fn forced_backend() -> Result<Option<BackendChoice>> {
             Err(Error::invalid("SPILLWAY_IO", format!("{other:?} is neither \"uring\" nor \"threads\"")))
         }
     }
+}
+
+/// The number of `SPILLWAY_IO_TURNS`, for engines that are opened without turns; 0 if it is not set.
+pub fn turns_of_environment() -> Result<u32> {
+    let Some(text) = environment::word("SPILLWAY_IO_TURNS")? else { return Ok(0) };
+    let wrong = |_| Error::invalid("SPILLWAY_IO_TURNS", format!("{text:?} is no number of processes"));
+    text.parse().map_err(wrong)
 }
 
 pub(super) fn checked(options: Options) -> Result<Options> {

@@ -8,7 +8,7 @@ use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
 use nix::fcntl::{self, FallocateFlags, FcntlArg, PosixFadviseAdvice};
@@ -41,6 +41,13 @@ pub fn open(path: &Path, access: Access, direct: bool) -> io::Result<File> {
     };
     let direct = if direct { libc::O_DIRECT } else { 0 };
     descriptor::open(options.custom_flags(direct | libc::O_NOCTTY), path)
+}
+
+/// A new file without a name on the file system of `directory`; bypasses the page cache if `direct`.
+pub fn unnamed(directory: &Path, direct: bool) -> io::Result<File> {
+    let direct = if direct { libc::O_DIRECT } else { 0 };
+    let flags = libc::O_TMPFILE | direct;
+    descriptor::open(OpenOptions::new().write(true).mode(0o600).custom_flags(flags), directory)
 }
 
 /// Opens a second descriptor of an open file, which uses the page cache.
@@ -126,6 +133,11 @@ pub fn share_blocks(source: BorrowedFd, from: u64, target: BorrowedFd, to: u64, 
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// The name that an open file or directory has now.
+pub fn name_of(file: &File) -> io::Result<PathBuf> {
+    std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 /// Drops clean pages of a file from the page cache, so that the next read asks the device or the server.

@@ -80,6 +80,20 @@ pub fn is_refusal(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|inner| inner.is::<Refused>())
 }
 
+/// For tests: the result of `work` in a thread that acts as another user. The process runs as root.
+#[cfg(test)]
+pub fn as_another_user<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    let work = || {
+        // SAFETY: plain numbers. The system call itself, unlike the C library's function, changes this thread alone.
+        assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
+        work()
+    };
+    std::thread::scope(|scope| match scope.spawn(work).join() {
+        Ok(done) => done,
+        Err(panic) => std::panic::resume_unwind(panic),
+    })
+}
+
 /// Id of the effective user.
 pub fn user() -> u32 {
     // SAFETY: takes nothing and cannot fail.
@@ -344,7 +358,7 @@ fn restrict_mode(file: &File, forbidden: u32, path: &Path) -> io::Result<()> {
         )));
     }
     // The whole path if the system reports it: a name alone does not identify the directory.
-    let whole = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let whole = super::file::name_of(file);
     let path = whole.as_deref().unwrap_or(path).display();
     log::write(
         Level::Warn,

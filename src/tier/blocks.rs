@@ -142,15 +142,6 @@ impl Job {
         true
     }
 
-    /// Ends a job that will not succeed: transfers that are held at a gate never begin, and all others have ended after
-    /// the call.
-    pub(super) fn give_up(&mut self) {
-        self.transfers.retain(|transfer| {
-            !transfer.handle.as_ref().is_ok_and(|handle| transfer.volume.withdraw(*handle))
-        });
-        self.drive(None);
-    }
-
     /// Failed transfers of a finished job, in the order of their start.
     pub(super) fn failures(&self) -> impl Iterator<Item = (&Transfer, Error)> {
         self.transfers.iter().filter_map(|transfer| match &transfer.outcome {

@@ -278,6 +278,7 @@ impl<T: Deref<Target = Tier> + Clone + Send + Sync> Export<T> {
         let sums = output.streams.iter().map(|stream| digits(stream.sum.load(Ordering::Relaxed)));
         let streams = manifest.extents.iter_mut().flat_map(|extent| &mut extent.streams);
         streams.zip(sums).for_each(|(stream, sum)| stream.checksum = sum);
+        manifest.seal()?;
         match header {
             None => output.target.publish_directory(partial, manifest.json()?),
             Some(mut header) => {
@@ -608,8 +609,9 @@ fn rename(from: &Path, to: &Path) -> Result<()> {
     }
 }
 
-/// Temporary directory of an export, created by this call. It is removed unless it was renamed.
-struct Partial(PathBuf, Option<Duration>);
+/// Temporary directory of an export, created by this call. It is removed unless it was renamed. The descriptor finds it if
+/// a directory above it was renamed.
+struct Partial(PathBuf, Option<Duration>, Option<fs::File>);
 
 impl Partial {
     fn beside(directory: &Path, parent: &Path, io_timeout: Option<Duration>) -> Result<Partial> {
@@ -626,7 +628,10 @@ impl Partial {
             let partial = parent.join(name);
             // `create` fails if the name exists, so an existing directory is never written to.
             match private(false, &partial) {
-                Ok(()) => return Ok(Partial(partial, io_timeout)),
+                Ok(()) => {
+                    let opened = fs::File::open(&partial).ok();
+                    return Ok(Partial(partial, io_timeout, opened));
+                }
                 Err(error) => last = error,
             }
             if last.kind() != io::ErrorKind::AlreadyExists {
@@ -641,8 +646,11 @@ impl Drop for Partial {
     fn drop(&mut self) {
         let partial = std::mem::take(&mut self.0);
         if !partial.as_os_str().is_empty() {
-            let path = partial.clone();
-            let removal = Call::cleanup(&path, move || drop(fs::remove_dir_all(&partial)));
+            let (path, opened) = (partial.clone(), self.2.take());
+            let removal = Call::cleanup(&path, move || {
+                let now = opened.as_ref().and_then(|opened| file::name_of(opened).ok());
+                drop(fs::remove_dir_all(now.unwrap_or(partial)));
+            });
             time_limit::run_all_within(self.1, vec![removal]);
         }
     }

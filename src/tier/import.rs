@@ -207,7 +207,8 @@ impl Tier {
         let (first, second) = if whole { (exported, kept) } else { (kept, exported) };
         let (step, payload) = first.or(second).unwrap_or_default();
         let mut taken = source.taken(selection).peekable();
-        if taken.peek().is_none() {
+        // A commit without extents has a step and a payload alone.
+        if taken.peek().is_none() && !whole {
             return Err(match selection.names.is_empty() {
                 true => broken(&source.path, "it has no extents".to_string()),
                 false => selection.nothing(&source.path.to_string_lossy()),

@@ -34,6 +34,15 @@ pub struct Found {
     pub claimed_by: Option<Claimant>,
 }
 
+/// What [`find`] found.
+#[derive(Debug, Clone, Default)]
+pub struct Search {
+    /// The tiers, in the order of job, host and rank.
+    pub tiers: Vec<Found>,
+    /// The directories that could not be read, with the reason.
+    pub unread: Vec<String>,
+}
+
 /// The process that claimed a tier last.
 #[derive(Debug, Clone)]
 pub struct Claimant {
@@ -60,13 +69,14 @@ impl Found {
     }
 }
 
-/// The tiers below these directories, in the order of job, host and rank. A directory without tiers adds none.
-pub fn find(bases: &[PathBuf]) -> Result<Vec<Found>> {
+/// The tiers below these directories. A directory without tiers adds none.
+pub fn find(bases: &[PathBuf]) -> Result<Search> {
     let mut tiers = BTreeMap::<(String, String, u32), Found>::new();
+    let mut unread = Vec::new();
     for base in bases {
-        for owner in owners(base)? {
+        for owner in owners(base, &mut unread)? {
             let key = (owner.job.clone(), owner.host.clone(), owner.rank);
-            let Some(read) = Copies::read(&owner.below(base))? else { continue };
+            let Some(read) = Copies::read(&owner.below(base), &mut unread)? else { continue };
             let found = tiers.entry(key).or_insert_with(|| Found {
                 owner,
                 bases: Vec::new(),
@@ -88,7 +98,7 @@ pub fn find(bases: &[PathBuf]) -> Result<Vec<Found>> {
             found.claimed_by = found.claimed_by.take().or(read.claimed_by);
         }
     }
-    Ok(tiers.into_values().collect())
+    Ok(Search { tiers: tiers.into_values().collect(), unread })
 }
 
 /// True if both name one directory.
@@ -97,13 +107,13 @@ pub fn same(one: &Path, other: &Path) -> bool {
         || matches!((fs::canonicalize(one), fs::canonicalize(other)), (Ok(one), Ok(other)) if one == other)
 }
 
-/// The owners that directories below `base` name.
-fn owners(base: &Path) -> Result<Vec<Owner>> {
+/// The owners that directories below `base` name. `unread` gets the directories that cannot be read.
+fn owners(base: &Path, unread: &mut Vec<String>) -> Result<Vec<Owner>> {
     let entries = fs::read_dir(base).map_err(|error| failed(Doing::Opening, base, error, ""))?;
     let mut owners = Vec::new();
     for (job, path) in directories(entries) {
-        for (host, path) in directories(fs::read_dir(path).into_iter().flatten()) {
-            for (rank, _) in directories(fs::read_dir(path).into_iter().flatten()) {
+        for (host, path) in below(&path, unread) {
+            for (rank, _) in below(&path, unread) {
                 let Some(rank) = rank.strip_prefix("rank-").and_then(|rank| rank.parse().ok()) else {
                     continue;
                 };
@@ -115,6 +125,17 @@ fn owners(base: &Path) -> Result<Vec<Owner>> {
         }
     }
     Ok(owners)
+}
+
+/// The directories in a directory; none if it cannot be read.
+fn below(path: &Path, unread: &mut Vec<String>) -> Vec<(String, PathBuf)> {
+    match fs::read_dir(path) {
+        Ok(entries) => directories(entries).collect(),
+        Err(error) => {
+            unread.push(failed(Doing::Opening, path, error, "").to_string());
+            Vec::new()
+        }
+    }
 }
 
 /// The directories among entries, without links, with their names. What cannot be read is left out.
@@ -135,10 +156,10 @@ struct Copies {
 
 impl Copies {
     /// `None` if the directory is not one of a tier: it has neither a superblock nor an owner's record.
-    fn read(directory: &Path) -> Result<Option<Copies>> {
+    fn read(directory: &Path, unread: &mut Vec<String>) -> Result<Option<Copies>> {
         let claimed_by = claimant(&directory.join(LOCK));
         let mut copies = Copies { valid: Vec::new(), damage: Vec::new(), claimed_by };
-        let mut marked = false;
+        let (mut marked, mut refused) = (false, None);
         for name in SUPERBLOCKS {
             let path = directory.join(name);
             match superblock(&path) {
@@ -149,10 +170,18 @@ impl Copies {
                     copies.damage.push(format!("{}: {message}", path.display()));
                 }
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => copies.damage.push(failed(Doing::Reading, &path, error, "").to_string()),
+                Err(error) => {
+                    let denied = error.kind() == io::ErrorKind::PermissionDenied;
+                    let message = failed(Doing::Reading, &path, error, "").to_string();
+                    refused = refused.or(denied.then(|| message.clone()));
+                    copies.damage.push(message);
+                }
             }
         }
         let is_tier = marked || !copies.valid.is_empty() || copies.claimed_by.is_some();
+        if !is_tier {
+            unread.extend(refused);
+        }
         Ok(is_tier.then_some(copies))
     }
 }

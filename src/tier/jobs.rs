@@ -193,7 +193,7 @@ impl Tier {
             job.start_read(chunk, volume, known)
         });
         if let Err(error) = started {
-            job.give_up();
+            job.drive(None);
             self.state.lock().catalog.end_read(&contents);
             return Err(job.failure().unwrap_or(error));
         }
@@ -355,7 +355,7 @@ impl Tier {
 
     /// Ends the transfers of a job, and removes all its chunks.
     fn abandon(&self, job: &mut Job) {
-        job.give_up();
+        job.drive(None);
         let Direction::Write { chunks, .. } = &job.direction else { return };
         let firsts: Vec<u32> = chunks.iter().map(|chunk| chunk.first).collect();
         firsts.into_iter().for_each(|first| self.drop_chunk(job, first));

@@ -46,6 +46,8 @@ pub(super) struct Manifest {
     #[serde(default)]
     pub(super) partial: bool,
     pub(super) extents: Vec<Exported>,
+    /// [`Manifest::own_checksum`], in hexadecimal.
+    checksum: String,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -92,7 +94,22 @@ impl Manifest {
             payload: payload.iter().map(|byte| format!("{byte:02x}")).collect(),
             partial: false,
             extents: Vec::new(),
+            checksum: digits(0),
         }
+    }
+
+    /// Checksum of all other fields.
+    fn own_checksum(&mut self) -> Result<String> {
+        let stated = std::mem::take(&mut self.checksum);
+        let text = serde_json::to_vec(self).map_err(|error| not_json(&error))?;
+        self.checksum = stated;
+        Ok(digits(checksum::of(&text)))
+    }
+
+    /// Sets the checksum of the complete manifest.
+    pub(super) fn seal(&mut self) -> Result<()> {
+        self.checksum = self.own_checksum()?;
+        Ok(())
     }
 
     pub(super) fn json(&self) -> Result<Vec<u8>> {
@@ -116,10 +133,19 @@ impl Manifest {
     }
 
     fn parse(path: &Path, message: &[u8]) -> Result<Manifest> {
-        let manifest: Manifest =
+        let mut manifest: Manifest =
             serde_json::from_slice(message).map_err(|error| broken(path, error.to_string()))?;
         match (manifest.format.as_str(), manifest.version) {
-            (FORMAT, VERSION) => Ok(manifest),
+            (FORMAT, VERSION) => match manifest.own_checksum()? {
+                own if own == manifest.checksum => Ok(manifest),
+                own => {
+                    let stated = &manifest.checksum;
+                    Err(broken(
+                        path,
+                        format!("its checksum is {own}, but it states {stated:?}; it was changed"),
+                    ))
+                }
+            },
             (FORMAT, version) => {
                 Err(broken(path, format!("its version is {version}, but this library reads {VERSION}")))
             }

@@ -17,7 +17,6 @@
 //! | `blocks` | transfers of blocks, checksums, and the one loop over stored blocks |
 //! | [`extent`], [`format`] | streams, blocks and chunks; the formats on disk |
 //! | `volume` | one path: storage, engine, superblocks, gate |
-//! | [`turns`] | turns: one process of the node uses a path at a time |
 //! | `storage`, [`directory`], `bucket` | the files of a path, and the calls on them; directories; object stores |
 //! | `ownership` | the lock file of a directory: the owner's record and its lease; proof that a process has ended |
 //!
@@ -31,6 +30,7 @@ pub mod commit;
 mod jobs;
 mod lanes;
 mod manifest;
+mod measure;
 mod ownership;
 mod storage;
 mod update_claim;
@@ -48,7 +48,6 @@ pub mod recover;
 pub mod select;
 pub mod snapshot;
 pub mod store;
-pub mod turns;
 
 pub use commit::MAX_PAYLOAD;
 pub use paths::{ExtentPlacement, Health};

@@ -397,7 +397,8 @@ impl Storage for MemoryStorage {
     fn open(&self, file: &str) -> Result<FilePair> {
         use std::os::fd::AsRawFd;
         let fd = self.file(file).map_or(-1, |file| file.as_raw_fd());
-        let open = |access| File::of_descriptor(fd, access).map(Arc::new);
+        let name = format!("{}/{file}", self.name());
+        let open = |access| File::of_descriptor(fd, name.clone(), access).map(Arc::new);
         Ok(FilePair { reader: open(Access::Read)?, writer: open(Access::Write { mode: 0o600 })? })
     }
 

@@ -264,10 +264,10 @@ impl Tier {
         Arc::clone(&self.bell)
     }
 
-    /// Waits until transfers have ended since [`Tier::events`] returned `seen`, at most for `timeout`. Their tickets
-    /// may still be pending: a transfer that failed continues on another path.
-    pub fn wait_for_event(&self, seen: u64, timeout: Option<Duration>) {
-        self.bell.wait(seen, timeout);
+    /// Waits until transfers have ended since [`Tier::events`] returned `seen`. Their tickets may still be pending: a
+    /// transfer that failed continues on another path.
+    pub fn wait_for_event(&self, seen: u64) {
+        self.bell.wait(seen, None);
     }
 
     /// Discards all changes since the last commit. Waits for a commit beside writes first. `Busy` while a commit is in flight, or while a tiered update has

@@ -1,21 +1,14 @@
-//! One path: its storage, its I/O engine, its pair of superblocks, and the gate of its turns. An engine of its own, so
-//! that a slow path does not delay the queue of another.
+//! One path: its storage, its I/O engine, and its pair of superblocks. An engine of its own, so that a slow path does not
+//! delay the queue of another.
 //!
-//! Invariants:
-//! - A gate is open by default. Only a tiered update closes it, and reopens it at the end of each round.
-//! - A transfer that reaches a closed gate is held. It starts when the gate opens, and callers wait for it as for any
-//!   other. If it cannot start then, it has failed.
-//! - A gate is closed by a turn, and every thread that waits for a held transfer asks that turn to open it. So no wait
-//!   needs another thread, and none can wait for an opening that only itself would make.
-//! - Time spent at the gate does not count toward a deadline: use of the path by other processes is not a stall.
-//! - Memory that a transfer still uses is not handed out again, even if its owner gave it up.
+//! Invariant: memory that a transfer still uses is not handed out again, even if its owner gave it up.
 #![forbid(unsafe_code)]
 
-use std::collections::{HashMap, VecDeque};
 use std::fmt::Debug;
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::bucket;
 use super::directory::{self, DirStorage};
@@ -26,16 +19,17 @@ use super::paths::Stamp;
 #[cfg(any(test, feature = "sim"))]
 use super::storage::SimStorage;
 use super::storage::{
-    DATA, FilePair, MemoryStorage, NamedFile, PathFiles, SUPERBLOCKS, Storage, timed_out, within_timeout,
+    DATA, FilePair, MemoryStorage, NamedFile, PathFiles, SUPERBLOCKS, Storage, within_timeout,
 };
 use crate::error::{Doing, Error, IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
 use crate::io::file::File;
-use crate::io::options::{Options as IoOptions, Request, Target};
+use crate::io::options::{Options as IoOptions, Request, Target, TurnOptions};
 use crate::pool::region::{Backing, Region};
 use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::file::{self, Access};
 use crate::sys::span::Span;
-use crate::sys::sync::{Guard, Lock, Signal, deadline_after};
+use crate::sys::sync::{Guard, Lock};
 
 /// Bytes that are allocated for a superblock file at first.
 const SUPERBLOCK_ROOM: u64 = 64 << 10;
@@ -49,7 +43,6 @@ pub struct Volume {
     superblocks: [FilePair; 2],
     /// Bytes that are allocated in both superblock files.
     superblock_room: AtomicU64,
-    gate: Gate,
     pool: Arc<ScratchPool>,
     /// Held while a thread extends the data file.
     growing: Lock<()>,
@@ -77,13 +70,13 @@ pub(super) enum SuperblockCopy {
 impl Volume {
     pub(super) fn open(storage: Box<dyn Storage>, engine: Engine) -> Result<Volume> {
         let superblocks = [storage.open(SUPERBLOCKS[0])?, storage.open(SUPERBLOCKS[1])?];
-        let (data, gate, pool) = (storage.open(DATA)?, Gate::default(), Arc::default());
+        let (data, pool) = (storage.open(DATA)?, Arc::default());
         let (superblock_room, growing) = (AtomicU64::new(0), Lock::default());
         let pairs = [(SUPERBLOCKS[0], &superblocks[0]), (SUPERBLOCKS[1], &superblocks[1]), (DATA, &data)];
         // The handles for writing identify the files.
         let files = pairs.map(|(name, pair)| (name, Arc::clone(&pair.writer))).to_vec();
         let files = PathFiles::new(Arc::from(storage), files, engine.options().io_timeout);
-        Ok(Volume { engine, data, superblocks, superblock_room, gate, pool, growing, files })
+        Ok(Volume { engine, data, superblocks, superblock_room, pool, growing, files })
     }
 
     /// Error about a block that is stored at `offset` of the data file.
@@ -110,6 +103,15 @@ impl Volume {
     /// The data file, to read from it.
     pub(super) fn data_file(&self) -> &Arc<File> {
         &self.data.reader
+    }
+
+    /// A new file on the file system of `directory` that has no name.
+    pub(super) fn unnamed_file(&self, directory: PathBuf) -> Result<Arc<File>> {
+        let direct = self.engine.options().direct;
+        self.call(Doing::Opening, move |_, _| {
+            let open = |direct| file::unnamed(&directory, direct);
+            File::open_with(&directory, Access::Write { mode: 0o600 }, direct, open).map(Arc::new)
+        })
     }
 
     /// False if the data is lost when the process ends.
@@ -161,27 +163,18 @@ impl Volume {
     }
 
     pub(super) fn read(&self, offset: u64, buffer: TransferBuffer) -> Result<u64> {
-        self.pass(DataTransfer { write: false, offset, buffer })
+        self.files.responds(Doing::Reading)?;
+        self.engine.read(request(&self.data.reader, offset, buffer))
     }
 
     pub(super) fn write(&self, offset: u64, buffer: TransferBuffer) -> Result<u64> {
-        self.pass(DataTransfer { write: true, offset, buffer })
+        self.files.responds(Doing::Writing)?;
+        self.files.storage()?.check_lease()?;
+        self.engine.write(request(&self.data.writer, offset, buffer))
     }
 
     pub(super) fn wait(&self, handle: u64, timeout: Option<Duration>) -> Result<u64> {
-        let until = deadline_after(timeout);
-        let outcome = match self.gate.handle(handle, until) {
-            Ok(None) => return Err(timed_out()),
-            Ok(Some(begun)) => {
-                let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-                self.engine.wait(begun, left)
-            }
-            Err(error) => Err(error),
-        };
-        if !matches!(&outcome, Err(error) if error.io_kind() == Some(IoKind::Timeout)) {
-            self.gate.forget(handle);
-        }
-        outcome
+        self.engine.wait(handle, timeout)
     }
 
     /// Waits for a transfer that was started.
@@ -189,42 +182,8 @@ impl Volume {
         self.wait(started?, None).map(|_| ())
     }
 
-    fn pass(&self, transfer: DataTransfer) -> Result<u64> {
-        self.gate.hold(&transfer).map_or_else(|| self.begin(transfer), Ok)
-    }
-
-    fn begin(&self, DataTransfer { write, offset, buffer }: DataTransfer) -> Result<u64> {
-        self.files.responds(if write { Doing::Writing } else { Doing::Reading })?;
-        match write {
-            true => {
-                self.files.storage()?.check_lease()?;
-                self.engine.write(request(&self.data.writer, offset, buffer))
-            }
-            false => self.engine.read(request(&self.data.reader, offset, buffer)),
-        }
-    }
-
-    /// Removes a transfer that is still held at the gate. False if it has begun.
-    pub(super) fn withdraw(&self, handle: u64) -> bool {
-        self.gate.withdraw(handle)
-    }
-
-    /// Closes the gate: later reads and writes of data are held until `turn` opens it.
-    pub(super) fn close_gate(&self, turn: Weak<dyn Turn>) {
-        self.gate.close(turn);
-    }
-
-    /// Starts the held transfers. Later transfers are held again if `closed`.
-    pub(super) fn release_held(&self, closed: bool) {
-        self.gate.release_held(closed, |transfer| self.begin(transfer));
-    }
-
-    /// True if reads or writes are held at the gate.
-    pub(super) fn held_back(&self) -> bool {
-        self.gate.waiting() > 0
-    }
-
     /// True if no operation is in flight.
+    #[cfg(test)]
     pub(super) fn quiet(&self) -> bool {
         self.engine.traffic().map_or(true, |traffic| traffic.pending == 0)
     }
@@ -410,16 +369,23 @@ impl Volume {
     }
 }
 
-fn request(file: &Arc<crate::io::file::File>, offset: u64, buffer: TransferBuffer) -> Request<'static> {
+pub(super) fn request(
+    file: &Arc<crate::io::file::File>,
+    offset: u64,
+    buffer: TransferBuffer,
+) -> Request<'static> {
     Request { target: Target::File(Arc::clone(file)), offset, buffer, deadline: None }
 }
 
 /// Claims the path of an options entry and opens it. `None` if it does not exist and `make` is false. The I/O timeout
 /// bounds each part of the open.
 pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<Option<Volume>> {
-    // A tier allocates its files itself.
-    let io = IoOptions { preallocate: false, ..options.io };
-    let (storage, engine): (Box<dyn Storage>, Engine) = match &options.paths[number].location {
+    // A tier allocates its files itself. Memory belongs to this process alone, and an object store serves all processes at
+    // once.
+    let location = &options.paths[number].location;
+    let turns = if location.directory().is_some() { options.io.turns } else { TurnOptions::NONE };
+    let io = IoOptions { preallocate: false, turns, ..options.io };
+    let (storage, engine): (Box<dyn Storage>, Engine) = match location {
         PathLocation::Directory(base) => {
             let Some(directory) = directory::claim(io.io_timeout, base, &options.owner, make)? else {
                 return Ok(None);
@@ -453,119 +419,6 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
         }
     };
     Volume::open(storage, engine).map(Some)
-}
-
-/// A read or write of a path's data.
-#[derive(Debug, Clone)]
-struct DataTransfer {
-    write: bool,
-    offset: u64,
-    buffer: TransferBuffer,
-}
-
-/// What opens a closed gate: the turn of this process on the device of the path.
-pub(super) trait Turn: Send + Sync + Debug {
-    /// Opens the gate if the turn has come. It never waits for another thread.
-    fn poll(&self);
-}
-
-#[derive(Debug, Default)]
-struct Gate {
-    state: Lock<GateState>,
-    opened: Signal,
-}
-
-#[derive(Debug, Default)]
-struct GateState {
-    /// What opens the gate, while the gate is closed.
-    closed: Option<Weak<dyn Turn>>,
-    waiting: VecDeque<(u64, DataTransfer)>,
-    /// Outcomes of released transfers by number, kept until [`Gate::forget`]: engine handle or error.
-    begun: HashMap<u64, Result<u64>>,
-    numbers: u64,
-}
-
-/// Interval between looks at the turn of a closed gate; a turn lasts tens of milliseconds or more.
-pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// Bit that marks numbers of held transfers; handles of the engine are far smaller.
-const HELD: u64 = 1 << 63;
-
-impl Gate {
-    /// Holds a transfer if the gate is closed, and returns its number.
-    fn hold(&self, transfer: &DataTransfer) -> Option<u64> {
-        let mut state = self.state.lock();
-        state.closed.as_ref()?;
-        state.numbers += 1;
-        let number = HELD | state.numbers;
-        state.waiting.push_back((number, transfer.clone()));
-        Some(number)
-    }
-
-    /// Starts the held transfers with `begin`. Later transfers are held if `closed`.
-    fn release_held(&self, closed: bool, mut begin: impl FnMut(DataTransfer) -> Result<u64>) {
-        let mut state = self.state.lock();
-        if !closed {
-            state.closed = None;
-        }
-        let held = std::mem::take(&mut state.waiting);
-        // Released first: `begin` may log, and the log callback may use the path.
-        drop(state);
-        for (number, transfer) in held {
-            let handle = begin(transfer);
-            self.state.lock().begun.insert(number, handle);
-        }
-        self.opened.notify_all();
-    }
-
-    /// Removes a held transfer. False if it is not held any more.
-    fn withdraw(&self, number: u64) -> bool {
-        if number & HELD == 0 {
-            return false;
-        }
-        let mut state = self.state.lock();
-        let held = state.waiting.iter().position(|(other, _)| *other == number);
-        held.and_then(|at| state.waiting.remove(at)).is_some()
-    }
-
-    /// Closes the gate: later transfers are held until `turn` opens it.
-    fn close(&self, turn: Weak<dyn Turn>) {
-        self.state.lock().closed = Some(turn);
-    }
-
-    /// Number of held transfers.
-    fn waiting(&self) -> usize {
-        self.state.lock().waiting.len()
-    }
-
-    /// Engine handle of a transfer. `number` comes from [`Gate::hold`] or is an engine handle itself. `None` if the
-    /// transfer is still held at `until`.
-    fn handle(&self, number: u64, until: Option<Instant>) -> Result<Option<u64>> {
-        if number & HELD == 0 {
-            return Ok(Some(number));
-        }
-        loop {
-            let state = self.state.lock();
-            if let Some(begun) = state.begun.get(&number) {
-                return begun.clone().map(Some);
-            }
-            let now = Instant::now();
-            if until.is_some_and(|until| until <= now) {
-                return Ok(None);
-            }
-            let turn = state.closed.as_ref().and_then(Weak::upgrade);
-            let next = now + POLL_INTERVAL;
-            drop(self.opened.wait_until(state, Some(until.map_or(next, |until| until.min(next)))));
-            // The thread that waits may be the only one that could open the gate.
-            turn.iter().for_each(|turn| turn.poll());
-        }
-    }
-
-    /// Forgets a transfer that has ended. Its number must not be used again.
-    fn forget(&self, number: u64) {
-        if number & HELD != 0 {
-            self.state.lock().begun.remove(&number);
-        }
-    }
 }
 
 /// A memory region. When dropped, it is retired or returned to its pool; transfers in flight keep it mapped.

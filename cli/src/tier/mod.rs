@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 use spillway::error::{Error, Result, TierError, TierKind};
 use spillway::tier::Tier;
-use spillway::tier::inspect::{self, Found};
+use spillway::tier::inspect::{self, Found, Search};
 use spillway::tier::options::{Mode, PathLocation, TierOptions};
 
 #[derive(clap::Subcommand)]
@@ -80,7 +80,7 @@ impl Which {
     }
 
     /// The tiers, without an error if there are none.
-    fn find(&self) -> Result<Vec<Found>> {
+    fn find(&self) -> Result<Search> {
         let (directories, stores) = self.divided();
         if directories.is_empty() {
             return Err(Error::invalid(
@@ -88,19 +88,19 @@ impl Which {
                 "has no directory; tiers are found in directories, so pass one of the tier's too",
             ));
         }
-        let mut tiers = inspect::find(&directories)?;
-        tiers.retain(|Found { owner, .. }| {
+        let mut search = inspect::find(&directories)?;
+        search.tiers.retain(|Found { owner, .. }| {
             self.job.as_ref().is_none_or(|job| *job == owner.job)
                 && self.host.as_ref().is_none_or(|host| *host == owner.host)
                 && self.rank.is_none_or(|rank| rank == owner.rank)
         });
-        tiers.iter_mut().for_each(|found| found.bases.extend(stores.iter().cloned()));
-        Ok(tiers)
+        search.tiers.iter_mut().for_each(|found| found.bases.extend(stores.iter().cloned()));
+        Ok(search)
     }
 
     /// At least one tier.
     fn some(&self) -> Result<Vec<Found>> {
-        let tiers = self.find()?;
+        let Search { tiers, unread } = self.find()?;
         match tiers.is_empty() {
             false => Ok(tiers),
             true => {
@@ -112,8 +112,10 @@ impl Which {
                 let filters: Vec<String> = filters.into_iter().flatten().collect();
                 let of =
                     if filters.is_empty() { String::new() } else { format!(" of {}", filters.join(", ")) };
-                let message =
-                    format!("there is no tier{of}; pass the directories that its program was given");
+                let unread = unread.iter().map(|text| format!("; {text}")).collect::<String>();
+                let message = format!(
+                    "there is no tier{of} that can be read; pass the directories that its program was given{unread}"
+                );
                 Err(TierError::at(TierKind::NoState, self.names(), message))
             }
         }

@@ -129,10 +129,9 @@ TIER_HEALTH_MISSING = 3
 # spw_swap_flag
 SWAP_FLAG_NO_HUGE_PAGES = 1
 SWAP_FLAG_NO_LOCK = 2
-SWAP_FLAG_NO_TURNS = 4
-SWAP_FLAG_SPLIT_MASTER = 8
-SWAP_FLAG_BF16_MOMENTS = 16
-SWAP_FLAG_BIND_NODE = 32
+SWAP_FLAG_SPLIT_MASTER = 4
+SWAP_FLAG_BF16_MOMENTS = 8
+SWAP_FLAG_BIND_NODE = 16
 
 # spw_swap_begin_flag
 SWAP_BEGIN_FLAG_SPECULATIVE = 1
@@ -417,6 +416,8 @@ class IoOptions(Given):
         ("workers", c_uint32),
         ("file_mode", c_uint32),
         ("deadline_ms", c_uint64),
+        ("turns", c_uint32),
+        ("turn_timeout_ms", c_uint32),
     ]
 
 
@@ -498,6 +499,8 @@ class TierOptions(Given):
         ("queue_depth", c_uint32),
         ("io_backend", c_uint32),
         ("at_step", c_uint64),
+        ("turns", c_uint32),
+        ("turn_timeout_ms", c_uint32),
     ]
 
 
@@ -616,9 +619,8 @@ class SwapOptions(Given):
         ("subgroups", c_uint64),
         ("ratio", POINTER(c_double)),
         ("speeds", POINTER(c_double)),
-        ("turn_timeout_ms", c_uint64),
-        ("turns", c_uint32),
         ("node", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 

@@ -40,7 +40,7 @@ from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
 from ._arrays import Array
 from ._commit import Commit
 from ._native_handle import _NativeHandle, in_slices, record
-from ._tier_options import milliseconds, number, payload_of
+from ._tier_options import number, payload_of
 from .errors import InternalError, InvalidArgumentError, OutOfOrderError
 from .optim import Adam, StepStats, counter
 from .speculate import VERDICTS
@@ -52,7 +52,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 #: Why float16 weights have no bf16 moments.
 UNROUNDED = "a step with bfloat16 moments takes weights and gradients of bfloat16 or float32; use one of these, or float32 moments"
 _NO_HUGE_PAGES, _NO_LOCK = _abi.SWAP_FLAG_NO_HUGE_PAGES, _abi.SWAP_FLAG_NO_LOCK
-_NO_TURNS, _BIND_NODE, _SPLIT_MASTER = _abi.SWAP_FLAG_NO_TURNS, _abi.SWAP_FLAG_BIND_NODE, _abi.SWAP_FLAG_SPLIT_MASTER
+_BIND_NODE, _SPLIT_MASTER = _abi.SWAP_FLAG_BIND_NODE, _abi.SWAP_FLAG_SPLIT_MASTER
 _BF16_MOMENTS = _abi.SWAP_FLAG_BF16_MOMENTS
 # Statuses of spw_swap_finish after which the step is still open.
 _STAYS_OPEN = (_abi.ERR_TIMEOUT, _abi.ERR_ROUND_OPEN, _abi.ERR_BUCKET_MISSING)
@@ -137,13 +137,12 @@ class Swap(_NativeHandle):
         memory_budget: Limit of the host memory for state, in bytes; None: the least that keeps every path busy.
         ratio: Share of each path in the state, a number per path; None: in proportion to the measured bandwidths.
         speeds: First estimates of the paths' bandwidths, in bytes per second; None: in proportion to the state that the tier
-            holds. Without any it is equal, and the first writes measure it.
+            holds. Without any, directories are measured for half a second at the open if the state has 256 MiB or more; else the
+            division is equal at first, and the first writes measure the paths.
         huge_pages: Use 2 MiB pages for the buffers.
         pin_memory: Lock the buffers' pages in memory.
-        turns: Number of processes that use a device at a time, the same in all of them; the others wait. 0: no turns.
         split_master: Store param without its upper halves, see the module's description.
         bf16_moments: Store the moments as bfloat16. A tier has one type of moments: fill another job to change it.
-        turn_timeout: Timeout of the wait for a turn, in seconds; 0: 30 seconds.
         node: NUMA node of the buffers; None: any.
 
     Raises:
@@ -168,10 +167,8 @@ class Swap(_NativeHandle):
         speeds: Sequence[float] | None = None,
         huge_pages: bool = True,
         pin_memory: bool = True,
-        turns: int = 1,
         split_master: bool = False,
         bf16_moments: bool = False,
-        turn_timeout: float = 0.0,
         node: int | None = None,
     ):
         paths = len(tier.paths())
@@ -180,11 +177,9 @@ class Swap(_NativeHandle):
         least = working_bytes(elements, paths, **encoding) if memory_budget is None else memory_budget
         options = _options(self.elements, least, **encoding)
         options.ratio, options.speeds = _numbers(ratio, paths, "ratio"), _numbers(speeds, paths, "speeds")
-        options.flags |= _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not pin_memory) + _NO_TURNS * (turns == 0)
-        options.turns = _arguments.unsigned("turns", turns, 32)
+        options.flags |= _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not pin_memory)
         if node is not None:
             options.flags, options.node = options.flags | _BIND_NODE, _arguments.unsigned("node", node, 32)
-        options.turn_timeout_ms = milliseconds("turn_timeout", turn_timeout)
         self.tier = tier
         self._held = _kept.Submitted()
         #: The step that was begun last; a rollback ends it.

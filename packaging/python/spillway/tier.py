@@ -32,7 +32,7 @@ from .errors import InvalidArgumentError, NotFoundError, SpillwayError, TimedOut
 
 HEALTH = ("healthy", "draining", "failed", "missing")
 _NO_DIRECT, _AT_STEP, _KEEP_BEFORE = _abi.TIER_FLAG_NO_DIRECT, _abi.TIER_FLAG_AT_STEP, _abi.TIER_FLAG_KEEP_BEFORE
-_TEXT_BYTES = 4096
+_TEXT_BYTES, _MOST_U32 = 4096, (1 << 32) - 1
 
 # Beyond _MOST_IN_FLIGHT tickets in flight, a put releases finished puts; the last _MOST_ENDED outcomes are kept.
 _MOST_IN_FLIGHT, _MOST_ENDED = 256, 4096
@@ -62,6 +62,9 @@ class Tier(_NativeHandle):
         at_step: Open the tier at this step, one of steps(). Opening at the step before the last discards the last step.
         keep_before: A commit with wait=False keeps the state of the commit before until the next commit begins, as with `world` above 1.
             For tiers that resume at one step: then the commits of all must have ended before the next commit of any of them.
+        turns: Number of processes of a user that transfer to the device of a directory at a time, the same in all of them; the others
+            wait. 0: any number. Transfers of up to 64 KiB need no turn.
+        turn_timeout: Seconds that a transfer waits for its turn before it goes on without one; 0: 30 seconds.
 
     Attributes:
         opened: What the open found, an Opened.
@@ -100,6 +103,8 @@ class Tier(_NativeHandle):
         backend: str = "auto",
         at_step: int | None = None,
         keep_before: bool = False,
+        turns: int = 0,
+        turn_timeout: float = 0.0,
     ):
         options = tier_options(paths, job, host, rank, world, degraded)
         options.mode = choice(MODES, mode, "mode")
@@ -109,6 +114,8 @@ class Tier(_NativeHandle):
         options.block_bytes, options.queue_depth = block_bytes, queue_depth
         options.io_timeout_ms = milliseconds("io_timeout", io_timeout)
         options.at_step = at_step or 0
+        options.turns = number(turns, "turns", _MOST_U32)
+        options.turn_timeout_ms = number(milliseconds("turn_timeout", turn_timeout), "turn_timeout", _MOST_U32)
         self._streams: dict[int, tuple[int, ...]] = {}
         self._in_flight = _kept.Submitted()
         self._by_number: dict[int, Ticket] = {}

@@ -297,24 +297,6 @@ def test_a_step_before_its_verdict_is_taken_back_and_made_again_clipped(folders,
         assert all(stored) == any(stored) == split
 
 
-def test_turns_are_in_the_directory_that_the_environment_names(folders, child_environment, tmp_path):
-    code = (
-        f"import sys, os; sys.path[:0] = {[os.path.dirname(__file__)]!r}\n"
-        "import test_swap as t, spillway\n"
-        f"tier = t.open_tier({[str(folder) for folder in folders]!r})\n"
-        "swap = t.open_swap(tier, 4, turns=2); swap.fill([(p, None, None) for p in t.first()])\n"
-        "t.step(swap, spillway.Adam(), 1); swap.close(); tier.destroy()\n"
-    )
-    places = [tmp_path / "shared", tmp_path / "missing"]
-    places[0].mkdir()
-    for place in places:
-        environment = {**child_environment, "SPILLWAY_TURNS_DIR": str(place), "SPILLWAY_LOG": "warn"}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert ("without taking turns" in done.stderr) == (not place.exists()), done.stderr
-    assert [path.name for path in places[0].glob("spillway-turns-*/path-*/turn-*")] == ["turn-0"]
-
-
 def test_memory_may_come_from_a_node(folders):
     paths = [spillway.TierPath(None, node=0), str(folders[0])]
     with spillway.Tier(paths, job="node") as tier, open_swap(tier, 4, node=0) as swap:
@@ -524,7 +506,8 @@ def test_mistakes_name_themselves(folders):
             "Lion": lambda: swap.step(spillway.Lion(), [(f, None) for f in floats]),
             "weights of subgroup 0 are not bfloat16": lambda: swap.read(0, floats[0], weights=floats[0].astype(np.float16)),
             "tensors.0..2. has dtype int32": lambda: swap.step(spillway.Adam(), [(f, None, f.astype(np.int32)) for f in floats]),
-            "turns is -1": lambda: open_swap(tier, turns=-1),
+            "turns is -1": lambda: open_tier(folders, turns=-1),
+            "turn_timeout is .* integer from 0 to 4294967295": lambda: open_tier(folders, turns=1, turn_timeout=5e6),
             "node is 0.5": lambda: open_swap(tier, node=0.5),
             "NUMA node, but the path is not in memory": lambda: spillway.Tier([spillway.TierPath(folders[0], node=0)], job="node"),
             "3 buffers of": lambda: spillway.Swap(tier, SIZES, memory_budget=4096),

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use crate::capi::prelude::*;
 use crate::io::engine::Engine;
-use crate::io::options::{BackendChoice, Options, Request, Target, given_or};
+use crate::io::options::{
+    BackendChoice, Options, Request, Target, TurnOptions, given_or, turns_of_environment,
+};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 
@@ -56,6 +58,11 @@ pub struct spw_io_options {
     pub file_mode: u32,
     /// Default deadline of operations, in milliseconds; 0: none.
     pub deadline_ms: u64,
+    /// Number of processes of one user on this machine that transfer to a device at a time, as in `spw_tier_options`; 0: the
+    /// number in the environment variable SPILLWAY_IO_TURNS, or any number. The wait for a turn counts toward a deadline.
+    pub turns: u32,
+    /// Milliseconds that a process waits for its turn on a device before it proceeds without the turn; 0: 30000.
+    pub turn_timeout_ms: u32,
 }
 }
 
@@ -126,7 +133,8 @@ handle!(spw_io, "io", 1, "the I/O engine");
 pub extern "C" fn spw_io_open(options: In<spw_io_options>, io_out: Out<*mut spw_io>) -> spw_status {
     guard(|| {
         let raw = options.read_optional("options")?;
-        let options = raw.as_ref().map_or(Ok(Options::default()), parse)?;
+        let defaults = || Ok(Options { turns: turns(turns_of_environment()?, 0), ..Options::default() });
+        let options = raw.as_ref().map_or_else(defaults, parse)?;
         io_out.open(|| Ok(spw_io(Engine::open(options)?, OpeningProcess::current())))
     })
 }
@@ -267,6 +275,13 @@ pub(in crate::capi) fn backend(field: &'static str, value: u32) -> Result<Backen
     choice(field, value, "spw_io_backend", &all)
 }
 
+/// Turns of that number of processes; a timeout of 0 is the default.
+pub(in crate::capi) fn turns(most: u32, timeout_ms: u32) -> TurnOptions {
+    let default = TurnOptions::of(most);
+    let timeout = if timeout_ms > 0 { Duration::from_millis(timeout_ms.into()) } else { default.timeout };
+    TurnOptions { timeout, ..default }
+}
+
 fn parse(raw: &spw_io_options) -> Result<Options> {
     let default = Options::default();
     abi_struct::flags("options.flags", raw.flags, 3)?;
@@ -280,5 +295,6 @@ fn parse(raw: &spw_io_options) -> Result<Options> {
         file_mode: given_or(raw.file_mode, default.file_mode),
         deadline: (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms)),
         io_timeout: None,
+        turns: turns(given_or(raw.turns, turns_of_environment()?), raw.turn_timeout_ms),
     })
 }

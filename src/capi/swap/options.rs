@@ -1,7 +1,5 @@
 //! The tiered update: its options, budget and counters.
 
-use std::time::Duration;
-
 use crate::capi::prelude::*;
 use crate::offload::swap::SwapOptions;
 use crate::offload::swap::budget;
@@ -16,27 +14,23 @@ pub enum spw_swap_flag {
     SPW_SWAP_FLAG_NO_HUGE_PAGES = 1,
     /// Do not lock the memory (mlock).
     SPW_SWAP_FLAG_NO_LOCK = 2,
-    /// Use the paths without taking turns. Without this flag, only `turns` of the node's processes of one user use a
-    /// device at a time, and the others use other devices first (MLP-Offload section 3.2). Only directories have turns.
-    /// Processes see each other through files in /dev/shm, or in the directory that SPILLWAY_TURNS_DIR names.
-    SPW_SWAP_FLAG_NO_TURNS = 4,
     /// Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 2 bytes
     /// fewer per parameter on the tier and in memory. A subgroup with too many values that cannot be split still takes
     /// them. Every step needs the weights that the step before published. A resumed tier needs the weights of its
     /// commit: save them with it, else param is lost. A checksum detects weights that do not match the state: a read
     /// then changes nothing, and a step is an error that a rollback ends.
-    SPW_SWAP_FLAG_SPLIT_MASTER = 8,
+    SPW_SWAP_FLAG_SPLIT_MASTER = 4,
     /// Store exp_avg and exp_avg_sq as bf16: 4 bytes fewer per parameter on the tier and in memory. The step has the
     /// bits of `spw_adam_step` with bf16 states and f32 param. `spw_swap_read` returns these values as f32;
     /// `spw_swap_fill` and `spw_swap_write` round to nearest even. A tier that holds moments of the other type is
     /// SPW_ERR_INVALID_ARGUMENT.
-    SPW_SWAP_FLAG_BF16_MOMENTS = 16,
+    SPW_SWAP_FLAG_BF16_MOMENTS = 8,
     /// Allocate the buffers on NUMA node `node`. If the node is refused, or has less free memory than they need, the log
     /// gets a warning and the memory may come from any node.
-    SPW_SWAP_FLAG_BIND_NODE = 32,
+    SPW_SWAP_FLAG_BIND_NODE = 16,
 }
 
-c_struct! { first 64;
+c_struct! { first 56;
 /// Settings of a tiered update.
 pub struct spw_swap_options {
     /// Sum of `spw_swap_flag`.
@@ -52,15 +46,13 @@ pub struct spw_swap_options {
     /// bandwidths (MLP-Offload Eq. 1).
     pub ratio: In<f64>,
     /// Initial estimate of each path's bandwidth, in bytes per second. NULL: in proportion to the state that the tier
-    /// holds. Without any it is equal, and the first writes of state measure it.
+    /// holds. Without any, directories are measured for half a second at the open if the state has 256 MiB or more; else the
+    /// division is equal at first, and the first writes measure the paths.
     pub speeds: In<f64>,
-    /// Milliseconds that a process waits for its turn on a path before it proceeds without the turn; 0: 30000.
-    pub turn_timeout_ms: u64,
-    /// Number of processes that use a device at a time; 0: one. A device that one process does not fill serves more.
-    /// All processes of a device pass the same number.
-    pub turns: u32,
     /// NUMA node, used with SPW_SWAP_FLAG_BIND_NODE.
     pub node: u32,
+    /// 0
+    pub reserved: u32,
 }
 }
 
@@ -116,13 +108,12 @@ const MAX_SUBGROUPS: u64 = 1 << 20;
 
 pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Result<SwapOptions> {
     let raw = options.read("options")?;
-    abi_struct::flags("options.flags", raw.flags, 63)?;
+    abi_struct::flags("options.flags", raw.flags, 31)?;
+    abi_struct::zero("options.reserved", raw.reserved)?;
     if raw.subgroups > MAX_SUBGROUPS {
         let reason = format!("is {}, but the limit is {MAX_SUBGROUPS}", raw.subgroups);
         return Err(Error::invalid("options.subgroups", reason));
     }
-    let turn_timeout =
-        Duration::from_millis(if raw.turn_timeout_ms == 0 { 30_000 } else { raw.turn_timeout_ms });
     let of_paths = |numbers: In<f64>, field| match numbers.is_null() {
         true => Ok(None),
         false => numbers.array(paths as u64, field).map(|numbers| Some(numbers.to_vec())),
@@ -130,19 +121,17 @@ pub(in crate::capi) fn parse(options: In<spw_swap_options>, paths: usize) -> Res
     Ok(SwapOptions {
         subgroups: raw.elements.array(raw.subgroups, "options.elements")?.to_vec(),
         usual: Encoding {
-            master: if raw.flags & 8 == 0 { Master::Full } else { Master::Split },
-            moments: if raw.flags & 16 == 0 { Moments::F32 } else { Moments::Bf16 },
+            master: if raw.flags & 4 == 0 { Master::Full } else { Master::Split },
+            moments: if raw.flags & 8 == 0 { Moments::F32 } else { Moments::Bf16 },
         },
         memory_budget: raw.memory_budget,
         backing: Backing {
             huge: raw.flags & 1 == 0,
             lock: raw.flags & 2 == 0,
-            node: (raw.flags & 32 != 0).then_some(raw.node),
+            node: (raw.flags & 16 != 0).then_some(raw.node),
         },
         ratio: of_paths(raw.ratio, "options.ratio")?,
         speeds: of_paths(raw.speeds, "options.speeds")?.unwrap_or_default(),
-        turns: if raw.flags & 4 == 0 { raw.turns.max(1) } else { 0 },
-        turn_timeout,
     })
 }
 

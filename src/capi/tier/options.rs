@@ -3,7 +3,7 @@
 use std::ffi::c_char;
 use std::time::Duration;
 
-use crate::capi::io::engine::backend;
+use crate::capi::io::engine::{backend, turns};
 use crate::capi::prelude::*;
 use crate::sys::host;
 use crate::tier::directory::Owner;
@@ -132,6 +132,14 @@ pub struct spw_tier_options {
     pub io_backend: u32,
     /// The step to resume at, with SPW_TIER_FLAG_AT_STEP; else 0.
     pub at_step: u64,
+    /// Number of processes of one user on this machine that transfer to the device of a directory at a time (MLP-Offload
+    /// section 3.2); 0: any number. The others wait, and use their other paths meanwhile. All processes of a device pass the
+    /// same number. A transfer of up to 64 KiB needs no turn. Processes see each other through files in /dev/shm, or in the
+    /// directory that SPILLWAY_TURNS_DIR names.
+    pub turns: u32,
+    /// Milliseconds that a process waits for its turn on a device before it proceeds without the turn; 0: 30000. It waits
+    /// once for a process that does not move.
+    pub turn_timeout_ms: u32,
 }
 }
 
@@ -170,6 +178,7 @@ pub(in crate::capi) fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
     if raw.io_timeout_ms > 0 {
         options.io.io_timeout = Some(Duration::from_millis(raw.io_timeout_ms));
     }
+    options.io.turns = turns(raw.turns, raw.turn_timeout_ms);
     if raw.queue_depth > 0 {
         options.io.depth = raw.queue_depth;
     }

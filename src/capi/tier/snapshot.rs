@@ -124,6 +124,7 @@ pub extern "C" fn spw_tier_import_names(
 const DTYPE: &str = "U8";
 
 fn selection_of(raw: &spw_tier_selection) -> Result<Selection> {
+    abi_struct::zero("selection.reserved", raw.reserved)?;
     let names = patterns(raw.names, "selection.names")?;
     let range = match (raw.first, raw.end) {
         (0, 0) => None,

@@ -11,6 +11,7 @@ use crate::io::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
 use crate::io::driver::{Bounce, Driver};
 use crate::io::file::File;
 use crate::io::operation::{Operation, Shared};
+use crate::io::options::TurnOptions;
 
 const BLOCK: usize = 4096;
 const DEPTH: usize = 32;
@@ -118,7 +119,7 @@ fn run_on<B: Backend>(count: usize, mut backend: B) -> B {
     }
     shared.state.lock().closing = true;
     let bounce = Bounce::new(BLOCK, 1).unwrap();
-    Driver::new(Arc::clone(&shared), DEPTH, bounce).run(&mut backend).unwrap();
+    Driver::new(Arc::clone(&shared), DEPTH, bounce, TurnOptions::NONE).run(&mut backend).unwrap();
     assert_eq!(shared.state.lock().unfinished, 0);
     backend
 }

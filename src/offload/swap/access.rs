@@ -64,7 +64,6 @@ impl Swap {
             }
             self.pipeline.uncache(slot);
         }
-        self.arbiter.begin();
         let outcome = self.flush(subgroup, slot, false).and_then(|()| self.collect_all());
         self.traffic.end_part();
         self.note(outcome)

@@ -485,7 +485,6 @@ impl Swap {
         self.pipeline.begin_beside(&self.expected, options.speculative)?;
         self.timeline.begin();
         self.pins = options.speculative.then(Vec::new);
-        self.arbiter.begin();
         let (mut order, mut decided) = (Vec::new(), !options.speculative);
         // Until its outcome, an update answers to its callers.
         let stats = loop {
@@ -512,7 +511,7 @@ impl Swap {
             match done {
                 Advance::Acted => {}
                 Advance::Waits if complete && self.traffic.idle() => return Err(stuck()),
-                Advance::Waits | Advance::Done => self.tier.wait_for_event(seen, self.arbiter.next_poll()),
+                Advance::Waits | Advance::Done => self.tier.wait_for_event(seen),
             }
         };
         if order.len() == self.layout.len() {
@@ -530,14 +529,13 @@ impl Swap {
                 Advance::Done => return Ok(()),
                 Advance::Waits if begun => return Ok(()),
                 Advance::Waits if self.traffic.idle() => return Err(stuck()),
-                Advance::Waits => self.tier.wait_for_event(seen, self.arbiter.next_poll()),
+                Advance::Waits => self.tier.wait_for_event(seen),
             }
         }
     }
 
     /// Handles transfers that have ended, and does what the pipeline wants next.
     fn turn(&mut self, work: &mut dyn Update) -> Result<Advance> {
-        self.arbiter.poll();
         self.collect(false)?;
         self.advance(Source::Tier, work)
     }

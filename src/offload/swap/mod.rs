@@ -27,7 +27,6 @@ mod timeline;
 mod traffic;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::dtype::bf16;
 use budget::Budget;
@@ -43,7 +42,6 @@ use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::promise::Promise;
 use crate::tier::commit::CommitBeside;
-use crate::tier::turns::PathArbiter;
 use crate::tier::{Pin, Tier, UpdateClaim};
 use crate::trace::Trace;
 
@@ -62,13 +60,9 @@ pub struct SwapOptions {
     pub backing: Backing,
     /// Share of each path; `None`: derived from measured bandwidth.
     pub ratio: Option<Vec<f64>>,
-    /// Initial bandwidth of each path, in bytes per second. Empty: as stored states are divided; of a new tier all are
-    /// equal, until the first writes show them.
+    /// Initial bandwidth of each path, in bytes per second. Empty: as stored states are divided. The paths of a new tier are
+    /// measured for a large state; for another one all are equal, until the first writes show them.
     pub speeds: Vec<f64>,
-    /// Number of processes of this node that use a device at a time; 0: any.
-    pub turns: u32,
-    /// How long a process waits for its turn on a path before it uses the path without one.
-    pub turn_timeout: Duration,
 }
 
 /// Counts since open.
@@ -129,7 +123,6 @@ pub struct Swap {
     slots: Slots,
     pipeline: Pipeline,
     traffic: Traffic,
-    arbiter: PathArbiter,
     timeline: Timeline,
     /// The order in which subgroups are expected to arrive in an update beside the caller.
     expected: Vec<usize>,
@@ -151,7 +144,6 @@ impl Swap {
         let slots = Slots::open(&budget, options.usual, options.backing)?;
         let traffic = Traffic::new(&tier, options)?;
         let timeline = Timeline::new(budget.buffers, options.subgroups.len())?;
-        let arbiter = PathArbiter::new(&tier, options.turns, options.turn_timeout);
         // Last: a failure before this line leaves the tier unchanged.
         let extents = Extents::define(&tier, &options.subgroups, options.usual)?;
         Ok(Swap {
@@ -162,7 +154,6 @@ impl Swap {
             slots,
             pipeline,
             traffic,
-            arbiter,
             timeline,
             // Backward ends with the first layers.
             expected: (0..options.subgroups.len()).rev().collect(),
@@ -260,7 +251,6 @@ impl Swap {
 
     /// Rolls back to the last commit.
     pub fn rollback(&mut self) -> Result<()> {
-        self.arbiter.end();
         self.pins = None;
         self.finish_transfers();
         self.claim.rollback()?;
@@ -280,7 +270,6 @@ impl Swap {
     }
 
     fn note(&mut self, outcome: Result<()>) -> Result<()> {
-        self.arbiter.end();
         outcome.inspect_err(|error| {
             self.pins = None;
             self.finish_transfers();
@@ -297,9 +286,7 @@ impl Swap {
 
     /// Runs the pipeline to its end. With `Source::Nothing` no subgroup is read: `work` fills the memory.
     fn drive(&mut self, source: Source, work: &mut dyn Update) -> Result<()> {
-        self.arbiter.begin();
         loop {
-            self.arbiter.poll();
             match self.advance(source, work)? {
                 Advance::Acted => {}
                 Advance::Waits if self.traffic.idle() => return Err(stuck()),
@@ -458,7 +445,7 @@ impl Swap {
     /// all.
     fn collect(&mut self, wait: bool) -> Result<()> {
         let mut outcome = Ok(());
-        for done in self.traffic.collect_ended(&self.tier, &self.arbiter, wait) {
+        for done in self.traffic.collect_ended(&self.tier, wait) {
             self.ended(done.direction, done.slot, done.outcome.is_ok());
             outcome = outcome.and(done.outcome);
         }

@@ -5,11 +5,12 @@ mod beside;
 mod moments;
 mod split;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::encoding::{Moments, STREAMS};
 use super::*;
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
+use crate::io::options::TurnOptions;
 use crate::io::sim::{Disk, Faults, short_io_timeout};
 use crate::kernel::{States, Tensor};
 use crate::optim;
@@ -34,8 +35,6 @@ fn options(subgroups: &[u64], memory_budget: u64) -> SwapOptions {
         backing: backing(),
         ratio: None,
         speeds: Vec::new(),
-        turns: 0,
-        turn_timeout: Duration::from_secs(10),
     }
 }
 
@@ -326,7 +325,7 @@ fn few_subgroups_are_striped_and_the_cache_saves_what_it_promised() {
 }
 
 #[test]
-fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
+fn updates_of_one_process_share_its_turns() {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
     let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
     let expected = in_memory(&SIZES, STEPS).0;
@@ -338,9 +337,9 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
                 let mut tier = TierOptions::new(owner, dirs.iter().map(|dir| dir.path().to_path_buf()));
                 tier.world = 3;
                 tier.block_bytes = 16 << 10;
-                let mut options = options(&SIZES, 4 * buffer);
-                options.turns = 1;
-                let mut swap = Swap::open(Arc::new(Tier::open(tier).unwrap()), &options).unwrap();
+                tier.io.turns = TurnOptions::of(1);
+                let tier = Arc::new(Tier::open(tier).unwrap());
+                let mut swap = Swap::open(tier, &options(&SIZES, 4 * buffer)).unwrap();
                 swap.fill(first_state).unwrap();
                 for step in 1..=STEPS {
                     step_by(&mut swap, |subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
@@ -355,22 +354,25 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
 /// While another process has the turn on one path, a step proceeds on the other path; it completes when the turn ends.
 #[test]
 fn whoever_waits_for_one_path_uses_the_other() {
-    use crate::tier::turns::{TurnQueue, TurnRequest};
+    use std::os::unix::fs::MetadataExt;
+
+    use crate::io::turns::queue::{TurnQueue, TurnRequest};
+    const LONG: Duration = Duration::from_secs(600);
+    const SIZES: [u64; 5] = [200_000; 5];
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
     let buffer = budget::plan(&SIZES, Encoding::FULL, 2, 1 << 30).unwrap().buffer_bytes;
-    let tier = tier_in(
-        dirs.iter().map(|dir| PathLocation::Directory(dir.path().to_path_buf())).collect(),
-        Mode::Create,
-    );
+    let mut tier = TierOptions::new(owner(), dirs.iter().map(|dir| dir.path().to_path_buf()));
+    tier.block_bytes = 16 << 10;
+    tier.io.turns = TurnOptions { most: 1, timeout: LONG };
+    let tier = Arc::new(Tier::open(tier).unwrap());
     let mut options = options(&SIZES, 4 * buffer);
-    (options.turns, options.turn_timeout) = (1, Duration::from_secs(600));
     options.ratio = Some(vec![1.0, 1.0]);
     let mut swap = Swap::open(Arc::clone(&tier), &options).unwrap();
     swap.fill(first_state).unwrap();
     swap.commit(0, b"").unwrap();
-    let mut other =
-        TurnRequest::new(TurnQueue::join(dirs[0].path(), 1, None).unwrap(), Duration::from_secs(600));
-    while !other.poll().unwrap() {
+    let device = std::fs::metadata(dirs[0].path()).unwrap().dev();
+    let mut other = TurnRequest::new(TurnQueue::join(device, "the first path", 1, None).unwrap());
+    while !other.poll(LONG).unwrap() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let read = |path: usize| tier.paths()[path].read_bytes;

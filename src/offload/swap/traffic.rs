@@ -13,7 +13,7 @@ use super::placement::{self, Flow, Observed, PathPlan, SubgroupPlacement};
 use crate::error::{Error, IoKind, Result};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::tier::extent::Shape;
-use crate::tier::turns::PathArbiter;
+use crate::tier::store::PathFlow;
 use crate::tier::{self, Health, PathReport, Tier};
 
 /// Direction of a transfer.
@@ -65,9 +65,10 @@ impl Traffic {
     pub(super) fn new(tier: &Tier, options: &SwapOptions) -> Result<Traffic> {
         let paths = tier.paths();
         let speeds = match options.speeds.is_empty() {
-            true => first_speeds((0..paths.len()).map(|path| tier.blocks_on(path as u32)).collect()),
+            true => unknown_speeds(tier, options),
             false => options.speeds.clone(),
         };
+        let seen = observed(tier);
         let plan = |(info, speed): (&PathReport, &f64)| {
             // Capacity is for two versions of the state; on a resumed tier one of them is already stored.
             let used = info.file_bytes.saturating_sub(info.free);
@@ -92,7 +93,7 @@ impl Traffic {
             placement: SubgroupPlacement::new(&plans, options.ratio.as_deref(), units)?,
             pieces,
             pending: Vec::new(),
-            seen: vec![Observed::default(); plans.len()],
+            seen,
             exposed: Duration::ZERO,
         })
     }
@@ -158,19 +159,12 @@ impl Traffic {
         Ok(())
     }
 
-    /// Transfers that have ended; with `wait`, at least one if any is in flight. Meanwhile the turns on paths are
-    /// kept up to date.
-    pub(super) fn collect_ended(
-        &mut self,
-        tier: &Tier,
-        arbiter: &PathArbiter,
-        wait: bool,
-    ) -> Vec<EndedTransfer> {
+    /// Transfers that have ended; with `wait`, at least one if any is in flight.
+    pub(super) fn collect_ended(&mut self, tier: &Tier, wait: bool) -> Vec<EndedTransfer> {
         let began = Instant::now();
         let mut ended = Vec::new();
         while !self.pending.is_empty() {
             let events = tier.events();
-            arbiter.poll();
             let mut index = 0;
             while index < self.pending.len() {
                 let outcome = tier.wait(self.pending[index].ticket, Some(Duration::ZERO));
@@ -186,7 +180,7 @@ impl Traffic {
             if !ended.is_empty() || !wait {
                 break;
             }
-            tier.wait_for_event(events, arbiter.next_poll());
+            tier.wait_for_event(events);
         }
         if wait {
             self.exposed += began.elapsed();
@@ -200,12 +194,7 @@ impl Traffic {
             bytes: now.bytes.saturating_sub(before.bytes),
             busy: now.busy - before.busy,
         };
-        for (path, flow) in tier.flows().iter().enumerate() {
-            let now = Observed {
-                read: Flow { bytes: flow.traffic.read_bytes, busy: flow.traffic.reading.as_secs_f64() },
-                written: Flow { bytes: flow.traffic.written_bytes, busy: flow.traffic.writing.as_secs_f64() },
-                busy: flow.traffic.busy.as_secs_f64(),
-            };
+        for (path, now) in observed(tier).into_iter().enumerate() {
             let before = std::mem::replace(&mut self.seen[path], now);
             let (read, written) = (since(now.read, before.read), since(now.written, before.written));
             self.placement.observe(path, Observed { read, written, busy: now.busy - before.busy });
@@ -221,6 +210,32 @@ impl Traffic {
     pub(super) fn end_part(&mut self) {
         self.placement.end_part();
     }
+}
+
+/// The traffic of each path since the tier was opened.
+fn observed(tier: &Tier) -> Vec<Observed> {
+    let of = |flow: &PathFlow| Observed {
+        read: Flow { bytes: flow.traffic.read_bytes, busy: flow.traffic.reading.as_secs_f64() },
+        written: Flow { bytes: flow.traffic.written_bytes, busy: flow.traffic.writing.as_secs_f64() },
+        busy: flow.traffic.busy.as_secs_f64(),
+    };
+    tier.flows().iter().map(of).collect()
+}
+
+/// The least state for which paths are measured. Its first writes take longer than the measurement.
+const MEASURED_FROM: u64 = 256 << 20;
+
+/// Speeds of paths of which the caller knows nothing: those of a measurement for a large state that is new, else
+/// [`first_speeds`].
+fn unknown_speeds(tier: &Tier, options: &SwapOptions) -> Vec<f64> {
+    let blocks: Vec<u64> = (0..tier.paths().len()).map(|path| tier.blocks_on(path as u32)).collect();
+    let stored =
+        options.subgroups.iter().filter_map(|elements| encoding::stored_bytes(options.usual, *elements));
+    let bytes = stored.fold(0, u64::saturating_add);
+    let is_new = blocks.iter().all(|blocks| *blocks == 0);
+    let measures = is_new && blocks.len() > 1 && options.ratio.is_none() && bytes >= MEASURED_FROM;
+    let measured = measures.then(|| tier.measured_speeds()).flatten();
+    measured.unwrap_or_else(|| first_speeds(blocks))
 }
 
 /// Speeds of paths that no transfer has shown yet. States that are stored already were divided by speed, so each path gets

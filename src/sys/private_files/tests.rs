@@ -151,17 +151,9 @@ fn what_cannot_be_opened_because_it_is_another_users_is_refused_with_its_owner()
     std::fs::set_permissions(&job, Permissions::from_mode(0o700)).unwrap();
     std::fs::write(dir.path().join("data"), "ours").unwrap();
     std::fs::set_permissions(dir.path().join("data"), Permissions::from_mode(0o600)).unwrap();
-    let nobody = std::thread::scope(|scope| {
-        let at = dir.path();
-        let thread = scope.spawn(move || {
-            // SAFETY: plain numbers. The system call itself, unlike the C library's function, changes this thread
-            // alone.
-            assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
-            let given = GivenDirectory::open(at).unwrap();
-            [given.enter("job", true).map(|_| ()), given.open("data", READ).map(|_| ())]
-                .map(Result::unwrap_err)
-        });
-        thread.join().unwrap()
+    let nobody = as_another_user(|| {
+        let given = GivenDirectory::open(dir.path()).unwrap();
+        [given.enter("job", true).map(|_| ()), given.open("data", READ).map(|_| ())].map(Result::unwrap_err)
     });
     for error in nobody {
         let words = error.to_string();

@@ -335,38 +335,3 @@ fn a_verification_and_an_export_keep_the_space_of_their_state_while_writes_go_on
     drop(held);
     assert!(used(&tier) < before, "the space is free after the snapshot");
 }
-
-/// A turn that never comes.
-#[derive(Debug)]
-struct Never;
-
-impl crate::tier::volume::Turn for Never {
-    fn poll(&self) {}
-}
-
-/// The write of a part to another path is held at a gate, and the next part has no path left.
-#[test]
-fn a_write_that_fails_does_not_wait_for_a_turn() {
-    let disks = [Disk::default(), Disk::default(), Disk::default()];
-    drop(Tier::open(on_disks(&disks, &[])).unwrap());
-    let first = disks.each_ref().map(Disk::requests);
-    let disks = [Disk::default(), Disk::default(), Disk::default()];
-    // Request `first` of a path extends its data file, the next ones write.
-    let fails =
-        |number: usize| Faults { fail_nth: Some((first[number] + 1, libc::EIO)), ..Faults::default() };
-    let mut options = on_disks(&disks, &[fails(0), Faults::default(), fails(2)]);
-    options.paths[1].limit = Some(4 * BLOCK);
-    let tier = std::sync::Arc::new(Tier::open(options).unwrap());
-    let volume = tier.volumes[1].as_ref().unwrap();
-    volume.close_gate(std::sync::Weak::<Never>::new());
-    let (report, reported) = mpsc::channel();
-    let theirs = std::sync::Arc::clone(&tier);
-    std::thread::spawn(move || {
-        let striped = ExtentPlacement::Striped(vec![(0, 2), (2, 8)]);
-        let _ = report.send(write(&theirs, 1, 5, &striped));
-    });
-    let outcome = reported.recv_timeout(PATIENCE.unwrap()).expect("the write waits for ever");
-    assert_eq!(outcome.unwrap_err().io_kind(), Some(IoKind::Failed));
-    assert!(!volume.held_back(), "nothing is left at the gate");
-    volume.release_held(false);
-}

@@ -111,3 +111,28 @@ fn what_another_user_planted_is_not_opened_or_removed() {
     assert!(dir.path().join("run/node/rank-1/data").exists());
     assert_eq!((fs::read(&victim).unwrap(), mode(&victim)), (b"precious".to_vec(), 0o600));
 }
+
+#[test]
+#[cfg_attr(not(built_by_root), ignore = "acts as another user, which needs root")]
+fn a_search_names_what_another_user_keeps_private() {
+    use crate::sys::private_files::as_another_user;
+    use crate::tier::inspect;
+    let dir = tempfile::tempdir().unwrap();
+    everybody_writes(dir.path());
+    let base = [dir.path().to_path_buf()];
+    let tier = Tier::open(options(&base)).unwrap();
+    step(&tier, 1).unwrap();
+    drop(tier);
+    // The directories are open to others, one more each time; the files stay private.
+    let rank = owner().below(dir.path());
+    let opened: Vec<&Path> = rank.ancestors().take(3).collect();
+    for open in 0..=opened.len() {
+        if let Some(above) = open.checked_sub(1) {
+            fs::set_permissions(opened[2 - above], Permissions::from_mode(0o755)).unwrap();
+        }
+        let found = as_another_user(|| inspect::find(&base)).unwrap();
+        let unread = &found.unread;
+        assert!(found.tiers.is_empty() && unread.len() == 1 && unread[0].contains("/run"), "{unread:?}");
+    }
+    assert_eq!(inspect::find(&base).unwrap().tiers.len(), 1);
+}

@@ -403,6 +403,63 @@ fn a_snapshot_that_is_closed_early_leaves_nothing_and_gives_the_space_and_the_ti
 }
 
 #[test]
+fn a_commit_without_extents_is_exported_and_imported() {
+    let (dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    tier.commit(5, b"a payload").unwrap();
+    let out = dir.path().join("checkpoint");
+    assert_eq!(tier.export(&out), Ok(5));
+    let (_dir2, others) = self::bases();
+    let copy = Tier::open(options(&others)).unwrap();
+    assert_eq!(copy.import(&out, &Selection::default()), Ok(5));
+    drop(copy);
+    assert_eq!(Tier::open(options(&others)).unwrap().opened().payload, b"a payload");
+}
+
+#[test]
+fn a_snapshot_whose_parent_is_renamed_leaves_nothing() {
+    let (dir, bases) = bases();
+    let tier = Arc::new(Tier::open(options(&bases)).unwrap());
+    step(&tier, 1).unwrap();
+    let (parent, renamed) = (dir.path().join("parent"), dir.path().join("renamed"));
+    let snapshot = TierSnapshot::begin(&tier, &parent.join("snapshot"), Some(1)).unwrap();
+    fs::rename(&parent, &renamed).unwrap();
+    assert_eq!(beside(&renamed.join("snapshot")).len(), 1);
+    drop(snapshot);
+    assert_eq!(beside(&renamed.join("snapshot")), [""; 0]);
+}
+
+#[test]
+fn an_edited_manifest_is_refused_although_it_parses() {
+    let (dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    step(&tier, 7).unwrap();
+    let out = dir.path().join("checkpoint");
+    tier.export(&out).unwrap();
+    let (_dir2, others) = self::bases();
+    let copy = Tier::open(options(&others[..1])).unwrap();
+    let whole = fs::read_to_string(out.join("manifest.json")).unwrap();
+    let (step, name) = ("\"step\": 7", "\"job\": \"run\"");
+    for (from, to) in [(step, "\"step\": 8"), (name, "\"job\": \"ran\""), ("\"world\": 1", "\"world\": 2")] {
+        assert!(whole.contains(from), "{whole}");
+        fs::write(out.join("manifest.json"), whole.replace(from, to)).unwrap();
+        let error = copy.import(&out, &Selection::default()).unwrap_err();
+        assert_eq!(error.tier_kind(), Some(TierKind::Format), "{error}");
+        assert!(error.to_string().contains("it was changed"), "{error}");
+    }
+    fs::write(out.join("manifest.json"), whole).unwrap();
+    assert_eq!(copy.import(&out, &Selection::default()), Ok(7));
+}
+
+#[test]
+fn a_reserve_that_a_memory_path_cannot_hold_names_the_path() {
+    let location = PathLocation::Memory(None);
+    let paths = vec![PathOptions { location, limit: None, reserve: 1 << 60 }];
+    let error = Tier::open(TierOptions { paths, ..options(&[]) }).unwrap_err().to_string();
+    assert!(error.contains("memory") && !error.contains("descriptor"), "{error}");
+}
+
+#[test]
 fn a_superblock_whose_head_asks_for_more_than_its_file_takes_no_memory() {
     let (_dir, bases) = bases();
     let tier = Tier::open(options(&bases[..1])).unwrap();

@@ -24,7 +24,8 @@ def is_scratch(job):
 
 def place_of(settings, job, rank, world, **options):
     """Where a tier of these settings is."""
-    return Place(settings.paths, job, settings.host, rank, world, options={"io_timeout": settings.io_timeout_seconds, **options})
+    given = {"io_timeout": settings.io_timeout_seconds, "turns": settings.turns}
+    return Place(settings.paths, job, settings.host, rank, world, options={**given, **options})
 
 
 def open_scratch(place):

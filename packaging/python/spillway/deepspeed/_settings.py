@@ -173,7 +173,7 @@ class Block(_Strict):
         None, _PER_PATH, "Share of each path in the state; without it in proportion to the measured bandwidths."
     )
     speeds: _Numbers | None = _setting(
-        None, _PER_PATH, "First estimates of the paths' bandwidths, in bytes per second; without them the first writes measure them."
+        None, _PER_PATH, "First estimates of the paths' bandwidths, in bytes per second; without them the paths are measured."
     )
     cache_bytes: _Count = _setting(
         0, _BYTES, "Host memory for parts that stay in memory between steps, in addition to the transfer buffers."
@@ -250,7 +250,7 @@ class Block(_Strict):
     turns: _Slots = _setting(
         1,
         "a number of processes, an integer from 0 to 4294967295",
-        "Processes of a user that transfer the state of a step on a device at a time; 0: any. See tier.md.",
+        "Processes of a user that transfer states or parameters to a device at a time; 0: any number. See tier.md.",
     )
     pin_memory: bool = _setting(True, _BOOLEAN, "Page-locked buffers in 2 MiB pages.")
     io_timeout_seconds: _Timeout = _setting(

@@ -436,7 +436,6 @@ def _opened(settings, elements, sizes, rank, world):
             memory_budget=working_bytes(sizes, len(tier.paths()), **encoding) + settings.cache_bytes,
             ratio=settings.ratio,
             speeds=settings.speeds,
-            turns=settings.turns,
             huge_pages=settings.pin_memory,
             pin_memory=settings.pin_memory,
             **encoding,

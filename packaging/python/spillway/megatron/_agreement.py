@@ -19,9 +19,8 @@ def place_of(
     paths: Iterable[Any], job: str, host: str | None, rank: int, world: int, group: Any, tier_options: Mapping[str, Any] | None
 ) -> Place:
     """Where the tier of a process is."""
-    return Place(
-        [path if isinstance(path, TierPath) else TierPath(path) for path in paths], job, host, rank, world, group, tier_options or {}
-    )
+    options = {"turns": 1, **(tier_options or {})}
+    return Place([path if isinstance(path, TierPath) else TierPath(path) for path in paths], job, host, rank, world, group, options)
 
 
 def check_ranks(world: int, group: Any) -> None:

@@ -61,7 +61,8 @@ class TierOptions(NamedTuple):
         durability: What a commit survives: "data" a power failure; "process" only the end of the process; "full" like "data", and also
             syncs directories.
         part_elements: Number of elements of a subgroup of a new tier; None: 4 Mi, or less to fit the memory budget.
-        ratio, speeds, turns: As for spillway.Swap.
+        ratio, speeds: As for spillway.Swap.
+        turns: Number of processes that use a device at a time, as for spillway.Tier; 0: any number.
         pin_memory: Lock the buffers' pages in memory.
         io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds."""
 
@@ -95,7 +96,7 @@ class TierOptions(NamedTuple):
         ready = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = self.rank if self.rank is not None else torch.distributed.get_rank() if ready else 0
         world = self.world if self.world is not None else torch.distributed.get_world_size() if ready else 1
-        further = {"mode": self.resume, "durability": self.durability, "io_timeout": self.io_timeout}
+        further = {"mode": self.resume, "durability": self.durability, "io_timeout": self.io_timeout, "turns": self.turns}
         return Place(self.paths, self.job, self.host, rank, world, options=further)
 
 

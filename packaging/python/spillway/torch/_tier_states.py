@@ -125,7 +125,6 @@ class TierStates:
             memory_budget=memory_budget,
             ratio=options.ratio,
             speeds=options.speeds,
-            turns=options.turns,
             huge_pages=options.pin_memory,
             pin_memory=options.pin_memory,
             bf16_moments=self.moment_dtype is torch.bfloat16,

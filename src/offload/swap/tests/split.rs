@@ -191,8 +191,8 @@ fn whole_masters_are_read_and_written_turn_by_turn() {
                 let mut tier = TierOptions::new(owner, dirs.iter().map(|dir| dir.path().to_path_buf()));
                 tier.world = 2;
                 tier.block_bytes = 16 << 10;
-                let options =
-                    SwapOptions { turns: 1, ratio: Some(vec![1.0, 3.0]), ..split_options(3 + rank as u64) };
+                tier.io.turns = TurnOptions::of(1);
+                let options = SwapOptions { ratio: Some(vec![1.0, 3.0]), ..split_options(3 + rank as u64) };
                 let mut swap = Swap::open(Arc::new(Tier::open(tier).unwrap()), &options).unwrap();
                 let mut now = expected(0).0;
                 swap.fill(start).unwrap();

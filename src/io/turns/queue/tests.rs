@@ -1,8 +1,8 @@
 //! Turns among threads that act as processes, and among real processes, one of which is killed during its turn.
 #![forbid(unsafe_code)]
 
-use std::fs::OpenOptions;
-use std::os::unix::fs::PermissionsExt;
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -11,24 +11,43 @@ use std::thread;
 use super::*;
 
 const LONG: Duration = Duration::from_secs(60);
+const SHORT: Duration = Duration::from_millis(5);
 
-fn claim_with(dir: &Path, node: &Path, timeout: Duration) -> TurnRequest {
-    TurnRequest::new(TurnQueue::join(dir, 1, Some(node)).unwrap(), timeout)
+fn join(dir: &Path, most: u32, node: &Path) -> Result<TurnQueue> {
+    TurnQueue::join(fs::metadata(dir).unwrap().dev(), &dir.display().to_string(), most, Some(node))
+}
+
+fn claim_with(dir: &Path, node: &Path) -> TurnRequest {
+    TurnRequest::new(join(dir, 1, node).unwrap())
 }
 
 fn claim(dir: &Path) -> TurnRequest {
-    claim_with(dir, &dir.join("node"), LONG)
+    claim_with(dir, &dir.join("node"))
 }
 
-/// A claim with a short timeout.
-fn impatient(dir: &Path) -> TurnRequest {
-    claim_with(dir, &dir.join("node"), Duration::from_millis(5))
+trait Polled {
+    fn ask(&mut self) -> bool;
+    fn has_turn(&self) -> bool;
+}
+
+impl Polled for TurnRequest {
+    fn ask(&mut self) -> bool {
+        self.poll(LONG).unwrap()
+    }
+
+    fn has_turn(&self) -> bool {
+        matches!(self.state, RequestState::Turn(_))
+    }
 }
 
 /// Polls all claims until one is granted; returns its index.
 fn first_of(claims: &mut [TurnRequest]) -> usize {
+    first_within(claims, LONG)
+}
+
+fn first_within(claims: &mut [TurnRequest], timeout: Duration) -> usize {
     loop {
-        if let Some(place) = claims.iter_mut().position(|claim| claim.poll().unwrap()) {
+        if let Some(place) = claims.iter_mut().position(|claim| claim.poll(timeout).unwrap()) {
             return place;
         }
         thread::sleep(Duration::from_millis(1));
@@ -39,22 +58,22 @@ fn first_of(claims: &mut [TurnRequest]) -> usize {
 fn one_holder_at_a_time_and_first_come_first_served() {
     let dir = tempfile::tempdir().unwrap();
     let mut holder = claim(dir.path());
-    assert!(holder.poll().unwrap(), "a free path");
+    assert!(holder.ask(), "a free path");
     let served = Arc::new(Mutex::new(Vec::new()));
     let waiters: Vec<_> = (0..5)
         .map(|who| {
             let mut mine = claim(dir.path());
-            assert!(!mine.poll().unwrap(), "two holders");
+            assert!(!mine.ask(), "two holders");
             let waits = Arc::clone(&served);
             thread::spawn(move || {
                 first_of(std::slice::from_mut(&mut mine));
                 waits.lock().unwrap().push(who);
-                assert!(matches!(mine.state, RequestState::Turn { .. }));
+                assert!(mine.has_turn());
                 mine.release();
             })
         })
         .collect();
-    assert!(holder.others_wait().unwrap() && holder.poll().unwrap());
+    assert!(holder.others_wait().unwrap() && holder.ask());
     holder.release();
     waiters.into_iter().for_each(|waiter| waiter.join().unwrap());
     assert_eq!(*served.lock().unwrap(), [0, 1, 2, 3, 4]);
@@ -65,49 +84,47 @@ fn one_holder_at_a_time_and_first_come_first_served() {
 fn a_latecomer_does_not_pass_those_who_wait() {
     let dir = tempfile::tempdir().unwrap();
     let (mut holder, mut first, mut late) = (claim(dir.path()), claim(dir.path()), claim(dir.path()));
-    assert!(holder.poll().unwrap() && !first.poll().unwrap());
+    assert!(holder.ask() && !first.ask());
     holder.release();
-    assert!(!late.poll().unwrap(), "the path is free, but somebody waits for it");
-    assert!(first.poll().unwrap() && !late.poll().unwrap());
+    assert!(!late.ask(), "the path is free, but somebody waits for it");
+    assert!(first.ask() && !late.ask());
     first.release();
-    assert!(late.poll().unwrap());
+    assert!(late.ask());
     // The previous holder does not pass the new one either.
-    assert!(!holder.poll().unwrap() && holder.queue.others_wait().is_ok_and(|wait| !wait));
+    assert!(!holder.ask() && holder.others_wait().is_ok_and(|wait| !wait));
     late.release();
-    assert!(holder.poll().unwrap());
+    assert!(holder.ask());
 }
 
 #[test]
 fn a_path_of_two_turns_has_two_holders_and_the_next_waits_for_either() {
     let dir = tempfile::tempdir().unwrap();
-    let claim_of = |turns| {
-        TurnRequest::new(TurnQueue::join(dir.path(), turns, Some(&dir.path().join("node"))).unwrap(), LONG)
-    };
+    let claim_of = |turns| TurnRequest::new(join(dir.path(), turns, &dir.path().join("node")).unwrap());
     let [mut one, mut other, mut third, mut fourth] = [2, 2, 2, 2].map(claim_of);
-    assert!(one.poll().unwrap() && other.poll().unwrap());
-    assert!(!third.poll().unwrap() && !fourth.poll().unwrap() && one.others_wait().unwrap());
+    assert!(one.ask() && other.ask());
+    assert!(!third.ask() && !fourth.ask() && one.others_wait().unwrap());
     other.release();
-    assert!(!fourth.poll().unwrap(), "the third process asked first");
-    assert!(third.poll().unwrap() && !fourth.poll().unwrap());
+    assert!(!fourth.ask(), "the third process asked first");
+    assert!(third.ask() && !fourth.ask());
     one.release();
-    assert!(fourth.poll().unwrap());
+    assert!(fourth.ask());
     // A process that was opened with one turn waits for the first one.
     third.release();
     let mut single = claim_of(1);
-    assert!(!single.poll().unwrap());
+    assert!(!single.ask());
     fourth.release();
-    assert!(single.poll().unwrap());
+    assert!(single.ask());
 }
 
 #[test]
 fn who_finds_a_path_taken_goes_to_the_other() {
     let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
     let node = a.path().join("node");
-    let mut theirs = claim_with(a.path(), &node, LONG);
-    let mut mine = [claim_with(a.path(), &node, LONG), claim_with(b.path(), &node, LONG)];
-    assert!(theirs.poll().unwrap());
+    let mut theirs = claim_with(a.path(), &node);
+    let mut mine = [claim_with(a.path(), &node), claim_with(b.path(), &node)];
+    assert!(theirs.ask());
     assert_eq!(first_of(&mut mine), 1);
-    assert!(theirs.others_wait().unwrap() && !mine[0].poll().unwrap());
+    assert!(theirs.others_wait().unwrap() && !mine[0].ask());
     mine.iter_mut().for_each(TurnRequest::release);
     assert!(!theirs.others_wait().unwrap(), "a ticket was left in the queue");
 }
@@ -115,23 +132,23 @@ fn who_finds_a_path_taken_goes_to_the_other() {
 #[test]
 fn patience_ends_and_the_line_goes_on() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut holder, mut waiter) = (claim(dir.path()), impatient(dir.path()));
-    assert!(holder.poll().unwrap());
-    first_of(std::slice::from_mut(&mut waiter));
+    let (mut holder, mut waiter) = (claim(dir.path()), claim(dir.path()));
+    assert!(holder.ask());
+    first_within(std::slice::from_mut(&mut waiter), SHORT);
     assert!(matches!(waiter.state, RequestState::TimedOut));
     assert!(!holder.others_wait().unwrap(), "who goes without a turn does not stay in queue");
     waiter.release();
     holder.release();
-    assert!(waiter.poll().unwrap() && matches!(waiter.state, RequestState::Turn { .. }));
+    assert!(waiter.ask() && waiter.has_turn());
 }
 
 #[test]
 fn patience_ends_at_a_desk_that_stays_taken() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut holder, mut waiter) = (claim(dir.path()), impatient(dir.path()));
-    assert!(holder.poll().unwrap());
-    holder.queue.tickets.lock().unwrap();
-    first_of(std::slice::from_mut(&mut waiter));
+    let (mut holder, mut waiter) = (claim(dir.path()), claim(dir.path()));
+    assert!(holder.ask());
+    holder.queue.desk.lock().unwrap();
+    first_within(std::slice::from_mut(&mut waiter), SHORT);
     assert!(matches!(waiter.state, RequestState::TimedOut));
 }
 
@@ -143,12 +160,12 @@ fn child_process() {
     let dir = PathBuf::from(dir);
     let other = PathBuf::from(std::env::var("SPILLWAY_TEST_TURNS_OTHER").unwrap());
     let node = dir.join("node");
-    let mut claims = [&dir, &other].map(|path| claim_with(path, &node, LONG));
+    let mut claims = [&dir, &other].map(|path| claim_with(path, &node));
     let mut notes = OpenOptions::new().append(true).create(true).open(dir.join("notes")).unwrap();
     let hold = std::env::var("SPILLWAY_TEST_TURNS_HOLD").is_ok();
     for _ in 0..40 {
         let index = first_of(&mut claims);
-        assert!(matches!(claims[index].state, RequestState::Turn { .. }));
+        assert!(claims[index].has_turn());
         let note = |what: &str| {
             let pid = std::process::id();
             format!("{index} {pid} {what}\n")
@@ -165,7 +182,7 @@ fn real_processes_exclude_each_other_and_survive_a_killed_one() {
     let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
     let start = |hold: bool| -> Child {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "tier::turns::tests::child_process", "--nocapture"]);
+        command.args(["--ignored", "--exact", "io::turns::queue::tests::child_process", "--nocapture"]);
         command.env("SPILLWAY_TEST_TURNS", dir.path()).env("SPILLWAY_TEST_TURNS_OTHER", other.path());
         if hold {
             command.env("SPILLWAY_TEST_TURNS_HOLD", "1");
@@ -245,15 +262,15 @@ fn a_planted_link_to_a_file_is_not_written_through() {
     let dir = tempfile::tempdir().unwrap();
     let precious = dir.path().join("precious");
     fs::write(&precious, "eight bytes and more").unwrap();
-    let queue = claim(dir.path()).queue.directory().to_path_buf();
+    let queue = claim(dir.path()).queue.dir.clone();
     for name in ["slot-0", "desk"] {
         let path = queue.join(name);
         fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink(&precious, &path).unwrap();
-        assert!(TurnQueue::join(dir.path(), 1, Some(&dir.path().join("node"))).is_err());
+        assert!(join(dir.path(), 1, &dir.path().join("node")).is_err());
         fs::remove_file(&path).unwrap();
         fs::hard_link(&precious, &path).unwrap();
-        assert!(TurnQueue::join(dir.path(), 1, Some(&dir.path().join("node"))).is_err());
+        assert!(join(dir.path(), 1, &dir.path().join("node")).is_err());
         fs::remove_file(&path).unwrap();
     }
     assert_eq!(fs::read(&precious).unwrap(), b"eight bytes and more");
@@ -263,37 +280,91 @@ fn a_planted_link_to_a_file_is_not_written_through() {
 fn a_turn_ends_although_a_forked_child_has_its_descriptor() {
     let dir = tempfile::tempdir().unwrap();
     let mut holder = claim(dir.path());
-    assert!(holder.poll().unwrap());
-    let RequestState::Turn { _turn: turn } = &holder.state else { panic!("the path was free") };
+    assert!(holder.ask());
     // A child has such a copy: another descriptor of the same open file.
-    let copy = turn.lock.try_clone().unwrap();
+    let copy = holder.queue.turns[0].file().unwrap().try_clone().unwrap();
     holder.release();
     let mut next = claim(dir.path());
-    assert!(next.poll().unwrap() && matches!(next.state, RequestState::Turn { .. }));
+    assert!(next.ask() && next.has_turn());
     drop(copy);
 }
 
-/// One thread alone closes the gates, reads, and waits without a limit.
-#[test]
-fn a_wait_needs_no_other_thread_to_take_the_turn() {
-    use crate::tier::directory::Owner;
-    use crate::tier::options::TierOptions;
-    use crate::tier::volume::Scratch;
-    let dir = tempfile::tempdir().unwrap();
-    let owner = Owner { job: "run".to_string(), host: "node".to_string(), rank: 0 };
-    let tier = Tier::open(TierOptions::new(owner, [dir.path().to_path_buf()])).unwrap();
-    let arbiter = PathArbiter::new(&tier, 1, LONG);
-    let (extent, memory) = (tier.define("one", &[8192]).unwrap(), Scratch::new(8192).unwrap());
-    for _ in 0..3 {
-        arbiter.begin();
-        let ticket = tier.write(extent, &[memory.transfer()], &Default::default(), None).unwrap();
-        tier.wait(ticket, None).unwrap();
-        let ticket = tier.read(extent, &[memory.transfer()]).unwrap();
-        tier.wait(ticket, None).unwrap();
-        arbiter.end();
+/// Requests as an engine makes them: `true` at once, or after how many milliseconds.
+fn waits(request: &mut TurnRequest, timeout: Duration) -> bool {
+    let at_once = request.poll(timeout).unwrap();
+    if !at_once {
+        first_within(std::slice::from_mut(request), timeout);
     }
-    arbiter.begin();
-    let ticket = tier.read(extent, &[memory.transfer()]).unwrap();
-    drop(arbiter);
-    tier.wait(ticket, None).unwrap();
+    !at_once
+}
+
+/// A holder that never moves is waited for once, and again after it has moved.
+#[test]
+fn a_stopped_holder_costs_one_timeout() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut holder, mut waiter) = (claim(dir.path()), claim(dir.path()));
+    assert!(holder.ask());
+    assert!(waits(&mut waiter, SHORT) && !waiter.has_turn());
+    assert!(waiter.take_message().is_some_and(|message| message.contains("no turn on the device of")));
+    for _ in 0..3 {
+        waiter.release();
+        assert!(!waits(&mut waiter, LONG) && !waiter.has_turn(), "the same turn is not waited for again");
+        assert_eq!(waiter.take_message(), None);
+    }
+    // The holder goes on: the next turn is granted, and then another one of the holder is waited for.
+    holder.release();
+    waiter.release();
+    assert!(!waits(&mut waiter, LONG) && waiter.has_turn());
+    waiter.release();
+    assert!(holder.ask() && waits(&mut waiter, SHORT) && !waiter.has_turn());
+    assert!(waiter.take_message().is_some());
+}
+
+/// A process that waits and was stopped is overtaken too.
+#[test]
+fn a_stopped_waiter_costs_one_timeout() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut holder, mut stopped, mut waiter) = (claim(dir.path()), claim(dir.path()), claim(dir.path()));
+    assert!(holder.ask() && !stopped.ask());
+    assert!(waits(&mut waiter, SHORT));
+    holder.release();
+    waiter.release();
+    assert!(
+        !waits(&mut waiter, LONG) && !waiter.has_turn(),
+        "the ticket of the stopped process is still there"
+    );
+    drop(stopped);
+    waiter.release();
+    assert!(!waits(&mut waiter, LONG) && waiter.has_turn());
+}
+
+/// Each user has a directory of its own below the one that is given.
+#[test]
+#[cfg_attr(not(built_by_root), ignore = "acts as another user, which needs root")]
+fn two_users_share_one_directory_of_turns() {
+    let shared = tempfile::tempdir().unwrap();
+    fs::set_permissions(shared.path(), fs::Permissions::from_mode(0o1777)).unwrap();
+    let places = [shared.path().to_path_buf()];
+    let own = || usual_directory(&places, private_files::user()).unwrap().0;
+    let theirs = private_files::as_another_user(own);
+    assert_eq!((own(), theirs), (places[0].join("spillway-turns-0"), places[0].join("spillway-turns-65534")));
+}
+
+#[test]
+#[cfg_attr(not(built_by_root), ignore = "acts as another user, which needs root")]
+fn a_directory_of_turns_without_write_access_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let places = [dir.path().to_path_buf()];
+    let error = private_files::as_another_user(|| usual_directory(&places, 65534)).unwrap_err().to_string();
+    assert!(error.contains("spillway-turns-65534: ") && error.contains("Permission denied"), "{error}");
+}
+
+#[test]
+fn an_unusable_directory_of_turns_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, "").unwrap();
+    let error = usual_directory(std::slice::from_ref(&file), 0).unwrap_err().to_string();
+    assert!(error.contains(&file.display().to_string()), "{error}");
 }

@@ -1,0 +1,76 @@
+//! How fast paths are written, measured before anything is stored on them.
+//!
+//! Invariants:
+//! - Nothing is left: the file of a measurement has no name, so it is gone with its descriptor, also after a crash.
+//! - A path takes [`TIME`] and the writes in flight then, and at most [`MOST`] bytes. All paths are written at once.
+//! - Time in which other processes had their turn does not count.
+#![forbid(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::lanes;
+use super::store::Tier;
+use super::volume::{Scratch, Volume};
+use crate::error::{Error, Result};
+use crate::io::options::Target;
+use crate::sys::sync::Lock;
+
+/// How long writes are started. Devices and throttles work in bursts of a tenth of a second.
+const TIME: Duration = Duration::from_millis(500);
+/// Most bytes that are written to a path.
+const MOST: u64 = 512 << 20;
+/// Bytes of a write, and writes in flight.
+const PART: usize = 1 << 20;
+const IN_FLIGHT: usize = 16;
+
+impl Tier {
+    /// Bytes per second that each path is written with. `None` if a path is no directory, or its file system has no files
+    /// without names.
+    pub fn measured_speeds(&self) -> Option<Vec<f64>> {
+        let volumes: Option<Vec<_>> = self.volumes.iter().map(Option::as_ref).collect();
+        let found: Vec<Lock<f64>> = self.volumes.iter().map(|_| Lock::new(0.0)).collect();
+        let work = volumes?.into_iter().zip(&found).collect();
+        let measured = lanes::each(work, |(volume, found): (&Arc<Volume>, &Lock<f64>), _| {
+            *found.lock() = speed(volume)?;
+            Ok(())
+        });
+        let speeds: Vec<f64> = found.into_iter().map(Lock::into_inner).collect();
+        (measured.is_ok() && speeds.iter().all(|speed| speed.is_finite() && *speed > 0.0)).then_some(speeds)
+    }
+}
+
+fn speed(volume: &Volume) -> Result<f64> {
+    let directory = Path::new(volume.data_name()).parent().filter(|_| volume.lasts());
+    let directory = directory.ok_or_else(|| Error::invalid("path", "is no directory"))?;
+    let file = volume.unnamed_file(directory.to_path_buf())?;
+    let engine = &volume.engine;
+    engine.wait(engine.allocate(&file, 0, MOST)?, None)?;
+    let memory = Scratch::new(IN_FLIGHT * PART)?;
+    // A device may compress what it stores.
+    let mut bits = 0x9e37_79b9_7f4a_7c15_u64;
+    let noise = std::iter::repeat_with(|| {
+        bits ^= bits << 13;
+        bits ^= bits >> 7;
+        bits ^= bits << 17;
+        bits.to_le_bytes()
+    });
+    memory.span().write(&noise.take(IN_FLIGHT * PART / 8).flatten().collect::<Vec<u8>>());
+    let (before, begun) = (engine.traffic()?, Instant::now());
+    let (mut offset, mut handles) = (0, VecDeque::new());
+    while begun.elapsed() < TIME && offset < MOST {
+        if handles.len() == IN_FLIGHT {
+            handles.pop_front().map_or(Ok(0), |handle| engine.wait(handle, None))?;
+        }
+        let buffer = memory.transfer().part(offset as usize % (IN_FLIGHT * PART), PART);
+        handles.push_back(engine.write(super::volume::request(&file, offset, buffer))?);
+        offset += PART as u64;
+    }
+    handles.into_iter().try_for_each(|handle| engine.wait(handle, None).map(drop))?;
+    engine.wait(engine.sync(Target::File(file), None)?, None)?;
+    let after = engine.traffic()?;
+    let (bytes, time) = (after.written_bytes - before.written_bytes, after.writing - before.writing);
+    Ok(bytes as f64 / time.as_secs_f64())
+}

@@ -80,20 +80,6 @@ pub fn is_refusal(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|inner| inner.is::<Refused>())
 }
 
-/// For tests: the result of `work` in a thread that acts as another user. The process runs as root.
-#[cfg(test)]
-pub fn as_another_user<T: Send>(work: impl FnOnce() -> T + Send) -> T {
-    let work = || {
-        // SAFETY: plain numbers. The system call itself, unlike the C library's function, changes this thread alone.
-        assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
-        work()
-    };
-    std::thread::scope(|scope| match scope.spawn(work).join() {
-        Ok(done) => done,
-        Err(panic) => std::panic::resume_unwind(panic),
-    })
-}
-
 /// Id of the effective user.
 pub fn user() -> u32 {
     // SAFETY: takes nothing and cannot fail.
@@ -382,4 +368,4 @@ mod given;
 pub use given::GivenDirectory;
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

@@ -115,7 +115,7 @@ fn what_another_user_planted_is_not_opened_or_removed() {
 #[test]
 #[cfg_attr(not(built_by_root), ignore = "acts as another user, which needs root")]
 fn a_search_names_what_another_user_keeps_private() {
-    use crate::sys::private_files::as_another_user;
+    use crate::sys::private_files::tests::as_another_user;
     use crate::tier::inspect;
     let dir = tempfile::tempdir().unwrap();
     everybody_writes(dir.path());

@@ -346,7 +346,7 @@ fn two_users_share_one_directory_of_turns() {
     fs::set_permissions(shared.path(), fs::Permissions::from_mode(0o1777)).unwrap();
     let places = [shared.path().to_path_buf()];
     let own = || usual_directory(&places, private_files::user()).unwrap().0;
-    let theirs = private_files::as_another_user(own);
+    let theirs = private_files::tests::as_another_user(own);
     assert_eq!((own(), theirs), (places[0].join("spillway-turns-0"), places[0].join("spillway-turns-65534")));
 }
 
@@ -356,7 +356,8 @@ fn a_directory_of_turns_without_write_access_is_named() {
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let places = [dir.path().to_path_buf()];
-    let error = private_files::as_another_user(|| usual_directory(&places, 65534)).unwrap_err().to_string();
+    let error =
+        private_files::tests::as_another_user(|| usual_directory(&places, 65534)).unwrap_err().to_string();
     assert!(error.contains("spillway-turns-65534: ") && error.contains("Permission denied"), "{error}");
 }
 

@@ -13,7 +13,7 @@ cargo build --quiet --release --package spillway --package spillway-cli --packag
 exports=$(packaging/python_env.sh --export)
 eval "$exports"
 # OpenMP's threads spin while they wait by default. With two processes of several threads on two processors, most of the time was spinning.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+export OMP_WAIT_POLICY=passive
 if [ "${1:-}" = --only ]; then
     shift
     exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider "$@"

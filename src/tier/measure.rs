@@ -48,8 +48,8 @@ fn speed(volume: &Volume) -> Result<f64> {
     let file = volume.unnamed_file(directory.to_path_buf())?;
     let engine = &volume.engine;
     engine.wait(engine.allocate(&file, 0, MOST)?, None)?;
-    let memory = Scratch::new(IN_FLIGHT * PART)?;
-    // A device may compress what it stores.
+    // All writes have the same bytes, which a device cannot compress.
+    let memory = Scratch::new(PART)?;
     let mut bits = 0x9e37_79b9_7f4a_7c15_u64;
     let noise = std::iter::repeat_with(|| {
         bits ^= bits << 13;
@@ -57,15 +57,14 @@ fn speed(volume: &Volume) -> Result<f64> {
         bits ^= bits << 17;
         bits.to_le_bytes()
     });
-    memory.span().write(&noise.take(IN_FLIGHT * PART / 8).flatten().collect::<Vec<u8>>());
+    memory.span().write(&noise.take(PART / 8).flatten().collect::<Vec<u8>>());
     let (before, begun) = (engine.traffic()?, Instant::now());
     let (mut offset, mut handles) = (0, VecDeque::new());
     while begun.elapsed() < TIME && offset < MOST {
         if handles.len() == IN_FLIGHT {
             handles.pop_front().map_or(Ok(0), |handle| engine.wait(handle, None))?;
         }
-        let buffer = memory.transfer().part(offset as usize % (IN_FLIGHT * PART), PART);
-        handles.push_back(engine.write(super::volume::request(&file, offset, buffer))?);
+        handles.push_back(engine.write(super::volume::request(&file, offset, memory.transfer()))?);
         offset += PART as u64;
     }
     handles.into_iter().try_for_each(|handle| engine.wait(handle, None).map(drop))?;

@@ -4,6 +4,7 @@ All run in this process, on the same arrays, in alternation. A ratio is the time
 of the same round."""
 
 import time
+from collections.abc import Callable
 
 import spillway
 
@@ -34,7 +35,7 @@ def rows(options, torch):
     adam = spillway.Adam(1e-3, (0.9, 0.999), 1e-8, 0.01)
     plain = adam.prepare(tensors)
     logged, shadowed = plain.record(), adam.prepare(tensors, shadow=shadow).record("shadow")
-    works = {
+    works: dict[str, Callable[[], object]] = {
         "plain": plain.step,
         "recorded": logged.step,
         "rollback": logged.rollback,

@@ -128,14 +128,14 @@ def test_states_with_bf16_moments_resume_and_load(train, refused, in_host, paths
     train("--paths", *paths, "--block", json.dumps(block), *arguments, "--steps", 5)
     resumed = train("--paths", *paths, "--block", json.dumps({**block, "overlap": True}), *arguments)
     assert resumed["began_at"] == 5 and resumed["sha256"] == whole["sha256"]
-    assert "open it with bf16 moments" in refused("--paths", *paths, "--block", json.dumps({"resume": True}), *arguments)
+    assert "bf16_moments true, and this run has false" in refused("--paths", *paths, "--block", json.dumps({"resume": True}), *arguments)
     snapshots = {"bf16_moments": True, "snapshot_checkpoints": True}
     save = [*arguments, "--save_at", 4, "--save", tmp_path / "saved"]
     train("--paths", *paths, "--block", json.dumps(snapshots), *save)
     load = [*arguments, "--load", tmp_path / "saved"]
     loaded = train("--paths", *paths, "--block", json.dumps(snapshots), *load)
     assert loaded["began_at"] == 4 and loaded["sha256"] == whole["sha256"]
-    assert "'bf16_moments': True" in refused("--paths", *paths, "--block", '{"snapshot_checkpoints": true}', *load)
+    assert "bf16_moments true, and this run has false" in refused("--paths", *paths, "--block", '{"snapshot_checkpoints": true}', *load)
 
 
 def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, in_host, paths):

@@ -162,6 +162,7 @@ def test_versions(installed, monkeypatch, version, fits):
     _hook._patch(module)
     assert ("_spillway" in vars(module.HybridDeviceOptimizer)) is fits
     left = installed.active().get("left_to_megatron", {})
-    assert left == ({} if fits else {"HybridDeviceOptimizer": f"Spillway is tested with megatron-core 0.12 to 0.19.x, and this is {version}"})
+    reason = f"Spillway is tested with megatron-core 0.12 to 0.19.x, and this is {version}"
+    assert left == ({} if fits else {"HybridDeviceOptimizer": reason})
     installed.uninstall()
     assert "_spillway" not in vars(module.HybridDeviceOptimizer)

@@ -106,11 +106,17 @@ impl Volume {
     }
 
     /// A new file on the file system of `directory` that has no name.
+    ///
+    /// The directory is opened by name: a link that has taken its place may lead to another device, which is refused.
     pub(super) fn unnamed_file(&self, directory: PathBuf) -> Result<Arc<File>> {
-        let direct = self.engine.options().direct;
+        let (direct, device) = (self.engine.options().direct, self.data.reader.identity().device);
         self.call(Doing::Opening, move |_, _| {
             let open = |direct| file::unnamed(&directory, direct);
-            File::open_with(&directory, Access::Write { mode: 0o600 }, direct, open).map(Arc::new)
+            let file = File::open_with(&directory, Access::Write { mode: 0o600 }, direct, open)?;
+            if file.identity().device != device {
+                return Err(Error::invalid("path", "leads to another device than its data"));
+            }
+            Ok(Arc::new(file))
         })
     }
 

@@ -42,7 +42,7 @@ struct KernelName {
 }
 
 impl KernelName {
-    /// The kinds; one that begins with another one stands before it.
+    /// The kinds. A name that begins with another name stands before that one.
     const KINDS: [&'static str; 5] = ["adam_stochastic", "adam", "cast", "squares", "tree"];
 
     fn of<const N: usize>(kind: &'static str, types: [Dtype; N]) -> KernelName {

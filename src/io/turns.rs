@@ -217,7 +217,7 @@ impl DeviceState {
             }
             let Some(closing) = self.closing else { return Ok(true) };
             if self.inside > 0 {
-                // A device that does not answer must not hold operations back for ever.
+                // Operations do not wait without end for a device that does not answer.
                 return Ok(now.duration_since(closing) >= timeout);
             }
             self.closing = None;

@@ -338,7 +338,7 @@ class Tiered:
         self.changes_made += 1
 
     def early(self) -> SwapUpdate:
-        """The update of a step that runs beside backward, and can be taken back: the open one, or a new one. The library fetches its
+        """The update of a step that runs during backward, and can be rolled back: the open one, or a new one. The library fetches its
         subgroups, and every part that is submitted has options of its own."""
         update = self.swap._update
         if update is not None and update._is_open():
@@ -346,7 +346,7 @@ class Tiered:
         return self.swap.begin(Adam(lr=0.0), speculative=True, restore=False)
 
     def take_back(self) -> None:
-        """Ends an open update. Without a verdict its steps are taken back, and the states are those before the step."""
+        """Ends an open update. Without a verdict its steps are rolled back, and the states are those before the step."""
         update = self.swap._update
         if update is not None and update._is_open():
             if update._verdict is None:

@@ -10,6 +10,7 @@
 //
 // Compiles as C99 and as C++.
 
+#define SPW_EXPERIMENTAL
 #include <math.h>
 #include <spillway.h>
 #include <spillway/plan.h>

@@ -15,7 +15,8 @@
 //   spillway/speculate.h    Steps before the norm of the whole gradient is known, then a verdict.
 //   spillway/deepspeed.h    The optimizer ids of DeepSpeed.
 //
-// Experimental headers. This one does not include them, and their ABI is not frozen:
+// Experimental headers. This one does not include them, and their ABI is not frozen. Define SPW_EXPERIMENTAL before
+// the include of one:
 //
 //   spillway/gpu.h          Adam on a GPU, copies between device and host memory, buckets in device memory.
 //   spillway/interleave.h   An update divided between CPU and GPU.

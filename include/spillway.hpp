@@ -6,6 +6,7 @@
 // - Option structs are those of C, with defaults: `auto options = spillway::make<spw_adam_options>();`
 // - Arrays are `spillway::span<T>`, which any container with data() and size() converts to. The element type selects
 //   the dtype: float, spillway::f16 or spillway::bf16.
+// - The classes of experimental headers are there if SPW_EXPERIMENTAL is defined before the include.
 // - The rules of spillway.h on thread safety and memory lifetime apply to these classes.
 //
 // Example:
@@ -36,8 +37,10 @@
 #include <vector>
 
 #include "spillway.h"
+#ifdef SPW_EXPERIMENTAL
 #include "spillway/gpu.h"
 #include "spillway/interleave.h"
+#endif
 
 namespace spillway {
 
@@ -241,8 +244,10 @@ struct close {
     void operator()(spw_tier *object) const noexcept { (void)spw_tier_close(object, -1); }
     void operator()(spw_swap *object) const noexcept { (void)spw_swap_close(object); }
     void operator()(spw_spec *object) const noexcept { (void)spw_spec_close(object); }
+#ifdef SPW_EXPERIMENTAL
     void operator()(spw_gpu *object) const noexcept { (void)spw_gpu_close(object); }
     void operator()(spw_interleave *object) const noexcept { (void)spw_interleave_close(object); }
+#endif
 };
 
 template <class T, class Call, class... Arguments>
@@ -464,6 +469,7 @@ public:
     void abort() const { check(spw_spec_abort(get())); }
 };
 
+#ifdef SPW_EXPERIMENTAL
 // A GPU. Thread-safe.
 class gpu : public object<spw_gpu, detail::close> {
 public:
@@ -506,6 +512,7 @@ public:
     void finish() const { check(spw_interleave_finish(get())); }
     void drain() const { check(spw_interleave_drain(get())); }
 };
+#endif // SPW_EXPERIMENTAL
 
 } // namespace spillway
 

@@ -1,5 +1,6 @@
 // Arenas within one process: places, generations, verdicts, and the refusal of everything that does not fit.
 
+#define SPW_EXPERIMENTAL
 #include "check.h"
 
 #include <fcntl.h>

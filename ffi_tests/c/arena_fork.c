@@ -2,6 +2,7 @@
 // A forked child gets errors from its parent's arena and stage, ends none of its parent's locks, and may read the
 // memory that it inherited. It opens its own arena handle. Another user's process may not open the arena.
 
+#define SPW_EXPERIMENTAL
 #include "child.h"
 
 #include <fcntl.h>

@@ -5,6 +5,7 @@
 // Every round starts a writer in a child, and kills it after a random time. SPILLWAY_KILL_ROUNDS sets the number of
 // rounds (60); counts.txt has the results.
 
+#define SPW_EXPERIMENTAL
 #include "check.h"
 
 #include <signal.h>

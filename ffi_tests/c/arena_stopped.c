@@ -2,6 +2,7 @@
 // A writer that is stopped (SIGSTOP) is waited for: readers time out, and read its whole step once it goes on. Signals
 // neither end a reader's wait nor shorten it.
 
+#define SPW_EXPERIMENTAL
 #include "check.h"
 
 #include <signal.h>

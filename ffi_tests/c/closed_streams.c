@@ -2,6 +2,7 @@
 // In a program without standard streams, no descriptor of the library has the number of one: what the log or the program
 // writes to its standard error reaches no file of the library.
 
+#define SPW_EXPERIMENTAL
 #include "check.h"
 
 #include <fcntl.h>

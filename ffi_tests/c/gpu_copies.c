@@ -2,6 +2,7 @@
 // framework's event or stream. Adam on the device gives the same bits as Adam on the processor. Memory that is not
 // pinned is refused. The fake driver reports no race.
 
+#define SPW_EXPERIMENTAL
 #include "fake_cuda.h"
 
 #include <stdint.h>

@@ -2,6 +2,7 @@
 // In a child of a process that uses a GPU, every GPU call returns an error status. The child may close the inherited
 // handles and step on the processor; its parent goes on. A child of a process that never used a GPU may use one.
 
+#define SPW_EXPERIMENTAL
 #include "child.h"
 #include "fake_cuda.h"
 

@@ -1,6 +1,7 @@
 // The interleaved update on a GPU, over the fake driver. Every plan gives the bits of spw_adam_step, uses no copy
 // through pageable memory, and orders every memory access by events.
 
+#define SPW_EXPERIMENTAL
 #include "fake_cuda.h"
 
 #include <spillway/interleave.h>

@@ -2,6 +2,7 @@
 // parameters go to the device once the step counts. The device steps the tail buckets. Every verdict and every way of
 // publishing gives the bits of the serial rule, with all accesses ordered by events.
 
+#define SPW_EXPERIMENTAL
 #include "fake_cuda.h"
 
 enum { BUCKETS = 4, ON_GPU = 3, ROUNDS = 9, ORDINAL = 9 };

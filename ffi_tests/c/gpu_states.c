@@ -1,6 +1,7 @@
 // Each fault of the driver, the device or its memory has its own status and a message that says what to do. The library
 // looks for a driver only on request, and a fault never makes it print, abort or hang.
 
+#define SPW_EXPERIMENTAL
 #include "child.h"
 #include "fake_cuda.h"
 

@@ -7,6 +7,7 @@
 // that the caller promises to own, such as elements of a tensor, bytes of a transfer or handles of a wait. These stay
 // within the program's memory. A call may succeed where the value is valid.
 
+#define SPW_EXPERIMENTAL
 #include "huge_values.h"
 
 #include <spillway/plan.h>

@@ -1,6 +1,7 @@
 // Build: forks
 // Like huge_sizes: impossible counts and sizes, passed to files, tiers, tiered updates and a GPU.
 
+#define SPW_EXPERIMENTAL
 #include "huge_values.h"
 
 #include <spillway/gpu.h>

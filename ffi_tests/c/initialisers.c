@@ -1,5 +1,6 @@
 // The macros SPW_X_INIT: struct_size, the defaults of the documentation, and zeros everywhere else.
 
+#define SPW_EXPERIMENTAL
 #include "check.h"
 
 #include <spillway/interleave.h>

@@ -1,6 +1,7 @@
 // Every plan of an interleaved update gives the bits of spw_adam_step. Calls out of order change nothing. Another
 // thread can wait for parameters. A child made by fork gets an error and does not hang.
 
+#define SPW_EXPERIMENTAL
 #include "child.h"
 
 #include <spillway/interleave.h>

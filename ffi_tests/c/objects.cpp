@@ -1,6 +1,7 @@
 // Proves that spillway.hpp does the same as the C calls: options, arrays and dtypes, exceptions, timeouts, and owning
 // handles that close their object once.
 
+#define SPW_EXPERIMENTAL
 #include <spillway.hpp>
 
 #include <cmath>

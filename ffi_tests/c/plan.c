@@ -1,6 +1,7 @@
 // Plans through the C interface: the figures of the papers, the limits of every choice, and
 // refusals that write nothing.
 
+#define SPW_EXPERIMENTAL
 #include "check.h"
 
 #include <spillway/plan.h>

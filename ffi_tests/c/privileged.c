@@ -2,6 +2,7 @@
 // A program with more rights than its caller reads no variable of the environment: it loads no library that its caller
 // names, and its caller's wrong values fail no call.
 
+#define SPW_EXPERIMENTAL
 #include "fake_cuda.h"
 
 #include <fcntl.h>

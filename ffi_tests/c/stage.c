@@ -1,6 +1,7 @@
 // Sixteen stages on two threads step to the bits of one serial step, never keep more threads at work than the pool
 // has, and are rolled back to the bit. Their copies lie in an arena, whose readers see whole steps only.
 
+#define SPW_EXPERIMENTAL
 #include "check.h"
 
 #include <fcntl.h>

@@ -1,5 +1,6 @@
 // Enum values are frozen, every status has its name, and the version of the library is the header's.
 
+#define SPW_EXPERIMENTAL
 #include "check.h"
 
 #include <spillway/plan.h>

@@ -2,6 +2,7 @@
 // GPU, and ranks on the cores of their GPUs. A root without the directory sys is refused, and
 // refused calls write nothing. A prefetch takes any number. A system that binds no thread is an error of the system.
 
+#define SPW_EXPERIMENTAL
 #include "check.h"
 
 #include <errno.h>

@@ -32,6 +32,14 @@ fn compilers() -> Vec<(&'static str, &'static str, [&'static str; 4])> {
     all.into_iter().filter(|(compiler, ..)| found(compiler)).collect()
 }
 
+const ACCEPT: &str = "#define SPW_EXPERIMENTAL\n";
+
+/// What a program defines before it includes a header.
+fn acceptance_of(header: &str) -> &'static str {
+    let text = fs::read_to_string(include().join(header)).expect("headers are text");
+    if text.contains("EXPERIMENTAL:") { ACCEPT } else { "" }
+}
+
 fn check(name: &str, compiler: &str, language: &str, standard: &str, text: &str, more: &[&str]) {
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     fs::write(&file, text).expect("the target directory is writable");
@@ -48,7 +56,7 @@ fn each_header_compiles_alone_and_twice_in_every_c_and_cpp() {
     for (compiler, language, standards) in compilers() {
         for standard in standards {
             for header in headers() {
-                let once = format!("#include <{header}>\n");
+                let once = format!("{}#include <{header}>\n", acceptance_of(&header));
                 let main = "int main(void) { return (int)spw_abi_version(); }\n";
                 let name = format!("alone-{compiler}.c");
                 check(&name, compiler, language, standard, &format!("{once}{once}{main}"), &[]);
@@ -65,10 +73,28 @@ fn the_cpp_header_compiles_alone_and_twice_in_cpp_17_and_20() {
     {
         for standard in &standards[2..] {
             let main = "int main() { spillway::check_library(); }\n";
-            let once = "#include <spillway.hpp>\n";
-            check("objects.cpp", compiler, language, standard, &format!("{once}{once}{main}"), &[]);
-            check("objects.cpp", compiler, language, standard, &format!("{once}{main}"), &[]);
+            for accept in ["", ACCEPT] {
+                let once = format!("{accept}#include <spillway.hpp>\n");
+                check("objects.cpp", compiler, language, standard, &format!("{once}{once}{main}"), &[]);
+                check("objects.cpp", compiler, language, standard, &format!("{once}{main}"), &[]);
+            }
         }
+    }
+}
+
+#[test]
+fn an_experimental_header_is_refused_without_its_macro() {
+    let experimental: Vec<String> =
+        headers().into_iter().filter(|header| !acceptance_of(header).is_empty()).collect();
+    assert!(experimental.len() >= 6, "{experimental:?}");
+    for header in experimental {
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("refused.c");
+        fs::write(&file, format!("#include <{header}>\n")).expect("the target directory is writable");
+        let mut build = Command::new("gcc");
+        build.arg("-fsyntax-only").arg("-I").arg(include()).arg(&file);
+        let output = build.output().expect("gcc starts");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && errors.contains("define SPW_EXPERIMENTAL"), "{header}: {errors}");
     }
 }
 
@@ -76,7 +102,7 @@ fn the_cpp_header_compiles_alone_and_twice_in_cpp_17_and_20() {
 fn every_initialiser_names_every_field() {
     for (compiler, language, standards) in compilers() {
         for standard in standards {
-            let mut text = "#include <spillway.h>\n#include <spillway/plan.h>\n#include <spillway/stage.h>\n\
+            let mut text = "#define SPW_EXPERIMENTAL\n#include <spillway.h>\n#include <spillway/plan.h>\n#include <spillway/stage.h>\n\
                             #include <spillway/topo.h>\n"
                 .to_string();
             let mut count = 0;
@@ -104,6 +130,7 @@ fn every_initialiser_names_every_field() {
 
 /// Declarations that the examples of the headers use but do not contain.
 const PRELUDE: &str = "
+#define SPW_EXPERIMENTAL
 #include <spillway.h>
 #include <spillway/plan.h>
 #include <spillway/stage.h>

@@ -3,6 +3,7 @@
 // that a pool too large for its node ends no process, that the share of remote pages is exact, that the buffers of a tiered
 // update and the pages of a memory path lie on the node that was asked for, and that workers run where they are bound. The last line is "passed", or the first check that failed.
 
+#define SPW_EXPERIMENTAL
 #define _GNU_SOURCE 1
 #include <dirent.h>
 #include <errno.h>

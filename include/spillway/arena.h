@@ -38,6 +38,10 @@
 #ifndef SPILLWAY_ARENA_H
 #define SPILLWAY_ARENA_H
 
+#ifndef SPW_EXPERIMENTAL
+#error "spillway/arena.h may change with any release: define SPW_EXPERIMENTAL before the include"
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 

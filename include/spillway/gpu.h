@@ -32,6 +32,10 @@
 #ifndef SPILLWAY_GPU_H
 #define SPILLWAY_GPU_H
 
+#ifndef SPW_EXPERIMENTAL
+#error "spillway/gpu.h may change with any release: define SPW_EXPERIMENTAL before the include"
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 

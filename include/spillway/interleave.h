@@ -29,6 +29,10 @@
 #ifndef SPILLWAY_INTERLEAVE_H
 #define SPILLWAY_INTERLEAVE_H
 
+#ifndef SPW_EXPERIMENTAL
+#error "spillway/interleave.h may change with any release: define SPW_EXPERIMENTAL before the include"
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 

@@ -18,6 +18,10 @@
 #ifndef SPILLWAY_PLAN_H
 #define SPILLWAY_PLAN_H
 
+#ifndef SPW_EXPERIMENTAL
+#error "spillway/plan.h may change with any release: define SPW_EXPERIMENTAL before the include"
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 

@@ -31,6 +31,10 @@
 #ifndef SPILLWAY_STAGE_H
 #define SPILLWAY_STAGE_H
 
+#ifndef SPW_EXPERIMENTAL
+#error "spillway/stage.h may change with any release: define SPW_EXPERIMENTAL before the include"
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 

@@ -25,6 +25,10 @@
 #ifndef SPILLWAY_TOPO_H
 #define SPILLWAY_TOPO_H
 
+#ifndef SPW_EXPERIMENTAL
+#error "spillway/topo.h may change with any release: define SPW_EXPERIMENTAL before the include"
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 

@@ -207,6 +207,7 @@ impl Tier {
         let state = self.state.lock();
         let mut state = self.changed.wait_while(state, until, |state| state.tickets.is_driven(ticket));
         if state.tickets.is_driven(ticket) {
+            state.tickets.ask(ticket);
             return Err(timed_out());
         }
         if let Some(outcome) = state.tickets.outcome(ticket) {
@@ -244,7 +245,12 @@ impl Tier {
 
     /// Drives a job, whose ticket is `Driven`, to its outcome, and stores the outcome in the ticket. The outer error is
     /// a timeout; the job is then back in its ticket.
-    fn drive(&self, ticket: u64, mut job: Box<Job>, until: Option<Instant>) -> Result<Result<u64>> {
+    pub(super) fn drive(
+        &self,
+        ticket: u64,
+        mut job: Box<Job>,
+        until: Option<Instant>,
+    ) -> Result<Result<u64>> {
         loop {
             if !job.drive(until) {
                 self.settle(ticket, TicketState::Idle(job));
@@ -260,8 +266,12 @@ impl Tier {
     }
 
     fn settle(&self, ticket: u64, settled: TicketState) {
-        self.state.lock().tickets.settle(ticket, settled);
+        let asked = self.state.lock().tickets.settle(ticket, settled);
         self.changed.notify_all();
+        if asked {
+            // The transfer's own event came before the outcome.
+            self.bell.ring();
+        }
     }
 
     fn finish_read(&self, job: &mut Job) -> Result<u64> {

@@ -40,7 +40,7 @@ pub struct Tier {
     pub(super) volumes: Vec<Option<Arc<Volume>>>,
     pub(super) state: Lock<TierState>,
     pub(super) changed: Signal,
-    /// Rung whenever transfers of a path may have ended.
+    /// Rung whenever transfers of a path may have ended, and when a ticket is settled that another thread has asked for.
     pub(super) bell: Arc<Bell>,
     pub(super) opened: Opened,
     pub(super) claims: Claims,
@@ -67,8 +67,8 @@ pub(super) struct Tickets {
 pub(super) enum TicketState {
     /// In flight; no thread waits for it.
     Idle(Box<Job>),
-    /// A thread drives the job.
-    Driven,
+    /// A thread drives the job. `asked`: another one has asked for the outcome, and may wait for the bell.
+    Driven { asked: bool },
     /// Ended; the outcome was not fetched yet.
     Done(Result<u64>),
 }
@@ -81,21 +81,28 @@ impl Tickets {
     }
 
     pub(super) fn is_driven(&self, ticket: u64) -> bool {
-        matches!(self.states.get(&ticket), Some(TicketState::Driven))
+        matches!(self.states.get(&ticket), Some(TicketState::Driven { .. }))
+    }
+
+    /// Records that a thread has asked for the outcome of a ticket that another one drives.
+    pub(super) fn ask(&mut self, ticket: u64) {
+        if let Some(TicketState::Driven { asked }) = self.states.get_mut(&ticket) {
+            *asked = true;
+        }
     }
 
     /// Takes the job of an idle ticket, to drive it.
     pub(super) fn take(&mut self, ticket: u64) -> Option<Box<Job>> {
         let slot = self.states.get_mut(&ticket).filter(|slot| matches!(slot, TicketState::Idle(_)))?;
-        match std::mem::replace(slot, TicketState::Driven) {
+        match std::mem::replace(slot, TicketState::Driven { asked: false }) {
             TicketState::Idle(job) => Some(job),
             _ => None,
         }
     }
 
-    /// Puts a job back, or its outcome.
-    pub(super) fn settle(&mut self, ticket: u64, settled: TicketState) {
-        self.states.insert(ticket, settled);
+    /// Puts a job back, or its outcome. True if another thread has asked for it.
+    pub(super) fn settle(&mut self, ticket: u64, settled: TicketState) -> bool {
+        matches!(self.states.insert(ticket, settled), Some(TicketState::Driven { asked: true }))
     }
 
     /// Takes the outcome of a ticket, which ends with it.

@@ -46,6 +46,27 @@ fn claimed_here(base: &FilePath) -> Result<Directory> {
     claim(None, base, &owner(), true).map(Option::unwrap)
 }
 
+/// A waiter for the bell that has found a ticket driven by another thread would sleep for ever.
+#[test]
+fn the_bell_rings_when_a_ticket_is_settled_that_another_thread_has_asked_for() {
+    let tier = Tier::open(on_disks(&[Disk::default()], &[])).unwrap();
+    let extent = tier.define(&name_of(0), STREAMS[0]).unwrap();
+    for (asks, more) in [(false, 0), (true, 1)] {
+        let memory = Memory::filled(STREAMS[0], 1);
+        let ticket = tier.write(extent, &memory.buffers(), &ExtentPlacement::Auto, None).unwrap();
+        let mut job = tier.state.lock().tickets.take(ticket).unwrap();
+        assert!(job.drive(None));
+        let seen = tier.events();
+        if asks {
+            let error = tier.wait(ticket, Some(Duration::ZERO)).unwrap_err();
+            assert_eq!(error.io_kind(), Some(IoKind::Timeout));
+        }
+        tier.drive(ticket, job, None).unwrap().unwrap();
+        assert_eq!(tier.events(), seen + more);
+        tier.wait(ticket, PATIENCE).unwrap();
+    }
+}
+
 #[test]
 #[ignore = "the body of the second process of these tests"]
 fn another_process() {

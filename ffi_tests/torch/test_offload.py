@@ -280,3 +280,29 @@ def test_a_model_that_is_converted_later_has_the_masters_of_its_dtype(first, the
         assert param.dtype is then and ("master_param" in optimizer.state[param]) == (then is not torch.float32)
     values_of = [param.float() if then is torch.float32 else optimizer.state[param]["master_param"] for param in model.parameters()]
     assert any(not torch.equal(value, value.bfloat16().float()) for value in values_of)
+
+
+@pytest.mark.parametrize("tail", [0, 1])
+@pytest.mark.parametrize("verdict", ["step", "forward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_that_are_views_of_one_tensor_are_stepped_as_others(dtype, verdict, tail):
+    """Such views share a version, which grows by a write to any of them."""
+    results = []
+    for shared in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Linear(6, 5)).to(dtype)
+        whole = torch.cat([param.detach().flatten() for param in model.parameters()])
+        first = 0
+        for module, name in [(module, name) for module in model for name in ("weight", "bias")]:
+            param = getattr(module, name)
+            part = whole[first : first + param.numel()].view_as(param)
+            first += param.numel()
+            setattr(module, name, torch.nn.Parameter(part if shared else part.clone()))
+        optimizer = offload(model, lr=1e-2, max_norm=0.5, bucket_bytes=1, verdict=verdict, tail=tail, model=model)
+        for number in range(4):
+            optimizer.zero_grad()
+            (model(torch.full((3, 5), number + 1.0, dtype=dtype)).square().sum() * 10 ** (number - 2)).backward()
+            optimizer.step()
+        optimizer.settle()
+        results.append(values(model.parameters()))
+    assert all(map(torch.equal, *results))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -34,6 +34,12 @@ def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor whose memory has the values of another one in this dtype, in order: that tensor itself if its memory has them."""
     own = tensor.to(dtype)
     return own if own.is_contiguous() and holds_values(own) else torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own)
+
+
+def _grow_versions(slots: Iterable[Slot]) -> None:
+    """Shows autograd new values of parameters, and of the parts that a DTensor has here."""
+    params = [slot.param for slot in slots]
+    torch.autograd.graph.increment_version([*params, *map(local, params)])
 
 
 class Slot:
@@ -185,12 +191,13 @@ class Slot:
         if master is not None:
             master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
 
-    def release(self) -> None:
-        """Makes a backward of an earlier forward an error, as a write to the parameter does: the step returns before its verdict."""
+    def keep_gradient(self) -> None:
+        """The step returns before its verdict, and the program may write to the gradient."""
         if self.stays:
-            # The program may write to the gradient.
             self.grad = self.grad.clone()
-        torch.autograd.graph.increment_version(self.param)
+
+    def released(self) -> None:
+        """The version of the parameter has grown, not by a write of the program."""
         if self.seen is not None:
             self.seen = (self.seen[0], self._identity(self.param))
 
@@ -205,17 +212,22 @@ class Slot:
             self.grad = self.weights = torch.empty(0)
 
     def publish(self) -> None:
-        """Gives the parameter its new weights, unless it has them, or the program has written to it since the verdict, after a signal that
-        interrupted the step."""
+        """Gives the parameter its new weights, unless the program has written to it since the verdict, after a signal that interrupted the
+        step. Its version is that of before until `published`."""
         if self.is_written():
             return
-        weights = local(self.param).detach()
-        if self.stays:
-            # Stepped in place, which torch has not seen, unless the parameter was not plain.
-            in_place = self.weights.data_ptr() == weights.data_ptr()
-            return torch.autograd.graph.increment_version(self.param) if in_place else weights.copy_(self.weights)
-        self.link.back(weights, self.weights)
-        self._weights_of, self._weights_mark = self._identity(self.param), self.link.mark(weights)
+        weights = local(self.param).data
+        if not self.stays:
+            self.link.back(weights, self.weights)
+            self._weights_mark = self.link.mark(weights)
+        elif self.weights.data_ptr() != weights.data_ptr():
+            # The parameter is not plain, and was not stepped in place.
+            weights.copy_(self.weights)
+
+    def published(self) -> None:
+        """The version of the parameter has grown by its new weights."""
+        if not self.stays:
+            self._weights_of = self._identity(self.param)
 
     def row(self) -> tuple[Any, ...]:
         """The tensor for a round."""
@@ -455,7 +467,11 @@ class Plan:
         for link in {slot.link for slot in self.slots}:
             link.release()
         for slot in self.slots:
-            slot.release()
+            slot.keep_gradient()
+        # A backward of an earlier forward is an error, as after a write to the parameters.
+        _grow_versions(self.slots)
+        for slot in self.slots:
+            slot.released()
 
     def written(self) -> Slot | None:
         """A parameter to which the program wrote since its gradient was copied; None if there is none."""
@@ -479,6 +495,11 @@ class Plan:
                 slot.publish()
             if not bucket.stays:
                 self._publishing += [link.fence() for link in {slot.link for slot in bucket.slots}]
+        # Parameters that are views of one tensor share a version: it grows when all of them have their weights.
+        own = [slot for slot in self.slots if not slot.is_written()]
+        _grow_versions(own)
+        for slot in own:
+            slot.published()
 
     def finish(self) -> None:
         """Waits until the memory of all buckets belongs to the caller again."""

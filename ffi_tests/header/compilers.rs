@@ -77,7 +77,7 @@ fn every_initialiser_names_every_field() {
     for (compiler, language, standards) in compilers() {
         for standard in standards {
             let mut text = "#include <spillway.h>\n#include <spillway/plan.h>\n#include <spillway/stage.h>\n\
-                            #include <spillway/topo.h>\n"
+                            #include <spillway/topo.h>\n#include <spillway/window.h>\n"
                 .to_string();
             let mut count = 0;
             for header in headers() {
@@ -108,6 +108,7 @@ const PRELUDE: &str = "
 #include <spillway/plan.h>
 #include <spillway/stage.h>
 #include <spillway/topo.h>
+#include <spillway/window.h>
 #include <stdio.h>
 extern spw_adam_options adam;
 extern spw_tensor tensor, tensors[9];
@@ -125,6 +126,9 @@ extern uint32_t placements[24];
 extern spw_interleave_rates rates;
 extern spw_pinned_options pinned_options;
 extern uint32_t local_rank;
+extern void *weights[24];
+void forward(uint32_t, uint64_t, uint64_t);
+void optimize(void *);
 int example(void);
 int example(void) {
 ";

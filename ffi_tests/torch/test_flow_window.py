@@ -1,4 +1,4 @@
-"""Proves that a Flow of torch and a window of the library follow one rule: from the same uses they fetch the same units, at the same time."""
+"""Proves that a Flow of torch and a window of the library follow one rule: the same uses fetch the same units, at the same time."""
 
 import random
 

@@ -79,15 +79,7 @@ class Window(_NativeHandle):
 
     closer = "spw_window_close"
 
-    def __init__(
-        self,
-        units: Iterable[Any],
-        *,
-        slots: int = 0,
-        gpu: Gpu | None = None,
-        tier: Tier | None = None,
-        keep: Iterable[int] = (),
-    ):
+    def __init__(self, units: Iterable[Any], *, slots: int = 0, gpu: Gpu | None = None, tier: Tier | None = None, keep: Iterable[int] = ()):
         units, kept = list(units), set(keep)
         table = (_abi.WindowUnit * len(units))()
         for number, (row, unit) in enumerate(zip(table, units)):

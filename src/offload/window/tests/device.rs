@@ -15,6 +15,7 @@ use crate::offload::window::engine::{Unit, Window};
 use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
 use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::sync::Lock;
 
 const BYTES: usize = 5000;
 const UNITS: usize = 5;
@@ -154,13 +155,15 @@ pub(super) struct Desk {
     pub device: Arc<GpuDevice>,
     pub registry: Arc<Registry>,
     streams: [Stream; 2],
+    /// Host memory of queued copies.
+    held: Lock<Vec<HostSpan>>,
 }
 
 impl Desk {
     pub fn new(ordinal: u32) -> Desk {
         let device = device(ordinal);
         let streams = [Stream::new(&device).unwrap(), Stream::new(&device).unwrap()];
-        Desk { ordinal, registry: Arc::new(Registry::new(&device)), streams, device }
+        Desk { ordinal, registry: Arc::new(Registry::new(&device)), streams, held: Lock::default(), device }
     }
 
     fn window(&self, units: &[Unit], slots: usize, dropped: Dropped) -> Window {
@@ -176,6 +179,7 @@ impl Desk {
         let address = window.enter(number, reader)?;
         let to = Buffer::open(bytes, Backing::default()).unwrap().transfer(0, bytes);
         let to = self.registry.host(to, "host").unwrap();
+        self.held.lock().push(to.clone());
         self.streams[on].download(span_at(address, bytes as u64), &to)?;
         window.leave(number, reader)?;
         Ok(to)

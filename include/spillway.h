@@ -24,6 +24,7 @@
 //   spillway/arena.h        Parameters that several processes share.
 //   spillway/stage.h        Asynchronous optimizer jobs of a pipeline.
 //   spillway/topo.h         Processors, NUMA nodes and GPUs; bound workers.
+//   spillway/window.h       Weights that are on a device only while they are used.
 //
 // Functions to begin with:
 //

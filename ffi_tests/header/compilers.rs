@@ -102,8 +102,8 @@ fn an_experimental_header_is_refused_without_its_macro() {
 fn every_initialiser_names_every_field() {
     for (compiler, language, standards) in compilers() {
         for standard in standards {
-            let mut text = "#define SPW_EXPERIMENTAL\n#include <spillway.h>\n#include <spillway/plan.h>\n#include <spillway/stage.h>\n\
-                            #include <spillway/topo.h>\n"
+            let mut text = "#define SPW_EXPERIMENTAL\n#include <spillway.h>\n#include <spillway/plan.h>\n\
+                            #include <spillway/stage.h>\n#include <spillway/topo.h>\n#include <spillway/window.h>\n"
                 .to_string();
             let mut count = 0;
             for header in headers() {
@@ -135,6 +135,7 @@ const PRELUDE: &str = "
 #include <spillway/plan.h>
 #include <spillway/stage.h>
 #include <spillway/topo.h>
+#include <spillway/window.h>
 #include <stdio.h>
 extern spw_adam_options adam;
 extern spw_tensor tensor, tensors[9];
@@ -152,6 +153,9 @@ extern uint32_t placements[24];
 extern spw_interleave_rates rates;
 extern spw_pinned_options pinned_options;
 extern uint32_t local_rank;
+extern void *weights[24];
+void forward(uint32_t, uint64_t, uint64_t);
+void optimize(void *);
 int example(void);
 int example(void) {
 ";

@@ -101,8 +101,8 @@ fn structs_of_header() -> Vec<(String, Vec<String>)> {
 
 fn layout_of_c(compiler: &[&str]) -> String {
     let mut source =
-        "#define SPW_EXPERIMENTAL\n#include <spillway.h>\n#include <spillway/plan.h>\n#include <spillway/stage.h>\n#include <spillway/topo.h>\n\
-         #include <stdio.h>\nint main(void) {\n"
+        "#define SPW_EXPERIMENTAL\n#include <spillway.h>\n#include <spillway/plan.h>\n#include <spillway/stage.h>\n\
+         #include <spillway/topo.h>\n#include <spillway/window.h>\n#include <stdio.h>\nint main(void) {\n"
             .to_string();
     for (name, fields) in structs_of_header() {
         source.push_str(&format!("printf(\"{name} %d\\n\", (int)sizeof({name}));\n"));

@@ -42,6 +42,8 @@ pub mod stage;
 
 pub mod topo;
 
+pub mod window;
+
 /// What the files of the interface have in common.
 mod prelude {
     pub(in crate::capi) use super::abi_struct::{self, c_struct, choice, parsed, report, timeout};
@@ -91,6 +93,7 @@ pub fn visit_structs(mut visit: impl FnMut(&'static str, usize, Fields)) {
             spw_arena_verdict;
         stage: spw_stage_options spw_stage_target spw_stage_cores;
         topo: spw_topo_options spw_topo_info spw_topo_node spw_topo_gpu spw_topo_rank_options spw_topo_pages;
+        window: spw_window_options spw_window_unit spw_window_stats;
     }
 }
 

@@ -5,3 +5,4 @@ pub mod interleave;
 pub mod speculate;
 pub mod stage;
 pub mod swap;
+pub mod window;

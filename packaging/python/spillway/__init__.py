@@ -2,7 +2,8 @@
 
 CPU optimizer steps are bit-identical to DeepSpeed's AVX-512 kernels. Further modules store optimizer state on disks
 (`Tier`, `Swap`), transfer gradients and parameters (`Gpu`), and overlap steps with the GPU (`Speculation`,
-`Interleave`). Modules to import by name: `spillway.torch`, `deepspeed`, `megatron`, `pipeline`, `arena`, `stage`, `topo`.
+`Interleave`). Modules to import by name: `spillway.torch`, `deepspeed`, `megatron`, `pipeline`, `arena`, `stage`, `topo`,
+`window`.
 
 Importing this package needs neither torch nor numpy. The native library is loaded at the first call.
 

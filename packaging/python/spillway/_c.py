@@ -1188,6 +1188,44 @@ class TopoPages(Structure):
     ]
 
 
+class WindowOptions(Given):
+    c_name = "spw_window_options"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("slots", c_uint32),
+        ("gpu", c_void_p),
+        ("tier", c_void_p),
+    ]
+
+
+class WindowUnit(Given):
+    c_name = "spw_window_unit"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("home", c_uint32),
+        ("keep", c_uint32),
+        ("extent", c_uint32),
+        ("stream", c_uint32),
+        ("reserved", c_uint32),
+        ("bytes", c_uint64),
+        ("host", c_void_p),
+    ]
+
+
+class WindowStats(Structure):
+    c_name = "spw_window_stats"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("device_bytes", c_uint64),
+        ("peak_bytes", c_uint64),
+        ("fetched_bytes", c_uint64),
+        ("fetches", c_uint64),
+        ("uses", c_uint64),
+        ("late", c_uint64),
+    ]
+
+
 STRUCTURES = (
     Stats,
     ThreadOptions,
@@ -1255,6 +1293,9 @@ STRUCTURES = (
     TopoGpu,
     TopoRankOptions,
     TopoPages,
+    WindowOptions,
+    WindowUnit,
+    WindowStats,
 )
 
 # For each function its result and its arguments.
@@ -1458,4 +1499,11 @@ PROTOTYPES = {
     "spw_topo_unbind_workers": (c_int32, []),
     "spw_topo_get_workers": (c_int32, [c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_topo_get_pages": (c_int32, [address("address"), u64("bytes"), u32("node"), POINTER(TopoPages)]),
+    "spw_window_open": (c_int32, [POINTER(WindowOptions), POINTER(WindowUnit), u64("count"), POINTER(c_void_p)]),
+    "spw_window_begin": (c_int32, [c_void_p]),
+    "spw_window_use": (c_int32, [c_void_p, u32("unit"), u64("stream"), POINTER(c_uint64)]),
+    "spw_window_release": (c_int32, [c_void_p, u32("unit"), u64("stream")]),
+    "spw_window_changed": (c_int32, [c_void_p, u32("unit")]),
+    "spw_window_get_stats": (c_int32, [c_void_p, POINTER(WindowStats)]),
+    "spw_window_close": (c_int32, [c_void_p]),
 }

@@ -11,8 +11,10 @@ use std::sync::Arc;
 
 use super::device::Device;
 use super::driver::Driver;
+use super::memory::DeviceSpan;
 use super::stream::{ForeignStream, Stream};
 use super::table::Table;
+use crate::sys::span::Span;
 
 /// The fake driver, built from its function table.
 fn driver() -> Arc<Driver> {
@@ -31,4 +33,16 @@ pub(crate) fn device(ordinal: u32) -> Arc<Device> {
 pub(crate) fn foreign(stream: &Stream) -> ForeignStream {
     // SAFETY: a live stream, which the test keeps alive.
     unsafe { ForeignStream::new(stream.handle() as u64) }
+}
+
+/// Device memory of another part of the library, whose owner keeps it allocated.
+pub(crate) fn span_at(address: u64, bytes: u64) -> DeviceSpan {
+    // SAFETY: allocated for as long as the test uses the span.
+    unsafe { DeviceSpan::new(address, bytes, "span") }.unwrap()
+}
+
+/// A copy of host memory of another part of the library, whose owner keeps it allocated.
+pub(crate) fn bytes_at(address: u64, bytes: usize) -> Vec<u8> {
+    // SAFETY: allocated, and unused, until the copy is made.
+    unsafe { Span::new(address as *mut u8, bytes) }.unwrap().to_vec()
 }

@@ -1,0 +1,140 @@
+"""The weight window: units of parameters, whose home is host memory or a tier, are on the device only while they are used
+(weight-flow: SuperOffload section 4.2). Units are fetched before their use, in the order of an earlier iteration.
+
+    window = spillway.window.Window(layers, slots=2, gpu=gpu)       # layers: page-locked arrays
+    window.begin()
+    for number in range(len(layers)):
+        address = window.use(number, stream)
+        launch_forward(number, address, stream)
+        window.release(number, stream)
+    for number in range(len(layers)):
+        window.changed(number)
+        layers[number] -= update(number)
+
+Experimental: may change with any release. Models of torch need no window of their own: `spillway.torch.offload` has
+weights="flow"."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from . import _abi, _arguments, _arrays
+from ._native_handle import _NativeHandle
+from .gpu import CudaStream, Gpu, stream_number
+from .tier import Tier
+
+
+class Stored(NamedTuple):
+    """A unit whose home is a tier.
+
+    Attributes:
+        extent: Number of the extent, from Tier.define().
+        stream: Index of the unit's stream in the extent.
+        bytes: Length of the stream."""
+
+    extent: int
+    stream: int
+    bytes: int
+
+
+class WindowStats(NamedTuple):
+    """Counters of a window.
+
+    Attributes:
+        device_bytes: Bytes of device memory that the window has.
+        peak_bytes: Most bytes of units in slots at one time.
+        fetched_bytes: Bytes that were copied to the device.
+        fetches: Copies of units to the device.
+        uses: Uses of units.
+        late: Uses that had to wait for a copy which no earlier call had begun."""
+
+    device_bytes: int
+    peak_bytes: int
+    fetched_bytes: int
+    fetches: int
+    uses: int
+    late: int
+
+
+class Window(_NativeHandle):
+    """Device memory for a few units, which are used one after the other. Thread-safe.
+
+    Args:
+        units: For each unit its array in host memory, page-locked with a GPU (see pinned()), or a Stored.
+        slots: Number of slots, each as large as the largest unit that is not kept; 0: 2.
+        gpu: The Gpu; None: host memory takes the place of the device, and streams are ignored.
+        tier: The Tier of units that are Stored.
+        keep: Numbers of units that stay on the device, beside the slots.
+
+    Raises:
+        InvalidArgumentError: A unit does not fit.
+        GpuError: The device has not enough memory.
+
+    Example:
+        window = spillway.window.Window([weights], slots=1)
+        address = window.use(0)
+        window.release(0)"""
+
+    closer = "spw_window_close"
+
+    def __init__(self, units: Iterable[Any], *, slots: int = 0, gpu: Gpu | None = None, tier: Tier | None = None, keep: Iterable[int] = ()):
+        units, kept = list(units), set(keep)
+        table = (_abi.WindowUnit * len(units))()
+        for number, (row, unit) in enumerate(zip(table, units)):
+            row.struct_size, row.keep = ctypes.sizeof(row), int(number in kept)
+            if isinstance(unit, Stored):
+                row.home = _abi.WINDOW_HOME_TIER
+                row.extent, row.stream = (_arguments.unsigned(f"Window: units[{number}]", value, 32) for value in unit[:2])
+                row.bytes = _arguments.unsigned(f"Window: units[{number}].bytes", unit.bytes)
+            else:
+                row.host, row.bytes = _arrays.memory(unit, f"Window: units[{number}]", False)
+        options = _abi.sized(_abi.WindowOptions)
+        options.slots = _arguments.unsigned("Window: slots", slots, 32)
+        self._gpu = gpu
+        held = _arrays.all_held([[unit for unit in units if not isinstance(unit, Stored)]])
+
+        def hold(*handles: Any) -> None:
+            options.gpu, options.tier = handles
+            self._hold("spw_window_open", ctypes.byref(options), table, len(table), keeps=(held,))
+
+        def with_tier(gpu_handle: Any) -> None:
+            hold(gpu_handle, None) if tier is None else tier._through(lambda handle: hold(gpu_handle, handle))
+
+        with_tier(None) if gpu is None else gpu._through(with_tier)
+
+    def begin(self) -> None:
+        """Begins an iteration: its order of uses is recorded, and the one recorded before says what is fetched ahead."""
+        self._call("spw_window_begin")
+
+    def use(self, unit: int, stream: CudaStream | None = None) -> int:
+        """Has a unit on the device for later work on a stream, and returns its address, which is valid until release().
+
+        Args:
+            unit: Number of the unit.
+            stream: Stream of the work; None: torch's current stream.
+
+        Raises:
+            BusyError: All slots have uses that are not released, or the unit has changed and is still used.
+            SpillwayError: The copy of this unit has failed. A later use tries again."""
+        address = ctypes.c_uint64()
+        self._call("spw_window_use", unit, self._stream(stream), ctypes.byref(address))
+        return address.value
+
+    def release(self, unit: int, stream: CudaStream | None = None) -> None:
+        """Ends a use: only work already queued on the stream reads the unit."""
+        self._call("spw_window_release", unit, self._stream(stream))
+
+    def changed(self, unit: int) -> None:
+        """Before the array or the extent of a unit is written: waits until no copy reads it. The next use fetches it again."""
+        self._call("spw_window_changed", unit)
+
+    def stats(self) -> WindowStats:
+        """Returns the counters."""
+        found = _abi.sized(_abi.WindowStats)
+        self._call("spw_window_get_stats", ctypes.byref(found))
+        return WindowStats(*(getattr(found, name) for name in WindowStats._fields))
+
+    def _stream(self, stream: CudaStream | None) -> int:
+        return 0 if self._gpu is None else stream_number(stream, self._gpu.ordinal)

@@ -1,0 +1,409 @@
+//! A window on a device: the rule of [`Order`], performed. Units in host memory are copied by the calls themselves. One
+//! thread reads units of a tier into staging memory, and copies them from there.
+//!
+//! Invariants:
+//! - Copies into places are enqueued under the lock, in the order in which the rule gave the places away.
+//! - An error of a copy or a read is that of the unit: its use reports it, and the next use tries again.
+//! - Staging memory is read into only after its last copy is done, and never while the system may still write to it.
+//! - Dropping the window waits for its thread and its copies.
+#![forbid(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use super::device::{Device, Layout, Mark, Reader, Source};
+use super::order::{Fill, Order};
+use crate::error::{Error, Result};
+use crate::pool::buffer::Buffer;
+use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::sync::{Guard, Lock, Signal};
+use crate::sys::threads;
+use crate::tier::Tier;
+
+/// Where a unit is while it is not on the device.
+#[derive(Debug, Clone)]
+pub enum Home {
+    /// Host memory, with the bytes of the unit.
+    Memory(TransferBuffer),
+    /// A stream of an extent of the tier.
+    Tier {
+        /// Number of the extent.
+        extent: u32,
+        /// Index of the stream.
+        stream: u32,
+    },
+}
+
+/// A unit: parameters that are on the device together.
+#[derive(Debug, Clone)]
+pub struct Unit {
+    /// Number of bytes.
+    pub bytes: u64,
+    /// Its home.
+    pub home: Home,
+    /// It stays on the device after its first use.
+    pub keep: bool,
+}
+
+/// Counters of a window.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Bytes of all places.
+    pub device_bytes: u64,
+    /// Most bytes of units in slots at one time.
+    pub peak_bytes: u64,
+    /// Bytes that were copied to the device.
+    pub fetched_bytes: u64,
+    /// Copies of units to the device.
+    pub fetches: u64,
+    /// Uses of units.
+    pub uses: u64,
+    /// Uses whose copy no earlier call had begun.
+    pub late: u64,
+}
+
+/// A window. Thread-safe.
+#[derive(Debug)]
+pub struct Window {
+    inner: Arc<Inner>,
+    worker: Arc<Worker>,
+}
+
+/// Whether the thread runs. Separate from `Inner`, which the thread drops before it ends.
+#[derive(Debug, Default)]
+struct Worker {
+    is_running: Lock<bool>,
+    ended: Signal,
+}
+
+#[derive(Debug)]
+struct Inner {
+    device: Box<dyn Device>,
+    members: Vec<Member>,
+    tier: Option<Arc<Tier>>,
+    state: Lock<State>,
+    /// Signalled when a unit has arrived, a job was added, or the window closes.
+    changed: Signal,
+}
+
+#[derive(Debug)]
+struct Member {
+    bytes: u64,
+    origin: Origin,
+}
+
+#[derive(Debug)]
+enum Origin {
+    Memory(Source),
+    /// Extent, index of the stream, and number of streams.
+    Tier(u32, usize, usize),
+}
+
+#[derive(Debug)]
+struct State {
+    order: Order<Mark>,
+    units: Vec<Progress>,
+    /// Units that the thread has to read.
+    jobs: VecDeque<(Fill, u64)>,
+    /// The unit that the thread reads now.
+    reading: Option<usize>,
+    is_closing: bool,
+    stats: Stats,
+}
+
+#[derive(Debug, Clone)]
+struct Progress {
+    /// Number of the last copy. A job of an earlier one is void.
+    number: u64,
+    arrival: Arrival,
+}
+
+/// How far the last copy of a unit is.
+#[derive(Debug, Clone)]
+enum Arrival {
+    /// The thread has not read it yet.
+    Pending,
+    /// It is enqueued, with this end.
+    Copied(Mark),
+    Failed(Error),
+}
+
+impl Window {
+    /// A window of `slots` slots, each as large as the largest unit that does not stay, and a place for each unit that
+    /// stays. `device` allocates the places.
+    pub fn open(
+        units: &[Unit],
+        slots: usize,
+        tier: Option<Arc<Tier>>,
+        device: impl FnOnce(Layout) -> Result<Box<dyn Device>>,
+    ) -> Result<Window> {
+        // A unit without bytes needs no slot.
+        let stays: Vec<bool> = units.iter().map(|unit| unit.keep || unit.bytes == 0).collect();
+        let of = |stay: bool| {
+            units.iter().zip(&stays).filter(move |pair| *pair.1 == stay).map(|pair| pair.0.bytes)
+        };
+        let slots = slots.min(of(false).count());
+        let largest = of(false).max().unwrap_or(0);
+        let layout = Layout::new(std::iter::repeat_n(largest, slots).chain(of(true)));
+        let layout = layout.ok_or_else(|| Error::invalid("units", "exceed the address space"))?;
+        let stats = Stats { device_bytes: layout.bytes, ..Stats::default() };
+        let device = device(layout)?;
+        let within = |index: usize| move |error: Error| error.within(&format!("units[{index}]."));
+        let member = |(index, unit): (usize, &Unit)| -> Result<Member> {
+            let origin = origin_of(unit, &*device, tier.as_deref()).map_err(within(index))?;
+            Ok(Member { bytes: unit.bytes, origin })
+        };
+        let members = units.iter().enumerate().map(member).collect::<Result<Vec<_>>>()?;
+        let staged = members.iter().filter(|member| matches!(member.origin, Origin::Tier(..)));
+        let staging = staged
+            .map(|member| member.bytes)
+            .max()
+            .map(|bytes| Staging::open(bytes, &*device))
+            .transpose()?;
+        let progress = Progress { number: 0, arrival: Arrival::Copied(Mark::default()) };
+        let state = State {
+            order: Order::new(slots, &stays),
+            units: vec![progress; units.len()],
+            jobs: VecDeque::new(),
+            reading: None,
+            is_closing: false,
+            stats,
+        };
+        let inner =
+            Arc::new(Inner { device, members, tier, state: Lock::new(state), changed: Signal::default() });
+        let window = Window { inner, worker: Arc::default() };
+        staging.map_or(Ok(()), |staging| window.start_worker(staging))?;
+        Ok(window)
+    }
+
+    fn start_worker(&self, staging: Vec<Staging>) -> Result<()> {
+        let (inner, worker) = (Arc::clone(&self.inner), Arc::clone(&self.worker));
+        *self.worker.is_running.lock() = true;
+        let spawned = threads::spawn_quiet("spillway-window", move || {
+            inner.serve(staging);
+            drop(inner);
+            *worker.is_running.lock() = false;
+            worker.ended.notify_all();
+        });
+        spawned.map_err(|error| {
+            *self.worker.is_running.lock() = false;
+            Error::system("starting the thread of a window", &error)
+        })
+    }
+
+    /// Begins an iteration, see [`Order::begin`].
+    pub fn begin(&self) {
+        self.inner.state.lock().order.begin();
+    }
+
+    /// Has a unit on the device for work that the reader gives it next, and returns its address. Then starts the copies
+    /// of the units whose uses followed before. Every use is released once. Blocks while the unit is read from a tier.
+    pub fn enter(&self, unit: usize, reader: Reader) -> Result<u64> {
+        let inner = &*self.inner;
+        let mut state = inner.state.lock();
+        let fill = state.order.enter(unit)?;
+        state.stats.uses += 1;
+        if let Some(fill) = fill {
+            state.stats.late += 1;
+            inner.start(&mut state, fill, true);
+        }
+        inner.look_ahead(&mut state);
+        let pending = |state: &mut State| matches!(state.units[unit].arrival, Arrival::Pending);
+        let mut state = inner.changed.wait_while(state, None, pending);
+        let (copied, outcome) = match &state.units[unit].arrival {
+            Arrival::Copied(copy) => (true, inner.device.order(copy, reader)),
+            Arrival::Failed(error) => (false, Err(error.clone())),
+            Arrival::Pending => (false, Err(Error::Internal("the wait for a unit ended early".to_string()))),
+        };
+        match (outcome, state.order.place(unit)) {
+            (Ok(()), Some(place)) => Ok(inner.device.address(place)),
+            (outcome, _) => {
+                state.order.cancel(unit, copied);
+                outcome.and(Err(Error::Internal("a unit in use has no place".to_string())))
+            }
+        }
+    }
+
+    /// Ends a use: what the reader was given so far is all that reads the unit.
+    pub fn leave(&self, unit: usize, reader: Reader) -> Result<()> {
+        let mut state = self.inner.state.lock();
+        state.order.check_used(unit)?;
+        let mark = self.inner.device.mark(reader)?;
+        state.order.leave(unit, mark, Mark::is_reached)?;
+        self.inner.look_ahead(&mut state);
+        Ok(())
+    }
+
+    /// The home of a unit is going to change, or has changed. Waits for a copy that reads it; no other one begins before
+    /// the next use of the unit, or the next iteration.
+    pub fn changed(&self, unit: usize) -> Result<()> {
+        let mut state = self.inner.state.lock();
+        state.order.changed(unit)?;
+        let state = self.inner.changed.wait_while(state, None, |state| state.reading == Some(unit));
+        let copy = match (&self.inner.members[unit].origin, &state.units[unit].arrival) {
+            (Origin::Memory(_), Arrival::Copied(copy)) => copy.clone(),
+            _ => Mark::default(),
+        };
+        drop(state);
+        copy.wait()
+    }
+
+    /// The counters.
+    pub fn stats(&self) -> Stats {
+        self.inner.state.lock().stats
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        self.inner.state.lock().is_closing = true;
+        self.inner.changed.notify_all();
+        drop(self.worker.ended.wait_while(self.worker.is_running.lock(), None, |running| *running));
+    }
+}
+
+impl Inner {
+    fn look_ahead(&self, state: &mut State) {
+        for fill in state.order.ahead() {
+            self.start(state, fill, false);
+        }
+    }
+
+    /// Starts a copy; a use waits for it if it is `urgent`.
+    fn start(&self, state: &mut State, fill: Fill, urgent: bool) {
+        let in_slots = state.order.here().iter().map(|unit| self.members[*unit].bytes).sum();
+        state.stats.peak_bytes = state.stats.peak_bytes.max(in_slots);
+        let progress = &mut state.units[fill.unit];
+        progress.number += 1;
+        match &self.members[fill.unit].origin {
+            Origin::Memory(source) => drop(self.copy(state, fill, Ok(source))),
+            Origin::Tier(..) => {
+                progress.arrival = Arrival::Pending;
+                let job = (fill, progress.number);
+                if urgent {
+                    state.jobs.push_front(job)
+                } else {
+                    state.jobs.push_back(job)
+                }
+                self.changed.notify_all();
+            }
+        }
+    }
+
+    /// Enqueues a copy from memory that was read, and returns its end.
+    fn copy(&self, state: &mut State, fill: Fill, from: Result<&Source>) -> Mark {
+        let copied = from.and_then(|from| self.device.fill(fill.place, from, state.order.marks(fill.place)));
+        let (end, arrival) = match copied {
+            Ok(end) => {
+                state.order.filled(fill.place);
+                state.stats.fetches += 1;
+                state.stats.fetched_bytes += self.members[fill.unit].bytes;
+                (end.clone(), Arrival::Copied(end))
+            }
+            Err(error) => (Mark::default(), Arrival::Failed(error)),
+        };
+        state.units[fill.unit].arrival = arrival;
+        end
+    }
+
+    /// Reads the units of jobs until the window closes.
+    fn serve(&self, mut staging: Vec<Staging>) {
+        let mut turn = 0;
+        while let Some((fill, number)) = self.next_job() {
+            let memory = &mut staging[turn % 2];
+            let read = catch_unwind(AssertUnwindSafe(|| self.read(fill.unit, memory)));
+            let read = read.unwrap_or_else(|panic| Err(Error::of_panic(&*panic)));
+            let mut state = self.state.lock();
+            state.reading = None;
+            if state.wants(fill, number) {
+                memory.copied = self.copy(&mut state, fill, read.as_ref().map_err(Error::clone));
+                turn += 1;
+            }
+            drop(state);
+            self.changed.notify_all();
+        }
+    }
+
+    /// The next job whose unit still has its place; `None` when the window closes.
+    fn next_job(&self) -> Option<(Fill, u64)> {
+        let idle = |state: &mut State| state.jobs.is_empty() && !state.is_closing;
+        let mut state: Guard<'_, State> = self.state.lock();
+        loop {
+            state = self.changed.wait_while(state, None, idle);
+            if state.is_closing {
+                return None;
+            }
+            let job = state.jobs.pop_front().filter(|(fill, number)| state.wants(*fill, *number));
+            if let Some((fill, number)) = job {
+                state.reading = Some(fill.unit);
+                return Some((fill, number));
+            }
+        }
+    }
+
+    fn read(&self, unit: usize, staging: &mut Staging) -> Result<Source> {
+        let Member { bytes, origin: Origin::Tier(extent, stream, streams) } = &self.members[unit] else {
+            return Err(Error::Internal(format!("unit {unit} is not on a tier")));
+        };
+        let tier =
+            self.tier.as_ref().ok_or_else(|| Error::Internal("a window without its tier".to_string()))?;
+        staging.copied.wait()?;
+        if staging.memory.in_transfer() {
+            // A read that was given up may still write there.
+            staging.memory = Buffer::open(staging.memory.span().len(), self.device.backing())?;
+        }
+        let memory = staging.memory.transfer(0, *bytes as usize);
+        let mut spans = vec![TransferBuffer::empty(); *streams];
+        spans[*stream] = memory.clone();
+        tier.wait(tier.read(*extent, &spans)?, None)?;
+        self.device.source(&memory, "unit")
+    }
+}
+
+impl State {
+    /// True if a unit still waits for this copy in this place.
+    fn wants(&self, fill: Fill, number: u64) -> bool {
+        self.order.place(fill.unit) == Some(fill.place) && self.units[fill.unit].number == number
+    }
+}
+
+/// Memory that units of a tier are read into.
+#[derive(Debug)]
+struct Staging {
+    memory: Buffer,
+    /// The end of the last copy from it.
+    copied: Mark,
+}
+
+impl Staging {
+    /// Two, so that one is read into while the other is copied.
+    fn open(bytes: u64, device: &dyn Device) -> Result<Vec<Staging>> {
+        let memory = Buffer::open_many(2, bytes as usize, device.backing())?;
+        Ok(memory.into_iter().map(|memory| Staging { memory, copied: Mark::default() }).collect())
+    }
+}
+
+/// Checks the home of a unit.
+fn origin_of(unit: &Unit, device: &dyn Device, tier: Option<&Tier>) -> Result<Origin> {
+    let lengths = |found: u64, what: &str| {
+        let reason = format!("is {}, but {what} has {found} bytes", unit.bytes);
+        if found == unit.bytes { Ok(()) } else { Err(Error::invalid("bytes", reason)) }
+    };
+    match &unit.home {
+        Home::Memory(memory) => {
+            lengths(memory.len() as u64, "its memory")?;
+            Ok(Origin::Memory(device.source(memory, "host")?))
+        }
+        Home::Tier { extent, stream } => {
+            let tier = tier.ok_or_else(|| Error::invalid("home", "is a tier, but the window has none"))?;
+            let shape = tier.shape(*extent)?;
+            let found = shape.streams().get(*stream as usize).ok_or_else(|| {
+                let reason = format!("is {stream}, but the extent has {} streams", shape.streams().len());
+                Error::invalid("stream", reason)
+            })?;
+            lengths(*found, "its stream")?;
+            Ok(Origin::Tier(*extent, *stream as usize, shape.streams().len()))
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Units whose home is a tier, on the fake CUDA driver and in host memory.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::device::Desk;
+use super::{memory, on_host, rounded, seen, unit, values};
+use crate::error::{Error, IoKind, Result};
+use crate::io::sim::{Disk, Faults, short_io_timeout};
+use crate::offload::window::device::{Device, Gpu, Host};
+use crate::offload::window::engine::{Home, Unit, Window};
+use crate::tier::directory::Owner;
+use crate::tier::options::{PathLocation, PathOptions, TierOptions};
+use crate::tier::{ExtentPlacement, Tier};
+
+const BYTES: usize = 40_000;
+const UNITS: usize = 4;
+
+fn open(location: PathLocation, io_timeout: Option<Duration>) -> Arc<Tier> {
+    let owner = Owner { job: "window".to_string(), host: "here".to_string(), rank: 0 };
+    let mut options = TierOptions::new(owner, []);
+    options.paths = vec![PathOptions { location, limit: None, reserve: 0 }];
+    options.block_bytes = 16 << 10;
+    options.io.io_timeout = io_timeout;
+    Arc::new(Tier::open(options).unwrap())
+}
+
+/// Writes the extent of a unit, whose second stream is the unit's.
+fn put(tier: &Tier, number: usize, step: usize) -> u32 {
+    let extent = tier.define(&format!("unit{number}"), &[100, BYTES as u64]).unwrap();
+    let (other, own) = (memory(100, 9, 9), memory(BYTES, number, step));
+    let ticket =
+        tier.write(extent, &[other.transfer(0, 100), own.transfer(0, BYTES)], &ExtentPlacement::Auto, None);
+    tier.wait(ticket.unwrap(), None).unwrap();
+    extent
+}
+
+fn on_tier(extent: u32) -> Unit {
+    Unit { bytes: BYTES as u64, home: Home::Tier { extent, stream: 1 }, keep: false }
+}
+
+#[test]
+fn units_of_a_tier_reach_a_device_through_staging_memory_in_order() {
+    let (desk, tier) = (Desk::new(54), open(PathLocation::Memory(None), None));
+    let host = memory(BYTES, UNITS, 0);
+    for slots in [1, 2, 3] {
+        let mut units: Vec<Unit> = (0..UNITS).map(|number| on_tier(put(&tier, number, 0))).collect();
+        units.push(unit(&host, BYTES, false));
+        let gpu = |layout| -> Result<Box<dyn Device>> {
+            Ok(Box::new(Gpu::new(&desk.device, &desk.registry, layout)?))
+        };
+        let window = Window::open(&units, slots, Some(Arc::clone(&tier)), gpu).unwrap();
+        for step in 0..3 {
+            window.begin();
+            let order: &[usize] = if step == 1 { &[0, 3, 4, 1, 0] } else { &[0, 1, 4, 2, 3, 3, 2, 4, 1, 0] };
+            let read: Vec<_> =
+                order.iter().map(|n| (*n, desk.read(&window, *n, BYTES, n % 2).unwrap())).collect();
+            desk.synchronize();
+            for (number, found) in read {
+                let step = if number == UNITS { 0 } else { step };
+                assert!(found.span().to_vec() == values(BYTES, number, step), "{slots} {step} {number}");
+            }
+            for number in 0..UNITS {
+                window.changed(number).unwrap();
+                put(&tier, number, step + 1);
+            }
+        }
+        assert_eq!(window.stats().device_bytes, slots as u64 * rounded(BYTES));
+    }
+    assert_eq!(desk.races(), 0);
+}
+
+#[test]
+fn a_unit_that_its_tier_cannot_read_fails_alone_and_is_read_by_a_later_use() {
+    let tier = open(PathLocation::Memory(None), None);
+    let missing = tier.define("unit1", &[100, BYTES as u64]).unwrap();
+    let units = [on_tier(put(&tier, 0, 0)), on_tier(missing), on_tier(put(&tier, 2, 0))];
+    let window = on_host(&units, 2, Some(Arc::clone(&tier)));
+    let used = |number: usize, expected: usize| -> Result<()> {
+        let address = window.enter(number, None)?;
+        assert!(seen(address, BYTES) == values(BYTES, expected, 0));
+        window.leave(number, None)
+    };
+    for _ in 0..2 {
+        window.begin();
+        used(0, 0).unwrap();
+        assert!(used(1, 1).is_err());
+        used(2, 2).unwrap();
+    }
+    put(&tier, 1, 0);
+    used(1, 1).unwrap();
+    for (wrong, words) in [
+        (Home::Tier { extent: missing, stream: 2 }, "units[0].stream: is 2, but the extent has 2 streams"),
+        (Home::Tier { extent: missing, stream: 0 }, "units[0].bytes: is 40000, but its stream has 100 bytes"),
+    ] {
+        let unit = Unit { home: wrong, ..on_tier(0) };
+        let host = |layout| -> Result<Box<dyn Device>> { Ok(Box::new(Host::new(layout)?)) };
+        let error = Window::open(&[unit.clone()], 1, Some(Arc::clone(&tier)), host).unwrap_err();
+        assert_eq!(error.to_string(), words);
+        let error = Window::open(&[unit], 1, None, host).unwrap_err().to_string();
+        assert_eq!(error, "units[0].home: is a tier, but the window has none");
+    }
+}
+
+/// What the system writes after the deadline reaches no later unit.
+#[test]
+fn a_read_past_its_deadline_is_the_error_of_its_unit_and_its_staging_memory_is_not_used_again() {
+    let disk = Disk::default();
+    let at = |faults| open(PathLocation::Simulated(disk.clone(), faults), short_io_timeout());
+    let tier = at(Faults::default());
+    let extents: Vec<u32> = (0..3).map(|number| put(&tier, number, 0)).collect();
+    tier.commit(1, b"").unwrap();
+    drop(tier);
+    let before = disk.requests();
+    drop(at(Faults::default()));
+    let opened = disk.requests() - before;
+    let mut late = 0;
+    for nth in 0..4 {
+        let tier = at(Faults { hang_nth: Some(disk.requests() + opened + nth), ..Faults::default() });
+        let units: Vec<Unit> = extents.iter().map(|extent| on_tier(*extent)).collect();
+        let window = on_host(&units, 2, Some(tier));
+        for round in 0..2 {
+            for number in 0..3 {
+                match window.enter(number, None) {
+                    Ok(address) => {
+                        assert!(seen(address, BYTES) == values(BYTES, number, 0), "{nth} {number}");
+                        window.leave(number, None).unwrap();
+                    }
+                    Err(error) => {
+                        // After a deadline the tier counts the path as failed, and refuses further reads of it.
+                        let refused = error.io_kind() == Some(IoKind::Deadline)
+                            || matches!(error, Error::Tier(_) | Error::Io(_));
+                        assert!(refused, "{nth} {number} {round}: {error}");
+                        late += usize::from(error.io_kind() == Some(IoKind::Deadline));
+                        disk.release();
+                    }
+                }
+            }
+        }
+        disk.release();
+    }
+    assert!(late > 0, "no read hung");
+}
+
+#[test]
+fn a_window_closes_while_its_units_are_read() {
+    let disk = Disk::default();
+    let faults = Faults { reorder: true, seed: 7, ..Faults::default() };
+    let tier = open(PathLocation::Simulated(disk, faults), None);
+    let units: Vec<Unit> = (0..UNITS).map(|number| on_tier(put(&tier, number, 0))).collect();
+    for round in 0..20 {
+        let window = on_host(&units, 3, Some(Arc::clone(&tier)));
+        for number in 0..=round % UNITS {
+            window.enter(number, None).unwrap();
+            window.leave(number, None).unwrap();
+        }
+        window.begin();
+        for number in 0..UNITS {
+            window.changed(number).unwrap();
+        }
+        window.begin();
+        window.enter(0, None).unwrap();
+        drop(window);
+    }
+    assert_eq!(Arc::strong_count(&tier), 1);
+}

@@ -4,6 +4,7 @@ everything that modules hold while threads of the library still run."""
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -28,6 +29,21 @@ def release(container: Any) -> None:
     _containers.pop(id(container), None)
 
 
+class Living:
+    """Weak references to objects that threads may add while another one lists them, which ends the iteration of a WeakSet by an error."""
+
+    def __init__(self) -> None:
+        self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def add(self, added: Any) -> None:
+        """Adds an object."""
+        self._objects[id(added)] = added
+
+    def list(self) -> list[Any]:
+        """The objects that are alive at this moment."""
+        return [found for reference in self._objects.valuerefs() if (found := reference()) is not None]
+
+
 #: Statuses with which a job ends, or is refused, whose memory the system may still access: deadline exceeded, engine lost.
 IN_USE = (_abi.ERR_DEADLINE, _abi.ERR_SYSTEM)
 # The memory of such jobs.
@@ -48,6 +64,11 @@ class Submitted(dict[Any, tuple[Any, list[int]]]):
             if outcome != [0]:
                 (self.lose if outcome and outcome[0] in IN_USE else self.over)([token])
 
+    def tokens(self) -> list[Any]:
+        """The jobs at this moment. Other threads may submit and free jobs meanwhile, also in an interpreter without a global lock, where a
+        list of a subclass of dict is not made in one step, and one of its keys is."""
+        return list(self.keys())
+
     def begun(self) -> list[Any]:
         """The jobs that are submitted. A wait for the end of all jobs, begun after this call, covers these."""
         return [token for token, (_, outcome) in list(self.items()) if outcome == [0]]
@@ -60,5 +81,6 @@ class Submitted(dict[Any, tuple[Any, list[int]]]):
     def lose(self, tokens: Iterable[Any]) -> None:
         """As over(), for memory that the system may still access: it is never freed."""
         lost = list(tokens)
-        _stuck.extend(self[token] for token in lost if token in self)
+        # Another thread may lose the same ones.
+        _stuck.extend(held for token in lost if (held := self.get(token)) is not None)
         self.over(lost)

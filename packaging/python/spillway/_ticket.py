@@ -14,33 +14,31 @@ ELSEWHERE = 1
 
 
 class Ticket:
-    """A put or a get, and the statuses of the waits that did not time out. `own`: its Tier began it."""
+    """A put or a get, and the statuses of its waits, each in a list of its own. `own`: its Tier began it."""
 
-    __slots__ = ("number", "put", "own", "ended", "generation")
+    __slots__ = ("number", "put", "own", "waits", "generation")
 
     def __init__(self, put: bool, own: bool = True, number: int = 0):
         self.number, self.generation = ctypes.c_uint64(number), ctypes.c_uint64()
         self.put, self.own = put, own
-        self.ended: list[int] = []
+        self.waits: list[list[int]] = []
 
     def wait(self, handle: Any, milliseconds: float) -> int:
         """Waits in C and returns the status."""
-        record(self.ended, "spw_tier_wait", handle, self.number.value, round(milliseconds), ctypes.byref(self.generation))
-        status = self.ended[-1]
-        for passing in self._passing():
-            while passing in self.ended:
-                # Another thread may remove it at this moment.
-                with contextlib.suppress(ValueError):
-                    self.ended.remove(passing)
-        return status
+        # Other threads may wait too: each takes its own status.
+        own: list[int] = []
+        self.waits.append(own)
+        record(own, "spw_tier_wait", handle, self.number.value, round(milliseconds), ctypes.byref(self.generation))
+        if own[0] in self._passing():
+            # Lists are compared by their statuses, so this one may take that of another thread out, which takes out this one.
+            with contextlib.suppress(ValueError):
+                self.waits.remove(own)
+        return own[0]
 
     def outcome(self) -> int | None:
         """The status of a ticket that has ended, else None."""
-        # Another thread may remove a status meanwhile.
-        for status in list(self.ended):
-            if status not in self._passing():
-                return status
-        return None
+        passing = self._passing()
+        return next((status for own in list(self.waits) for status in own if status not in passing), None)
 
     def _passing(self) -> tuple[int, ...]:
         """The statuses of waits after which the ticket is still in flight."""

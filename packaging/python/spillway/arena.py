@@ -16,11 +16,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from . import _abi, _arguments, _native
+from . import _abi, _arguments, _kept, _native
 from ._native_handle import _NativeHandle
 from .errors import BusyError, InvalidArgumentError, SpillwayError
 from .optim import StepStats
@@ -119,7 +118,7 @@ class Arena(_NativeHandle):
     closer = "spw_arena_close"
 
     def __init__(self, opener: str, *arguments: Any):
-        self._views: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._views = _kept.Living()
         self._regions: dict[str, int] = {}
         self._hold(opener, *arguments)
 
@@ -431,14 +430,17 @@ class Arena(_NativeHandle):
 
     def close(self) -> None:
         """Unmaps the arena; the owner removes its name. BusyError while a view or tensor of it is alive."""
-        # A signal handler that raises while a view ends leaves a dead entry in the set; the iteration skips it.
-        alive = len(list(self._views))
+        self._check_views()
+        # Once more when no call is in flight: another thread may have made a view meanwhile.
+        self._end(before=lambda _: self._check_views())
+
+    def _check_views(self) -> None:
+        alive = len(self._views.list())
         if alive and self._cell:
             raise BusyError(f"cannot close this Arena: {alive} views or tensors of it are alive; delete them first")
-        self._end()
 
     def __exit__(self, *_: object) -> None:
-        if not list(self._views):
+        if not self._views.list():
             self.close()
 
     def _index(self, name: str) -> int:
@@ -455,13 +457,18 @@ class Arena(_NativeHandle):
 
     def _memory(self, name: str) -> Any:
         """The bytes of a region. They keep this arena alive, and mapped."""
-        found = self.region(name)
-        # A class of its own: plain ctypes arrays take no attribute, no weak reference, and have no hash.
-        kind: Any = type("_Memory", (ctypes.c_char * found.bytes,), {"__hash__": object.__hash__})
-        memory = kind.from_address(found.address)
-        memory.arena = self
-        self._views.add(memory)
-        return memory
+
+        def mapped(_: Any) -> Any:
+            found = self.region(name)
+            # A class of its own: plain ctypes arrays take no attribute and no weak reference.
+            kind: Any = type("_Memory", (ctypes.c_char * found.bytes,), {})
+            memory = kind.from_address(found.address)
+            memory.arena = self
+            self._views.add(memory)
+            return memory
+
+        # A close in another thread waits until the bytes are among the views.
+        return self._through(mapped)
 
 
 def collect(name: str) -> None:

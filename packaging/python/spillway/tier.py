@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import itertools
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
@@ -122,7 +120,7 @@ class Tier(_NativeHandle):
         self._ended: dict[int, int] = {}
         self._failed: dict[int, SpillwayError] = {}
         #: Commits that may be in flight.
-        self._commits: weakref.WeakSet[Commit] = weakref.WeakSet()
+        self._commits = _kept.Living()
         self._hold("spw_tier_open", ctypes.byref(options), keeps=(self._in_flight,))
         self.opened = self._opened()
 
@@ -211,11 +209,13 @@ class Tier(_NativeHandle):
                 for good, and the system may still change their content."""
         ticket = number(ticket, "ticket")
         entry, end = self._by_number.get(ticket), _end_of(timeout)
-        if entry is None and ticket in self._ended:
-            return self._outcome_of(ticket)
+        if entry is None and (generation := self._outcome_of(ticket)) is not None:
+            return generation
         # A put or get that a signal handler interrupted may be in _in_flight but not yet in _by_number.
         entry = (
-            entry or next((other for other in list(self._in_flight) if other.number.value == ticket), None) or Ticket(False, False, ticket)
+            entry
+            or next((other for other in self._in_flight.tokens() if other.number.value == ticket), None)
+            or Ticket(False, False, ticket)
         )
         while entry.outcome() is None:
             left = None if end is None else _left(end) * 1000
@@ -284,7 +284,7 @@ class Tier(_NativeHandle):
     def _puts_end(self) -> Callable[[], None]:
         """What to call after a commit that begins now: all earlier puts have ended then, and their arrays are free. Raises the error of a
         put that failed."""
-        before = [entry for entry in list(self._in_flight) if entry.put]
+        before = [entry for entry in self._in_flight.tokens() if entry.put]
         for entry in before:
             if entry.outcome():
                 self._reap(entry)
@@ -441,7 +441,7 @@ class Tier(_NativeHandle):
             TimedOutError: Operations are still in flight, and the tier is still open. Close it again later. If a path has stopped
                 responding, the tier is closed, as the message says."""
         end, timeout = _end_of(timeout), _arguments.seconds(timeout)
-        for commit in list(self._commits):
+        for commit in self._commits.list():
             commit.finish(None if end is None else _left(end))
         try:
             self._end(
@@ -460,14 +460,14 @@ class Tier(_NativeHandle):
     def destroy(self) -> None:
         """Closes the tier, after commits that are in flight, and removes its files."""
         self.handle
-        for commit in list(self._commits):
+        for commit in self._commits.list():
             commit.finish()
         self._end(closer="spw_tier_destroy", before=lambda handle: self._settle(handle, None))
 
     def _settle(self, handle: Any, end: float | None) -> None:
         """Waits for the tickets in flight: only a ticket's own status shows whether its memory is free. A failed put is
         ignored: everything not committed is lost, or put again."""
-        for entry in list(self._in_flight):
+        for entry in self._in_flight.tokens():
             if (
                 entry.number.value
                 and entry.outcome() is None
@@ -494,14 +494,19 @@ class Tier(_NativeHandle):
             # The next commit would silently lack this put, so `committing` raises the error.
             self._failed[entry.number.value] = error.with_traceback(None)
         self._ended[entry.number.value] = entry.generation.value
-        while len(self._ended) > _MOST_ENDED:
-            self._ended.pop(next(iter(self._ended)), None)
+        if len(self._ended) > _MOST_ENDED:
+            # Several threads may do so at once.
+            for oldest in list(self._ended)[: _MOST_ENDED // 4]:
+                self._ended.pop(oldest, None)
         self._release(entry)
 
-    def _outcome_of(self, ticket: int) -> int:
-        generation = self._ended.pop(ticket)
-        if ticket in self._failed:
-            raise self._failed.pop(ticket)
+    def _outcome_of(self, ticket: int) -> int | None:
+        """The version that a put has written that a commit has collected; None: there is no such put, or another thread has taken it."""
+        generation = self._ended.pop(ticket, None)
+        failed = None if generation is None else self._failed.pop(ticket, None)
+        if failed is not None:
+            # A copy, as for a commit.
+            raise copy.copy(failed)
         return generation
 
     def _release(self, entry: Ticket) -> None:
@@ -536,7 +541,7 @@ class Tier(_NativeHandle):
 
     def _begin(self, put: bool, function: str, extent: int, arrays: Sequence[Any], streams: Any, *arguments: Any) -> int:
         if len(self._in_flight) > _MOST_IN_FLIGHT:
-            for entry in list(itertools.islice(self._in_flight, _MOST_IN_FLIGHT // 4)):
+            for entry in self._in_flight.tokens()[: _MOST_IN_FLIGHT // 4]:
                 if entry.put:
                     self._reap(entry)
         entry = Ticket(put)

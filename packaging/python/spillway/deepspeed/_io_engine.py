@@ -90,7 +90,7 @@ class Engine:
             # already have a wait of this thread belong to a wait that was interrupted.
             mine = [
                 entry
-                for entry in list(in_flight.entries)
+                for entry in in_flight.entries.tokens()
                 if entry.handle.value and entry.owner in (None, me) and (entry.wait is None or entry.wait.thread == me)
             ]
             left = [entry for entry in mine if not entry.is_over()]
@@ -173,8 +173,8 @@ def _close(op, in_flight):
     operation that failed without a wait."""
     if in_flight.process != os.getpid():
         return
-    io, in_flight.io = in_flight.io, None
     with _totals_lock:
+        io, in_flight.io = in_flight.io, None
         _open_engines.pop(id(in_flight), None)
         _add(_totals.setdefault(op, dict.fromkeys(_COUNTED, 0)), io)
     # The memory stays if the system may still use it: after an interrupt or a timeout.
@@ -196,7 +196,8 @@ def served(op):
     with _totals_lock:
         counts = dict(_totals.get(op, dict.fromkeys(_COUNTED, 0)))
         for of, in_flight in list(_open_engines.values()):
-            if of == op:
+            # The garbage collector may have closed it during the loop.
+            if of == op and in_flight.io is not None:
                 _add(counts, in_flight.io)
         return counts
 
@@ -212,6 +213,8 @@ def describe():
     """Description of an open engine's backend; None if no engine is open."""
     with _totals_lock:
         for _, in_flight in list(_open_engines.values()):
+            if in_flight.io is None:
+                continue
             text = ctypes.create_string_buffer(400)
             _native.call("spw_io_describe", in_flight.io, text, len(text), None)
             return text.value.decode("utf-8", "replace")

@@ -149,19 +149,20 @@ class Flow:
         """Has the weights of a forward on the device."""
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or torch.jit.is_tracing():
             raise UnsupportedError("flow: weights that flow cannot be traced; trace or export a copy of the model")
+        # Before the look at the others: of two threads that enter at once, one at least sees the other.
+        self.running.add(entry)
         if torch._C._current_graph_task_id() == -1:
-            if {other.thread for other in self.running} & {own.ident for own in threading.enumerate()} - {entry.thread}:
+            if {other.thread for other in self.running.copy()} & {own.ident for own in threading.enumerate()} - {entry.thread}:
                 raise InvalidArgumentError("flow: another thread runs a forward of this model; run one after the other")
             if entry.forward.is_root and _calls(self) == 1:
-                self._begin()
-        self.running.add(entry)
+                self._begin(entry)
         for unit in entry.forward.units:
             unit.users.add(entry)
             self._use(unit)
 
-    def _begin(self) -> None:
+    def _begin(self, entry: Entry) -> None:
         """Before a forward of the model: forgets what an exception has left of one, or of a backward."""
-        self._put_back()
+        self._put_back(entry)
         self._used = (None, None)
         self._backwards.clear()
         self._leaving.clear()
@@ -173,14 +174,15 @@ class Flow:
         if not _calls(self):
             self._put_back()
 
-    def _put_back(self) -> None:
-        """Puts the parameters in their places if an exception in the end of a forward has left others there."""
+    def _put_back(self, entry: Entry | None = None) -> None:
+        """Puts the parameters in their places if an exception in the end of a forward has left others there. `entry`: the forward that
+        begins."""
         Saving.leave_all(self)
         for unit in (self._rest, *self.units):
             unit.users.clear()
             for weight in unit.weights:
                 weight.hide(weight.shown_by)
-        self.running.clear()
+        self.running.intersection_update({entry})
 
     # Backward.
 

@@ -245,7 +245,7 @@ impl Volume {
                 Err(error) => Err(error),
             }
         };
-        let Some(header) = read(HEADER_BYTES)? else { return Ok(SuperblockCopy::Blank) };
+        let Some(header) = read(HEADER_BYTES)? else { return self.read_short_superblock(copy) };
         let header = match header
             .span()
             .with_bytes(|bytes| (bytes.iter().all(|b| *b == 0), SuperblockHeader::parse(bytes)))
@@ -268,6 +268,27 @@ impl Volume {
                 Err(message) => SuperblockCopy::Corrupt(message, Some(header.stamp)),
             },
         })
+    }
+
+    /// A copy whose file is shorter than a header. The next writer of the file extends it, and then finds this stamp.
+    fn read_short_superblock(&self, copy: usize) -> Result<SuperblockCopy> {
+        let len = self.call(Doing::Opening, move |storage, _| storage.len(SUPERBLOCKS[copy]))?.unwrap_or(0);
+        let len = len.min(HEADER_BYTES as u64) as usize;
+        let scratch = self.scratch(HEADER_BYTES)?;
+        scratch.span().write(&[0; HEADER_BYTES]);
+        if len > 0 {
+            let there = scratch.transfer().part(0, len);
+            self.engine
+                .read(request(&self.superblocks[copy].reader, 0, there))
+                .and_then(|handle| self.wait(handle, None))?;
+        }
+        Ok(scratch.span().with_bytes(|bytes| match SuperblockHeader::parse(bytes) {
+            _ if bytes.iter().all(|byte| *byte == 0) => SuperblockCopy::Blank,
+            parsed => {
+                let message = format!("it is truncated to {len} bytes");
+                SuperblockCopy::Corrupt(message, parsed.ok().map(|header| header.stamp))
+            }
+        }))
     }
 
     /// Starts to read the header of a superblock copy.

@@ -105,3 +105,23 @@ fn a_simulated_disk_keeps_the_restored_length_over_a_power_cut() {
     assert_eq!(disks[0].len("disk-0/data"), Some(grown));
     assert_eq!(Tier::open(on_disks(&disks, &[])).unwrap().opened().step, Some(2));
 }
+
+#[test]
+fn a_truncated_superblock_is_replaced_by_the_next_commit() {
+    for superblock in ["superblock.0", "superblock.1"] {
+        for left in [0, 1, 255, 256, 300, 4095, 4096, 5000] {
+            let (_dir, bases) = bases();
+            let (tier, _) = one_extent(&bases[..1]);
+            tier.commit(1, &[]).unwrap();
+            tier.commit(2, &[]).unwrap();
+            drop(tier);
+            truncate(&owner().below(&bases[0]).join(superblock), left);
+            let tier = Tier::open(options(&bases[..1])).unwrap();
+            assert!(matches!(tier.opened().step, Some(1 | 2)), "{superblock} of {left} bytes");
+            assert!(read(&tier, 1, 7).unwrap());
+            tier.commit(3, &[]).unwrap();
+            drop(tier);
+            assert_eq!(Tier::open(options(&bases[..1])).unwrap().opened().step, Some(3));
+        }
+    }
+}

@@ -289,8 +289,9 @@ impl Beside {
         }
     }
 
-    /// Abandons an open update, and rolls back to the last commit.
+    /// Abandons an open update, and rolls back to the last commit. Transfers in flight do not wait for turns meanwhile.
     pub fn rollback(&self) -> Result<()> {
+        let _without_turns = self.claim.tier().without_turns();
         match &mut self.abandon().swap {
             Some(swap) => swap.rollback(),
             None => Err(Error::Internal("the thread of an update has not returned it".to_string())),
@@ -325,6 +326,7 @@ impl Beside {
 
 impl Drop for Beside {
     fn drop(&mut self) {
+        let _without_turns = self.claim.tier().without_turns();
         // The thread may hold the rest for a moment longer; the tier must not be in use after a close.
         let swap = self.abandon().swap.take();
         drop(swap);

@@ -547,8 +547,8 @@ enum spw_status spw_tier_export(const struct spw_tier *tier,
 // Imports an export into the tier and commits it at the export's step; one that left out extents is committed at the step
 // of the tier, if it has one. An existing extent of the same name must have
 // the same streams; extents that are not in the export keep what they hold, and uncommitted puts to them are committed too.
-// A directory or file that is no export is refused, and nothing changes. After any other error the tier is at its last
-// commit. `step_out` may be NULL.
+// A directory or file that is no export is SPW_ERR_FORMAT, one with a damaged manifest or other sizes SPW_ERR_CORRUPT, and
+// nothing changes. After any other error the tier is at its last commit. `step_out` may be NULL.
 //
 // Until it ends, commits and rollbacks of other threads, and steps of a tiered update, are SPW_ERR_BUSY. Afterwards the
 // calls of an open tiered update are SPW_ERR_BUSY until `spw_swap_rollback`, which takes the states over.

@@ -343,8 +343,8 @@ class Tier(_NativeHandle):
         self._call("spw_tier_set_path", path, choice({name: n for n, name in enumerate(HEALTH)}, health, "health"))
 
     def evacuate(self, path: int) -> None:
-        """Moves all blocks off a path, given by its number, after the puts and gets of them that are in flight. The next commit makes the move
-        durable."""
+        """Moves all blocks off a path, given by its number, after the puts and gets of them that are in flight. The next commit makes the
+        move durable."""
         self._call("spw_tier_evacuate", path)
 
     def verify(self) -> int:
@@ -416,8 +416,9 @@ class Tier(_NativeHandle):
 
     def import_from(self, directory: str | os.PathLike[str], names: Sequence[str] | None = None) -> int:
         """Reads an exported directory or file, and commits it with everything put before; returns the step. A place that is no export (a
-        TierError), or whose manifest or sizes are damaged (a CorruptError), is refused, and nothing changes; after any other error the tier is at its last commit. Meanwhile other commits, rollbacks and steps
-        raise BusyError. Afterwards the calls of an open Swap raise it until Swap.rollback(), which takes the states over.
+        TierError), or whose manifest or sizes are damaged (a CorruptError), is refused, and nothing changes. After any other error the
+        tier is at its last commit. Meanwhile other commits, rollbacks and steps raise BusyError. Afterwards the calls
+        of an open Swap raise it until Swap.rollback(), which takes the states over.
 
         Args:
             directory: The directory or file.

@@ -106,6 +106,13 @@ handle = aio_handle()
 handle.async_pwrite(torch.full([1 << 20], 7, dtype=torch.uint8), sys.argv[1] + "/file")
 """,
 }
+UPDATE_IN_A_BLOCK = """
+import sys, time, spillway
+with spillway.Tier([sys.argv[1]], job="ends", turns=1, turn_timeout=600) as tier:
+    with spillway.Swap(tier, [1 << 20] * 4) as swap, swap.begin(spillway.Adam(lr=1e-3), speculative=True):
+        print(flush=True)
+        time.sleep(600)
+"""
 # What tier, update and snapshot find.
 BEFORE = """
 import sys, numpy, spillway
@@ -259,6 +266,16 @@ def test_the_end_of_a_program_waits_for_no_turn_and_loses_nothing(machine, name,
             swap.read(0, param)
             assert (param == 3).all()
     assert not (machine.data / "snapshot").exists()
+
+
+def test_ctrl_c_in_the_block_of_an_update_ends_a_program_without_a_turn(machine):
+    assert machine.start(BEFORE).wait() == 0
+    machine.stopped_in_its_turn()
+    program = machine.start(UPDATE_IN_A_BLOCK, stdout=subprocess.PIPE)
+    program.stdout.readline()
+    program.send_signal(signal.SIGINT)
+    _, log = program.communicate(timeout=25)
+    assert program.returncode == -signal.SIGINT and "no turn on the device" not in log, log
 
 
 def test_a_process_that_never_rests_gives_its_turn_up(machine):

@@ -256,12 +256,15 @@ impl Beside {
     }
 
     /// Waits until every subgroup is stepped, and ends the update: its gradients and copies belong to the caller again.
-    /// Writes continue. Errors: a subgroup was not submitted, or there is no verdict (the update stays open); a timeout (the
-    /// update stays open); the error that ended the update.
+    /// Writes continue. After a skip, reads in flight wait for no turn. Errors: a subgroup was not submitted, or there is no
+    /// verdict (the update stays open); a timeout (the update stays open); the error that ended the update.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<StepStats> {
         let until = deadline_after(timeout);
         let mut inner = self.shared.inner.lock();
-        open(&mut inner)?.may_finish()?;
+        let open = open(&mut inner)?;
+        open.may_finish()?;
+        let skipped = open.verdict == Some(Verdict::Skip);
+        let _without_turns = skipped.then(|| self.claim.tier().without_turns());
         let pending = |inner: &mut Inner| inner.open.as_ref().is_some_and(|open| open.outcome.is_none());
         let mut inner = self.wait_while(inner, until, pending);
         match inner.open.take_if(|open| open.outcome.is_some()).and_then(|open| open.outcome) {

@@ -30,7 +30,7 @@ use super::volume::Volume;
 use crate::error::{Doing, Error, Result, TierError, TierKind};
 use crate::io::engine::Engine;
 use crate::io::file::File;
-use crate::io::options::{Options as IoOptions, Request, Target as IoTarget};
+use crate::io::options::{Request, Target as IoTarget};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::file::Access;
 use crate::sys::private_files;
@@ -214,7 +214,7 @@ impl Tier {
                 false => selection.nothing(&source.path.to_string_lossy()),
             });
         }
-        let engine = Engine::open(IoOptions { preallocate: false, ..self.options.io })?;
+        let engine = Engine::open(self.options.beside())?;
         let mut defined = Vec::new();
         let loaded = taken.try_for_each(|extent| {
             let before = self.state.lock().catalog.number(&extent.name);

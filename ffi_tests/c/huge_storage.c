@@ -13,8 +13,8 @@ static void engine(void) {
             if (field == 0) options.queue_depth = (uint32_t)value;
             if (field == 1) options.block_bytes = value;
             if (field == 2) options.workers = (uint32_t)value;
-            if (field == 3) options.deadline_ms = value;
-            if (field == 4) options.file_mode = (uint32_t)value;
+            if (field == 3) options.turns = (uint32_t)value;
+            if (field == 4) options.turn_timeout_ms = value;
             spw_io *io = NULL;
             if (SANE(spw_io_open(&options, &io)) == SPW_OK) CHECK_OK(spw_io_close(io, -1));
         }

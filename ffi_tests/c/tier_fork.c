@@ -67,6 +67,7 @@ static void use_all(void) {
     NOT_HERE(spw_tier_get_path(tier, 0, &path, NULL, 0, NULL));
     NOT_HERE(spw_tier_set_path(tier, 0, SPW_TIER_HEALTH_DRAINING));
     NOT_HERE(spw_tier_evacuate(tier, 0));
+    NOT_HERE(spw_tier_end_turns(tier));
     NOT_HERE(spw_tier_verify(tier, &checked));
     NOT_HERE(spw_tier_export(tier, "nowhere", &step));
     NOT_HERE(spw_tier_import(tier, "nowhere", &step));

@@ -101,6 +101,45 @@ else:
 sys.stdout.flush()
 os._exit(0)
 """
+#: One of two processes that commit other states at the step number of the last commit, in which rank 1 is killed. With "again", they
+#: begin anew.
+TWICE = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+import spillway, torch
+from spillway import torch as own
+from tier_worker import options, parameters, random_grads
+rank, again = int(sys.argv[1]), sys.argv[2] == "again"
+torch.distributed.init_process_group("gloo", init_method="file://" + {rendezvous!r}, rank=rank, world_size=2)
+params = parameters()
+try:
+    optimizer = own.AdamW(params, lr=1e-2, tier=options({directory!r}))
+except spillway.InvalidArgumentError as error:
+    print("refused", "different commits of step 7" in str(error), flush=True)
+    os._exit(0)
+if again:
+    print("resumed", optimizer.resumed_step, float(sum(param.double().sum() for param in params)))
+    optimizer.close()
+    sys.stdout.flush()
+    os._exit(0)
+for part in range(2):
+    for step in range(2 * part, 2 * part + 2):
+        random_grads(params, step)
+        optimizer.step()
+    if (part, rank, {wait}) == (1, {killed}, True):
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        optimizer.commit(step=7, wait={wait})
+        if (part, rank) == (1, {killed}):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if part == 1:
+            optimizer.rollback()
+    except Exception:
+        os._exit(3)
+    torch.distributed.barrier()
+optimizer.close()
+os._exit(0)
+"""
 WORKER = pathlib.Path(__file__).with_name("tier_worker.py")
 
 
@@ -340,6 +379,24 @@ def test_processes_killed_in_a_second_commit_of_a_step_number_resume_at_the_comm
     optimizer = own.AdamW(whole, lr=1e-2, master="f32")
     train(optimizer, whole, range(2))
     assert first == second == [f"resumed 2 {float(sum(param.double().sum() for param in whole))}"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_states_of_two_commits_of_one_step_number_are_never_mixed(tmp_path, wait):
+    (tmp_path / "states").mkdir()
+    two_processes(TWICE, tmp_path, "whole", "anew", wait=wait, killed=None)
+    whole, either = parameters(), []
+    optimizer = own.AdamW(whole, lr=1e-2, master="f32")
+    for part in range(2):
+        train(optimizer, whole, range(2 * part, 2 * part + 2))
+        either.append([f"resumed 7 {float(sum(param.detach().double().sum() for param in whole))}"])
+    assert two_processes(TWICE, tmp_path, "second", "again", wait=wait, killed=None) == [either[1]] * 2
+    shutil.rmtree(tmp_path / "states")
+    (tmp_path / "states").mkdir()
+    two_processes(TWICE, tmp_path, "first", "anew", statuses=(3, -9), wait=wait, killed=1)
+    found = two_processes(TWICE, tmp_path, "third", "again", wait=wait, killed=1)
+    # Rank 0 has the second commit. Rank 1 has the first, or was killed after it had the second beside steps.
+    assert found in ([["refused True"]] * 2, [either[1]] * 2) and (found[0] != either[1] or not wait), found
 
 
 def test_processes_of_which_one_could_not_commit_go_no_further_and_resume_at_the_step_of_both(tmp_path):

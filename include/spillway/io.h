@@ -72,19 +72,15 @@ typedef struct spw_io_options {
     // Maximum threads of SPW_IO_BACKEND_THREADS for reads, and also for writes, at most 1024; 0: the depth of a profile
     // that selects threads, or 8.
     uint32_t workers;
-    // Permission bits of new files, before the umask; 0: 0600.
-    uint32_t file_mode;
-    // Default deadline of operations, in milliseconds; 0: none.
-    uint64_t deadline_ms;
     // Number of processes of one user on this machine that transfer to a device at a time, as in `spw_tier_options`; 0: the
     // number in the environment variable SPILLWAY_IO_TURNS, or any number. The wait for a turn counts toward a deadline.
     uint32_t turns;
     // Milliseconds that a process waits for its turn on a device before it proceeds without the turn; 0: 30000.
-    uint32_t turn_timeout_ms;
+    uint64_t turn_timeout_ms;
 } spw_io_options;
 
 #define SPW_IO_OPTIONS_INIT \
-    { sizeof(spw_io_options), 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    { sizeof(spw_io_options), 0, 0, 0, 0, 0, 0, 0 }
 
 // One operation.
 typedef struct spw_io_request {
@@ -101,7 +97,7 @@ typedef struct spw_io_request {
     void *buffer;
     // Bytes to transfer. Any number is allowed.
     uint64_t bytes;
-    // Deadline of the operation in milliseconds; 0: the engine's default.
+    // Deadline of the operation in milliseconds; 0: none.
     uint64_t deadline_ms;
 } spw_io_request;
 
@@ -155,8 +151,8 @@ typedef struct spw_io spw_io;
 // Creates an engine. `options` may be NULL.
 enum spw_status spw_io_open(const struct spw_io_options *options, struct spw_io **io_out);
 
-// Waits for all operations for up to `timeout_ms` milliseconds (negative: without limit), and frees the engine. The
-// engine is freed whatever the status. An operation that no call waited for returns its error here. After
+// Waits for all operations for up to `timeout_ms` milliseconds (negative: without limit), and frees the engine. They wait for no
+// turns. The engine is freed whatever the status. An operation that no call waited for returns its error here. After
 // SPW_ERR_TIMEOUT the buffers of operations in flight must stay allocated and unused for the rest of the process.
 enum spw_status spw_io_close(struct spw_io *io,
                              int64_t timeout_ms);

@@ -243,7 +243,12 @@ typedef struct spw_tier spw_tier;
 enum spw_status spw_tier_open(const struct spw_tier_options *options,
                               struct spw_tier **tier_out);
 
-// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
+// Lets transfers of the tier begin without turns (`turns` of `spw_tier_options`) from now on, and with them those that wait for
+// one. For a program that ends: what it waits for before `spw_tier_close` then waits for no other process.
+enum spw_status spw_tier_end_turns(const struct spw_tier *tier);
+
+// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier. They wait for
+// no turns.
 // The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
 // If a tiered update, a window, a snapshot or a commit in the background uses the tier, the library frees the tier when that has ended. Streams of tickets that were
 // not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
@@ -520,8 +525,8 @@ enum spw_status spw_tier_set_path(const struct spw_tier *tier,
                                   uint32_t health);
 
 // Moves all extents off a path now, and sets the path to SPW_TIER_HEALTH_DRAINING. The next commit makes the move
-// durable. SPW_ERR_BUSY while a `spw_tier_commit` is in flight (one in the background is waited for), or if a transfer uses one of the extents; extents moved before
-// that stay moved.
+// durable. The call waits for puts and gets of the extents that are in flight, also those of a tiered update, and for a commit in
+// the background. SPW_ERR_BUSY while a `spw_tier_commit` is in flight; extents moved before that stay moved.
 enum spw_status spw_tier_evacuate(const struct spw_tier *tier,
                                   uint32_t number);
 
@@ -542,8 +547,8 @@ enum spw_status spw_tier_export(const struct spw_tier *tier,
 // Imports an export into the tier and commits it at the export's step; one that left out extents is committed at the step
 // of the tier, if it has one. An existing extent of the same name must have
 // the same streams; extents that are not in the export keep what they hold, and uncommitted puts to them are committed too.
-// A directory or file that is no export is refused, and nothing changes. After any other error the tier is at its last
-// commit. `step_out` may be NULL.
+// A directory or file that is no export is SPW_ERR_FORMAT, one with a damaged manifest or other sizes SPW_ERR_CORRUPT, and
+// nothing changes. After any other error the tier is at its last commit. `step_out` may be NULL.
 //
 // Until it ends, commits and rollbacks of other threads, and steps of a tiered update, are SPW_ERR_BUSY. Afterwards the
 // calls of an open tiered update are SPW_ERR_BUSY until `spw_swap_rollback`, which takes the states over.

@@ -6,7 +6,7 @@ use std::fmt;
 /// Kind of a tier failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierKind {
-    /// Stored bytes do not match their checksum.
+    /// Stored bytes do not match their checksum, or are not in the form in which they are written.
     Corrupt,
     /// The files are no tier, have a format version that this library does not read, or lost their superblocks.
     Format,
@@ -45,7 +45,7 @@ impl fmt::Display for TierError {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let TierError { kind, path, extent, block, detail } = self;
         let what = match kind {
-            TierKind::Corrupt => "stored bytes do not match their checksum",
+            TierKind::Corrupt => "stored bytes do not match their checksum or form",
             TierKind::Format => "not a tier, or not of a format that this version reads",
             TierKind::Foreign => "does not match the request",
             TierKind::Locked => "in use by a live process",

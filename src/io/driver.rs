@@ -8,7 +8,8 @@
 //!   serve one direction while it delays the other.
 //! - Every completion is classified. Bytes are counted, short transfers resume, and interruptions are retried a bounded
 //!   number of times. After an error no further piece starts; the operation ends once all its pieces have returned.
-//! - An operation that needs a turn (see `turns`) has no piece in flight before it has entered it.
+//! - An operation that needs a turn (see `turns`) has no piece in flight before it has entered it, unless a caller waits for
+//!   the end of all operations.
 //! - An operation finishes, and its memory is released, only when none of its pieces is in the kernel.
 #![forbid(unsafe_code)]
 
@@ -281,7 +282,12 @@ impl Driver {
             if *room == 0 {
                 return Dispatch::NoRoom;
             }
-            let turns = self.turns.as_mut().filter(|_| !running.entered && needs_turn(&running.op));
+            let waits = |_: &&mut Turns| {
+                !running.entered
+                    && needs_turn(&running.op)
+                    && self.shared.without_turns.load(Ordering::Relaxed) == 0
+            };
+            let turns = self.turns.as_mut().filter(waits);
             if let Some(turns) = turns {
                 if !turns.enter(&running.op.file) {
                     return Dispatch::NoTurn;

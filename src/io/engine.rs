@@ -23,8 +23,8 @@ use super::object;
 use super::open_files::OpenFiles;
 use super::operation::{Admitted, EngineState, Entry, Operation, Phase, Shared, WaitEvent, taken};
 use super::options::{
-    BLOCK_BYTES, BOUNCE_BYTES, BackendChoice, Options, PREALLOCATE_FROM, Request, Target, TurnOptions,
-    checked, forced_backend,
+    BLOCK_BYTES, BOUNCE_BYTES, BackendChoice, FILE_MODE, Options, PREALLOCATE_FROM, Request, Target,
+    TurnOptions, checked, forced_backend,
 };
 use super::piece_size::PieceSize;
 use super::plan::{self, Route, Splitter};
@@ -40,6 +40,15 @@ use crate::sys::file::Access;
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::sync::Lock;
 use crate::sys::{threads, try_vec};
+
+/// While it lives, the operations of an engine begin without turns.
+pub struct WithoutTurns(Arc<Shared>);
+
+impl Drop for WithoutTurns {
+    fn drop(&mut self) {
+        self.0.without_turns.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 /// An I/O engine: one queue, one driver thread.
 pub struct Engine {
@@ -188,7 +197,7 @@ impl Engine {
             span,
             lease,
             submitted: Instant::now(),
-            deadline: deadline.or(self.options.deadline).and_then(|time| Instant::now().checked_add(time)),
+            deadline: deadline.and_then(|time| Instant::now().checked_add(time)),
             expired: false.into(),
             started: false.into(),
             file,
@@ -230,9 +239,7 @@ impl Engine {
     fn target(&self, action: Action, target: Target) -> Result<Arc<File>> {
         let access = match action {
             Action::Read => Access::Read,
-            Action::Write | Action::Sync | Action::Allocate { .. } => {
-                Access::Write { mode: self.options.file_mode }
-            }
+            Action::Write | Action::Sync | Action::Allocate { .. } => Access::Write { mode: FILE_MODE },
         };
         match target {
             Target::Path(path) => self.files.get(path, access, self.options.direct),
@@ -324,10 +331,23 @@ impl Engine {
         &self.options
     }
 
-    /// Closes the engine once all operations have finished, at the latest after `timeout`. Operations stuck in the
+    /// Lets operations begin without turns until the drop of the result, for a caller that waits for the end of them all.
+    pub fn without_turns(&self) -> WithoutTurns {
+        self.end_turns();
+        WithoutTurns(Arc::clone(&self.shared))
+    }
+
+    /// Lets operations begin without turns from now on.
+    pub fn end_turns(&self) {
+        // The driver looks every millisecond while it holds operations back.
+        self.shared.without_turns.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Closes the engine once all operations have finished, at the latest after `timeout`. They wait for no turns. Operations stuck in the
     /// system keep their memory, and the driver thread, until they return. Returns the timeout, or else the first error
     /// that no wait returned.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
+        self.end_turns();
         let drained = self.wait_quiet(timeout);
         let mut state = self.shared.state.lock();
         state.closing = true;

@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -123,6 +123,8 @@ pub(super) struct Shared {
     pub(super) progress: AtomicU64,
     /// Number of waits that the driver has ended and whose completions it has processed.
     pub(super) turns: AtomicU64,
+    /// Number of callers for which operations begin without turns.
+    pub(super) without_turns: AtomicUsize,
     /// See `Options::io_timeout`.
     pub(super) io_timeout: Option<Duration>,
     pub(super) waker: OnceLock<Arc<dyn Wake>>,
@@ -208,6 +210,7 @@ impl Shared {
             trim: AtomicBool::new(false),
             progress: AtomicU64::new(0),
             turns: AtomicU64::new(0),
+            without_turns: AtomicUsize::new(0),
             io_timeout,
             waker: OnceLock::new(),
             bell: OnceLock::new(),

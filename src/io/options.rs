@@ -39,10 +39,6 @@ pub struct Options {
     pub direct: bool,
     /// Reserve device space before a write that extends its file.
     pub preallocate: bool,
-    /// Permission bits of new files.
-    pub file_mode: u32,
-    /// Deadline of operations that specify none.
-    pub deadline: Option<Duration>,
     /// Time without any completion after which all operations in flight count as past their deadline. It suits a long
     /// queue on a slow device, which a deadline does not.
     pub io_timeout: Option<Duration>,
@@ -78,8 +74,6 @@ impl Default for Options {
             workers: 0,
             direct: true,
             preallocate: true,
-            file_mode: 0o600,
-            deadline: None,
             io_timeout: None,
             turns: TurnOptions::NONE,
         }
@@ -90,6 +84,8 @@ impl Default for Options {
 pub const DEPTH: u32 = 32;
 /// Default bytes of a piece.
 pub const BLOCK_BYTES: u64 = 1 << 20;
+/// Permission bits of new files.
+pub(super) const FILE_MODE: u32 = 0o600;
 /// Default number of worker threads for reads, and for writes.
 pub const WORKERS: u32 = 8;
 /// Largest depth.
@@ -122,7 +118,7 @@ pub struct Request<'a> {
     pub offset: u64,
     /// The memory. It belongs to the engine until the operation has finished.
     pub buffer: TransferBuffer,
-    /// Time limit of the operation; `None` takes the engine's.
+    /// Time limit of the operation; `None`: no limit.
     pub deadline: Option<Duration>,
 }
 
@@ -157,11 +153,5 @@ pub(super) fn checked(options: Options) -> Result<Options> {
     range("options.queue_depth", options.depth.into(), MAX_DEPTH.into())?;
     range("options.block_bytes", options.block_bytes, MAX_BLOCK)?;
     range("options.workers", options.workers.into(), MAX_WORKERS.into())?;
-    if options.file_mode & !0o7777 != 0 {
-        return Err(Error::invalid(
-            "options.file_mode",
-            format!("{:#o} has unknown bits", options.file_mode),
-        ));
-    }
     Ok(Options { block_bytes: options.block_bytes.next_multiple_of(BASE_PAGE as u64), ..options })
 }

@@ -7,13 +7,15 @@
 //! - All engines of a process share its turn of a device. The turn ends when none of their operations is left in it.
 //! - If another process waits, no operation begins after [`SHARE`], so that the turn ends.
 //! - Time without a turn is neither busy time nor a stall of the device. It counts toward the deadline of an operation.
+//! - A process that waited in vain keeps its turn of the device, also without engines, until the holder has moved: the next
+//!   engine does not wait for the same holder.
 //! - Turns never affect correctness. After an error of the queue the process uses the device without turns.
 #![forbid(unsafe_code)]
 
 pub mod queue;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::file::File;
@@ -32,10 +34,10 @@ pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// How long operations may begin in a turn that other processes wait for.
 const SHARE: Duration = Duration::from_millis(50);
 
-/// The turns of this process by device and number of turns.
+/// The turns of this process by device and number of turns: those that engines use, and those that are stuck.
 static DEVICES: PerProcessStatic<Lock<Known>> = PerProcessStatic::empty();
 
-type Known = HashMap<(u64, u32), Weak<DeviceTurn>>;
+type Known = HashMap<(u64, u32), Arc<DeviceTurn>>;
 
 /// The turns that an engine uses. Only its driver has it.
 pub(super) struct Turns {
@@ -109,6 +111,15 @@ impl DeviceUse {
     }
 }
 
+impl Drop for Turns {
+    fn drop(&mut self) {
+        if !self.devices.is_empty() {
+            self.devices.clear();
+            DeviceTurn::drop_unused();
+        }
+    }
+}
+
 impl Drop for DeviceUse {
     fn drop(&mut self) {
         self.stop_waiting();
@@ -138,7 +149,7 @@ impl DeviceTurn {
     /// The turn on a device, which all engines of this process share. `name` is a file there.
     fn of(device: u64, most: u32, name: &str) -> Arc<DeviceTurn> {
         let all = DEVICES.get_or_make(Lock::default);
-        let known = |all: &Known| all.get(&(device, most)).and_then(Weak::upgrade);
+        let known = |all: &Known| all.get(&(device, most)).map(Arc::clone);
         // A separate statement, so that the lock is released: the log callback may use an engine.
         let found = known(&all.lock());
         if let Some(found) = found {
@@ -156,8 +167,7 @@ impl DeviceTurn {
         if let Some(first) = known(&all) {
             return first;
         }
-        all.retain(|_, turn| turn.strong_count() > 0);
-        all.insert((device, most), Arc::downgrade(&made));
+        all.insert((device, most), Arc::clone(&made));
         drop(all);
         if let Some(error) = failed {
             let message =
@@ -165,6 +175,16 @@ impl DeviceTurn {
             log::write(Level::Warn, &message);
         }
         made
+    }
+
+    /// Drops the turns that no engine uses. One that is stuck stays, and with it what it is stuck behind.
+    fn drop_unused() {
+        let all = DEVICES.get_or_make(Lock::default);
+        all.lock().retain(|_, turn| Arc::strong_count(turn) > 1 || turn.is_stuck());
+    }
+
+    fn is_stuck(&self) -> bool {
+        self.state.lock().request.as_ref().is_some_and(TurnRequest::is_stuck)
     }
 
     fn enter(&self, timeout: Duration) -> bool {

@@ -74,6 +74,11 @@ impl Job {
         matches!(self.direction, Direction::Write { .. })
     }
 
+    /// True for a write, and for a read that holds its contents.
+    pub(super) fn is_in_use(&self) -> bool {
+        matches!(self.direction, Direction::Write { .. } | Direction::Read { held: true, .. })
+    }
+
     /// Starts the writes of a chunk whose space is allocated; sets the checksum of its header.
     pub(super) fn start_write(
         &mut self,

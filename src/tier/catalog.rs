@@ -563,6 +563,11 @@ impl Catalog {
         self.numbered().any(|(_, extent)| extent.writing)
     }
 
+    /// True while the extent is being written.
+    pub(super) fn is_being_written(&self, number: u32) -> bool {
+        self.get(number).is_ok_and(|extent| extent.writing)
+    }
+
     /// Error of a write of this step, if no write of its extent has succeeded since.
     pub(super) fn failed(&self) -> Option<Error> {
         self.numbered().find_map(|(_, extent)| extent.failed.clone())

@@ -38,7 +38,7 @@ use super::volume::{Scratch, Volume};
 use crate::error::{Doing, Error, Result};
 use crate::io::engine::Engine;
 use crate::io::file::File;
-use crate::io::options::{Options as IoOptions, Request, Target as IoTarget};
+use crate::io::options::{Request, Target as IoTarget};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::file::Access;
 use crate::sys::time_limit::{self, Call};
@@ -148,7 +148,7 @@ impl<T: Deref<Target = Tier> + Clone + Send + Sync> Export<T> {
             ));
         }
         let io_timeout = tier.options.io.io_timeout;
-        let engine = Engine::open(IoOptions { preallocate: false, ..tier.options.io })?;
+        let engine = Engine::open(tier.options.beside())?;
         let target = Target { directory: to, io_timeout };
         let partial = target.create()?;
         let shares = match form {

@@ -21,7 +21,7 @@ use super::export::{Passed, Target, windows};
 use super::extent::{Block, Chunk, Run, check_name};
 use super::jobs::Refusal;
 use super::lanes::{self, Buffers, Route};
-use super::manifest::{Header, MANIFEST, Manifest, Tensor, broken, digits, sum_of};
+use super::manifest::{Header, MANIFEST, Manifest, Tensor, damaged, digits, sum_of, unknown};
 use super::options::absolute;
 use super::select::Selection;
 use super::storage::failed;
@@ -30,7 +30,7 @@ use super::volume::Volume;
 use crate::error::{Doing, Error, Result, TierError, TierKind};
 use crate::io::engine::Engine;
 use crate::io::file::File;
-use crate::io::options::{Options as IoOptions, Request, Target as IoTarget};
+use crate::io::options::{Request, Target as IoTarget};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::file::Access;
 use crate::sys::private_files;
@@ -94,7 +94,7 @@ impl Source {
         target.within(Doing::Opening, move || match fs::metadata(&path) {
             Ok(found) if found.is_file() => Source::of_file(path),
             Ok(found) if !found.is_dir() => {
-                Err(broken(&path, "it is neither a directory nor a regular file".to_string()))
+                Err(unknown(&path, "it is neither a directory nor a regular file".to_string()))
             }
             _ => Source::of_directory(path),
         })
@@ -109,7 +109,7 @@ impl Source {
             match found == bytes {
                 true => Ok((file, 0, found)),
                 false => {
-                    Err(broken(&file, format!("the file has {found} bytes, but the manifest says {bytes}")))
+                    Err(damaged(&file, format!("the file has {found} bytes, but the manifest says {bytes}")))
                 }
             }
         };
@@ -122,7 +122,7 @@ impl Source {
         let place = |tensor: &Tensor| (path.clone(), begin + tensor.data_offsets[0], tensor.bytes());
         let Some(manifest) = manifest else {
             let extent = |(name, tensor): (String, Tensor)| {
-                let wrong = |error| broken(&path, format!("a tensor cannot be an extent: {error}"));
+                let wrong = |error| unknown(&path, format!("a tensor cannot be an extent: {error}"));
                 check_name("its name", &name).map_err(wrong)?;
                 let (file, at, bytes) = place(&tensor);
                 Ok(SourceExtent { name, streams: vec![SourceStream { file, at, bytes, checksum: None }] })
@@ -132,7 +132,7 @@ impl Source {
         };
         let stream = |name: &str, bytes: u64| match tensors.get(name).map(place) {
             Some(found) if found.2 == bytes => Ok(found),
-            _ => Err(broken(
+            _ => Err(damaged(
                 &path,
                 format!("it has no tensor {name:?} of {bytes} bytes, which its metadata name"),
             )),
@@ -210,11 +210,11 @@ impl Tier {
         // A commit without extents has a step and a payload alone.
         if taken.peek().is_none() && !whole {
             return Err(match selection.names.is_empty() {
-                true => broken(&source.path, "it has no extents".to_string()),
+                true => unknown(&source.path, "it has no extents".to_string()),
                 false => selection.nothing(&source.path.to_string_lossy()),
             });
         }
-        let engine = Engine::open(IoOptions { preallocate: false, ..self.options.io })?;
+        let engine = Engine::open(self.options.beside())?;
         let mut defined = Vec::new();
         let loaded = taken.try_for_each(|extent| {
             let before = self.state.lock().catalog.number(&extent.name);
@@ -397,7 +397,7 @@ impl Route<(Chunk, Run)> for Importing<'_> {
 /// Path of a file of the export. The name must be a plain file name, so that it cannot leave the directory.
 fn plain_name(directory: &Path, file: &str) -> Result<PathBuf> {
     match file.is_empty() || file.starts_with('.') || file.contains(['/', '\0']) {
-        true => Err(broken(&directory.join(MANIFEST), format!("{file:?} is not a valid name of a file"))),
+        true => Err(damaged(&directory.join(MANIFEST), format!("{file:?} is not a valid name of a file"))),
         false => Ok(directory.join(file)),
     }
 }
@@ -405,5 +405,5 @@ fn plain_name(directory: &Path, file: &str) -> Result<PathBuf> {
 /// Length of a file of an export.
 fn length_of(path: &Path) -> Result<u64> {
     let found = fs::metadata(path).map_err(|error| failed(Doing::Opening, path, error, ""))?;
-    if found.is_file() { Ok(found.len()) } else { Err(broken(path, "it is no regular file".to_string())) }
+    if found.is_file() { Ok(found.len()) } else { Err(damaged(path, "it is no regular file".to_string())) }
 }

@@ -399,16 +399,51 @@ impl Tier {
 /// Moves.
 impl Tier {
     /// Marks a path as draining, and moves all its data to other paths. The move becomes durable with the next commit.
-    /// `Busy` if a commit is in flight. Waits for a commit beside writes.
+    /// `Busy` if a commit is in flight. Waits for a commit beside writes, and for the transfers of each extent.
     pub fn evacuate(&self, path: u32) -> Result<()> {
         if path as usize >= self.volumes.len() {
             return Err(Error::invalid("number", format!("there is no path {path}")));
         }
         self.after_commit_beside().catalog.between_commits()?;
         self.mark(path as usize, Health::Draining, "it is being evacuated");
-        let extents = self.extents();
-        let there = extents.iter().filter(|extent| extent.blocks[path as usize] > 0);
-        there.into_iter().try_for_each(|extent| self.move_extent(extent.number, WriteOrigin::Evacuation))
+        self.extents().iter().try_for_each(|extent| self.move_off(path as usize, extent.number))
+    }
+
+    /// Moves an extent off a path that takes no new writes. A write that began before may still end there.
+    fn move_off(&self, path: usize, number: u32) -> Result<()> {
+        loop {
+            let state = self.after_commit_beside();
+            state.catalog.between_commits()?;
+            let is_writing = state.catalog.is_being_written(number);
+            drop(state);
+            if is_writing {
+                self.finish_transfer_of(number);
+                continue;
+            }
+            if self.extent(number)?.blocks[path] == 0 {
+                return Ok(());
+            }
+            match self.move_extent(number, WriteOrigin::Evacuation) {
+                Err(Error::Busy(_)) => self.finish_transfer_of(number),
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// Waits for the end of a transfer of an extent, if there is one.
+    fn finish_transfer_of(&self, number: u32) {
+        let state = self.state.lock();
+        let of = |job: &Job| job.subject.extent == number && job.is_in_use();
+        match state.tickets.idle(of).first().copied() {
+            Some(ticket) => {
+                drop(state);
+                self.drive_idle(ticket);
+            }
+            None if state.catalog.is_being_written(number) || state.catalog.is_read(number) => {
+                drop(self.changed.wait(state));
+            }
+            None => {}
+        }
     }
 
     /// Copies an extent's contents to healthy paths, and installs the copy.

@@ -4,6 +4,8 @@
 //! Invariants:
 //! - A header or a manifest may hold anything. It is read only up to a limit, and every range in it is checked against
 //!   the length of the file before it is used.
+//! - A manifest of a known version has the keys of that version, and no other. A key that is not known is damage: the checksum
+//!   covers the known ones alone.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -32,7 +34,15 @@ const LENGTH: u64 = 8;
 /// The key of the manifest in the metadata.
 const KEY: &str = "spillway";
 
+/// What a manifest of any version has.
+#[derive(Debug, Deserialize)]
+struct Kind {
+    format: String,
+    version: u32,
+}
+
 #[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Manifest {
     format: String,
     version: u32,
@@ -51,12 +61,14 @@ pub(super) struct Manifest {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Exported {
     pub(super) name: String,
     pub(super) streams: Vec<Stream>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Stream {
     /// The file in the directory, or the tensor.
     pub(super) place: String,
@@ -123,7 +135,7 @@ impl Manifest {
         let file = private_files::open_to_check(path).map_err(fail)?;
         let bytes = file.metadata().map_err(fail)?.len();
         if bytes > MAX_MANIFEST {
-            return Err(broken(
+            return Err(damaged(
                 path,
                 format!("it has {bytes} bytes, but the limit of a manifest is {MAX_MANIFEST}"),
             ));
@@ -133,34 +145,37 @@ impl Manifest {
     }
 
     fn parse(path: &Path, message: &[u8]) -> Result<Manifest> {
-        let mut manifest: Manifest =
-            serde_json::from_slice(message).map_err(|error| broken(path, error.to_string()))?;
-        match (manifest.format.as_str(), manifest.version) {
-            (FORMAT, VERSION) => match manifest.own_checksum()? {
-                own if own == manifest.checksum => Ok(manifest),
-                own => {
-                    let stated = &manifest.checksum;
-                    Err(broken(
-                        path,
-                        format!("its checksum is {own}, but it states {stated:?}; it was changed"),
-                    ))
-                }
-            },
-            (FORMAT, version) => {
-                Err(broken(path, format!("its version is {version}, but this library reads {VERSION}")))
-            }
-            (other, _) => Err(broken(path, format!("its format {other:?} is unknown"))),
+        let wrong = |error: serde_json::Error| damaged(path, error.to_string());
+        let Kind { format, version } = serde_json::from_slice(message).map_err(wrong)?;
+        if format != FORMAT {
+            return Err(unknown(path, format!("its format {format:?} is unknown")));
         }
+        if version != VERSION {
+            let reason = format!("its version is {version}, but this library reads {VERSION}");
+            return Err(unknown(path, reason));
+        }
+        let mut manifest: Manifest = serde_json::from_slice(message).map_err(wrong)?;
+        let (own, stated) = (manifest.own_checksum()?, &manifest.checksum);
+        if own != *stated {
+            let reason = format!("its checksum is {own}, but it states {stated:?}; it was changed");
+            return Err(damaged(path, reason));
+        }
+        Ok(manifest)
     }
 
     /// The payload; `path` is for messages.
     pub(super) fn payload(&self, path: &Path) -> Result<Vec<u8>> {
-        parse_hex(&self.payload).ok_or_else(|| broken(path, "its payload is not hexadecimal".to_string()))
+        parse_hex(&self.payload).ok_or_else(|| damaged(path, "its payload is not hexadecimal".to_string()))
     }
 }
 
-/// Error of an export that is not as one was written.
-pub(super) fn broken(path: &Path, message: String) -> Error {
+/// Error of an export that is not as it was written.
+pub(super) fn damaged(path: &Path, message: String) -> Error {
+    TierError::at(TierKind::Corrupt, path.to_string_lossy(), message)
+}
+
+/// Error of what is no export of a version that this library reads.
+pub(super) fn unknown(path: &Path, message: String) -> Error {
     TierError::at(TierKind::Format, path.to_string_lossy(), message)
 }
 
@@ -249,7 +264,7 @@ impl Header {
         let fail = |error| failed(Doing::Opening, path, error, "");
         let mut file = private_files::open_to_check(path).map_err(fail)?;
         let bytes = file.metadata().map_err(fail)?.len();
-        let wrong = |message: String| broken(path, format!("it is no safetensors file: {message}"));
+        let wrong = |message: String| unknown(path, format!("it is no safetensors file: {message}"));
         let mut length = [0; LENGTH as usize];
         if bytes < LENGTH {
             return Err(wrong(format!("it has {bytes} bytes")));
@@ -321,6 +336,30 @@ mod tests {
     }
 
     #[test]
+    fn an_unknown_key_is_damage_in_a_known_version_and_another_version_is_named() {
+        let mut manifest = Manifest::new("run", (0, 1), 7, b"payload");
+        let stream = Stream { place: "a".to_string(), bytes: 4, checksum: digits(1) };
+        manifest.extents.push(Exported { name: "a".to_string(), streams: vec![stream] });
+        manifest.seal().unwrap();
+        let whole: serde_json::Value = serde_json::from_slice(&manifest.json().unwrap()).unwrap();
+        let parse =
+            |value: &serde_json::Value| Manifest::parse(Path::new("m"), &serde_json::to_vec(value).unwrap());
+        parse(&whole).unwrap();
+        for place in ["", "/extents/0", "/extents/0/streams/0"] {
+            let mut changed = whole.clone();
+            changed.pointer_mut(place).unwrap()["more"] = 1.into();
+            let error = parse(&changed).unwrap_err();
+            assert_eq!(error.tier_kind(), Some(TierKind::Corrupt), "{error}");
+            assert!(error.to_string().contains("unknown field `more`"), "{error}");
+            // A later version may have this key.
+            changed["version"] = (VERSION + 1).into();
+            let error = parse(&changed).unwrap_err();
+            assert_eq!(error.tier_kind(), Some(TierKind::Format), "{error}");
+            assert!(error.to_string().contains("its version is 2"), "{error}");
+        }
+    }
+
+    #[test]
     fn a_header_that_lies_is_refused_without_an_allocation() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file.safetensors");
@@ -339,7 +378,9 @@ mod tests {
         for bytes in cases {
             std::fs::write(&path, &bytes).unwrap();
             let error = Header::read(&path).unwrap_err();
-            assert_eq!(error.tier_kind(), Some(TierKind::Format), "{error}");
+            let manifest = bytes.windows(8).any(|word| word == b"spillway");
+            let kind = if manifest { TierKind::Corrupt } else { TierKind::Format };
+            assert_eq!(error.tier_kind(), Some(kind), "{error}");
         }
         std::fs::write(&path, whole(&tensor("[0,16]", "[2,2]"))).unwrap();
         let (header, manifest, _) = Header::read(&path).unwrap();

@@ -3,6 +3,7 @@
 //! Invariants:
 //! - Nothing is left: the file of a measurement has no name, so it is gone with its descriptor, also after a crash.
 //! - A path takes [`TIME`] and the writes in flight then, and at most [`MOST`] bytes. All paths are written at once.
+//! - With the file of a measurement a path stays within its limit. A path without room for [`LEAST`] bytes is not measured.
 //! - Time in which other processes had their turn does not count.
 #![forbid(unsafe_code)]
 
@@ -22,32 +23,44 @@ use crate::sys::sync::Lock;
 const TIME: Duration = Duration::from_millis(500);
 /// Most bytes that are written to a path.
 const MOST: u64 = 512 << 20;
+/// Fewest bytes that are written to a path that is measured.
+const LEAST: u64 = PART as u64;
 /// Bytes of a write, and writes in flight.
 const PART: usize = 1 << 20;
 const IN_FLIGHT: usize = 16;
 
 impl Tier {
-    /// Bytes per second that each path is written with. `None` if a path is no directory, or its file system has no files
-    /// without names.
+    /// Bytes per second that each path is written with; of a path without room for the measurement, the mean of the others.
+    /// `None` if a path is no directory, or its file system has no files without names.
     pub fn measured_speeds(&self) -> Option<Vec<f64>> {
         let volumes: Option<Vec<_>> = self.volumes.iter().map(Option::as_ref).collect();
-        let found: Vec<Lock<f64>> = self.volumes.iter().map(|_| Lock::new(0.0)).collect();
-        let work = volumes?.into_iter().zip(&found).collect();
-        let measured = lanes::each(work, |(volume, found): (&Arc<Volume>, &Lock<f64>), _| {
-            *found.lock() = speed(volume)?;
+        let found: Vec<Lock<Option<f64>>> = self.volumes.iter().map(|_| Lock::new(None)).collect();
+        // Growth of the data file that its limit allows.
+        let most = self.paths().into_iter().map(|path| (path.room - path.free).min(MOST));
+        let work = volumes?.into_iter().zip(most).zip(&found).collect();
+        lanes::each(work, |((volume, most), found): ((&Arc<Volume>, u64), &Lock<Option<f64>>), _| {
+            *found.lock() = if most < LEAST { None } else { speed(volume, most)? };
             Ok(())
-        });
-        let speeds: Vec<f64> = found.into_iter().map(Lock::into_inner).collect();
-        (measured.is_ok() && speeds.iter().all(|speed| speed.is_finite() && *speed > 0.0)).then_some(speeds)
+        })
+        .ok()?;
+        let speeds: Vec<Option<f64>> = found.into_iter().map(Lock::into_inner).collect();
+        let known: Vec<f64> = speeds.iter().copied().flatten().collect();
+        let mean = known.iter().sum::<f64>() / known.len() as f64;
+        (mean.is_finite() && known.iter().all(|speed| *speed > 0.0))
+            .then(|| speeds.into_iter().map(|speed| speed.unwrap_or(mean)).collect())
     }
 }
 
-fn speed(volume: &Volume) -> Result<f64> {
+/// `None` if the file system has no room for `most` bytes.
+fn speed(volume: &Volume, most: u64) -> Result<Option<f64>> {
     let directory = Path::new(volume.data_name()).parent().filter(|_| volume.lasts());
     let directory = directory.ok_or_else(|| Error::invalid("path", "is no directory"))?;
     let file = volume.unnamed_file(directory.to_path_buf())?;
     let engine = &volume.engine;
-    engine.wait(engine.allocate(&file, 0, MOST)?, None)?;
+    match engine.wait(engine.allocate(&file, 0, most)?, None) {
+        Err(error) if error.is_full() => return Ok(None),
+        allocated => allocated?,
+    };
     // All writes have the same bytes, which a device cannot compress.
     let memory = Scratch::new(PART)?;
     let mut bits = 0x9e37_79b9_7f4a_7c15_u64;
@@ -60,7 +73,7 @@ fn speed(volume: &Volume) -> Result<f64> {
     memory.span().write(&noise.take(PART / 8).flatten().collect::<Vec<u8>>());
     let (before, begun) = (engine.traffic()?, Instant::now());
     let (mut offset, mut handles) = (0, VecDeque::new());
-    while begun.elapsed() < TIME && offset < MOST {
+    while begun.elapsed() < TIME && offset + PART as u64 <= most {
         if handles.len() == IN_FLIGHT {
             handles.pop_front().map_or(Ok(0), |handle| engine.wait(handle, None))?;
         }
@@ -71,5 +84,5 @@ fn speed(volume: &Volume) -> Result<f64> {
     engine.wait(engine.sync(Target::File(file), None)?, None)?;
     let after = engine.traffic()?;
     let (bytes, time) = (after.written_bytes - before.written_bytes, after.writing - before.writing);
-    Ok(bytes as f64 / time.as_secs_f64())
+    Ok(Some(bytes as f64 / time.as_secs_f64()))
 }

@@ -11,7 +11,7 @@ use super::directory::{self, Owner};
 use super::format::{MAX_PATHS, block_bytes_fit};
 use super::storage::failed;
 use crate::error::{Doing, Error, Result};
-use crate::io::options::Options as IoOptions;
+use crate::io::options::{Options as IoOptions, TurnOptions};
 
 /// Whether an open creates a tier, resumes one, or does either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -174,6 +174,12 @@ impl TierOptions {
             }
         }
         Ok(self)
+    }
+
+    /// Settings of the engine of an export or an import, for files beside the paths. They take no turns: a close, which lets
+    /// the transfers of the paths begin, does not know them.
+    pub(super) fn beside(&self) -> IoOptions {
+        IoOptions { preallocate: false, turns: TurnOptions::NONE, ..self.io }
     }
 
     /// True if another tier may have to resume at the commit before the last one with this tier.

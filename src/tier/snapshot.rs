@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::export::{Export, Form, Pace};
@@ -21,6 +21,7 @@ use crate::sys::threads;
 /// A snapshot that is being written, or has ended. Its drop cancels it.
 #[derive(Debug)]
 pub struct TierSnapshot {
+    tier: Weak<Tier>,
     shared: Arc<Shared>,
     outcome: Outcome<u64>,
 }
@@ -85,7 +86,7 @@ impl TierSnapshot {
         };
         threads::spawn_quiet("spillway-snap", work)
             .map_err(|error| Error::system("starting the thread of a snapshot", &error))?;
-        Ok(TierSnapshot { shared, outcome })
+        Ok(TierSnapshot { tier: Arc::downgrade(tier), shared, outcome })
     }
 
     /// How far the snapshot is.
@@ -126,5 +127,8 @@ impl Drop for TierSnapshot {
     fn drop(&mut self) {
         self.shared.state.lock().cancelled = true;
         self.shared.changed.notify_all();
+        // The read in flight does not wait for a turn.
+        let _without_turns = self.tier.upgrade().map(|tier| tier.without_turns());
+        let _ = self.outcome.wait(None);
     }
 }

@@ -22,6 +22,7 @@ use super::paths::{DurableCopy, Health};
 use super::volume::{SuperblockCopy, Volume};
 use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::io::counters::{EngineStats, EngineTraffic};
+use crate::io::engine::WithoutTurns;
 use crate::log::{self, Level};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
@@ -512,6 +513,19 @@ impl Tier {
     /// stays missing, and no path can be set to missing.
     pub fn set_health(&self, path: u32, health: Health, reason: &str) -> Result<()> {
         self.state.lock().catalog.paths_mut().set_health(path, health, reason)
+    }
+}
+
+/// Turns on the devices of paths (see `io::turns`), for callers that wait for transfers to end.
+impl Tier {
+    /// Lets transfers begin without turns until the drop of the result.
+    pub fn without_turns(&self) -> Vec<WithoutTurns> {
+        self.volumes.iter().flatten().map(|volume| volume.engine.without_turns()).collect()
+    }
+
+    /// Lets transfers begin without turns from now on.
+    pub fn end_turns(&self) {
+        self.volumes.iter().flatten().for_each(|volume| volume.engine.end_turns());
     }
 }
 

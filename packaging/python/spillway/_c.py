@@ -414,10 +414,8 @@ class IoOptions(Given):
         ("queue_depth", c_uint32),
         ("block_bytes", c_uint64),
         ("workers", c_uint32),
-        ("file_mode", c_uint32),
-        ("deadline_ms", c_uint64),
         ("turns", c_uint32),
-        ("turn_timeout_ms", c_uint32),
+        ("turn_timeout_ms", c_uint64),
     ]
 
 
@@ -1343,6 +1341,7 @@ PROTOTYPES = {
     "spw_get_io_failure": (c_int32, [POINTER(IoFailure)]),
     "spw_tier_get_steps": (c_int32, [POINTER(TierOptions), POINTER(TierStepsInfo)]),
     "spw_tier_open": (c_int32, [POINTER(TierOptions), POINTER(c_void_p)]),
+    "spw_tier_end_turns": (c_int32, [c_void_p]),
     "spw_tier_close": (c_int32, [c_void_p, i64("timeout_ms")]),
     "spw_tier_destroy": (c_int32, [c_void_p]),
     "spw_tier_collect": (c_int32, [c_char_p, c_char_p, c_char_p, u32("rank")]),

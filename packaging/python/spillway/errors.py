@@ -120,7 +120,8 @@ class TierError(SpillwayError):
 
 
 class CorruptError(TierError):
-    """Stored bytes do not match their checksum; the message names the path, extent, block and offset."""
+    """Stored bytes do not match their checksum, or are not in the form in which the library writes them. The message names the file,
+    and for a block its extent, number and offset."""
 
     status = 30
 

@@ -25,7 +25,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import repeat, starmap
+from itertools import compress, repeat, starmap
 from typing import Any
 
 from . import _abi, _arguments, _arrays, _native, _tensor_rows
@@ -336,12 +336,13 @@ class Prepared:
         return self.optimizer._run(self._address, self._count, grad_scale, wanted, recording, number)
 
 
-def counter(optimizers: Iterable[_Optimizer]) -> Callable[[], object]:
-    """What counts the next step of each optimizer. A second call counts nothing, and no signal handler runs between two optimizers."""
+def counter(optimizers: Iterable[_Optimizer], if_any: Iterable[object] = repeat(True)) -> Callable[[], object]:
+    """What counts the next step of each optimizer, for which `if_any` yields something true then. A second call counts nothing, and no signal
+    handler runs between two optimizers."""
     each = list({id(optimizer): optimizer for optimizer in optimizers}.values())
     numbers = [optimizer.step_count + 1 for optimizer in each]
     # A function of C: a signal handler would run at the begin of one of Python.
-    return partial(deque, map(setattr, each, repeat("step_count"), numbers), 0)
+    return partial(deque, map(setattr, compress(each, if_any), repeat("step_count"), compress(numbers, if_any)), 0)
 
 
 def tensor_table(

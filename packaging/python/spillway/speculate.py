@@ -16,6 +16,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import repeat
+from operator import attrgetter, ne
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _arrays, _kept
@@ -340,8 +342,10 @@ class Speculation(_NativeHandle):
 
     def _resolved(self, status: list[int], function: str, *arguments: Any) -> Outcome:
         found = _abi.sized(_abi.SpecOutcome)
-        count = counter([] if self._optimizer is None else [self._optimizer])
-        self._counted(lambda: VERDICTS[found.verdict] != "skip" and count(), function, *arguments, ctypes.byref(found), outcome=status)
+        # Functions of C only: a signal handler would run at the begin of one of Python.
+        stepped = map(ne, map(attrgetter("verdict"), repeat(found)), repeat(_abi.SPEC_VERDICT_SKIP))
+        count = counter([] if self._optimizer is None else [self._optimizer], stepped)
+        self._counted(count, function, *arguments, ctypes.byref(found), outcome=status)
         return Outcome(VERDICTS[found.verdict], found.norm, found.grad_scale, found.rolled_back)
 
 

@@ -591,7 +591,8 @@ class SwapUpdate:
             OutOfOrderError: A subgroup or the verdict is missing; the step is still open.
             IoError: A path failed. Call Swap.rollback()."""
         self._check_open()
-        stats, begun, count = _abi.sized(_abi.StepStats), self.swap._held.begun(), counter([self._optimizer])
+        stats, begun, finished = _abi.sized(_abi.StepStats), self.swap._held.begun(), self._finished
+        count = counter([] if self._verdict == "skip" else [self._optimizer])
 
         def wait(milliseconds: int) -> int:
             # A signal handler between two slices may have ended the step.
@@ -602,9 +603,10 @@ class SwapUpdate:
         try:
             _native.check(in_slices(_arguments.seconds(timeout), wait))
         finally:
+            # Without a function of Python, at whose begin a signal handler would run.
+            if finished and finished[-1] == 0:
+                count()
             if self._ended is not None:
-                if self._ended == 0 and self._verdict != "skip":
-                    count()
                 self.swap._held.over(begun)
         return StepStats(bool(stats.nonfinite), stats.sum_squares) if self._return_stats else None
 

@@ -11,11 +11,13 @@ since then are lost."""
 
 from __future__ import annotations
 
+import atexit
 import copy
 import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, overload
 
 from . import _abi, _arguments, _arrays, _kept, _native
@@ -122,6 +124,7 @@ class Tier(_NativeHandle):
         #: Commits that may be in flight.
         self._commits = _kept.Living()
         self._hold("spw_tier_open", ctypes.byref(options), keeps=(self._in_flight,))
+        _opened_tiers.add(self)
         self.opened = self._opened()
 
     def define(self, name: str, stream_bytes: Sequence[int]) -> int:
@@ -340,7 +343,8 @@ class Tier(_NativeHandle):
         self._call("spw_tier_set_path", path, choice({name: n for n, name in enumerate(HEALTH)}, health, "health"))
 
     def evacuate(self, path: int) -> None:
-        """Moves all blocks off a path, given by its number."""
+        """Moves all blocks off a path, given by its number, after the puts and gets of them that are in flight. The next commit makes the
+        move durable."""
         self._call("spw_tier_evacuate", path)
 
     def verify(self) -> int:
@@ -411,9 +415,10 @@ class Tier(_NativeHandle):
         return Snapshot(self, file, bytes_per_second, selection=selection)
 
     def import_from(self, directory: str | os.PathLike[str], names: Sequence[str] | None = None) -> int:
-        """Reads an exported directory or file, and commits it with everything put before; returns the step. A place that is no export is
-        refused, and nothing changes; after any other error the tier is at its last commit. Meanwhile other commits, rollbacks and steps
-        raise BusyError. Afterwards the calls of an open Swap raise it until Swap.rollback(), which takes the states over.
+        """Reads an exported directory or file, and commits it with everything put before; returns the step. A place that is no export (a
+        TierError), or whose manifest or sizes are damaged (a CorruptError), is refused, and nothing changes. After any other error the
+        tier is at its last commit. Meanwhile other commits, rollbacks and steps raise BusyError. Afterwards the calls
+        of an open Swap raise it until Swap.rollback(), which takes the states over.
 
         Args:
             directory: The directory or file.
@@ -432,7 +437,8 @@ class Tier(_NativeHandle):
         return step.value
 
     def close(self, timeout: float | None = None) -> None:
-        """Closes the tier, after commits that are in flight; everything not committed is lost.
+        """Closes the tier, after commits that are in flight; everything not committed is lost. From the call on, transfers of the tier wait
+        for no turns.
 
         Args:
             timeout: Longest wait for operations in flight, in seconds; None: no limit.
@@ -441,6 +447,7 @@ class Tier(_NativeHandle):
             TimedOutError: Operations are still in flight, and the tier is still open. Close it again later. If a path has stopped
                 responding, the tier is closed, as the message says."""
         end, timeout = _end_of(timeout), _arguments.seconds(timeout)
+        self._end_turns()
         for commit in self._commits.list():
             commit.finish(None if end is None else _left(end))
         try:
@@ -460,9 +467,18 @@ class Tier(_NativeHandle):
     def destroy(self) -> None:
         """Closes the tier, after commits that are in flight, and removes its files."""
         self.handle
+        self._end_turns()
         for commit in self._commits.list():
             commit.finish()
         self._end(closer="spw_tier_destroy", before=lambda handle: self._settle(handle, None))
+
+    def _end_turns(self) -> None:
+        """Lets transfers begin without turns from now on: the end of a program waits for no other process. Does nothing if the tier is
+        closed, or in a forked child."""
+        if self._cell and self._process == os.getpid():
+            # Another thread may close it at this moment.
+            with suppress(InvalidArgumentError):
+                self._call("spw_tier_end_turns")
 
     def _settle(self, handle: Any, end: float | None) -> None:
         """Waits for the tickets in flight: only a ticket's own status shows whether its memory is free. A failed put is
@@ -571,6 +587,16 @@ class Tier(_NativeHandle):
         step = ctypes.c_uint64()
         self._call(function, _arguments.path("Tier: directory", directory), ctypes.byref(step))
         return step.value
+
+
+_opened_tiers = _kept.Living()
+
+
+@atexit.register
+def _end_all_turns() -> None:
+    """At the end of the interpreter objects are closed in any order, and a commit or a snapshot waits for transfers too."""
+    for opened in _opened_tiers.list():
+        opened._end_turns()
 
 
 def _patterns(names: Sequence[str] | None) -> bytes | None:

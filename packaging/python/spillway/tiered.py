@@ -149,6 +149,7 @@ class Handles:
         that nobody waited for."""
         if self.closed or self.process != os.getpid():
             return
+        self.tier._end_turns()
         try:
             if self.commit is not None:
                 self.commit.close()

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import weakref
 
 import numpy as np
@@ -51,6 +52,28 @@ class Ticking:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         except Interrupt:
             return None
+
+
+def interrupted(work, at):
+    """Runs work(), with an Interrupt at the begin of a function of the package, by its number. True if there were so many."""
+    left = at
+
+    def trace(frame, event, _):
+        nonlocal left
+        if event == "call" and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(spillway.__file__):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise Interrupt
+
+    sys.settrace(trace)
+    try:
+        work()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
 
 
 @pytest.fixture
@@ -303,3 +326,42 @@ def test_steps_under_interrupts_are_counted_if_they_were_done():
             ticking.during(lambda: [prepared.step() for _ in range(20)])
             assert adagrad.step_count == total[0]
     assert ticking.count > 50
+
+
+def test_a_round_is_counted_if_and_only_if_it_was_kept_wherever_a_handler_raises():
+    at, more = 0, True
+    while more:
+        arrays, adam = arrays_of_a_tensor(), spillway.Adam()
+        with spillway.Speculation(1) as speculation:
+            speculation.begin(adam)
+            speculation.submit(0, [tuple(arrays)])
+            stats = speculation.local_result()
+            more = interrupted(lambda: speculation.resolve(stats), at)  # noqa: B023
+            counted = adam.step_count
+            try:
+                speculation.resolve(stats)
+                assert counted == 0, at
+            except spillway.OutOfOrderError:
+                assert counted == 1, at
+            speculation.finish()
+        at += 1
+    assert at > 5
+
+
+def test_a_step_beside_backward_is_counted_if_it_has_ended_wherever_a_handler_raises(tmp_path):
+    with spillway.Tier([tmp_path], job="signals") as tier, spillway.Swap(tier, [10]) as swap:
+        swap.fill([(np.zeros(10, np.float32), None, None)])
+        adam, at, more = spillway.Adam(), 0, True
+        while more:
+            update = swap.begin(adam)
+            update.submit(0, np.ones(10, np.float32))
+            more = interrupted(update.finish, at)
+            counted = adam.step_count
+            try:
+                update.finish()
+                assert counted == at, at
+            except spillway.OutOfOrderError:
+                assert counted == at + 1, at
+            at += 1
+            assert adam.step_count == at and not list(swap._held)
+        assert at > 5

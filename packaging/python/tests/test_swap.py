@@ -124,6 +124,27 @@ def test_other_extents_and_evacuations_beside_a_commit_of_an_update(folders):
             assert found == b"%05d" % number and same(everything(swap), in_memory(number)[0])
 
 
+def test_a_path_is_evacuated_while_an_update_that_has_finished_still_writes(folders):
+    with open_tier(folders) as tier, open_swap(tier, 3) as swap:
+        swap.fill([(p, None, None) for p in first()])
+        swap.commit(0)
+        adam = spillway.Adam(lr=1e-2, weight_decay=0.1)
+        for number in range(1, 21):
+            with swap.begin(adam, grad_scale=0.5) as update:
+                for subgroup, grad in enumerate(gradients(number)):
+                    update.submit(subgroup, grad)
+            # No wait for the writes.
+            tier.evacuate(number % 2)
+            assert tier.paths()[number % 2].blocks == 0
+            tier.set_health(number % 2, "healthy")
+            if number % 3 == 0:
+                swap.commit(number, wait=number % 2 == 0)
+        assert same(everything(swap), in_memory(20)[0])
+        swap.commit(20)
+    with open_tier(folders) as tier, open_swap(tier, 3) as swap:
+        assert tier.opened.step == 20 and same(everything(swap), in_memory(20)[0]) and tier.verify() > 0
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_trace_has_the_work_of_the_last_update_with_its_bytes_on_each_path(folders, beside):
     with open_tier(folders) as tier, open_swap(tier, 3) as swap:

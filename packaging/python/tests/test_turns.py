@@ -1,5 +1,6 @@
 """Proves that processes take turns on a device with tiers and with DeepSpeed's async_io: a transfer waits for the turn of another
-process, a killed process gives its turn up, and a stopped one is waited for once. Each test has a directory of turns of its own."""
+process, a killed process gives its turn up, a stopped one is waited for once, and the end of a program waits for none. Each test has a
+directory of turns of its own."""
 
 import contextlib
 import fcntl
@@ -10,7 +11,10 @@ import subprocess
 import sys
 import time
 
+import numpy
 import pytest
+
+import spillway
 
 # Puts for ever, so that it has its turn most of the time.
 HOLDER = """
@@ -45,6 +49,78 @@ for _ in range(3):
     handle.wait()
 assert torch.equal(found, data)
 """
+# Opens, uses and closes one after the other. The timeout of a wait is argv[2].
+TIERS = """
+import sys, spillway
+for number in range(3):
+    with spillway.Tier([sys.argv[1]], job="one after the other", turns=1, turn_timeout=float(sys.argv[2])) as tier:
+        extent = tier.define("x", [1 << 20])
+        tier.wait(tier.put(extent, [bytearray(1 << 20)]))
+        tier.commit(number)
+"""
+ENGINES = """
+import ctypes, sys
+from spillway import _abi, _native
+data = ctypes.create_string_buffer(1 << 20)
+for number in range(3):
+    io, handle = ctypes.c_void_p(), ctypes.c_uint64()
+    options = _abi.sized(_abi.IoOptions)
+    options.turns, options.turn_timeout_ms = 1, round(1000 * float(sys.argv[2]))
+    _native.call("spw_io_open", ctypes.byref(options), ctypes.byref(io))
+    request = _abi.sized(_abi.IoRequest)
+    request.path, request.buffer, request.bytes = f"{sys.argv[1]}/file".encode(), ctypes.addressof(data), len(data)
+    _native.call("spw_io_write", io, ctypes.byref(request), ctypes.byref(handle))
+    _native.call("spw_io_wait", io, ctypes.byref(handle), 1, -1, None)
+    _native.call("spw_io_close", io, -1)
+"""
+# They end while a transfer waits for a turn: at the end of the program, or by Ctrl-C.
+ENDS = {
+    "tier": """
+import sys, spillway
+tier = spillway.Tier([sys.argv[1]], job="ends", turns=1, turn_timeout=600)
+extent = tier.define("x", [1 << 20])
+tier.put(extent, [bytearray(1 << 20)])
+""",
+    "commit": """
+import sys, spillway
+tier = spillway.Tier([sys.argv[1]], job="ends", turns=1, turn_timeout=600)
+extent = tier.define("x", [1 << 20])
+tier.put(extent, [bytearray(b"x" * (1 << 20))])
+commit = tier.commit(7, wait=False)
+""",
+    "update": """
+import sys, numpy, spillway
+tier = spillway.Tier([sys.argv[1]], job="ends", turns=1, turn_timeout=600)
+swap = spillway.Swap(tier, [1 << 20] * 4, memory_budget=100 << 20)
+swap.begin(spillway.Adam(lr=1e-3))
+""",
+    "snapshot": """
+import sys, spillway
+tier = spillway.Tier([sys.argv[1]], job="ends", turns=1, turn_timeout=600)
+snapshot = tier.snapshot(sys.argv[1] + "/snapshot")
+""",
+    "async_io": """
+import sys, torch
+from spillway.deepspeed._io_ops import aio_handle
+handle = aio_handle()
+handle.async_pwrite(torch.full([1 << 20], 7, dtype=torch.uint8), sys.argv[1] + "/file")
+""",
+}
+UPDATE_IN_A_BLOCK = """
+import sys, time, spillway
+with spillway.Tier([sys.argv[1]], job="ends", turns=1, turn_timeout=600) as tier:
+    with spillway.Swap(tier, [1 << 20] * 4) as swap, swap.begin(spillway.Adam(lr=1e-3), speculative=True):
+        print(flush=True)
+        time.sleep(600)
+"""
+# What tier, update and snapshot find.
+BEFORE = """
+import sys, numpy, spillway
+with spillway.Tier([sys.argv[1]], job="ends") as tier:
+    with spillway.Swap(tier, [1 << 20] * 4) as swap:
+        swap.fill([(numpy.full(1 << 20, 3, numpy.float32), None, None)] * 4)
+        swap.commit(1)
+"""
 KINDS = [TIER, pytest.param(ASYNC_IO, marks=pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="async_io needs torch"))]
 NAMES = ["tier", "async_io"]
 
@@ -58,9 +134,9 @@ class Machine:
         self.turns.mkdir()
         self.environment = {**environment, "SPILLWAY_TURNS_DIR": str(self.turns), "SPILLWAY_LOG": "warn", "SPILLWAY_IO_TURNS": "1"}
 
-    def start(self, code, timeout=600.0):
+    def start(self, code, timeout=600.0, **streams):
         command = [sys.executable, "-c", code, str(self.data), str(timeout)]
-        process = subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True, **streams)
         self._running.append(process)
         return process
 
@@ -127,6 +203,79 @@ def test_a_stopped_process_is_waited_for_once(machine):
     _, log = waiter.communicate(timeout=120)
     assert waiter.returncode == 0, log
     assert log.count("no turn on the device") == 1 and "is stopped" in log, log
+
+
+@pytest.mark.parametrize("code", [TIERS, ENGINES], ids=["tiers", "engines"])
+def test_a_stopped_process_is_waited_for_once_by_tiers_and_engines_one_after_the_other(machine, code):
+    machine.stopped_in_its_turn()
+    waiter = machine.start(code, 0.3)
+    _, log = waiter.communicate(timeout=120)
+    assert waiter.returncode == 0, log
+    assert log.count("no turn on the device") == 1, log
+
+
+@pytest.mark.parametrize("code", [TIERS, ENGINES], ids=["tiers", "engines"])
+def test_after_a_stopped_process_moves_again_there_are_turns_again(machine, code):
+    holder = machine.stopped_in_its_turn()
+    # What the first two find is forgotten once the turn was free.
+    code = code.replace("range(3)", "range(4)") + "    print(number, flush=True)\n    sys.stdin.readline()\n"
+    waiter = machine.start(code, 0.3, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def next_one():
+        waiter.stdin.write("\n")
+        waiter.stdin.flush()
+        return waiter.stdout.readline()
+
+    assert waiter.stdout.readline() == "0\n" and next_one() == "1\n"
+    holder.kill()
+    holder.wait()
+    assert next_one() == "2\n"
+    machine.stopped_in_its_turn()
+    assert next_one() == "3\n"
+    _, log = waiter.communicate("\n", timeout=120)
+    assert waiter.returncode == 0 and log.count("no turn on the device") == 2, log
+
+
+@pytest.mark.parametrize("by", ["end", "interrupt"])
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_a_program_waits_for_no_turn_and_loses_nothing(machine, name, by):
+    if name == "async_io" and importlib.util.find_spec("torch") is None:
+        pytest.skip("async_io needs torch")
+    assert machine.start(BEFORE).wait() == 0
+    machine.stopped_in_its_turn()
+    wait = "print(flush=True)\n" + ("" if by == "end" else "import time\ntime.sleep(600)\n")
+    program = machine.start(ENDS[name] + wait, stdout=subprocess.PIPE)
+    program.stdout.readline()
+    if by == "interrupt":
+        program.send_signal(signal.SIGINT)
+    # The turn would come after 600 s, and the library's own timeout for async_io is 30 s.
+    _, log = program.communicate(timeout=25)
+    assert program.returncode == (0 if by == "end" else -signal.SIGINT), log
+    assert "no turn on the device" not in log and "Error" not in log, log
+    if name == "async_io":
+        assert (machine.data / "file").read_bytes() == bytes([7]) * (1 << 20)
+        return
+    with spillway.Tier([machine.data], job="ends") as tier:
+        assert tier.opened.step == (7 if name == "commit" else 1)
+        if name == "commit":
+            found = bytearray(1 << 20)
+            tier.wait(tier.get(tier.define("x", [len(found)]), [found]))
+            assert found == b"x" * len(found)
+        with spillway.Swap(tier, [1 << 20] * 4) as swap:
+            param = numpy.empty(1 << 20, numpy.float32)
+            swap.read(0, param)
+            assert (param == 3).all()
+    assert not (machine.data / "snapshot").exists()
+
+
+def test_ctrl_c_in_the_block_of_an_update_ends_a_program_without_a_turn(machine):
+    assert machine.start(BEFORE).wait() == 0
+    machine.stopped_in_its_turn()
+    program = machine.start(UPDATE_IN_A_BLOCK, stdout=subprocess.PIPE)
+    program.stdout.readline()
+    program.send_signal(signal.SIGINT)
+    _, log = program.communicate(timeout=25)
+    assert program.returncode == -signal.SIGINT and "no turn on the device" not in log, log
 
 
 def test_a_process_that_never_rests_gives_its_turn_up(machine):

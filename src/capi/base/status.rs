@@ -70,7 +70,8 @@ pub enum spw_status {
     /// Earlier operations on the same device are still unfinished after their deadline. Or no usable path is left for a
     /// commit.
     SPW_ERR_PATH_FAILED = 27,
-    /// Stored bytes do not match their checksum. The message names path, extent, block and offset.
+    /// Stored bytes do not match their checksum, or are not in the form in which the library writes them. The message names the
+    /// file, and for a block its extent, number and offset.
     SPW_ERR_CORRUPT = 30,
     /// The files are not a tier, have a format version that this library does not read, or lost their superblocks.
     SPW_ERR_FORMAT = 31,

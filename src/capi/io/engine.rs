@@ -54,15 +54,11 @@ pub struct spw_io_options {
     /// Maximum threads of SPW_IO_BACKEND_THREADS for reads, and also for writes, at most 1024; 0: the depth of a profile
     /// that selects threads, or 8.
     pub workers: u32,
-    /// Permission bits of new files, before the umask; 0: 0600.
-    pub file_mode: u32,
-    /// Default deadline of operations, in milliseconds; 0: none.
-    pub deadline_ms: u64,
     /// Number of processes of one user on this machine that transfer to a device at a time, as in `spw_tier_options`; 0: the
     /// number in the environment variable SPILLWAY_IO_TURNS, or any number. The wait for a turn counts toward a deadline.
     pub turns: u32,
     /// Milliseconds that a process waits for its turn on a device before it proceeds without the turn; 0: 30000.
-    pub turn_timeout_ms: u32,
+    pub turn_timeout_ms: u64,
 }
 }
 
@@ -80,7 +76,7 @@ pub struct spw_io_request {
     pub buffer: *mut c_void,
     /// Bytes to transfer. Any number is allowed.
     pub bytes: u64,
-    /// Deadline of the operation in milliseconds; 0: the engine's default.
+    /// Deadline of the operation in milliseconds; 0: none.
     pub deadline_ms: u64,
 }
 }
@@ -139,8 +135,8 @@ pub extern "C" fn spw_io_open(options: In<spw_io_options>, io_out: Out<*mut spw_
     })
 }
 
-/// Waits for all operations for up to `timeout_ms` milliseconds (negative: without limit), and frees the engine. The
-/// engine is freed whatever the status. An operation that no call waited for returns its error here. After
+/// Waits for all operations for up to `timeout_ms` milliseconds (negative: without limit), and frees the engine. They wait for no
+/// turns. The engine is freed whatever the status. An operation that no call waited for returns its error here. After
 /// SPW_ERR_TIMEOUT the buffers of operations in flight must stay allocated and unused for the rest of the process.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_io_close(io: Option<Box<spw_io>>, timeout_ms: i64) -> spw_status {
@@ -276,9 +272,9 @@ pub(in crate::capi) fn backend(field: &'static str, value: u32) -> Result<Backen
 }
 
 /// Turns of that number of processes; a timeout of 0 is the default.
-pub(in crate::capi) fn turns(most: u32, timeout_ms: u32) -> TurnOptions {
+pub(in crate::capi) fn turns(most: u32, timeout_ms: u64) -> TurnOptions {
     let default = TurnOptions::of(most);
-    let timeout = if timeout_ms > 0 { Duration::from_millis(timeout_ms.into()) } else { default.timeout };
+    let timeout = if timeout_ms > 0 { Duration::from_millis(timeout_ms) } else { default.timeout };
     TurnOptions { timeout, ..default }
 }
 
@@ -292,8 +288,6 @@ fn parse(raw: &spw_io_options) -> Result<Options> {
         workers: given_or(raw.workers, default.workers),
         direct: raw.flags & spw_io_flag::SPW_IO_FLAG_NO_DIRECT as u32 == 0,
         preallocate: raw.flags & spw_io_flag::SPW_IO_FLAG_NO_PREALLOCATE as u32 == 0,
-        file_mode: given_or(raw.file_mode, default.file_mode),
-        deadline: (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms)),
         io_timeout: None,
         turns: turns(given_or(raw.turns, turns_of_environment()?), raw.turn_timeout_ms),
     })

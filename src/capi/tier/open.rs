@@ -50,7 +50,18 @@ pub extern "C" fn spw_tier_open(options: In<spw_tier_options>, tier_out: Out<*mu
     })
 }
 
-/// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
+/// Lets transfers of the tier begin without turns (`turns` of `spw_tier_options`) from now on, and with them those that wait for
+/// one. For a program that ends: what it waits for before `spw_tier_close` then waits for no other process.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_tier_end_turns(tier: Option<&spw_tier>) -> spw_status {
+    guard(|| {
+        handle::get(tier)?.0.end_turns();
+        Ok(())
+    })
+}
+
+/// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier. They wait for
+/// no turns.
 /// The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
 /// If a tiered update, a window, a snapshot or a commit in the background uses the tier, the library frees the tier when that has ended. Streams of tickets that were
 /// not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
@@ -58,9 +69,10 @@ pub extern "C" fn spw_tier_open(options: In<spw_tier_options>, tier_out: Out<*mu
 /// caller, and the lock is held until it ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_close(tier: Option<Box<spw_tier>>, timeout_ms: i64) -> spw_status {
-    guard(|| match handle::close(tier).and_then(|tier| Arc::into_inner(tier.0)) {
-        Some(tier) => tier.close(timeout(timeout_ms)),
-        None => Ok(()),
+    guard(|| {
+        let Some(opened) = handle::close(tier) else { return Ok(()) };
+        opened.0.end_turns();
+        Arc::into_inner(opened.0).map_or(Ok(()), |tier| tier.close(timeout(timeout_ms)))
     })
 }
 

@@ -178,7 +178,7 @@ pub(in crate::capi) fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
     if raw.io_timeout_ms > 0 {
         options.io.io_timeout = Some(Duration::from_millis(raw.io_timeout_ms));
     }
-    options.io.turns = turns(raw.turns, raw.turn_timeout_ms);
+    options.io.turns = turns(raw.turns, raw.turn_timeout_ms.into());
     if raw.queue_depth > 0 {
         options.io.depth = raw.queue_depth;
     }

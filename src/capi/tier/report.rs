@@ -209,8 +209,8 @@ pub extern "C" fn spw_tier_set_path(tier: Option<&spw_tier>, number: u32, health
 }
 
 /// Moves all extents off a path now, and sets the path to SPW_TIER_HEALTH_DRAINING. The next commit makes the move
-/// durable. SPW_ERR_BUSY while a `spw_tier_commit` is in flight (one in the background is waited for), or if a transfer uses one of the extents; extents moved before
-/// that stay moved.
+/// durable. The call waits for puts and gets of the extents that are in flight, also those of a tiered update, and for a commit in
+/// the background. SPW_ERR_BUSY while a `spw_tier_commit` is in flight; extents moved before that stay moved.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_evacuate(tier: Option<&spw_tier>, number: u32) -> spw_status {
     guard(|| handle::get(tier)?.0.evacuate(number))
@@ -260,8 +260,8 @@ pub extern "C" fn spw_tier_export(
 /// Imports an export into the tier and commits it at the export's step; one that left out extents is committed at the step
 /// of the tier, if it has one. An existing extent of the same name must have
 /// the same streams; extents that are not in the export keep what they hold, and uncommitted puts to them are committed too.
-/// A directory or file that is no export is refused, and nothing changes. After any other error the tier is at its last
-/// commit. `step_out` may be NULL.
+/// A directory or file that is no export is SPW_ERR_FORMAT, one with a damaged manifest or other sizes SPW_ERR_CORRUPT, and
+/// nothing changes. After any other error the tier is at its last commit. `step_out` may be NULL.
 ///
 /// Until it ends, commits and rollbacks of other threads, and steps of a tiered update, are SPW_ERR_BUSY. Afterwards the
 /// calls of an open tiered update are SPW_ERR_BUSY until `spw_swap_rollback`, which takes the states over.

@@ -109,6 +109,11 @@ impl TurnRequest {
         matches!(self.state, RequestState::Turn(_) | RequestState::TimedOut)
     }
 
+    /// True if the last wait ended with its timeout: no request waits again for what that one waited for.
+    pub fn is_stuck(&self) -> bool {
+        self.stuck.is_some()
+    }
+
     /// True if another live process waits for the device.
     pub fn others_wait(&mut self) -> Result<bool> {
         Ok(!self.queue.waiting_before(u64::MAX).map_err(failed(WAITING))?.is_empty())

@@ -130,6 +130,23 @@ fn a_holder_that_never_moves_is_passed() {
     }
 }
 
+#[test]
+fn a_close_and_a_caller_that_waits_for_all_operations_need_no_turn() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut others, engine) = (other(dir.path(), 7), engine(7, LONG));
+    let (path, memory) = (dir.path().join("file"), memory(LARGE));
+    take(&mut others);
+    let handle = start(&engine, &path, &memory, None);
+    assert!(is_held(&engine, handle));
+    let without_turns = engine.without_turns();
+    assert_eq!(engine.wait(handle, None).unwrap(), LARGE as u64);
+    drop(without_turns);
+    let handle = start(&engine, &path, &memory, None);
+    assert!(is_held(&engine, handle));
+    engine.close(None).unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), LARGE as u64);
+}
+
 /// A child of a fork takes turns of its own, and holds none of its parent's.
 #[test]
 fn a_forked_child_has_no_turn_of_its_parent() {

@@ -256,12 +256,15 @@ impl Beside {
     }
 
     /// Waits until every subgroup is stepped, and ends the update: its gradients and copies belong to the caller again.
-    /// Writes continue. Errors: a subgroup was not submitted, or there is no verdict (the update stays open); a timeout (the
-    /// update stays open); the error that ended the update.
+    /// Writes continue. After a skip, reads in flight wait for no turn. Errors: a subgroup was not submitted, or there is no
+    /// verdict (the update stays open); a timeout (the update stays open); the error that ended the update.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<StepStats> {
         let until = deadline_after(timeout);
         let mut inner = self.shared.inner.lock();
-        open(&mut inner)?.may_finish()?;
+        let open = open(&mut inner)?;
+        open.may_finish()?;
+        let skipped = open.verdict == Some(Verdict::Skip);
+        let _without_turns = skipped.then(|| self.claim.tier().without_turns());
         let pending = |inner: &mut Inner| inner.open.as_ref().is_some_and(|open| open.outcome.is_none());
         let mut inner = self.wait_while(inner, until, pending);
         match inner.open.take_if(|open| open.outcome.is_some()).and_then(|open| open.outcome) {
@@ -289,8 +292,9 @@ impl Beside {
         }
     }
 
-    /// Abandons an open update, and rolls back to the last commit.
+    /// Abandons an open update, and rolls back to the last commit. Transfers in flight do not wait for turns meanwhile.
     pub fn rollback(&self) -> Result<()> {
+        let _without_turns = self.claim.tier().without_turns();
         match &mut self.abandon().swap {
             Some(swap) => swap.rollback(),
             None => Err(Error::Internal("the thread of an update has not returned it".to_string())),
@@ -325,6 +329,7 @@ impl Beside {
 
 impl Drop for Beside {
     fn drop(&mut self) {
+        let _without_turns = self.claim.tier().without_turns();
         // The thread may hold the rest for a moment longer; the tier must not be in use after a close.
         let swap = self.abandon().swap.take();
         drop(swap);

@@ -323,6 +323,28 @@ fn a_draining_path_empties_as_extents_are_written_and_an_evacuated_one_at_once()
     assert!(is_at_step_two(&tier));
 }
 
+#[test]
+fn an_evacuation_waits_for_the_transfers_of_the_extents() {
+    let disks = [Disk::default(), Disk::default()];
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    step(&tier, 1).unwrap();
+    tier.set_health(1, Health::Draining, "so that the extents are on the other one").unwrap();
+    (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(2, n), &ExtentPlacement::Auto).unwrap());
+    tier.set_health(1, Health::Healthy, "").unwrap();
+    // A write to the path, and a read from it, that nobody has waited for.
+    let extent = |n: usize| tier.define(&name_of(n), STREAMS[n]).unwrap();
+    let (new, found) = (Memory::filled(STREAMS[0], seed_of(3, 0)), Memory::new(STREAMS[1]));
+    let put = tier.write(extent(0), &new.buffers(), &ExtentPlacement::On(0), None).unwrap();
+    let get = tier.read(extent(1), &found.buffers()).unwrap();
+    tier.evacuate(0).unwrap();
+    assert!(tier.extents().iter().all(|extent| extent.blocks[0] == 0));
+    tier.wait(put, PATIENCE).unwrap();
+    tier.wait(get, PATIENCE).unwrap();
+    assert!(found.holds(seed_of(2, 1)) && read(&tier, 0, seed_of(3, 0)).unwrap());
+    tier.commit(2, &[]).unwrap();
+    assert_eq!(tier.verify().unwrap().damage, []);
+}
+
 fn is_at_step_two(tier: &Tier) -> bool {
     (0..STREAMS.len()).all(|n| read(tier, n, seed_of(2, n)).unwrap())
 }

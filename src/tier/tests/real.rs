@@ -255,10 +255,13 @@ fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
     assert_eq!(error.tier_kind(), Some(TierKind::Corrupt));
     assert!(error.to_string().contains("extent-00002.stream-0.bin"), "{error}");
     (0..STREAMS.len()).for_each(|n| assert!(read(&tier, n, seed_of(8, n)).unwrap()));
+    let refused = || tier.import(&out, &Selection::default()).unwrap_err().tier_kind();
     fs::write(&damaged, &bytes[1..]).unwrap();
-    assert_eq!(tier.import(&out, &Selection::default()).unwrap_err().tier_kind(), Some(TierKind::Format));
+    assert_eq!(refused(), Some(TierKind::Corrupt));
     fs::write(out.join("manifest.json"), b"{\"format\": 3}").unwrap();
-    assert_eq!(tier.import(&out, &Selection::default()).unwrap_err().tier_kind(), Some(TierKind::Format));
+    assert_eq!(refused(), Some(TierKind::Corrupt));
+    fs::write(out.join("manifest.json"), b"{\"format\": \"another\", \"version\": 1}").unwrap();
+    assert_eq!(refused(), Some(TierKind::Format));
     // A manifest that is too large, a FIFO without a writer, and a symbolic link.
     let manifest = out.join("manifest.json");
     fs::File::create(&manifest).unwrap().set_len(3 << 30).unwrap();
@@ -444,7 +447,7 @@ fn an_edited_manifest_is_refused_although_it_parses() {
         assert!(whole.contains(from), "{whole}");
         fs::write(out.join("manifest.json"), whole.replace(from, to)).unwrap();
         let error = copy.import(&out, &Selection::default()).unwrap_err();
-        assert_eq!(error.tier_kind(), Some(TierKind::Format), "{error}");
+        assert_eq!(error.tier_kind(), Some(TierKind::Corrupt), "{error}");
         assert!(error.to_string().contains("it was changed"), "{error}");
     }
     fs::write(out.join("manifest.json"), whole).unwrap();

@@ -210,7 +210,7 @@ static void check_arguments(void) {
     spw_step_stats stats = step_stats();
     struct problem problem = make_mixed(1000, 1);
     watch_problem(&problem);
-    REFUSED(spw_stage_wait(stage, 0, &stats), SPW_ERR_NO_ROUND, "");
+    REFUSED(spw_stage_wait(stage, 0, &stats), SPW_ERR_NO_ROUND, "submit one first");
     REFUSED(spw_stage_commit(stage), SPW_ERR_NO_ROUND, "");
     CHECK_OK(spw_stage_rollback(stage));
     CHECK_OK(spw_stage_finish(stage, 0));

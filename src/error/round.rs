@@ -61,10 +61,10 @@ impl Rounds {
 
 impl fmt::Display for RoundError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (round, a_round) = match self.of {
-            Rounds::Speculation => ("round", "a round"),
-            Rounds::Job => ("job of the stage", "a job of the stage"),
-            Rounds::Update => ("update", "an update"),
+        let (round, a_round, begin) = match self.of {
+            Rounds::Speculation => ("round", "a round", "begin"),
+            Rounds::Job => ("job of the stage", "a job of the stage", "submit"),
+            Rounds::Update => ("update", "an update", "begin"),
         };
         let part = |number: u32| match self.of {
             Rounds::Speculation => format!("bucket {number}"),
@@ -72,7 +72,7 @@ impl fmt::Display for RoundError {
             Rounds::Update => format!("subgroup {number}"),
         };
         match self.kind {
-            RoundKind::NotBegun => write!(f, "no {round} is open; begin one first"),
+            RoundKind::NotBegun => write!(f, "no {round} is open; {begin} one first"),
             RoundKind::Open => {
                 write!(
                     f,
@@ -80,7 +80,7 @@ impl fmt::Display for RoundError {
                 )
             }
             RoundKind::Resolved => {
-                write!(f, "the {round} has its verdict already; finish it, and begin the next one")
+                write!(f, "the {round} has its verdict already; finish it, and {begin} the next one")
             }
             RoundKind::Unfinished => write!(f, "the previous {round} is not final yet; wait for it first"),
             RoundKind::Unmeasured => write!(

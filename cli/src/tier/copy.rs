@@ -212,7 +212,7 @@ fn create(options: &ImportOptions, source: &Source) -> Result<(Tier, Owner)> {
         let message = "there is such a tier already; leave out --create to import into it, or remove it with `spillway tier rm`";
         Err(TierError::at(TierKind::Foreign, owner.to_string(), message))
     };
-    let mode = match which.find()?.tiers.into_iter().find(|found| found.owner == owner) {
+    let mode = match which.find()?.into_iter().find(|found| found.owner == owner) {
         None => Mode::Create,
         Some(found) => match found.superblock {
             None if found.damage.is_empty() => Mode::Create,

@@ -84,7 +84,7 @@ struct StreamReport {
 
 pub fn run(options: &Options) -> Result<()> {
     let tiers: Vec<TierReport> = match options.json {
-        true => options.which.find()?.tiers.iter().map(report).collect(),
+        true => options.which.find()?.iter().map(report).collect(),
         false => options.which.some()?.iter().map(report).collect(),
     };
     match options.json {

@@ -16,6 +16,8 @@ use spillway::tier::Tier;
 use spillway::tier::inspect::{self, Found, Search};
 use spillway::tier::options::{Mode, PathLocation, TierOptions};
 
+use crate::stdout;
+
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Lists the tiers below directories, and what their last commits hold; reads files only.
@@ -80,7 +82,11 @@ impl Which {
     }
 
     /// The tiers, without an error if there are none.
-    fn find(&self) -> Result<Search> {
+    fn find(&self) -> Result<Vec<Found>> {
+        self.search().map(readable)
+    }
+
+    fn search(&self) -> Result<Search> {
         let (directories, stores) = self.divided();
         if directories.is_empty() {
             return Err(Error::invalid(
@@ -100,9 +106,9 @@ impl Which {
 
     /// At least one tier.
     fn some(&self) -> Result<Vec<Found>> {
-        let Search { tiers, unread } = self.find()?;
-        match tiers.is_empty() {
-            false => Ok(tiers),
+        let search = self.search()?;
+        match search.tiers.is_empty() {
+            false => Ok(readable(search)),
             true => {
                 let filters = [
                     self.job.as_ref().map(|job| format!("job {job:?}")),
@@ -112,7 +118,7 @@ impl Which {
                 let filters: Vec<String> = filters.into_iter().flatten().collect();
                 let of =
                     if filters.is_empty() { String::new() } else { format!(" of {}", filters.join(", ")) };
-                let unread = unread.iter().map(|text| format!("; {text}")).collect::<String>();
+                let unread = search.unread.iter().map(|text| format!("; {text}")).collect::<String>();
                 let message = format!(
                     "there is no tier{of} that can be read; pass the directories that its program was given{unread}"
                 );
@@ -140,6 +146,20 @@ impl Which {
     fn names(&self) -> String {
         self.paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
     }
+}
+
+/// The tiers of a search. What cannot be read is named on standard error.
+fn readable(search: Search) -> Vec<Found> {
+    if let Some(warning) = warning(&search.unread) {
+        stdout::note(&warning);
+    }
+    search.tiers
+}
+
+fn warning(unread: &[String]) -> Option<String> {
+    let first = unread.first()?;
+    let more = if unread.len() > 1 { format!(", and {} more", unread.len() - 1) } else { String::new() };
+    Some(format!("spillway: warning: tiers that cannot be read are left out: {}{more}", plain(first)))
 }
 
 /// A text without letters that control a terminal, which names may hold.
@@ -173,4 +193,18 @@ fn open(found: &Found) -> Result<Tier> {
         write_at_open: false,
         ..TierOptions::new(found.owner.clone(), found.bases.iter().cloned())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_read_is_told_in_one_line() {
+        assert_eq!(warning(&[]), None);
+        let unread = ["opening /a\u{1b}b: denied", "opening /c: denied"].map(String::from);
+        let told = warning(&unread).expect("a warning");
+        assert!(told.ends_with(": opening /a\\u{1b}b: denied, and 1 more"), "{told}");
+        assert!(warning(&unread[1..]).is_some_and(|told| told.ends_with(": opening /c: denied")));
+    }
 }

@@ -165,6 +165,14 @@ fn a_torn_region_goes_to_a_stage_only_if_its_copies_cover_all_of_it() {
     assert_eq!(torn.arena_kind(), Some(ArenaKind::Torn), "a claim that ends changes nothing");
 }
 
+/// A job is submitted, not begun.
+#[test]
+fn a_stage_without_a_job_says_to_submit_one() {
+    let none = stage().wait(AT_ONCE).unwrap_err();
+    assert_eq!(none, Rounds::Job.error(RoundKind::NotBegun));
+    assert_eq!(none.to_string(), "no job of the stage is open; submit one first");
+}
+
 fn stage() -> Stage {
     Stage::open(Options { priority: 0, cores: 0, publish: Publish::Staged }).unwrap()
 }

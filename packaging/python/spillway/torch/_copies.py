@@ -95,7 +95,7 @@ class DeviceLink(HostLink):
         return torch.linalg.vector_norm(tensor, dtype=torch.float32)
 
     def differs(self, tensor: torch.Tensor, host: torch.Tensor, mark: Any) -> bool:
-        """True if the norm has changed."""
+        """True if the norm has changed. A write by `.data` that keeps the norm, such as a negation, is not seen."""
         return bool(self.mark(tensor) != mark)
 
     def any_differs(self, rows: Iterable[tuple[torch.Tensor, torch.Tensor, Any]]) -> bool:

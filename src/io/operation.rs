@@ -1,8 +1,7 @@
 //! Operations in flight, and the state that an engine's callers and its driver share about them.
 //!
-//! A handle has 63 bits. The top bit is free for handles that callers number themselves (see `tier::volume`). A handle is
-//! pending, then finished, until a wait takes the outcome. A handle whose deadline passes is expired: the caller gets
-//! the outcome at once, and the handle stays valid until the kernel has released the memory.
+//! A handle is pending, then finished, until a wait takes the outcome. A handle whose deadline passes is expired: the
+//! caller gets the outcome at once, and the handle stays valid until the kernel has released the memory.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, HashMap, VecDeque};

@@ -2,7 +2,8 @@
 //!
 //! Invariants:
 //! - Nothing is left: the file of a measurement has no name, so it is gone with its descriptor, also after a crash.
-//! - A path takes [`TIME`] and the writes in flight then, and at most [`MOST`] bytes. All paths are written at once.
+//! - A path takes [`TIME`], the writes in flight then, and a sync, and at most [`MOST`] bytes. All paths are written at once.
+//!   Without direct I/O the sync writes all bytes, so a slow device takes longer.
 //! - With the file of a measurement a path stays within its limit. A path without room for [`LEAST`] bytes is not measured.
 //! - Time in which other processes had their turn does not count.
 #![forbid(unsafe_code)]

@@ -16,7 +16,7 @@
 //! | `catalog`, [`paths`] | the state of an open tier, without I/O and locks: versions and commits; health and space of paths |
 //! | `blocks` | transfers of blocks, checksums, and the one loop over stored blocks |
 //! | [`extent`], [`format`] | streams, blocks and chunks; the formats on disk |
-//! | `volume` | one path: storage, engine, superblocks, gate |
+//! | `volume` | one path: storage, engine, superblocks |
 //! | `storage`, [`directory`], `bucket` | the files of a path, and the calls on them; directories; object stores |
 //! | `ownership` | the lock file of a directory: the owner's record and its lease; proof that a process has ended |
 //!

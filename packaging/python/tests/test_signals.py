@@ -363,5 +363,6 @@ def test_a_step_beside_backward_is_counted_if_it_has_ended_wherever_a_handler_ra
             except spillway.OutOfOrderError:
                 assert counted == at + 1, at
             at += 1
-            assert adam.step_count == at and not list(swap._held)
-        assert at > 5
+            assert adam.step_count == at
+        # What an interrupted call has not let go, the next one has.
+        assert at > 5 and not list(swap._held)

@@ -1,4 +1,4 @@
-//! Operations that hang: deadlines, timeouts and cancels release the caller; memory still in the system is quarantined.
+//! Operations that hang: deadlines and timeouts release the caller; memory still in the system is quarantined.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, mpsc};

@@ -3,6 +3,7 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::*;
 use crate::error::IoKind;
@@ -13,6 +14,12 @@ use crate::pool::region::Backing;
 
 const LONG: Duration = Duration::from_secs(60);
 const LARGE: usize = 2 * FREE_BYTES as usize;
+
+/// The tests share the queue of their device, so each runs alone: two that take some of its turns each would wait for each other.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Another process at the device of `dir`. Each test has its own number of turns, so that its engines share no turn with
 /// those of other tests of this process.
@@ -36,12 +43,13 @@ fn start(engine: &Engine, path: &Path, memory: &Buffer, deadline: Option<Duratio
     engine.write(Request { target: Target::Path(path), offset: 0, buffer, deadline }).unwrap()
 }
 
-/// Takes all turns; other tests may have them for a moment.
+/// Takes turns; another run of the tests may have them for a moment.
 fn take(requests: &mut [TurnRequest]) {
     for request in requests {
         while !request.poll(LONG).unwrap() {
             std::thread::sleep(Duration::from_millis(1));
         }
+        assert_eq!(request.take_message(), None, "the wait ended without a turn");
     }
 }
 
@@ -52,6 +60,7 @@ fn is_held(engine: &Engine, handle: u64) -> bool {
 
 #[test]
 fn a_large_operation_waits_for_the_turn_and_the_device_counts_as_idle() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let (mut others, engines) = (other(dir.path(), 2), [engine(2, LONG), engine(2, LONG)]);
     take(&mut others);
@@ -80,6 +89,7 @@ fn a_large_operation_waits_for_the_turn_and_the_device_counts_as_idle() {
 
 #[test]
 fn a_process_that_never_rests_gives_its_turn_up() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let (mut others, engine) = (other(dir.path(), 3), engine(3, LONG));
     let (path, memory) = (dir.path().join("file"), memory(LARGE));
@@ -97,6 +107,7 @@ fn a_process_that_never_rests_gives_its_turn_up() {
     while !others[2].poll(LONG).unwrap() {
         more();
     }
+    assert_eq!(others[2].take_message(), None, "the wait ended without a turn");
     let held = more();
     assert!(is_held(&engine, held));
     others.iter_mut().for_each(TurnRequest::release);
@@ -105,6 +116,7 @@ fn a_process_that_never_rests_gives_its_turn_up() {
 
 #[test]
 fn who_gives_up_leaves_the_queue() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let (mut others, engine) = (other(dir.path(), 4), engine(4, LONG));
     let (path, memory) = (dir.path().join("file"), memory(LARGE));
@@ -120,6 +132,7 @@ fn who_gives_up_leaves_the_queue() {
 
 #[test]
 fn a_holder_that_never_moves_is_passed() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let (mut others, engine) = (other(dir.path(), 5), engine(5, Duration::from_millis(20)));
     let (path, memory) = (dir.path().join("file"), memory(LARGE));
@@ -130,8 +143,25 @@ fn a_holder_that_never_moves_is_passed() {
     }
 }
 
+/// The engines of a process have its turn together, and the last one that leaves it ends it.
+#[test]
+fn the_engines_of_a_process_share_its_turn() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let mut others = other(dir.path(), 7);
+    take(&mut others[..6]);
+    let device = std::fs::metadata(dir.path()).unwrap().dev();
+    let [one, two] = [(); 2].map(|()| DeviceTurn::of(device, 7, "a file"));
+    assert!(one.enter(LONG) && two.enter(LONG), "one turn is free");
+    one.leave(1);
+    assert!(!others[6].poll(LONG).unwrap(), "an operation is left in the turn");
+    two.leave(1);
+    take(&mut others[6..]);
+}
+
 #[test]
 fn a_close_and_a_caller_that_waits_for_all_operations_need_no_turn() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let (mut others, engine) = (other(dir.path(), 7), engine(7, LONG));
     let (path, memory) = (dir.path().join("file"), memory(LARGE));
@@ -147,15 +177,22 @@ fn a_close_and_a_caller_that_waits_for_all_operations_need_no_turn() {
     assert_eq!(std::fs::metadata(&path).unwrap().len(), LARGE as u64);
 }
 
-/// A child of a fork takes turns of its own, and holds none of its parent's.
+/// The child gives up all that it has of the parent.
 #[test]
-fn a_forked_child_has_no_turn_of_its_parent() {
+fn a_forked_child_neither_has_nor_ends_the_turn_of_its_parent() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let mut others = other(dir.path(), 6);
-    take(&mut others);
+    take(&mut others[..5]);
     let device = std::fs::metadata(dir.path()).unwrap().dev();
+    let turn = DeviceTurn::of(device, 6, "a file");
+    assert!(turn.enter(LONG));
     assert!(crate::sys::fork::in_forked_child(|| {
-        let mut own = TurnRequest::new(TurnQueue::join(device, "a file", 6, None).unwrap());
-        !own.poll(LONG).unwrap()
+        turn.leave(1);
+        let own = DeviceTurn::of(device, 6, "a file");
+        !Arc::ptr_eq(&own, &turn) && !own.enter(LONG)
     }));
+    assert!(!others[5].poll(LONG).unwrap(), "the child has ended the turn of its parent");
+    turn.leave(1);
+    take(&mut others[5..]);
 }

@@ -289,7 +289,7 @@ fn a_turn_ends_although_a_forked_child_has_its_descriptor() {
     drop(copy);
 }
 
-/// Requests as an engine makes them: `true` at once, or after how many milliseconds.
+/// Requests as an engine makes them. True if the request had to wait.
 fn waits(request: &mut TurnRequest, timeout: Duration) -> bool {
     let at_once = request.poll(timeout).unwrap();
     if !at_once {
@@ -318,6 +318,24 @@ fn a_stopped_holder_costs_one_timeout() {
     waiter.release();
     assert!(holder.ask() && waits(&mut waiter, SHORT) && !waiter.has_turn());
     assert!(waiter.take_message().is_some());
+}
+
+/// After a turn has ended, the next one is waited for, of the same process or of another.
+#[test]
+fn a_holder_that_moves_is_waited_for_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut holder, mut other, mut waiter) = (claim(dir.path()), claim(dir.path()), claim(dir.path()));
+    for again in [false, true] {
+        assert!(holder.ask());
+        assert!(waits(&mut waiter, SHORT) && !waiter.has_turn());
+        waiter.release();
+        holder.release();
+        let next = if again { &mut holder } else { &mut other };
+        assert!(next.ask() && !waiter.ask(), "the turn is another one");
+        next.release();
+        assert!(waiter.ask() && waiter.has_turn());
+        waiter.release();
+    }
 }
 
 /// A process that waits and was stopped is overtaken too.

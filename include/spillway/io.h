@@ -197,8 +197,8 @@ enum spw_status spw_io_describe(const struct spw_io *io,
 // limit), independently of other operations. `bytes_out` (may be NULL) receives the byte count of each. If operations
 // failed, the status is that of the first in `handles`, and the message counts the others. `count` may be 0.
 //
-// After the call the handles are invalid, but after SPW_ERR_TIMEOUT: all operations stay in flight, and their handles stay
-// valid. After SPW_ERR_DEADLINE the system may still use the memory of the operation, until `stuck` of `spw_io_stats` is 0.
+// After the call the handles are invalid. SPW_ERR_TIMEOUT is the exception: all operations stay in flight, and their
+// handles stay valid. After SPW_ERR_DEADLINE the system may still use the memory of the operation, until `stuck` of `spw_io_stats` is 0.
 // The library keeps memory of spw_pinned_alloc until then, also if it is freed.
 enum spw_status spw_io_wait(const struct spw_io *io,
                             const uint64_t *handles,

@@ -55,6 +55,15 @@
 extern "C" {
 #endif
 
+// Where a unit is while it is not on the device. Passed as `uint32_t`.
+typedef enum spw_window_home {
+    // Host memory, `host`.
+    SPW_WINDOW_HOME_HOST = 0,
+    // The stream `stream` of the extent `extent` of the window's tier. A thread reads it into pinned memory of the
+    // window, twice as much as the largest such unit has.
+    SPW_WINDOW_HOME_TIER = 1,
+} spw_window_home;
+
 // Options of a window. Zero is a good default for every field but struct_size.
 typedef struct spw_window_options {
     // `sizeof(spw_window_options)`

@@ -253,6 +253,10 @@ TOPO_CPUS_ALL = 0
 TOPO_CPUS_TRAINER = 1
 TOPO_CPUS_WORKERS = 2
 
+# spw_window_home
+WINDOW_HOME_HOST = 0
+WINDOW_HOME_TIER = 1
+
 LOG_FN = CFUNCTYPE(None, c_void_p, c_int32, c_char_p)
 SWAP_STEPPED_FN = CFUNCTYPE(c_int32, c_void_p, c_uint64, c_void_p)
 

@@ -143,9 +143,9 @@ impl Window {
         let of = |stay: bool| {
             units.iter().zip(&stays).filter(move |pair| *pair.1 == stay).map(|pair| pair.0.bytes)
         };
-        let slots = slots.min(of(false).count());
+        let order = Order::new(slots, &stays);
         let largest = of(false).max().unwrap_or(0);
-        let layout = Layout::new(std::iter::repeat_n(largest, slots).chain(of(true)));
+        let layout = Layout::new(std::iter::repeat_n(largest, order.slots()).chain(of(true)));
         let layout = layout.ok_or_else(|| Error::invalid("units", "exceed the address space"))?;
         let stats = Stats { device_bytes: layout.bytes, ..Stats::default() };
         let device = device(layout)?;
@@ -163,7 +163,7 @@ impl Window {
             .transpose()?;
         let progress = Progress { number: 0, arrival: Arrival::Copied(Mark::default()) };
         let state = State {
-            order: Order::new(slots, &stays),
+            order,
             units: vec![progress; units.len()],
             jobs: VecDeque::new(),
             reading: None,

@@ -18,6 +18,8 @@ const MANY_MARKS: usize = 8;
 #[derive(Debug, Clone)]
 pub struct Order<M> {
     slots: usize,
+    /// Number of uses to look ahead.
+    reach: usize,
     units: Vec<Unit>,
     places: Vec<Place<M>>,
     /// Units in slots, the one used longest ago first.
@@ -58,9 +60,11 @@ pub struct Fill {
 }
 
 impl<M> Order<M> {
-    /// An empty window with `slots` slots. `stays` says for each unit whether it has a place of its own. Places are
+    /// An empty window with `slots` slots, or fewer if fewer units need one. `stays` says for each unit whether it has a place of its own. Places are
     /// numbered: the slots, then the places of units that stay.
     pub fn new(slots: usize, stays: &[bool]) -> Order<M> {
+        let reach = slots.saturating_sub(1);
+        let slots = slots.min(stays.iter().filter(|stays| !**stays).count());
         let mut next = slots;
         let mut own = |stays: &bool| {
             next += usize::from(*stays);
@@ -69,7 +73,12 @@ impl<M> Order<M> {
         let units: Vec<Unit> =
             stays.iter().map(|stays| Unit { own: own(stays), ..Unit::default() }).collect();
         let places = (0..next).map(|_| Place { unit: None, marks: Vec::new() }).collect();
-        Order { slots, units, places, here: Vec::new(), after: HashMap::new(), used: (None, None) }
+        Order { slots, reach, units, places, here: Vec::new(), after: HashMap::new(), used: (None, None) }
+    }
+
+    /// Number of slots.
+    pub fn slots(&self) -> usize {
+        self.slots
     }
 
     /// Units in slots.
@@ -102,10 +111,10 @@ impl<M> Order<M> {
         if self.used.1 != Some(unit) {
             self.after.insert(self.used, unit);
             self.used = (self.used.1, Some(unit));
-        }
-        if let Some(at) = self.here.iter().position(|other| *other == unit) {
-            self.here.remove(at);
-            self.here.push(unit);
+            if let Some(at) = self.here.iter().position(|other| *other == unit) {
+                self.here.remove(at);
+                self.here.push(unit);
+            }
         }
         self.units[unit].users += 1;
         self.units[unit].changing = false;
@@ -117,7 +126,7 @@ impl<M> Order<M> {
     pub fn ahead(&mut self) -> Vec<Fill> {
         let (mut at, mut fills) = (self.used, Vec::new());
         let mut wanted: Vec<usize> = at.1.into_iter().collect();
-        for _ in 1..self.slots {
+        for _ in 0..self.reach {
             let Some(next) = self.after.get(&at).copied() else { break };
             if self.units[next].users > 0 || self.units[next].changing {
                 break;

@@ -96,7 +96,7 @@ fn a_unit_that_its_tier_cannot_read_fails_alone_and_is_read_by_a_later_use() {
     ] {
         let unit = Unit { home: wrong, ..on_tier(0) };
         let host = |layout| -> Result<Box<dyn Device>> { Ok(Box::new(Host::new(layout)?)) };
-        let error = Window::open(&[unit.clone()], 1, Some(Arc::clone(&tier)), host).unwrap_err();
+        let error = Window::open(std::slice::from_ref(&unit), 1, Some(Arc::clone(&tier)), host).unwrap_err();
         assert_eq!(error.to_string(), words);
         let error = Window::open(&[unit], 1, None, host).unwrap_err().to_string();
         assert_eq!(error, "units[0].home: is a tier, but the window has none");

@@ -337,7 +337,7 @@ class Prepared:
 
 
 def counter(optimizers: Iterable[_Optimizer], if_any: Iterable[object] = repeat(True)) -> Callable[[], object]:
-    """What counts the next step of each optimizer, for which `if_any` yields something true then. A second call counts nothing, and no signal
+    """What counts the next step of each optimizer, if `if_any` yields something true then. A second call counts nothing, and no signal
     handler runs between two optimizers."""
     each = list({id(optimizer): optimizer for optimizer in optimizers}.values())
     numbers = [optimizer.step_count + 1 for optimizer in each]

@@ -132,7 +132,13 @@ def _ctypes_kind(kind):
 
 
 def _layout_program(headers):
-    lines = [*(f'#include "{header}"' for header in headers), "#include <stddef.h>", "#include <stdio.h>", "int main(void) {"]
+    lines = [
+        "#define SPW_EXPERIMENTAL",
+        *(f'#include "{header}"' for header in headers),
+        "#include <stddef.h>",
+        "#include <stdio.h>",
+        "int main(void) {",
+    ]
     for structure in _abi.STRUCTURES:
         name = structure.c_name
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')

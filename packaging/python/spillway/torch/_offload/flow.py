@@ -160,7 +160,7 @@ class Flow:
             unit.users.add(entry)
             self._use(unit)
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, entry: Entry | None = None) -> None:
         """Before a forward of the model: forgets what an exception has left of one, or of a backward."""
         self._put_back(entry)
         self._used = (None, None)

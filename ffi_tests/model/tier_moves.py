@@ -254,6 +254,8 @@ class TierMoves:
         if not others:
             may += [INVALID, NO_SPACE]
         self.call("evacuate", number, may=may)
+        # It has waited for puts in flight, whose values gets find then.
+        self.settle()
         self.oracle.touched = True
         if number < len(self.bases):
             self.call("set_health", number, "healthy")

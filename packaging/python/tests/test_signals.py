@@ -55,7 +55,7 @@ class Ticking:
 
 
 def interrupted(work, at):
-    """Runs work(), with an Interrupt at the begin of a function of the package, by its number. True if there were so many."""
+    """Runs work(), and raises Interrupt when the package enters its function number `at`. True if it was raised."""
     left = at
 
     def trace(frame, event, _):

@@ -155,7 +155,7 @@ impl<M> Order<M> {
         Ok(())
     }
 
-    /// Takes back a use whose caller got nothing. `filled` is false if the copy has failed.
+    /// Removes the use of a caller that gets an error. `filled` is false if the copy has failed.
     pub fn cancel(&mut self, unit: usize, filled: bool) {
         self.units[unit].stale |= !filled;
         self.drop_user(unit);

@@ -46,7 +46,7 @@ fn claimed_here(base: &FilePath) -> Result<Directory> {
     claim(None, base, &owner(), true).map(Option::unwrap)
 }
 
-/// A waiter for the bell that has found a ticket driven by another thread would sleep for ever.
+/// Without this event a thread would sleep for ever that waits for the bell, and whose ticket another thread drives.
 #[test]
 fn the_bell_rings_when_a_ticket_is_settled_that_another_thread_has_asked_for() {
     let tier = Tier::open(on_disks(&[Disk::default()], &[])).unwrap();

@@ -19,7 +19,7 @@ os.environ.setdefault(
 )
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).parent), str(CACHE / f"megatron-core-{NEWEST}")]
 # What the tests of several folders share.
-sys.path.append(str(ROOT / "ffi_tests" / "torch"))
+sys.path += [str(ROOT / "ffi_tests" / "torch"), str(ROOT / "packaging" / "python" / "tests")]
 
 
 @pytest.fixture(scope="session")

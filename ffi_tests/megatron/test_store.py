@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from hybrid import BF16, F16, F32, same
+from interrupts import Ticking
 
 import spillway
 from spillway import _log
@@ -515,40 +516,28 @@ def test_a_closed_store_a_copy_and_a_second_process(tmp_path):
 def test_an_interrupt_leaves_a_store_that_counts_its_steps(tmp_path):
     """Signals whose handler raises, at random moments of a step: afterwards the store steps on, or returns to its last commit."""
 
-    class Interrupt(Exception):
-        pass
+    def steps(model, store):
+        for step in range(1000):
+            model.backward(step)
+            store.step()
+            time.sleep(0)
 
-    def handler(*_):
-        raise Interrupt
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
+    with Ticking() as ticking:
         for tenth_ms in range(1, 40, 3):
             model = Model()
             with stored(model, job=f"run{tenth_ms}") as store:
                 store.commit()
+                ticking.during(lambda: steps(model, store), after=tenth_ms / 10_000)  # noqa: B023
+                # torch.no_grad does not restore the mode if the handler raises in its own exit.
+                torch.set_grad_enabled(True)
+                done = store.steps
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, tenth_ms / 10_000)
-                    for step in range(1000):
-                        model.backward(step)
-                        store.step()
-                        time.sleep(0)
-                except Interrupt:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                finally:
-                    # torch.no_grad does not restore the mode if the handler raises in its own exit.
-                    torch.set_grad_enabled(True)
-                steps = store.steps
-                try:
-                    done = train(store, model, range(steps, steps + 2))
+                    values = train(store, model, range(done, done + 2))
                 except spillway.SpillwayError:
                     store.rollback()
-                    done, steps = train(store, model, range(2)), 0
-                assert same(done, in_memory(range(steps + 2)))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        torch.set_grad_enabled(True)
+                    values, done = train(store, model, range(2)), 0
+                assert same(values, in_memory(range(done + 2)))
+        assert ticking.count > 5
 
 
 def test_shards_whose_weights_overlap_are_refused():

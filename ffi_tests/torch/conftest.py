@@ -13,6 +13,8 @@ os.environ.setdefault(
     "SPILLWAY_LIBRARY", str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so")
 )
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(ROOT / "ffi_tests" / "torch")]
+# interrupts.py
+sys.path.append(str(ROOT / "packaging" / "python" / "tests"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Random programs of spillway.torch's classes against torch's own: dtypes, layouts, groups, wrappers, schedules, copies, checkpoints,
 replaced tensors, scalers, refused steps and signal handlers that raise.
 
-    python ffi_tests/torch/differential.py FIRST COUNT [SECONDS]
+    PYTHONPATH=packaging/python:packaging/python/tests python ffi_tests/torch/differential.py FIRST COUNT [SECONDS]
 
 runs the programs FIRST to FIRST + COUNT - 1, and prints each one that fails. The number of a program is the seed of everything in it.
 Parameters that torch steps in both optimizers must have equal bits; the others may differ by rounding."""
@@ -12,12 +12,12 @@ import copy
 import io
 import pickle
 import random
-import signal
 import sys
 import time
 import traceback
 
 import torch
+from interrupts import Ticking
 
 from spillway import torch as own
 
@@ -27,10 +27,6 @@ SHAPES = [(), (0,), (1,), (7,), (5, 3), (300,), (4097,), (2, 3, 4, 5)]
 #: Absolute and relative difference after some steps of at most 1e-2. The second moment of a clipped gradient may be the smallest number of
 #: float16, whose rounding changes an update by half.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 1.5e-2}
-
-
-class Interrupt(Exception):
-    """Raised by the signal handler."""
 
 
 class Wrapper:
@@ -301,19 +297,10 @@ class Program:
         stepped = [param for param in ours.params if param.grad is not None]
         wanted = [self.count(ours, param) + 1 for param in stepped]
         for _ in range(50):
-            before = signal.signal(signal.SIGALRM, ring)
-            try:
-                signal.setitimer(signal.ITIMER_REAL, random.Random(self.seed + len(self.log)).uniform(1e-5, 1e-3))
-                try:
-                    ours.optimizer.step()
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            except Interrupt:
-                pass
-            finally:
-                signal.signal(signal.SIGALRM, before)
-                # A handler that raises while `no_grad` ends leaves gradients off, also in torch's own step.
-                torch.set_grad_enabled(True)
+            with Ticking() as ticking:
+                ticking.during(ours.optimizer.step, after=random.Random(self.seed + len(self.log)).uniform(1e-5, 1e-3))
+            # A handler that raises while `no_grad` ends leaves gradients off, also in torch's own step.
+            torch.set_grad_enabled(True)
             # A state dict is made after the optimizer has noted what the library has done.
             ours.optimizer.state_dict()
             counts = [self.count(ours, param) for param in stepped]
@@ -345,10 +332,6 @@ class Program:
         if self.max_norm is not None:
             by = max(by, 1e-5)
         torch.testing.assert_close(one, other, rtol=by, atol=by, equal_nan=True, msg=lambda text: f"{what}: {text}")
-
-
-def ring(*_):
-    raise Interrupt
 
 
 def bytes_of(value):

@@ -3,12 +3,12 @@
 import gc
 import itertools
 import random
-import signal
 import time
 import weakref
 
 import pytest
 import torch
+from interrupts import Ticking
 from offload_runs import backward, offload, trained, values
 
 import spillway
@@ -130,42 +130,31 @@ def test_a_step_that_a_signal_interrupts_happens_or_does_not(verdict, tail):
 
     duration = (time.perf_counter() - begun) / steps
 
-    class Interrupt(Exception):
-        pass
-
-    def interrupt(*_):
-        raise Interrupt
-
     model, optimizer = make()
-    chance, interrupted, done = random.Random(1), 0, 0
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
+    chance, done = random.Random(1), 0
+
+    def step():
+        gradients(model, done)
+        optimizer.step()
+
+    with Ticking() as ticking:
         for attempt in itertools.count():
             if done == steps:
                 break
             optimizer.zero_grad()
-            begun = time.perf_counter()
-            try:
-                try:
-                    # Every second attempt is left alone, so that a slow machine gets on.
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, duration) if attempt % 2 else 0)
-                    gradients(model, done)
-                    optimizer.step()
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+            begun, seen = time.perf_counter(), ticking.count
+            # Every second attempt is left alone, so that a slow machine gets on.
+            ticking.during(step, after=chance.uniform(1e-6, duration)) if attempt % 2 else step()
+            if ticking.count == seen:
                 # Other work on the machine may end meanwhile.
                 duration = min(duration, time.perf_counter() - begun)
-            except Interrupt:
-                interrupted += 1
-                # torch may leave gradients off if `no_grad` ends by an exception of a handler.
-                torch.set_grad_enabled(True)
+            # torch may leave gradients off if `no_grad` ends by an exception of a handler.
+            torch.set_grad_enabled(True)
             counts = {int(state["step"]) for state in optimizer.state.values()} or {0}
             assert len(counts) == 1 and counts <= {done, done + 1}, counts
             done = counts.pop()
             assert all(torch.equal(p, q) for p, q in zip(model.parameters(), after[done])), done
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted > 1
+    assert ticking.count > 1
 
 
 def test_parameters_without_elements_and_a_closed_optimizer():

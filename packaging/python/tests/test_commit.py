@@ -3,9 +3,9 @@
 import gc
 import os
 import random
-import signal
 
 import pytest
+from interrupts import Ticking
 from test_snapshot import SIZES, contents, holds, killed, open_tier
 
 import spillway
@@ -141,38 +141,18 @@ def test_kills_among_commits_leave_one_step(base, child_environment):
 def test_signals_during_commits_lose_no_outcome(base):
     """A handler raises at random moments of the begin and the wait. Whatever it interrupts, the tier opens at a whole step."""
 
-    class Interrupt(Exception):
-        pass
-
-    armed = [False]
-
-    def handler(*_):
-        # Once for each timer, and not after the calls.
-        if armed.pop():
-            armed.append(False)
-            raise Interrupt
-        armed.append(False)
-
-    before = signal.signal(signal.SIGALRM, handler)
     committed = 0
-    try:
-        with open_tier(base) as tier:
-            for step in range(1, 60):
-                put(tier, step)
-                try:
-                    try:
-                        armed[0] = True
-                        signal.setitimer(signal.ITIMER_REAL, random.Random(step).random() * 0.003)
-                        tier.commit(step, wait=False).wait()
-                        committed = step
-                    finally:
-                        armed[0] = False
-                except Interrupt:
-                    pass
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            gc.collect()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with Ticking() as ticking, open_tier(base) as tier:
+        for step in range(1, 60):
+            put(tier, step)
+
+            def commit(step=step):
+                nonlocal committed
+                tier.commit(step, wait=False).wait()
+                committed = step
+
+            ticking.during(commit, after=random.Random(step).random() * 0.003 + 1e-6)
+        gc.collect()
     with open_tier(base) as tier:
         assert tier.opened.step >= committed and holds(tier, tier.opened.step)
 

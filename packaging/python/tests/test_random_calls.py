@@ -9,7 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
-from test_signals import Ticking
+from interrupts import Ticking
 
 import spillway
 

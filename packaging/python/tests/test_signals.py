@@ -6,52 +6,18 @@ import ctypes
 import gc
 import os
 import random
-import signal
 import sys
 import weakref
 
 import numpy as np
 import pytest
+from interrupts import Interrupt, Ticking
 
 import spillway
 from spillway import _abi, _native, _native_handle, optim
 
 BYTES = 64 << 10
 ROUNDS = 1500
-
-
-class Interrupt(Exception):
-    pass
-
-
-class Ticking:
-    """Raises Interrupt from a signal handler repeatedly, at random moments."""
-
-    def __init__(self):
-        self.count, self._on = 0, False
-
-    def __enter__(self):
-        self._before = signal.signal(signal.SIGALRM, self._ring)
-        return self
-
-    def __exit__(self, *_):
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self._before)
-
-    def _ring(self, *_):
-        self.count += 1
-        raise Interrupt
-
-    def during(self, work):
-        """Returns the result of work(), or None if it was interrupted."""
-        try:
-            signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-6, 3e-4))
-            try:
-                return work()
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        except Interrupt:
-            return None
 
 
 def interrupted(work, at):
@@ -295,10 +261,9 @@ def test_a_handler_that_raises_ends_a_wait_that_nothing_else_would_end(wait):
     with spillway.Speculation(1) as speculation:
         speculation.begin(spillway.Adam())
         speculation.submit(0, [tuple(arrays_of_a_tensor())], event_fd=event)
-        with Ticking():
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(Interrupt):
-                speculation.wait(0) if wait == "wait" else getattr(speculation, wait)()
+        with Ticking() as ticking:
+            ticking.during(lambda: speculation.wait(0) if wait == "wait" else getattr(speculation, wait)(), after=0.05)
+        assert ticking.count == 1
         speculation.abort()
     os.close(event)
 

@@ -1,0 +1,45 @@
+"""A signal whose handler raises at a random moment, for the tests of interrupted calls."""
+
+import random
+import signal
+
+
+class Interrupt(Exception):
+    """What the handler raises."""
+
+
+class Ticking:
+    """Raises Interrupt from a signal handler at random moments of during(), and at no other moment."""
+
+    def __init__(self):
+        self.count, self._on = 0, False
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGALRM, self._ring)
+        return self
+
+    def __exit__(self, *_):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def _ring(self, *_):
+        # The kernel may give the signal to another thread, and Python then runs this handler after the
+        # timer was stopped.
+        if self._on:
+            self._on = False
+            self.count += 1
+            raise Interrupt
+
+    def during(self, work, after=None):
+        """Returns the result of work(), or None if it was interrupted. The signal comes after that number of seconds."""
+        try:
+            self._on = True
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-6, 3e-4) if after is None else after)
+            try:
+                return work()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupt:
+            return None
+        finally:
+            self._on = False

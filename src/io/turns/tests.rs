@@ -7,8 +7,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::*;
 use crate::error::IoKind;
+use crate::io::backend::{Backend, Completion, Piece, Sleep, Wake};
 use crate::io::engine::Engine;
 use crate::io::options::{Options, Request, Target};
+use crate::io::sim::{Disk, Faults, Sim};
 use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
 
@@ -195,4 +197,129 @@ fn a_forked_child_neither_has_nor_ends_the_turn_of_its_parent() {
     assert!(!others[5].poll(LONG).unwrap(), "the child has ended the turn of its parent");
     turn.leave(1);
     take(&mut others[5..]);
+}
+
+#[test]
+fn a_turn_that_another_process_waits_for_ends_after_its_share() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let mut others = other(dir.path(), 8);
+    take(&mut others[..7]);
+    let device = std::fs::metadata(dir.path()).unwrap().dev();
+    let turn = DeviceTurn::of(device, 8, "a file");
+    assert!(turn.enter(LONG) && !others[7].poll(LONG).unwrap());
+    let enters = |granted: Instant, closing: Option<Instant>| {
+        let mut state = turn.state.lock();
+        (state.granted, state.polled, state.closing) = (Some(granted), None, closing);
+        drop(state);
+        turn.enter(Duration::from_millis(1))
+    };
+    let (past, later) = (Instant::now() - SHARE, Instant::now() + LONG);
+    assert!(enters(later, None), "the share has not ended");
+    assert!(!enters(past, None), "another process waits");
+    assert!(turn.state.lock().closing.is_some());
+    assert!(!enters(past, Some(later)), "operations are in the turn");
+    assert!(enters(past, Some(past)), "operations that do not end are not waited for after the timeout");
+    turn.leave(3);
+    take(&mut others[7..]);
+}
+
+#[test]
+fn the_queue_is_looked_at_once_in_an_interval() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let mut others = other(dir.path(), 9);
+    take(&mut others);
+    let device = std::fs::metadata(dir.path()).unwrap().dev();
+    let turn = DeviceTurn::of(device, 9, "a file");
+    assert!(!turn.enter(LONG));
+    others.iter_mut().for_each(TurnRequest::release);
+    turn.state.lock().polled = Some(Instant::now() + LONG);
+    assert!(!turn.enter(LONG), "the last look was in this interval");
+    turn.state.lock().polled = None;
+    assert!(turn.enter(LONG));
+    turn.leave(1);
+}
+
+/// Another process at the device of the simulated files.
+fn other_at_simulated() -> TurnRequest {
+    TurnRequest::new(TurnQueue::join(1, "a file", 1, None).unwrap())
+}
+
+fn read_simulated(engine: &Engine, memory: &Buffer, deadline: Option<Duration>) -> u64 {
+    let file = Arc::new(File::named("file", 1, None));
+    let buffer = memory.span().into();
+    engine.read(Request { target: Target::File(file), offset: 0, buffer, deadline }).unwrap()
+}
+
+fn simulated() -> Options {
+    Options { depth: 4, turns: TurnOptions { most: 1, timeout: LONG }, ..Options::default() }
+}
+
+#[test]
+fn an_operation_that_is_past_its_deadline_keeps_no_turn() {
+    let _alone = alone();
+    let (mut other, memory, disk) = (other_at_simulated(), memory(LARGE), Disk::default());
+    disk.put("file", vec![0; LARGE]);
+    let sim = Sim::new(&disk, Faults { hang_nth: Some(0), ..Faults::default() });
+    let engine = Engine::open_simulated(simulated(), sim).unwrap();
+    let handle = read_simulated(&engine, &memory, Some(Duration::from_millis(30)));
+    while disk.requests() < 1 {
+        std::thread::yield_now();
+    }
+    assert!(!other.poll(LONG).unwrap(), "the operation has the turn");
+    assert_eq!(engine.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
+    take(std::slice::from_mut(&mut other));
+    other.release();
+    disk.release();
+    engine.close(None).ok();
+}
+
+/// A backend that fails while operations are in flight.
+struct Lost {
+    pushed: bool,
+    fails: Arc<Mutex<bool>>,
+}
+
+impl Backend for Lost {
+    fn name(&self) -> &'static str {
+        "lost"
+    }
+
+    fn push(&mut self, _: Piece) {
+        self.pushed = true;
+    }
+
+    fn wait(&mut self, _: Sleep, _: &mut Vec<Completion>) -> std::io::Result<()> {
+        std::thread::sleep(Duration::from_millis(1));
+        match self.pushed && *self.fails.lock().unwrap() {
+            true => Err(std::io::Error::other("the device is gone")),
+            false => Ok(()),
+        }
+    }
+
+    fn waker(&self) -> Arc<dyn Wake> {
+        struct Polls;
+        impl Wake for Polls {
+            fn wake(&self) {}
+        }
+        Arc::new(Polls)
+    }
+}
+
+/// The operations of the engine never end, so its memory is lost here.
+#[test]
+fn an_engine_that_is_lost_keeps_no_turn() {
+    let _alone = alone();
+    let (mut other, fails) = (other_at_simulated(), Arc::new(Mutex::new(false)));
+    let backend = Lost { pushed: false, fails: Arc::clone(&fails) };
+    let make = move || Ok((Box::new(backend) as Box<dyn Backend>, String::new()));
+    let engine = Engine::start(simulated(), None, make).unwrap();
+    let memory = std::mem::ManuallyDrop::new(memory(LARGE));
+    let handle = read_simulated(&engine, &memory, None);
+    assert!(is_held(&engine, handle));
+    assert!(!other.poll(LONG).unwrap(), "the operation has the turn");
+    *fails.lock().unwrap() = true;
+    assert!(engine.wait(handle, None).is_err());
+    take(std::slice::from_mut(&mut other));
 }

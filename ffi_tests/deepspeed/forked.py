@@ -59,15 +59,20 @@ class Starter:
             return subprocess.CompletedProcess(command, status, output.read(), errors.read())
 
     def _begin(self, command, environment, stdout, stderr, ranks):
-        if self._run and self._run.returncode is None:
-            self._run.kill()
-            self._run.wait(60)
+        self._end()
         request = {"command": list(map(str, command)), "environment": environment, "ranks": ranks}
         socket.send_fds(self._socket, [json.dumps(request).encode()], [stdout, stderr])
         self._run = Run(self._socket)
         return self._run
 
+    def _end(self):
+        """Ends a run that a timeout or an exception of its test has left."""
+        if self._run and self._run.returncode is None:
+            self._run.kill()
+            self._run.wait(60)
+
     def close(self):
+        self._end()
         self._socket.close()
         self._process.wait(60)
 
@@ -75,6 +80,7 @@ class Starter:
         """Ends the process and all of its session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._run = None
         self.close()
 
 

@@ -14,6 +14,9 @@ use crate::error::{Error, Result};
 /// Marks of a place from which on marks that are reached are dropped: a place that stays full would collect them.
 const MANY_MARKS: usize = 8;
 
+/// Pairs of uses that are remembered for each unit. A program whose order changes all the time would collect more of them.
+const MANY_PAIRS: usize = 8;
+
 /// The state of a window. `M` marks the end of a reader's work.
 #[derive(Debug, Clone)]
 pub struct Order<M> {
@@ -25,7 +28,7 @@ pub struct Order<M> {
     /// Units in slots, the one used longest ago first.
     here: Vec<usize>,
     /// The unit that followed each pair of uses.
-    after: HashMap<Uses, usize>,
+    pub(super) after: HashMap<Uses, usize>,
     /// The last two units that were used.
     used: Uses,
 }
@@ -109,6 +112,9 @@ impl<M> Order<M> {
             None => Some(self.seat(unit, &[]).ok_or_else(|| self.no_slot(unit))?),
         };
         if self.used.1 != Some(unit) {
+            if self.after.len() >= MANY_PAIRS * self.units.len() {
+                self.after.clear();
+            }
             self.after.insert(self.used, unit);
             self.used = (self.used.1, Some(unit));
             if let Some(at) = self.here.iter().position(|other| *other == unit) {

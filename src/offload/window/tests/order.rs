@@ -214,6 +214,24 @@ fn units_are_fetched_in_the_recorded_order_and_after_another_order_late_only() {
 }
 
 #[test]
+fn random_orders_take_no_more_memory_and_a_regular_order_after_them_is_learned() {
+    let (mut window, mut rng) = (Checked::new(2, &[false; 20], Dropped::Nothing), fastrand::Rng::with_seed(1));
+    let mut most = 0;
+    for _ in 0..2000 {
+        window.pass(&[rng.usize(..20)]);
+        most = most.max(window.order.after.len());
+    }
+    assert_eq!(most, 160, "8 pairs for each of 20 units");
+    let regular: Vec<usize> = (0..20).collect();
+    for _ in 0..2 {
+        window.order.begin();
+        window.pass(&regular);
+    }
+    window.order.begin();
+    assert_eq!(window.pass(&[0, 1, 2]), [0, 1, 2, 3]);
+}
+
+#[test]
 fn a_unit_that_is_being_written_is_not_fetched_before_its_use_or_the_next_iteration() {
     let mut window = Checked::new(2, &[false; 3], Dropped::Nothing);
     window.pass(&[0, 1, 2, 0, 1, 2]);

@@ -266,6 +266,9 @@ class Flow:
         if unit is last and unit.fence is None and unit.is_current():
             return
         if unit is not last:
+            if len(self._after) >= 8 * len(self.units):
+                # A program whose order changes all the time.
+                self._after.clear()
             self._after[self._used] = unit
             before, last = self._used = last, unit
         if self._fetch(unit):

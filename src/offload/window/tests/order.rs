@@ -215,7 +215,8 @@ fn units_are_fetched_in_the_recorded_order_and_after_another_order_late_only() {
 
 #[test]
 fn random_orders_take_no_more_memory_and_a_regular_order_after_them_is_learned() {
-    let (mut window, mut rng) = (Checked::new(2, &[false; 20], Dropped::Nothing), fastrand::Rng::with_seed(1));
+    let (mut window, mut rng) =
+        (Checked::new(2, &[false; 20], Dropped::Nothing), fastrand::Rng::with_seed(1));
     let mut most = 0;
     for _ in 0..2000 {
         window.pass(&[rng.usize(..20)]);
@@ -228,7 +229,7 @@ fn random_orders_take_no_more_memory_and_a_regular_order_after_them_is_learned()
         window.pass(&regular);
     }
     window.order.begin();
-    assert_eq!(window.pass(&[0, 1, 2]), [0, 1, 2, 3]);
+    assert_eq!(window.pass(&[0, 1, 2]).last(), Some(&3), "fetched before its use");
 }
 
 #[test]

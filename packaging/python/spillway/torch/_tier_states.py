@@ -352,7 +352,7 @@ class TierStates:
         return {
             "most": self.layout.most,
             "moments": str(self.moment_dtype).removeprefix("torch."),
-            "parameters": [_described(local(param)) for param in self.params],
+            "parameters": [*map(_described, self.params)],
             "steps": [float(self.step_count(states, number)) if stated else 0.0 for number, stated in enumerate(self.stated)],
             "count": self.count,
             "stateless": [number for number, stated in enumerate(self.stated) if not stated],
@@ -415,9 +415,9 @@ class Layout:
                 at += length
 
 
-def _described(param: torch.Tensor) -> list[Any]:
-    """Dtype and shape of a parameter, as the record of a commit stores them."""
-    return [str(param.dtype).removeprefix("torch."), list(param.shape)]
+def _described(param: torch.Tensor) -> str:
+    """Dtype and shape of a parameter, as the record of a commit and messages have them."""
+    return f"{param.dtype} of shape {tuple(local(param).shape)}"
 
 
 def _check_parameters(committed: dict[str, Any], params: list[torch.Tensor], names: list[str]) -> None:
@@ -425,11 +425,8 @@ def _check_parameters(committed: dict[str, Any], params: list[torch.Tensor], nam
     cure = "pass the model of the run that committed, or other paths or another job for this one"
     everything = committed["parameters"]
     for name, param, stored in zip(names, params, everything):
-        if _described(local(param)) != stored:
-            raise InvalidArgumentError(
-                f"{name} is {param.dtype} of shape {tuple(local(param).shape)}; the tier was committed with torch.{stored[0]} of "
-                f"shape {tuple(stored[1])} there; {cure}"
-            )
+        if _described(param) != stored:
+            raise InvalidArgumentError(f"{name} is {_described(param)}; the tier was committed with {stored} there; {cure}")
     if len(params) != len(everything):
         first = names[len(everything)] if len(params) > len(everything) else f"parameter number {len(params)}"
         raise InvalidArgumentError(

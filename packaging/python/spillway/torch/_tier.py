@@ -180,7 +180,7 @@ class TierHome(Home):
         placeholders = self._placeholders
         # A load that mends mixed states begins with placeholders.
         self._rest(also_mixed=placeholders is not None)
-        whole = whole_states(self.on_tier, states, None if placeholders is None else self._read)
+        whole = _whole_states(self.on_tier, states, None if placeholders is None else self._read)
         if placeholders is not None:
             placeholders += [value for state in whole.values() for tensor in state.values() if (value := value_of(tensor)) is not None]
         return whole
@@ -209,11 +209,11 @@ class TierHome(Home):
         def take(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
             """Takes the states, so that torch loads the groups only."""
             check_steps(loaded, True)
-            found.update(check_loaded(self.on_tier, groups, loaded))
+            found.update(_check_loaded(self.on_tier, groups, loaded))
             return {**loaded, "state": {}}
 
         groups, states = by_torch(take, True)
-        self.tiered.whole(lambda: write_through(self.on_tier, states, found))
+        self.tiered.whole(lambda: _write_through(self.on_tier, states, found))
         if self._beside is not None:
             self._beside.use(groups, states)
 
@@ -371,7 +371,7 @@ class Reading:
                 to.view(-1)[piece.start : piece.start + piece.count] = self._parts[key][piece.first : piece.first + piece.count]
 
 
-def whole_states(
+def _whole_states(
     on_tier: TierStates, states: Any, reads: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """The state of every parameter, with the values on the tier, or with placeholders.
@@ -405,7 +405,7 @@ def _empty(shaped: torch.Tensor, directory: Any) -> torch.Tensor:
     return mapped(shaped.numel(), directory, shaped.dtype).view(shaped.shape)
 
 
-def check_loaded(on_tier: TierStates, groups: list[dict[str, Any]], loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def _check_loaded(on_tier: TierStates, groups: list[dict[str, Any]], loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """The saved states by the number of their parameter. Raises InvalidArgumentError if one does not fit; nothing was written then."""
     saved_groups = loaded["param_groups"]
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
@@ -451,7 +451,7 @@ def _is_absent(tensor: Any) -> bool:
     return value is not None and value.absent
 
 
-def write_through(on_tier: TierStates, states: Any, found: dict[int, dict[str, Any]]) -> None:
+def _write_through(on_tier: TierStates, states: Any, found: dict[int, dict[str, Any]]) -> None:
     """Writes saved states to the tier. A parameter without one gets moments of zero; without a saved master, its value is the master."""
     saved = _Saved(found)
     for subgroup, elements in enumerate(on_tier.layout.elements):

@@ -119,7 +119,7 @@ class TierTable:
             if key not in self.options:
                 self.options[key] = self._on_tier.rounded(_abi.sized(_abi.AdamOptions), piece)
             weights, moment_code = self._weights(self.numbers[at]), self._on_tier.tiered.swap.moment_code
-            put_piece(row, piece, self.grads[at], weights, self.options[key], moment_code)
+            _put_piece(row, piece, self.grads[at], weights, self.options[key], moment_code)
         if not pieces and steps:
             # A process may hold no element of the parameters. The call has options all the same.
             self.options[self.places[0][0], steps[0], -1] = _abi.sized(_abi.AdamOptions)
@@ -193,7 +193,7 @@ class TierTable:
         return self.name(self._of_row[row])
 
 
-def put_piece(row: Any, piece: Piece, grad: torch.Tensor, weights: torch.Tensor, options: Any, moment_code: int) -> None:
+def _put_piece(row: Any, piece: Piece, grad: torch.Tensor, weights: torch.Tensor, options: Any, moment_code: int) -> None:
     """Writes a piece of a parameter into a row of C: its gradient, where its weights go, the struct of its options, and the code of the
     moments' dtype."""
     _tensor_rows.begin(row, piece.count)
@@ -333,7 +333,7 @@ class Beside:
         for row, number in zip(rows, numbers):
             grad, weights = self._seen[number].memory, self._on_tier.weights.of(number)
             options = self._on_tier.rounded(self._options[self._key(number)], pieces[number])
-            put_piece(row, pieces[number], grad, weights, options, swap.moment_code)
+            _put_piece(row, pieces[number], grad, weights, options, swap.moment_code)
             firsts.append(pieces[number].first)
             held += [grad, weights, options]
         self._submitted.add(subgroup)

@@ -82,9 +82,9 @@ def need_libaio():
 @pytest.fixture(scope="session")
 def served():
     """Spillway's op module, as DeepSpeed receives it: served("cpu_adam")."""
-    from spillway.deepspeed import _ops
+    from spillway.deepspeed import _hook
 
-    return _ops.module
+    return _hook.module_of
 
 
 @pytest.fixture

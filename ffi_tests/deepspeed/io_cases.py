@@ -382,9 +382,9 @@ def refuse_io_uring():
 
 def load(name):
     if name == "spillway":
-        from spillway.deepspeed import _ops
+        from spillway.deepspeed import _hook
 
-        return _ops.module("async_io")
+        return _hook.module_of("async_io")
     from compiled_ops import newest
 
     return newest("async_io")

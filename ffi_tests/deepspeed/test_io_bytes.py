@@ -345,8 +345,8 @@ def test_a_dropped_handle_finishes_what_it_began_and_reports_what_failed(tmp_pat
     """Runs in a process of its own, because the test checks what Python prints for an exception in a destructor."""
     code = f"""
 import torch
-from spillway.deepspeed import _ops
-aio = _ops.module("async_io")
+from spillway.deepspeed import _hook
+aio = _hook.module_of("async_io")
 def begin(path, reads):
     handle = aio.aio_handle()
     buffer = torch.full((1 << 20,), 7, dtype=torch.uint8)

@@ -360,7 +360,7 @@ def test_the_optimizer_refuses_what_it_cannot_do(run_forked):
     assert (
         run_forked("""
 import torch
-from spillway.deepspeed import _ops
+from spillway.deepspeed import _hook
 from spillway.deepspeed._rounds import SuperOffloadCPUOptimizer
 from spillway.deepspeed._optimizer_ops import adam_call
 config = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
@@ -369,7 +369,7 @@ for bad in ({**config, "amsgrad": True}, [config, {**config, "amsgrad": True}]):
         SuperOffloadCPUOptimizer(bad)
     except ValueError as error:
         print(error)
-_ops.module("cpu_adam").create_adam(99, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+_hook.module_of("cpu_adam").create_adam(99, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
 optimizer = SuperOffloadCPUOptimizer([config])
 optimizer.begin(99, dict.fromkeys((0, 3), adam_call(1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1)), 1.0, 0.0)
 param, grad, states = torch.ones(8), torch.ones(8), [torch.zeros(8), torch.zeros(8)]

@@ -11,9 +11,9 @@ def work(compiled, groups, ctrl, ready, cores):
 
         op = compiled_ops.newest("cpu_adam")
     else:
-        from spillway.deepspeed import _ops
+        from spillway.deepspeed import _hook
 
-        op = _ops.module("cpu_adam")
+        op = _hook.module_of("cpu_adam")
     op.create_adam(0, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
     handle = op.zenflow_adam_create(0, cores)
     for group in groups:

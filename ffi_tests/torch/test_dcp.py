@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 import spillway
 from spillway import torch as own
 from spillway.torch import dcp
-from spillway.torch._tier_values import Reading
+from spillway.torch._tier import Reading
 
 WORKER = pathlib.Path(dcp_worker.__file__)
 BF16 = torch.bfloat16

@@ -39,7 +39,7 @@ class Copies(Later):
 @pytest.fixture
 def link(monkeypatch):
     made = Copies()
-    for module in (_copies, own._tier_rows):
+    for module in (_copies, own._tier_step):
         monkeypatch.setattr(module, "link_to", lambda param: made)
     return made
 
@@ -49,7 +49,7 @@ def link(monkeypatch):
 def test_random_trainings_have_the_bits_of_parameters_in_host_memory(seed, overlap, monkeypatch):
     waits = training(seed, tiered(seed))
     made = Copies()
-    for module in (_copies, own._tier_rows):
+    for module in (_copies, own._tier_step):
         monkeypatch.setattr(module, "link_to", lambda param: made)
     same(training(seed, tiered(seed, overlap=overlap)), waits)
     assert made.bytes("out") > 0 < made.bytes("back")

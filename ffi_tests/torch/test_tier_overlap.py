@@ -10,7 +10,7 @@ from test_interrupted import interrupted_at
 
 import spillway
 from spillway import torch as own
-from spillway.torch import _beside
+from spillway.torch import _tier_step
 
 #: Random trainings.
 TRAININGS = int(os.environ.get("SPILLWAY_TRAININGS", "30"))
@@ -34,7 +34,7 @@ class Counted:
 
     def __init__(self, monkeypatch):
         self.during, self.verdicts = [], []
-        prepare, verdict = _beside.Beside.prepare, spillway.swap.SwapUpdate.verdict
+        prepare, verdict = _tier_step.Beside.prepare, spillway.swap.SwapUpdate.verdict
 
         def prepared(this, rows):
             self.during.append(len(this._submitted))
@@ -44,7 +44,7 @@ class Counted:
             self.verdicts.append(name)
             verdict(this, name, *arguments)
 
-        monkeypatch.setattr(_beside.Beside, "prepare", prepared)
+        monkeypatch.setattr(_tier_step.Beside, "prepare", prepared)
         monkeypatch.setattr(spillway.swap.SwapUpdate, "verdict", given)
 
 

@@ -13,21 +13,21 @@ from .errors import InvalidArgumentError
 
 _ALIGNMENT, _MOST_HEADER = 8, 100_000_000
 _METADATA = "__metadata__"
-#: Bytes of an element of each dtype.
-ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "U16": 2,
-    "U32": 4,
-    "U64": 8,
-    "BOOL": 1,
+#: The name of each dtype in torch and numpy, and the bytes of an element.
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "U16": ("uint16", 2),
+    "U32": ("uint32", 4),
+    "U64": ("uint64", 8),
+    "BOOL": ("bool", 1),
 }
 
 
@@ -44,7 +44,7 @@ class Header:
 
     def add(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         """Adds a tensor."""
-        start, self._end = self._end, self._end + math.prod(shape) * ITEM_BYTES[dtype]
+        start, self._end = self._end, self._end + math.prod(shape) * DTYPES[dtype][1]
         self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, self._end]}
 
     def packed(self, metadata: Mapping[str, str] | None = None) -> bytes:
@@ -102,6 +102,6 @@ def bytes_of(name: str, entry: Mapping[str, Any], content: memoryview) -> memory
     (start, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
     if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
         raise ValueError(f"tensor {name}: offsets {start}, {end}, shape {shape}")
-    if end > len(content) or end - start != math.prod(shape) * ITEM_BYTES[dtype]:
+    if end > len(content) or end - start != math.prod(shape) * DTYPES[dtype][1]:
         raise ValueError(f"tensor {name}: bytes {start} to {end} of {len(content)} for {dtype} of shape {shape}")
     return content[start:end]

@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import struct
@@ -21,10 +20,10 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from . import _abi, _files, _ranks
+from . import _abi, _files, _ranks, _values
 from ._commit import Commit
 from ._snapshot import Exported, Snapshot, part_name, processes_of
-from .errors import InvalidArgumentError, NoStateError, OutOfOrderError, SpillwayError, TierError, from_status
+from .errors import CorruptError, InvalidArgumentError, NoStateError, OutOfOrderError, SpillwayError, TierError, from_status
 from .optim import Adam
 from .swap import Swap, SwapUpdate
 from .tier import Tier, TierPath
@@ -95,7 +94,7 @@ class Record(NamedTuple):
 
     Attributes:
         by: The part of Spillway that has committed.
-        facts: Its facts, as JSON has them: what identifies the parameters, the layout, the counts.
+        facts: Its facts, as _values has them: what identifies the parameters, the layout, the counts.
         payload: Bytes of the program."""
 
     by: str
@@ -104,7 +103,7 @@ class Record(NamedTuple):
 
     def packed(self) -> bytes:
         """The payload of the tier's commit."""
-        head = zlib.compress(json.dumps([self.by, self.facts], allow_nan=False).encode())
+        head = zlib.compress(_values.pack([self.by, self.facts]))
         identity = str(self.facts.get(_IDENTITY, "")).encode().ljust(_IDENTITY_BYTES)[:_IDENTITY_BYTES]
         return _MAGIC + identity + _LENGTH.pack(len(head)) + head + self.payload
 
@@ -117,8 +116,8 @@ class Record(NamedTuple):
             return None
         end = start + _LENGTH.unpack_from(stored, length)[0]
         try:
-            author, facts = _files.parse_json(zlib.decompressobj().decompress(stored[start:end], _files.MOST_JSON))
-        except (ValueError, TypeError, zlib.error):
+            author, facts = _values.unpack(zlib.decompressobj().decompress(stored[start:end], _files.MOST_JSON))
+        except (CorruptError, ValueError, TypeError, zlib.error):
             return None
         return Record(by, facts, stored[end:]) if author == by and isinstance(facts, dict) else None
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from typing import Any
 
-from spillway.deepspeed import _ops
+from spillway.deepspeed import _hook
 
 from . import _machine, _progress, _report
 from ._io_contenders import Ceiling, Contender, fio_installed
@@ -69,7 +69,7 @@ def _case(folder, native, options, tensor, apart):
     _progress.stage(f"{case}: writing the files")
     _fill(places, tensor)
     part = places[: max(1, count // 4)]
-    ours = _ops.module("async_io")
+    ours = _hook.module_of("async_io")
     _progress.stage(f"{case}: finding Spillway's best settings")
     work: dict[str, Any] = {"spillway": Contender("Spillway", ours, places, tensor, _fastest(ours, part, tensor, _OURS))}
     if native:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import _hook
 from ._hook import OPS, install, uninstall
 
 __all__ = ["OPS", "active", "client_state", "commit", "describe_settings", "install", "resumed_step", "settle", "uninstall"]
@@ -39,9 +40,7 @@ def active() -> dict[str, Any]:
         ("zenflow"), the tiers, and steps that were recorded and rolled back. "preload" has the counters of the preload library, if
         it is loaded.
         "left_to_deepspeed" names the parts that do not fit this version of DeepSpeed, with the reason."""
-    from . import _ops
-
-    return _ops.report()
+    return _hook.report()
 
 
 def commit(engine: Any) -> None:

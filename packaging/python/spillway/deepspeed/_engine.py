@@ -10,7 +10,7 @@ import sys
 
 from .. import _ranks
 from ..errors import InvalidArgumentError
-from . import _checkpoints, _lifetime, _payload, _stage3, _stage3_methods, _versions
+from . import _checkpoints, _lifetime, _stage3, _stage3_methods, _versions
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -252,7 +252,7 @@ def commit(engine, wait=True):
             f"commit: step {engine.global_steps} is already committed, and with several ranks a step can be committed "
             'once; set "commit_interval": 0 to commit by calls alone'
         )
-    swapper.commit(engine.global_steps, lambda tier, room: _payload.store(tier, _record(engine, swapper), room), wait)
+    swapper.commit(engine.global_steps, lambda: _record(engine, swapper), wait)
 
 
 def _between_micro_batches(engine):
@@ -267,7 +267,7 @@ def _between_micro_batches(engine):
 
 def client_state(engine):
     """A dict for the caller's own data that every commit stores, such as the position in the data set. After a resume
-    it has the content of the last commit. For the allowed types see _payload."""
+    it has the content of the last commit. For the allowed types see _values."""
     swapper = _swapper(engine)
     if not hasattr(swapper, "client_state"):
         swapper.client_state = {}
@@ -303,7 +303,8 @@ def _record(engine, swapper):
 
 
 def _restore(engine, swapper):
-    record = _payload.load(swapper.tiered.tier, swapper.restore())
+    swapper.restore()
+    record = swapper.record()
     for name, count in record["counts"].items():
         setattr(engine, name, count)
     _restore_groups(engine, record, swapper.configured)

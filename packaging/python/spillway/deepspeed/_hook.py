@@ -1,4 +1,5 @@
-"""Patches DeepSpeed's op builder classes, after their module ran, to return Spillway's modules.
+"""Patches DeepSpeed's op builder classes, after their module ran, to return Spillway's modules. These have DeepSpeed's function names. They
+are module objects without __file__, because there is no compiled file.
 
 Builders exist under two import roots (an installed DeepSpeed and a checkout), once per accelerator. A finder in front
 of sys.meta_path sees all of them, in every version since 0.14. With SPILLWAY_DEEPSPEED=1 the .pth file installs it in
@@ -12,7 +13,9 @@ import re
 import shutil
 import sys
 import threading
+import types
 from collections.abc import Iterable
+from typing import Any
 
 from .._import_hook import ImportHook, Patches
 from . import _installed
@@ -51,6 +54,8 @@ _lock = threading.RLock()
 _patches = Patches()
 _set = _patches.set
 _missing_builders: dict[tuple[type, str], type] = {}
+#: The modules of the ops, one object per process.
+_modules: dict[str, types.ModuleType] = {}
 
 
 def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> None:
@@ -173,7 +178,7 @@ def _patch_builder(builder, op):
         return getattr(self, "NAME", None) == op
 
     _set(builder, "_spillway_op", op)
-    _set(builder, "load", lambda self, verbose=True: _op(op) if ours(self) else load(self, verbose))
+    _set(builder, "load", lambda self, verbose=True: module_of(op) if ours(self) else load(self, verbose))
     _set(builder, "is_compatible", lambda self, verbose=True: ours(self) or is_compatible(self, verbose))
 
 
@@ -188,10 +193,37 @@ def _patch_report(module):
         _set(module, "_probe_compatible_ops", probe)
 
 
-def _op(op):
-    from . import _ops
+def module_of(op):
+    """Spillway's module of an op."""
+    from . import _io_ops, _optimizer_ops, _zenflow
 
-    return _ops.module(op)
+    further = _zenflow.SERVED if op == "cpu_adam" else ()
+    with _lock:
+        if op not in _modules:
+            made: Any = types.ModuleType(f"spillway.deepspeed.{op}", f"Replacement of DeepSpeed's {op}.")
+            made.__spillway__ = True
+            for served in (*{**_optimizer_ops.SERVED, **_io_ops.SERVED}[op], *further):
+                setattr(made, served.__name__, served)
+            for name, advice in _optimizer_ops.NOT_SERVED.get(op, {}).items():
+                setattr(made, name, _refusal(op, name, advice))
+            _modules[op] = made
+        return _modules[op]
+
+
+def report():
+    """The entries of active(): those of the ops, and of the parts of stage 3 that DeepSpeed has imported."""
+    # What serves an op adds its entries.
+    for op in OPS:
+        module_of(op)
+    return _installed.report()
+
+
+def _refusal(op, name, advice):
+    def refuse(*_args, **_kwargs):
+        raise NotImplementedError(f"Spillway's {op} has no {name}: {advice}")
+
+    refuse.__name__ = name
+    return refuse
 
 
 def _patch_accelerator(accelerator):
@@ -223,7 +255,7 @@ def _present(builder, class_name):
                 "BUILD_VAR": f"DS_BUILD_{op.upper()}",
                 "_spillway_op": op,
                 "absolute_name": lambda self: f"deepspeed.ops.{_FOLDERS.get(op, op.removeprefix('cpu_'))}.{op}_op",
-                "load": lambda self, verbose=True: _op(op),
+                "load": lambda self, verbose=True: module_of(op),
                 "is_compatible": lambda self, verbose=True: True,
             },
         )

@@ -299,6 +299,20 @@ def _served(op):
     return {op: served(op)}
 
 
+def _preloaded():
+    """The calls that the preload library served of the ops that DeepSpeed compiled, their elements, and the calls that went to DeepSpeed's
+    own function. Empty if the library is not loaded, or is too old to count."""
+    try:
+        counts_of = ctypes.CDLL(None).spillway_preload_counts
+    except AttributeError:
+        return {}
+    counts = (ctypes.c_uint64 * 3)()
+    names = ("calls", "elements", "left_to_deepspeed")
+    return {"preload": {op: dict(zip(names, counts)) for op in SERVED if counts_of(op.encode(), counts)}}
+
+
 for _op in SERVED:
     _installed.counted(partial(_served, _op), _op)
 _installed.counted(lambda: {"undo": found} if (found := recordings()) else {}, *_installed.OPS)
+_installed.counted(lambda: {"kernel": _native.kernel_name()}, *_installed.OPS)
+_installed.counted(_preloaded)

@@ -14,8 +14,9 @@ import itertools
 import json
 import weakref
 
-from .. import _abi, _native
-from ..errors import InvalidArgumentError
+from .. import _abi, _native, _values
+from .._snapshot import RECORD
+from ..errors import CorruptError, InvalidArgumentError
 from ..swap import STATES, Swap, state_bytes, working_bytes
 from ..tier import Tier
 from ..tiered import Tiered
@@ -24,6 +25,8 @@ from ._checkpoints import Snapshots
 from ._sub_groups import Gradients, Parts, floats
 from ._tier_overlap import Overlap
 
+# The sizes of extents with a record are multiples of it.
+_PIECE = 1 << 20
 _CURE = 'load a checkpoint, with "resume": false in the spillway block'
 
 # All TierSwappers of this process, for active().
@@ -281,9 +284,9 @@ class TierSwapper:
         for index, step in enumerate(steps):
             self._set_step(index, step)
 
-    def commit(self, step, payload, wait):
-        """Makes all state durable; returns after all ranks have committed, or without `wait` once they have begun. `payload(tier, room)`
-        makes the bytes that are stored beside it, of which there may be `room`."""
+    def commit(self, step, record, wait):
+        """Makes all state durable; returns after all ranks have committed, or without `wait` once they have begun. `record()` returns the
+        values that are stored beside it."""
         self.tiered.check()
         self._rest()
         facts = {"elements": self.elements, "steps": list(self.steps), "adam_state": self._adam_state(), **_form(self.settings)}
@@ -291,7 +294,7 @@ class TierSwapper:
         def prepared():
             if self.settings.split_master:
                 self._put_weights()
-            return payload(self.tiered.tier, self.tiered.room(facts))
+            return store(self.tiered.tier, record(), self.tiered.room(facts))
 
         commit = self.tiered.commit if wait else self.tiered.begin_commit
         commit(step, facts, self.tiered.place.together(prepared))
@@ -299,14 +302,17 @@ class TierSwapper:
             self.tiered.early()
 
     def restore(self):
-        """Takes over the step counts and the state of DeepSpeed's arithmetic from the last commit; returns its payload. AdamW or L2 follows
-        this run's configuration."""
-        _, facts, payload = self.tiered.committed
+        """Takes over the step counts and the state of DeepSpeed's arithmetic from the last commit. AdamW or L2 follows this run's
+        configuration."""
+        facts = self.tiered.committed.facts
         self.set_steps(facts["steps"])
         mode = int(self._stage3.optimizer.adam_w_mode)
         state = _abi.DsAdamState(ctypes.sizeof(_abi.DsAdamState), **{**facts["adam_state"], "adamw_mode": mode})
         _native.call("spw_ds_adam_set_state", self._stage3.optimizer.opt_id, ctypes.byref(state))
-        return payload
+
+    def record(self):
+        """The values that are stored beside the last commit."""
+        return load(self.tiered.tier, self.tiered.committed.payload)
 
     def find_snapshot(self, directory, step, at, commit):
         """Finds a finished snapshot of this step for take_snapshot(). Commits states that have changed by commit(), at the step `at`."""
@@ -419,6 +425,37 @@ def served():
 
 
 _installed.counted(lambda: {"tier": found} if (found := served()) else {})
+
+
+def store(tier, record, room):
+    """The payload for a tier's commit: the record, or a reference to an extent that stores it if it has more than `room` bytes."""
+    data = _values.pack(record)
+    if len(data) <= room:
+        return data
+    size = -(-len(data) // _PIECE) * _PIECE
+    name = f"{RECORD}{size // _PIECE}"
+    old = next((extent for extent in tier.extents() if extent.name.startswith(RECORD) and extent.name != name), None)
+    if old is not None:
+        tier.remove(old.number)
+    padded = bytearray(size)
+    padded[: len(data)] = data
+    tier._transfer(tier.put(extent, [padded]) for extent in [tier.define(name, [size])])
+    return _values.pack({"record": name, "bytes": len(data)})
+
+
+def load(tier, payload):
+    """The record of a payload of store()."""
+    record = _values.unpack(payload)
+    if not isinstance(record, dict):
+        raise CorruptError("the commit's record is damaged: it is no dictionary")
+    if "record" not in record:
+        return record
+    extent = next((extent for extent in tier.extents() if extent.name == record["record"]), None)
+    if extent is None or not extent.name.startswith(RECORD) or not 0 <= record["bytes"] <= extent.bytes:
+        raise CorruptError(f"the commit's record is damaged: it refers to the extent {record['record']!r}, which the tier lacks")
+    padded = bytearray(extent.bytes)
+    tier._transfer(tier.get(number, [padded]) for number in [tier.define(extent.name, [extent.bytes])])
+    return _values.unpack(padded[: record["bytes"]])
 
 
 def _opened(settings, elements, sizes, rank, world):

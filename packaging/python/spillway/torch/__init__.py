@@ -47,10 +47,10 @@ import torch
 from .. import _abi
 from .._groups import Rule
 from ..errors import InvalidArgumentError
-from ._keywords import TierOptions, take_beyond
 from ._offload.optimizer import offload
-from ._optimizer import SpillwayOptimizer
+from ._optimizer import SpillwayOptimizer, take_beyond
 from ._states import MOMENTS
+from ._tier_states import TierOptions
 
 if TYPE_CHECKING:
     from ._offload.flow import Flow

@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -23,9 +24,7 @@ from .._groups import Rule
 from .._snapshot import Snapshot
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
-from ._home import Home
-from ._keywords import check_keywords, take_beyond
-from ._memory import Memory
+from ._home import Home, Memory
 from ._states import Precision
 from ._table import named
 from ._tensors import check_has_memory, local
@@ -35,6 +34,40 @@ from ._torch_step import Trial, step_rest
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 #: What a copy of an optimizer has too, beside its states and its home.
 _KEPT = ("max_norm", "skip_nonfinite", "undo")
+#: The keywords beyond torch, with their defaults.
+_BEYOND: dict[str, Any] = {
+    "max_norm": None,
+    "process_group": None,
+    "skip_nonfinite": False,
+    "undo": False,
+    "moment_dtype": None,
+    "moment_rounding": "nearest",
+    "rounding_seed": 0,
+    "master": None,
+    "tier": None,
+    "memory_budget": None,
+    "overlap": False,
+}
+
+
+def take_beyond(options: dict[str, Any]) -> dict[str, Any]:
+    """Removes the keywords beyond torch from `options`, and returns all of them."""
+    return {name: options.pop(name, default) for name, default in _BEYOND.items()}
+
+
+def check_keywords(name: str, max_norm: Any, process_group: Any, flags: dict[str, Any], memory_budget: Any) -> None:
+    """Checks keywords of the optimizer class `name`. Raises InvalidArgumentError, whose message names the keyword."""
+    if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not max_norm > 0):  # type: ignore[operator]
+        raise InvalidArgumentError(f"{name}: max_norm is {max_norm!r}; pass a number above 0, or None")
+    for keyword, value in flags.items():
+        if not isinstance(value, bool):
+            raise InvalidArgumentError(f"{name}: {keyword} is {value!r}; pass True or False")
+    if process_group is not None and not (torch.distributed.is_available() and isinstance(process_group, torch.distributed.ProcessGroup)):
+        raise InvalidArgumentError(
+            f"{name}: process_group is {process_group!r}; pass a group of torch.distributed with this process, or None"
+        )
+    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, Integral) or memory_budget < 0):
+        raise InvalidArgumentError(f"{name}: memory_budget is {memory_budget!r}; pass a whole number of bytes, or None")
 
 
 def of_itself(method: _Method) -> _Method:

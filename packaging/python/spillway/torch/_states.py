@@ -119,6 +119,28 @@ class Precision(NamedTuple):
                 self.cast(param, states[param], saved["state"][number], keys)
 
 
+def is_count(step: Any) -> bool:
+    """True for a step count: a number, or a tensor with one number."""
+    try:
+        count = -1.0 if isinstance(step, (str, bytes)) else float(step)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return 0 <= count < 2**63 and count % 1 == 0
+
+
+def check_steps(loaded: dict[str, Any], counted: bool) -> None:
+    """Checks the step counts of a state dict before it is loaded. `counted`: states of the optimizer have one."""
+    for number, state in loaded.get("state", {}).items():
+        if not counted or not isinstance(state, dict) or not state:
+            continue
+        step = state.get("step")
+        if not (isinstance(step, torch.Tensor) and step.is_meta) and not is_count(step):
+            raise InvalidArgumentError(
+                f"load_state_dict: state[{number!r}]['step'] is {step!r}; pass the number of steps that the state has had, "
+                "a whole number from 0 on; nothing was loaded"
+            )
+
+
 def master_of(precision: Precision, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """The state that holds the master of a 16-bit parameter. Where the parameter was written to since the last step, an f32 master takes
     its value."""

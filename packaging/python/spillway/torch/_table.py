@@ -25,7 +25,7 @@ import torch
 from .. import _abi, _native, _tensor_rows
 from .._groups import Rule, is_torchs
 from ..errors import InvalidArgumentError, SpillwayError
-from ._keywords import is_count
+from ._states import is_count
 from ._tensors import CODES, DTensor, Row, local, name_of, properties_of
 
 #: Most parameters of a slice.

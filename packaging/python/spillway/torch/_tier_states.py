@@ -11,8 +11,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +22,94 @@ import torch
 from .. import _abi
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import UNROUNDED, Swap, state_bytes
-from ..tier import Tier
-from ..tiered import Record, Tiered
+from ..tier import Tier, TierPath
+from ..tiered import Place, Record, Tiered
 from ._copies import Gradients, Weights
-from ._keywords import TierOptions, is_count
 from ._norm import part_of
-from ._states import MASTER, MOMENTS, Precision, take_values
+from ._states import MASTER, MOMENTS, Precision, is_count, take_values
 from ._tensors import CODES, holds_values, local, name_of
 
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
 _USUAL, _LEAST = 4 << 20, 4 << 10
 _version = torch.Tensor._version.__get__
+
+
+class TierOptions(NamedTuple):
+    """Where and how an optimizer keeps its states on a tier.
+
+    Attributes:
+        paths: A directory, or a list of directories, "s3://BUCKET/PREFIX", spillway.tier.TierPath, or None for memory.
+        job: Name of the run, and of a directory on each path.
+        host: Name of this machine, and of a directory below that; None: the host name.
+        rank, world: Number of this process and of all processes; None: those of torch.distributed, else 0 and 1.
+        resume: "auto" resumes a committed state and otherwise begins a new one; "create" refuses a committed state; "resume" requires one.
+        durability: What a commit survives: "data" a power failure; "process" only the end of the process; "full" like "data", and also
+            syncs directories.
+        part_elements: Number of elements of a subgroup of a new tier; None: 4 Mi, or less to fit the memory budget.
+        ratio, speeds: As for spillway.Swap.
+        turns: Number of processes that use a device at a time, as for spillway.Tier; 0: any number.
+        pin_memory: Lock the buffers' pages in memory.
+        io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds."""
+
+    paths: Any
+    job: str = "optimizer"
+    host: str | None = None
+    rank: int | None = None
+    world: int | None = None
+    resume: str = "auto"
+    durability: str = "data"
+    part_elements: int | None = None
+    ratio: Sequence[float] | None = None
+    speeds: Sequence[float] | None = None
+    turns: int = 1
+    pin_memory: bool = True
+    io_timeout: float = 0.0
+
+    @staticmethod
+    def of(given: Any) -> TierOptions:
+        """The options of a `tier` argument."""
+        options = given if isinstance(given, TierOptions) else TierOptions(given)
+        single = isinstance(options.paths, (str, os.PathLike, TierPath)) or options.paths is None
+        paths = [options.paths] if single else list(options.paths) if isinstance(options.paths, Iterable) else []
+        if not paths or not all(path is None or (isinstance(path, (str, os.PathLike, TierPath)) and path != "") for path in paths):
+            raise InvalidArgumentError(f"tier is {given!r}; pass a directory, a list of directories, or a TierOptions of these")
+        _check_tier(options)
+        return options._replace(paths=[path if isinstance(path, TierPath) else TierPath(path) for path in paths])
+
+    def place(self) -> Place:
+        """Where the tier of this process is."""
+        ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = self.rank if self.rank is not None else torch.distributed.get_rank() if ready else 0
+        world = self.world if self.world is not None else torch.distributed.get_world_size() if ready else 1
+        further = {"mode": self.resume, "durability": self.durability, "io_timeout": self.io_timeout, "turns": self.turns}
+        return Place(self.paths, self.job, self.host, rank, world, options=further)
+
+
+def _check_tier(options: Any) -> None:
+    """Checks the fields of a TierOptions that the library does not check. Raises InvalidArgumentError, whose message names the field."""
+
+    def whole(value: Any, least: int) -> bool:
+        return value is None or (isinstance(value, Integral) and not isinstance(value, bool) and value >= least)  # type: ignore[operator]
+
+    def real(value: Any) -> bool:
+        return isinstance(value, Real) and not isinstance(value, bool)
+
+    def reals(value: Any) -> bool:
+        return value is None or (isinstance(value, Sequence) and all(map(real, value)))
+
+    fits = {
+        "rank": (whole(options.rank, 0), "a whole number from 0 on, or None"),
+        "world": (whole(options.world, 1), "a whole number from 1 on, or None"),
+        "part_elements": (whole(options.part_elements, 1), "a number of elements from 1 on, or None"),
+        "ratio": (reals(options.ratio), "a list of numbers, or None"),
+        "speeds": (reals(options.speeds), "a list of numbers, or None"),
+        "turns": (whole(options.turns, 0), "a number of processes, or 0 for no turns"),
+        "pin_memory": (isinstance(options.pin_memory, bool), "True or False"),
+        "io_timeout": (real(options.io_timeout) and 0 <= options.io_timeout < 2**31, "seconds, a number from 0 on"),
+    }
+    for field, (good, wanted) in fits.items():
+        if not good:
+            raise InvalidArgumentError(f"TierOptions: {field} is {getattr(options, field)!r}; pass {wanted}")
 
 
 class TierState(dict[str, Any]):
@@ -273,7 +352,7 @@ class TierStates:
         return {
             "most": self.layout.most,
             "moments": str(self.moment_dtype).removeprefix("torch."),
-            "parameters": [_described(local(param)) for param in self.params],
+            "parameters": [*map(_described, self.params)],
             "steps": [float(self.step_count(states, number)) if stated else 0.0 for number, stated in enumerate(self.stated)],
             "count": self.count,
             "stateless": [number for number, stated in enumerate(self.stated) if not stated],
@@ -336,9 +415,9 @@ class Layout:
                 at += length
 
 
-def _described(param: torch.Tensor) -> list[Any]:
-    """Dtype and shape of a parameter, as the record of a commit stores them."""
-    return [str(param.dtype).removeprefix("torch."), list(param.shape)]
+def _described(param: torch.Tensor) -> str:
+    """Dtype and shape of a parameter, as the record of a commit and messages have them."""
+    return f"{param.dtype} of shape {tuple(local(param).shape)}"
 
 
 def _check_parameters(committed: dict[str, Any], params: list[torch.Tensor], names: list[str]) -> None:
@@ -346,11 +425,8 @@ def _check_parameters(committed: dict[str, Any], params: list[torch.Tensor], nam
     cure = "pass the model of the run that committed, or other paths or another job for this one"
     everything = committed["parameters"]
     for name, param, stored in zip(names, params, everything):
-        if _described(local(param)) != stored:
-            raise InvalidArgumentError(
-                f"{name} is {param.dtype} of shape {tuple(local(param).shape)}; the tier was committed with torch.{stored[0]} of "
-                f"shape {tuple(stored[1])} there; {cure}"
-            )
+        if _described(param) != stored:
+            raise InvalidArgumentError(f"{name} is {_described(param)}; the tier was committed with {stored} there; {cure}")
     if len(params) != len(everything):
         first = names[len(everything)] if len(params) > len(everything) else f"parameter number {len(params)}"
         raise InvalidArgumentError(

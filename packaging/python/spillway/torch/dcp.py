@@ -35,8 +35,7 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ._optimizer import SpillwayOptimizer
 from ._states import MASTER
 from ._tensors import local
-from ._tier import TierHome
-from ._tier_values import Value, value_of
+from ._tier import TierHome, Value, value_of
 
 __all__ = ["load", "save", "states"]
 

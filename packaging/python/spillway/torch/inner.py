@@ -2,8 +2,7 @@
 
 A subclass of `SpillwayOptimizer` names a subclass of `Memory` in its attribute `_memory`."""
 
-from ._home import Recorded
-from ._memory import Memory
+from ._home import Memory, Recorded
 from ._optimizer import SpillwayOptimizer
 from ._tensors import CODES, DTensor, name_of, unused_bytes
 

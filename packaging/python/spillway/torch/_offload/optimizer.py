@@ -34,8 +34,7 @@ from ..._groups import TORCHS
 from ..._tail_search import TailSearch, Timed, is_tail
 from ...errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from .. import _norm
-from .._keywords import check_keywords
-from .._optimizer import scaler_of
+from .._optimizer import check_keywords, scaler_of
 from .._tensors import averages_later, is_partial, local
 from .plan import FLOATS, Decision, Plan, Slot
 from .tail import apart_in_bits, room

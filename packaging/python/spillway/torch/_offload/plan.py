@@ -20,8 +20,7 @@ from ...errors import InvalidArgumentError, OutOfOrderError
 from ...optim import Adam
 from ...speculate import Speculation
 from .._copies import link_to, wait
-from .._keywords import is_count
-from .._states import LOW, MASTER
+from .._states import LOW, MASTER, is_count
 from .._tensors import apart, holds_values, is_partial, like, local
 from .tail import TailedSpeculation, tail_of
 

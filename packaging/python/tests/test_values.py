@@ -1,4 +1,4 @@
-"""Proves that the payload of a commit is read back unchanged, and that values other than data are refused by name.
+"""Proves that what a commit stores beside the states is read back unchanged, and that values other than data are refused by name.
 Reading executes no code, whatever the bytes are."""
 
 import collections
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import spillway
-from spillway import _safetensors
-from spillway.deepspeed import _payload
+from spillway import _safetensors, _values
+from spillway.deepspeed import _tier
 
 torch = pytest.importorskip("torch")
 
@@ -38,7 +38,7 @@ def values():
         "deque": collections.deque([1, (2,)], maxlen=5),
         "counter": collections.Counter({3: 2, 9: 1}),
         "ordered": collections.OrderedDict(b=1, a=2),
-        "dict": {"tuple": {"dict": "looks like a kind"}},
+        "dict": {"$tuple": {"$dict": "looks like a kind"}, "$": {"tuple": "is a string"}},
         "random": random.getstate(),
         "numpy": np.random.RandomState(3).get_state(),
         "dtype": torch.bfloat16,
@@ -46,13 +46,13 @@ def values():
 
 
 def test_what_is_data_comes_back_as_it_was():
-    found = _payload.unpack(_payload.pack(values()))
+    found = _values.unpack(_values.pack(values()))
     wanted = values()
     state, other = found.pop("numpy"), wanted.pop("numpy")
     assert state[0] == other[0] and np.array_equal(state[1], other[1]) and state[2:] == other[2:]
     assert found == wanted and found["named"].x == 1 and found["deque"].maxlen == 5
     assert type(found["counter"]) is collections.Counter and type(found["ordered"]) is collections.OrderedDict
-    assert math.copysign(1, found["numbers"][5]) == -1 and math.isnan(_payload.unpack(_payload.pack(math.nan)))
+    assert math.copysign(1, found["numbers"][5]) == -1 and math.isnan(_values.unpack(_values.pack(math.nan)))
     np.random.RandomState().set_state(state), random.Random().setstate(found["random"])
 
 
@@ -65,9 +65,9 @@ def test_tensors_and_arrays_come_back_to_the_bit(dtype):
         torch.arange(24).to(dtype).reshape(4, 6).t(),
     ]
     arrays = [np.arange(5.0), np.array([True]), np.arange(4, dtype=">i4"), np.float32(0.1), np.zeros((2, 0), np.int8)]
-    for before, after in zip(tensors, _payload.unpack(_payload.pack(tensors))):
+    for before, after in zip(tensors, _values.unpack(_values.pack(tensors))):
         assert before.dtype == after.dtype and before.shape == after.shape and torch.equal(before, after)
-    for before, after in zip(arrays, _payload.unpack(_payload.pack(arrays))):
+    for before, after in zip(arrays, _values.unpack(_values.pack(arrays))):
         assert before.shape == after.shape and np.array_equal(before, after)
 
 
@@ -79,11 +79,17 @@ def test_what_is_not_data_is_refused_by_its_place():
         (len, "builtin"),
         ({(1, 2): 3}, "key"),
         (itself, "contains itself"),
-        (np.array(["a"]), "tensor of dtype str"),
+        (np.array(["a"]), "dtype str"),
+        (torch.complex64, "dtype complex64"),
         ({1, 2}, "set"),
     ):
         with pytest.raises(spillway.InvalidArgumentError, match=words):
-            _payload.pack({"client_state": [0, value]})
+            _values.pack({"client_state": [0, value]})
+
+
+def test_what_json_has_is_json():
+    plain = {"step": 3, "groups": [{"lr": 0.1, "name": None, "on": True}]}
+    assert _safetensors.parse(_values.pack(plain))[0]["value"] == json.dumps(plain, separators=(",", ":"))
 
 
 def test_a_pickle_is_never_run(capfd):
@@ -91,13 +97,13 @@ def test_a_pickle_is_never_run(capfd):
     torch.save(RunsCode(), saved)
     for data in (saved.getvalue(), pickle.dumps(RunsCode())):
         with pytest.raises(spillway.CorruptError):
-            _payload.unpack(data)
+            _values.unpack(data)
     assert capfd.readouterr().out == ""
 
 
 def test_a_record_that_was_cut_is_an_error_and_other_damage_raises_nothing_else():
     """The payload has no checksum of its own: the tier's blocks have. A changed number may thus be another valid record."""
-    data = _payload.pack(values() | {"tensor": torch.ones(100)})
+    data = _values.pack(values() | {"tensor": torch.ones(100)})
     chance = random.Random(1)
     for _ in range(3000):
         damaged = bytearray(data[: chance.randrange(len(data) + 1)] if chance.random() < 0.3 else data)
@@ -105,11 +111,11 @@ def test_a_record_that_was_cut_is_an_error_and_other_damage_raises_nothing_else(
             if damaged:
                 damaged[chance.randrange(len(damaged))] = chance.randrange(256)
         with contextlib.suppress(spillway.TierError):
-            _payload.unpack(damaged)
+            _values.unpack(damaged)
     for size in range(len(data)):
         with pytest.raises(spillway.TierError):
-            _payload.unpack(data[:size])
-    assert torch.equal(_payload.unpack(data)["tensor"], torch.ones(100))
+            _values.unpack(data[:size])
+    assert torch.equal(_values.unpack(data)["tensor"], torch.ones(100))
 
 
 @pytest.mark.parametrize(
@@ -124,14 +130,14 @@ def test_a_record_that_was_cut_is_an_error_and_other_damage_raises_nothing_else(
     ],
 )
 def test_a_tensor_lies_within_the_bytes(entry):
-    header = json.dumps({"__metadata__": {"format": "spillway-payload-1", "value": '{"tensor":"0"}'}, "0": entry}).encode()
+    header = json.dumps({"__metadata__": {"format": "spillway-values-1", "value": '{"$tensor":"0"}'}, "0": entry}).encode()
     for size in (len(header), len(header) + 1, 1 << 63):
         with pytest.raises(spillway.CorruptError):
-            _payload.unpack(size.to_bytes(8, "little") + header + b"1234")
+            _values.unpack(size.to_bytes(8, "little") + header + b"1234")
 
 
 ENTRY = '"0": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
-GOOD = f'{{"__metadata__": {{"format": "spillway-payload-1", "value": "1"}}, {ENTRY}}}'
+GOOD = f'{{"__metadata__": {{"format": "spillway-values-1", "value": "1"}}, {ENTRY}}}'
 HEADERS = {
     "a tensor twice": GOOD[:-1] + f", {ENTRY}}}",
     "a field of a tensor twice": GOOD.replace('"shape"', '"shape": [1], "shape"'),
@@ -150,9 +156,9 @@ def test_a_header_has_unique_keys_and_metadata_of_strings(name):
     def framed(header):
         return len(header).to_bytes(8, "little") + header.encode() + b"1234"
 
-    assert _payload.unpack(framed(GOOD)) == 1
+    assert _values.unpack(framed(GOOD)) == 1
     with pytest.raises(spillway.CorruptError):
-        _payload.unpack(framed(HEADERS[name]))
+        _values.unpack(framed(HEADERS[name]))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +176,8 @@ def test_a_header_that_readers_would_refuse_is_not_written(names, metadata):
 def test_a_record_of_any_size_comes_back_from_a_tier(tmp_path, large):
     record = {"counts": {"global_steps": 3}, "buffers": {"b": torch.ones((2 << 20) if large else 3)}}
     with spillway.Tier([tmp_path], job="run") as tier:
-        tier.commit(3, _payload.store(tier, record, 1 << 20))
+        tier.commit(3, _tier.store(tier, record, 1 << 20))
         assert len(tier.extents()) == large
     with spillway.Tier([tmp_path], job="run", mode="resume") as tier:
-        found = _payload.load(tier, tier.opened.payload)
+        found = _tier.load(tier, tier.opened.payload)
         assert found["counts"] == record["counts"] and torch.equal(found["buffers"]["b"], record["buffers"]["b"])

@@ -509,6 +509,11 @@ impl Tier {
         }
     }
 
+    /// The error of a caller who needs `bytes` more bytes than the paths have: what [`Tier::write`] returns.
+    pub fn no_room(&self, bytes: u64) -> Error {
+        self.state.lock().catalog.paths().no_room(bytes)
+    }
+
     /// Sets the health of a path. A draining path gets no new writes; a healthy one gets them again. A missing path
     /// stays missing, and no path can be set to missing.
     pub fn set_health(&self, path: u32, health: Health, reason: &str) -> Result<()> {

@@ -267,7 +267,7 @@ class Tiered:
             try:
                 self._handles.swap = update(opened, self.committed)
             except SpillwayError as error:
-                described = limit(error) if error.status == _abi.ERR_LIMIT_REACHED else None
+                described = limit(error) if error.status == _abi.ERR_NO_SPACE else None
                 if described is None:
                     raise
                 raise described from error

@@ -73,7 +73,8 @@ impl Room {
         let Room { bytes, piece } = self;
         let usable = tier.paths().into_iter().filter(|path| path.health == Health::Healthy);
         let more = bytes.saturating_sub(usable.map(|path| stored(&path)).sum());
-        let context = format!("{VERSIONS} versions of the states take {bytes} bytes, in pieces of {piece} bytes");
+        let context =
+            format!("{VERSIONS} versions of the states take {bytes} bytes, in pieces of {piece} bytes");
         tier.no_room(more).context(context)
     }
 }

@@ -117,14 +117,14 @@ impl Tier {
         let mut state = self.state.lock();
         while state.catalog.awaits() {
             let awaited = |job: &Job| job.is_write() && state.catalog.is_awaited(job.subject.extent);
-            let next = state.tickets.idle(awaited).first().copied();
-            state = match next {
-                Some(ticket) => {
+            let idle = state.tickets.idle(awaited);
+            state = match idle.is_empty() {
+                true => self.changed.wait(state),
+                false => {
                     drop(state);
-                    self.drive_idle(ticket);
+                    idle.into_iter().for_each(|ticket| drop(self.drive_idle(ticket)));
                     self.state.lock()
                 }
-                None => self.changed.wait(state),
             };
         }
         state.catalog.named_failure().map_or(Ok(()), Err)

@@ -61,6 +61,9 @@ pub(super) struct TierState {
 pub(super) struct Tickets {
     states: HashMap<u64, TicketState>,
     last: u64,
+    /// Number of searches through all tickets.
+    #[cfg(test)]
+    pub(super) searches: std::cell::Cell<u64>,
 }
 
 /// State of a ticket.
@@ -119,6 +122,8 @@ impl Tickets {
 
     /// Idle tickets with such a job.
     pub(super) fn idle(&self, wanted: impl Fn(&Job) -> bool) -> Vec<u64> {
+        #[cfg(test)]
+        self.searches.set(self.searches.get() + 1);
         let wanted = |slot: &TicketState| matches!(slot, TicketState::Idle(job) if wanted(job));
         self.states.iter().filter(|(_, slot)| wanted(slot)).map(|(ticket, _)| *ticket).collect()
     }

@@ -235,6 +235,7 @@ impl Catalog {
                 *slot = None;
             }
         }
+        self.find_unused();
         previous.iter().for_each(|contents| self.hold(contents));
         self.previous = previous;
         former.into_iter().for_each(|one| self.release(one));

@@ -305,7 +305,7 @@ impl World {
             paths: Vec::new(),
             extents: Vec::new(),
         };
-        let superblock = self.catalog.superblock(frame, |_| 0);
+        let superblock = self.catalog.superblock(frame, true, |_| 0);
         superblock.encode().expect("an open accepts it");
         if let Some(named) = self.named.take() {
             let found = (0..)

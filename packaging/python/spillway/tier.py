@@ -15,6 +15,7 @@ import atexit
 import copy
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -119,6 +120,8 @@ class Tier(_NativeHandle):
         self._streams: dict[int, tuple[int, ...]] = {}
         self._in_flight = _kept.Submitted()
         self._by_number: dict[int, Ticket] = {}
+        #: Puts and gets that were begun, and whose ticket the caller does not have: each until _begin returns it.
+        self._unclaimed: dict[Ticket, None] = {}
         self._ended: dict[int, int] = {}
         self._failed: dict[int, SpillwayError] = {}
         #: Commits that may be in flight.
@@ -352,6 +355,7 @@ class Tier(_NativeHandle):
 
         Raises:
             CorruptError: A block is damaged; the message names the first one."""
+        self._end_lost()
         checked = _abi.sized(_abi.TierVerifyInfo)
         self._call("spw_tier_verify", ctypes.byref(checked))
         return checked.blocks
@@ -560,17 +564,35 @@ class Tier(_NativeHandle):
             for entry in self._in_flight.tokens()[: _MOST_IN_FLIGHT // 4]:
                 if entry.put:
                     self._reap(entry)
+        self._end_lost()
         entry = Ticket(put)
-        self._in_flight.submit(
-            [_arrays.held(array) for array in arrays],
-            lambda outcome: self._recorded(outcome, function, extent, streams, *arguments, ctypes.byref(entry.number)),
-            entry,
-        )
+
+        def begin(outcome: list[int]) -> None:
+            self._unclaimed[entry] = None
+            self._recorded(outcome, function, extent, streams, *arguments, ctypes.byref(entry.number))
+
+        self._in_flight.submit([_arrays.held(array) for array in arrays], begin, entry)
         self._by_number[entry.number.value] = entry
         if entry not in self._in_flight:
             # A commit in another thread has already released the entry.
             self._by_number.pop(entry.number.value, None)
+        with suppress(KeyError):
+            del self._unclaimed[entry]
         return entry.number.value
+
+    def _end_lost(self) -> None:
+        """Waits for the puts and gets of this thread whose ticket was lost: a signal handler raised before the caller had it. Without this
+        wait their extents would be busy, and a get could still write to an array that the caller uses again."""
+        for entry in list(self._unclaimed):
+            if entry not in self._in_flight:
+                # It was refused, or a commit has released it.
+                self._unclaimed.pop(entry, None)
+            elif entry.number.value and entry.thread == threading.get_ident():
+                # A commit fails if the extent of a put that failed is not put again.
+                with suppress(SpillwayError):
+                    # Not lost if this is a signal handler inside of _begin: then the caller gets the ticket later, and waits for it.
+                    self._ended[entry.number.value] = self.wait(entry.number.value)
+                self._unclaimed.pop(entry, None)
 
     def _all(self, function: str, structure_type: Any) -> list[tuple[Any, str]]:
         found: list[tuple[Any, str]] = []

@@ -61,6 +61,7 @@ class Tier(_NativeHandle):
         queue_depth: Requests in flight per path; 0: the default.
         backend: "auto", "uring" or "threads".
         at_step: Open the tier at this step, one of steps(). Opening at the step before the last discards the last step.
+        at_tag: With `at_step`, the tag of the commit, one of steps(), for a step that was committed twice. 0: the last commit of the step.
         keep_before: A commit with wait=False keeps the state of the commit before until the next commit begins, as with `world` above 1.
             For tiers that resume at one step: then the commits of all must have ended before the next commit of any of them.
         turns: Number of processes of a user that transfer to the device of a directory at a time, the same in all of them; the others
@@ -103,6 +104,7 @@ class Tier(_NativeHandle):
         queue_depth: int = 0,
         backend: str = "auto",
         at_step: int | None = None,
+        at_tag: int = 0,
         keep_before: bool = False,
         turns: int = 0,
         turn_timeout: float = 0.0,
@@ -114,7 +116,7 @@ class Tier(_NativeHandle):
         options.flags |= _NO_DIRECT * (not direct) + _AT_STEP * (at_step is not None) + _KEEP_BEFORE * bool(keep_before)
         options.block_bytes, options.queue_depth = block_bytes, queue_depth
         options.io_timeout_ms = milliseconds("io_timeout", io_timeout)
-        options.at_step = at_step or 0
+        options.at_step, options.at_tag = at_step or 0, number(at_tag, "at_tag")
         options.turns = number(turns, "turns", _MOST_U32)
         options.turn_timeout_ms = number(milliseconds("turn_timeout", turn_timeout), "turn_timeout", _MOST_U32)
         self._streams: dict[int, tuple[int, ...]] = {}

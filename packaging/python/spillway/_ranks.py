@@ -75,9 +75,8 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
     everyone = [[tier.Steps(*steps) for steps in ranks] for ranks in gathered([tuple(steps) for steps in own], world, group)]
     last = {steps.last for ranks in everyone for steps in ranks}
     # The tiers of one rank are committed one after the other, and have tags of their own.
-    tags = [{steps.last_tag for steps in ranks} for ranks in zip(*everyone)]
-    same = len(last) == 1 and all(len(of_one) == 1 for of_one in tags)
-    step, tags = (last.pop(), [of_one.pop() for of_one in tags]) if same else _common(everyone, cure)
+    same = all(len({steps.last_tag for steps in ranks}) == 1 for ranks in zip(*everyone))
+    step, tags = (last.pop(), [steps.last_tag for steps in own]) if len(last) == 1 and same else _common(everyone, cure)
 
     def forget() -> None:
         # A tier without a commit stays: its directories may just be missing.

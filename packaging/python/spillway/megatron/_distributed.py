@@ -60,7 +60,7 @@ def attach_all(store_class, optimizers, paths, *, job, **options):
             "OptimizerStateStore.attach_all: the processes have different numbers of optimizers; attach() each one, with a "
             "process_group of the processes that have it"
         )
-    commits = [{} for _ in jobs]
+    commits: list[dict[str, int]] = [{} for _ in jobs]
     if "at_step" not in given:
         commits = _ranks.agreed(
             [place_of(paths, name, options.get("host"), rank, world, group, given) for name in jobs], rank, world, CURE, group

@@ -286,7 +286,7 @@ static void what_does_not_fit_is_said_and_loses_nothing(void) {
     spw_tier *tier = open_tier(SPW_TIER_MODE_CREATE, 700 << 10);
     spw_swap_options options = settings(4);
     spw_swap *swap = NULL;
-    REFUSED(spw_swap_open(tier, &options, &swap), SPW_ERR_LIMIT_REACHED, "");
+    REFUSED(spw_swap_open(tier, &options, &swap), SPW_ERR_NO_SPACE, "limit_bytes");
     CHECK_OK(spw_tier_destroy(tier));
 
     // The planner counts every piece at the size of the largest one.

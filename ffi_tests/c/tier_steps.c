@@ -155,6 +155,8 @@ static void wrong_arguments_are_refused(void) {
     wrong.flags = SPW_TIER_FLAG_AT_STEP;
     wrong.mode = SPW_TIER_MODE_CREATE;
     INVALID(spw_tier_open(&wrong, &tier), "options.at_step");
+    wrong = options, wrong.at_tag = 1;
+    INVALID(spw_tier_open(&wrong, &tier), "options.at_tag");
     wrong = options, wrong.world = 2;
     REFUSED(spw_tier_get_steps(&wrong, &info), SPW_ERR_FOREIGN, "rank 0 of 1");
     // A caller built with an older header has no at_step: its last field is io_backend.

@@ -167,10 +167,13 @@ typedef struct spw_tier_options {
     // Milliseconds that a process waits for its turn on a device before it proceeds without the turn; 0: 30000. It waits
     // once for a process that does not move.
     uint32_t turn_timeout_ms;
+    // With SPW_TIER_FLAG_AT_STEP: the tag of the commit to resume from, of `spw_tier_get_steps`. It tells two commits of one
+    // step apart. 0: the last commit of `at_step`.
+    uint64_t at_tag;
 } spw_tier_options;
 
 #define SPW_TIER_OPTIONS_INIT \
-    { sizeof(spw_tier_options), 0, NULL, NULL, 0, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    { sizeof(spw_tier_options), 0, NULL, NULL, 0, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 // The steps at which a tier can be opened.
 typedef struct spw_tier_steps_info {
@@ -180,7 +183,7 @@ typedef struct spw_tier_steps_info {
     uint32_t committed;
     // The last committed step.
     uint64_t last;
-    // The committed step before it, if there is one.
+    // The step of the commit before it, if there is one: the same step if it was committed twice.
     uint64_t before;
     // 1 if there is a step before it, else 0.
     uint32_t has_before;
@@ -205,7 +208,7 @@ typedef struct spw_tier_steps_info {
 // Errors are those of `spw_tier_open`.
 //
 // An open keeps only the step that it resumes. Ranks that commit independently therefore call this function first, and
-// all open at the last step that every rank has.
+// all open at the last step that every rank has, with the tag of the commit that all have.
 enum spw_status spw_tier_get_steps(const struct spw_tier_options *options,
                                    struct spw_tier_steps_info *info_out);
 

@@ -29,7 +29,7 @@
 
 mod commits;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, OnceLock};
 
 use commits::Commit;
@@ -162,6 +162,8 @@ struct Holds {
 pub(super) struct Catalog {
     paths: Paths,
     extents: Vec<Option<Extent>>,
+    /// Numbers that no extent has, in order. Removed extents leave them.
+    unused: VecDeque<u32>,
     names: HashMap<String, u32>,
     /// By number of the contents.
     held: HashMap<u64, Holds>,
@@ -178,6 +180,9 @@ pub(super) struct Catalog {
     step: Option<u64>,
     payload: Vec<u8>,
     commit: Commit,
+    /// Number of extents that were looked at one after the other.
+    #[cfg(test)]
+    looked: std::cell::Cell<u64>,
 }
 
 impl Catalog {
@@ -186,6 +191,7 @@ impl Catalog {
         let mut catalog = Catalog {
             paths,
             extents: Vec::new(),
+            unused: VecDeque::new(),
             names: HashMap::new(),
             held: HashMap::new(),
             in_doubt: Vec::new(),
@@ -197,6 +203,8 @@ impl Catalog {
             step: superblock.and_then(|one| one.step),
             payload: superblock.map_or_else(Vec::new, |one| one.payload.clone()),
             commit: Commit::None,
+            #[cfg(test)]
+            looked: Default::default(),
         };
         for (number, record) in superblock.iter().flat_map(|one| &one.extents).enumerate() {
             let extent = record.as_ref().map(|ExtentRecord { name, shape, version }| {
@@ -209,7 +217,12 @@ impl Catalog {
             });
             catalog.extents.push(extent);
         }
+        catalog.find_unused();
         catalog
+    }
+
+    fn find_unused(&mut self) {
+        self.unused = (0..).zip(&self.extents).filter_map(|(n, one)| one.is_none().then_some(n)).collect();
     }
 
     fn next_contents(&mut self) -> u64 {
@@ -226,7 +239,11 @@ impl Catalog {
     }
 
     fn numbered(&self) -> impl Iterator<Item = (u32, &Extent)> {
-        (0..).zip(&self.extents).filter_map(|(number, extent)| Some((number, extent.as_ref()?)))
+        (0..).zip(&self.extents).filter_map(|(number, extent)| {
+            #[cfg(test)]
+            self.looked.set(self.looked.get() + 1);
+            Some((number, extent.as_ref()?))
+        })
     }
 
     fn get(&self, number: u32) -> Result<&Extent> {
@@ -242,13 +259,19 @@ impl Catalog {
     /// existing extent has other streams.
     pub(super) fn define(&mut self, name: &str, shape: Shape) -> Result<u32> {
         let Some(number) = self.number(name) else {
-            let free = self.extents.iter().position(Option::is_none).unwrap_or(self.extents.len());
-            if free == self.extents.len() {
-                self.extents.push(None);
-            }
-            self.extents[free] = Some(Extent::new(name, shape));
-            self.names.insert(name.to_string(), free as u32);
-            return Ok(free as u32);
+            let defined = Some(Extent::new(name, shape));
+            let number = match self.unused.pop_front() {
+                Some(number) => {
+                    self.extents[number as usize] = defined;
+                    number
+                }
+                None => {
+                    self.extents.push(defined);
+                    self.extents.len() as u32 - 1
+                }
+            };
+            self.names.insert(name.to_string(), number);
+            return Ok(number);
         };
         let extent = self.get(number)?;
         if extent.removed && !self.is_deferred(number) {
@@ -283,6 +306,7 @@ impl Catalog {
             |extent: &mut Extent| !extent.writing && extent.current.is_none() && extent.committed.is_none();
         if let Some(extent) = slot.take_if(unused) {
             self.names.remove(&extent.name);
+            self.unused.insert(self.unused.partition_point(|one| *one < number), number);
         }
     }
 
@@ -298,12 +322,17 @@ impl Catalog {
 
     /// The extent at position `index` of [`Catalog::extents`].
     pub(super) fn nth_extent(&self, index: usize) -> Option<ExtentInfo> {
-        // Without unused numbers, which removed extents leave, the index equals the number.
-        if self.names.len() == self.extents.len() {
-            return self.extent(u32::try_from(index).ok()?).ok();
+        let index = u32::try_from(index).ok()?;
+        // The unused number at place n has `number - n` extents before it.
+        let (mut before, mut end) = (0, self.unused.len());
+        while before < end {
+            let middle = before.midpoint(end);
+            match self.unused[middle] - middle as u32 <= index {
+                true => before = middle + 1,
+                false => end = middle,
+            }
         }
-        let (number, extent) = self.numbered().nth(index)?;
-        Some(self.describe(number, extent))
+        self.extent(index.checked_add(before as u32)?).ok()
     }
 
     /// Description of one extent.

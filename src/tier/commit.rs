@@ -117,14 +117,14 @@ impl Tier {
         let mut state = self.state.lock();
         while state.catalog.awaits() {
             let awaited = |job: &Job| job.is_write() && state.catalog.is_awaited(job.subject.extent);
-            let next = state.tickets.idle(awaited).first().copied();
-            state = match next {
-                Some(ticket) => {
+            let idle = state.tickets.idle(awaited);
+            state = match idle.is_empty() {
+                true => self.changed.wait(state),
+                false => {
                     drop(state);
-                    self.drive_idle(ticket);
+                    idle.into_iter().for_each(|ticket| drop(self.drive_idle(ticket)));
                     self.state.lock()
                 }
-                None => self.changed.wait(state),
             };
         }
         state.catalog.named_failure().map_or(Ok(()), Err)
@@ -138,7 +138,7 @@ impl Tier {
         if self.options.durability != Durability::Process {
             self.sync_data(writers)?;
         }
-        let (superblock, bytes) = self.next_superblock(Some(step), payload)?;
+        let (superblock, bytes) = self.next_superblock(Some(step), payload, true)?;
         let written = self.write_superblocks(&superblock, &bytes);
         let catalog = &mut self.state.lock().catalog;
         match &written {
@@ -258,8 +258,13 @@ impl Tier {
         }
     }
 
-    /// Builds and encodes the next superblock. After an error nothing is changed and nothing is written.
-    fn next_superblock(&self, step: Option<u64>, payload: &[u8]) -> Result<(Superblock, Encoded)> {
+    /// Builds and encodes the next superblock, of a commit or of an open. After an error nothing is changed and nothing is written.
+    fn next_superblock(
+        &self,
+        step: Option<u64>,
+        payload: &[u8],
+        commits: bool,
+    ) -> Result<(Superblock, Encoded)> {
         let frame = Superblock {
             tier: self.identity.tier,
             sequence: 0,
@@ -281,7 +286,7 @@ impl Tier {
             stats.map_or(0, |stats| stats.written_bytes)
         };
         let catalog = &mut self.state.lock().catalog;
-        let superblock = catalog.superblock(frame, written);
+        let superblock = catalog.superblock(frame, commits, written);
         let bytes = superblock.encode().map_err(|message| {
             let path = catalog.paths().some_name();
             Error::LimitReached(format!(
@@ -365,7 +370,7 @@ impl Tier {
     /// found may exist only in the page cache, and paths may have been renamed, added or left out.
     pub(super) fn write_opening_superblock(&self) -> Result<()> {
         let (step, payload) = self.state.lock().catalog.last_commit();
-        let (superblock, bytes) = self.next_superblock(step, &payload)?;
+        let (superblock, bytes) = self.next_superblock(step, &payload, false)?;
         let table = bytes.on_path(0).len() as u64;
         let lasting = || self.volumes.iter().flatten().filter(|volume| volume.lasts());
         lasting().try_for_each(|volume| volume.reserve_superblocks(table))?;

@@ -226,9 +226,12 @@ impl Tier {
         let mut first = None;
         loop {
             let state = self.state.lock();
-            if let Some(ticket) = state.tickets.idle(Job::is_write).first().copied() {
+            let idle = state.tickets.idle(Job::is_write);
+            if !idle.is_empty() {
                 drop(state);
-                first = first.or(self.drive_idle(ticket));
+                for ticket in idle {
+                    first = first.or(self.drive_idle(ticket));
+                }
             } else if state.catalog.is_writing() {
                 drop(self.changed.wait(state));
             } else {

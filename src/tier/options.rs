@@ -130,6 +130,9 @@ pub struct TierOptions {
     /// The earlier step is intact only if nothing was written since the last commit. Opening at it discards the last
     /// commit.
     pub at_step: Option<u64>,
+    /// With `at_step`: the tag of the commit to resume from, as [`Steps`](super::recover::Steps) has it. It tells two commits of one step
+    /// apart. 0: the last commit of this step.
+    pub at_tag: u64,
     /// Open without missing paths, and list the extents that are lost with them.
     pub degraded: bool,
     /// The open writes its superblock before it returns. If false, the first put or commit writes it, unless the open
@@ -157,6 +160,7 @@ impl TierOptions {
             paths: directories.into_iter().map(path).collect(),
             mode: Mode::Auto,
             at_step: None,
+            at_tag: 0,
             degraded: false,
             write_at_open: true,
             durability: Durability::Data,
@@ -201,6 +205,9 @@ impl TierOptions {
         }
         if self.at_step.is_some() && self.mode == Mode::Create {
             return Err(Error::invalid("options.at_step", "must not be set when a tier is created"));
+        }
+        if self.at_tag != 0 && self.at_step.is_none() {
+            return Err(Error::invalid("options.at_tag", "is set, but no step is given"));
         }
         if self.world == 0 || self.owner.rank >= self.world {
             let reason = format!("is {}, but the number of ranks is {}", self.owner.rank, self.world);

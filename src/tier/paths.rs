@@ -325,8 +325,9 @@ impl Paths {
         offset.map_or(ChunkAllocation::Nothing, |offset| ChunkAllocation::Chunk(chunk(offset, fitting)))
     }
 
-    fn no_room(&self, bytes: u64) -> Error {
-        let message = self.0.iter().map(|path| {
+    /// Error of a request for `bytes` more bytes, with the free space of each path.
+    pub(super) fn no_room(&self, bytes: u64) -> Error {
+        let rooms = self.0.iter().map(|path| {
             let room = path.space.room();
             let room = if room > 1 << 60 { "no limit".to_string() } else { format!("{room} bytes free") };
             match path.health {
@@ -334,12 +335,12 @@ impl Paths {
                 health => format!("{} is {}", path.name, health.word()),
             }
         });
-        let first = self.0.first().map_or_else(String::new, |path| path.name.clone());
+        let rooms = rooms.collect::<Vec<_>>().join(", ");
         let detail = format!(
-            "no path has room; free space, or raise the limit of a path: {}",
-            message.collect::<Vec<_>>().join(", ")
+            "no path has room: {rooms}; free space, add a path, or raise the limit (limit_bytes) of a path"
         );
-        IoError::about(IoKind::NoSpace, Doing::Preallocating, first).at(0, bytes).because(detail).into()
+        let names = self.0.iter().map(|path| path.name.as_str()).collect::<Vec<_>>().join(", ");
+        IoError::about(IoKind::NoSpace, Doing::Preallocating, names).at(0, bytes).because(detail).into()
     }
 
     /// Frees the space of chunks.

@@ -19,6 +19,8 @@
 //! - The commit before the last one is named by the copy that the last commit did not overwrite. Its data stays intact
 //!   until the first write after the last commit (see `catalog`). The disk does not record whether such a write occurred,
 //!   so an open at this commit first verifies each of its blocks.
+//! - The sequence tells which of two commits of one step is the later one. Their payloads' tags tell an open which one is
+//!   meant.
 //! - Such an open continues with the sequence and the generation of the last commit, so no number is used twice.
 #![forbid(unsafe_code)]
 
@@ -30,7 +32,7 @@ use super::bucket;
 use super::catalog::Catalog;
 use super::claim::Claims;
 use super::directory::check_moved;
-use super::extent::{Chunk, PAGE, Shape};
+use super::extent::{Chunk, PAGE, Shape, Version};
 use super::format::{ExtentRecord, PathRecord, Superblock};
 use super::options::{Mode, PathLocation, PathOptions, TierOptions};
 use super::paths::{DurableCopy, FoundCopies, PathState, Paths, Space, Stamp};
@@ -67,7 +69,7 @@ pub enum Before {
     Unknown,
     /// A tier without a commit; the last commit is its first.
     Empty,
-    /// This step. It is intact if nothing was written since the last commit.
+    /// This step, which is the last one if that was committed twice. It is intact if nothing was written since the last commit.
     Step(u64),
 }
 
@@ -569,17 +571,21 @@ fn select(found: &[Candidate], options: &TierOptions) -> Result<Option<Selected>
     }
     check_owner(options, &name, last)?;
     check_one_end(found, last)?;
+    let wanted = |one: &&Superblock| {
+        one.step == options.at_step && (options.at_tag == 0 || tag(one) == options.at_tag)
+    };
     let step = match options.at_step {
-        Some(step) if last.step != Some(step) => step,
+        Some(step) if !wanted(&last) => step,
         _ => return Ok(Some(Selected { superblock: last.clone(), sequence: last.sequence })),
     };
     let before = before(found, last);
-    match before.filter(|before| before.step == Some(step)) {
+    match before.filter(wanted) {
         Some(older) => older_one(older, last).map(Some).map_err(|message| gone(name, step, &message)),
         None => {
             let known = [Some(last), before].into_iter().flatten().filter_map(|one| one.step);
             let known: Vec<String> = known.map(|step| step.to_string()).collect();
-            Err(gone(name, step, &format!("available steps: [{}]", known.join(", "))))
+            let which = if options.at_tag == 0 { "" } else { "no commit with the tag of the options; " };
+            Err(gone(name, step, &format!("{which}available steps: [{}]", known.join(", "))))
         }
     }
 }
@@ -608,10 +614,20 @@ fn last(found: &[Candidate]) -> Option<&Superblock> {
     found.iter().filter_map(Candidate::newest).max_by_key(|one| one.sequence)
 }
 
-/// The newest superblock of a step other than the last one.
+/// The newest superblock of another commit than the last one, whose step may be the same.
 fn before<'a>(found: &'a [Candidate], last: &Superblock) -> Option<&'a Superblock> {
     let all = found.iter().flat_map(|one| one.copies.iter().flatten());
-    all.filter(|one| one.tier == last.tier && one.step != last.step).max_by_key(|one| one.sequence)
+    all.filter(|one| one.tier == last.tier && !is_same_commit(one, last)).max_by_key(|one| one.sequence)
+}
+
+/// True if two superblocks are of one commit: an open writes a new one of the commit that it found. Such a superblock may also have
+/// extents that were never written.
+fn is_same_commit(one: &Superblock, other: &Superblock) -> bool {
+    let written = |one: &Superblock| -> Vec<(usize, Version)> {
+        let extents = one.extents.iter().enumerate();
+        extents.filter_map(|(number, extent)| Some((number, extent.as_ref()?.version.clone()?))).collect()
+    };
+    (one.step, &one.payload) == (other.step, &other.payload) && written(one) == written(other)
 }
 
 fn tag(superblock: &Superblock) -> u64 {

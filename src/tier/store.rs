@@ -61,6 +61,9 @@ pub(super) struct TierState {
 pub(super) struct Tickets {
     states: HashMap<u64, TicketState>,
     last: u64,
+    /// Number of searches through all tickets.
+    #[cfg(test)]
+    pub(super) searches: std::cell::Cell<u64>,
 }
 
 /// State of a ticket.
@@ -119,6 +122,8 @@ impl Tickets {
 
     /// Idle tickets with such a job.
     pub(super) fn idle(&self, wanted: impl Fn(&Job) -> bool) -> Vec<u64> {
+        #[cfg(test)]
+        self.searches.set(self.searches.get() + 1);
         let wanted = |slot: &TicketState| matches!(slot, TicketState::Idle(job) if wanted(job));
         self.states.iter().filter(|(_, slot)| wanted(slot)).map(|(ticket, _)| *ticket).collect()
     }
@@ -507,6 +512,11 @@ impl Tier {
             room: path.space().room(),
             backend: stats.as_ref().map_or("", |stats| stats.backend),
         }
+    }
+
+    /// The error of a caller who needs `bytes` more bytes than the paths have: what [`Tier::write`] returns.
+    pub fn no_room(&self, bytes: u64) -> Error {
+        self.state.lock().catalog.paths().no_room(bytes)
     }
 
     /// Sets the health of a path. A draining path gets no new writes; a healthy one gets them again. A missing path

@@ -278,9 +278,12 @@ impl Volume {
         scratch.span().write(&[0; HEADER_BYTES]);
         if len > 0 {
             let there = scratch.transfer().part(0, len);
-            self.engine
-                .read(request(&self.superblocks[copy].reader, 0, there))
-                .and_then(|handle| self.wait(handle, None))?;
+            let read = self.engine.read(request(&self.superblocks[copy].reader, 0, there));
+            match read.and_then(|handle| self.wait(handle, None)) {
+                // Another process has truncated the file meanwhile. What is not there is zeros.
+                Err(error) if error.io_kind() == Some(IoKind::ShortFile) => {}
+                outcome => drop(outcome?),
+            }
         }
         Ok(scratch.span().with_bytes(|bytes| match SuperblockHeader::parse(bytes) {
             _ if bytes.iter().all(|byte| *byte == 0) => SuperblockCopy::Blank,

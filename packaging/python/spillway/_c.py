@@ -503,6 +503,7 @@ class TierOptions(Given):
         ("at_step", c_uint64),
         ("turns", c_uint32),
         ("turn_timeout_ms", c_uint32),
+        ("at_tag", c_uint64),
     ]
 
 

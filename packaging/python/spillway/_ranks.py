@@ -48,19 +48,20 @@ def together(
 
 
 def open_together(
-    settings: Any, rank: int, world: int, open_at: Callable[[int | None], tier.Tier], cure: str, group: Any = None
+    settings: Any, rank: int, world: int, open_at: Callable[[dict[str, int]], tier.Tier], cure: str, group: Any = None
 ) -> tier.Tier:
-    """Opens this rank's tier by open_at(step), at the step that all ranks have; None is a new run. `settings` has paths, job and host;
-    `cure` ends the message if the ranks have no step in common."""
+    """Opens this rank's tier by open_at(options), at the commit that all ranks have. `settings` has paths, job and host; `cure` ends the
+    message if the ranks have no commit in common."""
     if world == 1:
-        return open_at(None)
-    step = agreed([settings], rank, world, cure, group)
-    return together(world, lambda: open_at(step), lambda opened: opened.close(), group)
+        return open_at({})
+    [at] = agreed([settings], rank, world, cure, group)
+    return together(world, lambda: open_at(at), lambda opened: opened.close(), group)
 
 
-def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any = None) -> int | None:
-    """The step that all tiers of all ranks have; None is a new run, for which commits of some tiers only are removed. `everything` has the
-    settings of each tier of this rank; `cure` ends the message if there is no such step."""
+def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any = None) -> list[dict[str, int]]:
+    """For each tier of this rank the options of Tier for the commit that all ranks have, of one step in all tiers. Without options it is a
+    new run, for which commits of some tiers only are removed. `everything` has the settings of each tier of this rank; `cure` ends the
+    message if there is no such step."""
     own = together(
         world,
         lambda: [
@@ -75,7 +76,7 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
     last = {steps.last for ranks in everyone for steps in ranks}
     # The tiers of one rank are committed one after the other, and have tags of their own.
     same = all(len({steps.last_tag for steps in ranks}) == 1 for ranks in zip(*everyone))
-    step = last.pop() if len(last) == 1 and same else _common(everyone, cure)
+    step, tags = (last.pop(), [steps.last_tag for steps in own]) if len(last) == 1 and same else _common(everyone, cure)
 
     def forget() -> None:
         # A tier without a commit stays: its directories may just be missing.
@@ -84,13 +85,14 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
                 _forget(settings, rank)
 
     together(world, forget, group=group)
-    return step
+    return [{} if step is None else {"at_step": step, "at_tag": tag} for tag in tags]
 
 
-def _common(everyone: list[list[tier.Steps]], cure: str) -> int | None:
-    """The newest step at which all ranks can resume; None is a new run. A rank can start anew if it has a tier with no
-    commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
-    common = set.intersection(*({step for step, _ in set.intersection(*map(_commits, ranks))} for ranks in zip(*everyone)))
+def _common(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, list[int]]:
+    """The newest step at which all ranks can resume, and the tag of its commit in each tier; None is a new run. A rank can start anew if it
+    has a tier with no commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
+    shared = [set.intersection(*map(_commits, ranks)) for ranks in zip(*everyone)]
+    common = set.intersection(*({step for step, _ in commits} for commits in shared))
     if not common:
         tiers = [steps for ranks in everyone for steps in ranks]
         nothing = [rank for rank, ranks in enumerate(everyone) if not all(steps.exists for steps in ranks)]
@@ -101,7 +103,8 @@ def _common(everyone: list[list[tier.Steps]], cure: str) -> int | None:
             f"the ranks have no committed step in common: their last steps are {[steps.last for steps in tiers]}{apart}{found}; {cure}"
         )
     # Two of them: some ranks have returned to the step before the last one, and others have not.
-    return max((step for step in common if step is not None), default=None)
+    chosen = max((step for step in common if step is not None), default=None)
+    return chosen, [max(tag for step, tag in commits if step == chosen) for commits in shared]
 
 
 def _commits(steps: tier.Steps) -> set[tuple[int | None, int]]:

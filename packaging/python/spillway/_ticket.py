@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from typing import Any
 
 from ._kept import IN_USE
@@ -14,13 +15,13 @@ ELSEWHERE = 1
 
 
 class Ticket:
-    """A put or a get, and the statuses of its waits, each in a list of its own. `own`: its Tier began it."""
+    """A put or a get, and the statuses of its waits, each in a list of its own. `own`: its Tier began it, on this `thread`."""
 
-    __slots__ = ("number", "put", "own", "waits", "generation")
+    __slots__ = ("number", "put", "own", "waits", "generation", "thread")
 
     def __init__(self, put: bool, own: bool = True, number: int = 0):
         self.number, self.generation = ctypes.c_uint64(number), ctypes.c_uint64()
-        self.put, self.own = put, own
+        self.put, self.own, self.thread = put, own, threading.get_ident()
         self.waits: list[list[int]] = []
 
     def wait(self, handle: Any, milliseconds: float) -> int:

@@ -29,7 +29,7 @@ class Steps(NamedTuple):
 
     Attributes:
         last: The last committed step; None if there is none.
-        before: The committed step before it; None if there is none.
+        before: The step of the commit before it, which is `last` if that step was committed twice; None if there is none.
         first: True if `last` was the tier's first commit.
         exists: True if there is a tier, committed or not.
         last_tag, before_tag: Checksums of the first 48 bytes of the payloads of these commits; 0 without a payload."""

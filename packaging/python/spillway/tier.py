@@ -15,6 +15,7 @@ import atexit
 import copy
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -60,6 +61,7 @@ class Tier(_NativeHandle):
         queue_depth: Requests in flight per path; 0: the default.
         backend: "auto", "uring" or "threads".
         at_step: Open the tier at this step, one of steps(). Opening at the step before the last discards the last step.
+        at_tag: With `at_step`, the tag of the commit, one of steps(), for a step that was committed twice. 0: the last commit of the step.
         keep_before: A commit with wait=False keeps the state of the commit before until the next commit begins, as with `world` above 1.
             For tiers that resume at one step: then the commits of all must have ended before the next commit of any of them.
         turns: Number of processes of a user that transfer to the device of a directory at a time, the same in all of them; the others
@@ -102,6 +104,7 @@ class Tier(_NativeHandle):
         queue_depth: int = 0,
         backend: str = "auto",
         at_step: int | None = None,
+        at_tag: int = 0,
         keep_before: bool = False,
         turns: int = 0,
         turn_timeout: float = 0.0,
@@ -113,12 +116,14 @@ class Tier(_NativeHandle):
         options.flags |= _NO_DIRECT * (not direct) + _AT_STEP * (at_step is not None) + _KEEP_BEFORE * bool(keep_before)
         options.block_bytes, options.queue_depth = block_bytes, queue_depth
         options.io_timeout_ms = milliseconds("io_timeout", io_timeout)
-        options.at_step = at_step or 0
+        options.at_step, options.at_tag = at_step or 0, number(at_tag, "at_tag")
         options.turns = number(turns, "turns", _MOST_U32)
         options.turn_timeout_ms = number(milliseconds("turn_timeout", turn_timeout), "turn_timeout", _MOST_U32)
         self._streams: dict[int, tuple[int, ...]] = {}
         self._in_flight = _kept.Submitted()
         self._by_number: dict[int, Ticket] = {}
+        #: Puts and gets that were begun, and whose ticket the caller does not have: each until _begin returns it.
+        self._unclaimed: dict[Ticket, None] = {}
         self._ended: dict[int, int] = {}
         self._failed: dict[int, SpillwayError] = {}
         #: Commits that may be in flight.
@@ -352,6 +357,7 @@ class Tier(_NativeHandle):
 
         Raises:
             CorruptError: A block is damaged; the message names the first one."""
+        self._end_lost()
         checked = _abi.sized(_abi.TierVerifyInfo)
         self._call("spw_tier_verify", ctypes.byref(checked))
         return checked.blocks
@@ -560,17 +566,35 @@ class Tier(_NativeHandle):
             for entry in self._in_flight.tokens()[: _MOST_IN_FLIGHT // 4]:
                 if entry.put:
                     self._reap(entry)
+        self._end_lost()
         entry = Ticket(put)
-        self._in_flight.submit(
-            [_arrays.held(array) for array in arrays],
-            lambda outcome: self._recorded(outcome, function, extent, streams, *arguments, ctypes.byref(entry.number)),
-            entry,
-        )
+
+        def begin(outcome: list[int]) -> None:
+            self._unclaimed[entry] = None
+            self._recorded(outcome, function, extent, streams, *arguments, ctypes.byref(entry.number))
+
+        self._in_flight.submit([_arrays.held(array) for array in arrays], begin, entry)
         self._by_number[entry.number.value] = entry
         if entry not in self._in_flight:
             # A commit in another thread has already released the entry.
             self._by_number.pop(entry.number.value, None)
+        with suppress(KeyError):
+            del self._unclaimed[entry]
         return entry.number.value
+
+    def _end_lost(self) -> None:
+        """Waits for the puts and gets of this thread whose ticket was lost: a signal handler raised before the caller had it. Without this
+        wait their extents would be busy, and a get could still write to an array that the caller uses again."""
+        for entry in list(self._unclaimed):
+            if entry not in self._in_flight:
+                # It was refused, or a commit has released it.
+                self._unclaimed.pop(entry, None)
+            elif entry.number.value and entry.thread == threading.get_ident():
+                # A commit fails if the extent of a put that failed is not put again.
+                with suppress(SpillwayError):
+                    # Not lost if this is a signal handler inside of _begin: then the caller gets the ticket later, and waits for it.
+                    self._ended[entry.number.value] = self.wait(entry.number.value)
+                self._unclaimed.pop(entry, None)
 
     def _all(self, function: str, structure_type: Any) -> list[tuple[Any, str]]:
         found: list[tuple[Any, str]] = []

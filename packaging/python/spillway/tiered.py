@@ -74,9 +74,9 @@ class Place(NamedTuple):
             return self.together(self.open_alone, Tier.close)
         return _ranks.open_together(self, self.rank, self.world, self.open_alone, cure, self.group)
 
-    def open_alone(self, step: int | None = None) -> Tier:
-        """Opens the tier of this process, at a step; None: the last one."""
-        return Tier(self.paths, job=self.job, host=self.host, rank=self.rank, world=self.world, **{"at_step": step, **self.options})
+    def open_alone(self, at: Mapping[str, int] = {}) -> Tier:
+        """Opens the tier of this process, at the commit of these options; by default the last one."""
+        return Tier(self.paths, job=self.job, host=self.host, rank=self.rank, world=self.world, **{**at, **self.options})
 
     def together(
         self, work: Callable[[], Any], undo: Callable[[Any], object] | None = None, partly: Callable[[], object] | None = None
@@ -266,7 +266,7 @@ class Tiered:
             try:
                 self._handles.swap = update(opened, self.committed)
             except SpillwayError as error:
-                described = limit(error) if error.status == _abi.ERR_LIMIT_REACHED else None
+                described = limit(error) if error.status == _abi.ERR_NO_SPACE else None
                 if described is None:
                     raise
                 raise described from error

@@ -132,6 +132,32 @@ def test_an_interrupt_after_c_accepted_keeps_the_memory_until_a_commit(tmp_path,
         assert seen() is None, "a put before a commit is over with it"
 
 
+@pytest.mark.parametrize("lost", ["put", "get"])
+@pytest.mark.parametrize("then", ["put", "get", "verify"])
+def test_an_extent_is_usable_after_an_interrupt_has_lost_a_ticket(lost, then, tmp_path, after_the_call):
+    """The lost put or get has ended before the next one begins: the extent is not busy, and no array changes later."""
+    with spillway.Tier([tmp_path], job="test") as tier:
+        extent, other = tier.define("e", [BYTES]), tier.define("f", [BYTES])
+        for number in (extent, other):
+            tier.wait(tier.put(number, [np.ones(BYTES, np.uint8)]))
+        tier.commit(1)
+        for on in (extent, other):
+            lent = np.full(BYTES, 7, np.uint8)
+            after_the_call()
+            with pytest.raises(Interrupt):
+                tier.put(extent, [lent]) if lost == "put" else tier.get(extent, [lent])
+            [entry] = tier._in_flight
+            if then == "verify":
+                assert tier.verify() == 2
+            else:
+                array = np.full(BYTES, 9, np.uint8)
+                ticket = tier.put(on, [array]) if then == "put" else tier.get(on, [array])
+                assert entry.outcome() == 0
+                tier.wait(ticket)
+            assert not tier._in_flight and not tier._by_number and not tier._unclaimed
+        tier.commit(2)
+
+
 def test_an_interrupted_submit_keeps_what_the_engine_took(after_the_call):
     with spillway.Speculation(1) as speculation:
         speculation.begin(spillway.Adam())

@@ -171,7 +171,29 @@ def test_ranks_resume_at_the_newest_step_that_all_have(monkeypatch, last, before
     monkeypatch.setattr(_ranks, "gathered", lambda value, *_: everyone if isinstance(value, list) else [None] * 2)
     monkeypatch.setattr(_ranks.tier, "steps", lambda *_, **__: everyone[0][0])
     place = tiered.Place([spillway.tier.TierPath(None)], "j", world=2)
-    assert _ranks.agreed([place], 0, 2, "begin anew") == step
+    assert _ranks.agreed([place], 0, 2, "begin anew") == [{"at_step": step, "at_tag": 0}]
+
+
+def test_a_rank_that_committed_a_step_again_returns_to_the_commit_that_all_ranks_have(monkeypatch, tmp_path):
+    """One of two ranks was killed before it could commit the step again."""
+    places = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        places.append(tiered.Place([spillway.TierPath(tmp_path / str(rank))], "j", rank=rank, world=2))
+        with places[rank].open_alone() as opened:
+            extent = opened.define("e", [1])
+            for content in ("first", "again")[: 2 - rank]:
+                opened.wait(opened.put(extent, [bytearray(content[:1].encode())]))
+                opened.commit(6, content.encode())
+    everyone = [[tuple(spillway.tier.steps(place.paths, job="j", rank=place.rank, world=2))] for place in places]
+    monkeypatch.setattr(_ranks, "gathered", lambda value, *_: everyone if isinstance(value, list) else [None] * 2)
+    assert [steps[:2] for [steps] in everyone] == [(6, 6), (6, None)]
+    for place in places:
+        [at] = _ranks.agreed([place], place.rank, 2, "begin anew")
+        with place.open_alone(at) as opened:
+            found = bytearray(1)
+            opened.wait(opened.get(opened.define("e", [1]), [found]))
+            assert opened.opened.payload == b"first" and found == b"f"
 
 
 def test_different_commits_of_one_step_are_refused(monkeypatch, tmp_path):

@@ -55,7 +55,7 @@ pub enum spw_status {
     SPW_ERR_SYSTEM = 11,
     /// Reading or writing a file failed. The message contains path, offset, bytes and errno.
     SPW_ERR_IO = 20,
-    /// The device has no free space, or the quota is used up.
+    /// The device has no free space, the quota is used up, or the limits of a tier's paths leave no room.
     SPW_ERR_NO_SPACE = 21,
     /// The file ends before the requested bytes.
     SPW_ERR_SHORT_FILE = 22,

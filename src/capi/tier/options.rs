@@ -140,6 +140,9 @@ pub struct spw_tier_options {
     /// Milliseconds that a process waits for its turn on a device before it proceeds without the turn; 0: 30000. It waits
     /// once for a process that does not move.
     pub turn_timeout_ms: u32,
+    /// With SPW_TIER_FLAG_AT_STEP: the tag of the commit to resume from, of `spw_tier_get_steps`. It tells two commits of one
+    /// step apart. 0: the last commit of `at_step`.
+    pub at_tag: u64,
 }
 }
 
@@ -169,6 +172,7 @@ pub(in crate::capi) fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
         0 => None,
         _ => Some(raw.at_step),
     };
+    options.at_tag = raw.at_tag;
     options.keep_before = raw.flags & spw_tier_flag::SPW_TIER_FLAG_KEEP_BEFORE as u32 != 0;
     options.degraded = raw.flags & spw_tier_flag::SPW_TIER_FLAG_DEGRADED as u32 != 0;
     options.io.direct = raw.flags & spw_tier_flag::SPW_TIER_FLAG_NO_DIRECT as u32 == 0;

@@ -12,7 +12,7 @@ pub struct spw_tier_steps_info {
     pub committed: u32,
     /// The last committed step.
     pub last: u64,
-    /// The committed step before it, if there is one.
+    /// The step of the commit before it, if there is one: the same step if it was committed twice.
     pub before: u64,
     /// 1 if there is a step before it, else 0.
     pub has_before: u32,
@@ -35,7 +35,7 @@ pub struct spw_tier_steps_info {
 /// Errors are those of `spw_tier_open`.
 ///
 /// An open keeps only the step that it resumes. Ranks that commit independently therefore call this function first, and
-/// all open at the last step that every rank has.
+/// all open at the last step that every rank has, with the tag of the commit that all have.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_get_steps(
     options: In<spw_tier_options>,

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::encoding::{Moments, STREAMS};
 use super::*;
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
+use crate::error::IoKind;
 use crate::io::options::TurnOptions;
 use crate::io::sim::{Disk, Faults, short_io_timeout};
 use crate::kernel::{States, Tensor};
@@ -100,6 +101,41 @@ fn an_open_that_fails_leaves_the_tier_as_it_was() {
     // The first subgroup is unchanged and is kept; the second exceeds the size limit.
     assert!(Swap::open(Arc::clone(&tier), &options(&[1000, u64::MAX / 8], 1 << 20)).is_err());
     assert_eq!(tier.extents().len(), before);
+}
+
+#[test]
+fn an_update_without_room_names_the_paths_and_what_they_lack() {
+    let tier_with = |limit: u64| {
+        let mut options =
+            on_disks(&[Disk::default(), Disk::default()], [Faults::default(), Faults::default()]);
+        options.paths.iter_mut().for_each(|path| path.limit = Some(limit));
+        Arc::new(Tier::open(options).unwrap())
+    };
+    let refused = |error: Error, parts: &[&str]| {
+        assert_eq!(error.io_kind(), Some(IoKind::NoSpace), "{error}");
+        let message = error.to_string();
+        assert_eq!(parts.iter().find(|part| !message.contains(**part)), None, "{message}");
+    };
+    let open = |tier: &Arc<Tier>| Swap::open(Arc::clone(tier), &options(&[10_000; 5], 400_000));
+    let tier = tier_with(128 << 10);
+    let free = ["disk-0 has 131072 bytes free, disk-1 has 131072 bytes free", "limit_bytes"];
+    let error = open(&tier).err().unwrap();
+    refused(error.clone(), &free);
+    refused(error, &["preallocating 1199940 bytes", "2 versions of the states"]);
+    // The words are those of a put that finds no room.
+    let extent = tier.define("large", &[1 << 20]).unwrap();
+    let memory = Buffer::open(1 << 20, backing()).unwrap();
+    let put = tier.write(extent, &[memory.transfer(0, 1 << 20)], &crate::tier::ExtentPlacement::Auto, None);
+    refused(put.unwrap_err(), &free);
+
+    let tier = tier_with(1 << 20);
+    let mut swap = open(&tier).unwrap();
+    swap.fill(first_state).unwrap();
+    tier.set_health(0, crate::tier::Health::Draining, "").unwrap();
+    refused(
+        step_by(&mut swap, |_, _| Ok(())).unwrap_err(),
+        &["disk-0 is draining", "disk-1 has", "2 versions"],
+    );
 }
 
 /// Gradients that differ by subgroup, step and element.

@@ -40,6 +40,9 @@ struct Pending {
     slot: usize,
 }
 
+/// Versions of the states that the paths have room for: the committed one and the next one.
+const VERSIONS: u64 = 2;
+
 /// For each path, the number of consecutive blocks of an extent that it takes.
 pub(super) type Parts = Vec<(u32, u32)>;
 
@@ -50,10 +53,42 @@ struct Pieces {
     elements: u64,
 }
 
+/// What the paths need room for.
+#[derive(Debug, Clone, Copy)]
+struct Room {
+    /// Bytes of all versions; each piece counts as much as the largest one.
+    bytes: u64,
+    /// Bytes of the largest piece.
+    piece: u64,
+}
+
+impl Room {
+    fn of(pieces: &[u64]) -> Room {
+        let piece = pieces.iter().copied().max().unwrap_or(0);
+        Room { bytes: piece.saturating_mul(pieces.len() as u64).saturating_mul(VERSIONS), piece }
+    }
+
+    /// The error if the paths lack it.
+    fn lacks(&self, tier: &Tier) -> Error {
+        let Room { bytes, piece } = self;
+        let usable = tier.paths().into_iter().filter(|path| path.health == Health::Healthy);
+        let more = bytes.saturating_sub(usable.map(|path| stored(&path)).sum());
+        let context =
+            format!("{VERSIONS} versions of the states take {bytes} bytes, in pieces of {piece} bytes");
+        tier.no_room(more).context(context)
+    }
+}
+
+/// Bytes of a path's data file in use.
+fn stored(path: &PathReport) -> u64 {
+    path.file_bytes.saturating_sub(path.free)
+}
+
 #[derive(Debug)]
 pub(super) struct Traffic {
     usual: Encoding,
     placement: SubgroupPlacement,
+    room: Room,
     pieces: Vec<Pieces>,
     pending: Vec<Pending>,
     /// Counters of each path at the last call of `observe_bandwidth`.
@@ -69,10 +104,10 @@ impl Traffic {
             false => options.speeds.clone(),
         };
         let seen = observed(tier);
-        let plan = |(info, speed): (&PathReport, &f64)| {
-            // Capacity is for two versions of the state; on a resumed tier one of them is already stored.
-            let used = info.file_bytes.saturating_sub(info.free);
-            PathPlan { speed: *speed, capacity: used.saturating_add(info.room) / 2 }
+        let plan = |(info, speed): (&PathReport, &f64)| PathPlan {
+            speed: *speed,
+            // On a resumed tier one version is already stored.
+            capacity: stored(info).saturating_add(info.room) / VERSIONS,
         };
         let plans: Vec<PathPlan> = paths.iter().zip(&speeds).map(plan).collect();
         let block = tier.block_bytes();
@@ -88,9 +123,16 @@ impl Traffic {
             units.extend((0..count).map(|_| bytes / count as u64));
             pieces.push(Pieces { units: first..units.len(), elements: *elements });
         }
+        let room = Room::of(&units);
+        let placement = SubgroupPlacement::new(&plans, options.ratio.as_deref(), units);
+        let placement = placement.map_err(|error| match error {
+            Error::LimitReached(_) => room.lacks(tier),
+            other => other,
+        })?;
         Ok(Traffic {
             usual: options.usual,
-            placement: SubgroupPlacement::new(&plans, options.ratio.as_deref(), units)?,
+            placement,
+            room,
             pieces,
             pending: Vec::new(),
             seen,
@@ -117,16 +159,14 @@ impl Traffic {
 
     /// Chooses the paths for a write of a subgroup with a full or split master. Errors: no healthy path has room.
     pub(super) fn place(&mut self, subgroup: usize, master: Master, tier: &Tier) -> Result<Parts> {
-        let (encoding, mut failed) = (Encoding { master, ..self.usual }, 0);
+        let encoding = Encoding { master, ..self.usual };
         for (path, flow) in tier.flows().iter().enumerate() {
-            let drains = flow.health != Health::Healthy;
-            self.placement.drain(path, drains);
-            failed += usize::from(drains);
+            self.placement.drain(path, flow.health != Health::Healthy);
         }
         let Pieces { units, elements } = &self.pieces[subgroup];
         let mut taken = vec![0u64; self.seen.len()];
         for unit in units.clone() {
-            let path = self.placement.flush(unit).ok_or_else(|| no_room(subgroup, failed))?;
+            let path = self.placement.flush(unit).ok_or_else(|| self.room.lacks(tier))?;
             taken[path] += 1;
         }
         Ok(parts_of(&taken, &Shape::new(&encoding::streams(encoding, *elements), tier.block_bytes())?))
@@ -260,16 +300,6 @@ fn parts_of(taken: &[u64], shape: &Shape) -> Parts {
         (path, end - std::mem::replace(&mut cut, end))
     });
     parts.filter(|(_, blocks)| *blocks > 0).collect()
-}
-
-fn no_room(subgroup: usize, failed: usize) -> Error {
-    let failed = match failed {
-        0 => String::new(),
-        paths => format!(" (paths that take no writes: {paths})"),
-    };
-    Error::LimitReached(format!(
-        "no usable path has room for subgroup {subgroup}{failed}; free space, or raise the limit of a path"
-    ))
 }
 
 #[cfg(test)]

@@ -145,13 +145,12 @@ impl Catalog {
         }
     }
 
-    /// True if the commit in flight, or the next commit, has this extent.
-    fn takes(&self, number: u32, extent: &Extent) -> bool {
-        !extent.removed
-            && match &self.commit {
-                Commit::Beside(named) => named.contents.contains_key(&number),
-                _ => true,
-            }
+    /// True if the commit in flight, or the next commit, has this extent, unless it removes it.
+    fn takes(&self, number: u32) -> bool {
+        match &self.commit {
+            Commit::Beside(named) => named.contents.contains_key(&number),
+            _ => true,
+        }
     }
 
     /// The last committed step and its payload.
@@ -159,17 +158,20 @@ impl Catalog {
         (self.step, self.payload.clone())
     }
 
-    /// The superblock of the commit in flight, or the next one of what reads see. `frame` has the fields of the tier and of the commit;
-    /// `written` returns the bytes that were written to a path since the open.
+    /// The superblock of the commit in flight, or that of an open, which removes nothing: `commits` is false. `frame` has the fields
+    /// of the tier and of the commit; `written` returns the bytes that were written to a path since the open.
     pub(in crate::tier) fn superblock(
         &self,
         frame: Superblock,
+        commits: bool,
         written: impl Fn(usize) -> u64,
     ) -> Superblock {
+        let stays = |extent: &Extent| !(commits && extent.removed);
         // A path without files and without data is dropped from the tier, so the next open does not report it as
         // missing.
         let retired = |number: usize, path: &PathState| {
-            (path.health() == Health::Missing || path.gone()) && self.named_on(number as u32).is_empty()
+            let on = |(n, extent)| stays(extent) && self.is_named_on(number as u32, n, extent);
+            (path.health() == Health::Missing || path.gone()) && !self.numbered().any(on)
         };
         let paths = self.paths.iter().enumerate().map(|(number, path)| PathRecord {
             name: if retired(number, path) { String::new() } else { path.name().to_string() },
@@ -178,7 +180,7 @@ impl Catalog {
             written: path.written_before() + written(number),
         });
         let extents = (0..).zip(&self.extents).map(|(number, extent)| {
-            let extent = extent.as_ref().filter(|extent| self.takes(number, extent))?;
+            let extent = extent.as_ref().filter(|extent| self.takes(number) && stays(extent))?;
             Some(ExtentRecord {
                 name: extent.name.clone(),
                 shape: (*extent.shape).clone(),
@@ -235,6 +237,7 @@ impl Catalog {
                 *slot = None;
             }
         }
+        self.find_unused();
         previous.iter().for_each(|contents| self.hold(contents));
         self.previous = previous;
         former.into_iter().for_each(|one| self.release(one));
@@ -294,11 +297,13 @@ impl Catalog {
 
     /// Extents with blocks on a path that the next commit names.
     pub(in crate::tier) fn named_on(&self, path: u32) -> Vec<u32> {
-        let there = |number: u32, extent: &Extent| {
-            let named = self.named(number, extent).filter(|_| !extent.removed);
-            named.is_some_and(|contents| contents.version.chunks.iter().any(|chunk| chunk.path == path))
-        };
-        self.numbered().filter(|(number, extent)| there(*number, extent)).map(|(number, _)| number).collect()
+        let there =
+            |(number, extent): &(u32, &Extent)| !extent.removed && self.is_named_on(path, *number, extent);
+        self.numbered().filter(there).map(|(number, _)| number).collect()
+    }
+
+    fn is_named_on(&self, path: u32, number: u32, extent: &Extent) -> bool {
+        self.named(number, extent).is_some_and(|contents| contents.version.touches(path))
     }
 
     /// An extent of the next commit with bytes on `path` behind offset `len`, and the end of these bytes.

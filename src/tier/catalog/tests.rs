@@ -305,7 +305,7 @@ impl World {
             paths: Vec::new(),
             extents: Vec::new(),
         };
-        let superblock = self.catalog.superblock(frame, |_| 0);
+        let superblock = self.catalog.superblock(frame, true, |_| 0);
         superblock.encode().expect("an open accepts it");
         if let Some(named) = self.named.take() {
             let found = (0..)
@@ -480,4 +480,36 @@ fn what_a_failed_sync_has_left_is_not_durable_in_any_commit() {
     assert!(unsynced(&world).is_empty());
     assert!(world.act(Action::Publish { known: true }));
     world.check();
+}
+
+#[test]
+fn no_definition_removal_or_description_looks_at_the_other_extents() {
+    const COUNT: u32 = 500;
+    let mut catalog = Catalog::new(Paths::new(Vec::new()), None, false);
+    let shape = || Shape::new(&[1], PAGE).unwrap();
+    let defined = |catalog: &mut Catalog, numbers: &mut dyn Iterator<Item = u32>, word: &str| {
+        numbers.for_each(|n| assert_eq!(catalog.define(&format!("{word}-{n}"), shape()).unwrap(), n));
+    };
+    defined(&mut catalog, &mut (0..COUNT), "first");
+    for number in (0..COUNT).filter(|number| number % 3 > 0) {
+        catalog.remove(number).unwrap();
+    }
+    assert_eq!(catalog.looked.take(), 0);
+    catalog.begin_commit().unwrap();
+    catalog.committed(1, &[]);
+    catalog.end_commit();
+    catalog.looked.set(0);
+    for (index, number) in (0..COUNT).step_by(3).enumerate() {
+        assert_eq!(catalog.nth_extent(index).unwrap().number, number);
+    }
+    assert!(catalog.nth_extent(COUNT.div_ceil(3) as usize).is_none());
+    assert_eq!(catalog.looked.take(), 0);
+    // The lowest unused numbers come first.
+    defined(&mut catalog, &mut (0..COUNT).filter(|number| number % 3 > 0), "second");
+    (COUNT / 2..COUNT).filter(|number| number % 3 > 0).for_each(|number| catalog.undefine(number));
+    [7, 1].into_iter().for_each(|number| catalog.undefine(number));
+    let again = [1, 7].into_iter().chain((COUNT / 2..COUNT).filter(|number| number % 3 > 0));
+    defined(&mut catalog, &mut again.chain([COUNT]), "third");
+    assert_eq!(catalog.nth_extent(COUNT as usize).unwrap().number, COUNT);
+    assert_eq!(catalog.looked.take(), 0);
 }

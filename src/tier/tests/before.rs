@@ -259,3 +259,48 @@ fn a_commit_that_a_path_failed_in_leaves_the_step_before_whole() {
     }
     assert!(failed > 5, "{failed}");
 }
+
+/// Two commits of one step: each of them is found by its tag, wherever the second one was interrupted, until something is
+/// written after it.
+#[test]
+fn of_two_commits_of_one_step_each_is_found_by_its_tag() {
+    let _core = OneCore::take();
+    let journal = Journal::default();
+    let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
+    let tier = Tier::open(on_disks(&disks, &[reorder(25), reorder(26)])).unwrap();
+    step(&tier, 6).unwrap();
+    let mut ends = Vec::new();
+    for content in [7, 8_u64] {
+        write_all(&tier, content).unwrap();
+        tier.commit(7, &content.to_le_bytes()).unwrap();
+        ends.push(journal.len());
+    }
+    drop(tier);
+    let found = |disks: &[Disk]| Tier::steps(&on_disks(disks, &[])).unwrap();
+    let (first, both) = (found(&journal.replayed(2, ends[0])).tags[0], found(&journal.replayed(2, ends[1])));
+    assert_eq!((both.last, both.before, both.tags[1]), (Some(7), Before::Step(7), first));
+    assert!(both.tags[0] != first && first != 0);
+    let at = |disks: &[Disk], tag| {
+        Tier::open(TierOptions { at_step: Some(7), at_tag: tag, ..on_disks(disks, &[]) })
+    };
+    for events in ends[0]..=ends[1] {
+        for (crash, seed) in FATES {
+            let message = format!("{events} events, {crash:?} {seed}");
+            let image = || journal.image(2, events, crash, seed);
+            let last = at(&image(), 0).unwrap_or_else(|error| panic!("{message}: {error}"));
+            assert!(is_at(&last, 7) || is_at(&last, 8), "{message}");
+            let disks = image();
+            let tier = at(&disks, first).unwrap_or_else(|error| panic!("{message}: {error}"));
+            assert!(is_at(&tier, 7), "{message}");
+            drop(tier);
+            let again = found(&disks);
+            assert_eq!((again.last, again.tags[0], again.before == Before::Step(7)), (Some(7), first, false));
+            match at(&image(), both.tags[0]) {
+                Ok(tier) => assert!(is_at(&tier, 8), "{message}"),
+                Err(error) => {
+                    assert!(events < ends[1] && error.to_string().contains("tag"), "{message}: {error}")
+                }
+            }
+        }
+    }
+}

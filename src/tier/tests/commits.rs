@@ -21,14 +21,6 @@ fn disks() -> [Disk; 2] {
     [Disk::default(), Disk::default()]
 }
 
-fn until(reached: impl Fn() -> bool) {
-    let end = std::time::Instant::now() + Duration::from_secs(60);
-    while !reached() {
-        assert!(std::time::Instant::now() < end, "it never came so far");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
 fn busy(outcome: Result<()>) -> bool {
     matches!(outcome, Err(Error::Busy(message)) if message.contains("commit"))
 }
@@ -265,4 +257,25 @@ fn after_a_failed_sync_no_commit_succeeds_before_its_data_was_written_elsewhere(
     assert!(tier.extents().iter().any(|extent| extent.blocks[0] > 0));
     tier.commit(1, &1_u64.to_le_bytes()).unwrap();
     assert!(tier.extents().iter().all(|extent| extent.blocks[0] == 0));
+}
+
+#[test]
+fn a_commit_searches_the_tickets_no_oftener_for_many_writes_than_for_one() {
+    let searches = |count: usize, beside: bool| {
+        let tier = Arc::new(Tier::open(on_disks(&disks(), &[])).unwrap());
+        let memory = Memory::filled(&[1], 5);
+        for n in 0..count {
+            let extent = tier.define(&format!("small-{n}"), &[1]).unwrap();
+            tier.write(extent, &memory.buffers(), &ExtentPlacement::Auto, None).unwrap();
+        }
+        tier.state.lock().tickets.searches.set(0);
+        match beside {
+            true => tier.commit_beside(1, &[]).unwrap().wait(None).unwrap(),
+            false => tier.commit(1, &[]).unwrap(),
+        }
+        tier.state.lock().tickets.searches.get()
+    };
+    for beside in [false, true] {
+        assert_eq!(searches(50, beside), searches(1, beside), "beside: {beside}");
+    }
 }

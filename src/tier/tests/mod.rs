@@ -168,6 +168,15 @@ fn is_at(tier: &Tier, step: u64) -> bool {
         && (0..STREAMS.len()).all(|n| read(tier, n, seed_of(step, n)).unwrap())
 }
 
+/// Waits for another thread.
+fn until(reached: impl Fn() -> bool) {
+    let end = std::time::Instant::now() + Duration::from_secs(60);
+    while !reached() {
+        assert!(std::time::Instant::now() < end, "it never came so far");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// Pins a test and the engines that it opens to one core. The crash tests switch thousands of times between two threads
 /// that never run at once. Waking a thread on another core takes several times as long.
 struct OneCore {

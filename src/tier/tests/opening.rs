@@ -166,3 +166,16 @@ fn a_relative_path_is_fixed_at_the_open() {
     let place = std::env::current_dir().unwrap().join(relative).join("absent/manifest.json");
     assert!(error.contains(&*place.to_string_lossy()), "{error}");
 }
+
+/// The first put writes the superblock of the open, which commits nothing.
+#[test]
+fn a_removal_before_the_superblock_of_the_open_waits_for_a_commit() {
+    let disk = Disk::default();
+    let options = || on_disks(std::slice::from_ref(&disk), &[]);
+    step(&Tier::open(options()).unwrap(), 1).unwrap();
+    let tier = Tier::open(TierOptions { write_at_open: false, ..options() }).unwrap();
+    tier.remove(tier.define(&name_of(0), STREAMS[0]).unwrap()).unwrap();
+    write(&tier, 1, 99, &ExtentPlacement::Auto).unwrap();
+    drop(tier);
+    assert!(is_at(&Tier::open(options()).unwrap(), 1));
+}

@@ -3,6 +3,7 @@
 
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
+use std::thread;
 
 use super::real::{bases, kind, options};
 use super::*;
@@ -123,5 +124,35 @@ fn a_truncated_superblock_is_replaced_by_the_next_commit() {
             drop(tier);
             assert_eq!(Tier::open(options(&bases[..1])).unwrap().opened().step, Some(3));
         }
+    }
+}
+
+#[test]
+fn a_short_superblock_that_shrinks_while_it_is_read_is_no_error() {
+    const SHORT: &str = "disk-0/superblock.1";
+    let prepared = || {
+        let disk = Disk::default();
+        let tier = Tier::open(on_disks(std::slice::from_ref(&disk), &[])).unwrap();
+        (1..=2).for_each(|number| step(&tier, number).unwrap());
+        drop(tier);
+        // The copy of the step before the last one.
+        disk.truncate(SHORT, 300);
+        disk
+    };
+    let disk = prepared();
+    let before = disk.requests();
+    drop(Tier::open(on_disks(std::slice::from_ref(&disk), &[])).unwrap());
+    for hung in before..disk.requests() {
+        let disk = prepared();
+        let faults = Faults { hang_nth: Some(hung), ..Faults::default() };
+        let opened = thread::scope(|scope| {
+            let open = scope.spawn(|| Tier::open(on_disks(std::slice::from_ref(&disk), &[faults])));
+            until(|| disk.requests() > hung);
+            disk.truncate(SHORT, 0);
+            disk.release();
+            open.join().unwrap()
+        });
+        let tier = opened.unwrap_or_else(|error| panic!("request {hung}: {error}"));
+        assert!(is_at(&tier, 2), "request {hung}");
     }
 }

@@ -60,17 +60,17 @@ def attach_all(store_class, optimizers, paths, *, job, **options):
             "OptimizerStateStore.attach_all: the processes have different numbers of optimizers; attach() each one, with a "
             "process_group of the processes that have it"
         )
+    commits: list[dict[str, int]] = [{} for _ in jobs]
     if "at_step" not in given:
-        step = _ranks.agreed(
+        commits = _ranks.agreed(
             [place_of(paths, name, options.get("host"), rank, world, group, given) for name in jobs], rank, world, CURE, group
         )
-        given = given if step is None else {**given, "at_step": step}
     # Their commits may be in flight together.
     given, chain = {"keep_before": len(jobs) > 1, **given}, Chain()
     stores = []
     try:
-        for name, optimizer in zip(jobs, optimizers):
-            stores.append(attach(store_class, optimizer, paths, job=name, tier_options=given, **options))
+        for name, optimizer, at in zip(jobs, optimizers, commits):
+            stores.append(attach(store_class, optimizer, paths, job=name, tier_options={**at, **given}, **options))
         for store in stores:
             store._tiered.chain = chain
     except BaseException:

@@ -221,8 +221,7 @@ class TierStates:
 
     def _limit(self, error: SpillwayError) -> Exception:
         return InvalidArgumentError(
-            f"the states of the optimizer need {self._state_bytes * sum(self._counts()) / 1e6:.1f} MB on the tier: {error}; raise the "
-            "limits of the paths, or add a path"
+            f"the states of the optimizer need {self._state_bytes * sum(self._counts()) / 1e6:.1f} MB on the tier: {error}"
         )
 
     def _counts(self) -> list[int]:

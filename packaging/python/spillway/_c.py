@@ -8,6 +8,7 @@ from ctypes import (CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_float, 
 from ._integers import Given, address, i32, i64, size, u32, u64
 
 ABI_VERSION = 2
+IO_ALL = 18446744073709551615
 TOPO_NONE = 4294967295
 # spw_status
 OK = 0
@@ -125,6 +126,10 @@ TIER_HEALTH_HEALTHY = 0
 TIER_HEALTH_DRAINING = 1
 TIER_HEALTH_FAILED = 2
 TIER_HEALTH_MISSING = 3
+
+# spw_tier_export_flag
+TIER_EXPORT_FLAG_SAFETENSORS = 1
+TIER_EXPORT_FLAG_FAST = 2
 
 # spw_swap_flag
 SWAP_FLAG_NO_HUGE_PAGES = 1
@@ -261,11 +266,12 @@ LOG_FN = CFUNCTYPE(None, c_void_p, c_int32, c_char_p)
 SWAP_STEPPED_FN = CFUNCTYPE(c_int32, c_void_p, c_uint64, c_void_p)
 
 
-class Stats(Structure):
-    c_name = "spw_stats"
+class Info(Structure):
+    c_name = "spw_info"
     _fields_ = [
         ("struct_size", c_uint32),
-        ("reserved", c_uint32),
+        ("num_threads", c_uint32),
+        ("kernel", c_char_p),
         ("adam_calls", c_uint64),
         ("adam_elements", c_uint64),
         ("adagrad_calls", c_uint64),
@@ -532,6 +538,17 @@ class TierTarget(Given):
     ]
 
 
+class TierProgress(Structure):
+    c_name = "spw_tier_progress"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("ended", c_uint32),
+        ("step", c_uint64),
+        ("written", c_uint64),
+        ("bytes", c_uint64),
+    ]
+
+
 class TierOpenedInfo(Structure):
     c_name = "spw_tier_opened_info"
     _fields_ = [
@@ -588,26 +605,16 @@ class TierVerifyInfo(Structure):
     ]
 
 
-class TierSelection(Given):
-    c_name = "spw_tier_selection"
+class TierExportOptions(Given):
+    c_name = "spw_tier_export_options"
     _fields_ = [
         ("struct_size", c_uint32),
-        ("reserved", c_uint32),
+        ("flags", c_uint32),
         ("names", c_char_p),
         ("first", c_uint64),
         ("end", c_uint64),
         ("dtype", c_char_p),
-    ]
-
-
-class TierSnapshotInfo(Structure):
-    c_name = "spw_tier_snapshot_info"
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("ended", c_uint32),
-        ("step", c_uint64),
-        ("written", c_uint64),
-        ("bytes", c_uint64),
+        ("bytes_per_second", c_uint64),
     ]
 
 
@@ -1229,7 +1236,7 @@ class WindowStats(Structure):
 
 
 STRUCTURES = (
-    Stats,
+    Info,
     ThreadOptions,
     AdamOptions,
     Tensor,
@@ -1248,12 +1255,12 @@ STRUCTURES = (
     TierOptions,
     TierStepsInfo,
     TierTarget,
+    TierProgress,
     TierOpenedInfo,
     TierExtentInfo,
     TierPathInfo,
     TierVerifyInfo,
-    TierSelection,
-    TierSnapshotInfo,
+    TierExportOptions,
     SwapOptions,
     SwapBudget,
     SwapStats,
@@ -1306,10 +1313,8 @@ PROTOTYPES = {
     "spw_last_error": (c_char_p, []),
     "spw_abi_version": (c_uint32, []),
     "spw_version": (c_char_p, []),
-    "spw_get_kernel": (c_int32, [POINTER(c_char_p)]),
-    "spw_get_stats": (c_int32, [POINTER(Stats)]),
+    "spw_get_info": (c_int32, [POINTER(Info)]),
     "spw_set_threads": (c_int32, [POINTER(ThreadOptions)]),
-    "spw_get_threads": (c_int32, [POINTER(c_uint32)]),
     "spw_set_log": (c_int32, [LOG_FN, address("user"), i32("level")]),
     "spw_adam_step": (c_int32, [POINTER(AdamOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_adam_check": (c_int32, [POINTER(AdamOptions), address("tensors"), u64("count")]),
@@ -1317,8 +1322,7 @@ PROTOTYPES = {
     "spw_adagrad_check": (c_int32, [POINTER(AdagradOptions), address("tensors"), u64("count")]),
     "spw_lion_step": (c_int32, [POINTER(LionOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_lion_check": (c_int32, [POINTER(LionOptions), address("tensors"), u64("count")]),
-    "spw_grad_stats": (c_int32, [address("grad"), u32("dtype"), u64("n"), c_double, POINTER(StepStats)]),
-    "spw_grad_stats_all": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
+    "spw_grad_stats": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_grad_accumulate": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_undo_open": (c_int32, [POINTER(UndoOptions), POINTER(c_void_p)]),
     "spw_undo_adam_step": (c_int32, [c_void_p, POINTER(AdamOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
@@ -1341,7 +1345,6 @@ PROTOTYPES = {
     "spw_io_get_stats": (c_int32, [c_void_p, POINTER(IoStats)]),
     "spw_io_describe": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_io_wait": (c_int32, [c_void_p, address("handles"), u64("count"), i64("timeout_ms"), POINTER(c_uint64)]),
-    "spw_io_wait_all": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(c_uint64)]),
     "spw_get_io_failure": (c_int32, [POINTER(IoFailure)]),
     "spw_tier_get_steps": (c_int32, [POINTER(TierOptions), POINTER(TierStepsInfo)]),
     "spw_tier_open": (c_int32, [POINTER(TierOptions), POINTER(c_void_p)]),
@@ -1356,26 +1359,20 @@ PROTOTYPES = {
     "spw_tier_wait": (c_int32, [c_void_p, u64("ticket"), i64("timeout_ms"), POINTER(c_uint64)]),
     "spw_tier_commit": (c_int32, [c_void_p, u64("step"), address("payload"), u64("payload_bytes")]),
     "spw_tier_rollback": (c_int32, [c_void_p]),
+    "spw_tier_task_wait": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(c_uint64)]),
+    "spw_tier_task_get_progress": (c_int32, [c_void_p, POINTER(TierProgress)]),
+    "spw_tier_task_close": (c_int32, [c_void_p]),
     "spw_tier_commit_begin": (c_int32, [c_void_p, u64("step"), address("payload"), u64("payload_bytes"), POINTER(c_void_p)]),
-    "spw_commit_wait": (c_int32, [c_void_p, i64("timeout_ms")]),
-    "spw_commit_close": (c_int32, [c_void_p]),
     "spw_tier_get_opened": (c_int32, [c_void_p, POINTER(TierOpenedInfo), address("payload_out"), u64("payload_bytes")]),
     "spw_tier_get_extent": (c_int32, [c_void_p, u64("index"), POINTER(TierExtentInfo), c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_tier_get_path": (c_int32, [c_void_p, u32("number"), POINTER(TierPathInfo), c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_tier_set_path": (c_int32, [c_void_p, u32("number"), u32("health")]),
     "spw_tier_evacuate": (c_int32, [c_void_p, u32("number")]),
     "spw_tier_verify": (c_int32, [c_void_p, POINTER(TierVerifyInfo)]),
-    "spw_tier_export": (c_int32, [c_void_p, c_char_p, POINTER(c_uint64)]),
-    "spw_tier_import": (c_int32, [c_void_p, c_char_p, POINTER(c_uint64)]),
-    "spw_tier_snapshot_begin": (c_int32, [c_void_p, c_char_p, u64("bytes_per_second"), POINTER(c_void_p)]),
-    "spw_tier_export_begin": (c_int32, [c_void_p, c_char_p, POINTER(TierSelection), u64("bytes_per_second"), POINTER(c_void_p)]),
-    "spw_tier_import_names": (c_int32, [c_void_p, c_char_p, c_char_p, POINTER(c_uint64)]),
-    "spw_tier_snapshot_wait": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(c_uint64)]),
-    "spw_tier_snapshot_get_progress": (c_int32, [c_void_p, POINTER(TierSnapshotInfo)]),
-    "spw_tier_snapshot_close": (c_int32, [c_void_p]),
+    "spw_tier_export": (c_int32, [c_void_p, c_char_p, POINTER(TierExportOptions), POINTER(c_void_p)]),
+    "spw_tier_import": (c_int32, [c_void_p, c_char_p, c_char_p, POINTER(c_uint64)]),
     "spw_swap_plan_budget": (c_int32, [POINTER(SwapOptions), u64("paths"), POINTER(SwapBudget)]),
     "spw_swap_open": (c_int32, [c_void_p, POINTER(SwapOptions), POINTER(c_void_p)]),
-    "spw_swap_get_budget": (c_int32, [c_void_p, POINTER(SwapBudget)]),
     "spw_swap_fill": (c_int32, [c_void_p, POINTER(c_void_p)]),
     "spw_swap_adam_step": (c_int32, [c_void_p, POINTER(AdamOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_swap_adam_step_parts": (c_int32, [c_void_p, POINTER(AdamOptions), address("tensors"), address("subgroups"), address("firsts"), u64("count")]),
@@ -1442,12 +1439,6 @@ PROTOTYPES = {
     "spw_ds_adam_update": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), POINTER(Tensor)]),
     "spw_ds_adam_rollback": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), POINTER(Tensor), POINTER(c_uint32)]),
     "spw_ds_adam_destroy": (c_int32, [i32("id")]),
-    "spw_ds_adagrad_create": (c_int32, [i32("id")]),
-    "spw_ds_adagrad_update": (c_int32, [i32("id"), u64("step"), c_float, c_float, c_float, POINTER(Tensor)]),
-    "spw_ds_adagrad_destroy": (c_int32, [i32("id")]),
-    "spw_ds_lion_create": (c_int32, [i32("id")]),
-    "spw_ds_lion_update": (c_int32, [i32("id"), u64("step"), c_float, c_float, c_float, c_float, POINTER(Tensor)]),
-    "spw_ds_lion_destroy": (c_int32, [i32("id")]),
     "spw_swap_ds_adam_step": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), address("tensors"), u64("count"), SWAP_STEPPED_FN, address("user")]),
     "spw_swap_ds_adam_calls": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), u64("count")]),
     "spw_spec_submit_ds_adam": (c_int32, [c_void_p, u32("bucket"), i32("id"), POINTER(DsAdamCall), POINTER(Tensor), POINTER(SpecEvent)]),

@@ -110,9 +110,9 @@ int main(void) {
     tensor.exp_avg_sq = exp_avg_sq;
     tensor.param_copy = model;
 
-    const char *kernel;
-    check(spw_get_kernel(&kernel));
-    printf("spillway %s, kernel %s\n", spw_version(), kernel);
+    spw_info info = SPW_INFO_INIT;
+    check(spw_get_info(&info));
+    printf("spillway %s, kernel %s\n", spw_version(), info.kernel);
 
     float first = 0, loss = 0;
     for (options.step = 1; options.step <= STEPS; options.step++) {

@@ -133,7 +133,8 @@ static void step_serially(spw_adam_options options) {
     double sum = 0;
     for (int layer = 0; layer < LAYERS; layer++) {
         spw_step_stats stats = SPW_STEP_STATS_INIT;
-        check(spw_grad_stats(serial.grad[layer], SPW_DTYPE_F32, (uint64_t)SIZE[layer], 1.0, &stats));
+        const spw_tensor tensor = layer_of(&serial, layer);
+        check(spw_grad_stats(&tensor, 1, 1.0, &stats));
         if (stats.nonfinite) return;
         sum += stats.sum_squares;
     }

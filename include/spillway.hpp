@@ -325,7 +325,7 @@ public:
         return check_in_time(spw_io_wait(get(), handles.data(), handles.size(), milliseconds(limit), nullptr));
     }
     bool wait_all(timeout limit = {}) const {
-        return check_in_time(spw_io_wait_all(get(), milliseconds(limit), nullptr));
+        return check_in_time(spw_io_wait(get(), nullptr, SPW_IO_ALL, milliseconds(limit), nullptr));
     }
 
 private:

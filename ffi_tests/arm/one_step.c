@@ -76,17 +76,17 @@ int main(int argc, char **argv)
                          .exp_avg = exp_avg,
                          .exp_avg_sq = exp_avg_sq,
                          .param_copy = dtype(argv[4]) ? copy : NULL};
-    const char *kernel;
+    spw_info info = SPW_INFO_INIT;
     if (tensor.n > MOST)
         return 2;
     fill(param, tensor.param_dtype, tensor.n, 122);
     fill(grad, tensor.grad_dtype, tensor.n, 117);
     fill(exp_avg, tensor.state_dtype, tensor.n, 118);
     fill(exp_avg_sq, tensor.state_dtype, tensor.n, 113);
-    if (spw_get_kernel(&kernel) != SPW_OK || work(argv[6], &options, &tensor) != SPW_OK) {
+    if (spw_get_info(&info) != SPW_OK || work(argv[6], &options, &tensor) != SPW_OK) {
         fprintf(stderr, "%s\n", spw_last_error());
         return 1;
     }
-    puts(kernel);
+    puts(info.kernel);
     return 0;
 }

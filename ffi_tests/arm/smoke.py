@@ -48,6 +48,11 @@ class Tensor(ctypes.Structure):
     ]
 
 
+class Info(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_uint32), ("num_threads", ctypes.c_uint32), ("kernel", ctypes.c_char_p)]
+    _fields_ += [("counters", ctypes.c_uint64 * 6)]
+
+
 class StepStats(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_uint32), ("nonfinite", ctypes.c_uint32), ("sum_squares", ctypes.c_double)]
 
@@ -55,13 +60,13 @@ class StepStats(ctypes.Structure):
 def main():
     library = ctypes.CDLL(os.environ["SPILLWAY_LIBRARY"])
     library.spw_last_error.restype = ctypes.c_char_p
-    name = ctypes.c_char_p()
-    check(library, library.spw_get_kernel(ctypes.byref(name)))
+    info = Info(ctypes.sizeof(Info))
+    check(library, library.spw_get_info(ctypes.byref(info)))
     first_child = forked(library, LARGE)
     large, small = digest(library, LARGE), digest(library, SMALL)
     assert first_child == large, "a forked child computed another digest than its parent"
     assert forked(library, SMALL) == small, "a forked child of a process with a thread pool computed another digest"
-    print(name.value.decode(), large, small)
+    print(info.kernel.decode(), large, small)
 
 
 def forked(library, n):

@@ -93,7 +93,7 @@ int main(int count, char **arguments) {
     spw_swap *swap = NULL;
     check(spw_swap_open(tier, &options, &swap), "allocating memory");
     spw_swap_budget budget = {.struct_size = sizeof budget};
-    check(spw_swap_get_budget(swap, &budget), "reading the budget");
+    check(spw_swap_plan_budget(&options, (uint64_t)path_count, &budget), "reading the budget");
     check(spw_swap_fill(swap, zeros), "filling");
     check(spw_swap_commit(swap, 0, NULL, 0), "committing");
 

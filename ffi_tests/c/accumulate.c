@@ -39,7 +39,7 @@ static void statistics_are_those_of_the_results(void) {
     spw_step_stats seen = step_stats(), alone = step_stats();
     spw_grad_tensor pair = pair_of(dst, SPW_DTYPE_F32, src, SPW_DTYPE_F32, 700);
     CHECK_OK(spw_grad_accumulate(&pair, 1, 1, &seen));
-    CHECK_OK(spw_grad_stats(dst, SPW_DTYPE_F32, 700, 1, &alone));
+    CHECK_OK(grad_stats(dst, SPW_DTYPE_F32, 700, 1, &alone));
     CHECK(seen.nonfinite == 0 && seen.sum_squares == alone.sum_squares && seen.sum_squares > 0);
     pair = pair_of(dst, SPW_DTYPE_F32, src, SPW_DTYPE_F32, N);
     CHECK_OK(spw_grad_accumulate(&pair, 1, 1, &seen));

@@ -20,7 +20,7 @@ static void *steps(void *ignored) {
         spw_io *io = NULL;
         CHECK_OK(spw_io_open(NULL, &io));
         CHECK_OK(spw_io_close(io, -1));
-        CHECK(spw_ds_lion_destroy(1) == SPW_ERR_UNKNOWN_ID);
+        CHECK(spw_ds_adam_destroy(1) == SPW_ERR_UNKNOWN_ID);
         int state = -1;
         CHECK(pthread_setcancelstate(PTHREAD_CANCEL_ENABLE, &state) == 0 && state == PTHREAD_CANCEL_ENABLE);
         if (atomic_fetch_add(&calls, 1) > 2) pthread_testcancel();
@@ -32,7 +32,7 @@ static void *keeps_its_state(void *ignored) {
     (void)ignored;
     int state = -1;
     CHECK(pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &state) == 0);
-    CHECK(spw_ds_lion_destroy(1) == SPW_ERR_UNKNOWN_ID);
+    CHECK(spw_ds_adam_destroy(1) == SPW_ERR_UNKNOWN_ID);
     CHECK(pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &state) == 0 && state == PTHREAD_CANCEL_DISABLE);
     return NULL;
 }

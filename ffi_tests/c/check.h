@@ -193,4 +193,13 @@ static inline spw_step_stats step_stats(void) {
     return (spw_step_stats){.struct_size = sizeof(spw_step_stats), .nonfinite = 77, .sum_squares = -1};
 }
 
+// The statistics of one gradient.
+static inline spw_status grad_stats(const void *grad, uint32_t dtype, uint64_t n, double scale, spw_step_stats *stats) {
+    spw_tensor tensor = SPW_TENSOR_INIT;
+    tensor.grad = grad;
+    tensor.grad_dtype = dtype;
+    tensor.n = n;
+    return spw_grad_stats(&tensor, 1, scale, stats);
+}
+
 #endif

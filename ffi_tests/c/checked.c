@@ -1,5 +1,5 @@
 // spw_adam_check, spw_adagrad_check and spw_lion_check fail exactly as the steps do, with the same message, and change
-// nothing; what they pass, a step does. spw_grad_stats_all has the bits of spw_grad_stats, added in the order of the tensors.
+// nothing; what they pass, a step does. spw_grad_stats adds the sums of the tensors in their order.
 
 #include "check.h"
 
@@ -126,26 +126,26 @@ static void statistics_of_many(void) {
         given[i].grad = grads[i];
         given[i].grad_dtype = dtypes[i];
         given[i].n = lengths[i];
-        CHECK_OK(spw_grad_stats(grads[i], dtypes[i], lengths[i], 0.3, &seen));
+        CHECK_OK(grad_stats(grads[i], dtypes[i], lengths[i], 0.3, &seen));
         sum += seen.sum_squares;
     }
     for (uint32_t threads = 1; threads < 4; threads++) {
         configure_threads(threads);
-        CHECK_OK(spw_grad_stats_all(given, 4, 0.3, &seen));
+        CHECK_OK(spw_grad_stats(given, 4, 0.3, &seen));
         CHECK(seen.nonfinite == 0 && seen.sum_squares == sum);
     }
-    CHECK_OK(spw_grad_stats_all(NULL, 0, 1, &seen));
+    CHECK_OK(spw_grad_stats(NULL, 0, 1, &seen));
     CHECK(seen.nonfinite == 0 && seen.sum_squares == 0);
     given[3].grad = (const void *)((uintptr_t)halves + 1);
-    INVALID(spw_grad_stats_all(given, 4, 1, &seen), "tensors[3].grad: address");
+    INVALID(spw_grad_stats(given, 4, 1, &seen), "tensors[3].grad: address");
     given[3].grad = halves;
     given[0].grad_dtype = 0;
-    INVALID(spw_grad_stats_all(given, 4, 1, &seen), "tensors[0].grad_dtype");
+    INVALID(spw_grad_stats(given, 4, 1, &seen), "tensors[0].grad_dtype");
     given[0].grad_dtype = SPW_DTYPE_F32;
-    INVALID(spw_grad_stats_all(given, 4, (double)INFINITY, &seen), "scale");
-    INVALID(spw_grad_stats_all(given, 4, 1, NULL), "stats_out: is NULL");
+    INVALID(spw_grad_stats(given, 4, (double)INFINITY, &seen), "scale");
+    INVALID(spw_grad_stats(given, 4, 1, NULL), "stats_out: is NULL");
     large[LARGE - 1] = NAN;
-    CHECK_OK(spw_grad_stats_all(given, 4, 1, &seen));
+    CHECK_OK(spw_grad_stats(given, 4, 1, &seen));
     CHECK(seen.nonfinite == 1);
 }
 

@@ -42,24 +42,28 @@ static void puts_beside_commits(void) {
     spw_tier *tier = open_tier();
     const uint32_t extent = define(tier);
     for (int step = 1; step < STEPS; step++) {
-        spw_commit *commit = NULL;
+        spw_tier_task *commit = NULL;
         put(tier, extent, step);
         CHECK_OK(spw_tier_commit_begin(tier, (uint64_t)step, "x", 1, &commit));
         put(tier, extent, 100 + step);
         CHECK(holds(tier, extent, 100 + step));
         CHECK_OK(spw_tier_rollback(tier));
         CHECK(holds(tier, extent, step));
-        CHECK_OK(spw_commit_wait(commit, -1));
-        CHECK_OK(spw_commit_wait(commit, 0));
-        CHECK_OK(spw_commit_close(commit));
+        uint64_t held = 0;
+        CHECK_OK(spw_tier_task_wait(commit, -1, &held));
+        CHECK_OK(spw_tier_task_wait(commit, 0, NULL));
+        spw_tier_progress progress = SPW_TIER_PROGRESS_INIT;
+        CHECK_OK(spw_tier_task_get_progress(commit, &progress));
+        CHECK(held == (uint64_t)step && progress.step == held && progress.ended == 1 && progress.bytes == 0);
+        CHECK_OK(spw_tier_task_close(commit));
     }
     // The library frees the tier once the commit has ended.
-    spw_commit *commit = NULL;
+    spw_tier_task *commit = NULL;
     put(tier, extent, 7);
     CHECK_OK(spw_tier_commit_begin(tier, STEPS, NULL, 0, &commit));
     CHECK_OK(spw_tier_close(tier, -1));
-    CHECK_OK(spw_commit_wait(commit, -1));
-    CHECK_OK(spw_commit_close(commit));
+    CHECK_OK(spw_tier_task_wait(commit, -1, NULL));
+    CHECK_OK(spw_tier_task_close(commit));
 }
 
 static void updates_beside_commits(void) {
@@ -84,18 +88,18 @@ static void updates_beside_commits(void) {
         memset(plain[i].tensor.exp_avg, 0, elements[i] * 4);
         memset(plain[i].tensor.exp_avg_sq, 0, elements[i] * 4);
     }
-    spw_commit *commit = NULL;
+    spw_tier_task *commit = NULL;
     for (int step = 1; step <= STEPS; step++) {
         adam.step = (uint64_t)step;
         for (int i = 0; i < 3; i++) CHECK_OK(spw_adam_step(&adam, &plain[i].tensor, 1, NULL));
         CHECK_OK(spw_swap_adam_step(swap, &adam, tensors, 3, NULL));
-        CHECK_OK(spw_commit_close(commit));
+        CHECK_OK(spw_tier_task_close(commit));
         CHECK_OK(spw_swap_commit_begin(swap, (uint64_t)step, NULL, 0, &commit));
     }
     // A step that the rollback discards.
     CHECK_OK(spw_swap_adam_step(swap, &adam, tensors, 3, NULL));
     CHECK_OK(spw_swap_rollback(swap));
-    CHECK_OK(spw_commit_wait(commit, -1));
+    CHECK_OK(spw_tier_task_wait(commit, -1, NULL));
     for (int i = 0; i < 3; i++) {
         float *state = malloc(elements[i] * 4);
         CHECK_OK(spw_swap_read(swap, (uint64_t)i, NULL, state, NULL, NULL));
@@ -103,21 +107,21 @@ static void updates_beside_commits(void) {
         free(state);
     }
     CHECK_OK(spw_swap_close(swap));
-    CHECK_OK(spw_commit_close(commit));
+    CHECK_OK(spw_tier_task_close(commit));
     CHECK_OK(spw_tier_close(tier, -1));
     for (int i = 0; i < 3; i++) release(&plain[i]);
 }
 
 static void wrong_arguments(void) {
     spw_tier *tier = open_tier();
-    spw_commit *commit = (spw_commit *)1;
+    spw_tier_task *commit = (spw_tier_task *)1;
     INVALID(spw_tier_commit_begin(NULL, 1, NULL, 0, &commit), "tier: is NULL");
-    INVALID(spw_tier_commit_begin(tier, 1, NULL, 0, NULL), "commit_out: is NULL");
+    INVALID(spw_tier_commit_begin(tier, 1, NULL, 0, NULL), "task_out: is NULL");
     INVALID(spw_tier_commit_begin(tier, 1, NULL, 5, &commit), "payload");
-    CHECK(commit == NULL || commit == (spw_commit *)1);
+    CHECK(commit == NULL || commit == (spw_tier_task *)1);
     INVALID(spw_swap_commit_begin(NULL, 1, NULL, 0, &commit), "swap: is NULL");
-    INVALID(spw_commit_wait(NULL, -1), "commit: is NULL");
-    CHECK_OK(spw_commit_close(NULL));
+    INVALID(spw_tier_task_wait(NULL, -1, NULL), "task: is NULL");
+    CHECK_OK(spw_tier_task_close(NULL));
     CHECK_OK(spw_tier_close(tier, -1));
 }
 

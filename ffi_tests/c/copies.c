@@ -10,8 +10,8 @@ struct copy {
     void *handle;
     __typeof__(&spw_adam_step) step;
     __typeof__(&spw_last_error) last_error;
-    __typeof__(&spw_ds_lion_create) create;
-    __typeof__(&spw_ds_lion_destroy) destroy;
+    __typeof__(&spw_ds_adam_create) create;
+    __typeof__(&spw_ds_adam_destroy) destroy;
     __typeof__(&spw_set_threads) configure;
 };
 
@@ -32,8 +32,8 @@ static struct copy load(const char *from, int number) {
     struct copy copy = {.handle = handle};
     copy.step = (__typeof__(copy.step))dlsym(handle, "spw_adam_step");
     copy.last_error = (__typeof__(copy.last_error))dlsym(handle, "spw_last_error");
-    copy.create = (__typeof__(copy.create))dlsym(handle, "spw_ds_lion_create");
-    copy.destroy = (__typeof__(copy.destroy))dlsym(handle, "spw_ds_lion_destroy");
+    copy.create = (__typeof__(copy.create))dlsym(handle, "spw_ds_adam_create");
+    copy.destroy = (__typeof__(copy.destroy))dlsym(handle, "spw_ds_adam_destroy");
     copy.configure = (__typeof__(copy.configure))dlsym(handle, "spw_set_threads");
     CHECK(copy.step != NULL && copy.step != spw_adam_step);
     CHECK(unlink(file) == 0);
@@ -51,11 +51,11 @@ int main(void) {
 
     struct copy copies[3];
     for (int i = 0; i < 3; i++) copies[i] = load(info.dli_fname, i);
-    CHECK_OK(spw_ds_lion_create(4));
-    CHECK(copies[0].create(4) == SPW_OK && copies[0].destroy(4) == SPW_OK);
+    CHECK_OK(spw_ds_adam_create(4, 0.9f, 0.999f, 1));
+    CHECK(copies[0].create(4, 0.9f, 0.999f, 1) == SPW_OK && copies[0].destroy(4) == SPW_OK);
     CHECK(copies[0].destroy(4) == SPW_ERR_UNKNOWN_ID && copies[1].destroy(4) == SPW_ERR_UNKNOWN_ID);
     CHECK(strlen(copies[1].last_error()) > 0 && strlen(copies[2].last_error()) == 0);
-    CHECK_OK(spw_ds_lion_destroy(4));
+    CHECK_OK(spw_ds_adam_destroy(4));
 
     for (int round = 0; round < 3; round++) {
         for (int i = 0; i < 3; i++) {

@@ -5,9 +5,9 @@
 #include "check.h"
 
 int main(void) {
-    const char *name = NULL;
-    CHECK_OK(spw_get_kernel(&name));
-    if (getenv("UNDER_VALGRIND") != NULL) CHECK(strcmp(name, "avx512") != 0);
+    spw_info info = SPW_INFO_INIT;
+    CHECK_OK(spw_get_info(&info));
+    if (getenv("UNDER_VALGRIND") != NULL) CHECK(strcmp(info.kernel, "avx512") != 0);
 
     struct problem problem = make_mixed(70001, 1);
     const spw_adam_options options = adam_options();

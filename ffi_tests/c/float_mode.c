@@ -59,7 +59,7 @@ static struct outcome run(uint64_t n, double lr, double eps, double weight_decay
     }
     CHECK_OK(spw_adagrad_step(&adagrad, &out.problem[1].tensor, 1, &out.stats[1]));
     CHECK_OK(spw_lion_step(&lion, &out.problem[2].tensor, 1, &out.stats[2]));
-    CHECK_OK(spw_grad_stats(out.problem[0].tensor.grad, SPW_DTYPE_F32, n, scale, &out.stats[3]));
+    CHECK_OK(grad_stats(out.problem[0].tensor.grad, SPW_DTYPE_F32, n, scale, &out.stats[3]));
     return out;
 }
 

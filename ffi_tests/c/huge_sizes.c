@@ -75,7 +75,7 @@ static void tensors(void) {
         tensor.n = value;
         SANE(spw_adam_step(&adam, &tensor, 1, &stats));
         SANE(spw_undo_adam_step(undo, &adam, &tensor, 1, &stats));
-        SANE(spw_grad_stats(good.tensor.grad, SPW_DTYPE_BF16, value, 1, &stats));
+        SANE(grad_stats(good.tensor.grad, SPW_DTYPE_BF16, value, 1, &stats));
         CHECK_OK(spw_ds_adam_create(7, 0.9f, 0.99f, 1));
         const spw_ds_adam_call call = ds_adam_call(value);
         SANE(spw_ds_adam_update(NULL, 7, &call, &tensor));

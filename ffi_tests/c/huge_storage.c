@@ -42,7 +42,7 @@ static void engine(void) {
         SANE(spw_io_wait(io, NULL, value, 0, NULL));
         SANE(spw_io_describe(io, text, value < sizeof text ? value : sizeof text, NULL));
     }
-    SANE(spw_io_wait_all(io, -1, NULL));
+    SANE(spw_io_wait(io, NULL, SPW_IO_ALL, -1, NULL));
     CHECK_OK(spw_io_close(io, -1));
     CHECK(unlink(path) == 0 && close(fd) == 0);
 }

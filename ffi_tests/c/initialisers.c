@@ -43,7 +43,7 @@ static void request(void) {
 int main(void) {
     optimizers();
     request();
-    EMPTY(spw_stats, SPW_STATS_INIT);
+    EMPTY(spw_info, SPW_INFO_INIT);
     EMPTY(spw_thread_options, SPW_THREAD_OPTIONS_INIT);
     EMPTY(spw_tensor, SPW_TENSOR_INIT);
     EMPTY(spw_step_stats, SPW_STEP_STATS_INIT);

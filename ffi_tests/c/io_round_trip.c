@@ -70,8 +70,8 @@ static void round_trips(spw_io *io) {
 }
 
 static void many_and_one_wait(spw_io *io) {
-    uint64_t completed = 99, handle = 0;
-    CHECK(spw_io_wait_all(io, 0, &completed) == SPW_OK && completed == 0);
+    uint64_t handle = 0;
+    CHECK(spw_io_wait(io, NULL, SPW_IO_ALL, 0, NULL) == SPW_OK);
     const char *path = in_directory("many");
     fill_bytes(expected, LARGEST, 7);
     memcpy(memory, expected, LARGEST);
@@ -79,8 +79,9 @@ static void many_and_one_wait(spw_io *io) {
         spw_io_request one = request(path, n << 15, memory + (n << 15), 1 << 15);
         CHECK(spw_io_write(io, &one, &handle) == SPW_OK);
     }
-    CHECK(spw_io_wait_all(io, FOR_EVER, &completed) == SPW_OK && completed == 96);
+    CHECK(spw_io_wait(io, NULL, SPW_IO_ALL, FOR_EVER, NULL) == SPW_OK);
     CHECK(spw_io_wait(io, &handle, 1, FOR_EVER, NULL) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(spw_io_wait(io, &handle, SPW_IO_ALL, FOR_EVER, NULL) == SPW_ERR_INVALID_ARGUMENT);
     memset(memory, 0, LARGEST);
     CHECK(run(io, false, request(path, 0, memory, LARGEST), NULL) == SPW_OK);
     CHECK(memcmp(memory, expected, LARGEST) == 0);
@@ -89,7 +90,7 @@ static void many_and_one_wait(spw_io *io) {
 // A wait for some of many operations leaves the others in flight; an error reports how many more errors there were.
 static void a_wait_for_some(spw_io *io) {
     const char *path = in_directory("many");
-    uint64_t handles[8], completed = 99;
+    uint64_t handles[8];
     for (uint64_t n = 0; n < 8; n++) {
         spw_io_request one = request(path, n < 6 ? n << 15 : LARGEST, memory + (n << 15), 1 << 15);
         CHECK(spw_io_read(io, &one, &handles[n]) == SPW_OK);
@@ -101,7 +102,7 @@ static void a_wait_for_some(spw_io *io) {
     spw_io_failure failure = {.struct_size = sizeof failure};
     CHECK(spw_get_io_failure(&failure) == SPW_OK && failure.offset == LARGEST && failure.bytes == 1 << 15);
     CHECK(failure.system_errno == 0 && strcmp(failure.path, path) == 0);
-    CHECK(spw_io_wait_all(io, FOR_EVER, &completed) == SPW_OK && completed == 1);
+    CHECK(spw_io_wait(io, NULL, SPW_IO_ALL, FOR_EVER, NULL) == SPW_OK);
     CHECK(spw_io_wait(io, NULL, 0, 0, NULL) == SPW_OK);
     CHECK(spw_io_wait(io, NULL, 1, 0, NULL) == SPW_ERR_INVALID_ARGUMENT);
     CHECK(spw_get_io_failure(&failure) == SPW_OK && failure.path == NULL && failure.bytes == 0);
@@ -159,7 +160,7 @@ static void a_child_gets_errors_and_can_open_its_own(spw_io *io, uint32_t backen
     if (child == 0) {
         alarm(60);
         CHECK(run(io, false, request(in_directory("short"), 0, memory, 100), NULL) == SPW_ERR_UNSUPPORTED);
-        CHECK(spw_io_wait_all(io, FOR_EVER, NULL) == SPW_ERR_UNSUPPORTED);
+        CHECK(spw_io_wait(io, NULL, SPW_IO_ALL, FOR_EVER, NULL) == SPW_ERR_UNSUPPORTED);
         CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
         spw_io *own = open_engine(backend);
         CHECK(run(own, false, request(in_directory("short"), 0, memory, 100), NULL) == SPW_OK);

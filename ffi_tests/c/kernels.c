@@ -64,16 +64,16 @@ static uint64_t all_results(void) {
 }
 
 static void forced(const char *name, const char *file) {
-    const char *got = NULL;
-    CHECK_OK(spw_get_kernel(&got));
-    CHECK(strcmp(got, name) == 0);
+    spw_info info = SPW_INFO_INIT;
+    CHECK_OK(spw_get_info(&info));
+    CHECK(strcmp(info.kernel, name) == 0);
     const uint64_t sum = all_results();
     FILE *out = fopen(file, "wb");
     CHECK(out != NULL && fwrite(&sum, sizeof sum, 1, out) == 1 && fclose(out) == 0);
 }
 
 static void refused(const char *words) {
-    const char *name = "untouched";
+    spw_info info = SPW_INFO_INIT;
     struct problem problem = make_mixed(300, 1);
     const spw_adam_options options = adam_options();
     spw_adagrad_options adagrad;
@@ -85,16 +85,16 @@ static void refused(const char *words) {
     watch_problem(&problem);
     watch(&stats, sizeof stats);
     for (int again = 0; again < 2; again++) {
-        REFUSED(spw_get_kernel(&name), SPW_ERR_UNSUPPORTED, words);
+        REFUSED(spw_get_info(&info), SPW_ERR_UNSUPPORTED, words);
         REFUSED(spw_adam_step(&options, &problem.tensor, 1, &stats), SPW_ERR_UNSUPPORTED, words);
         REFUSED(spw_adagrad_step(&adagrad, &problem.tensor, 1, &stats), SPW_ERR_UNSUPPORTED, words);
         REFUSED(spw_lion_step(&lion, &problem.tensor, 1, &stats), SPW_ERR_UNSUPPORTED, words);
-        REFUSED(spw_grad_stats(problem.spans[1], SPW_DTYPE_BF16, 300, 1, &stats), SPW_ERR_UNSUPPORTED, words);
+        REFUSED(grad_stats(problem.spans[1], SPW_DTYPE_BF16, 300, 1, &stats), SPW_ERR_UNSUPPORTED, words);
         const spw_ds_adam_call call = ds_adam_call(1);
         REFUSED(spw_ds_adam_update(NULL, 1, &call, &problem.tensor), SPW_ERR_UNSUPPORTED,
                 words);
     }
-    CHECK(strcmp(name, "untouched") == 0);
+    CHECK(info.kernel == NULL);
     unwatch_all();
     release(&problem);
 }
@@ -125,8 +125,9 @@ int main(int count, char **arguments) {
     char file[] = "kernels.sum.XXXXXX";
     const int handle = mkstemp(file);
     CHECK(handle >= 0 && close(handle) == 0);
-    const char *best = NULL;
-    CHECK_OK(spw_get_kernel(&best));
+    spw_info info = SPW_INFO_INIT;
+    CHECK_OK(spw_get_info(&info));
+    const char *best = info.kernel;
     const uint64_t unforced = all_results();
     int seen_best = 0;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {

@@ -18,8 +18,8 @@ static int rounds_seen;
     ((condition) ? (void)0 : (fprintf(stderr, "line %d: %s (%s)\n", __LINE__, #condition, spw_last_error()), _exit(1)))
 
 static void call_all(void) {
-    HOLDS(spw_ds_lion_destroy(4711) == SPW_ERR_UNKNOWN_ID);
-    HOLDS(strstr(spw_last_error(), "Lion optimizer id 4711") != NULL);
+    HOLDS(spw_ds_adam_destroy(4711) == SPW_ERR_UNKNOWN_ID);
+    HOLDS(strstr(spw_last_error(), "Adam optimizer id 4711") != NULL);
     spw_io_failure failure = SPW_IO_FAILURE_INIT;
     HOLDS(spw_get_io_failure(&failure) == SPW_OK && failure.path == NULL);
     spw_io *io = NULL;

@@ -120,10 +120,10 @@ static void statistics(uint64_t n) {
         sum += (double)(1 << 2 * i);
     }
     spw_step_stats stats = step_stats();
-    CHECK_OK(spw_grad_stats(grad, SPW_DTYPE_BF16, n, 1, &stats));
+    CHECK_OK(grad_stats(grad, SPW_DTYPE_BF16, n, 1, &stats));
     CHECK(stats.nonfinite == 0 && stats.sum_squares == sum);
     grad[n - 1] = 0x7f80;
-    CHECK_OK(spw_grad_stats(grad, SPW_DTYPE_BF16, n, 1, &stats));
+    CHECK_OK(grad_stats(grad, SPW_DTYPE_BF16, n, 1, &stats));
     CHECK(stats.nonfinite == 1);
     CHECK(munmap(grad, n * 2) == 0);
 }

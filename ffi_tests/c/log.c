@@ -15,8 +15,8 @@ struct seen {
 
 static void count(void *user, int32_t level, const char *message) {
     struct seen *seen = user;
-    uint32_t threads;
-    CHECK(message != NULL && strlen(message) > 0 && spw_get_threads(&threads) == SPW_OK);
+    spw_info info = SPW_INFO_INIT;
+    CHECK(message != NULL && strlen(message) > 0 && spw_get_info(&info) == SPW_OK);
     atomic_fetch_add(&seen->messages, 1);
     if (level > atomic_load(&seen->worst)) atomic_store(&seen->worst, level);
 }

@@ -20,8 +20,8 @@ static void set_wrong_values(const char *value) {
 }
 
 static void call_all(void) {
-    const char *kernel = NULL;
-    CHECK_OK(spw_get_kernel(&kernel));
+    spw_info info = SPW_INFO_INIT;
+    CHECK_OK(spw_get_info(&info));
     struct problem large = make_mixed(LARGE, 8);
     const spw_adam_options options = adam_options();
     CHECK_OK(spw_adam_step(&options, &large.tensor, 1, NULL));

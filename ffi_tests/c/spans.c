@@ -28,7 +28,7 @@ static void misaligned(void) {
     }
     tensor.grad = moved(problem.spans[1], 1);
     INVALID(spw_adam_step(&options, &tensor, 1, &stats), "tensors[0].grad: address");
-    INVALID(spw_grad_stats(tensor.grad, SPW_DTYPE_BF16, 3, 1, &stats), "grad: address");
+    INVALID(grad_stats(tensor.grad, SPW_DTYPE_BF16, 3, 1, &stats), "grad: address");
 }
 
 // Every pair of spans of one tensor that share a byte and of which one is written.
@@ -107,7 +107,7 @@ static void zero_length(void) {
     CHECK_OK(spw_adam_step(&options, NULL, 0, &seen));
     CHECK(seen.nonfinite == 0 && seen.sum_squares == 0);
     seen = step_stats();
-    CHECK_OK(spw_grad_stats(NULL, SPW_DTYPE_F16, 0, 1, &seen));
+    CHECK_OK(grad_stats(NULL, SPW_DTYPE_F16, 0, 1, &seen));
     CHECK(seen.nonfinite == 0 && seen.sum_squares == 0);
 
     struct problem a = make_mixed(N, 1), b = make_mixed(N, 1);
@@ -130,7 +130,7 @@ static void beyond_the_address_space(void) {
         spw_tensor tensor = problem.tensor;
         tensor.n = lengths[i];
         INVALID(spw_adam_step(&options, &tensor, 1, &stats), "tensors[0].");
-        INVALID(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, lengths[i], 1, &stats), "address space");
+        INVALID(grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, lengths[i], 1, &stats), "address space");
     }
 }
 

@@ -48,7 +48,7 @@ static void optimizers(void) {
     EDGE(spw_undo_options, SPW_UNDO_OPTIONS_INIT, recorded);
     EDGE(spw_tensor, SPW_TENSOR_INIT, tensor);
     EDGE(spw_step_stats, SPW_STEP_STATS_INIT, step);
-    EDGE(spw_stats, SPW_STATS_INIT, stats);
+    EDGE(spw_info, SPW_INFO_INIT, info);
     tensor->n = N;
     tensor->param_dtype = tensor->state_dtype = tensor->grad_dtype = SPW_DTYPE_F32;
     tensor->param = param;
@@ -58,7 +58,7 @@ static void optimizers(void) {
     threads->num_threads = 2;
     OK(spw_set_threads(threads));
     OK(spw_adam_step(adam, tensor, 1, step));
-    OK(spw_grad_stats(grad, SPW_DTYPE_F32, N, 1.0, step));
+    OK(spw_grad_stats(tensor, 1, 1.0, step));
     if (step->sum_squares != (double)N) exit(1);
 
     recorded->mode = SPW_UNDO_MODE_DELTA;
@@ -74,8 +74,8 @@ static void optimizers(void) {
     if (param[0] != before) exit(1);
     OK(spw_undo_close(undo));
 
-    OK(spw_get_stats(stats));
-    if (stats->adam_calls == 0) exit(1);
+    OK(spw_get_info(info));
+    if (info->adam_calls == 0) exit(1);
     tensor->exp_avg_sq = NULL;
     OK(spw_lion_step(lion, tensor, 1, step));
     tensor->exp_avg_sq = exp_avg_sq;

@@ -38,11 +38,11 @@ static void short_structs(void) {
 
     spw_step_stats small = {.struct_size = sizeof small - 1, .nonfinite = 7, .sum_squares = 7};
     INVALID(spw_adam_step(&options, &problem.tensor, 1, &small), "stats_out: struct_size");
-    INVALID(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 3, 1, &small), "stats_out: struct_size");
+    INVALID(grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 3, 1, &small), "stats_out: struct_size");
     CHECK(small.nonfinite == 7 && small.sum_squares == 7);
 
-    spw_stats counters = {.struct_size = 8, .adam_calls = 7};
-    INVALID(spw_get_stats(&counters), "stats_out: struct_size");
+    spw_info counters = {.struct_size = 8, .adam_calls = 7};
+    INVALID(spw_get_info(&counters), "info_out: struct_size");
     CHECK(counters.adam_calls == 7);
     const spw_thread_options threads = {4, 1};
     INVALID(spw_set_threads(&threads), "options: struct_size");
@@ -111,14 +111,14 @@ static void long_outputs(void) {
         uint64_t tail;
     } later = {.known = step_stats(), .tail = 0x1234};
     later.known.struct_size = sizeof later;
-    CHECK_OK(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 300, 1, &later.known));
+    CHECK_OK(grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 300, 1, &later.known));
     CHECK(later.known.struct_size == sizeof later && later.tail == 0 && later.known.sum_squares > 0);
 
     struct {
-        spw_stats known;
+        spw_info known;
         uint64_t tail;
     } counters = {.known = {.struct_size = sizeof counters}, .tail = 0x1234};
-    CHECK_OK(spw_get_stats(&counters.known));
+    CHECK_OK(spw_get_info(&counters.known));
     CHECK(counters.known.struct_size == sizeof counters && counters.tail == 0);
     CHECK(counters.known.adam_calls > 0 && counters.known.adam_elements >= counters.known.adam_calls);
 }

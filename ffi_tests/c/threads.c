@@ -67,16 +67,16 @@ static void middle_sizes_start_no_thread(int threads_at_start) {
 
 static void numbers_of_workers(void) {
     for (uint32_t workers = 1; workers <= 8; workers += 8 / (uint32_t)rounds(8)) {
-        uint32_t count = 0;
+        spw_info info = SPW_INFO_INIT;
         configure_threads(workers);
-        CHECK_OK(spw_get_threads(&count));
-        CHECK(count == workers);
+        CHECK_OK(spw_get_info(&info));
+        CHECK(info.num_threads == workers);
         struct problem mine = make_mixed(length(1), 1);
         spw_step_stats stats[STEPS];
         train(&mine, stats);
         CHECK(same(&mine, &serial[1]) && memcmp(stats, serial_stats[1], sizeof stats) == 0);
-        CHECK_OK(spw_get_threads(&count));
-        CHECK(count == workers);
+        CHECK_OK(spw_get_info(&info));
+        CHECK(info.num_threads == workers);
         release(&mine);
     }
 }

@@ -14,7 +14,7 @@ static char directory[4200];
 static unsigned char memory[2][BYTES];
 static spw_tier *tier;
 static spw_swap *swap;
-static spw_tier_snapshot *snapshot;
+static spw_tier_task *snapshot;
 static atomic_int stop;
 
 static spw_tier *open_tier(const char *job, uint32_t mode) {
@@ -69,15 +69,12 @@ static void use_all(void) {
     NOT_HERE(spw_tier_evacuate(tier, 0));
     NOT_HERE(spw_tier_end_turns(tier));
     NOT_HERE(spw_tier_verify(tier, &checked));
-    NOT_HERE(spw_tier_export(tier, "nowhere", &step));
-    NOT_HERE(spw_tier_import(tier, "nowhere", &step));
-    NOT_HERE(spw_tier_snapshot_begin(tier, "nowhere", 0, &snapshot));
-    NOT_HERE(spw_tier_export_begin(tier, "nowhere", NULL, 0, &snapshot));
-    NOT_HERE(spw_tier_import_names(tier, "nowhere", NULL, NULL));
-    spw_tier_snapshot_info progress = {.struct_size = sizeof progress};
-    NOT_HERE(spw_tier_snapshot_get_progress(snapshot, &progress));
-    NOT_HERE(spw_tier_snapshot_wait(snapshot, FOR_EVER, &step));
-    CHECK_OK(spw_tier_snapshot_close(snapshot));
+    NOT_HERE(spw_tier_export(tier, "nowhere", NULL, &snapshot));
+    NOT_HERE(spw_tier_import(tier, "nowhere", NULL, &step));
+    spw_tier_progress progress = SPW_TIER_PROGRESS_INIT;
+    NOT_HERE(spw_tier_task_get_progress(snapshot, &progress));
+    NOT_HERE(spw_tier_task_wait(snapshot, FOR_EVER, &step));
+    CHECK_OK(spw_tier_task_close(snapshot));
     NOT_HERE(spw_swap_rollback(swap));
     NOT_HERE(spw_swap_commit(swap, 99, NULL, 0));
     NOT_HERE(spw_swap_fill(swap, (const float *const *)&stream));
@@ -122,7 +119,9 @@ int main(void) {
     CHECK_OK(spw_tier_commit(snapped, 1, NULL, 0));
     char target[8192];
     snprintf(target, sizeof target, "%s/snapshot", directory);
-    CHECK_OK(spw_tier_snapshot_begin(snapped, target, 1, &snapshot));
+    spw_tier_export_options slow = SPW_TIER_EXPORT_OPTIONS_INIT;
+    slow.bytes_per_second = 1;
+    CHECK_OK(spw_tier_export(snapped, target, &slow, &snapshot));
 
     int seeds[2] = {0, 1};
     pthread_t threads[2];
@@ -147,11 +146,11 @@ int main(void) {
     CHECK_OK(spw_swap_close(swap));
     CHECK_OK(spw_tier_destroy(below));
     // No child has cancelled the snapshot of its parent, which uses the tier until it is closed.
-    spw_tier_snapshot_info progress = {.struct_size = sizeof progress};
-    CHECK_OK(spw_tier_snapshot_get_progress(snapshot, &progress));
+    spw_tier_progress progress = SPW_TIER_PROGRESS_INIT;
+    CHECK_OK(spw_tier_task_get_progress(snapshot, &progress));
     CHECK(progress.ended == 0 && progress.step == 1 && progress.bytes == BYTES);
-    REFUSED(spw_tier_snapshot_wait(snapshot, 0, NULL), SPW_ERR_TIMEOUT, "snapshot");
-    CHECK_OK(spw_tier_snapshot_close(snapshot));
+    REFUSED(spw_tier_task_wait(snapshot, 0, NULL), SPW_ERR_TIMEOUT, "snapshot");
+    CHECK_OK(spw_tier_task_close(snapshot));
     CHECK_OK(spw_tier_destroy(snapped));
     return 0;
 }

@@ -118,13 +118,13 @@ static void what_was_put_since_takes_its_place(void) {
 static void a_commit_in_the_background_keeps_the_step_before_if_asked(void) {
     for (uint32_t flags = 0; flags <= SPW_TIER_FLAG_KEEP_BEFORE; flags += SPW_TIER_FLAG_KEEP_BEFORE) {
         spw_tier *tier = open_with(flags);
-        spw_commit *commit = NULL;
+        spw_tier_task *commit = NULL;
         step_to(tier, 13);
         put(tier, 14);
         const int step = 14;
         CHECK_OK(spw_tier_commit_begin(tier, 14, &step, sizeof step, &commit));
-        CHECK_OK(spw_commit_wait(commit, FOR_EVER));
-        CHECK_OK(spw_commit_close(commit));
+        CHECK_OK(spw_tier_task_wait(commit, FOR_EVER, NULL));
+        CHECK_OK(spw_tier_task_close(commit));
         for (int put_since = 15; put_since < 20; put_since++) put(tier, put_since);
         CHECK_OK(spw_tier_close(tier, FOR_EVER));
         if (flags == 0) {

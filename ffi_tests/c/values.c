@@ -23,9 +23,9 @@ static void dtypes(void) {
             INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), names[field]);
             *fields[field] = before;
         }
-        INVALID(spw_grad_stats(problem.tensor.grad, not_a_dtype[i], 3, 1, &stats), "dtype");
+        INVALID(grad_stats(problem.tensor.grad, not_a_dtype[i], 3, 1, &stats), "dtype");
     }
-    INVALID(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_NONE, 3, 1, &stats), "dtype");
+    INVALID(grad_stats(problem.tensor.grad, SPW_DTYPE_NONE, 3, 1, &stats), "dtype");
 
     problem.tensor.copy_dtype = SPW_DTYPE_NONE;
     INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "copy_dtype");
@@ -142,7 +142,7 @@ static void other_options(void) {
     lion.reserved = 5;
     INVALID(spw_lion_step(&lion, &problem.tensor, 1, &stats), "options.reserved");
 
-    INVALID(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 3, NAN, &stats), "scale");
+    INVALID(grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 3, NAN, &stats), "scale");
     INVALID(spw_set_log(NULL, NULL, 5), "level");
     INVALID(spw_set_log(NULL, NULL, -1), "level");
     const spw_thread_options threads = {sizeof threads, 1000000};
@@ -154,28 +154,18 @@ static void ids(void) {
     const spw_tensor *tensor = &problem.tensor;
     const spw_ds_adam_call call = ds_adam_call(1);
     REFUSED(spw_ds_adam_update(NULL, 3, &call, tensor), unknown, "Adam optimizer id 3");
-    REFUSED(spw_ds_adagrad_update(-3, 1, 1e-3f, 1e-8f, 0, tensor), unknown, "Adagrad optimizer id -3");
-    REFUSED(spw_ds_lion_update(3, 1, 1e-3f, 0.9f, 0.99f, 0, tensor), unknown, "Lion optimizer id 3");
     INVALID(spw_ds_adam_create(3, 0.9f, 0.999f, 2), "adamw_mode");
     REFUSED(spw_ds_adam_destroy(3), unknown, "3");
 
     CHECK_OK(spw_ds_adam_create(3, 0.9f, 0.999f, 0));
-    CHECK_OK(spw_ds_adagrad_create(3));
-    CHECK_OK(spw_ds_lion_create(3));
     spw_ds_adam_call wrong = ds_adam_call(0);
     INVALID(spw_ds_adam_update(NULL, 3, &wrong, tensor), "call.step");
     wrong = call, wrong.bias_correction = 2;
     INVALID(spw_ds_adam_update(NULL, 3, &wrong, tensor), "call.bias_correction");
     wrong = call, wrong.grad_scale = INFINITY;
     INVALID(spw_ds_adam_update(NULL, 3, &wrong, tensor), "call.grad_scale");
-    INVALID(spw_ds_adagrad_update(3, 0, 1e-3f, 1e-8f, 0, tensor), "step");
-    INVALID(spw_ds_lion_update(3, 0, 1e-3f, 0.9f, 0.99f, 0, tensor), "step");
     CHECK_OK(spw_ds_adam_destroy(3));
-    CHECK_OK(spw_ds_adagrad_destroy(3));
-    CHECK_OK(spw_ds_lion_destroy(3));
     REFUSED(spw_ds_adam_destroy(3), unknown, "3");
-    REFUSED(spw_ds_adagrad_destroy(3), unknown, "3");
-    REFUSED(spw_ds_lion_destroy(3), unknown, "3");
     REFUSED(spw_ds_adam_update(NULL, 3, &call, tensor), unknown, "Adam optimizer id 3");
 }
 
@@ -192,8 +182,8 @@ static void misaligned(void) {
     INVALID(spw_io_wait(io, (const uint64_t *)(const void *)(bytes + 1), 1, 0, NULL), "is not aligned to 8 bytes");
     CHECK_OK(spw_io_close(io, -1));
     // A single output may have any alignment.
-    CHECK_OK(spw_get_threads((uint32_t *)(void *)(bytes + 1)));
-    CHECK(bytes[1] > 0);
+    CHECK_OK(spw_pinned_contains(bytes, 1, (uint32_t *)(void *)(bytes + 1)));
+    CHECK(bytes[1] == 0);
 }
 
 int main(void) {

@@ -37,7 +37,10 @@ pub fn generate(root: &Path, version: &str, defaults: &[Default]) -> Generated {
     let copy = tempfile::tempdir().expect("the temporary directory is writable");
     copy_without_macros(&root.join("src/capi"), copy.path());
     let modules = modules(copy.path());
-    let builder = cbindgen::Builder::new().with_config(cbindgen::Config::from_root_or_default(root));
+    let mut config = cbindgen::Config::from_root_or_default(root);
+    // Also an enum that no signature mentions, because it is passed as an integer.
+    config.export.include = modules.iter().flat_map(|module| module.declared.iter().cloned()).collect();
+    let builder = cbindgen::Builder::new().with_config(config);
     let files = modules.iter().flat_map(|module| &module.files);
     let builder = files.fold(builder, cbindgen::Builder::with_src);
     let mut text = Vec::new();

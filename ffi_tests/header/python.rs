@@ -86,7 +86,11 @@ fn constants(item: &Item) -> String {
             .collect(),
         false => code
             .filter_map(|line| line.strip_prefix("#define ")?.split_once(' '))
-            .map(|(name, value)| (name, value.replace("UINT32_MAX", &u32::MAX.to_string())))
+            .map(|(name, value)| match value {
+                "UINT32_MAX" => (name, u32::MAX.to_string()),
+                "UINT64_MAX" => (name, u64::MAX.to_string()),
+                _ => (name, value.to_string()),
+            })
             .filter(|(_, value)| value.parse::<u64>().is_ok())
             .map(|(name, value)| format!("{} = {value}\n", constant(name)))
             .collect(),

@@ -182,7 +182,7 @@ def _inherited(objects, name, number):
         buffer, request, handle = np.zeros(10, np.uint8), _abi.sized(_abi.IoRequest), ctypes.c_uint64()
         request.path, request.buffer, request.bytes = os.devnull.encode(), buffer.ctypes.data, 10
         c(episode, "spw_io_read", objects.io, ctypes.byref(request), ctypes.byref(handle), may=ANY, limit=QUICK)
-        c(episode, "spw_io_wait_all", objects.io, 100, None, may=ANY, limit=QUICK)
+        c(episode, "spw_io_wait", objects.io, None, _abi.IO_ALL, 100, None, may=ANY, limit=QUICK)
     elif name == "reopen":
         answer = episode.call(
             "child open", spillway.Tier, list(objects.moves.bases), may=(LOCKED,), limit=QUICK, show=(), **objects.moves.options

@@ -215,7 +215,7 @@ static void an_update_and_its_memory_path_lie_on_their_nodes(uint32_t buffers, u
     CHECK_OK(spw_swap_fill(swap, states));
     CHECK_OK(spw_swap_commit(swap, 1, NULL, 0));
     spw_swap_budget budget = SPW_SWAP_BUDGET_INIT;
-    CHECK_OK(spw_swap_get_budget(swap, &budget));
+    CHECK_OK(spw_swap_plan_budget(&settings, 1, &budget));
     const struct bound own = bound_to(buffers), stored = in_files_on(memory);
     printf("buffers on node %u: %lu of %lu pages; memory path on node %u: %lu of %lu\n", buffers, own.here, own.all,
            memory, stored.here, stored.all);

@@ -1,8 +1,10 @@
 // spillway/deepspeed.h
 //
-// The optimizer ids of DeepSpeed's op modules `cpu_adam`, `cpu_adagrad` and `cpu_lion`, with DeepSpeed's arithmetic.
+// The optimizer ids of DeepSpeed's op module `cpu_adam`, with DeepSpeed's arithmetic.
 //
-// An id is created once and serves all parameters of an optimizer. All threads of the process share the ids.
+// An id is created once and serves all parameters of an optimizer. All threads of the process share the ids. The ids of
+// `cpu_adagrad` and `cpu_lion` hold no state: call `spw_adagrad_step` and `spw_lion_step`. Up to version 0.19.6 DeepSpeed's
+// Adagrad omits weight decay in the numerator, and its Lion does not train on processors with AVX.
 //
 //     spw_ds_adam_create(7, 0.9f, 0.999f, 1);
 //
@@ -126,38 +128,6 @@ enum spw_status spw_ds_adam_rollback(struct spw_undo *undo,
 
 // DeepSpeed's `destroy_adam`: removes the optimizer `id`.
 enum spw_status spw_ds_adam_destroy(int32_t id);
-
-// DeepSpeed's `create_adagrad`: creates the optimizer `id`, or resets it.
-enum spw_status spw_ds_adagrad_create(int32_t id);
-
-// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`. DeepSpeed's implementation
-// omits weight decay in the numerator up to version 0.19.6.
-enum spw_status spw_ds_adagrad_update(int32_t id,
-                                      uint64_t step,
-                                      float lr,
-                                      float eps,
-                                      float weight_decay,
-                                      const struct spw_tensor *tensor);
-
-// DeepSpeed's `destroy_adagrad`: removes the optimizer `id`.
-enum spw_status spw_ds_adagrad_destroy(int32_t id);
-
-// DeepSpeed's `create_lion`: creates the optimizer `id`, or resets it.
-enum spw_status spw_ds_lion_create(int32_t id);
-
-// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`. DeepSpeed's implementation does not
-// train on processors with AVX up to version 0.19.6. Lion ignores the step number, but 0 is an error, since DeepSpeed
-// counts from 1.
-enum spw_status spw_ds_lion_update(int32_t id,
-                                   uint64_t step,
-                                   float lr,
-                                   float beta1,
-                                   float beta2,
-                                   float weight_decay,
-                                   const struct spw_tensor *tensor);
-
-// DeepSpeed's `destroy_lion`: removes the optimizer `id`.
-enum spw_status spw_ds_lion_destroy(int32_t id);
 
 // Called by the thread that runs the update after each subgroup's step, while transfers of other subgroups continue.
 // `param` holds the subgroup's new f32 master weights and is valid until the return. A return value other than 0 ends

@@ -193,9 +193,15 @@ enum spw_status spw_io_describe(const struct spw_io *io,
                                 size_t size,
                                 uint64_t *needed_out);
 
+// The number of handles that stands for all operations of an engine.
+#define SPW_IO_ALL UINT64_MAX
+
 // Waits for the `count` operations in `handles` for up to `timeout_ms` milliseconds (0: poll; negative: without
 // limit), independently of other operations. `bytes_out` (may be NULL) receives the byte count of each. If operations
 // failed, the status is that of the first in `handles`, and the message counts the others. `count` may be 0.
+//
+// A `count` of SPW_IO_ALL waits for all operations of the engine; `handles` and `bytes_out` are then NULL. Without any the
+// call returns at once.
 //
 // After the call the handles are invalid. SPW_ERR_TIMEOUT is the exception: all operations stay in flight, and their
 // handles stay valid. After SPW_ERR_DEADLINE the system may still use the memory of the operation, until `stuck` of `spw_io_stats` is 0.
@@ -205,13 +211,6 @@ enum spw_status spw_io_wait(const struct spw_io *io,
                             uint64_t count,
                             int64_t timeout_ms,
                             uint64_t *bytes_out);
-
-// Waits for all operations for up to `timeout_ms` milliseconds, as `spw_io_wait`, and invalidates their handles.
-// `completed_out` (may be NULL) receives the number of operations; without any the call returns at once. If operations
-// failed, the status is that of the first, and the message counts the others.
-enum spw_status spw_io_wait_all(const struct spw_io *io,
-                                int64_t timeout_ms,
-                                uint64_t *completed_out);
 
 // Details of a failed file operation.
 typedef struct spw_io_failure {

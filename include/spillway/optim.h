@@ -308,22 +308,14 @@ enum spw_status spw_lion_check(const struct spw_lion_options *options,
                                const struct spw_tensor *tensors,
                                uint64_t count);
 
-// Computes the sum of squares and the finiteness of `grad * scale`, for example for gradient clipping. `grad` has `n`
-// elements of `dtype` (an `spw_dtype`); `n` may be 0. `sum_squares` has the same bits as the statistics of a step of
-// the same tensor.
-enum spw_status spw_grad_stats(const void *grad,
-                               uint32_t dtype,
-                               uint64_t n,
+// Computes the sum of squares and the finiteness of the scaled gradients of `count` tensors, for example for gradient
+// clipping, in one pass over their memory. For one tensor the sum has the same bits as the statistics of its step; the
+// sums of several tensors are added in their order. Of each tensor only n, grad and grad_dtype are read. Gradients may
+// overlap.
+enum spw_status spw_grad_stats(const struct spw_tensor *tensors,
+                               uint64_t count,
                                double scale,
                                struct spw_step_stats *stats_out);
-
-// Computes the statistics of the gradients of `count` tensors, in one pass over their memory: for one tensor those of
-// `spw_grad_stats`; the sums of several tensors are added in their order. Of each tensor only n, grad and grad_dtype
-// are read. Gradients may overlap.
-enum spw_status spw_grad_stats_all(const struct spw_tensor *tensors,
-                                   uint64_t count,
-                                   double scale,
-                                   struct spw_step_stats *stats_out);
 
 // Adds gradients of a micro-batch to accumulated gradients: `dst = dst + src * scale` for each of `count` tensors, in any
 // combination of f32, f16 and bf16. The sum is computed in f32 by a fused multiply-add, and rounded once to the type

@@ -150,8 +150,8 @@ typedef struct spw_swap_stats {
 // exp_avg_sq, 12 bytes per parameter, or less with flags of `spw_swap_flag`.
 typedef struct spw_swap spw_swap;
 
-// Computes the memory and traffic of `spw_swap_open` with these options on a tier of `paths` paths. It allocates no
-// buffers. More than 1024 paths are an error.
+// Writes the memory and traffic of an update that is opened with these options on a tier of `paths` paths. It allocates
+// no buffers. `options.ratio` and `options.speeds` are not read. More than 1024 paths are an error.
 enum spw_status spw_swap_plan_budget(const struct spw_swap_options *options,
                                      uint64_t paths,
                                      struct spw_swap_budget *budget_out);
@@ -166,9 +166,6 @@ enum spw_status spw_swap_plan_budget(const struct spw_swap_options *options,
 enum spw_status spw_swap_open(const struct spw_tier *tier,
                               const struct spw_swap_options *options,
                               struct spw_swap **swap_out);
-
-// Writes the memory and traffic that the update was opened with.
-enum spw_status spw_swap_get_budget(struct spw_swap *swap, struct spw_swap_budget *budget_out);
 
 // Sets the state of every subgroup. `states` has three addresses per subgroup, of its f32 param, exp_avg and
 // exp_avg_sq. The call copies from them; NULL means zeros.
@@ -190,7 +187,7 @@ enum spw_status spw_swap_fill(struct spw_swap *swap,
 // alternates them. Weights that do not match the state are an error.
 //
 // After an error some subgroups may have been stepped. Then every call is SPW_ERR_BUSY except `spw_swap_rollback`,
-// `spw_swap_close`, `spw_swap_get_stats` and `spw_swap_get_budget`.
+// `spw_swap_close` and `spw_swap_get_stats`.
 enum spw_status spw_swap_adam_step(struct spw_swap *swap,
                                    const struct spw_adam_options *options,
                                    const struct spw_tensor *tensors,
@@ -240,12 +237,12 @@ enum spw_status spw_swap_commit(struct spw_swap *swap,
 // Begins what `spw_swap_commit` does, and returns at once: a thread writes the subgroups that are only in memory, and
 // another makes all state durable as it is at this call. The next update may begin at once; its steps wait until the
 // subgroups are written. Other calls of the tiered update wait for that too. See `spw_tier_commit_begin` for the rest,
-// `spw_commit_wait` for the outcome.
+// `spw_tier_task_wait` for the outcome.
 enum spw_status spw_swap_commit_begin(struct spw_swap *swap,
                                       uint64_t step,
                                       const void *payload,
                                       uint64_t payload_bytes,
-                                      struct spw_commit **commit_out);
+                                      struct spw_tier_task **task_out);
 
 // Rolls back to the last commit, in memory and on the tier, also after a failed step. An open update is abandoned: its
 // gradients and copies belong to the caller again, and the copies hold any values.
@@ -284,7 +281,7 @@ typedef enum spw_swap_begin_flag {
 // sum of `spw_swap_begin_flag`.
 //
 // Until `spw_swap_finish` returns, every call is SPW_ERR_ROUND_OPEN but `spw_swap_submit`, `spw_swap_verdict`,
-// `spw_swap_rollback`, `spw_swap_close`, `spw_swap_get_stats` and `spw_swap_get_budget`. After the finish the thread still
+// `spw_swap_rollback`, `spw_swap_close` and `spw_swap_get_stats`. After the finish the thread still
 // writes. The next begin does not wait for these writes; other calls do.
 //
 // With SPW_SWAP_BEGIN_FLAG_SPECULATIVE the tier keeps the version before the step of each subgroup until the verdict.

@@ -253,7 +253,7 @@ enum spw_status spw_tier_end_turns(const struct spw_tier *tier);
 // Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier. They wait for
 // no turns.
 // The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
-// If a tiered update, a window, a snapshot or a commit in the background uses the tier, the library frees the tier when that has ended. Streams of tickets that were
+// If a tiered update, a window, an export or a commit in the background uses the tier, the library frees the tier when that has ended. Streams of tickets that were
 // not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
 // of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close continues without the
 // caller, and the lock is held until it ends.
@@ -262,7 +262,7 @@ enum spw_status spw_tier_close(struct spw_tier *tier,
 
 // Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
 // operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. It is
-// SPW_ERR_BUSY too while a tiered update, a window, a snapshot or a commit in the background uses the tier, which then keeps its files. Delete such files later with
+// SPW_ERR_BUSY too while a tiered update, a window, an export or a commit in the background uses the tier, which then keeps its files. Delete such files later with
 // `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
 // SPW_ERR_PATH_MISSING, and its path keeps all files. A file system that does not respond within the I/O timeout is
 // SPW_ERR_DEADLINE; the deletion continues without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
@@ -363,8 +363,40 @@ enum spw_status spw_tier_commit(const struct spw_tier *tier,
 // again. SPW_ERR_BUSY while a `spw_tier_commit` is in flight (one in the background is waited for), or if a tiered update changed states (see `spw_swap_open`).
 enum spw_status spw_tier_rollback(const struct spw_tier *tier);
 
-// A commit that a thread of the library makes, while the tier is put and got.
-typedef struct spw_commit spw_commit;
+// A commit or an export that a thread of the library makes, while the tier is put and got.
+typedef struct spw_tier_task spw_tier_task;
+
+// How far a commit or an export is.
+typedef struct spw_tier_progress {
+    // `sizeof(spw_tier_progress)`
+    uint32_t struct_size;
+    // 1 once it has ended, with or without success, else 0.
+    uint32_t ended;
+    // The step that it commits or exports.
+    uint64_t step;
+    // Bytes that an export has written so far; 0 for a commit.
+    uint64_t written;
+    // Bytes of the whole export; 0 for a commit.
+    uint64_t bytes;
+} spw_tier_progress;
+
+#define SPW_TIER_PROGRESS_INIT \
+    { sizeof(spw_tier_progress), 0, 0, 0, 0 }
+
+// Waits until the commit or export has ended, for up to `timeout_ms` milliseconds (0: poll; negative: without limit).
+// SPW_ERR_TIMEOUT: it continues. Any other status is its own, and every later call returns it again. `step_out` (may be
+// NULL) receives the step.
+enum spw_status spw_tier_task_wait(const struct spw_tier_task *task,
+                                   int64_t timeout_ms,
+                                   uint64_t *step_out);
+
+// Writes how far the commit or export is.
+enum spw_status spw_tier_task_get_progress(const struct spw_tier_task *task,
+                                           struct spw_tier_progress *progress_out);
+
+// Frees the handle. A commit that has not ended is waited for. An export that has not ended is cancelled, and nothing of
+// it is left; this takes as long as the write in flight, at most the I/O timeout of the tier.
+enum spw_status spw_tier_task_close(struct spw_tier_task *task);
 
 // Begins what `spw_tier_commit` does, and returns at once. The commit takes what the extents hold at the call; of a put in
 // flight, what it puts. Puts and gets may continue, and count for the next commit. They use other space, so the tier needs
@@ -373,7 +405,7 @@ typedef struct spw_commit spw_commit;
 // Until the commit has ended, other commits, rollbacks, removals, imports and evacuations of the tier wait for it. Where
 // `spw_tier_commit` moves data off a path that failed or lost its files, this commit fails; the next `spw_tier_commit`
 // moves the data. After any error what was put is still there, uncommitted. SPW_ERR_BUSY and the error of a failed put
-// come from this call, other errors from `spw_commit_wait`.
+// come from this call, other errors from `spw_tier_task_wait`.
 //
 // Ranks that must resume at a common step wait for the commits of all ranks before any of them begins the next commit.
 // With a `world` above 1, or SPW_TIER_FLAG_KEEP_BEFORE, the tier keeps the state of the commit before until then, in space
@@ -382,15 +414,7 @@ enum spw_status spw_tier_commit_begin(const struct spw_tier *tier,
                                       uint64_t step,
                                       const void *payload,
                                       uint64_t payload_bytes,
-                                      struct spw_commit **commit_out);
-
-// Waits until the commit has ended, for up to `timeout_ms` milliseconds (0: poll; negative: without limit). SPW_ERR_TIMEOUT:
-// the commit continues. Any other status is that of the commit, and every later call returns it again.
-enum spw_status spw_commit_wait(const struct spw_commit *commit,
-                                int64_t timeout_ms);
-
-// Waits until the commit has ended, and frees the handle.
-enum spw_status spw_commit_close(struct spw_commit *commit);
+                                      struct spw_tier_task **task_out);
 
 // Health of a path. Passed as `uint32_t`.
 typedef enum spw_tier_health {
@@ -538,109 +562,68 @@ enum spw_status spw_tier_evacuate(const struct spw_tier *tier,
 // damage, and the message names path, extent, block and offset. SPW_ERR_BUSY while an extent is put.
 enum spw_status spw_tier_verify(const struct spw_tier *tier, struct spw_tier_verify_info *info_out);
 
-// Exports the committed state to `directory`, which must not exist. It gets one file per stream with the bytes as they
-// were put, and manifest.json with names, sizes, checksums, step and payload. The directory appears complete or not at
-// all. Puts since the last commit are not in it. Other threads may put and commit meanwhile: the export holds the
-// commit that was the last one when the call began, and the space of its extents stays allocated. Missing parent
-// directories get mode 0700. `step_out` may be NULL.
+// Form and speed of an export, combined by addition.
+typedef enum spw_tier_export_flag {
+    // Write one safetensors file. A subgroup of `spw_swap_open` becomes the tensors NAME.param, NAME.exp_avg and
+    // NAME.exp_avg_sq. Another extent becomes NAME, or NAME.0 and so on if it has several streams.
+    SPW_TIER_EXPORT_FLAG_SAFETENSORS = 1,
+    // Read all paths at once. Without this flag one part is read at a time, so that steps keep most of the bandwidth.
+    SPW_TIER_EXPORT_FLAG_FAST = 2,
+} spw_tier_export_flag;
+
+// What an export takes, its form and its speed. Zero is the default of every field but struct_size.
+typedef struct spw_tier_export_options {
+    // `sizeof(spw_tier_export_options)`
+    uint32_t struct_size;
+    // Sum of `spw_tier_export_flag`.
+    uint32_t flags;
+    // One pattern per line; an extent is taken if its name matches one. `*` stands for any letters, `?` for one. NULL:
+    // every extent.
+    const char *names;
+    // Number of the first element that is taken of each tensor. A directory has whole extents: 0.
+    uint64_t first;
+    // Number of the first element that is not taken any more; 0: all from `first` on.
+    uint64_t end;
+    // Type of the elements of extents that are no optimizer states, as safetensors names it; NULL: "U8". Used with
+    // SPW_TIER_EXPORT_FLAG_SAFETENSORS.
+    const char *dtype;
+    // Maximum bytes per second; 0: no limit.
+    uint64_t bytes_per_second;
+} spw_tier_export_options;
+
+#define SPW_TIER_EXPORT_OPTIONS_INIT \
+    { sizeof(spw_tier_export_options), 0, NULL, 0, 0, NULL, 0 }
+
+// Holds the last commit, and starts to write it to `path`, a new directory or file. A directory gets one file per stream
+// with the bytes as they were put, and manifest.json with names, sizes, checksums, step and payload. The directory or
+// file appears complete or not at all. Missing parent directories get mode 0700. `options` may be NULL.
+//
+// Puts since the last commit are not in it. Puts and commits may continue: the export keeps the space of its own
+// versions. The tier stays locked until the export has ended, also if it is closed before.
+//
+// `spw_tier_import` reads every export. A file with a range of elements has no step, and the import takes its tensors for
+// extents. SPW_ERR_INVALID_ARGUMENT: no extent is taken, or the type does not fit one. SPW_ERR_NO_STATE: nothing was
+// committed.
 enum spw_status spw_tier_export(const struct spw_tier *tier,
-                                const char *directory,
-                                uint64_t *step_out);
+                                const char *path,
+                                const struct spw_tier_export_options *options,
+                                struct spw_tier_task **task_out);
 
 // Imports an export into the tier and commits it at the export's step; one that left out extents is committed at the step
-// of the tier, if it has one. An existing extent of the same name must have
-// the same streams; extents that are not in the export keep what they hold, and uncommitted puts to them are committed too.
-// A directory or file that is no export is SPW_ERR_FORMAT, one with a damaged manifest or other sizes SPW_ERR_CORRUPT, and
-// nothing changes. After any other error the tier is at its last commit. `step_out` may be NULL.
+// of the tier, if it has one. An existing extent of the same name must have the same streams; extents that are not in the
+// export keep what they hold, and uncommitted puts to them are committed too. A directory or file that is no export is
+// SPW_ERR_FORMAT, one with a damaged manifest or other sizes SPW_ERR_CORRUPT, and nothing changes. After any other error
+// the tier is at its last commit. `step_out` (may be NULL) receives the step.
+//
+// `names` has one pattern per line, as in `spw_tier_export_options`: only extents whose name matches one are imported,
+// and committed at the step of the tier. NULL: all.
 //
 // Until it ends, commits and rollbacks of other threads, and steps of a tiered update, are SPW_ERR_BUSY. Afterwards the
 // calls of an open tiered update are SPW_ERR_BUSY until `spw_swap_rollback`, which takes the states over.
 enum spw_status spw_tier_import(const struct spw_tier *tier,
-                                const char *directory,
+                                const char *path,
+                                const char *names,
                                 uint64_t *step_out);
-
-// An export of the last commit that a thread of the library writes, while the tier is put, got and committed.
-typedef struct spw_tier_snapshot spw_tier_snapshot;
-
-// How far a snapshot is.
-typedef struct spw_tier_snapshot_info {
-    // `sizeof(spw_tier_snapshot_info)`
-    uint32_t struct_size;
-    // 1 once the snapshot has ended, with or without success, else 0.
-    uint32_t ended;
-    // The committed step that it holds.
-    uint64_t step;
-    // Bytes written so far.
-    uint64_t written;
-    // Bytes of the whole state.
-    uint64_t bytes;
-} spw_tier_snapshot_info;
-
-#define SPW_TIER_SNAPSHOT_INFO_INIT \
-    { sizeof(spw_tier_snapshot_info), 0, 0, 0, 0 }
-
-// Holds the last commit, and starts to write it to `directory`, which must not exist. Puts and commits may continue: the
-// snapshot keeps the space of its own versions. The directory is as of `spw_tier_export`, and `spw_tier_import` reads it.
-// It appears complete or not at all. `bytes_per_second` limits the speed; 0: no limit. The tier stays locked until the
-// snapshot has ended, also if it is closed before. Errors are those of `spw_tier_export`.
-enum spw_status spw_tier_snapshot_begin(const struct spw_tier *tier,
-                                        const char *directory,
-                                        uint64_t bytes_per_second,
-                                        struct spw_tier_snapshot **snapshot_out);
-
-// What an export to a safetensors file takes. Zero is the default of every field but struct_size.
-typedef struct spw_tier_selection {
-    // `sizeof(spw_tier_selection)`
-    uint32_t struct_size;
-    // 0
-    uint32_t reserved;
-    // One pattern per line; an extent is taken if its name matches one. `*` stands for any letters, `?` for one. NULL:
-    // every extent.
-    const char *names;
-    // Number of the first element that is taken of each tensor.
-    uint64_t first;
-    // Number of the first element that is not taken any more; 0: all from `first` on.
-    uint64_t end;
-    // Type of the elements of extents that are no optimizer states, as safetensors names it; NULL: "U8".
-    const char *dtype;
-} spw_tier_selection;
-
-#define SPW_TIER_SELECTION_INIT \
-    { sizeof(spw_tier_selection), 0, NULL, 0, 0, NULL }
-
-// Holds the last commit, and starts to write it to `file`, a new safetensors file, as `spw_tier_snapshot_begin` does. A
-// subgroup of `spw_swap_open` becomes the tensors NAME.param, NAME.exp_avg and NAME.exp_avg_sq; another extent becomes
-// NAME, or NAME.0 and so on if it has several streams. `selection` may be NULL. A file with a range of elements has no
-// step, and `spw_tier_import` takes its tensors for extents. Without `bytes_per_second` the export reads all paths at once.
-// SPW_ERR_INVALID_ARGUMENT: no extent is taken, or the type does not fit one.
-enum spw_status spw_tier_export_begin(const struct spw_tier *tier,
-                                      const char *file,
-                                      const struct spw_tier_selection *selection,
-                                      uint64_t bytes_per_second,
-                                      struct spw_tier_snapshot **snapshot_out);
-
-// Imports the extents whose name matches one of `names`, and commits them at the step of the tier. `from` is a directory or
-// file as for `spw_tier_import`, and `names` has one pattern per line, as in `spw_tier_selection`; NULL: all, as
-// `spw_tier_import`. `step_out` (may be NULL) receives the step.
-enum spw_status spw_tier_import_names(const struct spw_tier *tier,
-                                      const char *from,
-                                      const char *names,
-                                      uint64_t *step_out);
-
-// Waits until the directory or file is complete, for up to `timeout_ms` milliseconds (0: poll; negative: without limit).
-// SPW_ERR_TIMEOUT: the snapshot continues. Any other status is that of the snapshot, and every later call returns it again.
-// `step_out` (may be NULL) receives the step.
-enum spw_status spw_tier_snapshot_wait(const struct spw_tier_snapshot *snapshot,
-                                       int64_t timeout_ms,
-                                       uint64_t *step_out);
-
-// Returns how far the snapshot is.
-enum spw_status spw_tier_snapshot_get_progress(const struct spw_tier_snapshot *snapshot,
-                                               struct spw_tier_snapshot_info *info_out);
-
-// Frees the snapshot. One that has not ended is cancelled first, and nothing of it is left; this takes as long as the
-// write in flight, at most the I/O timeout of the tier.
-enum spw_status spw_tier_snapshot_close(struct spw_tier_snapshot *snapshot);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -74,13 +74,13 @@ pub fn visit_structs(mut visit: impl FnMut(&'static str, usize, Fields)) {
         };
     }
     visit_all! {
-        base: spw_stats spw_thread_options;
+        base: spw_info spw_thread_options;
         optim: spw_tensor spw_step_stats spw_grad_tensor spw_adam_options spw_adagrad_options
             spw_lion_options;
         undo: spw_undo_options;
         memory: spw_pinned_options spw_pinned_stats;
         io: spw_io_options spw_io_request spw_io_stats spw_io_failure;
-        tier: spw_tier_path spw_tier_options spw_tier_steps_info spw_tier_snapshot_info spw_tier_selection spw_tier_opened_info
+        tier: spw_tier_path spw_tier_options spw_tier_steps_info spw_tier_export_options spw_tier_progress spw_tier_opened_info
             spw_tier_target spw_tier_extent_info spw_tier_path_info spw_tier_verify_info;
         swap: spw_swap_options spw_swap_budget spw_swap_stats;
         gpu: spw_gpu_driver spw_gpu_options spw_gpu_info spw_gpu_copy spw_gpu_link;

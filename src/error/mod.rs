@@ -42,13 +42,8 @@ pub enum Error {
     #[error("{0}")]
     Unsupported(String),
     /// A DeepSpeed-style optimizer id that was never created, or was destroyed.
-    #[error("{optimizer} optimizer id {id} does not exist (never created, or destroyed)")]
-    UnknownId {
-        /// "Adam", "Adagrad" or "Lion".
-        optimizer: &'static str,
-        /// The id as given.
-        id: i32,
-    },
+    #[error("Adam optimizer id {0} does not exist (never created, or destroyed)")]
+    UnknownId(i32),
     /// A system call failed.
     #[error("{what}: {reason}")]
     System {

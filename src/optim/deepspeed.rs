@@ -1,7 +1,8 @@
-//! The optimizer ids of DeepSpeed's CPU optimizers, and the f32 state of each id.
+//! The optimizer ids of DeepSpeed's Adam, and the f32 state of each id. Its Adagrad and Lion keep no state: each call passes
+//! all options.
 //!
 //! Invariants:
-//! - The maps are the only registry of the process. A change replaces the whole map atomically and takes no lock, so a
+//! - The map is the only registry of the process. A change replaces the whole map atomically and takes no lock, so a
 //!   forked child never sees a half-changed map. A call works on its own copy of the state.
 //! - The powers of beta are f32 and advance as in DeepSpeed. The next step multiplies them, and the same step keeps
 //!   them. Any other step, or a change of a beta, computes them from scratch.
@@ -125,26 +126,19 @@ impl AdamState {
     }
 }
 
-/// A thread-safe map from ids to the states of one kind of optimizer.
-pub struct Ids<S> {
-    optimizer: &'static str,
-    map: ArcSwapOption<HashMap<i32, S>>,
-}
+/// A thread-safe map from ids to states.
+pub struct Ids(ArcSwapOption<HashMap<i32, AdamState>>);
 
 /// Ids of `create_adam`.
-pub static ADAM: Ids<AdamState> = Ids::new("Adam");
-/// Ids of `create_adagrad`. They have no state, because each call passes all options.
-pub static ADAGRAD: Ids<()> = Ids::new("Adagrad");
-/// Ids of `create_lion`. They have no state, because each call passes all options.
-pub static LION: Ids<()> = Ids::new("Lion");
+pub static ADAM: Ids = Ids::new();
 
-impl<S: Copy> Ids<S> {
-    const fn new(optimizer: &'static str) -> Self {
-        Ids { optimizer, map: ArcSwapOption::const_empty() }
+impl Ids {
+    const fn new() -> Self {
+        Ids(ArcSwapOption::const_empty())
     }
 
     /// Creates the id, or replaces its state.
-    pub fn create(&self, id: i32, state: S) {
+    pub fn create(&self, id: i32, state: AdamState) {
         self.change(|map| {
             map.insert(id, state);
         });
@@ -160,14 +154,14 @@ impl<S: Copy> Ids<S> {
     }
 
     /// Returns a copy of the state of the id. Fails if the id does not exist.
-    pub fn get(&self, id: i32) -> Result<S> {
-        let map = self.map.load();
+    pub fn get(&self, id: i32) -> Result<AdamState> {
+        let map = self.0.load();
         let state = map.as_ref().and_then(|map| map.get(&id)).copied();
-        state.ok_or(Error::UnknownId { optimizer: self.optimizer, id })
+        state.ok_or(Error::UnknownId(id))
     }
 
-    fn change(&self, change: impl Fn(&mut HashMap<i32, S>)) {
-        self.map.rcu(|map| {
+    fn change(&self, change: impl Fn(&mut HashMap<i32, AdamState>)) {
+        self.0.rcu(|map| {
             let mut next = map.as_ref().map(|map| HashMap::clone(map)).unwrap_or_default();
             change(&mut next);
             Some(Arc::new(next))
@@ -215,8 +209,8 @@ mod tests {
 
     #[test]
     fn ids_live_from_create_to_destroy() {
-        let ids: Ids<AdamState> = Ids::new("Adam");
-        assert_eq!(ids.get(7), Err(Error::UnknownId { optimizer: "Adam", id: 7 }));
+        let ids = Ids::new();
+        assert_eq!(ids.get(7), Err(Error::UnknownId(7)));
         ids.create(7, AdamState::new(true, 0.9, 0.999).unwrap());
         assert!(ids.get(7).unwrap().begin(&call(1)).is_ok());
         assert!(ids.get(7).unwrap().begin(&call(0)).is_err());
@@ -226,7 +220,7 @@ mod tests {
 
     #[test]
     fn ids_of_several_threads_do_not_disturb_each_other() {
-        let ids: Ids<AdamState> = Ids::new("Adam");
+        let ids = Ids::new();
         std::thread::scope(|scope| {
             for id in 0..8 {
                 let ids = &ids;

@@ -147,15 +147,12 @@ def set_num_threads(count: int = 0) -> None:
 
 def num_threads() -> int:
     """Returns the number of threads that a large step uses."""
-    count = _ctypes.c_uint32()
-    _native.call("spw_get_threads", _ctypes.byref(count))
-    return count.value
+    return _native.process_info().num_threads
 
 
 def stats() -> OptimizerStats:
     """Returns the counters of all optimizer steps of this process."""
-    counters = _abi.sized(_abi.Stats)
-    _native.call("spw_get_stats", _ctypes.byref(counters))
+    counters = _native.process_info()
     return OptimizerStats(*(getattr(counters, name) for name in OptimizerStats._fields))
 
 

@@ -8,6 +8,7 @@ from ctypes import (CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_float, 
 from ._integers import Given, address, i32, i64, size, u32, u64
 
 ABI_VERSION = 2
+IO_ALL = 18446744073709551615
 TOPO_NONE = 4294967295
 # spw_status
 OK = 0
@@ -57,6 +58,13 @@ ERR_ARENA_FOREIGN = 64
 ERR_ARENA_EXISTS = 65
 ERR_ARENA_MISSING = 66
 
+# spw_log_level
+LOG_LEVEL_OFF = 0
+LOG_LEVEL_ERROR = 1
+LOG_LEVEL_WARN = 2
+LOG_LEVEL_INFO = 3
+LOG_LEVEL_DEBUG = 4
+
 # spw_dtype
 DTYPE_NONE = 0
 DTYPE_F32 = 1
@@ -70,13 +78,6 @@ WEIGHT_DECAY_L2 = 1
 # spw_rounding
 ROUNDING_NEAREST = 0
 ROUNDING_STOCHASTIC = 1
-
-# spw_log_level
-LOG_LEVEL_OFF = 0
-LOG_LEVEL_ERROR = 1
-LOG_LEVEL_WARN = 2
-LOG_LEVEL_INFO = 3
-LOG_LEVEL_DEBUG = 4
 
 # spw_undo_mode
 UNDO_MODE_ARITHMETIC = 0
@@ -111,20 +112,24 @@ TIER_DURABILITY_FULL = 2
 TIER_PATH_KIND_DIRECTORY = 0
 TIER_PATH_KIND_MEMORY = 1
 
-# spw_tier_path_flag
-TIER_PATH_FLAG_NODE = 1
-
 # spw_tier_flag
 TIER_FLAG_DEGRADED = 1
 TIER_FLAG_NO_DIRECT = 2
 TIER_FLAG_AT_STEP = 4
 TIER_FLAG_KEEP_BEFORE = 8
 
+# spw_tier_path_flag
+TIER_PATH_FLAG_NODE = 1
+
 # spw_tier_health
 TIER_HEALTH_HEALTHY = 0
 TIER_HEALTH_DRAINING = 1
 TIER_HEALTH_FAILED = 2
 TIER_HEALTH_MISSING = 3
+
+# spw_tier_export_flag
+TIER_EXPORT_FLAG_SAFETENSORS = 1
+TIER_EXPORT_FLAG_FAST = 2
 
 # spw_swap_flag
 SWAP_FLAG_NO_HUGE_PAGES = 1
@@ -137,29 +142,6 @@ SWAP_FLAG_BIND_NODE = 16
 SWAP_BEGIN_FLAG_SPECULATIVE = 1
 SWAP_BEGIN_FLAG_STATS = 2
 SWAP_BEGIN_FLAG_NO_RESTORE = 4
-
-# spw_spec_publish
-SPEC_PUBLISH_FINAL = 0
-SPEC_PUBLISH_STAGED = 1
-SPEC_PUBLISH_SPECULATIVE = 2
-
-# spw_spec_verdict
-SPEC_VERDICT_COMMIT = 0
-SPEC_VERDICT_SKIP = 1
-SPEC_VERDICT_REDO = 2
-
-# spw_spec_state
-SPEC_STATE_MISSING = 0
-SPEC_STATE_PENDING = 1
-SPEC_STATE_SPECULATIVE = 2
-SPEC_STATE_FINAL = 3
-
-# spw_spec_event_kind
-SPEC_EVENT_KIND_NONE = 0
-SPEC_EVENT_KIND_FD = 1
-SPEC_EVENT_KIND_WORD = 2
-SPEC_EVENT_KIND_CUDA = 3
-SPEC_EVENT_KIND_CUDA_STREAM = 4
 
 # spw_gpu_direction
 GPU_DIRECTION_D2H = 0
@@ -175,10 +157,37 @@ TRANSFER_DTYPE_NATIVE = 0
 TRANSFER_DTYPE_F32 = 1
 TRANSFER_DTYPE_DELIVERED = 2
 
+# spw_spec_publish
+SPEC_PUBLISH_FINAL = 0
+SPEC_PUBLISH_STAGED = 1
+SPEC_PUBLISH_SPECULATIVE = 2
+
+# spw_spec_state
+SPEC_STATE_MISSING = 0
+SPEC_STATE_PENDING = 1
+SPEC_STATE_SPECULATIVE = 2
+SPEC_STATE_FINAL = 3
+
+# spw_spec_event_kind
+SPEC_EVENT_KIND_NONE = 0
+SPEC_EVENT_KIND_FD = 1
+SPEC_EVENT_KIND_WORD = 2
+SPEC_EVENT_KIND_CUDA = 3
+SPEC_EVENT_KIND_CUDA_STREAM = 4
+
+# spw_spec_verdict
+SPEC_VERDICT_COMMIT = 0
+SPEC_VERDICT_SKIP = 1
+SPEC_VERDICT_REDO = 2
+
 # spw_placement
 PLACEMENT_CPU = 0
 PLACEMENT_GPU = 1
 PLACEMENT_RESIDENT = 2
+
+# spw_interleave_backend
+INTERLEAVE_BACKEND_HOST = 0
+INTERLEAVE_BACKEND_CUDA = 1
 
 # spw_plan_mode
 PLAN_MODE_MODEL = 0
@@ -217,10 +226,6 @@ PIPELINE_MEMORY_CHECKPOINTS = 1
 PIPELINE_MEMORY_ACTIVATIONS = 2
 PIPELINE_MEMORY_GRADIENTS = 3
 PIPELINE_MEMORY_MESSAGES = 4
-
-# spw_interleave_backend
-INTERLEAVE_BACKEND_HOST = 0
-INTERLEAVE_BACKEND_CUDA = 1
 
 # spw_arena_flag
 ARENA_FLAG_HUGE = 1
@@ -261,11 +266,12 @@ LOG_FN = CFUNCTYPE(None, c_void_p, c_int32, c_char_p)
 SWAP_STEPPED_FN = CFUNCTYPE(c_int32, c_void_p, c_uint64, c_void_p)
 
 
-class Stats(Structure):
-    c_name = "spw_stats"
+class Info(Structure):
+    c_name = "spw_info"
     _fields_ = [
         ("struct_size", c_uint32),
-        ("reserved", c_uint32),
+        ("num_threads", c_uint32),
+        ("kernel", c_char_p),
         ("adam_calls", c_uint64),
         ("adam_elements", c_uint64),
         ("adagrad_calls", c_uint64),
@@ -533,6 +539,17 @@ class TierTarget(Given):
     ]
 
 
+class TierProgress(Structure):
+    c_name = "spw_tier_progress"
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("ended", c_uint32),
+        ("step", c_uint64),
+        ("written", c_uint64),
+        ("bytes", c_uint64),
+    ]
+
+
 class TierOpenedInfo(Structure):
     c_name = "spw_tier_opened_info"
     _fields_ = [
@@ -589,26 +606,16 @@ class TierVerifyInfo(Structure):
     ]
 
 
-class TierSelection(Given):
-    c_name = "spw_tier_selection"
+class TierExportOptions(Given):
+    c_name = "spw_tier_export_options"
     _fields_ = [
         ("struct_size", c_uint32),
-        ("reserved", c_uint32),
+        ("flags", c_uint32),
         ("names", c_char_p),
         ("first", c_uint64),
         ("end", c_uint64),
         ("dtype", c_char_p),
-    ]
-
-
-class TierSnapshotInfo(Structure):
-    c_name = "spw_tier_snapshot_info"
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("ended", c_uint32),
-        ("step", c_uint64),
-        ("written", c_uint64),
-        ("bytes", c_uint64),
+        ("bytes_per_second", c_uint64),
     ]
 
 
@@ -1230,7 +1237,7 @@ class WindowStats(Structure):
 
 
 STRUCTURES = (
-    Stats,
+    Info,
     ThreadOptions,
     AdamOptions,
     Tensor,
@@ -1249,12 +1256,12 @@ STRUCTURES = (
     TierOptions,
     TierStepsInfo,
     TierTarget,
+    TierProgress,
     TierOpenedInfo,
     TierExtentInfo,
     TierPathInfo,
     TierVerifyInfo,
-    TierSelection,
-    TierSnapshotInfo,
+    TierExportOptions,
     SwapOptions,
     SwapBudget,
     SwapStats,
@@ -1307,10 +1314,8 @@ PROTOTYPES = {
     "spw_last_error": (c_char_p, []),
     "spw_abi_version": (c_uint32, []),
     "spw_version": (c_char_p, []),
-    "spw_get_kernel": (c_int32, [POINTER(c_char_p)]),
-    "spw_get_stats": (c_int32, [POINTER(Stats)]),
+    "spw_get_info": (c_int32, [POINTER(Info)]),
     "spw_set_threads": (c_int32, [POINTER(ThreadOptions)]),
-    "spw_get_threads": (c_int32, [POINTER(c_uint32)]),
     "spw_set_log": (c_int32, [LOG_FN, address("user"), i32("level")]),
     "spw_adam_step": (c_int32, [POINTER(AdamOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_adam_check": (c_int32, [POINTER(AdamOptions), address("tensors"), u64("count")]),
@@ -1318,8 +1323,7 @@ PROTOTYPES = {
     "spw_adagrad_check": (c_int32, [POINTER(AdagradOptions), address("tensors"), u64("count")]),
     "spw_lion_step": (c_int32, [POINTER(LionOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_lion_check": (c_int32, [POINTER(LionOptions), address("tensors"), u64("count")]),
-    "spw_grad_stats": (c_int32, [address("grad"), u32("dtype"), u64("n"), c_double, POINTER(StepStats)]),
-    "spw_grad_stats_all": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
+    "spw_grad_stats": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_grad_accumulate": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_undo_open": (c_int32, [POINTER(UndoOptions), POINTER(c_void_p)]),
     "spw_undo_adam_step": (c_int32, [c_void_p, POINTER(AdamOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
@@ -1342,7 +1346,6 @@ PROTOTYPES = {
     "spw_io_get_stats": (c_int32, [c_void_p, POINTER(IoStats)]),
     "spw_io_describe": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_io_wait": (c_int32, [c_void_p, address("handles"), u64("count"), i64("timeout_ms"), POINTER(c_uint64)]),
-    "spw_io_wait_all": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(c_uint64)]),
     "spw_get_io_failure": (c_int32, [POINTER(IoFailure)]),
     "spw_tier_get_steps": (c_int32, [POINTER(TierOptions), POINTER(TierStepsInfo)]),
     "spw_tier_open": (c_int32, [POINTER(TierOptions), POINTER(c_void_p)]),
@@ -1357,26 +1360,20 @@ PROTOTYPES = {
     "spw_tier_wait": (c_int32, [c_void_p, u64("ticket"), i64("timeout_ms"), POINTER(c_uint64)]),
     "spw_tier_commit": (c_int32, [c_void_p, u64("step"), address("payload"), u64("payload_bytes")]),
     "spw_tier_rollback": (c_int32, [c_void_p]),
+    "spw_tier_task_wait": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(c_uint64)]),
+    "spw_tier_task_get_progress": (c_int32, [c_void_p, POINTER(TierProgress)]),
+    "spw_tier_task_close": (c_int32, [c_void_p]),
     "spw_tier_commit_begin": (c_int32, [c_void_p, u64("step"), address("payload"), u64("payload_bytes"), POINTER(c_void_p)]),
-    "spw_commit_wait": (c_int32, [c_void_p, i64("timeout_ms")]),
-    "spw_commit_close": (c_int32, [c_void_p]),
     "spw_tier_get_opened": (c_int32, [c_void_p, POINTER(TierOpenedInfo), address("payload_out"), u64("payload_bytes")]),
     "spw_tier_get_extent": (c_int32, [c_void_p, u64("index"), POINTER(TierExtentInfo), c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_tier_get_path": (c_int32, [c_void_p, u32("number"), POINTER(TierPathInfo), c_char_p, size("size"), POINTER(c_uint64)]),
     "spw_tier_set_path": (c_int32, [c_void_p, u32("number"), u32("health")]),
     "spw_tier_evacuate": (c_int32, [c_void_p, u32("number")]),
     "spw_tier_verify": (c_int32, [c_void_p, POINTER(TierVerifyInfo)]),
-    "spw_tier_export": (c_int32, [c_void_p, c_char_p, POINTER(c_uint64)]),
-    "spw_tier_import": (c_int32, [c_void_p, c_char_p, POINTER(c_uint64)]),
-    "spw_tier_snapshot_begin": (c_int32, [c_void_p, c_char_p, u64("bytes_per_second"), POINTER(c_void_p)]),
-    "spw_tier_export_begin": (c_int32, [c_void_p, c_char_p, POINTER(TierSelection), u64("bytes_per_second"), POINTER(c_void_p)]),
-    "spw_tier_import_names": (c_int32, [c_void_p, c_char_p, c_char_p, POINTER(c_uint64)]),
-    "spw_tier_snapshot_wait": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(c_uint64)]),
-    "spw_tier_snapshot_get_progress": (c_int32, [c_void_p, POINTER(TierSnapshotInfo)]),
-    "spw_tier_snapshot_close": (c_int32, [c_void_p]),
+    "spw_tier_export": (c_int32, [c_void_p, c_char_p, POINTER(TierExportOptions), POINTER(c_void_p)]),
+    "spw_tier_import": (c_int32, [c_void_p, c_char_p, c_char_p, POINTER(c_uint64)]),
     "spw_swap_plan_budget": (c_int32, [POINTER(SwapOptions), u64("paths"), POINTER(SwapBudget)]),
     "spw_swap_open": (c_int32, [c_void_p, POINTER(SwapOptions), POINTER(c_void_p)]),
-    "spw_swap_get_budget": (c_int32, [c_void_p, POINTER(SwapBudget)]),
     "spw_swap_fill": (c_int32, [c_void_p, POINTER(c_void_p)]),
     "spw_swap_adam_step": (c_int32, [c_void_p, POINTER(AdamOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_swap_adam_step_parts": (c_int32, [c_void_p, POINTER(AdamOptions), address("tensors"), address("subgroups"), address("firsts"), u64("count")]),
@@ -1443,12 +1440,6 @@ PROTOTYPES = {
     "spw_ds_adam_update": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), POINTER(Tensor)]),
     "spw_ds_adam_rollback": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), POINTER(Tensor), POINTER(c_uint32)]),
     "spw_ds_adam_destroy": (c_int32, [i32("id")]),
-    "spw_ds_adagrad_create": (c_int32, [i32("id")]),
-    "spw_ds_adagrad_update": (c_int32, [i32("id"), u64("step"), c_float, c_float, c_float, POINTER(Tensor)]),
-    "spw_ds_adagrad_destroy": (c_int32, [i32("id")]),
-    "spw_ds_lion_create": (c_int32, [i32("id")]),
-    "spw_ds_lion_update": (c_int32, [i32("id"), u64("step"), c_float, c_float, c_float, c_float, POINTER(Tensor)]),
-    "spw_ds_lion_destroy": (c_int32, [i32("id")]),
     "spw_swap_ds_adam_step": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), address("tensors"), u64("count"), SWAP_STEPPED_FN, address("user")]),
     "spw_swap_ds_adam_calls": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), u64("count")]),
     "spw_spec_submit_ds_adam": (c_int32, [c_void_p, u32("bucket"), i32("id"), POINTER(DsAdamCall), POINTER(Tensor), POINTER(SpecEvent)]),

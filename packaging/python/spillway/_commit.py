@@ -23,7 +23,7 @@ class Commit(_NativeHandle):
         train()
         commit.wait()"""
 
-    closer = "spw_commit_close"
+    closer = "spw_tier_task_close"
 
     def __init__(self, succeeded: Callable[[], object] = lambda: None):
         self._succeeded = succeeded
@@ -94,7 +94,7 @@ class Commit(_NativeHandle):
         if self._known:
             return
         try:
-            self._wait_by(timeout, "spw_commit_wait")
+            self._wait_by(timeout, "spw_tier_task_wait", after=(None,))
             self._succeeded()
         except TimedOutError:
             raise

@@ -138,9 +138,14 @@ def kernel_name() -> str:
     """Returns the active kernel: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar".
 
     The environment variable SPILLWAY_KERNEL forces one."""
-    name = ctypes.c_char_p()
-    call("spw_get_kernel", ctypes.byref(name))
-    return (name.value or b"").decode()
+    return (process_info().kernel or b"").decode()
+
+
+def process_info() -> Any:
+    """Kernel, threads and counters of this process, as the library states them."""
+    info = _abi.sized(_abi.Info)
+    call("spw_get_info", ctypes.byref(info))
+    return info
 
 
 def check(status: int) -> None:

@@ -42,7 +42,7 @@ class Snapshot(_NativeHandle):
             train()
             snapshot.wait()"""
 
-    closer = "spw_tier_snapshot_close"
+    closer = "spw_tier_task_close"
 
     def __init__(
         self,
@@ -51,18 +51,16 @@ class Snapshot(_NativeHandle):
         bytes_per_second: int,
         keep: int | None = None,
         part: str = "",
-        selection: Any = None,
+        options: Any = None,
     ):
         if keep is not None and (type(keep) is not int or keep < 1):
             raise InvalidArgumentError(f"snapshot: keep is {keep!r}; pass a number of snapshots from 1 on, or None for all")
-        given = os.fsdecode(_arguments.path("Tier: directory" if selection is None else "Tier: file", directory))
+        given = os.fsdecode(_arguments.path("Tier: directory" if options is None else "Tier: file", directory))
         self._whole, self._part, self._keep = os.path.abspath(given), part, keep
         name = os.fsencode(os.path.join(given, part) if part else given)
-        if selection is None:
-            tier._through(lambda handle: self._hold("spw_tier_snapshot_begin", handle, name, bytes_per_second))
-        else:
-            taken = ctypes.byref(selection)
-            tier._through(lambda handle: self._hold("spw_tier_export_begin", handle, name, taken, bytes_per_second))
+        options = options or _abi.sized(_abi.TierExportOptions)
+        options.bytes_per_second = bytes_per_second
+        tier._through(lambda handle: self._hold("spw_tier_export", handle, name, ctypes.byref(options)))
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits until the directory or file is complete; returns its step.
@@ -75,7 +73,7 @@ class Snapshot(_NativeHandle):
             SpillwayError: The snapshot failed, and nothing of it is left.
             OSError: The snapshot is complete, and an older one cannot be removed."""
         step = ctypes.c_uint64()
-        self._wait_by(timeout, "spw_tier_snapshot_wait", after=(ctypes.byref(step),))
+        self._wait_by(timeout, "spw_tier_task_wait", after=(ctypes.byref(step),))
         keep, self._keep = self._keep, None
         if keep is not None:
             _remove_older(self._whole, self._part, keep)
@@ -83,8 +81,8 @@ class Snapshot(_NativeHandle):
 
     def progress(self) -> SnapshotProgress:
         """Returns the committed step, the bytes written so far, all bytes that it writes, and whether the snapshot has ended."""
-        info = _abi.sized(_abi.TierSnapshotInfo)
-        self._call("spw_tier_snapshot_get_progress", ctypes.byref(info))
+        info = _abi.sized(_abi.TierProgress)
+        self._call("spw_tier_task_get_progress", ctypes.byref(info))
         return SnapshotProgress(info.step, info.written, info.bytes, bool(info.ended))
 
     def close(self) -> None:

@@ -412,9 +412,9 @@ def grad_stats(grad: Array, *, scale: float = 1.0, uint16_dtype: str | None = No
 
     Example:
         norm = spillway.grad_stats(grad).sum_squares ** 0.5"""
-    address, count, code = _arrays.span(grad, "grad", False, uint16_dtype)
-    out = _abi.sized(_abi.StepStats)
-    _native.call("spw_grad_stats", address, code, count, _arguments.real("scale", scale), ctypes.byref(out))
+    row, out = _abi.sized(_abi.Tensor), _abi.sized(_abi.StepStats)
+    row.grad, row.n, row.grad_dtype = _arrays.span(grad, "grad", False, uint16_dtype)
+    _native.call("spw_grad_stats", ctypes.addressof(row), 1, _arguments.real("scale", scale), ctypes.byref(out))
     return StepStats(bool(out.nonfinite), out.sum_squares)
 
 

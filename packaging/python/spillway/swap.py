@@ -185,17 +185,12 @@ class Swap(_NativeHandle):
         #: The step that was begun last; a rollback ends it.
         self._update: SwapUpdate | None = None
         tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options), keeps=(self._held,)))
+        #: The Budget chosen at open.
+        self.budget = plan_budget(self.elements, memory_budget=least, paths=paths, **encoding)
 
     def __len__(self) -> int:
         """Number of subgroups."""
         return len(self.elements)
-
-    @property
-    def budget(self) -> Budget:
-        """The Budget chosen at open."""
-        budget = _abi.sized(_abi.SwapBudget)
-        self._call("spw_swap_get_budget", ctypes.byref(budget))
-        return _record(Budget, budget)
 
     @property
     def moment_code(self) -> int:

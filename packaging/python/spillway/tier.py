@@ -364,7 +364,10 @@ class Tier(_NativeHandle):
 
     def export(self, directory: str | os.PathLike[str]) -> int:
         """Writes the last committed state as plain files into a new directory; returns its step. Others may put and commit meanwhile."""
-        return self._step("spw_tier_export", directory)
+        options = _abi.sized(_abi.TierExportOptions)
+        options.flags = _abi.TIER_EXPORT_FLAG_FAST
+        with Snapshot(self, directory, 0, options=options) as whole:
+            return whole.wait()
 
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
         """Starts to export the last committed state, and returns at once. Steps and commits continue meanwhile.
@@ -412,13 +415,14 @@ class Tier(_NativeHandle):
         Example:
             with tier.export_tensors("half.safetensors", names=["subgroup-*"], elements=(0, 1 << 20)) as export:
                 export.wait()"""
-        selection = _abi.sized(_abi.TierSelection)
-        selection.names, selection.dtype = _patterns(names), text(dtype, "dtype")
+        options = _abi.sized(_abi.TierExportOptions)
+        options.flags = _abi.TIER_EXPORT_FLAG_SAFETENSORS + _abi.TIER_EXPORT_FLAG_FAST * (not bytes_per_second)
+        options.names, options.dtype = _patterns(names), text(dtype, "dtype")
         if elements is not None:
             first, end = elements
-            selection.first = number(first, "elements[0]")
-            selection.end = _arguments.between("Tier: elements[1]", end, first + 1, (1 << 64) - 1)
-        return Snapshot(self, file, bytes_per_second, selection=selection)
+            options.first = number(first, "elements[0]")
+            options.end = _arguments.between("Tier: elements[1]", end, first + 1, (1 << 64) - 1)
+        return Snapshot(self, file, bytes_per_second, options=options)
 
     def import_from(self, directory: str | os.PathLike[str], names: Sequence[str] | None = None) -> int:
         """Reads an exported directory or file, and commits it with everything put before; returns the step. A place that is no export (a
@@ -429,17 +433,13 @@ class Tier(_NativeHandle):
         Args:
             directory: The directory or file.
             names: Patterns as for export_tensors(), of the extents to take. Step and payload are then those of the tier."""
-        if names is None:
-            return self._import(directory, [])
-        step = ctypes.c_uint64()
-        where = _arguments.path("Tier: directory", directory)
-        self._call("spw_tier_import_names", where, _patterns(names), ctypes.byref(step))
-        return step.value
+        return self._import(directory, [], names)
 
-    def _import(self, directory: str | os.PathLike[str], status: list[int]) -> int:
+    def _import(self, directory: str | os.PathLike[str], status: list[int], names: Sequence[str] | None = None) -> int:
         """Imports, and appends the status of the call to `status`, also if a signal handler raises after the call."""
         step = ctypes.c_uint64()
-        self._recorded(status, "spw_tier_import", _arguments.path("Tier: directory", directory), ctypes.byref(step))
+        where, taken = _arguments.path("Tier: directory", directory), _patterns(names)
+        self._recorded(status, "spw_tier_import", where, taken, ctypes.byref(step))
         return step.value
 
     def close(self, timeout: float | None = None) -> None:
@@ -606,11 +606,6 @@ class Tier(_NativeHandle):
             except NotFoundError:
                 return found
             found.append((info, buffer.value.decode("utf-8", "replace")))
-
-    def _step(self, function: str, directory: str | os.PathLike[str]) -> int:
-        step = ctypes.c_uint64()
-        self._call(function, _arguments.path("Tier: directory", directory), ctypes.byref(step))
-        return step.value
 
 
 _opened_tiers = _kept.Living()

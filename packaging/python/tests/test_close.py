@@ -178,7 +178,7 @@ def test_other_objects_close_beside_threads_too(tmp_path):
 
             threads = [
                 threading.Thread(target=use, args=(call,))
-                for call in (lambda: swap.stats(), lambda: swap.budget, speculation.stats, lambda: recording.log_bytes)
+                for call in (lambda: swap.stats(), speculation.stats, lambda: recording.log_bytes)
             ]
             for thread in threads:
                 thread.start()

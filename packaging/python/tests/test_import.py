@@ -49,9 +49,7 @@ def test_another_abi_version_is_refused_before_any_other_call(child_environment,
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         pytest.skip("no C compiler")
-    (tmp_path / "other.c").write_text(
-        "unsigned spw_abi_version(void) { return 4711; }\nint spw_get_kernel(const char **n) { __builtin_trap(); }\n"
-    )
+    (tmp_path / "other.c").write_text("unsigned spw_abi_version(void) { return 4711; }\nint spw_get_info(void *i) { __builtin_trap(); }\n")
     library = tmp_path / "libother.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "other.c"], check=True)
     code = "import spillway\ntry: spillway.kernel_name()\nexcept ImportError as error: print(error)"

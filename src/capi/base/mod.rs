@@ -8,8 +8,8 @@
 //! Every call that can fail returns an `spw_status`, and `spw_last_error` returns the message of the thread's last
 //! failed call:
 //!
-//!     const char *kernel;
-//!     if (spw_get_kernel(&kernel) != SPW_OK)
+//!     spw_info info = SPW_INFO_INIT;
+//!     if (spw_get_info(&info) != SPW_OK)
 //!         fprintf(stderr, "%s\n", spw_last_error());
 
 mod failure;

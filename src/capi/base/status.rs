@@ -151,7 +151,7 @@ pub(in crate::capi) fn of(error: &Error) -> spw_status {
     match error {
         Error::InvalidArgument { .. } => spw_status::SPW_ERR_INVALID_ARGUMENT,
         Error::Unsupported(_) => spw_status::SPW_ERR_UNSUPPORTED,
-        Error::UnknownId { .. } => spw_status::SPW_ERR_UNKNOWN_ID,
+        Error::UnknownId(_) => spw_status::SPW_ERR_UNKNOWN_ID,
         Error::System { .. } => spw_status::SPW_ERR_SYSTEM,
         Error::LimitReached(_) => spw_status::SPW_ERR_LIMIT_REACHED,
         Error::Busy(_) => spw_status::SPW_ERR_BUSY,

@@ -23,30 +23,16 @@ pub extern "C" fn spw_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
-/// Writes the name of the kernel that runs steps: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar". The
-/// environment variable `SPILLWAY_KERNEL` selects a kernel. If this processor lacks it, this call and every step are
-/// SPW_ERR_UNSUPPORTED. The string is constant.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_get_kernel(name_out: Out<*const c_char>) -> spw_status {
-    guard(|| {
-        let name = match optim::kernel()?.name() {
-            "avx512" => c"avx512",
-            "avx2" => c"avx2",
-            "sve_bf16" => c"sve_bf16",
-            "sve" => c"sve",
-            "neon" => c"neon",
-            _ => c"scalar",
-        };
-        name_out.put(name.as_ptr(), "name_out")
-    })
-}
-
-c_struct! { first 56;
-/// Optimizer work of this process since the library was loaded.
-pub struct spw_stats {
-    /// 0
-    pub reserved: u32,
-    /// Successful Adam and AdamW calls.
+c_struct! { first 64;
+/// The kernel, the threads and the optimizer work of this process.
+pub struct spw_info {
+    /// Maximum number of threads, including the calling thread, of a step of more than 65536 elements. Smaller steps run
+    /// on the calling thread only. Exception: steps of 32768 to 65536 elements of the main thread also use OpenMP's
+    /// threads while these are awake.
+    pub num_threads: u32,
+    /// Name of the kernel that runs steps: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar". The string is constant.
+    pub kernel: *const c_char,
+    /// Successful Adam and AdamW calls since the library was loaded.
     pub adam_calls: u64,
     /// Elements that these calls updated.
     pub adam_elements: u64,
@@ -61,17 +47,28 @@ pub struct spw_stats {
 }
 }
 
-/// Reads the counters of the process.
+/// Reads how this process runs steps, and how many it has run. The environment variable `SPILLWAY_KERNEL` selects a kernel.
+/// If this processor lacks it, this call and every step are SPW_ERR_UNSUPPORTED.
 #[unsafe(no_mangle)]
-pub extern "C" fn spw_get_stats(stats_out: Out<spw_stats>) -> spw_status {
+pub extern "C" fn spw_get_info(info_out: Out<spw_info>) -> spw_status {
     guard(|| {
+        info_out.required("info_out")?;
+        let kernel = match optim::kernel()?.name() {
+            "avx512" => c"avx512",
+            "avx2" => c"avx2",
+            "sve_bf16" => c"sve_bf16",
+            "sve" => c"sve",
+            "neon" => c"neon",
+            _ => c"scalar",
+        };
         let (adam_calls, adam_elements) = stats::ADAM.get();
         let (adagrad_calls, adagrad_elements) = stats::ADAGRAD.get();
         let (lion_calls, lion_elements) = stats::LION.get();
-        let values = report!(spw_stats with {
-            reserved: 0, adam_calls, adam_elements, adagrad_calls, adagrad_elements, lion_calls, lion_elements
+        let values = report!(spw_info with {
+            num_threads: threads::count()? as u32, kernel: kernel.as_ptr(),
+            adam_calls, adam_elements, adagrad_calls, adagrad_elements, lion_calls, lion_elements
         });
-        stats_out.write(&values, "stats_out")
+        info_out.write(&values, "info_out")
     })
 }
 
@@ -94,14 +91,6 @@ pub extern "C" fn spw_set_threads(options: In<spw_thread_options>) -> spw_status
         let options = options.read("options")?;
         threads::configure(options.num_threads as usize)
     })
-}
-
-/// Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Smaller
-/// steps run on the calling thread only. Exception: steps of 32768 to 65536 elements of the main thread
-/// also use OpenMP's threads while these are awake.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_get_threads(count_out: Out<u32>) -> spw_status {
-    guard(|| count_out.put(threads::count()? as u32, "count_out"))
 }
 
 /// Panics inside the guard. Tests use it to see what a C caller receives. A debug build has it, so that they need no

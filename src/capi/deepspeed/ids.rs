@@ -1,4 +1,4 @@
-//! Optimizer ids as in DeepSpeed's op modules `cpu_adam`, `cpu_adagrad` and `cpu_lion`.
+//! Optimizer ids as in DeepSpeed's op module `cpu_adam`.
 
 use std::ffi::c_void;
 
@@ -7,10 +7,8 @@ use crate::capi::optim::table;
 use crate::capi::optim::tensor::{at, no_split_masters, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::undo::spw_undo;
-use crate::optim::adagrad::AdagradOptions;
-use crate::optim::deepspeed::{ADAGRAD, ADAM, AdamState, LION};
+use crate::optim::deepspeed::{ADAM, AdamState};
 use crate::optim::lent::Lent;
-use crate::optim::lion::LionOptions;
 use crate::optim::{self, Family, undo};
 
 /// DeepSpeed's `create_adam`: creates the optimizer `id`, or resets it. `adamw_mode` 1 is AdamW, 0 is L2. Ids are
@@ -99,97 +97,6 @@ pub unsafe extern "C" fn spw_ds_adam_rollback(
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_ds_adam_destroy(id: i32) -> spw_status {
     guard(|| ADAM.destroy(id))
-}
-
-/// DeepSpeed's `create_adagrad`: creates the optimizer `id`, or resets it.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_ds_adagrad_create(id: i32) -> spw_status {
-    guard(|| {
-        ADAGRAD.create(id, ());
-        Ok(())
-    })
-}
-
-/// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`. DeepSpeed's implementation
-/// omits weight decay in the numerator up to version 0.19.6.
-///
-/// # Safety
-/// As `spw_adam_step`, for one tensor.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_ds_adagrad_update(
-    id: i32,
-    step: u64,
-    lr: f32,
-    eps: f32,
-    weight_decay: f32,
-    tensor: In<spw_tensor>,
-) -> spw_status {
-    guard(|| {
-        ADAGRAD.get(id)?;
-        let options = AdagradOptions {
-            step,
-            lr: lr.into(),
-            eps: eps.into(),
-            weight_decay: weight_decay.into(),
-            ..Default::default()
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { step_one(options.rule()?, tensor) }
-    })
-}
-
-/// DeepSpeed's `destroy_adagrad`: removes the optimizer `id`.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_ds_adagrad_destroy(id: i32) -> spw_status {
-    guard(|| ADAGRAD.destroy(id))
-}
-
-/// DeepSpeed's `create_lion`: creates the optimizer `id`, or resets it.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_ds_lion_create(id: i32) -> spw_status {
-    guard(|| {
-        LION.create(id, ());
-        Ok(())
-    })
-}
-
-/// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`. DeepSpeed's implementation does not
-/// train on processors with AVX up to version 0.19.6. Lion ignores the step number, but 0 is an error, since DeepSpeed
-/// counts from 1.
-///
-/// # Safety
-/// As `spw_adam_step`, for one tensor.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_ds_lion_update(
-    id: i32,
-    step: u64,
-    lr: f32,
-    beta1: f32,
-    beta2: f32,
-    weight_decay: f32,
-    tensor: In<spw_tensor>,
-) -> spw_status {
-    guard(|| {
-        LION.get(id)?;
-        if step == 0 {
-            return Err(Error::invalid("step", "is 0; steps are counted from 1"));
-        }
-        let options = LionOptions {
-            lr: lr.into(),
-            beta1: beta1.into(),
-            beta2: beta2.into(),
-            weight_decay: weight_decay.into(),
-            ..Default::default()
-        };
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { step_one(options.rule()?, tensor) }
-    })
-}
-
-/// DeepSpeed's `destroy_lion`: removes the optimizer `id`.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_ds_lion_destroy(id: i32) -> spw_status {
-    guard(|| LION.destroy(id))
 }
 
 /// Steps the tensor of a call that names an id.

@@ -1,6 +1,8 @@
-//! The optimizer ids of DeepSpeed's op modules `cpu_adam`, `cpu_adagrad` and `cpu_lion`, with DeepSpeed's arithmetic.
+//! The optimizer ids of DeepSpeed's op module `cpu_adam`, with DeepSpeed's arithmetic.
 //!
-//! An id is created once and serves all parameters of an optimizer. All threads of the process share the ids.
+//! An id is created once and serves all parameters of an optimizer. All threads of the process share the ids. The ids of
+//! `cpu_adagrad` and `cpu_lion` hold no state: call `spw_adagrad_step` and `spw_lion_step`. Up to version 0.19.6 DeepSpeed's
+//! Adagrad omits weight decay in the numerator, and its Lion does not train on processors with AVX.
 //!
 //!     spw_ds_adam_create(7, 0.9f, 0.999f, 1);
 //!

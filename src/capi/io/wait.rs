@@ -6,9 +6,15 @@ use crate::capi::base::status::{self, spw_status};
 use crate::capi::io::engine::spw_io;
 use crate::capi::prelude::*;
 
+/// The number of handles that stands for all operations of an engine.
+pub const SPW_IO_ALL: u64 = u64::MAX;
+
 /// Waits for the `count` operations in `handles` for up to `timeout_ms` milliseconds (0: poll; negative: without
 /// limit), independently of other operations. `bytes_out` (may be NULL) receives the byte count of each. If operations
 /// failed, the status is that of the first in `handles`, and the message counts the others. `count` may be 0.
+///
+/// A `count` of SPW_IO_ALL waits for all operations of the engine; `handles` and `bytes_out` are then NULL. Without any the
+/// call returns at once.
 ///
 /// After the call the handles are invalid. SPW_ERR_TIMEOUT is the exception: all operations stay in flight, and their
 /// handles stay valid. After SPW_ERR_DEADLINE the system may still use the memory of the operation, until `stuck` of `spw_io_stats` is 0.
@@ -23,26 +29,16 @@ pub extern "C" fn spw_io_wait(
 ) -> spw_status {
     guard(|| {
         let engine = &handle::get(io)?.0;
+        if count == SPW_IO_ALL {
+            if !handles.is_null() || !bytes_out.is_null() {
+                return Err(Error::invalid("handles", "must be NULL, bytes_out too, with SPW_IO_ALL"));
+            }
+            return engine.wait_all(timeout(timeout_ms)).map(drop);
+        }
         match handles.array(count, "handles")? {
             [one] => bytes_out.put_optional(engine.wait(*one, timeout(timeout_ms))?),
             many => bytes_out.put_all(engine.wait_many(many, timeout(timeout_ms))?),
         }
-        Ok(())
-    })
-}
-
-/// Waits for all operations for up to `timeout_ms` milliseconds, as `spw_io_wait`, and invalidates their handles.
-/// `completed_out` (may be NULL) receives the number of operations; without any the call returns at once. If operations
-/// failed, the status is that of the first, and the message counts the others.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_io_wait_all(
-    io: Option<&spw_io>,
-    timeout_ms: i64,
-    completed_out: Out<u64>,
-) -> spw_status {
-    guard(|| {
-        let completed = handle::get(io)?.0.wait_all(timeout(timeout_ms))?;
-        completed_out.put_optional(completed);
         Ok(())
     })
 }

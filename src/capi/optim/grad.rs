@@ -1,54 +1,23 @@
 //! Gradients without a step: statistics and sums.
 
-use std::ffi::c_void;
-
 use crate::capi::optim::overlap;
 use crate::capi::optim::tensor::{self, at, spw_grad_tensor, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::dtype::Floats;
+use crate::optim::check;
 use crate::optim::grad::{self, Addition};
-use crate::optim::{StepStats, check};
 use crate::sys::try_vec;
 
-/// Computes the sum of squares and the finiteness of `grad * scale`, for example for gradient clipping. `grad` has `n`
-/// elements of `dtype` (an `spw_dtype`); `n` may be 0. `sum_squares` has the same bits as the statistics of a step of
-/// the same tensor.
-///
-/// # Safety
-/// `grad` points to `n` elements, `stats_out` to a struct of `struct_size` bytes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_grad_stats(
-    grad: *const c_void,
-    dtype: u32,
-    n: u64,
-    scale: f64,
-    stats_out: Out<spw_step_stats>,
-) -> spw_status {
-    guard(|| {
-        stats_out.required("stats_out")?;
-        let scale = check::finite("scale", scale)?;
-        let dtype = tensor::parse_dtype(dtype, "dtype")?;
-        // SAFETY: the caller meets the callees' requirements.
-        unsafe {
-            stats_out.check("stats_out")?;
-            let seen = match n {
-                0 => StepStats::default(),
-                _ => grad::stats(tensor::span(grad, dtype, n, "grad")?, scale)?,
-            };
-            tensor::write_stats(seen, stats_out)
-        }
-    })
-}
-
-/// Computes the statistics of the gradients of `count` tensors, in one pass over their memory: for one tensor those of
-/// `spw_grad_stats`; the sums of several tensors are added in their order. Of each tensor only n, grad and grad_dtype
-/// are read. Gradients may overlap.
+/// Computes the sum of squares and the finiteness of the scaled gradients of `count` tensors, for example for gradient
+/// clipping, in one pass over their memory. For one tensor the sum has the same bits as the statistics of its step; the
+/// sums of several tensors are added in their order. Of each tensor only n, grad and grad_dtype are read. Gradients may
+/// overlap.
 ///
 /// # Safety
 /// `tensors` points to `count` structs, `struct_size` bytes apart, `stats_out` to a struct of `struct_size` bytes. No
 /// other thread writes the gradients during the call.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_grad_stats_all(
+pub unsafe extern "C" fn spw_grad_stats(
     tensors: In<spw_tensor>,
     count: u64,
     scale: f64,

@@ -27,7 +27,7 @@ pub enum spw_swap_begin_flag {
 /// sum of `spw_swap_begin_flag`.
 ///
 /// Until `spw_swap_finish` returns, every call is SPW_ERR_ROUND_OPEN but `spw_swap_submit`, `spw_swap_verdict`,
-/// `spw_swap_rollback`, `spw_swap_close`, `spw_swap_get_stats` and `spw_swap_get_budget`. After the finish the thread still
+/// `spw_swap_rollback`, `spw_swap_close` and `spw_swap_get_stats`. After the finish the thread still
 /// writes. The next begin does not wait for these writes; other calls do.
 ///
 /// With SPW_SWAP_BEGIN_FLAG_SPECULATIVE the tier keeps the version before the step of each subgroup until the verdict.

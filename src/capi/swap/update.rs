@@ -9,7 +9,7 @@ use super::options::{parse, spw_swap_budget, spw_swap_options, spw_swap_stats, w
 use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
-use crate::capi::tier::{spw_commit, spw_tier};
+use crate::capi::tier::{spw_tier, spw_tier_task};
 use crate::dtype::FloatsMut;
 use crate::offload::swap::beside::Beside;
 use crate::offload::swap::budget;
@@ -28,8 +28,8 @@ pub struct spw_swap {
 
 handle!(spw_swap, "swap", opener, "the tier");
 
-/// Computes the memory and traffic of `spw_swap_open` with these options on a tier of `paths` paths. It allocates no
-/// buffers. More than 1024 paths are an error.
+/// Writes the memory and traffic of an update that is opened with these options on a tier of `paths` paths. It allocates
+/// no buffers. `options.ratio` and `options.speeds` are not read. More than 1024 paths are an error.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_swap_plan_budget(
     options: In<spw_swap_options>,
@@ -69,18 +69,6 @@ pub extern "C" fn spw_swap_open(
             let update = Beside::new(Swap::open(tier, &options)?);
             Ok(spw_swap { update, rules: Rules::None, opener: OpeningProcess::current() })
         })
-    })
-}
-
-/// Writes the memory and traffic that the update was opened with.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_swap_get_budget(
-    swap: Option<&mut spw_swap>,
-    budget_out: Out<spw_swap_budget>,
-) -> spw_status {
-    guard(|| {
-        let swap = &handle::get_mut(swap)?.update;
-        write_budget(swap.budget(), budget_out)
     })
 }
 
@@ -130,7 +118,7 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
 /// alternates them. Weights that do not match the state are an error.
 ///
 /// After an error some subgroups may have been stepped. Then every call is SPW_ERR_BUSY except `spw_swap_rollback`,
-/// `spw_swap_close`, `spw_swap_get_stats` and `spw_swap_get_budget`.
+/// `spw_swap_close` and `spw_swap_get_stats`.
 ///
 /// # Safety
 /// As `spw_adam_step`; `count` is the number of subgroups.
@@ -255,19 +243,19 @@ pub extern "C" fn spw_swap_commit(
 /// Begins what `spw_swap_commit` does, and returns at once: a thread writes the subgroups that are only in memory, and
 /// another makes all state durable as it is at this call. The next update may begin at once; its steps wait until the
 /// subgroups are written. Other calls of the tiered update wait for that too. See `spw_tier_commit_begin` for the rest,
-/// `spw_commit_wait` for the outcome.
+/// `spw_tier_task_wait` for the outcome.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_swap_commit_begin(
     swap: Option<&mut spw_swap>,
     step: u64,
     payload: In<c_void>,
     payload_bytes: u64,
-    commit_out: Out<*mut spw_commit>,
+    task_out: Out<*mut spw_tier_task>,
 ) -> spw_status {
     guard(|| {
         let update = &handle::get_mut(swap)?.update;
         let payload = payload.payload(payload_bytes)?;
-        commit_out.open(|| Ok(spw_commit::of(update.commit(step, payload)?)))
+        task_out.open(|| Ok(spw_tier_task::commit(step, update.commit(step, payload)?)))
     })
 }
 

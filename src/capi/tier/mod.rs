@@ -34,10 +34,12 @@ pub mod open;
 
 pub mod extents;
 
+pub mod task;
+
 pub mod commit;
 
 pub mod report;
 
-pub mod snapshot;
+pub mod export;
 
-pub use {commit::*, extents::*, open::*, options::*, report::*, snapshot::*, steps::*};
+pub use {commit::*, export::*, extents::*, open::*, options::*, report::*, steps::*, task::*};

@@ -63,7 +63,7 @@ pub extern "C" fn spw_tier_end_turns(tier: Option<&spw_tier>) -> spw_status {
 /// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier. They wait for
 /// no turns.
 /// The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
-/// If a tiered update, a window, a snapshot or a commit in the background uses the tier, the library frees the tier when that has ended. Streams of tickets that were
+/// If a tiered update, a window, an export or a commit in the background uses the tier, the library frees the tier when that has ended. Streams of tickets that were
 /// not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
 /// of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close continues without the
 /// caller, and the lock is held until it ends.
@@ -78,7 +78,7 @@ pub extern "C" fn spw_tier_close(tier: Option<Box<spw_tier>>, timeout_ms: i64) -
 
 /// Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
 /// operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. It is
-/// SPW_ERR_BUSY too while a tiered update, a window, a snapshot or a commit in the background uses the tier, which then keeps its files. Delete such files later with
+/// SPW_ERR_BUSY too while a tiered update, a window, an export or a commit in the background uses the tier, which then keeps its files. Delete such files later with
 /// `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
 /// SPW_ERR_PATH_MISSING, and its path keeps all files. A file system that does not respond within the I/O timeout is
 /// SPW_ERR_DEADLINE; the deletion continues without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
@@ -90,7 +90,7 @@ pub extern "C" fn spw_tier_destroy(tier: Option<Box<spw_tier>>) -> spw_status {
         match Arc::into_inner(opened.0) {
             Some(tier) => tier.destroy(),
             None => Err(Error::Busy(
-                "an open spw_swap or spw_window, a snapshot or a commit in the background still uses the tier; its files were not removed".to_string(),
+                "an open spw_swap or spw_window, an export or a commit in the background still uses the tier; its files were not removed".to_string(),
             )),
         }
     })

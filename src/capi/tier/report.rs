@@ -1,11 +1,10 @@
-//! The virtual tier: contents, path health, verification, export and import.
+//! The virtual tier: contents, path health, verification.
 
 use std::ffi::{c_char, c_void};
 
 use super::open::spw_tier;
 use crate::capi::prelude::*;
 use crate::tier::Health;
-use crate::tier::select::Selection;
 
 /// Health of a path. Passed as `uint32_t`.
 #[repr(C)]
@@ -236,45 +235,6 @@ pub extern "C" fn spw_tier_verify(
             info_out.write(&values, "info_out")?;
         }
         found.damage.into_iter().next().map_or(Ok(()), Err)
-    })
-}
-
-/// Exports the committed state to `directory`, which must not exist. It gets one file per stream with the bytes as they
-/// were put, and manifest.json with names, sizes, checksums, step and payload. The directory appears complete or not at
-/// all. Puts since the last commit are not in it. Other threads may put and commit meanwhile: the export holds the
-/// commit that was the last one when the call began, and the space of its extents stays allocated. Missing parent
-/// directories get mode 0700. `step_out` may be NULL.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_tier_export(
-    tier: Option<&spw_tier>,
-    directory: In<c_char>,
-    step_out: Out<u64>,
-) -> spw_status {
-    guard(|| {
-        let tier = &handle::get(tier)?.0;
-        step_out.put_optional(tier.export(directory.path("directory")?)?);
-        Ok(())
-    })
-}
-
-/// Imports an export into the tier and commits it at the export's step; one that left out extents is committed at the step
-/// of the tier, if it has one. An existing extent of the same name must have
-/// the same streams; extents that are not in the export keep what they hold, and uncommitted puts to them are committed too.
-/// A directory or file that is no export is SPW_ERR_FORMAT, one with a damaged manifest or other sizes SPW_ERR_CORRUPT, and
-/// nothing changes. After any other error the tier is at its last commit. `step_out` may be NULL.
-///
-/// Until it ends, commits and rollbacks of other threads, and steps of a tiered update, are SPW_ERR_BUSY. Afterwards the
-/// calls of an open tiered update are SPW_ERR_BUSY until `spw_swap_rollback`, which takes the states over.
-#[unsafe(no_mangle)]
-pub extern "C" fn spw_tier_import(
-    tier: Option<&spw_tier>,
-    directory: In<c_char>,
-    step_out: Out<u64>,
-) -> spw_status {
-    guard(|| {
-        let tier = &handle::get(tier)?.0;
-        step_out.put_optional(tier.import(directory.path("directory")?, &Selection::default())?);
-        Ok(())
     })
 }
 

@@ -19,7 +19,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::adam::{AdamUpdate, Part, Parts};
-use super::budget::Budget;
 use super::extents;
 use super::{Advance, Closure, Layout, Source, SubgroupState, Swap, SwapStats, Update, stuck};
 use crate::error::{Error, Result, RoundKind, Rounds};
@@ -47,7 +46,6 @@ pub struct BesideOptions {
 #[derive(Debug)]
 pub struct Beside {
     layout: Layout,
-    budget: Budget,
     /// Told when an update begins and ends.
     claim: Arc<UpdateClaim>,
     shared: Arc<Shared>,
@@ -112,7 +110,7 @@ enum Letter {
 impl Beside {
     /// An update at rest.
     pub fn new(swap: Swap) -> Beside {
-        let (layout, budget, bell) = (swap.layout().clone(), swap.budget(), swap.tier.bell());
+        let (layout, bell) = (swap.layout().clone(), swap.tier.bell());
         let claim = Arc::clone(&swap.claim);
         let inner = Inner {
             commit: None,
@@ -124,17 +122,12 @@ impl Beside {
             swap: Some(Box::new(swap)),
         };
         let shared = Arc::new(Shared { inner: Lock::new(inner), changed: Signal::default(), bell });
-        Beside { layout, budget, claim, shared }
+        Beside { layout, claim, shared }
     }
 
     /// The subgroups.
     pub fn layout(&self) -> &Layout {
         &self.layout
-    }
-
-    /// The memory that was allocated.
-    pub fn budget(&self) -> Budget {
-        self.budget
     }
 
     /// Counts since open; those of an update beside the caller are included once it has its outcome.

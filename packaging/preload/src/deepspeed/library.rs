@@ -1,5 +1,4 @@
-//! The functions of `libspillway.so` that step DeepSpeed's optimizers, and their structs, as in
-//! `<spillway/deepspeed.h>`.
+//! The functions of `libspillway.so` that step DeepSpeed's optimizers, and their structs, as in `<spillway.h>`.
 //!
 //! The library is opened at the first call, so that programs without DeepSpeed do not load it. In a Python process
 //! that imports `spillway` it is the same file, with the same thread pool.
@@ -65,8 +64,34 @@ pub struct UndoOptions {
     pub tensors: u64,
 }
 
+/// `spw_adagrad_options`.
+#[repr(C)]
+pub struct AdagradOptions {
+    pub struct_size: u32,
+    pub reserved: u32,
+    pub step: u64,
+    pub lr: f64,
+    pub lr_decay: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+    pub grad_scale: f64,
+}
+
+/// `spw_lion_options`.
+#[repr(C)]
+pub struct LionOptions {
+    pub struct_size: u32,
+    pub reserved: u32,
+    pub lr: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub weight_decay: f64,
+    pub grad_scale: f64,
+}
+
 const _: () =
     assert!(size_of::<Tensor>() == 80 && size_of::<AdamCall>() == 40 && size_of::<UndoOptions>() == 24);
+const _: () = assert!(size_of::<AdagradOptions>() == 56 && size_of::<LionOptions>() == 48);
 
 /// `SPW_ABI_VERSION` of the structs above.
 const ABI_VERSION: u32 = 2;
@@ -76,21 +101,16 @@ type Status = i32;
 /// An `spw_undo`.
 pub type Undo = *mut c_void;
 
-type Create = unsafe extern "C" fn(i32) -> Status;
-type AdagradUpdate = unsafe extern "C" fn(i32, u64, f32, f32, f32, *const Tensor) -> Status;
-type LionUpdate = unsafe extern "C" fn(i32, u64, f32, f32, f32, f32, *const Tensor) -> Status;
+/// `spw_adagrad_step` and `spw_lion_step`; the last argument may be null.
+pub type Step<Options> = unsafe extern "C" fn(*const Options, *const Tensor, u64, *mut c_void) -> Status;
 
 pub struct Spillway {
     pub adam_create: unsafe extern "C" fn(i32, f32, f32, u32) -> Status,
     pub adam_update: unsafe extern "C" fn(Undo, i32, *const AdamCall, *const Tensor) -> Status,
     pub adam_rollback: unsafe extern "C" fn(Undo, i32, *const AdamCall, *const Tensor, *mut u32) -> Status,
-    pub adam_destroy: Create,
-    pub adagrad_create: Create,
-    pub adagrad_update: AdagradUpdate,
-    pub adagrad_destroy: Create,
-    pub lion_create: Create,
-    pub lion_update: LionUpdate,
-    pub lion_destroy: Create,
+    pub adam_destroy: unsafe extern "C" fn(i32) -> Status,
+    pub adagrad_step: Step<AdagradOptions>,
+    pub lion_step: Step<LionOptions>,
     pub undo_open: unsafe extern "C" fn(*const UndoOptions, *mut Undo) -> Status,
     pub undo_close: unsafe extern "C" fn(Undo),
     last_error: unsafe extern "C" fn() -> *const c_char,
@@ -162,12 +182,8 @@ unsafe fn bind(library: NonNull<c_void>, path: &Path) -> Option<Spillway> {
             adam_update: function(library, c"spw_ds_adam_update")?,
             adam_rollback: function(library, c"spw_ds_adam_rollback")?,
             adam_destroy: function(library, c"spw_ds_adam_destroy")?,
-            adagrad_create: function(library, c"spw_ds_adagrad_create")?,
-            adagrad_update: function(library, c"spw_ds_adagrad_update")?,
-            adagrad_destroy: function(library, c"spw_ds_adagrad_destroy")?,
-            lion_create: function(library, c"spw_ds_lion_create")?,
-            lion_update: function(library, c"spw_ds_lion_update")?,
-            lion_destroy: function(library, c"spw_ds_lion_destroy")?,
+            adagrad_step: function(library, c"spw_adagrad_step")?,
+            lion_step: function(library, c"spw_lion_step")?,
             undo_open: function(library, c"spw_undo_open")?,
             undo_close: function(library, c"spw_undo_close")?,
             last_error: function(library, c"spw_last_error")?,
@@ -237,10 +253,15 @@ mod tests {
             exp_avg, exp_avg_sq, param_copy, options);
         let call = fields!(AdamCall: struct_size, bias_correction, step, lr, beta1, beta2, eps, weight_decay, grad_scale);
         let undo = fields!(UndoOptions: struct_size, mode, elements, tensors);
+        let adagrad =
+            fields!(AdagradOptions: struct_size, reserved, step, lr, lr_decay, eps, weight_decay, grad_scale);
+        let lion = fields!(LionOptions: struct_size, reserved, lr, beta1, beta2, weight_decay, grad_scale);
         let structs = [
             ("spw_tensor", size_of::<Tensor>(), tensor.to_vec()),
             ("spw_ds_adam_call", size_of::<AdamCall>(), call.to_vec()),
             ("spw_undo_options", size_of::<UndoOptions>(), undo.to_vec()),
+            ("spw_adagrad_options", size_of::<AdagradOptions>(), adagrad.to_vec()),
+            ("spw_lion_options", size_of::<LionOptions>(), lion.to_vec()),
         ];
         for (name, size, fields) in structs {
             let header = in_header(name);

@@ -136,7 +136,9 @@ unsafe extern "C-unwind" fn adam_rollback(
 }
 
 unsafe extern "C-unwind" fn destroy_adam(id: c_int, caller: usize) -> c_int {
-    destroy(Kind::Adam, Name::AdamDestroy, id, caller)
+    let op = Op::of(caller);
+    steps::destroy_adam(op, id);
+    destroy(op, Name::AdamDestroy, id)
 }
 
 unsafe extern "C-unwind" fn create_adagrad(
@@ -148,7 +150,7 @@ unsafe extern "C-unwind" fn create_adagrad(
     caller: usize,
 ) -> c_int {
     let op = Op::of(caller);
-    steps::create_stateless(op, Kind::Adagrad, id);
+    steps::created_stateless(op, Kind::Adagrad);
     // SAFETY: as in `create_adam`.
     unsafe {
         let own: Option<AdagradCreate> = own(op, Name::AdagradCreate);
@@ -168,7 +170,7 @@ unsafe extern "C-unwind" fn adagrad_step(
     caller: usize,
 ) -> c_int {
     let op = Op::of(caller);
-    if steps::adagrad(op, id, step, [lr, eps, weight_decay], [param, grad, exp_avg_sq]) == Served::Yes {
+    if steps::adagrad(op, step, [lr, eps, weight_decay], [param, grad, exp_avg_sq]) == Served::Yes {
         return 0;
     }
     // SAFETY: as in `create_adam`.
@@ -179,7 +181,7 @@ unsafe extern "C-unwind" fn adagrad_step(
 }
 
 unsafe extern "C-unwind" fn destroy_adagrad(id: c_int, caller: usize) -> c_int {
-    destroy(Kind::Adagrad, Name::AdagradDestroy, id, caller)
+    destroy(Op::of(caller), Name::AdagradDestroy, id)
 }
 
 unsafe extern "C-unwind" fn create_lion(
@@ -192,7 +194,7 @@ unsafe extern "C-unwind" fn create_lion(
     caller: usize,
 ) -> c_int {
     let op = Op::of(caller);
-    steps::create_stateless(op, Kind::Lion, id);
+    steps::created_stateless(op, Kind::Lion);
     // SAFETY: as in `create_adam`.
     unsafe {
         let own: Option<LionCreate> = own(op, Name::LionCreate);
@@ -213,7 +215,7 @@ unsafe extern "C-unwind" fn lion_step(
     caller: usize,
 ) -> c_int {
     let op = Op::of(caller);
-    if steps::lion(op, id, step, [lr, beta1, beta2, weight_decay], [param, grad, exp_avg]) == Served::Yes {
+    if steps::lion(op, [lr, beta1, beta2, weight_decay], [param, grad, exp_avg]) == Served::Yes {
         return 0;
     }
     // SAFETY: as in `create_adam`.
@@ -224,12 +226,11 @@ unsafe extern "C-unwind" fn lion_step(
 }
 
 unsafe extern "C-unwind" fn destroy_lion(id: c_int, caller: usize) -> c_int {
-    destroy(Kind::Lion, Name::LionDestroy, id, caller)
+    destroy(Op::of(caller), Name::LionDestroy, id)
 }
 
-fn destroy(kind: Kind, name: Name, id: c_int, caller: usize) -> c_int {
-    let op = Op::of(caller);
-    steps::destroy(op, kind, id);
+/// Calls the op's own function that destroys an optimizer.
+fn destroy(op: Option<&Op>, name: Name, id: c_int) -> c_int {
     // SAFETY: the type is that of the three C++ functions, which take any number.
     unsafe {
         let own: Option<Destroy> = own(op, name);

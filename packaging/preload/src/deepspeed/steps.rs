@@ -5,7 +5,7 @@ use std::ptr;
 
 use libc::c_int;
 
-use super::library::{AdamCall, DType, Spillway, Tensor};
+use super::library::{AdagradOptions, AdamCall, DType, LionOptions, Spillway, Step, Tensor};
 use super::op::{Kind, Op};
 use super::recordings::{self, Mode};
 use super::tensor::{self, AtTensor};
@@ -50,28 +50,20 @@ pub fn create_adam(op: Option<&'static Op>, id: c_int, beta1: f32, beta2: f32, a
     });
 }
 
-/// Creates an optimizer that keeps no state between calls.
-pub fn create_stateless(op: Option<&'static Op>, kind: Kind, id: c_int) {
+/// Notes that an op creates an optimizer that keeps no state between calls.
+pub fn created_stateless(op: Option<&'static Op>, kind: Kind) {
     guarded(op, kind, |op, spillway| {
-        let create = if kind == Kind::Lion { spillway.lion_create } else { spillway.adagrad_create };
-        // SAFETY: the function takes a number.
-        checked(spillway, unsafe { create(known(op, id)?) })?;
         serves(op, kind, spillway);
         Ok(())
     });
 }
 
-pub fn destroy(op: Option<&'static Op>, kind: Kind, id: c_int) {
-    guarded(op, kind, |op, spillway| {
+pub fn destroy_adam(op: Option<&'static Op>, id: c_int) {
+    guarded(op, Kind::Adam, |op, spillway| {
         let id = known(op, id)?;
-        let destroy = match kind {
-            Kind::Adam => spillway.adam_destroy,
-            Kind::Adagrad => spillway.adagrad_destroy,
-            Kind::Lion => spillway.lion_destroy,
-        };
         // An unknown id is not an error, as in DeepSpeed.
         // SAFETY: the function takes a number.
-        unsafe { destroy(id) };
+        unsafe { (spillway.adam_destroy)(id) };
         recordings::forget(spillway, id);
         Ok(())
     });
@@ -130,38 +122,58 @@ pub fn adam_rollback(op: Option<&'static Op>, call: &AdamArguments, tensors: [At
 
 pub fn adagrad(
     op: Option<&'static Op>,
-    id: c_int,
     step: usize,
     [lr, eps, weight_decay]: [f32; 3],
     [param, grad, exp_avg_sq]: [AtTensor; 3],
 ) -> Served {
-    counted(op, Kind::Adagrad, |op, spillway| {
-        let (id, mut tensor) = (known(op, id)?, record(param, grad, exp_avg_sq, "exp_avg_sq")?);
+    counted(op, Kind::Adagrad, |_, spillway| {
+        let mut tensor = record(param, grad, exp_avg_sq, "exp_avg_sq")?;
         (tensor.exp_avg_sq, tensor.exp_avg) = (tensor.exp_avg, ptr::null_mut());
-        // SAFETY: as in `adam`.
-        let status =
-            unsafe { (spillway.adagrad_update)(id, step as u64, lr, eps, weight_decay, &raw const tensor) };
-        checked(spillway, status)?;
-        Ok(tensor.n)
+        let options = AdagradOptions {
+            struct_size: size_of::<AdagradOptions>() as u32,
+            reserved: 0,
+            step: step as u64,
+            lr: lr.into(),
+            lr_decay: 0.0,
+            eps: eps.into(),
+            weight_decay: weight_decay.into(),
+            grad_scale: 1.0,
+        };
+        stepped(spillway, spillway.adagrad_step, &options, &tensor)
     })
 }
 
 pub fn lion(
     op: Option<&'static Op>,
-    id: c_int,
-    step: usize,
     [lr, beta1, beta2, weight_decay]: [f32; 4],
     [param, grad, exp_avg]: [AtTensor; 3],
 ) -> Served {
-    counted(op, Kind::Lion, |op, spillway| {
-        let (id, tensor) = (known(op, id)?, record(param, grad, exp_avg, "exp_avg")?);
-        // SAFETY: as in `adam`.
-        let status = unsafe {
-            (spillway.lion_update)(id, step as u64, lr, beta1, beta2, weight_decay, &raw const tensor)
+    counted(op, Kind::Lion, |_, spillway| {
+        let tensor = record(param, grad, exp_avg, "exp_avg")?;
+        let options = LionOptions {
+            struct_size: size_of::<LionOptions>() as u32,
+            reserved: 0,
+            lr: lr.into(),
+            beta1: beta1.into(),
+            beta2: beta2.into(),
+            weight_decay: weight_decay.into(),
+            grad_scale: 1.0,
         };
-        checked(spillway, status)?;
-        Ok(tensor.n)
+        stepped(spillway, spillway.lion_step, &options, &tensor)
     })
+}
+
+/// Steps a tensor whose optimizer keeps no state between calls, and returns its number of elements.
+fn stepped<Options>(
+    spillway: &Spillway,
+    step: Step<Options>,
+    options: &Options,
+    tensor: &Tensor,
+) -> Result<u64, String> {
+    // SAFETY: as in `adam`; the last argument may be null.
+    let status = unsafe { step(options, tensor, 1, ptr::null_mut()) };
+    checked(spillway, status)?;
+    Ok(tensor.n)
 }
 
 impl AdamArguments {

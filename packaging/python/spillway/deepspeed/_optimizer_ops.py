@@ -26,7 +26,8 @@ def create_adam(optimizer_id, alpha, betta1, betta2, eps, weight_decay, adamw_mo
     should_log has no effect: see spillway.set_log."""
     _, beta1, beta2, _, _ = numbers(alpha=alpha, betta1=betta1, betta2=betta2, eps=eps, weight_decay=weight_decay)
     _forget(identity(optimizer_id))
-    return _invoke("spw_ds_adam_create", optimizer_id, beta1, beta2, 1 if adamw_mode else 0)
+    _native.call("spw_ds_adam_create", optimizer_id, beta1, beta2, 1 if adamw_mode else 0)
+    return 0
 
 
 def adam_update(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, params, grads, exp_avg, exp_avg_sq, /):
@@ -62,7 +63,10 @@ def adam_rollback(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, b
 def destroy_adam(optimizer_id, /):
     """Destroys an optimizer."""
     _forget(identity(optimizer_id))
-    return _destroy("spw_ds_adam_destroy", optimizer_id)
+    # An unknown id is not an error, as in DeepSpeed, which calls this from __del__.
+    with contextlib.suppress(UnknownIdError):
+        _native.call("spw_ds_adam_destroy", optimizer_id)
+    return 0
 
 
 # cpu_adagrad.
@@ -72,18 +76,21 @@ def create_adagrad(optimizer_id, alpha, eps, weight_decay, should_log, /):
     """Creates an optimizer, replacing one with the same id. Every update passes the hyper-parameters again. should_log
     has no effect: see spillway.set_log."""
     numbers(alpha=alpha, eps=eps, weight_decay=weight_decay)
-    return _invoke("spw_ds_adagrad_create", optimizer_id)
+    return _create("cpu_adagrad", optimizer_id)
 
 
 def adagrad_update(optimizer_id, step, lr, eps, weight_decay, params, grads, exp_avg_sq, /):
     """One step over one tensor."""
-    hyper = numbers(lr=lr, eps=eps, weight_decay=weight_decay)
-    return _update("cpu_adagrad", "spw_ds_adagrad_update", optimizer_id, step, hyper, tensor(params, grads, exp_avg_sq=exp_avg_sq))
+    options = _abi.sized(_abi.AdagradOptions)
+    options.lr, options.eps, options.weight_decay = _singles(lr=lr, eps=eps, weight_decay=weight_decay)
+    options.step, options.grad_scale = _arguments.unsigned("step", step), 1.0
+    return _update("cpu_adagrad", "spw_adagrad_step", optimizer_id, options, tensor(params, grads, exp_avg_sq=exp_avg_sq))
 
 
 def destroy_adagrad(optimizer_id, /):
     """Destroys an optimizer."""
-    return _destroy("spw_ds_adagrad_destroy", optimizer_id)
+    _stateless["cpu_adagrad"].discard(identity(optimizer_id))
+    return 0
 
 
 # cpu_lion.
@@ -93,18 +100,24 @@ def create_lion(optimizer_id, alpha, betta1, betta2, weight_decay, should_log, /
     """Creates an optimizer, replacing one with the same id. Every update passes the hyper-parameters again. should_log
     has no effect: see spillway.set_log."""
     numbers(alpha=alpha, betta1=betta1, betta2=betta2, weight_decay=weight_decay)
-    return _invoke("spw_ds_lion_create", optimizer_id)
+    return _create("cpu_lion", optimizer_id)
 
 
 def lion_update(optimizer_id, step, lr, beta1, beta2, weight_decay, params, grads, exp_avg, /):
     """One step over one tensor."""
-    hyper = numbers(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
-    return _update("cpu_lion", "spw_ds_lion_update", optimizer_id, step, hyper, tensor(params, grads, exp_avg=exp_avg))
+    options = _abi.sized(_abi.LionOptions)
+    hyper = _singles(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+    options.lr, options.beta1, options.beta2, options.weight_decay = hyper
+    options.grad_scale = 1.0
+    # Lion ignores the number.
+    _arguments.between("step", step, 1, (1 << 64) - 1)
+    return _update("cpu_lion", "spw_lion_step", optimizer_id, options, tensor(params, grads, exp_avg=exp_avg))
 
 
 def destroy_lion(optimizer_id, /):
     """Destroys an optimizer."""
-    return _destroy("spw_ds_lion_destroy", optimizer_id)
+    _stateless["cpu_lion"].discard(identity(optimizer_id))
+    return 0
 
 
 #: The functions of each op.
@@ -161,22 +174,26 @@ def numbers(**given):
     return [_arguments.real(name, value) for name, value in given.items()]
 
 
-def _update(op, function, optimizer_id, step, hyper, row):
-    """`hyper` has the hyper-parameters in the order of the C function."""
-    _invoke(function, optimizer_id, _arguments.unsigned("step", step), *hyper, ctypes.byref(row))
+def _singles(**given):
+    """As `numbers`, rounded to float32, the type of DeepSpeed's arguments."""
+    return [ctypes.c_float(value).value for value in numbers(**given)]
+
+
+#: Ids of the optimizers that keep no state between calls.
+_stateless: dict[str, set[int]] = {"cpu_adagrad": set(), "cpu_lion": set()}
+
+
+def _create(op, optimizer_id):
+    _stateless[op].add(identity(optimizer_id))
+    return 0
+
+
+def _update(op, function, optimizer_id, options, row):
+    """One step of an optimizer that keeps no state."""
+    if identity(optimizer_id) not in _stateless[op]:
+        raise UnknownIdError(f"{op} has no optimizer of the id {optimizer_id}: it does not exist (never created, or destroyed)")
+    _native.call(function, ctypes.byref(options), ctypes.addressof(row), 1, None)
     count(op, row.n)
-    return 0
-
-
-def _invoke(function, optimizer_id, *arguments):
-    _native.call(function, identity(optimizer_id), *arguments)
-    return 0
-
-
-def _destroy(function, optimizer_id):
-    # An unknown id is not an error, as in DeepSpeed, which calls this from __del__.
-    with contextlib.suppress(UnknownIdError):
-        _invoke(function, optimizer_id)
     return 0
 
 

@@ -161,7 +161,7 @@ def _stats(table: Any, rows: range, factor: float) -> Any:
     out = _abi.sized(_abi.StepStats)
     start = ctypes.addressof(table.entries) + rows.start * ctypes.sizeof(_abi.Tensor)
     try:
-        _native.call("spw_grad_stats_all", start, len(rows), factor, ctypes.byref(out))
+        _native.call("spw_grad_stats", start, len(rows), factor, ctypes.byref(out))
     except SpillwayError as error:
         raise named(error, lambda row: table.name(rows.start + row)) from None
     return out

@@ -28,8 +28,7 @@ _VERSION = "spillway-values-1"
 _CODES = {name: code for code, (name, _) in _safetensors.DTYPES.items()}
 _PAIRS = {"$dict": dict, "$ordered": collections.OrderedDict, "$counter": collections.Counter}
 _KINDS: dict[type, str] = {kind: name for name, kind in _PAIRS.items()}
-#: Types that are JSON, floats that are finite among them, and those that JSON may have other types in. Lists of thousands of items of the
-#: former need no Python code for each item.
+#: Types that are JSON, a type whose finite values are, and the collections of JSON. A list of the former takes no Python code per item.
 _PLAIN, _NUMBERS, _COLLECTIONS = {type(None), bool, int, str}, {float}, {list, dict}
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -37,10 +36,12 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 def pack(value: Any) -> bytes:
     """Encodes a value; raises InvalidArgumentError, with its place in the record, for an unsupported type."""
     writer = _Writer()
-    words = json.dumps(writer.encode(value), allow_nan=False, separators=(",", ":"))
     try:
+        words = json.dumps(writer.encode(value), allow_nan=False, separators=(",", ":"))
         _files.check_levels(words.encode())
-    except ValueError as error:
+    except InvalidArgumentError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"the record is too deeply nested for a commit: {error}") from None
     return b"".join([writer.header.packed({"format": _VERSION, "value": words}), *writer.parts])
 

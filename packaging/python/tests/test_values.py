@@ -83,13 +83,28 @@ def test_what_is_not_data_is_refused_by_its_place():
         (torch.complex64, "dtype complex64"),
         ({1, 2}, "set"),
     ):
-        with pytest.raises(spillway.InvalidArgumentError, match=words):
+        with pytest.raises(spillway.InvalidArgumentError, match=words) as refusal:
             _values.pack({"client_state": [0, value]})
+        assert str(refusal.value).startswith("record['client_state'][1]")
 
 
 def test_what_json_has_is_json():
     plain = {"step": 3, "groups": [{"lr": 0.1, "name": None, "on": True}]}
     assert _safetensors.parse(_values.pack(plain))[0]["value"] == json.dumps(plain, separators=(",", ":"))
+
+
+@pytest.mark.parametrize("levels", [100, 290, 5000])
+@pytest.mark.parametrize("nest", [lambda value: [value], lambda value: {"a": value}, lambda value: (value,)])
+def test_what_is_nested_is_read_back_or_refused(nest, levels):
+    value = 1.5
+    for _ in range(levels):
+        value = nest(value)
+    try:
+        packed = _values.pack(value)
+    except spillway.InvalidArgumentError as refusal:
+        assert "nested" in str(refusal) and levels > 100
+        return
+    assert levels < 5000 and _values.unpack(packed) == value
 
 
 def test_a_pickle_is_never_run(capfd):

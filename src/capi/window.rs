@@ -105,7 +105,7 @@ pub struct spw_window_stats {
     pub fetched_bytes: u64,
     /// Copies of units to the device.
     pub fetches: u64,
-    /// Uses.
+    /// Uses that found a slot, those whose copy failed among them.
     pub uses: u64,
     /// Uses that had to wait for a copy which no earlier call had begun.
     pub late: u64,

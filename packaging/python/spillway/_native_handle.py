@@ -129,6 +129,13 @@ class _NativeHandle:
         _native.call(opener, *arguments, ctypes.byref(handle))
         self._keeps = tuple(map(_kept.keep, keeps))
 
+    @classmethod
+    def _given(cls: type[_Owner], argument: str, value: Any) -> _Owner:
+        """The value, if it is an object of this class: C cannot tell the handle of another one. `argument` is its name in messages."""
+        if not isinstance(value, cls):
+            raise InvalidArgumentError(f"{argument} is a {type(value).__name__}; pass a spillway.{cls.__name__}")
+        return value
+
     @property
     def _kind(self) -> str:
         return self._user or type(self).__name__

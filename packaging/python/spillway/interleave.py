@@ -197,7 +197,7 @@ class Interleave(_NativeHandle):
             options.gpu = handle
             self._hold("spw_interleave_open", ctypes.byref(options), table, len(table), keeps=(held,))
 
-        hold(None) if gpu is None else gpu._through(hold)
+        hold(None) if gpu is None else Gpu._given("Interleave: gpu", gpu)._through(hold)
 
     def __len__(self) -> int:
         """Number of subgroups."""

@@ -173,7 +173,7 @@ class Speculation(_NativeHandle):
         def submit(device: Any = None) -> None:
             self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table), _event(event_fd, after, device))
 
-        submit() if gpu is None else gpu._through(submit)
+        submit() if gpu is None else Gpu._given("Speculation.submit: gpu", gpu)._through(submit)
 
     def submit_gpu(
         self,
@@ -193,7 +193,7 @@ class Speculation(_NativeHandle):
             stream: Stream in whose order the GPU steps; None: torch's current stream.
             after: Stream or event after which the GPU computes the norm."""
         rows = [tuple(row) for row in tensors]
-        table = device_table(rows, ordinal=gpu.ordinal)
+        table = device_table(rows, ordinal=Gpu._given("Speculation.submit_gpu: gpu", gpu).ordinal)
         gpu._through(
             lambda device: self.submit_table(
                 "spw_spec_submit_gpu",
@@ -216,6 +216,7 @@ class Speculation(_NativeHandle):
             copies: Tuples of host memory, device memory, and optionally the stream or event that still reads the old
                 values."""
         rows = [tuple(row) for row in copies]
+        Gpu._given("Speculation.publish_to: gpu", gpu)
         records = [gpu.copy_record(1, device, host, *after or (None,)) for host, device, *after in rows]
         table = (_abi.GpuCopy * len(records))(*records)
         destinations = self._destinations.setdefault(bucket, [])

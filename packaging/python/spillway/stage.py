@@ -115,6 +115,8 @@ class Stage(_NativeHandle):
             raise InvalidArgumentError(f"Stage: adam is a {type(adam).__name__}; pass a spillway.Adam")
         if (arena is None) != (region is None):
             raise InvalidArgumentError("Stage: arena and region belong together; pass both or none")
+        if arena is not None:
+            Arena._given("Stage: arena", arena)
         options = _abi.sized(_abi.StageOptions)
         options.priority, options.cores = _arguments.signed("Stage: priority", priority), _arguments.unsigned("Stage: cores", cores, 32)
         options.undo_mode, options.publish = UNDO[undo], known[publish]
@@ -173,7 +175,7 @@ class Stage(_NativeHandle):
 
             self.arena._through(with_arena)
 
-        submit() if gpu is None else gpu._through(submit)
+        submit() if gpu is None else Gpu._given("Stage.submit: gpu", gpu)._through(submit)
 
     def _submit(self, held: Any, options: Any, table: Any, event: Any, target: Any) -> None:
         arguments = ctypes.byref(options), ctypes.addressof(table), len(table), event, target

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
 from ._arrays import Array
@@ -44,9 +44,7 @@ from ._tier_options import number, payload_of
 from .errors import InternalError, InvalidArgumentError, OutOfOrderError
 from .optim import Adam, StepStats, counter
 from .speculate import VERDICTS
-
-if TYPE_CHECKING:
-    from .tier import Tier
+from .tier import Tier
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 #: Why float16 weights have no bf16 moments.
@@ -171,7 +169,7 @@ class Swap(_NativeHandle):
         bf16_moments: bool = False,
         node: int | None = None,
     ):
-        paths = len(tier.paths())
+        paths = len(Tier._given("Swap: tier", tier).paths())
         self.elements, self.split_master, self.bf16_moments = tuple(elements), split_master, bf16_moments
         encoding = {"split_master": split_master, "bf16_moments": bf16_moments}
         least = working_bytes(elements, paths, **encoding) if memory_budget is None else memory_budget

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _arrays
+from ._integers import between
 from ._native_handle import _NativeHandle
 from .gpu import CudaStream, Gpu, stream_number
 from .tier import Tier
@@ -47,7 +48,7 @@ class WindowStats(NamedTuple):
         peak_bytes: Most bytes of units in slots at one time.
         fetched_bytes: Bytes that were copied to the device.
         fetches: Copies of units to the device.
-        uses: Uses of units.
+        uses: Uses that found a slot, those whose copy failed among them.
         late: Uses that had to wait for a copy which no earlier call had begun."""
 
     device_bytes: int
@@ -80,14 +81,15 @@ class Window(_NativeHandle):
     closer = "spw_window_close"
 
     def __init__(self, units: Iterable[Any], *, slots: int = 0, gpu: Gpu | None = None, tier: Tier | None = None, keep: Iterable[int] = ()):
-        units, kept = list(units), set(keep)
+        units = list(units)
+        kept = {between("Window: keep", number, 0, len(units) - 1) for number in keep}
         table = (_abi.WindowUnit * len(units))()
         for number, (row, unit) in enumerate(zip(table, units)):
             row.struct_size, row.keep = ctypes.sizeof(row), int(number in kept)
             if isinstance(unit, Stored):
                 row.home = _abi.WINDOW_HOME_TIER
-                row.extent, row.stream = (_arguments.unsigned(f"Window: units[{number}]", value, 32) for value in unit[:2])
-                row.bytes = _arguments.unsigned(f"Window: units[{number}].bytes", unit.bytes)
+                for name, bits in (("extent", 32), ("stream", 32), ("bytes", 64)):
+                    setattr(row, name, _arguments.unsigned(f"Window: units[{number}].{name}", getattr(unit, name), bits))
             else:
                 row.host, row.bytes = _arrays.memory(unit, f"Window: units[{number}]", False)
         options = _abi.sized(_abi.WindowOptions)
@@ -95,21 +97,23 @@ class Window(_NativeHandle):
         self._gpu = gpu
         held = _arrays.all_held([[unit for unit in units if not isinstance(unit, Stored)]])
 
-        def hold(*handles: Any) -> None:
-            options.gpu, options.tier = handles
+        def with_gpu(handle: Any) -> None:
+            options.gpu = handle
+            with_tier(None) if tier is None else Tier._given("Window: tier", tier)._through(with_tier)
+
+        def with_tier(handle: Any) -> None:
+            options.tier = handle
             self._hold("spw_window_open", ctypes.byref(options), table, len(table), keeps=(held,))
 
-        def with_tier(gpu_handle: Any) -> None:
-            hold(gpu_handle, None) if tier is None else tier._through(lambda handle: hold(gpu_handle, handle))
-
-        with_tier(None) if gpu is None else gpu._through(with_tier)
+        with_gpu(None) if gpu is None else Gpu._given("Window: gpu", gpu)._through(with_gpu)
 
     def begin(self) -> None:
         """Begins an iteration: its order of uses is recorded, and the one recorded before says what is fetched ahead."""
         self._call("spw_window_begin")
 
     def use(self, unit: int, stream: CudaStream | None = None) -> int:
-        """Has a unit on the device for later work on a stream, and returns its address, which is valid until release().
+        """Has a unit on the device for later work on a stream, and returns its address, which is valid until release(). A call that
+        raises, also by a signal handler, leaves no use. While it reads a tier, a handler runs after the read.
 
         Args:
             unit: Number of the unit.
@@ -118,13 +122,24 @@ class Window(_NativeHandle):
         Raises:
             BusyError: All slots have uses that are not released, or the unit has changed and is still used.
             SpillwayError: The copy of this unit has failed. A later use tries again."""
-        address = ctypes.c_uint64()
-        self._call("spw_window_use", unit, self._stream(stream), ctypes.byref(address))
-        return address.value
+        address, number, outcome = ctypes.c_uint64(), self._stream(stream), list[int]()
+        try:
+            self._recorded(outcome, "spw_window_use", unit, number, ctypes.byref(address))
+            return address.value
+        except BaseException:
+            if outcome == [0]:
+                self._call("spw_window_release", unit, number)
+            raise
 
     def release(self, unit: int, stream: CudaStream | None = None) -> None:
-        """Ends a use: only work already queued on the stream reads the unit."""
-        self._call("spw_window_release", unit, self._stream(stream))
+        """Ends a use: only work already queued on the stream reads the unit. If a signal handler raises, the use has ended."""
+        number, outcome = self._stream(stream), list[int]()
+        try:
+            self._recorded(outcome, "spw_window_release", unit, number)
+        except BaseException:
+            if not outcome:
+                self._call("spw_window_release", unit, number)
+            raise
 
     def changed(self, unit: int) -> None:
         """Before the array or the extent of a unit is written: waits until no copy reads it. The next use fetches it again."""

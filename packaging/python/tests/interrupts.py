@@ -1,7 +1,11 @@
 """A signal whose handler raises at a random moment, for the tests of interrupted calls."""
 
+import os
 import random
 import signal
+import sys
+
+import spillway
 
 
 class Interrupt(Exception):
@@ -43,3 +47,25 @@ class Ticking:
             return None
         finally:
             self._on = False
+
+
+def interrupted(work, at):
+    """Runs work(), and raises Interrupt when the package enters its function number `at`. True if it was raised."""
+    left = at
+
+    def trace(frame, event, _):
+        nonlocal left
+        if event == "call" and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(spillway.__file__):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise Interrupt
+
+    sys.settrace(trace)
+    try:
+        work()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False

@@ -6,40 +6,17 @@ import ctypes
 import gc
 import os
 import random
-import sys
 import weakref
 
 import numpy as np
 import pytest
-from interrupts import Interrupt, Ticking
+from interrupts import Interrupt, Ticking, interrupted
 
 import spillway
 from spillway import _abi, _native, _native_handle, optim
 
 BYTES = 64 << 10
 ROUNDS = 1500
-
-
-def interrupted(work, at):
-    """Runs work(), and raises Interrupt when the package enters its function number `at`. True if it was raised."""
-    left = at
-
-    def trace(frame, event, _):
-        nonlocal left
-        if event == "call" and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(spillway.__file__):
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise Interrupt
-
-    sys.settrace(trace)
-    try:
-        work()
-    except Interrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
 
 
 @pytest.fixture

@@ -7,8 +7,10 @@ import multiprocessing
 import numpy as np
 import pytest
 from fake_cuda import FakeDriver
+from interrupts import Interrupt, interrupted
 
 import spillway
+from spillway import _native_handle
 from spillway.window import Stored, Window
 
 BYTES, PASSES = 4096, (0, 1, 2, 3, 3, 2, 1, 0)
@@ -107,3 +109,50 @@ def test_misuse():
     window.close()
     with pytest.raises(spillway.InvalidArgumentError, match="closed"):
         window.use(0)
+
+
+def test_a_use_that_a_handler_interrupts_leaves_none_and_a_release_has_ended_its_use(monkeypatch):
+    """A handler raises when each function of the package begins, and after the C call."""
+    own = _native_handle.record
+
+    def late(outcome, function, *arguments):
+        own(outcome, function, *arguments)
+        monkeypatch.setattr(_native_handle, "record", own)
+        raise Interrupt
+
+    units = [np.full(100, number, np.uint8) for number in range(2)]
+    with Window(units, slots=1) as window:
+        for at in range(12):
+            if at == 0:
+                monkeypatch.setattr(_native_handle, "record", late)
+                with pytest.raises(Interrupt):
+                    window.use(0)
+            elif not interrupted(lambda: window.use(0), at - 1):
+                window.release(0)
+            used(window, 1, units[1])
+            window.use(0)
+            if at == 0:
+                monkeypatch.setattr(_native_handle, "record", late)
+                with pytest.raises(Interrupt):
+                    window.release(0)
+            else:
+                interrupted(lambda: window.release(0), at + 1)
+            used(window, 1, units[1])
+
+
+def test_other_objects_are_no_gpu_and_no_tier(tmp_path):
+    array = np.zeros(4, np.float32)
+    with spillway.Tier([tmp_path], job="window") as tier, Window([array]) as window:
+        for wrong in (tier, window, "cuda", 0):
+            with pytest.raises(spillway.InvalidArgumentError, match="Window: gpu is a .*; pass a spillway.Gpu"):
+                Window([array], gpu=wrong)
+        for wrong in (window, "tier"):
+            with pytest.raises(spillway.InvalidArgumentError, match="Window: tier is a .*; pass a spillway.Tier"):
+                Window([array], tier=wrong)
+            with pytest.raises(spillway.InvalidArgumentError, match="Swap: tier is a .*; pass a spillway.Tier"):
+                spillway.Swap(wrong, [4])
+        for wrong in ([1], [-1], ["0"]):
+            with pytest.raises(spillway.InvalidArgumentError, match="Window: keep is"):
+                Window([array], keep=wrong)
+        with pytest.raises(spillway.InvalidArgumentError, match=r"Window: units\[0\].extent is -1"):
+            Window([Stored(-1, 0, 4)], tier=tier)

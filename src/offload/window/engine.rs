@@ -4,7 +4,7 @@
 //! Invariants:
 //! - Copies into places are enqueued under the lock, in the order in which the rule gave the places away.
 //! - An error of a copy or a read is that of the unit: its use reports it, and the next use tries again.
-//! - Staging memory is read into only after its last copy is done, and never while the system may still write to it.
+//! - Staging memory is read into, or freed, only after its last copy is done, and never while the system may still write to it.
 //! - Dropping the window waits for its thread and its copies.
 #![forbid(unsafe_code)]
 
@@ -381,6 +381,13 @@ impl Staging {
     fn open(bytes: u64, device: &dyn Device) -> Result<Vec<Staging>> {
         let memory = Buffer::open_many(2, bytes as usize, device.backing())?;
         Ok(memory.into_iter().map(|memory| Staging { memory, copied: Mark::default() }).collect())
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // The device reads the memory until then. With a lost context there are no copies.
+        let _ = self.copied.wait();
     }
 }
 

@@ -71,6 +71,23 @@ fn units_of_a_tier_reach_a_device_through_staging_memory_in_order() {
     assert_eq!(desk.races(), 0);
 }
 
+/// The fake driver copies once something waits for the stream: here the end of the window.
+#[test]
+fn a_window_that_closes_waits_for_the_copies_from_its_staging_memory() {
+    let (desk, tier) = (Desk::new(55), open(PathLocation::Memory(None), None));
+    let units: Vec<Unit> = (0..UNITS).map(|number| on_tier(put(&tier, number, 0))).collect();
+    for used in 1..=UNITS {
+        let gpu = |layout| -> Result<Box<dyn Device>> {
+            Ok(Box::new(Gpu::new(&desk.device, &desk.registry, layout)?))
+        };
+        let window = Window::open(&units, UNITS, Some(Arc::clone(&tier)), gpu).unwrap();
+        (0..used).for_each(|number| drop(desk.read(&window, number, BYTES, 0).unwrap()));
+        drop(window);
+    }
+    desk.synchronize();
+    assert_eq!(desk.races(), 0);
+}
+
 #[test]
 fn a_unit_that_its_tier_cannot_read_fails_alone_and_is_read_by_a_later_use() {
     let tier = open(PathLocation::Memory(None), None);

@@ -120,7 +120,7 @@ typedef struct spw_window_stats {
     uint64_t fetched_bytes;
     // Copies of units to the device.
     uint64_t fetches;
-    // Uses.
+    // Uses that found a slot, those whose copy failed among them.
     uint64_t uses;
     // Uses that had to wait for a copy which no earlier call had begun.
     uint64_t late;

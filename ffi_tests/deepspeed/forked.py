@@ -126,9 +126,11 @@ def main():
 
 def remember_processor():
     """DeepSpeed asks for the processor for each optimizer, and the answer takes a second: this process asks once, and its
-    children not at all."""
-    import cpuinfo
-
+    children not at all. Where DeepSpeed is not installed the module may be missing too."""
+    try:
+        import cpuinfo
+    except ImportError:
+        return
     found = cpuinfo.get_cpu_info()
     cpuinfo.get_cpu_info = lambda: found
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from interrupts import Ticking
+from interrupts import Ticking, interrupted
 from offload_runs import backward, offload, trained, values
 
 import spillway
@@ -37,6 +37,36 @@ def test_an_error_of_the_engine_is_raised_once():
         optimizer.step()
         assert not any(map(torch.equal, values(params), before))
         optimizer.close()
+
+
+@pytest.mark.parametrize("weights", ["resident", "flow"])
+def test_backward_raises_the_exception_of_a_handler_and_the_next_step_has_its_bits(weights):
+    """A handler raises at the begin of each function of the package that a backward calls. No exception is lost."""
+
+    def make(weights):
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+        flowing = {} if weights == "resident" else {"weights": weights, "device": "cpu"}
+        return model, spillway.torch.offload(model, lr=1e-2, bucket_bytes=1, overlap=True, **flowing)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    (model, optimizer), (other, wanted) = make(weights), make("resident")
+    for at in range(5000):
+        step(model, optimizer)
+        step(other, wanted)
+        optimizer.settle()
+        assert all(map(torch.equal, model.parameters(), other.parameters())), at
+        optimizer.zero_grad()
+        if not interrupted(model(torch.ones(2, 4)).square().mean().backward, at, below=True):
+            break
+    # The last backward ended before that function: each one was tried.
+    assert 100 < at < 4999
+    optimizer.close()
+    wanted.close()
 
 
 @pytest.mark.parametrize("tail", range(4))

@@ -49,13 +49,15 @@ class Ticking:
             self._on = False
 
 
-def interrupted(work, at):
-    """Runs work(), and raises Interrupt when the package enters its function number `at`. True if it was raised."""
-    left = at
+def interrupted(work, at, below=False):
+    """Runs work(), and raises Interrupt when the package enters its function number `at`. True if it was raised. `below`: functions of
+    subpackages count too."""
+    left, package = at, os.path.dirname(spillway.__file__)
 
     def trace(frame, event, _):
         nonlocal left
-        if event == "call" and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(spillway.__file__):
+        folder = os.path.dirname(frame.f_code.co_filename)
+        if event == "call" and (folder == package or (below and folder.startswith(package + os.sep))):
             left -= 1
             if left < 0:
                 sys.settrace(None)
@@ -68,4 +70,5 @@ def interrupted(work, at):
         return True
     finally:
         sys.settrace(None)
+    assert left >= 0, f"the exception in function {at} was lost"
     return False

@@ -272,8 +272,8 @@ class Beside:
                 self.abandon()
             else:
                 self._advance(number)
-        except Exception:
-            # Backward continues; step() raises the error if it is still there.
+        except SpillwayError:
+            # Backward continues; step() raises the error if it is still there. Other exceptions are those of signal handlers.
             self._waits = True
         self._busy = False
 

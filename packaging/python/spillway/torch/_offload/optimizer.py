@@ -260,9 +260,13 @@ class Offloaded(torch.optim.Optimizer):
             return
         try:
             self._start(slot, self._plan)
-        except Exception:
+        except SpillwayError:
             # Backward continues; step() raises the error if it is still there.
             self._interrupt()
+        except BaseException:
+            # That of a signal handler, which step() would not raise again.
+            self._interrupt()
+            raise
 
     def _start(self, slot: Slot, plan: Plan) -> None:
         bucket = plan.bucket_of(slot)

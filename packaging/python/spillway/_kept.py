@@ -62,7 +62,16 @@ class Submitted(dict[Any, tuple[Any, list[int]]]):
             call(outcome)
         finally:
             if outcome != [0]:
-                (self.lose if outcome and outcome[0] in IN_USE else self.over)([token])
+                self._refused(token, outcome)
+
+    def _refused(self, token: Any, outcome: list[int]) -> None:
+        (self.lose if outcome and outcome[0] in IN_USE else self.over)([token])
+
+    def end_refused(self, token: Any) -> None:
+        """Frees the memory of a job that the library has refused, if a signal handler ended submit() before it did so."""
+        _, outcome = self.get(token, (None, []))
+        if outcome and outcome != [0]:
+            self._refused(token, outcome)
 
     def tokens(self) -> list[Any]:
         """The jobs at this moment. Other threads may submit and free jobs meanwhile, also in an interpreter without a global lock, where a

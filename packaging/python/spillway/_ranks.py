@@ -104,7 +104,13 @@ def _common(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, li
         )
     # Two of them: some ranks have returned to the step before the last one, and others have not.
     chosen = max((step for step in common if step is not None), default=None)
-    return chosen, [max(tag for step, tag in commits if step == chosen) for commits in shared]
+
+    def tag_of(commits: set[tuple[int | None, int]], ranks: tuple[tier.Steps, ...]) -> int:
+        # Of two commits of one step the earlier one: another tier may have only that.
+        tags = {tag for step, tag in commits if step == chosen}
+        return next((steps.before_tag for steps in ranks if steps.before == chosen and steps.before_tag in tags), None) or max(tags)
+
+    return chosen, [tag_of(commits, ranks) for commits, ranks in zip(shared, zip(*everyone))]
 
 
 def _commits(steps: tier.Steps) -> set[tuple[int | None, int]]:

@@ -13,7 +13,6 @@ same name and fields."""
 from __future__ import annotations
 
 import base64
-import binascii
 import collections
 import json
 import math
@@ -53,7 +52,7 @@ def unpack(data: bytes | bytearray) -> Any:
         if metadata["format"] != _VERSION:
             raise ValueError(f"format {metadata['format']!r}")
         return _Reader(entries, content).decode(_files.parse_json(metadata["value"].encode()))
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError, ImportError, binascii.Error) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError, ImportError) as error:
         raise CorruptError(f"the commit's record is damaged or was not written by Spillway: {type(error).__name__}: {error}") from error
 
 

@@ -439,6 +439,7 @@ class Tier(_NativeHandle):
         """Imports, and appends the status of the call to `status`, also if a signal handler raises after the call."""
         step = ctypes.c_uint64()
         where, taken = _arguments.path("Tier: directory", directory), _patterns(names)
+        self._end_lost()
         self._recorded(status, "spw_tier_import", where, taken, ctypes.byref(step))
         return step.value
 
@@ -578,14 +579,18 @@ class Tier(_NativeHandle):
         if entry not in self._in_flight:
             # A commit in another thread has already released the entry.
             self._by_number.pop(entry.number.value, None)
-        with suppress(KeyError):
+        # No call follows, in which a signal handler could raise: from here on the caller has the ticket.
+        try:  # noqa: SIM105
             del self._unclaimed[entry]
+        except KeyError:
+            pass
         return entry.number.value
 
     def _end_lost(self) -> None:
         """Waits for the puts and gets of this thread whose ticket was lost: a signal handler raised before the caller had it. Without this
         wait their extents would be busy, and a get could still write to an array that the caller uses again."""
         for entry in list(self._unclaimed):
+            self._in_flight.end_refused(entry)
             if entry not in self._in_flight:
                 # It was refused, or a commit has released it.
                 self._unclaimed.pop(entry, None)

@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
-from interrupts import Interrupt, Ticking, interrupted
+from interrupts import Interrupt, Ticking, interrupted, interrupted_anywhere
 
 import spillway
 from spillway import _abi, _native, _native_handle, optim
@@ -133,6 +133,29 @@ def test_an_extent_is_usable_after_an_interrupt_has_lost_a_ticket(lost, then, tm
                 tier.wait(ticket)
             assert not tier._in_flight and not tier._by_number and not tier._unclaimed
         tier.commit(2)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_wherever_a_put_is_interrupted_the_next_one_succeeds_and_nothing_is_kept(refused, tmp_path):
+    """A handler raises at the begin and at the end of each function. A refused put finds its extent busy."""
+    with spillway.Tier([tmp_path], job="test", direct=False) as tier:
+        extent = tier.define("e", [BYTES])
+        array = np.ones(BYTES, np.uint8)
+        for at in range(1000):
+            first = tier.put(extent, [array]) if refused else None
+            tickets = []
+            try:
+                more = interrupted_anywhere(lambda: tickets.append(tier.put(extent, [array])), at)  # noqa: B023
+            except spillway.BusyError:
+                more = False
+            tickets += [first] if refused else []
+            for ticket in tickets:
+                tier.wait(ticket)
+            tier.wait(tier.put(extent, [array]))
+            assert not tier._unclaimed and not tier._in_flight, at
+            if not more:
+                break
+        assert 20 < at < 999
 
 
 def test_an_interrupted_submit_keeps_what_the_engine_took(after_the_call):

@@ -174,6 +174,17 @@ def test_ranks_resume_at_the_newest_step_that_all_have(monkeypatch, last, before
     assert _ranks.agreed([place], 0, 2, "begin anew") == [{"at_step": step, "at_tag": 0}]
 
 
+@pytest.mark.parametrize("first, second", [(100, 900), (900, 100)])
+def test_of_two_commits_of_one_step_several_tiers_resume_at_the_first(first, second):
+    """Both ranks have committed step 5 again on one tier; a rank was killed before it could on the other tier."""
+
+    def steps(last, before, tag, before_tag):
+        return spillway.tier.Steps(last, before, False, True, tag, before_tag)
+
+    one = steps(5, 5, second, first)
+    assert _ranks._common([[one, steps(5, 5, 22, 11)], [one, steps(5, 3, 11, 7)]], "begin anew") == (5, [first, 11])
+
+
 def test_a_rank_that_committed_a_step_again_returns_to_the_commit_that_all_ranks_have(monkeypatch, tmp_path):
     """One of two ranks was killed before it could commit the step again."""
     places = []

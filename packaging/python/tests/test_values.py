@@ -107,6 +107,16 @@ def test_what_is_nested_is_read_back_or_refused(nest, levels):
     assert levels < 5000 and _values.unpack(packed) == value
 
 
+@pytest.mark.parametrize(
+    "words",
+    ['{"$deque":[[1],1' + "0" * 30 + "]}", '{"$dtype":"int128"}', '{"$bytes":"?"}', '{"$tuple":1}', '{"$new":1}', '{"$tensor":"9"}'],
+)
+def test_words_that_no_value_has_are_damage(words):
+    header = json.dumps({"__metadata__": {"format": "spillway-values-1", "value": words}}).encode()
+    with pytest.raises(spillway.CorruptError):
+        _values.unpack(len(header).to_bytes(8, "little") + header)
+
+
 def test_a_pickle_is_never_run(capfd):
     saved = io.BytesIO()
     torch.save(RunsCode(), saved)

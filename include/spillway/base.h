@@ -186,7 +186,8 @@ typedef struct spw_info {
     { sizeof(spw_info), 0, NULL, 0, 0, 0, 0, 0, 0 }
 
 // Reads how this process runs steps, and how many it has run. The environment variable `SPILLWAY_KERNEL` selects a kernel.
-// If this processor lacks it, this call and every step are SPW_ERR_UNSUPPORTED.
+// If this processor lacks it, this call and every step are SPW_ERR_UNSUPPORTED. A wrong value of `SPILLWAY_NUM_THREADS` is
+// SPW_ERR_INVALID_ARGUMENT.
 enum spw_status spw_get_info(struct spw_info *info_out);
 
 // Settings of the process's thread pool. Every process has one pool.

@@ -48,7 +48,8 @@ pub struct spw_info {
 }
 
 /// Reads how this process runs steps, and how many it has run. The environment variable `SPILLWAY_KERNEL` selects a kernel.
-/// If this processor lacks it, this call and every step are SPW_ERR_UNSUPPORTED.
+/// If this processor lacks it, this call and every step are SPW_ERR_UNSUPPORTED. A wrong value of `SPILLWAY_NUM_THREADS` is
+/// SPW_ERR_INVALID_ARGUMENT.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_get_info(info_out: Out<spw_info>) -> spw_status {
     guard(|| {

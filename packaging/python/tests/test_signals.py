@@ -110,7 +110,7 @@ def test_an_interrupt_after_c_accepted_keeps_the_memory_until_a_commit(tmp_path,
 
 
 @pytest.mark.parametrize("lost", ["put", "get"])
-@pytest.mark.parametrize("then", ["put", "get", "verify"])
+@pytest.mark.parametrize("then", ["put", "get", "verify", "import"])
 def test_an_extent_is_usable_after_an_interrupt_has_lost_a_ticket(lost, then, tmp_path, after_the_call):
     """The lost put or get has ended before the next one begins: the extent is not busy, and no array changes later."""
     with spillway.Tier([tmp_path], job="test") as tier:
@@ -118,6 +118,7 @@ def test_an_extent_is_usable_after_an_interrupt_has_lost_a_ticket(lost, then, tm
         for number in (extent, other):
             tier.wait(tier.put(number, [np.ones(BYTES, np.uint8)]))
         tier.commit(1)
+        tier.export(tmp_path / "exported")
         for on in (extent, other):
             lent = np.full(BYTES, 7, np.uint8)
             after_the_call()
@@ -126,6 +127,8 @@ def test_an_extent_is_usable_after_an_interrupt_has_lost_a_ticket(lost, then, tm
             [entry] = tier._in_flight
             if then == "verify":
                 assert tier.verify() == 2
+            elif then == "import":
+                assert tier.import_from(tmp_path / "exported") == 1
             else:
                 array = np.full(BYTES, 9, np.uint8)
                 ticket = tier.put(on, [array]) if then == "put" else tier.get(on, [array])

@@ -244,11 +244,9 @@ def test_the_step_at_which_ranks_go_on(monkeypatch):
 
     nothing, began = Steps(None, None, False, False), Steps(None, None, False, True)
     first, fifth, sixth = Steps(1, None, True, True), Steps(5, 4, False, True), Steps(6, 5, False, True)
-    assert (
-        _ranks._common([[fifth], [sixth]], "load a checkpoint") == 5
-        and _ranks._common([[sixth], [fifth], [sixth]], "load a checkpoint") == 5
-    )
-    assert _ranks._common([[first], [began]], "load a checkpoint") is None
+    assert _ranks._common([[fifth], [sixth]], "load a checkpoint") == (5, [0])
+    assert _ranks._common([[sixth], [fifth], [sixth]], "load a checkpoint") == (5, [0])
+    assert _ranks._common([[first], [began]], "load a checkpoint") == (None, [0])
     for apart in ([first, nothing], [first, sixth], [fifth, began], [sixth, nothing, sixth], [began, nothing, first]):
         with pytest.raises(ValueError, match="their last steps are"):
             _ranks._common([[steps] for steps in apart], "load a checkpoint")

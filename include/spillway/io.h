@@ -193,7 +193,7 @@ enum spw_status spw_io_describe(const struct spw_io *io,
                                 size_t size,
                                 uint64_t *needed_out);
 
-// The number of handles that stands for all operations of an engine.
+// As the `count` of a wait: all operations of the engine.
 #define SPW_IO_ALL UINT64_MAX
 
 // Waits for the `count` operations in `handles` for up to `timeout_ms` milliseconds (0: poll; negative: without

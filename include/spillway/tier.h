@@ -577,8 +577,8 @@ typedef struct spw_tier_export_options {
     uint32_t struct_size;
     // Sum of `spw_tier_export_flag`.
     uint32_t flags;
-    // One pattern per line; an extent is taken if its name matches one. `*` stands for any letters, `?` for one. NULL:
-    // every extent.
+    // Patterns, one per line. An extent is taken if its name matches a pattern. `*` matches any number of characters, `?` one
+    // character. NULL: every extent.
     const char *names;
     // Number of the first element that is taken of each tensor. A directory has whole extents: 0.
     uint64_t first;

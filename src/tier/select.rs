@@ -8,7 +8,7 @@ use crate::error::Error;
 /// A choice of extents by name, and of a range.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selection {
-    /// Patterns, one of which a name must match; none: every name. `*` stands for any letters, `?` for one.
+    /// Patterns, one of which a name must match; none: every name. `*` matches any number of characters, `?` one character.
     pub names: Vec<String>,
     /// Bytes that are taken of each stream; `None`: all.
     pub range: Option<Range<u64>>,

@@ -6,7 +6,7 @@ use crate::capi::base::status::{self, spw_status};
 use crate::capi::io::engine::spw_io;
 use crate::capi::prelude::*;
 
-/// The number of handles that stands for all operations of an engine.
+/// As the `count` of a wait: all operations of the engine.
 pub const SPW_IO_ALL: u64 = u64::MAX;
 
 /// Waits for the `count` operations in `handles` for up to `timeout_ms` milliseconds (0: poll; negative: without

@@ -26,8 +26,8 @@ c_struct! { first 48;
 pub struct spw_tier_export_options {
     /// Sum of `spw_tier_export_flag`.
     pub flags: u32,
-    /// One pattern per line; an extent is taken if its name matches one. `*` stands for any letters, `?` for one. NULL:
-    /// every extent.
+    /// Patterns, one per line. An extent is taken if its name matches a pattern. `*` matches any number of characters, `?` one
+    /// character. NULL: every extent.
     pub names: In<c_char>,
     /// Number of the first element that is taken of each tensor. A directory has whole extents: 0.
     pub first: u64,

@@ -46,7 +46,7 @@ fn claimed_here(base: &FilePath) -> Result<Directory> {
     claim(None, base, &owner(), true).map(Option::unwrap)
 }
 
-/// Without this event a thread would sleep for ever that waits for the bell, and whose ticket another thread drives.
+/// A thread waits for the bell while another thread drives its ticket. Without this event it would never wake up.
 #[test]
 fn the_bell_rings_when_a_ticket_is_settled_that_another_thread_has_asked_for() {
     let tier = Tier::open(on_disks(&[Disk::default()], &[])).unwrap();

@@ -96,7 +96,8 @@ impl Source {
             Ok(found) if !found.is_dir() => {
                 Err(unknown(&path, "it is neither a directory nor a regular file".to_string()))
             }
-            _ => Source::of_directory(path),
+            Ok(_) => Source::of_directory(path),
+            Err(error) => Err(failed(Doing::Opening, &path, error, "")),
         })
     }
 

@@ -258,8 +258,8 @@ impl Header {
         Ok(bytes)
     }
 
-    /// Reads the header of a file, with the manifest if Spillway wrote it, and the offset of the first tensor. All tensors
-    /// lie inside the file and have as many bytes as dtype and shape say.
+    /// Reads the header of a file, with the manifest if Spillway wrote it, and the offset of the first tensor. The tensors
+    /// have as many bytes as dtype and shape say, and are the whole file behind the header.
     pub(super) fn read(path: &Path) -> Result<(Header, Option<Manifest>, u64)> {
         let fail = |error| failed(Doing::Opening, path, error, "");
         let mut file = private_files::open_to_check(path).map_err(fail)?;
@@ -276,12 +276,35 @@ impl Header {
         }
         let text = read_exactly(&mut file, length, path)?;
         let mut header: Header = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
+        let manifest =
+            header.metadata.remove(KEY).map(|text| Manifest::parse(path, text.as_bytes())).transpose()?;
         let (begin, content) = (LENGTH + length, bytes - LENGTH - length);
-        for (name, tensor) in &header.tensors {
-            tensor.check(content).map_err(|message| wrong(format!("tensor {name:?}: {message}")))?;
+        header.check(content).map_err(|message| match manifest {
+            Some(_) => damaged(path, message),
+            None => wrong(message),
+        })?;
+        Ok((header, manifest, begin))
+    }
+
+    /// The format leaves no bytes between tensors or behind the last one, and no two tensors share bytes.
+    fn check(&self, content: u64) -> std::result::Result<(), String> {
+        let mut tensors: Vec<_> = self.tensors.iter().collect();
+        tensors.sort_by_key(|(_, tensor)| tensor.data_offsets);
+        let mut end = 0;
+        for (name, tensor) in tensors {
+            tensor.check(content).map_err(|message| format!("tensor {name:?}: {message}"))?;
+            if tensor.data_offsets[0] != end {
+                return Err(format!(
+                    "tensor {name:?} begins at byte {}, but the tensor before it ends at {end}",
+                    tensor.data_offsets[0]
+                ));
+            }
+            end = tensor.data_offsets[1];
         }
-        let manifest = header.metadata.remove(KEY).map(|text| Manifest::parse(path, text.as_bytes()));
-        Ok((header, manifest.transpose()?, begin))
+        match end == content {
+            true => Ok(()),
+            false => Err(format!("its tensors end at byte {end} of {content}")),
+        }
     }
 }
 
@@ -374,6 +397,15 @@ mod tests {
             [("[0,17]", "[4]"), ("[8,4]", "[1]"), ("[0,8]", "[4]"), ("[0,0]", "[4611686018427387905]")]
                 .map(|(offsets, shape)| whole(&tensor(offsets, shape))),
         );
+        // Two tensors that share bytes, that leave some between them, and that leave some at the end of the 16 bytes.
+        let pair = |offsets: &str, shape: &str| {
+            let (first, second) = (tensor("[0,8]", "[2]"), tensor(offsets, shape).replace("{\"a\"", "\"b\""));
+            whole(&format!("{},{second}", first.strip_suffix('}').unwrap()))
+        };
+        cases.extend(
+            [("[4,16]", "[3]"), ("[12,16]", "[1]"), ("[8,12]", "[1]")]
+                .map(|(offsets, shape)| pair(offsets, shape)),
+        );
         cases.extend([whole(&"[".repeat(10_000)), whole("{\"__metadata__\":{\"spillway\":\"{}\"}}")]);
         for bytes in cases {
             std::fs::write(&path, &bytes).unwrap();
@@ -385,5 +417,7 @@ mod tests {
         std::fs::write(&path, whole(&tensor("[0,16]", "[2,2]"))).unwrap();
         let (header, manifest, _) = Header::read(&path).unwrap();
         assert_eq!((header.tensors["a"].bytes(), manifest.is_none()), (16, true));
+        std::fs::write(&path, pair("[8,16]", "[2]")).unwrap();
+        assert_eq!(Header::read(&path).unwrap().0.tensors["b"].bytes(), 8);
     }
 }

@@ -14,7 +14,8 @@ pub const SPW_IO_ALL: u64 = u64::MAX;
 /// failed, the status is that of the first in `handles`, and the message counts the others. `count` may be 0.
 ///
 /// A `count` of SPW_IO_ALL waits for all operations of the engine; `handles` and `bytes_out` are then NULL. Without any the
-/// call returns at once.
+/// call returns at once. Handles of other threads end too, also those that these threads wait for at that moment: their
+/// calls return SPW_ERR_INVALID_ARGUMENT.
 ///
 /// After the call the handles are invalid. SPW_ERR_TIMEOUT is the exception: all operations stay in flight, and their
 /// handles stay valid. After SPW_ERR_DEADLINE the system may still use the memory of the operation, until `stuck` of `spw_io_stats` is 0.

@@ -205,7 +205,7 @@ impl TurnQueue {
             let dir = place.join(&queue);
             let inside = |error| named(&dir, error);
             let files = all.enter(&queue, true).map_err(inside)?;
-            let desk = shared_file(&files, "desk").map_err(inside)?;
+            let desk = shared_file(&files, "desk").map_err(|error| named(&dir.join("desk"), error))?;
             let (slot, mine) = free_slot(&files).map_err(inside)?;
             let (turns, slots, grant) = (Vec::new(), Vec::new(), host::random()? as u64);
             let name = name.to_string();

@@ -20,6 +20,7 @@ use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::sync::{Guard, Lock, Signal};
 use crate::sys::threads;
 use crate::tier::Tier;
+use crate::tier::extent::Shape;
 
 /// Where a unit is while it is not on the device.
 #[derive(Debug, Clone)]
@@ -96,8 +97,8 @@ struct Member {
 #[derive(Debug)]
 enum Origin {
     Memory(Source),
-    /// Extent, index of the stream, and number of streams.
-    Tier(u32, usize, usize),
+    /// Extent, its shape when the window was opened, and index of the stream.
+    Tier(u32, Arc<Shape>, usize),
 }
 
 #[derive(Debug)]
@@ -343,7 +344,7 @@ impl Inner {
     }
 
     fn read(&self, unit: usize, staging: &mut Staging) -> Result<Source> {
-        let Member { bytes, origin: Origin::Tier(extent, stream, streams) } = &self.members[unit] else {
+        let Member { bytes, origin: Origin::Tier(extent, shape, stream) } = &self.members[unit] else {
             return Err(Error::Internal(format!("unit {unit} is not on a tier")));
         };
         let tier =
@@ -354,9 +355,9 @@ impl Inner {
             staging.memory = Buffer::open(staging.memory.span().len(), self.device.backing())?;
         }
         let memory = staging.memory.transfer(0, *bytes as usize);
-        let mut spans = vec![TransferBuffer::empty(); *streams];
+        let mut spans = vec![TransferBuffer::empty(); shape.streams().len()];
         spans[*stream] = memory.clone();
-        tier.wait(tier.read(*extent, &spans)?, None)?;
+        tier.wait(tier.read_known(*extent, Some(shape), &spans)?, None)?;
         self.device.source(&memory, "unit")
     }
 }
@@ -410,7 +411,7 @@ fn origin_of(unit: &Unit, device: &dyn Device, tier: Option<&Tier>) -> Result<Or
                 Error::invalid("stream", reason)
             })?;
             lengths(*found, "its stream")?;
-            Ok(Origin::Tier(*extent, *stream as usize, shape.streams().len()))
+            Ok(Origin::Tier(*extent, shape, *stream as usize))
         }
     }
 }

@@ -120,6 +120,32 @@ fn a_unit_that_its_tier_cannot_read_fails_alone_and_is_read_by_a_later_use() {
     }
 }
 
+/// Another extent has the number of the removed one, and streams of the same lengths.
+#[test]
+fn a_unit_whose_extent_was_removed_is_not_that_of_another_extent() {
+    let tier = open(PathLocation::Memory(None), None);
+    let extent = put(&tier, 0, 0);
+    let window = on_host(&[on_tier(extent)], 1, Some(Arc::clone(&tier)));
+    window.enter(0, None).unwrap();
+    window.leave(0, None).unwrap();
+    // A removal that is taken back changes nothing.
+    tier.remove(extent).unwrap();
+    assert_eq!(put(&tier, 0, 1), extent);
+    window.changed(0).unwrap();
+    assert!(seen(window.enter(0, None).unwrap(), BYTES) == values(BYTES, 0, 1));
+    window.leave(0, None).unwrap();
+    tier.remove(extent).unwrap();
+    tier.commit(1, b"").unwrap();
+    window.changed(0).unwrap();
+    let removed = window.enter(0, None).unwrap_err().to_string();
+    assert_eq!(removed, format!("extent: {extent} does not exist"));
+    let streams = [100, BYTES as u64];
+    assert_eq!(tier.define("unit1", &streams).unwrap(), extent);
+    assert_eq!(window.enter(0, None).unwrap_err().to_string(), removed);
+    put(&tier, 1, 0);
+    assert_eq!(window.enter(0, None).unwrap_err().to_string(), removed);
+}
+
 /// What the system writes after the deadline reaches no later unit.
 #[test]
 fn a_read_past_its_deadline_is_the_error_of_its_unit_and_its_staging_memory_is_not_used_again() {

@@ -26,7 +26,7 @@ static void all_units(spw_window_unit *units) {
 
 static uint64_t used(spw_window *window, uint32_t unit, int step) {
     uint64_t address = 0;
-    CHECK_OK(spw_window_use(window, unit, 0, &address));
+    CHECK_OK(spw_window_use(window, unit, 0, FOREVER, &address));
     const unsigned char *found = (const unsigned char *)(uintptr_t)address;
     for (int i = 0; i < BYTES; i++) CHECK(found[i] == value((int)unit, step, i));
     CHECK_OK(spw_window_release(window, unit, 0));
@@ -85,7 +85,7 @@ static void kept(void) {
     }
     CHECK(stats_of(window).fetches == 1 + 2 * 3 && stats_of(window).peak_bytes == BYTES);
     uint64_t address = 0;
-    CHECK_OK(spw_window_use(window, 2, 0, &address));
+    CHECK_OK(spw_window_use(window, 2, 0, FOREVER, &address));
     CHECK_OK(spw_window_release(window, 2, 0));
     CHECK_OK(spw_window_close(window));
 }
@@ -121,10 +121,10 @@ static void refusals(void) {
     CHECK_OK(spw_window_open(&options, units, UNITS, &window));
     uint64_t address = 7;
     watch(&address, sizeof address);
-    INVALID(spw_window_use(NULL, 0, 0, &address), "window: is NULL");
-    INVALID(spw_window_use(window, 0, 0, NULL), "address_out: is NULL");
-    INVALID(spw_window_use(window, UNITS, 0, &address), "unit: is 4, but there are 4 units");
-    INVALID(spw_window_use(window, 0, 1, &address), "stream: must be 0: the window was opened without a GPU");
+    INVALID(spw_window_use(NULL, 0, 0, FOREVER, &address), "window: is NULL");
+    INVALID(spw_window_use(window, 0, 0, FOREVER, NULL), "address_out: is NULL");
+    INVALID(spw_window_use(window, UNITS, 0, FOREVER, &address), "unit: is 4, but there are 4 units");
+    INVALID(spw_window_use(window, 0, 1, FOREVER, &address), "stream: must be 0: the window was opened without a GPU");
     INVALID(spw_window_release(window, 0, 0), "unit: 0 is not in use");
     INVALID(spw_window_release(window, UNITS, 0), "unit: is 4");
     INVALID(spw_window_changed(window, UNITS), "unit: is 4");
@@ -132,12 +132,12 @@ static void refusals(void) {
     INVALID(spw_window_begin(NULL), "window: is NULL");
     INVALID(spw_window_get_stats(window, NULL), "stats_out: is NULL");
     unwatch_all();
-    CHECK_OK(spw_window_use(window, 0, 0, &address));
-    CHECK_OK(spw_window_use(window, 1, 0, &address));
+    CHECK_OK(spw_window_use(window, 0, 0, FOREVER, &address));
+    CHECK_OK(spw_window_use(window, 1, 0, FOREVER, &address));
     watch(&address, sizeof address);
-    REFUSED(spw_window_use(window, 2, 0, &address), SPW_ERR_BUSY, "unit 2 finds no slot: all 2 have users");
+    REFUSED(spw_window_use(window, 2, 0, FOREVER, &address), SPW_ERR_BUSY, "unit 2 finds no slot: all 2 have users");
     CHECK_OK(spw_window_changed(window, 1));
-    REFUSED(spw_window_use(window, 1, 0, &address), SPW_ERR_BUSY, "unit 1 has changed while it is used");
+    REFUSED(spw_window_use(window, 1, 0, FOREVER, &address), SPW_ERR_BUSY, "unit 1 has changed while it is used");
     unwatch_all();
     CHECK_OK(spw_window_release(window, 1, 0));
     used(window, 2, 0);
@@ -179,13 +179,19 @@ static void units_of_a_tier(void) {
     used(window, 0, 0);
     uint64_t address = 0;
     // Unit 1 was never put.
-    CHECK(spw_window_use(window, 1, 0, &address) != SPW_OK && address == 0);
+    CHECK(spw_window_use(window, 1, 0, FOREVER, &address) != SPW_OK && address == 0);
     used(window, 2, 0);
     put(tier, extents[1], 1);
     used(window, 1, 0);
     CHECK_OK(spw_window_changed(window, 0));
     write_home(0, 1);
     put(tier, extents[0], 0);
+    // A use polls until the unit is there.
+    CHECK_OK(spw_window_changed(window, 1));
+    spw_status polled;
+    while ((polled = spw_window_use(window, 1, 0, 0, &address)) == SPW_ERR_TIMEOUT) INVALID(spw_window_release(window, 1, 0), "not in use");
+    CHECK_OK(polled);
+    CHECK_OK(spw_window_release(window, 1, 0));
     used(window, 0, 1);
     CHECK_OK(spw_tier_close(tier, FOREVER));
     CHECK_OK(spw_window_changed(window, 1));

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from interrupts import Ticking, interrupted
+from interrupts import Interrupt, OwnInterrupt, Ticking, interrupted
 from offload_runs import backward, offload, trained, values
 
 import spillway
@@ -39,8 +39,8 @@ def test_an_error_of_the_engine_is_raised_once():
         optimizer.close()
 
 
-@pytest.mark.parametrize("weights", ["resident", "flow"])
-def test_backward_raises_the_exception_of_a_handler_and_the_next_step_has_its_bits(weights):
+@pytest.mark.parametrize(("weights", "error"), [("resident", Interrupt), ("flow", Interrupt), ("resident", OwnInterrupt)])
+def test_backward_raises_the_exception_of_a_handler_and_the_next_step_has_its_bits(weights, error):
     """A handler raises at the begin of each function of the package that a backward calls. No exception is lost."""
 
     def make(weights):
@@ -61,7 +61,7 @@ def test_backward_raises_the_exception_of_a_handler_and_the_next_step_has_its_bi
         optimizer.settle()
         assert all(map(torch.equal, model.parameters(), other.parameters())), at
         optimizer.zero_grad()
-        if not interrupted(model(torch.ones(2, 4)).square().mean().backward, at, below=True):
+        if not interrupted(model(torch.ones(2, 4)).square().mean().backward, at, below=True, error=error):
             break
     # The last backward ended before that function: each one was tried.
     assert 100 < at < 4999

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from interrupts import OwnInterrupt, interrupted
 from offload_runs import bits, same, training
 from test_interrupted import interrupted_at
 
@@ -373,3 +374,25 @@ def test_a_signal_at_any_line_leaves_a_whole_step_or_none(done):
             break
         line += 1 + line // 40
     assert counts == {done, done + 1} and line > 300
+
+
+def test_an_error_of_the_package_in_a_signal_handler_ends_backward_and_step():
+    """A handler raises one at the begin of each function of the package. None is lost, and training goes on with the same bits."""
+    model, at, steps, raised = net(), 0, 0, True
+    params = list(model.parameters())
+    optimizer = own.AdamW(params, lr=1e-2, max_norm=0.1, tier=options(part_elements=300), overlap=True)
+
+    def whole():
+        backward(model, steps)
+        optimizer.step()
+
+    while raised:
+        optimizer.zero_grad()
+        raised = interrupted(whole, at, below=True, error=OwnInterrupt)
+        found = {int(of["step"]) for of in optimizer.state_dict()["state"].values()} or {0}
+        assert found <= {steps, steps + 1}, at
+        steps = found.pop()
+        at += 1 + at // 40
+    assert at > 200
+    assert values(optimizer, params) == without_overlap(steps)
+    optimizer.close()

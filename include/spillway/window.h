@@ -22,7 +22,7 @@
 //     spw_window_begin(window);
 //     for (uint32_t i = 0; i < 24; i++) {
 //         uint64_t address;
-//         spw_window_use(window, i, stream, &address);
+//         spw_window_use(window, i, stream, -1, &address);
 //         forward(i, address, stream);
 //         spw_window_release(window, i, stream);
 //     }
@@ -89,7 +89,8 @@ typedef struct spw_window_unit {
     uint32_t home;
     // 1: the unit has a place of its own beside the slots, where it stays after its first use.
     uint32_t keep;
-    // Number of the extent, for SPW_WINDOW_HOME_TIER.
+    // Number of the extent, for SPW_WINDOW_HOME_TIER. Once the extent is removed the unit has none, also if another
+    // extent has its number.
     uint32_t extent;
     // Index of the stream in the extent, for SPW_WINDOW_HOME_TIER.
     uint32_t stream;
@@ -135,7 +136,7 @@ typedef struct spw_window spw_window;
 // Creates a window of `count` units, and allocates its device memory, once.
 //
 // - SPW_ERR_GPU_OUT_OF_MEMORY: the device has not enough memory. Open the window with fewer slots.
-// - SPW_ERR_INVALID_ARGUMENT: for a GPU, `host` is not pinned; or `bytes` is not the length of the stream.
+// - SPW_ERR_INVALID_ARGUMENT: for a GPU, `host` is not pinned, or reaches past its allocation; or `bytes` is not the length of the stream.
 enum spw_status spw_window_open(const struct spw_window_options *options,
                                 const struct spw_window_unit *units,
                                 uint64_t count,
@@ -149,14 +150,16 @@ enum spw_status spw_window_begin(const struct spw_window *window);
 // Has a unit on the device for work queued later on `stream`, and writes its device address. The work waits, on the
 // device, for the copy. The address is valid until `spw_window_release`, which follows each use once. Without a GPU
 // `stream` is 0, and the unit is there when the call returns. The call itself waits while a unit is read from a tier,
-// at most for the tier's `io_timeout_ms`.
+// for up to `timeout_ms` milliseconds (0: polls; negative: until the end of the read).
 //
+// - SPW_ERR_TIMEOUT: there is no use to release. The read continues; use the unit again.
 // - SPW_ERR_BUSY: all slots have unreleased uses, or the unit has changed and is still used. Release one.
 // - Errors of the tier and of the GPU are those of this unit's copy, also if an earlier call had begun it. A later use
 //   tries again.
 enum spw_status spw_window_use(const struct spw_window *window,
                                uint32_t unit,
                                uint64_t stream,
+                               int64_t timeout_ms,
                                uint64_t *address_out);
 
 // Ends a use: only work already queued on `stream` reads the unit. Its slot is overwritten after that work. The stream

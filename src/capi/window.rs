@@ -20,7 +20,7 @@
 //!     spw_window_begin(window);
 //!     for (uint32_t i = 0; i < 24; i++) {
 //!         uint64_t address;
-//!         spw_window_use(window, i, stream, &address);
+//!         spw_window_use(window, i, stream, -1, &address);
 //!         forward(i, address, stream);
 //!         spw_window_release(window, i, stream);
 //!     }
@@ -77,7 +77,8 @@ pub struct spw_window_unit {
     pub home: u32,
     /// 1: the unit has a place of its own beside the slots, where it stays after its first use.
     pub keep: u32,
-    /// Number of the extent, for SPW_WINDOW_HOME_TIER.
+    /// Number of the extent, for SPW_WINDOW_HOME_TIER. Once the extent is removed the unit has none, also if another
+    /// extent has its number.
     pub extent: u32,
     /// Index of the stream in the extent, for SPW_WINDOW_HOME_TIER.
     pub stream: u32,
@@ -124,7 +125,7 @@ handle!(spw_window, "window", opener, "the window");
 /// Creates a window of `count` units, and allocates its device memory, once.
 ///
 /// - SPW_ERR_GPU_OUT_OF_MEMORY: the device has not enough memory. Open the window with fewer slots.
-/// - SPW_ERR_INVALID_ARGUMENT: for a GPU, `host` is not pinned; or `bytes` is not the length of the stream.
+/// - SPW_ERR_INVALID_ARGUMENT: for a GPU, `host` is not pinned, or reaches past its allocation; or `bytes` is not the length of the stream.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `units` to `count` structs, `window_out` to a pointer. The host
@@ -178,8 +179,9 @@ pub extern "C" fn spw_window_begin(window: Option<&spw_window>) -> spw_status {
 /// Has a unit on the device for work queued later on `stream`, and writes its device address. The work waits, on the
 /// device, for the copy. The address is valid until `spw_window_release`, which follows each use once. Without a GPU
 /// `stream` is 0, and the unit is there when the call returns. The call itself waits while a unit is read from a tier,
-/// at most for the tier's `io_timeout_ms`.
+/// for up to `timeout_ms` milliseconds (0: polls; negative: until the end of the read).
 ///
+/// - SPW_ERR_TIMEOUT: there is no use to release. The read continues; use the unit again.
 /// - SPW_ERR_BUSY: all slots have unreleased uses, or the unit has changed and is still used. Release one.
 /// - Errors of the tier and of the GPU are those of this unit's copy, also if an earlier call had begun it. A later use
 ///   tries again.
@@ -191,13 +193,14 @@ pub unsafe extern "C" fn spw_window_use(
     window: Option<&spw_window>,
     unit: u32,
     stream: u64,
+    timeout_ms: i64,
     address_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
         address_out.required("address_out")?;
         // SAFETY: the caller meets the callee's requirements.
         let (window, stream) = unsafe { with_stream(window, stream) }?;
-        address_out.put(window.enter(unit as usize, stream)?, "address_out")
+        address_out.put(window.enter(unit as usize, stream, timeout(timeout_ms))?, "address_out")
     })
 }
 

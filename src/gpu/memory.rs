@@ -18,6 +18,7 @@ use super::device::Device;
 use super::stream::Stream;
 use super::table::code;
 use crate::error::{Error, Result};
+use crate::pool::pinned;
 use crate::pool::region::{self, Lease, Reach, Region};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
@@ -199,23 +200,24 @@ impl Registry {
     }
 
     /// Returns `memory` as page-locked memory: of spw_pinned_alloc (registered now if it is not yet), or memory that its
-    /// owner page-locked through CUDA. Errors: any other memory.
+    /// owner page-locked through CUDA. Errors: any other memory, also if it reaches past an allocation.
     pub fn host(&self, memory: impl Into<TransferBuffer>, argument: &'static str) -> Result<HostSpan> {
         let memory = memory.into();
         if memory.is_empty() {
             return Ok(HostSpan { memory, _registration: None });
         }
-        if let Some(region) = memory.region() {
+        let span = memory.span();
+        let whole = pinned::is_whole(span);
+        if let Some(region) = memory.region().filter(|_| whole) {
             let registration = self.register(Arc::clone(region))?;
             return Ok(HostSpan { memory, _registration: Some(registration) });
         }
-        let span = memory.span();
-        match is_locked(&self.device, span)? {
+        match whole && is_locked(&self.device, span)? {
             true => Ok(HostSpan { memory, _registration: None }),
             false => Err(Error::invalid(
                 argument,
                 format!(
-                    "{} bytes at {:#x} are not pinned; use memory from a pinned allocation",
+                    "{} bytes at {:#x} are not pinned; use memory from one pinned allocation",
                     span.len(),
                     span.address()
                 ),

@@ -105,9 +105,20 @@ pub fn free(address: usize) -> Result<()> {
 /// True if the whole range lies in one live allocation.
 pub fn contains(address: usize, len: usize) -> bool {
     let shared = shared();
+    shared.lock().contains(address, len)
+}
+
+/// False if some of the range is memory of allocations, and the range is not in a live one.
+pub fn is_whole(range: Span) -> bool {
+    let shared = shared();
     let state = shared.lock();
-    let before = state.live.range(..=address).next_back();
-    before.is_some_and(|(_, found)| found.span.part(0, found.requested).covers(address, len))
+    let (address, len) = (range.address(), range.len());
+    let end = address.saturating_add(len);
+    let shares = |own: Span| own.address() < end && address < own.address() + own.len();
+    let last = state.live.range(..end).next_back();
+    let touched = last.is_some_and(|(_, found)| shares(found.span))
+        || state.arenas.iter().any(|arena| shares(arena.region.span()));
+    !touched || state.contains(address, len)
 }
 
 /// Statistics of all allocations.
@@ -127,6 +138,11 @@ pub fn stats() -> PinnedStats {
 }
 
 impl PinnedState {
+    fn contains(&self, address: usize, len: usize) -> bool {
+        let before = self.live.range(..=address).next_back();
+        before.is_some_and(|(_, found)| found.span.part(0, found.requested).covers(address, len))
+    }
+
     fn cut(&mut self, size: usize) -> Result<(Arc<Region>, Span)> {
         if let Some(found) = self.arenas.iter_mut().find_map(|arena| arena.cut(size)) {
             return Ok(found);

@@ -248,7 +248,7 @@ impl Catalog {
 
     fn get(&self, number: u32) -> Result<&Extent> {
         let found = self.extents.get(number as usize).and_then(Option::as_ref);
-        found.ok_or_else(|| Error::invalid("extent", format!("{number} does not exist")))
+        found.ok_or_else(|| missing(number))
     }
 
     fn get_mut(&mut self, number: u32) -> Option<&mut Extent> {
@@ -394,12 +394,18 @@ impl Catalog {
         Ok(Held { subject: self.get(number)?.subject(number, contents.version.generation), contents })
     }
 
-    /// Adds a reader, if the memory fits. `Busy` if the extent is being written.
+    /// Adds a reader, if the memory fits. `known`: only of the extent with this shape from [`Catalog::shape`]. A removed one
+    /// does not exist, also if another one has its number. `Busy` if the extent is being written.
     pub(super) fn begin_read(
         &mut self,
         number: u32,
+        known: Option<&Arc<Shape>>,
         fits: impl FnOnce(&Shape) -> Result<()>,
     ) -> Result<Held> {
+        let extent = self.get(number)?;
+        if known.is_some_and(|known| !Arc::ptr_eq(known, &extent.shape)) {
+            return Err(missing(number));
+        }
         let held = self.held(number)?;
         fits(&held.subject.shape)?;
         if self.get(number)?.writing {
@@ -639,6 +645,10 @@ impl Contents {
     pub(super) fn learn(&self, checksums: &Arc<[u64]>) {
         let _ = self.checksums.set(Arc::clone(checksums));
     }
+}
+
+fn missing(number: u32) -> Error {
+    Error::invalid("extent", format!("{number} does not exist"))
 }
 
 impl Extent {

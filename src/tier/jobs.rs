@@ -15,7 +15,7 @@ use super::blocks::{
     BlockVisitor, Direction, Job, checksums_of, chunk_header, may_go_on, read_header, verdict, walk,
 };
 use super::catalog::{Contents, Held, Reservation, Subject, WriteOrigin};
-use super::extent::{Block, Chunk, Run, Version};
+use super::extent::{Block, Chunk, Run, Shape, Version};
 use super::paths::{Allocated, AllocationRequest, ExtentPlacement, Health};
 use super::storage::timed_out;
 use super::store::{TicketState, Tier};
@@ -183,7 +183,18 @@ impl Tier {
     /// Starts to read an extent into one span per stream, and returns a ticket. A stream with an empty span is not
     /// read. The read succeeds only if every block matches its checksum.
     pub fn read(&self, extent: u32, spans: &[TransferBuffer]) -> Result<u64> {
-        let begun = self.state.lock().catalog.begin_read(extent, |shape| shape.check_read(spans));
+        self.read_known(extent, None, spans)
+    }
+
+    /// As [`Tier::read`], but only of the extent with this shape from [`Tier::shape`]. If it was removed it does not exist,
+    /// also if another one has its number.
+    pub fn read_known(
+        &self,
+        extent: u32,
+        known: Option<&Arc<Shape>>,
+        spans: &[TransferBuffer],
+    ) -> Result<u64> {
+        let begun = self.state.lock().catalog.begin_read(extent, known, |shape| shape.check_read(spans));
         let Held { subject, contents } = begun?;
         let source = Arc::clone(&contents);
         let mut job = Job::new(subject, Direction::Read { source, held: true }, spans);

@@ -1496,7 +1496,7 @@ PROTOTYPES = {
     "spw_topo_get_pages": (c_int32, [address("address"), u64("bytes"), u32("node"), POINTER(TopoPages)]),
     "spw_window_open": (c_int32, [POINTER(WindowOptions), POINTER(WindowUnit), u64("count"), POINTER(c_void_p)]),
     "spw_window_begin": (c_int32, [c_void_p]),
-    "spw_window_use": (c_int32, [c_void_p, u32("unit"), u64("stream"), POINTER(c_uint64)]),
+    "spw_window_use": (c_int32, [c_void_p, u32("unit"), u64("stream"), i64("timeout_ms"), POINTER(c_uint64)]),
     "spw_window_release": (c_int32, [c_void_p, u32("unit"), u64("stream")]),
     "spw_window_changed": (c_int32, [c_void_p, u32("unit")]),
     "spw_window_get_stats": (c_int32, [c_void_p, POINTER(WindowStats)]),

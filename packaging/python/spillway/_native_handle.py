@@ -179,11 +179,13 @@ class _NativeHandle:
             if outcome == [0]:
                 count()
 
-    def _wait_by(self, timeout: Any, function: str, *arguments: Any, after: tuple[Any, ...] = ()) -> None:
-        """Calls a C function that waits; its timeout comes after `arguments`. A signal handler that raises ends the wait."""
+    def _wait_by(self, timeout: Any, function: str, *arguments: Any, after: tuple[Any, ...] = (), outcome: list[int] | None = None) -> None:
+        """Calls a C function that waits; its timeout comes after `arguments`. A signal handler that raises ends the wait. `outcome`: a list
+        that has the status of the last call."""
+        outcome = [] if outcome is None else outcome
 
         def wait(milliseconds: int) -> int:
-            outcome: list[int] = []
+            outcome.clear()
             self._through(lambda handle: record(outcome, function, handle, *arguments, milliseconds, *after))
             return outcome[0]
 

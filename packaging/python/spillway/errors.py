@@ -245,6 +245,33 @@ _BY_STATUS.update(
 )
 
 
+def is_own(error: BaseException) -> bool:
+    """True for an error of this package that no code of the program has raised or passed on since, such as a signal handler. Call it where
+    the error is caught."""
+    at, package = error.__traceback__, __name__.partition(".")[0]
+    while at is not None:
+        if at.tb_frame.f_globals.get("__name__", "").partition(".")[0] != package:
+            return False
+        at = at.tb_next
+    return isinstance(error, SpillwayError)
+
+
+class OwnSuppressed:
+    """A with block after whose errors of this class, see `is_own`, the program continues.
+
+    Args:
+        kind: The class."""
+
+    def __init__(self, kind: type[SpillwayError] = SpillwayError):
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> bool:
+        return isinstance(error, self._kind) and is_own(error)
+
+
 def from_status(status: int, message: str) -> SpillwayError:
     """Returns the exception for a status of the C library; a SpillwayError for an unknown status."""
     return _BY_STATUS.get(status, SpillwayError)(message, status)

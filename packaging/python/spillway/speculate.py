@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from itertools import repeat
 from operator import attrgetter, ne
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _arrays, _kept
 from ._native_handle import _NativeHandle
-from .errors import InvalidArgumentError, SpillwayError
+from .errors import InvalidArgumentError, OwnSuppressed
 from .gpu import CudaEvent, CudaStream, Gpu, device_table, stream_number
 from .optim import StepStats, Tensors, _Optimizer, counter, tensor_table
 
@@ -286,7 +285,7 @@ class Speculation(_NativeHandle):
         has not happened, as that of the others."""
         self._call("spw_spec_abort")
         begun = self._held.begun()
-        with suppress(SpillwayError):
+        with OwnSuppressed():
             # It ends with the error of a failed bucket, once the round is over.
             self._wait_by(None, "spw_spec_finish")
         self._held.over(begun)

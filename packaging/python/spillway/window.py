@@ -31,7 +31,7 @@ class Stored(NamedTuple):
     """A unit whose home is a tier.
 
     Attributes:
-        extent: Number of the extent, from Tier.define().
+        extent: Number of the extent, from Tier.define(). Once the extent is removed, a use fails.
         stream: Index of the unit's stream in the extent.
         bytes: Length of the stream."""
 
@@ -111,20 +111,22 @@ class Window(_NativeHandle):
         """Begins an iteration: its order of uses is recorded, and the one recorded before says what is fetched ahead."""
         self._call("spw_window_begin")
 
-    def use(self, unit: int, stream: CudaStream | None = None) -> int:
+    def use(self, unit: int, stream: CudaStream | None = None, *, timeout: float | None = None) -> int:
         """Has a unit on the device for later work on a stream, and returns its address, which is valid until release(). A call that
-        raises, also by a signal handler, leaves no use. While it reads a tier, a handler runs after the read.
+        raises, also by a signal handler, leaves no use.
 
         Args:
             unit: Number of the unit.
             stream: Stream of the work; None: torch's current stream.
+            timeout: Longest wait for a read of a tier, in seconds; None: until its end.
 
         Raises:
+            TimedOutError: The read continues; use the unit again.
             BusyError: All slots have uses that are not released, or the unit has changed and is still used.
             SpillwayError: The copy of this unit has failed. A later use tries again."""
         address, number, outcome = ctypes.c_uint64(), self._stream(stream), list[int]()
         try:
-            self._recorded(outcome, "spw_window_use", unit, number, ctypes.byref(address))
+            self._wait_by(timeout, "spw_window_use", unit, number, after=(ctypes.byref(address),), outcome=outcome)
             return address.value
         except BaseException:
             if outcome == [0]:

@@ -12,6 +12,13 @@ class Interrupt(Exception):
     """What the handler raises."""
 
 
+class OwnInterrupt(spillway.OutOfOrderError):
+    """What a handler raises that has called the package."""
+
+    def __init__(self):
+        super().__init__("of a signal handler")
+
+
 class Ticking:
     """Raises Interrupt from a signal handler at random moments of during(), and at no other moment."""
 
@@ -49,50 +56,39 @@ class Ticking:
             self._on = False
 
 
+def interrupted(work, at, below=False, error=Interrupt):
+    """Runs work(), and raises `error` when the package enters its function number `at`. True if it was raised. `below`: functions of
+    subpackages count too."""
+    package = os.path.dirname(spillway.__file__)
+    return _interrupted(
+        work, at, lambda event, folder: event == "call" and (folder == package or (below and folder.startswith(package + os.sep))), error
+    )
+
+
 def interrupted_anywhere(work, at):
-    """Runs work(), and raises Interrupt at event number `at`: the begin of a function, or the end of one of C, outside of the tests. Python
-    runs signal handlers there. True if it was raised."""
-    left, tests = at, os.path.dirname(__file__)
+    """As `interrupted`, at event number `at`: the begin of a function, or the end of one of C, outside of the tests. Python runs signal
+    handlers there."""
+    tests = os.path.dirname(__file__)
+    return _interrupted(work, at, lambda event, folder: event in ("call", "c_return") and folder != tests, Interrupt)
+
+
+def _interrupted(work, at, counts, error):
+    left = at
 
     def profile(frame, event, _):
         nonlocal left
-        if event not in ("call", "c_return") or os.path.dirname(frame.f_code.co_filename) == tests:
-            return
-        left -= 1
-        if left < 0:
-            sys.setprofile(None)
-            raise Interrupt
+        if counts(event, os.path.dirname(frame.f_code.co_filename)):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise error
 
     sys.setprofile(profile)
     try:
         work()
-    except Interrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-    return left < 0
-
-
-def interrupted(work, at, below=False):
-    """Runs work(), and raises Interrupt when the package enters its function number `at`. True if it was raised. `below`: functions of
-    subpackages count too."""
-    left, package = at, os.path.dirname(spillway.__file__)
-
-    def trace(frame, event, _):
-        nonlocal left
-        folder = os.path.dirname(frame.f_code.co_filename)
-        if event == "call" and (folder == package or (below and folder.startswith(package + os.sep))):
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise Interrupt
-
-    sys.settrace(trace)
-    try:
-        work()
-    except Interrupt:
+    except error:
         return True
     finally:
-        sys.settrace(None)
-    assert left >= 0, f"the exception in function {at} was lost"
+        sys.setprofile(None)
+    assert left >= 0, f"the exception at event {at} was lost"
     return False

@@ -4,19 +4,23 @@ fault, and nothing is left behind. Requests to a failing server are retried, a h
 truncated answer is never accepted."""
 
 import collections
+import ctypes
 import errno
 import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
+from interrupts import Ticking
 
 import spillway
 from spillway import tier as tier_module
+from spillway.window import Stored, Window
 
 pytest.importorskip("boto3")
 import object_store
@@ -277,3 +281,27 @@ def test_a_server_that_hangs_is_given_up(scripted, tmp_path):
         tier.commit(1)
         assert holds(tier, 1) and time.monotonic() - began < 30
         assert [report.health for report in tier.paths()] == ["healthy", "failed"]
+
+
+def test_a_handler_ends_a_use_that_waits_for_a_read(scripted):
+    gate, opened_late = threading.Event(), []
+    gate.set()
+
+    def judge(method, key):
+        if method == "GET" and "/data/" in key:
+            opened_late.append(not gate.wait(60))
+
+    with open_tier([scripted(judge)]) as tier:
+        extent, array = tier.define("layer", [4096]), np.full(4096, 7, np.uint8)
+        tier.wait(tier.put(extent, [array]))
+        gate.clear()
+        with Window([Stored(extent, 0, 4096)], tier=tier) as window, Ticking() as ticking:
+            with pytest.raises(spillway.TimedOutError, match="unit 0 is still being read; use it again"):
+                window.use(0, timeout=0)
+            assert ticking.during(lambda: window.use(0), after=0.05) is None and ticking.count == 1
+            gate.set()
+            assert ctypes.string_at(window.use(0), 4096) == array.tobytes()
+            window.release(0)
+            with pytest.raises(spillway.InvalidArgumentError, match="not in use"):
+                window.release(0)
+            assert window.stats().uses == 1 and opened_late and not any(opened_late)

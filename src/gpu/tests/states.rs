@@ -234,6 +234,29 @@ fn memory_that_nobody_pinned_is_refused_and_what_its_owner_pinned_is_taken() {
     registry.host(Span::empty(), "grad").unwrap();
 }
 
+/// The memory behind a small allocation is that of others, and is registered with it.
+#[test]
+fn memory_that_reaches_past_its_allocation_is_refused() {
+    let device = device(20);
+    let registry = Registry::new(&device);
+    for bytes in [4096, 5000, 40 << 20] {
+        let [own, next] = [(); 2].map(|()| pinned::alloc(bytes, Backing::default()).unwrap());
+        for block in [own, next] {
+            registry.host(block, "block").unwrap();
+            registry.host(block.part(100, bytes - 100), "block").unwrap();
+            // SAFETY: the bytes are not accessed.
+            let past = unsafe { Span::new(block.as_ptr(), bytes + 1) }.unwrap();
+            let message = registry.host(past, "block").unwrap_err().to_string();
+            assert!(message.contains("use memory from one pinned allocation"), "{message}");
+        }
+        pinned::free(next.address()).unwrap();
+        if bytes == 4096 {
+            assert!(registry.host(next, "block").is_err(), "it was freed");
+        }
+        pinned::free(own.address()).unwrap();
+    }
+}
+
 #[test]
 fn foreign_handles_are_checked_as_far_as_they_can_be() {
     let device = device(18);

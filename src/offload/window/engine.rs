@@ -11,15 +11,17 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::device::{Device, Layout, Mark, Reader, Source};
 use super::order::{Fill, Order};
 use crate::error::{Error, Result};
 use crate::pool::buffer::Buffer;
 use crate::pool::transfer_buffer::TransferBuffer;
-use crate::sys::sync::{Guard, Lock, Signal};
+use crate::sys::sync::{Guard, Lock, Signal, deadline_after};
 use crate::sys::threads;
 use crate::tier::Tier;
+use crate::tier::extent::Shape;
 
 /// Where a unit is while it is not on the device.
 #[derive(Debug, Clone)]
@@ -57,7 +59,7 @@ pub struct Stats {
     pub fetched_bytes: u64,
     /// Copies of units to the device.
     pub fetches: u64,
-    /// Uses of units.
+    /// Uses of units, those whose copy failed among them.
     pub uses: u64,
     /// Uses whose copy no earlier call had begun.
     pub late: u64,
@@ -96,8 +98,8 @@ struct Member {
 #[derive(Debug)]
 enum Origin {
     Memory(Source),
-    /// Extent, index of the stream, and number of streams.
-    Tier(u32, usize, usize),
+    /// Extent, its shape when the window was opened, and index of the stream.
+    Tier(u32, Arc<Shape>, usize),
 }
 
 #[derive(Debug)]
@@ -198,24 +200,28 @@ impl Window {
     }
 
     /// Has a unit on the device for work that the reader gives it next, and returns its address. Then starts the copies
-    /// of the units whose uses followed before. Every use is released once. Blocks while the unit is read from a tier.
-    pub fn enter(&self, unit: usize, reader: Reader) -> Result<u64> {
-        let inner = &*self.inner;
+    /// of the units whose uses followed before. Every use is released once. Blocks while the unit is read from a tier, at
+    /// most for `timeout`. After a `Timeout` the unit is not used, and the read continues, for a later call.
+    pub fn enter(&self, unit: usize, reader: Reader, timeout: Option<Duration>) -> Result<u64> {
+        let (inner, until) = (&*self.inner, deadline_after(timeout));
         let mut state = inner.state.lock();
         let fill = state.order.enter(unit)?;
-        state.stats.uses += 1;
         if let Some(fill) = fill {
             state.stats.late += 1;
             inner.start(&mut state, fill, true);
         }
         inner.look_ahead(&mut state);
         let pending = |state: &mut State| matches!(state.units[unit].arrival, Arrival::Pending);
-        let mut state = inner.changed.wait_while(state, None, pending);
+        let mut state = inner.changed.wait_while(state, until, pending);
         let (copied, outcome) = match &state.units[unit].arrival {
             Arrival::Copied(copy) => (true, inner.device.order(copy, reader)),
             Arrival::Failed(error) => (false, Err(error.clone())),
-            Arrival::Pending => (false, Err(Error::Internal("the wait for a unit ended early".to_string()))),
+            Arrival::Pending => {
+                state.order.cancel(unit, true);
+                return Err(Error::Timeout(format!("unit {unit} is still being read; use it again")));
+            }
         };
+        state.stats.uses += 1;
         match (outcome, state.order.place(unit)) {
             (Ok(()), Some(place)) => Ok(inner.device.address(place)),
             (outcome, _) => {
@@ -343,7 +349,7 @@ impl Inner {
     }
 
     fn read(&self, unit: usize, staging: &mut Staging) -> Result<Source> {
-        let Member { bytes, origin: Origin::Tier(extent, stream, streams) } = &self.members[unit] else {
+        let Member { bytes, origin: Origin::Tier(extent, shape, stream) } = &self.members[unit] else {
             return Err(Error::Internal(format!("unit {unit} is not on a tier")));
         };
         let tier =
@@ -354,9 +360,9 @@ impl Inner {
             staging.memory = Buffer::open(staging.memory.span().len(), self.device.backing())?;
         }
         let memory = staging.memory.transfer(0, *bytes as usize);
-        let mut spans = vec![TransferBuffer::empty(); *streams];
+        let mut spans = vec![TransferBuffer::empty(); shape.streams().len()];
         spans[*stream] = memory.clone();
-        tier.wait(tier.read(*extent, &spans)?, None)?;
+        tier.wait(tier.read_known(*extent, Some(shape), &spans)?, None)?;
         self.device.source(&memory, "unit")
     }
 }
@@ -410,7 +416,7 @@ fn origin_of(unit: &Unit, device: &dyn Device, tier: Option<&Tier>) -> Result<Or
                 Error::invalid("stream", reason)
             })?;
             lengths(*found, "its stream")?;
-            Ok(Origin::Tier(*extent, *stream as usize, shape.streams().len()))
+            Ok(Origin::Tier(*extent, shape, *stream as usize))
         }
     }
 }

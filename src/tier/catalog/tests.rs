@@ -111,7 +111,7 @@ impl World {
             Action::Write(extent) => self.begin_write(extent, &WriteOrigin::Caller),
             Action::EndWrite { fails } => self.end_write(fails),
             Action::Read(extent) => {
-                self.catalog.begin_read(extent, |_| Ok(())).map(|held| self.reads.push(held)).is_ok()
+                self.catalog.begin_read(extent, None, |_| Ok(())).map(|held| self.reads.push(held)).is_ok()
             }
             Action::EndRead => {
                 let read = self.reads.pop();

@@ -24,7 +24,7 @@ import torch
 
 from .. import _abi, _native, _tensor_rows
 from .._groups import Rule, is_torchs
-from ..errors import InvalidArgumentError, SpillwayError
+from ..errors import InvalidArgumentError, SpillwayError, is_own
 from ._states import is_count
 from ._tensors import CODES, DTensor, Row, local, name_of, properties_of
 
@@ -413,7 +413,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def named(error: SpillwayError, name: Callable[[int], str], group: int | None = None) -> SpillwayError:
-    """An error of the library with names of parameters and groups. `group`: the group whose options the call itself had."""
+    """An error of the library with names of parameters and groups, or that of a signal handler. `group`: the group whose options the call
+    itself had."""
+    if not is_own(error):
+        return error
 
     def place(match: re.Match[str]) -> str:
         row, of_row, of_call = match.groups()

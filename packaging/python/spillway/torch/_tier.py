@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from .._commit import Commit
 from .._groups import TORCHS, Rule
 from .._snapshot import Snapshot
 from .._tier_options import payload_of
-from ..errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError
+from ..errors import InvalidArgumentError, OutOfOrderError, OwnSuppressed, SpillwayError, UnsupportedError, is_own
 from ..tiered import mapped
 from ._home import ByTorch, Call, Home
 from ._states import MASTER, MOMENTS, Precision, check_steps
@@ -125,15 +125,17 @@ class TierHome(Home):
         beside.scale = self.scale
         try:
             beside.prepare(rows)
-        except SpillwayError:
+        except SpillwayError as error:
             beside.abandon()
+            if not is_own(error):
+                raise
             return False
         return True
 
     def _next(self) -> None:
         """Begins the next step. It raises its errors itself."""
         if self._beside is not None:
-            with suppress(SpillwayError):
+            with OwnSuppressed():
                 self._beside.stepped()
 
     def skipped(self) -> None:
@@ -248,7 +250,7 @@ class TierHome(Home):
         commit = self.tiered.commit if wait else self.tiered.begin_commit
         begun = commit(self.on_tier.count if step is None else step, facts, payload_of(payload))
         if self._beside is not None:
-            with suppress(SpillwayError):
+            with OwnSuppressed():
                 self._beside.resume()
         return begun
 

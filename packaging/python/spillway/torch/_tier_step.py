@@ -23,7 +23,6 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ import torch
 from .. import _abi, _native, _tensor_rows
 from .._after_events import AfterEvents
 from .._groups import Rule, is_torchs
-from ..errors import SpillwayError, UnsupportedError
+from ..errors import OwnSuppressed, SpillwayError, UnsupportedError, is_own
 from ..swap import SwapUpdate
 from ._copies import Taken, link_to
 from ._table import named
@@ -272,8 +271,10 @@ class Beside:
                 self.abandon()
             else:
                 self._advance(number)
-        except SpillwayError:
-            # Backward continues; step() raises the error if it is still there. Other exceptions are those of signal handlers.
+        except SpillwayError as error:
+            # Backward continues; step() raises the error if it is still there. It would not raise that of a signal handler.
+            if not is_own(error):
+                raise
             self._waits = True
         self._busy = False
 
@@ -404,7 +405,7 @@ class Beside:
         weights = self._on_tier.weights
         if update._is_open():
             # finish() ends a step that has failed, and raises its error.
-            with suppress(SpillwayError):
+            with OwnSuppressed():
                 for subgroup in update.published():
                     weights.give(subgroup)
             update.finish()

@@ -36,7 +36,7 @@ fn in_host_memory_every_use_has_the_values_of_its_home_in_slots_times_the_larges
         for step in 0..3 {
             window.begin();
             for number in PASSES {
-                let address = window.enter(number, None).unwrap();
+                let address = window.enter(number, None, None).unwrap();
                 assert_eq!(address % 512, homes[0].span().address() as u64 % 512);
                 assert_eq!(seen(address, BYTES), values(BYTES, number, step), "{slots} {step} {number}");
                 window.leave(number, None).unwrap();
@@ -70,11 +70,11 @@ fn units_that_stay_and_units_without_bytes_need_no_slot() {
     let window = on_host(&units, 1, None);
     assert_eq!(window.stats().device_bytes, rounded(2000) + rounded(3000));
     for _ in 0..3 {
-        let addresses = [1, 2, 3].map(|number| window.enter(number, None).unwrap());
+        let addresses = [1, 2, 3].map(|number| window.enter(number, None, None).unwrap());
         assert_eq!(seen(addresses[1], 3000), values(3000, 2, 0));
-        assert!(matches!(window.enter(0, None), Err(Error::Busy(_))));
+        assert!(matches!(window.enter(0, None, None), Err(Error::Busy(_))));
         [1, 2, 3].into_iter().for_each(|number| window.leave(number, None).unwrap());
-        let address = window.enter(0, None).unwrap();
+        let address = window.enter(0, None, None).unwrap();
         assert_eq!(seen(address, 1000), values(1000, 0, 0));
         window.leave(0, None).unwrap();
     }
@@ -94,7 +94,7 @@ fn two_threads_use_one_window() {
                     let number = (first + round) % 4;
                     // If the other thread has said that the unit changes, its uses end first.
                     let address = loop {
-                        match window.enter(number, None) {
+                        match window.enter(number, None, None) {
                             Err(Error::Busy(_)) => thread::yield_now(),
                             outcome => break outcome.unwrap(),
                         }
@@ -176,7 +176,7 @@ impl Desk {
     /// Uses a unit on a stream, which copies it to the host. The stream's work stays queued.
     pub fn read(&self, window: &Window, number: usize, bytes: usize, on: usize) -> Result<HostSpan> {
         let reader = Some(foreign(&self.streams[on]));
-        let address = window.enter(number, reader)?;
+        let address = window.enter(number, reader, None)?;
         let to = Buffer::open(bytes, Backing::default()).unwrap().transfer(0, bytes);
         let to = self.registry.host(to, "host").unwrap();
         self.held.lock().push(to.clone());
@@ -273,7 +273,7 @@ fn errors_of_the_driver_are_those_of_the_unit_and_a_later_use_tries_again() {
     assert!(refused(use_of(1)));
     // A use whose end cannot be recorded is still to be released.
     let reader = Some(foreign(&desk.streams[0]));
-    window.enter(1, reader).unwrap();
+    window.enter(1, reader, None).unwrap();
     refuse("cuEventRecord", 0);
     assert!(window.leave(1, reader).is_err());
     window.leave(1, reader).unwrap();

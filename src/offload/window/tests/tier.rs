@@ -95,7 +95,7 @@ fn a_unit_that_its_tier_cannot_read_fails_alone_and_is_read_by_a_later_use() {
     let units = [on_tier(put(&tier, 0, 0)), on_tier(missing), on_tier(put(&tier, 2, 0))];
     let window = on_host(&units, 2, Some(Arc::clone(&tier)));
     let used = |number: usize, expected: usize| -> Result<()> {
-        let address = window.enter(number, None)?;
+        let address = window.enter(number, None, None)?;
         assert!(seen(address, BYTES) == values(BYTES, expected, 0));
         window.leave(number, None)
     };
@@ -120,6 +120,32 @@ fn a_unit_that_its_tier_cannot_read_fails_alone_and_is_read_by_a_later_use() {
     }
 }
 
+/// Another extent has the number of the removed one, and streams of the same lengths.
+#[test]
+fn a_unit_whose_extent_was_removed_is_not_that_of_another_extent() {
+    let tier = open(PathLocation::Memory(None), None);
+    let extent = put(&tier, 0, 0);
+    let window = on_host(&[on_tier(extent)], 1, Some(Arc::clone(&tier)));
+    window.enter(0, None, None).unwrap();
+    window.leave(0, None).unwrap();
+    // A removal that is taken back changes nothing.
+    tier.remove(extent).unwrap();
+    assert_eq!(put(&tier, 0, 1), extent);
+    window.changed(0).unwrap();
+    assert!(seen(window.enter(0, None, None).unwrap(), BYTES) == values(BYTES, 0, 1));
+    window.leave(0, None).unwrap();
+    tier.remove(extent).unwrap();
+    tier.commit(1, b"").unwrap();
+    window.changed(0).unwrap();
+    let removed = window.enter(0, None, None).unwrap_err().to_string();
+    assert_eq!(removed, format!("extent: {extent} does not exist"));
+    let streams = [100, BYTES as u64];
+    assert_eq!(tier.define("unit1", &streams).unwrap(), extent);
+    assert_eq!(window.enter(0, None, None).unwrap_err().to_string(), removed);
+    put(&tier, 1, 0);
+    assert_eq!(window.enter(0, None, None).unwrap_err().to_string(), removed);
+}
+
 /// What the system writes after the deadline reaches no later unit.
 #[test]
 fn a_read_past_its_deadline_is_the_error_of_its_unit_and_its_staging_memory_is_not_used_again() {
@@ -139,7 +165,7 @@ fn a_read_past_its_deadline_is_the_error_of_its_unit_and_its_staging_memory_is_n
         let window = on_host(&units, 2, Some(tier));
         for round in 0..2 {
             for number in 0..3 {
-                match window.enter(number, None) {
+                match window.enter(number, None, None) {
                     Ok(address) => {
                         assert!(seen(address, BYTES) == values(BYTES, number, 0), "{nth} {number}");
                         window.leave(number, None).unwrap();
@@ -161,6 +187,35 @@ fn a_read_past_its_deadline_is_the_error_of_its_unit_and_its_staging_memory_is_n
 }
 
 #[test]
+fn a_use_that_times_out_leaves_none_and_a_later_one_has_its_read() {
+    let disk = Disk::default();
+    let at = |faults| open(PathLocation::Simulated(disk.clone(), faults), None);
+    let tier = at(Faults::default());
+    let extents: Vec<u32> = (0..2).map(|number| put(&tier, number, 0)).collect();
+    tier.commit(1, b"").unwrap();
+    drop(tier);
+    let before = disk.requests();
+    drop(at(Faults::default()));
+    let opened = disk.requests() - before;
+    let tier = at(Faults { hang_nth: Some(disk.requests() + opened), ..Faults::default() });
+    let units: Vec<Unit> = extents.iter().map(|extent| on_tier(*extent)).collect();
+    let window = on_host(&units, 1, Some(tier));
+    for wait in [0, 1, 20] {
+        let timed_out = window.enter(0, None, Some(Duration::from_millis(wait)));
+        assert!(matches!(timed_out, Err(Error::Timeout(_))), "{timed_out:?}");
+        assert!(window.leave(0, None).is_err(), "it has no use");
+    }
+    disk.release();
+    assert!(seen(window.enter(0, None, None).unwrap(), BYTES) == values(BYTES, 0, 0));
+    let stats = window.stats();
+    assert_eq!((stats.uses, stats.late, stats.fetches), (1, 1, 1));
+    // It is the only use: after its end the slot takes another unit.
+    assert!(matches!(window.enter(1, None, None), Err(Error::Busy(_))));
+    window.leave(0, None).unwrap();
+    assert!(seen(window.enter(1, None, None).unwrap(), BYTES) == values(BYTES, 1, 0));
+}
+
+#[test]
 fn a_window_closes_while_its_units_are_read() {
     let disk = Disk::default();
     let faults = Faults { reorder: true, seed: 7, ..Faults::default() };
@@ -169,7 +224,7 @@ fn a_window_closes_while_its_units_are_read() {
     for round in 0..20 {
         let window = on_host(&units, 3, Some(Arc::clone(&tier)));
         for number in 0..=round % UNITS {
-            window.enter(number, None).unwrap();
+            window.enter(number, None, None).unwrap();
             window.leave(number, None).unwrap();
         }
         window.begin();
@@ -177,7 +232,7 @@ fn a_window_closes_while_its_units_are_read() {
             window.changed(number).unwrap();
         }
         window.begin();
-        window.enter(0, None).unwrap();
+        window.enter(0, None, None).unwrap();
         drop(window);
     }
     assert_eq!(Arc::strong_count(&tier), 1);

@@ -32,7 +32,7 @@ import torch
 
 from ..._groups import TORCHS
 from ..._tail_search import TailSearch, Timed, is_tail
-from ...errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ...errors import InvalidArgumentError, SpillwayError, UnsupportedError, is_own
 from .. import _norm
 from .._optimizer import check_keywords, scaler_of
 from .._tensors import averages_later, is_partial, local
@@ -260,13 +260,12 @@ class Offloaded(torch.optim.Optimizer):
             return
         try:
             self._start(slot, self._plan)
-        except SpillwayError:
-            # Backward continues; step() raises the error if it is still there.
+        except BaseException as error:
             self._interrupt()
-        except BaseException:
-            # That of a signal handler, which step() would not raise again.
-            self._interrupt()
-            raise
+            # Backward continues after an error of the package, which step() raises if it is still there. It would not raise that of a
+            # signal handler.
+            if not is_own(error):
+                raise
 
     def _start(self, slot: Slot, plan: Plan) -> None:
         bucket = plan.bucket_of(slot)

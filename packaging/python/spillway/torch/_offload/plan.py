@@ -5,7 +5,6 @@ Speculation of its own. All lanes get the same total of squares, hence the same 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._after_events import AfterEvents
-from ...errors import InvalidArgumentError, OutOfOrderError
+from ...errors import InvalidArgumentError, OutOfOrderError, OwnSuppressed
 from ...optim import Adam
 from ...speculate import Speculation
 from .._copies import link_to, wait
@@ -479,7 +478,7 @@ class Plan:
     def resolve(self, decision: Decision) -> None:
         """Gives each lane the verdict, unless it has it."""
         for lane in self.lanes:
-            with contextlib.suppress(OutOfOrderError):
+            with OwnSuppressed(OutOfOrderError):
                 if decision.total is None:
                     lane.speculation.resolve_as("commit")
                 else:
@@ -511,7 +510,7 @@ class Plan:
             if self.is_open:
                 self._starting.forget()
                 for lane in self.lanes:
-                    with contextlib.suppress(OutOfOrderError):
+                    with OwnSuppressed(OutOfOrderError):
                         lane.speculation.abort()
         finally:
             self.end()

@@ -66,7 +66,7 @@ def attach_all(store_class, optimizers, paths, *, job, **options):
             [place_of(paths, name, options.get("host"), rank, world, group, given) for name in jobs], rank, world, CURE, group
         )
     # Their commits may be in flight together.
-    given, chain = {"keep_before": len(jobs) > 1, **given}, Chain()
+    given, chain = {"keep_before": len(jobs) > 1, **given}, Chain(world, group)
     stores = []
     try:
         for name, optimizer, at in zip(jobs, optimizers, commits):

@@ -146,7 +146,7 @@ def test_an_error_of_one_rank_is_an_error_of_all(tmp_path):
 
 
 def test_processes_without_a_group_are_refused(tmp_path):
-    with pytest.raises(spillway.InvalidArgumentError, match="torch.distributed, which is not initialized"):
+    with pytest.raises(spillway.InvalidArgumentError, match="world is 2, and torch.distributed is not initialized"):
         stored(Model(), tmp_path, world=2)
     assert os.listdir(tmp_path) == []
 

@@ -135,10 +135,25 @@ def gathered(value: Any, world: int, group: Any = None) -> list[Any]:
         return [value]
     import torch
 
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not _has_group():
         raise InvalidArgumentError(
             f"world is {world}, and torch.distributed is not initialized; call torch.distributed.init_process_group(), or leave out world"
         )
+    if (size := torch.distributed.get_world_size(group)) != world:
+        raise InvalidArgumentError(f"world is {world}, and the process group has {size} processes; pass the number of its processes")
     values = [None] * world
     torch.distributed.all_gather_object(values, value, group=group)
     return values
+
+
+def own(group: Any = None) -> tuple[int, int]:
+    """The number of this rank in `group` (None: all), and the number of ranks; 0 and 1 without torch.distributed."""
+    import torch
+
+    return (torch.distributed.get_rank(group), torch.distributed.get_world_size(group)) if _has_group() else (0, 1)
+
+
+def _has_group() -> bool:
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

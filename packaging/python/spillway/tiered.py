@@ -374,10 +374,18 @@ class Tiered:
         """True after a commit of the chain that succeeded in some processes only."""
         return self.chain.apart
 
-    def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> None:
-        """Makes the states durable; returns after all processes have committed."""
-        self._next(step, True)
-        self._commit(step, facts, payload)
+    def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"", wait: bool = True) -> Commit | None:
+        """Makes the states durable; returns after all processes have committed.
+
+        Without `wait` a thread of the library makes them durable beside the next steps. Each process has its own commit, which is returned.
+        The states of the commit before are kept until finish() has told whether all processes have succeeded. After one that failed, this
+        call waits: such a commit moves data off a path that failed. So it does beside another commit of the chain that was waited for."""
+        waits = self._next(step, wait)
+        record = self._record(facts, payload)
+        if not waits:
+            return self._begin_commit(step, record)
+        self._committing(step, record, lambda status: self.swap._commit(step, record.packed(), status))
+        return None if wait else Commit.done()
 
     def _next(self, step: int, waits: bool) -> bool:
         """Waits for the commit before this one. Returns True if this one must be waited for."""
@@ -386,18 +394,8 @@ class Tiered:
         self.check()
         return waits
 
-    def _commit(self, step: int, facts: dict[str, Any], payload: bytes) -> None:
-        record = self._record(facts, payload)
-        self._committing(step, record, lambda status: self.swap._commit(step, record.packed(), status))
-
-    def begin_commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> Commit:
-        """As commit(), but a thread of the library makes the states durable beside the next steps. Each process has its own commit. The
-        states of the commit before are kept until finish() has told whether all processes have succeeded. After one that failed, this
-        call waits: such a commit moves data off a path that failed. So it does beside another commit of the chain that was waited for."""
-        if self._next(step, False):
-            self._commit(step, facts, payload)
-            return Commit.done()
-        record, commit = self._record(facts, payload), Commit()
+    def _begin_commit(self, step: int, record: Record) -> Commit:
+        commit = Commit()
         # Noted before the call: a signal handler may raise after the library has begun.
         before, changed = self._handles.commit, self.changed
         self._begun, self._handles.commit, self.changed = (step, record, commit), commit, False

@@ -35,19 +35,19 @@ def train(store, steps):
 """
 
 
-def run(tmp_path, script, name):
+def run(tmp_path, script, name, world=WORLD):
     """Runs a script in each rank; returns exit codes and outputs."""
     (tmp_path / "states").mkdir(exist_ok=True)
     code = WORKER.format(
         paths=[str(pathlib.Path(__file__).parent), *sys.path],
         folder=str(tmp_path / "states"),
-        world=WORLD,
+        world=world,
         rendezvous=str(tmp_path / f"rendezvous-{name}"),
         script=textwrap.dedent(script),
     )
     ranks = [
         subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(WORLD)
+        for rank in range(world)
     ]
     outputs = [rank.communicate(timeout=300) for rank in ranks]
     return [rank.returncode for rank in ranks], outputs
@@ -146,7 +146,7 @@ def test_an_error_of_one_rank_is_an_error_of_all(tmp_path):
 
 
 def test_processes_without_a_group_are_refused(tmp_path):
-    with pytest.raises(spillway.InvalidArgumentError, match="torch.distributed, which is not initialized"):
+    with pytest.raises(spillway.InvalidArgumentError, match="world is 2, and torch.distributed is not initialized"):
         stored(Model(), tmp_path, world=2)
     assert os.listdir(tmp_path) == []
 

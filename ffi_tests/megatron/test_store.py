@@ -220,9 +220,7 @@ def test_a_run_that_is_killed_resumes_at_its_last_commit_with_the_same_bits(tmp_
 def as_ranks(monkeypatch):
     """Stores of one process that say that they are ranks of a job, of which each agrees with itself. test_ranks.py has processes."""
     from spillway import _ranks
-    from spillway.megatron import _store
 
-    monkeypatch.setattr(_store, "check_ranks", lambda world, group: None)
     monkeypatch.setattr(_ranks, "gathered", lambda value, world, group=None: [value] * world)
 
 

@@ -275,6 +275,72 @@ def test_ranks_of_which_one_was_killed_between_commits_of_two_stores_resume_at_t
     assert codes == [0, 0] and all(output[0] == "[2, 2]\nTrue\n" for output in outputs), outputs
 
 
+#: Two stores commit step 5 twice. All processes are killed between the second commits.
+AGAIN = """
+from test_store_commits import attach_all, train_all
+models = [Model(), Model()]
+stores = attach_all(models, folder)
+train_all(stores, models, range(2))
+for store in stores:
+    store.commit(5, wait={wait})
+train_all(stores, models, [2])
+stores[{first}].commit(5, wait={wait})
+try:
+    if not {wait}:
+        stores[{first}]._tiered._handles.commit.wait()
+    torch.distributed.barrier()
+finally:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+RESUMED = """
+from test_store_commits import attach_all, train_all
+models = [Model(), Model()]
+stores = attach_all(models, folder)
+first = __import__("test_store").in_memory(range(2))
+print([(store.resumed_step, store.steps) for store in stores], [same(model.copies(), first) for model in models])
+# Both commits of the step are there: the second one counts.
+train_all(stores, models, [2])
+for store in stores:
+    store.commit(5)
+for store in stores:
+    store.close()
+stores = attach_all([Model(), Model()], folder)
+print([(store.resumed_step, store.steps) for store in stores])
+for store in stores:
+    store.close()
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("wait, first", [(True, 0), (False, 1)])
+def test_stores_that_committed_a_step_again_when_all_were_killed_resume_at_one_of_the_two_commits(tmp_path, world, wait, first):
+    codes, outputs = run(tmp_path, AGAIN.format(wait=wait, first=first), "killed", world)
+    assert codes == world * [-signal.SIGKILL], outputs
+    codes, outputs = run(tmp_path, RESUMED, "resumed", world)
+    said = "[(5, 2), (5, 2)] [True, True]\n[(5, 3), (5, 3)]\n"
+    assert codes == world * [0] and all(output[0] == said for output in outputs), outputs
+
+
+def test_a_commit_that_is_made_again_after_a_failure_is_of_the_same_round(tmp_path, monkeypatch):
+    """Otherwise a kill after it would lose the step that both stores have committed."""
+    models = [Model(), Model()]
+    stores = attach_all(models, tmp_path)
+    train_all(stores, models, [0])
+    stores[0].commit()
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(stores[1]._tiered.swap, "_commit", lambda *_: {}["no disk"])
+        stores[1].commit()
+    stores[1].commit()
+    first, second = (store._tiered.committed.identity for store in stores)
+    assert first == second
+    stores[1].commit()
+    assert stores[1]._tiered.committed.identity != first
+    close_all(stores)
+    stores = attach_all([Model(), Model()], tmp_path)
+    assert [store.resumed_step for store in stores] == [1, 1] and {store._tiered.committed.identity for store in stores} == {first}
+    close_all(stores)
+
+
 #: Rank 1 cannot commit its first store in the background.
 APART = """
 from test_store_commits import attach_all, train_all

@@ -74,8 +74,7 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
     )
     everyone = [[tier.Steps(*steps) for steps in ranks] for ranks in gathered([tuple(steps) for steps in own], world, group)]
     last = {steps.last for ranks in everyone for steps in ranks}
-    # The tiers of one rank are committed one after the other, and have tags of their own.
-    same = all(len({steps.last_tag for steps in ranks}) == 1 for ranks in zip(*everyone))
+    same = len({steps.last_tag for ranks in everyone for steps in ranks}) <= 1
     step, tags = (last.pop(), [steps.last_tag for steps in own]) if len(last) == 1 and same else _common(everyone, cure)
 
     def forget() -> None:
@@ -90,7 +89,9 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
 
 def _common(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, list[int]]:
     """The newest step at which all ranks can resume, and the tag of its commit in each tier; None is a new run. A rank can start anew if it
-    has a tier with no commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
+    has a tier with no commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere.
+
+    The commits of a round of tiers have one tag. Tiers that were committed one by one have tags of their own."""
     shared = [set.intersection(*map(_commits, ranks)) for ranks in zip(*everyone)]
     common = set.intersection(*({step for step, _ in commits} for commits in shared))
     if not common:
@@ -104,10 +105,11 @@ def _common(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, li
         )
     # Two of them: some ranks have returned to the step before the last one, and others have not.
     chosen = max((step for step in common if step is not None), default=None)
+    rounds = {tag for step, tag in set.intersection(*shared) if step == chosen}
 
     def tag_of(commits: set[tuple[int | None, int]], ranks: tuple[tier.Steps, ...]) -> int:
         # Of two commits of one step the earlier one: another tier may have only that.
-        tags = {tag for step, tag in commits if step == chosen}
+        tags = rounds or {tag for step, tag in commits if step == chosen}
         return next((steps.before_tag for steps in ranks if steps.before == chosen and steps.before_tag in tags), None) or max(tags)
 
     return chosen, [tag_of(commits, ranks) for commits, ranks in zip(shared, zip(*everyone))]
@@ -133,10 +135,25 @@ def gathered(value: Any, world: int, group: Any = None) -> list[Any]:
         return [value]
     import torch
 
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not _has_group():
         raise InvalidArgumentError(
             f"world is {world}, and torch.distributed is not initialized; call torch.distributed.init_process_group(), or leave out world"
         )
+    if (size := torch.distributed.get_world_size(group)) != world:
+        raise InvalidArgumentError(f"world is {world}, and the process group has {size} processes; pass the number of its processes")
     values = [None] * world
     torch.distributed.all_gather_object(values, value, group=group)
     return values
+
+
+def own(group: Any = None) -> tuple[int, int]:
+    """The number of this rank in `group` (None: all), and the number of ranks; 0 and 1 without torch.distributed."""
+    import torch
+
+    return (torch.distributed.get_rank(group), torch.distributed.get_world_size(group)) if _has_group() else (0, 1)
+
+
+def _has_group() -> bool:
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 from typing import Any
 
 from ._kept import IN_USE
@@ -15,13 +14,14 @@ ELSEWHERE = 1
 
 
 class Ticket:
-    """A put or a get, and the statuses of its waits, each in a list of its own. `own`: its Tier began it, on this `thread`."""
+    """A put or a get, and the statuses of its waits, each in a list of its own. `own`: its Tier began it. `lost`: the call that began it
+    has raised, so nobody else waits for it."""
 
-    __slots__ = ("number", "put", "own", "waits", "generation", "thread")
+    __slots__ = ("number", "put", "own", "waits", "generation", "lost")
 
     def __init__(self, put: bool, own: bool = True, number: int = 0):
         self.number, self.generation = ctypes.c_uint64(number), ctypes.c_uint64()
-        self.put, self.own, self.thread = put, own, threading.get_ident()
+        self.put, self.own, self.lost = put, own, False
         self.waits: list[list[int]] = []
 
     def wait(self, handle: Any, milliseconds: float) -> int:

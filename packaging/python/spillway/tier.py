@@ -15,7 +15,6 @@ import atexit
 import copy
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -574,32 +573,32 @@ class Tier(_NativeHandle):
             self._unclaimed[entry] = None
             self._recorded(outcome, function, extent, streams, *arguments, ctypes.byref(entry.number))
 
-        self._in_flight.submit([_arrays.held(array) for array in arrays], begin, entry)
-        self._by_number[entry.number.value] = entry
-        if entry not in self._in_flight:
-            # A commit in another thread has already released the entry.
-            self._by_number.pop(entry.number.value, None)
-        # No call follows, in which a signal handler could raise: from here on the caller has the ticket.
-        try:  # noqa: SIM105
+        try:
+            self._in_flight.submit([_arrays.held(array) for array in arrays], begin, entry)
+            self._by_number[entry.number.value] = entry
+            if entry not in self._in_flight:
+                # A commit in another thread has already released the entry.
+                self._by_number.pop(entry.number.value, None)
+            # No call follows, in which a signal handler could raise: from here on the caller has the ticket.
             del self._unclaimed[entry]
-        except KeyError:
-            pass
+        except BaseException:
+            entry.lost = True
+            raise
         return entry.number.value
 
     def _end_lost(self) -> None:
-        """Waits for the puts and gets of this thread whose ticket was lost: a signal handler raised before the caller had it. Without this
-        wait their extents would be busy, and a get could still write to an array that the caller uses again."""
+        """Waits for the puts and gets whose ticket was lost: a signal handler raised before the caller had it. Without this wait their
+        extents would be busy, and a get could still write to an array that the caller uses again."""
         for entry in list(self._unclaimed):
+            # Not lost: another thread, or what this signal handler interrupts, is inside of _begin, and gets the ticket later.
+            if not entry.lost:
+                continue
             self._in_flight.end_refused(entry)
-            if entry not in self._in_flight:
-                # It was refused, or a commit has released it.
-                self._unclaimed.pop(entry, None)
-            elif entry.number.value and entry.thread == threading.get_ident():
+            if entry in self._in_flight and entry.number.value:
                 # A commit fails if the extent of a put that failed is not put again.
                 with suppress(SpillwayError):
-                    # Not lost if this is a signal handler inside of _begin: then the caller gets the ticket later, and waits for it.
-                    self._ended[entry.number.value] = self.wait(entry.number.value)
-                self._unclaimed.pop(entry, None)
+                    self.wait(entry.number.value)
+            self._unclaimed.pop(entry, None)
 
     def _all(self, function: str, structure_type: Any) -> list[tuple[Any, str]]:
         found: list[tuple[Any, str]] = []

@@ -35,9 +35,7 @@ _MAGIC = b"spillway.tiered 1\n"
 _LENGTH = struct.Struct("<Q")
 #: Most bytes that a commit of the library stores.
 _MOST_COMMITTED = 1 << 20
-#: The fact of a record that tells commits of one step apart. All processes have the same one.
-_IDENTITY = "identity"
-#: Its bytes in the payload, which the library's tag of a commit covers with the magic.
+#: Bytes of the identity in the payload, which the library's tag of a commit covers with the magic.
 _IDENTITY_BYTES = 48 - len(_MAGIC)
 
 
@@ -95,17 +93,18 @@ class Record(NamedTuple):
     Attributes:
         by: The part of Spillway that has committed.
         facts: Its facts, as _values has them: what identifies the parameters, the layout, the counts.
-        payload: Bytes of the program."""
+        payload: Bytes of the program.
+        identity: What tells commits of one step apart. The commits of a round have the same one, in all processes."""
 
     by: str
     facts: dict[str, Any]
     payload: bytes = b""
+    identity: str = ""
 
     def packed(self) -> bytes:
         """The payload of the tier's commit."""
         head = zlib.compress(_values.pack([self.by, self.facts]))
-        identity = str(self.facts.get(_IDENTITY, "")).encode().ljust(_IDENTITY_BYTES)[:_IDENTITY_BYTES]
-        return _MAGIC + identity + _LENGTH.pack(len(head)) + head + self.payload
+        return _MAGIC + self.identity.encode().ljust(_IDENTITY_BYTES)[:_IDENTITY_BYTES] + _LENGTH.pack(len(head)) + head + self.payload
 
     @staticmethod
     def unpacked(stored: bytes, by: str) -> Record | None:
@@ -119,7 +118,9 @@ class Record(NamedTuple):
             author, facts = _values.unpack(zlib.decompressobj().decompress(stored[start:end], _files.MOST_JSON))
         except (CorruptError, ValueError, TypeError, zlib.error):
             return None
-        return Record(by, facts, stored[end:]) if author == by and isinstance(facts, dict) else None
+        if author != by or not isinstance(facts, dict):
+            return None
+        return Record(by, facts, stored[end:], stored[len(_MAGIC) : length].decode("ascii", "replace").rstrip())
 
 
 class Found(NamedTuple):
@@ -166,19 +167,29 @@ class Chain:
     """Tiers of a process that resume at one step, such as those of the optimizers of a ChainedOptimizer. The open tiers of a Tiered are a
     chain of their own until they are set to another one.
 
-    A round is a commit of each tier at one step. A tier keeps the commit before until its next one begins. So wherever the process is
-    killed, the tiers have a step in common. A commit that is waited for keeps the one before only until the next write: beside one, no
-    other commit of the round is in flight.
+    A round is a commit of each tier at one step. Its commits have one identity, which no other round has. A tier keeps the commit before
+    until its next one begins. So wherever the process is killed, the tiers have a round in common. A commit that is waited for keeps the
+    one before only until the next write: beside one, no other commit of the round is in flight.
+
+    Args:
+        world, group: As of Place. All processes make the chain at the same point.
 
     Attributes:
         apart: True after a commit that succeeded in some processes only."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int, group: Any) -> None:
         self.apart = False
+        # Random, and the same in all processes.
+        self._opening, self._number = _ranks.gathered(os.urandom(8).hex(), world, group)[0], 0
         self._step: int | None = None
         self._waits = False
         # They refer to their chain.
         self._round: list[weakref.ref[Tiered]] = []
+
+    @property
+    def identity(self) -> str:
+        """That of the commits of this round."""
+        return f"{self._opening}-{self._number}"
 
     def begin(self, tiered: Tiered, step: int, waits: bool) -> bool:
         """Called before each commit, whether the caller waits for it or not. Ends the round before, if the commit is one of the next round.
@@ -186,9 +197,11 @@ class Chain:
         Returns:
             True if the commit must be waited for: another one of the round was, or one of the round before failed."""
         waits = waits or tiered.failed
-        if step != self._step or any(member() is tiered for member in self._round):
+        # A commit that failed is made again in its round: the other tiers may have theirs.
+        further = step != self._step or (tiered.committed is not None and tiered.committed.identity == self.identity)
+        if further or any(member() is tiered for member in self._round):
             self._waits = self.finish()
-            self._step, self._round = step, []
+            self._number, self._step, self._round = self._number + further, step, []
         self._round.append(weakref.ref(tiered))
         self._waits = self._waits or waits
         return self._waits
@@ -242,7 +255,7 @@ class Tiered:
         self.by, self.place, self._user = by, place, user
         self.directory = place.directory
         self.committed: Record | None = None
-        self.commits, self.changes_made, self.changed, self.failed, self.chain = 0, 0, False, False, Chain()
+        self.commits, self.changes_made, self.changed, self.failed = 0, 0, False, False
         #: True while whole() runs, and after one that did not end.
         self._replacing, self._mixed = False, False
         #: Step and record of a commit that has begun, and the status of the library's call once it has returned.
@@ -275,8 +288,7 @@ class Tiered:
         try:
             place.together(read)
             self._check_one_commit(opened.opened.step, cure)
-            #: Random, and the same in all processes.
-            self._opening = _ranks.gathered(os.urandom(8).hex(), place.world, place.group)[0]
+            self.chain = Chain(place.world, place.group)
             place.together(begin)
         except BaseException:
             self._handles.close()
@@ -285,11 +297,11 @@ class Tiered:
 
     def _record(self, facts: dict[str, Any], payload: bytes) -> Record:
         """The record of the next commit."""
-        return Record(self.by, {**facts, _IDENTITY: f"{self._opening}-{self.commits}"}, payload)
+        return Record(self.by, facts, payload, self.chain.identity)
 
     def _check_one_commit(self, step: int | None, cure: str) -> None:
         """Raises an error if the processes have different commits of one step: one of them was killed while it committed a step again."""
-        own = None if self.committed is None else self.committed.facts.get(_IDENTITY)
+        own = None if self.committed is None else self.committed.identity
         if len(set(_ranks.gathered(own, self.place.world, self.place.group))) > 1:
             raise InvalidArgumentError(
                 f"{self._user}: the processes have different commits of step {step}, because not all of them could commit when the step "
@@ -362,10 +374,18 @@ class Tiered:
         """True after a commit of the chain that succeeded in some processes only."""
         return self.chain.apart
 
-    def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> None:
-        """Makes the states durable; returns after all processes have committed."""
-        self._next(step, True)
-        self._commit(step, facts, payload)
+    def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"", wait: bool = True) -> Commit | None:
+        """Makes the states durable; returns after all processes have committed.
+
+        Without `wait` a thread of the library makes them durable beside the next steps. Each process has its own commit, which is returned.
+        The states of the commit before are kept until finish() has told whether all processes have succeeded. After one that failed, this
+        call waits: such a commit moves data off a path that failed. So it does beside another commit of the chain that was waited for."""
+        waits = self._next(step, wait)
+        record = self._record(facts, payload)
+        if not waits:
+            return self._begin_commit(step, record)
+        self._committing(step, record, lambda status: self.swap._commit(step, record.packed(), status))
+        return None if wait else Commit.done()
 
     def _next(self, step: int, waits: bool) -> bool:
         """Waits for the commit before this one. Returns True if this one must be waited for."""
@@ -374,18 +394,8 @@ class Tiered:
         self.check()
         return waits
 
-    def _commit(self, step: int, facts: dict[str, Any], payload: bytes) -> None:
-        record = self._record(facts, payload)
-        self._committing(step, record, lambda status: self.swap._commit(step, record.packed(), status))
-
-    def begin_commit(self, step: int, facts: dict[str, Any], payload: bytes = b"") -> Commit:
-        """As commit(), but a thread of the library makes the states durable beside the next steps. Each process has its own commit. The
-        states of the commit before are kept until finish() has told whether all processes have succeeded. After one that failed, this
-        call waits: such a commit moves data off a path that failed. So it does beside another commit of the chain that was waited for."""
-        if self._next(step, False):
-            self._commit(step, facts, payload)
-            return Commit.done()
-        record, commit = self._record(facts, payload), Commit()
+    def _begin_commit(self, step: int, record: Record) -> Commit:
+        commit = Commit()
         # Noted before the call: a signal handler may raise after the library has begun.
         before, changed = self._handles.commit, self.changed
         self._begun, self._handles.commit, self.changed = (step, record, commit), commit, False

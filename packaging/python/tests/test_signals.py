@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -136,6 +137,53 @@ def test_an_extent_is_usable_after_an_interrupt_has_lost_a_ticket(lost, then, tm
                 tier.wait(ticket)
             assert not tier._in_flight and not tier._by_number and not tier._unclaimed
         tier.commit(2)
+
+
+def test_a_ticket_that_one_thread_has_lost_is_waited_for_by_another(tmp_path, after_the_call):
+    with spillway.Tier([tmp_path], job="test") as tier:
+        extent = tier.define("e", [BYTES])
+
+        def lose():
+            after_the_call()
+            with pytest.raises(Interrupt):
+                tier.put(extent, [np.full(BYTES, 7, np.uint8)])
+
+        # It has not ended when this thread puts: threads that run at the same time have different numbers.
+        with ThreadPoolExecutor(1) as other:
+            other.submit(lose).result()
+            tier.wait(tier.put(extent, [np.full(BYTES, 9, np.uint8)]))
+        assert not tier._in_flight and not tier._by_number and not tier._unclaimed
+        found = np.zeros(BYTES, np.uint8)
+        tier.wait(tier.get(extent, [found]))
+        assert (found == 9).all()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_handler_that_puts_inside_of_a_get_leaves_the_get_its_outcome(damaged, tmp_path, monkeypatch):
+    with spillway.Tier([tmp_path], job="test", direct=False, block_bytes=4096) as tier:
+        extent, other = tier.define("e", [BYTES]), tier.define("f", [BYTES])
+        tier.wait(tier.put(extent, [np.full(BYTES, 7, np.uint8)]))
+        if damaged:
+            [data] = tmp_path.rglob("data")
+            data.write_bytes(data.read_bytes().replace(b"\7" * 512, b"\6" * 512))
+        own, begun, found = _native_handle.record, [], np.zeros(BYTES, np.uint8)
+
+        def handled(outcome, function, *arguments):
+            own(outcome, function, *arguments)
+            monkeypatch.setattr(_native_handle, "record", own)
+            begun.append(tier.put(other, [np.ones(BYTES, np.uint8)]))
+
+        monkeypatch.setattr(_native_handle, "record", handled)
+        ticket = tier.get(extent, [found])
+        if damaged:
+            with pytest.raises(spillway.CorruptError):
+                tier.wait(ticket)
+        else:
+            tier.wait(ticket)
+            assert (found == 7).all()
+        tier.wait(*begun)
+        tier.wait(tier.put(extent, [found]))
+        assert not tier._in_flight and not tier._by_number and not tier._unclaimed
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -156,7 +156,7 @@ def test_facts_that_no_commit_writes_are_no_record(name):
         head = zlib.compress(_safetensors.Header().packed({"format": "spillway-values-1", "value": words}))
         return tiered._MAGIC + b" " * tiered._IDENTITY_BYTES + tiered._LENGTH.pack(len(head)) + head + b"payload"
 
-    assert tiered.Record.unpacked(packed('["one", {"count": 1}]'), "one") == ("one", {"count": 1}, b"payload")
+    assert tiered.Record.unpacked(packed('["one", {"count": 1}]'), "one") == ("one", {"count": 1}, b"payload", "")
     assert tiered.Record.unpacked(packed(FACTS[name]), "one") is None
 
 
@@ -181,8 +181,11 @@ def test_of_two_commits_of_one_step_several_tiers_resume_at_the_first(first, sec
     def steps(last, before, tag, before_tag):
         return spillway.tier.Steps(last, before, False, True, tag, before_tag)
 
+    # Tags of tiers that are no chain.
     one = steps(5, 5, second, first)
     assert _ranks._common([[one, steps(5, 5, 22, 11)], [one, steps(5, 3, 11, 7)]], "begin anew") == (5, [first, 11])
+    assert _ranks._common([[one, steps(5, 3, second, 7)], [one, steps(5, 5, second, first)]], "begin anew") == (5, [second, second])
+    assert _ranks._common([[one, steps(5, 3, first, 7)], [one, one]], "begin anew") == (5, [first, first])
 
 
 def test_a_rank_that_committed_a_step_again_returns_to_the_commit_that_all_ranks_have(monkeypatch, tmp_path):
@@ -212,9 +215,9 @@ def test_different_commits_of_one_step_are_refused(monkeypatch, tmp_path):
     states = opened(paths=[tmp_path / "tier"])
     states.changes()
     states.commit(6, {})
-    first = states.committed.facts
+    first = states.committed.identity
     states.commit(6, {})
-    assert first != states.committed.facts
+    assert first != states.committed.identity
     states.close()
     monkeypatch.setattr(_ranks, "gathered", lambda value, *_: [value, "another"] if isinstance(value, str) else [value])
     with pytest.raises(spillway.InvalidArgumentError, match="different commits of step 6"):

@@ -296,8 +296,7 @@ class TierSwapper:
                 self._put_weights()
             return store(self.tiered.tier, record(), self.tiered.room(facts))
 
-        commit = self.tiered.commit if wait else self.tiered.begin_commit
-        commit(step, facts, self.tiered.place.together(prepared))
+        self.tiered.commit(step, facts, self.tiered.place.together(prepared), wait)
         if self.overlap is not None:
             self.tiered.early()
 

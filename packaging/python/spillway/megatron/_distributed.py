@@ -15,7 +15,7 @@ import torch
 from .. import _ranks
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..tiered import Chain
-from ._agreement import CURE, check_ranks, place_of
+from ._agreement import CURE, place_of
 from ._shards import Shard
 
 #: Settings of Megatron's OptimizerConfig under which its step, or the home of its states, is another one. In a CUDA graph only work of the
@@ -34,7 +34,7 @@ _ADAMS = ("Adam", "AdamW", "FusedAdam")
 def attach(store_class, optimizer, paths, *, job, prefix=None, **options):
     """See OptimizerStateStore.attach. `prefix` begins the names of the shards; by default it has the model-parallel ranks."""
     options = _ranked(options)
-    shards = _ranks.together(options.get("world", 1), lambda: _shards(optimizer, prefix), group=options.get("process_group"))
+    shards = _ranks.together(options["world"], lambda: _shards(optimizer, prefix), group=options.get("process_group"))
     options.setdefault("decoupled", getattr(optimizer.config, "decoupled_weight_decay", True))
     store = store_class(shards, paths, job=job, **options)
     names = {shard.master.data_ptr(): shard.name for shard in shards}
@@ -47,13 +47,7 @@ def attach(store_class, optimizer, paths, *, job, prefix=None, **options):
 def attach_all(store_class, optimizers, paths, *, job, **options):
     """See OptimizerStateStore.attach_all."""
     options = _ranked(options)
-    rank, world, group, given = (
-        options.get("rank", 0),
-        options.get("world", 1),
-        options.get("process_group"),
-        options.pop("tier_options", None) or {},
-    )
-    check_ranks(world, group)
+    rank, world, group, given = options["rank"], options["world"], options.get("process_group"), options.pop("tier_options", None) or {}
     jobs = [f"{job}-{number}" for number in range(len(optimizers))]
     if len(set(_ranks.gathered(len(jobs), world, group))) != 1:
         raise InvalidArgumentError(
@@ -66,7 +60,7 @@ def attach_all(store_class, optimizers, paths, *, job, **options):
             [place_of(paths, name, options.get("host"), rank, world, group, given) for name in jobs], rank, world, CURE, group
         )
     # Their commits may be in flight together.
-    given, chain = {"keep_before": len(jobs) > 1, **given}, Chain()
+    given, chain = {"keep_before": len(jobs) > 1, **given}, Chain(world, group)
     stores = []
     try:
         for name, optimizer, at in zip(jobs, optimizers, commits):
@@ -82,10 +76,8 @@ def attach_all(store_class, optimizers, paths, *, job, **options):
 
 def _ranked(options):
     """The options with this process's rank and the number of processes, by default those of torch.distributed."""
-    if not torch.distributed.is_initialized():
-        return dict(options)
-    group = options.get("process_group")
-    return {"rank": torch.distributed.get_rank(group), "world": torch.distributed.get_world_size(group), **options}
+    rank, world = _ranks.own(options.get("process_group"))
+    return {"rank": rank, "world": world, **options}
 
 
 def _shards(optimizer, prefix):

@@ -29,7 +29,7 @@ from ..swap import STATES, UNROUNDED, Swap
 from ..tier import Tier, TierPath
 from ..tiered import Record, Tiered
 from . import _saved
-from ._agreement import CURE, check_ranks, place_of
+from ._agreement import CURE, place_of
 from ._shards import Bucket, Shard, buckets_of, check_master, digest_of
 
 __all__ = ["OptimizerStateStore", "Shard"]
@@ -92,7 +92,6 @@ class OptimizerStateStore:
         further = dict(swap_options or {})
         if further.get("split_master"):
             raise InvalidArgumentError("OptimizerStateStore: swap_options has split_master; leave it out, the store keeps whole masters")
-        check_ranks(world, process_group)
         self._place = place_of(paths, job, host, rank, world, process_group, tier_options)
         self._buckets = self._place.together(lambda: buckets_of(shards, bucket_bytes))
         if further.get("bf16_moments"):
@@ -250,11 +249,8 @@ class OptimizerStateStore:
         self._tiered.check()
         number = self._place.together(lambda: whole_number(self.steps if step is None else step, "step"))
         self._same("steps, or values of wait", (number, self.steps, wait))
-        facts = {"steps": self.steps, "shards": self._digest}
-        if not wait:
-            return self._tiered.begin_commit(number, facts)
-        self._tiered.commit(number, facts)
-        return number
+        begun = self._tiered.commit(number, {"steps": self.steps, "shards": self._digest}, wait=wait)
+        return number if begun is None else begun
 
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
         """Starts to write the last commit to a new directory, and returns at once. Steps and commits continue meanwhile. restore() returns

@@ -247,8 +247,7 @@ class TierHome(Home):
         self._rest()
         self.on_tier.take_written()
         facts = self.on_tier.facts(states)
-        commit = self.tiered.commit if wait else self.tiered.begin_commit
-        begun = commit(self.on_tier.count if step is None else step, facts, payload_of(payload))
+        begun = self.tiered.commit(self.on_tier.count if step is None else step, facts, payload_of(payload), wait)
         if self._beside is not None:
             with OwnSuppressed():
                 self._beside.resume()

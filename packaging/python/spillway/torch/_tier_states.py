@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _abi
+from .. import _abi, _ranks
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import UNROUNDED, Swap, state_bytes
 from ..tier import Tier, TierPath
@@ -78,9 +78,7 @@ class TierOptions(NamedTuple):
 
     def place(self) -> Place:
         """Where the tier of this process is."""
-        ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank = self.rank if self.rank is not None else torch.distributed.get_rank() if ready else 0
-        world = self.world if self.world is not None else torch.distributed.get_world_size() if ready else 1
+        rank, world = (known if given is None else given for given, known in zip((self.rank, self.world), _ranks.own()))
         further = {"mode": self.resume, "durability": self.durability, "io_timeout": self.io_timeout, "turns": self.turns}
         return Place(self.paths, self.job, self.host, rank, world, options=further)
 

@@ -123,7 +123,7 @@ static void print_plan(void) {
     shape.count = 50;
     shape.size = 100000000;
     check(spw_plan_interleave(&rates, &shape, &options, NULL, &result));
-    printf("5 G parameters: %d of 50 subgroups on the GPU, %.2f s in place of %.2f s, %.1f GiB of GPU memory\n",
+    printf("plan for 5 G parameters: %d of 50 subgroups on the GPU, %.2f s in place of %.2f s, %.1f GiB of GPU memory\n",
            (int)result.gpu, result.exposed_seconds, result.serial_seconds, (double)result.gpu_bytes / (1 << 30));
 }
 

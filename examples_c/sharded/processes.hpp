@@ -87,7 +87,7 @@ int launch(unsigned size, Work work) {
         const pid_t ended = waitpid(-1, &status, 0);
         members.erase(ended);
         if (status != 0 && !failed) {
-            std::fprintf(stderr, "process %d failed; started again, the run continues at its last step\n", static_cast<int>(ended));
+            std::fprintf(stderr, "process %d failed, and the run ends; start it again to continue at its last step\n", static_cast<int>(ended));
             failed = true;
         }
     }

@@ -109,7 +109,8 @@ def _variable(name: str) -> tuple[str, str]:
         if "_spillway_hook" not in sys.modules:
             return name, f"{value}, but this Python runs no spillway.pth: install the wheel, or call install()"
         return name, f"{value}: processes that inherit it are served"
-    return name, "not set: set it to 1, or call install() before the engine or optimizer is built"
+    found = f"{value!r}, which has no effect" if value else "not set"
+    return name, f"{found}: set it to 1, or call install() before the engine or optimizer is built"
 
 
 def _deepspeed(version: str) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,9 @@ def tier_options(paths: Iterable[Any], job: str, host: str | None, rank: int, wo
     options = _abi.sized(_abi.TierOptions)
     options.job, options.host = text(job, "job"), None if host is None else text(host, "host")
     options.rank, options.world, options.flags = rank, world, _DEGRADED * bool(degraded)
+    # A string is a sequence of strings too: its letters would be directories.
+    if isinstance(paths, (str, bytes, os.PathLike)):
+        raise InvalidArgumentError(f"Tier: paths is {paths!r}; pass a list of paths")
     rows = [_path(path) for path in paths]
     options.paths, options.path_count = (_abi.TierPath * len(rows))(*rows), len(rows)
     return options

@@ -2,11 +2,13 @@
 details in another process."""
 
 import copy
+import pathlib
 import pickle
 
 import pytest
 
 import spillway
+from spillway.tier import steps
 
 
 @pytest.fixture
@@ -50,3 +52,10 @@ def test_errors_keep_their_details_when_they_are_copied(tmp_path):
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(other) is type(error) and str(other) == str(error) and other.status == error.status
         assert (other.errno, other.filename) == (error.errno, error.filename)
+
+
+@pytest.mark.parametrize("paths", ["/", b"/", pathlib.Path("/")])
+def test_paths_that_are_one_path_are_an_error_instead_of_directories_of_its_letters(paths):
+    for call in (spillway.Tier, steps):
+        with pytest.raises(spillway.InvalidArgumentError, match="Tier: paths is .*; pass a list of paths"):
+            call(paths, job="test")

@@ -164,8 +164,8 @@ class Block(_Strict):
     paths: Annotated[list[Annotated[PathBlock, BeforeValidator(_as_path)]], Field(min_length=1), BeforeValidator(_as_list)] | None = (
         _setting(
             None,
-            'a list of directories, "s3://BUCKET/PREFIX" or objects with path, limit_bytes and reserve_bytes, at least one; '
-            "leave it out for nvme_path alone",
+            'a list of directories, "s3://BUCKET/PREFIX" or objects with path, limit_bytes and reserve_bytes '
+            "(leave it out for nvme_path alone)",
             "The paths of the tier; without it nvme_path alone.",
         )
     )

@@ -68,8 +68,7 @@ fn a_large_operation_waits_for_the_turn_and_the_device_counts_as_idle() {
     let _alone = alone();
     // In memory: writes to a busy disk take longer than the I/O timeout.
     let (dir, io_timeout) = (tempfile::tempdir_in("/dev/shm").unwrap(), Duration::from_secs(1));
-    let (mut others, engines) =
-        (other(dir.path(), 2), [0, 1].map(|_| engine_with(2, LONG, io_timeout)));
+    let (mut others, engines) = (other(dir.path(), 2), [0, 1].map(|_| engine_with(2, LONG, io_timeout)));
     take(&mut others);
     let buffers = [memory(LARGE), memory(LARGE)];
     let small = memory(FREE_BYTES as usize);

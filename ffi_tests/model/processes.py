@@ -171,7 +171,7 @@ def status_number(name):
     return 0
 
 
-def left_over(before, seconds=3.0):
+def left_over(before, seconds=30.0):
     """The resources that are held now and were not held `before`, after a short wait; None if there are none."""
     end = time.monotonic() + seconds
     while True:

@@ -118,7 +118,7 @@ class Signalled(TierMoves):
         except Interrupt:
             self.call_quietly("close", self.tier.close, 20.0)
         self.tier = None
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         may = (LOCKED,)
         while True:
             try:

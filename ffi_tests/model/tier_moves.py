@@ -180,7 +180,7 @@ class TierMoves:
         if timeout is ...:
             timeout = draw.choice((0, 0.0001, 0.01, 60.0, None))
         may = (TIMEOUT,) if timeout is not None and timeout < 60 else ()
-        if not self.call("wait", ticket, timeout, may=may, limit=20 if timeout is None else timeout).ok:
+        if not self.call("wait", ticket, timeout, may=may, limit=60 if timeout is None else timeout).ok:
             return
         if ticket in extent.reading:
             self.judge(extent, *extent.reading.pop(ticket))

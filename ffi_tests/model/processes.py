@@ -63,11 +63,11 @@ class Child:
         while True:
             message = self.read(seconds)
             if message is None:
-                self.end(5)
+                self.end(30)
                 raise Defect(f"{self.name} ended before it said {word!r}")
             self.said.append(message)
             if message.get("word") == "defect":
-                self.end(5)
+                self.end(30)
             if message.get("word") == word:
                 return message
 

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 // A child that waits for a thread that fork did not copy would wait forever.
-enum { PATIENCE_SECONDS = 20 };
+enum { PATIENCE_SECONDS = 60 };
 
 // Waits for a child, which must exit with 0.
 static inline void finish(pid_t child, const char *what) {

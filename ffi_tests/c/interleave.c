@@ -151,7 +151,7 @@ static void order_threads_and_fork(void) {
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        alarm(20);
+        alarm(60);
         REFUSED(spw_interleave_finish(update), SPW_ERR_UNSUPPORTED, "process was forked");
         REFUSED(spw_interleave_grad_ready(update, 0, 0), SPW_ERR_UNSUPPORTED, "process was forked");
         CHECK_OK(spw_interleave_close(update));

@@ -87,7 +87,7 @@ static void a_replaced_callback_has_returned(void) {
     // A forked child does not wait for a callback that a thread of the parent is running.
     const pid_t child = fork();
     if (child == 0) {
-        alarm(20);
+        alarm(60);
         _exit(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF) != SPW_OK);
     }
     finish(child, "a child");

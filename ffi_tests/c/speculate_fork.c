@@ -20,7 +20,7 @@ static spw_spec *begun(void) {
 
 static void child(spw_spec *spec, struct problem *problem) {
     // A wait for a thread that fork did not copy never ends.
-    alarm(20);
+    alarm(60);
     spw_step_stats stats = step_stats();
     REFUSED(spw_spec_submit(spec, 0, &problem->tensor, 1, NULL), SPW_ERR_UNSUPPORTED, "process was forked");
     REFUSED(spw_spec_local_result(spec, FOREVER, &stats), SPW_ERR_UNSUPPORTED, "process was forked");

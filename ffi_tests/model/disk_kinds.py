@@ -89,12 +89,12 @@ def frozen(episode):
             episode.note(f"not run: {' '.join(command[:1])}: {done.stderr.strip()}")
             return
     try:
-        moves = TierMoves(episode, bases=[base, episode.path("good")], host="here", io_timeout=2.0)
+        moves = TierMoves(episode, bases=[base, episode.path("good")], host="here", io_timeout=5.0)
         child = Child(episode, _freezes, moves, name="the owner with a frozen path")
         child.expect("committed")
         subprocess.run(["fsfreeze", "-f", base], check=True)
         try:
-            child.expect("wrote", 40)
+            child.expect("wrote", 120)
         finally:
             subprocess.run(["fsfreeze", "-u", base], check=True)
         child.end(60)
@@ -111,7 +111,7 @@ def _freezes(child, moves):
     episode.call("commit", tier.commit, 1)
     child.send(word="committed")
     time.sleep(0.5)
-    quick = 8.0
+    quick = 15.0
     tickets = []
     for n in range(6):
         extent = episode.call("define", tier.define, f"extent {n}", [SIZE], limit=quick).value

@@ -63,11 +63,11 @@ class Child:
         while True:
             message = self.read(seconds)
             if message is None:
-                self.end(5)
+                self.end(30)
                 raise Defect(f"{self.name} ended before it said {word!r}")
             self.said.append(message)
             if message.get("word") == "defect":
-                self.end(5)
+                self.end(30)
             if message.get("word") == word:
                 return message
 
@@ -171,7 +171,7 @@ def status_number(name):
     return 0
 
 
-def left_over(before, seconds=3.0):
+def left_over(before, seconds=30.0):
     """The resources that are held now and were not held `before`, after a short wait; None if there are none."""
     end = time.monotonic() + seconds
     while True:

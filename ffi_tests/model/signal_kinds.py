@@ -118,7 +118,7 @@ class Signalled(TierMoves):
         except Interrupt:
             self.call_quietly("close", self.tier.close, 20.0)
         self.tier = None
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         may = (LOCKED,)
         while True:
             try:
@@ -180,14 +180,14 @@ def signals(episode):
 
 def stopped(episode):
     """A process that was stopped for longer than the I/O timeout continues with healthy paths."""
-    moves = TierMoves(episode, io_timeout=2.0)
+    moves = TierMoves(episode, io_timeout=4.0)
     child = Child(episode, _works, moves, name="the stopped process")
     child.expect("working")
     draw = episode.random("stops")
     for _ in range(2):
         time.sleep(0.1 + 0.3 * draw.random())
         child.kill(signal.SIGSTOP)
-        time.sleep(3.0)
+        time.sleep(5.0)
         child.kill(signal.SIGCONT)
     child.end(60)
 

@@ -178,9 +178,9 @@ class TierMoves:
         tickets = list(extent.reading) + extent.finished + ([extent.writing[0]] if extent.writing else [])
         ticket = draw.choice(tickets)
         if timeout is ...:
-            timeout = draw.choice((0, 0.0001, 0.01, 5.0, None))
-        may = (TIMEOUT,) if timeout is not None and timeout < 5 else ()
-        if not self.call("wait", ticket, timeout, may=may, limit=20 if timeout is None else timeout).ok:
+            timeout = draw.choice((0, 0.0001, 0.01, 60.0, None))
+        may = (TIMEOUT,) if timeout is not None and timeout < 60 else ()
+        if not self.call("wait", ticket, timeout, may=may, limit=60 if timeout is None else timeout).ok:
             return
         if ticket in extent.reading:
             self.judge(extent, *extent.reading.pop(ticket))

@@ -49,17 +49,17 @@ done
 same_answers() { # ENVIRONMENT... WORDS: the log must hold them
   local words=${*: -1}
   set -- "${@:1:$#-1}"
-  preload env SPILLWAY_LOG=warn "$@" timeout 60 "$work/semantics" "$work/file" >"$work/answers" 2>"$work/log"
+  preload env SPILLWAY_LOG=warn "$@" timeout 120 "$work/semantics" "$work/file" >"$work/answers" 2>"$work/log"
   diff "$work/native" "$work/answers" && grep -q -- "$words" "$work/log"
 }
-timeout 60 "$work/semantics" "$work/file" >"$work/native" || { echo "libaio itself fails"; exit 1; }
+timeout 120 "$work/semantics" "$work/file" >"$work/native" || { echo "libaio itself fails"; exit 1; }
 check "table of answers" same_answers "write of 4096 bytes at offset 8192 to $work/file failed: File too large"
 check "table of answers, forwarded" same_answers SPILLWAY_PRELOAD_FORWARD=1 "forwarding to libaio.so.1: SPILLWAY_PRELOAD_FORWARD=1"
 no_memory() { # An unprivileged user without locked memory: io_uring_setup gives ENOMEM.
   local open="$work/open"
   mkdir -m 777 "$open" && chmod 755 "$work" && cp "$library" "$work/semantics" "$open"
   (ulimit -l 0 && SPILLWAY_LOG=warn setpriv --reuid=65534 --regid=65534 --clear-groups env \
-    LD_PRELOAD="$open/libspillway_preload.so" timeout 60 "$open/semantics" "$open/file" >"$work/answers" 2>"$work/log")
+    LD_PRELOAD="$open/libspillway_preload.so" timeout 120 "$open/semantics" "$open/file" >"$work/answers" 2>"$work/log")
   diff "$work/native" "$work/answers" && grep -q "forwarding to libaio.so.1: io_uring_setup" "$work/log"
 }
 if [ "$(id -u)" = 0 ] && command -v setpriv >/dev/null; then
@@ -67,9 +67,9 @@ if [ "$(id -u)" = 0 ] && command -v setpriv >/dev/null; then
 else
   ignore "io_uring refused: needs root and setpriv"
 fi
-silent() { preload timeout 60 "$work/semantics" "$work/file" 2>&1 >/dev/null | { ! grep -q .; }; }
+silent() { preload timeout 120 "$work/semantics" "$work/file" 2>&1 >/dev/null | { ! grep -q .; }; }
 check "silence by default" silent
-runs_on() { preload env SPILLWAY_PRELOAD_ASYNC=1 timeout 60 "$work/semantics" "$work/file" | diff <(grep -v ^order "$work/native") <(grep -v ^order -); }
+runs_on() { preload env SPILLWAY_PRELOAD_ASYNC=1 timeout 120 "$work/semantics" "$work/file" | diff <(grep -v ^order "$work/native") <(grep -v ^order -); }
 check "table of answers, buffered transfers run on" runs_on
 
 # Runs libaio's own test programs: the results under the preload must equal those under libaio.

@@ -48,7 +48,7 @@ def test_a_store_that_stops_responding(calls):
         server = object_store.Server(tempfile.mkdtemp())
         try:
             os.environ["AWS_ENDPOINT_URL"], path = server.endpoint, f"s3://{{server.bucket('bucket')}}/x"
-            params, optimizer = made(path, io_timeout=1)
+            params, optimizer = made(path, io_timeout=4)
             optimizer.step()
             optimizer.commit()
             os.kill(server.process.pid, signal.SIGSTOP)

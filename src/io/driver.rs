@@ -194,7 +194,7 @@ impl Driver {
             // The device is not stalled: other processes use it.
             self.shared.progress.fetch_add(1, Ordering::Relaxed);
         }
-        let (mut state, deadline, expired) = self.shared.expire(self.shared.state.lock());
+        let (mut state, deadline, expired) = self.shared.expire(self.shared.state.lock(), Instant::now());
         state.busy.hold(waits);
         let waiting = need_wakeup && !state.inbox.is_empty();
         let retry = self.retries.iter().map(|(due, _)| *due).min();

@@ -417,7 +417,7 @@ impl Engine {
         let until = timeout.and_then(|time| Instant::now().checked_add(time));
         let mut state = self.shared.state.lock();
         loop {
-            let (locked, next_deadline, expired) = self.shared.expire(state);
+            let (locked, next_deadline, expired) = self.shared.expire(state, Instant::now());
             state = locked;
             if expired {
                 self.shared.wake();

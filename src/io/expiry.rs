@@ -24,13 +24,13 @@ use crate::sys::sync::Guard;
 const CHECK_EVERY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(2));
 
 impl Shared {
-    /// Expires and logs operations past their deadline, or in flight without progress for too long. Returns the time of
-    /// the next check, and whether anything expired.
+    /// Expires and logs operations past their deadline, or in flight without progress for too long. `now` is the time at
+    /// which the caller has the lock. Returns the time of the next check, and whether anything expired.
     pub(super) fn expire<'a>(
         &'a self,
         mut state: Guard<'a, EngineState>,
+        now: Instant,
     ) -> (Guard<'a, EngineState>, Option<Instant>, bool) {
-        let now = Instant::now();
         let every = self
             .io_timeout
             .map_or(CHECK_EVERY.1, |io_timeout| (io_timeout / 8).clamp(CHECK_EVERY.0, CHECK_EVERY.1));

@@ -412,7 +412,7 @@ mod tests {
 
     #[test]
     fn what_a_server_repeats_of_a_signed_request_is_in_no_message() {
-        let client = client(parrot(), Duration::from_secs(5));
+        let client = client(parrot(), Duration::from_secs(60));
         let message = [
             client.put("a/b", b"bytes").unwrap_err().message,
             client.get("a/b", 0, 5, &mut |_, _| ()).unwrap_err().message,

@@ -118,7 +118,7 @@ def test_a_child_leaves_its_parents_tier_alone(inside):
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
-        signal.alarm(30)
+        signal.alarm(60)
         try:
             for call in (tier.paths, tier.destroy, lambda: tier.commit(1), tier.rollback):
                 try:

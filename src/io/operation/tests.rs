@@ -33,9 +33,9 @@ fn a_device_is_free_again_although_the_outcome_was_taken_while_files_were_being_
     let shared = Shared::new(None);
     let now = Instant::now();
     let handle = shared.state.lock().admit(|handle| under_way(handle, now, Some(now))).0;
-    drop(shared.expire(shared.state.lock()));
+    drop(shared.expire(shared.state.lock(), now));
     shared.turns.fetch_add(2, Ordering::Release);
-    drop(shared.expire(shared.state.lock()));
+    drop(shared.expire(shared.state.lock(), now));
     assert_eq!(shared.state.lock().stuck.get(&7), Some(&1));
     // As in `Shared::finish` before it closes files; a waiter takes the outcome meanwhile.
     let op = shared.state.lock().entry(handle).unwrap().op.take().unwrap();
@@ -54,19 +54,19 @@ fn time_in_which_the_process_did_not_run_is_no_stall() {
     let handle = shared.state.lock().admit(|handle| under_way(handle, long_ago, Some(long_ago))).0;
     // The check planned for `long_ago` happens now.
     shared.state.lock().watchdog = Watchdog::planned_for(long_ago);
-    let (state, next, expired) = shared.expire(shared.state.lock());
+    let (state, next, expired) = shared.expire(shared.state.lock(), now);
     drop(state);
     assert!(!expired && next.is_some_and(|next| next > now && next < now + io_timeout));
     assert!(shared.state.lock().stuck.is_empty());
-    std::thread::sleep(Duration::from_millis(60));
+    let later = now + Duration::from_millis(60);
     // The driver has not waited again yet.
     shared.turns.fetch_add(1, Ordering::Release);
-    let (state, _, expired) = shared.expire(shared.state.lock());
+    let (state, _, expired) = shared.expire(shared.state.lock(), later);
     drop(state);
     assert!(!expired);
     // The driver has waited again and found nothing.
     shared.turns.fetch_add(1, Ordering::Release);
-    let (state, _, expired) = shared.expire(shared.state.lock());
+    let (state, _, expired) = shared.expire(shared.state.lock(), later);
     drop(state);
     assert!(expired && matches!(shared.state.lock().take(handle), Ok(Some(Err(_)))));
 }
@@ -74,27 +74,29 @@ fn time_in_which_the_process_did_not_run_is_no_stall() {
 #[test]
 fn a_stop_before_the_first_check_is_no_stall() {
     let shared = Shared::new(Some(Duration::from_secs(1)));
-    let long_ago = Instant::now() - Duration::from_secs(10);
+    let now = Instant::now();
+    let long_ago = now - Duration::from_secs(10);
     shared.state.lock().admit(|handle| under_way(handle, long_ago, None));
-    let (state, next, expired) = shared.expire(shared.state.lock());
+    let (state, next, expired) = shared.expire(shared.state.lock(), now);
     assert!(!expired && state.deadlines.is_empty() && next.is_some());
 }
 
 #[test]
 fn a_completion_ends_a_stall_of_the_operations_beside_it() {
     let shared = Shared::new(Some(Duration::from_secs(1)));
-    let long_ago = Instant::now() - Duration::from_secs(10);
-    let given = Instant::now() + Duration::from_secs(60);
+    let now = Instant::now();
+    let long_ago = now - Duration::from_secs(10);
+    let given = now + Duration::from_secs(60);
     let stalls = shared.state.lock().admit(|handle| under_way(handle, long_ago, None)).0;
     shared.state.lock().admit(|handle| under_way(handle, long_ago, Some(given)));
     // The check planned for now happens in time.
-    shared.state.lock().watchdog = Watchdog::planned_for(Instant::now());
-    let (state, _, expired) = shared.expire(shared.state.lock());
+    shared.state.lock().watchdog = Watchdog::planned_for(now);
+    let (state, _, expired) = shared.expire(shared.state.lock(), now);
     assert!(!expired && state.deadlines.iter().any(|(_, handle)| *handle == stalls));
     drop(state);
     shared.progress.fetch_add(1, Ordering::Release);
     shared.turns.fetch_add(2, Ordering::Release);
-    let (state, _, expired) = shared.expire(shared.state.lock());
+    let (state, _, expired) = shared.expire(shared.state.lock(), now);
     let left: Vec<_> = state.deadlines.iter().map(|(deadline, _)| *deadline).collect();
     assert!(!expired && left == [given], "{left:?}");
 }

@@ -31,9 +31,12 @@ fn other(dir: &Path, most: u32) -> Vec<TurnRequest> {
 }
 
 fn engine(most: u32, timeout: Duration) -> Engine {
+    engine_with(most, timeout, LONG)
+}
+
+fn engine_with(most: u32, timeout: Duration, io_timeout: Duration) -> Engine {
     let turns = TurnOptions { most, timeout };
-    Engine::open(Options { io_timeout: Some(Duration::from_millis(200)), turns, ..Options::default() })
-        .unwrap()
+    Engine::open(Options { io_timeout: Some(io_timeout), turns, ..Options::default() }).unwrap()
 }
 
 fn memory(bytes: usize) -> Buffer {
@@ -63,8 +66,9 @@ fn is_held(engine: &Engine, handle: u64) -> bool {
 #[test]
 fn a_large_operation_waits_for_the_turn_and_the_device_counts_as_idle() {
     let _alone = alone();
-    let dir = tempfile::tempdir().unwrap();
-    let (mut others, engines) = (other(dir.path(), 2), [engine(2, LONG), engine(2, LONG)]);
+    // In memory: writes to a busy disk take longer than the I/O timeout.
+    let (dir, io_timeout) = (tempfile::tempdir_in("/dev/shm").unwrap(), Duration::from_secs(1));
+    let (mut others, engines) = (other(dir.path(), 2), [0, 1].map(|_| engine_with(2, LONG, io_timeout)));
     take(&mut others);
     let buffers = [memory(LARGE), memory(LARGE)];
     let small = memory(FREE_BYTES as usize);
@@ -74,8 +78,7 @@ fn a_large_operation_waits_for_the_turn_and_the_device_counts_as_idle() {
     let large = [start_on(0), start_on(1)];
     let free = start(&engines[0], &dir.path().join("small"), &small, None);
     engines[0].wait(free, None).unwrap();
-    // The I/O timeout of the engine is shorter.
-    std::thread::sleep(Duration::from_millis(600));
+    std::thread::sleep(io_timeout + Duration::from_millis(500));
     assert!(is_held(&engines[0], large[0]) && is_held(&engines[1], large[1]));
     let busy = || engines[0].traffic().unwrap().busy;
     let before = busy();

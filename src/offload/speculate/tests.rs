@@ -180,7 +180,7 @@ impl Stage {
     }
 }
 
-const SOON: Option<Duration> = Some(Duration::from_secs(20));
+const SOON: Option<Duration> = Some(Duration::from_secs(60));
 
 #[test]
 fn a_bucket_that_panics_fails_alone_and_the_next_round_works() {

@@ -475,7 +475,7 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
         let disks = [Disk::default(), Disk::default()];
         let faults = [Faults::default(), Faults { hang_nth, ..Faults::default() }];
         let mut tier = on_disks(&disks, faults);
-        tier.io.io_timeout = Some(Duration::from_millis(300));
+        tier.io.io_timeout = hang_nth.and_then(|_| short_io_timeout());
         let tier = Arc::new(Tier::open(tier).unwrap());
         let mut swap = Swap::open(tier, &options_of(usual, buffers)).unwrap();
         swap.fill(first_state).unwrap();

@@ -73,7 +73,7 @@ fn a_commit_waits_for_a_write_that_is_just_beginning() {
         thread::sleep(Duration::from_millis(50));
         let fails = checksums.is_some();
         let ticket = tier.start_write(begun, &memory.buffers(), &ExtentPlacement::Auto, checksums);
-        let outcome = told.recv_timeout(Duration::from_secs(20)).expect("the commit sleeps for ever");
+        let outcome = told.recv_timeout(PATIENCE.unwrap()).expect("the commit sleeps for ever");
         assert_eq!((ticket.is_err(), outcome.is_err()), (fails, fails));
     }
 }

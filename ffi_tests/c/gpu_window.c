@@ -15,7 +15,7 @@ static spw_window *window;
 static void inherits(void) {
     uint64_t address = 0;
     spw_window_stats stats = SPW_WINDOW_STATS_INIT;
-    REFUSED(spw_window_use(window, 0, 0, FOREVER, &address), SPW_ERR_UNSUPPORTED, "the window was opened by process");
+    REFUSED(spw_window_use(window, 0, 0, -1, &address), SPW_ERR_UNSUPPORTED, "the window was opened by process");
     REFUSED(spw_window_release(window, 0, 0), SPW_ERR_UNSUPPORTED, "");
     REFUSED(spw_window_changed(window, 0), SPW_ERR_UNSUPPORTED, "");
     REFUSED(spw_window_begin(window), SPW_ERR_UNSUPPORTED, "");
@@ -54,7 +54,7 @@ int main(void) {
             const uint32_t unit = (uint32_t)(i < UNITS ? i : 2 * UNITS - 1 - i);
             void *stream = streams[i / 3 % 2];
             uint64_t address = 0;
-            CHECK_OK(spw_window_use(window, unit, (uintptr_t)stream, FOREVER, &address));
+            CHECK_OK(spw_window_use(window, unit, (uintptr_t)stream, -1, &address));
             FAKE("cuMemcpyDtoHAsync_v2", seen + i * BYTES, address, (size_t)BYTES, stream);
             CHECK_OK(spw_window_release(window, unit, (uintptr_t)stream));
         }

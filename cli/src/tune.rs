@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use spillway::error::{Error, Result};
+use spillway::error::{Doing, Error, IoError, Result};
 use spillway::io::options::BackendChoice;
 use spillway::io::profile::{self, Notes, Profile, Settings};
 use spillway::sys::file::{FileSystem, file_system};
@@ -72,8 +72,8 @@ impl Candidate {
 pub fn run(options: &Options) -> Result<()> {
     let start = Instant::now();
     let end = start + Duration::from_secs(options.seconds);
-    let directory =
-        std::fs::File::open(&options.dir).map_err(|error| Error::system("opening --dir", &error))?;
+    let directory = std::fs::File::open(&options.dir)
+        .map_err(|error| IoError::of(&error, Doing::Opening, options.dir.to_string_lossy()))?;
     let system = file_system(&directory)
         .map_err(|error| Error::system("reading the file system type of --dir", &error))?;
     // The number of rounds follows from the speed of the disk; the time limit is known.

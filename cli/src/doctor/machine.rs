@@ -118,6 +118,9 @@ fn memory() -> [Finding; 2] {
     };
     let limit = lock_limit().map_or("unlimited".to_string(), |bytes| format!("{} KiB", bytes >> 10));
     let pinned = match region.locked() {
+        true if lock_limit().is_some_and(|bytes| bytes < POOL_BYTES as u64) => {
+            Finding::ok("pinned memory", format!("{} MiB locked: no limit for this user", POOL_BYTES >> 20))
+        }
         true => Finding::ok("pinned memory", format!("{} MiB locked; the limit is {limit}", POOL_BYTES >> 20)),
         false => Finding::new("pinned memory", Verdict::Worse, format!("not locked; the limit is {limit}"))
             .fix("raise the limit: ulimit -l unlimited, memlock in limits.conf, --ulimit memlock=-1 in a container"),

@@ -20,6 +20,8 @@ os.environ.setdefault(
 )
 os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).parent)]
+# interrupts.py
+sys.path.append(str(ROOT / "packaging" / "python" / "tests"))
 
 from starters import *  # noqa: F403
 

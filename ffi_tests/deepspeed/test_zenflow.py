@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing
 import zenflow_worker
 from compiled_ops import vector_width
+from interrupts import keyboard_interrupts
 
 HERE = pathlib.Path(__file__).parent
 PAIRS = [
@@ -397,10 +398,8 @@ def test_steps_run_on_the_cores_of_the_worker_with_a_thread_for_each(op, monkeyp
 
 @pytest.fixture
 def interrupts():
-    """SIGINT raises KeyboardInterrupt: a shell starts its background jobs with the signal ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    with keyboard_interrupts():
+        yield
 
 
 def test_a_signal_interrupts_a_wait(op, interrupts):

@@ -1,5 +1,6 @@
-"""A signal whose handler raises at a random moment, for the tests of interrupted calls."""
+"""Signals whose handlers raise, for the tests of interrupted calls."""
 
+import contextlib
 import os
 import random
 import signal
@@ -17,6 +18,17 @@ class OwnInterrupt(spillway.OutOfOrderError):
 
     def __init__(self):
         super().__init__("of a signal handler")
+
+
+@contextlib.contextmanager
+def keyboard_interrupts():
+    """SIGINT raises KeyboardInterrupt here and in the processes that start meanwhile. Background jobs of a shell ignore the signal, and so
+    do the processes that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Ticking:

@@ -13,6 +13,7 @@ from multiprocessing import connection, resource_tracker
 
 import pipeline_light
 import pytest
+from interrupts import keyboard_interrupts
 
 import spillway
 from spillway import pipeline
@@ -271,10 +272,8 @@ def started(backend, transport="pipes"):
 
 @pytest.fixture
 def interrupts():
-    """SIGINT raises KeyboardInterrupt: a shell starts its background jobs with the signal ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    with keyboard_interrupts():
+        yield
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

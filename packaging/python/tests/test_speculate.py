@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import spillway
+from spillway import _native_handle
 
 torch = pytest.importorskip("torch")
 
@@ -105,14 +106,15 @@ def test_an_abort_after_a_failed_bucket_is_no_error_and_frees_the_memory(monkeyp
     speculation = spillway.Speculation(1)
     speculation.begin(spillway.Adam())
     speculation.submit(0, [tensors])
-    wait = speculation._wait_by
+    record = _native_handle.record
 
-    def failed(timeout, function, *arguments, **further):
-        wait(timeout, function, *arguments, **further)
-        raise spillway.SpillwayError("bucket 0 failed")
+    def failed(outcome, function, *arguments):
+        record(outcome, function, *arguments)
+        if function == "spw_spec_finish":
+            outcome[:] = [spillway.InvalidArgumentError.status]
 
     with monkeypatch.context() as patch:
-        patch.setattr(speculation, "_wait_by", failed)
+        patch.setattr(_native_handle, "record", failed)
         speculation.abort()
     assert not speculation._held.begun()
     speculation.begin(spillway.Adam())

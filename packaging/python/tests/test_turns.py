@@ -13,6 +13,7 @@ import time
 
 import numpy
 import pytest
+from interrupts import keyboard_interrupts
 
 import spillway
 
@@ -180,7 +181,8 @@ def _state(pid):
 @pytest.fixture
 def machine(tmp_path, child_environment):
     made = Machine(tmp_path, child_environment)
-    yield made
+    with keyboard_interrupts():
+        yield made
     made.end()
 
 

@@ -613,7 +613,8 @@ enum spw_status spw_tier_export(const struct spw_tier *tier,
 // of the tier, if it has one. An existing extent of the same name must have the same streams; extents that are not in the
 // export keep what they hold, and uncommitted puts to them are committed too. A file that is no safetensors file is
 // SPW_ERR_FORMAT, a truncated one too; an export with a damaged manifest or other sizes is SPW_ERR_CORRUPT, a directory
-// in which a file is missing SPW_ERR_NOT_FOUND, and nothing changes. After any other error the tier is at its last commit. `step_out` (may be NULL) receives the step.
+// in which a file is missing SPW_ERR_NOT_FOUND, and nothing changes. After any other error the tier is at its last
+// commit. `step_out` (may be NULL) receives the step.
 //
 // `names` has one pattern per line, as in `spw_tier_export_options`: only extents whose name matches one are imported,
 // and committed at the step of the tier. NULL: all.

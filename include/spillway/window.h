@@ -136,7 +136,8 @@ typedef struct spw_window spw_window;
 // Creates a window of `count` units, and allocates its device memory, once.
 //
 // - SPW_ERR_GPU_OUT_OF_MEMORY: the device has not enough memory. Open the window with fewer slots.
-// - SPW_ERR_INVALID_ARGUMENT: for a GPU, `host` is not pinned, or reaches past its allocation; or `bytes` is not the length of the stream.
+// - SPW_ERR_INVALID_ARGUMENT: for a GPU, `host` is not pinned, or reaches past its allocation; or `bytes` is not the
+//   length of the stream.
 enum spw_status spw_window_open(const struct spw_window_options *options,
                                 const struct spw_window_unit *units,
                                 uint64_t count,

@@ -125,7 +125,8 @@ handle!(spw_window, "window", opener, "the window");
 /// Creates a window of `count` units, and allocates its device memory, once.
 ///
 /// - SPW_ERR_GPU_OUT_OF_MEMORY: the device has not enough memory. Open the window with fewer slots.
-/// - SPW_ERR_INVALID_ARGUMENT: for a GPU, `host` is not pinned, or reaches past its allocation; or `bytes` is not the length of the stream.
+/// - SPW_ERR_INVALID_ARGUMENT: for a GPU, `host` is not pinned, or reaches past its allocation; or `bytes` is not the
+///   length of the stream.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `units` to `count` structs, `window_out` to a pointer. The host

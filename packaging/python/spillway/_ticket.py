@@ -15,7 +15,7 @@ ELSEWHERE = 1
 
 class Ticket:
     """A put or a get, and the statuses of its waits, each in a list of its own. `own`: its Tier began it. `lost`: the call that began it
-    has raised, so nobody else waits for it."""
+    has raised, so its caller has no ticket to wait for."""
 
     __slots__ = ("number", "put", "own", "waits", "generation", "lost")
 

@@ -128,7 +128,7 @@ fn a_unit_whose_extent_was_removed_is_not_that_of_another_extent() {
     let window = on_host(&[on_tier(extent)], 1, Some(Arc::clone(&tier)));
     window.enter(0, None, None).unwrap();
     window.leave(0, None).unwrap();
-    // A removal that is taken back changes nothing.
+    // The extent is defined again before the removal is committed: it stays the same extent.
     tier.remove(extent).unwrap();
     assert_eq!(put(&tier, 0, 1), extent);
     window.changed(0).unwrap();
@@ -146,22 +146,31 @@ fn a_unit_whose_extent_was_removed_is_not_that_of_another_extent() {
     assert_eq!(window.enter(0, None, None).unwrap_err().to_string(), removed);
 }
 
-/// What the system writes after the deadline reaches no later unit.
-#[test]
-fn a_read_past_its_deadline_is_the_error_of_its_unit_and_its_staging_memory_is_not_used_again() {
+/// A disk with a tier that has committed this number of units.
+fn stored(count: usize) -> (Disk, Vec<Unit>) {
     let disk = Disk::default();
-    let at = |faults| open(PathLocation::Simulated(disk.clone(), faults), short_io_timeout());
-    let tier = at(Faults::default());
-    let extents: Vec<u32> = (0..3).map(|number| put(&tier, number, 0)).collect();
+    let tier = open(PathLocation::Simulated(disk.clone(), Faults::default()), None);
+    let units = (0..count).map(|number| on_tier(put(&tier, number, 0))).collect();
     tier.commit(1, b"").unwrap();
-    drop(tier);
+    (disk, units)
+}
+
+/// Opens the tier of the disk. Request number `nth` after the open hangs.
+fn with_read_that_hangs(disk: &Disk, nth: u64, io_timeout: Option<Duration>) -> Arc<Tier> {
+    let at = |faults| open(PathLocation::Simulated(disk.clone(), faults), io_timeout);
     let before = disk.requests();
     drop(at(Faults::default()));
     let opened = disk.requests() - before;
+    at(Faults { hang_nth: Some(disk.requests() + opened + nth), ..Faults::default() })
+}
+
+/// What the system writes after the deadline reaches no later unit.
+#[test]
+fn a_read_past_its_deadline_is_the_error_of_its_unit_and_its_staging_memory_is_not_used_again() {
+    let (disk, units) = stored(3);
     let mut late = 0;
     for nth in 0..4 {
-        let tier = at(Faults { hang_nth: Some(disk.requests() + opened + nth), ..Faults::default() });
-        let units: Vec<Unit> = extents.iter().map(|extent| on_tier(*extent)).collect();
+        let tier = with_read_that_hangs(&disk, nth, short_io_timeout());
         let window = on_host(&units, 2, Some(tier));
         for round in 0..2 {
             for number in 0..3 {
@@ -188,17 +197,8 @@ fn a_read_past_its_deadline_is_the_error_of_its_unit_and_its_staging_memory_is_n
 
 #[test]
 fn a_use_that_times_out_leaves_none_and_a_later_one_has_its_read() {
-    let disk = Disk::default();
-    let at = |faults| open(PathLocation::Simulated(disk.clone(), faults), None);
-    let tier = at(Faults::default());
-    let extents: Vec<u32> = (0..2).map(|number| put(&tier, number, 0)).collect();
-    tier.commit(1, b"").unwrap();
-    drop(tier);
-    let before = disk.requests();
-    drop(at(Faults::default()));
-    let opened = disk.requests() - before;
-    let tier = at(Faults { hang_nth: Some(disk.requests() + opened), ..Faults::default() });
-    let units: Vec<Unit> = extents.iter().map(|extent| on_tier(*extent)).collect();
+    let (disk, units) = stored(2);
+    let tier = with_read_that_hangs(&disk, 0, None);
     let window = on_host(&units, 1, Some(tier));
     for wait in [0, 1, 20] {
         let timed_out = window.enter(0, None, Some(Duration::from_millis(wait)));

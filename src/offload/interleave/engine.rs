@@ -91,9 +91,8 @@ impl InterleavedUpdate {
     /// Changes the plan: only after a step and before the first gradient of the next step.
     pub fn set_plan(&self, plan: Plan) -> Result<()> {
         let mut machine = self.machine();
-        if plan.count() == machine.shape().count() {
-            self.inner.backend.accepts(&plan)?;
-        }
+        machine.may_set_plan(&plan)?;
+        self.inner.backend.accepts(&plan)?;
         machine.set_plan(plan, &mut |command| self.inner.backend.play(command, None))
     }
 
@@ -119,6 +118,8 @@ impl InterleavedUpdate {
                 format!("there are {}, but 1 or {count} are needed", rules.len()),
             ));
         }
+        // The backend replaces the coefficients, which a step in flight still reads.
+        machine.may_begin()?;
         self.inner.backend.begin(rules.into())?;
         self.collect().ran.clear();
         machine.begin(&mut |command| self.inner.backend.play(command, stream))?;

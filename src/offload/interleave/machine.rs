@@ -7,7 +7,8 @@
 //! 4. The CPU's part and the GPU's part, each one subgroup at a time. Parameters are published as they become ready.
 //!
 //! Flushes may still be in flight when the gradients of the next iteration arrive. A call out of order returns an error
-//! and changes nothing.
+//! and changes nothing. The same holds for a call whose record on the framework's stream is refused: this record comes
+//! before every change.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, VecDeque};
@@ -75,22 +76,25 @@ impl Machine {
         }
     }
 
+    /// Returns Ok if [`Machine::set_plan`] would accept this plan now, and its error otherwise.
+    pub fn may_set_plan(&self, plan: &Plan) -> Result<()> {
+        match &self.phase {
+            Phase::Failed { error, .. } => Err(error.clone()),
+            Phase::Gathering(_) | Phase::Stepping { .. } => Err(Error::Busy(
+                "the plan cannot change between the first gradient and the end of the step".into(),
+            )),
+            Phase::Idle if plan.count() != self.shape.count() => {
+                let reason = format!("has {} subgroups, but there are {}", plan.count(), self.shape.count());
+                Err(Error::invalid("plan", reason))
+            }
+            Phase::Idle => Ok(()),
+        }
+    }
+
     /// Changes the plan of the next step, and moves the states of new and former residents. Errors: a gradient of the
     /// next step was announced, or a step is in flight (`Busy`).
     pub fn set_plan(&mut self, plan: Plan, emit: &mut impl Sink<Error>) -> Result<()> {
-        match &self.phase {
-            Phase::Idle => {}
-            Phase::Failed { error, .. } => return Err(error.clone()),
-            _ => {
-                return Err(Error::Busy(
-                    "the plan cannot change between the first gradient and the end of the step".into(),
-                ));
-            }
-        }
-        if plan.count() != self.shape.count() {
-            let reason = format!("has {} subgroups, but there are {}", plan.count(), self.shape.count());
-            return Err(Error::invalid("plan", reason));
-        }
+        self.may_set_plan(&plan)?;
         let emitted = schedule::change_residents(&self.shape, &self.plan, &plan, emit);
         self.plan = plan;
         self.keep(emitted)
@@ -98,40 +102,55 @@ impl Machine {
 
     /// The framework has enqueued the gradient of a subgroup.
     pub fn gradient(&mut self, subgroup: usize, emit: &mut impl Sink<Error>) -> Result<()> {
-        let announced = self.announced(subgroup)?;
-        if announced.grad {
+        if self.announced(subgroup)?.grad {
             return Err(Error::invalid(
                 "subgroup",
                 format!("the gradient of subgroup {subgroup} was announced already"),
             ));
         }
-        announced.grad = true;
-        let emitted = emit(Command::Record(Lane::Model, LaneEvent::Grad(subgroup)))
-            .and_then(|()| schedule::gradient_out(&self.shape, &self.plan, subgroup, emit));
+        emit(Command::Record(Lane::Model, LaneEvent::Grad(subgroup)))?;
+        self.announce(subgroup, |announced| announced.grad = true);
+        let emitted = schedule::gradient_out(&self.shape, &self.plan, subgroup, emit);
         self.keep(emitted)
     }
 
     /// The framework no longer reads the 16-bit parameters of a subgroup. [`Machine::begin`] implies this call for the
     /// remaining subgroups.
     pub fn params_free(&mut self, subgroup: usize, emit: &mut impl Sink<Error>) -> Result<()> {
-        let announced = self.announced(subgroup)?;
-        if announced.free {
+        if self.announced(subgroup)?.free {
             return Err(Error::invalid(
                 "subgroup",
                 format!("the parameters of subgroup {subgroup} were released already"),
             ));
         }
-        announced.free = true;
-        let emitted = emit(Command::Record(Lane::Model, LaneEvent::ParamFree(subgroup)));
-        self.keep(emitted)
+        emit(Command::Record(Lane::Model, LaneEvent::ParamFree(subgroup)))?;
+        self.announce(subgroup, |announced| announced.free = true);
+        Ok(())
+    }
+
+    /// Returns Ok if [`Machine::begin`] would begin a step now, and its error otherwise.
+    pub fn may_begin(&self) -> Result<()> {
+        self.gathered().map(drop)
     }
 
     /// Begins a step: `next_cpu` and `next_gpu` then return its parts. Errors: a gradient is missing; the last step is
     /// in flight (`Busy`).
     pub fn begin(&mut self, emit: &mut impl Sink<Error>) -> Result<()> {
+        let announced = self.gathered()?;
+        let mut late = (0..announced.len()).filter(|subgroup| !announced[*subgroup].free);
+        late.try_for_each(|subgroup| emit(Command::Record(Lane::Model, LaneEvent::ParamFree(subgroup))))?;
+        let waiting: VecDeque<_> = self.plan.on(Placement::Cpu).enumerate().collect();
+        let pieces = pieces::pieces(&self.shape, &self.plan).into();
+        let left: BTreeSet<usize> = (0..self.shape.count()).collect();
+        self.phase = if left.is_empty() { Phase::Idle } else { Phase::Stepping { waiting, pieces, left } };
+        Ok(())
+    }
+
+    /// What was announced of each subgroup, once every gradient was.
+    fn gathered(&self) -> Result<&[Announced]> {
         let announced = match &self.phase {
             Phase::Gathering(announced) => announced,
-            Phase::Idle if self.shape.count() == 0 => &Vec::new(),
+            Phase::Idle if self.shape.count() == 0 => return Ok(&[]),
             Phase::Failed { error, .. } => return Err(error.clone()),
             Phase::Stepping { .. } => return Err(Error::Busy("the previous step is still in flight".into())),
             Phase::Idle => {
@@ -141,18 +160,13 @@ impl Machine {
                 ));
             }
         };
-        if let Some(missing) = announced.iter().position(|announced| !announced.grad) {
-            let reason = format!("the gradient of subgroup {missing} was not announced");
-            return Err(Error::invalid("subgroups", reason));
+        match announced.iter().position(|announced| !announced.grad) {
+            None => Ok(announced),
+            Some(missing) => {
+                let reason = format!("the gradient of subgroup {missing} was not announced");
+                Err(Error::invalid("subgroups", reason))
+            }
         }
-        let mut late = (0..announced.len()).filter(|subgroup| !announced[*subgroup].free);
-        let emitted =
-            late.try_for_each(|subgroup| emit(Command::Record(Lane::Model, LaneEvent::ParamFree(subgroup))));
-        let waiting: VecDeque<_> = self.plan.on(Placement::Cpu).enumerate().collect();
-        let pieces = pieces::pieces(&self.shape, &self.plan).into();
-        let left: BTreeSet<usize> = (0..self.shape.count()).collect();
-        self.phase = if left.is_empty() { Phase::Idle } else { Phase::Stepping { waiting, pieces, left } };
-        self.keep(emitted)
     }
 
     /// The next subgroup of the CPU's part, with its index within that part. The caller plays [`schedule::cpu_part`]
@@ -208,14 +222,24 @@ impl Machine {
         }
     }
 
-    fn announced(&mut self, subgroup: usize) -> Result<&mut Announced> {
+    /// What was announced of a subgroup since the last step.
+    fn announced(&self, subgroup: usize) -> Result<Announced> {
         self.check(subgroup)?;
+        match &self.phase {
+            Phase::Idle => Ok(Announced::default()),
+            Phase::Gathering(announced) => Ok(announced[subgroup]),
+            Phase::Stepping { .. } | Phase::Failed { .. } => {
+                Err(Error::Busy("the previous step is still in flight".into()))
+            }
+        }
+    }
+
+    fn announce(&mut self, subgroup: usize, change: impl FnOnce(&mut Announced)) {
         if let Phase::Idle = self.phase {
             self.phase = Phase::Gathering(vec![Announced::default(); self.shape.count()]);
         }
-        match &mut self.phase {
-            Phase::Gathering(announced) => Ok(&mut announced[subgroup]),
-            _ => Err(Error::Busy("the previous step is still in flight".into())),
+        if let Phase::Gathering(announced) = &mut self.phase {
+            change(&mut announced[subgroup]);
         }
     }
 

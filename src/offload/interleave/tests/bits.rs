@@ -1,7 +1,9 @@
 //! The interleaved update on threads is bitwise equal to the all-CPU update, whatever the plans.
 #![forbid(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 
 use super::super::Backend;
 use super::super::Model as Stream;
@@ -15,7 +17,7 @@ use crate::optim::adam::AdamOptions;
 use crate::optim::parallel::Job;
 use crate::sys::shared_slice::SharedSlice;
 use spillway_planner::interleave::placements::{Placement, Plan};
-use spillway_planner::interleave::schedule::{Command, LaneEvent, Work};
+use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, Work};
 use spillway_planner::interleave::{GpuGrads, Rates, Shape, TransferDtype};
 
 const SIZES: [u64; 9] = [1000, 1000, 1, 777, 0, 1000, 333, 1000, 64];
@@ -240,6 +242,98 @@ impl Backend for Breaking {
     fn timings(&self) -> Vec<super::super::Timing> {
         self.0.timings()
     }
+}
+
+/// A device whose step of one subgroup on the CPU waits for a word, and that can refuse the framework's stream.
+struct Stubborn {
+    host: Host,
+    goes_on: Mutex<Receiver<()>>,
+    refuses: Arc<AtomicBool>,
+}
+
+impl Stubborn {
+    fn new(shape: &Shape, model: &Model) -> (Stubborn, Sender<()>, Arc<AtomicBool>) {
+        let ((word, goes_on), refuses) = (channel(), Arc::<AtomicBool>::default());
+        let host = Host::new(shape, model.lend()).unwrap();
+        (Stubborn { host, goes_on: Mutex::new(goes_on), refuses: Arc::clone(&refuses) }, word, refuses)
+    }
+}
+
+impl Backend for Stubborn {
+    fn play(&self, command: Command, stream: Stream) -> Result<()> {
+        match command {
+            Command::Run(_, Work::CpuStep { subgroup: 2, .. }) => self.goes_on.lock().unwrap().recv().unwrap(),
+            Command::Record(Lane::Model, _) if self.refuses.load(Ordering::Relaxed) => {
+                return Err(Error::invalid("stream", "is being captured"));
+            }
+            _ => {}
+        }
+        self.host.play(command, stream)
+    }
+
+    fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
+        self.host.begin(rules)
+    }
+
+    fn reached(&self, event: LaneEvent) -> Result<bool> {
+        self.host.reached(event)
+    }
+
+    fn timings(&self) -> Vec<super::super::Timing> {
+        self.host.timings()
+    }
+}
+
+/// A second begin is refused while the first step runs, and the rest of that step has its own coefficients.
+#[test]
+fn a_refused_begin_leaves_the_coefficients_of_the_step_in_flight() {
+    let shape = shape(TransferDtype::Native, GpuGrads::Kept, 2);
+    let (plain, model) = (Model::new(Dtype::Bf16, Dtype::Bf16), Model::new(Dtype::Bf16, Dtype::Bf16));
+    let (backend, word, _) = Stubborn::new(&shape, &model);
+    let engine = InterleavedUpdate::new(shape, Box::new(backend)).unwrap();
+    plain.gradients(1);
+    model.gradients(1);
+    plain.step(&rules(SIZES.len(), 1));
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+    engine.begin(rules(SIZES.len(), 1), None).unwrap();
+    assert!(matches!(engine.begin(rules(SIZES.len(), 2), None), Err(Error::Busy(_))));
+    assert!(matches!(engine.set_plan(Plan::cpu(SIZES.len())), Err(Error::Busy(_))));
+    word.send(()).unwrap();
+    engine.finish(Reader::Caller).unwrap();
+    assert!(plain.states() == model.states() && plain.copies() == model.copies());
+}
+
+/// A call on a stream that the driver refuses, as during a capture, is an error of that call alone.
+#[test]
+fn a_refused_stream_changes_nothing() {
+    let shape = shape(TransferDtype::Native, GpuGrads::Kept, 2);
+    let (plain, model) = (Model::new(Dtype::Bf16, Dtype::Bf16), Model::new(Dtype::Bf16, Dtype::Bf16));
+    let (backend, word, refuses) = Stubborn::new(&shape, &model);
+    let engine = InterleavedUpdate::new(shape, Box::new(backend)).unwrap();
+    let refused = |call: &dyn Fn() -> Result<()>| {
+        refuses.store(true, Ordering::Relaxed);
+        assert!(matches!(call(), Err(Error::InvalidArgument { .. })));
+        refuses.store(false, Ordering::Relaxed);
+    };
+    plain.gradients(1);
+    model.gradients(1);
+    plain.step(&rules(SIZES.len(), 1));
+    refused(&|| engine.gradient(0, None));
+    refused(&|| engine.params_free(0, None));
+    engine.set_plan(mixed_plan()).unwrap();
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+    refused(&|| engine.begin(rules(SIZES.len(), 1), None));
+    engine.params_free(0, None).unwrap();
+    engine.begin(rules(SIZES.len(), 1), None).unwrap();
+    word.send(()).unwrap();
+    engine.finish(Reader::Caller).unwrap();
+    assert!(plain.copies() == model.copies());
+}
+
+/// A plan with every placement, and the subgroup of [`Stubborn`] on the CPU.
+fn mixed_plan() -> Plan {
+    let placements = [Placement::Gpu, Placement::Resident, Placement::Cpu];
+    Plan::of((0..SIZES.len()).map(|subgroup| placements[subgroup % 3]).collect())
 }
 
 #[test]

@@ -225,7 +225,7 @@ impl Tier {
         });
         match loaded.and_then(|()| self.commit_if(Committer::Import, step, &payload)) {
             Ok(()) => {
-                exclusive.end(true);
+                exclusive.replaced();
                 Ok(step)
             }
             Err(error) => {
@@ -261,23 +261,27 @@ impl Tier {
 }
 
 /// An import in progress; its drop ends it.
-struct Exclusive<'a>(&'a Tier);
+struct Exclusive<'a> {
+    tier: &'a Tier,
+    replaced: bool,
+}
 
 impl Exclusive<'_> {
     fn begin(tier: &Tier) -> Result<Exclusive<'_>> {
         let _state = tier.after_commit_beside();
         tier.claims.begin_import()?;
-        Ok(Exclusive(tier))
+        Ok(Exclusive { tier, replaced: false })
     }
 
-    fn end(self, replaced: bool) {
-        self.0.claims.end_import(replaced);
+    /// Ends an import that has committed other states.
+    fn replaced(mut self) {
+        self.replaced = true;
     }
 }
 
 impl Drop for Exclusive<'_> {
     fn drop(&mut self) {
-        self.0.claims.end_import(false);
+        self.tier.claims.end_import(self.replaced);
     }
 }
 
@@ -407,4 +411,32 @@ fn plain_name(directory: &Path, file: &str) -> Result<PathBuf> {
 fn length_of(path: &Path) -> Result<u64> {
     let found = fs::metadata(path).map_err(|error| failed(Doing::Opening, path, error, ""))?;
     if found.is_file() { Ok(found.len()) } else { Err(damaged(path, "it is no regular file".to_string())) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+    use crate::tier::directory::Owner;
+    use crate::tier::options::{PathLocation, PathOptions, TierOptions};
+
+    /// Imports of several threads, which begin as soon as the one before has ended.
+    #[test]
+    fn one_import_at_a_time_has_the_tier() {
+        const EACH: usize = 20_000;
+        let owner = Owner { job: "run".to_string(), host: "node".to_string(), rank: 0 };
+        let memory = PathOptions { location: PathLocation::Memory(None), limit: None, reserve: 0 };
+        let tier = Tier::open(TierOptions { paths: vec![memory], ..TierOptions::new(owner, []) }).unwrap();
+        let has_it = AtomicBool::new(false);
+        let imports = || {
+            for _ in 0..EACH {
+                let Ok(exclusive) = Exclusive::begin(&tier) else { continue };
+                assert!(!has_it.swap(true, Ordering::SeqCst), "two imports at a time");
+                has_it.store(false, Ordering::SeqCst);
+                exclusive.replaced();
+            }
+        };
+        std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(imports))));
+    }
 }

@@ -15,9 +15,12 @@ use std::time::{Duration, Instant};
 
 use super::lanes;
 use super::store::Tier;
-use super::volume::{Scratch, Volume};
+use super::volume::{Scratch, Volume, request};
 use crate::error::{Error, Result};
+use crate::io::engine::Engine;
+use crate::io::file::File;
 use crate::io::options::Target;
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::sync::Lock;
 
 /// How long writes are started. Devices and throttles work in bursts of a tenth of a second.
@@ -72,18 +75,46 @@ fn speed(volume: &Volume, most: u64) -> Result<Option<f64>> {
         bits.to_le_bytes()
     });
     memory.span().write(&noise.take(PART / 8).flatten().collect::<Vec<u8>>());
-    let (before, begun) = (engine.traffic()?, Instant::now());
-    let (mut offset, mut handles) = (0, VecDeque::new());
-    while begun.elapsed() < TIME && offset + PART as u64 <= most {
-        if handles.len() == IN_FLIGHT {
-            handles.pop_front().map_or(Ok(0), |handle| engine.wait(handle, None))?;
-        }
-        handles.push_back(engine.write(super::volume::request(&file, offset, memory.transfer()))?);
-        offset += PART as u64;
-    }
-    handles.into_iter().try_for_each(|handle| engine.wait(handle, None).map(drop))?;
+    let before = engine.traffic()?;
+    write(engine, &file, &memory.transfer(), most)?;
     engine.wait(engine.sync(Target::File(file), None)?, None)?;
     let after = engine.traffic()?;
     let (bytes, time) = (after.written_bytes - before.written_bytes, after.writing - before.writing);
     Ok(Some(bytes as f64 / time.as_secs_f64()))
+}
+
+/// Writes parts of a file for [`TIME`], and at most `most` bytes. No write is in flight afterwards.
+fn write(engine: &Engine, file: &Arc<File>, part: &TransferBuffer, most: u64) -> Result<()> {
+    let begun = Instant::now();
+    let (mut offset, mut handles, mut outcome) = (0, VecDeque::new(), Ok(()));
+    while outcome.is_ok() && begun.elapsed() < TIME && offset + PART as u64 <= most {
+        if handles.len() == IN_FLIGHT {
+            outcome = handles.pop_front().map_or(Ok(()), |handle| engine.wait(handle, None).map(drop));
+        }
+        let started = engine.write(request(file, offset, part.clone()));
+        outcome = outcome.and(started.map(|handle| handles.push_back(handle)));
+        offset += PART as u64;
+    }
+    // After an error too: a write that nobody waits for shows its error at the close.
+    handles.into_iter().for_each(|handle| outcome = outcome.clone().and(engine.wait(handle, None).map(drop)));
+    outcome
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::options::Options;
+    use crate::io::plan::Alignment;
+    use crate::io::sim::{Disk, Faults, Sim};
+
+    #[test]
+    fn a_measurement_that_fails_leaves_no_write_without_a_wait() {
+        let faults = Faults { error_permille: vec![(libc::EIO, 1000)], ..Faults::default() };
+        let engine = Engine::open_simulated(Options::default(), Sim::new(&Disk::default(), faults)).unwrap();
+        let file = File::named("data", 1, Some(Alignment { memory: 512, offset: 4096 }));
+        let memory = Scratch::new(PART).unwrap();
+        let error = write(&engine, &Arc::new(file), &memory.transfer(), MOST).unwrap_err();
+        assert!(error.io_kind().is_some(), "{error}");
+        engine.close(None).unwrap();
+    }
 }

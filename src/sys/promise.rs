@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::sync::{Lock, Signal, deadline_after};
+use super::threads;
 use crate::error::{Error, IoError, Result};
 
 /// The side of the thread, which gives the outcome.
@@ -38,6 +39,31 @@ impl<T> Promise<T> {
     /// Gives the outcome.
     pub fn keep(self, outcome: Result<T>) {
         *self.0.outcome.lock() = Some(outcome);
+    }
+}
+
+impl<T: Send + 'static> Promise<T> {
+    /// Does `work` in a thread with this name; `work` gives the outcome. If no thread starts, the call returns the error
+    /// `starting`, and so does every wait.
+    pub fn keep_in_thread(
+        self,
+        name: &str,
+        starting: &'static str,
+        work: impl FnOnce(Promise<T>) + Send + 'static,
+    ) -> Result<()> {
+        // A thread that does not start drops its closure, and must not drop the promise with it.
+        let kept = Arc::new(Lock::new(Some(self)));
+        let theirs = Arc::clone(&kept);
+        let spawned = threads::spawn_quiet(name, move || {
+            let promise = theirs.lock().take();
+            promise.map(work);
+        });
+        spawned.map_err(|error| {
+            let error = Error::system(starting, &error);
+            let promise = kept.lock().take();
+            promise.map(|promise| promise.keep(Err(error.clone())));
+            error
+        })
     }
 }
 
@@ -83,6 +109,17 @@ mod tests {
         threads::spawn_quiet("test", move || promise.keep(Ok(3))).unwrap();
         assert_eq!((outcome.wait(None), outcome.wait(None)), (Ok(3), Ok(3)));
         assert!(outcome.ended());
+    }
+
+    #[test]
+    fn a_thread_that_does_not_start_gives_its_error_to_the_call_and_to_every_wait() {
+        let (promise, outcome) = promise::<()>("the sum");
+        let begun = threads::without_new_threads(|| {
+            promise.keep_in_thread("test", "starting the thread of the sum", |promise| promise.keep(Ok(())))
+        });
+        let error = begun.unwrap_err();
+        assert!(error.to_string().contains("starting the thread of the sum"), "{error}");
+        assert_eq!(outcome.wait(None), Err(error));
     }
 
     #[test]

@@ -154,8 +154,27 @@ fn bind_or_warn(cpus: &Bitmap) {
     }
 }
 
+#[cfg(test)]
+thread_local! {
+    /// No thread of the library starts.
+    static REFUSES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls `work`, during which this thread starts no other one, as at the limit of threads.
+#[cfg(test)]
+pub(crate) fn without_new_threads<R>(work: impl FnOnce() -> R) -> R {
+    REFUSES.set(true);
+    let result = work();
+    REFUSES.set(false);
+    result
+}
+
 /// Starts a thread of the library with [`quiet`] signals.
 pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    #[cfg(test)]
+    if REFUSES.get() {
+        return Err(io::ErrorKind::WouldBlock.into());
+    }
     let thread = std::thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES);
     quiet(|| {
         thread.spawn(move || {

@@ -46,7 +46,6 @@ use super::volume::{Scratch, SuperblockCopy, Volume};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::sys::promise::{Outcome, Promise, promise};
 use crate::sys::sync::Guard;
-use crate::sys::threads;
 
 /// Maximum length of a commit's payload, in bytes.
 pub const MAX_PAYLOAD: usize = 1 << 20;
@@ -456,11 +455,17 @@ pub struct CommitBeside {
 }
 
 impl CommitBeside {
-    /// Names the deferred extents, which are not being written, and continues in a thread. `promise` gets its outcome.
+    /// Names the deferred extents, which are not being written, and continues in a thread. `promise` gets its outcome, and
+    /// the error of this call.
     pub fn run(mut self, extents: &[u32], step: u64, payload: &[u8], promise: Promise<()>) -> Result<()> {
-        self.tier.state.lock().catalog.name_deferred(extents)?;
+        let named = self.tier.state.lock().catalog.name_deferred(extents);
+        if let Err(error) = named {
+            drop(self);
+            promise.keep(Err(error.clone()));
+            return Err(error);
+        }
         let payload = payload.to_vec();
-        let work = move || {
+        promise.keep_in_thread("spillway-commit", "starting the thread of a commit", move |promise| {
             let tier = &self.tier;
             let done =
                 tier.finish_awaited().and_then(|()| tier.make_durable(Writers::Beside, step, &payload));
@@ -468,9 +473,7 @@ impl CommitBeside {
             // A caller who knows the outcome may close the tier, which this thread does not use any more.
             drop(self);
             promise.keep(done);
-        };
-        threads::spawn_quiet("spillway-commit", work)
-            .map_err(|error| Error::system("starting the thread of a commit", &error))
+        })
     }
 }
 

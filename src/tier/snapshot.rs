@@ -13,10 +13,9 @@ use std::time::{Duration, Instant};
 use super::export::{Export, Form, Pace};
 use super::select::Selection;
 use super::store::Tier;
-use crate::error::{Doing, Error, IoError, IoKind, Result};
+use crate::error::{Doing, IoError, IoKind, Result};
 use crate::sys::promise::{Outcome, promise};
 use crate::sys::sync::{Lock, Signal};
-use crate::sys::threads;
 
 /// A snapshot that is being written, or has ended. Its drop cancels it.
 #[derive(Debug)]
@@ -80,12 +79,10 @@ impl TierSnapshot {
             changed: Signal::default(),
         });
         let (theirs, (promise, outcome)) = (Arc::clone(&shared), promise("the snapshot"));
-        let work = move || {
+        promise.keep_in_thread("spillway-snap", "starting the thread of a snapshot", move |promise| {
             let begun = Instant::now();
             promise.keep(export.run(pace, &|bytes| theirs.passed(bytes, bytes_per_second, begun)));
-        };
-        threads::spawn_quiet("spillway-snap", work)
-            .map_err(|error| Error::system("starting the thread of a snapshot", &error))?;
+        })?;
         Ok(TierSnapshot { tier: Arc::downgrade(tier), shared, outcome })
     }
 

@@ -222,7 +222,8 @@ impl Swap {
     }
 
     /// Continues a commit that began when the states were as they are now. A thread makes them durable beside the next
-    /// updates, and `promise` gets the outcome. If this call fails, the promise has its error.
+    /// updates, and `promise` gets the outcome. This call fails only if the states in memory were not written; the
+    /// promise has its error too.
     pub fn commit_beside(
         &mut self,
         begun: CommitBeside,
@@ -231,7 +232,11 @@ impl Swap {
         promise: Promise<()>,
     ) -> Result<()> {
         match self.write_dirty() {
-            Ok(()) => begun.run(&extents::all(&self.tier, self.layout.len()), step, payload, promise),
+            Ok(()) => {
+                // The states in memory are good without this commit: its error is that of the promise alone.
+                let _ = begun.run(&extents::all(&self.tier, self.layout.len()), step, payload, promise);
+                Ok(())
+            }
             Err(error) => {
                 drop(begun);
                 promise.keep(Err(error.clone()));

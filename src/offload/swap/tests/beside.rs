@@ -8,7 +8,8 @@ use crate::io::sim::{Crash, Journal};
 use crate::offload::speculate::Verdict;
 use crate::offload::swap::adam::Part;
 use crate::offload::swap::beside::{Beside, BesideOptions};
-use crate::sys::promise::Outcome;
+use crate::offload::swap::extents;
+use crate::sys::promise::{Outcome, promise};
 use crate::tier::Health;
 use crate::tier::options::Durability;
 
@@ -462,6 +463,27 @@ fn a_commit_that_fails_leaves_the_states_uncommitted() {
     check(&beside, &reference, "after the commit that failed");
     beside.commit(2, b"").unwrap().wait(None).unwrap();
     tier.commit(3, b"").unwrap();
+}
+
+/// At the limit of threads a commit beside the caller fails, and says why. The states in memory are still those of the
+/// last step, and a commit that needs no thread stores them.
+#[test]
+fn a_commit_that_gets_no_thread_fails_alone_and_says_so() {
+    let (options, _disks) = two_disks(Default::default());
+    let beside = open_on(Arc::new(Tier::open(options).unwrap()), &SIZES, Encoding::FULL, 3);
+    let reference = Reference::new(&SIZES);
+    let (kept, outcome) = promise("the commit");
+    beside
+        .at_rest(|swap| {
+            let begun = swap.claim.begin_commit(b"", &extents::all(&swap.tier, SIZES.len()))?;
+            crate::sys::threads::without_new_threads(|| swap.commit_beside(begun, 1, b"", kept))?;
+            swap.ready()
+        })
+        .unwrap();
+    let error = outcome.wait(None).unwrap_err();
+    assert!(error.to_string().contains("starting the thread of a commit"), "{error}");
+    check(&beside, &reference, "after the commit that got no thread");
+    beside.at_rest(|swap| swap.commit(1, b"")).unwrap();
 }
 
 /// A power cut at any event of the disks: the tier opens at the last commit, or at the one in flight, and every subgroup

@@ -2,12 +2,13 @@
 //!
 //! Invariants:
 //! - One thread at a time drives a job: the thread that waits for its ticket, or a commit.
-//! - An outcome is kept until the owner of the ticket asks for it.
+//! - An outcome is kept until the owner of the ticket asks for it. A panic is an outcome too: the error of its words.
 //! - A chunk whose write failed is written to another path before the write succeeds. The path that failed is marked.
 //! - A move compares every block with its checksum between its read and its write. The new location of contents takes
 //!   effect only after every block is written. After a failure the contents stay where they were.
 #![forbid(unsafe_code)]
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -265,18 +266,43 @@ impl Tier {
         mut job: Box<Job>,
         until: Option<Instant>,
     ) -> Result<Result<u64>> {
-        loop {
-            if !job.drive(until) {
+        match self.caught(&mut job, |job| self.drive_on(job, until)) {
+            Ok(None) => {
                 self.settle(ticket, TicketState::Idle(job));
-                return Err(timed_out());
+                Err(timed_out())
             }
-            let outcome =
-                if job.is_write() { self.finish_write(&mut job) } else { Some(self.finish_read(&mut job)) };
-            if let Some(outcome) = outcome {
+            Ok(Some(outcome)) | Err(outcome) => {
                 self.settle(ticket, TicketState::Done(outcome.clone()));
-                return Ok(outcome);
+                Ok(outcome)
             }
         }
+    }
+
+    /// The outcome of a job; `None` if `until` comes first.
+    fn drive_on(&self, job: &mut Job, until: Option<Instant>) -> Option<Result<u64>> {
+        while job.drive(until) {
+            let outcome = if job.is_write() { self.finish_write(job) } else { Some(self.finish_read(job)) };
+            if outcome.is_some() {
+                return outcome;
+            }
+        }
+        None
+    }
+
+    /// Calls `work`. After a panic the job has ended, with the outcome that is returned as the error.
+    fn caught<R>(
+        &self,
+        job: &mut Job,
+        work: impl FnOnce(&mut Job) -> R,
+    ) -> std::result::Result<R, Result<u64>> {
+        catch_unwind(AssertUnwindSafe(|| work(job))).map_err(|panic| {
+            let error = Error::of_panic(&*panic);
+            self.end_read(job);
+            if let Direction::Write { reserved, .. } = &job.direction {
+                self.state.lock().catalog.fail(reserved, &error);
+            }
+            Err(error)
+        })
     }
 
     fn settle(&self, ticket: u64, settled: TicketState) {
@@ -325,11 +351,13 @@ impl Tier {
             // Another thread may have waited for the ticket meanwhile.
             let Some(mut job) = state.tickets.take(ticket) else { continue };
             drop(state);
-            if job.drive(Some(Instant::now())) {
-                self.end_read(&mut job);
-            }
+            let ended = self.caught(&mut job, |job| {
+                if job.drive(Some(Instant::now())) {
+                    self.end_read(job);
+                }
+            });
             state = self.state.lock();
-            state.tickets.settle(ticket, TicketState::Idle(job));
+            state.tickets.settle(ticket, ended.map_or_else(TicketState::Done, |()| TicketState::Idle(job)));
         }
         drop(state);
         self.changed.notify_all();

@@ -67,6 +67,24 @@ fn the_bell_rings_when_a_ticket_is_settled_that_another_thread_has_asked_for() {
     }
 }
 
+/// A bug in the check of a read is the error of its ticket. The extent can be written and committed afterwards.
+#[test]
+fn a_panic_ends_its_ticket_alone() {
+    let tier = Tier::open(on_disks(&[Disk::default()], &[])).unwrap();
+    let extent = tier.define(&name_of(0), STREAMS[0]).unwrap();
+    let memory = Memory::filled(STREAMS[0], 1);
+    let write = || tier.write(extent, &memory.buffers(), &ExtentPlacement::Auto, None).unwrap();
+    tier.wait(write(), PATIENCE).unwrap();
+    let ticket = tier.read(extent, &memory.buffers()).unwrap();
+    let mut job = tier.state.lock().tickets.take(ticket).unwrap();
+    job.spans.clear();
+    let error = tier.drive(ticket, job, None).unwrap().unwrap_err();
+    assert!(matches!(error, Error::Internal(_)), "{error}");
+    assert_eq!(tier.wait(ticket, PATIENCE), Err(error));
+    tier.wait(write(), PATIENCE).unwrap();
+    tier.commit(1, &[]).unwrap();
+}
+
 #[test]
 #[ignore = "the body of the second process of these tests"]
 fn another_process() {

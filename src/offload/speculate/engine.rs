@@ -1,7 +1,7 @@
 //! The public calls of the speculation engine.
 //!
 //! Invariants:
-//! - Thread-safe: every call takes one lock. No optimizer step runs while the lock is held.
+//! - Thread-safe: every call takes one lock. No task of a bucket runs while the lock is held.
 //! - Dropping an engine rolls an open round back before the drop returns.
 #![forbid(unsafe_code)]
 
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::bucket::{Bucket, Publish};
 use super::clip::{Clip, Verdict};
 use super::executor::{self, Inner, Shared};
-use super::round::{Counts, Progress, Task};
+use super::round::{Counts, Progress};
 use crate::error::{Error, Result, RoundKind, Rounds};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
@@ -93,15 +93,15 @@ impl Engine {
 
     /// Resolves the round with the verdict that follows from the reduced statistics of all ranks.
     pub fn resolve(&self, global: StepStats) -> Result<Outcome> {
-        let mut inner = self.lock();
+        let inner = self.lock();
         let verdict = inner.round.clip().verdict(global);
         let norm = if global.nonfinite { f64::NAN } else { global.sum_squares.sqrt() };
-        self.close_round(&mut inner, verdict).map(|outcome| Outcome { norm, ..outcome })
+        self.close_round(inner, verdict).map(|outcome| Outcome { norm, ..outcome })
     }
 
     /// Resolves the round with the caller's verdict.
     pub fn resolve_as(&self, verdict: Verdict) -> Result<Outcome> {
-        self.close_round(&mut self.lock(), verdict)
+        self.close_round(self.lock(), verdict)
     }
 
     /// Rolls an open round back, whichever buckets were submitted; a no-op without an open round.
@@ -180,28 +180,28 @@ impl Engine {
         }
     }
 
-    fn close_round(&self, inner: &mut Guard<'_, Inner>, verdict: Verdict) -> Result<Outcome> {
+    fn close_round(&self, mut inner: Guard<'_, Inner>, verdict: Verdict) -> Result<Outcome> {
         let scale = inner.round.clip().scale();
         inner.round.resolve(verdict)?;
         inner.sweep();
-        // Where a commit has nothing to write, stepped buckets become final in this call.
-        if verdict == Verdict::Commit && self.publish != Publish::Final {
-            let due_buckets: Vec<usize> = inner.round.due().collect();
-            for index in due_buckets {
-                if inner.round.due_task(index) == Some(Task::Commit) {
-                    let job = inner.take(index);
-                    inner.put_back(executor::run(job));
-                }
-            }
-        }
-        self.shared.waker.set();
-        self.shared.changed.notify_all();
         let factor = match verdict {
             Verdict::Commit => scale,
             Verdict::Redo(factor) => factor,
             Verdict::Skip => 0.0,
         };
-        Ok(Outcome { verdict, norm: f64::NAN, factor, rolled_back: inner.round.rolled_back_buckets().len() })
+        let rolled_back = inner.round.rolled_back_buckets().len();
+        // Where a commit has nothing to write, stepped buckets become final in this call.
+        let here = verdict == Verdict::Commit && self.publish != Publish::Final;
+        let jobs = if here { inner.take_commits() } else { Vec::new() };
+        // A commit may call the driver, for uploads of copies.
+        drop(inner);
+        self.shared.waker.set();
+        for job in jobs {
+            let done = executor::run(Some(job));
+            self.lock().put_back(done);
+        }
+        self.shared.changed.notify_all();
+        Ok(Outcome { verdict, norm: f64::NAN, factor, rolled_back })
     }
 
     /// Waits until `check` returns a result; the time counts as exposed.

@@ -2,7 +2,8 @@
 //!
 //! Invariants:
 //! - One bucket runs at a time, spread over the thread pool. Tasks that follow a verdict come first; then buckets run
-//!   in the order of submission among those whose event is signalled.
+//!   in the order of submission among those whose event is signalled. Commits that write nothing run in the call that
+//!   gives the verdict.
 //! - The lock is not held while a task runs, nor while the executor sleeps on events.
 //! - A task that panics fails its own bucket only.
 #![forbid(unsafe_code)]
@@ -82,6 +83,14 @@ impl Inner {
         let first = if work.speculates() { Task::Speculate } else { Task::Measure };
         let task = self.round.start(index, first);
         Some(Job { index, task, work, recording })
+    }
+
+    /// Starts the buckets whose recorded step becomes final.
+    pub fn take_commits(&mut self) -> Vec<Job> {
+        let due_buckets: Vec<usize> = self.round.due().collect();
+        let commits = due_buckets.into_iter().filter(|index| self.round.due_task(*index) == Some(Task::Commit));
+        let commits: Vec<usize> = commits.collect();
+        commits.into_iter().filter_map(|index| self.take(index)).collect()
     }
 
     /// Returns the data of a finished job to its slot, and records the result.

@@ -1,6 +1,7 @@
 //! The state machine of a round alone, and the engine with fake buckets that record their tasks.
 #![forbid(unsafe_code)]
 
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -257,4 +258,40 @@ fn an_event_that_can_never_come_is_an_error_that_names_the_bucket() {
     assert!(stage.engine.finish(SOON).is_err());
     assert_eq!(stage.told(), []);
     stage.engine.begin(clip()).unwrap();
+}
+
+/// A bucket whose commit waits until another thread has used the engine.
+struct Awaiting {
+    commits: Sender<()>,
+    used: Receiver<()>,
+}
+
+impl Bucket for Awaiting {
+    fn run(&mut self, task: Task, _: &mut Recording) -> Result<StepStats> {
+        if task == Task::Commit {
+            self.commits.send(()).unwrap();
+            self.used.recv_timeout(Duration::from_secs(60)).map_err(|_| Error::Timeout("it hangs".into()))?;
+        }
+        Ok(seen(0.1))
+    }
+}
+
+/// A commit may call the driver, for uploads.
+#[test]
+fn other_calls_do_not_wait_for_the_commit_that_a_verdict_runs() {
+    let engine = Engine::open(1, Publish::Staged, Rounds::Speculation).unwrap();
+    engine.begin(clip()).unwrap();
+    let ((commits, committing), (use_it, used)) = (channel(), channel());
+    engine.submit(0, Box::new(Awaiting { commits, used }), None).unwrap();
+    engine.local_result(SOON).unwrap();
+    std::thread::scope(|scope| {
+        let engine = &engine;
+        scope.spawn(move || {
+            committing.recv().unwrap();
+            assert_eq!(engine.progress(0), Ok(Progress::Pending));
+            use_it.send(()).unwrap();
+        });
+        engine.resolve(seen(0.1)).unwrap();
+    });
+    assert_eq!(engine.progress(0), Ok(Progress::Final));
 }

@@ -43,8 +43,8 @@ pub struct Context {
 
 struct State {
     table: Table,
-    /// Completions that the next call returns: of transfers performed at once, and of requests from the ring whose
-    /// event could not be stored at the program's address.
+    /// Completions that the next call returns: of transfers performed at once, of requests that the ring did not take
+    /// again, and of requests from the ring whose event could not be stored at the program's address.
     parked: VecDeque<(u64, i32)>,
     /// Requests that the exit of a thread cancelled.
     again: Vec<u64>,
@@ -145,7 +145,11 @@ impl Context {
         if at_once {
             return Ok(Some(number));
         }
-        self.push(number, filling).map(|()| None)
+        let pushed = self.push(number, filling);
+        if pushed.is_err() {
+            self.lock().table.remove(number);
+        }
+        pushed.map(|()| None)
     }
 
     /// Transfers as Linux does inside io_submit, and wakes the threads that wait for events.
@@ -177,16 +181,12 @@ impl Context {
         let (operation, notice) = request.entries(number, HIDDEN);
         drop(state);
         // SAFETY: buffers belong to the program until their completion; the vectors stay in the table until then.
-        let pushed = unsafe {
+        unsafe {
             match notice {
                 Some(notice) => filling.push(&[operation, notice]),
                 None => filling.push(&[operation]),
             }
-        };
-        if pushed.is_err() {
-            self.lock().table.remove(number);
         }
-        pushed
     }
 
     /// Fetches events according to `wanted`.
@@ -255,24 +255,27 @@ impl Context {
     fn take(&self, wanted: Wanted, got: &mut i64) -> Result<MutexGuard<'_, State>, c_int> {
         let mut memory = Checked::default();
         let mut state = self.lock();
-        // In a destroyed context the completions are wake-ups, which must remain for the other threads.
-        while *got < wanted.max && !state.destroyed {
-            let Some((number, res)) = self.next(&mut state) else { break };
-            let Some(event) = state.event(number, res) else { continue };
-            let place = wanted.events.wrapping_add(*got as u64 * size_of::<IoEvent>() as u64);
-            if memory.write(place, event).is_err() {
-                state.parked.push_front((number, res));
-                return if *got > 0 { Ok(state) } else { Err(EFAULT) };
+        loop {
+            // In a destroyed context the completions are wake-ups, which must remain for the other threads.
+            while *got < wanted.max && !state.destroyed {
+                let Some((number, res)) = self.next(&mut state) else { break };
+                let Some(event) = state.event(number, res) else { continue };
+                let place = wanted.events.wrapping_add(*got as u64 * size_of::<IoEvent>() as u64);
+                if memory.write(place, event).is_err() {
+                    state.parked.push_front((number, res));
+                    return if *got > 0 { Ok(state) } else { Err(EFAULT) };
+                }
+                state.close(number, res);
+                *got += 1;
             }
-            state.close(number, res);
-            *got += 1;
+            if state.again.is_empty() {
+                return Ok(state);
+            }
+            drop(state);
+            self.submit_again();
+            // Requests that the ring refused have events now.
+            state = self.lock();
         }
-        if state.again.is_empty() {
-            return Ok(state);
-        }
-        drop(state);
-        self.submit_again();
-        Ok(self.lock())
     }
 
     fn next(&self, state: &mut State) -> Option<(u64, i32)> {
@@ -287,11 +290,15 @@ impl Context {
         self.ring.take()
     }
 
+    /// Submits cancelled requests again. One that the ring refuses ends with the ring's error: each accepted request has
+    /// an event.
     fn submit_again(&self) {
         self.ring.submit(|filling| {
             let numbers = std::mem::take(&mut self.lock().again);
             for number in numbers {
-                let _ = self.push(number, filling);
+                if let Err(errno) = self.push(number, filling) {
+                    self.lock().parked.push_back((number, -errno));
+                }
             }
         });
     }
@@ -432,4 +439,49 @@ fn capacity(requests: u32) -> u32 {
     let events = u64::from(requests).max(processors * 4) * 2 + 2;
     let pages = (HEADER + events * EVENT).div_ceil(PAGE);
     ((pages * PAGE - HEADER) / EVENT - 1) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+    use crate::abi::CMD_FSYNC;
+
+    #[test]
+    fn a_cancelled_request_that_the_ring_does_not_take_again_has_an_event() {
+        let context = Context::new(1).unwrap();
+        let zero = std::fs::File::open("/dev/zero").unwrap();
+        let iocb = |data| Iocb {
+            data,
+            key: 0,
+            rw_flags: 0,
+            opcode: CMD_FSYNC,
+            reqprio: 0,
+            fd: zero.as_raw_fd(),
+            buf: 0,
+            nbytes: 0,
+            offset: 0,
+            reserved: 0,
+            flags: 0,
+            resfd: 0,
+        };
+        let requests = [7, 8].map(|data| Request::check(0, iocb(data), &mut Checked::default()).unwrap());
+        {
+            let mut state = context.lock();
+            for request in requests {
+                let number = state.table.insert(request);
+                state.again.push(number);
+            }
+        }
+        // The kernel refuses every entry from now on. The queue has room for one.
+        context.disown();
+        let mut events = [IoEvent { data: 0, obj: 0, res: 0, res2: 0 }; 2];
+        let patience = Patience { timeout: Some(Duration::ZERO), sigmask: 0 };
+        let wanted = Wanted { min: 1, max: 2, events: events.as_mut_ptr() as u64, patience };
+        assert_eq!(context.get_events(wanted), Ok(1));
+        assert_eq!((events[0].data, events[0].res), (8, -i64::from(libc::EBADF)));
+        // Its descriptor is closed already.
+        std::mem::forget(context);
+    }
 }

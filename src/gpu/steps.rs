@@ -79,6 +79,11 @@ impl Steps {
         self.run(jobs, stream, Part::Squares).map(|(_, seen)| seen)
     }
 
+    /// Blocks until all steps are done.
+    pub fn finish(&self) -> Result<()> {
+        self.stream.synchronize()
+    }
+
     fn run(&self, jobs: &[Job], stream: ForeignStream, part: Part) -> Result<(GpuEvent, StepStats)> {
         // Checks for a forked child before locking: another thread of the parent may have held the lock during the
         // fork.
@@ -89,6 +94,27 @@ impl Steps {
         let (before, after) = (GpuEvent::new(&self.device)?, GpuEvent::new(&self.device)?);
         stream.record(&before)?;
         self.stream.wait(&before)?;
+        let queued = self.queue(jobs, part, scratch);
+        let ordered = self.stream.record(&after).and_then(|()| stream.wait(&after));
+        if ordered.is_err() {
+            // Nothing orders the framework's stream behind what is queued. The framework may reuse the arrays once
+            // this call has returned.
+            let _ = self.stream.synchronize();
+        }
+        queued.and(ordered)?;
+        if part != Part::Squares {
+            stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
+        }
+        let Some(scratch) = scratch else { return Ok((after, StepStats::default())) };
+        self.stream.synchronize()?;
+        let bytes = scratch.host.part(0, jobs.len() * WORD).span().to_vec();
+        let sums =
+            bytes.chunks_exact(WORD).map(|word| f64::from_ne_bytes(word.try_into().unwrap_or_default()));
+        Ok((after, StepStats::of(parallel::sum_of(&sums.collect::<Vec<f64>>()))))
+    }
+
+    /// Enqueues the kernels of a call. After an error some of them are queued.
+    fn queue(&self, jobs: &[Job], part: Part, scratch: Option<&Scratch>) -> Result<()> {
         for (index, job) in jobs.iter().enumerate() {
             let sums = scratch.map(|scratch| &scratch.sums);
             let sum = match (part, sums) {
@@ -101,17 +127,7 @@ impl Steps {
                 self.stream.download(sum, &scratch.host.part(index * WORD, WORD))?;
             }
         }
-        self.stream.record(&after)?;
-        stream.wait(&after)?;
-        if part != Part::Squares {
-            stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
-        }
-        let Some(scratch) = scratch else { return Ok((after, StepStats::default())) };
-        self.stream.synchronize()?;
-        let bytes = scratch.host.part(0, jobs.len() * WORD).span().to_vec();
-        let sums =
-            bytes.chunks_exact(WORD).map(|word| f64::from_ne_bytes(word.try_into().unwrap_or_default()));
-        Ok((after, StepStats::of(parallel::sum_of(&sums.collect::<Vec<f64>>()))))
+        Ok(())
     }
 
     /// The scratch buffers, reallocated if they are too small.
@@ -124,6 +140,13 @@ impl Steps {
             Some(known) => known,
             None => Scratch::new(&self.device, &self.registry, most, bytes)?,
         }))
+    }
+}
+
+impl Drop for Steps {
+    fn drop(&mut self) {
+        // The module of the kernels may be unloaded next, and the arrays freed. With a lost context nothing is queued.
+        let _ = self.finish();
     }
 }
 

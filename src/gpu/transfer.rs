@@ -195,7 +195,7 @@ impl Transfers {
         };
         if let Err(error) = self.queue(streams, copy, begun, &done) {
             // Chunks that are queued already must not access the caller's memory after this call.
-            let _ = streams.casts.synchronize().and_then(|()| streams.copies.synchronize());
+            let _ = (streams.casts.synchronize(), streams.copies.synchronize());
             return Err(error);
         }
         let ticket = state.next;

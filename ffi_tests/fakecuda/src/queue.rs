@@ -84,6 +84,12 @@ impl Gpu {
         Ok(())
     }
 
+    /// Kernels that were launched and have not run.
+    pub fn queued_kernels(&self) -> usize {
+        let queued = self.streams.values().flat_map(|stream| &stream.queue);
+        queued.filter(|queued| matches!(queued.work, Work::Kernel { .. })).count()
+    }
+
     /// Runs all work of a stream; the host then knows that it has finished.
     pub(crate) fn drain(&mut self, stream: usize) -> Result<(), Code> {
         let place = self.stream(stream).queued;

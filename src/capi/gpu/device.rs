@@ -160,8 +160,8 @@ const MOST_CHUNK_BYTES: u64 = 1 << 40;
 pub extern "C" fn spw_gpu_close(gpu: Option<Box<spw_gpu>>) -> spw_status {
     guard(|| {
         if let Some(gpu) = handle::close(gpu) {
-            // A lost context has no copies to wait for.
-            let _ = gpu.transfers.finish();
+            // A lost context has nothing to wait for.
+            let _ = (gpu.transfers.finish(), gpu.steps.finish());
         }
         Ok(())
     })

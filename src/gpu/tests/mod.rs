@@ -4,6 +4,7 @@ mod bits;
 #[path = "../../../kernels/tests/sample.rs"]
 mod sample;
 mod states;
+mod steps;
 mod transfer;
 mod watch;
 

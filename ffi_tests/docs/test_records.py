@@ -80,7 +80,9 @@ def test_seconds_of_zero3_in_the_readme_and_the_plot_are_those_of_the_defaults()
     """Not those of the best run, and not of a setting that the reader does not have."""
     rows = [row for row in RECORDS["zero3_tier"]["rows"] if row["case"].get("parts", "").endswith("the default")]
     assert len(rows) == 1
-    deepspeed, one, two = (rows[0]["figures"][f"{name}_s"]["median"] for name in ("deepspeed_one_path", "spillway_one_path", "spillway_two_paths"))
+    deepspeed, one, two = (
+        rows[0]["figures"][f"{name}_s"]["median"] for name in ("deepspeed_one_path", "spillway_one_path", "spillway_two_paths")
+    )
     text = (measurements.ROOT / "README.md").read_text()
     assert re.search(rf"^\| ZeRO-3 step, 72 M .*\| {deepspeed:.1f} s \| \| \*\*{one:.1f} s\*\* \|$", text, re.M)
     assert re.search(rf"^\| the same with a second path .*\| cannot use it \| \| \*\*{two:.1f} s\*\* \|$", text, re.M)

@@ -31,7 +31,7 @@
 //!
 //!     spw_window_close(window);
 //!
-//! On a GPU, a window over units on a tier ran on one H100.
+//! On a GPU, a window over host memory ran on one H100.
 
 use std::ffi::c_void;
 use std::sync::Arc;

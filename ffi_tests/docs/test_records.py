@@ -3,8 +3,10 @@
 import ast
 import copy
 import re
+import statistics
 
 import measurements
+import plots
 import pytest
 
 RECORDS = {name: measurements.read(name) for name in measurements.names()}
@@ -72,6 +74,45 @@ def test_figures_of_the_readme_are_those_of_the_records():
     assert f"{ratio:.1f} times as fast as DeepSpeed's op" in plain
     assert f"{committed:.0f} ms of a step remain after backward instead of {waiting:.0f} ms" in plain
     assert f"{first:.0f} to {last:.0f} ms if it is not" in plain
+
+
+def test_seconds_of_zero3_in_the_readme_and_the_plot_are_those_of_the_defaults():
+    """Not those of the best run, and not of a setting that the reader does not have."""
+    rows = [row for row in RECORDS["zero3_tier"]["rows"] if row["case"].get("parts", "").endswith("the default")]
+    assert len(rows) == 1
+    deepspeed, one, two = (
+        rows[0]["figures"][f"{name}_s"]["median"] for name in ("deepspeed_one_path", "spillway_one_path", "spillway_two_paths")
+    )
+    text = (measurements.ROOT / "README.md").read_text()
+    assert re.search(rf"^\| ZeRO-3 step, 72 M .*\| {deepspeed:.1f} s \| \| \*\*{one:.1f} s\*\* \|$", text, re.M)
+    assert re.search(rf"^\| the same with a second path .*\| cannot use it \| \| \*\*{two:.1f} s\*\* \|$", text, re.M)
+    assert plots.seconds_per_step()[0] == ("72 M, parts of the default size", [deepspeed, one, two])
+
+
+def test_a_bar_of_the_plot_of_zero3_is_the_median_of_all_runs_of_its_case():
+    drawn = dict(plots.seconds_per_step())
+    runs = [row for row in RECORDS["zero3_tier"]["rows"] if (row["case"]["parameters"], row["case"]["block"]) == ("72 M", "20 KiB")]
+    assert len(runs) == 4
+    for number, name in enumerate(("deepspeed_one_path_s", "spillway_one_path_s", "spillway_two_paths_s")):
+        assert drawn["72 M, parts of 256 Ki"][number] == statistics.median(row["figures"][name]["median"] for row in runs)
+
+
+def test_no_plot_takes_one_of_several_rows():
+    """The other plots have a bar for each row that they name: no row hides another one."""
+    assert len(plots.against_others()) == len({case for case, _ in plots.against_others()}) == 5
+    assert len(plots.after_last_gradient()) == len(RECORDS["speculation_overlap"]["rows"])
+    rows = [row for row in RECORDS["io_latency"]["rows"] if "build" not in row["case"]]
+    assert sum(len(values) for _, values in plots.with_latency()) == len(rows)
+    assert all(len(values) == 2 for _, values in plots.with_latency())
+
+
+def test_kills_and_the_small_step_of_the_readme_are_those_of_the_records():
+    text = " ".join((measurements.ROOT / "README.md").read_text().split())
+    kills = RECORDS["tier_kills"]["rows"]
+    assert f"{sum(row['figures']['kills'] for row in kills):,} kills at random moments lost no committed state" in text
+    assert not any(row["figures"]["lost_or_mixed"] for row in kills)
+    small = _median("adam_others_xeon", "time_ratio", work="plain f32", parameters=1 << 20, contender="deepspeed")
+    assert f"on 1 Mi parameters if its threads spin between steps (ratio {small})" in text
 
 
 def test_forms_of_a_figure_are_those_of_the_docs():

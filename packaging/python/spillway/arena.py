@@ -120,6 +120,8 @@ class Arena(_NativeHandle):
     def __init__(self, opener: str, *arguments: Any):
         self._views = _kept.Living()
         self._regions: dict[str, int] = {}
+        #: What was asked for: its name, and how it is mapped.
+        self._asked: dict[str, Any] = {}
         self._hold(opener, *arguments)
 
     @classmethod
@@ -161,7 +163,7 @@ class Arena(_NativeHandle):
         options.regions = table
         options.region_count, options.node = len(table), _arguments.unsigned("Arena: node", node or 0, 32)
         options.processes = _arguments.unsigned("Arena: processes", processes, 32)
-        return cls("spw_arena_create", ctypes.byref(options))
+        return cls("spw_arena_create", ctypes.byref(options))._named(name=name, regions=dict(regions), owner=True)
 
     @classmethod
     def open(cls, name: str, *, write: bool = False, orphan: bool = False, timeout: float | None = 0.0) -> Arena:
@@ -180,13 +182,20 @@ class Arena(_NativeHandle):
             ArenaForeignError: It belongs to another user."""
         return cls(
             "spw_arena_open", _arguments.text("Arena: name", name), _WRITE * write + _ORPHAN * orphan, _arguments.milliseconds(timeout)
-        )
+        )._named(name=name, write=write)
 
     @classmethod
     def open_fd(cls, fd: int, *, write: bool = False, orphan: bool = False) -> Arena:
         """Opens an arena without a name by a descriptor of its memory, which stays the caller's. Arguments and errors as
         of `open`."""
-        return cls("spw_arena_open_fd", _arguments.signed("Arena: fd", fd), _WRITE * write + _ORPHAN * orphan)
+        return cls("spw_arena_open_fd", _arguments.signed("Arena: fd", fd), _WRITE * write + _ORPHAN * orphan)._named(write=write)
+
+    def _named(self, **asked: Any) -> Arena:
+        self._asked = asked
+        return self
+
+    def _facts(self) -> dict[str, Any]:
+        return self._asked
 
     def info(self) -> ArenaInfo:
         """Returns the properties of the arena and of its mapping in this process."""

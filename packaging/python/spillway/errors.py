@@ -1,7 +1,11 @@
 """Exceptions of the package.
 
-Every exception is a `SpillwayError` and carries the status of the C library as `status`. Exceptions that match a
-built-in one inherit from it too: an `IoError` is an `OSError`, an `InvalidArgumentError` a `ValueError`.
+Every failure of the library, and every argument, setting or use that the package refuses, is a `SpillwayError`, which carries the status
+of the C library as `status`. Exceptions that match a built-in one inherit from it too: an `IoError` is an `OSError`, an
+`InvalidArgumentError` a `ValueError`.
+
+Python's own rules keep Python's exceptions: a `TypeError` for a call with unknown arguments and for an object that cannot be copied, an
+`AttributeError`, and an `OSError` of a file that Python itself opens or makes.
 
     try:
         tier.wait(ticket)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from . import _abi, _arguments, _arrays, _kept, _native, _pinned, _tensor_rows
 from ._arrays import Array
+from ._attributes import Fixed, described
 from ._native_handle import TIMEOUT, _NativeHandle, in_slices, record
 from .errors import InvalidArgumentError
 from .optim import Adam, StepStats, counter
@@ -205,6 +206,8 @@ class Gpu(_NativeHandle):
 
     closer = "spw_gpu_close"
 
+    ordinal: Fixed[int] = Fixed("Number of the GPU.")
+
     def __init__(self, ordinal: int = 0, *, chunk_bytes: int = 0):
         options = _abi.sized(_abi.GpuOptions)
         self.ordinal = options.ordinal = _arguments.unsigned("Gpu: ordinal", ordinal, 31)
@@ -212,6 +215,9 @@ class Gpu(_NativeHandle):
         #: The memory of copies by their tickets. The copies themselves refer to this object.
         self._held = _kept.Submitted()
         self._hold("spw_gpu_open", ctypes.byref(options), keeps=(self._held,))
+
+    def _facts(self) -> dict[str, Any]:
+        return {"ordinal": self.ordinal}
 
     def info(self) -> Info:
         """Returns the properties of the GPU, and the bytes of memory that are free now."""
@@ -374,6 +380,9 @@ class Copy:
 
     def __init__(self, gpu: Gpu, ticket: _Ticket):
         self._gpu, self._ticket = gpu, ticket
+
+    def __repr__(self) -> str:
+        return described("Copy", lambda: {"number": self._ticket.number.value, "gpu": self._gpu})
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the copy ends.

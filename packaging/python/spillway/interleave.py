@@ -190,7 +190,7 @@ class Interleave(_NativeHandle):
         for index, (slot, subgroup) in enumerate(zip(table, self._subgroups)):
             _fill(slot, subgroup, dtypes, f"subgroups[{index}].", gpu, uint16_dtype)
         options.grad_dtype, options.copy_dtype = dtypes.grad_dtype, dtypes.copy_dtype
-        self._gpu = gpu
+        self._gpu, self._transfer_dtype = gpu, transfer_dtype
         held = _arrays.all_held(self._subgroups)
 
         def hold(handle: Any) -> None:
@@ -202,6 +202,9 @@ class Interleave(_NativeHandle):
     def __len__(self) -> int:
         """Number of subgroups."""
         return len(self._subgroups)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"subgroups": len(self), "gpu": self._gpu, "transfer_dtype": self._transfer_dtype}
 
     def set_plan(self, placements: Sequence[str]) -> None:
         """Sets the processor of each subgroup from the next step on.

@@ -30,6 +30,7 @@ from typing import Any
 
 from . import _abi, _arguments, _arrays, _native, _tensor_rows
 from ._arrays import Array
+from ._attributes import Fixed, described
 from .errors import InvalidArgumentError
 from .recording import Recording, StepStats
 
@@ -44,6 +45,8 @@ class _Optimizer:
     _options_type: Any
     _states: tuple[str, ...] = ()
     _defaults: dict[str, float] = {}
+    #: The options that a program can set, in the order of the constructor.
+    _public: tuple[str, ...] = ()
 
     # Names of C functions, and whether the C options have the number of the step; set for each subclass.
     _step_name: str
@@ -53,6 +56,9 @@ class _Optimizer:
     def __init_subclass__(cls) -> None:
         cls._step_name, cls._recorded_step_name = f"spw_{cls.c_name}_step", f"spw_undo_{cls.c_name}_step"
         cls._counts_steps = hasattr(cls._options_type, "step")
+
+    # Another attribute would have no effect on a step.
+    __slots__ = ("__weakref__", "_options", "step_count")
 
     def __init__(self, **given: Any):
         self._options = _abi.sized(self._options_type)
@@ -107,6 +113,9 @@ class _Optimizer:
         Raises:
             InvalidArgumentError: A tuple or an array does not fit."""
         return Prepared(self, tensors, shadow, uint16_dtype)
+
+    def __repr__(self) -> str:
+        return described(type(self).__name__, lambda: {name: getattr(self, name) for name in (*self._public, "step_count")})
 
     def _set(self, name: str, value: Any) -> None:
         try:
@@ -166,6 +175,30 @@ def _option(name: str, doc: str) -> Any:
     return property(lambda self: getattr(self._options, name), lambda self, value: self._set(name, value), doc=doc)
 
 
+def _choice(name: str, known: dict[str, int], doc: str) -> Any:
+    """An option that is one of a few words."""
+    words = {number: word for word, number in known.items()}
+    choices = " or ".join(f'"{word}"' for word in known)
+
+    def choose(self: _Optimizer, value: Any) -> None:
+        if not isinstance(value, str) or value not in known:
+            raise InvalidArgumentError(f"{type(self).__name__}: {name} is {value!r}; pass {choices}")
+        setattr(self._options, name, known[value])
+
+    return property(lambda self: words[getattr(self._options, name)], choose, doc=doc)
+
+
+def _betas(doc: str) -> Any:
+    """Two decay rates. Both are checked before one is set."""
+
+    def choose(self: _Optimizer, value: Any) -> None:
+        kind = type(self).__name__
+        first, second = (_arguments.real(f"{kind}: betas", beta) for beta in _pair(value))
+        self._options.beta1, self._options.beta2 = first, second
+
+    return property(lambda self: (self._options.beta1, self._options.beta2), choose, doc=doc)
+
+
 class Adam(_Optimizer):
     """Adam with AdamW's decoupled weight decay by default; weight_decay_mode="l2" is the original Adam.
 
@@ -193,7 +226,10 @@ class Adam(_Optimizer):
         adam.step([(param, grad, exp_avg, exp_avg_sq)])
         adam.lr = 5e-4"""
 
+    __slots__ = ()
+
     c_name, _options_type, _states = "adam", _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
+    _public = ("lr", "betas", "eps", "weight_decay", "weight_decay_mode", "bias_correction", "rounding", "rounding_seed")
     _defaults = {"step": 1, "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "grad_scale": 1.0}
 
     def __init__(
@@ -208,28 +244,35 @@ class Adam(_Optimizer):
         rounding: str = "nearest",
         rounding_seed: int = 0,
     ):
-        if not isinstance(weight_decay_mode, str) or weight_decay_mode not in _abi.WEIGHT_DECAY_MODES:
-            raise InvalidArgumentError(f'Adam: weight_decay_mode is {weight_decay_mode!r}; pass "decoupled" or "l2"')
-        if not isinstance(rounding, str) or rounding not in _abi.ROUNDINGS:
-            raise InvalidArgumentError(f'Adam: rounding is {rounding!r}; pass "nearest" or "stochastic"')
-        rounding_seed = _arguments.unsigned("Adam: rounding_seed", rounding_seed)
         beta1, beta2 = _pair(betas)
-        super().__init__(
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            weight_decay_mode=_abi.WEIGHT_DECAY_MODES[weight_decay_mode],
-            no_bias_correction=int(not bias_correction),
-            rounding=_abi.ROUNDINGS[rounding],
-            rounding_seed=rounding_seed,
-        )
+        super().__init__(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+        self.weight_decay_mode, self.bias_correction = weight_decay_mode, bias_correction
+        self.rounding, self.rounding_seed = rounding, rounding_seed
 
     lr = _option("lr", "Learning rate of the next step.")
-    eps = _option("eps", "Term added to the denominator.")
+    betas = _betas("Decay rates of the moments in the next step.")
+    eps = _option("eps", "Term added to the denominator in the next step.")
     weight_decay = _option("weight_decay", "Weight decay of the next step.")
-    betas = property(lambda self: (self._options.beta1, self._options.beta2), doc="Decay rates of the moments.")
+    weight_decay_mode = _choice("weight_decay_mode", _abi.WEIGHT_DECAY_MODES, '"decoupled" or "l2".')
+    rounding = _choice("rounding", _abi.ROUNDINGS, 'Rounding of bfloat16 moments: "nearest" or "stochastic".')
+
+    @property
+    def bias_correction(self) -> bool:
+        """True if the next step corrects the moments for their start at zero."""
+        return not self._options.no_bias_correction
+
+    @bias_correction.setter
+    def bias_correction(self, value: bool) -> None:
+        self._options.no_bias_correction = int(not value)
+
+    @property
+    def rounding_seed(self) -> int:
+        """Seed of stochastic rounding in the next step."""
+        return int(self._options.rounding_seed)
+
+    @rounding_seed.setter
+    def rounding_seed(self, value: int) -> None:
+        self._options.rounding_seed = _arguments.unsigned(f"{type(self).__name__}: rounding_seed", value)
 
 
 class Adagrad(_Optimizer):
@@ -249,13 +292,18 @@ class Adagrad(_Optimizer):
     Example:
         spillway.Adagrad(lr=1e-2).step([(param, grad, exp_avg_sq)])"""
 
+    __slots__ = ()
+
     c_name, _options_type, _states = "adagrad", _abi.AdagradOptions, ("exp_avg_sq",)
+    _public = ("lr", "lr_decay", "eps", "weight_decay")
     _defaults = {"step": 1, "lr": 1e-2, "eps": 1e-10, "grad_scale": 1.0}
 
     def __init__(self, lr: float | None = None, lr_decay: float | None = None, eps: float | None = None, weight_decay: float | None = None):
         super().__init__(lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
 
     lr = _option("lr", "Learning rate of the next step.")
+    lr_decay = _option("lr_decay", "Decay of the learning rate per step.")
+    eps = _option("eps", "Term added to the denominator in the next step.")
     weight_decay = _option("weight_decay", "Weight decay of the next step.")
 
 
@@ -275,7 +323,10 @@ class Lion(_Optimizer):
     Example:
         spillway.Lion(lr=1e-4).step([(param, grad, exp_avg)])"""
 
+    __slots__ = ()
+
     c_name, _options_type, _states = "lion", _abi.LionOptions, ("exp_avg",)
+    _public = ("lr", "betas", "weight_decay")
     _defaults = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "grad_scale": 1.0}
 
     def __init__(self, lr: float | None = None, betas: tuple[float | None, float | None] = (None, None), weight_decay: float | None = None):
@@ -283,6 +334,7 @@ class Lion(_Optimizer):
         super().__init__(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
 
     lr = _option("lr", "Learning rate of the next step.")
+    betas = _betas("Decay rates of the moment in the next step.")
     weight_decay = _option("weight_decay", "Weight decay of the next step.")
 
 
@@ -298,6 +350,8 @@ class Prepared:
             backward(batch)                    # writes into grad
             prepared.step()"""
 
+    optimizer: Fixed[_Optimizer] = Fixed("The optimizer of prepare().")
+
     def __init__(self, optimizer: _Optimizer, tensors: Tensors, shadow: Tensors | None = None, uint16_dtype: str | None = None):
         self.optimizer = optimizer
         self._table, self._held = tensor_table(optimizer, tensors, uint16_dtype, shadow)
@@ -306,6 +360,9 @@ class Prepared:
     def __len__(self) -> int:
         """Number of tensors."""
         return len(self._table)
+
+    def __repr__(self) -> str:
+        return described("Prepared", lambda: {"tensors": len(self), "elements": self.elements, "optimizer": self.optimizer})
 
     def step(self, *, grad_scale: float = 1.0, return_stats: bool = False, number: int | None = None) -> StepStats | None:
         """Runs one step of the optimizer over these tensors.

@@ -79,10 +79,13 @@ class Recording(_NativeHandle):
     def __init__(self, prepared: _Prepared, mode: str = "delta"):
         if mode not in MODES:
             raise InvalidArgumentError(f"Recording: mode is {mode!r}; pass one of {', '.join(MODES)}")
-        self._prepared = prepared
+        self._prepared, self._mode = prepared, mode
         options = _abi.sized(_abi.UndoOptions)
         options.mode, options.elements, options.tensors = MODES[mode], prepared.elements, len(prepared)
         self._hold("spw_undo_open", ctypes.byref(options))
+
+    def _facts(self) -> dict[str, Any]:
+        return {"mode": self._mode, "tensors": len(self._prepared), "elements": self._prepared.elements}
 
     def step(self, *, grad_scale: float = 1.0, return_stats: bool = False) -> StepStats | None:
         """Runs and records one step, which replaces the previous recording.

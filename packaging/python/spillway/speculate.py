@@ -20,6 +20,7 @@ from operator import attrgetter, ne
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _arrays, _kept
+from ._attributes import Fixed
 from ._native_handle import _NativeHandle
 from .errors import InvalidArgumentError, OwnSuppressed
 from .gpu import CudaEvent, CudaStream, Gpu, device_table, stream_number
@@ -109,6 +110,8 @@ class Speculation(_NativeHandle):
 
     closer = "spw_spec_close"
 
+    buckets: Fixed[int] = Fixed("Number of buckets of a round.")
+
     def __init__(self, buckets: int, *, publish: str = "final", undo: str = "delta"):
         for name, value, known in (("publish", publish, PUBLISH), ("undo", undo, UNDO)):
             if value not in known:
@@ -116,11 +119,14 @@ class Speculation(_NativeHandle):
         buckets = _arguments.between("Speculation: buckets", buckets, 1, (1 << 32) - 1)
         options = _abi.sized(_abi.SpecOptions)
         options.buckets, options.undo_mode, options.publish = buckets, UNDO[undo], PUBLISH[publish]
-        self.buckets = buckets
+        self.buckets, self._publish, self._undo = buckets, publish, undo
         self._optimizer: _Optimizer | None = None
         self._held = _kept.Submitted()
         self._destinations: dict[int, list[Any]] = {}
         self._hold("spw_spec_open", ctypes.byref(options), keeps=(self._held, self._destinations))
+
+    def _facts(self) -> dict[str, Any]:
+        return {"buckets": self.buckets, "publish": self._publish, "undo": self._undo, "optimizer": self._optimizer}
 
     def begin(self, optimizer: _Optimizer, *, max_norm: float = 0.0, grad_scale: float = 1.0) -> None:
         """Opens a round. resolve() increments the optimizer's step count unless the verdict is "skip".

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from . import _abi, _arguments, _kept, _native
+from ._attributes import Fixed
 from ._held_signals import HeldSignals
 from ._native_handle import TIMEOUT, _NativeHandle
 from .arena import Arena
@@ -93,6 +94,14 @@ class Stage(_NativeHandle):
 
     closer = "spw_stage_close"
 
+    #: A write to an item has an effect on the next job.
+    tensors: Fixed[list[Any]] = Fixed("The tensors of the next job.")
+    shadow: Fixed[list[Any] | None] = Fixed("The shadows of the next job; None without.")
+    adam: Fixed[Adam] = Fixed("The Adam whose options the next step uses.")
+    arena: Fixed[Arena | None] = Fixed("The Arena with the copies; None without.")
+    region: Fixed[str | None] = Fixed("Name of the region with the copies; None without.")
+    uint16_dtype: Fixed[str | None] = Fixed("The dtype that uint16 arrays hold.")
+
     def __init__(
         self,
         tensors: Tensors,
@@ -121,10 +130,19 @@ class Stage(_NativeHandle):
         options.priority, options.cores = _arguments.signed("Stage: priority", priority), _arguments.unsigned("Stage: cores", cores, 32)
         options.undo_mode, options.publish = UNDO[undo], known[publish]
         self.tensors, self.shadow = list(tensors), None if shadow is None else list(shadow)
+        self._shape = {"publish": publish, "undo": undo, "priority": priority, "cores": cores}
         self.adam, self.arena, self.region, self.uint16_dtype = adam, arena, region, uint16_dtype
-        self.verdict: StepStats | None = None
+        self._verdict: StepStats | None = None
         self._held = _kept.Submitted()
         self._hold("spw_stage_open", ctypes.byref(options), keeps=(self._held,))
+
+    def _facts(self) -> dict[str, Any]:
+        return {"tensors": len(self.tensors), **self._shape, "arena": self.arena, "region": self.region, "verdict": self.verdict}
+
+    @property
+    def verdict(self) -> StepStats | None:
+        """The result of the last wait(); None before it."""
+        return self._verdict
 
     def submit(
         self,
@@ -180,7 +198,7 @@ class Stage(_NativeHandle):
     def _submit(self, held: Any, options: Any, table: Any, event: Any, target: Any) -> None:
         arguments = ctypes.byref(options), ctypes.addressof(table), len(table), event, target
         self._held.submit((held, table), lambda outcome: self._recorded(outcome, "spw_stage_submit_adam", *arguments))
-        self.verdict = None
+        self._verdict = None
 
     def wait(self, timeout: float | None = None) -> StepStats:
         """Waits until the tensors are stepped; returns the local result, the StepStats of the scaled gradients.
@@ -193,8 +211,8 @@ class Stage(_NativeHandle):
             SpillwayError: The job failed: roll every stage back."""
         stats = _abi.sized(_abi.StepStats)
         self._wait_by(timeout, "spw_stage_wait", after=(ctypes.byref(stats),))
-        self.verdict = StepStats(bool(stats.nonfinite), stats.sum_squares)
-        return self.verdict
+        self._verdict = StepStats(bool(stats.nonfinite), stats.sum_squares)
+        return self._verdict
 
     def commit(self) -> None:
         """Keeps the step; returns at once. finish() waits for the 16-bit copies."""

@@ -38,6 +38,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from . import _abi, _arguments, _arrays, _kept, _native, _tensor_rows
 from ._arrays import Array
+from ._attributes import Fixed, described
 from ._commit import Commit
 from ._native_handle import _NativeHandle, in_slices, record
 from ._tier_options import number, payload_of
@@ -155,6 +156,12 @@ class Swap(_NativeHandle):
 
     closer = "spw_swap_close"
 
+    tier: Fixed[Tier] = Fixed("The Tier.")
+    elements: Fixed[tuple[int, ...]] = Fixed("Number of elements of each subgroup.")
+    split_master: Fixed[bool] = Fixed("The tier stores param without its upper halves.")
+    bf16_moments: Fixed[bool] = Fixed("The tier stores the moments as bfloat16.")
+    budget: Fixed[Budget] = Fixed("The Budget chosen at open.")
+
     def __init__(
         self,
         tier: Tier,
@@ -183,12 +190,15 @@ class Swap(_NativeHandle):
         #: The step that was begun last; a rollback ends it.
         self._update: SwapUpdate | None = None
         tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options), keeps=(self._held,)))
-        #: The Budget chosen at open.
         self.budget = plan_budget(self.elements, memory_budget=least, paths=paths, **encoding)
 
     def __len__(self) -> int:
         """Number of subgroups."""
         return len(self.elements)
+
+    def _facts(self) -> dict[str, Any]:
+        shape = {"subgroups": len(self), "elements": sum(self.elements), "host_bytes": self.budget.host_bytes}
+        return {**shape, "split_master": self.split_master, "bf16_moments": self.bf16_moments, "tier": self.tier}
 
     @property
     def moment_code(self) -> int:
@@ -480,13 +490,20 @@ class SwapUpdate:
     Attributes:
         swap: The Swap."""
 
+    swap: Fixed[Swap] = Fixed("The Swap.")
+
     def __init__(self, swap: Swap, optimizer: Adam, speculative: bool, return_stats: bool):
         self.swap = swap
+        self._speculative = speculative
         self._optimizer, self._return_stats = optimizer, return_stats
         # Statuses of calls: no signal handler runs between a call and its status.
         self._begun: list[int] = []
         self._finished: list[int] = []
         self._given: tuple[str, list[int]] = ("commit", [] if speculative else [0])
+
+    def __repr__(self) -> str:
+        ended = "open" if self._is_open() else "ended"
+        return described("SwapUpdate", lambda: {"speculative": self._speculative, "verdict": self._verdict, "swap": self.swap}, ended)
 
     def submit(
         self, subgroup: int, grad: Array, weight: Array | None = None, belonging: Array | None = None, *, uint16_dtype: str | None = None

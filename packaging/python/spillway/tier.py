@@ -22,6 +22,7 @@ from typing import Any, Literal, overload
 
 from . import _abi, _arguments, _arrays, _kept, _native
 from ._arrays import Array
+from ._attributes import Fixed
 from ._commit import Commit
 from ._native_handle import POLL_SECONDS, SLICE_MS, TIMEOUT, _NativeHandle
 from ._snapshot import Snapshot
@@ -86,6 +87,8 @@ class Tier(_NativeHandle):
 
     closer, _closer_arguments = "spw_tier_close", (-1,)
 
+    opened: Fixed[Opened] = Fixed("What the open found.")
+
     def __init__(
         self,
         paths: Iterable[str | os.PathLike[str] | TierPath | None],
@@ -119,6 +122,8 @@ class Tier(_NativeHandle):
         options.turns = number(turns, "turns", _MOST_U32)
         options.turn_timeout_ms = number(milliseconds("turn_timeout", turn_timeout), "turn_timeout", _MOST_U32)
         self._streams: dict[int, tuple[int, ...]] = {}
+        places = [row.directory and os.fsdecode(row.directory) for row in options.paths[: options.path_count]]
+        self._asked = {"job": job, "rank": rank, "world": world, "paths": places}
         self._in_flight = _kept.Submitted()
         self._by_number: dict[int, Ticket] = {}
         #: Puts and gets that were begun, and whose ticket the caller does not have: each until _begin returns it.
@@ -130,6 +135,9 @@ class Tier(_NativeHandle):
         self._hold("spw_tier_open", ctypes.byref(options), keeps=(self._in_flight,))
         _opened_tiers.add(self)
         self.opened = self._opened()
+
+    def _facts(self) -> dict[str, Any]:
+        return {**self._asked, "extents": len(self._streams), "resumed_step": self.opened.step}
 
     def define(self, name: str, stream_bytes: Sequence[int]) -> int:
         """Returns the number of an extent; creates a missing one.

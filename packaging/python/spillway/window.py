@@ -95,6 +95,7 @@ class Window(_NativeHandle):
         options = _abi.sized(_abi.WindowOptions)
         options.slots = _arguments.unsigned("Window: slots", slots, 32)
         self._gpu = gpu
+        self._shape = {"units": len(units), "bytes": sum(row.bytes for row in table), "slots": options.slots or 2, "kept": len(kept)}
         held = _arrays.all_held([[unit for unit in units if not isinstance(unit, Stored)]])
 
         def with_gpu(handle: Any) -> None:
@@ -106,6 +107,9 @@ class Window(_NativeHandle):
             self._hold("spw_window_open", ctypes.byref(options), table, len(table), keeps=(held,))
 
         with_gpu(None) if gpu is None else Gpu._given("Window: gpu", gpu)._through(with_gpu)
+
+    def _facts(self) -> dict[str, Any]:
+        return {**self._shape, "gpu": self._gpu}
 
     def begin(self) -> None:
         """Begins an iteration: its order of uses is recorded, and the one recorded before says what is fetched ahead."""

@@ -1,9 +1,12 @@
 """Proves how the modules of the package depend on each other: without circles, by agreed faces only, and with optional parts that nothing
-else needs. Imports inside of functions and for annotations count."""
+else needs. Imports inside of functions and for annotations count. Proves too that what the package refuses is a SpillwayError."""
 
 import ast
+import builtins
 
 import pytest
+
+from spillway import errors
 
 #: Modules with a leading underscore that modules of other folders import. The list only gets shorter.
 FACES = {"__main__": {"deepspeed._hook", "deepspeed._versions", "megatron._versions"}, "bench._io": {"deepspeed._hook"}}
@@ -11,6 +14,24 @@ FACES = {"__main__": {"deepspeed._hook", "deepspeed._versions", "megatron._versi
 INNER = {"torch.inner": {"deepspeed._superoffload_tail", "megatron._hybrid", "megatron._shards", "pipeline._stage_optimizer"}}
 #: Parts that can be left out of a wheel.
 OPTIONAL = ("bench", "pipeline")
+
+
+#: Python's exceptions that `spillway.errors` names: for calls and copies, attributes, files, and methods that subclasses have.
+PYTHONS = {"AttributeError", "NotImplementedError", "TypeError", "OSError", "IsADirectoryError", "NotADirectoryError"}
+#: Modules that raise others, which they or their callers catch, or which a protocol of Python or torch asks for. The list only gets
+#: shorter.
+INTERNAL = {
+    "_files": {"ValueError"},
+    "_safetensors": {"ValueError"},
+    "_snapshot": {"ValueError"},
+    "_values": {"ValueError"},
+    "bench.__main__": {"ValueError"},
+    "deepspeed._settings": {"ValueError"},
+    "megatron._saved": {"ValueError"},
+    "torch._offload.flow": {"RuntimeError"},
+    "torch._offload.plan": {"ValueError"},
+    "torch._tier_states": {"KeyError"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +102,46 @@ def test_the_graph_has_the_imports_of_the_package(imports):
     assert {"_abi", "optim", "errors"} <= imports[""] and "_native" in imports["deepspeed._optimizer_ops"]
     assert "deepspeed._installed" in imports["deepspeed._optimizer_ops"] and "megatron._versions" in imports["__main__"]
     assert "tier" in imports["swap"] and "torch" in imports["pipeline._stage_optimizer"]
+
+
+def _foreign(text):
+    """The built-in exceptions of a module's raise statements that are neither a SpillwayError's nor Python's own rules."""
+    raised = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            name = getattr(node.exc.func if isinstance(node.exc, ast.Call) else node.exc, "id", "")
+            # Names in lower case are variables, and functions that make an error.
+            if isinstance(getattr(builtins, name, None), type) and name not in PYTHONS:
+                raised.add(name)
+            # A method that subclasses have raises it without a text.
+            if name == "NotImplementedError" and isinstance(node.exc, ast.Call):
+                raised.add(name)
+    return raised
+
+
+def test_what_the_package_refuses_is_an_error_of_the_package(repository):
+    root = repository / "packaging" / "python" / "spillway"
+    found = {".".join(path.relative_to(root).with_suffix("").parts): _foreign(path.read_text()) for path in root.rglob("*.py")}
+    found = {name: kinds - {"SystemExit"} if name.startswith("bench.") else kinds for name, kinds in found.items()}
+    assert {name: kinds for name, kinds in found.items() if kinds} == INTERNAL
+
+
+@pytest.mark.parametrize(
+    "statement, kinds",
+    [
+        ('raise ValueError("x")', {"ValueError"}),
+        ("raise ValueError", {"ValueError"}),
+        ('raise NotImplementedError("no such op")', {"NotImplementedError"}),
+        ("raise NotImplementedError", set()),
+        ('raise TypeError("cannot be copied")', set()),
+        ('raise InvalidArgumentError("x")', set()),
+        ("raise", set()),
+    ],
+)
+def test_a_foreign_exception_is_found(statement, kinds):
+    assert _foreign(f"try:\n    pass\nexcept OSError:\n    {statement}") == kinds
+
+
+def test_every_class_of_the_errors_is_a_spillway_error():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(kinds) > 25 and all(issubclass(kind, errors.SpillwayError) for kind in kinds)

@@ -57,6 +57,40 @@ def test_a_program_that_uses_the_package_is_checked(repository, tmp_path):
     ], done.stdout
 
 
+TORCH = """
+import torch
+import spillway.torch
+
+model = torch.nn.Linear(2, 2)
+optimizer = spillway.torch.AdamW(model.parameters(), lr=1e-3, max_norm=1.0, tier=["a", None])
+reveal_type(optimizer)
+reveal_type(optimizer.grad_norm)
+spillway.torch.AdamW(model.parameters(), lr="x")
+spillway.torch.Adagrad(model.parameters(), max_nrom=1.0)
+spillway.torch.Lion(model.parameters(), memory_budget="x")
+"""
+
+
+def test_a_program_that_uses_the_torch_optimizers_is_checked(repository, tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "program.py").write_text(TORCH)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", tmp_path, "--config-file=", "--follow-imports=silent", tmp_path / "program.py"],
+        cwd=repository / "packaging" / "python",
+        capture_output=True,
+        text=True,
+    )
+    lines = [line.split(": ", 1)[1] for line in done.stdout.splitlines() if "program.py:" in line]
+    assert lines == [
+        'note: Revealed type is "spillway.torch.AdamW"',
+        'note: Revealed type is "float | None"',
+        'error: Argument "lr" to "AdamW" has incompatible type "str"; expected "float | Tensor"  [arg-type]',
+        'error: Unexpected keyword argument "max_nrom" for "Adagrad"; did you mean "max_norm"?  [call-arg]',
+        'note: "Adagrad" defined in "spillway.torch"',
+        'error: Argument "memory_budget" to "Lion" has incompatible type "str"; expected "int | None"  [arg-type]',
+    ], done.stdout
+
+
 STRICT = """
 from __future__ import annotations
 import numpy

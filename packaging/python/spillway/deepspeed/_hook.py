@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._import_hook import ImportHook, Patches
+from ..errors import InvalidArgumentError, UnsupportedError
 from . import _installed
 from ._installed import OPS, PARTS
 
@@ -67,7 +68,7 @@ def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> 
             restore them bit for bit; None reads SPILLWAY_DEEPSPEED_UNDO at the first op, or else is "auto".
 
     Raises:
-        ValueError: An op or `undo` is unknown.
+        InvalidArgumentError: An op or `undo` is unknown.
 
     | undo | recorded steps |
     |---|---|
@@ -78,11 +79,11 @@ def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> 
     A recording takes per parameter 9 bytes at step 1, 1.2 in steady state and at most 13, and a tenth of the step's
     time."""
     if undo not in (None, *_installed.UNDO_MODES):
-        raise ValueError(f'install: undo is {undo!r}; pass "auto", "always" or "never"')
+        raise InvalidArgumentError(f'install: undo is {undo!r}; pass "auto", "always" or "never"')
     _installed.choose_undo(undo)
     wanted = set(PARTS if ops is None else [ops] if isinstance(ops, str) else ops)
     if not wanted <= set(PARTS):
-        raise ValueError(f"install: unknown ops {sorted(wanted - set(PARTS))}; the ops and parts are {', '.join(PARTS)}")
+        raise InvalidArgumentError(f"install: unknown ops {sorted(wanted - set(PARTS))}; the ops and parts are {', '.join(PARTS)}")
     with _lock:
         _installed.parts.update(wanted)
         _finder.insert()
@@ -220,7 +221,7 @@ def report():
 
 def _refusal(op, name, advice):
     def refuse(*_args, **_kwargs):
-        raise NotImplementedError(f"Spillway's {op} has no {name}: {advice}")
+        raise UnsupportedError(f"Spillway's {op} has no {name}: {advice}")
 
     refuse.__name__ = name
     return refuse

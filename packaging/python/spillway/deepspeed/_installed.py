@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import InvalidArgumentError
+
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
 # Replaceable parts: the ops, and Python classes.
 PARTS = (*OPS, "superoffload", "swapper")
@@ -33,7 +35,9 @@ def read_undo() -> str:
     global undo
     mode = _given or os.environ.get("SPILLWAY_DEEPSPEED_UNDO") or "auto"
     if mode not in UNDO_MODES:
-        raise ValueError(f"the environment variable SPILLWAY_DEEPSPEED_UNDO is {mode!r}; set it to one of {', '.join(UNDO_MODES)}")
+        raise InvalidArgumentError(
+            f"the environment variable SPILLWAY_DEEPSPEED_UNDO is {mode!r}; set it to one of {', '.join(UNDO_MODES)}"
+        )
     undo = mode
     return mode
 

@@ -10,7 +10,7 @@ import tempfile
 import weakref
 from typing import Any
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..swap import STATES, UNROUNDED
 from ..tiered import mapped
 from . import _checkpoints, _lifetime, _stage3, _versions
@@ -264,7 +264,7 @@ def _checkpointing(stage3):
             return swapper.take_snapshot(False)
         for index, flat in enumerate(self.fp16_partitioned_groups_flat):
             if flat is None:
-                raise NotImplementedError(
+                raise UnsupportedError(
                     "Spillway cannot start from the 16-bit weights of a checkpoint while the parameters "
                     "are in files; load the optimizer states too"
                 )

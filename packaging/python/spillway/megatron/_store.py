@@ -19,6 +19,7 @@ from typing import Any, Literal, overload
 import torch
 
 from .. import _files, _log, _ranks
+from .._attributes import described
 from .._commit import Commit
 from .._groups import put_numbers
 from .._snapshot import Snapshot
@@ -117,6 +118,14 @@ class OptimizerStateStore:
         except BaseException:
             self.close()
             raise
+
+    def __repr__(self) -> str:
+        def facts() -> dict[str, Any]:
+            place = self._place
+            asked = {"job": place.job, "rank": place.rank, "world": place.world}
+            return {**asked, "buckets": len(self._buckets), "resumed_step": self._tiered.resumed_step}
+
+        return described("OptimizerStateStore", facts)
 
     @property
     def resumed_step(self) -> int | None:

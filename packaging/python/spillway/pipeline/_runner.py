@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _arguments
+from .._attributes import Fixed, described
 from ..errors import InvalidArgumentError
 from . import _torch
 from ._fleet import TRANSPORTS, Fleet
@@ -81,6 +82,8 @@ class Pipeline:
                 print(pipeline.step(inputs, targets).loss)
             pipeline.sync()"""
 
+    plan: Fixed[Plan] = Fixed("The Plan, with measured costs.")
+
     def __init__(
         self,
         units: Sequence[torch.nn.Module] | torch.nn.Sequential,
@@ -117,7 +120,7 @@ class Pipeline:
             raise InvalidArgumentError(f"Pipeline: there are {len(self._units)} units; pass a multiple of split, {split}")
         _refuse_tier(optimizer)
         _refuse_for_stage(optimizer, self._units)
-        self.plan: Plan = plan(
+        self.plan = plan(
             schedule,
             devices=devices,
             micro_batches=micro_batches,
@@ -143,6 +146,13 @@ class Pipeline:
         first = {(one.kind, one.first_unit): one.device for one in self.plan.operations}
         self._input_device, last = first["forward", 0], len(self._units) - self.plan.backward_split
         self._target_devices = {first["backward", last], first["forward", len(self._units) - split]}
+
+    def __repr__(self) -> str:
+        def facts() -> dict[str, Any]:
+            plan = self.plan
+            return {"schedule": plan.schedule, "devices": plan.devices, "micro_batches": plan.micro_batches, "steps": self._steps}
+
+        return described("Pipeline", facts, "closed" if self.__dict__.get("_closed", True) else "open")
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor, timeout: float | None = None) -> StepReport:
         """Runs a step.

@@ -136,9 +136,10 @@ class StageOptimizer(SpillwayOptimizer):
             all the same: roll it back."""
 
     _memory = _Jobs
+    _settable = ("max_norm", "process_group", "skip_nonfinite")
 
-    def __init__(self, params: Any, *args: Any, **options: Any):
-        super().__init__(params, *args, **_options(type(self).__name__, options))
+    def _begin(self, params: Any, beyond: Any, **arguments: Any) -> None:
+        super()._begin(params, _options(type(self).__name__, beyond), **arguments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch does.
@@ -173,8 +174,7 @@ class StageAdam(StageOptimizer, Adam):
     Args:
         params: Parameters, or groups of parameters: contiguous, in CPU memory, of float32, bfloat16 or float16. `maximize` is the same in
             all groups.
-        lr, betas, eps, weight_decay: As in torch.optim.Adam.
-        options: Further keywords of spillway.torch.Adam, without undo, tier and memory_budget; no amsgrad, capturable or differentiable;
+        options: The arguments of spillway.torch.Adam, without undo, tier and memory_budget; no amsgrad, capturable or differentiable;
             master is None or "f32".
 
     Raises:
@@ -190,8 +190,7 @@ class StageAdamW(StageOptimizer, AdamW):
     Args:
         params: Parameters, or groups of parameters: contiguous, in CPU memory, of float32, bfloat16 or float16. `maximize` is the same in
             all groups.
-        lr, betas, eps, weight_decay: As in torch.optim.AdamW.
-        options: Further keywords of spillway.torch.AdamW, without undo, tier and memory_budget; no amsgrad, capturable or differentiable;
+        options: The arguments of spillway.torch.AdamW, without undo, tier and memory_budget; no amsgrad, capturable or differentiable;
             master is None or "f32".
 
     Raises:
@@ -207,9 +206,9 @@ def _keep(stage: Stage) -> None:
     stage.finish()
 
 
-def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def _options(name: str, options: Any) -> Any:
     """The keywords of an optimizer whose steps can always be rolled back."""
-    if not options.pop("undo", True):
+    if not options.get("undo", True):
         raise InvalidArgumentError(f"{name}: undo is False, but a step of this class can always be rolled back; leave out undo")
     if options.get("tier") is not None:
         raise UnsupportedError(f"{name}: the states of a stage are in host memory; leave out tier, or pass spillway.torch.{name[5:]}")

@@ -14,22 +14,7 @@ Spillway steps parameters and gradients that are contiguous in CPU memory, in fl
 Other parameters (on a GPU, float64, complex, sparse gradients) and groups with `amsgrad`, `capturable` or `differentiable` are
 stepped by torch's own code. `foreach` and `fused` choose that code; they do not change Spillway's.
 
-Keywords beyond torch, for all classes:
-
-| keyword | meaning |
-|---|---|
-| `max_norm` | gradients are clipped to this global norm within the step; `grad_norm` is the norm before |
-| `process_group` | with `max_norm` and `skip_nonfinite`: squares and verdict are summed over this group |
-| `skip_nonfinite` | a step with Inf or NaN in a gradient is skipped; `skipped` is then True |
-| `undo` | `rollback()` restores all bits of the last step |
-| `moment_dtype` | `torch.bfloat16`: moments take 2 bytes per element each instead of 4 |
-| `moment_rounding` | `"stochastic"`: Adam's bf16 moments are rounded at random, without bias; default `"nearest"` |
-| `rounding_seed` | seed of these random bits, which depend on it, the parameter's number, the step and the element only |
-| `master` | `"f32"`: 16-bit parameters have an f32 master in their state; a step writes both |
-| `master` | `"split"`: bf16 parameters have an f32 master in the parameter and 16 low bits in their state |
-| `tier` | Adam and AdamW: a path, a list of paths or `TierOptions`; masters and moments are kept there, of parameters on any device |
-| `memory_budget` | host memory for states on a tier, in bytes |
-| `overlap` | with `tier`: a step starts during backward, and the library writes to the tier during the next forward |
+The classes describe their keywords beyond torch, such as `max_norm`, `undo`, `master` and `tier`.
 
 A checkpoint keeps bf16 moments and masters. A master takes the value of its parameter where the program wrote to the parameter, except by
 `param.data`, which leaves no trace.
@@ -47,12 +32,17 @@ import torch
 from .. import _abi
 from .._groups import Rule
 from ..errors import InvalidArgumentError
+from ._keywords import take_beyond
 from ._offload.optimizer import offload
-from ._optimizer import SpillwayOptimizer, take_beyond
+from ._optimizer import SpillwayOptimizer
 from ._states import MOMENTS
 from ._tier_states import TierOptions
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+    from typing_extensions import Unpack
+
+    from ._keywords import Beyond
     from ._offload.flow import Flow
 
 __all__ = ["Adagrad", "Adam", "AdamW", "Flow", "Lion", "TierOptions", "offload"]
@@ -70,40 +60,154 @@ def __getattr__(name: str) -> Any:
 
 
 class Adam(SpillwayOptimizer, torch.optim.Adam):
-    """torch.optim.Adam; see the module for what Spillway steps and for the keywords.
+    """torch.optim.Adam; the module describes which parameters Spillway steps.
 
     Args:
         params: Parameters, or groups of parameters.
-        lr, betas, eps, weight_decay: As in torch.optim.Adam.
-        options: The keywords beyond torch (see the module), and further arguments of torch.optim.Adam.
+        lr, betas, eps, weight_decay, amsgrad: As in torch.optim.Adam.
+        foreach, maximize, capturable, differentiable, fused, decoupled_weight_decay: As in torch.optim.Adam.
+        max_norm: Gradients are clipped to this global norm within the step, and `grad_norm` is the norm before; None: no clipping.
+        process_group: With `max_norm` or `skip_nonfinite`: squares and verdict are summed over this group of processes.
+        skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
+        undo: rollback() restores all bits of the last step.
+        moment_dtype: torch.bfloat16: moments take 2 bytes per element each instead of 4.
+        moment_rounding: "stochastic": bf16 moments are rounded at random, without bias; "nearest": to nearest even.
+        rounding_seed: Seed of these random bits, which depend on it, the parameter's number, the step and the element only.
+        master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
+            master in the parameter and 16 low bits in their state. None: no master.
+        tier: A directory, a list of directories or TierOptions: masters and moments are kept there, of parameters on any device. None:
+            host memory.
+        memory_budget: With `tier`: host memory for the states, in bytes; None: derived from the machine.
+        overlap: With `tier`: a step starts during backward, and the library writes to the tier during the next forward.
+
+    Raises:
+        InvalidArgumentError: A keyword beyond torch has a wrong value, or a tier holds the states of other parameters.
+        UnsupportedError: Keywords cannot be combined, or the parameters cannot have them.
 
     Example:
         optimizer = spillway.torch.Adam(model.parameters(), lr=1e-3, max_norm=1.0)"""
 
     _rule, _torch_class = _ADAM, torch.optim.Adam
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **beyond: Unpack[Beyond],
+    ) -> None:
+        self._begin(
+            params,
+            beyond,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+
 
 class AdamW(SpillwayOptimizer, torch.optim.AdamW):
-    """torch.optim.AdamW; see the module for what Spillway steps and for the keywords.
+    """torch.optim.AdamW; the module describes which parameters Spillway steps.
 
     Args:
         params: Parameters, or groups of parameters.
-        lr, betas, eps, weight_decay: As in torch.optim.AdamW.
-        options: The keywords beyond torch (see the module), and further arguments of torch.optim.AdamW.
+        lr, betas, eps, weight_decay, amsgrad: As in torch.optim.AdamW.
+        maximize, foreach, capturable, differentiable, fused: As in torch.optim.AdamW.
+        max_norm: Gradients are clipped to this global norm within the step, and `grad_norm` is the norm before; None: no clipping.
+        process_group: With `max_norm` or `skip_nonfinite`: squares and verdict are summed over this group of processes.
+        skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
+        undo: rollback() restores all bits of the last step.
+        moment_dtype: torch.bfloat16: moments take 2 bytes per element each instead of 4.
+        moment_rounding: "stochastic": bf16 moments are rounded at random, without bias; "nearest": to nearest even.
+        rounding_seed: Seed of these random bits, which depend on it, the parameter's number, the step and the element only.
+        master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
+            master in the parameter and 16 low bits in their state. None: no master.
+        tier: A directory, a list of directories or TierOptions: masters and moments are kept there, of parameters on any device. None:
+            host memory.
+        memory_budget: With `tier`: host memory for the states, in bytes; None: derived from the machine.
+        overlap: With `tier`: a step starts during backward, and the library writes to the tier during the next forward.
+
+    Raises:
+        InvalidArgumentError: A keyword beyond torch has a wrong value, or a tier holds the states of other parameters.
+        UnsupportedError: Keywords cannot be combined, or the parameters cannot have them.
 
     Example:
         optimizer = spillway.torch.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)"""
 
     _rule, _torch_class = _ADAM._replace(decoupled=True), torch.optim.AdamW
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **beyond: Unpack[Beyond],
+    ) -> None:
+        self._begin(
+            params,
+            beyond,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+
 
 class Adagrad(SpillwayOptimizer, torch.optim.Adagrad):
-    """torch.optim.Adagrad; see the module for what Spillway steps and for the keywords.
+    """torch.optim.Adagrad; the module describes which parameters Spillway steps.
 
     Args:
         params: Parameters, or groups of parameters.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps: As in torch.optim.Adagrad.
-        options: The keywords beyond torch (see the module), and further arguments of torch.optim.Adagrad."""
+        foreach, maximize, differentiable, fused: As in torch.optim.Adagrad.
+        max_norm: Gradients are clipped to this global norm within the step, and `grad_norm` is the norm before; None: no clipping.
+        process_group: With `max_norm` or `skip_nonfinite`: squares and verdict are summed over this group of processes.
+        skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
+        undo: rollback() restores all bits of the last step.
+        moment_dtype: torch.bfloat16: moments take 2 bytes per element each instead of 4.
+        moment_rounding, rounding_seed: For Adam and AdamW; the defaults here.
+        master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
+            master in the parameter and 16 low bits in their state. None: no master.
+        tier, memory_budget, overlap: For Adam and AdamW; the defaults here.
+
+    Raises:
+        InvalidArgumentError: A keyword beyond torch has a wrong value, or a tier holds the states of other parameters.
+        UnsupportedError: Keywords cannot be combined, or the parameters cannot have them.
+
+    Example:
+        optimizer = spillway.torch.Adagrad(model.parameters(), lr=1e-2)"""
 
     _rule = Rule(
         "adagrad",
@@ -115,6 +219,35 @@ class Adagrad(SpillwayOptimizer, torch.optim.Adagrad):
     )
     _torch_class = torch.optim.Adagrad
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **beyond: Unpack[Beyond],
+    ) -> None:
+        self._begin(
+            params,
+            beyond,
+            lr=lr,
+            lr_decay=lr_decay,
+            weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value,
+            eps=eps,
+            foreach=foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            fused=fused,
+        )
+
 
 class Lion(SpillwayOptimizer):
     """Lion (Chen et al., Symbolic Discovery of Optimization Algorithms), with decoupled weight decay.
@@ -125,26 +258,39 @@ class Lion(SpillwayOptimizer):
         betas: Decay rates of the interpolation and of the moment.
         weight_decay: Decoupled weight decay.
         maximize: Maximize instead of minimize.
-        options: The keywords beyond torch; see the module.
+        max_norm: Gradients are clipped to this global norm within the step, and `grad_norm` is the norm before; None: no clipping.
+        process_group: With `max_norm` or `skip_nonfinite`: squares and verdict are summed over this group of processes.
+        skip_nonfinite: A step with Inf or NaN in a gradient is skipped; `skipped` is then True.
+        undo: rollback() restores all bits of the last step.
+        moment_dtype: torch.bfloat16: moments take 2 bytes per element each instead of 4.
+        moment_rounding, rounding_seed: For Adam and AdamW; the defaults here.
+        master: "f32": 16-bit parameters have an f32 master in their state, and a step writes both. "split": bf16 parameters have an f32
+            master in the parameter and 16 low bits in their state. None: no master.
+        tier, memory_budget, overlap: For Adam and AdamW; the defaults here.
 
     Raises:
-        InvalidArgumentError: A hyper-parameter is out of range."""
+        InvalidArgumentError: An argument is out of range.
+        UnsupportedError: Keywords cannot be combined, or the parameters cannot have them.
+
+    Example:
+        optimizer = spillway.torch.Lion(model.parameters(), lr=1e-4)"""
 
     _rule = Rule("lion", _abi.LionOptions, {"exp_avg": "exp_avg"}, ("lr", "weight_decay", "betas"), counted=False)
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        **options: Any,
-    ):
-        beyond = take_beyond(options)
-        if options:
-            raise TypeError(f"Lion has no argument {next(iter(options))!r}")
+        **beyond: Unpack[Beyond],
+    ) -> None:
+        further: dict[str, Any] = {**beyond}
+        own = take_beyond(further)
+        if further:
+            raise TypeError(f"Lion.__init__() got an unexpected keyword argument {next(iter(further))!r}")
         for name, value, fits in [
             ("lr", lr, lr >= 0),
             ("betas[0]", betas[0], 0 <= betas[0] < 1),
@@ -154,7 +300,7 @@ class Lion(SpillwayOptimizer):
             if not fits:
                 raise InvalidArgumentError(f"Lion: {name} is {value!r}, which is out of range")
         torch.optim.Optimizer.__init__(self, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
-        self._keep(**beyond)
+        self._keep(**own)
 
     def _torch_step(self) -> None:
         """Lion in torch operations, for parameters that Spillway does not serve."""

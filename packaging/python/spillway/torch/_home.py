@@ -75,6 +75,13 @@ class Home:
         self._last: Recorded | None = None
         self._pending: Call | None = None
 
+    def facts(self) -> dict[str, Any]:
+        """Keywords of the optimizer that only this home knows, for its repr."""
+        return {}
+
+    def check_undo(self) -> None:
+        """Raises UnsupportedError if steps cannot be recorded for a rollback."""
+
     # The step: `begin`, then `rows`, then `step`.
 
     def alone(self, work: Callable[[], _Result]) -> _Result:

@@ -13,10 +13,10 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from .. import _log
 from .._commit import Commit
@@ -25,6 +25,7 @@ from .._snapshot import Snapshot
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _norm
 from ._home import Home, Memory
+from ._keywords import DEFAULTS, Beyond, ConstructorSignature, check_keywords, take_beyond
 from ._states import Precision
 from ._table import named
 from ._tensors import check_has_memory, local
@@ -32,42 +33,13 @@ from ._tier import TierHome
 from ._torch_step import Trial, step_rest
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Self = TypeVar("_Self", bound="SpillwayOptimizer")
 #: What a copy of an optimizer has too, beside its states and its home.
 _KEPT = ("max_norm", "skip_nonfinite", "undo")
-#: The keywords beyond torch, with their defaults.
-_BEYOND: dict[str, Any] = {
-    "max_norm": None,
-    "process_group": None,
-    "skip_nonfinite": False,
-    "undo": False,
-    "moment_dtype": None,
-    "moment_rounding": "nearest",
-    "rounding_seed": 0,
-    "master": None,
-    "tier": None,
-    "memory_budget": None,
-    "overlap": False,
-}
-
-
-def take_beyond(options: dict[str, Any]) -> dict[str, Any]:
-    """Removes the keywords beyond torch from `options`, and returns all of them."""
-    return {name: options.pop(name, default) for name, default in _BEYOND.items()}
-
-
-def check_keywords(name: str, max_norm: Any, process_group: Any, flags: dict[str, Any], memory_budget: Any) -> None:
-    """Checks keywords of the optimizer class `name`. Raises InvalidArgumentError, whose message names the keyword."""
-    if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not max_norm > 0):  # type: ignore[operator]
-        raise InvalidArgumentError(f"{name}: max_norm is {max_norm!r}; pass a number above 0, or None")
-    for keyword, value in flags.items():
-        if not isinstance(value, bool):
-            raise InvalidArgumentError(f"{name}: {keyword} is {value!r}; pass True or False")
-    if process_group is not None and not (torch.distributed.is_available() and isinstance(process_group, torch.distributed.ProcessGroup)):
-        raise InvalidArgumentError(
-            f"{name}: process_group is {process_group!r}; pass a group of torch.distributed with this process, or None"
-        )
-    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, Integral) or memory_budget < 0):
-        raise InvalidArgumentError(f"{name}: memory_budget is {memory_budget!r}; pass a whole number of bytes, or None")
+#: The keywords beyond torch that a repr has also where they are the defaults.
+_ALWAYS_TOLD = ("max_norm", "master", "tier")
+#: Arguments that older versions of torch lack, with their defaults: they are passed where they are set.
+_NEWER = {"decoupled_weight_decay": False, "fused": None}
 
 
 def of_itself(method: _Method) -> _Method:
@@ -99,6 +71,11 @@ def scaler_of(optimizer: Any) -> tuple[float, bool]:
     return 1.0 if scale is None else 1.0 / float(scale), found is not None and bool(found)
 
 
+def _check_undo(name: str, undo: bool, precision: Precision) -> None:
+    if undo and precision.master == "split":
+        raise UnsupportedError(f'{name}: a step of split masters cannot be rolled back; pass undo=False or master="f32"')
+
+
 class SpillwayOptimizer(torch.optim.Optimizer):
     """Base of the optimizers of this package; not for direct use.
 
@@ -124,6 +101,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     _rule: Rule
     #: torch's class, whose step serves the other parameters.
     _torch_class: type[torch.optim.Optimizer]
+    #: The keywords beyond torch that can be set later.
+    _settable: tuple[str, ...] = ("max_norm", "process_group", "skip_nonfinite", "undo")
     #: The home of states that are not on a tier.
     _memory: type[Memory] = Memory
     #: The home of this optimizer's states.
@@ -135,10 +114,13 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     #: The identity of this optimizer's `__dict__`.
     _attributes: int
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
+    #: Tools that ask for the arguments of the class would find those of `__new__`.
+    __signature__ = ConstructorSignature()
+
+    def __new__(cls: type[_Self], *_: Any, **__: Any) -> _Self:
         # Wrappers inherit from the class of the optimizer that they wrap, and look in it for the attributes that they lack. An attribute of
         # the class would be found before that of the wrapped optimizer.
-        made: Any = super().__new__(cls)
+        made = super().__new__(cls)
         made.__dict__.update(
             {
                 "undo": False,
@@ -158,10 +140,14 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         )
         return made
 
-    def __init__(self, params: Any, *args: Any, **options: Any):
-        beyond = take_beyond(options)
-        self._torch_class.__init__(self, params, *args, **options)
-        self._keep(**beyond)
+    def _begin(self, params: ParamsT, beyond: Beyond, **arguments: Any) -> None:
+        """Constructs the optimizer with torch's arguments. Keywords that neither Spillway nor this version of torch has are among `beyond`,
+        and torch refuses them."""
+        further: dict[str, Any] = {**beyond}
+        own = take_beyond(further)
+        given = {name: value for name, value in arguments.items() if name not in _NEWER or value is not _NEWER[name]}
+        self._torch_class.__init__(self, params, **given, **further)
+        self._keep(**own)
 
     def _keep(
         self,
@@ -178,10 +164,9 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         name, rule = type(self).__name__, self._rule
         flags = {"skip_nonfinite": skip_nonfinite, "undo": undo, "overlap": overlap}
         check_keywords(name, max_norm, process_group, flags, memory_budget)
-        self.max_norm, self.process_group, self.skip_nonfinite, self.undo = max_norm, process_group, skip_nonfinite, undo
+        self.__dict__.update(max_norm=max_norm, process_group=process_group, skip_nonfinite=skip_nonfinite, undo=undo)
         dtypes = Precision.of(name, rule.c_name == "adam", **precision)
-        if undo and dtypes.master == "split":
-            raise UnsupportedError(f'{name}: a step of split masters cannot be rolled back; pass undo=False or master="f32"')
+        _check_undo(name, undo, dtypes)
         for param, state in self.state.items():
             dtypes.cast(param, state, state, list(rule.keys))
         if tier is not None:
@@ -197,6 +182,40 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             )
         else:
             self._home = self._memory(name, rule, dtypes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in DEFAULTS:
+            self._set_keyword(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _set_keyword(self, name: str, value: Any) -> None:
+        """Sets a keyword beyond torch for the next steps, of the optimizer itself if a wrapper gets the value."""
+        kind, own = type(self).__name__, self._itself()
+        if name not in self._settable:
+            raise AttributeError(f"{kind}.{name} is fixed at construction; pass {name} to a new {kind}")
+        flags = {name: value} if isinstance(DEFAULTS[name], bool) else {}
+        check_keywords(
+            kind, **{"max_norm": None, "process_group": None, **({} if flags else {name: value})}, flags=flags, memory_budget=None
+        )
+        if name == "undo" and value:
+            _check_undo(kind, value, self._home.precision)
+            self._home.check_undo()
+        for one in (self,) if own is None else (self, own):
+            one.__dict__[name] = value
+
+    def __repr__(self) -> str:
+        try:
+            own, (head, rest) = self._itself() or self, super().__repr__().split("\n", 1)
+            precision = own._home.precision
+            told = {name: getattr(own, name) for name in ("max_norm", "process_group", "skip_nonfinite", "undo")}
+            told |= {"moment_dtype": precision.moment_dtype, "moment_rounding": "stochastic" if precision.stochastic else "nearest"}
+            told |= {"rounding_seed": precision.seed, "master": precision.master, "tier": None, **own._home.facts()}
+        except Exception:
+            # Half constructed, or the wrapper of an optimizer that was deleted.
+            return f"<{type(self).__name__} not constructed>"
+        lines = [f"    {name}: {value}" for name, value in told.items() if name in _ALWAYS_TOLD or value != DEFAULTS.get(name)]
+        return "\n".join([head, *lines, rest])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters that have a gradient.

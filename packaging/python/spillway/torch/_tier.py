@@ -9,6 +9,7 @@ meta device, which torch refuses to save, with an object that reads the value. `
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -69,7 +70,13 @@ class TierHome(Home):
         super().__init__(name, rule, precision)
         _check_keywords(name, rule, precision, undo, groups)
         self._lock = threading.RLock()
-        self.on_tier = TierStates(name, groups, precision, TierOptions.of(given), memory_budget)
+        where = TierOptions.of(given)
+        self._asked = {
+            "tier": [path.directory and os.fspath(path.directory) for path in where.paths],
+            "memory_budget": memory_budget,
+            "overlap": overlap,
+        }
+        self.on_tier = TierStates(name, groups, precision, where, memory_budget)
         self.on_tier.begin(states)
         self.tiered = self.on_tier.tiered
         self.resumed_step = self.tiered.resumed_step
@@ -85,6 +92,14 @@ class TierHome(Home):
             for number, param in enumerate(self.on_tier.params):
                 if self.on_tier.stated[number] and param.requires_grad:
                     self._hooks.append(param.register_post_accumulate_grad_hook(partial(_hooked, weakref.ref(self), number)))
+
+    def facts(self) -> dict[str, Any]:
+        """As of the base."""
+        return {**self._asked, "closed": True} if self.tiered.closed else self._asked
+
+    def check_undo(self) -> None:
+        """As of the base."""
+        _refuse_with_tier(self.name, "undo")
 
     def arrived(self, number: int) -> None:
         """Called when backward has completed a parameter's gradient, with `overlap`."""
@@ -301,7 +316,11 @@ def _check_keywords(name: str, rule: Rule, precision: Precision, undo: bool, gro
         raise UnsupportedError(f"{name}: states on a tier are for Adam and AdamW; leave out tier")
     for keyword, given in refused.items():
         if given:
-            raise UnsupportedError(f"{name}: {keyword} cannot be combined with tier, which keeps f32 masters; leave out one of them")
+            _refuse_with_tier(name, keyword)
+
+
+def _refuse_with_tier(name: str, keyword: str) -> None:
+    raise UnsupportedError(f"{name}: {keyword} cannot be combined with tier, which keeps f32 masters; leave out one of them")
 
 
 class Value:

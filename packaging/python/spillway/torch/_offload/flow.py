@@ -31,6 +31,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from ..._attributes import described
 from ...errors import InvalidArgumentError, UnsupportedError
 from .._copies import new_link
 from .._tensors import DTensor, unused_bytes
@@ -139,6 +140,13 @@ class Flow:
         self._reset()
         for unit in [*self._here]:
             self._free(unit)
+
+    def __repr__(self) -> str:
+        def facts() -> dict[str, Any]:
+            sizes = [unit.bytes for unit in self.units]
+            return {"device": str(self.device), "units": len(sizes), "unit_bytes": sum(sizes), "kept_bytes": self._rest.bytes}
+
+        return described("Flow", facts)
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise TypeError("a Flow cannot be copied or pickled; a copy of its model is a plain model")

@@ -34,7 +34,8 @@ from ..._groups import TORCHS
 from ..._tail_search import TailSearch, Timed, is_tail
 from ...errors import InvalidArgumentError, SpillwayError, UnsupportedError, is_own
 from .. import _norm
-from .._optimizer import check_keywords, scaler_of
+from .._keywords import check_keywords
+from .._optimizer import scaler_of
 from .._tensors import averages_later, is_partial, local
 from .plan import FLOATS, Decision, Plan, Slot
 from .tail import apart_in_bits, room
@@ -641,6 +642,16 @@ class Offloaded(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch calls it at the end of load_state_dict. One call, so that a signal leaves groups and states of one dict.
         self.__dict__.update(param_groups=state["param_groups"], _states=self._loading)
+
+    def __repr__(self) -> str:
+        names = ("max_norm", "process_group", "skip_nonfinite", "overlap", "flow")
+        try:
+            head, rest = super().__repr__().split("\n", 1)
+            told = {**{name: getattr(self, name) for name in names}, "tail": self._tail, "closed": self._closed}
+        except Exception:
+            return f"<{type(self).__name__} not constructed>"
+        lines = [f"    {name}: {value}" for name, value in told.items() if name == "max_norm" or value]
+        return "\n".join([head, *lines, rest])
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an optimizer of offload() cannot be copied or pickled; save its state_dict()")

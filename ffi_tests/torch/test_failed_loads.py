@@ -194,3 +194,32 @@ def test_a_value_that_was_written_to_in_a_state_dict_is_an_error_until_it_is_loa
         unchanged(before, facts(model, optimizer))
     train(model, optimizer, [2])
     optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["tier", "beside"])
+@pytest.mark.parametrize("change", ["shape", "dtype", "strides"])
+def test_a_parameter_that_cannot_take_its_weights_is_refused_before_another_one_does(kind, change, tmp_path):
+    model = new_model(BF16)
+    optimizer = MAKERS[kind](model, tmp_path / "tier")
+    train(model, optimizer, range(2))
+    optimizer.commit()
+    optimizer.snapshot(tmp_path / "snapshot").wait()
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, [2])
+    before, param = facts(model, optimizer), model[2].weight
+    own_data = param.data
+    param.data = {"shape": torch.zeros(7), "dtype": own_data.double(), "strides": torch.zeros(7, 3).t()}[change]
+    weights = [other.detach().clone() for other in model.parameters()]
+    for use in (
+        optimizer.rollback,
+        lambda: optimizer.restore(tmp_path / "snapshot"),
+        lambda: optimizer.load_state_dict(saved),
+        optimizer.commit,
+    ):
+        with pytest.raises((spillway.InvalidArgumentError, spillway.UnsupportedError), match="params'\\]\\[4\\]"):
+            use()
+        assert same(weights, model.parameters())
+    param.data = own_data
+    unchanged(before, facts(model, optimizer))
+    optimizer.rollback()
+    same_states(optimizer.state_dict()["state"], saved["state"])

@@ -212,6 +212,7 @@ class TierHome(Home):
     def load(self, by_torch: ByTorch) -> None:
         """Loads a state dict to the tier, subgroup by subgroup."""
         self._rest(also_mixed=True)
+        self.on_tier.check_parameters()
         found: dict[int, dict[str, Any]] = {}
 
         def take(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -233,6 +234,7 @@ class TierHome(Home):
         committed = self.tiered.committed
         if committed is None:
             raise InvalidArgumentError(f"{self.name}.rollback: nothing was committed to the tier; construct the optimizer again")
+        self.on_tier.check_parameters()
 
         def back() -> None:
             if self._beside is not None:
@@ -269,6 +271,7 @@ class TierHome(Home):
 
     def restore(self, states: Any, directory: Any) -> int:
         """Returns to a snapshot."""
+        self.on_tier.check_parameters()
         found = self.tiered.snapshot_of(directory, self.on_tier.check_record)
         # The payload of the last commit belongs to an older step.
         self.tiered.keep(found, self.on_tier.count, lambda: self.commit(states, None, b"", True))

@@ -27,7 +27,7 @@ from ..tiered import Place, Record, Tiered
 from ._copies import Gradients, Weights
 from ._norm import part_of
 from ._states import MASTER, MOMENTS, Precision, is_count, take_values
-from ._tensors import CODES, holds_values, local, name_of
+from ._tensors import CODES, check_has_memory, holds_values, local, name_of
 
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
 _USUAL, _LEAST = 4 << 20, 4 << 10
@@ -352,11 +352,8 @@ class TierStates:
         return master
 
     def facts(self, states: Any) -> dict[str, Any]:
-        """What a commit of the present states stores beside them. Raises InvalidArgumentError if a parameter has another dtype than at the
-        construction: no optimizer could resume."""
-        for name, param, dtype in zip(self.names, self.params, self._dtypes):
-            if param.dtype is not dtype:
-                raise InvalidArgumentError(f"{name} is {param.dtype}, and was {dtype} when the optimizer was constructed; cast it back")
+        """What a commit of the present states stores beside them. Raises as check_parameters(): no optimizer could resume."""
+        self.check_parameters()
         return {
             "most": self.layout.most,
             "moments": str(self.moment_dtype).removeprefix("torch."),
@@ -365,6 +362,20 @@ class TierStates:
             "count": self.count,
             "stateless": [number for number, stated in enumerate(self.stated) if not stated],
         }
+
+    def check_parameters(self) -> None:
+        """Before a use of all parameters: raises InvalidArgumentError if one has another dtype or shape than at the construction, or memory
+        that cannot be read and written in its order."""
+        for name, param, dtype, shape, stated in zip(self.names, self.params, self._dtypes, self._shapes, self.stated):
+            if param.dtype is not dtype:
+                raise InvalidArgumentError(f"{name} is {param.dtype}, and was {dtype} when the optimizer was constructed; cast it back")
+            if param.shape != shape:
+                raise InvalidArgumentError(
+                    f"{name} has shape {tuple(param.shape)}, and had {tuple(shape)} when the optimizer was constructed; give it that shape"
+                )
+            if stated:
+                check_has_memory(local(param), name)
+                _check_served(name, param)
 
     def restore(self, states: Any, committed: Record) -> None:
         """Gives the parameters the values of their masters, and the steps those of the last commit."""

@@ -1,5 +1,5 @@
-// In a process that may not use io_uring (a seccomp filter, as in containers), I/O uses threads and the reason is
-// reported. A caller that requires io_uring gets an error.
+// In a process that may not make a ring of io_uring, or not use it (a seccomp filter, as in containers), I/O uses threads
+// and the reason is reported. A caller that requires io_uring gets an error.
 
 #include "check.h"
 
@@ -23,10 +23,10 @@ static void keep(void *user, int32_t level, const char *message) {
     strncat(messages, message, sizeof messages - strlen(messages) - 1);
 }
 
-static bool refuse_io_uring(unsigned error) {
+static bool refuse(unsigned call, unsigned error) {
     struct sock_filter rules[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_io_uring_setup, 0, 1),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
         BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
         BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
     };
@@ -42,8 +42,8 @@ static void move(spw_io *io, bool write, void *buffer) {
     CHECK(spw_io_wait(io, &handle, 1, FOR_EVER, NULL) == SPW_OK);
 }
 
-static int child(unsigned error) {
-    if (!refuse_io_uring(error)) return SKIPPED;
+static int child(unsigned call, unsigned error) {
+    if (!refuse(call, error)) return SKIPPED;
     CHECK(spw_set_log(keep, NULL, SPW_LOG_LEVEL_INFO) == SPW_OK);
     spw_io_options options = {.struct_size = sizeof options, .backend = SPW_IO_BACKEND_URING};
     spw_io *io = NULL;
@@ -67,10 +67,11 @@ int main(void) {
     CHECK(fd >= 0 && close(fd) == 0);
     for (size_t n = 0; n < BYTES; n++) written[n] = (unsigned char)(n * 2654435761u >> 13);
     const unsigned errors[] = {EPERM, ENOSYS};
+    const unsigned calls[] = {SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_uring_register};
     int worst = 0;
-    for (int n = 0; n < 2; n++) {
+    for (int n = 0; n < 6; n++) {
         pid_t pid = fork();
-        if (pid == 0) exit(child(errors[n]));
+        if (pid == 0) exit(child(calls[n / 2], errors[n % 2]));
         int status = -1;
         CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status));
         if (WEXITSTATUS(status) > worst) worst = WEXITSTATUS(status);

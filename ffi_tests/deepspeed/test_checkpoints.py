@@ -1,5 +1,6 @@
 """Proves what happens to checkpoints around a tier. They have the format of a run with states in host memory. A relative nvme_path stays
-where it was when the program changes its directory. A checkpoint of DeepSpeed's own swapper is an error that says what to do."""
+where it was when the program changes its directory. A checkpoint of DeepSpeed's own swapper is an error that says what to do. Checkpoints
+in torch's old format load too."""
 
 import pathlib
 
@@ -59,3 +60,56 @@ def test_checkpoints_around_a_tier(run_forked):
     assert "tier [True, True]" in out and "host [True, True]" in out
     assert "refused: the checkpoint was saved with DeepSpeed's own NVMe swapper" in out and "goes on 2" in out
     assert "refused: the universal checkpoint lacks universal/zero/optimizer_state.pt, and 3 more files that this model needs" in out
+
+
+OLD_FORMAT = """
+import glob, os, zipfile
+import train
+train.become_single_rank()
+import deepspeed, torch
+
+
+def make(offload, **block):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(512, 512, bias=False)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "steps_per_print": 1 << 30,
+        "checkpoint": {"checkpoint_serialization": False},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": offload},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, **block})[0]
+
+
+def tier(name, **more):
+    os.mkdir(name)
+    return make({"device": "nvme", "nvme_path": os.path.abspath(name)}, spillway={"pin_memory": False, **more})
+
+
+def step(engine):
+    engine.backward(engine(torch.ones(1, 512).bfloat16()).float().sum())
+    engine.step()
+
+
+
+saved = {"host": make({"device": "cpu"}), "tier": tier("one"), "snapshot": tier("two", snapshot_checkpoints=True)}
+for name, engine in saved.items():
+    step(engine)
+    engine.save_checkpoint(name, tag="t")
+    assert not any(map(zipfile.is_zipfile, glob.glob(f"{name}/t/*.pt"))), name
+    step(engine)
+for number, name in enumerate(saved):
+    for into in (("snapshot", "new") if name == "snapshot" else ("tier", "host")):
+        engine = saved[into] if into in saved else tier(f"new-{number}", snapshot_checkpoints=True)
+        engine.load_checkpoint(name, tag="t")
+        assert engine.global_steps == 1
+        step(engine)
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            weights = [param.detach().clone() for param in engine.module.parameters()]
+        wanted = weights if not (number or into == "new") and into == "tier" else wanted
+        print(name, into, all(map(torch.equal, weights, wanted)))
+"""
+
+
+def test_checkpoints_in_torchs_old_format(run_forked):
+    out = run_forked(OLD_FORMAT, pathlib.Path(__file__).parent)
+    for pair in ("host tier", "host host", "tier tier", "tier host", "snapshot snapshot", "snapshot new"):
+        assert f"{pair} True" in out, out

@@ -32,10 +32,11 @@ def train(model, optimizer, steps):
         optimizer.step()
 
 
-def tiered(model, folder):
+def tiered(model, folder, **options):
     """An optimizer with its states on a tier in a new folder."""
     os.makedirs(folder, exist_ok=True)
-    return own.AdamW(model.parameters(), lr=1e-2, tier=own.TierOptions(folder, part_elements=1000, pin_memory=False, durability="process"))
+    tier = own.TierOptions(folder, part_elements=1000, pin_memory=False, durability="process")
+    return own.AdamW(model.parameters(), lr=1e-2, tier=tier, **options)
 
 
 def state_of(model, optimizer):

@@ -218,7 +218,8 @@ def test_states_go_from_one_optimizer_of_this_library_to_the_other(dtype):
         with torch.no_grad():
             for mine, theirs in zip(*(pair[0] for pair in (other, one)), strict=True):
                 mine.copy_(theirs)
-        other[1].load_state_dict(one[1].state_dict())
+        # As in torch, the tensors of a state dict are the optimizer's own.
+        other[1].load_state_dict(copy.deepcopy(one[1].state_dict()))
         for params, optimizer in (one, other):
             backward(params)
             optimizer.step()
@@ -241,13 +242,24 @@ def test_states_that_the_program_clears_or_replaces_are_those_of_the_next_step()
     assert fresh["step"] == 2 and torch.allclose(fresh["exp_avg"], torch.full((3,), 7 * 0.9 + 0.1))
 
 
-def test_a_state_dict_does_not_change_during_backward():
+def test_a_state_dict_changes_in_step_and_not_during_backward():
     params, optimizer = trained(3)
-    held = optimizer.state_dict()["state"][0]["exp_avg"]
-    before = held.clone()
+    held = optimizer.state_dict()["state"][0]
+    before = copy.deepcopy(held)
     backward(params)
+    assert all(torch.equal(held[name], value) for name, value in before.items())
     optimizer.step()
-    assert torch.equal(held, before)
+    assert held["step"] == before["step"] + 1 and not torch.equal(held["exp_avg"], before["exp_avg"])
+
+
+def test_what_is_written_to_a_state_dict_is_the_state():
+    """As in torch, where a checkpoint may be loaded in place."""
+    params, optimizer = trained(3)
+    optimizer.state_dict()["state"][0]["exp_avg"].fill_(7)
+    optimizer.zero_grad()
+    params[0].grad = torch.zeros(3)
+    optimizer.step()
+    assert torch.allclose(optimizer.state[params[0]]["exp_avg"], torch.full((3,), 7 * 0.9))
 
 
 def test_groups_and_parameters_may_change_between_steps():

@@ -113,6 +113,77 @@ def test_lightning(tmp_path, speculated, verdict):
     close(*models)
 
 
+#: Optimizers that a program saves and loads, with their states in host memory or on a tier in a folder.
+RESUMED = {
+    "memory": lambda model, _: spillway.torch.AdamW(model.parameters(), lr=1e-2, master="f32"),
+    "offload": lambda model, _: offload(model, lr=1e-2),
+    "forward": lambda model, _: offload(model, lr=1e-2, verdict="forward"),
+    "tier": lambda model, folder: spillway.torch.AdamW(
+        model.parameters(), lr=1e-2, tier=spillway.torch.TierOptions(folder, pin_memory=False, durability="process")
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_state_that_accelerate_saved_resumes_with_the_same_bits(tmp_path, kind):
+    accelerate = pytest.importorskip("accelerate")
+    models, saved = [], tmp_path / "saved"
+    for resumes in (False, True):
+        (tmp_path / f"tier-{resumes}").mkdir()
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = layers()
+        model, optimizer = accelerator.prepare(model, RESUMED[kind](model, tmp_path / f"tier-{resumes}"))
+        if resumes:
+            accelerator.load_state(saved)
+        for number, batch in enumerate(torch.randn(6, 8, 16, generator=torch.Generator().manual_seed(1))):
+            if number == 3 and not resumes:
+                accelerator.save_state(saved)
+            if number >= 3 or not resumes:
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.state_dict()
+        models.append(model)
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_checkpoint_of_lightning_resumes_with_the_same_bits(tmp_path, kind):
+    lightning = pytest.importorskip("lightning")
+
+    class Training(lightning.LightningModule):
+        def __init__(self, folder):
+            super().__init__()
+            folder.mkdir()
+            self.model, self.folder = layers(), folder
+
+        def training_step(self, batch):
+            return self.model(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return RESUMED[kind](self.model, self.folder)
+
+    def fitted(name, epochs, checkpoint=None):
+        training = Training(tmp_path / name)
+        trainer = lightning.Trainer(
+            max_epochs=epochs,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path,
+        )
+        data = torch.utils.data.TensorDataset(torch.randn(32, 16, generator=torch.Generator().manual_seed(1)))
+        trainer.fit(training, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=checkpoint)
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+        return training.model
+
+    whole = fitted("whole", 2)
+    fitted("first", 1)
+    assert all(map(torch.equal, whole.parameters(), fitted("second", 2, tmp_path / "first.ckpt").parameters()))
+
+
 def test_fsdp2_of_accelerate_with_clipping(tmp_path):
     pytest.importorskip("accelerate")
     worker = pathlib.Path(__file__).with_name("offload_accelerate_worker.py")

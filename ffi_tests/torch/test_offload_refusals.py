@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import pickle
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_step_count_that_is_none_is_not_loaded(step):
     optimizer = offload(params)
     backward(params)
     optimizer.step()
-    saved = optimizer.state_dict()
+    saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["step"] = step
     with pytest.raises(spillway.InvalidArgumentError, match="whole number from 0 on; nothing was loaded"):
         optimizer.load_state_dict(saved)
@@ -149,3 +150,23 @@ def test_an_option_out_of_range_does_not_end_backward():
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(spillway.UnsupportedError, match="amsgrad"):
         optimizer.step()
+
+
+def test_a_forked_child_is_told_whose_object_it_has():
+    params = [torch.nn.Parameter(torch.ones(5))]
+    optimizer = offload(params)
+    backward(params)
+    optimizer.step()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            optimizer.step()
+        except spillway.UnsupportedError as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as told:
+        assert "this optimizer of offload() was opened by process" in told.read()
+    os.waitpid(child, 0)
+    optimizer.step()

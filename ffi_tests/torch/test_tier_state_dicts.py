@@ -12,6 +12,7 @@ from tier_runs import same, same_states, tier, train
 from tier_worker import parameters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
+import spillway
 from spillway import torch as own
 
 
@@ -120,27 +121,38 @@ def test_a_state_dict_after_a_change_of_the_working_directory(tmp_path, monkeypa
     assert own.AdamW(parameters(), tier=tmp_path / "tier").resumed_step == 1
 
 
+def mapped(value, directory):
+    """True if the value is the map of a file in the directory that has no name."""
+    with open("/proc/self/maps", encoding="utf-8") as lines:
+        spans = [(line.split("-")[0], line.split("-")[1].split()[0], line) for line in lines if "(deleted)" in line]
+    return any(int(start, 16) <= value.data_ptr() < int(end, 16) and str(directory) in line for start, end, line in spans)
+
+
+def test_large_values_of_a_state_dict_are_in_the_directory_that_was_passed(tier, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "apart").mkdir()
+    params = parameters()
+    optimizer = own.AdamW(params, lr=1e-2, tier=tier._replace(state_dicts="apart"))
+    monkeypatch.chdir("/")
+    state = optimizer.state_dict()["state"]
+    assert mapped(state[2]["exp_avg"], tmp_path / "apart") and not mapped(state[2]["exp_avg"], tier.paths[0])
+    with pytest.raises(spillway.InvalidArgumentError, match="TierOptions: state_dicts is 'nowhere'; pass a directory, or None"):
+        own.AdamW(parameters(), tier=tier._replace(job="other", state_dicts="nowhere"))
+
+
 def test_large_values_of_a_state_dict_are_maps_of_files_without_a_name(tier, monkeypatch):
     params = parameters()
     optimizer = own.AdamW(params, lr=1e-2, tier=tier)
     train(optimizer, params, [0])
-
-    def mapped(value):
-        with open("/proc/self/maps", encoding="utf-8") as lines:
-            spans = [(line.split("-")[0], line.split("-")[1].split()[0], line) for line in lines if "(deleted)" in line]
-        return any(int(start, 16) <= value.data_ptr() < int(end, 16) and str(tier.paths[0]) in line for start, end, line in spans)
-
-    state = optimizer.state_dict()["state"]
-    assert mapped(state[2]["exp_avg"]) and mapped(state[2]["master_param"]) and not mapped(state[0]["exp_avg"])
+    state, first = optimizer.state_dict()["state"], tier.paths[0]
+    assert mapped(state[2]["exp_avg"], first) and mapped(state[2]["master_param"], first) and not mapped(state[0]["exp_avg"], first)
     assert not [name for name in os.listdir(tier.paths[0]) if name.startswith("tmp")]
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        OSError, match="cannot make a file of 120004 bytes for a state dict, which is kept below the tier's first directory"
-    ):
+    with pytest.raises(OSError, match="cannot make a file of 120004 bytes for a state dict: .*pass state_dicts to TierOptions"):
         optimizer.state_dict()
     train(optimizer, params, [1])
 

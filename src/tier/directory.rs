@@ -376,7 +376,9 @@ fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<PendingLock> {
                 return PendingLock::new(lock, rank, path);
             }
             LockAttempt::HeldByUs => {
-                let message = "this process has the tier open, or closed it with a transfer still in flight";
+                let message = "this process has the tier open, or closed it with a transfer still in flight; call \
+                               close() of what has it open, such as the object that an earlier run of the same \
+                               code made";
                 return Err(locked(path, message));
             }
             LockAttempt::HeldByOther(text) if owner_has_ended(&text) && began.elapsed() < LATE_RELEASE => {

@@ -119,7 +119,7 @@ impl Holder {
     pub(super) fn describe(&self, me: &Holder) -> String {
         let Holder { host, pid, started, .. } = self;
         match self == me {
-            true => "this process has the tier open".to_string(),
+            true => "this process has the tier open; call close() of what has it open".to_string(),
             false => format!("process {pid} on {host}, started at tick {started}"),
         }
     }

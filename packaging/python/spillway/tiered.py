@@ -625,9 +625,6 @@ def mapped(count: int, directory: str | os.PathLike[str], dtype: Any = None) -> 
             os.posix_fallocate(file.fileno(), 0, size or 1)
         except OSError as error:
             raise OSError(
-                error.errno,
-                f"cannot make a file of {size} bytes for a state dict, which is kept below the tier's first directory: "
-                f"{os.strerror(error.errno or 0)}",
-                os.fspath(directory),
+                error.errno, f"cannot make a file of {size} bytes for a state dict: {os.strerror(error.errno or 0)}", os.fspath(directory)
             ) from None
         return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=count, dtype=dtype)

@@ -113,7 +113,7 @@ def overrides(engine_type):
         swapper = _stage3_methods.tiered(self.optimizer)
         if swapper is None:
             return own_load(self, load_dir, tag, *arguments, **named)
-        with _by_pages():
+        with _by_pages(self):
             return own_load(self, load_dir, tag, *arguments, **named)
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
@@ -184,14 +184,37 @@ def _refuse_what_is_not_served(engine):
     _settings.refuse_unserved(block, zero)
 
 
-def _by_pages():
-    """Makes torch map checkpoints instead of reading them into memory, which may be smaller than the state."""
+@contextlib.contextmanager
+def _by_pages(engine):
+    """Makes torch map the engine's checkpoints instead of reading them into memory, which may be smaller than the state. Files in torch's
+    old format cannot be mapped, and are read."""
     try:
         from torch.utils.serialization import config
+    except ImportError:
+        yield
+        return
+    reader = engine.checkpoint_engine
+    own = reader.load
 
-        return config.patch({"load.mmap": True})
-    except (ImportError, AttributeError):
-        return contextlib.nullcontext()
+    def load(path, *arguments, **named):
+        with config.patch({"load.mmap": _is_archive(path)}):
+            return own(path, *arguments, **named)
+
+    reader.load = load
+    try:
+        yield
+    finally:
+        del reader.load
+
+
+def _is_archive(path):
+    """True for a file in torch's present format, a zip archive."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"PK\x03\x04"
+    except OSError:
+        # The reader says what is wrong.
+        return False
 
 
 def _find_snapshot(engine, swapper, load_dir, tag):
@@ -202,7 +225,7 @@ def _find_snapshot(engine, swapper, load_dir, tag):
         file = engine._get_zero_ckpt_name(load_dir, tag)
         if not os.path.exists(file):
             return None
-        with _by_pages():
+        with _by_pages(engine):
             step = engine.checkpoint_engine.load(file, map_location="cpu")["optimizer_state_dict"].get(_checkpoints.ENTRY)
             if step is None:
                 return None

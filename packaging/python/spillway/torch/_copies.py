@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._words import sum_of_words
-from ._tensors import holds_values, local
+from ._tensors import holds_values, lasting, local
 
 
 class HostLink:
@@ -23,7 +23,8 @@ class HostLink:
 
     def memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """Host memory for copies."""
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
+        with lasting():
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Starts the copy of a tensor to the host."""

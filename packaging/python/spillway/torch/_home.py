@@ -9,10 +9,10 @@ A signal handler may raise between any two bytecodes, also after the library has
   call and the store.
 - `Call.settle` may be repeated: it sets step counts and versions to values that were computed once.
 
-Versions: a split master is the parameter and its low bits, so low bits are stale once the program has written to the parameter. The version
-of each parameter with low bits is noted at its last step. The present table has these versions, and `_noted` those of parameters that a
-former table has stepped. A version is valid for the dict of states with which it was noted, because `load_state_dict` brings new low
-bits."""
+Versions: a split master is the parameter and its low bits, so low bits are stale once the program has written to the parameter only. The
+version of each parameter with low bits is noted at its last step, and that of the low bits, into which a checkpoint may be loaded. The
+present table has these versions, and `_noted` those of parameters that a former table has stepped. A version is valid for the dict of
+states with which it was noted, because `load_state_dict` brings new low bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .._native_handle import _NativeHandle
 from .._snapshot import Snapshot
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._norm import part_of
-from ._states import LOW, Precision, check_steps, join, master_of
+from ._states import LOW, Precision, check_steps, join, master_of, version_of_low
 from ._table import Table
 from ._tensors import (
     Row,
@@ -42,6 +42,7 @@ from ._tensors import (
     check_state,
     check_versions,
     is_served,
+    lasting,
     lay_out,
     local,
     name_of,
@@ -308,13 +309,13 @@ class Memory(Home):
         super().__init__(name, rule, precision)
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self._table: Table | None = None
-        self._noted: dict[torch.Tensor, tuple[int, dict[str, Any]]] = {}
+        self._noted: dict[torch.Tensor, tuple[int, int, dict[str, Any]]] = {}
 
     def rows(self, groups: list[dict[str, Any]], states: Any) -> Table:
         """The table of the present tensors."""
         table = self._table
         # Another default device must not apply to the table.
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), lasting():
             if table is None or not table.refresh(groups, states) or (table.rest and _can_be_served(table.rest, groups)):
                 self._forget_low_bits(states)
                 table = self._table = None
@@ -396,13 +397,20 @@ class Memory(Home):
     def load(self, by_torch: ByTorch) -> None:
         """Loads a state dict; states keep the dtypes of this optimizer."""
         seen: list[dict[str, Any]] = []
+        before = self._table, self._last, self._noted
 
-        def see(loaded: dict[str, Any], _: list[dict[str, Any]]) -> None:
+        def see(loaded: dict[str, Any], _: list[dict[str, Any]]) -> dict[str, Any]:
             check_steps(loaded, self.rule.counted)
-            seen.append(dict(loaded))
+            # torch keeps the tensors of the dict where their dtypes fit.
+            seen.append({**loaded, "state": {number: _lasting(state) for number, state in loaded["state"].items()}})
+            return seen[0]
 
-        groups, states = by_torch(see, False)
-        self.precision.load(groups, states, seen[0], list(self.rule.keys))
+        try:
+            groups, states = by_torch(see, False)
+            self.precision.load(groups, states, seen[0], list(self.rule.keys))
+        except BaseException:
+            self._table, self._last, self._noted = before
+            raise
 
     def forget(self) -> None:
         """Forgets the tensors of before: a pickle or torch's `load_state_dict` has brought others."""
@@ -410,18 +418,20 @@ class Memory(Home):
 
     def note_versions(self, states: Any) -> None:
         """Notes that all low bits belong to the present values of their parameters."""
-        self._noted = {param: (local(param)._version, state) for param, state in states.items() if LOW in state}
+        self._noted = {param: (local(param)._version, version_of_low(state), state) for param, state in states.items() if LOW in state}
 
     def _forget_low_bits(self, states: Any) -> None:
-        """Makes parameters that the program has written to since their last step their own split masters."""
+        """Makes parameters that the program has written to since their last step their own split masters, unless it has also written the
+        low bits: then it has loaded both in place."""
         if self.precision.master != "split":
             return
         known = {**self._noted, **dict(self._table.noted() if self._table is not None else ())}
-        self._noted = {param: note for param, note in known.items() if states.get(param) is note[1] and LOW in note[1]}
-        for param, (version, state) in self._noted.items():
+        self._noted = {param: note for param, note in known.items() if states.get(param) is note[-1] and LOW in note[-1]}
+        for param, (version, low_version, state) in self._noted.items():
             if local(param)._version != version:
-                local(state[LOW]).zero_()
-                self._noted[param] = local(param)._version, state
+                if version_of_low(state) == low_version:
+                    local(state[LOW]).zero_()
+                self._noted[param] = local(param)._version, version_of_low(state), state
 
     def rollback(self, states: Any) -> None:
         """Restores the parameters and states before the last step."""
@@ -457,6 +467,13 @@ class Memory(Home):
         """A home for a copy of the optimizer."""
         self._forget_low_bits(states)
         return type(self)(self.name, self.rule, self.precision)
+
+
+def _lasting(state: Any) -> Any:
+    """An entry of a state dict without inference tensors, which have copies in their place."""
+    if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) and value.is_inference() for value in state.values()):
+        return state
+    return {key: value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value for key, value in state.items()}
 
 
 def _can_be_served(rest: list[tuple[int, int]], groups: list[dict[str, Any]]) -> bool:

@@ -28,7 +28,7 @@ from ._home import Home, Memory
 from ._keywords import DEFAULTS, Beyond, ConstructorSignature, check_keywords, take_beyond
 from ._states import Precision
 from ._table import named
-from ._tensors import check_has_memory, local
+from ._tensors import check_has_memory, lasting, local
 from ._tier import TierHome
 from ._torch_step import Trial, step_rest
 
@@ -43,12 +43,13 @@ _NEWER = {"decoupled_weight_decay": False, "fused": None}
 
 
 def of_itself(method: _Method) -> _Method:
-    """A method that runs on the optimizer itself if a wrapper calls it with the wrapper in its place."""
+    """A method that runs on the optimizer itself if a wrapper calls it with the wrapper in its place. Its tensors last."""
 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         own = self._itself()
-        return method(heir_of(self) if own is None else own, *arguments, **options)
+        with lasting():
+            return method(heir_of(self) if own is None else own, *arguments, **options)
 
     return cast(_Method, call)
 
@@ -149,6 +150,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         self._torch_class.__init__(self, params, **given, **further)
         self._keep(**own)
 
+    @lasting()
     def _keep(
         self,
         max_norm: float | None,
@@ -474,7 +476,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
 
     @of_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of torch's, as torch does; states keep the dtypes of this optimizer."""
+        """Loads a state dict of this class or of torch's, as torch does; states keep the dtypes of this optimizer. After an error the
+        optimizer has the groups and states of before, except that a failed write to a tier leaves those to rollback()."""
         load = super().load_state_dict
 
         def by_torch(see: Callable[..., Any], keep: bool) -> tuple[list[dict[str, Any]], Any]:
@@ -487,7 +490,13 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                     self.state = own
             return self.param_groups, self.state
 
-        self._home.alone(lambda: self._home.load(by_torch))
+        before = self.param_groups, self.state
+        try:
+            self._home.alone(lambda: self._home.load(by_torch))
+        except BaseException:
+            # torch has made new groups and states.
+            self.param_groups, self.state = before
+            raise
 
     @contextmanager
     def _before_loading(self, hook: Callable[..., Any]) -> Iterator[None]:

@@ -128,6 +128,15 @@ def is_count(step: Any) -> bool:
     return 0 <= count < 2**63 and count % 1 == 0
 
 
+def check_not_split(state: dict[str, Any], name: str) -> None:
+    """Raises an error for a saved state with the low bits of a master, which are of no use without the weights of their time."""
+    if LOW in state:
+        raise InvalidArgumentError(
+            f"the state of {name} has a split master ({LOW!r}); load it with master='split', and save it with master='f32'; nothing was "
+            "loaded"
+        )
+
+
 def check_steps(loaded: dict[str, Any], counted: bool) -> None:
     """Checks the step counts of a state dict before it is loaded. `counted`: states of the optimizer have one."""
     for number, state in loaded.get("state", {}).items():
@@ -161,6 +170,11 @@ def master_of(precision: Precision, param: torch.Tensor, state: dict[str, Any]) 
     if master.shape == own.shape and master.dtype is torch.float32:
         take_values(master, own)
     return master
+
+
+def version_of_low(state: dict[str, Any]) -> int:
+    """The version of the low bits in a state; -1 if it has none."""
+    return local(state[LOW])._version if LOW in state else -1
 
 
 def take_values(master: torch.Tensor, param: torch.Tensor) -> bool:

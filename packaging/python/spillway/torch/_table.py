@@ -25,7 +25,7 @@ import torch
 from .. import _abi, _native, _tensor_rows
 from .._groups import Rule, is_torchs
 from ..errors import InvalidArgumentError, SpillwayError, is_own
-from ._states import is_count
+from ._states import is_count, version_of_low
 from ._tensors import CODES, DTensor, Row, local, name_of, properties_of
 
 #: Most parameters of a slice.
@@ -152,7 +152,7 @@ class Table:
         self.steps = torch.frombuffer(memory, dtype=dtype)
         self.steps.copy_(torch.tensor([float(step) for step in found], dtype=torch.float64, device="cpu"))
         for number, (state, step) in enumerate(zip(inner, found)):
-            if step.is_cpu and step.is_shared():
+            if step.is_cpu and step.is_shared() and not step.is_inference():
                 self._shared[number] = step
             else:
                 state["step"] = torch.frombuffer(memory, dtype=dtype, count=1, offset=number * dtype.itemsize).view(())
@@ -269,11 +269,11 @@ class Table:
                 count = len(part.owners)
                 part.versions, versions = versions[:count], versions[count:]
 
-    def noted(self) -> Iterator[tuple[torch.Tensor, tuple[int, dict[str, Any]]]]:
-        """Each parameter with a master, its version after the last step, and its states."""
+    def noted(self) -> Iterator[tuple[torch.Tensor, tuple[int, int, dict[str, Any]]]]:
+        """Each parameter with a master, its version after the last step, that of its low bits, and its states."""
         for part in self._slices:
             if part.has_masters:
-                yield from zip(part.owners, zip(part.versions, part.inner))
+                yield from zip(part.owners, zip(part.versions, part.low_versions, part.inner))
 
     def name(self, number: int) -> str:
         """The name of a row in messages."""
@@ -327,6 +327,8 @@ class Slice:
         self.has_masters = has_masters
         #: The versions of parameters with masters after the last step.
         self.versions: list[int] = list(map(_version, self.local(self.owners))) if has_masters else []
+        #: Those of low bits, which a step does not change.
+        self.low_versions = list(map(version_of_low, self.inner)) if has_masters else []
         states_of = [row.states if row.master is None else (*row.states, row.master) for row in rows]
         of_rows = list(chain.from_iterable(zip(*states_of)))
         # An address alone does not tell a state from another one that lies there now.

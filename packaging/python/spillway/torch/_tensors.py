@@ -5,7 +5,8 @@ that the kernels know. All other parameters go to torch's own step. If neither c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -56,6 +57,14 @@ def name_of(group: dict[str, Any], number: int, place: int) -> str:
     names = group.get("param_names")
     given = f" ({names[place]})" if names else ""
     return f"param_groups[{number}]['params'][{place}]{given}"
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Tensors that are made inside of it live on: they are ordinary ones also in torch.inference_mode, whose own tensors can be written to
+    and compared by versions in that mode only. Gradients are off."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,9 +26,10 @@ from .._snapshot import Snapshot
 from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, OutOfOrderError, OwnSuppressed, SpillwayError, UnsupportedError, is_own
 from ..tiered import mapped
+from ._given import Given
 from ._home import ByTorch, Call, Home
-from ._states import MASTER, MOMENTS, Precision, check_steps
-from ._tensors import like, local
+from ._states import MASTER, MOMENTS, Precision, check_not_split, check_steps
+from ._tensors import apart, has_memory, like, local
 from ._tier_states import TierOptions, TierStates
 from ._tier_step import Beside, TierTable
 
@@ -83,6 +84,7 @@ class TierHome(Home):
         self.payload = b"" if self.tiered.committed is None else self.tiered.committed.payload
         self._beside: Beside | None = None
         self._placeholders: list[Value] | None = None
+        self._given = Given()
         # Hooks live as long as their parameters; they are removed with the optimizer.
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks)
@@ -117,6 +119,7 @@ class TierHome(Home):
     def rows(self, groups: list[dict[str, Any]], states: Any) -> TierTable:
         """The table of the present tensors. A refusal here is told to the processes that wait for this one's norm."""
         self.tiered.check()
+        self._given.check()
         if self._beside is not None:
             self._beside.use(groups, states)
         return TierTable(self.on_tier, groups, states, self._beside is not None)
@@ -197,9 +200,12 @@ class TierHome(Home):
         placeholders = self._placeholders
         # A load that mends mixed states begins with placeholders.
         self._rest(also_mixed=placeholders is not None)
+        # No check for writes to earlier values: set_optimizer_state_dict() may ask for a state dict before it loads the one that it got.
         whole = _whole_states(self.on_tier, states, None if placeholders is None else self._read)
         if placeholders is not None:
             placeholders += [value for state in whole.values() for tensor in state.values() if (value := value_of(tensor)) is not None]
+        names = {param: self.on_tier.names[self.on_tier.numbers[id(param)]] for param in whole}
+        self._given.note((f"{names[param]}: {key!r}", tensor) for param, state in whole.items() for key, tensor in state.items())
         return whole
 
     @contextmanager
@@ -221,6 +227,7 @@ class TierHome(Home):
     def load(self, by_torch: ByTorch) -> None:
         """Loads a state dict to the tier, subgroup by subgroup."""
         self._rest(also_mixed=True)
+        self.on_tier.check_parameters()
         found: dict[int, dict[str, Any]] = {}
 
         def take(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -231,6 +238,7 @@ class TierHome(Home):
 
         groups, states = by_torch(take, True)
         self.tiered.whole(lambda: _write_through(self.on_tier, states, found))
+        self._given.forget()
         if self._beside is not None:
             self._beside.use(groups, states)
 
@@ -241,6 +249,7 @@ class TierHome(Home):
         committed = self.tiered.committed
         if committed is None:
             raise InvalidArgumentError(f"{self.name}.rollback: nothing was committed to the tier; construct the optimizer again")
+        self.on_tier.check_parameters()
 
         def back() -> None:
             if self._beside is not None:
@@ -251,15 +260,18 @@ class TierHome(Home):
             self.on_tier.restore(states, committed)
 
         self.tiered.whole(back)
+        self._given.forget()
 
     def master(self, param: torch.Tensor, states: Any) -> torch.Tensor:
         """The master of a parameter: the parameter itself if it is float32, or frozen."""
         self._rest()
+        self._given.check()
         return self.on_tier.master(param)
 
     def commit(self, states: Any, step: int | None, payload: bytes, wait: bool) -> Commit | None:
         """Makes the present states durable; returns after all ranks have committed, or with a commit beside steps."""
         self._rest()
+        self._given.check()
         self.on_tier.take_written()
         facts = self.on_tier.facts(states)
         begun = self.tiered.commit(self.on_tier.count if step is None else step, facts, payload_of(payload), wait)
@@ -274,6 +286,7 @@ class TierHome(Home):
 
     def restore(self, states: Any, directory: Any) -> int:
         """Returns to a snapshot."""
+        self.on_tier.check_parameters()
         found = self.tiered.snapshot_of(directory, self.on_tier.check_record)
         # The payload of the last commit belongs to an older step.
         self.tiered.keep(found, self.on_tier.count, lambda: self.commit(states, None, b"", True))
@@ -293,6 +306,7 @@ class TierHome(Home):
             self.on_tier.restore(states, found.record)
 
         self.tiered.whole(take)
+        self._given.forget()
         self.payload = found.record.payload
         return found.step
 
@@ -402,7 +416,7 @@ def _whole_states(
         reads: Calls the function that reads the value of a placeholder; None: the values themselves are returned."""
     if not on_tier.tiered.mixed:
         on_tier.take_written()
-    reading, directory = Reading(on_tier), on_tier.tiered.directory
+    reading, directory = Reading(on_tier), on_tier.state_dicts
     whole: dict[torch.Tensor, dict[str, Any]] = {}
     for number, (param, stated) in enumerate(zip(on_tier.params, on_tier.stated)):
         if not stated:
@@ -422,7 +436,11 @@ def _whole_states(
 def _empty(shaped: torch.Tensor, directory: Any) -> torch.Tensor:
     if shaped.numel() < _MAPPED or directory is None:
         return torch.empty_like(shaped, device="cpu")
-    return mapped(shaped.numel(), directory, shaped.dtype).view(shaped.shape)
+    try:
+        return mapped(shaped.numel(), directory, shaped.dtype).view(shaped.shape)
+    except OSError as error:
+        cure = "; make room there, pass state_dicts to TierOptions, a directory with room, or use spillway.torch.dcp, which needs none"
+        raise OSError(error.errno, f"{error.strerror}{cure}", error.filename) from None
 
 
 def _check_loaded(on_tier: TierStates, groups: list[dict[str, Any]], loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -445,25 +463,42 @@ def _check_loaded(on_tier: TierStates, groups: list[dict[str, Any]], loaded: dic
                 "when the optimizer was constructed, and its saved state has been stepped; construct the optimizer while the "
                 "parameter requires a gradient; nothing was loaded"
             )
-        for key in MOMENTS:
-            if key not in state:
-                raise InvalidArgumentError(
-                    f"load_state_dict: {on_tier.names[number]}: its saved state lacks {key!r}; load the state of an Adam or AdamW"
-                )
-        for key in (*MOMENTS, MASTER):
-            if key in state and local(state[key]).shape != local(param).shape:
-                raise InvalidArgumentError(
-                    f"load_state_dict: {on_tier.names[number]} has shape {tuple(local(param).shape)}, its saved state {key!r} "
-                    f"{tuple(local(state[key]).shape)}; load the state of this model; nothing was loaded"
-                )
-            value = value_of(state.get(key))
-            if value is not None and value.fill is None:
-                raise InvalidArgumentError(
-                    f"load_state_dict: {on_tier.names[number]}: its state {key!r} is a placeholder without a value; call "
-                    "spillway.torch.dcp.load() first; nothing was loaded"
-                )
+        _check_state(param, state, f"load_state_dict: {on_tier.names[number]}")
         found[number] = state
     return found
+
+
+def _check_state(param: torch.Tensor, state: dict[str, Any], name: str) -> None:
+    """Raises InvalidArgumentError if a saved state cannot be written to the tier."""
+    check_not_split(state, name)
+    for key in MOMENTS:
+        if key not in state:
+            raise InvalidArgumentError(f"{name}: its saved state lacks {key!r}; load the state of an Adam or AdamW; nothing was loaded")
+    for key in (*MOMENTS, MASTER):
+        if key not in state:
+            continue
+        saved, value = state[key], value_of(state[key])
+        if value is not None and value.fill is None:
+            raise InvalidArgumentError(
+                f"{name}: its state {key!r} is a placeholder without a value; call spillway.torch.dcp.load() first; nothing was loaded"
+            )
+        if not isinstance(saved, torch.Tensor) or not saved.is_floating_point() or local(saved).layout is not torch.strided:
+            what = f"{saved.dtype}, {local(saved).layout}" if isinstance(saved, torch.Tensor) else repr(saved)
+            raise InvalidArgumentError(
+                f"{name}: its saved state {key!r} is {what}; load a dense tensor of floating point numbers; nothing was loaded"
+            )
+        if local(saved).shape != local(param).shape:
+            raise InvalidArgumentError(
+                f"{name} has shape {tuple(local(param).shape)}, its saved state {key!r} {tuple(local(saved).shape)}; load the state of "
+                "this model; nothing was loaded"
+            )
+        if apart(param, saved):
+            raise InvalidArgumentError(
+                f"{name}: its saved state {key!r} is not placed as the parameter is; load a state dict of this mesh, or by torch's DCP; "
+                "nothing was loaded"
+            )
+        if saved.is_meta and value is None or not has_memory(local(saved)):
+            raise InvalidArgumentError(f"{name}: its saved state {key!r} has no memory; load a state dict with values; nothing was loaded")
 
 
 def _is_absent(tensor: Any) -> bool:

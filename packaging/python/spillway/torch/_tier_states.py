@@ -27,7 +27,7 @@ from ..tiered import Place, Record, Tiered
 from ._copies import Gradients, Weights
 from ._norm import part_of
 from ._states import MASTER, MOMENTS, Precision, is_count, take_values
-from ._tensors import CODES, holds_values, local, name_of
+from ._tensors import CODES, check_has_memory, holds_values, local, name_of
 
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
 _USUAL, _LEAST = 4 << 20, 4 << 10
@@ -49,7 +49,8 @@ class TierOptions(NamedTuple):
         ratio, speeds: As for spillway.Swap.
         turns: Number of processes that use a device at a time, as for spillway.Tier; 0: any number.
         pin_memory: Lock the buffers' pages in memory.
-        io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds."""
+        io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds.
+        state_dicts: The directory of the values of state dicts, which have room there; None: that of the first path."""
 
     paths: Any
     job: str = "optimizer"
@@ -64,6 +65,7 @@ class TierOptions(NamedTuple):
     turns: int = 1
     pin_memory: bool = True
     io_timeout: float = 0.0
+    state_dicts: str | os.PathLike[str] | None = None
 
     @staticmethod
     def of(given: Any) -> TierOptions:
@@ -104,6 +106,7 @@ def _check_tier(options: Any) -> None:
         "turns": (whole(options.turns, 0), "a number of processes, or 0 for no turns"),
         "pin_memory": (isinstance(options.pin_memory, bool), "True or False"),
         "io_timeout": (real(options.io_timeout) and 0 <= options.io_timeout < 2**31, "seconds, a number from 0 on"),
+        "state_dicts": (options.state_dicts is None or os.path.isdir(options.state_dicts), "a directory, or None"),
     }
     for field, (good, wanted) in fits.items():
         if not good:
@@ -161,6 +164,8 @@ class TierStates:
         self._check_served()
         self.numbers = {id(param): number for number, param in enumerate(self.params)}
         self.gradients, self.weights = Gradients(self.params), Weights(self.params)
+        # Absolute: a later change of the working directory changes nothing.
+        self._state_dicts = None if options.state_dicts is None else os.path.abspath(options.state_dicts)
         self._shapes, self._dtypes, self.count = [param.shape for param in self.params], [param.dtype for param in self.params], 0
         self.tiered = Tiered(
             name,
@@ -206,6 +211,11 @@ class TierStates:
             pin_memory=options.pin_memory,
             bf16_moments=self.moment_dtype is torch.bfloat16,
         )
+
+    @property
+    def state_dicts(self) -> str | None:
+        """The directory of the values of state dicts; None: they are in memory, because all paths are object stores or memory."""
+        return self._state_dicts or self.tiered.directory
 
     def rounded(self, options: Any, piece: Piece) -> Any:
         """The C options struct of a piece. Where it rounds at random, it is a copy with the bits of the elements in the parameter."""
@@ -286,9 +296,10 @@ class TierStates:
                 "other states are on the tier; call rollback() to return to the last commit, or load_state_dict()"
             )
         step = state["step"]
-        if not isinstance(step, torch.Tensor) or not is_count(step):
+        if not isinstance(step, torch.Tensor) or not is_count(step) or step.is_inference():
+            made = ", made in torch.inference_mode" if isinstance(step, torch.Tensor) and step.is_inference() else ""
             raise InvalidArgumentError(
-                f"{self.names[number]}: its state 'step' is {step!r}; set a tensor with the number of steps, or call rollback()"
+                f"{self.names[number]}: its state 'step' is {step!r}{made}; set a tensor with the number of steps, or call rollback()"
             )
         return step
 
@@ -341,11 +352,8 @@ class TierStates:
         return master
 
     def facts(self, states: Any) -> dict[str, Any]:
-        """What a commit of the present states stores beside them. Raises InvalidArgumentError if a parameter has another dtype than at the
-        construction: no optimizer could resume."""
-        for name, param, dtype in zip(self.names, self.params, self._dtypes):
-            if param.dtype is not dtype:
-                raise InvalidArgumentError(f"{name} is {param.dtype}, and was {dtype} when the optimizer was constructed; cast it back")
+        """What a commit of the present states stores beside them. Raises as check_parameters(): no optimizer could resume."""
+        self.check_parameters()
         return {
             "most": self.layout.most,
             "moments": str(self.moment_dtype).removeprefix("torch."),
@@ -354,6 +362,20 @@ class TierStates:
             "count": self.count,
             "stateless": [number for number, stated in enumerate(self.stated) if not stated],
         }
+
+    def check_parameters(self) -> None:
+        """Before a use of all parameters: raises InvalidArgumentError if one has another dtype or shape than at the construction, or memory
+        that cannot be read and written in its order."""
+        for name, param, dtype, shape, stated in zip(self.names, self.params, self._dtypes, self._shapes, self.stated):
+            if param.dtype is not dtype:
+                raise InvalidArgumentError(f"{name} is {param.dtype}, and was {dtype} when the optimizer was constructed; cast it back")
+            if param.shape != shape:
+                raise InvalidArgumentError(
+                    f"{name} has shape {tuple(param.shape)}, and had {tuple(shape)} when the optimizer was constructed; give it that shape"
+                )
+            if stated:
+                check_has_memory(local(param), name)
+                _check_served(name, param)
 
     def restore(self, states: Any, committed: Record) -> None:
         """Gives the parameters the values of their masters, and the steps those of the last commit."""
@@ -450,5 +472,8 @@ def _check_served(name: str, param: torch.Tensor) -> None:
     if not (not own.is_meta and own.layout is torch.strided and own.is_contiguous() and own.dtype in CODES and holds_values(own)):
         raise UnsupportedError(
             f"{name} is {own.dtype} on {own.device} with strides {own.stride() if own.layout is torch.strided else None}; states "
-            "on a tier need contiguous parameters of 16 or 32 bits; leave out tier for this parameter's optimizer"
+            "on a tier need contiguous parameters of 16 or 32 bits; leave out tier for this parameter's optimizer, or, for "
+            "channels_last, call model.to(memory_format=torch.contiguous_format) before the optimizer is constructed"
         )
+    if own.is_inference():
+        raise UnsupportedError(f"{name} was made in torch.inference_mode, where torch counts no writes; make the model outside of it")

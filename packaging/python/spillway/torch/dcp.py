@@ -16,6 +16,7 @@ processes. Host memory holds the values of one parameter and of one subgroup, an
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -33,8 +34,8 @@ from torch.futures import Future
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ._optimizer import SpillwayOptimizer
-from ._states import MASTER
-from ._tensors import local
+from ._states import LOW, MASTER
+from ._tensors import like, local
 from ._tier import TierHome, Value, value_of
 
 __all__ = ["load", "save", "states"]
@@ -104,8 +105,10 @@ def load(
     """Reads a checkpoint into a state dict, as torch's load() does. Every process calls it.
 
     Placeholders of states() are read later, when set_optimizer_state_dict() or load_state_dict() writes them to the tier: the files must
-    stay until then. A checkpoint without masters, such as one of torch's own optimizers, leaves them to the values of the parameters: load
-    these first. Call commit() afterwards.
+    stay until then. Call commit() afterwards.
+
+    A checkpoint without masters, such as one of torch's own optimizers, leaves them to the values of the parameters: load these first. A
+    master in host memory is then a new tensor of NaN, which stands for these values; set_optimizer_state_dict() takes it.
 
     Args:
         state_dict: A state dict, in which results of states() are.
@@ -122,7 +125,7 @@ def load(
     reader, planner = FileSystemReader(directory), _LoadPlanner(waiting)
     checkpoint.load(rest, storage_reader=reader, planner=planner, process_group=process_group)
     for name, value in rest.items():
-        _set(state_dict, paths[name], value)
+        _set(state_dict, paths[name], value if name not in planner.lacking else _no_master(value))
     total = sum(local(tensor).nbytes for name, tensor in waiting.items() if name in planner.items)
     told = _Counted(progress or _unnoticed, total)
     for name, tensor in waiting.items():
@@ -130,6 +133,12 @@ def load(
         assert isinstance(value, Value)
         value.absent = name not in planner.items
         value.fill = partial(_fill, reader, planner.items.get(name, []), partial(told, local(tensor).nbytes))
+
+
+def _no_master(own: torch.Tensor) -> torch.Tensor:
+    """A master in the place of this one that has the values of the parameter: NaN, or low bits of 0."""
+    part = local(own)
+    return like(own, torch.full_like(part, math.nan) if part.is_floating_point() else torch.zeros_like(part))
 
 
 def _set(state_dict: Any, path: tuple[Any, ...], value: Any) -> None:
@@ -220,7 +229,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         waiting: The placeholders, by their names in the checkpoint.
 
     Attributes:
-        items: What is to be read for each of them, except for masters that the checkpoint lacks."""
+        items: What is to be read for each of them, except for masters that the checkpoint lacks.
+        lacking: The masters in host memory that the checkpoint lacks."""
 
     state_dict: dict[str, Any]
 
@@ -228,16 +238,33 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().__init__()
         self._waiting = waiting
         self.items: dict[str, list[Any]] = {}
+        self.lacking: set[str] = set()
 
     def create_local_plan(self) -> LoadPlan:
         saved = () if self.metadata is None else self.metadata.state_dict_metadata
-        wanted = {name: tensor for name, tensor in self._waiting.items() if name in saved or not name.endswith(f".{MASTER}")}
-        self.state_dict = {**self.state_dict, **wanted}
+        wanted = {name: tensor for name, tensor in self._waiting.items() if not _is_lacking(name, saved)}
+        self.lacking = {name for name in self.state_dict if _is_lacking(name, saved)}
+        self.state_dict = {**{name: value for name, value in self.state_dict.items() if name not in self.lacking}, **wanted}
         plan = super().create_local_plan()
         self.items = {name: [] for name in wanted}
         for item in plan.items:
             self.items.get(item.dest_index.fqn, []).append(item)
         return dataclasses.replace(plan, items=[item for item in plan.items if item.dest_index.fqn not in wanted])
+
+
+def _is_lacking(name: str, saved: Any) -> bool:
+    """True for a master whose parameter has none in a checkpoint with these names."""
+    parameter, _, state = name.rpartition(".")
+    other = {MASTER: LOW, LOW: MASTER}.get(state)
+    if other is None or name in saved:
+        return False
+    if f"{parameter}.{other}" in saved:
+        own = "split" if other == LOW else "f32"
+        raise InvalidArgumentError(
+            f"the checkpoint has {parameter}.{other}, and this optimizer {name}: the masters are of the other kind; load it with an "
+            f"optimizer of {own!r} masters"
+        )
+    return True
 
 
 class _Into(DefaultLoadPlanner):

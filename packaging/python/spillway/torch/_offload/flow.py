@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from ..._attributes import described
 from ...errors import InvalidArgumentError, UnsupportedError
 from .._copies import new_link
-from .._tensors import DTensor, unused_bytes
+from .._tensors import DTensor, lasting, unused_bytes
 from .forward import Hook
 
 #: Share of the memory that the first backward left unused, which weights that stay may take.
@@ -365,9 +365,9 @@ class Weight:
     def __init__(self, flow: Flow, param: torch.Tensor, places: list[tuple[torch.nn.Module, str]]):
         own = param.detach()
         self._flow, self.on_host, self.places = weakref.ref(flow), param, places
-        if flow.device.type != "cpu":
-            param.data = own.cpu().pin_memory()
-        with torch.inference_mode(False):
+        with lasting():
+            if flow.device.type != "cpu":
+                param.data = own.cpu().pin_memory()
             self.on_device = torch.nn.Parameter(torch.empty_like(own, device=flow.device), requires_grad=False)
         self.bytes = self.on_device.untyped_storage().nbytes()
         # What is on the device: nothing, or what the parameter was when its copy was started; what it was at the last copy; and the

@@ -36,7 +36,7 @@ from ...errors import InvalidArgumentError, SpillwayError, UnsupportedError, is_
 from .. import _norm
 from .._keywords import check_keywords
 from .._optimizer import scaler_of
-from .._tensors import averages_later, is_partial, local
+from .._tensors import averages_later, is_partial, lasting, local
 from .plan import FLOATS, Decision, Plan, Slot
 from .tail import apart_in_bits, room
 
@@ -583,6 +583,7 @@ class Offloaded(torch.optim.Optimizer):
         state = self._states.get(slot.param)
         return int(state["step"]) + 1 if state else 1
 
+    @lasting()
     def _use_states(self, live: list[Slot]) -> None:
         """Checks the states of these parameters, then makes those that are missing."""
         for slot in live:
@@ -599,11 +600,11 @@ class Offloaded(torch.optim.Optimizer):
     # Saving and loading.
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the wrapped class. Its tensors are copies: the optimizer's own change during backward."""
+        """The state dict of the wrapped class. As in torch, its tensors are the optimizer's own: what the program writes to them, such as
+        a checkpoint that is loaded in place, the next step uses. They change in step(), not before: this step does not overlap."""
         self._interrupt()
-        found = super().state_dict()
-        states = {key: {name: value.clone() for name, value in state.items()} for key, state in found["state"].items()}
-        return {**found, "state": states}
+        self._no_overlap = True
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of torch's. Moments and masters become float32 in host memory. Without a
@@ -626,6 +627,7 @@ class Offloaded(torch.optim.Optimizer):
             handle.remove()
             self._loading = defaultdict(dict)
 
+    @lasting()
     def _loaded(self, given: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
         """New states with the values of a state dict."""
         for group in given["param_groups"]:

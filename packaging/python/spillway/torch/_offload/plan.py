@@ -17,11 +17,10 @@ import torch
 from ..._after_events import AfterEvents
 from ...errors import InvalidArgumentError, OutOfOrderError, OwnSuppressed
 from ...optim import Adam
-from ...speculate import Speculation
 from .._copies import link_to, wait
-from .._states import LOW, MASTER, is_count
+from .._states import MASTER, check_not_split, is_count
 from .._tensors import apart, holds_values, is_partial, like, local
-from .tail import TailedSpeculation, tail_of
+from .tail import TailedSpeculation, engine, tail_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: The smallest bucket has this part of the bytes of the others.
@@ -108,15 +107,17 @@ class Slot:
         Raises:
             InvalidArgumentError: A value does not fit."""
         state = self.new_state()
+        if isinstance(given, dict):
+            check_not_split(given, self.name)
         try:
             if not is_count(given["step"]):
                 raise ValueError(f"its step is {given['step']!r}; a number of steps is a whole number from 0 on")
-            if LOW in given:
-                raise ValueError(f"it has split masters ({LOW}); load it with master='split', and save it with master='f32'")
             state["step"] = torch.tensor(float(given["step"]), dtype=torch.float32)
             for name in self._names():
                 if name != MASTER or name in given:
                     value = given[name]
+                    if not value.is_floating_point():
+                        raise ValueError(f"{name} is {value.dtype}, and no tensor of floating point numbers")
                     if value.shape != self.param.shape:
                         raise ValueError(f"{name} has shape {tuple(value.shape)}, and the parameter {tuple(self.param.shape)}")
                     if apart(self.param, value):
@@ -150,7 +151,7 @@ class Slot:
     def _check(self, name: str, value: Any) -> None:
         if name == "step":
             fits = isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
-            wanted = "a tensor with one floating point number"
+            part, wanted = value, "a tensor with one floating point number"
         else:
             fits = isinstance(value, torch.Tensor) and not apart(self.param, value)
             part = local(value) if fits else value
@@ -158,7 +159,8 @@ class Slot:
             # That of a parameter whose tail was made longer or shorter is still where it was.
             fits = fits and part.device in (torch.device("cpu"), local(self.param).device)
             wanted = f"a contiguous float32 tensor of shape {tuple(self.param.shape)} in host memory, placed as the parameter is"
-        if not fits:
+        wanted += ", made outside of torch.inference_mode"
+        if not fits or part.is_inference():
             raise InvalidArgumentError(f"offload: the state {name!r} of {self.name} is no longer {wanted}; nothing was stepped")
 
     def take(self) -> None:
@@ -338,8 +340,7 @@ class Lane:
             for slot in bucket.slots:
                 slot.stays = bucket.stays
         kept = [bucket.slots for bucket in self.buckets[hosts:]]
-        # The weights of a slot are read once they are final, so that a step may write them at once: a commit then has nothing to do.
-        self.speculation = TailedSpeculation(hosts, kept) if tail else Speculation(hosts, publish="staged")
+        self.speculation = TailedSpeculation(hosts, kept) if tail else engine(hosts)
 
 
 class Decision(NamedTuple):

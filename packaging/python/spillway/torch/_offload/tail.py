@@ -122,6 +122,15 @@ class _Part:
         self.kernels.step(self.adam, [slot.row() for slot in self.slots], scale)
 
 
+def engine(buckets: int) -> Speculation:
+    """The engine of a lane. The weights of a slot are read once they are final, so that a step may write them at once: a commit then has
+    nothing to do."""
+    made = Speculation(buckets, publish="staged")
+    # Messages name what the program has made.
+    made._user = "optimizer of offload()"
+    return made
+
+
 class TailedSpeculation:
     """A Speculation of a lane whose last buckets are its tail. A bucket of the tail needs no submission.
 
@@ -132,7 +141,7 @@ class TailedSpeculation:
     def __init__(self, hosts: int, tail: Sequence[Sequence[Any]]):
         self._hosts, self._factor, self._scale, self._limit = hosts, 1.0, 1.0, 0.0
         # A lane without buckets on the host has an empty one: the engine checks the options of a round, and ends it.
-        self._engine = Speculation(max(hosts, 1), publish="staged")
+        self._engine = engine(max(hosts, 1))
         self._tail: list[list[_Part]] = []
         for slots in tail:
             devices = dict.fromkeys(local(slot.param).device for slot in slots)

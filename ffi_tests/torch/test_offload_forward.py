@@ -14,6 +14,7 @@ from offload_runs import BUCKETS, Later, offload, offloaded, same, training, val
 
 import spillway
 import spillway.torch
+from spillway.torch._offload.forward import Reading
 from spillway.torch._offload.plan import Plan
 
 #: Random trainings with the verdict in the next forward.
@@ -36,7 +37,8 @@ def waiting():
     for verdict in ("step", "forward"):
         torch.manual_seed(3)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
-        before = values(model.parameters())
+        params = [*model.parameters()]
+        before = values(params)
         optimizer = offload(model, lr=0.1, max_norm=0.1, bucket_bytes=1, verdict=verdict)
         model(torch.randn(5, 4)).square().sum().backward()
         with pytest.MonkeyPatch.context() as patch:
@@ -45,8 +47,10 @@ def waiting():
                 patch.delattr(spillway.Speculation, "local_result")
                 patch.delattr(spillway.Speculation, "wait")
             optimizer.step()
+        # Neither reads parameters.
         optimizer.zero_grad()
-        results.append(values(model.parameters()))
+        model.zero_grad()
+        results.append(values(params))
     assert all(map(torch.equal, before, results[1])) and not any(map(torch.equal, before, results[0]))
     return model, optimizer, results[0]
 
@@ -67,26 +71,50 @@ def waiting():
         lambda model, optimizer: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}),
         lambda model, optimizer: optimizer.close(),
         lambda model, optimizer: model.eval()(torch.ones(2, 4)),
+        lambda model, optimizer: model.forward(torch.ones(2, 4)),
+        lambda model, optimizer: model[0].forward(torch.ones(2, 4)),
+        lambda model, optimizer: model[0].state_dict(),
+        lambda model, optimizer: model[0].load_state_dict({}, strict=False),
+        lambda model, optimizer: torch.nn.Sequential(model).load_state_dict({}, strict=False),
+        lambda model, optimizer: torch.nn.Sequential(model).state_dict(),
+        lambda model, optimizer: next(model.parameters()),
+        lambda model, optimizer: next(model[2].parameters(recurse=False)),
+        lambda model, optimizer: next(torch.nn.Sequential(model).parameters()),
+        lambda model, optimizer: torch.nn.Sequential(*model)(torch.ones(2, 4)),
+        lambda model, optimizer: torch.optim.swa_utils.AveragedModel(torch.nn.Sequential(model)),
+        lambda model, optimizer: copy.deepcopy(model),
+        lambda model, optimizer: copy.deepcopy([model[2]]),
+        lambda model, optimizer: pickle.dumps(torch.nn.Sequential(model)),
+        lambda model, optimizer: model.to("cpu"),
+        lambda model, optimizer: torch.nn.utils.parameters_to_vector(model.parameters()),
+        lambda model, optimizer: torch.func.functional_call(model, {}, (torch.ones(2, 4),)),
+        lambda model, optimizer: torch.jit.trace(model.eval(), torch.ones(2, 4)),
+        lambda model, optimizer: torch.export.export(model.eval(), (torch.ones(2, 4),), strict=False),
+        lambda model, optimizer: torch.fx.symbolic_trace(model),
     ],
 )
 def test_whatever_uses_a_step_completes_it(use):
     model, optimizer, after = waiting()
+    params = [param for part in model for param in part._parameters.values()]
     use(model, optimizer)
-    assert all(map(torch.equal, model.parameters(), after))
+    assert all(map(torch.equal, params, after))
+    for part in (model, *model):
+        other = {*Reading.NAMES} if part is model else {"forward", *Reading.NAMES}
+        assert not part.__dict__.keys() & other, "a part has other methods only while a step waits"
     assert not any(part._forward_pre_hooks for part in model), "hooks of the parts are there while a step waits"
 
 
 def test_a_step_that_waits_keeps_its_optimizer_and_a_copy_of_the_model_does_not():
     model, optimizer, after = waiting()
-    kept = weakref.ref(optimizer)
+    kept, params = weakref.ref(optimizer), [param for part in model for param in part._parameters.values()]
     del optimizer
     gc.collect()
+    assert kept() is not None and not any(map(torch.equal, params, after))
     other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    other(torch.ones(2, 4))
-    assert kept() is not None and not any(map(torch.equal, model.parameters(), after))
-    model(torch.ones(2, 4))
     gc.collect()
-    assert kept() is None and all(map(torch.equal, model.parameters(), after)) and not model._forward_pre_hooks
+    assert kept() is None and all(map(torch.equal, params, after)) and not model._forward_pre_hooks
+    assert all(map(torch.equal, other.parameters(), after)) and not other.__dict__.keys() & {*Reading.NAMES}
+    other(torch.ones(2, 4))
 
 
 def test_a_write_to_a_parameter_whose_step_waits_is_an_error():

@@ -1,11 +1,12 @@
-"""What completes a step before its weights are used: methods of the model that take the place of its own while a step waits.
+"""What completes a step before its weights are used: forwards and dicts of parameters that take the place of a module's own.
 
 Invariants:
 - Code that was compiled before, and code that another instance of a class has compiled, completes the step too. torch's compiler does not
   guard hooks of modules; it does guard whether a module has a `forward` of its own.
 - The model always has such a forward, so that it is compiled once. A part has one only while a step waits: no step waits when a part runs
   within the model, so that it is compiled as without this optimizer.
-- A copy of a module has its own plain methods.
+- Code that reads a parameter of a module, in whatever way, reads the dict of the module's parameters.
+- A copy of a module has its own plain forward and dict.
 
 The import of this file imports torch's compiler, which takes seconds."""
 
@@ -16,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import update_wrapper
 from types import CodeType, MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -104,20 +105,48 @@ class Completing(Method):
         return self.plain(*args, **kwargs)
 
 
-class Reading(Method):
-    """A method by which a program reads, converts or loads parameters. It completes a step first, unless it is called by zero_grad()."""
+class Parameters(dict[str, Any]):
+    """The parameters of a module, in the place of its own dict while a step waits. A read completes the step first, and gives the module its
+    own dict again, except one by zero_grad().
 
-    #: All of them. A wrapper of a model calls `named_modules` of it, and copies and pickles call `__getstate__`.
-    NAMES: ClassVar = ("named_parameters", "named_modules", "state_dict", "load_state_dict", "_apply", "__getstate__", "__deepcopy__")
+    Args:
+        module: The module.
+        hook: Completes the step."""
 
-    def __init__(self, module: torch.nn.Module, name: str, hook: Hook):
-        super().__init__(module, name)
-        self.complete = hook
+    def __init__(self, module: torch.nn.Module, hook: Hook):
+        super().__init__(module._parameters)
+        self._module, self._own, self.complete = module, module._parameters, hook
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def put(self) -> None:
+        """Takes the place."""
+        self._module.__dict__["_parameters"] = self
+
+    def remove(self) -> None:
+        """Gives the module its own dict again."""
+        if self._module.__dict__["_parameters"] is self:
+            self._module.__dict__["_parameters"] = self._own
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        self.complete()
+        return (dict, (self._own,))
+
+
+def _after_completion(name: str) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _resets():
             self.complete()
-        return self.plain(*args, **kwargs)
+        return plain(self._own, *args, **kwargs)
+
+    return method
+
+
+# Not those that ask for names only. With `__iter__`, dict() and ** of it call methods, too.
+for _name in ("__getitem__", "__setitem__", "__delitem__", "__iter__", "__eq__", "__or__", "__ror__", "__ior__"):
+    setattr(Parameters, _name, _after_completion(_name))
+for _name in ("get", "items", "values", "pop", "popitem", "setdefault", "update", "clear", "copy"):
+    setattr(Parameters, _name, _after_completion(_name))
 
 
 _RESET: CodeType = torch.nn.Module.zero_grad.__code__
@@ -127,7 +156,7 @@ _FILE = _RESET.co_filename
 def _resets() -> bool:
     """True within a zero_grad() of a module, which reads gradients only."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename in (_FILE, __file__) and frame.f_code is not _RESET:
+    while frame is not None and frame.f_code.co_filename == _FILE and frame.f_code is not _RESET:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_code is _RESET
 
@@ -153,8 +182,8 @@ class NextForward:
             model.register_load_state_dict_pre_hook(self._hook),
         ]
         forward.put()
-        #: The methods of each module: compiled code knows these objects.
-        self._methods: dict[torch.nn.Module, list[Method]] = {}
+        #: Those of the parts: compiled code knows these objects.
+        self._forwards: dict[torch.nn.Module, Completing] = {}
         self._passing: list[Any] = []
 
     def expect(self) -> None:
@@ -163,18 +192,18 @@ class NextForward:
         self._hook.call = None if method is None else lambda *_: method()
         if self._passing:
             return
-        known = self._methods
-        self._methods = {part: known.get(part) or self._methods_of(part) for part in [*self._model.modules()]}
-        for part, methods in self._methods.items():
-            if part is not self._model:
-                self._passing.append(part.register_forward_pre_hook(self._hook, prepend=True))
-            for own in methods:
-                self._passing.append(own)
-                own.put()
+        known, parts = self._forwards, [*self._model.modules()]
+        self._forwards = {part: known.get(part) or Completing(part, self._hook) for part in parts if part is not self._model}
+        for part, forward in self._forwards.items():
+            self._passing.append(part.register_forward_pre_hook(self._hook, prepend=True))
+            self._put(forward)
+        for part in parts:
+            if part._parameters:
+                self._put(Parameters(part, self._hook))
 
-    def _methods_of(self, part: torch.nn.Module) -> list[Method]:
-        reading: list[Method] = [Reading(part, name, self._hook) for name in Reading.NAMES if hasattr(part, name)]
-        return reading if part is self._model else [Completing(part, self._hook), *reading]
+    def _put(self, own: Completing | Parameters) -> None:
+        self._passing.append(own)
+        own.put()
 
     def completed(self) -> None:
         """No step is to be completed."""

@@ -36,7 +36,8 @@ def waiting():
     for verdict in ("step", "forward"):
         torch.manual_seed(3)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
-        before = values(model.parameters())
+        params = [*model.parameters()]
+        before = values(params)
         optimizer = offload(model, lr=0.1, max_norm=0.1, bucket_bytes=1, verdict=verdict)
         model(torch.randn(5, 4)).square().sum().backward()
         with pytest.MonkeyPatch.context() as patch:
@@ -45,8 +46,10 @@ def waiting():
                 patch.delattr(spillway.Speculation, "local_result")
                 patch.delattr(spillway.Speculation, "wait")
             optimizer.step()
+        # Neither reads parameters.
         optimizer.zero_grad()
-        results.append(values(model.parameters()))
+        model.zero_grad()
+        results.append(values(params))
     assert all(map(torch.equal, before, results[1])) and not any(map(torch.equal, before, results[0]))
     return model, optimizer, results[0]
 
@@ -67,32 +70,59 @@ def waiting():
         lambda model, optimizer: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}),
         lambda model, optimizer: optimizer.close(),
         lambda model, optimizer: model.eval()(torch.ones(2, 4)),
+        lambda model, optimizer: model.forward(torch.ones(2, 4)),
+        lambda model, optimizer: model[0].forward(torch.ones(2, 4)),
+        lambda model, optimizer: model[0].state_dict(),
+        lambda model, optimizer: model[0].load_state_dict({}, strict=False),
+        lambda model, optimizer: torch.nn.Sequential(model).load_state_dict({}, strict=False),
+        lambda model, optimizer: torch.nn.Sequential(model).state_dict(),
+        lambda model, optimizer: next(model.parameters()),
+        lambda model, optimizer: next(model[2].parameters(recurse=False)),
+        lambda model, optimizer: next(torch.nn.Sequential(model).parameters()),
+        lambda model, optimizer: torch.nn.Sequential(*model)(torch.ones(2, 4)),
+        lambda model, optimizer: torch.optim.swa_utils.AveragedModel(torch.nn.Sequential(model)),
+        lambda model, optimizer: copy.deepcopy(model),
+        lambda model, optimizer: copy.deepcopy([model[2]]),
+        lambda model, optimizer: pickle.dumps(torch.nn.Sequential(model)),
+        lambda model, optimizer: model.to("cpu"),
+        lambda model, optimizer: model[0].weight,
+        lambda model, optimizer: dict(model[0]._parameters),
+        lambda model, optimizer: torch.nn.functional.linear(torch.ones(2, 4), model[0].weight),
+        lambda model, optimizer: torch.nn.Linear.forward(model[0], torch.ones(2, 4)),
+        lambda model, optimizer: setattr(model[0], "bias", torch.nn.Parameter(torch.ones(4))),
+        lambda model, optimizer: torch.nn.utils.parameters_to_vector(model.parameters()),
+        lambda model, optimizer: torch.func.functional_call(model, {}, (torch.ones(2, 4),)),
+        lambda model, optimizer: torch.jit.trace(model.eval(), torch.ones(2, 4)),
+        lambda model, optimizer: torch.export.export(model.eval(), (torch.ones(2, 4),), strict=False),
     ],
 )
 def test_whatever_uses_a_step_completes_it(use):
     model, optimizer, after = waiting()
+    params = [*optimizer.param_groups[0]["params"]]
     use(model, optimizer)
-    assert all(map(torch.equal, model.parameters(), after))
+    assert all(map(torch.equal, params, after))
+    for part in (model, *model):
+        assert type(part._parameters) is dict and (part is model or "forward" not in part.__dict__)
     assert not any(part._forward_pre_hooks for part in model), "hooks of the parts are there while a step waits"
 
 
 def test_a_step_that_waits_keeps_its_optimizer_and_a_copy_of_the_model_does_not():
     model, optimizer, after = waiting()
-    kept = weakref.ref(optimizer)
+    kept, params = weakref.ref(optimizer), optimizer.param_groups[0]["params"]
     del optimizer
     gc.collect()
+    assert kept() is not None and not any(map(torch.equal, params, after))
     other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    other(torch.ones(2, 4))
-    assert kept() is not None and not any(map(torch.equal, model.parameters(), after))
-    model(torch.ones(2, 4))
     gc.collect()
-    assert kept() is None and all(map(torch.equal, model.parameters(), after)) and not model._forward_pre_hooks
+    assert kept() is None and all(map(torch.equal, params, after)) and not model._forward_pre_hooks
+    assert all(map(torch.equal, other.parameters(), after)) and type(other[0]._parameters) is dict
+    other(torch.ones(2, 4))
 
 
 def test_a_write_to_a_parameter_whose_step_waits_is_an_error():
     model, optimizer, _ = waiting()
     with torch.no_grad():
-        model[0].weight.zero_()
+        optimizer.param_groups[0]["params"][0].zero_()
     with pytest.raises(spillway.InvalidArgumentError, match="parameter 0 was written to after step.*optimizer.settle"):
         model(torch.ones(2, 4))
     # Nothing was stepped, and the value of the program stays.

@@ -22,8 +22,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial, update_wrapper
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from ..._attributes import described
 from ...errors import InvalidArgumentError, UnsupportedError
 from .._copies import new_link
 from .._tensors import DTensor, lasting, unused_bytes
-from .forward import Hook
+from .forward import Hook, Method
 
 #: Share of the memory that the first backward left unused, which weights that stay may take.
 _USE = 0.9
@@ -460,7 +459,7 @@ class Weight:
             hook(self.on_host)
 
 
-class Forward:
+class Forward(Method):
     """The forward of a module, with its weights on the device. A copy of the module has a plain one.
 
     Args:
@@ -470,16 +469,13 @@ class Forward:
         is_root: It is the model."""
 
     def __init__(self, flow: Flow, module: torch.nn.Module, weights: list[Weight], is_root: bool):
-        if isinstance(module.__dict__.get("forward"), Forward):
+        if any(isinstance(own, Forward) for own in Method.chain(module, "forward")):
             raise InvalidArgumentError("flow: the weights of this model flow already; remove() the other Flow")
+        super().__init__(module, "forward")
         self.flow: Flow | None = flow
-        self.module, self.weights, self.is_root = module, weights, is_root
+        self.weights, self.is_root = weights, is_root
         self.units = [*dict.fromkeys(weight.unit for weight in weights)]
-        self.own, self.plain = module.__dict__.get("forward"), module.forward
-        update_wrapper(self, self.plain, updated=())
-        # Tracers look at it before they call.
-        self.__code__ = getattr(self.plain, "__code__", None)
-        module.forward = self
+        self.put()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flow = self.flow
@@ -496,17 +492,10 @@ class Forward:
                 # A signal handler may have ended it.
                 entry.leave()
 
-    def __reduce__(self) -> Any:
-        return (_plain, (self.module, self.own))
-
     def remove(self) -> None:
         """Gives the module its own forward."""
         self.flow = None
-        if self.module.__dict__.get("forward") is self:
-            if self.own is None:
-                del self.module.__dict__["forward"]
-            else:
-                self.module.__dict__["forward"] = self.own
+        super().remove()
 
 
 _CODE = Forward.__call__.__code__
@@ -562,11 +551,6 @@ class Entry:
 def _is_inside(forward: Forward, flow: Flow) -> bool:
     """True if a call around this one has done everything."""
     return all(weight.shown_by is not None for weight in forward.weights) and Saving.top_is_of(flow) and not forward.is_root
-
-
-def _plain(module: torch.nn.Module, own: Any) -> Any:
-    """The forward of a copy."""
-    return own if own is not None else MethodType(type(module).forward, module)
 
 
 def _calls(flow: Flow) -> int:

@@ -32,7 +32,7 @@ import torch
 
 from ..._groups import TORCHS
 from ..._tail_search import TailSearch, Timed, is_tail
-from ...errors import InvalidArgumentError, SpillwayError, UnsupportedError, is_own
+from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError, is_own
 from .. import _norm
 from .._keywords import check_keywords
 from .._optimizer import scaler_of
@@ -252,7 +252,7 @@ class Offloaded(torch.optim.Optimizer):
     def _arrived(self, slot: Slot) -> None:
         """Called when backward has completed a parameter's gradient."""
         slot.arrived = next(self._arrivals)
-        self._complete()
+        self._check_forward(slot)
         overlaps = local(slot.param).device.type != "cpu" if self.overlap is None else self.overlap
         if self._accumulates or self._no_overlap or not overlaps or averages_later(slot.param):
             return
@@ -267,6 +267,20 @@ class Offloaded(torch.optim.Optimizer):
             # signal handler.
             if not is_own(error):
                 raise
+
+    def _check_forward(self, slot: Slot) -> None:
+        """Raises an error if the forward of this backward did not have the weights of the last step. To give them to it now is too late."""
+        if self._verdict_due is not None:
+            why = "no forward or other use of the model has completed the last step"
+            cure = "Call it before code that runs no forward of a module, such as a traced or exported model or a captured graph"
+        elif self._plan is not None and self._plan.decision is not None:
+            why, cure = "an exception has interrupted the last step after its verdict", "Call it after the exception"
+        else:
+            return
+        raise OutOfOrderError(
+            f"offload: {slot.name} gets a gradient of a forward with old weights: {why}. {cure}: optimizer.settle(). Then repeat forward "
+            "and backward"
+        )
 
     def _start(self, slot: Slot, plan: Plan) -> None:
         bucket = plan.bucket_of(slot)
@@ -333,12 +347,12 @@ class Offloaded(torch.optim.Optimizer):
                     self._await(self._next, reduced)
                 else:
                     self._decide(reduced)
+                    self._complete()
             except BaseException:
-                if self._verdict_due is None and self._plan is not None and self._plan.decision is None:
+                # With its verdict the step happens, because a forward may follow; without one it does not.
+                if self._verdict_due is None:
                     self._interrupt()
                 raise
-            if self._next is None:
-                self._complete()
         self._no_overlap = False
         return result
 

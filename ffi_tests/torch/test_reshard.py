@@ -1,5 +1,5 @@
-"""A job whose states are on a tier goes on with another number of processes: each reads the elements that it has now from the commits of the
-processes that had them. Its steps then have the bits of a run of one process that nothing has interrupted."""
+"""A job whose states are on a tier goes on with another number of processes. Each reads the elements that it has now from the commits of
+the processes that had them. Its steps then have the bits of a run of one process that nothing has interrupted."""
 
 import pathlib
 import shutil

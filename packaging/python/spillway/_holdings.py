@@ -1,7 +1,7 @@
 """Which elements of a job's tensors a rank holds, where they are in its subgroups, and how the states of N ranks become those of M.
 
-A tensor of the job is flat here: its elements lie in row-major order. What a rank holds of it are runs of these elements, one after another.
-They lie in pieces of the rank's subgroups. Master and moments of an element are at one place of a subgroup.
+A tensor of the job is flat here: its elements lie in row-major order. What a rank holds of it are runs of these elements, one after
+another. They lie in pieces of the rank's subgroups. Master and moments of an element are at one place of a subgroup.
 
 Invariants:
 - A step of Adam is elementwise. So a job goes on with the same bits however its elements are divided.

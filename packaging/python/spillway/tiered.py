@@ -502,8 +502,8 @@ class Tiered:
                 if others in (0, self.place.world):
                     raise
                 raise InvalidArgumentError(
-                    f"{os.fspath(directory)} is a snapshot of {others} processes, and this run has {self.place.world}; start as many, or begin a "
-                    "new job from it: TierOptions(begin_from=...) of spillway.torch"
+                    f"{os.fspath(directory)} is a snapshot of {others} processes, and this run has {self.place.world}; start as many, or "
+                    "begin a new job with it, by begin_from of TierOptions or of DeepSpeed's spillway block"
                 ) from None
             if (found.rank, found.world) != (self.place.rank, self.place.world):
                 raise InvalidArgumentError(

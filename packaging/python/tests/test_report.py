@@ -94,7 +94,9 @@ def test_a_variable_without_the_pth_file_is_reported(monkeypatch):
 
 
 def test_the_counters_say_that_the_variable_has_no_effect_without_the_pth_file(repository, child_environment):
-    code = "import spillway.deepspeed as own\nprint(own.active().get('not_installed'))\nown.install()\nprint('not_installed' in own.active())"
+    code = (
+        "import spillway.deepspeed as own\nprint(own.active().get('not_installed'))\nown.install()\nprint('not_installed' in own.active())"
+    )
 
     def said(**further):
         environment = {**child_environment, "PYTHONPATH": str(repository / "packaging" / "python"), **further}

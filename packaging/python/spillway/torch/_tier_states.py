@@ -187,7 +187,9 @@ class TierStates:
     def _find(self, committed: Record | None) -> None:
         """Before the update of a new tier is opened: finds with what it begins."""
         if committed is None and self._options.begin_from is not None:
-            self._begun_from = Commits(self._options.begin_from, self._options.place(), _BY, lambda record: holding_of(record.facts, self.names))
+            self._begun_from = Commits(
+                self._options.begin_from, self._options.place(), _BY, lambda record: holding_of(record.facts, self.names)
+            )
 
     def begin(self, states: Any) -> None:
         """Takes what was committed to the parameters, or begins with the values of the parameters. `states` receives the step counts."""

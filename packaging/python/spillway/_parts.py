@@ -47,7 +47,7 @@ class _OfTier(NamedTuple):
 
     def opened(self, at: Mapping[str, int]) -> Tier:
         """Opens it for reading."""
-        return Tier(**self._given, **at)
+        return Tier(**self._given, **dict[str, Any](at))
 
     def payload(self, at: Mapping[str, int]) -> bytes:
         """The payload of a commit."""
@@ -223,10 +223,14 @@ def _read(opened: Tier, holding: Holding, subgroup: int) -> Sequence[Any]:
 
 def _found(given: Any, place: Place) -> list[Any]:
     """The parts of all ranks that the directories name."""
-    several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-    jobs = [os.path.abspath(os.fsdecode(_arguments.path("begin_from", one))) for one in (given if several else [given])]
-    if not jobs:
-        raise InvalidArgumentError(f"begin_from is {given!r}; pass the directory of a job or of a snapshot")
+    every = [given] if isinstance(given, (str, os.PathLike)) else given
+    if not isinstance(every, Sequence) or not every or not all(isinstance(one, (str, os.PathLike)) and one != "" for one in every):
+        raise InvalidArgumentError(
+            f"begin_from is {given!r}; pass the directory of a job, a list of it on each path, or that of a snapshot"
+        )
+    if remote := [one for one in every if str(one).startswith("s3://")]:
+        raise InvalidArgumentError(f"begin_from has {remote[0]}; a job in an object store cannot be read by others, so pass a snapshot")
+    jobs = [os.path.abspath(os.fsdecode(_arguments.path("begin_from", one))) for one in every]
     if len(jobs) == 1 and (found := _snapshot(jobs[0])):
         return found
     if len({os.path.basename(job) for job in jobs}) > 1:

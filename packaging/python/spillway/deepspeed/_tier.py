@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import json
@@ -521,18 +522,17 @@ def _opened(settings, elements, sizes, rank, world):
     place = _scratch.place_of(
         settings, settings.job, rank, world, block_bytes=_block_bytes(settings.part_elements * state_bytes(**encoding))
     )
-    named = {"cure": _CURE, "foreign": foreign, "update": update, "limit": limit}
-    if not settings.resume:
-        opened = {"open_tier": lambda: _scratch.open_scratch(place), "close_tier": Tier.destroy}
-        return Tiered("TierSwapper", _BY, place, **named, **opened), None
-    place = place._replace(options={**place.options, "durability": settings.durability})
-    others = []
+    others: list[Commits] = []
 
     def found(committed):
         if committed is None and settings.begin_from is not None:
             others.append(Commits(settings.begin_from, place, _BY, lambda record: _ranges.holding(record.facts)))
 
-    tiered = Tiered("TierSwapper", _BY, place, **named, found=found)
+    if not settings.resume:
+        opener = functools.partial(_scratch.open_scratch, place)
+        return Tiered("TierSwapper", _BY, place, _CURE, foreign, update, limit, opener, Tier.destroy), None
+    place = place._replace(options={**place.options, "durability": settings.durability})
+    tiered = Tiered("TierSwapper", _BY, place, _CURE, foreign, update, limit, found=found)
     return tiered, others[0] if others else None
 
 

@@ -59,7 +59,7 @@ def box_of(param: torch.Tensor) -> list[Any]:
         return [*whole, [0] * param.dim(), list(param.shape)]
     if not local(param).numel():
         return [*whole, [0] * param.dim(), [0] * param.dim()]
-    [chunk] = param.__create_chunk_list__()  # type: ignore[attr-defined]
+    [chunk] = param.__create_chunk_list__()
     return [*whole, list(chunk.offsets), list(chunk.sizes)]
 
 

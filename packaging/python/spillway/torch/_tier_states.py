@@ -187,9 +187,8 @@ class TierStates:
     def _find(self, committed: Record | None) -> None:
         """Before the update of a new tier is opened: finds with what it begins."""
         if committed is None and self._options.begin_from is not None:
-            self._begun_from = Commits(
-                self._options.begin_from, self._options.place(), _BY, lambda record: holding_of(record.facts, self.names)
-            )
+            place = self._options.place()
+            self._begun_from = Commits(self._options.begin_from, place, _BY, lambda record: holding_of(record.facts, self.names))
 
     def begin(self, states: Any) -> None:
         """Takes what was committed to the parameters, or begins with the values of the parameters. `states` receives the step counts."""
@@ -209,8 +208,8 @@ class TierStates:
             raise
 
     def _take_over(self, states: Any, others: Commits) -> None:
-        """Begins with the elements of another run's commit, and commits them at its step. A kill before that leaves a tier without a commit,
-        which begins anew."""
+        """Begins with the elements of another run's commit, and commits them at its step. A kill before that leaves a tier without a
+        commit, which begins anew."""
         found = others.give(self.tiered, holding_of(self._facts([0.0] * len(self.params)), self.names))
         steps = [found.get(number, 0.0) for number in range(len(self.params))]
         self.set_steps(states, steps)
@@ -437,9 +436,9 @@ def _check_each(
     committed: dict[str, Any], own: list[str], everything: list[str], params: list[torch.Tensor], names: list[str], words: tuple[str, str]
 ) -> None:
     what, cure = words
-    for name, described, stored in zip(names, own, everything):
-        if described != stored:
-            raise InvalidArgumentError(f"{name} is {described}; {what} was committed with {stored} there; {cure}")
+    for name, given, stored in zip(names, own, everything):
+        if given != stored:
+            raise InvalidArgumentError(f"{name} is {given}; {what} was committed with {stored} there; {cure}")
     if len(params) != len(everything):
         first = names[len(everything)] if len(params) > len(everything) else f"parameter number {len(params)}"
         raise InvalidArgumentError(

@@ -52,6 +52,11 @@ typedef enum spw_tier_mode {
     SPW_TIER_MODE_CREATE = 1,
     // Resume at the last committed step. Without one it is SPW_ERR_NO_STATE.
     SPW_TIER_MODE_RESUME = 2,
+    // Read the last committed step, or `at_step`, in directories. Nothing is created, written or locked, so several
+    // processes may read at once; `world` may differ from that of the tier. A put, a commit, a removal or a deletion is
+    // SPW_ERR_UNSUPPORTED. A process of this machine that has the tier open is SPW_ERR_LOCKED; one of another machine is
+    // not seen.
+    SPW_TIER_MODE_READ = 3,
 } spw_tier_mode;
 
 // Durability of a commit. Passed as `uint32_t`.

@@ -38,8 +38,9 @@ use super::blocks::Job;
 use super::catalog::WriteOrigin;
 use super::claim::Committer;
 use super::format::{Encoded, Superblock};
-use super::options::Durability;
+use super::options::{Durability, Mode};
 use super::paths::{DurableCopy, Health, ReplacedCopy};
+use super::reading::only_read;
 use super::storage::{fenced, with_reason};
 use super::store::{Tier, TierState};
 use super::volume::{Scratch, SuperblockCopy, Volume};
@@ -384,6 +385,9 @@ impl Tier {
 
     /// Writes the opening superblock if the open has not written it. Without it no space may be used.
     pub(super) fn complete_opening(&self) -> Result<()> {
+        if self.options.mode == Mode::Read {
+            return Err(only_read());
+        }
         let mut due = self.opening_due.lock();
         if *due {
             let more =

@@ -334,7 +334,7 @@ fn is_passing(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|errno| PASSING.contains(&errno))
 }
 
-fn is_absence(error: &io::Error) -> bool {
+pub(super) fn is_absence(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR))
 }
 

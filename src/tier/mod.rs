@@ -18,6 +18,7 @@
 //! | [`extent`], [`format`] | streams, blocks and chunks; the formats on disk |
 //! | `volume` | one path: storage, engine, superblocks |
 //! | `storage`, [`directory`], `bucket` | the files of a path, and the calls on them; directories; object stores |
+//! | `reading` | a directory that is read without a claim |
 //! | `ownership` | the lock file of a directory: the owner's record and its lease; proof that a process has ended |
 //!
 //! `bucket` belongs to the feature `s3`; unit tests always have it, with a store in memory.
@@ -32,6 +33,7 @@ mod lanes;
 mod manifest;
 mod measure;
 mod ownership;
+mod reading;
 mod storage;
 mod update_claim;
 mod volume;

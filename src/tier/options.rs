@@ -23,6 +23,15 @@ pub enum Mode {
     /// Resume if there is a committed state, else create a tier. Refused if an unlocked directory of another host holds
     /// the state of this rank.
     Auto,
+    /// Read the last committed step, or that of `at_step`, of any number of ranks. Nothing is created, written or locked.
+    Read,
+}
+
+impl Mode {
+    /// True if an open without a committed state is an error.
+    pub(super) fn needs_state(self) -> bool {
+        matches!(self, Mode::Resume | Mode::Read)
+    }
 }
 
 /// Level of durability that a commit waits for.
@@ -209,6 +218,16 @@ impl TierOptions {
         if self.at_tag != 0 && self.at_step.is_none() {
             return Err(Error::invalid("options.at_tag", "is set, but no step is given"));
         }
+        if self.mode != Mode::Read {
+            return self.check_rank();
+        }
+        match self.paths.iter().all(|path| matches!(path.location, PathLocation::Directory(_))) {
+            true => Ok(()),
+            false => Err(Error::Unsupported("a tier is opened for reading in directories only".to_string())),
+        }
+    }
+
+    fn check_rank(&self) -> Result<()> {
         if self.world == 0 || self.owner.rank >= self.world {
             let reason = format!("is {}, but the number of ranks is {}", self.owner.rank, self.world);
             return Err(Error::invalid("options.rank", reason));

@@ -1,6 +1,7 @@
 //! Opens a tier: finds its paths, selects the state to resume from, and makes this state the durable last one.
 //!
 //! Invariants:
+//! - With `Mode::Read` an open writes nothing and claims nothing.
 //! - With `write_at_open` false, an open at the last step writes nothing but the owner's record, until the first write.
 //! - Before any other write, the superblock that the open resumes from is written to every working path, and synced
 //!   except with `Durability::Process`. A later crash then cannot bring back an older superblock whose space may have
@@ -81,14 +82,14 @@ impl Tier {
         let options = options.absolute()?;
         let Probed { found, absent, left_out } = probe(&options)?;
         match select(&found, &options)? {
-            Some(selected) if options.mode == Mode::Resume && selected.superblock.step.is_none() => {
+            Some(selected) if options.mode.needs_state() && selected.superblock.step.is_none() => {
                 Err(no_state(&options, "the tier exists, but nothing was committed to it"))
             }
             Some(selected) => resume(options, found, absent, selected),
             None => {
                 found.iter().try_for_each(Candidate::check_format)?;
                 found.iter().try_for_each(|one| one.volume.check_blank())?;
-                if options.mode == Mode::Resume || options.at_step.is_some() {
+                if options.mode.needs_state() || options.at_step.is_some() {
                     return Err(no_state(&options, ""));
                 }
                 if options.mode == Mode::Auto {
@@ -120,7 +121,7 @@ fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Re
     given.sort_by_key(|(given, _)| *given);
     let (mut volumes, mut paths) = (Vec::new(), Vec::new());
     for (given, volume) in given {
-        paths.push(path_state(&volume, &options.paths[given], &[], FoundCopies::default(), 0)?);
+        paths.push(path_state(&volume, &options, given, &[], FoundCopies::default(), 0)?);
         volume.sync_directory()?;
         volumes.push(Some(Arc::new(volume)));
     }
@@ -142,7 +143,8 @@ fn resume(
     let mut numbering = Numbering { newest, records: newest.paths.clone(), placed };
     let mut fresh = numbering.place_found(found, selected.sequence)?;
     let (missing, lost) = numbering.missing(options.degraded)?;
-    for given in absent {
+    let reads = options.mode == Mode::Read;
+    for given in absent.into_iter().filter(|_| !reads) {
         match claim_new(&options, given) {
             Ok(volume) => fresh.push((given, volume)),
             // Listed, but not mounted: a degraded open continues without it, even if no data was on it.
@@ -159,7 +161,11 @@ fn resume(
     let tier = assemble(options, newest.tier, newest.block_bytes, volumes, catalog, opened)?;
     if selected.is_older() {
         verify_before_resume(&tier)?;
-    } else if !tier.options.write_at_open {
+    }
+    if reads {
+        return Ok(tier);
+    }
+    if !selected.is_older() && !tier.options.write_at_open {
         *tier.opening_due.lock() = true;
         return Ok(tier);
     }
@@ -281,7 +287,7 @@ impl Numbering<'_> {
                 chunks.map(|chunk| (chunk, &extent.shape))
             });
             let stored: Vec<_> = stored.filter(|(chunk, _)| chunk.path as usize == number).collect();
-            paths.push(path_state(&volume, &options.paths[given], &stored, copies, record.written)?);
+            paths.push(path_state(&volume, options, given, &stored, copies, record.written)?);
             volumes.push(Some(Arc::new(volume)));
         }
         Ok((volumes, Paths::new(paths)))
@@ -289,26 +295,30 @@ impl Numbering<'_> {
 }
 
 /// The state of a path that holds the chunks `stored`. Extends a data file that lacks only the padding of its last page,
-/// and allocates the reserve.
+/// and allocates the reserve, unless the tier is only read.
 fn path_state(
     volume: &Volume,
-    options: &PathOptions,
+    options: &TierOptions,
+    given: usize,
     stored: &[(&Chunk, &Shape)],
     copies: FoundCopies,
     written_before: u64,
 ) -> Result<PathState> {
+    let PathOptions { limit, reserve, .. } = options.paths[given];
     let mut end = volume.data_len()?;
     let written = stored.iter().map(|(chunk, shape)| chunk.written_end(shape)).max().unwrap_or(0);
     let padded = written.next_multiple_of(PAGE);
-    let reserve = options.reserve.min(options.limit.unwrap_or(u64::MAX));
+    let reserve = reserve.min(limit.unwrap_or(u64::MAX));
     for wanted in [if end < written { end } else { padded }, reserve] {
         if wanted > end {
-            volume.allocate(end, wanted)?;
+            if options.mode != Mode::Read {
+                volume.allocate(end, wanted)?;
+            }
             end = wanted;
         }
     }
     let ranges = stored.iter().map(|(chunk, shape)| (chunk.offset, chunk.stored(shape)));
-    let space = Space::new(end, options.limit.unwrap_or(i64::MAX as u64), ranges).ok_or_else(|| {
+    let space = Space::new(end, limit.unwrap_or(i64::MAX as u64), ranges).ok_or_else(|| {
         let message = format!(
             "the file has {end} bytes, fewer than its superblock records; restore it, or open the tier without this \
              path in degraded mode"
@@ -662,8 +672,9 @@ fn check_one_end(found: &[Candidate], last: &Superblock) -> Result<()> {
 }
 
 fn check_owner(options: &TierOptions, path: &str, found: &Superblock) -> Result<()> {
-    let own = (&options.owner.job, options.owner.rank, options.world, &options.owner.host);
     let (job, rank, world, host) = (&found.job, found.rank, found.world, &found.host);
+    let own_world = if options.mode == Mode::Read { world } else { options.world };
+    let own = (&options.owner.job, options.owner.rank, own_world, &options.owner.host);
     match own == (job, rank, world, host) {
         true => Ok(()),
         false => {

@@ -14,8 +14,9 @@ use super::bucket;
 use super::directory::{self, DirStorage};
 use super::extent::PAGE;
 use super::format::{HEADER_BYTES, Superblock, SuperblockHeader, is_chunk};
-use super::options::{PathLocation, TierOptions};
+use super::options::{Mode, PathLocation, TierOptions};
 use super::paths::Stamp;
+use super::reading;
 #[cfg(any(test, feature = "sim"))]
 use super::storage::SimStorage;
 use super::storage::{
@@ -416,6 +417,13 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
     let turns = if location.directory().is_some() { options.io.turns } else { TurnOptions::NONE };
     let io = IoOptions { preallocate: false, turns, ..options.io };
     let (storage, engine): (Box<dyn Storage>, Engine) = match location {
+        PathLocation::Directory(base) if options.mode == Mode::Read => {
+            let (base, owner, place) = (base.clone(), options.owner.clone(), options.owner.below(base));
+            return within_timeout(io.io_timeout, Doing::Opening, &place, move || {
+                let found = reading::open(&base, &owner, io.direct)?;
+                found.map(|storage| Volume::open(Box::new(storage), Engine::open(io)?)).transpose()
+            });
+        }
         PathLocation::Directory(base) => {
             let Some(directory) = directory::claim(io.io_timeout, base, &options.owner, make)? else {
                 return Ok(None);

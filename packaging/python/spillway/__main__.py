@@ -16,6 +16,7 @@ import resource
 import sys
 
 from . import _abi, _console, _native
+from ._import_hook import unheard
 
 _URING = _abi.IO_BACKEND_URING
 
@@ -106,8 +107,8 @@ def _io_uring() -> str:
 def _variable(name: str) -> tuple[str, str]:
     value = os.environ.get(name)
     if value in ("1", "require"):
-        if "_spillway_hook" not in sys.modules:
-            return name, f"{value}, but this Python runs no spillway.pth: install the wheel, or call install()"
+        if reason := unheard(name):
+            return name, f"{value}, but {reason}"
         return name, f"{value}: processes that inherit it are served"
     found = f"{value!r}, which has no effect" if value else "not set"
     return name, f"{found}: set it to 1, or call install() before the engine or optimizer is built"

@@ -4,9 +4,17 @@ A finder in front of sys.meta_path sees every import, also of a second copy of a
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+
+def unheard(variable: str) -> str | None:
+    """Why a variable that asks for the hook of a framework has no effect in this process; None if it has one, or is not set so."""
+    if os.environ.get(variable) not in ("1", "require") or "_spillway_hook" in sys.modules:
+        return None
+    return "this Python runs no spillway.pth: install the wheel, or call install()"
 
 
 class ImportHook:

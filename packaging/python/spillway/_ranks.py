@@ -23,15 +23,29 @@ def together(
 ) -> Any:
     """Returns the result of `work` on this rank once every rank of `group` (None: all) has its own. If `work` fails on one rank, all
     ranks raise, and `undo` is called with this rank's result. `partly` is called on all ranks if `work` succeeded on some of them only."""
+    return exchanged(world, work, lambda _: None, undo, group, partly)[0]
+
+
+def exchanged(
+    world: int,
+    work: Callable[[], Any],
+    told: Callable[[Any], Any],
+    undo: Callable[[Any], object] | None = None,
+    group: Any = None,
+    partly: Callable[[], object] | None = None,
+) -> tuple[Any, list[Any]]:
+    """As together(), with one gather. Returns also what every rank tells of its result by `told`."""
     if world == 1:
-        return work()
-    value = trouble = None
+        value = work()
+        return value, [told(value)]
+    value = trouble = words = None
     try:
         value = work()
+        words = told(value)
     except Exception as error:
         trouble = error
-    reports = gathered(trouble and f"{type(trouble).__name__}: {trouble}", world, group)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
+    reports = gathered((trouble and f"{type(trouble).__name__}: {trouble}", words), world, group)
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text]
     if failed and trouble is None and undo:
         undo(value)
     if partly is not None and 0 < len(failed) < world:
@@ -44,25 +58,14 @@ def together(
             trouble = None
     if failed:
         raise TierError("another rank failed, so this rank gives up too: " + "; ".join(failed))
-    return value
-
-
-def open_together(
-    settings: Any, rank: int, world: int, open_at: Callable[[dict[str, int]], tier.Tier], cure: str, group: Any = None
-) -> tier.Tier:
-    """Opens this rank's tier by open_at(options), at the commit that all ranks have. `settings` has paths, job and host; `cure` ends the
-    message if the ranks have no commit in common."""
-    if world == 1:
-        return open_at({})
-    [at] = agreed([settings], rank, world, cure, group)
-    return together(world, lambda: open_at(at), lambda opened: opened.close(), group)
+    return value, [words for _, words in reports]
 
 
 def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any = None) -> list[dict[str, int]]:
     """For each tier of this rank the options of Tier for the commit that all ranks have, of one step in all tiers. Without options it is a
     new run, for which commits of some tiers only are removed. `everything` has the settings of each tier of this rank; `cure` ends the
     message if there is no such step."""
-    own = together(
+    own, told = exchanged(
         world,
         lambda: [
             tier.steps(
@@ -70,12 +73,11 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
             )
             for settings in everything
         ],
+        lambda found: [tuple(steps) for steps in found],
         group=group,
     )
-    everyone = [[tier.Steps(*steps) for steps in ranks] for ranks in gathered([tuple(steps) for steps in own], world, group)]
-    last = {steps.last for ranks in everyone for steps in ranks}
-    same = len({steps.last_tag for ranks in everyone for steps in ranks}) <= 1
-    step, tags = (last.pop(), [steps.last_tag for steps in own]) if len(last) == 1 and same else _common(everyone, cure)
+    everyone = [[tier.Steps(*steps) for steps in ranks] for ranks in told]
+    step, tags = chosen(everyone, cure)
 
     def forget() -> None:
         # A tier without a commit stays: its directories may just be missing.
@@ -83,8 +85,19 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
             if step is None and steps.last is not None:
                 _forget(settings, rank)
 
-    together(world, forget, group=group)
+    if step is None and any(steps.last is not None for ranks in everyone for steps in ranks):
+        together(world, forget, group=group)
     return [{} if step is None else {"at_step": step, "at_tag": tag} for tag in tags]
+
+
+def chosen(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, list[int]]:
+    """The step at which all ranks can be opened, and the tag of its commit in each tier; None is a new run. `everyone` has the steps of
+    each tier of each rank; `cure` ends the message if there is no such step."""
+    commits = {(steps.last, steps.last_tag) for ranks in everyone for steps in ranks}
+    if len(commits) > 1:
+        return _common(everyone, cure)
+    [(step, tag)] = commits
+    return step, [tag] * len(everyone[0])
 
 
 def _common(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, list[int]]:

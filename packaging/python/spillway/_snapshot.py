@@ -17,7 +17,8 @@ from . import _abi, _arguments, _files
 from ._native_handle import _NativeHandle
 from .errors import CorruptError, InvalidArgumentError, NoStateError
 
-_MANIFEST, _FORMAT = "manifest.json", "spillway tier export"
+#: The file of a finished snapshot that is written last.
+MANIFEST, _FORMAT = "manifest.json", "spillway tier export"
 #: The names of extents with the rest of a long record.
 RECORD = "record-"
 #: The names of the extents of a Swap; a number of six digits follows.
@@ -100,7 +101,8 @@ class Exported(NamedTuple):
         job, rank, world: Of the tier.
         step, payload: Of the commit.
         states: Name and bytes of each extent but those of records.
-        streams: Bytes of each file but the manifest, by name."""
+        streams: Bytes of each file but the manifest, by name.
+        records: Names of the extents of records."""
 
     job: str
     rank: int
@@ -109,11 +111,12 @@ class Exported(NamedTuple):
     payload: bytes
     states: frozenset[tuple[str, tuple[int, ...]]]
     streams: dict[str, int]
+    records: frozenset[str]
 
     @property
     def files(self) -> frozenset[str]:
         """Names of its files."""
-        return frozenset([_MANIFEST, *self.streams])
+        return frozenset([MANIFEST, *self.streams])
 
     def check_subgroups(self, directory: str, count: int) -> None:
         """Raises CorruptError unless there are extents of each of `count` subgroups of a Swap, and of no other."""
@@ -142,7 +145,7 @@ class Exported(NamedTuple):
         Raises:
             NoStateError: There is none.
             CorruptError: It is not as the library writes it."""
-        place = os.path.join(directory, _MANIFEST)
+        place = os.path.join(directory, MANIFEST)
         try:
             found = _files.read_json(place)
             if found["format"] != _FORMAT:
@@ -154,12 +157,13 @@ class Exported(NamedTuple):
             ):
                 raise ValueError("a value of it has another type")
             rank, world, step = numbers
-            extents = ((extent["name"], tuple(stream["bytes"] for stream in extent["streams"])) for extent in found["extents"])
-            states = frozenset(extent for extent in extents if not extent[0].startswith(RECORD))
-            return Exported(found["job"], rank, world, step, bytes.fromhex(found["payload"]), states, streams)
+            extents = frozenset((extent["name"], tuple(stream["bytes"] for stream in extent["streams"])) for extent in found["extents"])
+            records = frozenset(name for name, _ in extents if name.startswith(RECORD))
+            states = frozenset(extent for extent in extents if extent[0] not in records)
+            return Exported(found["job"], rank, world, step, bytes.fromhex(found["payload"]), states, streams, records)
         except (FileNotFoundError, NotADirectoryError):
             raise NoStateError(
-                f"{directory} is no finished snapshot: it has no {_MANIFEST}. What a killed process leaves is called NAME.*.partial; "
+                f"{directory} is no finished snapshot: it has no {MANIFEST}. What a killed process leaves is called NAME.*.partial; "
                 "pass another snapshot"
             ) from None
         except (KeyError, TypeError, ValueError) as error:
@@ -173,16 +177,16 @@ def part_name(rank: int, world: int) -> str:
 
 def processes_of(whole: str) -> int:
     """The number of processes of which a directory has finished parts; 0: none."""
-    if os.path.exists(os.path.join(whole, _MANIFEST)):
+    if os.path.exists(os.path.join(whole, MANIFEST)):
         return 1
     with suppress(OSError):
-        return sum(os.path.exists(os.path.join(whole, name, _MANIFEST)) for name in os.listdir(whole) if name.startswith("rank-"))
+        return sum(os.path.exists(os.path.join(whole, name, MANIFEST)) for name in os.listdir(whole) if name.startswith("rank-"))
     return 0
 
 
 def is_finished(whole: str, world: int) -> bool:
     """True if all processes have finished their parts of a snapshot."""
-    return all(os.path.exists(os.path.join(whole, part, _MANIFEST)) for part in (part_name(rank, world) for rank in range(world)))
+    return all(os.path.exists(os.path.join(whole, part, MANIFEST)) for part in (part_name(rank, world) for rank in range(world)))
 
 
 def remove(directory: str) -> None:
@@ -212,7 +216,7 @@ def _remove_older(newest: str, part: str, keep: int) -> None:
         # Gone meanwhile, no snapshot, or not finished.
         with suppress(NoStateError, CorruptError, OSError):
             if not os.path.islink(whole) and _is_snapshot(whole, parts, own, bool(part)):
-                finished.append((os.stat(os.path.join(whole, parts[-1], _MANIFEST)).st_mtime_ns, whole))
+                finished.append((os.stat(os.path.join(whole, parts[-1], MANIFEST)).st_mtime_ns, whole))
     for _, whole in sorted(finished)[:-keep]:
         # That of the caller stays, also if later ones are finished.
         if whole != newest:

@@ -12,7 +12,7 @@ from . import _abi, _arguments
 from ._tier_records import TierPath
 from .errors import InvalidArgumentError
 
-MODES = {"auto": _abi.TIER_MODE_AUTO, "create": _abi.TIER_MODE_CREATE, "resume": _abi.TIER_MODE_RESUME}
+MODES = {"auto": _abi.TIER_MODE_AUTO, "create": _abi.TIER_MODE_CREATE, "resume": _abi.TIER_MODE_RESUME, "read": _abi.TIER_MODE_READ}
 DURABILITIES = {"data": _abi.TIER_DURABILITY_DATA, "process": _abi.TIER_DURABILITY_PROCESS, "full": _abi.TIER_DURABILITY_FULL}
 BACKENDS = {"auto": _abi.IO_BACKEND_AUTO, "uring": _abi.IO_BACKEND_URING, "threads": _abi.IO_BACKEND_THREADS}
 _DEGRADED = _abi.TIER_FLAG_DEGRADED

@@ -57,6 +57,11 @@ _BF16_MOMENTS = _abi.SWAP_FLAG_BF16_MOMENTS
 _STAYS_OPEN = (_abi.ERR_TIMEOUT, _abi.ERR_ROUND_OPEN, _abi.ERR_BUCKET_MISSING)
 
 
+def extent_name(subgroup: int, *, split_master: bool = False, bf16_moments: bool = False) -> str:
+    """The name of the extent of a subgroup."""
+    return f"subgroup-{subgroup:06}{'-bf16' * bf16_moments}{'-split' * split_master}"
+
+
 class Budget(NamedTuple):
     """Memory and traffic of a swapped update, in bytes except for the counts.
 

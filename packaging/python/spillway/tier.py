@@ -51,7 +51,8 @@ class Tier(_NativeHandle):
         rank: Number of this process in the run.
         world: Number of processes of the run.
         mode: "auto" resumes a committed state and otherwise creates the tier, unless the rank's state is stored under
-            another host's name; "create" refuses a committed state; "resume" requires one.
+            another host's name; "create" refuses a committed state; "resume" requires one; "read" reads one of any number of ranks,
+            beside other readers: nothing is created, written or locked.
         durability: What a commit survives: "data" a power failure; "process" only the end of the process; "full" like
             "data", and also syncs directories.
         degraded: Open even if a path is missing; its extents are lost.
@@ -647,15 +648,18 @@ def steps(
     rank: int = 0,
     world: int = 1,
     degraded: bool = False,
+    mode: str = "auto",
 ) -> Steps:
     """Returns the steps at which a tier can be opened, without changing it.
 
     Ranks that commit independently must call this before they open the tier, because an open discards the other step.
 
     Args:
-        paths, job, host, rank, world, degraded: As for Tier."""
+        paths, job, host, rank, world, degraded: As for Tier.
+        mode: With "read" the tier is not locked during the call."""
     info = _abi.sized(_abi.TierStepsInfo)
     options = tier_options(paths, job, host, rank, world, degraded)
+    options.mode = choice(MODES, mode, "mode")
     _native.call("spw_tier_get_steps", ctypes.byref(options), ctypes.byref(info))
     last, before = info.last if info.committed else None, info.before if info.has_before else None
     return Steps(last, before, bool(info.first), bool(info.exists), info.last_tag, info.before_tag)

@@ -66,11 +66,11 @@ class Place(NamedTuple):
         found = (path.directory for path in self.paths if path.directory is not None and not _is_remote(path.directory))
         return next(map(os.path.abspath, found), None)
 
-    def open(self, cure: str) -> Tier:
-        """Opens the tier, at the step that all processes have. `cure` says what to do if there is none."""
-        if "at_step" in self.options:
-            return self.together(self.open_alone, Tier.close)
-        return _ranks.open_together(self, self.rank, self.world, self.open_alone, cure, self.group)
+    def agreed(self, cure: str) -> Mapping[str, int]:
+        """The options of open_alone() for the step that all processes have. `cure` says what to do if there is none."""
+        if self.world == 1 or "at_step" in self.options:
+            return {}
+        return _ranks.agreed([self], self.rank, self.world, cure, self.group)[0]
 
     def open_alone(self, at: Mapping[str, int] = {}) -> Tier:
         """Opens the tier of this process, at the commit of these options; by default the last one."""
@@ -81,6 +81,12 @@ class Place(NamedTuple):
     ) -> Any:
         """Returns the result of `work` once every process has its own; raises in all of them if it fails in one. See _ranks.together."""
         return _ranks.together(self.world, work, undo, self.group, partly)
+
+    def exchanged(
+        self, work: Callable[[], Any], told: Callable[[Any], Any], undo: Callable[[Any], object] | None = None
+    ) -> tuple[Any, list[Any]]:
+        """As together(), and what every process tells of its result by `told`."""
+        return _ranks.exchanged(self.world, work, told, undo, self.group)
 
 
 def _is_remote(directory: str | os.PathLike[str]) -> bool:
@@ -94,16 +100,19 @@ class Record(NamedTuple):
         by: The part of Spillway that has committed.
         facts: Its facts, as _values has them: what identifies the parameters, the layout, the counts.
         payload: Bytes of the program.
-        identity: What tells commits of one step apart. The commits of a round have the same one, in all processes."""
+        identity: What tells commits of one step apart. The commits of a round have the same one, in all processes.
+        rank, world: The process that has committed, and the number of processes."""
 
     by: str
     facts: dict[str, Any]
     payload: bytes = b""
     identity: str = ""
+    rank: int = 0
+    world: int = 1
 
     def packed(self) -> bytes:
         """The payload of the tier's commit."""
-        head = zlib.compress(_values.pack([self.by, self.facts]))
+        head = zlib.compress(_values.pack([self.by, self.facts, [self.rank, self.world]]))
         return _MAGIC + self.identity.encode().ljust(_IDENTITY_BYTES)[:_IDENTITY_BYTES] + _LENGTH.pack(len(head)) + head + self.payload
 
     @staticmethod
@@ -115,12 +124,12 @@ class Record(NamedTuple):
             return None
         end = start + _LENGTH.unpack_from(stored, length)[0]
         try:
-            author, facts = _values.unpack(zlib.decompressobj().decompress(stored[start:end], _files.MOST_JSON))
+            author, facts, (rank, world) = _values.unpack(zlib.decompressobj().decompress(stored[start:end], _files.MOST_JSON))
         except (CorruptError, ValueError, TypeError, zlib.error):
             return None
         if author != by or not isinstance(facts, dict):
             return None
-        return Record(by, facts, stored[end:], stored[len(_MAGIC) : length].decode("ascii", "replace").rstrip())
+        return Record(by, facts, stored[end:], stored[len(_MAGIC) : length].decode("ascii", "replace").rstrip(), rank, world)
 
 
 class Found(NamedTuple):
@@ -172,15 +181,14 @@ class Chain:
     one before only until the next write: beside one, no other commit of the round is in flight.
 
     Args:
-        world, group: As of Place. All processes make the chain at the same point.
+        opening: A text that all processes have, and no other chain.
 
     Attributes:
         apart: True after a commit that succeeded in some processes only."""
 
-    def __init__(self, world: int, group: Any) -> None:
+    def __init__(self, opening: str) -> None:
         self.apart = False
-        # Random, and the same in all processes.
-        self._opening, self._number = _ranks.gathered(os.urandom(8).hex(), world, group)[0], 0
+        self._opening, self._number = opening, 0
         self._step: int | None = None
         self._waits = False
         # They refer to their chain.
@@ -226,8 +234,9 @@ class Tiered:
         update: Opens the update on the tier, for the parameters that the record names; None: nothing was committed. Raises an error if
             the record is one of other parameters.
         limit: The error in the words of the caller about a path that has no room; None: the error itself.
-        open_tier: Opens the tier in another way than Place.open.
+        open_tier: Opens the tier in another way than Place.open_alone, at a step of its own.
         close_tier: Closes the tier in another way than Tier.close.
+        found: Called in all processes with the record of the last commit, or None, before the update is opened.
 
     Attributes:
         directory: As of Place, when the tier was opened: a later change of the working directory changes nothing.
@@ -251,6 +260,7 @@ class Tiered:
         limit: Callable[[SpillwayError], Exception | None] = lambda error: None,
         open_tier: Callable[[], Tier] | None = None,
         close_tier: Callable[[Tier], object] = Tier.close,
+        found: Callable[[Record | None], object] = lambda record: None,
     ):
         self.by, self.place, self._user = by, place, user
         self.directory = place.directory
@@ -264,16 +274,24 @@ class Tiered:
         self._begun: tuple[int, Record, Commit] | None = None
         #: The commit of which this process does not know whether the others have it.
         self._unagreed: Commit | None = None
-        opened = place.open(cure) if open_tier is None else place.together(open_tier, close_tier)
-        self._handles = Handles(opened, close_tier)
-        weakref.finalize(self, Handles.close, self._handles)
+        at = place.agreed(cure) if open_tier is None else {}
 
-        def read() -> None:
+        def open_read() -> Tier:
+            opened = place.open_alone(at) if open_tier is None else open_tier()
             opened._user = user
             if opened.opened.step is not None:
                 self.committed = Record.unpacked(opened.opened.payload, by)
                 if self.committed is None:
+                    close_tier(opened)
                     raise InvalidArgumentError(foreign)
+            return opened
+
+        def told(_: Tier) -> tuple[str | None, str]:
+            return None if self.committed is None else self.committed.identity, os.urandom(8).hex()
+
+        opened, everyone = place.exchanged(open_read, told, close_tier)
+        self._handles = Handles(opened, close_tier)
+        weakref.finalize(self, Handles.close, self._handles)
 
         def begin() -> None:
             try:
@@ -286,9 +304,10 @@ class Tiered:
             self._handles.swap._user = user
 
         try:
-            place.together(read)
-            self._check_one_commit(opened.opened.step, cure)
-            self.chain = Chain(place.world, place.group)
+            self._check_one_commit({identity for identity, _ in everyone}, opened.opened.step, cure)
+            #: Random, and the same in all processes.
+            self.chain = Chain(everyone[0][1])
+            found(self.committed)
             place.together(begin)
         except BaseException:
             self._handles.close()
@@ -297,12 +316,11 @@ class Tiered:
 
     def _record(self, facts: dict[str, Any], payload: bytes) -> Record:
         """The record of the next commit."""
-        return Record(self.by, facts, payload, self.chain.identity)
+        return Record(self.by, facts, payload, self.chain.identity, self.place.rank, self.place.world)
 
-    def _check_one_commit(self, step: int | None, cure: str) -> None:
+    def _check_one_commit(self, identities: set[str | None], step: int | None, cure: str) -> None:
         """Raises an error if the processes have different commits of one step: one of them was killed while it committed a step again."""
-        own = None if self.committed is None else self.committed.identity
-        if len(set(_ranks.gathered(own, self.place.world, self.place.group))) > 1:
+        if len(identities) > 1:
             raise InvalidArgumentError(
                 f"{self._user}: the processes have different commits of step {step}, because not all of them could commit when the step "
                 f"was committed again; {cure}"
@@ -484,7 +502,8 @@ class Tiered:
                 if others in (0, self.place.world):
                     raise
                 raise InvalidArgumentError(
-                    f"{os.fspath(directory)} is a snapshot of {others} processes, and this run has {self.place.world}; start as many"
+                    f"{os.fspath(directory)} is a snapshot of {others} processes, and this run has {self.place.world}; start as many, or "
+                    "begin a new job with it, by begin_from of TierOptions or of DeepSpeed's spillway block"
                 ) from None
             if (found.rank, found.world) != (self.place.rank, self.place.world):
                 raise InvalidArgumentError(

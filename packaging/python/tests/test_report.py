@@ -93,6 +93,20 @@ def test_a_variable_without_the_pth_file_is_reported(monkeypatch):
     assert "1: processes that inherit it are served" in "\n".join(report.lines())
 
 
+def test_the_counters_say_that_the_variable_has_no_effect_without_the_pth_file(repository, child_environment):
+    code = (
+        "import spillway.deepspeed as own\nprint(own.active().get('not_installed'))\nown.install()\nprint('not_installed' in own.active())"
+    )
+
+    def said(**further):
+        environment = {**child_environment, "PYTHONPATH": str(repository / "packaging" / "python"), **further}
+        return subprocess.run([sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True).stdout.splitlines()
+
+    told, afterwards = said(SPILLWAY_DEEPSPEED="1")
+    assert "runs no spillway.pth" in told and "call install()" in told and afterwards == "False"
+    assert said(SPILLWAY_DEEPSPEED="0") == ["None", "False"]
+
+
 def test_a_library_that_is_missing_is_an_error(child_environment):
     done = run(child_environment, "-m", "spillway", SPILLWAY_LIBRARY="/nowhere/libspillway.so")
     assert (done.returncode, done.stdout) == (1, "") and "cannot load /nowhere/libspillway.so" in done.stderr

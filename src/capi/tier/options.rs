@@ -21,6 +21,11 @@ pub enum spw_tier_mode {
     SPW_TIER_MODE_CREATE = 1,
     /// Resume at the last committed step. Without one it is SPW_ERR_NO_STATE.
     SPW_TIER_MODE_RESUME = 2,
+    /// Read the last committed step, or `at_step`, in directories. Nothing is created, written or locked, so several
+    /// processes may read at once; `world` may differ from that of the tier. A put, a commit, a removal or a deletion is
+    /// SPW_ERR_UNSUPPORTED. A process of this machine that has the tier open is SPW_ERR_LOCKED; one of another machine is
+    /// not seen.
+    SPW_TIER_MODE_READ = 3,
 }
 
 /// Durability of a commit. Passed as `uint32_t`.
@@ -157,7 +162,7 @@ pub(in crate::capi) fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
     let mut options = TierOptions::new(owner.map_err(|error| error.within("options."))?, []);
     options.paths = paths;
     options.world = raw.world.max(1);
-    let modes = [Mode::Auto, Mode::Create, Mode::Resume];
+    let modes = [Mode::Auto, Mode::Create, Mode::Resume, Mode::Read];
     options.mode = choice("options.mode", raw.mode, "spw_tier_mode", &modes)?;
     let levels = [Durability::Data, Durability::Process, Durability::Full];
     options.durability = choice("options.durability", raw.durability, "spw_tier_durability", &levels)?;

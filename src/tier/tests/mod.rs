@@ -16,6 +16,7 @@ mod memory;
 mod opening;
 mod others;
 mod owners;
+mod reading;
 mod real;
 mod removed;
 mod truncated;

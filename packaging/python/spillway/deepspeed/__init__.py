@@ -25,7 +25,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _hook
+from .._import_hook import unheard
+from . import _hook, _installed
 from ._hook import OPS, install, uninstall
 
 __all__ = ["OPS", "active", "client_state", "commit", "describe_settings", "install", "resumed_step", "settle", "uninstall"]
@@ -39,8 +40,10 @@ def active() -> dict[str, Any]:
         SuperOffload's speculative steps ("superoffload", where "deferred" are those completed after step()), ZenFlow's steps
         ("zenflow"), the tiers, and steps that were recorded and rolled back. "preload" has the counters of the preload library, if
         it is loaded.
-        "left_to_deepspeed" names the parts that do not fit this version of DeepSpeed, with the reason."""
-    return _hook.report()
+        "left_to_deepspeed" names the parts that do not fit this version of DeepSpeed, with the reason. "not_installed" says why
+        SPILLWAY_DEEPSPEED has no effect, where the package was found by PYTHONPATH alone and install() was not called."""
+    reason = None if _installed.parts else unheard("SPILLWAY_DEEPSPEED")
+    return {**_hook.report(), **({"not_installed": f"SPILLWAY_DEEPSPEED is set, but {reason}"} if reason else {})}
 
 
 def commit(engine: Any) -> None:

@@ -99,6 +99,8 @@ _Tail = Annotated[int | Literal["auto"], BeforeValidator(_as_tail)]
 _Timeout = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_as_timeout)]
 
 
+_Place = Annotated[str, AfterValidator(_as_place), Field(min_length=1)]
+_BeginFrom = Annotated[_Place | Annotated[list[_Place], Field(min_length=1), BeforeValidator(_as_list)] | None, Field()]
 _Numbers = Annotated[list[_Number], Field(min_length=1), BeforeValidator(_as_list)]
 
 
@@ -232,6 +234,12 @@ class Block(_Strict):
     resume: bool = _setting(
         False, _BOOLEAN, "Resume at the last commit that all ranks have, if any, and commit every commit_interval steps."
     )
+    begin_from: _BeginFrom = _setting(
+        None,
+        "the directory of a job, PATH/JOB, a list of it on each path, or the directory of a snapshot,",
+        "With what a run begins that has no commit: the last commit of another job with any number of ranks and any sub-groups. All ranks "
+        "read the directories of all its ranks.",
+    )
     commit_interval: _Count = _setting(
         1, f"a number of steps, an integer from 0 to {_MOST}", "Steps between commits; 0: only spillway.deepspeed.commit(engine) commits."
     )
@@ -285,7 +293,7 @@ def read(given):
     others = sorted(found.model_fields_set - _OBJECTS - {"enabled"})
     if not found.enabled and others:
         raise InvalidArgumentError(f'spillway.{others[0]} has no effect with "enabled": false; take {", ".join(others)} out, or enabled')
-    for name in ("commit_interval", "durability", "background_commits"):
+    for name in ("commit_interval", "durability", "background_commits", "begin_from"):
         if not found.resume and name in found.model_fields_set:
             value = json.dumps(getattr(found, name))
             raise InvalidArgumentError(

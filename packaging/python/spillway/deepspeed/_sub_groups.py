@@ -57,6 +57,14 @@ class Parts:
                 )
         return self._of[index]
 
+    def pieces(self, index, first, count):
+        """Part, first element in it and number of elements, of `count` elements of a sub-group from `first` on."""
+        return [
+            (place, max(first - start, 0), min(first + count, end) - max(first, start))
+            for place, start, end in self._of[index]
+            if start < first + count and first < end
+        ]
+
     def counts(self):
         """Number of parts of each sub-group."""
         return [len(parts) for parts in self._of]

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import json
 import weakref
 
 from .. import _abi, _native, _values
+from .._parts import Commits
 from .._snapshot import RECORD
 from ..errors import CorruptError, InvalidArgumentError
 from ..swap import STATES, Swap, state_bytes, working_bytes
 from ..tier import Tier
 from ..tiered import Tiered
-from . import _installed, _lifetime, _optimizer_ops, _scratch, _stage3
+from . import _installed, _lifetime, _optimizer_ops, _ranges, _scratch, _stage3
 from ._checkpoints import Snapshots
 from ._sub_groups import Gradients, Parts, floats
 from ._tier_overlap import Overlap
 
 # The sizes of extents with a record are multiples of it.
 _PIECE = 1 << 20
+_BY = "deepspeed"
 _CURE = 'load a checkpoint, with "resume": false in the spillway block'
 
 # All TierSwappers of this process, for active().
@@ -45,7 +48,9 @@ class TierSwapper:
             # An unreferenced swapper may still hold the tier and its memory.
             gc.collect()
         self.parts = Parts(self.elements, settings.part_elements)
-        self._tiered = _opened(settings, self.elements, self.parts.sizes, dist.get_rank(), dist.get_world_size())
+        self._tiered, others = _opened(settings, self.elements, self.parts.sizes, dist.get_rank(), dist.get_world_size())
+        if others is not None:
+            self._begin_from(others)
         _lifetime.opened(self)
         self.resumed = self._tiered.resumed_step is not None
         self.swap_folder = self._tiered.directory
@@ -289,7 +294,7 @@ class TierSwapper:
         values that are stored beside it."""
         self.tiered.check()
         self._rest()
-        facts = {"elements": self.elements, "steps": list(self.steps), "adam_state": self._adam_state(), **_form(self.settings)}
+        facts = self._facts(list(self.steps), self._adam_state())
 
         def prepared():
             if self.settings.split_master:
@@ -299,6 +304,29 @@ class TierSwapper:
         self.tiered.commit(step, facts, self.tiered.place.together(prepared), wait)
         if self.overlap is not None:
             self.tiered.early()
+
+    def _facts(self, steps, adam_state):
+        held = _ranges.of(self._stage3)
+        return {"elements": self.elements, "steps": steps, "adam_state": adam_state, "held": held, **_form(self.settings)}
+
+    def _begin_from(self, others):
+        """Begins with the elements of another run's commit, and commits them at its step with the rest of its record. A kill before that
+        leaves a tier without a commit, which begins anew."""
+        tiered, before = self._tiered, others.records[others.own]
+        try:
+            own = _ranges.holding(self._facts([0] * len(self.elements), before.facts["adam_state"]))
+            steps = _ranges.steps(own, others.give(tiered, own), len(self.elements))
+            facts = self._facts(steps, before.facts["adam_state"])
+
+            def prepared():
+                with others.opened() as old:
+                    return store(tiered.tier, load(old, before.payload), tiered.room(facts))
+
+            tiered.commit(others.step, facts, tiered.place.together(prepared))
+            tiered.resumed_step = others.step
+        except BaseException:
+            tiered.close()
+            raise
 
     def restore(self):
         """Takes over the step counts and the state of DeepSpeed's arithmetic from the last commit. AdamW or L2 follows this run's
@@ -458,7 +486,8 @@ def load(tier, payload):
 
 
 def _opened(settings, elements, sizes, rank, world):
-    """Opens the tier and the update of sub-groups with these numbers of elements, in parts of these sizes."""
+    """Opens the tier and the update of sub-groups with these numbers of elements, in parts of these sizes. Returns also the commit of
+    another run with which a new tier begins, or None."""
     encoding = {"split_master": settings.split_master, "bf16_moments": settings.bf16_moments}
     state = state_bytes(**encoding) * sum(elements)
 
@@ -493,18 +522,26 @@ def _opened(settings, elements, sizes, rank, world):
     place = _scratch.place_of(
         settings, settings.job, rank, world, block_bytes=_block_bytes(settings.part_elements * state_bytes(**encoding))
     )
-    if settings.resume:
-        place = place._replace(options={**place.options, "durability": settings.durability})
-        return Tiered("TierSwapper", "deepspeed", place, _CURE, foreign, update, limit)
-    return Tiered("TierSwapper", "deepspeed", place, _CURE, foreign, update, limit, lambda: _scratch.open_scratch(place), Tier.destroy)
+    others: list[Commits] = []
+
+    def found(committed):
+        if committed is None and settings.begin_from is not None:
+            others.append(Commits(settings.begin_from, place, _BY, lambda record: _ranges.holding(record.facts)))
+
+    if not settings.resume:
+        opener = functools.partial(_scratch.open_scratch, place)
+        return Tiered("TierSwapper", _BY, place, _CURE, foreign, update, limit, opener, Tier.destroy), None
+    place = place._replace(options={**place.options, "durability": settings.durability})
+    tiered = Tiered("TierSwapper", _BY, place, _CURE, foreign, update, limit, found=found)
+    return tiered, others[0] if others else None
 
 
 def _check_elements(committed, elements):
     if committed.facts["elements"] != elements:
         raise InvalidArgumentError(
             f"the tier holds sub-groups of {committed.facts['elements']} elements, this run has {elements}; use the "
-            "model, sub_group_size and number of ranks of the run that committed. To change them, save a checkpoint without "
-            "snapshot_checkpoints there, convert it with DeepSpeed's ds_to_universal, and load it with another job"
+            "model, sub_group_size and number of ranks of the run that committed. To change the latter two, begin_from its directory with "
+            "another job"
         )
 
 

@@ -6,6 +6,7 @@ states are in no state dict, since they are checkpointed by save_to() and load_f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -49,7 +50,8 @@ def attach_all(store_class, optimizers, paths, *, job, **options):
     options = _ranked(options)
     rank, world, group, given = options["rank"], options["world"], options.get("process_group"), options.pop("tier_options", None) or {}
     jobs = [f"{job}-{number}" for number in range(len(optimizers))]
-    if len(set(_ranks.gathered(len(jobs), world, group))) != 1:
+    everyone = _ranks.gathered((len(jobs), os.urandom(8).hex()), world, group)
+    if len({count for count, _ in everyone}) != 1:
         raise InvalidArgumentError(
             "OptimizerStateStore.attach_all: the processes have different numbers of optimizers; attach() each one, with a "
             "process_group of the processes that have it"
@@ -60,7 +62,7 @@ def attach_all(store_class, optimizers, paths, *, job, **options):
             [place_of(paths, name, options.get("host"), rank, world, group, given) for name in jobs], rank, world, CURE, group
         )
     # Their commits may be in flight together.
-    given, chain = {"keep_before": len(jobs) > 1, **given}, Chain(world, group)
+    given, chain = {"keep_before": len(jobs) > 1, **given}, Chain(everyone[0][1])
     stores = []
     try:
         for name, optimizer, at in zip(jobs, optimizers, commits):

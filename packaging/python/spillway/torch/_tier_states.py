@@ -1,7 +1,6 @@
 """The parameters of an optimizer and their masters on a tier.
 
-All parameters lie one after another, and a subgroup is `most` consecutive elements of them. A subgroup may hold many parameters, and a
-parameter many subgroups. A commit names every parameter's shape and dtype, so that a tier of another model is refused.
+A commit names every parameter's shape and dtype, so that a tier of another model is refused. `_layout` says where their elements are.
 
 Invariants:
 - Parameters that require no gradient at construction have no states. A commit fixes which ones these are.
@@ -13,24 +12,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _abi, _ranks
+from .._parts import Commits
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import UNROUNDED, Swap, state_bytes
 from ..tier import Tier, TierPath
 from ..tiered import Place, Record, Tiered
 from ._copies import Gradients, Weights
+from ._layout import Layout, Piece, box_of, described, holding_of, in_words
 from ._norm import part_of
 from ._states import MASTER, MOMENTS, Precision, is_count, take_values
 from ._tensors import CODES, check_has_memory, holds_values, local, name_of
 
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
 _USUAL, _LEAST = 4 << 20, 4 << 10
+#: The author of the commits.
+_BY = "torch"
 _version = torch.Tensor._version.__get__
 
 
@@ -43,6 +45,9 @@ class TierOptions(NamedTuple):
         host: Name of this machine, and of a directory below that; None: the host name.
         rank, world: Number of this process and of all processes; None: those of torch.distributed, else 0 and 1.
         resume: "auto" resumes a committed state and otherwise begins a new one; "create" refuses a committed state; "resume" requires one.
+        begin_from: With what a new state begins, instead of the parameters: the last commit of another job with any number of ranks. Pass
+            the job's directory, as PATH/JOB, or a list of these on each path; or the directory of a snapshot. All ranks must be able to
+            read all of it. It stays as it is; a tier with a commit of its own resumes that.
         durability: What a commit survives: "data" a power failure; "process" only the end of the process; "full" like "data", and also
             syncs directories.
         part_elements: Number of elements of a subgroup of a new tier; None: 4 Mi, or less to fit the memory budget.
@@ -50,7 +55,8 @@ class TierOptions(NamedTuple):
         turns: Number of processes that use a device at a time, as for spillway.Tier; 0: any number.
         pin_memory: Lock the buffers' pages in memory.
         io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds.
-        state_dicts: The directory of the values of state dicts, which have room there; None: that of the first path."""
+        state_dicts: The directory of the values of state dicts, which have room there; None: that of the first path.
+        process_group: The group of torch.distributed whose processes commit together; None: the default group."""
 
     paths: Any
     job: str = "optimizer"
@@ -66,6 +72,8 @@ class TierOptions(NamedTuple):
     pin_memory: bool = True
     io_timeout: float = 0.0
     state_dicts: str | os.PathLike[str] | None = None
+    begin_from: Any = None
+    process_group: Any = None
 
     @staticmethod
     def of(given: Any) -> TierOptions:
@@ -80,9 +88,9 @@ class TierOptions(NamedTuple):
 
     def place(self) -> Place:
         """Where the tier of this process is."""
-        rank, world = (known if given is None else given for given, known in zip((self.rank, self.world), _ranks.own()))
+        rank, world = (known if given is None else given for given, known in zip((self.rank, self.world), _ranks.own(self.process_group)))
         further = {"mode": self.resume, "durability": self.durability, "io_timeout": self.io_timeout, "turns": self.turns}
-        return Place(self.paths, self.job, self.host, rank, world, options=further)
+        return Place(self.paths, self.job, self.host, rank, world, self.process_group, further)
 
 
 def _check_tier(options: Any) -> None:
@@ -167,21 +175,33 @@ class TierStates:
         # Absolute: a later change of the working directory changes nothing.
         self._state_dicts = None if options.state_dicts is None else os.path.abspath(options.state_dicts)
         self._shapes, self._dtypes, self.count = [param.shape for param in self.params], [param.dtype for param in self.params], 0
+        self._options = options
+        #: The commit of another run with which a new tier begins.
+        self._begun_from: Commits | None = None
         self.tiered = Tiered(
             name,
-            "torch",
+            _BY,
             options.place(),
             "pass another job to TierOptions, and load a checkpoint",
             "the tier holds states that no optimizer of spillway.torch has committed; pass other paths or another job",
             lambda tier, committed: self._update(tier, committed, options, memory_budget),
             self._limit,
+            found=self._find,
         )
+
+    def _find(self, committed: Record | None) -> None:
+        """Before the update of a new tier is opened: finds with what it begins."""
+        if committed is None and self._options.begin_from is not None:
+            place = self._options.place()
+            self._begun_from = Commits(self._options.begin_from, place, _BY, lambda record: holding_of(record.facts, self.names))
 
     def begin(self, states: Any) -> None:
         """Takes what was committed to the parameters, or begins with the values of the parameters. `states` receives the step counts."""
         try:
             if self.tiered.committed is not None:
                 self.restore(states, self.tiered.committed)
+            elif self._begun_from is not None:
+                self._take_over(states, self._begun_from)
             else:
                 self.set_steps(states, [0.0] * len(self.params))
                 for subgroup, elements in enumerate(self.layout.elements):
@@ -192,10 +212,28 @@ class TierStates:
             self.tiered.close()
             raise
 
+    def _take_over(self, states: Any, others: Commits) -> None:
+        """Begins with the elements of another run's commit, and commits them at its step. A kill before that leaves a tier without a
+        commit, which begins anew."""
+        found = others.give(self.tiered, holding_of(self._facts([0.0] * len(self.params)), self.names))
+        steps = [found.get(number, 0.0) for number in range(len(self.params))]
+        self.set_steps(states, steps)
+        record = others.records[others.own]
+        self.count = record.facts["count"]
+        self.tiered.commit(others.step, self._facts(steps), record.payload)
+        self.tiered.resumed_step = others.step
+        assert self.tiered.committed is not None
+        self.restore(states, self.tiered.committed)
+
     def _update(self, tier: Tier, committed: Record | None, options: TierOptions, memory_budget: int | None) -> Swap:
         if committed is not None:
             facts = committed.facts
             _check_parameters(facts, self.params, self.names)
+            self.stated = [number not in facts["stateless"] for number in range(len(self.params))]
+            self._check_served()
+        elif self._begun_from is not None:
+            facts = self._begun_from.records[0].facts
+            _check_whole(facts, self.params, self.names, self._begun_from.where)
             self.stated = [number not in facts["stateless"] for number in range(len(self.params))]
             self._check_served()
         counts = self._counts()
@@ -354,11 +392,15 @@ class TierStates:
     def facts(self, states: Any) -> dict[str, Any]:
         """What a commit of the present states stores beside them. Raises as check_parameters(): no optimizer could resume."""
         self.check_parameters()
+        return self._facts([float(self.step_count(states, number)) if stated else 0.0 for number, stated in enumerate(self.stated)])
+
+    def _facts(self, steps: list[float]) -> dict[str, Any]:
         return {
             "most": self.layout.most,
             "moments": str(self.moment_dtype).removeprefix("torch."),
-            "parameters": [*map(_described, self.params)],
-            "steps": [float(self.step_count(states, number)) if stated else 0.0 for number, stated in enumerate(self.stated)],
+            "parameters": [*map(described, self.params)],
+            "boxes": [*map(box_of, self.params)],
+            "steps": steps,
             "count": self.count,
             "stateless": [number for number, stated in enumerate(self.stated) if not stated],
         }
@@ -400,62 +442,35 @@ class TierStates:
         return local(self.params[piece.parameter]).detach().view(-1)[piece.start : piece.start + piece.count]
 
 
-class Piece(NamedTuple):
-    """`count` elements of a parameter from element `start` on, at element `first` of a subgroup."""
-
-    parameter: int
-    subgroup: int
-    first: int
-    start: int
-    count: int  # type: ignore[assignment]
-
-
-class Layout:
-    """Pieces of parameters in subgroups of at most `most` elements.
-
-    Args:
-        counts: Number of elements of each parameter; 0 for one without states.
-        most: Number of elements of a subgroup, except the last."""
-
-    def __init__(self, counts: list[int], most: int):
-        total = sum(counts)
-        self.most = most
-        self.elements = [min(most, total - at) for at in range(0, total, most)] or [0]
-        self.of_parameter: list[list[Piece]] = [[] for _ in counts]
-        self.of_subgroup: list[list[Piece]] = [[] for _ in self.elements]
-        for number, (begin, count) in enumerate(zip(accumulate(counts, initial=0), counts)):
-            at = begin
-            while at < begin + count:
-                subgroup, first = divmod(at, most)
-                length = min(most - first, begin + count - at)
-                piece = Piece(number, subgroup, first, at - begin, length)
-                self.of_parameter[number].append(piece)
-                self.of_subgroup[subgroup].append(piece)
-                at += length
-
-
-def _described(param: torch.Tensor) -> str:
-    """Dtype and shape of a parameter, as the record of a commit and messages have them."""
-    return f"{param.dtype} of shape {tuple(local(param).shape)}"
-
-
 def _check_parameters(committed: dict[str, Any], params: list[torch.Tensor], names: list[str]) -> None:
     """Raises InvalidArgumentError if the facts of a commit are those of other parameters; the message names the first one that differs."""
     cure = "pass the model of the run that committed, or other paths or another job for this one"
-    everything = committed["parameters"]
-    for name, param, stored in zip(names, params, everything):
-        if _described(param) != stored:
-            raise InvalidArgumentError(f"{name} is {_described(param)}; the tier was committed with {stored} there; {cure}")
+    _check_each(committed, [*map(described, params)], committed["parameters"], params, names, ("the tier", cure))
+
+
+def _check_whole(committed: dict[str, Any], params: list[torch.Tensor], names: list[str], where: str) -> None:
+    """As _check_parameters(), of whole parameters, whatever part of them a process has."""
+    own, stored = ([in_words(dtype, shape) for dtype, shape, _, _ in boxes] for boxes in (map(box_of, params), committed["boxes"]))
+    _check_each(committed, own, stored, params, names, (where, "pass the model of the run that committed"))
+
+
+def _check_each(
+    committed: dict[str, Any], own: list[str], everything: list[str], params: list[torch.Tensor], names: list[str], words: tuple[str, str]
+) -> None:
+    what, cure = words
+    for name, given, stored in zip(names, own, everything):
+        if given != stored:
+            raise InvalidArgumentError(f"{name} is {given}; {what} was committed with {stored} there; {cure}")
     if len(params) != len(everything):
         first = names[len(everything)] if len(params) > len(everything) else f"parameter number {len(params)}"
         raise InvalidArgumentError(
-            f"the optimizer has {len(params)} parameters, and the tier was committed with {len(everything)}: {first} "
+            f"the optimizer has {len(params)} parameters, and {what} was committed with {len(everything)}: {first} "
             f"is the first without a counterpart; {cure}"
         )
     for number in committed["stateless"]:
         if params[number].requires_grad:
             raise InvalidArgumentError(
-                f"{names[number]} requires a gradient, and the tier was committed without states for it, because it required "
+                f"{names[number]} requires a gradient, and {what} was committed without states for it, because it required "
                 "none then; freeze it before the optimizer is constructed, or pass another job and load a state dict"
             )
 

@@ -238,6 +238,8 @@ def groups():
         expected = float(torch.nn.utils.get_total_norm([param.grad]).full_tensor())
         torch.testing.assert_close(optimizer.grad_norm, expected, rtol=1e-5, atol=0)
         own.offload([param]).step()
+        over_all = {"max_norm": 1.0, "process_group": dist.group.WORLD}
+        raises(spillway.InvalidArgumentError, lambda: own.offload([param], **over_all), "replicas, which would count twice")
 
 
 def checkpoints(folder):

@@ -161,6 +161,17 @@ def no_norm():
         give(params, 1)
         optimizer = own.AdamW(params, max_norm=1.0, process_group=dist.group.WORLD)
         raises(spillway.InvalidArgumentError, optimizer.step, "meshes of different processes")
+        # Replicas of a model whose parameters are on a part of the mesh: over all processes each part would count twice.
+        shard = two["shard"]
+        param = parameter(shard, [Shard(0)], 2, (8, 4))
+        give([param], 1)
+        before = param.to_local().clone()
+        optimizer = own.AdamW([param], max_norm=1.0, process_group=dist.group.WORLD)
+        raises(spillway.InvalidArgumentError, optimizer.step, "replicas, which would count twice")
+        assert same_bits(param.to_local(), before)
+        optimizer = own.AdamW([param], max_norm=1.0, process_group=shard.get_group())
+        optimizer.step()
+        torch.testing.assert_close(optimizer.grad_norm, float(param.grad.full_tensor().norm()), rtol=1e-6, atol=0)
 
 
 def odd(params, optimizer):

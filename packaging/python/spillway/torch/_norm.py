@@ -4,8 +4,8 @@ With a process group, the processes sum their norms. Every process takes part in
 All that a process can refuse by itself comes before the reduction.
 
 Which part of a parameter counts where: along a dimension of a mesh, the processes hold different parts of a DTensor unless its placement
-there is Replicate. A plain tensor beside DTensors is replicated over the processes of their meshes. Without DTensors, every process has
-plain tensors of its own."""
+there is Replicate. A plain tensor beside DTensors is replicated over the processes of their meshes. A mesh does not say what processes
+outside of it hold, so the group has none of them. Without DTensors, every process has plain tensors of its own."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class Parts:
         group: The process group.
 
     Raises:
-        InvalidArgumentError: The meshes of the parameters are over different processes, or the group has none of these."""
+        InvalidArgumentError: The meshes of the parameters are over different processes, or the group has others than these."""
 
     def __init__(self, params: Iterable[torch.Tensor], group: Any):
         meshes = {id(param.device_mesh): param.device_mesh for param in params if isinstance(param, DTensor)}
@@ -221,8 +221,13 @@ class Parts:
                 f"parameters are on meshes of different processes, {sorted(map(sorted, everyone))}, so their gradients have no "
                 "common norm; place all parameters on meshes of the same processes, or leave out max_norm and skip_nonfinite"
             )
-        self._rank = torch.distributed.get_rank()
-        self._within = [rank for rank in torch.distributed.get_process_group_ranks(group) if not everyone or rank in everyone[0]]
+        self._rank, self._within = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
+        if everyone and not everyone[0].issuperset(self._within):
+            raise InvalidArgumentError(
+                f"process_group has the processes {_few(self._within)}, and the parameters are on a mesh of {_few(sorted(everyone[0]))}: "
+                "the other processes may hold replicas, which would count twice, or further parts; pass the group of the mesh, such as "
+                "mesh.get_group(), whose processes have one norm"
+            )
         self._distributed = bool(meshes)
         self._known: dict[Any, bool] = {}
 
@@ -258,6 +263,10 @@ class Parts:
             if rank in places:
                 holders.setdefault(tuple(at for at, apart in zip(places[rank], split) if apart), rank)
         return holders
+
+
+def _few(ranks: list[int]) -> str:
+    return str(ranks) if len(ranks) <= 16 else f"{str(ranks[:16])[:-1]}, ...] ({len(ranks)} processes)"
 
 
 def _split(placements: Iterable[Any]) -> tuple[bool, ...]:

@@ -231,7 +231,7 @@ def test_ranks_without_a_common_step_are_refused_and_keep_what_they_have(starter
     for folder, away in apart:
         folder.rename(away)
     status, output, _ = attempt(starter, tmp_path, *tiered, **both)
-    assert status != 0 and "their last steps are [3, None]; ranks [1] found no tier" in output, output
+    assert status != 0 and "rank 0: step 3, and step 2 before it; rank 1: no commit; ranks [1] found no tier" in output, output
     for folder, away in apart:
         shutil.rmtree(folder, ignore_errors=True)
         away.rename(folder)
@@ -248,11 +248,11 @@ def test_the_step_at_which_ranks_go_on(monkeypatch):
     assert _ranks._common([[sixth], [fifth], [sixth]], "load a checkpoint") == (5, [0])
     assert _ranks._common([[first], [began]], "load a checkpoint") == (None, [0])
     for apart in ([first, nothing], [first, sixth], [fifth, began], [sixth, nothing, sixth], [began, nothing, first]):
-        with pytest.raises(ValueError, match="their last steps are"):
+        with pytest.raises(ValueError, match="no committed step in common: ranks? 0"):
             _ranks._common([[steps] for steps in apart], "load a checkpoint")
     # A failure on one rank makes all ranks fail, and no rank is left waiting.
     undone = []
-    monkeypatch.setattr(_ranks, "gathered", lambda words, world, group=None: [words, "OSError: no disk"])
+    monkeypatch.setattr(_ranks, "gathered", lambda own, world, group=None: [own, own._replace(trouble="OSError: no disk")])
     with pytest.raises(TierError, match="another rank failed, so this rank gives up too: rank 1: OSError: no disk"):
         _ranks.together(2, lambda: "opened", undone.append)
     with pytest.raises(KeyError, match="mine"):

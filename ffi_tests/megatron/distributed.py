@@ -1,4 +1,4 @@
-"""Megatron's DistributedDataParallel and DistributedOptimizer over a small model, in one process, on the GPU of
+"""Megatron's DistributedDataParallel and DistributedOptimizer over a small model, in one process or several, on the GPU of
 spillway.bench._gpu_on_cpu."""
 
 import contextlib
@@ -21,15 +21,15 @@ class CudaIsCpu(torch.overrides.TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def one_process(folder, set_attribute):
-    """A job of one process, whose tensors say that they are on a GPU."""
+def job_of(folder, set_attribute, rank=0, world=1):
+    """A process of a job, whose tensors say that they are on a GPU."""
     of_type = torch.Tensor.type
     set_attribute(torch.cuda, "current_device", lambda: "cpu")
     set_attribute(torch.cuda, "synchronize", lambda *_: None)
     # Megatron refuses parameters that are views and of other types.
     set_attribute(gpu.OnGpu, "_base", None)
     set_attribute(torch.Tensor, "type", lambda tensor, *to: of_type(tensor, *to) if to else _TYPES[tensor.dtype])
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
     from megatron.core import parallel_state
     from megatron.core.optimizer import optimizer_config
 
@@ -56,14 +56,18 @@ class Model(torch.nn.Module):
             param._is_param = True
             self.register_parameter(name, param)
 
+    def forward(self):
+        """A number that depends on each element of the parameters."""
+        return sum((param.double() * torch.arange(param.numel()).view(param.shape)).sum() for param in self.parameters())
+
 
 class Training:
     """A model and its optimizer, as Megatron builds them.
 
     Args:
-        options: Of Megatron's OptimizerConfig."""
+        options: Of Megatron's OptimizerConfig; `parallel` has those of its DistributedDataParallelConfig."""
 
-    def __init__(self, with_float32=True, **options):
+    def __init__(self, with_float32=True, parallel=None, **options):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
@@ -73,7 +77,7 @@ class Training:
         if not with_float32:
             del self.model.scale
         self.parallel = DistributedDataParallel(
-            config, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True), self.model
+            config, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, **(parallel or {})), self.model
         )
         self.chained = get_megatron_optimizer(
             OptimizerConfig(
@@ -100,6 +104,9 @@ class Training:
                 param.main_grad.copy_(torch.randn(param.shape, generator=generator))
             for group in self.chained.param_groups:
                 group["lr"] = 1e-2 / (1 + step)
+            for bucket in self.parallel.bucket_groups:
+                # As at the end of a backward that reduces gradients: the next forward gathers the parameters.
+                bucket.param_gather_dispatched = False
             assert self.chained.step()[0]
         return self.weights()
 

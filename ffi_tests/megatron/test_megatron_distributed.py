@@ -1,10 +1,13 @@
 """A DistributedOptimizer of Megatron: with its CPU offload stepped by Spillway, and with its states in an OptimizerStateStore."""
 
 import copy
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
-from distributed import Training, one_process
+from distributed import Training, job_of
 from hybrid import same
 
 import spillway
@@ -14,7 +17,7 @@ from spillway.megatron import OptimizerStateStore
 @pytest.fixture
 def job(cpu_as_gpu, tmp_path, monkeypatch):
     """A job of one process."""
-    with one_process(tmp_path, monkeypatch.setattr):
+    with job_of(tmp_path, monkeypatch.setattr):
         yield
 
 
@@ -168,3 +171,94 @@ def test_optimizers_of_newer_versions_that_a_store_cannot_step(job, change, reas
         OptimizerStateStore.attach(training.optimizer, [None], job="states")
     mains = [main for group in training.optimizer.shard_fp32_from_float16_groups for main in group]
     assert all(main.untyped_storage().nbytes() for main in mains), "a refusal changes nothing"
+
+
+#: A data-parallel process. After each call that replaces the states, its model must have every element of the commit's weights.
+RANK = """
+import os, sys
+sys.path[:0] = {paths!r}
+rank, world, folder, overlap = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "overlap"
+import torch
+from distributed import Training, job_of
+from hybrid import same
+from spillway.bench import _gpu_on_cpu
+from spillway.megatron import OptimizerStateStore
+
+def training():
+    parallel = dict(overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=1000, align_param_gather=False) if overlap else dict()
+    return Training(parallel=parallel, **dict(overlap_param_gather=True) if overlap else dict())
+
+def attached(of):
+    [store] = OptimizerStateStore.attach_all([of.optimizer], [folder + "/tier"], job="run", tier_options=dict(durability="process"))
+    return store
+
+def seen(of):
+    of.parallel.zero_grad_buffer()
+    return of.weights(), float(of.parallel())
+
+def all_same(one, other):
+    return same(one[0], other[0]) and one[1] == other[1]
+
+_gpu_on_cpu.install()
+with job_of(folder, setattr, rank, world):
+    ours = training()
+    store = attached(ours)
+    initial = seen(ours)
+    ours.train(range(3))
+    # With overlap this gathers.
+    ours.parallel()
+    wanted = seen(ours)
+    everyone = [None] * world
+    torch.distributed.all_gather_object(everyone, wanted[1])
+    assert len(set(everyone)) == 1 and not same(wanted[0], initial[0])
+    store.commit()
+    store.save_to(folder + "/saved")
+    store.snapshot(folder + "/snapshot").wait()
+    torch.distributed.barrier()
+    calls = dict(
+        rollback=store.rollback, restore=lambda: store.restore(folder + "/snapshot"), load_from=lambda: store.load_from(folder + "/saved")
+    )
+    for name, call in calls.items():
+        for in_flight in (False, True) if overlap else (False,):
+            ours.train([7])
+            if in_flight:
+                ours.parallel.zero_grad_buffer()
+                ours.parallel.start_param_sync()
+            call()
+            assert same(ours.weights(), wanted[0]), name
+            assert float(ours.parallel()) == wanted[1], name
+            assert all_same(seen(ours), wanted), name
+    ours.train([3, 4])
+    ours.parallel()
+    later = seen(ours)
+    assert not same(later[0], wanted[0])
+    store.rollback()
+    store.close()
+    other = training()
+    assert all_same(seen(other), initial)
+    store = attached(other)
+    assert store.resumed_step == 3 and same(other.weights(), wanted[0]) and all_same(seen(other), wanted)
+    other.train([3, 4])
+    other.parallel()
+    assert all_same(seen(other), later)
+    store.close()
+    torch.distributed.barrier()
+print("whole")
+"""
+
+
+@pytest.mark.parametrize("gather, world", [("at once", 2), ("overlap", 3)])
+def test_the_model_has_all_weights_of_the_commit_in_every_process(tmp_path, gather, world):
+    (tmp_path / "tier").mkdir()
+    code = RANK.format(paths=[str(pathlib.Path(__file__).parent), *sys.path])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(world), str(tmp_path), gather],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    assert all(output[0].endswith("whole\n") for output in outputs), outputs

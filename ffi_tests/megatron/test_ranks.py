@@ -103,7 +103,10 @@ FAILURES = {
     "the tier": ("make(host='x' * 5000 if rank else 'x')", "InvalidArgumentError"),
     "the budget": ("make(memory_budget=1 if rank else None)", "InvalidArgumentError"),
     "the number of a commit": ("made.append(make()); made[-1].commit(-1 if rank else None)", "InvalidArgumentError"),
-    "other steps": ("made.append(make()); train(made[-1], range(1 + rank)); made[-1].commit()", "InvalidArgumentError"),
+    "numbers of ranks": ("made.append(make()); made[-1].commit(5 + rank)", "InvalidArgumentError"),
+    "other calls": ("made.append(make()); train(made[-1], range(1 + rank)); made[-1].commit()", "OutOfOrderError"),
+    "a step": ("made.append(make())\nif rank: made[-1]._tiered.swap.step = None\ntrain(made[-1], [0])", "TypeError"),
+    "a rollback": ("made.append(make())\nif rank: made[-1]._tiered.swap.rollback = None\nmade[-1].rollback()", "TypeError"),
     "a save": ("made.append(make()); made[-1].save_to(folder + ('/missing/saved' if rank else '/saved'))", "FileNotFoundError"),
     "a load": (
         "made.append(make()); made[-1].save_to(folder + '/saved'); made[-1].load_from(folder + ('/none' if rank else '/saved'))",
@@ -141,7 +144,13 @@ def test_an_error_of_one_rank_is_an_error_of_all(tmp_path):
     assert len(first) == len(second) == len(FAILURES)
     for name, one, other in zip(FAILURES, first, second, strict=True):
         assert other.startswith(f"{name}: {FAILURES[name][1]}"), other
-        words = ("another rank failed, so this rank gives up too: rank 1", "have different", "world is 3", "for the processes [1]")
+        words = (
+            "another rank failed, so this rank gives up too: rank 1",
+            "have different",
+            "in different calls: rank 0: commit(); rank 1: step()",
+            "world is 3",
+            "for the processes [1]",
+        )
         assert one.startswith(f"{name}: ") and any(word in one for word in words), one
 
 

@@ -459,7 +459,7 @@ def test_a_missing_gradient_is_named_before_anything_is_stepped():
 def test_a_group_without_hyper_parameters_is_named():
     model = Model()
     with stored(model) as store:
-        for name, wrong in [("lr", "fast"), ("betas", None), ("eps", None)]:
+        for name, wrong in [("lr", "fast"), ("betas", None), ("eps", None), ("lr", 10**400), ("eps", torch.ones(2))]:
             model.backward(0)
             right, model.groups[1][name] = model.groups[1][name], wrong
             with pytest.raises(spillway.InvalidArgumentError, match="group of shard 'a.bias'"):

@@ -19,22 +19,29 @@ def is_torchs(group: Mapping[str, Any]) -> bool:
     return bool(group.get("amsgrad") or group.get("capturable") or group.get("differentiable"))
 
 
-def put_numbers(options: Any, group: Mapping[str, Any], names: Iterable[str] = ("lr", "eps", "weight_decay", "betas")) -> None:
+def put_numbers(options: Any, group: Mapping[str, Any], of: str, names: Iterable[str] = ("lr", "eps", "weight_decay", "betas")) -> None:
     """Writes numbers of a group into the C struct of an optimizer's options, by default those of Adam.
 
     Args:
         options: The struct. It has a field of each name, and beta1 and beta2 for "betas".
         group: The group.
+        of: The group's name in messages.
         names: Names of the numbers.
 
     Raises:
-        KeyError: The group lacks one of them.
-        TypeError, ValueError, OverflowError, RuntimeError: One of them is no number."""
-    for name in names:
-        if name == "betas":
-            options.beta1, options.beta2 = map(float, group[name])
-        else:
-            setattr(options, name, float(group[name]))
+        InvalidArgumentError: The group lacks one of them, or it is no number."""
+    try:
+        for name in names:
+            if name == "betas":
+                options.beta1, options.beta2 = map(float, group[name])
+            else:
+                setattr(options, name, float(group[name]))
+    except KeyError as error:
+        raise InvalidArgumentError(f"{of} has no option {error}; set it; nothing was stepped") from None
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidArgumentError(
+            f"{of}: an option is no number: {type(error).__name__}: {error}; set a number; nothing was stepped"
+        ) from None
 
 
 class Rule(NamedTuple):
@@ -69,14 +76,7 @@ class Rule(NamedTuple):
             group, number: The group, and its number for messages.
             step: Number of steps that were done.
             factor: Factor of the gradients."""
-        try:
-            put_numbers(options, group, self.numbers)
-        except KeyError as error:
-            raise InvalidArgumentError(f"param_groups[{number}] has no option {error}; set it; nothing was stepped") from None
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise InvalidArgumentError(
-                f"param_groups[{number}]: an option is no number: {type(error).__name__}: {error}; set a number; nothing was stepped"
-            ) from None
+        put_numbers(options, group, f"param_groups[{number}]", self.numbers)
         if self.decoupled is not None:
             options.weight_decay_mode = _DECAY[bool(group.get("decoupled_weight_decay", self.decoupled))]
         if self.counted:

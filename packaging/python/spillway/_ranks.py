@@ -1,17 +1,33 @@
-"""Coordinates the commits of several ranks.
+"""Coordinates the steps and the commits of several ranks.
 
 No rank writes after a commit before all ranks have committed. Beside a commit ranks write, and none begins the next commit before all
 ranks have this one. Wherever a run is killed, its ranks are therefore at most one commit apart. A rank that is ahead still has the
 previous commit intact: its tier discards that commit with the first later write, or keeps it until the next commit begins. A failure on
-one rank raises an error on all ranks, so no rank waits for a failed one."""
+one rank raises an error on all ranks, so no rank waits for a failed one.
+
+A commit that all ranks have is never removed. A run begins anew only if no rank has more than the first commit of one round, which some
+ranks could not commit: it was never a commit of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from . import tier
-from .errors import InvalidArgumentError, TierError
+from .errors import InvalidArgumentError, OutOfOrderError, TierError
+
+_log = logging.getLogger("spillway")
+#: Most ranks, and most texts of ranks, that a message has.
+_MOST_NAMED = 4
+
+
+class Report(NamedTuple):
+    """What a rank tells the others: the call that it is in, its error there, and what the others use of its result."""
+
+    call: str
+    trouble: str | None
+    told: Any
 
 
 def together(
@@ -33,20 +49,27 @@ def exchanged(
     undo: Callable[[Any], object] | None = None,
     group: Any = None,
     partly: Callable[[], object] | None = None,
+    call: str = "",
+    cure: str = "",
 ) -> tuple[Any, list[Any]]:
-    """As together(), with one gather. Returns also what every rank tells of its result by `told`."""
+    """As `together`, in the same gather also told(result) of every rank. All ranks pass the same `call`: the program's call. `cure` ends
+    the message about a failure on another rank."""
     if world == 1:
         value = work()
         return value, [told(value)]
-    value = trouble = words = None
+    value = trouble = own = None
+    done = False
     try:
         value = work()
-        words = told(value)
+        done = True
+        own = told(value)
     except Exception as error:
         trouble = error
-    reports = gathered((trouble and f"{type(trouble).__name__}: {trouble}", words), world, group)
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text]
-    if failed and trouble is None and undo:
+    text = None if trouble is None else f"{type(trouble).__name__}: {trouble}"
+    reports = gathered(Report(call, text, own), world, group)
+    failed = {rank: report.trouble for rank, report in enumerate(reports) if report.trouble}
+    calls = differences([report.call for report in reports])
+    if (failed or calls) and done and undo:
         undo(value)
     if partly is not None and 0 < len(failed) < world:
         partly()
@@ -56,15 +79,38 @@ def exchanged(
         finally:
             # The error refers to this frame by its traceback: a circle would keep the caller's objects until the garbage collector runs.
             trouble = None
+    if calls:
+        raise OutOfOrderError(f"the ranks are in different calls: {calls}; make the same calls in the same order in all processes")
     if failed:
-        raise TierError("another rank failed, so this rank gives up too: " + "; ".join(failed))
-    return value, [words for _, words in reports]
+        raise TierError(f"another rank failed, so this rank gives up too: {_named(failed)}{cure}")
+    return value, [report.told for report in reports]
+
+
+def differences(values: Sequence[Any]) -> str:
+    """Which ranks have which of the values; an empty text if all have the same one."""
+    return "" if all(value == values[0] for value in values) else _named(dict(enumerate(map(str, values))))
+
+
+def _named(texts: Mapping[int, str]) -> str:
+    """The first texts with their ranks, and how many more ranks there are: a thousand ranks print this to a thousand logs."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks_of.setdefault(text, []).append(rank)
+    shown = list(ranks_of.items())[:_MOST_NAMED]
+    more = len(texts) - sum(len(ranks) for _, ranks in shown)
+    return "; ".join(f"{_numbers(ranks)}: {text}" for text, ranks in shown) + (f"; and {more} more ranks" if more else "")
+
+
+def _numbers(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = len(ranks) - _MOST_NAMED
+    return f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}" + (f" and {more} more" if more > 0 else "")
 
 
 def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any = None) -> list[dict[str, int]]:
     """For each tier of this rank the options of Tier for the commit that all ranks have, of one step in all tiers. Without options it is a
-    new run, for which commits of some tiers only are removed. `everything` has the settings of each tier of this rank; `cure` ends the
-    message if there is no such step."""
+    new run. `everything` has the settings of each tier of this rank; `cure` ends the message if there is no such step."""
     own, told = exchanged(
         world,
         lambda: [
@@ -78,15 +124,10 @@ def agreed(everything: list[Any], rank: int, world: int, cure: str, group: Any =
     )
     everyone = [[tier.Steps(*steps) for steps in ranks] for ranks in told]
     step, tags = chosen(everyone, cure)
-
-    def forget() -> None:
-        # A tier without a commit stays: its directories may just be missing.
-        for settings, steps in zip(everything, own):
-            if step is None and steps.last is not None:
-                _forget(settings, rank)
-
     if step is None and any(steps.last is not None for ranks in everyone for steps in ranks):
-        together(world, forget, group=group)
+        # All ranks know it from the same reports.
+        _log.warning("the first commit was not made by all ranks, so the run begins anew: %s", _described(everyone))
+        together(world, lambda: _forget(everything, own, rank), group=group)
     return [{} if step is None else {"at_step": step, "at_tag": tag} for tag in tags]
 
 
@@ -101,23 +142,24 @@ def chosen(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, lis
 
 
 def _common(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, list[int]]:
-    """The newest step at which all ranks can resume, and the tag of its commit in each tier; None is a new run. A rank can start anew if it
-    has a tier with no commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere.
+    """The newest step at which all ranks can resume, and the tag of its commit in each tier; None is a new run.
 
     The commits of a round of tiers have one tag. Tiers that were committed one by one have tags of their own."""
     shared = [set.intersection(*map(_commits, ranks)) for ranks in zip(*everyone)]
     common = set.intersection(*({step for step, _ in commits} for commits in shared))
-    if not common:
-        tiers = [steps for ranks in everyone for steps in ranks]
-        nothing = [rank for rank, ranks in enumerate(everyone) if not all(steps.exists for steps in ranks)]
-        found = f"; ranks {nothing} found no tier of their own, because a path is missing or the host has another name" if nothing else ""
-        same = set.intersection(*({step for step, _ in _commits(steps)} for steps in tiers))
-        apart = f"; they have different commits of step {max(same, key=lambda step: step or 0)}" if same else ""
-        raise InvalidArgumentError(
-            f"the ranks have no committed step in common: their last steps are {[steps.last for steps in tiers]}{apart}{found}; {cure}"
-        )
     # Two of them: some ranks have returned to the step before the last one, and others have not.
     chosen = max((step for step in common if step is not None), default=None)
+    if chosen is None and not (None in common and _is_first_round(everyone)):
+        nothing = [rank for rank, ranks in enumerate(everyone) if not all(steps.exists for steps in ranks)]
+        found = f"; ranks {nothing} found no tier of their own, because a path is missing or the host has another name" if nothing else ""
+        steps_of = [{step for step, _ in _commits(steps) if step is not None} for ranks in everyone for steps in ranks]
+        same = set.intersection(*steps_of)
+        apart = f"; these are different commits of step {max(same)}" if same else ""
+        raise InvalidArgumentError(
+            f"the ranks have no committed step in common: {_described(everyone)}{apart}{found}; nothing was removed. "
+            f"To begin anew, {cure}. To go on from one of these commits, open the tier of each rank by spillway.Tier with at_step, and "
+            "commit it with its payload under one number"
+        )
     rounds = {tag for step, tag in set.intersection(*shared) if step == chosen}
 
     def tag_of(commits: set[tuple[int | None, int]], ranks: tuple[tier.Steps, ...]) -> int:
@@ -128,18 +170,39 @@ def _common(everyone: list[list[tier.Steps]], cure: str) -> tuple[int | None, li
     return chosen, [tag_of(commits, ranks) for commits, ranks in zip(shared, zip(*everyone))]
 
 
+def _is_first_round(everyone: list[list[tier.Steps]]) -> bool:
+    """True if the commits of all ranks are of one round, the first, and another rank has none. Numbers that differ are no round."""
+    steps = {steps.last for ranks in everyone for steps in ranks if steps.last is not None}
+    tags = [{steps.last_tag for steps in ranks if steps.last is not None} for ranks in zip(*everyone)]
+    return len(steps) <= 1 and all(len(of_tier) <= 1 for of_tier in tags)
+
+
 def _commits(steps: tier.Steps) -> set[tuple[int | None, int]]:
-    """Steps and tags of the commits at which a tier can be opened; (None, 0): anew."""
+    """Steps and tags of the commits at which a tier can be opened; (None, 0): anew, if there is no more than a first commit. A rank without
+    a tier cannot begin anew: its directories may be elsewhere."""
     if not steps.exists:
         return set()
     before = {(None, 0)} if steps.first else {(steps.before, steps.before_tag)} - {(None, 0)}
     return {(steps.last, steps.last_tag)} | before
 
 
-def _forget(settings: Any, rank: int) -> None:
-    for path in settings.paths:
-        if path.directory is not None:
-            tier.collect(path.directory, job=settings.job, host=settings.host, rank=rank)
+def _described(everyone: list[list[tier.Steps]]) -> str:
+    """What each rank has."""
+
+    def of_tier(steps: tier.Steps) -> str:
+        if steps.last is None:
+            return "no commit"
+        return f"step {steps.last}" + (f", and step {steps.before} before it" if steps.before is not None else "")
+
+    return _named({rank: " and ".join(map(of_tier, ranks)) for rank, ranks in enumerate(everyone)})
+
+
+def _forget(everything: list[Any], own: list[tier.Steps], rank: int) -> None:
+    """Removes the first commits of this rank. A tier without a commit stays: its directories may just be missing."""
+    for settings, steps in zip(everything, own):
+        for path in settings.paths if steps.last is not None else ():
+            if path.directory is not None:
+                tier.collect(path.directory, job=settings.job, host=settings.host, rank=rank)
 
 
 def gathered(value: Any, world: int, group: Any = None) -> list[Any]:

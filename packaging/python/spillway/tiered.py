@@ -3,6 +3,7 @@
 Invariants:
 - All ranks open their tiers at one committed step, or none does. A failure on one rank during the open or a commit is an error on all.
 - A tier of other parameters is refused before anything is written to it: the record of its commit is read before its update is opened.
+- A step that failed in one process is an error of all, and no commit has states of different steps.
 - After a commit that succeeded in some processes only, none of them continues: their states are of different steps.
 - No tier of a chain begins a commit of the next round before all of them have ended theirs, in all processes.
 - A restore changes nothing before it has found all files of the snapshot, in all processes, and has committed what would be lost.
@@ -83,10 +84,15 @@ class Place(NamedTuple):
         return _ranks.together(self.world, work, undo, self.group, partly)
 
     def exchanged(
-        self, work: Callable[[], Any], told: Callable[[Any], Any], undo: Callable[[Any], object] | None = None
+        self,
+        work: Callable[[], Any],
+        told: Callable[[Any], Any],
+        undo: Callable[[Any], object] | None = None,
+        call: str = "",
+        cure: str = "",
     ) -> tuple[Any, list[Any]]:
-        """As together(), and what every process tells of its result by `told`."""
-        return _ranks.exchanged(self.world, work, told, undo, self.group)
+        """As together(), and what every process tells of its result by `told`. See _ranks.exchanged."""
+        return _ranks.exchanged(self.world, work, told, undo, self.group, call=call, cure=cure)
 
 
 def _is_remote(directory: str | os.PathLike[str]) -> bool:
@@ -130,6 +136,19 @@ class Record(NamedTuple):
         if author != by or not isinstance(facts, dict):
             return None
         return Record(by, facts, stored[end:], stored[len(_MAGIC) : length].decode("ascii", "replace").rstrip(), rank, world)
+
+
+class Prepared(NamedTuple):
+    """What a process is about to commit: the number of the commit, the number of steps of the states, and what is stored beside them.
+
+    Attributes:
+        step, steps: Both are the same in all processes.
+        facts, payload: As of Record."""
+
+    step: int
+    steps: int
+    facts: dict[str, Any]
+    payload: bytes = b""
 
 
 class Found(NamedTuple):
@@ -289,7 +308,7 @@ class Tiered:
         def told(_: Tier) -> tuple[str | None, str]:
             return None if self.committed is None else self.committed.identity, os.urandom(8).hex()
 
-        opened, everyone = place.exchanged(open_read, told, close_tier)
+        opened, everyone = place.exchanged(open_read, told, close_tier, "the constructor")
         self._handles = Handles(opened, close_tier)
         weakref.finalize(self, Handles.close, self._handles)
 
@@ -392,17 +411,62 @@ class Tiered:
         """True after a commit of the chain that succeeded in some processes only."""
         return self.chain.apart
 
-    def commit(self, step: int, facts: dict[str, Any], payload: bytes = b"", wait: bool = True) -> Commit | None:
-        """Makes the states durable; returns after all processes have committed.
+    def step(self, work: Callable[[], _Result], count: Callable[[], int]) -> _Result:
+        """Returns work(), a step of this process, once all processes have made theirs. If it fails in one, it raises in all: those
+        that have stepped must return to the last commit too.
+
+        Args:
+            work: The step. It raises an error if it is refused or fails.
+            count: Returns the number of steps that the states have.
+
+        Raises:
+            OutOfOrderError: The processes have different numbers of steps."""
+        self._check_apart()
+        if not self.is_own:
+            # The handles refuse the step, and the group belongs to the parent process.
+            return work()
+        cure = "; this rank has stepped, so call rollback() in all processes"
+        found, counts = self.place.exchanged(work, lambda _: count(), call="step()", cure=cure)
+        if differ := _ranks.differences(counts):
+            raise OutOfOrderError(
+                f"{self._user}: the processes have different numbers of steps: {differ}; call rollback() in all of them, or make the "
+                f"{self._user} of all of them again"
+            )
+        return found
+
+    def commit(self, prepare: Callable[[], Prepared], wait: bool = True) -> Commit | None:
+        """Makes the states durable; returns after all processes have committed. Every process calls it.
 
         Without `wait` a thread of the library makes them durable beside the next steps. Each process has its own commit, which is returned.
         The states of the commit before are kept until finish() has told whether all processes have succeeded. After one that failed, this
-        call waits: such a commit moves data off a path that failed. So it does beside another commit of the chain that was waited for."""
-        waits = self._next(step, wait)
-        record = self._record(facts, payload)
+        call waits: such a commit moves data off a path that failed. So it does beside another commit of the chain that was waited for.
+
+        Args:
+            prepare: Makes the states ready, and returns what is committed. An error in one process is an error in all, and nothing was
+                committed.
+            wait: The same in all processes.
+
+        Raises:
+            InvalidArgumentError: The processes would commit different steps; nothing was committed."""
+        self._check_apart()
+        self.finish()
+
+        def ready() -> Prepared:
+            self.check()
+            return prepare()
+
+        prepared, everyone = self.place.exchanged(ready, lambda own: (own.steps, own.step, bool(wait)), call="commit()")
+        for at, name in enumerate(("numbers of steps", "numbers of a commit", "values of wait")):
+            if differ := _ranks.differences([values[at] for values in everyone]):
+                raise InvalidArgumentError(
+                    f"{self._user}: the processes have different {name}: {differ}; nothing was committed. Call commit() with the same "
+                    "arguments after the same step in all processes, or rollback() in all"
+                )
+        waits = self._next(prepared.step, wait)
+        record = self._record(prepared.facts, prepared.payload)
         if not waits:
-            return self._begin_commit(step, record)
-        self._committing(step, record, lambda status: self.swap._commit(step, record.packed(), status))
+            return self._begin_commit(prepared.step, record)
+        self._committing(prepared.step, record, lambda status: self.swap._commit(prepared.step, record.packed(), status))
         return None if wait else Commit.done()
 
     def _next(self, step: int, waits: bool) -> bool:
@@ -608,15 +672,19 @@ class Tiered:
         """Raises TierError if the processes are apart, and OutOfOrderError after a whole() that did not end, except with `also_mixed`.
         Takes over the record of a commit first."""
         self.settle()
-        if self.apart:
-            raise TierError(
-                f"{self._user}: a step was committed by some processes, and others could not commit it; close the {self._user} of "
-                "all processes and make it again: all resume at the step that they have in common"
-            )
+        self._check_apart()
         if self.mixed and not also_mixed and not self.closed:
             raise OutOfOrderError(
                 f"{self._user}: a rollback, restore or load was interrupted, so states and parameters may be of two steps; call "
                 "rollback(), or restore or load again"
+            )
+
+    def _check_apart(self) -> None:
+        """Raises TierError if the processes are apart. Comes before a report to the others, of which one may have ended."""
+        if self.apart:
+            raise TierError(
+                f"{self._user}: a step was committed by some processes, and others could not commit it; close the {self._user} of "
+                "all processes and make it again: all resume at the step that they have in common"
             )
 
     def rollback(self) -> None:

@@ -53,9 +53,10 @@ def warn_of_one_bucket(stage3, who):
 
 def call_of(stage3, sub_group, step, factor=1.0):
     """The C record of a sub-group's step number `step`, with the options of its parameter group; `factor` multiplies the gradients."""
-    group = stage3.optimizer.param_groups[stage3.sub_group_to_group_id[sub_group]]
+    number = stage3.sub_group_to_group_id[sub_group]
+    group = stage3.optimizer.param_groups[number]
     call = _abi.DsAdamCall(ctypes.sizeof(_abi.DsAdamCall), int(group["bias_correction"]), step, grad_scale=factor)
-    put_numbers(call, group)
+    put_numbers(call, group, f"param_groups[{number}]")
     return call
 
 

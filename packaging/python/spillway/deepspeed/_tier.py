@@ -21,7 +21,7 @@ from .._snapshot import RECORD
 from ..errors import CorruptError, InvalidArgumentError
 from ..swap import STATES, Swap, state_bytes, working_bytes
 from ..tier import Tier
-from ..tiered import Tiered
+from ..tiered import Prepared, Tiered
 from . import _installed, _lifetime, _optimizer_ops, _ranges, _scratch, _stage3
 from ._checkpoints import Snapshots
 from ._sub_groups import Gradients, Parts, floats
@@ -112,7 +112,16 @@ class TierSwapper:
     # The step.
 
     def step(self, factor):
-        """Runs one step of all sub-groups; `factor` multiplies the gradients. The model then has the new weights."""
+        """Runs one step of all sub-groups, in all processes; `factor` multiplies the gradients. The model then has the new weights."""
+        self.tiered.step(lambda: self._step(factor), self._most_steps)
+        # A commit would end the fetches.
+        if self.overlap is not None and not self.settings.resume:
+            self.tiered.early()
+
+    def _most_steps(self):
+        return max(self.steps, default=0)
+
+    def _step(self, factor):
         self.tiered.changes()
         stage3 = self._stage3
         everything = range(len(self.elements))
@@ -129,9 +138,6 @@ class TierSwapper:
             self._set_step(index, self.steps[index] + 1)
             _optimizer_ops.count("cpu_adam", elements)
         self.gradients.stepped(factor)
-        # A commit would end the fetches.
-        if self.overlap is not None and not self.settings.resume:
-            self.tiered.early()
 
     def _step_at_once(self, gradients, factor):
         stage3, everything = self._stage3, range(len(self.elements))
@@ -292,16 +298,15 @@ class TierSwapper:
     def commit(self, step, record, wait):
         """Makes all state durable; returns after all ranks have committed, or without `wait` once they have begun. `record()` returns the
         values that are stored beside it."""
-        self.tiered.check()
-        self._rest()
-        facts = self._facts(list(self.steps), self._adam_state())
 
         def prepared():
+            self._rest()
+            facts = self._facts(list(self.steps), self._adam_state())
             if self.settings.split_master:
                 self._put_weights()
-            return store(self.tiered.tier, record(), self.tiered.room(facts))
+            return Prepared(step, self._most_steps(), facts, store(self.tiered.tier, record(), self.tiered.room(facts)))
 
-        self.tiered.commit(step, facts, self.tiered.place.together(prepared), wait)
+        self.tiered.commit(prepared, wait)
         if self.overlap is not None:
             self.tiered.early()
 
@@ -320,9 +325,10 @@ class TierSwapper:
 
             def prepared():
                 with others.opened() as old:
-                    return store(tiered.tier, load(old, before.payload), tiered.room(facts))
+                    payload = store(tiered.tier, load(old, before.payload), tiered.room(facts))
+                return Prepared(others.step, max(steps, default=0), facts, payload)
 
-            tiered.commit(others.step, facts, tiered.place.together(prepared))
+            tiered.commit(prepared)
             tiered.resumed_step = others.step
         except BaseException:
             tiered.close()

@@ -42,6 +42,13 @@ def attach(store_class, optimizer, paths, *, job, prefix=None, **options):
     _bind(optimizer, store, [(main, names[main.data_ptr()]) for main in _mains(optimizer)])
     _free(optimizer)
     _forget_mains(optimizer)
+    try:
+        if store.resumed_step is not None:
+            # The constructor has written the shards of each process.
+            store._gathering(lambda: None)
+    except BaseException:
+        store.close()
+        raise
     return store
 
 
@@ -167,6 +174,34 @@ class _Group(dict):
         return self._optimizer.optimizer.param_groups[self._number][name]
 
 
+def _gathering(optimizer, place):
+    """See OptimizerStateStore: writes shards, and has Megatron gather the parameters of all data-parallel processes. With
+    overlap_param_gather too, the forward reads what was gathered, because Megatron gathers again after the next step only."""
+
+    def gathered(write):
+        groups = _bucket_groups(optimizer)
+        for group in groups:
+            if group.param_gather_handle is not None:
+                # One in flight would write over the shards. Megatron waits for it, and begins none.
+                group.start_param_sync(force_sync=True)
+        place.together(write)
+        for group in groups:
+            group.start_param_sync(force_sync=True)
+
+    return gathered
+
+
+def _bucket_groups(optimizer):
+    """What Megatron gathers together of this optimizer's parameters. Other optimizers may be of other processes."""
+    own = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
+    return [
+        group
+        for chunk in optimizer.model_chunks
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+        if any(id(bucket) in own for bucket in group.buckets)
+    ]
+
+
 def _grad_of(main):
     return lambda: main.grad
 
@@ -192,6 +227,7 @@ def _forget_mains(optimizer):
 
 def _bind(optimizer, store, named):
     reload, optimizer._spillway_store = optimizer.reload_model_params, store
+    store._gathering = _gathering(optimizer, store._place)
 
     def step(self, closure=None):
         store.step()

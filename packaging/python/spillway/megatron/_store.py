@@ -13,7 +13,7 @@ that go back to the GPU. A step has the bits of a step in memory (spillway.torch
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -28,7 +28,7 @@ from ..errors import InvalidArgumentError, NoStateError, UnsupportedError
 from ..optim import Adam
 from ..swap import STATES, UNROUNDED, Swap
 from ..tier import Tier, TierPath
-from ..tiered import Record, Tiered
+from ..tiered import Prepared, Record, Tiered
 from . import _saved
 from ._agreement import CURE, place_of
 from ._shards import Bucket, Shard, buckets_of, check_master, digest_of
@@ -42,8 +42,9 @@ class OptimizerStateStore:
     A new store commits its start values as step 0. A store whose tier has a committed step resumes there, and writes the weights of that
     step to the shards. What was not committed is lost at a crash.
 
-    With `world` above 1 the processes agree by torch.distributed. All of them make the store, and call commit(), save_to() and load_from()
-    at the same points. If one fails there, all raise. They resume at the last step that all of them have committed.
+    With `world` above 1 the processes agree by torch.distributed. All of them make the store, and call step(), commit(), rollback(),
+    publish(), save_to(), load_from() and restore() at the same points. If one fails there, all raise. They resume at the last step that all
+    of them have committed.
 
     Args:
         shards: The Shards of this process, in any order.
@@ -98,6 +99,8 @@ class OptimizerStateStore:
         if further.get("bf16_moments"):
             self._place.together(lambda: _check_rounded(self._buckets))
         self._digest = digest_of(self._buckets)
+        #: Calls a function that writes the weights of this process's shards in all processes; then the model has those of all.
+        self._gathering: Callable[[Callable[[], object]], None] = self._place.together
         mode = "decoupled" if decoupled else "l2"
         self._adams = [Adam(weight_decay_mode=mode) for _ in self._buckets]
 
@@ -114,7 +117,7 @@ class OptimizerStateStore:
                 self.commit(0)
             else:
                 self._set_steps(self._tiered.committed.facts["steps"])
-                self._place.together(self.publish)
+                self.publish()
         except BaseException:
             self.close()
             raise
@@ -147,10 +150,9 @@ class OptimizerStateStore:
 
     def _same(self, name: str, value: Any) -> None:
         """Raises InvalidArgumentError in all processes if they have different values."""
-        values = _ranks.gathered(value, self._place.world, self._place.group)
-        if any(other != values[0] for other in values):
+        if differ := _ranks.differences(_ranks.gathered(value, self._place.world, self._place.group)):
             raise InvalidArgumentError(
-                f"OptimizerStateStore: the processes have different {name}: {values}; call the store at the same points in all processes"
+                f"OptimizerStateStore: the processes have different {name}: {differ}; call the store at the same points in all processes"
             )
 
     @classmethod
@@ -203,7 +205,7 @@ class OptimizerStateStore:
 
     @torch.no_grad()
     def step(self, grad_scale: float = 1.0) -> bool:
-        """Steps all shards with their gradients, and writes the weights.
+        """Steps all shards with their gradients, and writes the weights. Every process calls it.
 
         Args:
             grad_scale: Factor of the gradients.
@@ -212,8 +214,14 @@ class OptimizerStateStore:
             True, as Megatron's optimizers do.
 
         Raises:
-            InvalidArgumentError: A shard has no gradient, or one of another size; nothing was stepped.
-            IoError: A path failed, and no other path could take its data. Call rollback()."""
+            InvalidArgumentError: A shard has no gradient, or one of another size; nothing was stepped in this process.
+            IoError: A path failed, and no other path could take its data. Call rollback() in all processes.
+            TierError: Another process could not step. Call rollback() in all processes."""
+        self._tiered.step(lambda: self._step(grad_scale), lambda: self.steps)
+        _log.first_served("megatron", type(self).__name__)
+        return True
+
+    def _step(self, grad_scale: float) -> None:
         self._tiered.check()
         grads = [bucket.start_grads() for bucket in self._buckets]
         _synchronize(self._buckets)
@@ -228,8 +236,6 @@ class OptimizerStateStore:
             bucket.publish(self._masters(number) if stepped is None else stepped)
         # The next step writes the same memory.
         _synchronize(self._buckets)
-        _log.first_served("megatron", type(self).__name__)
-        return True
 
     @overload
     def commit(self, step: int | None = ..., wait: Literal[True] = ...) -> int: ...
@@ -255,11 +261,14 @@ class OptimizerStateStore:
             InvalidArgumentError: The processes have different steps; nothing was committed.
             TierError: Another process failed. If the step was committed in some processes only, every further call raises this error in all
                 of them: make the stores again."""
-        self._tiered.check()
-        number = self._place.together(lambda: whole_number(self.steps if step is None else step, "step"))
-        self._same("steps, or values of wait", (number, self.steps, wait))
-        begun = self._tiered.commit(number, {"steps": self.steps, "shards": self._digest}, wait=wait)
-        return number if begun is None else begun
+
+        def prepared() -> Prepared:
+            return Prepared(
+                whole_number(self.steps if step is None else step, "step"), self.steps, {"steps": self.steps, "shards": self._digest}
+            )
+
+        begun = self._tiered.commit(prepared, wait)
+        return self.committed_step if begun is None else begun
 
     def snapshot(self, directory: str | os.PathLike[str], *, bytes_per_second: int = 0, keep: int | None = None) -> Snapshot:
         """Starts to write the last commit to a new directory, and returns at once. Steps and commits continue meanwhile. restore() returns
@@ -309,10 +318,12 @@ class OptimizerStateStore:
         return found.step
 
     def rollback(self) -> None:
-        """Returns to the last commit, weights included; also after a failed step."""
+        """Returns to the last commit, weights included; also after a failed step. Every process calls it."""
+        self._tiered.finish()
+        self._tiered.check(also_mixed=True)
 
         def back() -> None:
-            self._tiered.rollback()
+            self._place.together(self._tiered.rollback)
             self._take_committed()
 
         self._tiered.whole(back)
@@ -323,7 +334,11 @@ class OptimizerStateStore:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Writes the weights of the states to the shards, rounded to their dtype."""
+        """Writes the weights of the states to the shards, rounded to their dtype. Every process calls it. With attach(), the model then has
+        the weights of all processes."""
+        self._gathering(self._write_weights)
+
+    def _write_weights(self) -> None:
         for number, bucket in enumerate(self._buckets):
             bucket.publish(self._masters(number))
         _synchronize(self._buckets)
@@ -472,13 +487,7 @@ def _check_rounded(buckets: Iterable[Bucket]) -> None:
 
 
 def _set_options(adam: Adam, bucket: Bucket) -> None:
-    try:
-        put_numbers(adam._options, bucket.group)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"the group of shard {bucket.shards[0].name!r} lacks a hyper-parameter, or it is no number: {error!r}; set "
-            "lr, betas, eps and weight_decay"
-        ) from None
+    put_numbers(adam._options, bucket.group, f"the group of shard {bucket.shards[0].name!r}")
 
 
 def _read_bucket(bucket: Bucket, wanted: Mapping[str, list[_saved.Piece]], state: str) -> torch.Tensor:

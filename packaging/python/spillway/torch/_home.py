@@ -83,7 +83,7 @@ class Home:
     def check_undo(self) -> None:
         """Raises UnsupportedError if steps cannot be recorded for a rollback."""
 
-    # The step: `begin`, then `rows`, then `step`.
+    # The step, inside of `alone` and `together`: `begin`, then `rows`, then `step`.
 
     def alone(self, work: Callable[[], _Result]) -> _Result:
         """Returns work(), during which no other thread uses the states, where a home keeps them apart. Notes the last call of the library
@@ -91,6 +91,10 @@ class Home:
         if self._pending is not None:
             self.settle()
         return work()
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Calls work(), a step. If processes share a commit, all of them raise where it fails in one."""
+        work()
 
     def begin(self, groups: list[dict[str, Any]], undo: bool) -> None:
         """Begins a step: the one before cannot be rolled back any more. `undo`: this one can."""
@@ -121,6 +125,9 @@ class Home:
 
     def skipped(self) -> None:
         """A step was skipped: nothing of it happens."""
+
+    def passed(self) -> None:
+        """A step had no gradients here."""
 
     def settle(self) -> None:
         """Notes the result of a call of the library after which a signal handler has raised."""

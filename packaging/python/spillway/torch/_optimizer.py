@@ -239,7 +239,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             own = self._itself()
             if own is None:
                 own = heir_of(self)
-            own._home.alone(own._step_once)
+            own._home.alone(lambda: own._home.together(own._step_once))
         return loss
 
     def _step_once(self) -> None:
@@ -279,6 +279,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                     home.step(rows, options)
                 except SpillwayError as error:
                     raise named(error, rows.row_name, group) from None
+            else:
+                home.passed()
         finally:
             if rows is not None:
                 rows.release_grads()
@@ -350,7 +352,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     @of_itself
     def rollback(self) -> None:
         """Restores the parameters and states of the time before the last step, bit for bit; needs `undo=True`. With `tier`, those of the
-        last commit, also after a step that failed; parameters without states on the tier keep their values.
+        last commit, also after a step that failed; parameters without states on the tier keep their values. Every process of a run calls
+        it.
 
         Raises:
             InvalidArgumentError: There is no step to roll back, or its gradients, parameters or states were written to since."""
@@ -397,7 +400,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             None, or with `wait=False` the Commit that is in flight.
 
         Raises:
-            InvalidArgumentError: The optimizer has no tier.
+            InvalidArgumentError: The optimizer has no tier. Or the processes have different steps, or pass different arguments; nothing was
+                committed.
             IoError: A path failed; the last commit is intact.
             TierError: Another process failed. If the step was committed in some processes only, every further call raises this error in all
                 of them: construct the optimizers again."""

@@ -23,9 +23,10 @@ import torch
 from .._commit import Commit
 from .._groups import TORCHS, Rule
 from .._snapshot import Snapshot
+from .._tier_options import number as whole_number
 from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, OutOfOrderError, OwnSuppressed, SpillwayError, UnsupportedError, is_own
-from ..tiered import mapped
+from ..tiered import Prepared, mapped
 from ._given import Given
 from ._home import ByTorch, Call, Home
 from ._states import MASTER, MOMENTS, Precision, check_not_split, check_steps
@@ -137,6 +138,14 @@ class TierHome(Home):
             finally:
                 self.settle()
         self._next()
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Calls work(), a step, in all processes of the tier."""
+        self.tiered.step(work, lambda: self.on_tier.count)
+
+    def passed(self) -> None:
+        """Counts a step in which this process has no gradients: others may have some."""
+        self.on_tier.count += 1
 
     def _prepared(self, beside: Beside, rows: TierTable) -> bool:
         """False if the library refuses a row; the step of all then raises the error that names it."""
@@ -270,11 +279,15 @@ class TierHome(Home):
 
     def commit(self, states: Any, step: int | None, payload: bytes, wait: bool) -> Commit | None:
         """Makes the present states durable; returns after all ranks have committed, or with a commit beside steps."""
-        self._rest()
-        self._given.check()
-        self.on_tier.take_written()
-        facts = self.on_tier.facts(states)
-        begun = self.tiered.commit(self.on_tier.count if step is None else step, facts, payload_of(payload), wait)
+
+        def prepared() -> Prepared:
+            self._rest()
+            self._given.check()
+            self.on_tier.take_written()
+            count = self.on_tier.count
+            return Prepared(whole_number(count if step is None else step, "step"), count, self.on_tier.facts(states), payload_of(payload))
+
+        begun = self.tiered.commit(prepared, wait)
         if self._beside is not None:
             with OwnSuppressed():
                 self._beside.resume()

@@ -22,7 +22,7 @@ from .._parts import Commits
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import UNROUNDED, Swap, state_bytes
 from ..tier import Tier, TierPath
-from ..tiered import Place, Record, Tiered
+from ..tiered import Place, Prepared, Record, Tiered
 from ._copies import Gradients, Weights
 from ._layout import Layout, Piece, box_of, described, holding_of, in_words
 from ._norm import part_of
@@ -169,7 +169,8 @@ class TierStates:
         self.params = [param for group in groups for param in group["params"]]
         self.names = [name_of(group, number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
         self.stated = [param.requires_grad for param in self.params]
-        self._check_served()
+        place = options.place()
+        place.together(self._check_served)
         self.numbers = {id(param): number for number, param in enumerate(self.params)}
         self.gradients, self.weights = Gradients(self.params), Weights(self.params)
         # Absolute: a later change of the working directory changes nothing.
@@ -181,7 +182,7 @@ class TierStates:
         self.tiered = Tiered(
             name,
             _BY,
-            options.place(),
+            place,
             "pass another job to TierOptions, and load a checkpoint",
             "the tier holds states that no optimizer of spillway.torch has committed; pass other paths or another job",
             lambda tier, committed: self._update(tier, committed, options, memory_budget),
@@ -196,21 +197,24 @@ class TierStates:
             self._begun_from = Commits(self._options.begin_from, place, _BY, lambda record: holding_of(record.facts, self.names))
 
     def begin(self, states: Any) -> None:
-        """Takes what was committed to the parameters, or begins with the values of the parameters. `states` receives the step counts."""
+        """Takes what was committed to the parameters, or begins with the values of the parameters, in all processes. `states` receives the
+        step counts."""
+        committed = self.tiered.committed
         try:
-            if self.tiered.committed is not None:
-                self.restore(states, self.tiered.committed)
-            elif self._begun_from is not None:
+            if committed is None and self._begun_from is not None:
                 self._take_over(states, self._begun_from)
             else:
-                self.set_steps(states, [0.0] * len(self.params))
-                for subgroup, elements in enumerate(self.layout.elements):
-                    zeros = torch.zeros(elements, device="cpu")
-                    self.tiered.write(subgroup, self.values(subgroup), zeros, zeros)
-                self._note_versions()
+                self.tiered.place.together(lambda: self._fill(states) if committed is None else self.restore(states, committed))
         except BaseException:
             self.tiered.close()
             raise
+
+    def _fill(self, states: Any) -> None:
+        self.set_steps(states, [0.0] * len(self.params))
+        for subgroup, elements in enumerate(self.layout.elements):
+            zeros = torch.zeros(elements, device="cpu")
+            self.tiered.write(subgroup, self.values(subgroup), zeros, zeros)
+        self._note_versions()
 
     def _take_over(self, states: Any, others: Commits) -> None:
         """Begins with the elements of another run's commit, and commits them at its step. A kill before that leaves a tier without a
@@ -220,7 +224,7 @@ class TierStates:
         self.set_steps(states, steps)
         record = others.records[others.own]
         self.count = record.facts["count"]
-        self.tiered.commit(others.step, self._facts(steps), record.payload)
+        self.tiered.commit(lambda: Prepared(others.step, self.count, self._facts(steps), record.payload))
         self.tiered.resumed_step = others.step
         assert self.tiered.committed is not None
         self.restore(states, self.tiered.committed)

@@ -18,4 +18,4 @@ if [ "${1:-}" = --only ]; then
     shift
     exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider "$@"
 fi
-exec "$SPILLWAY_PYTHON" -m pytest -p no:cacheprovider -n 2 --dist worksteal packaging/python/tests ffi_tests/deepspeed ffi_tests/megatron ffi_tests/torch ffi_tests/docs ffi_tests/model ffi_tests/counts "$@"
+exec "$SPILLWAY_PYTHON" -m pytest -p no:cacheprovider -n 2 --dist worksteal packaging/python/tests ffi_tests/deepspeed ffi_tests/megatron ffi_tests/torch ffi_tests/docs ffi_tests/model ffi_tests/counts ffi_tests/gpu "$@"

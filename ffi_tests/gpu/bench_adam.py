@@ -5,8 +5,8 @@ from machine import alternating, ratio, report, seconds, size, torch_on_gpu
 import spillway
 
 torch = torch_on_gpu()
-COUNT = size(1 << 30, 1 << 22)
-REPEATS = 10
+COUNT = size(1 << 30, 1 << 22, 1 << 8)
+REPEATS = size(10, 10, 1)
 
 
 def main():
@@ -42,4 +42,5 @@ def main():
     report("adam", f"Adam on the GPU, {COUNT / 2**20:.0f} Mi parameters", gpu, lines, "ffi_tests/gpu/run.sh adam")
 
 
-main()
+if __name__ == "__main__":
+    main()

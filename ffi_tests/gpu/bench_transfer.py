@@ -7,7 +7,7 @@ from machine import alternating, ratio, report, seconds, size, torch_on_gpu
 import spillway
 
 torch = torch_on_gpu()
-COUNT = size(1 << 30, 1 << 24)
+COUNT = size(1 << 30, 1 << 24, 1 << 8)
 
 
 def main():
@@ -40,8 +40,9 @@ def main():
             ratio(f"{name}: native wire against f32 wire", taken["f32 wire"] / taken["native wire"], 1.8),
         ]
         del grad, pageable
-    lines.append(f"link as measured and kept: {gpu.link(again=True)}")
+    lines.append(f"link as measured and kept: {gpu.measure_link(remeasure=True)}")
     report("transfer", f"Transfers of {COUNT / 2**20:.0f} Mi parameters", gpu, lines, "ffi_tests/gpu/run.sh transfer")
 
 
-main()
+if __name__ == "__main__":
+    main()

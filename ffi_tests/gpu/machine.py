@@ -1,6 +1,10 @@
-"""Shared by the programs of this folder: the GPU, sizes, alternating timing, and records that describe the machine."""
+"""Shared by the programs of this folder: the GPU, sizes, alternating timing, and records that describe the machine.
+
+DEV=cpu runs the programs on a machine without a GPU, to find their mistakes before time on a GPU is spent: those of torch's optimizers on
+the CPU, and those of spillway.Gpu on the test driver, which SPILLWAY_CUDA_LIBRARY names."""
 
 import datetime
+import hashlib
 import json
 import os
 import pathlib
@@ -10,11 +14,16 @@ import sys
 import time
 
 QUICK = bool(os.environ.get("QUICK"))
+DEVICE = os.environ.get("DEV", "cuda")
 ROUNDS = 3 if QUICK else 7
 
 
 def torch_on_gpu():
     """Returns torch. Exits with status 77 if torch is missing or sees no GPU."""
+    if DEVICE == "cpu":
+        import on_driver
+
+        return on_driver.Torch()
     try:
         import torch
     except ImportError as error:
@@ -28,8 +37,37 @@ def torch_on_gpu():
     return torch
 
 
-def size(large, small):
-    """A number of elements: the small number for a quick run."""
+def torch_on_device():
+    """Returns torch for programs whose models and optimizers run on DEVICE, the CPU included."""
+    # cuBLAS reads it at its first call; without it, matrix products on several streams differ in bits.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if DEVICE != "cpu":
+        return torch_on_gpu()
+    import torch
+
+    return torch
+
+
+def wait(torch):
+    """Waits until the device has finished its work."""
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()
+
+
+def digest(tensors):
+    """A short digest of the bits of tensors."""
+    import torch
+
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def size(large, small, tiny=None):
+    """A number of elements: the small number for a quick run, and the tiny one, if there is one, for a run on the CPU."""
+    if DEVICE == "cpu" and tiny is not None:
+        return tiny
     return small if QUICK else large
 
 
@@ -63,9 +101,9 @@ def available_bytes():
 
 def report(name, title, gpu, lines, command):
     """Writes the record ffi_tests/bench/records/gpu_NAME.json and prints it. A line is text, which becomes a note, or a
-    row."""
-    info = gpu.info()
-    gpu_name = f"{info.name} (compute capability {info.capability / 10}, driver {_driver()})"
+    row. `gpu`: the Gpu; None: the run was on the CPU."""
+    info = None if gpu is None else gpu.info()
+    gpu_name = "none" if info is None else f"{info.name} (compute capability {info.capability / 10}, driver {_driver()})"
     record = {
         "format": 1,
         "title": title,

@@ -2,7 +2,12 @@
 # Runs the tests that need an NVIDIA GPU: first checks of the driver and the kernels, then the measurements, which are
 # written to ffi_tests/bench/records/gpu_*.json. Without a GPU the script reports that and exits 77.
 #
-#   ffi_tests/gpu/run.sh [STEP...]      steps: check sanitize transfer adam update interleave-example train; default: all
+#   ffi_tests/gpu/run.sh [--minutes N] [STEP...]     runs the steps, by default all, the most important first
+#   ffi_tests/gpu/run.sh pack ARCHIVE [WHEELS]       packs what travels to a machine with a GPU: programs, package, library,
+#                                                    and a folder of wheels, which are installed there without a network
+#
+# Steps: check bits uses iteration kernels waiting adam transfer update train interleave-example sanitize
+# --minutes: no step begins after this time, and the one that runs is ended then.
 #
 #   SPILLWAY_LIBRARY=FILE   the release library of another machine (target/release/libspillway.so), if this
 #                           one has no cargo
@@ -22,8 +27,20 @@ python=${SPILLWAY_PYTHON:-python3}
 failed=0
 
 main() {
+    deadline=
+    if [ "${1:-}" = --minutes ]; then
+        deadline=$(($(date +%s) + 60 * $2))
+        shift 2
+    fi
+    if [ "${1:-}" = pack ]; then
+        find_library
+        shift
+        pack "$@"
+        exit
+    fi
     mkdir -p "$logs"
     find_library
+    install_wheels
     export LOGS="$logs" BENCH="${BENCH:-$root/ffi_tests/bench/records}" QUICK="${QUICK:-}"
     export PYTHONPATH="$root/packaging/python:$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
     # The update uses seven streams, and torch uses more. With the default of 8 queues they would wait for each other.
@@ -31,10 +48,15 @@ main() {
     # Ignores rates of earlier runs, so that they are measured again.
     export SPILLWAY_PROFILE="$logs/profile"
     find_gpu
-    [ $# -gt 0 ] || set -- check sanitize transfer adam update interleave-example train
+    [ $# -gt 0 ] || set -- check bits uses iteration kernels waiting adam transfer update train interleave-example sanitize
     for step in "$@"; do
         case $step in
         check) run check "$python" "$here/check.py" ;;
+        bits) run bits "$python" "$here/offload_bits.py" ;;
+        uses) run uses "$python" "$here/offload_uses.py" ;;
+        iteration) run iteration "$python" "$here/iteration.py" ;;
+        kernels) run kernels "$python" "$here/kernels.py" ;;
+        waiting) run waiting "$python" "$here/waiting.py" ;;
         sanitize) sanitize ;;
         transfer) run transfer "$python" "$here/bench_transfer.py" ;;
         adam) run adam "$python" "$here/bench_adam.py" ;;
@@ -47,7 +69,30 @@ main() {
     exit $failed
 }
 
+# pack ARCHIVE [WHEELS]
+pack() {
+    [ $# -ge 1 ] || fatal "pack needs the name of an archive"
+    staged=$(mktemp -d)
+    trap 'rm -rf "$staged"' EXIT
+    mkdir -p "$staged/spillway/lib"
+    (cd "$root" && tar cf - --exclude __pycache__ Cargo.toml include examples_c packaging/python/spillway ffi_tests/gpu ffi_tests/deepspeed) |
+        tar xf - -C "$staged/spillway" || fatal "the programs cannot be packed"
+    cp "$SPILLWAY_LIBRARY" "$staged/spillway/lib/" || fatal "$SPILLWAY_LIBRARY cannot be packed"
+    [ $# -lt 2 ] || cp -r "$2" "$staged/spillway/wheels" || fatal "$2 cannot be packed"
+    tar czf "$1" -C "$staged" spillway || fatal "$1 cannot be written"
+    echo "gpu: $1: $(du -k "$1" | cut -f 1) KiB; unpack it there, and run spillway/ffi_tests/gpu/run.sh --minutes 12"
+}
+
+# Installs the wheels of an archive into a folder beside the logs. No network is asked.
+install_wheels() {
+    [ -d "$root/wheels" ] || return 0
+    "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --find-links "$root/wheels" \
+        --target "$logs/packages" "$root"/wheels/* >"$logs/wheels.log" 2>&1 || echo "gpu: some wheels were not installed: $logs/wheels.log"
+    export PYTHONPATH="$logs/packages${PYTHONPATH:+:$PYTHONPATH}"
+}
+
 find_library() {
+    [ -n "${SPILLWAY_LIBRARY:-}" ] || [ ! -e "$root/lib/libspillway.so" ] || SPILLWAY_LIBRARY=$root/lib/libspillway.so
     if [ -z "${SPILLWAY_LIBRARY:-}" ]; then
         command -v cargo >/dev/null || fatal "there is no cargo; name a release library in SPILLWAY_LIBRARY"
         (cd "$root" && cargo build --quiet --release --lib) || fatal "the library does not build"
@@ -59,6 +104,10 @@ find_library() {
 
 # Returns 77 if there is no GPU; any other fault of the driver is a failure.
 find_gpu() {
+    # On the CPU the programs show that they run; the test driver is the GPU of those that need one.
+    if [ "${DEV:-}" = cpu ]; then
+        export SPILLWAY_CUDA_LIBRARY="${SPILLWAY_CUDA_LIBRARY:-$(dirname "$SPILLWAY_LIBRARY")/libfakecuda.so}"
+    fi
     "$python" - <<'END'
 import sys
 import spillway
@@ -78,8 +127,20 @@ run() {
     name=$1
     shift
     start=$(date +%s)
+    if [ -n "$deadline" ]; then
+        left=$((deadline - start))
+        if [ "$left" -le 0 ]; then
+            echo "gpu: $name: not run: the time is over"
+            return 0
+        fi
+        set -- timeout "$left" "$@"
+    fi
     "$@" >"$logs/$name.log" 2>&1
     status=$?
+    if [ -n "$deadline" ] && [ $status = 124 ]; then
+        echo "gpu: $name: ended, because the time is over"
+        return 0
+    fi
     took=$(($(date +%s) - start))
     case $status in
     0) echo "gpu: $name: ok ($took s)" ;;

@@ -28,7 +28,8 @@
 //
 // Functions to begin with:
 //
-//   spw_abi_version, spw_last_error            Check the loaded library; read the message of a failed call.
+//   spw_abi_version, spw_last_error,           Check the loaded library; read the message of a failed call.
+//       spw_error_text
 //   spw_adam_step                              Update tensors in host memory.
 //   spw_undo_open, _adam_step, _rollback       Update tensors so that the step can be rolled back.
 //   spw_tier_open, _define, _put, _get,        Store state on drives; a commit makes it durable.
@@ -70,9 +71,14 @@
 // Rules for all functions, unless a function's comment says otherwise:
 //
 //   Status     A call that can fail returns spw_status; SPW_OK is 0. A failed call changes nothing and writes no
-//              output. spw_last_error() names the argument and the reason. After SPW_ERR_INTERNAL data may be
-//              changed in part.
-//   Ownership  X_open creates an object, X_close frees it. Every other pointer is borrowed during the call.
+//              output. spw_last_error() names the argument and the reason. It is of the calling thread: a runtime
+//              that moves a task to another thread between two calls reads errno together with the status, and passes
+//              it to spw_error_text(). After SPW_ERR_INTERNAL data may be changed in part.
+//   Ownership  X_open creates an object, X_close frees it. Any other pointer is borrowed during the call, unless the
+//              function's comment says under "Kept:" until when the library uses it.
+//   Closes     X_close waits without limit for what is in flight, because memory of the caller is in use until then.
+//              Files may never answer, so spw_io_close and spw_tier_close take a timeout, and free the object anyway.
+//   Callbacks  A callback runs on a thread of the program that is in a call of the library, never on another one.
 //   Threads    Any thread may call any function. Several threads may use a const handle at once. Only one thread at a
 //              time may use any other handle. X_close is the last call on an object: no other call may be in flight.
 //              Steps share one thread pool per process.
@@ -82,23 +88,26 @@
 //              that number alone.
 //   Structs    A struct that begins with struct_size may grow at its end. Begin with its macro: spw_X x = SPW_X_INIT;
 //              the macro sets struct_size and the defaults, every other field is 0. That holds for output structs
-//              too. Structs of an array lie struct_size bytes apart, at most 4096. Reserved fields are 0.
+//              too. Without macros, spw_struct_init() does the same. A struct of zeros with its struct_size has the
+//              defaults, or is refused by the name of a field that must not be 0. Structs of an array lie struct_size
+//              bytes apart, at most 4096. Reserved fields are 0.
 //   Enums      Enum arguments and fields are integers. A value outside the enum is SPW_ERR_INVALID_ARGUMENT. Flags
 //              are combined by addition.
-//   Counts     Counts are uint64_t or uint32_t, as declared. Timeouts are milliseconds; a negative timeout waits
-//              without limit, 0 polls. Measured times are seconds, or nanoseconds if their name ends in _ns.
+//   Counts     Counts are uint64_t or uint32_t, as declared; sizes in bytes are uint64_t. Timeouts are milliseconds; a
+//              negative timeout waits without limit, 0 polls. Measured times are seconds, or nanoseconds if their name
+//              ends in _ns.
 //   Forks      A forked child opens its own objects. The parent's objects are SPW_ERR_UNSUPPORTED in the child
 //              (SPW_ERR_GPU_FORKED for a GPU), and closing them there does nothing. A child has working copies of
 //              spw_undo.
 //   Signals    A signal does not interrupt a wait. The I/O timeout of a path excludes time in which the process is
 //              stopped (SIGSTOP, a paused container).
 //   Users      Files below a path of a tier belong to the effective user alone. Every open and commit checks this.
-//   Memory     Memory passed to a put, get, read or write is in use until its wait reports the end of the operation.
-//              docs/promises.md describes these rules in full.
 //   Panics     A bug inside the library returns SPW_ERR_INTERNAL. The library never unwinds into the caller, aborts,
 //              exits, or installs a signal handler. It prints only to stderr, and only if SPILLWAY_LOG is set. It
 //              leaves the caller's affinity and float mode unchanged.
 //   Versions   Within one SPW_ABI_VERSION functions, fields and enum values are only added.
+//
+// docs/promises.md describes these rules in full.
 
 #ifndef SPILLWAY_H
 #define SPILLWAY_H

@@ -3,6 +3,7 @@
 // - Every object is a move-only class that closes itself. `get()` returns the C handle, for calls that have no method.
 // - A call that fails throws `spillway::error` with the status and the message of spw_last_error(). A timeout is no
 //   error: calls with a timeout return an empty optional or false.
+// - Messages of the log go to a function: `spillway::log log(SPW_LOG_LEVEL_WARN, receive);`
 // - Option structs are those of C, with defaults: `auto options = spillway::make<spw_adam_options>();`
 // - Arrays are `spillway::span<T>`, which any container with data() and size() converts to. The element type selects
 //   the dtype: float, spillway::f16 or spillway::bf16.
@@ -28,6 +29,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -96,6 +98,41 @@ inline const char *c_string(const std::string &text, const char *argument) {
     return text.c_str();
 }
 
+// The text that a C function writes: its last arguments are the buffer, its size, and where the size that is needed goes.
+template <class Call, class... Arguments>
+std::string text(Call call, Arguments... arguments) {
+    std::string room;
+    std::uint64_t needed = 0;
+    check(call(arguments..., nullptr, 0, &needed));
+    // The text may grow between two calls.
+    while (needed > room.size()) {
+        room.resize(needed);
+        check(call(arguments..., &room[0], room.size(), &needed));
+    }
+    room.resize(std::char_traits<char>::length(room.c_str()));
+    return room;
+}
+
+// Sends messages of the log up to `level` to `receive(level, message)`; see spw_set_log. An exception of it ends the
+// program. The default is restored when the object ends.
+class log {
+public:
+    using function = std::function<void(spw_log_level, const char *)>;
+    log(spw_log_level level, function receive) : receive_(new function(std::move(receive))) {
+        check(spw_set_log(
+            [](void *user, std::int32_t of, const char *message) noexcept {
+                (*static_cast<function *>(user))(static_cast<spw_log_level>(of), message);
+            },
+            receive_.get(), level));
+    }
+    log(const log &) = delete;
+    log &operator=(const log &) = delete;
+    ~log() { (void)spw_set_log(nullptr, nullptr, SPW_LOG_LEVEL_OFF); }
+
+private:
+    std::unique_ptr<function> receive_;
+};
+
 // The C struct with its struct_size and its defaults; every other field is 0.
 template <class T>
 T make() {
@@ -120,8 +157,22 @@ inline spw_ds_adam_call make() {
     return SPW_DS_ADAM_CALL_INIT;
 }
 template <>
-inline spw_io_request make() {
-    return SPW_IO_REQUEST_INIT;
+inline spw_spec_options make() {
+    return SPW_SPEC_OPTIONS_INIT;
+}
+
+// What a C function writes into a struct, its last argument.
+template <class T, class Call, class... Arguments>
+T read(Call call, Arguments... arguments) {
+    auto value = make<T>();
+    check(call(arguments..., &value));
+    return value;
+}
+inline spw_info info() { return read<spw_info>(spw_get_info); }
+inline void set_threads(std::uint32_t count) {
+    auto options = make<spw_thread_options>();
+    options.num_threads = count;
+    check(spw_set_threads(&options));
 }
 
 // Bits of an IEEE binary16 number, and of a bfloat16 number.
@@ -221,6 +272,46 @@ inline void lion_step(const spw_lion_options &options, tensors all, spw_step_sta
     check(spw_lion_step(&options, all.data(), all.size(), stats));
 }
 
+// Fails as the step of these arguments would, and changes nothing.
+inline void adam_check(const spw_adam_options &options, tensors all) {
+    check(spw_adam_check(&options, all.data(), all.size()));
+}
+inline void adagrad_check(const spw_adagrad_options &options, tensors all) {
+    check(spw_adagrad_check(&options, all.data(), all.size()));
+}
+inline void lion_check(const spw_lion_options &options, tensors all) {
+    check(spw_lion_check(&options, all.data(), all.size()));
+}
+
+// Statistics of the gradients of tensors, each times `scale`; the other spans are not used.
+inline spw_step_stats grad_stats(tensors all, double scale = 1) {
+    return read<spw_step_stats>(spw_grad_stats, all.data(), all.size(), scale);
+}
+
+// `source` in the form of spw_grad_accumulate, to be added to `sum`.
+template <class D, class S>
+spw_grad_tensor grad_tensor(D &&sum, const S &source) {
+    auto to = span(sum);
+    auto from = span(source);
+    if (to.size() != from.size()) {
+        throw std::length_error("spillway::grad_tensor: arrays of different lengths");
+    }
+    auto result = make<spw_grad_tensor>();
+    result.n = to.size();
+    result.dst = to.data();
+    result.dst_dtype = dtype_of<std::remove_pointer_t<decltype(to.data())>>();
+    result.src = from.data();
+    result.src_dtype = dtype_of<std::remove_pointer_t<decltype(from.data())>>();
+    return result;
+}
+// Adds the source of each tensor, times `scale`, to its sum; the statistics are those of the sums.
+inline spw_step_stats grad_accumulate(span<const spw_grad_tensor> all, double scale = 1) {
+    return read<spw_step_stats>(spw_grad_accumulate, all.data(), all.size(), scale);
+}
+inline spw_step_stats grad_accumulate(const spw_grad_tensor &one, double scale = 1) {
+    return grad_accumulate(span<const spw_grad_tensor>(&one, 1), scale);
+}
+
 // Owner of a C handle.
 template <class T, class Close>
 class object {
@@ -242,6 +333,7 @@ struct close {
     void operator()(spw_undo *object) const noexcept { (void)spw_undo_close(object); }
     void operator()(spw_io *object) const noexcept { (void)spw_io_close(object, -1); }
     void operator()(spw_tier *object) const noexcept { (void)spw_tier_close(object, -1); }
+    void operator()(spw_tier_task *object) const noexcept { (void)spw_tier_task_close(object); }
     void operator()(spw_swap *object) const noexcept { (void)spw_swap_close(object); }
     void operator()(spw_spec *object) const noexcept { (void)spw_spec_close(object); }
 #ifdef SPW_EXPERIMENTAL
@@ -264,6 +356,17 @@ public:
     explicit undo(const spw_undo_options &options) : object(detail::open<spw_undo>(spw_undo_open, &options)) {}
     void adam_step(const spw_adam_options &options, tensors all, spw_step_stats *stats = nullptr) {
         check(spw_undo_adam_step(get(), &options, all.data(), all.size(), stats));
+    }
+    void adagrad_step(const spw_adagrad_options &options, tensors all, spw_step_stats *stats = nullptr) {
+        check(spw_undo_adagrad_step(get(), &options, all.data(), all.size(), stats));
+    }
+    void lion_step(const spw_lion_options &options, tensors all, spw_step_stats *stats = nullptr) {
+        check(spw_undo_lion_step(get(), &options, all.data(), all.size(), stats));
+    }
+    std::uint64_t log_bytes() {
+        std::uint64_t bytes = 0;
+        check(spw_undo_get_log_bytes(get(), &bytes));
+        return bytes;
     }
     void rollback() { check(spw_undo_rollback(get())); }
     void redo(double grad_scale) { check(spw_undo_redo(get(), grad_scale)); }
@@ -298,6 +401,16 @@ private:
     std::size_t size_;
 };
 
+inline spw_pinned_stats pinned_stats() { return read<spw_pinned_stats>(spw_pinned_get_stats); }
+// True if all of the memory lies in one allocation of pinned memory.
+template <class C>
+bool is_pinned(const C &memory) {
+    auto bytes = span(memory);
+    std::uint32_t contains = 0;
+    check(spw_pinned_contains(bytes.data(), bytes.bytes(), &contains));
+    return contains != 0;
+}
+
 // An I/O engine. Thread-safe.
 class io : public object<spw_io, detail::close> {
 public:
@@ -328,6 +441,9 @@ public:
         return check_in_time(spw_io_wait(get(), nullptr, SPW_IO_ALL, milliseconds(limit), nullptr));
     }
 
+    spw_io_stats stats() const { return spillway::read<spw_io_stats>(spw_io_get_stats, get()); }
+    std::string describe() const { return text(spw_io_describe, get()); }
+
 private:
     template <class Call>
     std::uint64_t start(Call call, const std::string &path, std::uint64_t offset, void *buffer,
@@ -341,6 +457,18 @@ private:
         check(call(get(), &request, &handle));
         return handle;
     }
+};
+
+// A commit or an export that continues beside the caller. Thread-safe.
+class task : public object<spw_tier_task, detail::close> {
+public:
+    explicit task(spw_tier_task *handle) : object(handle) {}
+    // The step that was committed or exported; empty after a timeout.
+    std::optional<std::uint64_t> wait(timeout limit = {}) const {
+        std::uint64_t step = 0;
+        return check_in_time(spw_tier_task_wait(get(), milliseconds(limit), &step)) ? std::optional(step) : std::nullopt;
+    }
+    spw_tier_progress progress() const { return read<spw_tier_progress>(spw_tier_task_get_progress, get()); }
 };
 
 // A virtual tier. Thread-safe.
@@ -382,16 +510,59 @@ public:
     void commit(std::uint64_t step, span<const char> payload = {}) const {
         check(spw_tier_commit(get(), step, payload.data(), payload.size()));
     }
+    // As above, while puts and gets continue.
+    task commit_begin(std::uint64_t step, span<const char> payload = {}) const {
+        return task(detail::open<spw_tier_task>(spw_tier_commit_begin, get(), step, payload.data(), payload.size()));
+    }
+    // Writes the committed state to a new file or directory; null options export all of it.
+    task export_to(const std::string &path, const spw_tier_export_options *options = nullptr) const {
+        return task(detail::open<spw_tier_task>(spw_tier_export, get(), c_string(path, "path"), options));
+    }
+    // Takes extents of an export, those that match `names` (empty: all), and returns its step.
+    std::uint64_t import(const std::string &path, const std::string &names = {}) const {
+        std::uint64_t step = 0;
+        check(spw_tier_import(get(), c_string(path, "path"), names.empty() ? nullptr : c_string(names, "names"), &step));
+        return step;
+    }
     void rollback() const { check(spw_tier_rollback(get())); }
+    void remove(extent one) const { check(spw_tier_remove(get(), one.number)); }
+    void set_path(std::uint32_t number, spw_tier_health health) const { check(spw_tier_set_path(get(), number, health)); }
+    void evacuate(std::uint32_t number) const { check(spw_tier_evacuate(get(), number)); }
+    void end_turns() const { check(spw_tier_end_turns(get())); }
     spw_tier_opened_info opened() const {
         auto info = make<spw_tier_opened_info>();
         check(spw_tier_get_opened(get(), &info, nullptr, 0));
         return info;
     }
-    spw_tier_verify_info verify() const {
-        auto info = make<spw_tier_verify_info>();
-        check(spw_tier_verify(get(), &info));
+    // The payload of the commit that the open found.
+    std::vector<char> payload() const {
+        std::vector<char> bytes(opened().payload_bytes);
+        auto info = make<spw_tier_opened_info>();
+        check(spw_tier_get_opened(get(), &info, bytes.data(), bytes.size()));
+        return bytes;
+    }
+    spw_tier_verify_info verify() const { return read<spw_tier_verify_info>(spw_tier_verify, get()); }
+    spw_tier_path_info path(std::uint32_t number) const {
+        auto info = make<spw_tier_path_info>();
+        check(spw_tier_get_path(get(), number, &info, nullptr, 0, nullptr));
         return info;
+    }
+    spw_tier_extent_info extent_info(std::uint64_t index) const {
+        auto info = make<spw_tier_extent_info>();
+        check(spw_tier_get_extent(get(), index, &info, nullptr, 0, nullptr));
+        return info;
+    }
+    // Deletes the files of the tier, and closes it whatever the outcome.
+    void destroy() { check(spw_tier_destroy(release())); }
+    // Deletes the files of a tier that no live process has.
+    static void collect(const std::string &directory, const std::string &job, const std::string &host = {},
+                        std::uint32_t rank = 0) {
+        check(spw_tier_collect(c_string(directory, "directory"), c_string(job, "job"),
+                               host.empty() ? nullptr : c_string(host, "host"), rank));
+    }
+    // The steps that an open of these options can resume.
+    static spw_tier_steps_info steps(const spw_tier_options &options) {
+        return read<spw_tier_steps_info>(spw_tier_get_steps, &options);
     }
 
 private:
@@ -419,22 +590,47 @@ public:
     void adam_step(const spw_adam_options &options, tensors all, spw_step_stats *stats = nullptr) {
         check(spw_swap_adam_step(get(), &options, all.data(), all.size(), stats));
     }
+    // Steps parts of subgroups: `subgroups` and `firsts` have one number for each tensor.
+    void adam_step_parts(const spw_adam_options &options, tensors all, span<const std::uint64_t> subgroups,
+                         span<const std::uint64_t> firsts) {
+        if (subgroups.size() != all.size() || firsts.size() != all.size()) {
+            throw std::length_error("spillway::swap: one subgroup and one first element per tensor are needed");
+        }
+        check(spw_swap_adam_step_parts(get(), &options, all.data(), subgroups.data(), firsts.data(), all.size()));
+    }
+    // Copies the f32 state of a subgroup; null skips a part.
+    void read_state(std::uint64_t subgroup, float *param, float *exp_avg, float *exp_avg_sq, const void *weights = nullptr) {
+        check(spw_swap_read(get(), subgroup, weights, param, exp_avg, exp_avg_sq));
+    }
+    void write_state(std::uint64_t subgroup, const float *param, const float *exp_avg, const float *exp_avg_sq) {
+        check(spw_swap_write(get(), subgroup, param, exp_avg, exp_avg_sq));
+    }
     // A step beside the caller, see spw_swap_begin; `flags` is a sum of spw_swap_begin_flag.
     void begin(const spw_adam_options &options, std::uint32_t flags = 0) { check(spw_swap_begin(get(), &options, flags)); }
     void submit(std::uint64_t subgroup, const spw_tensor &tensor) { check(spw_swap_submit(get(), subgroup, &tensor, nullptr, 1)); }
     void verdict(spw_spec_verdict verdict, double grad_scale = 1) { check(spw_swap_verdict(get(), verdict, grad_scale)); }
-    // False after the timeout (negative: none); the step is then still open.
-    bool finish(std::int64_t timeout_ms = -1, spw_step_stats *stats = nullptr) {
-        return check_in_time(spw_swap_finish(get(), timeout_ms, stats));
+    // The next subgroup whose copy is written; empty after a timeout.
+    std::optional<std::uint64_t> next_published(timeout limit = {}) {
+        std::uint64_t subgroup = 0;
+        return check_in_time(spw_swap_next_published(get(), milliseconds(limit), &subgroup)) ? std::optional(subgroup)
+                                                                                             : std::nullopt;
+    }
+    // False after a timeout; the step is then still open.
+    bool finish(timeout limit = {}, spw_step_stats *stats = nullptr) {
+        return check_in_time(spw_swap_finish(get(), milliseconds(limit), stats));
     }
     void commit(std::uint64_t step, span<const char> payload = {}) {
         check(spw_swap_commit(get(), step, payload.data(), payload.size()));
     }
+    task commit_begin(std::uint64_t step, span<const char> payload = {}) {
+        return task(detail::open<spw_tier_task>(spw_swap_commit_begin, get(), step, payload.data(), payload.size()));
+    }
     void rollback() { check(spw_swap_rollback(get())); }
-    spw_swap_stats stats() const {
-        auto result = make<spw_swap_stats>();
-        check(spw_swap_get_stats(get(), &result));
-        return result;
+    spw_swap_stats stats() const { return read<spw_swap_stats>(spw_swap_get_stats, get()); }
+    std::string trace() { return text(spw_swap_get_trace, get()); }
+    // The memory that an update of these options takes on a tier of so many paths.
+    static spw_swap_budget budget(const spw_swap_options &options, std::uint64_t paths) {
+        return read<spw_swap_budget>(spw_swap_plan_budget, &options, paths);
     }
 
 private:
@@ -447,6 +643,12 @@ public:
     explicit speculation(const spw_spec_options &options) : object(detail::open<spw_spec>(spw_spec_open, &options)) {}
     void begin(const spw_adam_options &options, double max_norm = 0) const {
         check(spw_spec_begin_adam(get(), &options, max_norm));
+    }
+    void begin(const spw_adagrad_options &options, double max_norm = 0) const {
+        check(spw_spec_begin_adagrad(get(), &options, max_norm));
+    }
+    void begin(const spw_lion_options &options, double max_norm = 0) const {
+        check(spw_spec_begin_lion(get(), &options, max_norm));
     }
     void submit(std::uint32_t bucket, tensors all, const spw_spec_event *event = nullptr) const {
         check(spw_spec_submit(get(), bucket, all.data(), all.size(), event));
@@ -462,6 +664,24 @@ public:
         check(spw_spec_resolve(get(), &all_ranks, &outcome));
         return outcome;
     }
+    // The verdict of the caller, with the gradient factor of SPW_SPEC_VERDICT_REDO.
+    spw_spec_outcome resolve_as(spw_spec_verdict verdict, double grad_scale = 1) const {
+        return read<spw_spec_outcome>(spw_spec_resolve_as, get(), static_cast<std::uint32_t>(verdict), grad_scale);
+    }
+    spw_spec_state bucket(std::uint32_t number) const {
+        std::uint32_t state = 0;
+        check(spw_spec_get_bucket(get(), number, &state));
+        return static_cast<spw_spec_state>(state);
+    }
+    // The buckets whose copies the verdict invalidated.
+    std::vector<std::uint32_t> rolled_back() const {
+        std::uint64_t count = 0;
+        check(spw_spec_get_rolled_back(get(), nullptr, 0, &count));
+        std::vector<std::uint32_t> buckets(count);
+        check(spw_spec_get_rolled_back(get(), buckets.data(), buckets.size(), &count));
+        return buckets;
+    }
+    spw_spec_stats stats() const { return read<spw_spec_stats>(spw_spec_get_stats, get()); }
     bool wait(std::uint32_t bucket, timeout limit = {}) const {
         return check_in_time(spw_spec_wait(get(), bucket, milliseconds(limit)));
     }

@@ -53,7 +53,7 @@ fill() {
 
 install -d "$to/include/spillway" "$lib/pkgconfig" "$lib/cmake/spillway"
 install -m 644 "$headers/spillway.h" "$headers/spillway.hpp" "$to/include/"
-install -m 644 "$headers"/spillway/*.h "$to/include/spillway/"
+install -m 644 "$headers"/spillway/*.h "$headers/spillway/abi.json" "$to/include/spillway/"
 install -m 644 "$archive" "$lib/libspillway.a"
 # Writes a new file and renames it: programs that have mapped the old file keep it unchanged.
 place() {

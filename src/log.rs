@@ -1,22 +1,28 @@
-//! The log: messages go to a callback, else to stderr if `SPILLWAY_LOG` names a level, else nowhere.
+//! The log: messages go to a sink, which the program's own calls empty, else to stderr if `SPILLWAY_LOG` names a level,
+//! else nowhere.
 //!
 //! Invariants:
+//! - A sink is called in [`deliver`] only, which calls of the C interface end with. So it never runs on a thread of the
+//!   library, nor below a lock of the library.
 //! - When [`set_sink`] returns, no thread is inside the previous sink, and none enters it again. The only exception is
 //!   a caller that is itself inside a sink: it cannot wait for its own return.
-//! - No lock is held across a fork, so a forked child can always log. Calls in flight in the parent's threads do not
-//!   count in the child.
+//! - No lock is held across a fork, so a forked child can always log. Calls in flight and waiting messages of the parent
+//!   do not count in the child.
 #![forbid(unsafe_code)]
+
+pub mod recent;
 
 use std::cell::Cell;
 use std::io::Write;
 use std::process;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 
 use crate::environment;
+use recent::Recent;
 
 /// Severity of a message. A sink receives the messages of its level and of the more severe ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -41,27 +47,44 @@ impl Level {
     }
 }
 
-type Call = Box<dyn Fn(Level, &str) + Send + Sync>;
+/// What a program does with messages.
+pub enum Sink {
+    /// They wait for [`next`].
+    Kept,
+    /// [`deliver`] passes them to this function.
+    Called(Box<dyn Fn(Level, &str) + Send + Sync>),
+}
 
-struct Sink {
+struct Installed {
     limit: Level,
-    call: Call,
+    sink: Sink,
     calls: Calls,
 }
 
-static SINK: ArcSwapOption<Sink> = ArcSwapOption::const_empty();
+static SINK: ArcSwapOption<Installed> = ArcSwapOption::const_empty();
+
+/// Messages for the sink. If more wait, the oldest are lost.
+const WAITING: usize = 256;
+static MESSAGES: Recent<(Level, String), WAITING> = Recent::new();
+/// Serial number of the first message that waits.
+static FIRST: AtomicU64 = AtomicU64::new(0);
+/// The process whose messages wait.
+static OWNER: AtomicU32 = AtomicU32::new(0);
 
 thread_local! {
     /// True while this thread is inside a sink.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Sets the sink for messages up to a level, called from any thread; `None` returns to `SPILLWAY_LOG`. Waits for calls
-/// in flight in the previous sink, unless this thread is inside a sink.
-pub fn set_sink(sink: Option<(Level, Call)>) {
-    let sink = sink.map(|(limit, call)| Arc::new(Sink { limit, call, calls: Calls::default() }));
+/// Sets the sink for messages up to a level; `None` returns to `SPILLWAY_LOG`. Messages that wait are delivered to the
+/// previous sink before, or dropped. Waits for calls in flight in it, unless this thread is inside a sink.
+pub fn set_sink(sink: Option<(Level, Sink)>) {
+    forget_parent();
+    deliver();
+    let sink = sink.map(|(limit, sink)| Arc::new(Installed { limit, sink, calls: Calls::default() }));
     let before = SINK.swap(sink);
-    // Pairs with the fence in `write`: `wait` sees a call as counted, or that call sees the new sink.
+    FIRST.store(MESSAGES.end(), Ordering::SeqCst);
+    // Pairs with the fence in `deliver`: `wait` sees a call as counted, or that call sees the new sink.
     fence(Ordering::SeqCst);
     if let Some(before) = before {
         before.calls.wait();
@@ -72,26 +95,82 @@ pub fn set_sink(sink: Option<(Level, Call)>) {
 pub fn enabled(level: Level) -> bool {
     match SINK.load().as_ref() {
         Some(sink) => level <= sink.limit,
-        None => Level::from_number(environment::log_level()).is_some_and(|limit| level <= limit),
+        None => is_for_stderr(level),
     }
+}
+
+fn is_for_stderr(level: Level) -> bool {
+    Level::from_number(environment::log_level()).is_some_and(|limit| level <= limit)
 }
 
 /// Writes one message.
 pub fn write(level: Level, message: &str) {
-    while let Some(sink) = SINK.load_full() {
-        if level > sink.limit {
-            return;
+    match SINK.load().as_ref() {
+        Some(sink) if level <= sink.limit => {
+            forget_parent();
+            MESSAGES.push((level, message.to_string()));
         }
-        let _counted = sink.calls.enter();
+        // A closed stderr must not fail the operation that logs.
+        None if is_for_stderr(level) => drop(writeln!(std::io::stderr(), "spillway: {message}")),
+        _ => {}
+    }
+}
+
+/// Passes the waiting messages to the sink, if it is a function. A thread that is inside a sink leaves them to others.
+pub fn deliver() {
+    while has_waiting() && !INSIDE.get() {
+        let Some(installed) = SINK.load_full() else { return };
+        let Sink::Called(call) = &installed.sink else { return };
+        let _counted = installed.calls.enter();
         fence(Ordering::SeqCst);
         // The sink may have been replaced, and its user data freed, before this call was counted.
-        if SINK.load().as_ref().is_some_and(|now| Arc::ptr_eq(now, &sink)) {
-            return (sink.call)(level, message);
+        if !SINK.load().as_ref().is_some_and(|now| Arc::ptr_eq(now, &installed)) {
+            continue;
+        }
+        let Some((level, message)) = next(true) else { return };
+        call(level, &message);
+    }
+}
+
+/// The oldest waiting message. It stays if it is not `taken`. Messages that were lost are a message of their own.
+pub fn next(taken: bool) -> Option<(Level, String)> {
+    loop {
+        let (first, end) = waiting();
+        let oldest = end.saturating_sub(WAITING as u64);
+        let (level, text, after) = match MESSAGES.get(first) {
+            _ if first >= end => return None,
+            Some(kept) => (kept.1.0, kept.1.1.clone(), first + 1),
+            None if first < oldest => {
+                let text = format!("{} messages before this one were lost: too many waited", oldest - first);
+                (Level::Warn, text, oldest)
+            }
+            // Its writer has not stored it yet.
+            None => return None,
+        };
+        if !taken || FIRST.compare_exchange(first, after, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            return Some((level, text));
         }
     }
-    if enabled(level) {
-        // A closed stderr must not fail the operation that logs.
-        let _ = writeln!(std::io::stderr(), "spillway: {message}");
+}
+
+fn has_waiting() -> bool {
+    FIRST.load(Ordering::Relaxed) != MESSAGES.end()
+}
+
+/// The serial numbers of the first waiting message, and behind the last one.
+fn waiting() -> (u64, u64) {
+    forget_parent();
+    (FIRST.load(Ordering::SeqCst), MESSAGES.end())
+}
+
+/// In a forked child, drops the messages that waited in the parent.
+fn forget_parent() {
+    let (owner, now) = (OWNER.load(Ordering::SeqCst), process::id());
+    if owner != now
+        && OWNER.compare_exchange(owner, now, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+        && owner != 0
+    {
+        FIRST.store(MESSAGES.end(), Ordering::SeqCst);
     }
 }
 

@@ -13,14 +13,14 @@ static spw_adam_options adam = SPW_ADAM_OPTIONS_INIT, own;
 static spw_adagrad_options adagrad = SPW_ADAGRAD_OPTIONS_INIT;
 static spw_lion_options lion = SPW_LION_OPTIONS_INIT;
 
-typedef enum spw_status (*call)(void);
+typedef spw_status (*call)(void);
 
-static enum spw_status step_adam(void) { return spw_adam_step(&adam, tensors, TENSORS, NULL); }
-static enum spw_status check_adam(void) { return spw_adam_check(&adam, tensors, TENSORS); }
-static enum spw_status step_adagrad(void) { return spw_adagrad_step(&adagrad, tensors, TENSORS, NULL); }
-static enum spw_status check_adagrad(void) { return spw_adagrad_check(&adagrad, tensors, TENSORS); }
-static enum spw_status step_lion(void) { return spw_lion_step(&lion, tensors, TENSORS, NULL); }
-static enum spw_status check_lion(void) { return spw_lion_check(&lion, tensors, TENSORS); }
+static spw_status step_adam(void) { return spw_adam_step(&adam, tensors, TENSORS, NULL); }
+static spw_status check_adam(void) { return spw_adam_check(&adam, tensors, TENSORS); }
+static spw_status step_adagrad(void) { return spw_adagrad_step(&adagrad, tensors, TENSORS, NULL); }
+static spw_status check_adagrad(void) { return spw_adagrad_check(&adagrad, tensors, TENSORS); }
+static spw_status step_lion(void) { return spw_lion_step(&lion, tensors, TENSORS, NULL); }
+static spw_status check_lion(void) { return spw_lion_check(&lion, tensors, TENSORS); }
 
 static void prepare(void) {
     for (int i = 0; i < TENSORS; i++) {

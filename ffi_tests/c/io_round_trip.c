@@ -100,15 +100,22 @@ static void a_wait_for_some(spw_io *io) {
     CHECK(spw_io_wait(io, handles + 4, 4, FOR_EVER, NULL) == SPW_ERR_SHORT_FILE);
     CHECK(strstr(spw_last_error(), "1 more operations failed"));
     spw_io_failure failure = {.struct_size = sizeof failure};
-    CHECK(spw_get_io_failure(&failure) == SPW_OK && failure.offset == LARGEST && failure.bytes == 1 << 15);
-    CHECK(failure.system_errno == 0 && strcmp(failure.path, path) == 0);
+    char file[4096];
+    const int number = errno;
+    CHECK(spw_get_io_failure(0, &failure, file, sizeof file, NULL) == SPW_OK && failure.offset == LARGEST);
+    CHECK(failure.bytes == 1 << 15 && failure.system_errno == 0 && strcmp(file, path) == 0);
     CHECK(spw_io_wait(io, NULL, SPW_IO_ALL, FOR_EVER, NULL) == SPW_OK);
     CHECK(spw_io_wait(io, NULL, 0, 0, NULL) == SPW_OK);
     CHECK(spw_io_wait(io, NULL, 1, 0, NULL) == SPW_ERR_INVALID_ARGUMENT);
-    CHECK(spw_get_io_failure(&failure) == SPW_OK && failure.path == NULL && failure.bytes == 0);
+    uint64_t needed = 0;
+    CHECK(spw_get_io_failure(0, &failure, file, sizeof file, &needed) == SPW_OK && failure.bytes == 0);
+    CHECK(needed == 1 && strcmp(file, "") == 0);
+    // The number of the call finds it after later failures.
+    CHECK(spw_get_io_failure(number, &failure, file, sizeof file, NULL) == SPW_OK && failure.bytes == 1 << 15);
+    CHECK(strcmp(file, path) == 0);
     CHECK(run(io, false, request(in_directory("absent"), 0, memory, 1), NULL) == SPW_ERR_NOT_FOUND);
-    CHECK(spw_get_io_failure(&failure) == SPW_OK && failure.system_errno == ENOENT);
-    CHECK(spw_get_io_failure(NULL) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(spw_get_io_failure(0, &failure, NULL, 0, NULL) == SPW_OK && failure.system_errno == ENOENT);
+    CHECK(spw_get_io_failure(0, NULL, NULL, 0, NULL) == SPW_ERR_INVALID_ARGUMENT);
 }
 
 static void failures_are_named(spw_io *io) {

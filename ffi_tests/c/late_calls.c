@@ -21,7 +21,8 @@ static void call_all(void) {
     HOLDS(spw_ds_adam_destroy(4711) == SPW_ERR_UNKNOWN_ID);
     HOLDS(strstr(spw_last_error(), "Adam optimizer id 4711") != NULL);
     spw_io_failure failure = SPW_IO_FAILURE_INIT;
-    HOLDS(spw_get_io_failure(&failure) == SPW_OK && failure.path == NULL);
+    char path[4096];
+    HOLDS(spw_get_io_failure(0, &failure, path, sizeof path, NULL) == SPW_OK && strcmp(path, "") == 0);
     spw_io *io = NULL;
     HOLDS(spw_io_open(NULL, &io) == SPW_OK);
     char byte = 0;
@@ -31,7 +32,7 @@ static void call_all(void) {
     spw_status status = spw_io_read(io, &request, &handle);
     if (status == SPW_OK) status = spw_io_wait(io, &handle, 1, -1, NULL);
     HOLDS(status == SPW_ERR_NOT_FOUND);
-    HOLDS(spw_get_io_failure(&failure) == SPW_OK && strcmp(failure.path, "no such file") == 0);
+    HOLDS(spw_get_io_failure(0, &failure, path, sizeof path, NULL) == SPW_OK && strcmp(path, "no such file") == 0);
     HOLDS(spw_io_close(io, -1) == SPW_OK);
     struct problem mine = make_mixed(LARGE, 8);
     const spw_adam_options options = adam_options();

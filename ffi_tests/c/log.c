@@ -1,12 +1,16 @@
-// The library sends messages up to the set level to the callback, with its user pointer, and prints nothing. A
-// callback may be replaced while other threads step, and may call the library. After spw_set_log returns, no thread
-// runs the earlier callback.
+// The library sends messages up to the set level to the callback, with its user pointer, and prints nothing. The callback
+// runs on threads that are in a call of the library, also for messages of the library's own threads. A callback may be
+// replaced while other threads step, and may call the library. After spw_set_log returns, no thread runs the earlier
+// callback. Without a callback the program takes the messages itself.
 
 #include "child.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 #include <time.h>
+
+// True on the threads of this program.
+static _Thread_local int of_program;
 
 struct seen {
     atomic_int messages;
@@ -15,6 +19,7 @@ struct seen {
 
 static void count(void *user, int32_t level, const char *message) {
     struct seen *seen = user;
+    CHECK(of_program);
     spw_info info = SPW_INFO_INIT;
     CHECK(message != NULL && strlen(message) > 0 && spw_get_info(&info) == SPW_OK);
     atomic_fetch_add(&seen->messages, 1);
@@ -43,6 +48,7 @@ static void large_step(void) {
 }
 
 static void *stepper(void *stop) {
+    of_program = 1;
     while (!atomic_load((atomic_int *)stop)) large_step();
     return NULL;
 }
@@ -102,8 +108,57 @@ static void a_replaced_callback_has_returned(void) {
     CHECK(calls == 1);
 }
 
+static void a_program_takes_the_messages_itself(void) {
+    int32_t level = 9;
+    char text[500];
+    uint64_t needed = 0;
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_INFO));
+    CHECK(spw_log_next(&level, text, sizeof text, &needed) == SPW_OK && level == SPW_LOG_LEVEL_OFF && needed == 1);
+    CHECK(text[0] == 0);
+    configure_threads(3);
+    large_step();
+    // Its size, which takes nothing, and then the message.
+    CHECK(spw_log_next(&level, NULL, 0, &needed) == SPW_OK && level == SPW_LOG_LEVEL_INFO && needed > 1);
+    CHECK(spw_log_next(&level, text, sizeof text, NULL) == SPW_OK && level == SPW_LOG_LEVEL_INFO);
+    CHECK(strlen(text) + 1 == needed && strstr(text, "worker threads") != NULL);
+    while (level != SPW_LOG_LEVEL_OFF) CHECK_OK(spw_log_next(&level, text, sizeof text, NULL));
+    INVALID(spw_log_next(NULL, text, sizeof text, NULL), "level_out");
+    // More than can wait: a message says how many are lost.
+    for (uint32_t i = 0; i < 280; i++) {
+        configure_threads(2 + i % 2);
+        large_step();
+    }
+    CHECK(spw_log_next(&level, text, sizeof text, NULL) == SPW_OK && level == SPW_LOG_LEVEL_WARN);
+    CHECK(strstr(text, "messages before this one were lost") != NULL);
+    int kept = 0;
+    while (spw_log_next(&level, text, sizeof text, NULL) == SPW_OK && level != SPW_LOG_LEVEL_OFF) kept++;
+    CHECK(kept == 256);
+    configure_threads(4);
+    large_step();
+    // What waits is the parent's, not the child's.
+    const pid_t child = fork();
+    if (child == 0) {
+        CHECK(spw_log_next(&level, text, sizeof text, NULL) == SPW_OK && level == SPW_LOG_LEVEL_OFF);
+        _exit(0);
+    }
+    const pid_t other = fork();
+    if (other == 0) {
+        configure_threads(3);
+        large_step();
+        CHECK(spw_log_next(&level, text, sizeof text, NULL) == SPW_OK && level == SPW_LOG_LEVEL_INFO);
+        CHECK(strstr(text, "2 worker threads") != NULL || strstr(text, "3 worker threads") != NULL);
+        _exit(0);
+    }
+    finish(other, "a child that logs");
+    finish(child, "a child");
+    CHECK(spw_log_next(&level, text, sizeof text, NULL) == SPW_OK && level == SPW_LOG_LEVEL_INFO);
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF));
+}
+
 int main(void) {
+    of_program = 1;
     a_replaced_callback_has_returned();
+    a_program_takes_the_messages_itself();
     a_callback_may_open_an_engine();
     struct seen info = {0}, errors = {0}, off = {0};
     CHECK_OK(spw_set_log(count, &errors, SPW_LOG_LEVEL_ERROR));

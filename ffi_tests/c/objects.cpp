@@ -74,6 +74,13 @@ static void steps() {
     const auto views = spillway::tensor(spillway::span(param.data(), 8), spillway::span(grad.data(), 8),
                                         spillway::span(exp_avg.data(), 8), spillway::span(exp_avg_sq.data(), 8));
     CHECK(views.n == 8 && views.param == param.data());
+    // Two micro-batches add up; the statistics are those of the sum.
+    std::vector<float> sum(n);
+    spillway::grad_accumulate(spillway::grad_tensor(sum, grad));
+    const auto of_sum = spillway::grad_accumulate(spillway::grad_tensor(sum, grad));
+    CHECK(sum[0] == 2.0f && of_sum.sum_squares == 4.0 * n);
+    CHECK(spillway::grad_stats(other).sum_squares == n);
+    CHECK(too_long([&] { (void)spillway::grad_tensor(shorter, grad); }));
     const auto call = spillway::make<spw_ds_adam_call>();
     CHECK(call.grad_scale == 1.0f && call.bias_correction == 1);
 }
@@ -133,6 +140,7 @@ static spillway::tier open(const std::string &directory) {
 static void tier() {
     const fs::path directory = fs::current_path() / "objects-tier";
     fs::remove_all(directory);
+    fs::remove_all(fs::current_path() / "objects-export");
     fs::create_directory(directory);
     std::vector<float> state(5000, 3.0f), found(5000);
     const std::vector<std::uint64_t> sizes{state.size() * 4};
@@ -142,7 +150,11 @@ static void tier() {
         const auto extent = tier.define("state", sizes);
         const std::vector<const void *> from{state.data()};
         CHECK(tier.wait(tier.put(extent, from)).has_value());
-        tier.commit(7, std::string("payload"));
+        tier.commit(6);
+        auto commit = tier.commit_begin(7, std::string("payload"));
+        CHECK(commit.wait().value() == 7 && commit.progress().ended);
+        auto written = tier.export_to((fs::current_path() / "objects-export").string());
+        CHECK(written.wait().value() == 7 && written.progress().bytes == written.progress().written);
         CHECK(tier.verify().damaged == 0);
         CHECK(status_of([&] { tier.define(std::string("n\0one", 5), sizes); }) == SPW_ERR_INVALID_ARGUMENT);
         CHECK(too_long([&] { tier.put(extent, std::vector<const void *>()); }));
@@ -150,6 +162,8 @@ static void tier() {
     }
     spillway::tier tier = open(directory.string());
     CHECK(tier.opened().resumed && tier.opened().step == 7 && tier.opened().payload_bytes == 7);
+    const auto payload = tier.payload();
+    CHECK(std::string(payload.begin(), payload.end()) == "payload");
     const std::vector<void *> to{found.data()};
     CHECK(tier.wait(tier.fetch(tier.define("state", sizes), to)).has_value() && found == state);
 
@@ -169,8 +183,18 @@ static void tier() {
         all[i].grad = grad.data();
     }
     update.adam_step(spillway::make<spw_adam_options>(), all);
-    update.commit(8);
+    CHECK(update.commit_begin(8).wait().value() == 8);
     CHECK(update.stats().rounds == 2);
+    update.write_state(1, std::vector<float>(24, 5.0f).data(), nullptr, nullptr);
+    float read[24] = {};
+    update.read_state(1, read, nullptr, nullptr);
+    CHECK(read[0] == 5.0f && read[23] == 5.0f);
+    CHECK(spillway::swap::budget(options, 1).host_bytes > 0);
+    update.begin(spillway::make<spw_adam_options>());
+    for (std::size_t i = 0; i < all.size(); i++) {
+        update.submit(i, all[i]);
+    }
+    CHECK(update.finish());
     CHECK(status_of([&] { update.adam_step(spillway::make<spw_adam_options>(), all[0]); }) == SPW_ERR_INVALID_ARGUMENT);
 }
 
@@ -180,7 +204,6 @@ static void speculation() {
     std::vector<float> same(100, 1.0f), m(100), v(100);
     auto options = spillway::make<spw_spec_options>();
     options.buckets = 1;
-    options.undo_mode = SPW_UNDO_MODE_DELTA;
     spillway::speculation engine(options);
     auto adam = spillway::make<spw_adam_options>();
     const auto tensor = spillway::tensor(param, grad, exp_avg, exp_avg_sq);
@@ -193,6 +216,31 @@ static void speculation() {
     adam.grad_scale = outcome.grad_scale;
     spillway::adam_step(adam, spillway::tensor(same, grad, m, v));
     CHECK(param == same && exp_avg == m);
+    // The caller's own verdict.
+    engine.begin(adam);
+    engine.submit(0, tensor);
+    CHECK(engine.local_result().has_value());
+    CHECK(engine.resolve_as(SPW_SPEC_VERDICT_SKIP).verdict == SPW_SPEC_VERDICT_SKIP && engine.finish());
+    CHECK(param == same && engine.stats().skips == 1 && engine.bucket(0) == SPW_SPEC_STATE_FINAL);
+}
+
+// Messages of the log arrive while the object lives.
+static void messages() {
+    std::vector<std::string> lines;
+    const auto step = [] {
+        std::vector<float> param(500000, 1.0f), grad(500000, 1.0f), m(500000), v(500000);
+        spillway::adam_step(spillway::make<spw_adam_options>(), spillway::tensor(param, grad, m, v));
+    };
+    {
+        spillway::log log(SPW_LOG_LEVEL_INFO, [&](spw_log_level, const char *message) { lines.push_back(message); });
+        spillway::set_threads(2);
+        step();
+    }
+    const auto count = lines.size();
+    CHECK(count > 0 && spillway::info().num_threads == 2);
+    spillway::set_threads(3);
+    step();
+    CHECK(lines.size() == count);
 }
 
 // An update on host threads, and a machine without a GPU.
@@ -225,6 +273,7 @@ int main() {
     files();
     tier();
     speculation();
+    messages();
     devices();
     return 0;
 }

@@ -111,7 +111,7 @@ static void memory_and_io(const char *file) {
     if (counts->writes != 1) exit(1);
     request->path = "no/such/file";
     if (spw_io_read(io, request, &handle) == SPW_OK && spw_io_wait(io, &handle, 1, -1, NULL) == SPW_OK) exit(1);
-    OK(spw_get_io_failure(failure));
+    OK(spw_get_io_failure(0, failure, NULL, 0, NULL));
     OK(spw_io_close(io, -1));
 }
 

@@ -62,7 +62,7 @@ static void long_options(void) {
 
     for (size_t byte = 0; byte < sizeof later.unknown; byte++) {
         ((unsigned char *)later.unknown)[byte] = 1;
-        INVALID(spw_adam_step(&later.known, &problem.tensor, 1, &stats), "options: spw_adam_options sets fields");
+        INVALID(spw_adam_step(&later.known, &problem.tensor, 1, &stats), "options: struct_size is 112, but spw_adam_options has 96 bytes in");
         ((unsigned char *)later.unknown)[byte] = 0;
     }
 
@@ -90,11 +90,15 @@ static void long_tensors(void) {
     watch_problem(&far[0]);
     watch_problem(&far[COUNT - 1]);
     wide[3].unknown[2] = 1;
-    INVALID(spw_adam_step(&options, &wide[0].known, COUNT, &stats), "tensors[3]: spw_tensor sets fields");
+    INVALID(spw_adam_step(&options, &wide[0].known, COUNT, &stats), "tensors[3]: struct_size is");
     wide[3].unknown[2] = 0;
     wide[5].known.struct_size = sizeof(spw_tensor);
     INVALID(spw_adam_step(&options, &wide[0].known, COUNT, &stats), "tensors[5].struct_size");
     wide[5].known.struct_size = sizeof wide[5];
+    // A wrong size of the first struct is a wrong distance to the second one: the message has the sizes of both.
+    narrow[0].struct_size = offsetof(spw_tensor, param_low);
+    INVALID(spw_adam_step(&options, narrow, COUNT, &stats), "but that of tensors[0] is");
+    narrow[0].struct_size = sizeof narrow[0];
     CHECK_OK(spw_adam_step(&options, &wide[0].known, COUNT, NULL));
     CHECK_OK(spw_adam_step(&options, narrow, COUNT, NULL));
     for (int i = 0; i < COUNT; i++) {

@@ -105,7 +105,7 @@ static void steps_come_back(void) {
     REFUSED(spw_tier_get_path(tier, 2, &path, NULL, 0, NULL), SPW_ERR_NOT_FOUND, "path 2");
     // The number of a path is no file.
     spw_io_failure failure = {.struct_size = sizeof failure};
-    CHECK(spw_get_io_failure(&failure) == SPW_OK && failure.path == NULL);
+    CHECK(spw_get_io_failure(0, &failure, words, sizeof words, NULL) == SPW_OK && words[0] == 0);
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 }
 

@@ -4,57 +4,37 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use spillway::optim::adagrad::AdagradOptions;
-use spillway::optim::adam::AdamOptions;
-use spillway::optim::lion::LionOptions;
-use spillway_header::generate;
-use spillway_header::initializers::Default as Initial;
+use spillway::capi::CStruct;
+use spillway_header::initializers::{Field, Structs};
+use spillway_header::{Generated, generate};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Initialiser values other than 0. Those of optimizers are the defaults of the library.
-fn defaults() -> Vec<Initial> {
-    let adam = AdamOptions::default();
-    let adagrad = AdagradOptions::default();
-    let lion = LionOptions::default();
-    let number = |value: f64| format!("{value:?}");
-    assert!(adam.decoupled && adam.bias_correction, "their fields are 0");
-    vec![
-        ("spw_adam_options", "step", adam.step.to_string()),
-        ("spw_adam_options", "lr", number(adam.lr)),
-        ("spw_adam_options", "beta1", number(adam.beta1)),
-        ("spw_adam_options", "beta2", number(adam.beta2)),
-        ("spw_adam_options", "eps", number(adam.eps)),
-        ("spw_adam_options", "weight_decay", number(adam.weight_decay)),
-        ("spw_adam_options", "grad_scale", number(adam.grad_scale)),
-        ("spw_adagrad_options", "step", adagrad.step.to_string()),
-        ("spw_adagrad_options", "lr", number(adagrad.lr)),
-        ("spw_adagrad_options", "lr_decay", number(adagrad.lr_decay)),
-        ("spw_adagrad_options", "eps", number(adagrad.eps)),
-        ("spw_adagrad_options", "weight_decay", number(adagrad.weight_decay)),
-        ("spw_adagrad_options", "grad_scale", number(adagrad.grad_scale)),
-        ("spw_lion_options", "lr", number(lion.lr)),
-        ("spw_lion_options", "beta1", number(lion.beta1)),
-        ("spw_lion_options", "beta2", number(lion.beta2)),
-        ("spw_lion_options", "weight_decay", number(lion.weight_decay)),
-        ("spw_lion_options", "grad_scale", number(lion.grad_scale)),
-        ("spw_io_request", "fd", "-1".to_string()),
-        ("spw_stage_options", "undo_mode", "1".to_string()),
-        ("spw_ds_adam_call", "bias_correction", "1".to_string()),
-        ("spw_ds_adam_call", "grad_scale", "1.0".to_string()),
-    ]
+/// The structs of the library.
+fn structs() -> Structs {
+    let fields = |one: &CStruct| {
+        let field = |(name, offset, size): &(&'static str, usize, usize)| Field {
+            name,
+            offset: *offset,
+            initial: one.initial[*offset..offset + size].to_vec(),
+        };
+        one.fields.iter().map(field).collect()
+    };
+    spillway::capi::structs().iter().map(|one| (one.name, fields(one))).collect()
 }
 
 #[test]
 fn the_committed_headers_are_generated_from_the_sources() {
     let folder = root().join("include/spillway");
-    let headers = generate(&root(), spillway::VERSION, &defaults()).headers;
+    let Generated { headers, json, .. } = generate(&root(), spillway::VERSION, &structs());
     for (name, text) in &headers {
         is_committed(&folder.join(name), text);
     }
-    let made: BTreeSet<String> = headers.into_iter().map(|(name, _)| name).collect();
+    is_committed(&folder.join("abi.json"), &json);
+    let mut made: BTreeSet<String> = headers.into_iter().map(|(name, _)| name).collect();
+    made.insert("abi.json".to_string());
     let found = fs::read_dir(&folder).expect("include/spillway exists");
     let found: BTreeSet<String> =
         found.map(|entry| entry.expect("it is listed").file_name().to_string_lossy().into_owned()).collect();
@@ -63,7 +43,7 @@ fn the_committed_headers_are_generated_from_the_sources() {
 
 #[test]
 fn the_committed_module_for_ctypes_is_generated_from_the_sources() {
-    let text = generate(&root(), spillway::VERSION, &defaults()).python;
+    let text = generate(&root(), spillway::VERSION, &structs()).python;
     is_committed(&root().join("packaging/python/spillway/_c.py"), &text);
 }
 
@@ -81,11 +61,44 @@ fn the_umbrella_is_short_and_includes_every_header_that_is_not_experimental() {
     let umbrella = fs::read_to_string(root().join("include/spillway.h")).expect("include/spillway.h exists");
     let lines = umbrella.lines().count();
     assert!(lines <= 150, "include/spillway.h has {lines} lines, at most 150");
-    for (name, text) in generate(&root(), spillway::VERSION, &defaults()).headers {
+    for (name, text) in generate(&root(), spillway::VERSION, &structs()).headers {
         let include = format!("#include \"spillway/{name}\"");
         assert_eq!(umbrella.contains(&include), !text.contains("EXPERIMENTAL"), "{name}");
         assert!(umbrella.contains(&format!("spillway/{name}")), "the table of contents lacks {name}");
     }
+}
+
+/// All other pointers are borrowed during the call, as the umbrella says.
+#[test]
+fn a_call_whose_memory_stays_in_use_says_until_when() {
+    let calls =
+        ["tier_put", "tier_get", "io_read", "io_write", "spec_submit", "swap_submit", "undo_adam_step"];
+    let experimental = ["gpu_copy_start", "stage_submit_adam"];
+    let headers = generate(&root(), spillway::VERSION, &structs()).headers;
+    for call in calls.into_iter().chain(experimental) {
+        let declares = |block: &&str| block.contains(&format!("\nspw_status spw_{call}("));
+        let block = headers.iter().find_map(|(_, text)| text.split("\n\n").find(declares));
+        assert!(block.is_some_and(|block| block.contains("\n// Kept: ")), "spw_{call}: {block:?}");
+    }
+}
+
+#[test]
+fn the_cpp_header_covers_the_headers_that_are_not_experimental() {
+    // What C++ has otherwise: initialisers, exceptions with the text of their call, functions of the log.
+    const OTHERWISE: [&str; 5] =
+        ["spw_struct_init", "spw_error_text", "spw_get_io_failure", "spw_log_next", "spw_version"];
+    let cpp = fs::read_to_string(root().join("include/spillway.hpp")).expect("include/spillway.hpp exists");
+    let words: BTreeSet<&str> = cpp.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
+    let json = generate(&root(), spillway::VERSION, &structs()).json;
+    let json: serde_json::Value = serde_json::from_str(&json).expect("it is JSON");
+    let functions = json["functions"].as_object().expect("functions have names");
+    assert!(functions.len() > 150, "{}", functions.len());
+    let is_missing = |(name, about): &(&String, &serde_json::Value)| {
+        let is_of_classes = about["experimental"] != true && about["header"] != "spillway/deepspeed.h";
+        is_of_classes && !OTHERWISE.contains(&name.as_str()) && !words.contains(name.as_str())
+    };
+    let missing: Vec<&String> = functions.iter().filter(is_missing).map(|(name, _)| name).collect();
+    assert!(missing.is_empty(), "{missing:?}");
 }
 
 #[test]

@@ -30,6 +30,57 @@ impl Item {
         self.code[0].starts_with("typedef enum")
     }
 
+    /// True for a function.
+    pub fn is_function(&self) -> bool {
+        let first = &self.code[0];
+        !first.starts_with("typedef") && !first.starts_with("#define") && first.contains('(')
+    }
+
+    /// True for the type of a function.
+    pub fn is_callback(&self) -> bool {
+        self.code[0].contains("(*")
+    }
+
+    /// True for a struct whose fields C does not see.
+    pub fn is_handle(&self) -> bool {
+        self.code[0].starts_with("typedef struct ") && self.code[0].ends_with(';')
+    }
+
+    /// The values of an enum, or the number that a macro defines, each with its name.
+    pub fn numbers(&self) -> Vec<(&str, u64)> {
+        let code = self.code.iter().map(|line| line.trim()).filter(|line| !line.starts_with("//"));
+        let values = code.filter_map(|line| match self.is_enum() {
+            true => line.trim_end_matches(',').split_once(" = "),
+            false => line.strip_prefix("#define ")?.split_once(' '),
+        });
+        let number = |value: &str| match value {
+            "UINT32_MAX" => Some(u64::from(u32::MAX)),
+            "UINT64_MAX" => Some(u64::MAX),
+            _ => value.parse().ok(),
+        };
+        values.filter_map(|(name, value)| Some((name, number(value)?))).collect()
+    }
+
+    /// The type and the name of each parameter of a function or a function type.
+    pub fn parameters(&self) -> Vec<(String, String)> {
+        let code: Vec<&str> = self.code.iter().map(|line| line.trim()).collect();
+        let code = code.join(" ");
+        let start = code.rfind('(').expect("a function has parameters");
+        let inside = &code[start + 1..code.rfind(')').expect("it ends")];
+        let split = |parameter: &str| {
+            let at = parameter.rfind([' ', '*']).expect("a parameter has a name");
+            (parameter[..=at].trim().to_string(), parameter[at + 1..].to_string())
+        };
+        inside.split(',').map(str::trim).filter(|parameter| *parameter != "void").map(split).collect()
+    }
+
+    /// The type of a function's result.
+    pub fn result(&self) -> &str {
+        let first = self.code[0].trim_start_matches("typedef ");
+        let before = first.split('(').next().unwrap_or(first);
+        before.trim_end_matches(|c: char| c.is_alphanumeric() || c == '_').trim()
+    }
+
     /// The fields of a struct, each with its type. Empty for anything else.
     pub fn fields(&self) -> Vec<(&str, &str)> {
         if !self.code.first().is_some_and(|line| line.starts_with("typedef struct") && line.ends_with('{')) {
@@ -63,11 +114,29 @@ pub fn split(text: &str) -> Vec<Item> {
         code.push(line.to_string());
         if depth == 0 && (line.ends_with(';') || line.starts_with("#define")) {
             let (comment, code) = (std::mem::take(&mut comment), std::mem::take(&mut code));
+            let code = with_typedef_names(&code);
             items.push(Item { name: name_of(&code), comment: without_safety(comment), code });
         }
     }
     assert!(code.is_empty(), "an item without an end: {code:?}");
     items
+}
+
+/// Code with `spw_x` for `enum spw_x` and `struct spw_x`, except where these are declared: tools that read the header take
+/// the two for different types. The parameters of a function stay below each other.
+fn with_typedef_names(code: &[String]) -> Vec<String> {
+    let renamed = |line: &String| match line {
+        _ if line.starts_with("typedef ") && !line.contains("(*") => line.clone(),
+        _ if line.trim_start().starts_with("//") => line.clone(),
+        _ => line.replace("enum spw_", "spw_").replace("struct spw_", "spw_"),
+    };
+    let begin = |line: &str| line.find('(').unwrap_or(0);
+    let mut lines: Vec<String> = code.iter().map(renamed).collect();
+    let shorter = " ".repeat(begin(&code[0]) - begin(&lines[0]));
+    for line in &mut lines[1..] {
+        *line = line.strip_prefix(&shorter).unwrap_or(line).to_string();
+    }
+    lines
 }
 
 /// The name that a declaration declares.
@@ -104,12 +173,19 @@ mod tests {
     fn a_flat_text_becomes_items_with_names_and_without_safety_sections() {
         let text = "#define SPW_X 1\n\n// A struct.\ntypedef struct spw_a {\n    // 0\n    const uint32_t *b;\n} spw_a;\n\n\
                     typedef struct spw_o spw_o;\n\n// Calls.\ntypedef void (*spw_f)(void *user,\n    int x);\n\n\
-                    // Does it.\n//\n// # Safety\n// None.\nspw_status spw_do(spw_a *a,\n    spw_o *o);\n";
+                    // Does it.\n//\n// # Safety\n// None.\nenum spw_status spw_do(const struct spw_a *a,\n    \
+                    struct spw_o *o);\n";
         let items = split(text);
         let names: Vec<&str> = items.iter().map(|item| item.name.as_str()).collect();
         assert_eq!(names, ["SPW_X", "spw_a", "spw_o", "spw_f", "spw_do"]);
         assert_eq!(items[1].fields(), [("b", "const uint32_t *")]);
         assert_eq!(items[4].comment, ["// Does it."]);
+        assert_eq!(items[4].result(), "spw_status");
+        let parameters = [("const spw_a *", "a"), ("spw_o *", "o")];
+        assert_eq!(
+            items[4].parameters(),
+            parameters.map(|(kind, name)| (kind.to_string(), name.to_string()))
+        );
         assert!(items[4].mentions().eq(["spw_status", "spw_do", "spw_a", "spw_o"]));
     }
 }

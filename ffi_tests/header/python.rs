@@ -8,10 +8,10 @@ const HEAD: &str = "\"\"\"The C interface for ctypes: constants, structs and pro
 
 Generated from src/capi: SPILLWAY_BLESS=1 cargo test -p spillway-header.\"\"\"
 
-from ctypes import (CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint32,
-                    c_uint64, c_void_p)
+from ctypes import (CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64,
+                    c_void_p)
 
-from ._integers import Given, address, i32, i64, size, u32, u64
+from ._integers import Given, address, i32, i64, u32, u64
 ";
 
 /// Structs whose integers need no check: rows of tables that the package fills from tensors, and structs that the library
@@ -25,8 +25,8 @@ pub fn module(items: &[Item]) -> String {
     let mut text = HEAD.to_string();
     text.push('\n');
     items.iter().for_each(|item| text.push_str(&constants(item)));
-    for item in items.iter().filter(|item| item.code[0].contains("(*")) {
-        let types: Vec<String> = parameters(item).iter().map(|(kind, _)| callback_type(kind)).collect();
+    for item in items.iter().filter(|item| item.is_callback()) {
+        let types: Vec<String> = item.parameters().iter().map(|(kind, _)| callback_type(kind)).collect();
         let result = result_of(item);
         text.push_str(&format!("{} = CFUNCTYPE({result}, {})\n", constant(&item.name), types.join(", ")));
     }
@@ -47,9 +47,9 @@ pub fn module(items: &[Item]) -> String {
     text.push_str(")\n\n# For each function its result and its arguments.\nPROTOTYPES = {\n");
     // cbindgen names a function of a module twice.
     let mut seen = BTreeSet::new();
-    for item in items.iter().filter(|item| is_function(item) && seen.insert(item.name.as_str())) {
+    for item in items.iter().filter(|item| item.is_function() && seen.insert(item.name.as_str())) {
         let arguments: Vec<String> =
-            parameters(item).iter().map(|(kind, name)| argument_type(kind, name, &structs)).collect();
+            item.parameters().iter().map(|(kind, name)| argument_type(kind, name, &structs)).collect();
         text.push_str(&format!(
             "    \"{}\": ({}, [{}]),\n",
             item.name,
@@ -66,8 +66,8 @@ fn given<'a>(items: &'a [Item], structs: &[&'a Item]) -> BTreeSet<&'a str> {
     let read = |kind: &str| kind.starts_with("const ");
     let taken: Vec<String> = items
         .iter()
-        .filter(|item| is_function(item))
-        .flat_map(|item| parameters(item).into_iter().map(|(kind, _)| kind))
+        .filter(|item| item.is_function())
+        .flat_map(|item| item.parameters().into_iter().map(|(kind, _)| kind))
         .chain(structs.iter().flat_map(|item| item.fields().into_iter().map(|(_, kind)| kind.to_string())))
         .filter(|kind| read(kind))
         .collect();
@@ -78,24 +78,9 @@ fn given<'a>(items: &'a [Item], structs: &[&'a Item]) -> BTreeSet<&'a str> {
 
 /// `NAME = value` for each value of an enum, and for a number that is defined. Names have no `SPW_`.
 fn constants(item: &Item) -> String {
-    let code = item.code.iter().map(|line| line.trim()).filter(|line| !line.starts_with("//"));
-    let values: Vec<String> = match item.is_enum() {
-        true => code
-            .filter_map(|line| line.trim_end_matches(',').split_once(" = "))
-            .map(|(name, value)| format!("{} = {value}\n", constant(name)))
-            .collect(),
-        false => code
-            .filter_map(|line| line.strip_prefix("#define ")?.split_once(' '))
-            .map(|(name, value)| match value {
-                "UINT32_MAX" => (name, u32::MAX.to_string()),
-                "UINT64_MAX" => (name, u64::MAX.to_string()),
-                _ => (name, value.to_string()),
-            })
-            .filter(|(_, value)| value.parse::<u64>().is_ok())
-            .map(|(name, value)| format!("{} = {value}\n", constant(name)))
-            .collect(),
-    };
-    if item.is_enum() { format!("# {}\n{}\n", item.name, values.concat()) } else { values.concat() }
+    let numbers = item.numbers().into_iter();
+    let values: String = numbers.map(|(name, value)| format!("{} = {value}\n", constant(name))).collect();
+    if item.is_enum() { format!("# {}\n{}\n", item.name, values) } else { values }
 }
 
 /// `spw_adam_options` as the name of a class: `AdamOptions`.
@@ -110,37 +95,15 @@ fn constant(name: &str) -> String {
     name.strip_prefix("SPW_").unwrap_or(&name).to_string()
 }
 
-fn is_function(item: &Item) -> bool {
-    let first = &item.code[0];
-    !first.starts_with("typedef") && !first.starts_with("#define") && first.contains('(')
-}
-
-/// The type and the name of each parameter of a function or a function type.
-fn parameters(item: &Item) -> Vec<(String, String)> {
-    let code: Vec<&str> = item.code.iter().map(|line| line.trim()).collect();
-    let code = code.join(" ");
-    let start = code.rfind('(').expect("a function has parameters");
-    let inside = &code[start + 1..code.rfind(')').expect("it ends")];
-    let split = |parameter: &str| {
-        let at = parameter.rfind([' ', '*']).expect("a parameter has a name");
-        (parameter[..=at].replace("struct ", "").trim().to_string(), parameter[at + 1..].to_string())
-    };
-    inside.split(',').map(str::trim).filter(|parameter| *parameter != "void").map(split).collect()
-}
-
 fn result_of(item: &Item) -> &'static str {
-    let first = item.code[0].trim_start_matches("typedef ");
-    let names = [
-        ("void ", "None"),
-        ("uint32_t ", "c_uint32"),
-        ("uint64_t ", "c_uint64"),
-        ("int32_t ", "c_int32"),
-        ("const char *", "c_char_p"),
-        ("spw_status ", "c_int32"),
-        ("enum spw_status ", "c_int32"),
-    ];
-    let found = names.iter().find(|(c, _)| first.starts_with(c));
-    found.unwrap_or_else(|| panic!("{first}: a result without a type in Python")).1
+    match item.result() {
+        "void" => "None",
+        "uint32_t" => "c_uint32",
+        "uint64_t" => "c_uint64",
+        "int32_t" | "spw_status" => "c_int32",
+        "const char *" => "c_char_p",
+        other => panic!("{}: the result {other} has no type in Python", item.name),
+    }
 }
 
 fn callback_type(kind: &str) -> String {
@@ -155,10 +118,9 @@ fn callback_type(kind: &str) -> String {
 fn argument_type(kind: &str, name: &str, structs: &[&Item]) -> String {
     let short = match kind {
         "uint32_t" => "u32",
-        "int32_t" | "enum spw_status" | "spw_status" => "i32",
+        "int32_t" | "spw_status" => "i32",
         "uint64_t" => "u64",
         "int64_t" => "i64",
-        "size_t" => "size",
         // Tables of tensors, and numbers for which a caller has an address, of an array of numpy or torch.
         "void *" | "const void *" | "float *" | "const float *" => "address",
         "const uint64_t *" | "const uint32_t *" => "address",
@@ -207,6 +169,6 @@ fn pointer_type(kind: &str, structs: &[&Item]) -> String {
 
 /// The type at the end of a pointer; `None` for other types.
 fn pointee(kind: &str) -> Option<&str> {
-    let to = kind.trim_start_matches("const ").trim_start_matches("struct ");
+    let to = kind.trim_start_matches("const ");
     kind.contains('*').then(|| to.split([' ', '*']).next().unwrap_or(to))
 }

@@ -72,12 +72,12 @@ fn nothing_runs_or_is_demanded_when_the_library_is_loaded() {
 /// Lines of the layout: a struct's size, then offset and size of each field.
 fn layout_of_rust() -> String {
     let mut text = String::new();
-    capi::visit_structs(|name, size, fields| {
+    for capi::CStruct { name, size, fields, .. } in capi::structs() {
         text.push_str(&format!("{name} {size}\n"));
         for (field, offset, size) in fields {
             text.push_str(&format!("{name}.{field} {offset} {size}\n"));
         }
-    });
+    }
     text
 }
 

@@ -126,6 +126,8 @@ fn destdir_changes_where_files_are_written_and_not_what_they_say() {
     let preload = succeed(Command::new("nm").arg("-D").arg(lib.join("libspillway_preload.so")), TIMEOUT);
     assert!(preload.contains(" T io_submit"), "{preload}");
     assert!(pc.contains("\npreload=${libdir}/libspillway_preload.so\n"), "{pc}");
+    assert!(pc.contains("\nabi=2\ndeclarations=${includedir}/spillway/abi.json\n"), "{pc}");
+    assert!(stage.join("opt/spillway/include/spillway/abi.json").exists());
     let installed = fs::read(stage.join("opt/spillway/bin/spillway")).expect("the tool is installed");
     assert_eq!(installed, fs::read(tool).expect("every system has it"));
     assert!(stage.join("opt/spillway/include/spillway.hpp").exists());

@@ -97,7 +97,7 @@ typedef struct spw_arena_options {
     // which other processes open by a descriptor.
     const char *name;
     // Regions, 1 to 65536.
-    const struct spw_arena_region *regions;
+    const spw_arena_region *regions;
     // Number of regions.
     uint64_t region_count;
     // NUMA node for SPW_ARENA_FLAG_BIND_NODE.
@@ -153,8 +153,8 @@ typedef struct spw_arena spw_arena;
 // - SPW_ERR_ARENA_FOREIGN: the file of this name belongs to another user, is a link, or has a second name.
 // - SPW_ERR_LIMIT_REACHED: this process holds 1024 locks of arenas and tiers.
 // - SPW_ERR_SYSTEM: there is too little shared memory, or /proc is not mounted.
-enum spw_status spw_arena_create(const struct spw_arena_options *options,
-                                 struct spw_arena **arena_out);
+spw_status spw_arena_create(const spw_arena_options *options,
+                            spw_arena **arena_out);
 
 // Opens an arena by its name, with `flags` (a sum of `spw_arena_open_flag`). Waits up to `timeout_ms` milliseconds for
 // an arena that does not exist, is not complete, or whose owner has ended (0: does not wait; negative: without limit).
@@ -163,37 +163,37 @@ enum spw_status spw_arena_create(const struct spw_arena_options *options,
 // - SPW_ERR_ARENA_PEER_ENDED: its owner has ended.
 // - SPW_ERR_ARENA_FORMAT: it is truncated, damaged, not an arena, or of another version.
 // - SPW_ERR_ARENA_FOREIGN: it belongs to another user.
-enum spw_status spw_arena_open(const char *name,
-                               uint32_t flags,
-                               int64_t timeout_ms,
-                               struct spw_arena **arena_out);
+spw_status spw_arena_open(const char *name,
+                          uint32_t flags,
+                          int64_t timeout_ms,
+                          spw_arena **arena_out);
 
 // Opens an arena that was created without a name, by a descriptor of its memfd: received from its owner, or opened as
 // /proc/PID/fd/FD. The caller keeps the descriptor. Errors are those of `spw_arena_open`.
-enum spw_status spw_arena_open_fd(int32_t fd,
-                                  uint32_t flags,
-                                  struct spw_arena **arena_out);
+spw_status spw_arena_open_fd(int32_t fd,
+                             uint32_t flags,
+                             spw_arena **arena_out);
 
 // Unmaps the arena; addresses inside it become invalid once no stage uses it. The owner's close removes the name. If the
 // system refuses that, as under another effective user, the name stays with a warning in the log. A write that has not
 // ended leaves its region torn. NULL does nothing.
-enum spw_status spw_arena_close(struct spw_arena *arena);
+spw_status spw_arena_close(spw_arena *arena);
 
 // Removes the name of an arena whose owner has ended. Processes that have it open keep their memory.
 // SPW_ERR_ARENA_EXISTS if its owner lives, SPW_ERR_ARENA_MISSING if there is none, SPW_ERR_ARENA_FORMAT if the file of
 // this name is no arena; the file stays. A file that is empty, or that holds only zeros, counts as an arena whose creation
 // was interrupted: it is removed.
-enum spw_status spw_arena_collect(const char *name);
+spw_status spw_arena_collect(const char *name);
 
 // Writes the properties of the arena and of its mapping in this process.
-enum spw_status spw_arena_get_info(const struct spw_arena *arena, struct spw_arena_info *info_out);
+spw_status spw_arena_get_info(const spw_arena *arena, spw_arena_info *info_out);
 
 // Writes the requested properties that the arena lacks, such as huge pages, and the reasons. The text is empty if the
 // arena has all of them. `size` and `needed_out` as for every text output.
-enum spw_status spw_arena_get_notes(const struct spw_arena *arena,
-                                    char *text_out,
-                                    size_t size,
-                                    uint64_t *needed_out);
+spw_status spw_arena_get_notes(const spw_arena *arena,
+                               char *text_out,
+                               uint64_t size,
+                               uint64_t *needed_out);
 
 // A region of an arena.
 typedef struct spw_arena_region_info {
@@ -230,15 +230,15 @@ typedef struct spw_arena_snapshot {
     { sizeof(spw_arena_snapshot), 0, 0, 0 }
 
 // Writes the index of the region of that name: its place in the list of the arena's options.
-enum spw_status spw_arena_find(const struct spw_arena *arena, const char *name, uint32_t *region_out);
+spw_status spw_arena_find(const spw_arena *arena, const char *name, uint32_t *region_out);
 
 // Writes where a region is, its generation, and its name. `size` and `needed_out` as for every text output.
-enum spw_status spw_arena_get_region(const struct spw_arena *arena,
-                                     uint32_t region,
-                                     struct spw_arena_region_info *info_out,
-                                     char *name_out,
-                                     size_t size,
-                                     uint64_t *needed_out);
+spw_status spw_arena_get_region(const spw_arena *arena,
+                                uint32_t region,
+                                spw_arena_region_info *info_out,
+                                char *name_out,
+                                uint64_t size,
+                                uint64_t *needed_out);
 
 // Begins to write a region as `generation`, which is above the present one. Readers wait until `spw_arena_write_end`.
 // `torn_out` (may be NULL) receives 1 if an earlier writer ended in the middle of a write, else 0. Every byte of a torn
@@ -246,22 +246,22 @@ enum spw_status spw_arena_get_region(const struct spw_arena *arena,
 //
 // A process that ends before `spw_arena_write_end` leaves the region torn: readers get SPW_ERR_ARENA_TORN, and another
 // process may write. SPW_ERR_BUSY while another handle or thread writes the region.
-enum spw_status spw_arena_write_begin(const struct spw_arena *arena,
-                                      uint32_t region,
-                                      uint64_t generation,
-                                      uint32_t *torn_out);
+spw_status spw_arena_write_begin(const spw_arena *arena,
+                                 uint32_t region,
+                                 uint64_t generation,
+                                 uint32_t *torn_out);
 
 // Ends a write of `spw_arena_write_begin`: the region holds the whole of its new generation. Waiting readers of all
 // processes continue. SPW_ERR_INVALID_ARGUMENT if this handle does not write the region, or a stage has it.
-enum spw_status spw_arena_write_end(const struct spw_arena *arena,
-                                    uint32_t region);
+spw_status spw_arena_write_end(const spw_arena *arena,
+                               uint32_t region);
 
 // Ends a write without a new generation. `restored` 1: every byte is again as before `spw_arena_write_begin`, and the
 // earlier generation stays. 0, or if the region was torn before: the region is torn. Errors are those of
 // `spw_arena_write_end`.
-enum spw_status spw_arena_write_abort(const struct spw_arena *arena,
-                                      uint32_t region,
-                                      uint32_t restored);
+spw_status spw_arena_write_abort(const spw_arena *arena,
+                                 uint32_t region,
+                                 uint32_t restored);
 
 // Begins a read in place: waits until no writer is at work and the region has at least generation `at_least`, for up to
 // `timeout_ms` milliseconds (0: polls; negative: without limit). Data that is read at the region's address is valid
@@ -269,27 +269,27 @@ enum spw_status spw_arena_write_abort(const struct spw_arena *arena,
 //
 // - SPW_ERR_ARENA_TORN: the writer ended in the middle of a write.
 // - SPW_ERR_TIMEOUT: the message names the writer, or the generation.
-enum spw_status spw_arena_read_begin(const struct spw_arena *arena,
-                                     uint32_t region,
-                                     uint64_t at_least,
-                                     int64_t timeout_ms,
-                                     struct spw_arena_snapshot *snapshot_out);
+spw_status spw_arena_read_begin(const spw_arena *arena,
+                                uint32_t region,
+                                uint64_t at_least,
+                                int64_t timeout_ms,
+                                spw_arena_snapshot *snapshot_out);
 
 // Returns SPW_OK if the region was not written since the snapshot, else SPW_ERR_ARENA_CHANGED.
-enum spw_status spw_arena_read_validate(const struct spw_arena *arena,
-                                        uint32_t region,
-                                        const struct spw_arena_snapshot *snapshot);
+spw_status spw_arena_read_validate(const spw_arena *arena,
+                                   uint32_t region,
+                                   const spw_arena_snapshot *snapshot);
 
 // Copies `bytes` bytes from `offset` of a region to `to_out`, all of one generation, which is at least `at_least`.
 // Waits as `spw_arena_read_begin`. After an error the bytes at `to_out` are unspecified. `generation_out` may be NULL.
-enum spw_status spw_arena_read(const struct spw_arena *arena,
-                               uint32_t region,
-                               uint64_t at_least,
-                               uint64_t offset,
-                               void *to_out,
-                               uint64_t bytes,
-                               int64_t timeout_ms,
-                               uint64_t *generation_out);
+spw_status spw_arena_read(const spw_arena *arena,
+                          uint32_t region,
+                          uint64_t at_least,
+                          uint64_t offset,
+                          void *to_out,
+                          uint64_t bytes,
+                          int64_t timeout_ms,
+                          uint64_t *generation_out);
 
 // The results of all processes of an arena together.
 typedef struct spw_arena_verdict {
@@ -311,18 +311,18 @@ typedef struct spw_arena_verdict {
 // Takes the number `process` (from 0, below `processes` of the arena) for this handle. Every process joins before the
 // first round, so that the others notice its death. An open round that an earlier process posted with this number is
 // aborted. Joining again does nothing. SPW_ERR_BUSY if another handle has the number.
-enum spw_status spw_arena_join(const struct spw_arena *arena,
-                               uint32_t process);
+spw_status spw_arena_join(const spw_arena *arena,
+                          uint32_t process);
 
 // Posts the local result of `process` for `round` (1 to 2^32 - 1, each round once): the statistics of its gradients, and
 // `failed` 1 if one of its stages failed. A round is decided once all processes have posted it. The call is an error while
 // the round that the process posted before is open: wait for its verdict, or abort it. A round that was aborted may
 // be posted; its wait is an error at once.
-enum spw_status spw_arena_post(const struct spw_arena *arena,
-                               uint32_t process,
-                               uint64_t round,
-                               const struct spw_step_stats *stats,
-                               uint32_t failed);
+spw_status spw_arena_post(const spw_arena *arena,
+                          uint32_t process,
+                          uint64_t round,
+                          const spw_step_stats *stats,
+                          uint32_t failed);
 
 // Waits until `round` is decided, for up to `timeout_ms` milliseconds (0: polls; negative: without limit), and writes its
 // verdict. Every process gets the same outcome, and the same bits.
@@ -335,20 +335,20 @@ enum spw_status spw_arena_post(const struct spw_arena *arena,
 //
 // A handle that has not joined observes: it aborts no round. It waits on for a process that ended, because a process that
 // joins with the same number may post the round; the message of its timeout names the process that ended.
-enum spw_status spw_arena_wait_verdict(const struct spw_arena *arena,
-                                       uint64_t round,
-                                       int64_t timeout_ms,
-                                       struct spw_arena_verdict *verdict_out);
+spw_status spw_arena_wait_verdict(const spw_arena *arena,
+                                  uint64_t round,
+                                  int64_t timeout_ms,
+                                  spw_arena_verdict *verdict_out);
 
 // Leaves `round`, posted or not: aborts it for all processes, unless it is decided. All open rounds below `round` are
 // aborted with it. `decided_out` receives 1 if the round
 // was decided before: `verdict_out` then has the verdict, which this process follows as all others do. Otherwise it
 // receives 0, all processes roll back, and `verdict_out` stays as it is.
-enum spw_status spw_arena_abort_round(const struct spw_arena *arena,
-                                      uint32_t process,
-                                      uint64_t round,
-                                      uint32_t *decided_out,
-                                      struct spw_arena_verdict *verdict_out);
+spw_status spw_arena_abort_round(const spw_arena *arena,
+                                 uint32_t process,
+                                 uint64_t round,
+                                 uint32_t *decided_out,
+                                 spw_arena_verdict *verdict_out);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -145,9 +145,22 @@ typedef enum spw_status {
 // constant.
 const char *spw_status_name(int32_t status);
 
-// Returns the message of this thread's last failed call: which argument or operation failed, and why. The pointer is
-// never NULL; the text is empty if no call failed. It is valid until the next failing call of this thread.
+// Returns the message of this thread's last failed call: which argument or operation failed, and why. The text is empty
+// if no call failed, and truncated after 4095 bytes. The pointer is never NULL, and valid until the thread ends. The next
+// failing call of this thread changes the text.
 const char *spw_last_error(void);
+
+// Writes the message of one failed call, whatever thread asks. A failing call leaves the number `error` of its failure in
+// errno; other calls change errno as they like. A runtime that moves its tasks from thread to thread reads errno together
+// with the status, as its calls of C do: `status, err := C.spw_f()` in Go, captureCallState("errno") in Java, SetLastError in
+// C#. `error` 0 is the last failed call of this thread.
+//
+// The messages of the last 1024 failed calls of the process are kept. SPW_ERR_NOT_FOUND for an older one, and for a number
+// that is none of a failed call.
+spw_status spw_error_text(int32_t error,
+                          char *text_out,
+                          uint64_t size,
+                          uint64_t *needed_out);
 
 // Version of the binary interface; the SONAME contains it. Within one version, functions and fields are only added.
 #define SPW_ABI_VERSION 2
@@ -157,6 +170,14 @@ uint32_t spw_abi_version(void);
 
 // Returns the release version, for example "0.1.0". The string is constant.
 const char *spw_version(void);
+
+// Writes a struct of these headers as its macro SPW_X_INIT makes it, for languages that do not see macros. `name` is
+// the name of its type, such as "spw_adam_options", and `size` the size of the caller's struct.
+//
+//     spw_struct_init("spw_adam_options", &options, sizeof options);
+spw_status spw_struct_init(const char *name,
+                           void *struct_out,
+                           uint64_t size);
 
 // The kernel, the threads and the optimizer work of this process.
 typedef struct spw_info {
@@ -188,7 +209,7 @@ typedef struct spw_info {
 // Reads how this process runs steps, and how many it has run. The environment variable `SPILLWAY_KERNEL` selects a kernel.
 // If this processor lacks it, this call and every step are SPW_ERR_UNSUPPORTED. A wrong value of `SPILLWAY_NUM_THREADS` is
 // SPW_ERR_INVALID_ARGUMENT.
-enum spw_status spw_get_info(struct spw_info *info_out);
+spw_status spw_get_info(spw_info *info_out);
 
 // Settings of the process's thread pool. Every process has one pool.
 typedef struct spw_thread_options {
@@ -206,7 +227,7 @@ typedef struct spw_thread_options {
 // wake up. Without this call the number is that of the environment variable `SPILLWAY_NUM_THREADS`. Without the
 // variable it is the number of processors that this process may use, divided by `LOCAL_WORLD_SIZE`. Steps in flight
 // keep their workers. The log (level info) states once how the number was derived.
-enum spw_status spw_set_threads(const struct spw_thread_options *options);
+spw_status spw_set_threads(const spw_thread_options *options);
 
 // Severity of a log message. A level includes the levels before it.
 typedef enum spw_log_level {
@@ -222,18 +243,33 @@ typedef enum spw_log_level {
     SPW_LOG_LEVEL_DEBUG = 4,
 } spw_log_level;
 
-// Receives log messages. The library may call it from any thread, and from several threads at once. `message` is valid
-// during the call.
+// Receives log messages, on a thread that is in a call of the library: see `spw_set_log`. `message` is valid during
+// the call. It may call the library.
 typedef void (*spw_log_fn)(void *user, int32_t level, const char *message);
 
-// Sends messages up to `level` (an `spw_log_level`) to `log`, which receives `user`. `log` NULL restores the default:
-// stderr if the environment variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else no output.
+// Chooses what becomes of messages up to `level` (an `spw_log_level`).
 //
-// The call waits until calls of the previous function in flight return. After it, the previous `user` may be freed. A
-// call from inside `log` does not wait. The caller must hold no lock that the previous function takes.
-enum spw_status spw_set_log(spw_log_fn log,
-                            void *user,
-                            int32_t level);
+// - `log` receives them with `user`, at the end of the calls that the program makes, on the thread of the call. Messages
+//   of the library's own threads wait for such a call. So `log` never runs on a thread that the program did not make, but
+//   it runs on several of the program's threads at once if these call the library at once.
+// - `log` NULL keeps them for `spw_log_next`, which suits a program whose runtime calls the library from threads of its own.
+// - `log` NULL and SPW_LOG_LEVEL_OFF restore the default. The library then writes at once to stderr, if the environment
+//   variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else nowhere.
+//
+// Up to 256 messages wait. If there are more, the oldest are lost, and a message says how many. The call waits until
+// calls of the previous function in flight return. After it, the previous `user` may be freed. A call from inside `log`
+// does not wait. The caller must hold no lock that the previous function takes.
+spw_status spw_set_log(spw_log_fn log,
+                       void *user,
+                       int32_t level);
+
+// Takes the oldest message that waits, after `spw_set_log` with `log` NULL and a level. `level_out` receives its
+// `spw_log_level`, or SPW_LOG_LEVEL_OFF with an empty text if there is none. With `text_out` NULL the message stays, and
+// `needed_out` receives its bytes. The call never waits.
+spw_status spw_log_next(int32_t *level_out,
+                        char *text_out,
+                        uint64_t size,
+                        uint64_t *needed_out);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -56,7 +56,7 @@ typedef struct spw_ds_adam_call {
     float eps;
     // Weight decay.
     float weight_decay;
-    // Factor on the gradient.
+    // Factor on the gradient; not 0.
     float grad_scale;
 } spw_ds_adam_call;
 
@@ -85,19 +85,19 @@ typedef struct spw_ds_adam_state {
     { sizeof(spw_ds_adam_state), 0, 0, 0.0f, 0.0f, 0.0f, 0.0f }
 
 // Writes the state of an id, for `spw_ds_adam_set_state` in another process.
-enum spw_status spw_ds_adam_get_state(int32_t id, struct spw_ds_adam_state *state_out);
+spw_status spw_ds_adam_get_state(int32_t id, spw_ds_adam_state *state_out);
 
 // Creates the id with this state, or replaces the state of an existing id. The next step is bit-identical to the next
 // step in the saving process.
-enum spw_status spw_ds_adam_set_state(int32_t id,
-                                      const struct spw_ds_adam_state *state);
+spw_status spw_ds_adam_set_state(int32_t id,
+                                 const spw_ds_adam_state *state);
 
 // DeepSpeed's `create_adam`: creates the optimizer `id`, or resets it. `adamw_mode` 1 is AdamW, 0 is L2. Ids are
 // shared by all threads of the process. Calls with an id that was not created are SPW_ERR_UNKNOWN_ID.
-enum spw_status spw_ds_adam_create(int32_t id,
-                                   float beta1,
-                                   float beta2,
-                                   uint32_t adamw_mode);
+spw_status spw_ds_adam_create(int32_t id,
+                              float beta1,
+                              float beta2,
+                              uint32_t adamw_mode);
 
 // DeepSpeed's `adam_update` of one tensor. Each id keeps the powers of beta in f32, as DeepSpeed does:
 //
@@ -107,10 +107,10 @@ enum spw_status spw_ds_adam_create(int32_t id,
 //
 // The results have the bits of DeepSpeed's AVX-512 build. If `undo` is not NULL, the step is recorded in it for
 // `spw_ds_adam_rollback`, as by `spw_undo_adam_step`.
-enum spw_status spw_ds_adam_update(struct spw_undo *undo,
-                                   int32_t id,
-                                   const struct spw_ds_adam_call *call,
-                                   const struct spw_tensor *tensor);
+spw_status spw_ds_adam_update(spw_undo *undo,
+                              int32_t id,
+                              const spw_ds_adam_call *call,
+                              const spw_tensor *tensor);
 
 // DeepSpeed's `adam_rollback` of one tensor, with the arguments of the update that is rolled back.
 //
@@ -120,16 +120,16 @@ enum spw_status spw_ds_adam_update(struct spw_undo *undo,
 //
 // DeepSpeed's implementation writes 0 to a parameter whose gradient is not finite. It supports neither L2 nor steps
 // without bias correction.
-enum spw_status spw_ds_adam_rollback(struct spw_undo *undo,
-                                     int32_t id,
-                                     const struct spw_ds_adam_call *call,
-                                     const struct spw_tensor *tensor,
-                                     uint32_t *exact_out);
+spw_status spw_ds_adam_rollback(spw_undo *undo,
+                                int32_t id,
+                                const spw_ds_adam_call *call,
+                                const spw_tensor *tensor,
+                                uint32_t *exact_out);
 
 // DeepSpeed's `destroy_adam`: removes the optimizer `id`.
-enum spw_status spw_ds_adam_destroy(int32_t id);
+spw_status spw_ds_adam_destroy(int32_t id);
 
-// Called by the thread that runs the update after each subgroup's step, while transfers of other subgroups continue.
+// Called on the thread that made the call, after each subgroup's step, while transfers of other subgroups continue.
 // `param` holds the subgroup's new f32 master weights and is valid until the return. A return value other than 0 ends
 // the update with SPW_ERR_INVALID_ARGUMENT. The function must not call the update.
 typedef int32_t (*spw_swap_stepped_fn)(void *user, uint64_t subgroup, const float *param);
@@ -138,13 +138,13 @@ typedef int32_t (*spw_swap_stepped_fn)(void *user, uint64_t subgroup, const floa
 // advance in the order of `calls`, whatever the order of the steps, so the bits are those of DeepSpeed's step over
 // states in memory. `tensors[i].options` is NULL. The id advances only if the whole update succeeds. `stepped`
 // may be NULL.
-enum spw_status spw_swap_ds_adam_step(struct spw_swap *swap,
-                                      int32_t id,
-                                      const struct spw_ds_adam_call *calls,
-                                      const struct spw_tensor *tensors,
-                                      uint64_t count,
-                                      spw_swap_stepped_fn stepped,
-                                      void *user);
+spw_status spw_swap_ds_adam_step(spw_swap *swap,
+                                 int32_t id,
+                                 const spw_ds_adam_call *calls,
+                                 const spw_tensor *tensors,
+                                 uint64_t count,
+                                 spw_swap_stepped_fn stepped,
+                                 void *user);
 
 // Gives the update that `spw_swap_begin` opened the arithmetic of `spw_swap_ds_adam_step`, with one call per subgroup.
 // It comes before the first `spw_swap_submit`, whose tensors then have no options. The id advances when
@@ -152,20 +152,20 @@ enum spw_status spw_swap_ds_adam_step(struct spw_swap *swap,
 //
 // - SPW_ERR_NO_ROUND: no update is open.
 // - SPW_ERR_BUCKET_SUBMITTED: a subgroup was already submitted.
-enum spw_status spw_swap_ds_adam_calls(struct spw_swap *swap,
-                                       int32_t id,
-                                       const struct spw_ds_adam_call *calls,
-                                       uint64_t count);
+spw_status spw_swap_ds_adam_calls(spw_swap *swap,
+                                  int32_t id,
+                                  const spw_ds_adam_call *calls,
+                                  uint64_t count);
 
 // Submits a bucket of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters of `call` and the
-// arithmetic of `spw_ds_adam_update`. grad_scale and max_norm are those of the round; `call->grad_scale` is ignored.
+// arithmetic of `spw_ds_adam_update`. grad_scale and max_norm are those of the round, in place of `call->grad_scale`.
 // The step of `id` advances now. Otherwise as `spw_spec_submit`.
-enum spw_status spw_spec_submit_ds_adam(const struct spw_spec *spec,
-                                        uint32_t bucket,
-                                        int32_t id,
-                                        const struct spw_ds_adam_call *call,
-                                        const struct spw_tensor *tensor,
-                                        const struct spw_spec_event *event);
+spw_status spw_spec_submit_ds_adam(const spw_spec *spec,
+                                   uint32_t bucket,
+                                   int32_t id,
+                                   const spw_ds_adam_call *call,
+                                   const spw_tensor *tensor,
+                                   const spw_spec_event *event);
 
 #ifdef __cplusplus
 } // extern "C"

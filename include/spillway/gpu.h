@@ -113,7 +113,7 @@ typedef struct spw_gpu spw_gpu;
 // - SPW_ERR_DRIVER_STUB: the library is a toolkit's stub.
 // - SPW_ERR_DRIVER_TOO_OLD: the driver is older than 525.
 // - SPW_ERR_GPU_FORKED: the process was forked after CUDA was used.
-enum spw_status spw_gpu_probe(struct spw_gpu_driver *driver_out);
+spw_status spw_gpu_probe(spw_gpu_driver *driver_out);
 
 // Opens a GPU in its primary context, which the framework uses too, and compiles the kernels for it. The compilation
 // takes about a second the first time on a machine; later the driver has it cached.
@@ -124,15 +124,15 @@ enum spw_status spw_gpu_probe(struct spw_gpu_driver *driver_out);
 // Calls on the GPU do not disturb a graph that another thread captures. A stream under capture, or an event recorded
 // under capture, is an error. Pinned memory of this library that a copy or an interleaved update uses is registered
 // with the driver. A child forked meanwhile does not have this memory mapped and must not touch it.
-enum spw_status spw_gpu_open(const struct spw_gpu_options *options,
-                             struct spw_gpu **gpu_out);
+spw_status spw_gpu_open(const spw_gpu_options *options,
+                        spw_gpu **gpu_out);
 
 // Waits for copies and steps in flight, and closes the GPU. Interleaved updates and speculation engines that use the
 // GPU keep working. NULL does nothing.
-enum spw_status spw_gpu_close(struct spw_gpu *gpu);
+spw_status spw_gpu_close(spw_gpu *gpu);
 
 // Reads the properties of the GPU.
-enum spw_status spw_gpu_get_info(const struct spw_gpu *gpu, struct spw_gpu_info *info_out);
+spw_status spw_gpu_get_info(const spw_gpu *gpu, spw_gpu_info *info_out);
 
 // Does `spw_adam_step` on the GPU, with the same bits. All spans of the tensors are device memory. The step runs in
 // order on `stream`. With `stats_out` the call waits for the step; with `stats_out` NULL it returns at once.
@@ -141,20 +141,20 @@ enum spw_status spw_gpu_get_info(const struct spw_gpu *gpu, struct spw_gpu_info 
 //
 // With shadow spans the old state stays unchanged. To roll the step back exactly, the caller keeps using the old
 // state. To redo it, the caller passes the old state to this call again with another factor.
-enum spw_status spw_gpu_adam_step(const struct spw_gpu *gpu,
-                                  const struct spw_adam_options *options,
-                                  const struct spw_tensor *tensors,
-                                  uint64_t count,
-                                  uint64_t stream,
-                                  struct spw_step_stats *stats_out);
+spw_status spw_gpu_adam_step(const spw_gpu *gpu,
+                             const spw_adam_options *options,
+                             const spw_tensor *tensors,
+                             uint64_t count,
+                             uint64_t stream,
+                             spw_step_stats *stats_out);
 
 // Does `spw_ds_adam_update` of one tensor in device memory, with the same bits. The step runs in order on `stream`, and
 // the call returns at once. The step of `id` advances if the call succeeds.
-enum spw_status spw_gpu_ds_adam_update(const struct spw_gpu *gpu,
-                                       int32_t id,
-                                       const struct spw_ds_adam_call *call,
-                                       const struct spw_tensor *tensor,
-                                       uint64_t stream);
+spw_status spw_gpu_ds_adam_update(const spw_gpu *gpu,
+                                  int32_t id,
+                                  const spw_ds_adam_call *call,
+                                  const spw_tensor *tensor,
+                                  uint64_t stream);
 
 // Direction of a copy. Passed as `uint32_t`.
 typedef enum spw_gpu_direction {
@@ -240,21 +240,22 @@ typedef struct spw_gpu_link {
     { sizeof(spw_gpu_link), 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0 }
 
 // Queues a copy, in chunks on the library's own streams, and returns. `ticket_out` (may be NULL) receives its ticket.
-// Copies of one direction run in the order of the calls; the two directions run concurrently. Until the copy ends, the
-// host memory stays pinned and unused, and the framework must not use the device memory. To wait, use
-// `spw_gpu_copy_wait` or `spw_gpu_copy_stream_wait`.
-enum spw_status spw_gpu_copy_start(const struct spw_gpu *gpu,
-                                   const struct spw_gpu_copy *copy,
-                                   uint64_t *ticket_out);
+// Copies of one direction run in the order of the calls; the two directions run concurrently. To wait,
+// use `spw_gpu_copy_wait` or `spw_gpu_copy_stream_wait`.
+//
+// Kept: the host memory, pinned and unused, and the device memory, until the copy ends.
+spw_status spw_gpu_copy_start(const spw_gpu *gpu,
+                              const spw_gpu_copy *copy,
+                              uint64_t *ticket_out);
 
 // Waits for a copy for up to `timeout_ms` milliseconds (0: poll; negative: without limit). SPW_ERR_TIMEOUT if it has
 // not ended by then.
-enum spw_status spw_gpu_copy_wait(const struct spw_gpu *gpu,
-                                  uint64_t ticket,
-                                  int64_t timeout_ms);
+spw_status spw_gpu_copy_wait(const spw_gpu *gpu,
+                             uint64_t ticket,
+                             int64_t timeout_ms);
 
 // Makes work queued later on `stream` wait, on the device, for a copy.
-enum spw_status spw_gpu_copy_stream_wait(const struct spw_gpu *gpu, uint64_t ticket, uint64_t stream);
+spw_status spw_gpu_copy_stream_wait(const spw_gpu *gpu, uint64_t ticket, uint64_t stream);
 
 // Returns the rates of the link and the type in which gradients should cross it (SuperOffload section 4.5). The type
 // is f32 if the host accumulates gradients (`accumulates` 1), else the faster one when copies and CPU steps overlap.
@@ -262,10 +263,10 @@ enum spw_status spw_gpu_copy_stream_wait(const struct spw_gpu *gpu, uint64_t tic
 // The first call on a machine measures, which takes about a second and 200 MiB, and stores the rates in a profile. The
 // profile is the path in `SPILLWAY_PROFILE`, else `spillway/profile` in `XDG_CACHE_HOME` or `~/.cache`. If the
 // variable is empty, every call measures. `again` 1 measures again.
-enum spw_status spw_gpu_measure_link(const struct spw_gpu *gpu,
-                                     uint32_t accumulates,
-                                     uint32_t again,
-                                     struct spw_gpu_link *link_out);
+spw_status spw_gpu_measure_link(const spw_gpu *gpu,
+                                uint32_t accumulates,
+                                uint32_t again,
+                                spw_gpu_link *link_out);
 
 // Sets the uploads of a bucket's 16-bit copies. From now on each copy is uploaded as soon as it is valid. `copies` are
 // `count` copies of direction SPW_GPU_DIRECTION_H2D from pinned memory, which the bucket's tensors name as param_copy.
@@ -275,30 +276,30 @@ enum spw_status spw_gpu_measure_link(const struct spw_gpu *gpu,
 // The engine overwrites a 16-bit copy only after its last upload has ended. Device memory, host memory and handles of
 // the copies stay valid until the engine is closed or this function is called again. `gpu` may be closed before the
 // engine.
-enum spw_status spw_spec_publish_to(const struct spw_spec *spec,
-                                    uint32_t bucket,
-                                    const struct spw_gpu *gpu,
-                                    const struct spw_gpu_copy *copies,
-                                    uint64_t count);
+spw_status spw_spec_publish_to(const spw_spec *spec,
+                               uint32_t bucket,
+                               const spw_gpu *gpu,
+                               const spw_gpu_copy *copies,
+                               uint64_t count);
 
 // Submits a bucket whose tensors' spans are all device memory (a tail bucket of SuperOffload section
 // 4.3). The engine measures its gradient when `event` has happened. The GPU steps it once, after the verdict, with the
 // bits of any other bucket. Its work runs in order on `stream`, which stays alive until the bucket is final. The round
 // must be of `spw_spec_begin_adam`. Otherwise as `spw_spec_submit`.
-enum spw_status spw_spec_submit_gpu(const struct spw_spec *spec,
-                                    uint32_t bucket,
-                                    const struct spw_gpu *gpu,
-                                    const struct spw_tensor *tensors,
-                                    uint64_t count,
-                                    uint64_t stream,
-                                    const struct spw_spec_event *event);
+spw_status spw_spec_submit_gpu(const spw_spec *spec,
+                               uint32_t bucket,
+                               const spw_gpu *gpu,
+                               const spw_tensor *tensors,
+                               uint64_t count,
+                               uint64_t stream,
+                               const spw_spec_event *event);
 
 // Waits as `spw_spec_wait`. Then it makes work queued later on `stream` wait, on the device, for the bucket's new
 // parameters. They come from an upload of `spw_spec_publish_to` or from the GPU's step.
-enum spw_status spw_spec_stream_wait(const struct spw_spec *spec,
-                                     uint32_t bucket,
-                                     uint64_t stream,
-                                     int64_t timeout_ms);
+spw_status spw_spec_stream_wait(const spw_spec *spec,
+                                uint32_t bucket,
+                                uint64_t stream,
+                                int64_t timeout_ms);
 
 #ifdef __cplusplus
 } // extern "C"

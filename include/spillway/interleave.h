@@ -110,7 +110,7 @@ typedef struct spw_interleave_options {
     // Parameters per copy; 0: 16 Mi.
     uint64_t chunk;
     // The GPU for SPW_INTERLEAVE_BACKEND_CUDA, else NULL. It may be closed before the update.
-    const struct spw_gpu *gpu;
+    const spw_gpu *gpu;
 } spw_interleave_options;
 
 #define SPW_INTERLEAVE_OPTIONS_INIT \
@@ -172,99 +172,99 @@ typedef struct spw_interleave spw_interleave;
 // With SPW_INTERLEAVE_BACKEND_CUDA the update has seven streams of its own. Set CUDA_DEVICE_MAX_CONNECTIONS=32 in the
 // environment before CUDA starts. With the default of 8, streams share hardware queues and wait for each other
 // (Megatron sets 1).
-enum spw_status spw_interleave_open(const struct spw_interleave_options *options,
-                                    const struct spw_interleave_subgroup *subgroups,
-                                    uint64_t count,
-                                    struct spw_interleave **interleave_out);
+spw_status spw_interleave_open(const spw_interleave_options *options,
+                               const spw_interleave_subgroup *subgroups,
+                               uint64_t count,
+                               spw_interleave **interleave_out);
 
 // Sets the plan of the next step: `count` values of `spw_placement`, one per subgroup. SPW_ERR_BUSY from the first
 // gradient of an iteration until the CPU's part of the step has ended. The update moves the state of residents to the
 // GPU and back.
-enum spw_status spw_interleave_set_plan(const struct spw_interleave *interleave,
-                                        const uint32_t *placements,
-                                        uint64_t count);
+spw_status spw_interleave_set_plan(const spw_interleave *interleave,
+                                   const uint32_t *placements,
+                                   uint64_t count);
 
 // Writes the plan of the next step, or of the step in flight: a placement per subgroup.
-enum spw_status spw_interleave_get_plan(const struct spw_interleave *interleave, uint32_t *placements_out);
+spw_status spw_interleave_get_plan(const spw_interleave *interleave, uint32_t *placements_out);
 
 // Announces the gradient of a subgroup. Work already queued on `stream` produces it; its transfer may start. With
 // SPW_INTERLEAVE_BACKEND_HOST `stream` is 0 and the gradient is complete. SPW_ERR_BUSY while the previous update is
 // still being queued on the device; `spw_interleave_stream_wait_params` of the last subgroup waits for that.
-enum spw_status spw_interleave_grad_ready(const struct spw_interleave *interleave,
-                                          uint64_t subgroup,
-                                          uint64_t stream);
+spw_status spw_interleave_grad_ready(const spw_interleave *interleave,
+                                     uint64_t subgroup,
+                                     uint64_t stream);
 
 // Announces that only work already queued on `stream` still reads the old 16-bit parameters of a subgroup. The update
 // may overwrite them after that work. If the call is omitted, `spw_interleave_begin` announces the same for its own
 // `stream`.
-enum spw_status spw_interleave_release_params(const struct spw_interleave *interleave,
-                                              uint64_t subgroup,
-                                              uint64_t stream);
+spw_status spw_interleave_release_params(const spw_interleave *interleave,
+                                         uint64_t subgroup,
+                                         uint64_t stream);
 
 // Starts the step of all subgroups and returns. All gradients must have been announced. `options` is one struct for
 // all subgroups (`count` 1), or one per subgroup, `struct_size` bytes apart.
-enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
-                                     const struct spw_adam_options *options,
-                                     uint64_t count,
-                                     uint64_t stream);
+spw_status spw_interleave_begin(const spw_interleave *interleave,
+                                const spw_adam_options *options,
+                                uint64_t count,
+                                uint64_t stream);
 
 // Makes work queued later on `stream` wait for the new 16-bit parameters of a subgroup. With
 // SPW_INTERLEAVE_BACKEND_HOST `stream` is 0 and the call returns when they are complete. For a CPU subgroup
 // the call blocks until the step ends. For a GPU subgroup it blocks until the work is queued, which happens a few
 // subgroups ahead.
-enum spw_status spw_interleave_stream_wait_params(const struct spw_interleave *interleave,
-                                                  uint64_t subgroup,
-                                                  uint64_t stream);
+spw_status spw_interleave_stream_wait_params(const spw_interleave *interleave,
+                                             uint64_t subgroup,
+                                             uint64_t stream);
 
 // Writes 1 if the 16-bit parameters of a subgroup are those of the last step begun, else 0.
-enum spw_status spw_interleave_get_ready(const struct spw_interleave *interleave,
-                                         uint64_t subgroup,
-                                         uint32_t *ready_out);
+spw_status spw_interleave_get_ready(const spw_interleave *interleave,
+                                    uint64_t subgroup,
+                                    uint32_t *ready_out);
 
 // Waits until the 16-bit parameters of all subgroups are new. Flushes may still be in flight.
-enum spw_status spw_interleave_finish(const struct spw_interleave *interleave);
+spw_status spw_interleave_finish(const spw_interleave *interleave);
 
 // Waits until the states of all subgroups except residents are in host memory, for example before a checkpoint. To
 // include residents, set a plan without residents first.
-enum spw_status spw_interleave_drain(const struct spw_interleave *interleave);
+spw_status spw_interleave_drain(const spw_interleave *interleave);
 
 // Lists the subgroups whose state in host memory is not that of the last step begun: the first `capacity` numbers go
 // to `subgroups_out`, in ascending order, and their total to `count_out`. After a failure the states of these
 // subgroups are lost.
-enum spw_status spw_interleave_get_in_flight(const struct spw_interleave *interleave,
-                                             uint64_t *subgroups_out,
-                                             uint64_t capacity,
-                                             uint64_t *count_out);
+spw_status spw_interleave_get_in_flight(const spw_interleave *interleave,
+                                        uint64_t *subgroups_out,
+                                        uint64_t capacity,
+                                        uint64_t *count_out);
 
 // Sets the initial rates for planning. `spw_interleave_replan` corrects them by the measured times of every step.
-enum spw_status spw_interleave_calibrate(const struct spw_interleave *interleave,
-                                         const struct spw_interleave_rates *rates);
+spw_status spw_interleave_calibrate(const spw_interleave *interleave,
+                                    const spw_interleave_rates *rates);
 
 // Updates the rates from the operations since the last call, and sets a better plan for the next step if it gains more
 // than 2 percent. The number of residents stays. `backward` is the time in seconds of the backward pass that overlaps
 // with the step. `changed_out` (may be NULL) receives 1 if the plan changed, else 0. Call `spw_interleave_calibrate`
 // before it.
-enum spw_status spw_interleave_replan(const struct spw_interleave *interleave,
-                                      double backward,
-                                      uint32_t *changed_out);
+spw_status spw_interleave_replan(const spw_interleave *interleave,
+                                 double backward,
+                                 uint32_t *changed_out);
 
 // Writes the operations since the last `spw_interleave_begin` as a trace for Perfetto (JSON). The text grows until all
 // flushes have ended.
-enum spw_status spw_interleave_get_trace(const struct spw_interleave *interleave,
-                                         char *text_out,
-                                         size_t size,
-                                         uint64_t *needed_out);
+spw_status spw_interleave_get_trace(const spw_interleave *interleave,
+                                    char *text_out,
+                                    uint64_t size,
+                                    uint64_t *needed_out);
 
 // Does `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`, one call per subgroup, applied in the order
 // of `calls`. The id advances if the step starts.
-enum spw_status spw_interleave_begin_ds_adam(const struct spw_interleave *interleave,
-                                             int32_t id,
-                                             const struct spw_ds_adam_call *calls,
-                                             uint64_t count,
-                                             uint64_t stream);
+spw_status spw_interleave_begin_ds_adam(const spw_interleave *interleave,
+                                        int32_t id,
+                                        const spw_ds_adam_call *calls,
+                                        uint64_t count,
+                                        uint64_t stream);
 
 // Waits for all transfers in flight and frees the update. NULL does nothing.
-enum spw_status spw_interleave_close(struct spw_interleave *interleave);
+spw_status spw_interleave_close(spw_interleave *interleave);
 
 #ifdef __cplusplus
 } // extern "C"

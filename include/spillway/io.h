@@ -86,7 +86,7 @@ typedef struct spw_io_options {
 typedef struct spw_io_request {
     // `sizeof(spw_io_request)`
     uint32_t struct_size;
-    // File descriptor, used if path is NULL. It is duplicated for the operation and keeps its O_DIRECT setting.
+    // File descriptor above 0, used if path is NULL. It is duplicated for the operation and keeps its O_DIRECT setting.
     int32_t fd;
     // Path of the file, or NULL.
     const char *path;
@@ -102,7 +102,7 @@ typedef struct spw_io_request {
 } spw_io_request;
 
 #define SPW_IO_REQUEST_INIT \
-    { sizeof(spw_io_request), -1, NULL, 0, NULL, 0, 0 }
+    { sizeof(spw_io_request), 0, NULL, 0, NULL, 0, 0 }
 
 // Counters of an engine.
 typedef struct spw_io_stats {
@@ -149,23 +149,27 @@ typedef struct spw_io_stats {
 typedef struct spw_io spw_io;
 
 // Creates an engine. `options` may be NULL.
-enum spw_status spw_io_open(const struct spw_io_options *options, struct spw_io **io_out);
+spw_status spw_io_open(const spw_io_options *options, spw_io **io_out);
 
 // Waits for all operations for up to `timeout_ms` milliseconds (negative: without limit), and frees the engine. They wait for no
 // turns. The engine is freed whatever the status. An operation that no call waited for returns its error here. After
 // SPW_ERR_TIMEOUT the buffers of operations in flight must stay allocated and unused for the rest of the process.
-enum spw_status spw_io_close(struct spw_io *io,
-                             int64_t timeout_ms);
+spw_status spw_io_close(spw_io *io,
+                        int64_t timeout_ms);
 
 // Starts to read `bytes` bytes at `offset` of the file into the buffer. The call opens the file, starts the operation
 // and returns a handle for `spw_io_wait`. A file that cannot be opened is an error of this call. The operation
 // succeeds only if every byte was read; a file that ends earlier is SPW_ERR_SHORT_FILE.
-enum spw_status spw_io_read(const struct spw_io *io,
-                            const struct spw_io_request *request,
-                            uint64_t *handle_out);
+//
+// Kept: the buffer, until the wait for the operation returns.
+spw_status spw_io_read(const spw_io *io,
+                       const spw_io_request *request,
+                       uint64_t *handle_out);
 
 // Starts to write, as `spw_io_read`. A missing file is created. Bytes before and after the written range stay
 // unchanged. After success the kernel has accepted the data; `spw_io_sync` makes it durable.
+//
+// Kept: the buffer, unchanged until the wait for the operation returns.
 //
 // A write of 256 KiB or more that extends its file first sets the file's new length, before this call returns. That
 // about doubles the speed on ext4. After a crash or a kill the length therefore does not show how much was written:
@@ -173,25 +177,25 @@ enum spw_status spw_io_read(const struct spw_io *io,
 //
 // SPW_IO_FLAG_NO_PREALLOCATE avoids the early length, but gaps remain possible: the blocks of one write may reach the
 // device in any order.
-enum spw_status spw_io_write(const struct spw_io *io,
-                             const struct spw_io_request *request,
-                             uint64_t *handle_out);
+spw_status spw_io_write(const spw_io *io,
+                        const spw_io_request *request,
+                        uint64_t *handle_out);
 
 // Starts to make durable what was written to the request's file by operations that were waited for. Buffer, bytes and
 // offset are ignored. A file that is given by its path, and does not exist, is created empty.
-enum spw_status spw_io_sync(const struct spw_io *io,
-                            const struct spw_io_request *request,
-                            uint64_t *handle_out);
+spw_status spw_io_sync(const spw_io *io,
+                       const spw_io_request *request,
+                       uint64_t *handle_out);
 
 // Reads the counters of an engine.
-enum spw_status spw_io_get_stats(const struct spw_io *io, struct spw_io_stats *stats_out);
+spw_status spw_io_get_stats(const spw_io *io, spw_io_stats *stats_out);
 
 // Writes a description of the engine for humans: the backend ("io_uring" or "threads"), why the other backend is
 // unavailable, why files go through the page cache, and the profile in use.
-enum spw_status spw_io_describe(const struct spw_io *io,
-                                char *text_out,
-                                size_t size,
-                                uint64_t *needed_out);
+spw_status spw_io_describe(const spw_io *io,
+                           char *text_out,
+                           uint64_t size,
+                           uint64_t *needed_out);
 
 // As the `count` of a wait: all operations of the engine.
 #define SPW_IO_ALL UINT64_MAX
@@ -207,11 +211,11 @@ enum spw_status spw_io_describe(const struct spw_io *io,
 // After the call the handles are invalid. SPW_ERR_TIMEOUT is the exception: all operations stay in flight, and their
 // handles stay valid. After SPW_ERR_DEADLINE the system may still use the memory of the operation, until `stuck` of `spw_io_stats` is 0.
 // The library keeps memory of spw_pinned_alloc until then, also if it is freed.
-enum spw_status spw_io_wait(const struct spw_io *io,
-                            const uint64_t *handles,
-                            uint64_t count,
-                            int64_t timeout_ms,
-                            uint64_t *bytes_out);
+spw_status spw_io_wait(const spw_io *io,
+                       const uint64_t *handles,
+                       uint64_t count,
+                       int64_t timeout_ms,
+                       uint64_t *bytes_out);
 
 // Details of a failed file operation.
 typedef struct spw_io_failure {
@@ -223,16 +227,19 @@ typedef struct spw_io_failure {
     uint64_t offset;
     // Bytes of that part.
     uint64_t bytes;
-    // The file, as the caller named it. Valid until the next failing call of this thread.
-    const char *path;
 } spw_io_failure;
 
 #define SPW_IO_FAILURE_INIT \
-    { sizeof(spw_io_failure), 0, 0, 0, NULL }
+    { sizeof(spw_io_failure), 0, 0, 0 }
 
-// Reads the details of this thread's last failed call, whose message spw_last_error() returns. If that call was no
-// file operation, `path` is NULL and the other fields are 0.
-enum spw_status spw_get_io_failure(struct spw_io_failure *failure_out);
+// Reads the details of a failed call and the path of its file, as the caller named it. `error` is that of
+// `spw_error_text`, and 0 is the last failed call of this thread. If that call was no file operation, the path is empty
+// and the fields are 0.
+spw_status spw_get_io_failure(int32_t error,
+                              spw_io_failure *failure_out,
+                              char *text_out,
+                              uint64_t size,
+                              uint64_t *needed_out);
 
 #ifdef __cplusplus
 } // extern "C"

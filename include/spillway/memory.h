@@ -77,20 +77,20 @@ typedef struct spw_pinned_stats {
 // far as `RLIMIT_MEMLOCK` allows. If huge pages, locking or the NUMA node are unavailable, the log gets one warning and
 // the call succeeds. Any thread may free an allocation. Memory that was registered with a GPU is not mapped in a forked
 // child, which must not touch it. `options` may be NULL.
-enum spw_status spw_pinned_alloc(const struct spw_pinned_options *options,
-                                 uint64_t bytes,
-                                 void **start_out);
+spw_status spw_pinned_alloc(const spw_pinned_options *options,
+                            uint64_t bytes,
+                            void **start_out);
 
 // Frees an allocation of `spw_pinned_alloc`. Any other address, or an allocation freed before, is
 // SPW_ERR_INVALID_ARGUMENT. In a forked child an allocation of the parent is SPW_ERR_UNSUPPORTED. Memory of transfers in
 // flight is quarantined: it stays mapped until they end.
-enum spw_status spw_pinned_free(void *start);
+spw_status spw_pinned_free(void *start);
 
 // Writes 1 if all `bytes` bytes at `start` lie in one live allocation, else 0.
-enum spw_status spw_pinned_contains(const void *start, uint64_t bytes, uint32_t *contains_out);
+spw_status spw_pinned_contains(const void *start, uint64_t bytes, uint32_t *contains_out);
 
 // Reads the counters of all allocations.
-enum spw_status spw_pinned_get_stats(struct spw_pinned_stats *stats_out);
+spw_status spw_pinned_get_stats(spw_pinned_stats *stats_out);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -157,7 +157,8 @@ typedef enum spw_rounding {
 } spw_rounding;
 
 // Hyper-parameters of one Adam step. Begin with SPW_ADAM_OPTIONS_INIT, which has the defaults of `torch.optim.AdamW`
-// without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1, grad_scale 1, decoupled decay.
+// without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1, grad_scale 1, decoupled decay. beta1, beta2 and
+// eps may each be 0, but not all three: a gradient of 0 would then make the parameter NaN.
 typedef struct spw_adam_options {
     // `sizeof(spw_adam_options)`
     uint32_t struct_size;
@@ -175,7 +176,7 @@ typedef struct spw_adam_options {
     double eps;
     // Weight decay, finite and >= 0; 0 disables it.
     double weight_decay;
-    // Factor on the gradient (1 / loss scale times clip coefficient), rounded to f32.
+    // Factor on the gradient (1 / loss scale times clip coefficient), rounded to f32; not 0.
     double grad_scale;
     // 1 disables bias correction, the division by 1 - beta^t; 0 enables it.
     uint32_t no_bias_correction;
@@ -210,17 +211,17 @@ typedef struct spw_adam_options {
 // number of threads, however a parameter is divided into tensors. If `stats_out` is not NULL, the same pass computes
 // the sum of squares and the finiteness of the scaled gradients. Tensors of one call must not overlap. Other threads
 // may step other tensors at the same time.
-enum spw_status spw_adam_step(const struct spw_adam_options *options,
-                              const struct spw_tensor *tensors,
-                              uint64_t count,
-                              struct spw_step_stats *stats_out);
+spw_status spw_adam_step(const spw_adam_options *options,
+                         const spw_tensor *tensors,
+                         uint64_t count,
+                         spw_step_stats *stats_out);
 
 // Checks the arguments of `spw_adam_step`, and changes nothing: it fails as the step would, with the same message. A
 // step of arguments that passed fails only for lack of memory or threads. For callers that write other data in the same
 // step, and must know beforehand that this part can be done.
-enum spw_status spw_adam_check(const struct spw_adam_options *options,
-                               const struct spw_tensor *tensors,
-                               uint64_t count);
+spw_status spw_adam_check(const spw_adam_options *options,
+                          const spw_tensor *tensors,
+                          uint64_t count);
 
 // Hyper-parameters of one Adagrad step. Begin with SPW_ADAGRAD_OPTIONS_INIT, which has the defaults of
 // `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1.
@@ -239,7 +240,7 @@ typedef struct spw_adagrad_options {
     double eps;
     // L2 weight decay, finite and >= 0.
     double weight_decay;
-    // Factor on the gradient, rounded to f32.
+    // Factor on the gradient, rounded to f32; not 0.
     double grad_scale;
 } spw_adagrad_options;
 
@@ -254,17 +255,17 @@ typedef struct spw_adagrad_options {
 //     p = p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(v) + eps)
 //
 // Arguments, determinism, threads and errors are those of `spw_adam_step`.
-enum spw_status spw_adagrad_step(const struct spw_adagrad_options *options,
-                                 const struct spw_tensor *tensors,
-                                 uint64_t count,
-                                 struct spw_step_stats *stats_out);
+spw_status spw_adagrad_step(const spw_adagrad_options *options,
+                            const spw_tensor *tensors,
+                            uint64_t count,
+                            spw_step_stats *stats_out);
 
 // Checks the arguments of `spw_adagrad_step`, and changes nothing: it fails as the step would, with the same message. A
 // step of arguments that passed fails only for lack of memory or threads. For callers that write other data in the same
 // step, and must know beforehand that this part can be done.
-enum spw_status spw_adagrad_check(const struct spw_adagrad_options *options,
-                                  const struct spw_tensor *tensors,
-                                  uint64_t count);
+spw_status spw_adagrad_check(const spw_adagrad_options *options,
+                             const spw_tensor *tensors,
+                             uint64_t count);
 
 // Hyper-parameters of a Lion step. Begin with SPW_LION_OPTIONS_INIT, which has the defaults of the paper: lr 1e-4,
 // beta 0.9 and 0.99, no decay, grad_scale 1.
@@ -281,7 +282,7 @@ typedef struct spw_lion_options {
     double beta2;
     // Decoupled weight decay, finite and >= 0.
     double weight_decay;
-    // Factor on the gradient, rounded to f32.
+    // Factor on the gradient, rounded to f32; not 0.
     double grad_scale;
 } spw_lion_options;
 
@@ -296,26 +297,26 @@ typedef struct spw_lion_options {
 //     m = beta2 * m + (1 - beta2) * g
 //
 // Arguments, determinism, threads and errors are those of `spw_adam_step`.
-enum spw_status spw_lion_step(const struct spw_lion_options *options,
-                              const struct spw_tensor *tensors,
-                              uint64_t count,
-                              struct spw_step_stats *stats_out);
+spw_status spw_lion_step(const spw_lion_options *options,
+                         const spw_tensor *tensors,
+                         uint64_t count,
+                         spw_step_stats *stats_out);
 
 // Checks the arguments of `spw_lion_step`, and changes nothing: it fails as the step would, with the same message. A
 // step of arguments that passed fails only for lack of memory or threads. For callers that write other data in the same
 // step, and must know beforehand that this part can be done.
-enum spw_status spw_lion_check(const struct spw_lion_options *options,
-                               const struct spw_tensor *tensors,
-                               uint64_t count);
+spw_status spw_lion_check(const spw_lion_options *options,
+                          const spw_tensor *tensors,
+                          uint64_t count);
 
 // Computes the sum of squares and the finiteness of the scaled gradients of `count` tensors, for example for gradient
 // clipping, in one pass over their memory. For one tensor the sum has the same bits as the statistics of its step; the
 // sums of several tensors are added in their order. Of each tensor only n, grad and grad_dtype are read. Gradients may
 // overlap.
-enum spw_status spw_grad_stats(const struct spw_tensor *tensors,
-                               uint64_t count,
-                               double scale,
-                               struct spw_step_stats *stats_out);
+spw_status spw_grad_stats(const spw_tensor *tensors,
+                          uint64_t count,
+                          double scale,
+                          spw_step_stats *stats_out);
 
 // Adds gradients of a micro-batch to accumulated gradients: `dst = dst + src * scale` for each of `count` tensors, in any
 // combination of f32, f16 and bf16. The sum is computed in f32 by a fused multiply-add, and rounded once to the type
@@ -324,10 +325,10 @@ enum spw_status spw_grad_stats(const struct spw_tensor *tensors,
 // If `stats_out` is not NULL, the same pass computes the sum of squares and the finiteness of the new `dst`, for
 // clipping after the last micro-batch. For one tensor these are the bits of `spw_grad_stats`; the sums of several
 // tensors are added in their order. No `dst` may overlap another span of the call. After an error nothing has changed.
-enum spw_status spw_grad_accumulate(const struct spw_grad_tensor *tensors,
-                                    uint64_t count,
-                                    double scale,
-                                    struct spw_step_stats *stats_out);
+spw_status spw_grad_accumulate(const spw_grad_tensor *tensors,
+                               uint64_t count,
+                               double scale,
+                               spw_step_stats *stats_out);
 
 #ifdef __cplusplus
 } // extern "C"

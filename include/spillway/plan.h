@@ -126,11 +126,11 @@ typedef struct spw_plan_result {
 // Plans an interleaved update (Deep Optimizer States section 4). `placements_out` receives an `spw_placement` for each
 // subgroup, and `result_out` the model's prediction. Either may be NULL. The model simulates the commands of
 // `spw_interleave_begin` on engines that each process one operation at a time.
-enum spw_status spw_plan_interleave(const struct spw_interleave_rates *rates,
-                                    const struct spw_plan_shape *shape,
-                                    const struct spw_plan_options *options,
-                                    uint32_t *placements_out,
-                                    struct spw_plan_result *result_out);
+spw_status spw_plan_interleave(const spw_interleave_rates *rates,
+                               const spw_plan_shape *shape,
+                               const spw_plan_options *options,
+                               uint32_t *placements_out,
+                               spw_plan_result *result_out);
 
 // The order of the passes on the devices. Passed as `uint32_t`.
 typedef enum spw_pipeline_schedule {
@@ -216,13 +216,13 @@ typedef struct spw_pipeline spw_pipeline;
 
 // Plans a pipeline (SysX section 3). `units` has the costs of each unit, or with `unit_count` 1 of all units. Close the
 // handle with `spw_pipeline_close`. Times whose sum over all devices is not finite are refused.
-enum spw_status spw_plan_pipeline(const struct spw_pipeline_options *options,
-                                  const struct spw_pipeline_unit *units,
-                                  uint64_t unit_count,
-                                  struct spw_pipeline **pipeline_out);
+spw_status spw_plan_pipeline(const spw_pipeline_options *options,
+                             const spw_pipeline_unit *units,
+                             uint64_t unit_count,
+                             spw_pipeline **pipeline_out);
 
 // Frees a plan. NULL is allowed.
-enum spw_status spw_pipeline_close(struct spw_pipeline *pipeline);
+spw_status spw_pipeline_close(spw_pipeline *pipeline);
 
 // Kind of an operation. Passed as `uint32_t`.
 typedef enum spw_pipeline_kind {
@@ -409,42 +409,42 @@ typedef struct spw_pipeline_device {
     { sizeof(spw_pipeline_device), 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0 }
 
 // Writes the predictions for an iteration.
-enum spw_status spw_pipeline_get_result(const struct spw_pipeline *pipeline,
-                                        struct spw_pipeline_result *result_out);
+spw_status spw_pipeline_get_result(const spw_pipeline *pipeline,
+                                   spw_pipeline_result *result_out);
 
 // Writes the predictions for a device.
-enum spw_status spw_pipeline_get_device(const struct spw_pipeline *pipeline,
-                                        uint32_t device,
-                                        struct spw_pipeline_device *device_out);
+spw_status spw_pipeline_get_device(const spw_pipeline *pipeline,
+                                   uint32_t device,
+                                   spw_pipeline_device *device_out);
 
 // Writes `count` operations, from number `first` on. They are sorted by device, and for each device in the order in which
 // they begin. Only the first struct needs its `struct_size`; the call writes the others.
-enum spw_status spw_pipeline_get_operations(const struct spw_pipeline *pipeline,
-                                            uint64_t first,
-                                            uint64_t count,
-                                            struct spw_pipeline_operation *operations_out);
+spw_status spw_pipeline_get_operations(const spw_pipeline *pipeline,
+                                       uint64_t first,
+                                       uint64_t count,
+                                       spw_pipeline_operation *operations_out);
 
 // Writes `count` changes of memory, from number `first` on, in the order in which they happen. Only the first struct
 // needs its `struct_size`; the call writes the others.
-enum spw_status spw_pipeline_get_changes(const struct spw_pipeline *pipeline,
-                                         uint64_t first,
-                                         uint64_t count,
-                                         struct spw_pipeline_change *changes_out);
+spw_status spw_pipeline_get_changes(const spw_pipeline *pipeline,
+                                    uint64_t first,
+                                    uint64_t count,
+                                    spw_pipeline_change *changes_out);
 
 // Writes the numbers of operations that others depend on: `count` entries of the list, from entry `first` on. Each
 // operation has a range of this list.
-enum spw_status spw_pipeline_get_dependencies(const struct spw_pipeline *pipeline,
-                                              uint64_t first,
-                                              uint64_t count,
-                                              uint32_t *dependencies_out);
+spw_status spw_pipeline_get_dependencies(const spw_pipeline *pipeline,
+                                         uint64_t first,
+                                         uint64_t count,
+                                         uint32_t *dependencies_out);
 
 // Draws the timeline as an SVG picture of `width` pixels, from 200 to 20000. A plan with more than 16384 operations that
 // take time is refused.
-enum spw_status spw_pipeline_get_svg(const struct spw_pipeline *pipeline,
-                                     uint32_t width,
-                                     char *text_out,
-                                     size_t size,
-                                     uint64_t *needed_out);
+spw_status spw_pipeline_get_svg(const spw_pipeline *pipeline,
+                                uint32_t width,
+                                char *text_out,
+                                uint64_t size,
+                                uint64_t *needed_out);
 
 #ifdef __cplusplus
 } // extern "C"

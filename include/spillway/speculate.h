@@ -60,7 +60,7 @@ typedef struct spw_spec_options {
     uint32_t struct_size;
     // Number of buckets of every round, at most 2^20. Buckets are numbered from 0.
     uint32_t buckets;
-    // An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA, or SPW_UNDO_MODE_SHADOW, where every tensor must have shadow
+    // An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA (initially), or SPW_UNDO_MODE_SHADOW, where every tensor must have shadow
     // spans. With SPW_UNDO_MODE_SHADOW, the shadow spans hold the state after SPW_SPEC_VERDICT_COMMIT and
     // SPW_SPEC_VERDICT_REDO. The tensor's own spans hold it after SPW_SPEC_VERDICT_SKIP and an abort. The next round
     // names the set with the state as the tensor's own.
@@ -70,7 +70,7 @@ typedef struct spw_spec_options {
 } spw_spec_options;
 
 #define SPW_SPEC_OPTIONS_INIT \
-    { sizeof(spw_spec_options), 0, 0, 0 }
+    { sizeof(spw_spec_options), 0, 1, 0 }
 
 // Counters since the engine was opened.
 typedef struct spw_spec_stats {
@@ -115,8 +115,8 @@ typedef struct spw_spec spw_spec;
 // after the norm is known, for every arrival order of the gradients. If the partial sum already exceeds the limit,
 // later buckets are only measured, and stepped once after the verdict. After an Inf or NaN, later buckets are neither
 // measured nor stepped.
-enum spw_status spw_spec_open(const struct spw_spec_options *options,
-                              struct spw_spec **spec_out);
+spw_status spw_spec_open(const spw_spec_options *options,
+                         spw_spec **spec_out);
 
 // Opens a round of Adam steps with `options`, including `options.step` and `options.grad_scale` (1 / loss scale). If
 // the norm over all ranks exceeds `max_norm` (0: no limit), gradients are clipped as by
@@ -125,25 +125,25 @@ enum spw_status spw_spec_open(const struct spw_spec_options *options,
 //     factor = grad_scale * min(1, max_norm / (norm + 1e-6))          in f64, rounded to f32 once
 //
 // SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the previous round are not final.
-enum spw_status spw_spec_begin_adam(const struct spw_spec *spec,
-                                    const struct spw_adam_options *options,
-                                    double max_norm);
+spw_status spw_spec_begin_adam(const spw_spec *spec,
+                               const spw_adam_options *options,
+                               double max_norm);
 
 // Opens a round of Adagrad steps, as `spw_spec_begin_adam`.
-enum spw_status spw_spec_begin_adagrad(const struct spw_spec *spec,
-                                       const struct spw_adagrad_options *options,
-                                       double max_norm);
+spw_status spw_spec_begin_adagrad(const spw_spec *spec,
+                                  const spw_adagrad_options *options,
+                                  double max_norm);
 
 // Opens a round of Lion steps, as `spw_spec_begin_adam`.
-enum spw_status spw_spec_begin_lion(const struct spw_spec *spec,
-                                    const struct spw_lion_options *options,
-                                    double max_norm);
+spw_status spw_spec_begin_lion(const spw_spec *spec,
+                               const spw_lion_options *options,
+                               double max_norm);
 
 // Reads the counters.
-enum spw_status spw_spec_get_stats(const struct spw_spec *spec, struct spw_spec_stats *stats_out);
+spw_status spw_spec_get_stats(const spw_spec *spec, spw_spec_stats *stats_out);
 
 // Closes the engine. It first rolls back a round without a verdict, and completes a round with one. NULL does nothing.
-enum spw_status spw_spec_close(struct spw_spec *spec);
+spw_status spw_spec_close(spw_spec *spec);
 
 // Progress of a bucket in the round.
 typedef enum spw_spec_state {
@@ -198,27 +198,29 @@ typedef struct spw_spec_event {
     { sizeof(spw_spec_event), 0, 0, 0, NULL, NULL, 0 }
 
 // Submits a bucket and returns at once. The bucket's step starts when `event` has happened, or now if `event` is NULL.
-// Tensors may have their own options, with the round's grad_scale. The engine copies the structs. Until the bucket is
-// final the spans, including gradients, belong to the engine, and no other bucket may use them.
+// Tensors may have their own options, with the round's grad_scale. The engine copies the structs.
+//
+// Kept: the spans of the tensors, including gradients, until the bucket is final. They belong to the engine, and no other
+// bucket may use them. So does the word or descriptor of the event.
 //
 // - SPW_ERR_NO_ROUND: no round was opened, or the last one ended without a bucket.
 // - SPW_ERR_ROUND_RESOLVED: the last round already has its verdict, and no new round is open.
 // - SPW_ERR_BUCKET_SUBMITTED: the bucket was already submitted in this round.
-enum spw_status spw_spec_submit(const struct spw_spec *spec,
-                                uint32_t bucket,
-                                const struct spw_tensor *tensors,
-                                uint64_t count,
-                                const struct spw_spec_event *event);
+spw_status spw_spec_submit(const spw_spec *spec,
+                           uint32_t bucket,
+                           const spw_tensor *tensors,
+                           uint64_t count,
+                           const spw_spec_event *event);
 
 // Writes the progress of a bucket, an `spw_spec_state`. If the bucket failed, the call returns its error.
-enum spw_status spw_spec_get_bucket(const struct spw_spec *spec, uint32_t bucket, uint32_t *state_out);
+spw_status spw_spec_get_bucket(const spw_spec *spec, uint32_t bucket, uint32_t *state_out);
 
 // Waits until the 16-bit copies of a bucket are valid, for up to `timeout_ms` milliseconds (negative: without limit).
 // They are valid when the bucket is final, which requires a verdict. With SPW_SPEC_PUBLISH_SPECULATIVE they are valid
 // once the bucket is stepped. If the bucket failed, the call returns its error.
-enum spw_status spw_spec_wait(const struct spw_spec *spec,
-                              uint32_t bucket,
-                              int64_t timeout_ms);
+spw_status spw_spec_wait(const spw_spec *spec,
+                         uint32_t bucket,
+                         int64_t timeout_ms);
 
 // Verdict of a round. Passed as `uint32_t`.
 typedef enum spw_spec_verdict {
@@ -256,44 +258,44 @@ typedef struct spw_spec_outcome {
 //
 // - SPW_ERR_BUCKET_MISSING: a bucket was not submitted; the message names it.
 // - SPW_ERR_TIMEOUT: events are outstanding; the message names their buckets.
-enum spw_status spw_spec_local_result(const struct spw_spec *spec,
-                                      int64_t timeout_ms,
-                                      struct spw_step_stats *stats_out);
+spw_status spw_spec_local_result(const spw_spec *spec,
+                                 int64_t timeout_ms,
+                                 spw_step_stats *stats_out);
 
 // Gives the round the verdict that follows from `global`, the statistics of all ranks, and returns at once. The engine
 // then rolls back and repeats steps as needed, the bucket that was submitted last first. `outcome_out` may be NULL.
 //
 // SPW_ERR_BUSY while buckets are being measured: call `spw_spec_local_result` first.
-enum spw_status spw_spec_resolve(const struct spw_spec *spec,
-                                 const struct spw_step_stats *global,
-                                 struct spw_spec_outcome *outcome_out);
+spw_status spw_spec_resolve(const spw_spec *spec,
+                            const spw_step_stats *global,
+                            spw_spec_outcome *outcome_out);
 
 // Gives the round the caller's own verdict (an `spw_spec_verdict`), for a clipping rule other than that of
 // `spw_spec_begin_adam`. `grad_scale` is the complete factor for SPW_SPEC_VERDICT_REDO, rounded to f32. Otherwise as
 // `spw_spec_resolve`.
-enum spw_status spw_spec_resolve_as(const struct spw_spec *spec,
-                                    uint32_t verdict,
-                                    double grad_scale,
-                                    struct spw_spec_outcome *outcome_out);
+spw_status spw_spec_resolve_as(const spw_spec *spec,
+                               uint32_t verdict,
+                               double grad_scale,
+                               spw_spec_outcome *outcome_out);
 
 // Aborts an open round: stepped buckets are rolled back, the others never start. Without an open round it does
 // nothing. `spw_spec_finish` waits for the rollback.
-enum spw_status spw_spec_abort(const struct spw_spec *spec);
+spw_status spw_spec_abort(const spw_spec *spec);
 
 // Waits until every bucket of the round is final, for up to `timeout_ms` milliseconds (negative: without limit). After
 // it all spans, and the words of events, belong to the caller again. If a bucket of a round without a verdict has
 // failed, its error is returned at once: abort the round then, and finish again. The second call waits, and repeats
 // the error of the bucket.
-enum spw_status spw_spec_finish(const struct spw_spec *spec,
-                                int64_t timeout_ms);
+spw_status spw_spec_finish(const spw_spec *spec,
+                           int64_t timeout_ms);
 
 // Writes the buckets whose speculative steps the last verdict rolled back: at most `capacity` numbers to
 // `buckets_out`, and their total to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE the caller fetches these buckets'
 // 16-bit copies again once the bucket is final.
-enum spw_status spw_spec_get_rolled_back(const struct spw_spec *spec,
-                                         uint32_t *buckets_out,
-                                         uint64_t capacity,
-                                         uint64_t *count_out);
+spw_status spw_spec_get_rolled_back(const spw_spec *spec,
+                                    uint32_t *buckets_out,
+                                    uint64_t capacity,
+                                    uint64_t *count_out);
 
 #ifdef __cplusplus
 } // extern "C"

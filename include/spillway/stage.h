@@ -56,7 +56,7 @@ typedef struct spw_stage_options {
     int32_t priority;
     // Most threads of a step; 0: all of the pool.
     uint32_t cores;
-    // An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA, or SPW_UNDO_MODE_SHADOW, where every tensor has shadow spans.
+    // An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA (initially), or SPW_UNDO_MODE_SHADOW, where every tensor has shadow spans.
     uint32_t undo_mode;
     // An `spw_spec_publish`, other than SPW_SPEC_PUBLISH_SPECULATIVE. SPW_SPEC_PUBLISH_FINAL: the 16-bit copies are
     // written after the verdict, and until then readers of the region use the earlier ones. SPW_SPEC_PUBLISH_STAGED:
@@ -78,7 +78,7 @@ typedef struct spw_stage_target {
     // Index of the region. Every param_copy of the job lies inside it.
     uint32_t region;
     // Arena, mapped for writing. The handle may be closed after the call.
-    const struct spw_arena *arena;
+    const spw_arena *arena;
     // Generation that the region gets if the step is kept: above the present one.
     uint64_t generation;
 } spw_stage_target;
@@ -109,60 +109,60 @@ typedef struct spw_stage_cores {
 typedef struct spw_stage spw_stage;
 
 // Creates a stage.
-enum spw_status spw_stage_open(const struct spw_stage_options *options, struct spw_stage **stage_out);
+spw_status spw_stage_open(const spw_stage_options *options, spw_stage **stage_out);
 
 // Submits a job, and returns at once: one Adam step of `tensors` with `options`, with `options.grad_scale` (1 / loss
 // scale) on the gradient, a check, and a record for an exact rollback, in one pass. The step starts when `event` has
 // happened, or at once if `event` is NULL. `target` (may be NULL) is the region of the 16-bit copies.
 //
-// Until `spw_stage_finish` has returned, the spans belong to the stage, and no other stage may use them. Until then the
+// Kept: the spans of the tensors, until `spw_stage_finish` has returned; no other stage may use them. Until then the
 // stage also has the region of `target`: no other stage and no `spw_arena_write_begin` gets it.
 //
 // - SPW_ERR_ROUND_OPEN: a job has no verdict.
 // - SPW_ERR_BUSY: the previous job is not over, or another stage or writer has the region.
 // - SPW_ERR_ARENA_TORN: an earlier writer of the region ended in the middle of a write, and the copies of the tensors
 //   cover only a part of the region. Write the whole region first.
-enum spw_status spw_stage_submit_adam(const struct spw_stage *stage,
-                                      const struct spw_adam_options *options,
-                                      const struct spw_tensor *tensors,
-                                      uint64_t count,
-                                      const struct spw_spec_event *event,
-                                      const struct spw_stage_target *target);
+spw_status spw_stage_submit_adam(const spw_stage *stage,
+                                 const spw_adam_options *options,
+                                 const spw_tensor *tensors,
+                                 uint64_t count,
+                                 const spw_spec_event *event,
+                                 const spw_stage_target *target);
 
 // Waits until the tensors are stepped, for up to `timeout_ms` milliseconds (0: polls; negative: without limit). Writes
 // the local result: the finiteness and the sum of squares of the scaled gradients. If the job failed, the call returns
 // its error: roll every stage back then.
-enum spw_status spw_stage_wait(const struct spw_stage *stage,
-                               int64_t timeout_ms,
-                               struct spw_step_stats *stats_out);
+spw_status spw_stage_wait(const spw_stage *stage,
+                          int64_t timeout_ms,
+                          spw_step_stats *stats_out);
 
 // Keeps the step: the verdict of all stages and processes is good. Returns at once; `spw_stage_finish` waits for the
 // 16-bit copies. SPW_ERR_BUSY before the tensors are stepped.
-enum spw_status spw_stage_commit(const struct spw_stage *stage);
+spw_status spw_stage_commit(const spw_stage *stage);
 
 // Rolls the step back and repeats it with the gradient factor `grad_scale`, rounded to f32. This clips the gradients.
 // Otherwise as `spw_stage_commit`.
-enum spw_status spw_stage_redo(const struct spw_stage *stage,
-                               double grad_scale);
+spw_status spw_stage_redo(const spw_stage *stage,
+                          double grad_scale);
 
 // Rolls the job back, whatever its state: a step that is done or running is rolled back to the bit, one that has not
 // begun never begins. Returns at once; `spw_stage_finish` waits. Without an open job it does nothing.
-enum spw_status spw_stage_rollback(const struct spw_stage *stage);
+spw_status spw_stage_rollback(const spw_stage *stage);
 
 // Waits until the job is over, for up to `timeout_ms` milliseconds (negative: without limit). After it all spans, and
 // the word of the event, belong to the caller again. If the job fails, also during the wait, the call needs no verdict, and
 // returns the error of the job.
-enum spw_status spw_stage_finish(const struct spw_stage *stage,
-                                 int64_t timeout_ms);
+spw_status spw_stage_finish(const spw_stage *stage,
+                            int64_t timeout_ms);
 
 // Writes the state of the job, an `spw_spec_state`. If the job failed, the call returns its error.
-enum spw_status spw_stage_get_state(const struct spw_stage *stage, uint32_t *state_out);
+spw_status spw_stage_get_state(const spw_stage *stage, uint32_t *state_out);
 
 // Writes how the stages of this process use the processors.
-enum spw_status spw_stage_get_cores(struct spw_stage_cores *cores_out);
+spw_status spw_stage_get_cores(spw_stage_cores *cores_out);
 
 // Closes the stage. It first rolls back a job without a verdict, and completes a job with one. NULL does nothing.
-enum spw_status spw_stage_close(struct spw_stage *stage);
+spw_status spw_stage_close(spw_stage *stage);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -152,9 +152,9 @@ typedef struct spw_swap spw_swap;
 
 // Writes the memory and traffic of an update that is opened with these options on a tier of `paths` paths. It allocates
 // no buffers. `options.ratio` and `options.speeds` are not read. More than 1024 paths are an error.
-enum spw_status spw_swap_plan_budget(const struct spw_swap_options *options,
-                                     uint64_t paths,
-                                     struct spw_swap_budget *budget_out);
+spw_status spw_swap_plan_budget(const spw_swap_options *options,
+                                uint64_t paths,
+                                spw_swap_budget *budget_out);
 
 // Creates a tiered update: allocates all its memory and defines an extent of the tier for each subgroup. A resumed
 // tier with the same subgroups keeps their state; otherwise call `spw_swap_fill` next. The caller keeps the tier open
@@ -163,14 +163,14 @@ enum spw_status spw_swap_plan_budget(const struct spw_swap_options *options,
 // Once the update has changed a state, only it commits and rolls back, until it has done so: `spw_tier_commit`,
 // `spw_tier_rollback` and `spw_tier_import` are SPW_ERR_BUSY, or SPW_ERR_ROUND_OPEN between `spw_swap_begin` and the end of
 // that step. If it is closed before, `spw_tier_rollback` comes before the next `spw_tier_commit` or `spw_swap_open`.
-enum spw_status spw_swap_open(const struct spw_tier *tier,
-                              const struct spw_swap_options *options,
-                              struct spw_swap **swap_out);
+spw_status spw_swap_open(const spw_tier *tier,
+                         const spw_swap_options *options,
+                         spw_swap **swap_out);
 
 // Sets the state of every subgroup. `states` has three addresses per subgroup, of its f32 param, exp_avg and
 // exp_avg_sq. The call copies from them; NULL means zeros.
-enum spw_status spw_swap_fill(struct spw_swap *swap,
-                              const float *const *states);
+spw_status spw_swap_fill(spw_swap *swap,
+                         const float *const *states);
 
 // Does one Adam step of all subgroups, with the same bits as `spw_adam_step` on tensors in memory. Each subgroup is
 // fetched, stepped, and written back unless it stays in memory for the next update. Fetches, steps and writes overlap.
@@ -188,11 +188,11 @@ enum spw_status spw_swap_fill(struct spw_swap *swap,
 //
 // After an error some subgroups may have been stepped. Then every call is SPW_ERR_BUSY except `spw_swap_rollback`,
 // `spw_swap_close` and `spw_swap_get_stats`.
-enum spw_status spw_swap_adam_step(struct spw_swap *swap,
-                                   const struct spw_adam_options *options,
-                                   const struct spw_tensor *tensors,
-                                   uint64_t count,
-                                   struct spw_step_stats *stats_out);
+spw_status spw_swap_adam_step(spw_swap *swap,
+                              const spw_adam_options *options,
+                              const spw_tensor *tensors,
+                              uint64_t count,
+                              spw_step_stats *stats_out);
 
 // As `spw_swap_adam_step`, for subgroups that hold parts of many tensors. `tensors[i]` is stepped with the `n` elements
 // of subgroup `subgroups[i]` from element `firsts[i]` on. The parts are sorted by subgroup and element, and do not
@@ -200,70 +200,70 @@ enum spw_status spw_swap_adam_step(struct spw_swap *swap,
 //
 // A tensor may have options of its own. Its `param_copy` may also be SPW_DTYPE_F32: it then receives the new param
 // itself. The step does not return statistics. With SPW_SWAP_FLAG_SPLIT_MASTER the call is SPW_ERR_UNSUPPORTED.
-enum spw_status spw_swap_adam_step_parts(struct spw_swap *swap,
-                                         const struct spw_adam_options *options,
-                                         const struct spw_tensor *tensors,
-                                         const uint64_t *subgroups,
-                                         const uint64_t *firsts,
-                                         uint64_t count);
+spw_status spw_swap_adam_step_parts(spw_swap *swap,
+                                    const spw_adam_options *options,
+                                    const spw_tensor *tensors,
+                                    const uint64_t *subgroups,
+                                    const uint64_t *firsts,
+                                    uint64_t count);
 
 // Copies the f32 state of one subgroup to the caller's memory; NULL skips a part. Steps since the last commit are
 // included. `weights` are the bf16 weights that belong to the state. With SPW_SWAP_FLAG_SPLIT_MASTER they are required
 // to read param, and weights that do not match the state are an error. Otherwise they are not used and may be NULL.
-enum spw_status spw_swap_read(struct spw_swap *swap,
-                              uint64_t subgroup,
-                              const void *weights,
-                              float *param_out,
-                              float *exp_avg_out,
-                              float *exp_avg_sq_out);
+spw_status spw_swap_read(spw_swap *swap,
+                         uint64_t subgroup,
+                         const void *weights,
+                         float *param_out,
+                         float *exp_avg_out,
+                         float *exp_avg_sq_out);
 
 // Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. If param is given with
 // SPW_SWAP_FLAG_SPLIT_MASTER, the weights on entry of the next step are this param, rounded to nearest even; the
 // rounding of every NaN is 0x7fc0. `spw_swap_commit` makes
 // the new state durable, and `spw_swap_rollback` discards it.
-enum spw_status spw_swap_write(struct spw_swap *swap,
-                               uint64_t subgroup,
-                               const float *param,
-                               const float *exp_avg,
-                               const float *exp_avg_sq);
+spw_status spw_swap_write(spw_swap *swap,
+                          uint64_t subgroup,
+                          const float *param,
+                          const float *exp_avg,
+                          const float *exp_avg_sq);
 
 // Makes all state durable as `step`: writes dirty subgroups from memory, then commits the tier (`spw_tier_commit`,
 // with its errors). The next open returns the payload.
-enum spw_status spw_swap_commit(struct spw_swap *swap,
-                                uint64_t step,
-                                const void *payload,
-                                uint64_t payload_bytes);
+spw_status spw_swap_commit(spw_swap *swap,
+                           uint64_t step,
+                           const void *payload,
+                           uint64_t payload_bytes);
 
 // Begins what `spw_swap_commit` does, and returns at once: a thread writes the subgroups that are only in memory, and
 // another makes all state durable as it is at this call. The next update may begin at once; its steps wait until the
 // subgroups are written. Other calls of the tiered update wait for that too. See `spw_tier_commit_begin` for the rest,
 // `spw_tier_task_wait` for the outcome.
-enum spw_status spw_swap_commit_begin(struct spw_swap *swap,
-                                      uint64_t step,
-                                      const void *payload,
-                                      uint64_t payload_bytes,
-                                      struct spw_tier_task **task_out);
+spw_status spw_swap_commit_begin(spw_swap *swap,
+                                 uint64_t step,
+                                 const void *payload,
+                                 uint64_t payload_bytes,
+                                 spw_tier_task **task_out);
 
 // Rolls back to the last commit, in memory and on the tier, also after a failed step. An open update is abandoned: its
 // gradients and copies belong to the caller again, and the copies hold any values.
-enum spw_status spw_swap_rollback(struct spw_swap *swap);
+spw_status spw_swap_rollback(spw_swap *swap);
 
 // Writes the counters since open. An update of `spw_swap_begin` is included once all its subgroups are stepped.
-enum spw_status spw_swap_get_stats(struct spw_swap *swap,
-                                   struct spw_swap_stats *stats_out);
+spw_status spw_swap_get_stats(spw_swap *swap,
+                              spw_swap_stats *stats_out);
 
 // Writes the last update, and what was written to the tier since, as a trace for Perfetto (JSON): for each buffer the
 // fetches, steps and flushes of subgroups, and for each path the bytes of transfers in flight. A transfer on several
 // paths ends with its last part. `size` is the size of `text_out`, which may be NULL if it is 0; `needed_out` (may be
 // NULL) receives the size of the text with its zero byte.
-enum spw_status spw_swap_get_trace(struct spw_swap *swap,
-                                   char *text_out,
-                                   size_t size,
-                                   uint64_t *needed_out);
+spw_status spw_swap_get_trace(spw_swap *swap,
+                              char *text_out,
+                              uint64_t size,
+                              uint64_t *needed_out);
 
 // Frees the update, and abandons one that `spw_swap_begin` opened. The tier stays open; state that was not committed is
 // lost. NULL does nothing.
-enum spw_status spw_swap_close(struct spw_swap *swap);
+spw_status spw_swap_close(spw_swap *swap);
 
 // Flags of `spw_swap_begin`, combined by addition.
 typedef enum spw_swap_begin_flag {
@@ -291,14 +291,15 @@ typedef enum spw_swap_begin_flag {
 // If the update fails in the background, `spw_swap_submit` and `spw_swap_finish` return its error; see
 // `spw_swap_adam_step` for what is possible then. A write that fails after the finish makes the next call SPW_ERR_BUSY,
 // with the same remedy.
-enum spw_status spw_swap_begin(struct spw_swap *swap,
-                               const struct spw_adam_options *options,
-                               uint32_t flags);
+spw_status spw_swap_begin(spw_swap *swap,
+                          const spw_adam_options *options,
+                          uint32_t flags);
 
 // Passes the gradients of a subgroup to the open update, and returns at once. `tensors` and `firsts` are the parts of
 // the subgroup as for `spw_swap_adam_step_parts`; NULL for `firsts` means one tensor for the whole subgroup. A `count`
-// of 0 leaves the subgroup as it is. The library copies the structs. The gradients and copies belong to it until
-// `spw_swap_finish`, `spw_swap_rollback` or `spw_swap_close` has returned.
+// of 0 leaves the subgroup as it is. The library copies the structs.
+//
+// Kept: the gradients and the copies, until `spw_swap_finish`, `spw_swap_rollback` or `spw_swap_close` has returned.
 //
 // The step writes the copies. After SPW_SPEC_VERDICT_SKIP a copy that was written holds the param from before the step; a
 // copy that was not written yet holds what it held at the submit.
@@ -309,11 +310,11 @@ enum spw_status spw_swap_begin(struct spw_swap *swap,
 // - SPW_ERR_NO_ROUND: no update is open.
 // - SPW_ERR_ROUND_RESOLVED: the update is skipped.
 // - SPW_ERR_BUCKET_SUBMITTED: the subgroup was already submitted in this update.
-enum spw_status spw_swap_submit(struct spw_swap *swap,
-                                uint64_t subgroup,
-                                const struct spw_tensor *tensors,
-                                const uint64_t *firsts,
-                                uint64_t count);
+spw_status spw_swap_submit(spw_swap *swap,
+                           uint64_t subgroup,
+                           const spw_tensor *tensors,
+                           const uint64_t *firsts,
+                           uint64_t count);
 
 // Gives a speculative update its verdict, an `spw_spec_verdict`, and returns at once. It may come before submits.
 //
@@ -323,9 +324,9 @@ enum spw_status spw_swap_submit(struct spw_swap *swap,
 //   rounded to f32. Subgroups that were written are read again.
 //
 // SPW_ERR_ROUND_RESOLVED: the update has its verdict, or is not speculative.
-enum spw_status spw_swap_verdict(struct spw_swap *swap,
-                                 uint32_t verdict,
-                                 double grad_scale);
+spw_status spw_swap_verdict(spw_swap *swap,
+                            uint32_t verdict,
+                            double grad_scale);
 
 // Waits until all subgroups are stepped, for up to `timeout_ms` milliseconds (negative: without limit), and ends the
 // update. With SPW_SWAP_BEGIN_FLAG_STATS `stats_out` receives the statistics of the gradients, as from
@@ -336,9 +337,9 @@ enum spw_status spw_swap_verdict(struct spw_swap *swap,
 // - SPW_ERR_ROUND_OPEN: a speculative update has no verdict. It stays open.
 // - SPW_ERR_TIMEOUT: the update stays open.
 // - Other errors ended the update, see `spw_swap_begin`.
-enum spw_status spw_swap_finish(struct spw_swap *swap,
-                                int64_t timeout_ms,
-                                struct spw_step_stats *stats_out);
+spw_status spw_swap_finish(spw_swap *swap,
+                           int64_t timeout_ms,
+                           spw_step_stats *stats_out);
 
 // Waits for up to `timeout_ms` milliseconds (negative: without limit) for the next subgroup whose step is final and whose
 // copies are written, and writes its number. The copies may be read from then on, while later subgroups are stepped. Each
@@ -348,9 +349,9 @@ enum spw_status spw_swap_finish(struct spw_swap *swap,
 // - SPW_ERR_NOT_FOUND: every subgroup was named, or the update is skipped.
 // - SPW_ERR_TIMEOUT: there is none yet.
 // - Other errors ended the update, see `spw_swap_begin`.
-enum spw_status spw_swap_next_published(struct spw_swap *swap,
-                                        int64_t timeout_ms,
-                                        uint64_t *subgroup_out);
+spw_status spw_swap_next_published(spw_swap *swap,
+                                   int64_t timeout_ms,
+                                   uint64_t *subgroup_out);
 
 #ifdef __cplusplus
 } // extern "C"

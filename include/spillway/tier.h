@@ -145,7 +145,7 @@ typedef struct spw_tier_options {
     // Number of ranks of the run; 0: 1.
     uint32_t world;
     // The paths. A reopened tier may list them in any order.
-    const struct spw_tier_path *paths;
+    const spw_tier_path *paths;
     // Number of paths, 1 to 256.
     uint64_t path_count;
     // `spw_tier_durability`
@@ -214,8 +214,8 @@ typedef struct spw_tier_steps_info {
 //
 // An open keeps only the step that it resumes. Ranks that commit independently therefore call this function first, and
 // all open at the last step that every rank has, with the tag of the commit that all have.
-enum spw_status spw_tier_get_steps(const struct spw_tier_options *options,
-                                   struct spw_tier_steps_info *info_out);
+spw_status spw_tier_get_steps(const spw_tier_options *options,
+                              spw_tier_steps_info *info_out);
 
 // A virtual tier: named extents stored over several paths (MLP-Offload section 3.2; commits and checksums are
 // Spillway's own).
@@ -248,12 +248,12 @@ typedef struct spw_tier spw_tier;
 //
 // In an object store the lock names the machine by its machine-id. If two machines of the same name share a
 // machine-id, as copies of one image may, a live holder on the other machine counts as dead.
-enum spw_status spw_tier_open(const struct spw_tier_options *options,
-                              struct spw_tier **tier_out);
+spw_status spw_tier_open(const spw_tier_options *options,
+                         spw_tier **tier_out);
 
 // Lets transfers of the tier begin without turns (`turns` of `spw_tier_options`) from now on, and with them those that wait for
 // one. For a program that ends: what it waits for before `spw_tier_close` then waits for no other process.
-enum spw_status spw_tier_end_turns(const struct spw_tier *tier);
+spw_status spw_tier_end_turns(const spw_tier *tier);
 
 // Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier. They wait for
 // no turns.
@@ -262,8 +262,8 @@ enum spw_status spw_tier_end_turns(const struct spw_tier *tier);
 // not waited for must be presumed in use after this call. SPW_ERR_DEADLINE: a file system did not respond to the close
 // of the files within the I/O timeout, or within the rest of `timeout_ms`, at least 1 s. The close continues without the
 // caller, and the lock is held until it ends.
-enum spw_status spw_tier_close(struct spw_tier *tier,
-                               int64_t timeout_ms);
+spw_status spw_tier_close(spw_tier *tier,
+                          int64_t timeout_ms);
 
 // Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
 // operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. It is
@@ -271,28 +271,28 @@ enum spw_status spw_tier_close(struct spw_tier *tier,
 // `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
 // SPW_ERR_PATH_MISSING, and its path keeps all files. A file system that does not respond within the I/O timeout is
 // SPW_ERR_DEADLINE; the deletion continues without the caller. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
-enum spw_status spw_tier_destroy(struct spw_tier *tier);
+spw_status spw_tier_destroy(spw_tier *tier);
 
 // Deletes the files that a dead run left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` NULL means
 // this machine's name. A live run is SPW_ERR_LOCKED, a run without files SPW_ERR_NOT_FOUND.
-enum spw_status spw_tier_collect(const char *directory,
-                                 const char *job,
-                                 const char *host,
-                                 uint32_t rank);
+spw_status spw_tier_collect(const char *directory,
+                            const char *job,
+                            const char *host,
+                            uint32_t rank);
 
 // Finds or creates the extent `name`, with `stream_count` (at most 64) streams of `stream_bytes[i]` bytes each, and
 // writes its number. A name is UTF-8 of 1 to 255 bytes. An existing extent with other streams is SPW_ERR_FOREIGN. The
 // number is valid while the tier is open.
-enum spw_status spw_tier_define(const struct spw_tier *tier,
-                                const char *name,
-                                const uint64_t *stream_bytes,
-                                uint64_t stream_count,
-                                uint32_t *extent_out);
+spw_status spw_tier_define(const spw_tier *tier,
+                           const char *name,
+                           const uint64_t *stream_bytes,
+                           uint64_t stream_count,
+                           uint32_t *extent_out);
 
 // Removes an extent with the next commit. `spw_tier_define` of the extent before that commit cancels the removal. Both
 // are SPW_ERR_BUSY while a `spw_tier_commit` is in flight, and wait for a `spw_tier_commit_begin`.
-enum spw_status spw_tier_remove(const struct spw_tier *tier,
-                                uint32_t extent);
+spw_status spw_tier_remove(const spw_tier *tier,
+                           uint32_t extent);
 
 // The paths that `spw_tier_put` writes an extent to.
 typedef struct spw_tier_target {
@@ -313,27 +313,29 @@ typedef struct spw_tier_target {
 // Starts to write an extent, and returns a ticket for `spw_tier_wait`. The call computes the checksums of all blocks
 // before it returns. If the data file must grow, it also waits for the allocation, at most for the I/O timeout.
 //
-// `streams` has one pointer for each stream; the memory must stay unchanged until the ticket was waited for. Any
-// alignment is allowed; pinned memory is fastest. `target` NULL selects the extent's present path, or the path with
-// the least data.
+// Kept: the memory that `streams` points to, unchanged until the wait for the ticket returns. `streams` has one pointer
+// for each stream. Any alignment is allowed; pinned memory is fastest. `target` NULL selects the extent's present path,
+// or the path with the least data.
 //
 // If a path fails or is full, another path is used; the wait is an error only if no path accepted the data. The
 // committed contents stay unchanged. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a `spw_tier_commit` is in
 // flight.
-enum spw_status spw_tier_put(const struct spw_tier *tier,
-                             uint32_t extent,
-                             const void *const *streams,
-                             const struct spw_tier_target *target,
-                             uint64_t *ticket_out);
+spw_status spw_tier_put(const spw_tier *tier,
+                        uint32_t extent,
+                        const void *const *streams,
+                        const spw_tier_target *target,
+                        uint64_t *ticket_out);
 
 // Starts to read an extent: the last put that was waited for, or after an open the committed contents. `streams_out`
-// has one pointer for each stream; NULL skips the stream. The memory is in use until the wait for the ticket returns.
-// After SPW_ERR_DEADLINE it stays in use (see `spw_tier_wait`). The wait succeeds only if every block matches its
+// has one pointer for each stream; NULL skips the stream.
+//
+// Kept: the memory that `streams_out` points to, until the wait for the ticket returns. After SPW_ERR_DEADLINE it stays
+// in use (see `spw_tier_wait`). The wait succeeds only if every block matches its
 // checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
-enum spw_status spw_tier_get(const struct spw_tier *tier,
-                             uint32_t extent,
-                             void *const *streams_out,
-                             uint64_t *ticket_out);
+spw_status spw_tier_get(const spw_tier *tier,
+                        uint32_t extent,
+                        void *const *streams_out,
+                        uint64_t *ticket_out);
 
 // Waits for a ticket for up to `timeout_ms` milliseconds (0: poll; negative: without limit). After the call the ticket
 // is invalid, except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the version of the contents
@@ -343,10 +345,10 @@ enum spw_status spw_tier_get(const struct spw_tier *tier,
 // `io_timeout_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost). Then the caller keeps the memory allocated and unused
 // until the process ends. Memory of spw_pinned_alloc may be freed: the library quarantines it until the
 // operation ends. After any other status the streams are free.
-enum spw_status spw_tier_wait(const struct spw_tier *tier,
-                              uint64_t ticket,
-                              int64_t timeout_ms,
-                              uint64_t *generation_out);
+spw_status spw_tier_wait(const spw_tier *tier,
+                         uint64_t ticket,
+                         int64_t timeout_ms,
+                         uint64_t *generation_out);
 
 // Makes all puts so far durable as step `step`, with a payload of up to 1 MiB that the next open returns. The call
 // waits for puts in flight, and for a commit in the background. SPW_ERR_BUSY while another `spw_tier_commit` is in flight, or if a tiered update changed states (see
@@ -359,14 +361,14 @@ enum spw_status spw_tier_wait(const struct spw_tier *tier,
 //
 // If files of a path were removed, renamed or replaced, the path has failed. The commit moves the path's extents to
 // other paths, or it is SPW_ERR_PATH_MISSING.
-enum spw_status spw_tier_commit(const struct spw_tier *tier,
-                                uint64_t step,
-                                const void *payload,
-                                uint64_t payload_bytes);
+spw_status spw_tier_commit(const spw_tier *tier,
+                           uint64_t step,
+                           const void *payload,
+                           uint64_t payload_bytes);
 
 // Discards all puts since the last commit, after it has waited for puts in flight. Reads return the committed contents
 // again. SPW_ERR_BUSY while a `spw_tier_commit` is in flight (one in the background is waited for), or if a tiered update changed states (see `spw_swap_open`).
-enum spw_status spw_tier_rollback(const struct spw_tier *tier);
+spw_status spw_tier_rollback(const spw_tier *tier);
 
 // A commit or an export that a thread of the library makes, while the tier is put and got.
 typedef struct spw_tier_task spw_tier_task;
@@ -391,17 +393,17 @@ typedef struct spw_tier_progress {
 // Waits until the commit or export has ended, for up to `timeout_ms` milliseconds (0: poll; negative: without limit).
 // SPW_ERR_TIMEOUT: it continues. Any other status is its own, and every later call returns it again. `step_out` (may be
 // NULL) receives the step.
-enum spw_status spw_tier_task_wait(const struct spw_tier_task *task,
-                                   int64_t timeout_ms,
-                                   uint64_t *step_out);
+spw_status spw_tier_task_wait(const spw_tier_task *task,
+                              int64_t timeout_ms,
+                              uint64_t *step_out);
 
 // Writes how far the commit or export is.
-enum spw_status spw_tier_task_get_progress(const struct spw_tier_task *task,
-                                           struct spw_tier_progress *progress_out);
+spw_status spw_tier_task_get_progress(const spw_tier_task *task,
+                                      spw_tier_progress *progress_out);
 
 // Frees the handle. A commit that has not ended is waited for. An export that has not ended is cancelled, and nothing of
 // it is left; this takes as long as the write in flight, at most the I/O timeout of the tier.
-enum spw_status spw_tier_task_close(struct spw_tier_task *task);
+spw_status spw_tier_task_close(spw_tier_task *task);
 
 // Begins what `spw_tier_commit` does, and returns at once. The commit takes what the extents hold at the call; of a put in
 // flight, what it puts. Puts and gets may continue, and count for the next commit. They use other space, so the tier needs
@@ -415,11 +417,11 @@ enum spw_status spw_tier_task_close(struct spw_tier_task *task);
 // Ranks that must resume at a common step wait for the commits of all ranks before any of them begins the next commit.
 // With a `world` above 1, or SPW_TIER_FLAG_KEEP_BEFORE, the tier keeps the state of the commit before until then, in space
 // of its own.
-enum spw_status spw_tier_commit_begin(const struct spw_tier *tier,
-                                      uint64_t step,
-                                      const void *payload,
-                                      uint64_t payload_bytes,
-                                      struct spw_tier_task **task_out);
+spw_status spw_tier_commit_begin(const spw_tier *tier,
+                                 uint64_t step,
+                                 const void *payload,
+                                 uint64_t payload_bytes,
+                                 spw_tier_task **task_out);
 
 // Health of a path. Passed as `uint32_t`.
 typedef enum spw_tier_health {
@@ -527,45 +529,45 @@ typedef struct spw_tier_verify_info {
 
 // Reads the result of the open. `payload_out` (may be NULL) receives the first `payload_bytes` bytes of the commit's
 // payload.
-enum spw_status spw_tier_get_opened(const struct spw_tier *tier,
-                                    struct spw_tier_opened_info *info_out,
-                                    void *payload_out,
-                                    uint64_t payload_bytes);
+spw_status spw_tier_get_opened(const spw_tier *tier,
+                               spw_tier_opened_info *info_out,
+                               void *payload_out,
+                               uint64_t payload_bytes);
 
 // Reads the `index`-th extent, counted from 0; SPW_ERR_NOT_FOUND past the last. `name_out` receives its
 // name.
-enum spw_status spw_tier_get_extent(const struct spw_tier *tier,
-                                    uint64_t index,
-                                    struct spw_tier_extent_info *info_out,
-                                    char *name_out,
-                                    size_t size,
-                                    uint64_t *needed_out);
+spw_status spw_tier_get_extent(const spw_tier *tier,
+                               uint64_t index,
+                               spw_tier_extent_info *info_out,
+                               char *name_out,
+                               uint64_t size,
+                               uint64_t *needed_out);
 
 // Reads the path with this number, counted from 0; SPW_ERR_NOT_FOUND past the last. `text_out` receives
 // its directory and why it is not healthy.
-enum spw_status spw_tier_get_path(const struct spw_tier *tier,
-                                  uint32_t number,
-                                  struct spw_tier_path_info *info_out,
-                                  char *text_out,
-                                  size_t size,
-                                  uint64_t *needed_out);
+spw_status spw_tier_get_path(const spw_tier *tier,
+                             uint32_t number,
+                             spw_tier_path_info *info_out,
+                             char *text_out,
+                             uint64_t size,
+                             uint64_t *needed_out);
 
 // Sets the health of a path: SPW_TIER_HEALTH_DRAINING stops new writes to it, SPW_TIER_HEALTH_FAILED marks it as
 // failed, SPW_TIER_HEALTH_HEALTHY allows writes again.
-enum spw_status spw_tier_set_path(const struct spw_tier *tier,
-                                  uint32_t number,
-                                  uint32_t health);
+spw_status spw_tier_set_path(const spw_tier *tier,
+                             uint32_t number,
+                             uint32_t health);
 
 // Moves all extents off a path now, and sets the path to SPW_TIER_HEALTH_DRAINING. The next commit makes the move
 // durable. The call waits for puts and gets of the extents that are in flight, also those of a tiered update, and for a commit in
 // the background. SPW_ERR_BUSY while a `spw_tier_commit` is in flight; extents moved before that stay moved.
-enum spw_status spw_tier_evacuate(const struct spw_tier *tier,
-                                  uint32_t number);
+spw_status spw_tier_evacuate(const spw_tier *tier,
+                             uint32_t number);
 
 // Reads all current blocks, all headers and the superblocks, and verifies their checksums. `info_out` (may be
 // NULL) receives the counts, also if something is damaged. Then the status is that of the first
 // damage, and the message names path, extent, block and offset. SPW_ERR_BUSY while an extent is put.
-enum spw_status spw_tier_verify(const struct spw_tier *tier, struct spw_tier_verify_info *info_out);
+spw_status spw_tier_verify(const spw_tier *tier, spw_tier_verify_info *info_out);
 
 // Form and speed of an export, combined by addition.
 typedef enum spw_tier_export_flag {
@@ -609,10 +611,10 @@ typedef struct spw_tier_export_options {
 // `spw_tier_import` reads every export. A file with a range of elements has no step, and the import takes its tensors for
 // extents. SPW_ERR_INVALID_ARGUMENT: no extent is taken, or the type does not fit one. SPW_ERR_NO_STATE: nothing was
 // committed.
-enum spw_status spw_tier_export(const struct spw_tier *tier,
-                                const char *path,
-                                const struct spw_tier_export_options *options,
-                                struct spw_tier_task **task_out);
+spw_status spw_tier_export(const spw_tier *tier,
+                           const char *path,
+                           const spw_tier_export_options *options,
+                           spw_tier_task **task_out);
 
 // Imports an export into the tier and commits it at the export's step; one that left out extents is committed at the step
 // of the tier, if it has one. An existing extent of the same name must have the same streams; extents that are not in the
@@ -626,10 +628,10 @@ enum spw_status spw_tier_export(const struct spw_tier *tier,
 //
 // Until it ends, commits and rollbacks of other threads, and steps of a tiered update, are SPW_ERR_BUSY. Afterwards the
 // calls of an open tiered update are SPW_ERR_BUSY until `spw_swap_rollback`, which takes the states over.
-enum spw_status spw_tier_import(const struct spw_tier *tier,
-                                const char *path,
-                                const char *names,
-                                uint64_t *step_out);
+spw_status spw_tier_import(const spw_tier *tier,
+                           const char *path,
+                           const char *names,
+                           uint64_t *step_out);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -158,40 +158,40 @@ typedef struct spw_topo spw_topo;
 // Reads the topology. `options` NULL: this machine, without loading a driver. Properties that the system does not state
 // are unknown in the result. SPW_ERR_INVALID_ARGUMENT if `options.root` has no directory `sys`. Of this machine, only a
 // query of the GPU driver can fail.
-enum spw_status spw_topo_open(const struct spw_topo_options *options,
-                              struct spw_topo **topo_out);
+spw_status spw_topo_open(const spw_topo_options *options,
+                         spw_topo **topo_out);
 
 // Frees a topology.
-enum spw_status spw_topo_close(struct spw_topo *topo);
+spw_status spw_topo_close(spw_topo *topo);
 
 // Writes the numbers of parts.
-enum spw_status spw_topo_get_info(const struct spw_topo *topo, struct spw_topo_info *info_out);
+spw_status spw_topo_get_info(const spw_topo *topo, spw_topo_info *info_out);
 
 // Writes the node at `index`, which is below the number of nodes. Nodes are in ascending order of their numbers.
-enum spw_status spw_topo_get_node(const struct spw_topo *topo,
-                                  uint32_t index,
-                                  struct spw_topo_node *node_out);
+spw_status spw_topo_get_node(const spw_topo *topo,
+                             uint32_t index,
+                             spw_topo_node *node_out);
 
 // Writes the GPU with a CUDA ordinal of this process.
-enum spw_status spw_topo_get_gpu(const struct spw_topo *topo, uint32_t ordinal, struct spw_topo_gpu *gpu_out);
+spw_status spw_topo_get_gpu(const spw_topo *topo, uint32_t ordinal, spw_topo_gpu *gpu_out);
 
 // Writes the node of the drive that holds a file or directory. SPW_TOPO_NONE if several drives of different nodes hold
 // it, or if the node is not known. SPW_ERR_NOT_FOUND if the path does not exist.
-enum spw_status spw_topo_get_path_node(const struct spw_topo *topo,
-                                       const char *path,
-                                       uint32_t *node_out);
+spw_status spw_topo_get_path_node(const spw_topo *topo,
+                                  const char *path,
+                                  uint32_t *node_out);
 
 // Writes everything as one JSON object, as `spillway topo --json` does without the ranks.
-enum spw_status spw_topo_get_json(const struct spw_topo *topo,
-                                  char *text_out,
-                                  size_t size,
-                                  uint64_t *needed_out);
+spw_status spw_topo_get_json(const spw_topo *topo,
+                             char *text_out,
+                             uint64_t size,
+                             uint64_t *needed_out);
 
 // Begins to load the cache lines of `count` addresses into the caches of the calling thread's processor, and does not wait
 // for them. Call it shortly before the use of much memory whose addresses are known, and that the caches have lost since.
 // An address may be any number: one without memory has no effect, and no memory is read or changed.
-enum spw_status spw_topo_prefetch(const uint64_t *addresses,
-                                  uint64_t count);
+spw_status spw_topo_prefetch(const uint64_t *addresses,
+                             uint64_t count);
 
 // Where the processors of a rank may be. Passed as `uint32_t`.
 typedef enum spw_topo_scope {
@@ -252,12 +252,12 @@ typedef struct spw_topo_pages {
 // Writes processors of a rank: of the node of its GPU, divided evenly among the ranks on that node (SuperOffload section
 // 4.7). A rank gets only processors that this process may use; cores are never divided. If the node of the GPU is not
 // known, all usable processors count as its node. A truncated list names wrong processors: compare `needed_out`.
-enum spw_status spw_topo_get_rank_cpus(const struct spw_topo *topo,
-                                       const struct spw_topo_rank_options *options,
-                                       uint32_t cpus,
-                                       char *text_out,
-                                       size_t size,
-                                       uint64_t *needed_out);
+spw_status spw_topo_get_rank_cpus(const spw_topo *topo,
+                                  const spw_topo_rank_options *options,
+                                  uint32_t cpus,
+                                  char *text_out,
+                                  uint64_t size,
+                                  uint64_t *needed_out);
 
 // Binds the worker threads of this library to processors: those of the thread pool, and threads of the library that
 // compute. The caller's threads and their affinity stay as they are. Work in flight finishes on its present workers.
@@ -266,21 +266,21 @@ enum spw_status spw_topo_get_rank_cpus(const struct spw_topo *topo,
 // threads never take the place of bound workers. A process that is forked later keeps the binding.
 //
 // SPW_ERR_INVALID_ARGUMENT if the list is empty, or names a processor that is offline or not in the process's cpuset.
-enum spw_status spw_topo_bind_workers(const struct spw_topo *topo,
-                                      const char *cpus);
+spw_status spw_topo_bind_workers(const spw_topo *topo,
+                                 const char *cpus);
 
 // Undoes `spw_topo_bind_workers`: workers run where the thread that starts them may run.
-enum spw_status spw_topo_unbind_workers(void);
+spw_status spw_topo_unbind_workers(void);
 
 // Writes the processors to which the workers are bound; an empty text if they are not bound.
-enum spw_status spw_topo_get_workers(char *text_out, size_t size, uint64_t *needed_out);
+spw_status spw_topo_get_workers(char *text_out, uint64_t size, uint64_t *needed_out);
 
 // Counts the pages of a range that are on a node, elsewhere, or not in memory. It does not touch the memory; addresses
 // without memory count as absent. SPW_ERR_UNSUPPORTED where the system has no move_pages.
-enum spw_status spw_topo_get_pages(const void *address,
-                                   uint64_t bytes,
-                                   uint32_t node,
-                                   struct spw_topo_pages *pages_out);
+spw_status spw_topo_get_pages(const void *address,
+                              uint64_t bytes,
+                              uint32_t node,
+                              spw_topo_pages *pages_out);
 
 #ifdef __cplusplus
 } // extern "C"

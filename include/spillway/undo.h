@@ -74,33 +74,36 @@ typedef struct spw_undo spw_undo;
 
 // Creates a recording. SPW_UNDO_MODE_DELTA reserves 13 bytes of address space per element now, and takes memory page
 // by page as steps need it. Free the recording with `spw_undo_close`.
-enum spw_status spw_undo_open(const struct spw_undo_options *options,
-                              struct spw_undo **undo_out);
+spw_status spw_undo_open(const spw_undo_options *options,
+                         spw_undo **undo_out);
 
-// Does `spw_adam_step` and records it in `undo`; the previously recorded step becomes permanent. Until this step is
-// rolled back, redone or committed, the spans must not move, and only Spillway may write to them, gradients included.
+// Does `spw_adam_step` and records it in `undo`; the previously recorded step becomes permanent.
+//
+// Kept: the spans of the tensors, gradients included, until this step is rolled back, redone or committed. They must not
+// move, and only Spillway may write to them.
+//
 // In mode SPW_UNDO_MODE_SHADOW every tensor must have shadow spans; in the other modes no tensor may. A step with more
 // elements or tensors than the recording has room for is an error; the room may be a little larger than asked for, and
 // tensors of no elements need none. Statistics are computed if `stats_out` is not NULL.
-enum spw_status spw_undo_adam_step(struct spw_undo *undo,
-                                   const struct spw_adam_options *options,
-                                   const struct spw_tensor *tensors,
-                                   uint64_t count,
-                                   struct spw_step_stats *stats_out);
+spw_status spw_undo_adam_step(spw_undo *undo,
+                              const spw_adam_options *options,
+                              const spw_tensor *tensors,
+                              uint64_t count,
+                              spw_step_stats *stats_out);
 
 // Does `spw_adagrad_step` and records it, as `spw_undo_adam_step`.
-enum spw_status spw_undo_adagrad_step(struct spw_undo *undo,
-                                      const struct spw_adagrad_options *options,
-                                      const struct spw_tensor *tensors,
-                                      uint64_t count,
-                                      struct spw_step_stats *stats_out);
+spw_status spw_undo_adagrad_step(spw_undo *undo,
+                                 const spw_adagrad_options *options,
+                                 const spw_tensor *tensors,
+                                 uint64_t count,
+                                 spw_step_stats *stats_out);
 
 // Does `spw_lion_step` and records it, as `spw_undo_adam_step`.
-enum spw_status spw_undo_lion_step(struct spw_undo *undo,
-                                   const struct spw_lion_options *options,
-                                   const struct spw_tensor *tensors,
-                                   uint64_t count,
-                                   struct spw_step_stats *stats_out);
+spw_status spw_undo_lion_step(spw_undo *undo,
+                              const spw_lion_options *options,
+                              const spw_tensor *tensors,
+                              uint64_t count,
+                              spw_step_stats *stats_out);
 
 // Rolls back the recorded step and forgets it. param, exp_avg and exp_avg_sq get the bits from before the step
 // (SPW_UNDO_MODE_ARITHMETIC: approximately). param_copy gets the restored param, rounded. Without a recorded step the
@@ -117,26 +120,26 @@ enum spw_status spw_undo_lion_step(struct spw_undo *undo,
 // - Let the tensors be current after every other step only.
 // - Copy the current set back before each use of the tensors, at 0.9 of the time of a step.
 // - Record with SPW_UNDO_MODE_DELTA instead.
-enum spw_status spw_undo_rollback(struct spw_undo *undo);
+spw_status spw_undo_rollback(spw_undo *undo);
 
 // Rolls back the recorded step and repeats it with `grad_scale` in place of its factor on the gradient, in one pass
 // over memory. Then it forgets the step. The result has the bits of a single step with `grad_scale`
 // (SPW_UNDO_MODE_ARITHMETIC: approximately). In mode SPW_UNDO_MODE_SHADOW the result is in the shadow spans, as after
 // the step and `spw_undo_commit`. A `grad_scale` that is not a finite f32 is an error.
-enum spw_status spw_undo_redo(struct spw_undo *undo,
-                              double grad_scale);
+spw_status spw_undo_redo(spw_undo *undo,
+                         double grad_scale);
 
 // Forgets the recorded step, which becomes permanent. Without a recorded step it does nothing. With `release_memory` 0
 // the log keeps the memory of chunks that used at most 3 bytes per element; with 1 it returns all memory to the
 // system.
-enum spw_status spw_undo_commit(struct spw_undo *undo,
-                                uint32_t release_memory);
+spw_status spw_undo_commit(spw_undo *undo,
+                           uint32_t release_memory);
 
 // Writes the bytes of log that the recorded step uses; 0 without a recorded step or a log.
-enum spw_status spw_undo_get_log_bytes(struct spw_undo *undo, uint64_t *bytes_out);
+spw_status spw_undo_get_log_bytes(spw_undo *undo, uint64_t *bytes_out);
 
 // Frees the recording. Its step becomes permanent. NULL does nothing.
-enum spw_status spw_undo_close(struct spw_undo *undo);
+spw_status spw_undo_close(spw_undo *undo);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -72,10 +72,10 @@ typedef struct spw_window_options {
     uint32_t slots;
     // The GPU whose memory has the slots, or NULL: host memory takes its place, for tests and machines without a GPU.
     // It may be closed before the window.
-    const struct spw_gpu *gpu;
+    const spw_gpu *gpu;
     // The tier of units with SPW_WINDOW_HOME_TIER, or NULL if there are none. The library frees it only after the window
     // is closed.
-    const struct spw_tier *tier;
+    const spw_tier *tier;
 } spw_window_options;
 
 #define SPW_WINDOW_OPTIONS_INIT \
@@ -138,15 +138,15 @@ typedef struct spw_window spw_window;
 // - SPW_ERR_GPU_OUT_OF_MEMORY: the device has not enough memory. Open the window with fewer slots.
 // - SPW_ERR_INVALID_ARGUMENT: for a GPU, `host` is not pinned, or reaches past its allocation; or `bytes` is not the
 //   length of the stream.
-enum spw_status spw_window_open(const struct spw_window_options *options,
-                                const struct spw_window_unit *units,
-                                uint64_t count,
-                                struct spw_window **window_out);
+spw_status spw_window_open(const spw_window_options *options,
+                           const spw_window_unit *units,
+                           uint64_t count,
+                           spw_window **window_out);
 
 // Begins an iteration, such as a forward and its backward. The order of its uses is recorded, and the order recorded
 // before says what is fetched ahead. With another order, as in a model with branches, units are fetched late, and
 // nothing else changes. Without this call iterations follow each other as one.
-enum spw_status spw_window_begin(const struct spw_window *window);
+spw_status spw_window_begin(const spw_window *window);
 
 // Has a unit on the device for work queued later on `stream`, and writes its device address. The work waits, on the
 // device, for the copy. The address is valid until `spw_window_release`, which follows each use once. Without a GPU
@@ -157,31 +157,31 @@ enum spw_status spw_window_begin(const struct spw_window *window);
 // - SPW_ERR_BUSY: all slots have unreleased uses, or the unit has changed and is still used. Release one.
 // - Errors of the tier and of the GPU are those of this unit's copy, also if an earlier call had begun it. A later use
 //   tries again.
-enum spw_status spw_window_use(const struct spw_window *window,
-                               uint32_t unit,
-                               uint64_t stream,
-                               int64_t timeout_ms,
-                               uint64_t *address_out);
+spw_status spw_window_use(const spw_window *window,
+                          uint32_t unit,
+                          uint64_t stream,
+                          int64_t timeout_ms,
+                          uint64_t *address_out);
 
 // Ends a use: only work already queued on `stream` reads the unit. Its slot is overwritten after that work. The stream
 // may be another one than that of the use.
-enum spw_status spw_window_release(const struct spw_window *window,
-                                   uint32_t unit,
-                                   uint64_t stream);
+spw_status spw_window_release(const spw_window *window,
+                              uint32_t unit,
+                              uint64_t stream);
 
 // Says that the host memory of a unit, or its extent, is going to change, or has changed: its next use fetches it again.
 // The call waits until no copy reads the old contents. No other copy of the unit begins before its next use or
 // `spw_window_begin`. So call it before an optimizer writes a unit or puts its extent, and begin the next iteration, or
 // use the unit, after that.
-enum spw_status spw_window_changed(const struct spw_window *window,
-                                   uint32_t unit);
+spw_status spw_window_changed(const spw_window *window,
+                              uint32_t unit);
 
 // Reads the counters.
-enum spw_status spw_window_get_stats(const struct spw_window *window, struct spw_window_stats *stats_out);
+spw_status spw_window_get_stats(const spw_window *window, spw_window_stats *stats_out);
 
 // Waits for reads and copies in flight, and frees the window and its device memory. Uses need not be released; the work
 // that reads units is queued already. NULL does nothing.
-enum spw_status spw_window_close(struct spw_window *window);
+spw_status spw_window_close(spw_window *window);
 
 #ifdef __cplusplus
 } // extern "C"

@@ -5,6 +5,9 @@
 //! `struct_size` in the middle of a field is an error. A caller compiled
 //! with a newer header passes a longer struct: the call fails if a field unknown to this library is not zero. In an
 //! output struct, fields unknown to this library become zero.
+//!
+//! Zero is safe: a field whose initial value is another one is refused by name if it is 0, unless 0 is a value that a
+//! caller may want. So a struct that was never initialised fails, and does not run with other options than the defaults.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -22,6 +25,20 @@ pub unsafe trait AbiStruct: Copy {
     const NAME: &'static str;
     /// Name, offset and size of each field.
     const FIELDS: &'static [(&'static str, usize, usize)];
+
+    /// Sets the fields of a zeroed struct whose initial value is not 0.
+    fn set_defaults(&mut self) {}
+
+    /// The struct as its initialiser makes it.
+    fn initial() -> Self {
+        // SAFETY: all bytes zero are a valid value; a struct begins with its size.
+        unsafe {
+            let mut value = std::mem::zeroed::<Self>();
+            (&raw mut value).cast::<u32>().write(size_of::<Self>() as u32);
+            value.set_defaults();
+            value
+        }
+    }
 }
 
 /// A field type of an [`AbiStruct`].
@@ -50,10 +67,10 @@ pub const fn plain_size<T, F: Plain>(_field: fn(&T) -> &F) -> usize {
     size_of::<F>()
 }
 
-/// Implements [`AbiStruct`]: `abi_struct!(name, first size: field, field, ...)`. The build fails if a field is missing
+/// Implements [`AbiStruct`]: `abi_struct!(name, first size; field, field, ...)`. The build fails if a field is missing
 /// from the list, if the struct has padding, or if a field is neither a number nor a pointer.
 macro_rules! abi_struct {
-    ($name:ident, $first:literal: $($field:ident),* $(,)?) => {
+    ($name:ident, $first:literal $($defaults:expr)?; $($field:ident),* $(,)?) => {
         const _: () = {
             let sum = 0 $(+ $crate::capi::abi_struct::plain_size(|value: &$name| &value.$field))*;
             assert!(sum == size_of::<$name>(), "padding, or a field that the list lacks");
@@ -71,16 +88,21 @@ macro_rules! abi_struct {
                 std::mem::offset_of!($name, $field),
                 $crate::capi::abi_struct::plain_size(|value: &$name| &value.$field),
             )),*];
+
+            $(fn set_defaults(&mut self) {
+                let set: fn(&mut $name) = $defaults;
+                set(self);
+            })?
         }
     };
 }
 pub(in crate::capi) use abi_struct;
 
 /// Declares a struct of the header and implements [`AbiStruct`] for it: `c_struct! { first BYTES;`, then the struct without
-/// its `struct_size`, which is added here. BYTES is its size in the first release. The tool that writes the headers reads
-/// the struct inside the braces.
+/// its `struct_size`, which is added here. BYTES is its size in the first release. `initial FUNCTION` behind it names what sets
+/// the fields whose initial value is not 0. The tool that writes the headers reads the struct inside the braces.
 macro_rules! c_struct {
-    (first $first:literal; $(#[$about:meta])* pub struct $name:ident {
+    (first $first:literal $(, initial $defaults:expr)?; $(#[$about:meta])* pub struct $name:ident {
         $($(#[$field_about:meta])* pub $field:ident: $type:ty),* $(,)?
     }) => {
         $(#[$about])*
@@ -91,7 +113,7 @@ macro_rules! c_struct {
             pub struct_size: u32,
             $($(#[$field_about])* pub $field: $type,)*
         }
-        $crate::capi::abi_struct::abi_struct!($name, $first: struct_size, $($field),*);
+        $crate::capi::abi_struct::abi_struct!($name, $first $($defaults)?; struct_size, $($field),*);
     };
 }
 pub(in crate::capi) use c_struct;
@@ -134,6 +156,20 @@ macro_rules! to_field {
     };
 }
 to_field!(u32 => u32, i32 => i32, u64 => u64, f32 => f32, f64 => f64, bool => u32, u32 => u64, usize => u32, usize => u64);
+
+/// Rejects 0 in a field that `T`'s initialiser sets to another value, and that no caller sets to 0: the struct was never
+/// initialised.
+pub fn initialised<T: AbiStruct>(argument: &'static str, is_zero: bool) -> Result<()> {
+    if !is_zero {
+        return Ok(());
+    }
+    let name = T::NAME;
+    let reason = format!(
+        "is 0, as in a {name} that was never initialised; begin with {}_INIT or spw_struct_init, which set the defaults",
+        name.to_uppercase()
+    );
+    Err(Error::invalid(argument, reason))
+}
 
 /// Reads a flag word: an error for bits above `known`.
 pub fn flags(argument: &'static str, value: u32, known: u32) -> Result<u32> {

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::base::status::{self, spw_status};
 use crate::error::{Error, Result};
 use crate::kernel::IeeeMode;
+use crate::log;
 use crate::sys::cancellation::NoCancellation;
 use crate::sys::{fork, threads};
 
@@ -14,7 +15,8 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs the body of an exported function. An error or a panic becomes a status and this thread's message.
+/// Runs the body of an exported function. An error or a panic becomes a status and this thread's
+/// message. Messages of the log that wait are delivered.
 pub fn guard(body: impl FnOnce() -> Result<()>) -> spw_status {
     // A cancellation acts at the next point outside of the library.
     let _no_cancellation = NoCancellation::enter();
@@ -30,6 +32,7 @@ pub fn guard_step(body: impl FnOnce() -> Result<()>) -> spw_status {
     let _mode = IeeeMode::enter();
     let outcome = catch_unwind(AssertUnwindSafe(body));
     INSIDE.set(outer);
+    log::deliver();
     match outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic))) {
         Ok(()) => spw_status::SPW_OK,
         Err(error) => status::record(&error),

@@ -61,19 +61,37 @@ pub use pointer::{In, Out};
 /// Name, offset and size of each field of a struct.
 pub type Fields = &'static [(&'static str, usize, usize)];
 
-/// Calls `visit` with each struct of the header: its name, its size, and its fields. The test `abi` finds a struct that is
-/// missing here.
-pub fn visit_structs(mut visit: impl FnMut(&'static str, usize, Fields)) {
-    macro_rules! visit_all {
+/// A struct of the header.
+pub struct CStruct {
+    /// Its name.
+    pub name: &'static str,
+    /// Its size.
+    pub size: usize,
+    /// Its size in the first release.
+    pub first_size: usize,
+    /// Its fields.
+    pub fields: Fields,
+    /// Its bytes as its initialiser makes them.
+    pub initial: Vec<u8>,
+}
+
+impl CStruct {
+    fn of<T: AbiStruct>() -> CStruct {
+        let (value, size) = (T::initial(), size_of::<T>());
+        // SAFETY: a live struct without padding.
+        let initial = unsafe { std::slice::from_raw_parts((&raw const value).cast::<u8>(), size) }.to_vec();
+        CStruct { name: T::NAME, size, first_size: T::FIRST_SIZE, fields: T::FIELDS, initial }
+    }
+}
+
+/// Every struct of the header. The test `abi` finds a struct that is missing here.
+pub fn structs() -> Vec<CStruct> {
+    macro_rules! all {
         ($($module:ident: $($name:ident)*;)*) => {
-            $($(visit(
-                <$module::$name as AbiStruct>::NAME,
-                size_of::<$module::$name>(),
-                <$module::$name as AbiStruct>::FIELDS,
-            );)*)*
+            vec![$($(CStruct::of::<$module::$name>(),)*)*]
         };
     }
-    visit_all! {
+    all! {
         base: spw_info spw_thread_options;
         optim: spw_tensor spw_step_stats spw_grad_tensor spw_adam_options spw_adagrad_options
             spw_lion_options;
@@ -106,6 +124,17 @@ mod tests {
     use spillway_planner::interleave::placements::Placement;
     use spillway_planner::pipeline::graph::Kind;
     use spillway_planner::pipeline::memory::Category;
+
+    /// Each of them refuses zeros: ffi_tests/c/initialisers.c.
+    #[test]
+    fn in_all_other_structs_the_initial_values_are_zeros() {
+        let others =
+            super::structs().into_iter().filter(|one| one.initial[4..].iter().any(|byte| *byte != 0));
+        let names: Vec<&str> = others.map(|one| one.name).collect();
+        let optimizers = ["spw_adam_options", "spw_adagrad_options", "spw_lion_options"];
+        assert_eq!(names[..3], optimizers);
+        assert_eq!(names[3..], ["spw_spec_options", "spw_ds_adam_call", "spw_stage_options"]);
+    }
 
     #[test]
     fn enums_that_are_passed_by_number_have_the_numbers_of_the_header() {

@@ -8,6 +8,7 @@ use std::ffi::{CStr, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
+use super::Fields;
 use super::abi_struct::{AbiStruct, Plain};
 use super::handle::Handle;
 use crate::error::{Error, Result};
@@ -97,9 +98,11 @@ impl<T: AbiStruct> In<T> {
             let known = size.min(size_of::<T>());
             if (known..size).any(|at| bytes.add(at).read() != 0) {
                 let reason = format!(
-                    "{} sets fields that version {} does not know; leave them 0, or load a newer library",
+                    "struct_size is {size}, but {} has {known} bytes in version {}, and the bytes behind them are not 0; set struct_size to \
+                     sizeof({}), or load a newer library",
                     T::NAME,
-                    crate::VERSION
+                    crate::VERSION,
+                    T::NAME
                 );
                 return Err(Error::invalid(argument, reason));
             }
@@ -155,13 +158,18 @@ impl<T: AbiStruct> In<T> {
         // SAFETY: there is at least one struct.
         let apart = unsafe { checked_size::<T>(self.0.cast(), "") }.map_err(|error| at(0, error))?;
         for index in 0..count {
-            // SAFETY: the structs of the array lie `apart` bytes apart.
+            // SAFETY: the structs of the array lie `apart` bytes apart, and each begins with its size.
             let (size, next) = unsafe {
                 let next = self.0.byte_add(index * apart);
-                (checked_size::<T>(next.cast(), "").map_err(|error| at(index, error))?, next)
+                (next.cast::<u32>().read_unaligned() as usize, next)
             };
             if size != apart {
-                let reason = format!("is {size}, but that of the first entry is {apart}");
+                let reason = format!(
+                    "is {size}, but that of {argument}[0] is {apart}, so the structs lie {apart} bytes apart; {} has {} bytes in version {}",
+                    T::NAME,
+                    size_of::<T>(),
+                    crate::VERSION
+                );
                 return Err(Error::invalid(format!("{argument}[{index}].struct_size"), reason));
             }
             push(In(next).read("").map_err(|error| at(index, error))?);
@@ -324,14 +332,22 @@ impl<T: AbiStruct> Out<T> {
     }
 }
 
+impl Out<c_void> {
+    /// Writes bytes to memory that has room for them.
+    pub(super) fn put_bytes(self, bytes: impl IntoIterator<Item = u8>, argument: &'static str) -> Result<()> {
+        self.required(argument)?;
+        Out(self.0.cast::<u8>()).put_all(bytes);
+        Ok(())
+    }
+}
+
 impl Out<c_char> {
     /// Writes a text and a NUL, truncated to `size` bytes. `needed_out` receives the bytes of the whole text with its NUL.
     /// Both may be NULL.
-    pub(super) fn put_text(self, text: &str, size: usize, needed_out: Out<u64>) -> Result<()> {
+    pub(super) fn put_text(self, text: &str, size: u64, needed_out: Out<u64>) -> Result<()> {
         if let (false, Some(room)) = (self.is_null(), size.checked_sub(1)) {
-            let len = (0..=text.len().min(room)).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-            let bytes = text.as_bytes()[..len].iter().chain([&0]);
-            self.put_all(bytes.map(|byte| *byte as c_char));
+            let bytes = prefix(text, usize::try_from(room).unwrap_or(usize::MAX)).bytes().chain([0]);
+            self.put_all(bytes.map(|byte| byte as c_char));
         }
         needed_out.put_optional(text.len() as u64 + 1);
         Ok(())
@@ -349,6 +365,12 @@ impl<T: Handle> Out<*mut T> {
     }
 }
 
+/// The longest beginning of a text with at most so many bytes.
+pub(super) fn prefix(text: &str, bytes: usize) -> &str {
+    let end = (0..=text.len().min(bytes)).rev().find(|at| text.is_char_boundary(*at));
+    &text[..end.unwrap_or(0)]
+}
+
 /// A larger `struct_size` is an uninitialised field, not a struct.
 const SIZE_LIMIT: usize = 4096;
 
@@ -357,29 +379,24 @@ const SIZE_LIMIT: usize = 4096;
 unsafe fn checked_size<T: AbiStruct>(bytes: *const u8, argument: &'static str) -> Result<usize> {
     // SAFETY: the struct begins with a u32; the caller's pointer may have any alignment.
     let size = unsafe { bytes.cast::<u32>().read_unaligned() } as usize;
+    match fault_of_size(T::NAME, T::FIRST_SIZE, T::FIELDS, size) {
+        None => Ok(size),
+        Some(fault) => Err(Error::invalid(
+            argument,
+            format!("struct_size is {size}, {fault}; initialise the struct first"),
+        )),
+    }
+}
+
+/// What is wrong with the size of a struct.
+pub(super) fn fault_of_size(name: &str, first_size: usize, fields: Fields, size: usize) -> Option<String> {
     match size {
-        _ if size < T::FIRST_SIZE => Err(Error::invalid(
-            argument,
-            format!(
-                "struct_size is {size}, but {} has at least {} bytes; initialise the struct first",
-                T::NAME,
-                T::FIRST_SIZE
-            ),
-        )),
-        _ if size > SIZE_LIMIT => Err(Error::invalid(
-            argument,
-            format!("struct_size is {size}, but the limit is {SIZE_LIMIT}; initialise the struct first"),
-        )),
-        _ => match T::FIELDS.iter().find(|(_, at, bytes)| (at + 1..at + bytes).contains(&size)) {
-            None => Ok(size),
-            Some((field, ..)) => Err(Error::invalid(
-                argument,
-                format!(
-                    "struct_size is {size}, which is in the middle of {}.{field}; initialise the struct first",
-                    T::NAME
-                ),
-            )),
-        },
+        _ if size < first_size => Some(format!("but {name} has at least {first_size} bytes")),
+        _ if size > SIZE_LIMIT => Some(format!("but the limit is {SIZE_LIMIT}")),
+        _ => {
+            let inside = fields.iter().find(|(_, at, bytes)| (at + 1..at + bytes).contains(&size));
+            inside.map(|(field, ..)| format!("which is in the middle of {name}.{field}"))
+        }
     }
 }
 
@@ -395,7 +412,7 @@ mod tests {
         field: u32,
     }
 
-    abi_struct!(Known, 8: struct_size, field);
+    abi_struct!(Known, 8; struct_size, field);
 
     #[repr(C)]
     #[derive(Clone, Copy)]
@@ -407,7 +424,7 @@ mod tests {
         reserved: u32,
     }
 
-    abi_struct!(Grown, 8: struct_size, field, added, last, reserved);
+    abi_struct!(Grown, 8; struct_size, field, added, last, reserved);
 
     #[test]
     fn a_size_is_the_end_of_a_field_or_beyond_all_of_them() {

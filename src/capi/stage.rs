@@ -31,20 +31,21 @@ use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::capi::prelude::*;
 use crate::capi::speculate::bucket::{lent, parse_event, spw_spec_event};
 use crate::capi::speculate::engine::exact_undo;
+use crate::capi::undo::spw_undo_mode;
 use crate::kernel::AdamRule;
 use crate::offload::speculate::{Publish, Tensors, Undo, Verdict};
 use crate::offload::stage::{Options, Stage, Target, cores};
 use crate::optim::check;
 use crate::optim::lent::Lent;
 
-c_struct! { first 24;
+c_struct! { first 24, initial |options| options.undo_mode = spw_undo_mode::SPW_UNDO_MODE_DELTA as u32;
 /// Options of a stage.
 pub struct spw_stage_options {
     /// A stage with a higher number gets free processors first. A running step is not interrupted.
     pub priority: i32,
     /// Most threads of a step; 0: all of the pool.
     pub cores: u32,
-    /// An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA, or SPW_UNDO_MODE_SHADOW, where every tensor has shadow spans.
+    /// An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA (initially), or SPW_UNDO_MODE_SHADOW, where every tensor has shadow spans.
     pub undo_mode: u32,
     /// An `spw_spec_publish`, other than SPW_SPEC_PUBLISH_SPECULATIVE. SPW_SPEC_PUBLISH_FINAL: the 16-bit copies are
     /// written after the verdict, and until then readers of the region use the earlier ones. SPW_SPEC_PUBLISH_STAGED:
@@ -123,7 +124,7 @@ pub extern "C" fn spw_stage_open(
 /// scale) on the gradient, a check, and a record for an exact rollback, in one pass. The step starts when `event` has
 /// happened, or at once if `event` is NULL. `target` (may be NULL) is the region of the 16-bit copies.
 ///
-/// Until `spw_stage_finish` has returned, the spans belong to the stage, and no other stage may use them. Until then the
+/// Kept: the spans of the tensors, until `spw_stage_finish` has returned; no other stage may use them. Until then the
 /// stage also has the region of `target`: no other stage and no `spw_arena_write_begin` gets it.
 ///
 /// - SPW_ERR_ROUND_OPEN: a job has no verdict.

@@ -83,8 +83,11 @@ pub extern "C" fn spw_undo_open(options: In<spw_undo_options>, undo_out: Out<*mu
 
 const LIMIT: u64 = 1 << 48;
 
-/// Does `spw_adam_step` and records it in `undo`; the previously recorded step becomes permanent. Until this step is
-/// rolled back, redone or committed, the spans must not move, and only Spillway may write to them, gradients included.
+/// Does `spw_adam_step` and records it in `undo`; the previously recorded step becomes permanent.
+///
+/// Kept: the spans of the tensors, gradients included, until this step is rolled back, redone or committed. They must not
+/// move, and only Spillway may write to them.
+///
 /// In mode SPW_UNDO_MODE_SHADOW every tensor must have shadow spans; in the other modes no tensor may. A step with more
 /// elements or tensors than the recording has room for is an error; the room may be a little larger than asked for, and
 /// tensors of no elements need none. Statistics are computed if `stats_out` is not NULL.

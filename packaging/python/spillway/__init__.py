@@ -160,8 +160,9 @@ def set_log(function: _Callable[[str, str], object] | None, level: str = "info")
     """Sends the library's log messages to a function.
 
     Args:
-        function: Called as function(level, message) from any thread. Its exceptions go to sys.unraisablehook. None: the library
-            logs to stderr if SPILLWAY_LOG names a level, else nowhere.
+        function: Called as function(level, message) at the end of a call of the library, on the thread of that call, also with
+            what the library's own threads have to say. Its exceptions go to sys.unraisablehook. None: the library logs at once
+            to stderr if SPILLWAY_LOG names a level, else nowhere.
         level: The least severe level to send: "off", "error", "warn", "info" or "debug".
 
     Raises:
@@ -179,7 +180,7 @@ def set_log(function: _Callable[[str, str], object] | None, level: str = "info")
         function(names.get(number, str(number)), message.decode("utf-8", "replace"))
 
     callback = _abi.LOG_FN(forward) if function is not None else _abi.LOG_FN()
-    _native.call("spw_set_log", callback, None, _abi.LOG_LEVELS[level])
+    _native.call("spw_set_log", callback, None, _abi.LOG_LEVELS["off" if function is None else level])
     _log.send_to(function, level)
     if _log_callback is None and function is not None:
         _atexit.register(set_log, None)

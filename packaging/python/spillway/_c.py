@@ -2,10 +2,10 @@
 
 Generated from src/capi: SPILLWAY_BLESS=1 cargo test -p spillway-header."""
 
-from ctypes import (CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint32,
-                    c_uint64, c_void_p)
+from ctypes import (CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64,
+                    c_void_p)
 
-from ._integers import Given, address, i32, i64, size, u32, u64
+from ._integers import Given, address, i32, i64, u32, u64
 
 ABI_VERSION = 2
 IO_ALL = 18446744073709551615
@@ -473,7 +473,6 @@ class IoFailure(Structure):
         ("system_errno", c_int32),
         ("offset", c_uint64),
         ("bytes", c_uint64),
-        ("path", c_char_p),
     ]
 
 
@@ -1313,11 +1312,14 @@ STRUCTURES = (
 PROTOTYPES = {
     "spw_status_name": (c_char_p, [i32("status")]),
     "spw_last_error": (c_char_p, []),
+    "spw_error_text": (c_int32, [i32("error"), c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_abi_version": (c_uint32, []),
     "spw_version": (c_char_p, []),
+    "spw_struct_init": (c_int32, [c_char_p, address("struct_out"), u64("size")]),
     "spw_get_info": (c_int32, [POINTER(Info)]),
     "spw_set_threads": (c_int32, [POINTER(ThreadOptions)]),
     "spw_set_log": (c_int32, [LOG_FN, address("user"), i32("level")]),
+    "spw_log_next": (c_int32, [POINTER(c_int32), c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_adam_step": (c_int32, [POINTER(AdamOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_adam_check": (c_int32, [POINTER(AdamOptions), address("tensors"), u64("count")]),
     "spw_adagrad_step": (c_int32, [POINTER(AdagradOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
@@ -1345,9 +1347,9 @@ PROTOTYPES = {
     "spw_io_write": (c_int32, [c_void_p, POINTER(IoRequest), POINTER(c_uint64)]),
     "spw_io_sync": (c_int32, [c_void_p, POINTER(IoRequest), POINTER(c_uint64)]),
     "spw_io_get_stats": (c_int32, [c_void_p, POINTER(IoStats)]),
-    "spw_io_describe": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_io_describe": (c_int32, [c_void_p, c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_io_wait": (c_int32, [c_void_p, address("handles"), u64("count"), i64("timeout_ms"), POINTER(c_uint64)]),
-    "spw_get_io_failure": (c_int32, [POINTER(IoFailure)]),
+    "spw_get_io_failure": (c_int32, [i32("error"), POINTER(IoFailure), c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_tier_get_steps": (c_int32, [POINTER(TierOptions), POINTER(TierStepsInfo)]),
     "spw_tier_open": (c_int32, [POINTER(TierOptions), POINTER(c_void_p)]),
     "spw_tier_end_turns": (c_int32, [c_void_p]),
@@ -1366,8 +1368,8 @@ PROTOTYPES = {
     "spw_tier_task_close": (c_int32, [c_void_p]),
     "spw_tier_commit_begin": (c_int32, [c_void_p, u64("step"), address("payload"), u64("payload_bytes"), POINTER(c_void_p)]),
     "spw_tier_get_opened": (c_int32, [c_void_p, POINTER(TierOpenedInfo), address("payload_out"), u64("payload_bytes")]),
-    "spw_tier_get_extent": (c_int32, [c_void_p, u64("index"), POINTER(TierExtentInfo), c_char_p, size("size"), POINTER(c_uint64)]),
-    "spw_tier_get_path": (c_int32, [c_void_p, u32("number"), POINTER(TierPathInfo), c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_tier_get_extent": (c_int32, [c_void_p, u64("index"), POINTER(TierExtentInfo), c_char_p, u64("size"), POINTER(c_uint64)]),
+    "spw_tier_get_path": (c_int32, [c_void_p, u32("number"), POINTER(TierPathInfo), c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_tier_set_path": (c_int32, [c_void_p, u32("number"), u32("health")]),
     "spw_tier_evacuate": (c_int32, [c_void_p, u32("number")]),
     "spw_tier_verify": (c_int32, [c_void_p, POINTER(TierVerifyInfo)]),
@@ -1384,7 +1386,7 @@ PROTOTYPES = {
     "spw_swap_commit_begin": (c_int32, [c_void_p, u64("step"), address("payload"), u64("payload_bytes"), POINTER(c_void_p)]),
     "spw_swap_rollback": (c_int32, [c_void_p]),
     "spw_swap_get_stats": (c_int32, [c_void_p, POINTER(SwapStats)]),
-    "spw_swap_get_trace": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_swap_get_trace": (c_int32, [c_void_p, c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_swap_close": (c_int32, [c_void_p]),
     "spw_swap_begin": (c_int32, [c_void_p, POINTER(AdamOptions), u32("flags")]),
     "spw_swap_submit": (c_int32, [c_void_p, u64("subgroup"), address("tensors"), address("firsts"), u64("count")]),
@@ -1432,7 +1434,7 @@ PROTOTYPES = {
     "spw_interleave_get_in_flight": (c_int32, [c_void_p, POINTER(c_uint64), u64("capacity"), POINTER(c_uint64)]),
     "spw_interleave_calibrate": (c_int32, [c_void_p, POINTER(InterleaveRates)]),
     "spw_interleave_replan": (c_int32, [c_void_p, c_double, POINTER(c_uint32)]),
-    "spw_interleave_get_trace": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_interleave_get_trace": (c_int32, [c_void_p, c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_interleave_begin_ds_adam": (c_int32, [c_void_p, i32("id"), POINTER(DsAdamCall), u64("count"), u64("stream")]),
     "spw_interleave_close": (c_int32, [c_void_p]),
     "spw_ds_adam_get_state": (c_int32, [i32("id"), POINTER(DsAdamState)]),
@@ -1452,16 +1454,16 @@ PROTOTYPES = {
     "spw_pipeline_get_operations": (c_int32, [c_void_p, u64("first"), u64("count"), POINTER(PipelineOperation)]),
     "spw_pipeline_get_changes": (c_int32, [c_void_p, u64("first"), u64("count"), POINTER(PipelineChange)]),
     "spw_pipeline_get_dependencies": (c_int32, [c_void_p, u64("first"), u64("count"), POINTER(c_uint32)]),
-    "spw_pipeline_get_svg": (c_int32, [c_void_p, u32("width"), c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_pipeline_get_svg": (c_int32, [c_void_p, u32("width"), c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_arena_create": (c_int32, [POINTER(ArenaOptions), POINTER(c_void_p)]),
     "spw_arena_open": (c_int32, [c_char_p, u32("flags"), i64("timeout_ms"), POINTER(c_void_p)]),
     "spw_arena_open_fd": (c_int32, [i32("fd"), u32("flags"), POINTER(c_void_p)]),
     "spw_arena_close": (c_int32, [c_void_p]),
     "spw_arena_collect": (c_int32, [c_char_p]),
     "spw_arena_get_info": (c_int32, [c_void_p, POINTER(ArenaInfo)]),
-    "spw_arena_get_notes": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_arena_get_notes": (c_int32, [c_void_p, c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_arena_find": (c_int32, [c_void_p, c_char_p, POINTER(c_uint32)]),
-    "spw_arena_get_region": (c_int32, [c_void_p, u32("region"), POINTER(ArenaRegionInfo), c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_arena_get_region": (c_int32, [c_void_p, u32("region"), POINTER(ArenaRegionInfo), c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_arena_write_begin": (c_int32, [c_void_p, u32("region"), u64("generation"), POINTER(c_uint32)]),
     "spw_arena_write_end": (c_int32, [c_void_p, u32("region")]),
     "spw_arena_write_abort": (c_int32, [c_void_p, u32("region"), u32("restored")]),
@@ -1488,12 +1490,12 @@ PROTOTYPES = {
     "spw_topo_get_node": (c_int32, [c_void_p, u32("index"), POINTER(TopoNode)]),
     "spw_topo_get_gpu": (c_int32, [c_void_p, u32("ordinal"), POINTER(TopoGpu)]),
     "spw_topo_get_path_node": (c_int32, [c_void_p, c_char_p, POINTER(c_uint32)]),
-    "spw_topo_get_json": (c_int32, [c_void_p, c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_topo_get_json": (c_int32, [c_void_p, c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_topo_prefetch": (c_int32, [address("addresses"), u64("count")]),
-    "spw_topo_get_rank_cpus": (c_int32, [c_void_p, POINTER(TopoRankOptions), u32("cpus"), c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_topo_get_rank_cpus": (c_int32, [c_void_p, POINTER(TopoRankOptions), u32("cpus"), c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_topo_bind_workers": (c_int32, [c_void_p, c_char_p]),
     "spw_topo_unbind_workers": (c_int32, []),
-    "spw_topo_get_workers": (c_int32, [c_char_p, size("size"), POINTER(c_uint64)]),
+    "spw_topo_get_workers": (c_int32, [c_char_p, u64("size"), POINTER(c_uint64)]),
     "spw_topo_get_pages": (c_int32, [address("address"), u64("bytes"), u32("node"), POINTER(TopoPages)]),
     "spw_window_open": (c_int32, [POINTER(WindowOptions), POINTER(WindowUnit), u64("count"), POINTER(c_void_p)]),
     "spw_window_begin": (c_int32, [c_void_p]),

@@ -3,13 +3,13 @@
 | name | what |
 |---|---|
 | `between` | the check of a value |
-| `u32`, `i32`, `u64`, `i64`, `size`, `address` | integer arguments of functions, with their names in the header |
+| `u32`, `i32`, `u64`, `i64`, `address` | integer arguments of functions, with their names in the header |
 | `Given` | base of structs whose integer fields are checked |"""
 
 from __future__ import annotations
 
 import operator
-from ctypes import Structure, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import Structure, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ RANGES: dict[Any, tuple[int, int]] = {
     c_int32: (-(2**31), 2**31 - 1),
     c_uint64: (0, 2**64 - 1),
     c_int64: (-(2**63), 2**63 - 1),
-    c_size_t: (0, 2**64 - 1),
     c_void_p: (0, 2**64 - 1),
 }
 
@@ -45,7 +44,7 @@ class Integer(NamedTuple):
     name: str
 
 
-u32, i32, u64, i64, size = (partial(Integer, kind) for kind in (c_uint32, c_int32, c_uint64, c_int64, c_size_t))
+u32, i32, u64, i64 = (partial(Integer, kind) for kind in (c_uint32, c_int32, c_uint64, c_int64))
 #: An address: an integer, or an object of ctypes.
 address = partial(Integer, c_void_p)
 

@@ -165,8 +165,8 @@ def _error_of(status: int) -> SpillwayError:
 
 
 def _locate(error: Any) -> None:
-    found = _abi.sized(_abi.IoFailure)
-    if library().spw_get_io_failure(ctypes.byref(found)) == 0 and found.path is not None:
+    found, path = _abi.sized(_abi.IoFailure), ctypes.create_string_buffer(4096)
+    if library().spw_get_io_failure(0, ctypes.byref(found), path, len(path), None) == 0 and path.value:
         error.errno = found.system_errno or None
         error.strerror = os.strerror(found.system_errno) if found.system_errno else None
-        error.filename, error.offset, error.bytes = os.fsdecode(found.path), found.offset, found.bytes
+        error.filename, error.offset, error.bytes = os.fsdecode(path.value), found.offset, found.bytes

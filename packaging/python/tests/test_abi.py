@@ -17,12 +17,11 @@ _KINDS = {
     "int32_t": "i32",
     "uint64_t": "u64",
     "int64_t": "i64",
-    "size_t": "u64",
     "float": "f32",
     "double": "f64",
     "spw_log_fn": "pointer",
     "spw_swap_stepped_fn": "pointer",
-    "enum spw_status": "i32",
+    "spw_status": "i32",
 }
 _CTYPES = {
     ctypes.c_uint32: "u32",

@@ -186,7 +186,7 @@ pub extern "C" fn spw_arena_get_info(arena: Option<&spw_arena>, info_out: Out<sp
 pub extern "C" fn spw_arena_get_notes(
     arena: Option<&spw_arena>,
     text_out: Out<c_char>,
-    size: usize,
+    size: u64,
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {

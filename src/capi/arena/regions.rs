@@ -55,7 +55,7 @@ pub extern "C" fn spw_arena_get_region(
     region: u32,
     info_out: Out<spw_arena_region_info>,
     name_out: Out<c_char>,
-    size: usize,
+    size: u64,
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {

@@ -1,9 +1,10 @@
 //! Log messages.
 
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{c_char, c_void};
 
+use super::failure;
 use crate::capi::prelude::*;
-use crate::log::{self, Level};
+use crate::log::{self, Level, Sink};
 
 /// Severity of a log message. A level includes the levels before it.
 #[repr(C)]
@@ -21,18 +22,25 @@ pub enum spw_log_level {
     SPW_LOG_LEVEL_DEBUG = 4,
 }
 
-/// Receives log messages. The library may call it from any thread, and from several threads at once. `message` is valid
-/// during the call.
+/// Receives log messages, on a thread that is in a call of the library: see `spw_set_log`. `message` is valid during
+/// the call. It may call the library.
 pub type spw_log_fn = Option<unsafe extern "C" fn(user: *mut c_void, level: i32, message: *const c_char)>;
 
-/// Sends messages up to `level` (an `spw_log_level`) to `log`, which receives `user`. `log` NULL restores the default:
-/// stderr if the environment variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else no output.
+/// Chooses what becomes of messages up to `level` (an `spw_log_level`).
 ///
-/// The call waits until calls of the previous function in flight return. After it, the previous `user` may be freed. A
-/// call from inside `log` does not wait. The caller must hold no lock that the previous function takes.
+/// - `log` receives them with `user`, at the end of the calls that the program makes, on the thread of the call. Messages
+///   of the library's own threads wait for such a call. So `log` never runs on a thread that the program did not make, but
+///   it runs on several of the program's threads at once if these call the library at once.
+/// - `log` NULL keeps them for `spw_log_next`, which suits a program whose runtime calls the library from threads of its own.
+/// - `log` NULL and SPW_LOG_LEVEL_OFF restore the default. The library then writes at once to stderr, if the environment
+///   variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else nowhere.
+///
+/// Up to 256 messages wait. If there are more, the oldest are lost, and a message says how many. The call waits until
+/// calls of the previous function in flight return. After it, the previous `user` may be freed. A call from inside `log`
+/// does not wait. The caller must hold no lock that the previous function takes.
 ///
 /// # Safety
-/// The library may call `log` with `user`, from any thread, until a later call of this function returns.
+/// The library may call `log` with `user`, from any thread that calls it, until a later call of this function returns.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_set_log(log: spw_log_fn, user: *mut c_void, level: i32) -> spw_status {
     guard(|| {
@@ -44,19 +52,39 @@ pub unsafe extern "C" fn spw_set_log(log: spw_log_fn, user: *mut c_void, level: 
             ),
         };
         let user = User(user);
-        match (log, limit) {
-            (None, _) => log::set_sink(None),
-            (Some(_), None) => log::set_sink(Some((Level::Error, Box::new(|_, _| {})))),
-            (Some(log), Some(limit)) => log::set_sink(Some((
+        log::set_sink(match (log, limit) {
+            (None, None) => None,
+            (None, Some(limit)) => Some((limit, Sink::Kept)),
+            (Some(_), None) => Some((Level::Error, Sink::Called(Box::new(|_, _| {})))),
+            (Some(log), Some(limit)) => Some((
                 limit,
-                Box::new(move |level, message| {
-                    let text = CString::new(message.replace('\0', " ")).unwrap_or_default();
-                    // SAFETY: the caller of spw_set_log allowed calls with `user` from any thread.
+                Sink::Called(Box::new(move |level, message| {
+                    let text = failure::c_string(message);
+                    // SAFETY: the caller of spw_set_log allowed calls with `user` from threads that call the library.
                     unsafe { log(user.get(), level as i32, text.as_ptr()) }
-                }),
-            ))),
-        }
+                })),
+            )),
+        });
         Ok(())
+    })
+}
+
+/// Takes the oldest message that waits, after `spw_set_log` with `log` NULL and a level. `level_out` receives its
+/// `spw_log_level`, or SPW_LOG_LEVEL_OFF with an empty text if there is none. With `text_out` NULL the message stays, and
+/// `needed_out` receives its bytes. The call never waits.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_log_next(
+    level_out: Out<i32>,
+    text_out: Out<c_char>,
+    size: u64,
+    needed_out: Out<u64>,
+) -> spw_status {
+    guard(|| {
+        level_out.required("level_out")?;
+        let found = log::next(!text_out.is_null());
+        let (level, text) = found.map_or((0, String::new()), |(level, text)| (level as i32, text));
+        level_out.put_optional(level);
+        text_out.put_text(&text, size, needed_out)
     })
 }
 
@@ -69,7 +97,7 @@ impl User {
     }
 }
 
-// SAFETY: `user` is only passed to its `log` function, and the caller of spw_set_log allowed any thread.
+// SAFETY: `user` is only passed to its `log` function, and the caller of spw_set_log allowed threads that call the library.
 unsafe impl Send for User {}
 // SAFETY: as above.
 unsafe impl Sync for User {}

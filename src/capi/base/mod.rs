@@ -16,8 +16,10 @@ mod failure;
 
 pub mod status;
 
+pub mod message;
+
 pub mod version;
 
 pub mod log;
 
-pub use {log::*, status::*, version::*};
+pub use {log::*, message::*, status::*, version::*};

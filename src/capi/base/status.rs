@@ -210,25 +210,16 @@ pub(in crate::capi) fn of(error: &Error) -> spw_status {
     }
 }
 
-/// Stores the message of an error for this thread, and returns its status.
+/// Keeps an error as this thread's last one, leaves its number in errno, and returns its status.
 pub(in crate::capi) fn record(error: &Error) -> spw_status {
     let io = match error {
-        Error::Io(error) => Some((IoError::clone(error), failure::c_string(&error.path))),
+        Error::Io(error) => Some(IoError::clone(error)),
         _ => None,
     };
     // A file name may contain control characters, which would change what a terminal shows.
-    failure::keep(Failure { message: failure::c_string(&printable(&error.to_string())), io });
+    let message = printable(&error.to_string()).replace('\0', "");
+    nix::errno::Errno::set_raw(failure::keep(Failure { message, io }));
     of(error)
-}
-
-/// Passes the last failure of this thread to `read`, if the failure was an operation on a file.
-pub(in crate::capi) fn last_io_error<T>(read: impl FnOnce(&IoError, &CStr) -> T) -> Option<T> {
-    failure::with(|last| last?.io.as_ref().map(|(error, path)| read(error, path)))
-}
-
-#[cfg(test)]
-pub(in crate::capi) fn last_message() -> String {
-    failure::with(|last| last.map_or(String::new(), |last| last.message.to_string_lossy().into_owned()))
 }
 
 /// Returns the name of a status, or "SPW_ERR_UNKNOWN" for a value that this version does not define. The string is
@@ -238,11 +229,17 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
     name_of(status).as_ptr()
 }
 
-/// Returns the message of this thread's last failed call: which argument or operation failed, and why. The pointer is
-/// never NULL; the text is empty if no call failed. It is valid until the next failing call of this thread.
+/// Returns the message of this thread's last failed call: which argument or operation failed, and why. The text is empty
+/// if no call failed, and truncated after 4095 bytes. The pointer is never NULL, and valid until the thread ends. The next
+/// failing call of this thread changes the text.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_last_error() -> *const c_char {
-    failure::with(|last| last.map_or(c"".as_ptr(), |last| last.message.as_ptr()))
+    failure::last_text()
+}
+
+#[cfg(test)]
+pub(in crate::capi) fn last_message() -> String {
+    failure::find(0).map_or(String::new(), |last| last.1.message.clone())
 }
 
 #[cfg(test)]
@@ -255,6 +252,6 @@ mod tests {
         let name = "a\u{1b}[2J\nerror: b";
         record(&IoError::about(IoKind::NotFound, Doing::Opening, name).into());
         assert!(last_message().contains("error: b") && !last_message().contains(char::is_control));
-        assert_eq!(last_io_error(|_, path| path.to_str().unwrap() == name), Some(true));
+        assert_eq!(failure::find(0).unwrap().1.io.as_ref().map(|error| error.path.as_str()), Some(name));
     }
 }

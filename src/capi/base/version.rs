@@ -1,7 +1,9 @@
 //! The library as a whole: version, kernel, counters, the thread pool.
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_void};
 
+use crate::capi;
+use crate::capi::pointer::fault_of_size;
 use crate::capi::prelude::*;
 use crate::optim;
 use crate::stats;
@@ -21,6 +23,28 @@ pub extern "C" fn spw_abi_version() -> u32 {
 pub extern "C" fn spw_version() -> *const c_char {
     const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
     VERSION.as_ptr().cast()
+}
+
+/// Writes a struct of these headers as its macro SPW_X_INIT makes it, for languages that do not see macros. `name` is
+/// the name of its type, such as "spw_adam_options", and `size` the size of the caller's struct.
+///
+///     spw_struct_init("spw_adam_options", &options, sizeof options);
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_struct_init(name: In<c_char>, struct_out: Out<c_void>, size: u64) -> spw_status {
+    guard(|| {
+        let name = name.text("name")?;
+        let found = capi::structs().into_iter().find(|one| one.name == name);
+        let found =
+            found.ok_or_else(|| Error::invalid("name", format!("{name:?} is no struct of spillway")))?;
+        let size = usize::try_from(size).unwrap_or(usize::MAX);
+        if let Some(fault) = fault_of_size(name, found.first_size, found.fields, size) {
+            return Err(Error::invalid("size", format!("is {size}, {fault}")));
+        }
+        let own = (size as u32).to_ne_bytes();
+        let fields = found.initial[own.len()..].iter().copied();
+        let zeros = std::iter::repeat(0);
+        struct_out.put_bytes(own.into_iter().chain(fields).chain(zeros).take(size), "struct_out")
+    })
 }
 
 c_struct! { first 64;

@@ -5,7 +5,7 @@ use crate::kernel::{AdamRule, Arithmetic};
 use crate::optim::check;
 use crate::optim::deepspeed::{ADAM, AdamCall, AdamState};
 
-c_struct! { first 40;
+c_struct! { first 40, initial |call| (call.bias_correction, call.grad_scale) = (1, 1.0);
 /// Arguments of DeepSpeed's `adam_update`, except id and tensor. Begin with SPW_DS_ADAM_CALL_INIT, in which grad_scale
 /// and bias_correction are 1. All structs of an array have the same `struct_size`.
 pub struct spw_ds_adam_call {
@@ -24,7 +24,7 @@ pub struct spw_ds_adam_call {
     pub eps: f32,
     /// Weight decay.
     pub weight_decay: f32,
-    /// Factor on the gradient.
+    /// Factor on the gradient; not 0.
     pub grad_scale: f32,
 }
 }
@@ -112,5 +112,6 @@ fn call_of(raw: &spw_ds_adam_call) -> Result<AdamCall> {
 }
 
 fn grad_scale_of(raw: &spw_ds_adam_call) -> Result<f32> {
+    abi_struct::initialised::<spw_ds_adam_call>("grad_scale", raw.grad_scale == 0.0)?;
     check::finite("grad_scale", raw.grad_scale.into())
 }

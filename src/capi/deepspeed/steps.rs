@@ -14,7 +14,7 @@ use crate::error::{RoundKind, Rounds};
 use crate::kernel::Arithmetic;
 use crate::optim::deepspeed::ADAM;
 
-/// Called by the thread that runs the update after each subgroup's step, while transfers of other subgroups continue.
+/// Called on the thread that made the call, after each subgroup's step, while transfers of other subgroups continue.
 /// `param` holds the subgroup's new f32 master weights and is valid until the return. A return value other than 0 ends
 /// the update with SPW_ERR_INVALID_ARGUMENT. The function must not call the update.
 pub type spw_swap_stepped_fn =
@@ -94,7 +94,7 @@ pub unsafe extern "C" fn spw_swap_ds_adam_calls(
 }
 
 /// Submits a bucket of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters of `call` and the
-/// arithmetic of `spw_ds_adam_update`. grad_scale and max_norm are those of the round; `call->grad_scale` is ignored.
+/// arithmetic of `spw_ds_adam_update`. grad_scale and max_norm are those of the round, in place of `call->grad_scale`.
 /// The step of `id` advances now. Otherwise as `spw_spec_submit`.
 ///
 /// # Safety

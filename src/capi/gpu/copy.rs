@@ -98,9 +98,10 @@ pub struct spw_gpu_link {
 }
 
 /// Queues a copy, in chunks on the library's own streams, and returns. `ticket_out` (may be NULL) receives its ticket.
-/// Copies of one direction run in the order of the calls; the two directions run concurrently. Until the copy ends, the
-/// host memory stays pinned and unused, and the framework must not use the device memory. To wait, use
-/// `spw_gpu_copy_wait` or `spw_gpu_copy_stream_wait`.
+/// Copies of one direction run in the order of the calls; the two directions run concurrently. To wait,
+/// use `spw_gpu_copy_wait` or `spw_gpu_copy_stream_wait`.
+///
+/// Kept: the host memory, pinned and unused, and the device memory, until the copy ends.
 ///
 /// # Safety
 /// `copy` points to a struct of `struct_size` bytes. Its device memory, host memory and handle stay valid until the

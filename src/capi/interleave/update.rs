@@ -254,7 +254,7 @@ pub extern "C" fn spw_interleave_replan(
 pub extern "C" fn spw_interleave_get_trace(
     interleave: Option<&spw_interleave>,
     text_out: Out<c_char>,
-    size: usize,
+    size: u64,
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {

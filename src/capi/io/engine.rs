@@ -65,7 +65,7 @@ pub struct spw_io_options {
 c_struct! { first 48;
 /// One operation.
 pub struct spw_io_request {
-    /// File descriptor, used if path is NULL. It is duplicated for the operation and keeps its O_DIRECT setting.
+    /// File descriptor above 0, used if path is NULL. It is duplicated for the operation and keeps its O_DIRECT setting.
     pub fd: i32,
     /// Path of the file, or NULL.
     pub path: In<c_char>,
@@ -147,6 +147,8 @@ pub extern "C" fn spw_io_close(io: Option<Box<spw_io>>, timeout_ms: i64) -> spw_
 /// and returns a handle for `spw_io_wait`. A file that cannot be opened is an error of this call. The operation
 /// succeeds only if every byte was read; a file that ends earlier is SPW_ERR_SHORT_FILE.
 ///
+/// Kept: the buffer, until the wait for the operation returns.
+///
 /// # Safety
 /// `request` points to a struct of `struct_size` bytes, `handle_out` to a u64. No other code uses the buffer until the
 /// operation ends.
@@ -162,6 +164,8 @@ pub unsafe extern "C" fn spw_io_read(
 
 /// Starts to write, as `spw_io_read`. A missing file is created. Bytes before and after the written range stay
 /// unchanged. After success the kernel has accepted the data; `spw_io_sync` makes it durable.
+///
+/// Kept: the buffer, unchanged until the wait for the operation returns.
 ///
 /// A write of 256 KiB or more that extends its file first sets the file's new length, before this call returns. That
 /// about doubles the speed on ext4. After a crash or a kill the length therefore does not show how much was written:
@@ -219,7 +223,7 @@ pub extern "C" fn spw_io_get_stats(io: Option<&spw_io>, stats_out: Out<spw_io_st
 pub extern "C" fn spw_io_describe(
     io: Option<&spw_io>,
     text_out: Out<c_char>,
-    size: usize,
+    size: u64,
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
@@ -254,9 +258,12 @@ unsafe fn submit(
                 Error::invalid("request.buffer", format!("is NULL, but request.bytes is {len}"))
             })?;
             let buffer = TransferBuffer::at_address(span);
-            let target = match raw.path.is_null() {
-                true => Target::Descriptor(raw.fd),
-                false => Target::Path(raw.path.path("request.path")?),
+            let target = match (raw.path.is_null(), raw.fd) {
+                (false, _) => Target::Path(raw.path.path("request.path")?),
+                (true, 0) => {
+                    return Err(Error::invalid("request.path", "is NULL, and request.fd is 0; set one"));
+                }
+                (true, fd) => Target::Descriptor(fd),
             };
             let deadline = (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms));
             let request = Request { target, offset: raw.offset, buffer, deadline };

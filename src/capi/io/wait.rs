@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 
-use crate::capi::base::status::{self, spw_status};
+use crate::capi::base::message;
 use crate::capi::io::engine::spw_io;
 use crate::capi::prelude::*;
 
@@ -44,7 +44,7 @@ pub extern "C" fn spw_io_wait(
     })
 }
 
-c_struct! { first 32;
+c_struct! { first 24;
 /// Details of a failed file operation.
 pub struct spw_io_failure {
     /// The system's errno; 0 if the system reported none.
@@ -53,25 +53,27 @@ pub struct spw_io_failure {
     pub offset: u64,
     /// Bytes of that part.
     pub bytes: u64,
-    /// The file, as the caller named it. Valid until the next failing call of this thread.
-    pub path: *const c_char,
 }
 }
 
-/// Reads the details of this thread's last failed call, whose message spw_last_error() returns. If that call was no
-/// file operation, `path` is NULL and the other fields are 0.
+/// Reads the details of a failed call and the path of its file, as the caller named it. `error` is that of
+/// `spw_error_text`, and 0 is the last failed call of this thread. If that call was no file operation, the path is empty
+/// and the fields are 0.
 #[unsafe(no_mangle)]
-pub extern "C" fn spw_get_io_failure(failure_out: Out<spw_io_failure>) -> spw_status {
+pub extern "C" fn spw_get_io_failure(
+    error: i32,
+    failure_out: Out<spw_io_failure>,
+    text_out: Out<c_char>,
+    size: u64,
+    needed_out: Out<u64>,
+) -> spw_status {
     guard(|| {
-        let nothing =
-            report!(spw_io_failure with { system_errno: 0, offset: 0, bytes: 0, path: std::ptr::null() });
-        let found = status::last_io_error(|error, path| spw_io_failure {
-            system_errno: error.errno,
-            offset: error.offset,
-            bytes: error.bytes,
-            path: path.as_ptr(),
-            ..nothing
-        });
-        failure_out.write(&found.unwrap_or(nothing), "failure_out")
+        let call = message::found(error)?;
+        let (system_errno, offset, bytes, path) = match &call.1.io {
+            Some(error) => (error.errno, error.offset, error.bytes, error.path.as_str()),
+            None => (0, 0, 0, ""),
+        };
+        failure_out.write(&report!(spw_io_failure with { system_errno, offset, bytes }), "failure_out")?;
+        text_out.put_text(&path.replace('\0', ""), size, needed_out)
     })
 }

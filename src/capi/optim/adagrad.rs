@@ -6,7 +6,7 @@ use crate::capi::prelude::*;
 use crate::kernel::AdagradRule;
 use crate::optim::adagrad::AdagradOptions;
 
-c_struct! { first 56;
+c_struct! { first 56, initial adagrad_defaults;
 /// Hyper-parameters of one Adagrad step. Begin with SPW_ADAGRAD_OPTIONS_INIT, which has the defaults of
 /// `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1.
 pub struct spw_adagrad_options {
@@ -22,9 +22,14 @@ pub struct spw_adagrad_options {
     pub eps: f64,
     /// L2 weight decay, finite and >= 0.
     pub weight_decay: f64,
-    /// Factor on the gradient, rounded to f32.
+    /// Factor on the gradient, rounded to f32; not 0.
     pub grad_scale: f64,
 }
+}
+
+fn adagrad_defaults(raw: &mut spw_adagrad_options) {
+    let AdagradOptions { step, lr, lr_decay, eps, weight_decay, grad_scale } = AdagradOptions::default();
+    *raw = spw_adagrad_options { step, lr, lr_decay, eps, weight_decay, grad_scale, ..*raw };
 }
 
 /// Does one Adagrad step of every tensor (Duchi et al. 2011, as `torch.optim.Adagrad`). exp_avg_sq holds the running
@@ -70,6 +75,7 @@ impl StepOptions for spw_adagrad_options {
 
     fn rule(&self) -> Result<AdagradRule> {
         abi_struct::zero("options.reserved", self.reserved)?;
+        abi_struct::initialised::<Self>("options.grad_scale", self.grad_scale == 0.0)?;
         let options = parsed!(AdagradOptions from self { step, lr, lr_decay, eps, weight_decay, grad_scale });
         options.rule().map_err(|error| error.within("options."))
     }

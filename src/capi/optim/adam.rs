@@ -26,9 +26,10 @@ pub enum spw_rounding {
     SPW_ROUNDING_STOCHASTIC = 1,
 }
 
-c_struct! { first 72;
+c_struct! { first 72, initial adam_defaults;
 /// Hyper-parameters of one Adam step. Begin with SPW_ADAM_OPTIONS_INIT, which has the defaults of `torch.optim.AdamW`
-/// without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1, grad_scale 1, decoupled decay.
+/// without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1, grad_scale 1, decoupled decay. beta1, beta2 and
+/// eps may each be 0, but not all three: a gradient of 0 would then make the parameter NaN.
 pub struct spw_adam_options {
     /// An `spw_weight_decay`.
     pub weight_decay_mode: u32,
@@ -44,7 +45,7 @@ pub struct spw_adam_options {
     pub eps: f64,
     /// Weight decay, finite and >= 0; 0 disables it.
     pub weight_decay: f64,
-    /// Factor on the gradient (1 / loss scale times clip coefficient), rounded to f32.
+    /// Factor on the gradient (1 / loss scale times clip coefficient), rounded to f32; not 0.
     pub grad_scale: f64,
     /// 1 disables bias correction, the division by 1 - beta^t; 0 enables it.
     pub no_bias_correction: u32,
@@ -62,6 +63,11 @@ pub struct spw_adam_options {
     /// bits of a tensor of the whole parameter. Other calls need 0.
     pub rounding_first: u64,
 }
+}
+
+fn adam_defaults(raw: &mut spw_adam_options) {
+    let AdamOptions { step, lr, beta1, beta2, eps, weight_decay, grad_scale, .. } = AdamOptions::default();
+    *raw = spw_adam_options { step, lr, beta1, beta2, eps, weight_decay, grad_scale, ..*raw };
 }
 
 /// Does one Adam or AdamW step of `count` tensors, in one pass over their memory (SuperOffload section 4.6,
@@ -125,6 +131,9 @@ impl spw_adam_options {
     pub(in crate::capi) fn rule_of_part(&self) -> Result<AdamRule> {
         abi_struct::zero("options.reserved", self.reserved)?;
         abi_struct::zero("options.reserved2", self.reserved2)?;
+        abi_struct::initialised::<Self>("options.grad_scale", self.grad_scale == 0.0)?;
+        let all = [self.beta1, self.beta2, self.eps];
+        abi_struct::initialised::<Self>("options.eps", all == [0.0; 3])?;
         let options = parsed!(AdamOptions from self {
             step, lr, beta1, beta2, eps, weight_decay, grad_scale
         } with {

@@ -6,7 +6,7 @@ use crate::capi::prelude::*;
 use crate::kernel::LionRule;
 use crate::optim::lion::LionOptions;
 
-c_struct! { first 48;
+c_struct! { first 48, initial lion_defaults;
 /// Hyper-parameters of a Lion step. Begin with SPW_LION_OPTIONS_INIT, which has the defaults of the paper: lr 1e-4,
 /// beta 0.9 and 0.99, no decay, grad_scale 1.
 pub struct spw_lion_options {
@@ -20,9 +20,14 @@ pub struct spw_lion_options {
     pub beta2: f64,
     /// Decoupled weight decay, finite and >= 0.
     pub weight_decay: f64,
-    /// Factor on the gradient, rounded to f32.
+    /// Factor on the gradient, rounded to f32; not 0.
     pub grad_scale: f64,
 }
+}
+
+fn lion_defaults(raw: &mut spw_lion_options) {
+    let LionOptions { lr, beta1, beta2, weight_decay, grad_scale } = LionOptions::default();
+    *raw = spw_lion_options { lr, beta1, beta2, weight_decay, grad_scale, ..*raw };
 }
 
 /// Does one Lion step of every tensor (Chen et al. 2023, Algorithm 2). The sign of zero is zero. exp_avg_sq is not
@@ -68,6 +73,7 @@ impl StepOptions for spw_lion_options {
 
     fn rule(&self) -> Result<LionRule> {
         abi_struct::zero("options.reserved", self.reserved)?;
+        abi_struct::initialised::<Self>("options.grad_scale", self.grad_scale == 0.0)?;
         let options = parsed!(LionOptions from self { lr, beta1, beta2, weight_decay, grad_scale });
         options.rule().map_err(|error| error.within("options."))
     }

@@ -288,7 +288,7 @@ pub extern "C" fn spw_pipeline_get_svg(
     pipeline: Option<&spw_pipeline>,
     width: u32,
     text_out: Out<c_char>,
-    size: usize,
+    size: u64,
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {

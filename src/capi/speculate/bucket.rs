@@ -71,8 +71,10 @@ pub struct spw_spec_event {
 }
 
 /// Submits a bucket and returns at once. The bucket's step starts when `event` has happened, or now if `event` is NULL.
-/// Tensors may have their own options, with the round's grad_scale. The engine copies the structs. Until the bucket is
-/// final the spans, including gradients, belong to the engine, and no other bucket may use them.
+/// Tensors may have their own options, with the round's grad_scale. The engine copies the structs.
+///
+/// Kept: the spans of the tensors, including gradients, until the bucket is final. They belong to the engine, and no other
+/// bucket may use them. So does the word or descriptor of the event.
 ///
 /// - SPW_ERR_NO_ROUND: no round was opened, or the last one ended without a bucket.
 /// - SPW_ERR_ROUND_RESOLVED: the last round already has its verdict, and no new round is open.

@@ -7,6 +7,7 @@ use crate::capi::optim::adam::spw_adam_options;
 use crate::capi::optim::lion::spw_lion_options;
 use crate::capi::optim::table::StepOptions;
 use crate::capi::prelude::*;
+use crate::capi::undo::spw_undo_mode;
 use crate::error::Rounds;
 use crate::kernel::{AdagradRule, AdamRule, LionRule};
 use crate::offload::speculate::{Clip, Engine, Publication, Publish, Undo};
@@ -25,12 +26,12 @@ pub enum spw_spec_publish {
     SPW_SPEC_PUBLISH_SPECULATIVE = 2,
 }
 
-c_struct! { first 16;
+c_struct! { first 16, initial |options| options.undo_mode = spw_undo_mode::SPW_UNDO_MODE_DELTA as u32;
 /// Options of an engine.
 pub struct spw_spec_options {
     /// Number of buckets of every round, at most 2^20. Buckets are numbered from 0.
     pub buckets: u32,
-    /// An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA, or SPW_UNDO_MODE_SHADOW, where every tensor must have shadow
+    /// An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA (initially), or SPW_UNDO_MODE_SHADOW, where every tensor must have shadow
     /// spans. With SPW_UNDO_MODE_SHADOW, the shadow spans hold the state after SPW_SPEC_VERDICT_COMMIT and
     /// SPW_SPEC_VERDICT_REDO. The tensor's own spans hold it after SPW_SPEC_VERDICT_SKIP and an abort. The next round
     /// names the set with the state as the tensor's own.

@@ -56,8 +56,9 @@ pub extern "C" fn spw_swap_begin(
 
 /// Passes the gradients of a subgroup to the open update, and returns at once. `tensors` and `firsts` are the parts of
 /// the subgroup as for `spw_swap_adam_step_parts`; NULL for `firsts` means one tensor for the whole subgroup. A `count`
-/// of 0 leaves the subgroup as it is. The library copies the structs. The gradients and copies belong to it until
-/// `spw_swap_finish`, `spw_swap_rollback` or `spw_swap_close` has returned.
+/// of 0 leaves the subgroup as it is. The library copies the structs.
+///
+/// Kept: the gradients and the copies, until `spw_swap_finish`, `spw_swap_rollback` or `spw_swap_close` has returned.
 ///
 /// The step writes the copies. After SPW_SPEC_VERDICT_SKIP a copy that was written holds the param from before the step; a
 /// copy that was not written yet holds what it held at the submit.

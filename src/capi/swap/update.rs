@@ -292,7 +292,7 @@ pub extern "C" fn spw_swap_get_stats(
 pub extern "C" fn spw_swap_get_trace(
     swap: Option<&mut spw_swap>,
     text_out: Out<c_char>,
-    size: usize,
+    size: u64,
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {

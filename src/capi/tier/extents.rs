@@ -58,9 +58,9 @@ pub struct spw_tier_target {
 /// Starts to write an extent, and returns a ticket for `spw_tier_wait`. The call computes the checksums of all blocks
 /// before it returns. If the data file must grow, it also waits for the allocation, at most for the I/O timeout.
 ///
-/// `streams` has one pointer for each stream; the memory must stay unchanged until the ticket was waited for. Any
-/// alignment is allowed; pinned memory is fastest. `target` NULL selects the extent's present path, or the path with
-/// the least data.
+/// Kept: the memory that `streams` points to, unchanged until the wait for the ticket returns. `streams` has one pointer
+/// for each stream. Any alignment is allowed; pinned memory is fastest. `target` NULL selects the extent's present path,
+/// or the path with the least data.
 ///
 /// If a path fails or is full, another path is used; the wait is an error only if no path accepted the data. The
 /// committed contents stay unchanged. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a `spw_tier_commit` is in
@@ -112,8 +112,10 @@ fn placement_of(target: In<spw_tier_target>) -> Result<ExtentPlacement> {
 }
 
 /// Starts to read an extent: the last put that was waited for, or after an open the committed contents. `streams_out`
-/// has one pointer for each stream; NULL skips the stream. The memory is in use until the wait for the ticket returns.
-/// After SPW_ERR_DEADLINE it stays in use (see `spw_tier_wait`). The wait succeeds only if every block matches its
+/// has one pointer for each stream; NULL skips the stream.
+///
+/// Kept: the memory that `streams_out` points to, until the wait for the ticket returns. After SPW_ERR_DEADLINE it stays
+/// in use (see `spw_tier_wait`). The wait succeeds only if every block matches its
 /// checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
 ///
 /// # Safety

@@ -140,7 +140,7 @@ pub extern "C" fn spw_tier_get_extent(
     index: u64,
     info_out: Out<spw_tier_extent_info>,
     name_out: Out<c_char>,
-    size: usize,
+    size: u64,
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
@@ -167,7 +167,7 @@ pub extern "C" fn spw_tier_get_path(
     number: u32,
     info_out: Out<spw_tier_path_info>,
     text_out: Out<c_char>,
-    size: usize,
+    size: u64,
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {

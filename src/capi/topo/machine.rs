@@ -263,7 +263,7 @@ pub extern "C" fn spw_topo_get_path_node(
 pub extern "C" fn spw_topo_get_json(
     topo: Option<&spw_topo>,
     text_out: Out<c_char>,
-    size: usize,
+    size: u64,
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {

@@ -74,7 +74,7 @@ pub extern "C" fn spw_topo_get_rank_cpus(
     options: In<spw_topo_rank_options>,
     cpus: u32,
     text_out: Out<c_char>,
-    size: usize,
+    size: u64,
     needed_out: Out<u64>,
 ) -> spw_status {
     guard(|| {
@@ -133,11 +133,7 @@ pub extern "C" fn spw_topo_unbind_workers() -> spw_status {
 
 /// Writes the processors to which the workers are bound; an empty text if they are not bound.
 #[unsafe(no_mangle)]
-pub extern "C" fn spw_topo_get_workers(
-    text_out: Out<c_char>,
-    size: usize,
-    needed_out: Out<u64>,
-) -> spw_status {
+pub extern "C" fn spw_topo_get_workers(text_out: Out<c_char>, size: u64, needed_out: Out<u64>) -> spw_status {
     guard(|| {
         let list = threads::binding().map_or_else(String::new, |binding| binding.cpus.to_string());
         text_out.put_text(&list, size, needed_out)

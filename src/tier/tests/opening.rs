@@ -113,10 +113,13 @@ fn a_superblock_that_is_gone_is_reported_if_the_path_had_it() {
     let (sink, own) = (Arc::clone(&lines), dir.path().to_str().unwrap().to_string());
     log::set_sink(Some((
         Level::Warn,
-        Box::new(move |_, line| sink.lock().extend(line.contains(&own).then(|| line.to_string()))),
+        log::Sink::Called(Box::new(move |_, line| {
+            sink.lock().extend(line.contains(&own).then(|| line.to_string()))
+        })),
     )));
     let opened = || {
         Tier::open(options(&base)).unwrap();
+        log::deliver();
         std::mem::take(&mut *lines.lock())
     };
     // A new tier has had one superblock.

@@ -110,11 +110,13 @@ static void speculation(void) {
         EACH(other) {
             uint32_t state = 0, buckets[1];
             uint64_t found = 0;
+            double squares[1];
             SANE(spw_spec_submit(spec, (uint32_t)other, (spw_tensor *)zeros, other, NULL));
             SANE(spw_spec_get_bucket(spec, (uint32_t)other, &state));
             SANE(spw_spec_wait(spec, (uint32_t)other, 0));
             SANE(spw_spec_publish_to(spec, (uint32_t)other, NULL, (spw_gpu_copy *)zeros, other));
             CHECK_OK(spw_spec_get_rolled_back(spec, buckets, other == 0 ? 0 : 1, &found));
+            SANE(spw_spec_get_squares(spec, squares, other == 0 ? 0 : 1, &found));
         }
         CHECK_OK(spw_spec_abort(spec));
         CHECK_OK(spw_spec_close(spec));

@@ -108,6 +108,12 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
     for (uint32_t i = BUCKETS; i-- > 0;) submit(spec, i);
     spw_step_stats mine = local(spec);
     CHECK(!mine.nonfinite && mine.sum_squares > 0);
+    double squares[BUCKETS], sum = 0.0;
+    uint64_t measured = 0;
+    CHECK_OK(spw_spec_get_squares(spec, squares, BUCKETS, &measured));
+    CHECK(measured == BUCKETS);
+    for (uint32_t i = 0; i < BUCKETS; i++) sum += squares[i];
+    CHECK(sum == mine.sum_squares);
     if (publish == SPW_SPEC_PUBLISH_SPECULATIVE) {
         CHECK_OK(spw_spec_wait(spec, 0, FOREVER));
         CHECK(state(spec, 0) == SPW_SPEC_STATE_SPECULATIVE);

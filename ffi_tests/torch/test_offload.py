@@ -13,6 +13,25 @@ from spillway.torch import AdamW
 from spillway.torch._copies import HostLink
 
 
+def test_many_groups_share_one_thread_and_have_the_bits_of_one_group():
+    """Those that maximize have a second one."""
+    pieces = [torch.nn.Parameter(torch.full((3,), float(number + 1))) for number in range(40)]
+    groups = [{"params": [param], "lr": 0.01, "maximize": number % 7 == 0} for number, param in enumerate(pieces)]
+    optimizer = offload(groups, max_norm=1.0)
+    alone = [torch.nn.Parameter(param.detach().clone()) for param in pieces]
+    others = [offload(alone[at::7], lr=0.01, max_norm=1e9, maximize=at == 0, overlap=False) for at in range(7)]
+    for _ in range(3):
+        for param, other in zip(pieces, alone):
+            # The norm is below 1: nothing is clipped.
+            param.grad = torch.full((3,), 0.01 * param.numel())
+            other.grad = param.grad.clone()
+        optimizer.step()
+        for other in others:
+            other.step()
+    assert all(map(torch.equal, pieces, alone)) and len(optimizer._plan.lanes) == 40
+    assert len({lane.speculation for lane in optimizer._plan.lanes}) == len(optimizer._plan.engines) == 2
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_step_that_starts_during_backward_has_the_bits_of_one_that_waits(seed):
     bucket = BUCKETS[seed % 3]

@@ -97,6 +97,41 @@ def test_weights_that_a_program_writes_after_an_interrupted_step_stay(tail):
     assert params[1].lt(7.0).all() and params[1].gt(6.5).all()
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_no_backward_completes_a_step_that_an_exception_interrupted(times):
+    """step() completes it while the exception passes; if that is interrupted too, the next backward is an error that says what to do."""
+
+    def trained(interrupted):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        optimizer = offload(model, lr=0.1, max_norm=1.0, bucket_bytes=1)
+        calls, publish = iter(range(times)), offload_plan.Slot.publish
+
+        def raises(slot):
+            publish(slot)
+            if next(calls, None) is not None:
+                raise KeyboardInterrupt
+
+        for step in range(3):
+            model(torch.ones(2, 4)).square().mean().backward()
+            if interrupted and step == 1:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(offload_plan.Slot, "publish", raises)
+                    with pytest.raises(KeyboardInterrupt):
+                        optimizer.step()
+                if times == 2:
+                    optimizer.zero_grad()
+                    with pytest.raises(spillway.OutOfOrderError, match="an exception has interrupted the last step.*optimizer.settle"):
+                        model(torch.ones(2, 4)).square().mean().backward()
+                    optimizer.settle()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        return values(model.parameters())
+
+    assert all(map(torch.equal, trained(False), trained(True)))
+
+
 def test_a_closed_optimizer_has_completed_the_step_whose_verdict_was_known():
     whole = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
     closed = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]

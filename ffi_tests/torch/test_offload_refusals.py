@@ -1,15 +1,20 @@
 """What spillway.torch.offload refuses, before anything is stepped or loaded."""
 
 import copy
+import functools
 import math
 import os
 import pickle
 
 import pytest
 import torch
-from offload_runs import backward, offload, trained, values
+from offload_runs import Later, backward, offload, trained, values
 
 import spillway
+import spillway.torch
+from spillway import _arguments
+from spillway.torch._copies import HostLink
+from spillway.torch._offload import plan as offload_plan
 
 
 def test_nothing_is_stepped_if_a_gradient_has_nan():
@@ -78,6 +83,98 @@ def test_parameters_that_are_refused():
     with pytest.raises(spillway.InvalidArgumentError, match="sparse"):
         optimizer.step()
     assert not optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("weights", ["resident", "flow"])
+@pytest.mark.parametrize("verdict", ["step", "forward"])
+def test_parameters_that_require_no_gradient_may_have_any_dtype_and_place(weights, verdict):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.complex64, torch.float64, torch.int64)
+    for number, dtype in enumerate(dtypes):
+        model[number % 2].register_parameter(f"frozen{number}", torch.nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))
+    model[0].empty = torch.nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+    model[1].packed = Packed(torch.ones(3, dtype=torch.uint8))
+    flowing = {} if weights == "resident" else {"weights": weights, "device": "cpu"}
+    optimizer = offload(model, lr=0.1, max_norm=1.0, verdict=verdict, **flowing)
+    before = values(model[number].weight for number in range(2))
+    for _ in range(2):
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.settle()
+    assert not any(map(torch.equal, before, (model[0].weight, model[1].weight)))
+    assert type(model[1].packed) is Packed and model[0].empty.is_meta
+    optimizer.load_state_dict(optimizer.state_dict())
+    model[0].frozen4.requires_grad_(True)
+    with pytest.raises(spillway.UnsupportedError, match="float64"):
+        optimizer.step()
+
+
+class Packed(torch.nn.Parameter):
+    """Stands in for the parameters of libraries that quantise: of a class of their own, and frozen."""
+
+    def __new__(cls, data):
+        return torch.Tensor._make_subclass(cls, data, False)
+
+
+def test_weights_that_flow_find_frozen_ones_of_other_classes_on_the_device():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    model[0].packed = Packed(torch.ones(3, dtype=torch.uint8))
+    with pytest.raises(spillway.InvalidArgumentError, match="0.packed is a Packed.*it is frozen: move it to meta before"):
+        spillway.torch.Flow(model, "meta")
+
+
+def test_a_model_without_layers_names_the_cure():
+    with pytest.raises(spillway.InvalidArgumentError, match=r"spillway.torch.Flow\(model, device, units=\[...\]\).*without weights="):
+        offload(torch.nn.Linear(3, 3), weights="flow", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "option, value, words",
+    [
+        ("lr", None, r"param_groups\[1\]: an option is no number.*nothing was stepped"),
+        ("lr", "x", r"param_groups\[1\]: an option is no number"),
+        ("lr", -1.0, r"param_groups\[1\], option lr"),
+        ("betas", (0.9, 2.0), r"param_groups\[1\], option beta"),
+        ("eps", math.nan, r"param_groups\[1\], option eps"),
+    ],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_an_option_that_is_none_is_an_error_of_step_that_names_the_group(option, value, words, later, monkeypatch):
+    if later:
+        link = Later()
+        monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
+    params = [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
+    optimizer = offload([{"params": [param]} for param in params], lr=0.1, bucket_bytes=1)
+    backward(params)
+    optimizer.step()
+    optimizer.zero_grad()
+    before, kept = values(params), optimizer.param_groups[1][option]
+    optimizer.param_groups[1][option] = value
+    backward(params)
+    with pytest.raises(spillway.InvalidArgumentError, match=words):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+    optimizer.param_groups[1][option] = kept
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [2, 2]
+
+
+def test_an_error_in_the_thread_of_the_copies_is_one_of_step(monkeypatch):
+    """The last parameter is copied by a thread, and backward waits for that thread where the next one needs no copy."""
+    link = Later()
+    monkeypatch.setattr(offload_plan, "link_to", lambda param: link if param.numel() == 5 else HostLink())
+    params, optimizer = trained(3, 4, 5, bucket_bytes=1)
+    before = values(params)
+    with pytest.MonkeyPatch.context() as patch:
+        # An error that arises in the package.
+        patch.setattr(offload_plan.Lane, "submit", functools.partial(_arguments.real, "bucket"))
+        backward(params)
+        with pytest.raises(spillway.InvalidArgumentError, match="bucket is"):
+            optimizer.step()
+    assert all(map(torch.equal, params, before))
+    optimizer.step()
+    assert int(optimizer.state[params[0]]["step"]) == 3
 
 
 def test_no_copy_of_an_optimizer_is_made():

@@ -13,7 +13,7 @@ class AfterEvents:
     def __init__(self, name: str):
         self._name = name
         self._thread: ThreadPoolExecutor | None = None
-        self._begun: list[Future[Any]] = []
+        self._begun: list[Future[BaseException | None]] = []
         # True from the begin of a forget() to its end, which a signal handler may keep it from.
         self._ending = False
 
@@ -30,9 +30,15 @@ class AfterEvents:
         self._begun.append(self._thread.submit(_after, events, function, arguments))
 
     def wait(self) -> None:
-        """Waits for all calls; raises the error of the first that failed."""
+        """Waits for all calls; raises the error of the first that failed, as if it had failed here."""
         while self._begun:
-            self._begun[0].result()
+            error = self._begun[0].result()
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    # Its frames refer to this one.
+                    del error
             del self._begun[0]
 
     def forget(self) -> None:
@@ -51,7 +57,12 @@ class AfterEvents:
             self._thread.shutdown()
 
 
-def _after(events: Sequence[Any], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    for event in events:
-        event.synchronize()
-    function(*arguments)
+def _after(events: Sequence[Any], function: Callable[..., Any], arguments: Sequence[Any]) -> BaseException | None:
+    # Not raised through the executor: `is_own` would take its frames for those of the program.
+    try:
+        for event in events:
+            event.synchronize()
+        function(*arguments)
+    except BaseException as error:
+        return error
+    return None

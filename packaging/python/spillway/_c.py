@@ -1416,6 +1416,7 @@ PROTOTYPES = {
     "spw_spec_get_bucket": (c_int32, [c_void_p, u32("bucket"), POINTER(c_uint32)]),
     "spw_spec_wait": (c_int32, [c_void_p, u32("bucket"), i64("timeout_ms")]),
     "spw_spec_local_result": (c_int32, [c_void_p, i64("timeout_ms"), POINTER(StepStats)]),
+    "spw_spec_get_squares": (c_int32, [c_void_p, POINTER(c_double), u64("capacity"), POINTER(c_uint64)]),
     "spw_spec_resolve": (c_int32, [c_void_p, POINTER(StepStats), POINTER(SpecOutcome)]),
     "spw_spec_resolve_as": (c_int32, [c_void_p, u32("verdict"), c_double, POINTER(SpecOutcome)]),
     "spw_spec_abort": (c_int32, [c_void_p]),

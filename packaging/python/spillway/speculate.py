@@ -263,6 +263,13 @@ class Speculation(_NativeHandle):
         self._wait_by(timeout, "spw_spec_local_result", after=(ctypes.byref(stats),))
         return StepStats(bool(stats.nonfinite), stats.sum_squares)
 
+    def bucket_squares(self) -> list[float]:
+        """Returns the sum of the squares of each bucket's scaled gradients, NaN of a bucket whose gradients are not finite. Call it after
+        local_result()."""
+        squares, count = (ctypes.c_double * self.buckets)(), ctypes.c_uint64()
+        self._call("spw_spec_get_squares", squares, self.buckets, ctypes.byref(count))
+        return list(squares)
+
     def resolve(self, total: StepStats | tuple[bool, float]) -> Outcome:
         """Gives the verdict that follows from the measured norm; returns its Outcome at once.
 

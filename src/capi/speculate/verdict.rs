@@ -51,6 +51,24 @@ pub extern "C" fn spw_spec_local_result(
     guard(|| tensor::wait_stats(wait, stats_out))
 }
 
+/// Writes the sum of squares of the scaled gradients of each bucket: at most `capacity` numbers to `squares_out`, and
+/// the number of buckets to `count_out`. It is NaN where a gradient is not finite. A caller uses it whose buckets count
+/// in several norms, or who adds them in an order of its own.
+///
+/// SPW_ERR_BUSY while buckets are being measured: call `spw_spec_local_result` first.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_spec_get_squares(
+    spec: Option<&spw_spec>,
+    squares_out: Out<f64>,
+    capacity: u64,
+    count_out: Out<u64>,
+) -> spw_status {
+    guard(|| {
+        let squares = handle::get(spec)?.engine.squares()?;
+        squares_out.put_array(&squares, capacity, "squares_out", count_out)
+    })
+}
+
 /// Gives the round the verdict that follows from `global`, the statistics of all ranks, and returns at once. The engine
 /// then rolls back and repeats steps as needed, the bucket that was submitted last first. `outcome_out` may be NULL.
 ///

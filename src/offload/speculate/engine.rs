@@ -91,6 +91,12 @@ impl Engine {
         self.until(timeout, |inner| inner.round.local())
     }
 
+    /// Sum of squares of each bucket of this rank. Errors: a bucket is not measured.
+    pub fn squares(&self) -> Result<Vec<f64>> {
+        let inner = self.lock();
+        inner.round.squares()?.ok_or_else(|| inner.round.error(RoundKind::Unmeasured))
+    }
+
     /// Resolves the round with the verdict that follows from the reduced statistics of all ranks.
     pub fn resolve(&self, global: StepStats) -> Result<Outcome> {
         let inner = self.lock();

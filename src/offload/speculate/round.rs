@@ -245,20 +245,33 @@ impl Round {
 
     /// This rank's sum over all buckets; `None` while a bucket is not measured.
     pub fn local(&self) -> Result<Option<StepStats>> {
-        self.open()?;
-        self.check_complete()?;
-        let mut sum = 0.0;
-        for bucket in &self.buckets {
-            match bucket {
-                BucketState::Known { stats: Some(stats), .. } => sum = squares::add(sum, stats.sum_squares),
-                BucketState::Known { stats: None, .. } => sum = f64::NAN,
-                _ => return Ok(None),
-            }
-        }
+        let Some(sums) = self.sums()? else { return Ok(None) };
+        let sum = sums.fold(0.0, squares::add);
         // Every non-finite sum becomes NaN: which buckets were measured by then depends on their order.
         Ok(Some(match sum.is_finite() {
             true => StepStats { nonfinite: false, sum_squares: sum },
             false => StepStats { nonfinite: true, sum_squares: f64::NAN },
+        }))
+    }
+
+    /// The sum of squares of each bucket, NaN if it is not finite; `None` while a bucket is not measured.
+    pub fn squares(&self) -> Result<Option<Vec<f64>>> {
+        let Some(sums) = self.sums()? else { return Ok(None) };
+        let mut found = try_vec::with_capacity("listing the sums of the buckets", self.buckets.len())?;
+        found.extend(sums.map(|sum| if sum.is_finite() { sum } else { f64::NAN }));
+        Ok(Some(found))
+    }
+
+    /// The sum of squares of each bucket, NaN of a bucket that was not measured because the verdict was certain.
+    fn sums(&self) -> Result<Option<impl Iterator<Item = f64>>> {
+        self.open()?;
+        self.check_complete()?;
+        let known = |bucket: &BucketState| matches!(bucket, BucketState::Known { .. });
+        Ok(self.buckets.iter().all(known).then(|| {
+            self.buckets.iter().map(|bucket| match bucket {
+                BucketState::Known { stats: Some(stats), .. } => stats.sum_squares,
+                _ => f64::NAN,
+            })
         }))
     }
 

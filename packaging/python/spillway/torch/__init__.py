@@ -35,7 +35,7 @@ from ..errors import InvalidArgumentError
 from ._keywords import take_beyond
 from ._offload.optimizer import offload
 from ._optimizer import SpillwayOptimizer
-from ._states import MOMENTS
+from ._states import ADAM, ADAMW
 from ._tier_states import TierOptions
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from ._offload.flow import Flow
 
 __all__ = ["Adagrad", "Adam", "AdamW", "Flow", "Lion", "TierOptions", "offload"]
-
-_ADAM = Rule("adam", _abi.AdamOptions, {key: key for key in MOMENTS}, ("lr", "eps", "weight_decay", "betas"), decoupled=False)
 
 
 def __getattr__(name: str) -> Any:
@@ -87,7 +85,7 @@ class Adam(SpillwayOptimizer, torch.optim.Adam):
     Example:
         optimizer = spillway.torch.Adam(model.parameters(), lr=1e-3, max_norm=1.0)"""
 
-    _rule, _torch_class = _ADAM, torch.optim.Adam
+    _rule, _torch_class = ADAM, torch.optim.Adam
 
     def __init__(
         self,
@@ -151,7 +149,7 @@ class AdamW(SpillwayOptimizer, torch.optim.AdamW):
     Example:
         optimizer = spillway.torch.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)"""
 
-    _rule, _torch_class = _ADAM._replace(decoupled=True), torch.optim.AdamW
+    _rule, _torch_class = ADAMW, torch.optim.AdamW
 
     def __init__(
         self,

@@ -136,7 +136,8 @@ def link_to(param: torch.Tensor) -> HostLink:
 
 def new_link(device: torch.device) -> HostLink:
     """A link with a stream of its own."""
-    return HostLink() if device.type == "cpu" else DeviceLink(device)
+    # One without memory has nothing to copy.
+    return HostLink() if device.type in ("cpu", "meta") else DeviceLink(device)
 
 
 def _is_words(tensor: torch.Tensor) -> bool:

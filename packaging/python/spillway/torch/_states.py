@@ -21,6 +21,9 @@ from ._tensors import CODES, local
 
 #: The moments of Adam.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+#: The rules of torch.optim.Adam and AdamW.
+ADAM = Rule("adam", _abi.AdamOptions, {key: key for key in MOMENTS}, ("lr", "eps", "weight_decay", "betas"), decoupled=False)
+ADAMW = ADAM._replace(decoupled=True)
 #: The state that holds the f32 master of a 16-bit parameter.
 MASTER = "master_param"
 #: The state that holds the low bits of a split master.

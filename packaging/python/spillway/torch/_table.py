@@ -414,6 +414,14 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.data_ptr(), tensor.numel(), CODES[tensor.dtype]
 
 
+def check_adam(options: Any, group: int) -> None:
+    """Raises the error of a group's options of Adam that are out of range. It names the option and the group."""
+    try:
+        _native.call("spw_adam_check", ctypes.byref(options), None, 0)
+    except SpillwayError as error:
+        raise named(error, str, group) from None
+
+
 def named(error: SpillwayError, name: Callable[[int], str], group: int | None = None) -> SpillwayError:
     """An error of the library with names of parameters and groups, or that of a signal handler. `group`: the group whose options the call
     itself had."""

@@ -67,6 +67,11 @@ def lasting() -> Iterator[None]:
         yield
 
 
+def is_trained(param: torch.Tensor) -> bool:
+    """True if a step may change a parameter. Others may have any type, dtype and device."""
+    return param.requires_grad or param.grad is not None
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this process holds; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
-from .. import _abi, _native, _tensor_rows
+from .. import _abi, _tensor_rows
 from .._after_events import AfterEvents
 from .._groups import Rule, is_torchs
 from ..errors import OwnSuppressed, SpillwayError, UnsupportedError, is_own
 from ..swap import SwapUpdate
 from ._copies import Taken, link_to
-from ._table import named
+from ._table import check_adam
 from ._tensors import CODES, averages_later, check_memory, is_served, local, name_of
 from ._tier_states import Piece, TierStates
 
@@ -148,10 +148,7 @@ class TierTable:
     def check(self, options: Any) -> None:
         """Raises the error of options out of range; changes nothing. The tensors of a row are the tier's."""
         for (group, _, _), own in self.options.items():
-            try:
-                _native.call("spw_adam_check", ctypes.byref(own), None, 0)
-            except SpillwayError as error:
-                raise named(error, self.row_name, group) from None
+            check_adam(own, group)
 
     def counted(self, by: int) -> tuple[list[float], int]:
         """Step counts of the parameters and of the optimizer after `by` more steps, for `set_counts`."""

@@ -63,7 +63,7 @@ class Flow:
 
     Raises:
         InvalidArgumentError: An argument has a wrong value.
-        UnsupportedError: A parameter is a DTensor, or has no memory yet."""
+        UnsupportedError: A parameter that requires a gradient is a DTensor or of another class, or has no memory yet."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Flow:
         slots: int = 2,
         keep_bytes: int | None = 0,
     ):
-        _check(model, slots, keep_bytes)
         self.device = _device_of(device)
+        _check(model, slots, keep_bytes, self.device)
         self.fetched_bytes = self.peak_bytes = self.late = 0
         self._slots, self._keep_bytes = slots, keep_bytes
         self._up, self._down = new_link(self.device), new_link(self.device)
@@ -95,7 +95,7 @@ class Flow:
         _flows.add(self)
 
     def _install(self, model: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
-        places, owners = _places(model), _owners(modules)
+        places, owners = _places(model, self.device), _owners(modules)
         weights = [Weight(self, param, where) for param, where in places.items()]
         of: dict[int, list[Weight]] = {number: [] for number in range(-1, len(modules))}
         for weight in weights:
@@ -527,8 +527,8 @@ class Entry:
         for value in tree_leaves(output):
             if isinstance(value, torch.Tensor) and (id(value) in own or id(value._base) in own):
                 raise InvalidArgumentError(
-                    f"flow: {type(self.forward.module).__name__} returns its parameter, which is not on the device afterwards; pass "
-                    "units= without it"
+                    f"flow: {type(self.forward.module).__name__} returns its parameter, which is not on the device afterwards. Make "
+                    "spillway.torch.Flow(model, device, units=[...]) without it, and the optimizer without weights="
                 )
         return output
 
@@ -636,23 +636,35 @@ def _arrived(flow: weakref.ref[Flow], weight: weakref.ref[Weight], _: torch.Tens
         owner.arrived(of)
 
 
-def _check(model: Any, slots: Any, keep_bytes: Any) -> None:
+def _check(model: Any, slots: Any, keep_bytes: Any, device: torch.device) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"flow: model is a {type(model).__name__}; pass a torch.nn.Module")
     for name, value, least in (("slots", slots, 1), ("keep_bytes", keep_bytes, 0)):
         if (value is not None or name == "slots") and (type(value) is not int or value < least):
             raise InvalidArgumentError(f"flow: {name} is {value!r}; pass an integer, at least {least}")
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            raise UnsupportedError(f"flow: {name} is a DTensor; FSDP2's CPUOffloadPolicy serves models of several processes")
-        if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
-            raise UnsupportedError(f"flow: {name} has no shape yet; run a forward before the weights flow")
-        if type(param) not in (torch.nn.Parameter, torch.nn.Buffer) or type(param.data) is not torch.Tensor:
-            raise UnsupportedError(f"flow: {name} is a {type(param).__name__}; plain parameters are served")
-        if param.is_inference():
-            raise UnsupportedError(f"flow: {name} was made in inference mode; make the model outside of it")
-        if param.is_meta:
-            raise UnsupportedError(f"flow: {name} has no memory yet; call flow after model.to_empty()")
+        if (reason := _refusal(param)) and not _stays(param, device):
+            kind = InvalidArgumentError if not param.requires_grad else UnsupportedError
+            where = "" if param.requires_grad else f"; it is frozen: move it to {device} before"
+            raise kind(f"flow: {name} {reason}{where}")
+
+
+def _refusal(param: torch.Tensor) -> str:
+    """Why a parameter cannot flow; empty if it can."""
+    if isinstance(param, DTensor):
+        return "is a DTensor; FSDP2's CPUOffloadPolicy serves models of several processes"
+    if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
+        return "has no shape yet; run a forward before the weights flow"
+    if type(param) not in (torch.nn.Parameter, torch.nn.Buffer) or type(param.data) is not torch.Tensor:
+        return f"is a {type(param).__name__}; plain parameters are served"
+    if param.is_inference():
+        return "was made in inference mode; make the model outside of it"
+    return "has no memory yet; call flow after model.to_empty()" if param.is_meta else ""
+
+
+def _stays(param: torch.Tensor, device: torch.device) -> bool:
+    """True if a parameter, which cannot flow, can be left where it is: a frozen one that is quantised, and is on the device already."""
+    return not param.requires_grad and (param.is_meta or param.device.type == device.type) and bool(_refusal(param))
 
 
 def _device_of(device: Any) -> torch.device:
@@ -662,12 +674,12 @@ def _device_of(device: Any) -> torch.device:
     return torch.device("cpu") if found is None else found
 
 
-def _places(model: torch.nn.Module) -> dict[torch.Tensor, list[tuple[torch.nn.Module, str]]]:
-    """Each parameter of a model, with the modules and names that have it."""
+def _places(model: torch.nn.Module, device: torch.device) -> dict[torch.Tensor, list[tuple[torch.nn.Module, str]]]:
+    """Each parameter of a model that flows, with the modules and names that have it."""
     found: dict[torch.Tensor, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
-            if param is not None:
+            if param is not None and not _stays(param, device):
                 found.setdefault(param, []).append((module, name))
     return found
 
@@ -692,7 +704,10 @@ def _units_of(model: torch.nn.Module) -> list[torch.nn.Module]:
         found = dict.fromkeys(part for outer in _outermost(model, kind) for child in outer.children() for part in _with_forward(child))
         if found := {part: None for part in found if any(True for _ in part.parameters())}:
             return [*found]
-    raise InvalidArgumentError(f"flow: {type(model).__name__} has no ModuleList and no Sequential with parameters; pass units=")
+    raise InvalidArgumentError(
+        f"flow: {type(model).__name__} has no ModuleList and no Sequential with parameters. Name the parts that flow: "
+        "spillway.torch.Flow(model, device, units=[...]), and make the optimizer without weights="
+    )
 
 
 def _with_forward(module: torch.nn.Module) -> list[torch.nn.Module]:

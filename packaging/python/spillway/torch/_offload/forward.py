@@ -106,8 +106,8 @@ class Completing(Method):
 
 
 class Parameters(dict[str, Any]):
-    """The parameters of a module, in the place of its own dict while a step waits. A read completes the step first, and gives the module its
-    own dict again, except one by zero_grad().
+    """The parameters of a module, in the place of its own dict while a step waits. A read completes the step first, except one by
+    zero_grad(). The module then has its own dict again.
 
     Args:
         module: The module.

@@ -30,13 +30,15 @@ from typing import Any
 
 import torch
 
+from ... import _abi
 from ..._groups import TORCHS
 from ..._tail_search import TailSearch, Timed, is_tail
 from ...errors import InvalidArgumentError, OutOfOrderError, SpillwayError, UnsupportedError, is_own
 from .. import _norm
 from .._keywords import check_keywords
 from .._optimizer import scaler_of
-from .._tensors import averages_later, is_partial, lasting, local
+from .._states import ADAM, ADAMW
+from .._tensors import averages_later, is_partial, is_trained, lasting, local
 from .plan import FLOATS, Decision, Plan, Slot
 from .tail import apart_in_bits, room
 
@@ -177,7 +179,7 @@ class Offloaded(torch.optim.Optimizer):
         self.max_norm, self.process_group, self.skip_nonfinite, self.overlap = max_norm, process_group, skip_nonfinite, overlap
         self._grad_norm: float | None = None
         self._skipped = False
-        self._bucket_bytes, self._decoupled = bucket_bytes, own is torch.optim.AdamW
+        self._bucket_bytes, self._rule = bucket_bytes, ADAMW if own is torch.optim.AdamW else ADAM
         self._tail = tail if isinstance(tail, int) else 0
         self._search = TailSearch() if tail == "auto" else None
         self._timed: Timed | None = None
@@ -229,7 +231,7 @@ class Offloaded(torch.optim.Optimizer):
                 if param.requires_grad and param not in self._hooks:
                     hooked = partial(_hooked, weakref.ref(self), weakref.ref(slot))
                     self._hooks[param] = param.register_post_accumulate_grad_hook(hooked)
-                slot.group = number
+                slot.group, slot.maximizes = number, bool(group.get("maximize"))
                 found.append(slot)
         if len(found) != len(self._slots):
             for param in self._slots.keys() - {slot.param for slot in found}:
@@ -292,7 +294,7 @@ class Offloaded(torch.optim.Optimizer):
         slot.take()
         if bucket.is_complete() and self._clipped < _CLIPPED_IN_A_ROW:
             if not plan.is_open:
-                plan.begin(self._all_options(plan), self._scale, self._limit)
+                plan.begin(self._all_options(plan, self._scale), self._limit)
             plan.submit(bucket)
 
     def _interrupt(self) -> None:
@@ -419,7 +421,7 @@ class Offloaded(torch.optim.Optimizer):
             if not plan.was_submitted(slot) and not slot.is_current():
                 slot.take()
         if not plan.is_open:
-            plan.begin(self._all_options(plan), scale, self._limit)
+            plan.begin(self._all_options(plan, scale), self._limit)
         self._scale = scale
         for bucket in plan.buckets:
             plan.submit(bucket)
@@ -434,7 +436,7 @@ class Offloaded(torch.optim.Optimizer):
     def _stands(self, plan: Plan, live: list[Slot], others: Any) -> bool:
         """True if what was stepped is what a step would do now."""
         same = all(slot.holds(self._states.get(slot.param)) for slot in live)
-        return same and plan.stands(live, self._all_options(plan), others, self._limit, self._tail)
+        return same and plan.stands(live, self._all_options(plan, self._scale), others, self._limit, self._tail)
 
     def _decide(self, reduced: Callable[[], tuple[float, bool, bool]] | None) -> None:
         """The verdict that follows from the norm."""
@@ -471,12 +473,12 @@ class Offloaded(torch.optim.Optimizer):
         if self.process_group is not None:
             return self.process_group
         # Not those of the slots: a program may have replaced parameters by DTensors since the last step, as accelerate does.
-        return _norm.group_of((param for group in self.param_groups for param in group["params"]), "offload")
+        return _norm.group_of((param for group in self.param_groups for param in group["params"] if is_trained(param)), "offload")
 
     def _parts(self) -> _norm.Parts | None:
         """Which parts count in this process; None: all do."""
         others = self._others()
-        return None if others is None else _norm.Parts(self._slots, others)
+        return None if others is None else _norm.Parts(filter(is_trained, self._slots), others)
 
     def _complete(self) -> None:
         """Finishes a step whose verdict is known, also one that a signal interrupted, or that the next forward waits for."""
@@ -521,7 +523,7 @@ class Offloaded(torch.optim.Optimizer):
         """The program waits for the step from now on."""
         if self._search is None or self._search.done:
             return
-        for device in {local(param).device for param in self._slots}:
+        for device in {local(param).device for param in filter(is_trained, self._slots)}:
             if device.type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()
         plan = self._plan
@@ -608,8 +610,14 @@ class Offloaded(torch.optim.Optimizer):
                 self._states[slot.param] = state = {"step": torch.zeros((), dtype=torch.float32), **slot.new_state()}
                 slot.use(state)
 
-    def _all_options(self, plan: Plan) -> list[Any]:
-        return [_options(self.param_groups[lane.group], self._decoupled) for lane in plan.lanes]
+    def _all_options(self, plan: Plan, scale: float) -> list[Any]:
+        """The C options of each lane."""
+        found = []
+        for lane in plan.lanes:
+            options = _abi.sized(self._rule.options_type)
+            self._rule.put_options(options, self.param_groups[lane.group], lane.group, plan.number_of(lane) - 1, scale)
+            found.append(options)
+        return found
 
     # Saving and loading.
 
@@ -698,21 +706,9 @@ def _hooked(owner: weakref.ref[Offloaded], of: weakref.ref[Slot], _: torch.Tenso
         optimizer._arrived(slot)
 
 
-def _options(group: dict[str, Any], decoupled: bool) -> dict[str, Any]:
-    decoupled = group.get("decoupled_weight_decay", decoupled)
-    return {
-        "lr": float(group["lr"]),
-        "betas": tuple(map(float, group["betas"])),
-        "eps": float(group["eps"]),
-        "weight_decay": float(group["weight_decay"]),
-        "weight_decay_mode": "decoupled" if decoupled else "l2",
-        "maximize": bool(group["maximize"]),
-    }
-
-
 def _check_group(group: dict[str, Any]) -> None:
     _check_options(group)
-    for param in group["params"]:
+    for param in filter(is_trained, group["params"]):
         if param.dtype not in FLOATS:
             raise UnsupportedError(f"offload: a parameter is of dtype {param.dtype}; float32, bfloat16 and float16 are served")
         if param.is_meta:

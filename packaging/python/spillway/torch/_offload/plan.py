@@ -1,10 +1,14 @@
 """What offload() steps together, and where: parameters, their memory on the host, buckets, and lanes.
 
-A lane has the parameters of one group that are at one step number, because a round of speculation has one set of options. It has a
-Speculation of its own. All lanes get the same total of squares, hence the same verdict."""
+A lane has the parameters of one group that are at one step number: its buckets have one set of options. The norm adds the squares of each
+lane in the order of its buckets, and then the lanes in their order.
+
+A Speculation has one thread, and steps the buckets of all lanes whose gradients have one factor. There are two at most: groups that
+maximize have the negative factor. All get the same total of squares, hence the same verdict."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +20,13 @@ import torch
 
 from ..._after_events import AfterEvents
 from ...errors import InvalidArgumentError, OutOfOrderError, OwnSuppressed
-from ...optim import Adam
+from ...optim import Adam, tensor_table
+from ...speculate import Speculation
 from .._copies import link_to, wait
 from .._states import MASTER, check_not_split, is_count
+from .._table import check_adam
 from .._tensors import apart, holds_values, is_partial, like, local
-from .tail import TailedSpeculation, engine, tail_of
+from .tail import Tail, tail_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: The smallest bucket has this part of the bytes of the others.
@@ -44,11 +50,12 @@ class Slot:
     DTensor it is the part that this process holds; its state has DTensors that are placed alike.
 
     Attributes:
+        group, maximizes: The number of its group, and whether that group maximizes.
         stays: The parameter is in the tail: its state is on its device, and its gradient and weights are not copied.
         arrived: A number that rises with the moment at which backward completed the gradient."""
 
     def __init__(self, param: torch.Tensor, number: int):
-        self.param, self.group, self.link = param, 0, link_to(param)
+        self.param, self.group, self.maximizes, self.link = param, 0, False, link_to(param)
         self.name, self.stays, self.arrived = f"parameter {number}", False, -number
         self.grad = self.weights = torch.empty(0)
         # What the gradient and the parameter were when the gradient was copied, and the parameter after its weights were copied.
@@ -290,10 +297,15 @@ class Slot:
 
 
 class Bucket:
-    """Parameters that are stepped together; `number` is its number in the round of its lane."""
+    """Parameters that are stepped together; `place` is its place in the lane.
 
-    def __init__(self, lane: Lane, number: int, slots: list[Slot]):
-        self.lane, self.number, self.slots, self.submitted, self.stays = lane, number, slots, False, False
+    Attributes:
+        number: Its number in the rounds of the lane's engine, if it is not in the tail."""
+
+    number = 0
+
+    def __init__(self, lane: Lane, place: int, slots: list[Slot]):
+        self.lane, self.place, self.slots, self.submitted, self.stays = lane, place, slots, False, False
 
     def completed(self) -> int:
         """A number that rises with the moment at which backward completed the bucket."""
@@ -302,6 +314,13 @@ class Bucket:
     def is_complete(self) -> bool:
         """True if all gradients are copied."""
         return all(slot.seen is not None for slot in self.slots)
+
+    def wait(self) -> None:
+        """Waits until the new weights are final."""
+        if self.stays:
+            self.lane.tail.step(self.place)
+        else:
+            self.lane.speculation.wait(self.number)
 
 
 def _cut(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
@@ -321,26 +340,78 @@ class Lane:
     """The buckets that share options and a step number.
 
     Attributes:
-        speculation: The engine of the buckets.
+        maximizes: The group maximizes: the factor of its gradients is negative.
+        speculation: The engine of the buckets, which that of other lanes may be too.
+        tail: The buckets that stay on the device.
+        options: The C options of the open round.
         counts: True if their gradients count in the norm of this process, and not in that of another one that holds them too."""
 
     def __init__(self, group: int, counts: bool, slots: Sequence[Slot], bucket_bytes: int):
-        self.group, self.counts = group, counts
+        self.group, self.counts, self.maximizes = group, counts, slots[0].maximizes
         self.buckets: list[Bucket] = []
         # Backward completes the first parameters last, and nothing hides the step of its last bucket.
-        for number, members in enumerate(reversed(_cut(slots, bucket_bytes))):
-            self.buckets.append(Bucket(self, number, members[::-1]))
+        for place, members in enumerate(reversed(_cut(slots, bucket_bytes))):
+            self.buckets.append(Bucket(self, place, members[::-1]))
         self.speculation: Any = None
+        self.tail = Tail({})
+        self.options: Any = None
+        self.adam = Adam()
 
-    def open(self, tail: int) -> None:
-        """Makes the engine. The last `tail` buckets stay on the device."""
+    def open(self, tail: int) -> list[Bucket]:
+        """The last `tail` buckets stay on the device. Returns the others."""
         hosts = len(self.buckets) - tail
         for bucket in self.buckets:
-            bucket.stays = bucket.number >= hosts
+            bucket.stays = bucket.place >= hosts
             for slot in bucket.slots:
                 slot.stays = bucket.stays
-        kept = [bucket.slots for bucket in self.buckets[hosts:]]
-        self.speculation = TailedSpeculation(hosts, kept) if tail else engine(hosts)
+        self.tail = Tail({bucket.place: bucket.slots for bucket in self.buckets[hosts:]})
+        return self.buckets[:hosts]
+
+    def begin(self, options: Any, max_norm: float) -> None:
+        """Takes the options of a round."""
+        self.options = options
+        ctypes.memmove(ctypes.byref(self.adam._options), ctypes.byref(options), ctypes.sizeof(options))
+        self.adam.step_count = options.step - 1
+        self.tail.begin(self.adam, max_norm, options.grad_scale)
+
+    def submit(self, bucket: Bucket) -> None:
+        """Has the engine step a bucket."""
+        table, held = tensor_table(self.adam, [slot.row() for slot in bucket.slots])
+        for row in table:
+            row.options = ctypes.addressof(self.options)
+        self.speculation.submit_table("spw_spec_submit", bucket.number, held, ctypes.addressof(table), len(table), None)
+
+
+class Engine:
+    """A Speculation of the buckets of some lanes.
+
+    Attributes:
+        lanes: The lanes.
+        buckets: Their buckets on the host, in the order of their numbers."""
+
+    def __init__(self, lanes: Sequence[Lane], buckets: Sequence[Bucket]):
+        self.lanes, self.buckets = lanes, buckets
+        # The weights of a slot are read once they are final, so that a step may write them at once: a commit then has nothing to do.
+        # Without buckets it has an empty one, so that a round has a begin and an end.
+        self.speculation = Speculation(max(len(buckets), 1), publish="staged")
+        # Messages name what the program has made.
+        self.speculation._user = "optimizer of offload()"
+        for lane in lanes:
+            lane.speculation = self.speculation
+        for number, bucket in enumerate(buckets):
+            bucket.number = number
+
+    def begin(self, max_norm: float) -> None:
+        """Opens a round. Each bucket has the options of its lane."""
+        first = self.lanes[0]
+        self.speculation.begin(first.adam, max_norm=max_norm, grad_scale=first.options.grad_scale)
+        if not self.buckets:
+            self.speculation.submit(0, [])
+
+    def measured(self) -> tuple[bool, dict[Bucket, float]]:
+        """Whether a gradient has Inf or NaN, and the sum of the squares of each bucket."""
+        result = self.speculation.local_result()
+        return result.nonfinite, dict(zip(self.buckets, self.speculation.bucket_squares()))
 
 
 class Decision(NamedTuple):
@@ -380,14 +451,17 @@ class Plan:
         for slot in self.slots:
             members.setdefault((slot.group, counts(slot), number(slot)), []).append(slot)
         self.lanes = [Lane(group, counted, those, bucket_bytes) for (group, counted, _), those in members.items()]
-        for lane, kept in zip(self.lanes, tail_of(self.lanes, tail)):
-            lane.open(kept)
+        hosts = {lane: lane.open(kept) for lane, kept in zip(self.lanes, tail_of(self.lanes, tail))}
+        self.engines: list[Engine] = []
+        for sign in dict.fromkeys(lane.maximizes for lane in self.lanes):
+            own = [lane for lane in self.lanes if lane.maximizes is sign]
+            self.engines.append(Engine(own, [bucket for lane in own for bucket in hosts[lane]]))
         self._layout = self._layout_of(self.slots, number)
         self.buckets = [bucket for lane in self.lanes for bucket in lane.buckets]
         self._of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         self.numbers: dict[Slot, int] = {}
         self.is_open = False
-        self._options: list[dict[str, Any]] = []
+        self._options: list[bytes] = []
         # Submits the buckets whose copies are under way.
         self._starting = AfterEvents("spillway-offload")
         # The copies of the last step's weights to the devices.
@@ -406,23 +480,32 @@ class Plan:
         """True if the plan is that of these parameters at their step numbers, of these processes, and of this tail."""
         return others is self.others and tail == self.tail and self._layout == self._layout_of(slots, number)
 
-    def begin(self, options: list[dict[str, Any]], scale: float, max_norm: float) -> None:
-        """Opens the round of each lane."""
+    def number_of(self, lane: Lane) -> int:
+        """Number of a lane's next step."""
+        return self._number(lane.buckets[0].slots[0])
+
+    def begin(self, options: list[Any], max_norm: float) -> None:
+        """Opens a round with the C options of each lane.
+
+        Raises:
+            InvalidArgumentError: An option is out of range."""
+        for lane, given in zip(self.lanes, options):
+            check_adam(given, lane.group)
         while self._publishing:
             wait(self._publishing.pop())
-        self._options, self.limit, self.is_open, self.started = options, max_norm, True, None
+        self._options, self.limit, self.is_open, self.started = [*map(bytes, options)], max_norm, True, None
         self.numbers = {slot: self._number(slot) for slot in self.slots}
         for lane, given in zip(self.lanes, options):
-            adam = Adam(**{name: value for name, value in given.items() if name != "maximize"})
-            adam.step_count = self.numbers[lane.buckets[0].slots[0]] - 1
-            lane.speculation.begin(adam, max_norm=max_norm, grad_scale=-scale if given["maximize"] else scale)
+            lane.begin(given, max_norm)
+        for engine in self.engines:
+            engine.begin(max_norm)
 
-    def stands(self, live: Sequence[Slot], options: list[dict[str, Any]], others: Any, limit: float, tail: int) -> bool:
+    def stands(self, live: Sequence[Slot], options: list[Any], others: Any, limit: float, tail: int) -> bool:
         """True if what was stepped is what a step would do now."""
         submitted = [slot for bucket in self.buckets if bucket.submitted for slot in bucket.slots]
         if self.edited() or any(self._number(slot) != self.numbers[slot] for slot in self.slots):
             return False
-        same = options == self._options and limit == self.limit and self.is_of(live, self._number, others, tail)
+        same = [*map(bytes, options)] == self._options and limit == self.limit and self.is_of(live, self._number, others, tail)
         if not same or not all(slot.may_be_current() for slot in submitted):
             return False
         links = {slot.link for slot in submitted}
@@ -444,21 +527,27 @@ class Plan:
 
     def _send(self, bucket: Bucket) -> None:
         self.started = self.started or time.perf_counter()
-        bucket.lane.speculation.submit(bucket.number, [slot.row() for slot in bucket.slots])
+        bucket.lane.submit(bucket)
 
     def measured(self, tail: bool) -> tuple[bool, float]:
         """Whether a gradient has Inf or NaN, and the sum of the squares that count here, added in the order of the lanes. `tail`: the
         gradients of the tail are measured too."""
         self._starting.wait()
         nonfinite, total = False, 0.0
+        squares: dict[Bucket, float] = {}
+        for engine in self.engines:
+            found, sums = engine.measured()
+            nonfinite |= found
+            squares.update(sums)
         for lane in self.lanes:
-            results = [lane.speculation.local_result()]
-            if tail and isinstance(lane.speculation, TailedSpeculation):
-                results += lane.speculation.tail_results()
-            nonfinite |= any(result.nonfinite for result in results)
+            sums = [squares[bucket] for bucket in lane.buckets if not bucket.stays]
+            if tail:
+                results = lane.tail.results()
+                nonfinite |= any(result.nonfinite for result in results)
+                sums += [result.sum_squares for result in results]
             # Not by sum(), which compensates roundings: the engine does not, and the tail is added as if it were the engine's.
             if lane.counts:
-                total += reduce(add, (result.sum_squares for result in results))
+                total += reduce(add, sums, 0.0)
         return nonfinite, total
 
     def release(self) -> None:
@@ -479,17 +568,19 @@ class Plan:
     def resolve(self, decision: Decision) -> None:
         """Gives each lane the verdict, unless it has it."""
         for lane in self.lanes:
+            lane.tail.resolve(decision.skips, decision.total)
+        for engine in self.engines:
             with OwnSuppressed(OutOfOrderError):
                 if decision.total is None:
-                    lane.speculation.resolve_as("commit")
+                    engine.speculation.resolve_as("commit")
                 else:
-                    lane.speculation.resolve((decision.skips, decision.total))
+                    engine.speculation.resolve((decision.skips, decision.total))
 
     def publish(self) -> None:
         """Gives the parameters their weights, bucket by bucket as they become final."""
         # Those of the tail first: a device steps them while the host waits for the others.
         for bucket in sorted(self.buckets, key=lambda bucket: not bucket.stays):
-            bucket.lane.speculation.wait(bucket.number)
+            bucket.wait()
             for slot in bucket.slots:
                 slot.publish()
             if not bucket.stays:
@@ -502,17 +593,17 @@ class Plan:
 
     def finish(self) -> None:
         """Waits until the memory of all buckets belongs to the caller again."""
-        for lane in self.lanes:
-            lane.speculation.finish()
+        for engine in self.engines:
+            engine.speculation.finish()
 
     def abort(self) -> None:
         """Rolls back an open round, and forgets the gradients."""
         try:
             if self.is_open:
                 self._starting.forget()
-                for lane in self.lanes:
+                for engine in self.engines:
                     with OwnSuppressed(OutOfOrderError):
-                        lane.speculation.abort()
+                        engine.speculation.abort()
         finally:
             self.end()
 
@@ -530,16 +621,16 @@ class Plan:
 
     def exposed_seconds(self) -> float:
         """Seconds that callers have waited for buckets."""
-        return sum(lane.speculation.stats().exposed_seconds for lane in self.lanes)
+        return sum(engine.speculation.stats().exposed_seconds for engine in self.engines)
 
     def close(self) -> None:
         """Closes the rounds; an open one is rolled back."""
         self._starting.close()
-        for lane in self.lanes:
-            lane.speculation.close()
+        for engine in self.engines:
+            engine.speculation.close()
         self.end()
 
     @staticmethod
     def _layout_of(slots: Sequence[Slot], number: Callable[[Slot], int]) -> list[tuple[int, int]]:
-        lanes: dict[tuple[int, int], int] = {}
-        return [(id(slot), lanes.setdefault((slot.group, number(slot)), len(lanes))) for slot in slots]
+        lanes: dict[tuple[int, bool, int], int] = {}
+        return [(id(slot), lanes.setdefault((slot.group, slot.maximizes, number(slot)), len(lanes))) for slot in slots]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,6 @@ from ...errors import NoDeviceError
 from ...gpu import Gpu
 from ...optim import Adam, grad_stats
 from ...recording import StepStats
-from ...speculate import Speculation
 from .._norm import clip_factor
 from .._tensors import local, unused_bytes
 
@@ -122,91 +121,42 @@ class _Part:
         self.kernels.step(self.adam, [slot.row() for slot in self.slots], scale)
 
 
-def engine(buckets: int) -> Speculation:
-    """The engine of a lane. The weights of a slot are read once they are final, so that a step may write them at once: a commit then has
-    nothing to do."""
-    made = Speculation(buckets, publish="staged")
-    # Messages name what the program has made.
-    made._user = "optimizer of offload()"
-    return made
-
-
-class TailedSpeculation:
-    """A Speculation of a lane whose last buckets are its tail. A bucket of the tail needs no submission.
+class Tail:
+    """The last buckets of a lane, which need no submission.
 
     Args:
-        hosts: Number of the buckets before the tail.
-        tail: Parameters of each bucket of the tail."""
+        buckets: The parameters of each bucket, by its place."""
 
-    def __init__(self, hosts: int, tail: Sequence[Sequence[Any]]):
-        self._hosts, self._factor, self._scale, self._limit = hosts, 1.0, 1.0, 0.0
-        # A lane without buckets on the host has an empty one: the engine checks the options of a round, and ends it.
-        self._engine = engine(max(hosts, 1))
-        self._tail: list[list[_Part]] = []
-        for slots in tail:
+    def __init__(self, buckets: Mapping[int, Sequence[Any]]):
+        self._factor, self._scale, self._limit, self._number = 1.0, 1.0, 0.0, 0
+        self._buckets: dict[int, list[_Part]] = {}
+        for place, slots in buckets.items():
             devices = dict.fromkeys(local(slot.param).device for slot in slots)
-            self._tail.append([_Part([slot for slot in slots if local(slot.param).device == device], device) for device in devices])
+            self._buckets[place] = [_Part([slot for slot in slots if local(slot.param).device == device], device) for device in devices]
 
-    def begin(self, adam: Adam, *, max_norm: float, grad_scale: float) -> None:
+    def begin(self, adam: Adam, max_norm: float, grad_scale: float) -> None:
         """Opens a round."""
-        self._engine.begin(adam, max_norm=max_norm, grad_scale=grad_scale)
         self._scale, self._limit = grad_scale, max_norm
-        for part in self._parts():
+        for part in chain.from_iterable(self._buckets.values()):
             part.adam = copy.copy(adam)
         self._number = adam.step_count + 1
-        if not self._hosts:
-            self._engine.submit(0, [])
 
-    def submit(self, bucket: int, rows: Sequence[Any]) -> None:
-        """Submits a bucket of the host."""
-        self._engine.submit(bucket, rows)
-
-    def local_result(self) -> StepStats:
-        """The sum of the squares of the gradients on the host."""
-        return self._engine.local_result()
-
-    def tail_results(self) -> list[StepStats]:
-        """That of each bucket of the tail."""
-        sums = [_halved(list(chain.from_iterable(part.squares(self._scale) for part in parts))) for parts in self._tail]
+    def results(self) -> list[StepStats]:
+        """The statistics of each bucket."""
+        sums = [_halved(list(chain.from_iterable(part.squares(self._scale) for part in parts))) for parts in self._buckets.values()]
         # Of Inf the engine makes NaN too.
         return [StepStats(False, total) if math.isfinite(total) else StepStats(True, math.nan) for total in sums]
 
-    def resolve(self, total: tuple[bool, float]) -> None:
-        """Gives the verdict that follows from the norm."""
-        self._factor = self._scale * (clip_factor(math.sqrt(total[1]), self._limit) if self._limit and not total[0] else 1.0)
-        self._engine.resolve(total)
+    def resolve(self, skips: bool, total: float | None) -> None:
+        """Gives the verdict that follows from the norm; `total` is the sum of all squares, None without a norm."""
+        clips = self._limit and total is not None and not skips
+        self._factor = self._scale * (clip_factor(math.sqrt(total or 0.0), self._limit) if clips else 1.0)
 
-    def resolve_as(self, verdict: str) -> None:
-        """Gives the verdict "commit"."""
-        self._factor = self._scale
-        self._engine.resolve_as(verdict)
-
-    def wait(self, bucket: int) -> None:
-        """Waits until a bucket has its new weights. One of the tail is stepped by the first call after the verdict."""
-        if bucket < self._hosts:
-            return self._engine.wait(bucket)
-        for part in self._tail[bucket - self._hosts]:
+    def step(self, place: int) -> None:
+        """Steps a bucket, at the first call after the verdict."""
+        for part in self._buckets[place]:
             if part.adam.step_count < self._number:
                 part.step(self._factor)
-
-    def finish(self) -> None:
-        """Waits until the memory of all buckets belongs to the caller again."""
-        self._engine.finish()
-
-    def abort(self) -> None:
-        """Rolls an open round back."""
-        self._engine.abort()
-
-    def stats(self) -> Any:
-        """The counters of the engine."""
-        return self._engine.stats()
-
-    def close(self) -> None:
-        """Closes the engine."""
-        self._engine.close()
-
-    def _parts(self) -> Any:
-        return (part for parts in self._tail for part in parts)
 
 
 def _halved(sums: list[float]) -> float:

@@ -100,6 +100,33 @@ impl FileLock {
         Ok(LockAttempt::Acquired(FileLock { file: Some(kept), identity, excludes }))
     }
 
+    /// The first line of the file `name`, if a process of any mount that shares its locks holds its lock. `None` also if there
+    /// is no such file, or if locks cannot be asked about. Takes no lock.
+    pub fn holder(directory: &PrivateDirectory, name: &str) -> io::Result<Option<String>> {
+        let held = held();
+        // As long as the list is locked, no other thread takes a record lock that the end of this descriptor would end.
+        let files = held.lock();
+        if directory.entry(name)?.is_some_and(|found| files.contains(&found.identity)) {
+            return Ok(Some("this process has it open".to_string()));
+        }
+        let file = match directory.open(name, OpenFlags { read: true, ..OpenFlags::default() }) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let mut found = whole_file(libc::F_WRLCK);
+        let asked = match kind(&RECORD_LOCKS) {
+            Kind::OpenFile => fcntl(&file, FcntlArg::F_OFD_GETLK(&mut found)),
+            Kind::Record => fcntl(&file, FcntlArg::F_GETLK(&mut found)),
+        };
+        if asked.is_err() || i32::from(found.l_type) == libc::F_UNLCK {
+            return Ok(None);
+        }
+        let mut text = Vec::new();
+        let _ = (&file).take(MAX_HOLDER_TEXT).read_to_end(&mut text);
+        let text = String::from_utf8_lossy(&text);
+        Ok(Some(text.lines().next().unwrap_or_default().trim().to_string()))
+    }
+
     /// True if `name` is still the locked file.
     pub fn is_named(&self, directory: &PrivateDirectory, name: &str) -> io::Result<bool> {
         Ok(directory.entry(name)?.is_some_and(|found| found.identity == self.identity))
@@ -290,15 +317,20 @@ fn lock_by(record_locks: &AtomicBool, mut take: impl FnMut(Kind) -> nix::Result<
     }
 }
 
-/// Changes the lock of the whole file to `to`: F_WRLCK or F_UNLCK.
-fn change(file: &File, kind: Kind, to: i32) -> nix::Result<()> {
-    let range = libc::flock {
-        l_type: to as libc::c_short,
+/// A lock of the whole file: F_WRLCK or F_UNLCK.
+fn whole_file(kind: i32) -> libc::flock {
+    libc::flock {
+        l_type: kind as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
         l_start: 0,
         l_len: 0,
         l_pid: 0,
-    };
+    }
+}
+
+/// Changes the lock of the whole file to `to`: F_WRLCK or F_UNLCK.
+fn change(file: &File, kind: Kind, to: i32) -> nix::Result<()> {
+    let range = whole_file(to);
     let command = match kind {
         Kind::OpenFile => FcntlArg::F_OFD_SETLK(&range),
         Kind::Record => FcntlArg::F_SETLK(&range),

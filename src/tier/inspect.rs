@@ -217,7 +217,7 @@ fn read_up_to(file: &mut File, most: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-pub(super) fn claimant(lock: &Path) -> Option<Claimant> {
+fn claimant(lock: &Path) -> Option<Claimant> {
     let mut file = private_files::open_to_check(lock).ok()?;
     let record = OwnerRecord::parse(&read_up_to(&mut file, PAGE).ok()?)?;
     let me = Holder::this_process();

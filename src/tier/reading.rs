@@ -3,19 +3,19 @@
 //! Invariants:
 //! - Nothing is created, written, locked or removed. Both handles of a file are open for reading only, so that the system
 //!   refuses every write.
-//! - A directory that a process of this machine has open is refused. A process of another machine is not seen. What it
-//!   overwrites does not match its checksum any more.
+//! - A directory whose lock a process holds is refused. A process of another machine is not seen if its lock does not reach
+//!   this one. What it overwrites does not match its checksum any more.
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::directory::{Owner, enter, is_absence};
-use super::inspect::claimant;
 use super::storage::{FilePair, LOCK, SUPERBLOCKS, Storage, failed, locked};
 use crate::error::{Doing, Error, Result};
 use crate::io::file::File;
 use crate::sys::file::Access;
+use crate::sys::lock::FileLock;
 use crate::sys::private_files::{GivenDirectory, OpenFlags, PrivateDirectory};
 
 /// A directory of job, host and rank, open for reading.
@@ -27,7 +27,7 @@ pub(super) struct ReadStorage {
 }
 
 /// The directory of `owner` below `base`; `None` if it does not exist, or holds no superblock. `direct`: bypass the page
-/// cache. Errors: `Locked` if a process of this machine has it open.
+/// cache. Errors: `Locked` if a process has it open.
 pub(super) fn open(base: &Path, owner: &Owner, direct: bool) -> Result<Option<ReadStorage>> {
     let path = owner.below(base);
     let given = match GivenDirectory::open(base) {
@@ -37,8 +37,9 @@ pub(super) fn open(base: &Path, owner: &Owner, direct: bool) -> Result<Option<Re
     let Some((_, rank)) = enter(&given, base, owner, false)?.and_then(|mut below| below.pop()) else {
         return Ok(None);
     };
-    if let Some(found) = claimant(&path.join(LOCK)).filter(|found| found.lives == Some(true)) {
-        return Err(locked(&path, &format!("{}; a tier is read after its program has ended", found.process)));
+    let holder = FileLock::holder(&rank, LOCK);
+    if let Some(holder) = holder.map_err(|error| failed(Doing::Opening, &path.join(LOCK), error, ""))? {
+        return Err(locked(&path, &format!("{holder}; a tier is read after its program has closed it")));
     }
     let storage = ReadStorage { path, rank, direct };
     Ok(storage.len(SUPERBLOCKS[0])?.is_some().then_some(storage))

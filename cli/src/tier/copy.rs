@@ -2,23 +2,25 @@
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytesize::ByteSize;
-use spillway::error::{Error, IoKind, Result, TierError, TierKind};
+use spillway::error::{Doing, Error, IoError, IoKind, Result, TierError, TierKind};
 use spillway::offload::swap::exported_tensors;
 use spillway::sys::host;
 use spillway::tier::Tier;
 use spillway::tier::directory::Owner;
 use spillway::tier::export::{Export, Form, Pace};
 use spillway::tier::import::Source;
+use spillway::tier::inspect::Found;
 use spillway::tier::options::{Mode, TierOptions};
 use spillway::tier::select::Selection;
 use spillway::tier::snapshot::TierSnapshot;
 
+use super::all_ranks::{Ranks, added, part};
 use super::{Which, open};
 use crate::progress::Progress;
 use crate::report::size;
@@ -34,11 +36,14 @@ pub struct SnapshotOptions {
     /// Limits the speed, such as 200MB; 0 means no limit.
     #[arg(long)]
     bytes_per_second: Option<ByteSize>,
+    /// Writes the parts rank-0, rank-1 and so on of all ranks of the job, as a snapshot of its program has them.
+    #[arg(long, conflicts_with = "rank")]
+    all_ranks: bool,
 }
 
 #[derive(clap::Args)]
 pub struct ExportOptions {
-    /// The new file.
+    /// The new file; with --all-ranks the new directory.
     #[arg(value_name = "FILE")]
     to: PathBuf,
     #[command(flatten)]
@@ -52,6 +57,9 @@ pub struct ExportOptions {
     /// Type of the elements of extents that are no optimizer states, as safetensors names it.
     #[arg(long, default_value = "U8")]
     dtype: String,
+    /// Writes a file rank-N.safetensors for each rank of the job, and index.json, which lists them.
+    #[arg(long, conflicts_with = "rank")]
+    all_ranks: bool,
 }
 
 #[derive(clap::Args)]
@@ -107,12 +115,24 @@ impl Copying {
 }
 
 pub fn snapshot(options: &SnapshotOptions) -> Result<()> {
-    const POLL: Option<Duration> = Some(Duration::from_millis(200));
+    if options.all_ranks {
+        let ranks = Ranks::find(&options.which)?;
+        let write = |found: &Found, tier, to: &Path| one_snapshot(options, tier, &part(to, found)).map(drop);
+        ranks.write(&options.to, write)?;
+        return stdout::say(&format!("{}: step {} of all ranks", options.to.display(), ranks.step()));
+    }
     let found = options.which.one()?;
-    let tier = Arc::new(open(&found)?);
+    let step = one_snapshot(options, open(&found)?, &options.to)?;
+    stdout::say(&format!("{}: step {step} of {}", options.to.display(), found.owner))
+}
+
+/// Writes the snapshot of one tier, and closes the tier.
+fn one_snapshot(options: &SnapshotOptions, tier: Tier, to: &Path) -> Result<u64> {
+    const POLL: Option<Duration> = Some(Duration::from_millis(200));
+    let tier = Arc::new(tier);
     let speed = options.bytes_per_second.map(|speed| speed.as_u64()).filter(|speed| *speed > 0);
-    let snapshot = TierSnapshot::begin(&tier, &options.to, speed)?;
-    let copying = Copying::begin(&format!("writing {}", options.to.display()), snapshot.progress().bytes);
+    let snapshot = TierSnapshot::begin(&tier, to, speed)?;
+    let copying = Copying::begin(&format!("writing {}", to.display()), snapshot.progress().bytes);
     let step = loop {
         match snapshot.wait(POLL) {
             Err(error) if error.io_kind() == Some(IoKind::Timeout) => {
@@ -123,31 +143,72 @@ pub fn snapshot(options: &SnapshotOptions) -> Result<()> {
     };
     drop(copying);
     drop(snapshot);
-    close(tier)?;
-    stdout::say(&format!("{}: step {step} of {}", options.to.display(), found.owner))
+    close(tier).map(|()| step)
+}
+
+/// A file of [`export`] of all ranks, as index.json has it.
+#[derive(serde::Serialize)]
+struct Exported {
+    rank: u32,
+    host: String,
+    file: String,
+    bytes: u64,
+}
+
+/// What index.json of an export of all ranks says.
+#[derive(serde::Serialize)]
+struct Index {
+    format: &'static str,
+    step: u64,
+    world: usize,
+    ranks: Vec<Exported>,
 }
 
 pub fn export(options: &ExportOptions) -> Result<()> {
-    let found = options.which.one()?;
-    let tier = open(&found)?;
+    if !options.all_ranks {
+        let found = options.which.one()?;
+        let (step, bytes, seconds) = one_export(options, open(&found)?, &options.to)?;
+        let (to, owner) = (options.to.display(), &found.owner);
+        return stdout::say(&format!("{to}: step {step} of {owner}, {} in {seconds:.1} s", size(bytes)));
+    }
+    let ranks = Ranks::find(&options.which)?;
+    let mut written = Vec::new();
+    ranks.write(&options.to, |found, tier, to| {
+        let file = added(&part(to, found), ".safetensors");
+        let (_, bytes, _) = one_export(options, tier, &file)?;
+        let file = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        written.push(Exported { rank: found.owner.rank, host: found.owner.host.clone(), file, bytes });
+        if found.owner.rank as usize + 1 == ranks.world() {
+            let (step, ranks) = (ranks.step(), std::mem::take(&mut written));
+            let index = Index { format: "spillway export of all ranks", step, world: ranks.len(), ranks };
+            write_index(&to.join("index.json"), &index)?;
+        }
+        Ok(())
+    })?;
+    stdout::say(&format!("{}: step {} of {} ranks", options.to.display(), ranks.step(), ranks.world()))
+}
+
+fn write_index(path: &Path, index: &Index) -> Result<()> {
+    let failed = |error: std::io::Error| IoError::of(&error, Doing::Writing, path.to_string_lossy());
+    let text = serde_json::to_string_pretty(index).map_err(|error| Error::Internal(error.to_string()))?;
+    std::fs::write(path, text).map_err(failed)?;
+    Ok(())
+}
+
+/// Writes the file of one tier, and closes the tier. Returns its step, bytes and seconds.
+fn one_export(options: &ExportOptions, tier: Tier, to: &Path) -> Result<(u64, u64, f64)> {
     let selection = Selection { names: options.names.clone(), range: options.range.clone() };
     let tensors = |extent: &str, streams: usize| exported_tensors(extent, streams, &options.dtype);
-    let export = Export::begin(&tier, &options.to, Form::Safetensors(&tensors), &selection)?;
+    let export = Export::begin(&tier, to, Form::Safetensors(&tensors), &selection)?;
     let bytes = export.bytes();
-    let copying = Copying::begin(&format!("writing {}", options.to.display()), bytes);
+    let copying = Copying::begin(&format!("writing {}", to.display()), bytes);
     let step = export.run(Pace::Fast, &|bytes| {
         copying.passed(bytes);
         Ok(())
     })?;
     let seconds = copying.began.elapsed().as_secs_f64();
     drop(copying);
-    tier.close(None)?;
-    stdout::say(&format!(
-        "{}: step {step} of {}, {} in {seconds:.1} s",
-        options.to.display(),
-        found.owner,
-        size(bytes)
-    ))
+    tier.close(None).map(|()| (step, bytes, seconds))
 }
 
 pub fn import(options: &ImportOptions) -> Result<()> {

@@ -436,3 +436,53 @@ fn damaged_files_are_told_and_never_crash_a_command() {
     made.succeed("rm", &[], &["--yes"]);
     assert!(made.paths.iter().all(|path| fs::read_dir(path).expect("a directory").count() == 0));
 }
+
+#[test]
+fn all_ranks_are_copied_at_the_step_that_they_have_in_common_and_nothing_of_them_changes() {
+    let made = Made::new("tier-all-ranks");
+    let refused = made.fails("export", &[&made.root.join("too-few")], &["--all-ranks"]);
+    assert!(refused.contains("run/HOST/rank-1"), "{refused}");
+    for rank in 1..4 {
+        let tier = made.open(rank, Mode::Create);
+        // The last rank was killed before its second commit.
+        (6..if rank == 3 { 7 } else { 8 }).for_each(|step| commit(&tier, step));
+        tier.close(None).expect("it closes");
+    }
+    let before = everything(&made.paths[0]);
+    let [exported, snapshot] = ["exported", "snapshot"].map(|name| made.root.join(name));
+    let told = made.succeed("export", &[&exported], &["--all-ranks"]);
+    assert!(told.contains("step 6 of 4 ranks"), "{told}");
+    made.succeed("snapshot", &[&snapshot], &["--all-ranks"]);
+    assert!(made.fails("export", &[&exported], &["--all-ranks"]).contains("exported"));
+    assert!(everything(&made.paths[0]) == before, "a copy has changed the tiers");
+
+    let index: Value =
+        serde_json::from_slice(&fs::read(exported.join("index.json")).expect("it is there")).expect("JSON");
+    assert_eq!((&index["step"], &index["world"]), (&6.into(), &4.into()));
+    let files: Vec<_> =
+        index["ranks"].as_array().expect("ranks").iter().map(|one| one["file"].clone()).collect();
+    assert_eq!(files, (0..4).map(|rank| format!("rank-{rank}.safetensors")).collect::<Vec<_>>());
+    for rank in 0..4 {
+        let forms =
+            [exported.join(format!("rank-{rank}.safetensors")), snapshot.join(format!("rank-{rank}"))];
+        for (number, form) in forms.iter().enumerate() {
+            let copy = Made::empty(&format!("tier-all-ranks-{rank}-{number}"));
+            copy.succeed("import", &[form], &["--create", "--host", "node"]);
+            assert!(is_at(&copy.open(rank, Mode::Resume), 6), "rank {rank}");
+        }
+    }
+}
+
+/// Every file below a directory, with its bytes.
+fn everything(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory).expect("it is a directory") {
+        let path = entry.expect("it can be read").path();
+        match path.is_dir() {
+            true => found.extend(everything(&path)),
+            false => found.push((path.clone(), fs::read(&path).expect("it can be read"))),
+        }
+    }
+    found.sort();
+    found
+}

@@ -191,6 +191,11 @@ class Handles:
             self.closed = True
 
 
+def new_opening() -> str:
+    """What tells the commits of this run from those of others."""
+    return os.urandom(8).hex()
+
+
 class Chain:
     """Tiers of a process that resume at one step, such as those of the optimizers of a ChainedOptimizer. The open tiers of a Tiered are a
     chain of their own until they are set to another one.
@@ -200,7 +205,7 @@ class Chain:
     one before only until the next write: beside one, no other commit of the round is in flight.
 
     Args:
-        opening: A text that all processes have, and no other chain.
+        opening: A random word of new_opening(), the same in all processes.
 
     Attributes:
         apart: True after a commit that succeeded in some processes only."""
@@ -306,7 +311,7 @@ class Tiered:
             return opened
 
         def told(_: Tier) -> tuple[str | None, str]:
-            return None if self.committed is None else self.committed.identity, os.urandom(8).hex()
+            return None if self.committed is None else self.committed.identity, new_opening()
 
         opened, everyone = place.exchanged(open_read, told, close_tier, "the constructor")
         self._handles = Handles(opened, close_tier)
@@ -324,7 +329,6 @@ class Tiered:
 
         try:
             self._check_one_commit({identity for identity, _ in everyone}, opened.opened.step, cure)
-            #: Random, and the same in all processes.
             self.chain = Chain(everyone[0][1])
             found(self.committed)
             place.together(begin)

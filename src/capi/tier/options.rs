@@ -23,8 +23,8 @@ pub enum spw_tier_mode {
     SPW_TIER_MODE_RESUME = 2,
     /// Read the last committed step, or `at_step`, in directories. Nothing is created, written or locked, so several
     /// processes may read at once; `world` may differ from that of the tier. A put, a commit, a removal or a deletion is
-    /// SPW_ERR_UNSUPPORTED. A process of this machine that has the tier open is SPW_ERR_LOCKED; one of another machine is
-    /// not seen.
+    /// SPW_ERR_UNSUPPORTED. A process that has the tier open is SPW_ERR_LOCKED; one of another machine may be
+    /// unseen.
     SPW_TIER_MODE_READ = 3,
 }
 

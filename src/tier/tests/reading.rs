@@ -62,6 +62,7 @@ fn what_is_missing_or_in_use_is_not_read() {
     step(&tier, 1).unwrap();
     let (kind_of, message) = kind(Tier::open(reading(&bases)));
     assert_eq!(kind_of, Some(TierKind::Locked), "{message}");
+    assert_eq!(Tier::steps(&reading(&bases)).map_err(|error| error.tier_kind()), Err(Some(TierKind::Locked)));
     drop(tier);
     assert_eq!(kind(Tier::open(reading(&bases[..1]))).0, Some(TierKind::PathMissing));
     assert!(is_at(&Tier::open(reading(&bases)).unwrap(), 1));

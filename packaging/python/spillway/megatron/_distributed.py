@@ -6,7 +6,6 @@ states are in no state dict, since they are checkpointed by save_to() and load_f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from .. import _ranks
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..tiered import Chain
+from ..tiered import Chain, new_opening
 from ._agreement import CURE, place_of
 from ._shards import Shard
 
@@ -57,7 +56,12 @@ def attach_all(store_class, optimizers, paths, *, job, **options):
     options = _ranked(options)
     rank, world, group, given = options["rank"], options["world"], options.get("process_group"), options.pop("tier_options", None) or {}
     jobs = [f"{job}-{number}" for number in range(len(optimizers))]
-    everyone = _ranks.gathered((len(jobs), os.urandom(8).hex()), world, group)
+    if options.get("begin_from") is not None:
+        raise UnsupportedError(
+            "OptimizerStateStore.attach_all: the stores of another run may be of different steps, so begin_from is for attach(); attach "
+            "each optimizer with that of its job, JOB-N, commit, and attach_all() at the next start"
+        )
+    everyone = _ranks.gathered((len(jobs), new_opening()), world, group)
     if len({count for count, _ in everyone}) != 1:
         raise InvalidArgumentError(
             "OptimizerStateStore.attach_all: the processes have different numbers of optimizers; attach() each one, with a "

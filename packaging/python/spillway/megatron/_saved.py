@@ -24,14 +24,13 @@ import torch
 from .. import _files, _safetensors
 from ..errors import CorruptError, InvalidArgumentError, NoStateError
 from ..swap import STATES
+from ._shards import range_of
 
 _FORMAT = 1
 _MANIFEST, _TENSORS = re.compile(r"rank-[0-9]{5,9}\.json"), re.compile(r"rank-[0-9]{5,9}-step-[0-9]{1,19}\.safetensors")
 #: Largest step: the library counts to 2**63, and the next step has a number too.
 _MOST_STEP = (1 << 63) - 2
 _MOST_OFFSET = (1 << 63) - 1
-#: Name of a shard with some elements of a parameter.
-_RANGE = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
 class Place(NamedTuple):
@@ -165,8 +164,8 @@ def pieces_of(found: dict[str, Place], shards: dict[str, int], directory: str) -
     latest = max((place.step for place in found.values()), default=0)
     ranges: dict[str, list[tuple[int, int, Place]]] = {}
     for name, place in found.items():
-        if place.step == latest and (matched := _RANGE.fullmatch(name)):
-            ranges.setdefault(matched[1], []).append((int(matched[2]), int(matched[3]), place))
+        if place.step == latest and (of := range_of(name)):
+            ranges.setdefault(of[0], []).append((*of[1:], place))
     for parts in ranges.values():
         parts.sort(key=lambda part: part[:2])
     return {name: _pieces(found, latest, ranges, name, elements, directory) for name, elements in shards.items()}
@@ -177,9 +176,9 @@ def _pieces(
 ) -> list[Piece]:
     own = found.get(name)
     if own is None or own.step != latest:
-        matched = _RANGE.fullmatch(name)
-        if matched and int(matched[3]) - int(matched[2]) == elements:
-            covering = _covering(ranges.get(matched[1], []), int(matched[2]), int(matched[3]))
+        of = range_of(name)
+        if of and of[2] - of[1] == elements:
+            covering = _covering(ranges.get(of[0], []), *of[1:])
             if covering:
                 return covering
     if own is None:

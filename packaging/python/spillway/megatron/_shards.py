@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _safetensors
+from .._holdings import Held, Holding
 from ..errors import InvalidArgumentError
 from ..torch.inner import CODES
+
+#: The name of a shard that has a range of a parameter's elements.
+_RANGE = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
 class Shard(NamedTuple):
     """A part of a parameter whose optimizer state this process keeps.
 
     Attributes:
-        name: Name of the shard, unique in the whole job. A checkpoint finds the shard by it.
+        name: Name of the shard, unique in the whole job. A checkpoint finds the shard by it. `PARAMETER[FIRST:END]` names a range of a
+            parameter's elements, which may be other ones in another number of processes.
         weight: What the model computes with: a contiguous tensor of float32, bfloat16 or float16 on any device, which a step writes.
         group: The parameter group. A step reads "lr", "betas", "eps" and "weight_decay" from it.
         grad: Returns the gradient of the step, of the shard's number of elements; on any device.
@@ -173,6 +180,38 @@ def _check_memory(shards: list[Shard]) -> None:
                 f"OptimizerStateStore: the weights of shards {first!r} and {second!r} overlap in memory; "
                 "pass each element of a parameter in one shard"
             )
+
+
+def range_of(name: str) -> tuple[str, int, int] | None:
+    """The parameter of a shard with this name, and the first and the end of the elements that it has; None for a name without a range."""
+    matched = _RANGE.fullmatch(name)
+    return None if matched is None else (matched[1], int(matched[2]), int(matched[3]))
+
+
+def held_in(buckets: list[Bucket]) -> list[list[Any]]:
+    """For each shard its parameter, the dtype, the first element and the number of those that the shard has, its bucket, and the first
+    element there. Plain data, which a commit stores."""
+    held = []
+    for number, bucket in enumerate(buckets):
+        at = 0
+        for shard in bucket.shards:
+            count = shard.weight.numel()
+            of = range_of(shard.name)
+            name, start = of[:2] if of and of[2] - of[1] == count else (shard.name, 0)
+            held.append([name, str(shard.weight.dtype), start, count, number, at])
+            at += count
+    return held
+
+
+def holding_of(facts: Mapping[str, Any]) -> Holding:
+    """What the process with these facts of a commit holds."""
+    of: dict[str, tuple[str, list[tuple[int, int]], list[tuple[int, int, int]]]] = {}
+    for name, dtype, start, count, number, at in facts["held"]:
+        _, runs, pieces = of.setdefault(name, (dtype, [], []))
+        runs.append((start, count))
+        pieces.append((number, at, count))
+    held = {name: Held(name, what, partial(iter, runs), pieces, facts["steps"]) for name, (what, runs, pieces) in of.items()}
+    return Holding(facts["elements"], facts["moments"], held)
 
 
 def digest_of(buckets: list[Bucket]) -> str:

@@ -22,6 +22,7 @@ from .. import _files, _log, _ranks
 from .._attributes import described
 from .._commit import Commit
 from .._groups import put_numbers
+from .._parts import Commits
 from .._snapshot import Snapshot
 from .._tier_options import number as whole_number
 from ..errors import InvalidArgumentError, NoStateError, UnsupportedError
@@ -31,9 +32,11 @@ from ..tier import Tier, TierPath
 from ..tiered import Prepared, Record, Tiered
 from . import _saved
 from ._agreement import CURE, place_of
-from ._shards import Bucket, Shard, buckets_of, check_master, digest_of
+from ._shards import Bucket, Shard, buckets_of, check_master, digest_of, held_in, holding_of
 
 __all__ = ["OptimizerStateStore", "Shard"]
+#: The author of the commits.
+_BY = "megatron"
 
 
 class OptimizerStateStore:
@@ -59,6 +62,9 @@ class OptimizerStateStore:
         bucket_bytes: Bytes of float32 parameters of a subgroup of the tier.
         tier_options: Further arguments of spillway.Tier, such as `durability`.
         swap_options: Further arguments of spillway.Swap, such as `ratio`, `speeds` and `bf16_moments`. `split_master` is refused.
+        begin_from: With what a new store begins, instead of the masters: the last commit of another job, with any number of processes. Pass
+            the job's directory, as PATH/JOB, or a list of these on each path; or the directory of a snapshot. All processes read the
+            directories of all its ranks. Names of parameters are the same there, so tensor, pipeline and expert parallelism are too.
 
     Attributes:
         resumed_step: The step at which the tier was resumed; None for a new store.
@@ -90,6 +96,7 @@ class OptimizerStateStore:
         bucket_bytes: int = 64 << 20,
         tier_options: Mapping[str, Any] | None = None,
         swap_options: Mapping[str, Any] | None = None,
+        begin_from: Any = None,
     ):
         further = dict(swap_options or {})
         if further.get("split_master"):
@@ -101,6 +108,8 @@ class OptimizerStateStore:
         self._digest = digest_of(self._buckets)
         #: Calls a function that writes the weights of this process's shards in all processes; then the model has those of all.
         self._gathering: Callable[[Callable[[], object]], None] = self._place.together
+        self._moments = "bfloat16" if further.get("bf16_moments") else "float32"
+        others: list[Commits] = []
         mode = "decoupled" if decoupled else "l2"
         self._adams = [Adam(weight_decay_mode=mode) for _ in self._buckets]
 
@@ -110,9 +119,16 @@ class OptimizerStateStore:
             return Swap(tier, [bucket.elements for bucket in self._buckets], memory_budget=memory_budget, **further)
 
         foreign = "OptimizerStateStore: the tier was written by another program; pass another job"
-        self._tiered = Tiered(type(self).__name__, "megatron", self._place, CURE, foreign, update)
+
+        def found(committed: Record | None) -> None:
+            if committed is None and begin_from is not None:
+                others.append(Commits(begin_from, self._place, _BY, lambda record: holding_of(record.facts)))
+
+        self._tiered = Tiered(type(self).__name__, _BY, self._place, CURE, foreign, update, found=found)
         try:
-            if self._tiered.committed is None:
+            if others:
+                self._begin_from(others[0])
+            elif self._tiered.committed is None:
                 self._place.together(self._fill)
                 self.commit(0)
             else:
@@ -129,6 +145,20 @@ class OptimizerStateStore:
             return {**asked, "buckets": len(self._buckets), "resumed_step": self._tiered.resumed_step}
 
         return described("OptimizerStateStore", facts)
+
+    def _begin_from(self, others: Commits) -> None:
+        """Begins with the elements of another run's commit, and commits them at its step. A kill before that leaves a tier without a
+        commit, which begins anew."""
+        others.give(self._tiered, holding_of(self._facts()))
+        self._set_steps(others.records[others.own].facts["steps"])
+        self.commit(others.step)
+        self._tiered.resumed_step = others.step
+        self.publish()
+
+    def _facts(self) -> dict[str, Any]:
+        """What a commit stores beside the states."""
+        elements = [bucket.elements for bucket in self._buckets]
+        return {"steps": self.steps, "shards": self._digest, "elements": elements, "moments": self._moments, "held": held_in(self._buckets)}
 
     @property
     def resumed_step(self) -> int | None:
@@ -263,9 +293,7 @@ class OptimizerStateStore:
                 of them: make the stores again."""
 
         def prepared() -> Prepared:
-            return Prepared(
-                whole_number(self.steps if step is None else step, "step"), self.steps, {"steps": self.steps, "shards": self._digest}
-            )
+            return Prepared(whole_number(self.steps if step is None else step, "step"), self.steps, self._facts())
 
         begun = self._tiered.commit(prepared, wait)
         return self.committed_step if begun is None else begun

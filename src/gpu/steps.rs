@@ -83,10 +83,12 @@ impl Steps {
         let after = GpuEvent::new(&self.device)?;
         let queued =
             self.queue(jobs, Part::Squares, Some(&scratch)).and_then(|()| self.stream.record(&after));
-        if queued.is_err() {
+        if let Err(error) = queued {
+            // Squares that are queued must not read the gradients after this call.
             let _ = self.stream.synchronize();
+            self.spare.lock().push(scratch);
+            return Err(error);
         }
-        queued?;
         self.statistics(jobs, scratch, &after)
     }
 
@@ -108,7 +110,11 @@ impl Steps {
             // this call has returned.
             let _ = self.stream.synchronize();
         }
-        queued.and(ordered)?;
+        if let Err(error) = queued.and(ordered) {
+            // What is queued ends before the next use of the buffers, in the same stream.
+            self.spare.lock().extend(scratch);
+            return Err(error);
+        }
         stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
         let seen = scratch.map(|scratch| self.statistics(jobs, scratch, &after)).transpose()?;
         Ok((after, seen.unwrap_or_default()))

@@ -112,11 +112,9 @@ impl Shared {
                 report.give(reached.map_or(Status::Broken("the GPU reported an error"), |()| Status::Ready));
             }
         }
-        let mut state = self.state.lock();
-        let idle = std::mem::take(&mut state.idle);
-        state.runs = false;
-        drop(state);
+        let idle = std::mem::take(&mut self.state.lock().idle);
         drop(idle);
+        self.state.lock().runs = false;
         self.changed.notify_all();
     }
 

@@ -152,7 +152,7 @@ pub fn poll(waker: &Arc<EventFd>, events: &[&Event], block: bool) -> io::Result<
         Event::Descriptor(_) | Event::Word(_) => false,
     };
     // If none is known, each has the waker before the sleep begins.
-    let block = block && !events.iter().any(|event| is_known(event));
+    let block = block && !events.iter().any(is_known);
     let descriptors = events.iter().filter_map(|event| match event {
         Event::Descriptor(fd) => Some(fd.as_fd()),
         Event::Word(_) | Event::Reported(_) => None,

@@ -95,9 +95,10 @@ impl Publication {
     }
 
     fn upload(&self) -> Result<()> {
-        let mut marks = self.ready.marks();
         for copy in self.copies.iter() {
-            marks.push(Mark::Upload(Arc::clone(&self.transfers), self.transfers.start(copy)?));
+            // Without the lock: the call may wait for room in the driver's queue.
+            let ticket = self.transfers.start(copy)?;
+            self.ready.marks().push(Mark::Upload(Arc::clone(&self.transfers), ticket));
         }
         Ok(())
     }

@@ -283,9 +283,10 @@ spw_status spw_spec_publish_to(const spw_spec *spec,
                                uint64_t count);
 
 // Submits a bucket whose tensors' spans are all device memory (a tail bucket of SuperOffload section
-// 4.3). The engine measures its gradient when `event` has happened. The GPU steps it once, after the verdict, with the
-// bits of any other bucket. Its work runs in order on `stream`, which stays alive until the bucket is final. The round
-// must be of `spw_spec_begin_adam`. Otherwise as `spw_spec_submit`.
+// 4.3). The engine measures its gradient when `event` has happened; NULL: when all work has ended that is queued on
+// `stream` now. The GPU steps it once, after the verdict, with the bits of any other bucket. The step runs in order on
+// `stream`, which stays alive until the bucket is final. The round must be of `spw_spec_begin_adam`. Otherwise as
+// `spw_spec_submit`.
 spw_status spw_spec_submit_gpu(const spw_spec *spec,
                                uint32_t bucket,
                                const spw_gpu *gpu,

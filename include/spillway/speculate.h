@@ -168,11 +168,11 @@ typedef enum spw_spec_event_kind {
     // write it. It must stay readable until the bucket has begun or `spw_spec_finish` has returned.
     SPW_SPEC_EVENT_KIND_WORD = 2,
     // The CUDA event `handle` of `gpu` (`event.cuda_event` in torch, a `CUevent` or `cudaEvent_t` in C), as last
-    // recorded before the call. It may be recorded again or destroyed after the call. The engine polls the driver
-    // every 0.2 ms.
+    // recorded before the call. It may be recorded again or destroyed after the call. One thread waits for the events
+    // of `gpu`, in the order of the calls; they cost nothing while they are pending.
     SPW_SPEC_EVENT_KIND_CUDA = 3,
     // All work queued on the CUDA stream `handle` of `gpu` (`stream.cuda_stream` in torch) at the time of the call; 0
-    // is the legacy default stream. The engine polls the driver every 0.2 ms.
+    // is the legacy default stream. Otherwise as SPW_SPEC_EVENT_KIND_CUDA.
     SPW_SPEC_EVENT_KIND_CUDA_STREAM = 4,
 } spw_spec_event_kind;
 

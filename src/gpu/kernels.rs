@@ -22,6 +22,8 @@ const THREADS: u32 = 256;
 const WARPS: u64 = THREADS as u64 / 32;
 /// The launch limit. A launch has as many blocks as there is work, so that the device balances them dynamically.
 const MOST_BLOCKS: u32 = i32::MAX as u32;
+/// Most parameters of a kernel.
+const MOST_PARAMETERS: usize = 7;
 /// Number of sums that one warp of `spw_tree` adds to one.
 const BRANCHES: u64 = 32;
 
@@ -268,7 +270,23 @@ impl Kernels {
                 }
             }
         }
-        Ok(Kernels { functions, most_blocks: MOST_BLOCKS, _modules: modules })
+        let kernels = Kernels { functions, most_blocks: MOST_BLOCKS, _modules: modules };
+        kernels.run_empty(device)?;
+        Ok(kernels)
+    }
+
+    /// Runs each kernel once, on no elements. The driver may load the code of a kernel at its first launch only, which takes
+    /// memory and waits for the device: not in the middle of a step.
+    fn run_empty(&self, device: &Arc<Device>) -> Result<()> {
+        let stream = Stream::new(device)?;
+        // As long as the longest parameter, and 0 in every one.
+        let mut zeros = [0_u64; 16];
+        for function in self.functions.values() {
+            let mut arguments = [zeros.as_mut_ptr().cast::<c_void>(); MOST_PARAMETERS];
+            // SAFETY: no kernel has more or longer parameters; with 0 elements a kernel accesses no memory.
+            unsafe { function.launch(&stream, 1, 32, &mut arguments) }?;
+        }
+        stream.synchronize()
     }
 
     /// Converts all of `from` to the type of `to`. One of them is f32, the other has 16 bits.

@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::pool::pinned;
 use crate::pool::region::{self, Lease, Reach, Region};
 use crate::pool::transfer_buffer::TransferBuffer;
+use crate::sys::deferred::Deferred;
 use crate::sys::span::Span;
 use crate::sys::sync::Lock;
 
@@ -174,7 +175,13 @@ pub struct Registry {
     _watcher: Arc<dyn Fn() + Send + Sync>,
 }
 
-type Regions = HashMap<u64, Arc<Registration>>;
+type Regions = HashMap<u64, Arc<Known>>;
+
+/// A region that a copy has named. Its registration waits in the driver, and no other region waits for it.
+struct Known {
+    region: Arc<Region>,
+    registration: Deferred<Registration>,
+}
 
 impl Registry {
     /// An empty registry, which is notified when regions are released.
@@ -226,15 +233,12 @@ impl Registry {
     }
 
     fn register(&self, region: Arc<Region>) -> Result<Arc<Registration>> {
-        let _current = self.device.enter()?;
-        let mut regions = self.regions.lock();
-        if let Some(known) = regions.get(&region.id()) {
-            return Ok(Arc::clone(known));
-        }
-        let id = region.id();
-        let registration = Arc::new(Registration::new(&self.device, region)?);
-        regions.insert(id, Arc::clone(&registration));
-        Ok(registration)
+        // Checks for a forked child before locking: another thread of the parent may have held the lock during the
+        // fork.
+        drop(self.device.enter()?);
+        let new = || Arc::new(Known { region: Arc::clone(&region), registration: Deferred::new() });
+        let known = Arc::clone(self.regions.lock().entry(region.id()).or_insert_with(new));
+        known.registration.get(|| Registration::new(&self.device, Arc::clone(&region)))
     }
 }
 

@@ -30,7 +30,8 @@ pub struct Steps {
     kernels: Arc<Kernels>,
     registry: Registry,
     stream: Stream,
-    scratch: Lock<Option<Scratch>>,
+    /// Buffers that no call uses.
+    spare: Lock<Vec<Scratch>>,
 }
 
 /// The parts of a step that a call runs.
@@ -59,7 +60,7 @@ impl Steps {
             kernels: Arc::clone(kernels),
             registry: Registry::new(device),
             stream: Stream::new(device)?,
-            scratch: Lock::default(),
+            spare: Lock::default(),
         })
     }
 
@@ -74,9 +75,21 @@ impl Steps {
         self.run(jobs, stream, Part::Step).map(|(after, _)| after)
     }
 
-    /// Returns the statistics of [`Steps::adam`] without stepping; blocks.
-    pub fn measure(&self, jobs: &[Job], stream: ForeignStream) -> Result<StepStats> {
-        self.run(jobs, stream, Part::Squares).map(|(_, seen)| seen)
+    /// Returns the statistics of [`Steps::adam`] without stepping; blocks. The gradients are complete: the call waits for
+    /// no other work of the framework.
+    pub fn measure(&self, jobs: &[Job]) -> Result<StepStats> {
+        self.check(jobs)?;
+        let scratch = self.scratch(jobs)?;
+        let after = GpuEvent::new(&self.device)?;
+        let queued =
+            self.queue(jobs, Part::Squares, Some(&scratch)).and_then(|()| self.stream.record(&after));
+        if let Err(error) = queued {
+            // Squares that are queued must not read the gradients after this call.
+            let _ = self.stream.synchronize();
+            self.spare.lock().push(scratch);
+            return Err(error);
+        }
+        self.statistics(jobs, scratch, &after)
     }
 
     /// Blocks until all steps are done.
@@ -85,32 +98,43 @@ impl Steps {
     }
 
     fn run(&self, jobs: &[Job], stream: ForeignStream, part: Part) -> Result<(GpuEvent, StepStats)> {
-        // Checks for a forked child before locking: another thread of the parent may have held the lock during the
-        // fork.
-        drop(self.device.enter()?);
-        jobs.iter().try_for_each(|job| self.kernels.accepts(&job.rule, &job.tensor))?;
-        let mut scratch = self.scratch.lock();
-        let scratch = if part == Part::Step { None } else { Some(self.room(&mut scratch, jobs)?) };
+        self.check(jobs)?;
+        let scratch = if part == Part::Step { None } else { Some(self.scratch(jobs)?) };
         let (before, after) = (GpuEvent::new(&self.device)?, GpuEvent::new(&self.device)?);
         stream.record(&before)?;
         self.stream.wait(&before)?;
-        let queued = self.queue(jobs, part, scratch);
+        let queued = self.queue(jobs, part, scratch.as_ref());
         let ordered = self.stream.record(&after).and_then(|()| stream.wait(&after));
         if ordered.is_err() {
             // Nothing orders the framework's stream behind what is queued. The framework may reuse the arrays once
             // this call has returned.
             let _ = self.stream.synchronize();
         }
-        queued.and(ordered)?;
-        if part != Part::Squares {
-            stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
+        if let Err(error) = queued.and(ordered) {
+            // What is queued ends before the next use of the buffers, in the same stream.
+            self.spare.lock().extend(scratch);
+            return Err(error);
         }
-        let Some(scratch) = scratch else { return Ok((after, StepStats::default())) };
-        self.stream.synchronize()?;
+        stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
+        let seen = scratch.map(|scratch| self.statistics(jobs, scratch, &after)).transpose()?;
+        Ok((after, seen.unwrap_or_default()))
+    }
+
+    fn check(&self, jobs: &[Job]) -> Result<()> {
+        // Checks for a forked child before locking: another thread of the parent may have held the lock during the
+        // fork.
+        drop(self.device.enter()?);
+        jobs.iter().try_for_each(|job| self.kernels.accepts(&job.rule, &job.tensor))
+    }
+
+    /// Blocks until the sums are there, and gives the buffers back.
+    fn statistics(&self, jobs: &[Job], scratch: Scratch, after: &GpuEvent) -> Result<StepStats> {
+        after.synchronize()?;
         let bytes = scratch.host.part(0, jobs.len() * WORD).span().to_vec();
+        self.spare.lock().push(scratch);
         let sums =
             bytes.chunks_exact(WORD).map(|word| f64::from_ne_bytes(word.try_into().unwrap_or_default()));
-        Ok((after, StepStats::of(parallel::sum_of(&sums.collect::<Vec<f64>>()))))
+        Ok(StepStats::of(parallel::sum_of(&sums.collect::<Vec<f64>>())))
     }
 
     /// Enqueues the kernels of a call. After an error some of them are queued.
@@ -130,16 +154,16 @@ impl Steps {
         Ok(())
     }
 
-    /// The scratch buffers, reallocated if they are too small.
-    fn room<'a>(&self, scratch: &'a mut Option<Scratch>, jobs: &[Job]) -> Result<&'a Scratch> {
+    /// Buffers that this call alone uses, reallocated if they are too small.
+    fn scratch(&self, jobs: &[Job]) -> Result<Scratch> {
         let most = jobs.iter().map(|job| job.tensor.grad.len()).max().unwrap_or(0);
         let bytes = jobs.len().max(1) * WORD;
-        let known = scratch.take();
+        let known = self.spare.lock().pop();
         let fits = |known: &Scratch| known.sums.elements() >= most && known.host.span().len() >= bytes;
-        Ok(scratch.insert(match known.filter(fits) {
-            Some(known) => known,
-            None => Scratch::new(&self.device, &self.registry, most, bytes)?,
-        }))
+        match known.filter(fits) {
+            Some(known) => Ok(known),
+            None => Scratch::new(&self.device, &self.registry, most, bytes),
+        }
     }
 }
 

@@ -9,6 +9,8 @@
 //! - A chunk's buffer is overwritten only after the event of its last use.
 //! - A copy holds its pinned memory until the copy's event is done.
 //! - The host side is a [`HostSpan`]: no copy uses pageable memory.
+//! - A direction is locked while the chunks of one of its copies are queued, which blocks at the depth of the driver's
+//!   queues. Neither waits nor the other direction need that lock. No lock is held during a wait.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -103,17 +105,18 @@ pub struct Transfers {
     device: Arc<Device>,
     kernels: Arc<Kernels>,
     chunk_elements: u64,
-    state: Lock<TransferState>,
+    d2h: Lock<DirectionStreams>,
+    h2d: Lock<DirectionStreams>,
+    tickets: Lock<Tickets>,
 }
 
-#[derive(Debug)]
-struct TransferState {
-    d2h: DirectionStreams,
-    h2d: DirectionStreams,
+#[derive(Debug, Default)]
+struct Tickets {
     running: HashMap<u64, Running>,
     /// Tickets per last stream (see [`H2D_CASTS`]). Copies of one queue end in queue order.
     order: [VecDeque<u64>; 3],
-    next: u64,
+    /// Number of tickets so far. The first one is 1.
+    count: u64,
 }
 
 #[derive(Debug)]
@@ -149,23 +152,23 @@ const MAX_PAUSE: Duration = Duration::from_millis(1);
 impl Transfers {
     /// Prepares copies in chunks of `chunk_bytes` bytes on the link.
     pub fn new(device: &Arc<Device>, kernels: &Arc<Kernels>, chunk_bytes: u64) -> Result<Transfers> {
-        let streams = || -> Result<DirectionStreams> {
-            Ok(DirectionStreams {
+        let streams = || -> Result<Lock<DirectionStreams>> {
+            Ok(Lock::new(DirectionStreams {
                 copies: Stream::new(device)?,
                 // A cast is short, and a copy waits for it: it gets priority over the model's kernels.
                 casts: Stream::urgent(device)?,
                 buffers: Vec::new(),
                 next: 0,
-            })
+            }))
         };
-        let (running, order) = (HashMap::new(), Default::default());
-        let state = TransferState { d2h: streams()?, h2d: streams()?, running, order, next: 1 };
         let chunk_elements = (chunk_bytes / Dtype::F32.size() as u64).max(1);
         Ok(Transfers {
             device: Arc::clone(device),
             kernels: Arc::clone(kernels),
             chunk_elements,
-            state: Lock::new(state),
+            d2h: streams()?,
+            h2d: streams()?,
+            tickets: Lock::default(),
         })
     }
 
@@ -187,21 +190,24 @@ impl Transfers {
     fn start_between(&self, copy: &Copy, begun: Option<&GpuEvent>, done: GpuEvent) -> Result<u64> {
         copy.check()?;
         let done = Arc::new(done);
-        let mut state = self.lock()?;
-        state.forget_done();
-        let streams = match copy.direction {
-            Direction::D2h => &mut state.d2h,
-            Direction::H2d => &mut state.h2d,
+        // Dropped without the lock: the end of a registration may wait for copies.
+        let over = self.tickets()?.take_done();
+        drop(over);
+        let mut streams = match copy.direction {
+            Direction::D2h => self.d2h.lock(),
+            Direction::H2d => self.h2d.lock(),
         };
-        if let Err(error) = self.queue(streams, copy, begun, &done) {
+        if let Err(error) = self.queue(&mut streams, copy, begun, &done) {
             // Chunks that are queued already must not access the caller's memory after this call.
             let _ = (streams.casts.synchronize(), streams.copies.synchronize());
             return Err(error);
         }
-        let ticket = state.next;
-        state.next += 1;
-        state.order[copy.last_stream()].push_back(ticket);
-        state.running.insert(ticket, Running { done, _host: copy.host.clone(), _lease: copy.host.lease() });
+        // Before another copy of the direction is queued: tickets of a stream are in the order of the stream.
+        let mut tickets = self.tickets.lock();
+        tickets.count += 1;
+        let ticket = tickets.count;
+        tickets.order[copy.last_stream()].push_back(ticket);
+        tickets.running.insert(ticket, Running { done, _host: copy.host.clone(), _lease: copy.host.lease() });
         Ok(ticket)
     }
 
@@ -283,11 +289,11 @@ impl Transfers {
     /// meanwhile.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
         let Some(event) = self.event(ticket)? else { return Ok(()) };
-        // Polls instead of using the driver's wait, which never returns if the GPU hangs.
-        let end = deadline_after(timeout);
+        let Some(end) = deadline_after(timeout) else { return event.synchronize() };
+        // Polls: the driver's wait has no limit.
         let mut pause = MIN_PAUSE;
         while !event.done()? {
-            if end.is_some_and(|end| Instant::now() >= end) {
+            if Instant::now() >= end {
                 return Err(Error::Timeout(format!("copy {ticket} is still in flight")));
             }
             std::thread::sleep(pause);
@@ -303,30 +309,31 @@ impl Transfers {
 
     /// Blocks until all copies are done.
     pub fn finish(&self) -> Result<()> {
-        let mut state = self.lock()?;
-        for streams in [&state.d2h, &state.h2d] {
-            streams.casts.synchronize()?;
-            streams.copies.synchronize()?;
-        }
-        state.running.clear();
-        state.order = Default::default();
+        let last: Vec<Arc<GpuEvent>> = {
+            let tickets = self.tickets()?;
+            let last = tickets.order.iter().filter_map(|order| tickets.running.get(order.back()?));
+            last.map(|running| Arc::clone(&running.done)).collect()
+        };
+        last.iter().try_for_each(|done| done.synchronize())?;
+        let over = self.tickets()?.take_done();
+        drop(over);
         Ok(())
     }
 
     /// The event of a copy; `None` for a copy that is done and forgotten.
     fn event(&self, ticket: u64) -> Result<Option<Arc<GpuEvent>>> {
-        let state = self.lock()?;
-        if ticket == 0 || ticket >= state.next {
+        let tickets = self.tickets()?;
+        if ticket == 0 || ticket > tickets.count {
             return Err(Error::invalid("ticket", format!("{ticket} is not a ticket of this object")));
         }
-        Ok(state.running.get(&ticket).map(|running| Arc::clone(&running.done)))
+        Ok(tickets.running.get(&ticket).map(|running| Arc::clone(&running.done)))
     }
 
-    fn lock(&self) -> Result<Guard<'_, TransferState>> {
+    fn tickets(&self) -> Result<Guard<'_, Tickets>> {
         // Checks for a forked child before locking: another thread of the parent may have held the lock during the
         // fork.
         drop(self.device.enter()?);
-        Ok(self.state.lock())
+        Ok(self.tickets.lock())
     }
 }
 
@@ -337,17 +344,20 @@ impl Drop for Transfers {
     }
 }
 
-impl TransferState {
-    /// Forgets copies that are done. Queries only the oldest copy of each queue, since later copies end after it.
-    fn forget_done(&mut self) {
+impl Tickets {
+    /// Forgets copies that are done, and returns what they held. Queries only the oldest copy of each queue, since later
+    /// copies end after it.
+    fn take_done(&mut self) -> Vec<Running> {
+        let mut over = Vec::new();
         for order in &mut self.order {
             while let Some(ticket) = order.front()
                 && self.running.get(ticket).is_none_or(|running| matches!(running.done.done(), Ok(true)))
             {
-                self.running.remove(ticket);
+                over.extend(self.running.remove(ticket));
                 order.pop_front();
             }
         }
+        over
     }
 }
 

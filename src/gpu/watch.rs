@@ -1,94 +1,144 @@
-//! Lets a host thread poll the framework's events and streams, instead of blocking in the driver.
+//! Waits for the framework's events and streams without a call of the driver while they are pending: one thread waits in
+//! the driver for one event at a time, and reports each.
 //!
-//! Each watch polls an event of Spillway, the mark, that is ordered behind the framework's event. The framework may
-//! record its own event again, or destroy it, as soon as the call has returned.
+//! Invariants:
+//! - Each watch has a mark, an event of Spillway behind the framework's event. The framework may record its own event
+//!   again, or destroy it, as soon as the call has returned.
+//! - Marks are reported in the order of the calls. No work before a mark depends on what a later watch starts, since the
+//!   work was queued before the later call.
+//! - The framework's streams get no work but the marks. Marks of events share one stream, unless calls overlap.
+//! - The thread ends with its last mark once the watches are dropped. A GPU that hangs keeps this thread only.
+#![forbid(unsafe_code)]
 
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::sync::{Arc, Weak};
 
 use super::device::Device;
 use super::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
-use crate::error::Result;
-use crate::sys::event::{PollSource, Status};
-use crate::sys::sync::{Guard, Lock};
+use crate::error::{Error, Result};
+use crate::sys::event::{Report, Status};
+use crate::sys::sync::{Lock, Signal};
+use crate::sys::threads;
 
-/// Creates watches on one device.
+/// Watches events and streams of one device.
 #[derive(Debug)]
 pub struct Watches {
     device: Arc<Device>,
-    /// Streams with nothing queued. Each pending watch has a stream to itself, so that watches do not delay each other.
-    idle: Lock<Vec<MarkedStream>>,
+    /// Streams that no call uses, for marks behind events.
+    streams: Lock<Vec<Stream>>,
+    shared: Arc<Shared>,
 }
 
-#[derive(Debug)]
-struct MarkedStream {
-    stream: Stream,
-    mark: GpuEvent,
+/// What the callers and the thread share.
+#[derive(Debug, Default)]
+struct Shared {
+    state: Lock<State>,
+    /// Signalled when a mark was added, when the watches are dropped, and when the thread ends.
+    changed: Signal,
 }
 
-/// One awaited event or stream position.
-#[derive(Debug)]
-pub struct Watch {
-    watches: Arc<Watches>,
-    /// `Some` until the watch is dropped.
-    marked: Option<MarkedStream>,
+#[derive(Debug, Default)]
+struct State {
+    pending: VecDeque<(GpuEvent, Weak<Report>)>,
+    /// Marks that may be recorded again.
+    idle: Vec<GpuEvent>,
+    /// The thread exists.
+    runs: bool,
+    /// The thread waits in the driver.
+    waits: bool,
+    closing: bool,
 }
 
 impl Watches {
-    /// No watches yet.
+    /// No watches yet. The first one starts the thread.
     pub fn new(device: &Arc<Device>) -> Watches {
-        Watches { device: Arc::clone(device), idle: Lock::default() }
+        Watches { device: Arc::clone(device), streams: Lock::default(), shared: Arc::default() }
     }
 
-    /// Watches the last record of `event`.
-    pub fn event(self: &Arc<Self>, event: ForeignEvent) -> Result<Watch> {
-        let marked = self.marked_stream()?;
-        marked.stream.wait_foreign(event)?;
-        marked.stream.record(&marked.mark)?;
-        Ok(Watch { watches: Arc::clone(self), marked: Some(marked) })
+    /// Watches the last record of `event`. Errors: it was recorded during a graph capture.
+    pub fn event(&self, event: ForeignEvent) -> Result<Arc<Report>> {
+        let mark = self.mark()?;
+        let idle = self.streams.lock().pop();
+        let stream = idle.map_or_else(|| Stream::new(&self.device), Ok)?;
+        // After an error the stream may take part in a capture, and is not used again.
+        stream.wait_foreign(event)?;
+        stream.record(&mark)?;
+        self.streams.lock().push(stream);
+        self.watch(mark)
     }
 
     /// Watches the work queued on `stream` so far.
-    pub fn stream(self: &Arc<Self>, stream: ForeignStream) -> Result<Watch> {
-        let marked = self.marked_stream()?;
-        stream.record(&marked.mark)?;
-        Ok(Watch { watches: Arc::clone(self), marked: Some(marked) })
+    pub fn stream(&self, stream: ForeignStream) -> Result<Arc<Report>> {
+        let mark = self.mark()?;
+        stream.record(&mark)?;
+        self.watch(mark)
     }
 
-    fn marked_stream(&self) -> Result<MarkedStream> {
+    fn mark(&self) -> Result<GpuEvent> {
         // Checks for a forked child before locking: another thread of the parent may have held the lock during the
         // fork.
         drop(self.device.enter()?);
-        let idle = self.idle().pop();
-        match idle {
-            Some(marked) => Ok(marked),
-            None => {
-                Ok(MarkedStream { stream: Stream::new(&self.device)?, mark: GpuEvent::new(&self.device)? })
+        let idle = self.shared.state.lock().idle.pop();
+        idle.map_or_else(|| GpuEvent::new(&self.device), Ok)
+    }
+
+    fn watch(&self, mark: GpuEvent) -> Result<Arc<Report>> {
+        let report = Arc::<Report>::default();
+        let mut state = self.shared.state.lock();
+        if !state.runs {
+            let theirs = Arc::clone(&self.shared);
+            threads::spawn_quiet("spillway-watch", move || theirs.serve())
+                .map_err(|error| Error::system("starting the thread that waits for GPU events", &error))?;
+            state.runs = true;
+        }
+        state.pending.push_back((mark, Arc::downgrade(&report)));
+        drop(state);
+        self.shared.changed.notify_all();
+        Ok(report)
+    }
+}
+
+impl Shared {
+    /// The thread: waits for the marks in their order.
+    fn serve(&self) {
+        while let Some((mark, report)) = self.next() {
+            // The driver sleeps: marks are events that block.
+            let reached = mark.synchronize();
+            let mut state = self.state.lock();
+            state.waits = false;
+            state.idle.extend(reached.is_ok().then_some(mark));
+            drop(state);
+            if let Some(report) = report.upgrade() {
+                report.give(reached.map_or(Status::Broken("the GPU reported an error"), |()| Status::Ready));
             }
         }
+        let idle = std::mem::take(&mut self.state.lock().idle);
+        drop(idle);
+        self.state.lock().runs = false;
+        self.changed.notify_all();
     }
 
-    fn idle(&self) -> Guard<'_, Vec<MarkedStream>> {
-        self.idle.lock()
+    /// The next mark; `None` after the last one, once the watches are dropped.
+    fn next(&self) -> Option<(GpuEvent, Weak<Report>)> {
+        let idle = |state: &mut State| state.pending.is_empty() && !state.closing;
+        let mut state = self.changed.wait_while(self.state.lock(), None, idle);
+        let next = state.pending.pop_front();
+        state.waits = next.is_some();
+        next
     }
 }
 
-impl PollSource for Watch {
-    fn status(&self) -> Status {
-        match self.marked.as_ref().map(|marked| marked.mark.done()) {
-            Some(Ok(false)) => Status::Pending,
-            Some(Err(_)) => Status::Broken("the GPU reported an error"),
-            Some(Ok(true)) | None => Status::Ready,
-        }
-    }
-}
-
-impl Drop for Watch {
+impl Drop for Watches {
     fn drop(&mut self) {
-        if let Some(marked) = self.marked.take()
-            && self.watches.device.is_own()
-            && marked.mark.done().unwrap_or(false)
-        {
-            self.watches.idle().push(marked);
+        // A forked child has no such thread, and its lock may stay held.
+        if !self.device.is_own() {
+            return;
         }
+        let mut state = self.shared.state.lock();
+        state.closing = true;
+        self.shared.changed.notify_all();
+        // A thread without marks ends at once. Reports of others may have owners, and come later.
+        let ends = |state: &mut State| state.runs && !state.waits && state.pending.is_empty();
+        drop(self.shared.changed.wait_while(state, None, ends));
     }
 }

@@ -1,13 +1,13 @@
-//! Waits for events outside this process: descriptors that become readable, and words of memory that another device or
-//! thread increments.
+//! Waits for events outside this process: descriptors that become readable, words of memory that another device or
+//! thread increments, and events that a thread of this library waits for and reports.
 //!
-//! A word is polled every `WORD_PERIOD`: a GPU that writes it cannot wake a thread. Events that only answer a query
-//! are polled too.
+//! A word is read every `WORD_PERIOD`: a GPU that writes it cannot wake a thread. The other events cost nothing while they
+//! are pending.
 
-use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -17,8 +17,9 @@ use nix::sys::eventfd::{self, EfdFlags};
 use nix::sys::time::TimeSpec;
 
 use super::descriptor;
+use super::sync::Lock;
 
-/// Polling period of words and queries.
+/// Polling period of words.
 const WORD_PERIOD: Duration = Duration::from_micros(200);
 
 /// An eventfd: one thread sets it, another polls it.
@@ -59,14 +60,39 @@ pub enum Event {
     Descriptor(OwnedFd),
     /// A word of memory reaches a value.
     Word(Word),
-    /// A query reports that the event happened.
-    Polled(Box<dyn PollSource>),
+    /// A thread of this library reports that the event happened.
+    Reported(Arc<Report>),
 }
 
-/// An event that has to be queried.
-pub trait PollSource: fmt::Debug + Send + Sync {
-    /// The current state of the event.
-    fn status(&self) -> Status;
+/// The state of an event that another thread waits for.
+#[derive(Debug, Default)]
+pub struct Report(Lock<Reported>);
+
+#[derive(Debug, Default)]
+struct Reported {
+    status: Option<Status>,
+    /// Set by the report.
+    waker: Option<Arc<EventFd>>,
+}
+
+impl Report {
+    /// Reports the final state, and wakes the thread that polls it.
+    pub fn give(&self, status: Status) {
+        let mut reported = self.0.lock();
+        reported.status = Some(status);
+        if let Some(waker) = reported.waker.take() {
+            waker.set();
+        }
+    }
+
+    /// The state now. If it is pending, its report will set `waker`.
+    fn status(&self, waker: &Arc<EventFd>) -> Status {
+        let mut reported = self.0.lock();
+        if reported.status.is_none() {
+            reported.waker = Some(Arc::clone(waker));
+        }
+        reported.status.unwrap_or(Status::Pending)
+    }
 }
 
 /// A word of memory and the value that ends the wait. The word only counts up, and may wrap around at 2^32.
@@ -120,15 +146,21 @@ pub enum Status {
 }
 
 /// Returns the state of each event. If `block`, first sleeps until an event or the waker may have changed.
-pub fn poll(waker: &EventFd, events: &[&Event], block: bool) -> io::Result<Vec<Status>> {
+pub fn poll(waker: &Arc<EventFd>, events: &[&Event], block: bool) -> io::Result<Vec<Status>> {
+    let is_known = |event: &&Event| match event {
+        Event::Reported(report) => report.status(waker) != Status::Pending,
+        Event::Descriptor(_) | Event::Word(_) => false,
+    };
+    // If none is known, each has the waker before the sleep begins.
+    let block = block && !events.iter().any(is_known);
     let descriptors = events.iter().filter_map(|event| match event {
         Event::Descriptor(fd) => Some(fd.as_fd()),
-        Event::Word(_) | Event::Polled(_) => None,
+        Event::Word(_) | Event::Reported(_) => None,
     });
     let all = std::iter::once(waker.0.as_fd()).chain(descriptors);
     let mut polled: Vec<PollFd> = all.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
-    let needs_polling = events.iter().any(|event| !matches!(event, Event::Descriptor(_)));
-    let limit = match (block, needs_polling) {
+    let has_words = events.iter().any(|event| matches!(event, Event::Word(_)));
+    let limit = match (block, has_words) {
         (false, _) => Some(Duration::ZERO),
         (true, true) => Some(WORD_PERIOD),
         (true, false) => None,
@@ -143,7 +175,7 @@ pub fn poll(waker: &EventFd, events: &[&Event], block: bool) -> io::Result<Vec<S
     let status = |event: &&Event| match event {
         Event::Word(word) if word.reached() => Status::Ready,
         Event::Word(_) => Status::Pending,
-        Event::Polled(source) => source.status(),
+        Event::Reported(report) => report.status(waker),
         Event::Descriptor(_) => polled.next().map_or(Status::Pending, status_of),
     };
     Ok(events.iter().map(status).collect())
@@ -169,8 +201,12 @@ mod tests {
 
     use super::*;
 
+    fn waker() -> Arc<EventFd> {
+        Arc::new(EventFd::new().unwrap())
+    }
+
     fn poll_once(events: &[&Event]) -> Vec<Status> {
-        poll(&EventFd::new().unwrap(), events, false).unwrap()
+        poll(&waker(), events, false).unwrap()
     }
 
     #[test]
@@ -210,28 +246,25 @@ mod tests {
     }
 
     #[test]
-    fn a_source_is_queried_at_every_poll() {
-        #[derive(Debug)]
-        struct Third(AtomicU32);
-        impl PollSource for Third {
-            fn status(&self) -> Status {
-                match self.0.fetch_add(1, Ordering::Relaxed) {
-                    2 => Status::Ready,
-                    _ => Status::Pending,
-                }
+    fn a_report_ends_the_sleep_of_the_thread_that_polls() {
+        let (waker, report) = (waker(), Arc::<Report>::default());
+        let event = Event::Reported(Arc::clone(&report));
+        assert_eq!(poll(&waker, &[&event], false).unwrap(), [Status::Pending]);
+        std::thread::scope(|scope| {
+            scope.spawn(|| report.give(Status::Ready));
+            while poll(&waker, &[&event], true).unwrap() == [Status::Pending] {
+                waker.clear();
             }
-        }
-        let event = Event::Polled(Box::new(Third(AtomicU32::new(0))));
-        let blocking = || poll(&EventFd::new().unwrap(), &[&event], true).unwrap();
-        assert_eq!(
-            [blocking(), blocking(), blocking()].concat(),
-            [Status::Pending, Status::Pending, Status::Ready]
-        );
+        });
+        // What was reported before is seen without a sleep.
+        let broken = Arc::<Report>::default();
+        broken.give(Status::Broken("a reason"));
+        assert_eq!(poll(&waker, &[&Event::Reported(broken)], true).unwrap(), [Status::Broken("a reason")]);
     }
 
     #[test]
     fn a_blocking_poll_ends_when_the_waker_is_set() {
-        let waker = EventFd::new().unwrap();
+        let waker = waker();
         waker.set();
         waker.set();
         assert_eq!(poll(&waker, &[], true).unwrap(), []);

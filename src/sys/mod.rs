@@ -8,6 +8,7 @@ pub mod bump;
 pub mod cancellation;
 pub mod cap;
 mod cgroup_memory;
+pub mod deferred;
 pub mod descriptor;
 pub mod event;
 pub mod file;

@@ -56,12 +56,16 @@ impl<T: Send + 'static> Promise<T> {
         let theirs = Arc::clone(&kept);
         let spawned = threads::spawn_quiet(name, move || {
             let promise = theirs.lock().take();
-            promise.map(work);
+            if let Some(promise) = promise {
+                work(promise);
+            }
         });
         spawned.map_err(|error| {
             let error = Error::system(starting, &error);
             let promise = kept.lock().take();
-            promise.map(|promise| promise.keep(Err(error.clone())));
+            if let Some(promise) = promise {
+                promise.keep(Err(error.clone()));
+            }
             error
         })
     }

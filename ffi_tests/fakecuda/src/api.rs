@@ -12,7 +12,7 @@ use cudarc::driver::sys::{
 };
 
 use crate::capture;
-use crate::gpu::{self, Code, DEVICES, Gpu, INVALID_VALUE};
+use crate::gpu::{self, Code, DEVICES, Gpu, INVALID_VALUE, unless_stalled};
 
 const SUCCESS: Code = CUresult::CUDA_SUCCESS as Code;
 const INVALID_CONTEXT: Code = CUresult::CUDA_ERROR_INVALID_CONTEXT as Code;
@@ -206,15 +206,18 @@ functions! {
     }
 
     fn cuMemFree_v2(address: CUdeviceptr) {
-        current("cuMemFree_v2")?.1.free(address)
+        let (ordinal, gpu) = current("cuMemFree_v2")?;
+        unless_stalled(ordinal, gpu, |gpu| gpu.queued > 0).free(address)
     }
 
     fn cuMemHostRegister_v2(start: *mut c_void, bytes: usize, _flags: c_uint) {
-        current("cuMemHostRegister_v2")?.1.register(start as u64, bytes as u64)
+        let (ordinal, gpu) = current("cuMemHostRegister_v2")?;
+        unless_stalled(ordinal, gpu, |gpu| gpu.queued > 0).register(start as u64, bytes as u64)
     }
 
     fn cuMemHostUnregister(start: *mut c_void) {
-        current("cuMemHostUnregister")?.1.unregister(start as u64)
+        let (ordinal, gpu) = current("cuMemHostUnregister")?;
+        unless_stalled(ordinal, gpu, |gpu| gpu.queued > 0).unregister(start as u64)
     }
 
     fn cuPointerGetAttributes(
@@ -232,11 +235,13 @@ functions! {
     }
 
     fn cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream) {
-        of(stream, "cuMemcpyHtoDAsync_v2")?.1.copy(number(stream), from as u64, to, bytes, 0)
+        let (ordinal, gpu) = of(stream, "cuMemcpyHtoDAsync_v2")?;
+        unless_stalled(ordinal, gpu, Gpu::is_full).copy(number(stream), from as u64, to, bytes, 0)
     }
 
     fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) {
-        of(stream, "cuMemcpyDtoHAsync_v2")?.1.copy(number(stream), from, to as u64, bytes, 1)
+        let (ordinal, gpu) = of(stream, "cuMemcpyDtoHAsync_v2")?;
+        unless_stalled(ordinal, gpu, Gpu::is_full).copy(number(stream), from, to as u64, bytes, 1)
     }
 
     fn cuStreamCreateWithPriority(stream: *mut CUstream, _flags: c_uint, _priority: c_int) {
@@ -250,11 +255,14 @@ functions! {
     }
 
     fn cuStreamSynchronize(stream: CUstream) {
-        of(stream, "cuStreamSynchronize")?.1.stream_synchronize(number(stream))
+        let (ordinal, gpu) = of(stream, "cuStreamSynchronize")?;
+        let busy = |gpu: &Gpu| gpu.streams.get(&number(stream)).is_some_and(|stream| !stream.queue.is_empty());
+        unless_stalled(ordinal, gpu, busy).stream_synchronize(number(stream))
     }
 
     fn cuStreamWaitEvent(stream: CUstream, event: CUevent, _flags: c_uint) {
-        of(event, "cuStreamWaitEvent")?.1.stream_wait(number(stream), number(event))
+        let (ordinal, gpu) = of(event, "cuStreamWaitEvent")?;
+        unless_stalled(ordinal, gpu, Gpu::is_full).stream_wait(number(stream), number(event))
     }
 
     fn cuStreamIsCapturing(stream: CUstream, capturing: *mut c_int as *mut sys::CUstreamCaptureStatus) {
@@ -287,7 +295,8 @@ functions! {
     }
 
     fn cuEventRecord(event: CUevent, stream: CUstream) {
-        of(event, "cuEventRecord")?.1.event_record(number(event), number(stream))
+        let (ordinal, gpu) = of(event, "cuEventRecord")?;
+        unless_stalled(ordinal, gpu, Gpu::is_full).event_record(number(event), number(stream))
     }
 
     fn cuEventQuery(event: CUevent) {
@@ -295,7 +304,8 @@ functions! {
     }
 
     fn cuEventSynchronize(event: CUevent) {
-        of(event, "cuEventSynchronize")?.1.event_synchronize(number(event))
+        let (ordinal, gpu) = of(event, "cuEventSynchronize")?;
+        unless_stalled(ordinal, gpu, |gpu| gpu.is_pending(number(event))).event_synchronize(number(event))
     }
 
     fn cuEventElapsedTime(milliseconds: *mut f32, from: CUevent, to: CUevent) {
@@ -356,7 +366,8 @@ functions! {
         arguments: *mut *mut c_void,
         _extra: *mut *mut c_void,
     ) {
-        let (_, mut gpu) = of(function, "cuLaunchKernel")?;
+        let (ordinal, gpu) = of(function, "cuLaunchKernel")?;
+        let mut gpu = unless_stalled(ordinal, gpu, Gpu::is_full);
         let kernel = gpu.kernel(number(function))?;
         let mut parameters = vec![0; kernel.parameter_bytes];
         for (index, (offset, bytes)) in kernel.parameters.iter().enumerate() {

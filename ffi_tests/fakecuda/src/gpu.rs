@@ -1,7 +1,7 @@
 //! One fake GPU: its memory, streams and events, the faults that a test requests, and the simulated time of work.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::CUresult;
 
@@ -18,6 +18,29 @@ pub type Code = i32;
 pub const DEVICES: usize = 64;
 
 static GPUS: LazyLock<Vec<Mutex<Gpu>>> = LazyLock::new(|| (0..DEVICES).map(|_| Mutex::default()).collect());
+
+/// Signalled when a stalled GPU works on.
+static RESUMED: LazyLock<Vec<Condvar>> = LazyLock::new(|| (0..DEVICES).map(|_| Condvar::new()).collect());
+
+/// Waits while the GPU is stalled, if the call `needs` an end of its work.
+pub(crate) fn unless_stalled(
+    ordinal: usize,
+    mut gpu: MutexGuard<'static, Gpu>,
+    needs: impl Fn(&Gpu) -> bool,
+) -> MutexGuard<'static, Gpu> {
+    while gpu.stalled && needs(&gpu) {
+        gpu.waiting += 1;
+        gpu = RESUMED[ordinal].wait(gpu).unwrap_or_else(PoisonError::into_inner);
+        gpu.waiting -= 1;
+    }
+    gpu
+}
+
+/// Ends the stall of GPU `ordinal`.
+pub fn resume(ordinal: u32) {
+    lock(ordinal).stalled = false;
+    RESUMED[ordinal as usize].notify_all();
+}
 
 /// Locks GPU `ordinal` for this thread until the guard is dropped.
 pub fn lock(ordinal: u32) -> MutexGuard<'static, Gpu> {
@@ -37,6 +60,10 @@ pub struct Gpu {
     pub most_queued: usize,
     /// The largest number of bytes that were allocated at one time.
     pub most_memory: u64,
+    /// No queued work ends, until `resume`. Calls that need its end block.
+    pub stalled: bool,
+    /// Threads that a call blocks now because of the stall.
+    pub waiting: usize,
     /// The limits of the device.
     pub limits: Limits,
     /// The reasons why kernels were terminated.
@@ -237,13 +264,28 @@ impl Gpu {
     /// The first query returns "not ready", so that callers meet both results.
     pub(crate) fn event_query(&mut self, event: usize) -> Result<(), Code> {
         let Some(mark) = self.recorded(event)? else { return Ok(()) };
-        let pending = self.streams.get(&mark.stream).is_some_and(|stream| stream.done < mark.place);
+        let pending = self.is_pending(event);
+        if pending && self.stalled {
+            return Err(NOT_READY);
+        }
         self.run_to(mark.stream, mark.place)?;
         if pending {
             return Err(NOT_READY);
         }
         self.host.merge(&mark.clock);
         Ok(())
+    }
+
+    /// True if work before the last record of an event has not run.
+    pub(crate) fn is_pending(&self, event: usize) -> bool {
+        let mark = self.events.get(&event).and_then(|event| event.recorded.as_ref());
+        let stream = |mark: &Mark| self.streams.get(&mark.stream).map_or(0, |stream| stream.done);
+        mark.is_some_and(|mark| self.streams.contains_key(&mark.stream) && stream(mark) < mark.place)
+    }
+
+    /// True if another operation does not fit into the queue.
+    pub(crate) fn is_full(&self) -> bool {
+        self.queued >= self.limits.depth.max(1)
     }
 
     /// The place where the host recorded an event last.

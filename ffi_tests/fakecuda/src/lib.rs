@@ -9,6 +9,9 @@
 //! from or to memory that is page-locked in part is refused. A call that is unsafe during capture ends the capture,
 //! unless the thread allows the call.
 //!
+//! A test may stall a device: no work ends until it resumes. Calls that need the end of work block meanwhile, and are
+//! counted: waits, frees, registrations of host memory, and work for a full queue.
+//!
 //! | file | holds |
 //! |---|---|
 //! | `api` | the driver's functions |
@@ -41,7 +44,7 @@ mod tests;
 
 use std::ffi::{CStr, c_void};
 
-pub use gpu::Gpu;
+pub use gpu::{Gpu, resume};
 
 /// The function of this name, or null if there is none: the result that dlsym would return for the library.
 pub fn symbol(name: &CStr) -> *mut c_void {

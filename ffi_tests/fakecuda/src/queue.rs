@@ -58,8 +58,8 @@ impl Gpu {
         if self.captures(id)? {
             return Ok(());
         }
-        self.blocked += usize::from(self.queued >= self.limits.depth.max(1));
-        while self.queued >= self.limits.depth.max(1) {
+        self.blocked += usize::from(self.is_full());
+        while self.is_full() {
             self.run_oldest()?;
         }
         let host = self.host.clone();
@@ -82,6 +82,11 @@ impl Gpu {
         self.queued += 1;
         self.most_queued = self.most_queued.max(self.queued);
         Ok(())
+    }
+
+    /// Operations that have not run.
+    pub fn queued(&self) -> usize {
+        self.queued
     }
 
     /// Kernels that were launched and have not run.

@@ -65,9 +65,10 @@ pub unsafe extern "C" fn spw_spec_publish_to(
 }
 
 /// Submits a bucket whose tensors' spans are all device memory (a tail bucket of SuperOffload section
-/// 4.3). The engine measures its gradient when `event` has happened. The GPU steps it once, after the verdict, with the
-/// bits of any other bucket. Its work runs in order on `stream`, which stays alive until the bucket is final. The round
-/// must be of `spw_spec_begin_adam`. Otherwise as `spw_spec_submit`.
+/// 4.3). The engine measures its gradient when `event` has happened; NULL: when all work has ended that is queued on
+/// `stream` now. The GPU steps it once, after the verdict, with the bits of any other bucket. The step runs in order on
+/// `stream`, which stays alive until the bucket is final. The round must be of `spw_spec_begin_adam`. Otherwise as
+/// `spw_spec_submit`.
 ///
 /// # Safety
 /// As `spw_spec_submit`, for device memory. `gpu` may be closed before the engine. `stream` is 0 or a
@@ -102,8 +103,10 @@ pub unsafe extern "C" fn spw_spec_submit_gpu(
             }
             let publication = Publication::new(&gpu.transfers, Vec::new());
             let stream = ForeignStream::new(stream);
+            spec.engine.may_submit(bucket)?;
+            let event = event.map_or_else(|| gpu.watches.stream(stream).map(Event::Reported), Ok)?;
             let work = Resident::new(&gpu.steps, jobs, stream, publication.ready());
-            spec.engine.submit(bucket, Box::new(work), event)?;
+            spec.engine.submit(bucket, Box::new(work), Some(event))?;
             // Outside the lock, since dropping the old publication waits for the GPU.
             let old = spec.devices().insert(bucket, publication);
             drop(old);

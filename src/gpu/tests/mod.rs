@@ -9,6 +9,7 @@ mod transfer;
 mod watch;
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::device::Device;
 use super::driver::Driver;
@@ -34,6 +35,15 @@ pub(crate) fn device(ordinal: u32) -> Arc<Device> {
 pub(crate) fn foreign(stream: &Stream) -> ForeignStream {
     // SAFETY: a live stream, which the test keeps alive.
     unsafe { ForeignStream::new(stream.handle() as u64) }
+}
+
+/// Waits until another thread has made `condition` true.
+pub(crate) fn until(condition: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !condition() {
+        assert!(Instant::now() < end, "the condition does not become true");
+        std::thread::yield_now();
+    }
 }
 
 /// Device memory of another part of the library, whose owner keeps it allocated.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUdevice_attribute;
 use fakecuda::capture::GLOBAL;
 
-use super::{device, driver, foreign};
+use super::{device, driver, foreign, until};
 use crate::error::{Error, GpuKind, Result};
 use crate::gpu::device::Device;
 use crate::gpu::driver::Driver;
@@ -341,6 +341,26 @@ fn memory_that_the_gpu_reaches_is_not_there_in_a_forked_child() {
     drop(other);
     assert!(is_there_in_a_child(region.span()));
     region.retire();
+}
+
+/// The driver may let a registration wait for running work.
+#[test]
+fn memory_that_is_registered_does_not_wait_for_the_registration_of_other_memory() {
+    let device = device(38);
+    let registry = Registry::new(&device);
+    let (known, new) =
+        (Buffer::open(4096, Backing::default()).unwrap(), Buffer::open(4096, Backing::default()).unwrap());
+    registry.host(known.span(), "block").unwrap();
+    let (stream, memory) = (Stream::new(&device).unwrap(), DeviceMemory::new(&device, 64).unwrap());
+    fakecuda::with(38, |gpu| gpu.stalled = true);
+    stream.upload(&registry.host(known.span().part(0, 64), "block").unwrap(), memory.span()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| registry.host(new.span(), "block").unwrap());
+        until(|| fakecuda::with(38, |gpu| gpu.waiting == 1));
+        registry.host(known.span(), "block").unwrap();
+        fakecuda::resume(38);
+    });
+    stream.synchronize().unwrap();
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::sample::adam_rule;
-use super::{device, foreign};
+use super::{device, foreign, until};
 use crate::dtype::Dtype;
 use crate::gpu::device::Device;
 use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
@@ -24,6 +24,7 @@ struct Fixture {
     steps: Arc<Steps>,
     framework: Stream,
     arrays: Vec<DeviceMemory>,
+    gradient: DeviceMemory,
     host: HostSpan,
     address: usize,
 }
@@ -39,11 +40,13 @@ impl Fixture {
             steps: Arc::new(Steps::new(&device, &kernels).unwrap()),
             framework: Stream::new(&device).unwrap(),
             arrays: (0..4 * tensors).map(|_| DeviceMemory::new(&device, BYTES as u64).unwrap()).collect(),
+            gradient: DeviceMemory::new(&device, BYTES as u64).unwrap(),
             host: Registry::new(&device).host(block, "block").unwrap(),
             address: block.address(),
             kernels,
             device,
         };
+        fixture.framework.upload(&fixture.host, fixture.gradient.span()).unwrap();
         fixture.write();
         fixture
     }
@@ -51,6 +54,11 @@ impl Fixture {
     /// The framework overwrites every array.
     fn write(&self) {
         self.arrays.iter().for_each(|array| self.framework.upload(&self.host, array.span()).unwrap());
+    }
+
+    /// A gradient that nothing writes any more.
+    fn complete(&self) -> DeviceFloats {
+        DeviceFloats::new(self.gradient.span(), Dtype::F32, "gradient").unwrap()
     }
 
     fn jobs(&self) -> Vec<Job> {
@@ -96,4 +104,47 @@ fn the_kernels_of_a_step_in_flight_stay_loaded() {
     assert_eq!(queued(fixture.ordinal), 1);
     fixture.steps = Arc::new(Steps::new(&fixture.device, &fixture.kernels).unwrap());
     assert_eq!(queued(fixture.ordinal), 0);
+}
+
+#[test]
+fn a_step_without_statistics_does_not_wait_for_one_that_waits_for_its_sums() {
+    let fixture = Fixture::new(35, 2);
+    let (first, second) = (fixture.jobs()[0], fixture.jobs()[1]);
+    // The next one has the buffers of this one.
+    fixture.steps.adam(&[first], foreign(&fixture.framework), true).unwrap();
+    fakecuda::with(35, |gpu| gpu.stalled = true);
+    std::thread::scope(|scope| {
+        let stepped =
+            scope.spawn(|| fixture.steps.adam(&[first], foreign(&fixture.framework), true).unwrap());
+        until(|| fakecuda::with(35, |gpu| gpu.waiting == 1));
+        fixture.steps.adam(&[second], foreign(&fixture.framework), false).unwrap();
+        fakecuda::with(35, |gpu| assert_eq!(gpu.waiting, 1, "the other one still waits"));
+        fakecuda::resume(35);
+        stepped.join().unwrap();
+    });
+}
+
+/// The thread of a speculation measures buckets of gradients that are complete, while the framework goes on.
+#[test]
+fn a_measurement_does_not_wait_for_what_the_framework_has_queued_since() {
+    let fixture = Fixture::new(36, 1);
+    let job = fixture.jobs()[0];
+    fixture.framework.synchronize().unwrap();
+    fixture.write();
+    let queued = fakecuda::with(36, |gpu| gpu.queued());
+    assert_eq!(queued, 4);
+    // The framework may write the other arrays; the gradient belongs to the bucket.
+    let own = Job { tensor: DeviceTensor { grad: fixture.complete(), ..job.tensor }, ..job };
+    fixture.steps.measure(&[own]).unwrap();
+    fakecuda::with(36, |gpu| assert_eq!(gpu.queued(), queued));
+}
+
+/// The driver may load the code of a kernel at its first launch.
+#[test]
+fn every_kernel_has_run_before_the_first_step() {
+    let fixture = Fixture::new(37, 1);
+    let launches = |gpu: &mut fakecuda::Gpu| gpu.calls.iter().filter(|c| **c == "cuLaunchKernel").count();
+    let found = |gpu: &mut fakecuda::Gpu| gpu.calls.iter().filter(|c| **c == "cuModuleGetFunction").count();
+    fakecuda::with(37, |gpu| assert_eq!((launches(gpu), gpu.queued_kernels()), (found(gpu), 0)));
+    drop(fixture);
 }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::device;
 use super::sample::{Span, values};
+use super::{device, until};
 use crate::dtype::Dtype;
 use crate::error::{Error, GpuKind};
 use crate::gpu::device::Device;
@@ -278,7 +278,7 @@ fn an_error_of_the_driver_in_the_middle_of_a_copy_is_reported_and_nothing_hangs(
         ("cuMemAlloc_v2", 2, GpuKind::OutOfMemory),
         ("cuMemcpyDtoHAsync_v2", 719, GpuKind::Lost),
         ("cuLaunchKernel", 1, GpuKind::Refused),
-        ("cuEventQuery", 700, GpuKind::Lost),
+        ("cuEventSynchronize", 700, GpuKind::Lost),
     ] {
         let mut fixture = Fixture::new(25);
         let (_memory, floats) = fixture.memory(Dtype::F16, 3 * CHUNK);
@@ -313,6 +313,34 @@ fn a_new_copy_asks_for_the_oldest_alone() {
         // The fake driver answers "not ready" once, and then "done".
         assert!(asked() - before <= 6, "{} questions", asked() - before);
     }
+}
+
+/// The driver blocks a copy call at the depth of its queues. Other calls go on.
+#[test]
+fn a_wait_and_an_order_do_not_wait_for_a_copy_call_that_the_driver_blocks() {
+    let mut fixture = Fixture::new(34);
+    let (_memory, floats) = fixture.memory(Dtype::Bf16, CHUNK);
+    let host = fixture.pinned(&vec![0; 2 * CHUNK]);
+    let copy = |direction| Copy {
+        direction,
+        device: floats,
+        host: host.clone(),
+        host_dtype: Dtype::Bf16,
+        after: After::Now,
+    };
+    fakecuda::with(34, |gpu| (gpu.stalled, gpu.limits.depth) = (true, gpu.queued() + 4));
+    let first = fixture.transfers.start(&copy(Direction::D2h)).unwrap();
+    let (transfers, second) = (&fixture.transfers, copy(Direction::D2h));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // The calls of these copies exceed the depth.
+            (0..4).for_each(|_| assert!(transfers.start(&second).unwrap() > first));
+        });
+        until(|| fakecuda::with(34, |gpu| gpu.waiting == 1));
+        assert!(matches!(transfers.wait(first, Some(Duration::ZERO)), Err(Error::Timeout(_))));
+        fakecuda::resume(34);
+    });
+    fixture.transfers.finish().unwrap();
 }
 
 #[test]

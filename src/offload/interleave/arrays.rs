@@ -1,37 +1,12 @@
-//! What the arrays of all backends have in common: their check, their first use, and a step on the CPU.
+//! What the arrays of all backends have in common: their check, and a step on the CPU.
 #![forbid(unsafe_code)]
-
-use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, States, Tensor};
 use crate::optim;
 use crate::optim::parallel::Job;
 use crate::sys::shared_slice::SharedSlice;
-use crate::sys::sync::Lock;
 use spillway_planner::interleave::Shape;
-
-/// A value that is created at its first use.
-#[derive(Debug)]
-pub(super) struct Deferred<T>(Lock<Option<Arc<T>>>);
-
-impl<T> Deferred<T> {
-    pub(super) fn new() -> Deferred<T> {
-        Deferred(Lock::new(None))
-    }
-
-    pub(super) fn get(&self, create: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
-        let mut created = self.0.lock();
-        match &*created {
-            Some(created) => Ok(Arc::clone(created)),
-            None => Ok(Arc::clone(created.insert(Arc::new(create()?)))),
-        }
-    }
-
-    pub(super) fn take(&self) -> Option<Arc<T>> {
-        self.0.lock().take()
-    }
-}
 
 /// Checks that there is a subgroup for each of `shape`, and that all have their sizes. `misfit` names the array of a
 /// subgroup of this size that has another type or length than needed.

@@ -158,13 +158,16 @@ impl Backend for Gpu {
         match command {
             Command::Run(lane, work) => self.run(lane, work),
             Command::Wait(lane, event, _) => {
-                let event = self.event(event)?;
+                let recorded = self.event(event)?;
                 match (lane, self.streams.get(&lane)) {
-                    (_, Some(stream)) => stream.wait(&event),
-                    (Lane::Model, None) => framework()?.wait(&event),
+                    (_, Some(stream)) => stream.wait(&recorded),
+                    (Lane::Model, None) => framework()?.wait(&recorded),
                     (_, None) => {
-                        event.synchronize()?;
-                        self.free_evicted()
+                        recorded.synchronize()?;
+                        // The driver may wait for the whole device when memory is freed. A caller that waits for
+                        // states at home is in no step.
+                        let at_home = matches!((lane, event), (Lane::Caller, LaneEvent::Home(_)));
+                        if at_home { self.free_evicted() } else { Ok(()) }
                     }
                 }
             }
@@ -179,11 +182,11 @@ impl Backend for Gpu {
     }
 
     fn accepts(&self, plan: &Plan) -> Result<()> {
+        self.free_evicted()?;
         self.memory.accepts(plan)
     }
 
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
-        self.free_evicted()?;
         let event = GpuEvent::timing(&self.device)?;
         self.clock.record(&event)?;
         let mark = Mark { event, at: self.opened.elapsed().as_secs_f64() };

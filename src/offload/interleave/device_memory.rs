@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::arrays::{self, Deferred};
+use super::arrays;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::gpu::device::Device;
@@ -12,6 +12,7 @@ use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
 use crate::gpu::stream::Stream;
 use crate::kernel::AdamRule;
 use crate::pool::buffer::Buffer;
+use crate::sys::deferred::Deferred;
 use crate::sys::shared_slice::SharedSlice;
 use crate::sys::sync::Lock;
 use spillway_planner::interleave::placements::{Placement, Plan};

@@ -9,12 +9,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::arrays::{self, Deferred};
+use super::arrays;
 use super::lanes::Lanes;
 use super::{Backend, Model, Timing};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
+use crate::sys::deferred::Deferred;
 use crate::sys::shared_slice::SharedSlice;
 use crate::sys::sync::Lock;
 use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, PAIR, Part, StateArray, Work};

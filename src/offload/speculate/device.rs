@@ -95,9 +95,10 @@ impl Publication {
     }
 
     fn upload(&self) -> Result<()> {
-        let mut marks = self.ready.marks();
         for copy in self.copies.iter() {
-            marks.push(Mark::Upload(Arc::clone(&self.transfers), self.transfers.start(copy)?));
+            // Without the lock: the call may wait for room in the driver's queue.
+            let ticket = self.transfers.start(copy)?;
+            self.ready.marks().push(Mark::Upload(Arc::clone(&self.transfers), ticket));
         }
         Ok(())
     }
@@ -160,7 +161,7 @@ impl Resident {
 impl Bucket for Resident {
     fn run(&mut self, task: Task, _: &mut Recording) -> Result<StepStats> {
         match task {
-            Task::Measure => self.steps.measure(&self.jobs, self.stream),
+            Task::Measure => self.steps.measure(&self.jobs),
             Task::Step(factor) => {
                 for job in &mut self.jobs {
                     job.rule = job.rule.with_grad_scale(factor);
@@ -183,15 +184,21 @@ impl Bucket for Resident {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::dtype::Dtype;
+    use crate::error::Rounds;
     use crate::gpu::kernels::{DeviceFloats, Kernels};
     use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
     use crate::gpu::stream::Stream;
-    use crate::gpu::tests::{device, foreign};
+    use crate::gpu::tests::{device, foreign, until};
     use crate::gpu::transfer::{After, Direction};
+    use crate::gpu::watch::Watches;
+    use crate::offload::speculate::{Clip, Engine, Verdict};
     use crate::pool::pinned;
     use crate::pool::region::Backing;
+    use crate::sys::event::Event;
     use crate::sys::span::Span;
 
     const ORDINAL: u32 = 45;
@@ -209,6 +216,40 @@ mod tests {
             }
             Ok(StepStats::default())
         }
+    }
+
+    /// A bucket with nothing to do.
+    struct Idle;
+
+    impl Bucket for Idle {
+        fn run(&mut self, _: Task, _: &mut Recording) -> Result<StepStats> {
+            Ok(StepStats::default())
+        }
+    }
+
+    #[test]
+    fn pending_buckets_cost_no_call_of_the_driver() {
+        const BUCKETS: u32 = 200;
+        let device = device(56);
+        let (framework, watches) = (Stream::new(&device).unwrap(), Watches::new(&device));
+        let engine = Engine::open(BUCKETS, Publish::Staged, Rounds::Speculation).unwrap();
+        engine.begin(Clip::none()).unwrap();
+        fakecuda::with(56, |gpu| gpu.stalled = true);
+        for bucket in 0..BUCKETS {
+            let ready = Event::Reported(watches.stream(foreign(&framework)).unwrap());
+            engine.submit(bucket, Box::new(Idle), Some(ready)).unwrap();
+        }
+        until(|| fakecuda::with(56, |gpu| gpu.waiting == 1));
+        let calls = || fakecuda::with(56, |gpu| gpu.calls.len());
+        let before = calls();
+        let late = engine.local_result(Some(Duration::from_millis(20))).unwrap_err();
+        assert!(matches!(late, Error::Timeout(_)), "{late}");
+        assert_eq!(calls() - before, 0);
+        fakecuda::with(56, |gpu| assert_eq!(gpu.alive()[0], 1, "the framework's stream alone"));
+        fakecuda::resume(56);
+        engine.local_result(Some(Duration::from_secs(60))).unwrap();
+        engine.resolve_as(Verdict::Commit).unwrap();
+        engine.finish(Some(Duration::from_secs(60))).unwrap();
     }
 
     fn locked(registry: &Registry) -> (usize, HostSpan) {

@@ -27,7 +27,7 @@ pub struct Shared {
     /// Signalled when a bucket changes its state or the executor ends.
     pub changed: Signal,
     /// Wakes the executor: it may have work.
-    pub waker: EventFd,
+    pub waker: Arc<EventFd>,
 }
 
 /// The state under the lock.
@@ -70,7 +70,7 @@ impl Shared {
             executor_gone: false,
             exposed: Duration::ZERO,
         };
-        Ok(Shared { inner: Lock::new(inner), changed: Signal::default(), waker })
+        Ok(Shared { inner: Lock::new(inner), changed: Signal::default(), waker: Arc::new(waker) })
     }
 }
 
@@ -88,7 +88,8 @@ impl Inner {
     /// Starts the buckets whose recorded step becomes final.
     pub fn take_commits(&mut self) -> Vec<Job> {
         let due_buckets: Vec<usize> = self.round.due().collect();
-        let commits = due_buckets.into_iter().filter(|index| self.round.due_task(*index) == Some(Task::Commit));
+        let commits =
+            due_buckets.into_iter().filter(|index| self.round.due_task(*index) == Some(Task::Commit));
         let commits: Vec<usize> = commits.collect();
         commits.into_iter().filter_map(|index| self.take(index)).collect()
     }

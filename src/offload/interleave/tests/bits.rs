@@ -262,7 +262,9 @@ impl Stubborn {
 impl Backend for Stubborn {
     fn play(&self, command: Command, stream: Stream) -> Result<()> {
         match command {
-            Command::Run(_, Work::CpuStep { subgroup: 2, .. }) => self.goes_on.lock().unwrap().recv().unwrap(),
+            Command::Run(_, Work::CpuStep { subgroup: 2, .. }) => {
+                self.goes_on.lock().unwrap().recv().unwrap()
+            }
             Command::Record(Lane::Model, _) if self.refuses.load(Ordering::Relaxed) => {
                 return Err(Error::invalid("stream", "is being captured"));
             }

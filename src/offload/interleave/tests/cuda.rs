@@ -300,6 +300,35 @@ fn arrays_of_the_library_are_unmapped_with_their_last_owner() {
     assert!(region::find(own, 4).is_none());
 }
 
+/// The driver may wait for the whole device when memory is freed. Residents that left are freed by the drain.
+#[test]
+fn no_device_memory_is_freed_in_a_step() {
+    let fixture = Fixture::new(39);
+    let (types, count) = ((Dtype::Bf16, Dtype::Bf16), 4);
+    let shape = Shape { transfer_dtype: TransferDtype::Native, chunk: 8, ..Shape::uniform(count, 20) };
+    let plain = Model::of(&shape.sizes, types.0, types.1);
+    let arrays = Arrays::new(&fixture, &plain, true);
+    let lent = arrays.lend(shape.transfer_dtype);
+    let gpu = Gpu::new(&fixture.device, &fixture.kernels, &fixture.registry, &shape, lent).unwrap();
+    let engine = InterleavedUpdate::new(shape, Box::new(gpu)).unwrap();
+    let stream = Some(foreign(&fixture.stream));
+    let frees = || fakecuda::with(39, |gpu| gpu.calls.iter().filter(|call| **call == "cuMemFree_v2").count());
+    engine.set_plan(Plan::even(count, 0, count).unwrap()).unwrap();
+    engine.set_plan(Plan::cpu(count)).unwrap();
+    plain.gradients(1);
+    let before = frees();
+    for subgroup in 0..count {
+        arrays.make(subgroup, &plain);
+        engine.gradient(subgroup, stream).unwrap();
+    }
+    engine.begin(rules(count, 1), stream).unwrap();
+    engine.finish(Reader::Caller).unwrap();
+    assert_eq!(frees() - before, 0);
+    engine.drain().unwrap();
+    assert_eq!(frees() - before, count);
+    fixture.stream.synchronize().unwrap();
+}
+
 const SUBGROUPS: usize = 5;
 
 /// Plans that move subgroups from each placement to each other placement, and plans in which all subgroups have the

@@ -28,6 +28,7 @@ import json
 import threading
 import weakref
 
+from .._written import facts
 from ..errors import InvalidArgumentError, SpillwayError
 from . import _rounds, _stage3
 from ._superoffload_tail import Tail
@@ -492,9 +493,9 @@ def _call_of(stage3, sub_group):
 
 
 def _versions_of(stage3, sub_group):
-    """Version counters and addresses of a sub-group's tensors, which change if the tensors are written or replaced."""
+    """The facts of a sub-group's tensors, which change if the tensors are written or replaced."""
     state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
-    return [(tensor._version, tensor.data_ptr()) for tensor in (master, master.grad, state["exp_avg"], state["exp_avg_sq"])]
+    return [facts(tensor) for tensor in (master, master.grad, state["exp_avg"], state["exp_avg_sq"])]
 
 
 def _changed(stage3, versions):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 
-from .._words import sum_of_words
+from .._written import Comparison, sums
 from . import _stage3
 from ._rounds import copies
 from ._sub_groups import floats
@@ -62,7 +62,7 @@ class Overlap:
             gradient = self._swapper.gradients.untouched(index)
             if gradient is not None:
                 self._use(self._calls_of(self._unclipped()))
-                self._sums[index] = sum_of_words(gradient)
+                self._sums[index] = sums([gradient])
                 self._submit(index, gradient)
 
     def _group_of(self, param):
@@ -107,7 +107,7 @@ class Overlap:
             and all(
                 gradients[index] is not None
                 and gradients[index].data_ptr() == self._untouched(index)
-                and sum_of_words(gradients[index]) == before
+                and not Comparison(sums([gradients[index]]), before)
                 for index, before in self._sums.items()
             )
         )

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._words import sum_of_words
-from ._tensors import holds_values, lasting, local
+from .._written import Comparison, facts, sums
+from ._tensors import lasting, local
 
 
 class HostLink:
@@ -37,21 +37,6 @@ class HostLink:
     def bring(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Starts the copy of host memory to a tensor. Later work of the caller that needs it waits for `fence()`."""
         tensor.copy_(host)
-
-    def mark(self, tensor: torch.Tensor) -> Any:
-        """What `differs` needs of the values of a tensor that is copied."""
-        return None
-
-    def differs(self, tensor: torch.Tensor, host: torch.Tensor, mark: Any) -> bool:
-        """True if a tensor has changed since its values were copied, also through `.data`, which changes no version."""
-        if tensor.dtype is host.dtype and _is_words(tensor) and _is_words(host):
-            # Some times faster than the comparison of 16-bit numbers.
-            tensor, host = (own.view(-1).view(torch.int64) for own in (tensor, host))
-        return not torch.equal(tensor, host)
-
-    def any_differs(self, rows: Iterable[tuple[torch.Tensor, torch.Tensor, Any]]) -> bool:
-        """True if `differs` of any of these tensors."""
-        return any(self.differs(*row) for row in rows)
 
     def release(self) -> None:
         """Later work of the caller on the device may overwrite what is copied to the host."""
@@ -91,19 +76,6 @@ class DeviceLink(HostLink):
         with self._stream:
             tensor.copy_(host, non_blocking=True)
 
-    def mark(self, tensor: torch.Tensor) -> Any:
-        """The norm, computed on the device: the values on the host are not read back."""
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32)
-
-    def differs(self, tensor: torch.Tensor, host: torch.Tensor, mark: Any) -> bool:
-        """True if the norm has changed. A write by `.data` that keeps the norm, such as a negation, is not seen."""
-        return bool(self.mark(tensor) != mark)
-
-    def any_differs(self, rows: Iterable[tuple[torch.Tensor, torch.Tensor, Any]]) -> bool:
-        """True if the norm of any has changed. The host waits for the device once."""
-        found = [self.mark(tensor) != mark for tensor, _, mark in rows]
-        return bool(found) and bool(torch.stack(found).any())
-
     def release(self) -> None:
         """Makes the caller's later work on the device wait for the copies that were started before."""
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
@@ -140,22 +112,19 @@ def new_link(device: torch.device) -> HostLink:
     return HostLink() if device.type in ("cpu", "meta") else DeviceLink(device)
 
 
-def _is_words(tensor: torch.Tensor) -> bool:
-    """True if the memory of a tensor has its values, in whole words of 8 bytes."""
-    return tensor.is_contiguous() and holds_values(tensor) and not (tensor.nbytes % 8 or tensor.storage_offset() * tensor.itemsize % 8)
-
-
 class Taken(NamedTuple):
     """A gradient that was passed to the library.
 
     Attributes:
         grad: The tensor that the parameter had.
         memory: Where the library reads its values.
-        mark: What gradient and parameter were then; None if nobody asks."""
+        facts: Those of gradient and parameter then.
+        sums: The sum of the gradient then; None if nobody asks."""
 
     grad: torch.Tensor
     memory: torch.Tensor
-    mark: tuple[Any, ...] | None
+    facts: tuple[Any, ...]
+    sums: list[Any] | None
 
 
 class Gradients:
@@ -184,7 +153,7 @@ class Gradients:
         if link.is_apart:
             memory = self._free(number, link, grad)
             link.out(memory, grad)
-        self.taken[number] = taken = Taken(param.grad, memory, _mark(param, link) if marked else None)
+        self.taken[number] = taken = Taken(param.grad, memory, _facts(param), sums([grad]) if marked else None)
         return taken
 
     def _free(self, number: int, link: HostLink, grad: torch.Tensor) -> torch.Tensor:
@@ -196,12 +165,9 @@ class Gradients:
 
     def _is_now(self, param: torch.Tensor, taken: Taken) -> bool:
         """True if a gradient that was taken is still that of the parameter, unchanged."""
-        if taken.mark is None or param.grad is not taken.grad:
+        if taken.sums is None or param.grad is not taken.grad or taken.facts != _facts(param):
             return False
-        link, (facts, values) = link_to(param), taken.mark
-        if not link.is_apart:
-            return taken.mark == _mark(param, link)
-        return facts == _facts(param) and not link.differs(local(param.grad).detach(), taken.memory, values)
+        return not Comparison(sums([local(param.grad)]), taken.sums)
 
     def fences(self, numbers: Iterable[int]) -> list[Any]:
         """What has to be waited for until the copies of these gradients are done."""
@@ -218,16 +184,10 @@ class Gradients:
         self.taken = {}
 
 
-def _mark(param: torch.Tensor, link: HostLink) -> tuple[Any, ...]:
-    """Also a write by `.data` changes the second entry: a sum over the memory of a gradient, or what the link compares copies by."""
-    grad = local(param.grad).detach()
-    return _facts(param), link.mark(grad) if link.is_apart else sum_of_words(grad)
-
-
 def _facts(param: torch.Tensor) -> tuple[Any, ...]:
-    """Version and address of a gradient; address and dtype of its parameter, which `param.data = ...` changes."""
-    own, grad = local(param), local(param.grad)
-    return grad._version, grad.data_ptr(), own.data_ptr(), own.dtype
+    """The facts of a gradient; address and dtype of its parameter, which `param.data = ...` changes."""
+    own = local(param)
+    return *facts(local(param.grad)), own.data_ptr(), own.dtype
 
 
 class Weights:
@@ -239,8 +199,8 @@ class Weights:
     def __init__(self, params: Sequence[torch.Tensor]):
         self._params = params
         self._memory: dict[int, torch.Tensor] = {}
-        #: The parameters of a step with their versions, the pieces whose weights did not return yet, and the copies that may not be done.
-        self._targets: dict[int, tuple[torch.Tensor, int]] = {}
+        #: The parameters of a step with their facts, the pieces whose weights did not return yet, and the copies that may not be done.
+        self._targets: dict[int, tuple[torch.Tensor, Any]] = {}
         self._left: dict[int, list[Any]] = {}
         self._returning: list[Any] = []
 
@@ -256,15 +216,15 @@ class Weights:
     def expect(self, numbers: Iterable[int], pieces: Sequence[Sequence[Any]]) -> None:
         """Before a step that writes the weights of these parameters. `pieces`: those of each subgroup."""
         owners = {number: local(self._params[number]) for number in numbers}
-        self._targets = {number: (own, own._version) for number, own in owners.items()}
+        self._targets = {number: (own, facts(own)) for number, own in owners.items()}
         self._left = {at: found for at, own in enumerate(pieces) if (found := [piece for piece in own if piece.parameter in owners])}
 
     def give(self, subgroup: int) -> None:
         """The weights of a subgroup are final, and return to the parameters. What the program has written since is newer."""
         for piece in self._left.get(subgroup, ()):
-            own, version = self._targets[piece.parameter]
+            own, before = self._targets[piece.parameter]
             # The caller counts the version.
-            if own._version == version:
+            if facts(own) == before:
                 to, weights = (
                     whole.view(-1)[piece.start : piece.start + piece.count] for whole in (own.data, self._memory[piece.parameter])
                 )

@@ -9,15 +9,15 @@ A signal handler may raise between any two bytecodes, also after the library has
   call and the store.
 - `Call.settle` may be repeated: it sets step counts and versions to values that were computed once.
 
-Versions: a split master is the parameter and its low bits, so low bits are stale once the program has written to the parameter only. The
-version of each parameter with low bits is noted at its last step, and that of the low bits, into which a checkpoint may be loaded. The
-present table has these versions, and `_noted` those of parameters that a former table has stepped. A version is valid for the dict of
+Marks: a split master is the parameter and its low bits, so low bits are stale once the program has written to the parameter only. Version
+and sum of each parameter with low bits are noted at its last step, and the version of the low bits, into which a checkpoint may be loaded.
+The present table has these marks, and `_noted` those of parameters that a former table has stepped. A mark is valid for the dict of
 states with which it was noted, because `load_state_dict` brings new low bits."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from .._commit import Commit
 from .._groups import Rule, is_torchs
 from .._native_handle import _NativeHandle
 from .._snapshot import Snapshot
+from .._written import facts, sums, version
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ._norm import part_of
 from ._states import LOW, Precision, check_steps, join, master_of, version_of_low
@@ -52,6 +53,8 @@ _version = attrgetter("_version")
 _increment = torch._C._increment_version
 _Result = TypeVar("_Result")
 _Groups = list[dict[str, Any]]
+#: Version and sum of a parameter; the sum is None if the program may have written before it could be taken.
+_Mark = tuple[int, Any]
 #: Loads a state dict as torch does, after a function has seen it and the groups, or has replaced it by its result. Returns groups and
 #: states. With True, the states stay those of before.
 ByTorch = Callable[[Callable[[dict[str, Any], _Groups], Any], bool], tuple[_Groups, Any]]
@@ -89,7 +92,7 @@ class Home:
         """Returns work(), during which no other thread uses the states, where a home keeps them apart. Notes the last call of the library
         before."""
         if self._pending is not None:
-            self.settle()
+            self.settle(late=True)
         return work()
 
     def together(self, work: Callable[[], None]) -> None:
@@ -129,12 +132,12 @@ class Home:
     def passed(self) -> None:
         """A step had no gradients here."""
 
-    def settle(self) -> None:
-        """Notes the result of a call of the library after which a signal handler has raised."""
+    def settle(self, late: bool = False) -> None:
+        """Notes the result of a call of the library. `late`: a signal handler has raised, and the program has continued since."""
         call = self._pending
         # Without a status, the library was not called, or this is a signal handler during the call.
         if call is not None and call.status:
-            if call.settle():
+            if call.settle(late):
                 self._last = call.last
             self._pending = None
 
@@ -208,8 +211,8 @@ class Call:
         self._after: list[Any] = []
         self._now: list[int] = []
 
-    def settle(self) -> bool:
-        """Notes step counts and versions of a call that succeeded; True if it did."""
+    def settle(self, late: bool) -> bool:
+        """Notes step counts and marks of a call that succeeded; True if it did."""
         if self.status != [0]:
             return False
         if not self._after:
@@ -221,7 +224,7 @@ class Call:
             versions = [after if now == before else -1 for after, now, before in zip(versions, self._now, self._before)]
         self._rows.set_counts(self._counts)
         if self._recorded:
-            self._rows.note_versions(versions[: self._recorded])
+            self._rows.note(versions[: self._recorded], late)
         if self.last is not None:
             self.last.note_versions(versions[self._recorded :])
         return True
@@ -244,7 +247,7 @@ class Recorded:
 
     def note_versions(self, versions: list[int]) -> None:
         """Remembers the versions of `written` after the step: a rollback needs the values of then."""
-        self._written_then = [(version, address) for version, (_, address) in zip(versions, self._written_then)]
+        self._written_then = [(own, after, *rest) for after, (own, _, *rest) in zip(versions, self._written_then)]
 
     def rollback(self, status: list[int]) -> None:
         """Restores every bit of parameters and states; appends the status of the call."""
@@ -292,9 +295,9 @@ class LastStep(Recorded, _NativeHandle):
         self._recorded(status, "spw_undo_rollback")
 
 
-def _present(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Version and address of each tensor: a write changes one of them, except one through `data` or numpy."""
-    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+def _present(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """The facts of each tensor. Sums, which see a write through `data` or numpy, would cost a third of a step."""
+    return [facts(tensor) for tensor in tensors]
 
 
 class Memory(Home):
@@ -316,7 +319,7 @@ class Memory(Home):
         super().__init__(name, rule, precision)
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self._table: Table | None = None
-        self._noted: dict[torch.Tensor, tuple[int, int, dict[str, Any]]] = {}
+        self._noted: dict[torch.Tensor, tuple[_Mark, int, dict[str, Any]]] = {}
 
     def rows(self, groups: list[dict[str, Any]], states: Any) -> Table:
         """The table of the present tensors."""
@@ -425,7 +428,8 @@ class Memory(Home):
 
     def note_versions(self, states: Any) -> None:
         """Notes that all low bits belong to the present values of their parameters."""
-        self._noted = {param: (local(param)._version, version_of_low(state), state) for param, state in states.items() if LOW in state}
+        params = [param for param, state in states.items() if LOW in state]
+        self._noted = {param: (mark, version_of_low(states[param]), states[param]) for param, mark in zip(params, _marks(params))}
 
     def _forget_low_bits(self, states: Any) -> None:
         """Makes parameters that the program has written to since their last step their own split masters, unless it has also written the
@@ -433,12 +437,12 @@ class Memory(Home):
         if self.precision.master != "split":
             return
         known = {**self._noted, **dict(self._table.noted() if self._table is not None else ())}
-        self._noted = {param: note for param, note in known.items() if states.get(param) is note[-1] and LOW in note[-1]}
-        for param, (version, low_version, state) in self._noted.items():
-            if local(param)._version != version:
-                if version_of_low(state) == low_version:
-                    local(state[LOW]).zero_()
-                self._noted[param] = local(param)._version, version_of_low(state), state
+        noted = {param: note for param, note in known.items() if states.get(param) is note[-1] and LOW in note[-1]}
+        for (param, ((before, one), low_version, state)), (after, other) in zip(noted.items(), _marks(noted)):
+            if (before != after or (one is not None and one != other)) and version_of_low(state) == low_version:
+                local(state[LOW]).zero_()
+            noted[param] = (after, other), version_of_low(state), state
+        self._noted = noted
 
     def rollback(self, states: Any) -> None:
         """Restores the parameters and states before the last step."""
@@ -481,6 +485,12 @@ def _lasting(state: Any) -> Any:
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) and value.is_inference() for value in state.values()):
         return state
     return {key: value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value for key, value in state.items()}
+
+
+def _marks(params: Iterable[torch.Tensor]) -> list[_Mark]:
+    """Version and sum of each parameter."""
+    own = [*map(local, params)]
+    return [*zip(map(version, own), sums(own))]
 
 
 def _can_be_served(rest: list[tuple[int, int]], groups: list[dict[str, Any]]) -> bool:

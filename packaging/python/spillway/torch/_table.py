@@ -24,6 +24,7 @@ import torch
 
 from .. import _abi, _native, _tensor_rows
 from .._groups import Rule, is_torchs
+from .._written import Sums
 from ..errors import InvalidArgumentError, SpillwayError, is_own
 from ._states import is_count, version_of_low
 from ._tensors import CODES, DTensor, Row, local, name_of, properties_of
@@ -262,18 +263,20 @@ class Table:
         tensors = [value for items in states for name, value in items if name != "step" and isinstance(value, torch.Tensor)]
         return [*self.params(), *map(local, tensors)]
 
-    def note_versions(self, versions: list[int]) -> None:
-        """Remembers the versions of `watched` after a step."""
+    def note(self, versions: list[int], late: bool) -> None:
+        """Remembers versions and sums of `watched` after a step. `late`: the program may have written since."""
         for part in self._slices:
             if part.has_masters:
                 count = len(part.owners)
-                part.versions, versions = versions[:count], versions[count:]
+                part.note(versions[:count], late)
+                versions = versions[count:]
 
-    def noted(self) -> Iterator[tuple[torch.Tensor, tuple[int, int, dict[str, Any]]]]:
-        """Each parameter with a master, its version after the last step, that of its low bits, and its states."""
+    def noted(self) -> Iterator[tuple[torch.Tensor, tuple[tuple[int, Any], int, dict[str, Any]]]]:
+        """Each parameter with a master, its version and sum after the last step, the version of its low bits, and its states."""
         for part in self._slices:
             if part.has_masters:
-                yield from zip(part.owners, zip(part.versions, part.low_versions, part.inner))
+                marks = zip(part.versions, part.sums or [None] * len(part.owners))
+                yield from zip(part.owners, zip(marks, part.low_versions, part.inner))
 
     def name(self, number: int) -> str:
         """The name of a row in messages."""
@@ -325,8 +328,10 @@ class Slice:
         self.grads: list[torch.Tensor] = []
         self._step_addresses: list[int] = []
         self.has_masters = has_masters
-        #: The versions of parameters with masters after the last step.
+        #: Versions and sums of parameters with masters after the last step; None: the sums could not be taken then.
         self.versions: list[int] = list(map(_version, self.local(self.owners))) if has_masters else []
+        self._words = Sums(self.local(self.owners) if has_masters else ())
+        self.sums: list[int] | None = self._words.take()
         #: Those of low bits, which a step does not change.
         self.low_versions = list(map(version_of_low, self.inner)) if has_masters else []
         states_of = [row.states if row.master is None else (*row.states, row.master) for row in rows]
@@ -337,6 +342,12 @@ class Slice:
         self._getters = list(map(itemgetter, names))
         #: Address and number of the addresses of cache lines, see note_lines().
         self.lines = (0, 0)
+
+    def note(self, versions: list[int], late: bool) -> None:
+        """Remembers these versions and the present sums of the parameters."""
+        self.sums, self.versions = None, versions
+        if not late:
+            self.sums = self._words.take()
 
     def note_steps(self) -> None:
         """Remembers where the step counts lie."""
@@ -366,7 +377,7 @@ class Slice:
         params = self.owners if not self.distributed else self.local(self.owners)
         if not self.has_memory(params):
             return False
-        if self.has_masters and list(map(_version, params)) != self.versions:
+        if self.has_masters and (list(map(_version, params)) != self.versions or self._words.take() != self.sums):
             return False
         if self._step_addresses and list(map(_data_ptr, map(_step, self.inner))) != self._step_addresses:
             return False

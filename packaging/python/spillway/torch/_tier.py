@@ -171,7 +171,7 @@ class TierHome(Home):
             self._beside.abandon()
             self._next()
 
-    def settle(self) -> None:
+    def settle(self, late: bool = False) -> None:
         """Notes the result of a call, also of a step whose verdict was given before a signal handler raised."""
         try:
             if self._beside is not None:
@@ -179,7 +179,7 @@ class TierHome(Home):
         finally:
             if self._pending is not None and self._pending.status == [0]:
                 self.on_tier.weights.give_all()
-            super().settle()
+            super().settle(late)
 
     def _rest(self, also_mixed: bool = False) -> None:
         """Before a use of the states: takes back what was submitted of the next step, which then waits for step()."""
@@ -532,7 +532,7 @@ def _write_through(on_tier: TierStates, states: Any, found: dict[int, dict[str, 
         on_tier.tiered.write(subgroup, *parts.values())
     on_tier.set_steps(states, [float(found.get(number, {}).get("step", 0)) for number in range(len(on_tier.params))])
     # A master that does not round to its parameter is replaced at the next step, as without a tier.
-    on_tier.forget_versions()
+    on_tier.forget()
 
 
 class _Saved:

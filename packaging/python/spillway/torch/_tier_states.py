@@ -19,6 +19,7 @@ import torch
 
 from .. import _abi, _ranks
 from .._parts import Commits
+from .._written import Comparison, facts, sums
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import UNROUNDED, Swap, state_bytes
 from ..tier import Tier, TierPath
@@ -33,7 +34,6 @@ from ._tensors import CODES, check_has_memory, holds_values, local, name_of
 _USUAL, _LEAST = 4 << 20, 4 << 10
 #: The author of the commits.
 _BY = "torch"
-_version = torch.Tensor._version.__get__
 
 
 class TierOptions(NamedTuple):
@@ -175,6 +175,8 @@ class TierStates:
         self.gradients, self.weights = Gradients(self.params), Weights(self.params)
         # Absolute: a later change of the working directory changes nothing.
         self._state_dicts = None if options.state_dicts is None else os.path.abspath(options.state_dicts)
+        #: Facts and sums of parameters, by their numbers, when their masters had their values.
+        self._agreed: dict[int, tuple[Any, Any]] = {}
         self._shapes, self._dtypes, self.count = [param.shape for param in self.params], [param.dtype for param in self.params], 0
         self._options = options
         #: The commit of another run with which a new tier begins.
@@ -214,7 +216,7 @@ class TierStates:
         for subgroup, elements in enumerate(self.layout.elements):
             zeros = torch.zeros(elements, device="cpu")
             self.tiered.write(subgroup, self.values(subgroup), zeros, zeros)
-        self._note_versions()
+        self._note_all()
 
     def _take_over(self, states: Any, others: Commits) -> None:
         """Begins with the elements of another run's commit, and commits them at its step. A kill before that leaves a tier without a
@@ -345,29 +347,42 @@ class TierStates:
             )
         return step
 
-    def _note_versions(self) -> None:
-        """Remembers that masters and parameters agree now."""
-        self._versions = self._now()
+    def note(self, numbers: Iterable[int]) -> None:
+        """Remembers that the masters of these parameters agree with them now."""
+        noted = [number for number in numbers if self.stated[number]]
+        owners = [local(self.params[number]) for number in noted]
+        for number, own, found in zip(noted, owners, sums(owners)):
+            self._agreed[number] = facts(own), found
 
-    def _now(self) -> list[int]:
-        """The versions of the parameters with states."""
-        return [_version(local(param)) if stated else -1 for param, stated in zip(self.params, self.stated)]
+    def _note_all(self) -> None:
+        self.note(range(len(self.params)))
 
-    def agrees(self) -> bool:
-        """True if no parameter was written to since its master had its value."""
-        return self._now() == self._versions
+    def forget(self, numbers: Iterable[int] | None = None) -> None:
+        """Has the next step compare the masters of these parameters, or of all, with them."""
+        if numbers is None:
+            self._agreed.clear()
+        else:
+            for number in numbers:
+                self._agreed.pop(number, None)
 
-    def set_version(self, number: int, version: int) -> None:
-        """Remembers that master and parameter agree at this version of the parameter."""
-        self._versions[number] = version
+    def looks_written(self) -> bool:
+        """True if the program has written to a parameter since its master had its value, in a way that torch sees."""
+        return any(self._has_other_facts(number) for number, stated in enumerate(self.stated) if stated)
 
-    def forget_versions(self) -> None:
-        """Has the next step compare every master with its parameter."""
-        self._versions = [-1] * len(self.params)
+    def _has_other_facts(self, number: int) -> bool:
+        found = self._agreed.get(number)
+        return found is None or found[0] != facts(local(self.params[number]))
 
-    def take_written(self) -> None:
-        """Gives masters the values of parameters that the program has written to."""
-        written = {number for number, (now, old) in enumerate(zip(self._now(), self._versions)) if now != old}
+    def written(self) -> set[int]:
+        """The parameters that the program has written to since their masters had their values."""
+        found = {number for number, stated in enumerate(self.stated) if stated and self._has_other_facts(number)}
+        left = [number for number, stated in enumerate(self.stated) if stated and number not in found]
+        differ = Comparison(sums(local(self.params[number]) for number in left), [self._agreed[number][1] for number in left])
+        return found | {left[place] for place in differ.places()}
+
+    def take_written(self, written: set[int] | None = None) -> None:
+        """Gives masters the values of parameters that the program has written to; None: those of `written()`."""
+        written = self.written() if written is None else written
         for subgroup in sorted({piece.subgroup for number in written for piece in self.layout.of_parameter[number]}):
             master, differs = torch.empty(self.layout.elements[subgroup], device="cpu"), False
             self.tiered.read(subgroup, master)
@@ -376,7 +391,7 @@ class TierStates:
                     differs |= take_values(master[piece.first : piece.first + piece.count], self._part(piece).cpu())
             if differs:
                 self.tiered.write(subgroup, master)
-        self._note_versions()
+        self.note(written)
 
     def master(self, param: torch.Tensor) -> torch.Tensor:
         """The master of a parameter: the parameter itself if it is float32, or frozen."""
@@ -433,7 +448,7 @@ class TierStates:
                     self._part(piece).copy_(master[piece.first : piece.first + piece.count])
         self.set_steps(states, committed.facts["steps"])
         self.count = committed.facts["count"]
-        self._note_versions()
+        self._note_all()
 
     def values(self, subgroup: int) -> torch.Tensor:
         """The values of the parameters in a subgroup."""

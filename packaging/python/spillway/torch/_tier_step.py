@@ -9,8 +9,8 @@ Beside backward:
    repeated. If something has changed since a subgroup was submitted, all are taken back and submitted again.
 4. The parameters receive the weights of each subgroup as it becomes final. The library continues writing to the tier.
 
-A gradient in host memory is read where it is, and counts as unchanged if its version, its address and a sum over its memory are. Any other
-one is copied to host memory on a stream of its own, and a thread submits its subgroup after the copy.
+A gradient in host memory is read where it is. Any other one is copied to host memory on a stream of its own, and a thread submits its
+subgroup after the copy.
 
 Invariants:
 - The thread uses the update only between `_send` and a wait for it, which comes before every other use.
@@ -30,6 +30,7 @@ import torch
 from .. import _abi, _tensor_rows
 from .._after_events import AfterEvents
 from .._groups import Rule, is_torchs
+from .._written import version
 from ..errors import OwnSuppressed, SpillwayError, UnsupportedError, is_own
 from ..swap import SwapUpdate
 from ._copies import Taken, link_to
@@ -168,10 +169,13 @@ class TierTable:
         """The parameters whose versions show if the program has written to them."""
         return self.params()
 
-    def note_versions(self, versions: list[int]) -> None:
-        """Remembers the versions of `watched` after a step."""
-        for number, version in zip(self.numbers, versions):
-            self._on_tier.set_version(number, version)
+    def note(self, versions: list[int], late: bool) -> None:
+        """Remembers that the masters of `watched` have their values after a step, unless the program may have written since: they have
+        other versions, or the call is late."""
+        self._on_tier.forget(self.numbers)
+        if not late:
+            now = map(version, self.params())
+            self._on_tier.note(number for number, own, after in zip(self.numbers, now, versions) if own == after)
 
     def release_grads(self) -> None:
         """Drops the references to the gradients, unless a step that started during backward has them."""
@@ -289,7 +293,7 @@ class Beside:
 
     def _start(self, subgroup: int) -> None:
         """All expected gradients of a subgroup are there."""
-        if not self._ready and not self._on_tier.agrees():
+        if not self._ready and self._on_tier.looks_written():
             # The masters have to take the values first, which step() sees.
             self._waits = True
             return self.abandon()
@@ -349,7 +353,8 @@ class Beside:
         self._busy = True
         options = {key[:2]: own for key, own in rows.options.items()}
         factors = {own.grad_scale for own in options.values()}
-        stands = not self._waits and self._stands(options)
+        written = self._on_tier.written()
+        stands = not self._waits and not written and self._stands(options)
         repeats = stands and any(own.grad_scale != options[key].grad_scale for key, own in self._options.items())
         if self._ready and stands:
             self._missed = self._missed + 1 if repeats else 0
@@ -357,9 +362,9 @@ class Beside:
             self.abandon()
         if not self._submitted:
             self._clear()
-        if not self._on_tier.agrees():
+        if written:
             self.abandon()
-            self._on_tier.take_written()
+            self._on_tier.take_written(written)
         #: The factor of a repetition.
         self._factor = factors.pop() if repeats and self._submitted else None
         for key, own in options.items():
@@ -377,8 +382,7 @@ class Beside:
         # The table of the step has taken the gradients that have changed.
         taken = self._on_tier.gradients.taken
         return (
-            self._on_tier.agrees()
-            and all(numbers == self._present(subgroup) for subgroup, numbers in self._ready.items())
+            all(numbers == self._present(subgroup) for subgroup, numbers in self._ready.items())
             and all(key in options and _shared_part(own) == _shared_part(options[key]) for key, own in self._options.items())
             and all(self._key(number) in self._options and seen is taken.get(number) for number, seen in self._seen.items())
         )

@@ -11,6 +11,9 @@ Invariants:
   before its forward, and a saved tensor is filled when it is unpacked.
 - Memory is emptied and allocated on the stream that computes, so nothing overwrites it before its last reader has ended. A copy begins
   after what that stream had to do when the memory was allocated, and a unit runs after its copy.
+- A forward that is in no other one sees what the program has written since the last one, also in ways that torch does not see: slots are
+  empty then, and weights that stay are compared by their sums. Weights that were stepped since are copied anyway, so that training takes
+  no sums.
 - A graph sees one value of a weight: if the parameter in host memory has changed since, the version of the tensor on the device grows,
   and a backward of an earlier forward is an error.
 - When backward returns, every gradient is in host memory, and no flowing unit is on the device."""
@@ -31,6 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from ..._attributes import described
+from ..._written import Comparison, facts, sums
 from ...errors import InvalidArgumentError, UnsupportedError
 from .._copies import new_link
 from .._tensors import DTensor, lasting, unused_bytes
@@ -161,8 +165,10 @@ class Flow:
         if torch._C._current_graph_task_id() == -1:
             if {other.thread for other in self.running.copy()} & {own.ident for own in threading.enumerate()} - {entry.thread}:
                 raise InvalidArgumentError("flow: another thread runs a forward of this model; run one after the other")
-            if entry.forward.is_root and _calls(self) == 1:
-                self._begin(entry)
+            if _calls(self) == 1:
+                if entry.forward.is_root:
+                    self._begin(entry)
+                self._look((self._rest, *self.units) if entry.forward.is_root else entry.forward.units)
         for unit in entry.forward.units:
             unit.users.add(entry)
             self._use(unit)
@@ -175,6 +181,22 @@ class Flow:
         self._leaving.clear()
         for weight in self._of.values():
             weight.on_device.grad = None
+
+    def _look(self, units: Iterable[Unit]) -> None:
+        """Before a forward that is in no other: has the weights copied again that the program may have written to since the last one."""
+        asked: list[Weight] = []
+        for unit in units:
+            if unit in self._here and not unit.kept and not unit.users and len(self.units) > self._slots:
+                # A forward of all units frees it before its use.
+                self._free(unit)
+            if unit.fence is not None:
+                self._up.wait(unit.fence)
+                unit.fence = None
+            asked += (weight for weight in unit.weights if weight.is_current())
+        now = sums(weight.on_host for weight in asked)
+        differ = Comparison(now, [weight.sum_here() for weight in asked]).places()
+        for place, (weight, own) in enumerate(zip(asked, now)):
+            weight.compared(None if place in differ else own)
 
     def _reset(self) -> None:
         """Unless a forward runs, as `_put_back`."""
@@ -371,21 +393,33 @@ class Weight:
         self.bytes = self.on_device.untyped_storage().nbytes()
         # What is on the device: nothing, or what the parameter was when its copy was started; what it was at the last copy; and the
         # version of the tensor on the device after it.
-        self._filled: tuple[int, int, int] | None = None
-        self._seen: tuple[int, int, int] | None = None
+        self._filled: tuple[Any, ...] | None = None
+        self._seen: tuple[Any, ...] | None = None
         self._version = 0
+        #: The sum of the values on the device; None: it was not taken.
+        self._sum: Any = None
         #: Steps of optimizers that have the parameter.
         self.steps = 0
         #: The forward for which the tensor on the device is in the model.
         self.shown_by: Entry | None = None
         self.empty()
 
-    def _now(self) -> tuple[int, int, int]:
-        return self.on_host._version, self.on_host.data_ptr(), self.steps
+    def _now(self) -> tuple[Any, ...]:
+        return *facts(self.on_host), self.steps
 
     def is_current(self) -> bool:
         """True if the tensor on the device has the values of the parameter, or will have them."""
         return self._filled == self._now()
+
+    def sum_here(self) -> Any:
+        """The sum of the values on the device."""
+        return sums([self.on_device.cpu()])[0] if self._sum is None else self._sum
+
+    def compared(self, found: Any) -> None:
+        """Remembers the sum of both tensors; None: they have other values than each other, and the parameter is copied again."""
+        self._sum = found
+        if found is None:
+            self._filled = self._seen = None
 
     def fill(self, link: Any) -> None:
         """Starts the copy to the device."""
@@ -395,9 +429,10 @@ class Weight:
                 f"shape {tuple(self.on_host.shape)}; convert a model before its weights flow"
             )
         now, storage = self._now(), self.on_device.untyped_storage()
-        if self._filled is None:
+        if not storage.nbytes():
             storage.resize_(self.bytes)
         self._filled = None
+        self._sum = None
         with ExitStack() as same:
             if now == self._seen:
                 same.enter_context(_unsafe_preserve_version_counter(self.on_device))
@@ -432,6 +467,7 @@ class Weight:
                 self.on_host.copy_(self.on_device)
             self._filled = self._seen = self._now()
             self._version = self.on_device._version
+            self._sum = None
         self.shown_by = None
 
     def _place(self, old: torch.Tensor, new: Any) -> None:

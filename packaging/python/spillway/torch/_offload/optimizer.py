@@ -419,7 +419,7 @@ class Offloaded(torch.optim.Optimizer):
         for slot in live:
             # Those of a submitted bucket were compared by `stands`.
             if not plan.was_submitted(slot) and not slot.is_current():
-                slot.take()
+                slot.take(marked=False)
         if not plan.is_open:
             plan.begin(self._all_options(plan, scale), self._limit)
         self._scale = scale

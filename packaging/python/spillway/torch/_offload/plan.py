@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._after_events import AfterEvents
+from ..._written import Comparison, facts, sums
 from ...errors import InvalidArgumentError, OutOfOrderError, OwnSuppressed
 from ...optim import Adam, tensor_table
 from ...speculate import Speculation
@@ -58,11 +59,12 @@ class Slot:
         self.param, self.group, self.maximizes, self.link = param, 0, False, link_to(param)
         self.name, self.stays, self.arrived = f"parameter {number}", False, -number
         self.grad = self.weights = torch.empty(0)
-        # What the gradient and the parameter were when the gradient was copied, and the parameter after its weights were copied.
+        # The facts of gradient and parameter when the gradient was copied, and the sum of that gradient; facts and sum of the parameter
+        # when its weights were copied last.
         self.seen: tuple[Any, ...] | None = None
+        self._grad_sum: Any = None
         self._weights_of: tuple[Any, ...] | None = None
-        self._weights_mark: Any = None
-        self._grad_mark: Any = None
+        self._weights_sum: Any = None
         self._held: Any = None
         # Shape, dtype and device for which there is memory; the tensors of the state, and their versions when the gradient was copied.
         self._kind: tuple[Any, ...] = ()
@@ -170,27 +172,34 @@ class Slot:
         if not fits or part.is_inference():
             raise InvalidArgumentError(f"offload: the state {name!r} of {self.name} is no longer {wanted}; nothing was stepped")
 
-    def take(self) -> None:
-        """Copies the gradient, and the weights if the program has changed them."""
+    def take(self, marked: bool = True) -> None:
+        """Copies the gradient, and the weights if the program has changed them. `marked`: `is_current` can tell later whether the gradient
+        has changed since."""
         with torch.no_grad():
             weights, grad = local(self.param).detach(), local(self.param.grad).detach()
             if self.stays:
                 self.grad = plain(grad, self.param.dtype)
                 self._follow(weights)
-            elif self._weights_of != self._identity(self.param) or self.link.differs(weights, self.weights, self._weights_mark):
+            elif self._has_other_weights():
+                self._weights_of = None
+                now = sums([weights])[0]
                 self.link.out(self.weights, weights)
                 if MASTER in self._parts:
                     wait(self.link.fence())
                     self._follow(self.weights)
-                self._weights_of = self._identity(self.param)
-                self._weights_mark = self.link.mark(weights)
+                self._weights_of, self._weights_sum = facts(local(self.param)), now
             if not self.stays:
                 self.link.out(self.grad, grad)
-                self._grad_mark = self.link.mark(grad)
+                self._grad_sum = sums([grad])[0] if marked else None
             # Its memory cannot become that of another gradient before the step.
             self._held = self.param.grad
         self.seen = self._now()
         self._versions = [tensor._version for tensor in self._parts.values()]
+
+    def _has_other_weights(self) -> bool:
+        """True if the copy of the weights is not that of the parameter."""
+        own = local(self.param)
+        return self._weights_of != facts(own) or bool(Comparison(sums([own]), [self._weights_sum]))
 
     def _follow(self, weights: torch.Tensor) -> None:
         """Gives the master the weights that it does not round to: a checkpoint loads both, in any order."""
@@ -206,11 +215,17 @@ class Slot:
     def released(self) -> None:
         """The version of the parameter has grown, not by a write of the program."""
         if self.seen is not None:
-            self.seen = (self.seen[0], self._identity(self.param))
+            self.seen = (self.seen[0], facts(local(self.param)))
+            if self.stays:
+                self._weights_sum = sums([local(self.param)])[0]
 
     def is_written(self) -> bool:
-        """True if the program has written to the parameter, or replaced its memory, since the gradient was copied."""
-        return self.seen is not None and self.seen[1] != self._identity(self.param)
+        """True if the program has written to the parameter since the gradient was copied, in a way that torch sees."""
+        return self.seen is not None and self.seen[1] != facts(local(self.param))
+
+    def weights_then(self) -> tuple[torch.Tensor, Any]:
+        """The parameter, and its sum when the gradient was copied; of one that stays, when the step returned before its verdict."""
+        return local(self.param), self._weights_sum
 
     def forget(self) -> None:
         """The copy of the gradient is not used any more."""
@@ -226,7 +241,7 @@ class Slot:
         weights = local(self.param).data
         if not self.stays:
             self.link.back(weights, self.weights)
-            self._weights_mark = self.link.mark(weights)
+            self._weights_sum = sums([weights])[0]
         elif self.weights.data_ptr() != weights.data_ptr():
             # The parameter is not plain, and was not stepped in place.
             weights.copy_(self.weights)
@@ -234,7 +249,7 @@ class Slot:
     def published(self) -> None:
         """The version of the parameter has grown by its new weights."""
         if not self.stays:
-            self._weights_of = self._identity(self.param)
+            self._weights_of = facts(local(self.param))
 
     def row(self) -> tuple[Any, ...]:
         """The tensor for a round."""
@@ -249,15 +264,18 @@ class Slot:
 
     def is_current(self) -> bool:
         """True if the copies are those of the present gradient and weights."""
-        return self.may_be_current() and not self.link.differs(*self.copied())
+        if self._grad_sum is None or not self.may_be_current():
+            return False
+        now, before = zip(self.grad_then(), self.weights_then())
+        return not Comparison(sums(now), before)
 
     def may_be_current(self) -> bool:
         """False if gradient or weights were replaced, or written to in a way that torch has seen."""
         return not self.stays and self.seen is not None and self.seen == self._now()
 
-    def copied(self) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """The gradient, its copy, and the mark of its values when it was copied."""
-        return local(self.param.grad).detach(), self.grad, self._grad_mark
+    def grad_then(self) -> tuple[torch.Tensor, Any]:
+        """The gradient, and its sum when it was copied."""
+        return local(self.param.grad), self._grad_sum
 
     def refusal(self) -> str:
         """Why the gradient cannot be copied; empty if it can."""
@@ -278,13 +296,7 @@ class Slot:
 
     def _now(self) -> tuple[Any, ...]:
         grad = self.param.grad
-        return (grad is not None and self._identity(grad), self._identity(self.param))
-
-    @staticmethod
-    def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-        # The address: `param.data = ...` changes no version.
-        own = local(tensor)
-        return (id(own), own._version, own.data_ptr())
+        return (grad is not None and facts(local(grad)), facts(local(self.param)))
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return self.link.memory(local(self.param).shape, dtype)
@@ -294,6 +306,12 @@ class Slot:
 
     def _floats(self, value: float) -> torch.Tensor:
         return like(self.param, self._uninitialised().fill_(value))
+
+
+def _changed(rows: Iterable[tuple[torch.Tensor, Any]]) -> Comparison:
+    """Compares tensors with their sums of before."""
+    tensors, before = [*zip(*rows)] or [(), ()]
+    return Comparison(sums(tensors), before)
 
 
 class Bucket:
@@ -508,8 +526,7 @@ class Plan:
         same = [*map(bytes, options)] == self._options and limit == self.limit and self.is_of(live, self._number, others, tail)
         if not same or not all(slot.may_be_current() for slot in submitted):
             return False
-        links = {slot.link for slot in submitted}
-        return not any(link.any_differs([slot.copied() for slot in submitted if slot.link is link]) for link in links)
+        return not _changed(then for slot in submitted for then in (slot.grad_then(), slot.weights_then()))
 
     def edited(self) -> Slot | None:
         """A submitted parameter to whose state the program wrote; None if there is none."""
@@ -563,7 +580,10 @@ class Plan:
 
     def written(self) -> Slot | None:
         """A parameter to which the program wrote since its gradient was copied; None if there is none."""
-        return next((slot for slot in self.slots if slot.is_written()), None)
+        if (found := next((slot for slot in self.slots if slot.is_written()), None)) is not None:
+            return found
+        places = _changed(slot.weights_then() for slot in self.slots).places()
+        return self.slots[min(places)] if places else None
 
     def resolve(self, decision: Decision) -> None:
         """Gives each lane the verdict, unless it has it."""

@@ -1,0 +1,147 @@
+"""What a program writes to parameters, gradients and states ends as with torch's own class: each way of writing, in each home of weights
+and states, at each moment. `python ffi_tests/torch/written.py FIRST COUNT` runs random programs of such writes."""
+
+import copy
+import random
+
+import pytest
+import torch
+import written
+from torch.nn.utils import parametrizations
+from written import GRADIENT, HOMES, MOMENTS, PARAMETER, STATE, Refused, run
+
+import spillway._written
+from spillway import torch as own
+
+SHAPES = [(7, 5), (64,), (110, 110), (3,)]
+NAMES = ("layers.0.first", "stays.first")
+#: The next forward of these completes a step.
+LATER = [name for name, home in HOMES.items() if home.later]
+
+
+def cell(home, moment, what, way, **given):
+    number = MOMENTS.index(moment)
+    events = [(what, way, name, value) for name, value in zip(NAMES, ("negated", "reversed"))]
+    run(home, SHAPES, {(min(number, 1), moment): events}, steps=3, seed=number, **given)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("home", HOMES)
+def test_parameters_that_the_program_writes_end_as_with_torchs_class(home, moment):
+    for way in PARAMETER:
+        cell(home, moment, "parameter", way)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_gradients_that_the_program_writes_end_as_with_torchs_class(home):
+    for way in GRADIENT:
+        cell(home, "between backward and step", "gradient", way)
+
+
+@pytest.mark.parametrize("moment", ["between steps", "between backward and step", "between forwards"])
+@pytest.mark.parametrize("home", [name for name, home in HOMES.items() if home.states])
+def test_states_that_the_program_writes_end_as_with_torchs_class(home, moment):
+    for way in STATE:
+        cell(home, moment, "state", way)
+
+
+@pytest.mark.parametrize("way", PARAMETER)
+@pytest.mark.parametrize("home", LATER)
+def test_a_write_before_the_forward_that_completes_a_step_is_an_error_of_that_forward(home, way):
+    if way in ("load", "load assign"):
+        # The state dict of the model completes the step.
+        cell(home, "between step and forward", "parameter", way, settles=False)
+        return
+    with pytest.raises(Refused, match="was written to after step"):
+        cell(home, "between step and forward", "parameter", way, settles=False)
+
+
+@pytest.mark.parametrize("home", [name for name, home in HOMES.items() if home.dtype is torch.float32])
+def test_functional_calls_and_parametrizations_see_what_the_program_writes(home):
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(parametrizations.weight_norm(torch.nn.Linear(12, 12)) for _ in range(3))
+    control = torch.nn.Sequential(*layers, torch.nn.Linear(12, 4))
+    model, x = copy.deepcopy(control), torch.randn(5, 12)
+    expected = torch.optim.AdamW(control.parameters(), **written.OPTIONS)
+    with HOMES[home].place():
+        optimizer = HOMES[home].make(model)
+        for step in range(4):
+            losses = []
+            for one, steps in ((control, expected), (model, optimizer)):
+                value = torch.full((12, 12), 0.5 + step)
+                if step == 1:
+                    one[1].weight = value
+                if step == 2:
+                    getattr(steps, "settle", lambda: None)()
+                    one[2].parametrizations.weight.original0.data.mul_(0.5)
+                with torch.no_grad():
+                    called = torch.func.functional_call(one, {"3.bias": torch.full((4,), 3.0)}, x)
+                losses.append((one(x).square().mean(), called))
+                losses[-1][0].backward()
+                steps.step()
+                for param in one.parameters():
+                    param.grad = None
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+        getattr(optimizer, "settle", lambda: None)()
+        for one, other in zip(control.parameters(), model.parameters()):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+        if hasattr(optimizer, "close"):
+            optimizer.close()
+
+
+def test_random_programs_of_writes_end_as_with_torchs_class():
+    failures, _, _ = written.failures(random.SystemRandom().randrange(1 << 40), 100_000, seconds=30)
+    assert not failures, "\n\n".join(failures)
+
+
+# Sums.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (7, 5), (300,), (100, 333), (4, 3, 8, 8)])
+def test_a_sum_changes_with_each_byte_of_a_tensor_and_with_nothing_else(shape, dtype):
+    for layout in ("plain", "offset", "last"):
+        memory = torch.randint(1, 100, shape).to(dtype)
+        if layout == "offset":
+            memory = torch.cat([memory.new_ones(1), memory.flatten()])[1:].view(shape)
+        if layout == "last" and len(shape) == 4:
+            memory = memory.contiguous(memory_format=torch.channels_last)
+        (before,) = spillway._written.sums([memory])
+        # Beside others it has the same one.
+        assert spillway._written.sums([torch.ones(3), memory, torch.ones(5)])[1] == before
+        at = tuple(random.randrange(size) for size in shape)
+        kept = memory[at].clone()
+        memory[at] += 1
+        assert spillway._written.sums([memory]) != [before]
+        memory[at] = kept
+        assert spillway._written.sums([memory]) == [before]
+
+
+@pytest.mark.parametrize("count", [32, 64, 192, 20_000])
+def test_negated_and_reversed_tensors_have_other_sums(count):
+    for _ in range(50):
+        tensor = torch.randn(count)
+        before = spillway._written.sums([tensor])
+        assert spillway._written.sums([-tensor]) != before != spillway._written.sums([tensor.flip(0)])
+
+
+def test_tensors_whose_memory_is_not_their_values_have_the_sums_of_their_values():
+    plain = torch.randn(6, 4)
+    some = [plain[::2], plain.t()[1:], torch._neg_view(plain), torch._efficientzerotensor(2, 3), torch.ones(3).expand(4, 3), plain[:0]]
+    for tensor in some:
+        values = torch.empty(tensor.shape).copy_(tensor)
+        assert spillway._written.sums([tensor]) == spillway._written.sums([values])
+
+
+def test_training_with_weights_that_flow_takes_no_sums(monkeypatch):
+    torch.manual_seed(0)
+    model = written.Model(SHAPES)
+    flow = own.Flow(model, "cpu", keep_bytes=None)
+    optimizer, taken = torch.optim.AdamW(model.parameters()), []
+    monkeypatch.setattr("spillway.torch._offload.flow.sums", lambda tensors: [taken.append(tensor) for tensor in tensors])
+    for _ in range(3):
+        model([torch.ones(shape) for shape in SHAPES]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not taken
+    flow.remove()

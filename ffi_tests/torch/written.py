@@ -1,0 +1,440 @@
+"""Programs that write to parameters, gradients and states in every way that torch has, against the same program with torch's own class.
+
+    PYTHONPATH=packaging/python python ffi_tests/torch/written.py FIRST COUNT [SECONDS]
+
+runs the random programs FIRST to FIRST + COUNT - 1, and prints each one that fails. The number of a program is the seed of everything in
+it.
+
+Gradients do not depend on weights here, so that a lost write stays visible: it is a difference of the size of the written value. 16-bit
+parameters are compared with float32 masters that torch's class steps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+import time
+import traceback
+from unittest import mock
+
+import torch
+from offload_runs import Later
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import spillway
+from spillway import torch as own
+
+F32, BF16 = torch.float32, torch.bfloat16
+#: The last one is larger than tensors whose words are all weighted.
+SHAPES = [(7, 5), (64,), (), (3,), (40, 40), (110, 110)]
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+class Part(torch.nn.Module):
+    def __init__(self, shape, other):
+        super().__init__()
+        self.first, self.second = (torch.nn.Parameter(torch.randn(kind)) for kind in (shape, other))
+
+    def forward(self, total, factors):
+        return total + sum((param.float() * factor).sum() for param, factor in zip((self.first, self.second), factors))
+
+
+class Model(torch.nn.Module):
+    """Layers that flow, and one part that stays."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.stays, *layers = (Part(one, other) for one, other in zip(shapes[::2], shapes[1::2]))
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, factors):
+        total = self.stays(0.0, factors[:2])
+        for number, layer in enumerate(self.layers):
+            total = layer(total, factors[2 * number + 2 :])
+        return total
+
+
+# Controls.
+
+
+class Masters:
+    """torch's AdamW over float32 masters of 16-bit parameters. A master takes what the program has written: the elements that it does not
+    round to, or with `whole` all elements of the parameter."""
+
+    def __init__(self, params, whole):
+        self.params, self.whole = list(params), whole
+        self.masters = [param.detach().float() for param in self.params]
+        self.published = [param.detach().clone() for param in self.params]
+        self.inner = torch.optim.AdamW(self.masters, **OPTIONS)
+
+    def _follow(self):
+        for number, (param, master) in enumerate(zip(self.params, self.masters)):
+            now = param.detach()
+            if self.whole and not torch.equal(now, self.published[number]):
+                master.copy_(now)
+                self.published[number] = now.clone()
+            elif not self.whole:
+                master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
+
+    def step(self):
+        self._follow()
+        for param, master in zip(self.params, self.masters):
+            master.grad = None if param.grad is None else param.grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for number, (param, master) in enumerate(zip(self.params, self.masters)):
+                if param.grad is not None:
+                    param.copy_(master)
+                    self.published[number] = param.detach().clone()
+
+    def states(self):
+        return {param: self.inner.state[master] for param, master in zip(self.params, self.masters)}
+
+    def master(self, param):
+        self._follow()
+        return self.masters[next(number for number, other in enumerate(self.params) if other is param)]
+
+
+class Home:
+    """Where an optimizer keeps weights and states.
+
+    Args:
+        make: Makes the optimizer of a model.
+        dtype: That of the parameters.
+        whole: The control's masters take whole parameters.
+        apart: The parameters are on a stand-in for a device, whose copies end later than they are started.
+        states: The program can write to the optimizer's states.
+        later: The step is completed by the next forward."""
+
+    def __init__(self, make, dtype=F32, whole=False, apart=False, states=True, later=False, flows=False):
+        self.make, self.dtype, self.whole, self.apart, self.states, self.later, self.flows = make, dtype, whole, apart, states, later, flows
+
+    @contextlib.contextmanager
+    def place(self):
+        with contextlib.ExitStack() as stack:
+            if self.apart:
+                link = Later()
+                for module in ("_copies", "_tier_step", "_offload.plan"):
+                    stack.enter_context(mock.patch(f"spillway.torch.{module}.link_to", lambda param: link))
+            yield
+
+
+def _memory(**given):
+    return lambda model: own.AdamW(model.parameters(), **OPTIONS, **given)
+
+
+def _tier(**given):
+    options = own.TierOptions([None], part_elements=1500, pin_memory=False, durability="process")
+    return lambda model: own.AdamW(model.parameters(), **OPTIONS, tier=options, **given)
+
+
+def _offload(**given):
+    return lambda model: own.offload(model, torch.optim.AdamW, **OPTIONS, **{"bucket_bytes": 300, **given})
+
+
+def _flow(model):
+    flow = own.Flow(model, "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer.keeps = flow
+    return optimizer
+
+
+HOMES = {
+    "memory": Home(_memory()),
+    "memory bf16 master": Home(_memory(master="f32"), BF16),
+    "memory bf16 split": Home(_memory(master="split"), BF16, whole=True),
+    "flow of torch": Home(_flow, flows=True),
+    "offload flow": Home(_offload(weights="flow", device="cpu"), flows=True),
+    "offload flow overlap": Home(_offload(weights="flow", device="cpu", overlap=True), flows=True),
+    "offload flow forward": Home(_offload(weights="flow", device="cpu", verdict="forward"), later=True, flows=True),
+}
+for _dtype, _name in ((F32, "f32"), (BF16, "bf16")):
+    for _overlap in (False, True):
+        _text = f"{_name}{' overlap' if _overlap else ''}"
+        HOMES[f"tier {_text}"] = Home(_tier(overlap=_overlap), _dtype, states=False)
+        HOMES[f"tier device {_text}"] = Home(_tier(overlap=_overlap), _dtype, states=False, apart=True)
+        for _verdict in ("step", "forward"):
+            _make, _later = _offload(overlap=_overlap, verdict=_verdict), _verdict == "forward"
+            HOMES[f"offload {_text} {_verdict}"] = Home(_make, _dtype, later=_later)
+            HOMES[f"offload device {_text} {_verdict}"] = Home(_make, _dtype, later=_later, apart=True)
+    HOMES[f"offload tail {_name}"] = Home(_offload(tail=2), _dtype)
+    HOMES[f"offload tail {_name} forward"] = Home(_offload(tail=2, overlap=True, verdict="forward"), _dtype, later=True)
+
+# Ways to write. Each gets the model, the name of a parameter, and the values.
+
+
+def _fused(model, name, value):
+    """A fused optimizer changes no version."""
+    param = model.get_parameter(name)
+    before = param.grad
+    param.grad = param.detach() - value
+    torch.optim.SGD([param], lr=1.0, fused=True).step()
+    param.grad = before
+
+
+def _vector(model, name, value):
+    for own_name, param in model.named_parameters():
+        if own_name != name:
+            param.data = param.data.clone()
+    parts = [value if own_name == name else param.detach() for own_name, param in model.named_parameters()]
+    vector_to_parameters(parameters_to_vector(parts), model.parameters())
+
+
+def _numpy(tensor, value):
+    words = torch.int16 if tensor.dtype is BF16 else torch.int32
+    tensor.detach().view(-1).view(words).numpy()[...] = value.view(-1).view(words).numpy()
+
+
+def _copy(tensor, value):
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+def _in_inference_mode(tensor, value):
+    with torch.inference_mode():
+        tensor.copy_(value)
+
+
+def _new_data(tensor, value):
+    tensor.data = value.clone()
+
+
+def _in_data(tensor, value):
+    tensor.data.copy_(value)
+
+
+def _of_param(write):
+    return lambda model, name, value: write(model.get_parameter(name), value)
+
+
+#: Ways that write to any tensor.
+TENSOR = {"data": _in_data, "new data": _new_data, "copy": _copy, "numpy": _numpy, "inference": _in_inference_mode}
+PARAMETER = {
+    **{name: _of_param(write) for name, write in TENSOR.items()},
+    "vector": _vector,
+    "fused": _fused,
+    "swap": lambda model, name, value: torch.utils.swap_tensors(model.get_parameter(name), torch.nn.Parameter(value.clone())),
+    "load": lambda model, name, value: model.load_state_dict({name: value}, strict=False),
+    "load assign": lambda model, name, value: model.load_state_dict({name: value.clone()}, strict=False, assign=True),
+}
+
+
+def _new_grad(param, value):
+    param.grad = value.clone()
+
+
+GRADIENT = {
+    **{name: (lambda write: lambda param, value: write(param.grad, value))(write) for name, write in TENSOR.items()},
+    "new": _new_grad,
+    "none": lambda param, value: setattr(param, "grad", None),
+}
+
+
+def _new_state(state, key, value):
+    state[key] = value.clone()
+
+
+STATE = {
+    **{name: (lambda write: lambda state, key, value: write(state[key], value))(write) for name, write in TENSOR.items()},
+    "new": _new_state,
+}
+#: Other values than those of before, which 16 bits have exactly.
+VALUES = {
+    "half": lambda tensor: tensor * 0.5,
+    "negated": lambda tensor: -tensor,
+    "reversed": lambda tensor: tensor.flatten().flip(0).view(tensor.shape) * 2,
+    "constant": lambda tensor: torch.full_like(tensor, 0.25),
+    "one": lambda tensor: torch.cat([tensor.flatten()[:-1], tensor.flatten()[-1:] * 0.5 + 1]).view(tensor.shape),
+}
+MOMENTS = ("before the first step", "between steps", "between backward and step", "between step and forward", "between forwards")
+
+
+class Side:
+    """A model with its optimizer."""
+
+    def __init__(self, model, home, control):
+        self.model, self.home, self.control = model, home, control
+        if not control:
+            self.optimizer = home.make(model)
+        elif home.dtype is BF16:
+            self.optimizer = Masters(model.parameters(), home.whole)
+        else:
+            self.optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+        self.names, self.params = zip(*model.named_parameters())
+
+    def states(self):
+        return self.optimizer.states() if isinstance(self.optimizer, Masters) else self.optimizer.state
+
+    def backward(self, factors):
+        loss = self.model(factors)
+        loss.backward()
+        return loss.item()
+
+    def forward(self, factors):
+        with torch.no_grad():
+            return self.model(factors).item()
+
+    def settle(self):
+        if hasattr(self.optimizer, "settle"):
+            self.optimizer.settle()
+
+    def write(self, what, way, name, value):
+        param = dict(self.model.named_parameters())[name]
+        if what == "parameter":
+            PARAMETER[way](self.model, name, VALUES[value](param.detach()))
+        elif what == "gradient":
+            GRADIENT[way](param, VALUES[value](param.grad.detach()))
+        else:
+            # The optimizer steps the parameter of the construction.
+            state = self.states()[self.params[self.names.index(name)]]
+            # The second moment has no sign.
+            STATE[way](state, "exp_avg", VALUES[value](state["exp_avg"]))
+
+    def close(self):
+        if hasattr(self.optimizer, "close"):
+            self.optimizer.close()
+
+
+class Refused(Exception):
+    """The optimizer refuses what the program does, by an error that says so."""
+
+
+def run(home, shapes, events, steps, seed, settles=True):
+    """Runs a program on both sides. `events` has for each step and moment what is written. Raises AssertionError at a difference, and
+    Refused at a clear error.
+
+    With `settles`, the program settles a step before it writes, as the docs ask for a verdict in the next forward."""
+    home = HOMES[home]
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    # Values of every size differ by far more than a step changes them.
+    model = Model(shapes).to(home.dtype)
+    sides = [Side(copy.deepcopy(model), home, True)]
+    with home.place():
+        sides.append(Side(model, home, False))
+        try:
+            for step in range(steps):
+                _step(sides, events, step, shapes, generator, settles)
+            _both(sides, lambda side: side.settle())
+            _compare(sides)
+        finally:
+            sides[1].close()
+
+
+def _step(sides, events, step, shapes, generator, settles):
+    factors = [torch.randn(shape, generator=generator) for shape in shapes]
+
+    def write(moment):
+        for what, way, name, value in events.get((step, moment), ()):
+            if settles or moment != "between step and forward":
+                sides[1].settle()
+            sides[0].write(what, way, name, value)
+            try:
+                sides[1].write(what, way, name, value)
+            except (RuntimeError, spillway.SpillwayError, KeyError) as error:
+                raise Refused(f"{way}: {error}") from None
+
+    if step == 0:
+        write("before the first step")
+    if (step, "between forwards") in events:
+        _both(sides, lambda side: side.forward(factors))
+        write("between forwards")
+        _both(sides, lambda side: side.forward(factors))
+    _both(sides, lambda side: side.backward(factors))
+    write("between backward and step")
+    _both(sides, lambda side: side.optimizer.step())
+    for side in sides:
+        for param in {*side.params, *side.model.parameters()}:
+            param.grad = None
+    write("between steps")
+    write("between step and forward")
+
+
+def _both(sides, work):
+    """Does the same on both sides, and compares the results."""
+    expected = work(sides[0])
+    try:
+        found = work(sides[1])
+    except spillway.InvalidArgumentError as error:
+        raise Refused(str(error)) from None
+    if expected is not None:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=0.3 if _is_16(sides) else 1e-2)
+
+
+def _is_16(sides):
+    return sides[0].home.dtype is BF16
+
+
+def _compare(sides):
+    control, tested = sides
+    apart = 3e-2 if _is_16(sides) else 1e-5
+    for (name, one), other in zip(control.model.named_parameters(), tested.model.parameters()):
+        torch.testing.assert_close(other, one, rtol=apart, atol=apart, msg=lambda text, name=name: f"{name}: {text}")
+    saved = tested.optimizer.state_dict()["state"]
+    for number, (one, other) in enumerate(zip(control.params, tested.params)):
+        state = control.states().get(one)
+        if state:
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(saved[number][key].float(), state[key].float(), rtol=1e-4, atol=1e-5)
+        if _is_16(sides) and hasattr(tested.optimizer, "master"):
+            _compare_masters(tested.optimizer.master(other), control.optimizer.master(one))
+
+
+def _compare_masters(found, expected):
+    """Few elements of a written parameter were close to a tie before, and differ by a unit of 16 bits."""
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
+    apart = ~torch.isclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert apart.sum() <= max(1, 0.05 * found.numel()), f"{apart.sum()} of {found.numel()} masters differ"
+
+
+# Random programs.
+
+
+def program(seed):
+    """The arguments of `run` for the random program of a seed."""
+    chance = random.Random(seed)
+    home = chance.choice(list(HOMES))
+    shapes = [chance.choice(SHAPES) for _ in range(2 * chance.randint(2, 4))]
+    names = [name for name, _ in Model(shapes).named_parameters()]
+    steps, events = chance.randint(2, 6), {}
+    for _ in range(chance.randint(1, 6)):
+        moment, step = chance.choice(MOMENTS), chance.randrange(steps)
+        ways = {"parameter": PARAMETER}
+        if moment == "between backward and step":
+            ways["gradient"] = GRADIENT
+        if HOMES[home].states and step and moment != "between step and forward":
+            ways["state"] = STATE
+        what = chance.choice(list(ways))
+        # A parameter that the model has no more gets no gradients.
+        way = chance.choice([way for way in ways[what] if way not in ("swap", "load assign") or len(events) == 0])
+        event = what, way, chance.choice(names), chance.choice(list(VALUES))
+        events.setdefault((step, moment), []).append(event)
+    return {"home": home, "shapes": shapes, "events": events, "steps": steps, "seed": seed, "settles": chance.random() < 0.8}
+
+
+def failures(first, count, seconds=None):
+    """The texts of the programs that fail, and how many ran, and how many were refused."""
+    found, ran, refused, end = [], 0, {}, None if seconds is None else time.monotonic() + seconds
+    for seed in range(first, first + count):
+        if end is not None and time.monotonic() > end:
+            break
+        given = program(seed)
+        try:
+            run(**given)
+        except Refused as error:
+            text = f"{given['home'].split()[0]}: {str(error)[:90]}"
+            refused[text] = refused.get(text, 0) + 1
+        except Exception:
+            found.append(f"program {seed}: {given}\n{traceback.format_exc(limit=-3)}")
+        ran += 1
+    return found, ran, refused
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    texts, total, kinds = failures(int(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:]))
+    print(
+        "\n\n".join(texts), f"{total} programs, {len(texts)} failed", *(f"{many} refused: {kind}" for kind, many in kinds.items()), sep="\n"
+    )
+    sys.exit(bool(texts))

@@ -37,13 +37,14 @@ use crate::error::{Error, Result};
 pub const MAX_SUBGROUPS: usize = 1 << 16;
 /// Maximal number of chunks of all subgroups together. Each chunk takes a few commands in every step.
 const MAX_PARTS: u64 = 1 << 18;
-/// Maximal number of slots. In the model, more than two slots give no benefit.
+/// Maximal number of slots. In the model, more than two slots give no benefit. On a device a third one hides the time
+/// from the end of a flush until the next prefetch is enqueued.
 const MAX_SLOTS: usize = 8;
 
 /// Rates of one GPU, its links and its share of the host, in parameters per second unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rates {
-    /// Optimizer step on the CPU (the paper's U_c), measured while copies run.
+    /// Optimizer step on the CPU (the paper's U_c): alone if `dram` is finite, beside copies if it is not.
     pub cpu: f64,
     /// Rounding to 16 bits on the CPU (D_c); infinite if the step rounds in the same pass.
     pub downscale: f64,

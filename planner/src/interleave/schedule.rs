@@ -11,8 +11,8 @@
 //! - The GPU commands are enqueued in [`pieces`](super::pieces), concurrently with the CPU updates. They never wait for
 //!   CPU updates.
 //! - The CPU thread runs [`cpu_part`] for each CPU subgroup, and enqueues the uploads itself.
-//! - Copies of states are split into chunks, so that an upload (one copy) can run between two chunks on the copy engine
-//!   of its direction. The CPU is idle while both staging buffers wait for their upload.
+//! - An upload shares the copy engine with the prefetches, in the order in which both are enqueued. The CPU is idle while
+//!   both staging buffers wait for their upload, so few prefetches are queued at a time.
 //! - Prefetch, flush, upload and the updates of residents have separate lanes. Residents fill the idle time of the GPU.
 //! - A flush may continue into the next iteration. Commands that need its result wait for [`LaneEvent::Home`].
 #![forbid(unsafe_code)]
@@ -89,8 +89,8 @@ pub enum LaneEvent {
     ChunkFree(usize),
     /// The gradient of a subgroup is in host memory.
     GradHome(usize),
-    /// A slot holds the state of a subgroup.
-    SlotFull(usize),
+    /// A slot holds an array of the state of a subgroup; with the last array, all that the update needs.
+    Fetched(usize, StateArray),
     /// The subgroup in a slot is updated.
     SlotDone(usize),
     /// One array of a slot is flushed. The same array of the next subgroup may be fetched while the others are flushed.

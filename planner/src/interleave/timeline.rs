@@ -24,10 +24,12 @@ pub enum Engine {
     Clock = 4,
     /// The paths of a tier together.
     Paths = 5,
+    /// A host thread that waits.
+    Host = 6,
 }
 
 /// Number of engines.
-pub const ENGINES: usize = 6;
+pub const ENGINES: usize = 7;
 
 /// Operations and their dependencies.
 #[derive(Debug, Default)]

@@ -1,4 +1,6 @@
-//! The backend on a GPU: lanes are CUDA streams, events are CUDA events, copies use pinned memory only.
+//! The backend on a GPU: lanes are CUDA streams, events are CUDA events, copies use pinned memory only. Prefetches and
+//! uploads share a stream: a device serves the copies of one stream in the order in which they are enqueued, and between
+//! streams in an order of its own.
 //!
 //! Invariants:
 //! - The arrays stay in use until every stream is idle: dropping the backend waits for that.
@@ -22,17 +24,17 @@ use crate::kernel::AdamRule;
 use crate::sys::sync::Lock;
 use spillway_planner::interleave::Shape;
 use spillway_planner::interleave::placements::Plan;
-use spillway_planner::interleave::schedule::{Command, Lane, LaneEvent, Part, Work};
+use spillway_planner::interleave::schedule::{Command, Edge, Lane, LaneEvent, Part, Work};
 
-/// Lanes that are CUDA streams.
-const STREAMS: [Lane; 6] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident, Lane::Upload];
+/// Lanes with a CUDA stream of their own.
+const STREAMS: [Lane; 5] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident];
 /// Maximum number of timings in flight or kept, for a caller that never reads them.
 const MOST_TIMED: usize = 1 << 14;
 
 /// One GPU, and the arrays of one rank.
 pub struct Gpu {
     device: Arc<Device>,
-    /// One stream per lane.
+    /// See [`Gpu::stream`].
     streams: HashMap<Lane, Stream>,
     clock: Stream,
     events: Lock<HashMap<LaneEvent, Arc<GpuEvent>>>,
@@ -85,6 +87,11 @@ impl Gpu {
         })
     }
 
+    /// The stream of a lane; `None` for a lane of a host thread, or of the framework.
+    fn stream(&self, lane: Lane) -> Option<&Stream> {
+        self.streams.get(if lane == Lane::Upload { &Lane::H2d } else { &lane })
+    }
+
     fn event(&self, event: LaneEvent) -> Result<Arc<GpuEvent>> {
         let mut events = self.events.lock();
         if let Some(known) = events.get(&event) {
@@ -102,7 +109,7 @@ impl Gpu {
 
     fn run(&self, lane: Lane, work: Work) -> Result<()> {
         let rules = Arc::clone(&self.rules.lock());
-        match self.streams.get(&lane) {
+        match self.stream(lane) {
             Some(stream) => {
                 let (mut whole, mut first, mut last) = (work, true, true);
                 if let Some(part) = whole.stretch() {
@@ -157,23 +164,22 @@ impl Backend for Gpu {
             || model.ok_or_else(|| Error::invalid("stream", "is missing; pass the framework's stream"));
         match command {
             Command::Run(lane, work) => self.run(lane, work),
-            Command::Wait(lane, event, _) => {
+            Command::Wait(lane, event, edge) => {
                 let recorded = self.event(event)?;
-                match (lane, self.streams.get(&lane)) {
+                match (lane, self.stream(lane)) {
                     (_, Some(stream)) => stream.wait(&recorded),
                     (Lane::Model, None) => framework()?.wait(&recorded),
                     (_, None) => {
                         recorded.synchronize()?;
-                        // The driver may wait for the whole device when memory is freed. A caller that waits for
-                        // states at home is in no step.
-                        let at_home = matches!((lane, event), (Lane::Caller, LaneEvent::Home(_)));
-                        if at_home { self.free_evicted() } else { Ok(()) }
+                        // The driver may wait for the whole device when memory is freed. A caller that reads states
+                        // is in no step.
+                        if edge == Edge::HomeBeforeRead { self.free_evicted() } else { Ok(()) }
                     }
                 }
             }
             Command::Record(lane, event) => {
                 let event = self.event(event)?;
-                match self.streams.get(&lane) {
+                match self.stream(lane) {
                     Some(stream) => stream.record(&event),
                     None => framework()?.record(&event),
                 }

@@ -176,14 +176,14 @@ impl InterleavedUpdate {
     pub fn replan(&self, backward: f64) -> Result<bool> {
         let (shape, present) = (self.shape(), self.plan());
         let plan = {
-            let mut watched = self.collect();
+            let watched = &mut *self.collect();
             let unseen = std::mem::take(&mut watched.unseen);
             let meter = watched.meter.as_mut();
             let meter = meter.ok_or_else(|| {
                 Error::invalid("interleave", "was opened without rates, which a new plan needs")
             })?;
-            meter.observe(&shape, &unseen);
-            meter.replan(&shape, &present, backward)?
+            meter.observe(&shape, &present, &unseen, backward)?;
+            meter.replan(&shape, &present, &watched.ran, backward)?
         };
         let changes = plan != present;
         if changes {
@@ -269,12 +269,15 @@ impl Inner {
     fn gpu_part(&self, at_once: bool, most: usize) -> Result<()> {
         let shape = self.machine.lock().shape().clone();
         for _ in 0..most {
-            let Some((piece, event)) = self.machine.lock().next_gpu(at_once) else { return Ok(()) };
+            let Some((piece, room)) = self.machine.lock().next_gpu(at_once) else { return Ok(()) };
             let emit = &mut |command| self.backend.play(command, None);
             let outcome = catch_unwind(AssertUnwindSafe(|| {
-                pieces::room(event, emit).and_then(|()| pieces::enqueue(&shape, piece, emit))
+                pieces::room(&room, emit).and_then(|()| pieces::enqueue(&shape, piece, emit))
             }));
-            self.done(piece.subgroup(), outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic))))?;
+            let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic(&*panic)));
+            let kept = self.machine.lock().enqueued(piece, outcome);
+            self.changed.notify_all();
+            kept?;
         }
         Ok(())
     }

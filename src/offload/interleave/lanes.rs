@@ -197,14 +197,14 @@ mod tests {
     fn waits_hold_for_the_last_record_before_them_and_none_for_none() {
         let lanes = Lanes::start(&[Lane::H2d, Lane::Gpu]).unwrap();
         let count = Arc::new(AtomicU32::new(0));
-        lanes.wait(Lane::Gpu, LaneEvent::SlotFull(0)).unwrap();
+        lanes.wait(Lane::Gpu, LaneEvent::Settled(0)).unwrap();
         for round in 0..100 {
             let (filled, used) = (Arc::clone(&count), Arc::clone(&count));
             let fill = move || in_turn(filled.fetch_add(1, Ordering::Relaxed), 2 * round);
             lanes.wait(Lane::H2d, LaneEvent::SlotDone(0)).unwrap();
             lanes.run(Lane::H2d, fill).unwrap();
-            lanes.record(Lane::H2d, LaneEvent::SlotFull(0)).unwrap();
-            lanes.wait(Lane::Gpu, LaneEvent::SlotFull(0)).unwrap();
+            lanes.record(Lane::H2d, LaneEvent::Settled(0)).unwrap();
+            lanes.wait(Lane::Gpu, LaneEvent::Settled(0)).unwrap();
             let step = move || in_turn(used.fetch_add(1, Ordering::Relaxed), 2 * round + 1);
             lanes.run(Lane::Gpu, step).unwrap();
             lanes.record(Lane::Gpu, LaneEvent::SlotDone(0)).unwrap();
@@ -218,8 +218,8 @@ mod tests {
     fn a_failure_reaches_every_wait_and_stops_all_work() {
         let lanes = Lanes::start(&[Lane::H2d, Lane::Gpu]).unwrap();
         lanes.run(Lane::H2d, || Err(Error::Unsupported("it broke".into()))).unwrap();
-        lanes.record(Lane::H2d, LaneEvent::SlotFull(0)).unwrap();
-        let failed = lanes.wait(Lane::Caller, LaneEvent::SlotFull(0)).unwrap_err();
+        lanes.record(Lane::H2d, LaneEvent::Settled(0)).unwrap();
+        let failed = lanes.wait(Lane::Caller, LaneEvent::Settled(0)).unwrap_err();
         assert!(failed.to_string().contains("it broke"));
         lanes.run(Lane::Gpu, || unreachable!("nothing runs after a failure")).unwrap();
         lanes.record(Lane::Gpu, LaneEvent::SlotDone(0)).unwrap();

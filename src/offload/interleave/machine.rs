@@ -15,7 +15,7 @@ use std::collections::{BTreeSet, VecDeque};
 
 use crate::error::{Error, Result};
 use spillway_planner::interleave::Shape;
-use spillway_planner::interleave::pieces::{self, Piece};
+use spillway_planner::interleave::pieces::{self, Due, Piece};
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::schedule::{self, Command, Lane, LaneEvent, Sink};
 
@@ -39,9 +39,6 @@ enum Phase {
     /// A command failed. The subgroups in `left` will never be stepped.
     Failed { error: Error, left: BTreeSet<usize> },
 }
-
-/// A piece, and the event that must be reached before the piece is enqueued.
-pub type Due = (Piece, Option<LaneEvent>);
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Announced {
@@ -179,11 +176,11 @@ impl Machine {
     }
 
     /// The next piece of the GPU's part; with `at_once` only a piece that waits for no event. The caller plays
-    /// [`pieces::room`] and [`pieces::enqueue`] and then calls [`Machine::stepped`], one piece at a time.
+    /// [`pieces::room`] and [`pieces::enqueue`] and then calls [`Machine::enqueued`], one piece at a time.
     pub fn next_gpu(&mut self, at_once: bool) -> Option<Due> {
         match &mut self.phase {
             Phase::Stepping { pieces, .. } => match pieces.front() {
-                Some((_, Some(_))) if at_once => None,
+                Some((_, room)) if at_once && !room.is_empty() => None,
                 _ => pieces.pop_front(),
             },
             _ => None,
@@ -195,6 +192,14 @@ impl Machine {
         match &self.phase {
             Phase::Stepping { pieces, .. } => pieces.len(),
             _ => 0,
+        }
+    }
+
+    /// A piece of the GPU's part was enqueued; `outcome` says whether that failed.
+    pub fn enqueued(&mut self, piece: Piece, outcome: Result<()>) -> Result<()> {
+        match piece.completes() {
+            Some(subgroup) => self.stepped(subgroup, outcome),
+            None => self.keep(outcome),
         }
     }
 

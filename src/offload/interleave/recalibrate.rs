@@ -7,11 +7,14 @@
 //! - A new plan must be better than the present plan by more than `MIN_GAIN` under the new rates.
 #![forbid(unsafe_code)]
 
+use std::collections::BTreeSet;
+
 use super::Timing;
 use crate::error::Result;
 use spillway_planner::interleave::choose::{self, Mode};
 use spillway_planner::interleave::placements::{Placement, Plan};
 use spillway_planner::interleave::schedule::Work;
+use spillway_planner::interleave::timeline::Engine;
 use spillway_planner::interleave::{Rates, Shape, model};
 
 /// Weight of the newest sample in the smoothed time.
@@ -23,10 +26,21 @@ const MAX_FACTOR: f64 = 2.0;
 /// Relative gain in exposed time above which the plan changes.
 const MIN_GAIN: f64 = 0.02;
 
-/// The current rates, corrected by the timings of every step.
+/// A plan is given up if this number of steps in a row was slower than a step without fetched subgroups.
+const SLOWER_IN_A_ROW: u32 = 2;
+/// Number of steps until a plan is tried again after one that was slower.
+const STEPS_WITHOUT: u32 = 100;
+
+/// The current rates, corrected by the timings of every step, and what steps took.
 #[derive(Debug, Clone)]
 pub struct RateMeter {
     rates: Rates,
+    /// Seconds of a step that fetches no subgroup; `None` before the first one.
+    unfetched: Option<f64>,
+    /// Number of steps in a row that were slower than that.
+    slower: u32,
+    /// Number of steps until a plan that fetches is tried again.
+    hold: u32,
 }
 
 /// Amount of work of one engine (copies: f32 words; updates: parameters), and the intervals in which it worked. Lanes
@@ -62,11 +76,12 @@ impl RateMeter {
     /// Starts with the rates of a profile or a probe.
     pub fn new(rates: Rates) -> Result<RateMeter> {
         rates.check()?;
-        Ok(RateMeter { rates })
+        Ok(RateMeter { rates, unfetched: None, slower: 0, hold: 0 })
     }
 
-    /// Updates the rates with the timings of a step.
-    pub fn observe(&mut self, shape: &Shape, timings: &[Timing]) {
+    /// Updates the rates with the timings of steps of `plan`. What the model predicts for the plan includes the host
+    /// memory that the engines share, so a rate stays that of an engine alone.
+    pub fn observe(&mut self, shape: &Shape, plan: &Plan, timings: &[Timing], backward: f64) -> Result<()> {
         let (mut cpu, mut gpu, mut h2d, mut d2h, mut cast) =
             <(Sample, Sample, Sample, Sample, Sample)>::default();
         let size = |subgroup: usize| shape.sizes.get(subgroup).copied().unwrap_or(0) as f64;
@@ -84,22 +99,60 @@ impl RateMeter {
                 Work::CpuStep { subgroup, .. } => cpu.add(size(subgroup), timing),
             }
         }
+        let slowed = self.slowed(shape, plan, backward)?;
         // The CPU step writes the 16-bit copy in the same pass, so its time includes the downscale.
-        if move_towards(&mut self.rates.cpu, cpu) {
+        if move_towards(&mut self.rates.cpu, slowed[Engine::Cpu as usize], cpu) {
             self.rates.downscale = f64::INFINITY;
         }
-        move_towards(&mut self.rates.gpu, gpu);
-        move_towards(&mut self.rates.h2d, h2d);
-        move_towards(&mut self.rates.d2h, d2h);
+        move_towards(&mut self.rates.gpu, 1.0, gpu);
+        move_towards(&mut self.rates.h2d, slowed[Engine::H2d as usize], h2d);
+        move_towards(&mut self.rates.d2h, slowed[Engine::D2h as usize], d2h);
         if self.rates.cast.is_finite() {
-            move_towards(&mut self.rates.cast, cast);
+            move_towards(&mut self.rates.cast, 1.0, cast);
+        }
+        Ok(())
+    }
+
+    /// The factors by which the model expects engines to be slower in a step than alone, because they share host memory.
+    fn slowed(&self, shape: &Shape, plan: &Plan, backward: f64) -> Result<[f64; 4]> {
+        let busy = |dram| Ok(model::predict(shape, &Rates { dram, ..self.rates }, plan, backward)?.busy);
+        if self.rates.dram.is_infinite() {
+            return Ok([1.0; 4]);
+        }
+        let (together, alone): ([f64; 4], [f64; 4]) = (busy(self.rates.dram)?, busy(f64::INFINITY)?);
+        Ok(std::array::from_fn(
+            |engine| if alone[engine] > 0.0 { together[engine] / alone[engine] } else { 1.0 },
+        ))
+    }
+
+    /// Compares what the last step took, by its timings, with a step that fetches no subgroup.
+    fn compare(&mut self, shape: &Shape, plan: &Plan, last: &[Timing]) {
+        self.hold = self.hold.saturating_sub(1);
+        let Some(seconds) = seconds_of(shape, last) else { return };
+        if plan.count_on(Placement::Gpu) == 0 {
+            let known = self.unfetched.unwrap_or(seconds);
+            self.unfetched = Some(known + NEWEST_WEIGHT * (seconds - known));
+        } else if self.unfetched.is_some_and(|without| seconds > without) {
+            self.slower += 1;
+        } else {
+            self.slower = 0;
         }
     }
 
     /// The plan for the next step: the best plan under the current rates, or the present plan if that is nearly as
-    /// good. `backward`: seconds of the backward pass that the step overlaps.
-    pub fn replan(&self, shape: &Shape, present: &Plan, backward: f64) -> Result<Plan> {
+    /// good. A plan that fetches subgroups is never kept if its steps take longer than one that fetches none: such a
+    /// step is measured first. `last`: the timings of the last step. `backward`: seconds of the backward pass that the
+    /// step overlaps.
+    pub fn replan(&mut self, shape: &Shape, present: &Plan, last: &[Timing], backward: f64) -> Result<Plan> {
+        self.compare(shape, present, last);
         let residents = present.count_on(Placement::Resident);
+        if self.slower >= SLOWER_IN_A_ROW {
+            (self.slower, self.hold) = (0, STEPS_WITHOUT);
+        }
+        let measured = self.unfetched.is_some() || seconds_of(shape, last).is_none();
+        if self.hold > 0 || !measured {
+            return Plan::even(shape.count(), 0, residents).map_err(Into::into);
+        }
         let best = choose::choose(shape, &self.rates, residents, backward, Mode::Model)?;
         let now = model::predict(shape, &self.rates, present, backward)?;
         let worth = best.prediction.exposed < now.exposed * (1.0 - MIN_GAIN);
@@ -107,9 +160,21 @@ impl RateMeter {
     }
 }
 
-/// Moves a rate towards a sample; false if the sample is too small to count.
-fn move_towards(rate: &mut f64, mut sample: Sample) -> bool {
-    let seconds = sample.seconds();
+/// Seconds from the first work of a step until the last subgroup has its new parameters; `None` if timings are missing.
+fn seconds_of(shape: &Shape, step: &[Timing]) -> Option<f64> {
+    let ready = |work| matches!(work, Work::GpuStep { .. } | Work::ResidentStep { .. } | Work::Upload { .. });
+    let ends = step.iter().filter(|timing| ready(timing.work));
+    let done: BTreeSet<usize> = ends.clone().map(|timing| timing.work.subgroup()).collect();
+    let works = |work| ready(work) || matches!(work, Work::Prefetch { .. } | Work::CpuStep { .. });
+    let starts = step.iter().filter(|timing| works(timing.work)).map(|timing| timing.start);
+    let seconds = ends.map(|timing| timing.end).fold(f64::NEG_INFINITY, f64::max)
+        - starts.fold(f64::INFINITY, f64::min);
+    (done.len() == shape.count() && seconds > 0.0).then_some(seconds)
+}
+
+/// Moves a rate towards a sample of an engine that is `slowed` by others; false if the sample is too small to count.
+fn move_towards(rate: &mut f64, slowed: f64, mut sample: Sample) -> bool {
+    let seconds = sample.seconds() / slowed;
     let valid = sample.words >= MIN_SAMPLE && seconds > 0.0;
     if valid {
         let known = 1.0 / *rate;
@@ -148,10 +213,10 @@ mod tests {
     fn a_lasting_change_is_followed_and_a_hiccup_passes() {
         let shape = Shape::uniform(10, 100_000_000);
         let mut meter = RateMeter::new(KNOWN).unwrap();
-        meter.observe(&shape, &[cpu_step(50.0)]);
+        meter.observe(&shape, &Plan::cpu(10), &[cpu_step(50.0)], 0.0).unwrap();
         assert!(meter.rates.cpu > 1.5e9, "one step that took a thousand times as long");
         for _ in 0..40 {
-            meter.observe(&shape, &[cpu_step(0.1)]);
+            meter.observe(&shape, &Plan::cpu(10), &[cpu_step(0.1)], 0.0).unwrap();
         }
         assert!((meter.rates.cpu / 1e9 - 1.0).abs() < 0.01);
         assert_eq!((meter.rates.gpu, meter.rates.h2d), (KNOWN.gpu, KNOWN.h2d));
@@ -167,7 +232,7 @@ mod tests {
         let prefetch = Work::Prefetch { subgroup: 0, slot: 0, state: StateArray::Param, part };
         let both = [(Lane::H2d, prefetch), (Lane::Upload, Work::Upload { subgroup: 1, stage: 0 })];
         let timings = both.map(|(lane, work)| Timing { lane, work, start: 1.0, end: 1.0 + seconds });
-        meter.observe(&shape, &timings);
+        meter.observe(&shape, &Plan::even(2, 1, 0).unwrap(), &timings, 0.0).unwrap();
         assert!((meter.rates.h2d / KNOWN.h2d - 1.0).abs() < 1e-6, "{}", meter.rates.h2d / 1e9);
     }
 
@@ -176,10 +241,10 @@ mod tests {
         let shape = Shape::uniform(10, 100_000_000);
         let mut meter = RateMeter::new(KNOWN).unwrap();
         for seconds in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            meter.observe(&shape, &[cpu_step(seconds)]);
+            meter.observe(&shape, &Plan::cpu(10), &[cpu_step(seconds)], 0.0).unwrap();
         }
-        meter.observe(&Shape::uniform(10, 1000), &[cpu_step(1.0)]);
-        meter.observe(&shape, &[]);
+        meter.observe(&Shape::uniform(10, 1000), &Plan::cpu(10), &[cpu_step(1.0)], 0.0).unwrap();
+        meter.observe(&shape, &Plan::cpu(10), &[], 0.0).unwrap();
         assert_eq!(meter.rates, KNOWN);
     }
 
@@ -187,16 +252,69 @@ mod tests {
     fn the_plan_follows_the_rates_and_ignores_their_noise() {
         let shape = Shape::uniform(50, 100_000_000);
         let mut meter = RateMeter::new(KNOWN).unwrap();
-        let plan = meter.replan(&shape, &Plan::cpu(50), 0.0).unwrap();
+        let plan = meter.replan(&shape, &Plan::cpu(50), &[], 0.0).unwrap();
         assert_eq!(plan.count_on(Placement::Gpu), 34);
         for round in 0..30 {
-            meter.observe(&shape, &[cpu_step(0.05 * (1.0 + 0.03 * f64::from(round % 3 - 1)))]);
-            assert_eq!(meter.replan(&shape, &plan, 0.0).unwrap(), plan);
+            let noisy = cpu_step(0.05 * (1.0 + 0.03 * f64::from(round % 3 - 1)));
+            meter.observe(&shape, &plan, &[noisy], 0.0).unwrap();
+            assert_eq!(meter.replan(&shape, &plan, &[], 0.0).unwrap(), plan);
         }
         for _ in 0..40 {
-            meter.observe(&shape, &[cpu_step(0.0125)]);
+            meter.observe(&shape, &plan, &[cpu_step(0.0125)], 0.0).unwrap();
         }
-        let faster_cpu = meter.replan(&shape, &plan, 0.0).unwrap();
+        let faster_cpu = meter.replan(&shape, &plan, &[], 0.0).unwrap();
         assert!(faster_cpu.count_on(Placement::Gpu) < 25, "{}", faster_cpu.count_on(Placement::Gpu));
+    }
+
+    /// A step of two subgroups that takes `seconds`: on the CPU, or with one of them on the GPU.
+    fn step(seconds: f64, fetches: bool) -> Vec<Timing> {
+        let upload =
+            Timing { lane: Lane::Upload, work: Work::Upload { subgroup: 0, stage: 0 }, ..cpu_step(seconds) };
+        let other = match fetches {
+            true => Timing {
+                lane: Lane::Gpu,
+                work: Work::GpuStep { subgroup: 1, slot: 0 },
+                ..cpu_step(seconds / 2.0)
+            },
+            false => Timing { work: Work::Upload { subgroup: 1, stage: 1 }, ..upload },
+        };
+        vec![upload, other]
+    }
+
+    #[test]
+    fn a_plan_that_is_slower_than_the_cpu_alone_is_given_up() {
+        let shape = Shape::uniform(2, 100_000_000);
+        let slow_link = Rates { h2d: 8e9, d2h: 8e9, ..KNOWN };
+        let (mut meter, on_cpu) = (RateMeter::new(slow_link).unwrap(), Plan::cpu(2));
+        let interleaved = Plan::even(2, 1, 0).unwrap();
+        // A plan from elsewhere: the CPU alone is measured first.
+        assert_eq!(meter.replan(&shape, &interleaved, &step(0.1, true), 0.0).unwrap(), on_cpu);
+        assert_eq!(meter.replan(&shape, &on_cpu, &step(0.1, false), 0.0).unwrap(), interleaved);
+        for seconds in [0.09, 0.11, 0.09, 0.11] {
+            assert_eq!(meter.replan(&shape, &interleaved, &step(seconds, true), 0.0).unwrap(), interleaved);
+        }
+        assert_eq!(meter.replan(&shape, &interleaved, &step(0.11, true), 0.0).unwrap(), on_cpu);
+        for _ in 1..STEPS_WITHOUT {
+            assert_eq!(meter.replan(&shape, &on_cpu, &step(0.1, false), 0.0).unwrap(), on_cpu);
+        }
+        assert_eq!(meter.replan(&shape, &on_cpu, &step(0.1, false), 0.0).unwrap(), interleaved);
+    }
+
+    #[test]
+    fn a_rate_is_that_of_an_engine_alone_although_memory_is_shared() {
+        let shape = Shape::uniform(20, 100_000_000);
+        let scarce = Rates { cpu: 4.85e9, dram: 186e9, ..KNOWN };
+        let (mut meter, plan) = (RateMeter::new(scarce).unwrap(), Plan::even(20, 8, 0).unwrap());
+        let spans = model::predict(&shape, &scarce, &plan, 0.0).unwrap().spans;
+        let timings: Vec<Timing> = spans
+            .iter()
+            .filter_map(|span| Some((span.work?, span)))
+            .map(|(work, span)| Timing { lane: span.lane, work, start: span.ran.start, end: span.ran.end })
+            .collect();
+        for _ in 0..20 {
+            meter.observe(&shape, &plan, &timings, 0.0).unwrap();
+        }
+        assert!((meter.rates.cpu / scarce.cpu - 1.0).abs() < 0.02, "{}", meter.rates.cpu / 1e9);
+        assert!((meter.rates.h2d / scarce.h2d - 1.0).abs() < 0.02, "{}", meter.rates.h2d / 1e9);
     }
 }

@@ -120,7 +120,7 @@ fn gpu_part(machine: &mut Machine, races: &mut Races) {
     let shape = machine.shape().clone();
     while let Some((piece, _)) = machine.next_gpu(false) {
         pieces::enqueue(&shape, piece, &mut |command| races.play(command)).unwrap();
-        machine.stepped(piece.subgroup(), Ok(())).unwrap();
+        machine.enqueued(piece, Ok(())).unwrap();
     }
 }
 

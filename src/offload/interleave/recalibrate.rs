@@ -115,11 +115,12 @@ impl RateMeter {
 
     /// The factors by which the model expects engines to be slower in a step than alone, because they share host memory.
     fn slowed(&self, shape: &Shape, plan: &Plan, backward: f64) -> Result<[f64; 4]> {
-        let busy = |dram| Ok(model::predict(shape, &Rates { dram, ..self.rates }, plan, backward)?.busy);
         if self.rates.dram.is_infinite() {
             return Ok([1.0; 4]);
         }
-        let (together, alone): ([f64; 4], [f64; 4]) = (busy(self.rates.dram)?, busy(f64::INFINITY)?);
+        let alone = Rates { dram: f64::INFINITY, ..self.rates };
+        let together = model::predict(shape, &self.rates, plan, backward)?.busy;
+        let alone = model::predict(shape, &alone, plan, backward)?.busy;
         Ok(std::array::from_fn(
             |engine| if alone[engine] > 0.0 { together[engine] / alone[engine] } else { 1.0 },
         ))

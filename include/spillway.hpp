@@ -659,6 +659,14 @@ public:
         return check_in_time(spw_spec_local_result(get(), milliseconds(limit), &stats)) ? std::optional(stats)
                                                                                        : std::nullopt;
     }
+    // The sum of squares of each bucket, once all buckets are measured.
+    std::vector<double> squares() const {
+        std::uint64_t count = 0;
+        check(spw_spec_get_squares(get(), nullptr, 0, &count));
+        std::vector<double> found(count);
+        check(spw_spec_get_squares(get(), found.data(), found.size(), &count));
+        return found;
+    }
     spw_spec_outcome resolve(const spw_step_stats &all_ranks) const {
         auto outcome = make<spw_spec_outcome>();
         check(spw_spec_resolve(get(), &all_ranks, &outcome));

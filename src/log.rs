@@ -47,12 +47,15 @@ impl Level {
     }
 }
 
+/// A program's function for messages.
+pub type Called = Box<dyn Fn(Level, &str) + Send + Sync>;
+
 /// What a program does with messages.
 pub enum Sink {
     /// They wait for [`next`].
     Kept,
     /// [`deliver`] passes them to this function.
-    Called(Box<dyn Fn(Level, &str) + Send + Sync>),
+    Called(Called),
 }
 
 struct Installed {
@@ -65,7 +68,7 @@ static SINK: ArcSwapOption<Installed> = ArcSwapOption::const_empty();
 
 /// Messages for the sink. If more wait, the oldest are lost.
 const WAITING: usize = 256;
-static MESSAGES: Recent<(Level, String), WAITING> = Recent::new();
+static MESSAGES: Recent<(Level, String), WAITING> = Recent::empty();
 /// Serial number of the first message that waits.
 static FIRST: AtomicU64 = AtomicU64::new(0);
 /// The process whose messages wait.

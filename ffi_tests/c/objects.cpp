@@ -210,7 +210,7 @@ static void speculation() {
     engine.begin(adam, 1.0);
     engine.submit(0, tensor);
     const auto stats = engine.local_result();
-    CHECK(stats.has_value() && stats->sum_squares == 100);
+    CHECK(stats.has_value() && stats->sum_squares == 100 && engine.squares() == std::vector<double>{100});
     const auto outcome = engine.resolve(*stats);
     CHECK(outcome.verdict == SPW_SPEC_VERDICT_REDO && engine.finish(milliseconds(60000)));
     adam.grad_scale = outcome.grad_scale;

@@ -267,10 +267,10 @@ spw_status spw_spec_local_result(const spw_spec *spec,
 // in several norms, or who adds them in an order of its own.
 //
 // SPW_ERR_BUSY while buckets are being measured: call `spw_spec_local_result` first.
-enum spw_status spw_spec_get_squares(const struct spw_spec *spec,
-                                     double *squares_out,
-                                     uint64_t capacity,
-                                     uint64_t *count_out);
+spw_status spw_spec_get_squares(const spw_spec *spec,
+                                double *squares_out,
+                                uint64_t capacity,
+                                uint64_t *count_out);
 
 // Gives the round the verdict that follows from `global`, the statistics of all ranks, and returns at once. The engine
 // then rolls back and repeats steps as needed, the bucket that was submitted last first. `outcome_out` may be NULL.

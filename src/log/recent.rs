@@ -20,7 +20,7 @@ pub struct Recent<T, const N: usize> {
 
 impl<T, const N: usize> Recent<T, N> {
     /// No values.
-    pub const fn new() -> Recent<T, N> {
+    pub const fn empty() -> Recent<T, N> {
         Recent { next: AtomicU64::new(0), kept: [const { ArcSwapOption::const_empty() }; N] }
     }
 
@@ -58,7 +58,7 @@ mod tests {
 
     #[test]
     fn a_number_gives_its_own_value_or_none() {
-        let recent = Recent::<u64, 4>::new();
+        let recent = Recent::<u64, 4>::empty();
         for value in 0..9 {
             assert_eq!(*recent.push(value * 10), (value, value * 10));
         }
@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn threads_that_add_at_once_read_their_own_values() {
-        let recent = Recent::<(usize, u64), 64>::new();
+        let recent = Recent::<(usize, u64), 64>::empty();
         std::thread::scope(|scope| {
             for thread in 0..4 {
                 let recent = &recent;

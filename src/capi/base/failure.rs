@@ -44,7 +44,7 @@ thread_local! {
 }
 
 /// Failures of all threads.
-static RECENT: Recent<Failure, 1024> = Recent::new();
+static RECENT: Recent<Failure, 1024> = Recent::empty();
 
 /// Numbers of failures: far from those of errno. They start again after 2^30 failures.
 const FIRST_NUMBER: i32 = 1 << 30;

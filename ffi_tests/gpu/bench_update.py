@@ -17,6 +17,8 @@ SIZE = size(100_000_000, 1_000_000)
 # Bytes per parameter: pinned state, and a gradient on the host for the part that the CPU steps.
 BYTES = 12 + 2
 CHUNK = size(16 << 20, 1 << 18)
+# Bytes of host memory per parameter that a step on the CPU reads and writes: three states, a gradient and a 16-bit weight.
+STEP_BYTES = 24 + 2 + 2
 
 
 def main():
@@ -30,7 +32,7 @@ def main():
     # Opening the update registers the states with the driver. Before that, copies block and use a buffer of the driver.
     with spillway.Interleave(subgroups, gpu=gpu, chunk=CHUNK) as update:
         rates = measure_rates(gpu, subgroups)
-        lines.append(f"rates in G parameters/s, the CPU's beside copies both ways: {scaled(rates)}")
+        lines.append(f"rates in G parameters/s, the CPU's alone: {scaled(rates)}; host memory {rates.dram / 1e9:.0f} GB/s")
         plans = {
             "all on the CPU": spillway.plan(rates, sizes, mode="count", argument=0, chunk=CHUNK),
             "model's plan": spillway.plan(rates, sizes, chunk=CHUNK),
@@ -89,8 +91,8 @@ def phase(update, adam, plan):
 
 
 def measure_rates(gpu, subgroups):
-    """The rates of the model: both directions of the link at once, the CPU's step at the same time, and
-    the GPU's step alone."""
+    """The rates of the model: both directions of the link at once, the CPU's step alone and beside them, and the GPU's step
+    alone."""
     states = [torch.from_numpy(array) for array in subgroups[0][:3]]
     if not all(state.is_pinned() for state in states):
         raise SystemExit(
@@ -116,19 +118,22 @@ def measure_rates(gpu, subgroups):
     row = [(host.param, grad, host.exp_avg, host.exp_avg_sq, copy)]
     prepared = adam.prepare(row, uint16_dtype="bf16")
     prepared.step()
-    turns = []
+    alone, beside = [], []
     for _ in range(3):
-        both(4 * rounds)
-        start = time.perf_counter()
-        prepared.step()
-        turns.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
+        for copying, taken in ((0, alone), (4 * rounds, beside)):
+            both(copying)
+            start = time.perf_counter()
+            prepared.step()
+            taken.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
     on_gpu = [torch.zeros(SIZE, device="cuda") for _ in range(3)]
     tensors = [(on_gpu[0], subgroups[0].grad, on_gpu[1], on_gpu[2], subgroups[0].param_copy)]
     gpu.step(adam, tensors, stream=stream)
     kernel = min(seconds(torch, lambda: [gpu.step(adam, tensors, stream=stream) for _ in range(rounds)]) for _ in range(3))
-    link = SIZE * rounds / copies
-    return spillway.Rates(cpu=SIZE / sorted(turns)[1], gpu=SIZE * rounds / kernel, h2d=link, d2h=link)
+    link, cpu = SIZE * rounds / copies, SIZE / sorted(alone)[1]
+    # What the CPU and both directions of the link ask of host memory, of which they get a part if they work together.
+    wanted = cpu * STEP_BYTES + 2 * link * 4
+    return spillway.Rates(cpu=cpu, gpu=SIZE * rounds / kernel, h2d=link, d2h=link, dram=wanted * sorted(alone)[1] / sorted(beside)[1])
 
 
 def scaled(rates):

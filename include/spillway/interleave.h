@@ -61,7 +61,7 @@ typedef struct spw_interleave_rates {
     uint32_t struct_size;
     // 1 if the link transfers in one direction at a time, else 0.
     uint32_t half_duplex;
-    // Step on the CPU, measured while copies run.
+    // Step on the CPU: alone if `dram` is given, else beside copies.
     double cpu;
     // Rounding to 16 bits in a separate pass on the CPU; 0 if the step includes it.
     double downscale;

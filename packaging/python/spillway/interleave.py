@@ -57,7 +57,7 @@ class Rates(NamedTuple):
     """Measured rates of a machine, in parameters per second except for `dram`.
 
     Attributes:
-        cpu: Optimizer step on the CPU.
+        cpu: Optimizer step on the CPU: alone if `dram` is given, else beside copies.
         gpu: Optimizer step on the GPU.
         h2d: Copies to the device, in float32.
         d2h: Copies from the device, in float32.

@@ -21,7 +21,7 @@ c_struct! { first 64;
 pub struct spw_interleave_rates {
     /// 1 if the link transfers in one direction at a time, else 0.
     pub half_duplex: u32,
-    /// Step on the CPU, measured while copies run.
+    /// Step on the CPU: alone if `dram` is given, else beside copies.
     pub cpu: f64,
     /// Rounding to 16 bits in a separate pass on the CPU; 0 if the step includes it.
     pub downscale: f64,

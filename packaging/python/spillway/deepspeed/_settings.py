@@ -117,10 +117,11 @@ class PathBlock(_Strict):
 class RatesBlock(_Strict):
     """Measured rates of the machine, in parameters per second."""
 
-    cpu: _Number = _setting(..., _RATE, "Optimizer step on the CPU.")
+    cpu: _Number = _setting(..., _RATE, "Optimizer step on the CPU: alone if dram is given, else beside copies.")
     gpu: _Number = _setting(..., _RATE, "Optimizer step on the GPU.")
     h2d: _Number = _setting(..., _RATE, "Copies to the GPU, in float32.")
     d2h: _Number = _setting(..., _RATE, "Copies from the GPU, in float32.")
+    dram: _Count = _setting(0, _BYTES, "Bytes per second of host memory, which CPU and copies share; 0: no limit.")
 
 
 class InterleaveBlock(_Strict):

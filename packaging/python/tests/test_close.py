@@ -308,7 +308,7 @@ def _step_whose_callback_raises():
 @pytest.mark.parametrize("fails", [_settle_without_a_job, _settle_with_a_reduce_that_raises, _rank_that_fails, _step_whose_callback_raises])
 def test_an_error_that_was_kept_before_it_was_raised_keeps_nothing_alive(fails, monkeypatch):
     """Without the garbage collector: no frame of the traceback refers to the error."""
-    monkeypatch.setattr(_ranks, "gathered", lambda value, world, group: [value, None])
+    monkeypatch.setattr(_ranks, "gathered", lambda value, world, group: [value, value])
     left = []
 
     def calls():

@@ -166,14 +166,15 @@ def test_a_wait_for_the_end_frees_no_memory_of_a_job_that_another_thread_submits
 
             def spw_stage_finish(self, *arguments):
                 status = library.spw_stage_finish(*arguments)
-                stage.tensors = [tuple(second)]
+                stage.tensors[:] = [tuple(second)]
                 stage.submit(2, event_fd=reader)
                 return status
 
         monkeypatch.setattr(_native, "library", Between)
         stage.finish()
         monkeypatch.undo()
-        seen, stage.tensors = weakref.ref(second.pop()), []
+        seen = weakref.ref(second.pop())
+        stage.tensors.clear()
         second.clear()
         gc.collect()
         assert seen() is not None

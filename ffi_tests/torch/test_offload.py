@@ -337,3 +337,21 @@ def test_parameters_that_are_views_of_one_tensor_are_stepped_as_others(dtype, ve
         optimizer.settle()
         results.append(values(model.parameters()))
     assert all(map(torch.equal, *results))
+
+
+def test_a_compiled_function_may_call_step():
+    def trained(make, compiles):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4)
+        optimizer = make(model)
+        step = torch.compile(lambda: optimizer.step(), backend="eager") if compiles else optimizer.step
+        for _ in range(4):
+            model(torch.ones(2, 8)).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+        return model.weight.detach().clone()
+
+    def offload(model):
+        return spillway.torch.offload(model, torch.optim.AdamW, lr=1e-2, overlap=True)
+
+    assert torch.equal(trained(offload, True), trained(offload, False))

@@ -133,7 +133,7 @@ fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Re
 }
 
 fn resume(
-    options: TierOptions,
+    mut options: TierOptions,
     found: Vec<Candidate>,
     absent: Vec<usize>,
     selected: Selected,
@@ -144,6 +144,10 @@ fn resume(
     let mut fresh = numbering.place_found(found, selected.sequence)?;
     let (missing, lost) = numbering.missing(options.degraded)?;
     let reads = options.mode == Mode::Read;
+    if reads {
+        // A reader need not know the number of ranks; exports and snapshots of the tier have it.
+        options.world = newest.world;
+    }
     for given in absent.into_iter().filter(|_| !reads) {
         match claim_new(&options, given) {
             Ok(volume) => fresh.push((given, volume)),

@@ -249,6 +249,10 @@ def _snapshot(whole: str) -> list[_OfSnapshot]:
     if not ranks:
         return []
     world = Exported.of(os.path.join(whole, ranks[0])).world
+    if world == 1:
+        raise InvalidArgumentError(
+            f"{whole}/{ranks[0]} is a snapshot of one process, and has the name of a part of a snapshot of several; pass that directory"
+        )
     parts = [part_name(rank, world) for rank in range(world)]
     if missing := [part for part in parts if part not in ranks]:
         raise InvalidArgumentError(

@@ -36,7 +36,11 @@ fn several_readers_find_either_commit_and_change_no_byte() {
     let last = Tier::open(reading(&bases)).unwrap();
     let older = Tier::open(TierOptions { at_step: Some(1), ..reading(&bases) }).unwrap();
     assert!(is_at(&last, 2) && is_at(&older, 1));
-    assert_eq!((last.options.world, older.options.world), (4, 4), "what a reader exports has the number of ranks");
+    assert_eq!(
+        (last.options.world, older.options.world),
+        (4, 4),
+        "what a reader exports has the number of ranks"
+    );
     assert_eq!(Tier::steps(&reading(&bases)).unwrap().last, Some(2));
     let refused = [
         write(&last, 1, 9, &ExtentPlacement::Auto).err(),

@@ -3,6 +3,7 @@
 
 pub mod adagrad;
 pub mod adam;
+pub mod checksums;
 pub mod deepspeed;
 pub mod grad;
 pub mod lent;

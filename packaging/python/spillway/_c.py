@@ -1328,6 +1328,7 @@ PROTOTYPES = {
     "spw_lion_check": (c_int32, [POINTER(LionOptions), address("tensors"), u64("count")]),
     "spw_grad_stats": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
     "spw_grad_accumulate": (c_int32, [address("tensors"), u64("count"), c_double, POINTER(StepStats)]),
+    "spw_checksums": (c_int32, [POINTER(c_void_p), address("bytes"), u64("count"), POINTER(c_uint64)]),
     "spw_undo_open": (c_int32, [POINTER(UndoOptions), POINTER(c_void_p)]),
     "spw_undo_adam_step": (c_int32, [c_void_p, POINTER(AdamOptions), address("tensors"), u64("count"), POINTER(StepStats)]),
     "spw_undo_adagrad_step": (c_int32, [c_void_p, POINTER(AdagradOptions), address("tensors"), u64("count"), POINTER(StepStats)]),

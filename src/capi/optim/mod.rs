@@ -33,4 +33,6 @@ pub mod lion;
 
 pub mod grad;
 
-pub use {adagrad::*, adam::*, grad::*, lion::*, tensor::*};
+pub mod checksum;
+
+pub use {adagrad::*, adam::*, checksum::*, grad::*, lion::*, tensor::*};

@@ -311,7 +311,7 @@ fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'stat
 }
 
 /// Upper bound of user addresses on every processor.
-const ADDRESS_SPACE: u128 = 1 << 56;
+pub(super) const ADDRESS_SPACE: u128 = 1 << 56;
 
 /// Checks that the caller requested statistics, waits for them, and writes them.
 pub(in crate::capi) fn wait_stats(

@@ -377,7 +377,7 @@ class Slice:
         params = self.owners if not self.distributed else self.local(self.owners)
         if not self.has_memory(params):
             return False
-        if self.has_masters and (list(map(_version, params)) != self.versions or self._words.take() != self.sums):
+        if self.has_masters and (self.sums is None or list(map(_version, params)) != self.versions or self._words.take() != self.sums):
             return False
         if self._step_addresses and list(map(_data_ptr, map(_step, self.inner))) != self._step_addresses:
             return False

@@ -1,0 +1,56 @@
+//! Whether memory has changed.
+
+use std::ffi::c_void;
+
+use crate::capi::optim::tensor::ADDRESS_SPACE;
+use crate::capi::prelude::*;
+use crate::optim::checksums;
+use crate::sys::try_vec;
+
+/// Writes a checksum of each of `count` pieces of memory to `sums_out`. Memory that a program has changed since has
+/// another one, up to a chance of 1 in 2^64. `data[i]` is the address of `bytes[i]` bytes of host memory. It may have any
+/// alignment, and may be NULL if `bytes[i]` is 0. The pieces may overlap. All threads of the library read them, in one
+/// pass. A checksum depends on the bytes alone. It is the XXH3-64 of up to 256 KiB. For more it is the XXH3-64 of the
+/// checksums of each 256 KiB, as little-endian words. After an error nothing is written.
+///
+/// # Safety
+/// `data` and `bytes` point to `count` values, `sums_out` to room for as many. No other thread writes the memory during
+/// the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_checksums(
+    data: In<*const c_void>,
+    bytes: In<u64>,
+    count: u64,
+    sums_out: Out<u64>,
+) -> spw_status {
+    guard(|| {
+        let (data, bytes) = (data.array(count, "data")?, bytes.array(count, "bytes")?);
+        if count > 0 {
+            sums_out.required("sums_out")?;
+        }
+        let mut all = try_vec::with_capacity("listing the memory", data.len())?;
+        for (index, (start, length)) in data.iter().zip(bytes).enumerate() {
+            // SAFETY: the caller lends the memory.
+            all.push(unsafe { memory(*start, *length, index) }?);
+        }
+        sums_out.put_all(checksums::of_all(&all)?);
+        Ok(())
+    })
+}
+
+/// # Safety
+/// `start` is NULL or points to `length` bytes, which no code writes during `'a`.
+unsafe fn memory<'a>(start: *const c_void, length: u64, index: usize) -> Result<&'a [u8]> {
+    if length == 0 {
+        return Ok(&[]);
+    }
+    if start.is_null() {
+        return Err(Error::invalid(format!("data[{index}]"), format!("is NULL, but has {length} bytes")));
+    }
+    if start.addr() as u128 + u128::from(length) > ADDRESS_SPACE {
+        let reason = format!("{length} bytes from {start:p} exceed the address space");
+        return Err(Error::invalid(format!("bytes[{index}]"), reason));
+    }
+    // SAFETY: not NULL, and a length that a slice can have; the caller lends the bytes.
+    Ok(unsafe { std::slice::from_raw_parts(start.cast(), length as usize) })
+}

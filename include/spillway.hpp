@@ -312,6 +312,16 @@ inline spw_step_stats grad_accumulate(const spw_grad_tensor &one, double scale =
     return grad_accumulate(span<const spw_grad_tensor>(&one, 1), scale);
 }
 
+// The checksum of each memory: `bytes[i]` bytes at `data[i]`.
+inline std::vector<std::uint64_t> checksums(span<const void *const> data, span<const std::uint64_t> bytes) {
+    if (data.size() != bytes.size()) {
+        throw std::length_error("spillway::checksums: arrays of different lengths");
+    }
+    std::vector<std::uint64_t> sums(data.size());
+    check(spw_checksums(data.data(), bytes.data(), sums.size(), sums.data()));
+    return sums;
+}
+
 // Owner of a C handle.
 template <class T, class Close>
 class object {

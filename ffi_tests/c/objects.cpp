@@ -81,6 +81,12 @@ static void steps() {
     CHECK(sum[0] == 2.0f && of_sum.sum_squares == 4.0 * n);
     CHECK(spillway::grad_stats(other).sum_squares == n);
     CHECK(too_long([&] { (void)spillway::grad_tensor(shorter, grad); }));
+    // Equal bytes have equal checksums.
+    const std::vector<const void *> places{sum.data(), sum.data() + 1, grad.data()};
+    const std::vector<std::uint64_t> sizes{4, 4, 4};
+    const auto sums = spillway::checksums(places, sizes);
+    CHECK(sums.size() == 3 && sums[0] == sums[1] && sums[0] != sums[2]);
+    CHECK(too_long([&] { (void)spillway::checksums(places, spillway::span(sizes.data(), 2)); }));
     const auto call = spillway::make<spw_ds_adam_call>();
     CHECK(call.grad_scale == 1.0f && call.bias_correction == 1);
 }

@@ -136,4 +136,3 @@ def _bytes(own: Any) -> Any:
     if not own.is_contiguous():
         own = own.as_strided((own.numel(),), (1,))
     return own.view(-1).view(torch.uint8)
-

@@ -123,6 +123,14 @@ def test_negated_and_reversed_tensors_have_other_sums(count):
         assert spillway._written.sums([-tensor]) != before != spillway._written.sums([tensor.flip(0)])
 
 
+def test_an_exchange_of_neighbours_in_host_memory_is_seen():
+    for count in (4, 100_000):
+        tensor = torch.arange(count, dtype=torch.int64)
+        (before,) = spillway._written.sums([tensor])
+        tensor[[1, 2]] = tensor[[2, 1]]
+        assert spillway._written.sums([tensor]) != [before]
+
+
 def test_tensors_whose_memory_is_not_their_values_have_the_sums_of_their_values():
     plain = torch.randn(6, 4)
     some = [plain[::2], plain.t()[1:], torch._neg_view(plain), torch._efficientzerotensor(2, 3), torch.ones(3).expand(4, 3), plain[:0]]

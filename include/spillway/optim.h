@@ -331,10 +331,10 @@ spw_status spw_grad_accumulate(const spw_grad_tensor *tensors,
                                spw_step_stats *stats_out);
 
 // Writes a checksum of each of `count` pieces of memory to `sums_out`. Memory that a program has changed since has
-// another one, up to a chance of 1 in 2^64. `data[i]` is the address of `bytes[i]` bytes of host memory. It may have any
-// alignment, and may be NULL if `bytes[i]` is 0. The pieces may overlap. All threads of the library read them, in one
-// pass. A checksum depends on the bytes alone. It is the XXH3-64 of up to 256 KiB. For more it is the XXH3-64 of the
-// checksums of each 256 KiB, as little-endian words. After an error nothing is written.
+// another one, up to a chance of 1 in 2^64. `data[i]` is the address of `bytes[i]` bytes of host memory. It may have
+// any alignment, and may be NULL if `bytes[i]` is 0. The pieces may overlap. All threads of the library read them, in
+// one pass. A checksum depends on the bytes alone. It is the XXH3-64 of up to 256 KiB. For more it is the XXH3-64 of
+// the checksums of each 256 KiB, as little-endian words. After an error nothing is written.
 spw_status spw_checksums(const void *const *data,
                          const uint64_t *bytes,
                          uint64_t count,

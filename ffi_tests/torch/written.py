@@ -84,8 +84,10 @@ class Masters:
 
     def step(self):
         for number, (param, master) in enumerate(zip(self.params, self.masters)):
-            master.copy_(self._followed(number))
-            master.grad = None if param.grad is None else param.grad.float()
+            master.grad = None
+            if param.grad is not None:
+                master.copy_(self._followed(number))
+                master.grad = param.grad.float()
         self.inner.step()
         with torch.no_grad():
             for number, (param, master) in enumerate(zip(self.params, self.masters)):

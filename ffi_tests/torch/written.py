@@ -477,6 +477,7 @@ def program(seed):
     home = chance.choice(list(HOMES))
     shapes = [chance.choice(SHAPES) for _ in range(2 * chance.randint(2, 4))]
     names = [name for name, _ in Model(shapes).named_parameters()]
+    written: set[tuple[str, int]] = set()
     steps, events, manner = chance.randint(2, 6), {}, chance.choice(("settled", "settled", "module", "held"))
     for _ in range(chance.randint(1, 6)):
         moment, step = chance.choice(MOMENTS), chance.randrange(steps)
@@ -491,6 +492,11 @@ def program(seed):
         if moment == "between step and forward" and manner == "held" and way not in HELD:
             way = "copy"
         event = what, way, chance.choice(names), chance.choice(list(VALUES))
+        # A second write can give an element its value of before: a 16-bit one keeps its master or not, as the step has looked in between.
+        interval = event[2], step + (moment in ("between steps", "between step and forward"))
+        if HOMES[home].dtype is BF16 and what == "parameter" and interval in written:
+            continue
+        written.add(interval)
         events.setdefault((step, moment), []).append(event)
     return {"home": home, "shapes": shapes, "events": events, "steps": steps, "seed": seed, "manner": manner}
 

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from offload_runs import Later, backward, offload, trained, values
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import spillway
 import spillway.torch
@@ -122,6 +123,23 @@ def test_weights_that_flow_find_frozen_ones_of_other_classes_on_the_device():
     model[0].packed = Packed(torch.ones(3, dtype=torch.uint8))
     with pytest.raises(spillway.InvalidArgumentError, match="0.packed is a Packed.*it is frozen: move it to meta before"):
         spillway.torch.Flow(model, "meta")
+
+
+def test_weights_that_flow_have_no_averages_of_distributed_data_parallel():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    flow, x = spillway.torch.Flow(model, "cpu"), torch.ones(2, 4)
+    try:
+        wrapper = torch.nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(spillway.UnsupportedError, match="DistributedDataParallel averages no gradients of weights that flow"):
+            wrapper(x)
+        with torch.no_grad():
+            assert torch.equal(wrapper(x), model(x))
+        with wrapper.no_sync():
+            wrapper(x).sum().backward()
+    finally:
+        flow.remove()
+        torch.distributed.destroy_process_group()
 
 
 def test_a_model_without_layers_names_the_cure():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import written
 from torch.nn.utils import parametrizations
-from written import GRADIENT, HOMES, MOMENTS, PARAMETER, STATE, Refused, run
+from written import GRADIENT, HELD, HOMES, MOMENTS, PARAMETER, STATE, Refused, run
 
 import spillway._written
 from spillway import torch as own
@@ -19,9 +19,9 @@ NAMES = ("layers.0.first", "stays.first")
 LATER = [name for name, home in HOMES.items() if home.later]
 
 
-def cell(home, moment, what, way, **given):
+def cell(home, moment, what, way, values=("negated", "reversed"), **given):
     number = MOMENTS.index(moment)
-    events = [(what, way, name, value) for name, value in zip(NAMES, ("negated", "reversed"))]
+    events = [(what, way, name, value) for name, value in zip(NAMES, values)]
     run(home, SHAPES, {(min(number, 1), moment): events}, steps=3, seed=number, **given)
 
 
@@ -47,11 +47,16 @@ def test_states_that_the_program_writes_end_as_with_torchs_class(home, moment):
 
 @pytest.mark.parametrize("way", PARAMETER)
 @pytest.mark.parametrize("home", LATER)
-def test_a_write_before_the_forward_that_completes_a_step_counts_or_is_an_error_of_that_forward(home, way):
-    try:
-        cell(home, "between step and forward", "parameter", way, settles=False)
-    except Refused as error:
-        assert "was written to after step" in str(error)
+def test_a_write_through_the_module_before_the_forward_that_completes_a_step_ends_as_with_torchs_class(home, way):
+    for values in (("negated", "reversed"), ("constant", "constant")):
+        cell(home, "between step and forward", "parameter", way, values, manner="module")
+
+
+@pytest.mark.parametrize("way", HELD)
+@pytest.mark.parametrize("home", LATER)
+def test_a_write_through_a_held_tensor_before_the_forward_that_completes_a_step_is_an_error_of_that_forward(home, way):
+    with pytest.raises(Refused, match=written.WRITTEN):
+        cell(home, "between step and forward", "parameter", way, manner="held")
 
 
 @pytest.mark.parametrize("home", [name for name, home in HOMES.items() if home.dtype is torch.float32])

@@ -166,6 +166,7 @@ class Flow:
             if {other.thread for other in self.running.copy()} & {own.ident for own in threading.enumerate()} - {entry.thread}:
                 raise InvalidArgumentError("flow: another thread runs a forward of this model; run one after the other")
             if _calls(self) == 1:
+                _check_not_averaged()
                 if entry.forward.is_root:
                     self._begin(entry)
                 self._look((self._rest, *self.units) if entry.forward.is_root else entry.forward.units)
@@ -389,7 +390,7 @@ class Weight:
         with lasting():
             if flow.device.type != "cpu":
                 param.data = own.cpu().pin_memory()
-            self.on_device = torch.nn.Parameter(torch.empty_like(own, device=flow.device), requires_grad=False)
+            self.on_device = torch.nn.Parameter(torch.empty_like(own, device=flow.device), requires_grad=param.requires_grad)
         self.bytes = self.on_device.untyped_storage().nbytes()
         # What is on the device: nothing, or what the parameter was when its copy was started; what it was at the last copy; and the
         # version of the tensor on the device after it.
@@ -696,6 +697,16 @@ def _refusal(param: torch.Tensor) -> str:
     if param.is_inference():
         return "was made in inference mode; make the model outside of it"
     return "has no memory yet; call flow after model.to_empty()" if param.is_meta else ""
+
+
+def _check_not_averaged() -> None:
+    """Raises an error in a forward whose gradients DistributedDataParallel would average: it gets none of weights that flow."""
+    found = torch.distributed.is_available() and torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    if found and torch.is_grad_enabled() and found.require_backward_grad_sync and found.process_group.size() > 1:
+        raise UnsupportedError(
+            "flow: DistributedDataParallel averages no gradients of weights that flow; use FSDP2 with its CPUOffloadPolicy, or weights "
+            "that stay on the device"
+        )
 
 
 def _stays(param: torch.Tensor, device: torch.device) -> bool:

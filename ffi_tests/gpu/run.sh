@@ -55,7 +55,7 @@ main() {
         bits) run bits "$python" "$here/offload_bits.py" ;;
         uses) run uses "$python" "$here/offload_uses.py" ;;
         iteration) run iteration "$python" "$here/iteration.py" ;;
-        kernels) run kernels "$python" "$here/kernels.py" ;;
+        kernels) run kernels "$python" "$here/bench_tensors.py" ;;
         waiting) run waiting "$python" "$here/waiting.py" ;;
         sanitize) sanitize ;;
         transfer) run transfer "$python" "$here/bench_transfer.py" ;;

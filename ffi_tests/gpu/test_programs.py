@@ -34,7 +34,7 @@ def test_checks_of_the_torch_optimizers_hold_on_the_cpu(on_cpu, program):
 
 
 @pytest.mark.parametrize(
-    "program, name", [("bench_adam", "adam"), ("bench_transfer", "transfer"), ("kernels", "adam_tensors"), ("waiting", "waiting")]
+    "program, name", [("bench_adam", "adam"), ("bench_transfer", "transfer"), ("bench_tensors", "adam_tensors"), ("waiting", "waiting")]
 )
 def test_a_measurement_on_the_test_driver_writes_a_good_record(on_cpu, tmp_path, program, name):
     run(on_cpu, f"{program}.py")

@@ -81,10 +81,11 @@ def test_a_tail_is_taken_where_it_saves_seconds(verdict, monkeypatch):
             seen.append(self.tail)
 
     monkeypatch.setattr("spillway.torch._offload.optimizer.TailSearch", Search)
-    params = [torch.nn.Parameter(torch.ones(50)) for _ in range(8)]
-    optimizer = offload(params, lr=0.1, bucket_bytes=1, tail="auto", verdict=verdict, model=torch.nn.ParameterList(params))
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(50)) for _ in range(8)])
+    optimizer = offload(model, lr=0.1, bucket_bytes=1, tail="auto", verdict=verdict)
     for _ in range(30):
-        backward(params)
+        # Read through the model, which completes the step before.
+        backward([*model])
         optimizer.step()
         optimizer.zero_grad()
     optimizer.settle()

@@ -275,7 +275,8 @@ class Table:
         """Each parameter with a master, its version and sum after the last step, the version of its low bits, and its states."""
         for part in self._slices:
             if part.has_masters:
-                marks = zip(part.versions, part.sums or [None] * len(part.owners))
+                sums: Sequence[int | None] = part.sums or [None] * len(part.owners)
+                marks = zip(part.versions, sums)
                 yield from zip(part.owners, zip(marks, part.low_versions, part.inner))
 
     def name(self, number: int) -> str:

@@ -307,7 +307,7 @@ class Offloaded(torch.optim.Optimizer):
     # The step.
 
     # As torch has it for add_param_group: a compiled function that calls it runs it as it is.
-    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters that have a gradient, and gives them their new weights.
 

@@ -553,9 +553,9 @@ class Plan:
         nonfinite, total = False, 0.0
         squares: dict[Bucket, float] = {}
         for engine in self.engines:
-            found, sums = engine.measured()
+            found, of_buckets = engine.measured()
             nonfinite |= found
-            squares.update(sums)
+            squares.update(of_buckets)
         for lane in self.lanes:
             sums = [squares[bucket] for bucket in lane.buckets if not bucket.stays]
             if tail:

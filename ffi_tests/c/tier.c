@@ -290,7 +290,7 @@ static void wrong_arguments_are_refused(void) {
     INVALID(spw_tier_open(&wrong, &tier), "options.paths");
     wrong = options, wrong.block_bytes = 5000;
     INVALID(spw_tier_open(&wrong, &tier), "options.block_bytes");
-    wrong = options, wrong.mode = 3;
+    wrong = options, wrong.mode = 4;
     INVALID(spw_tier_open(&wrong, &tier), "options.mode");
     wrong = options, wrong.durability = 3;
     INVALID(spw_tier_open(&wrong, &tier), "options.durability");

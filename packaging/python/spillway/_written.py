@@ -47,8 +47,10 @@ class Sums:
         addresses, sizes = list[int](), list[int]()
         for place, own in enumerate(self._own):
             is_read = own.is_cpu and _is_flat(own)
-            addresses.append(own.data_ptr() if is_read else 0)
-            sizes.append(own.nbytes if is_read else 0)
+            # Memory that was freed is a change, not an error: the step that follows names the tensor.
+            has_memory = is_read and own.untyped_storage().nbytes() >= own.nbytes + own.storage_offset() * own.itemsize
+            addresses.append(own.data_ptr() if has_memory else 0)
+            sizes.append(own.nbytes if has_memory else 0)
             if not is_read:
                 self._others.append(place)
         count = len(sizes)

@@ -340,7 +340,7 @@ def test_ctrl_c_that_arrives_while_the_library_commits(tier, monkeypatch):
     optimizer.commit()
     train(optimizer, params, range(1, 3))
     committed, states = [param.detach().clone() for param in params], copy.deepcopy(optimizer.state_dict()["state"])
-    monkeypatch.setattr(spillway._native, "check", interrupted)
+    monkeypatch.setattr(spillway.Swap, "_recorded", interrupted_after("spw_swap_commit", spillway.Swap._recorded))
     with pytest.raises(KeyboardInterrupt):
         optimizer.commit(payload=b"two more")
     monkeypatch.undo()
@@ -405,10 +405,15 @@ def test_processes_of_which_one_could_not_commit_go_no_further_and_resume_at_the
     assert run("third", None) == [["resumed 2"], ["resumed 2"]]
 
 
-def interrupted(status):
-    """In place of the check of a status: a signal handler that raises after the call."""
-    assert status == 0
-    raise KeyboardInterrupt
+def interrupted_after(function, recorded):
+    """In place of `recorded`: a signal handler that raises after a call of this function."""
+
+    def run(handle, outcome, called, *arguments):
+        recorded(handle, outcome, called, *arguments)
+        if called == function:
+            raise KeyboardInterrupt
+
+    return run
 
 
 def trained(place, steps, seed=0):

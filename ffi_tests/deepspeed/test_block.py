@@ -27,7 +27,7 @@ def folders(tmp_path):
         (7, "spillway is 7, not an object"),
         ("yes", "spillway is 'yes', not an object"),
         (None, "spillway is None, not an object"),
-        ({"cach_bytes": 1}, "spillway.cach_bytes is unknown; did you mean cache_bytes\\? The settings are background_commits, begin_from, bf16"),
+        ({"cach_bytes": 1}, "spillway.cach_bytes is unknown; did you mean cache_bytes\\? The settings are background_commits, begin_from"),
         ({"resume": 1}, "spillway.resume is 1; true or false is needed"),
         ({"cache_bytes": "x"}, SWAP),
         ({"cache_bytes": True}, "spillway.cache_bytes is True; a number of bytes"),

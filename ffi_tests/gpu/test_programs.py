@@ -17,8 +17,8 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "docs" / "tool
 import measurements
 
 HERE = pathlib.Path(__file__).resolve().parent
-#: Programs with a main(), without the helpers.
-PROGRAMS = sorted(path.name for path in HERE.glob("*.py") if "__main__" in path.read_text())
+#: Programs with a main(), without the helpers and this file.
+PROGRAMS = sorted(path.name for path in HERE.glob("*.py") if "__main__" in path.read_text() and path.name != pathlib.Path(__file__).name)
 
 
 def run(environment, program, *arguments):

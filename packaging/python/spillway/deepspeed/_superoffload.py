@@ -276,7 +276,7 @@ class _Window:
         return [
             group
             for group, versions in self._versions.items()
-            if [address for _, address in versions[2:]] != [address for _, address in _versions_of(stage3, group)[2:]]
+            if [address for _, _, address, *_ in versions[2:]] != [address for _, _, address, *_ in _versions_of(stage3, group)[2:]]
         ]
 
     def _submit(self, stage3, sub_group, grad, events=()):

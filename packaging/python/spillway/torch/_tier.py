@@ -283,6 +283,7 @@ class TierHome(Home):
         def prepared() -> Prepared:
             self._rest()
             self._given.check()
+            self.on_tier.check_parameters()
             self.on_tier.take_written()
             count = self.on_tier.count
             return Prepared(whole_number(count if step is None else step, "step"), count, self.on_tier.facts(states), payload_of(payload))

@@ -16,12 +16,13 @@ def of(stage3):
     from deepspeed import comm as dist
 
     world, found = dist.get_world_size(), []
-    # Versions without it divide all parameters among as many ranks.
+    # Versions without these divide all parameters among the same ranks.
     divided = getattr(stage3, "_get_param_partition_world_size", lambda _: stage3.partition_count)
+    place = getattr(stage3, "_get_param_partition_rank", lambda _: dist.get_rank(group=stage3.dp_process_group))
     for index, params in enumerate(stage3.fp16_groups):
         at = 0
         for param in params:
-            count, rank = param.partition_numel(), stage3._get_param_partition_rank(param)
+            count, rank = param.partition_numel(), place(param)
             if divided(param) != world:
                 return None
             start = min(count * rank, param.ds_numel)

@@ -176,7 +176,7 @@ def group(folder, dtype, placement, mesh):
         dist.all_gather_object = counted
         params = placed("plain", dtype, mesh)
         optimizer = own.AdamW(params, lr=1e-2, tier=options(folder, "group", process_group=group))
-        assert len(calls) == 3 and all(one is group for one in calls), calls
+        assert len(calls) == 5 and all(one is group for one in calls), calls
         train(params, optimizer, range(FIRST), "plain", None)
         optimizer.commit()
         assert all(one is group for one in calls), calls

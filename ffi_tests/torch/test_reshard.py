@@ -75,5 +75,5 @@ def test_another_model_and_a_directory_without_a_run_are_refused(tmp_path):
         assert words in done.stdout, done
 
 
-def test_a_group_of_some_processes_opens_and_commits_with_three_calls(tmp_path):
+def test_a_group_of_some_processes_opens_with_five_calls_of_its_own(tmp_path):
     holds(3, tmp_path, "group", "float32", "fsdp")

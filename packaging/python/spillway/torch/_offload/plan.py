@@ -180,7 +180,7 @@ class Slot:
             if self.stays:
                 self.grad = plain(grad, self.param.dtype)
                 self._follow(weights)
-            elif self._has_other_weights():
+            elif self._has_other_weights(marked):
                 self._weights_of = None
                 now = sums([weights])[0]
                 self.link.out(self.weights, weights)
@@ -196,10 +196,13 @@ class Slot:
         self.seen = self._now()
         self._versions = [tensor._version for tensor in self._parts.values()]
 
-    def _has_other_weights(self) -> bool:
-        """True if the copy of the weights is not that of the parameter."""
+    def _has_other_weights(self, compared_later: bool) -> bool:
+        """True if the copy of the weights is not that of the parameter. `compared_later`: step() compares the sums of all parameters, so
+        that backward does not wait for a device."""
         own = local(self.param)
-        return self._weights_of != facts(own) or bool(Comparison(sums([own]), [self._weights_sum]))
+        if self._weights_of != facts(own):
+            return True
+        return not (compared_later and self.link.is_apart) and bool(Comparison(sums([own]), [self._weights_sum]))
 
     def _follow(self, weights: torch.Tensor) -> None:
         """Gives the master the weights that it does not round to: a checkpoint loads both, in any order."""

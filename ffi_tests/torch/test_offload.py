@@ -355,3 +355,33 @@ def test_a_compiled_function_may_call_step():
         return spillway.torch.offload(model, torch.optim.AdamW, lr=1e-2, overlap=True)
 
     assert torch.equal(trained(offload, True), trained(offload, False))
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_backward_compares_nothing_that_is_on_a_device(written, monkeypatch):
+    """To read a comparison, the host waits for the device. step() does so, and finds weights that were written by `.data`."""
+
+    class Device(HostLink):
+        is_apart = True
+
+    link, compared = Device(), []
+    monkeypatch.setattr("spillway.torch._offload.plan.link_to", lambda param: link)
+    plain = spillway.torch._offload.plan.Comparison
+    monkeypatch.setattr("spillway.torch._offload.plan.Comparison", lambda *sums: compared.append(True) or plain(*sums))
+
+    def trained(make):
+        params = [torch.nn.Parameter(torch.ones(40)) for _ in range(3)]
+        optimizer = make(params)
+        for step in range(4):
+            if written and step == 3:
+                params[1].data.mul_(3.0)
+            before = len(compared)
+            backward(params)
+            assert len(compared) == before
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(params)
+
+    seen = trained(lambda params: offload(params, lr=0.1, bucket_bytes=1, overlap=True))
+    assert compared
+    assert all(torch.allclose(one, other) for one, other in zip(seen, trained(lambda params: torch.optim.AdamW(params, lr=0.1))))

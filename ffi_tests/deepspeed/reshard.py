@@ -1,4 +1,4 @@
-"""A process of test_reshard.py: trains a small model under ZeRO-3 with its states on a tier, and goes on with another number of processes.
+"""A process of test_reshard_zero3.py: trains a small model under ZeRO-3 with states on a tier, and continues with other processes.
 
 reshard.py PHASE FOLDER SOURCE     SOURCE is first for the job, or snapshot"""
 

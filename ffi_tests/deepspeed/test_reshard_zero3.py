@@ -1,4 +1,4 @@
-"""Proves that a ZeRO-3 run whose states are on a tier goes on with another number of ranks and other sub-groups. Masters, moments, weights
+"""Proves that a ZeRO-3 run with states on a tier continues with another number of ranks and other sub-groups. Masters, moments, weights
 and counts are those of the last commit, from the tiers of all ranks or from a snapshot."""
 
 import os

@@ -1,4 +1,4 @@
-"""OptimizerStateStore: a job goes on with another number of data-parallel processes, each with other parts of the parameters. Its weights
+"""OptimizerStateStore: a job continues with another number of data-parallel processes, each with other parts of the parameters. Its weights
 have the bits of a run in memory that nothing has interrupted."""
 
 import textwrap

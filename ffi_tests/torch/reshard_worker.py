@@ -1,4 +1,4 @@
-"""One process of test_reshard.py: a job on a tier that goes on with another number of processes.
+"""One process of test_reshard.py: a job on a tier that continues with another number of processes.
 
 reshard_worker.py FOLDER PHASE DTYPE PLACEMENT [FROM]
 

@@ -1,5 +1,5 @@
 """A load, a step or a commit that fails has changed nothing: every bit of parameters, states, step counts and options is that of before,
-and the run goes on with the bits of one in which nothing failed."""
+and the run continues with the bits of one in which nothing failed."""
 
 import copy
 import errno

@@ -1,4 +1,4 @@
-"""A job whose states are on a tier goes on with another number of processes. Each reads the elements that it has now from the commits of
+"""A job whose states are on a tier continues with another number of processes. Each reads the elements that it has now from the commits of
 the processes that had them. Its steps then have the bits of a run of one process that nothing has interrupted."""
 
 import pathlib

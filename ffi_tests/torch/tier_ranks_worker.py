@@ -134,7 +134,7 @@ def steps():
             words = words.replace("rank 1", f"rank {dist.get_world_size() - 1}")
             heard(run.optimizer.step, "the disk is full", words)
             if not refused_by_all:
-                # Nobody goes on with states of different steps.
+                # Nobody continues with states of different steps.
                 heard(run.optimizer.commit, "different numbers of steps", "different numbers of steps", spillway.InvalidArgumentError)
             run.optimizer.rollback()
             run.train(range(2, STEPS))

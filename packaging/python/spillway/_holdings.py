@@ -4,7 +4,7 @@ A tensor of the job is flat here: its elements lie in row-major order. What a ra
 another. They lie in pieces of the rank's subgroups. Master and moments of an element are at one place of a subgroup.
 
 Invariants:
-- A step of Adam is elementwise. So a job goes on with the same bits however its elements are divided.
+- A step of Adam is elementwise. So a job continues with the same bits however its elements are divided.
 - A rank takes each element from a part that has it. Without one an error names tensor and element.
 - A new subgroup is complete before it is written."""
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 import tempfile
-import time
 import traceback
 import warnings
 
+import random_programs
 import torch
 
 import spillway
@@ -299,6 +298,7 @@ class Program:
 
 def failure(seed):
     """The text of a program that fails; None if it ends as it should."""
+    warnings.simplefilter("ignore")
     program = Program(seed)
     try:
         wanted, found = program.run("after"), program.run(program.kind)
@@ -311,22 +311,5 @@ def failure(seed):
     return None
 
 
-def failures(first, count, seconds=float("inf"), show=None):
-    """The texts of the programs that fail; `show` is called with each of them at once, and with a count at the end."""
-    warnings.simplefilter("ignore")
-    end, found, seed = time.monotonic() + seconds, [], first
-    for seed in range(first, first + count):
-        text = failure(seed)
-        if text is not None:
-            found.append(text)
-            if show is not None:
-                show(text)
-        if time.monotonic() >= end:
-            break
-    if show is not None:
-        show(f"{seed + 1 - first} programs, {len(found)} failed")
-    return found
-
-
 if __name__ == "__main__":
-    sys.exit(bool(failures(int(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:]), show=lambda text: print(text, flush=True))))
+    random_programs.main(failure)

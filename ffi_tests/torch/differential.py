@@ -12,10 +12,9 @@ import copy
 import io
 import pickle
 import random
-import sys
-import time
 import traceback
 
+import random_programs
 import torch
 from interrupts import Ticking
 
@@ -354,21 +353,5 @@ def failure(seed):
     return None
 
 
-def failures(first, count, seconds=float("inf"), show=None):
-    """The texts of the programs that fail; `show` is called with each of them at once, and with a count at the end."""
-    end, found, seed = time.monotonic() + seconds, [], first
-    for seed in range(first, first + count):
-        text = failure(seed)
-        if text is not None:
-            found.append(text)
-            if show is not None:
-                show(text)
-        if time.monotonic() >= end:
-            break
-    if show is not None:
-        show(f"{seed + 1 - first} programs, {len(found)} failed")
-    return found
-
-
 if __name__ == "__main__":
-    sys.exit(bool(failures(int(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:]), show=lambda text: print(text, flush=True))))
+    random_programs.main(failure)

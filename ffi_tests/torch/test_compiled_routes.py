@@ -4,6 +4,7 @@ import random
 
 import compiled_routes
 import pytest
+import random_programs
 import torch
 from compiled_routes import KINDS, ROUTES, UNSEEN, training
 
@@ -39,5 +40,5 @@ def test_a_backward_of_a_forward_that_did_not_complete_the_step_is_an_error(rout
 
 
 def test_random_trainings_have_the_bits_of_steps_after_backward():
-    failures = compiled_routes.failures(random.SystemRandom().randrange(1 << 40), 100_000, seconds=30)
+    failures = random_programs.failures(compiled_routes.failure, random.SystemRandom().randrange(1 << 40), 100_000, seconds=30)
     assert not failures, "\n\n".join(failures)

@@ -1,8 +1,9 @@
 """Twenty seconds of the random programs of differential.py. `python ffi_tests/torch/differential.py FIRST COUNT` runs others."""
 
 import differential
+import random_programs
 
 
 def test_random_programs_end_as_with_torchs_classes():
-    failures = differential.failures(0, 100_000, seconds=20)
+    failures = random_programs.failures(differential.failure, 0, 100_000, seconds=20)
     assert not failures, "\n\n".join(failures)

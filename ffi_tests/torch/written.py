@@ -18,11 +18,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-import sys
-import time
 import traceback
 from unittest import mock
 
+import random_programs
 import torch
 from offload_runs import Later
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -501,30 +500,19 @@ def program(seed):
     return {"home": home, "shapes": shapes, "events": events, "steps": steps, "seed": seed, "manner": manner}
 
 
-def failures(first, count, seconds=None):
-    """The texts of the programs that fail, and how many ran, and how many were refused."""
-    found, ran, refused, end = [], 0, {}, None if seconds is None else time.monotonic() + seconds
-    for seed in range(first, first + count):
-        if end is not None and time.monotonic() > end:
-            break
-        given = program(seed)
-        try:
-            run(**given)
-        except Refused as error:
-            if given["manner"] == "held" and HOMES[given["home"]].later and WRITTEN in str(error):
-                refused[WRITTEN] = refused.get(WRITTEN, 0) + 1
-            else:
-                found.append(f"program {seed}: {given}\nrefused: {error}")
-        except Exception:
-            found.append(f"program {seed}: {given}\n{traceback.format_exc(limit=-3)}")
-        ran += 1
-    return found, ran, refused
+def failure(seed):
+    """The text of a program that fails; None if it passes, or if a write to a held parameter is refused, as it may be."""
+    given = program(seed)
+    try:
+        run(**given)
+    except Refused as error:
+        if not (given["manner"] == "held" and HOMES[given["home"]].later and WRITTEN in str(error)):
+            return f"program {seed}: {given}\nrefused: {error}"
+    except Exception:
+        return f"program {seed}: {given}\n{traceback.format_exc(limit=-3)}"
+    return None
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    texts, total, kinds = failures(int(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:]))
-    print(
-        "\n\n".join(texts), f"{total} programs, {len(texts)} failed", *(f"{many} refused: {kind}" for kind, many in kinds.items()), sep="\n"
-    )
-    sys.exit(bool(texts))
+    random_programs.main(failure)

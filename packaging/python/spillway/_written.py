@@ -84,7 +84,6 @@ class Comparison:
         now, before: What `sums` has returned."""
 
     def __init__(self, now: Sequence[Any], before: Sequence[Any]):
-        self._count = len(now)
         self._differ = {place for place, (one, other) in enumerate(zip(now, before)) if isinstance(one, int) and one != other}
         self._apart: dict[Any, tuple[list[int], list[Any]]] = {}
         for place, (one, other) in enumerate(zip(now, before)):

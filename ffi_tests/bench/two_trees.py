@@ -19,16 +19,17 @@ import time
 HERE = pathlib.Path(__file__).resolve().parents[2]
 
 
-def torch_step(count, n, **options):
-    """A function that takes `repeats` steps of AdamW."""
+def torch_step(count, n, dtype="float32", **options):
+    """AdamW.step of parameters of `n` elements."""
     import torch
 
     import spillway.torch
 
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(n)) for _ in range(count)]
+    dtype = getattr(torch, dtype)
+    params = [torch.nn.Parameter(torch.randn(n).to(dtype)) for _ in range(count)]
     for param in params:
-        param.grad = torch.randn(n)
+        param.grad = torch.randn(n).to(dtype)
     optimizer = spillway.torch.AdamW(params, lr=1e-3, weight_decay=0.01, **options)
     return optimizer.step
 
@@ -80,6 +81,11 @@ ROWS = {
     "AdamW.step, 100 tensors of 64, clipped": (lambda _: torch_step(100, 64, max_norm=1.0), 500),
     "AdamW.step, 10,000 tensors of 64, clipped": (lambda _: torch_step(10_000, 64, max_norm=1.0), 6),
     "AdamW.step, 1 tensor of 16 Mi": (lambda _: torch_step(1, 16 << 20), 5),
+    "AdamW.step, 1,000 bf16 tensors of 64, f32 masters": (lambda _: torch_step(1_000, 64, "bfloat16", master="f32"), 60),
+    "AdamW.step, 64 bf16 tensors of 64 Ki, f32 masters": (lambda _: torch_step(64, 64 << 10, "bfloat16", master="f32"), 20),
+    "AdamW.step, 1 bf16 tensor of 16 Mi, f32 master": (lambda _: torch_step(1, 16 << 20, "bfloat16", master="f32"), 5),
+    "AdamW.step, 64 bf16 tensors of 64 Ki, split masters": (lambda _: torch_step(64, 64 << 10, "bfloat16", master="split"), 20),
+    "AdamW.step, 1 bf16 tensor of 16 Mi, split master": (lambda _: torch_step(1, 16 << 20, "bfloat16", master="split"), 5),
     "tier, 64 puts of 64 KiB": (lambda folder: tier(folder, 64 << 10, 64, "put"), 10),
     "tier, 64 gets of 64 KiB": (lambda folder: tier(folder, 64 << 10, 64, "get"), 10),
     "tier, 4 puts of 64 MiB": (lambda folder: tier(folder, 64 << 20, 4, "put"), 1),

@@ -57,8 +57,8 @@ static void bad_tensors(call step, call check) {
         tensors[i].state_dtype = 9;
         refused_alike(step, check, "state_dtype");
         tensors[i] = before;
-        tensors[i].reserved = 1;
-        refused_alike(step, check, "reserved");
+        tensors[i].take_copy = 2;
+        refused_alike(step, check, "take_copy");
         tensors[i] = before;
     }
 }

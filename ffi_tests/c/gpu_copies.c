@@ -155,8 +155,8 @@ static void steps_that_are_taken_back(spw_gpu *gpu, void *stream) {
     broken.copy_dtype = SPW_DTYPE_NONE;
     INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].copy_dtype: is SPW_DTYPE_NONE, but");
     broken = device;
-    broken.reserved = 1;
-    INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].reserved: must be 0");
+    broken.take_copy = 1;
+    INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].take_copy: must be 0");
     broken = device;
     broken.param_copy = (void *)(uintptr_t)device.grad;
     INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].param_copy: overlaps tensors[0].grad");

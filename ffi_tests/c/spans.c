@@ -99,7 +99,7 @@ static void shared_gradient(void) {
 }
 
 static void zero_length(void) {
-    spw_tensor empty = {.struct_size = sizeof empty, .param_dtype = 99, .reserved = 7};
+    spw_tensor empty = {.struct_size = sizeof empty, .param_dtype = 99, .take_copy = 7};
     spw_step_stats seen = step_stats();
     CHECK_OK(spw_adam_step(&options, &empty, 1, &seen));
     CHECK(seen.nonfinite == 0 && seen.sum_squares == 0);

@@ -32,9 +32,14 @@ static void dtypes(void) {
     problem.tensor.copy_dtype = SPW_DTYPE_F32;
     REFUSED(spw_adam_step(&options, &problem.tensor, 1, &stats), SPW_ERR_UNSUPPORTED, "param_copy f32");
     problem.tensor.copy_dtype = SPW_DTYPE_BF16;
-    problem.tensor.reserved = 1;
-    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "tensors[0].reserved");
-    problem.tensor.reserved = 0;
+    problem.tensor.take_copy = 2;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "tensors[0].take_copy");
+    problem.tensor.take_copy = 1;
+    void *copy = problem.tensor.param_copy;
+    problem.tensor.copy_dtype = SPW_DTYPE_NONE, problem.tensor.param_copy = NULL;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "tensors[0].take_copy: is 1, but there is no param_copy");
+    problem.tensor.copy_dtype = SPW_DTYPE_BF16, problem.tensor.param_copy = copy;
+    problem.tensor.take_copy = 0;
 }
 
 // The table at spw_tensor lists every combination that works; all others are refused.

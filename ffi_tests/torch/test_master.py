@@ -118,3 +118,68 @@ def test_the_master_of_a_closed_tier_is_an_error():
     optimizer.close()
     with pytest.raises(spillway.SpillwayError, match="closed"):
         optimizer.master(params[0])
+
+
+def next_step(param, optimizer):
+    """The parameter and its master after a step whose gradient is 0: the step changes neither."""
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return param.detach(), optimizer.master(param)
+
+
+def without_decay(**options):
+    """Two steps of a bf16 parameter, after which no step with a gradient of 0 changes it."""
+    param = torch.nn.Parameter(torch.linspace(-2, 2, 40).to(BF16))
+    optimizer = own.Lion([param], lr=1e-3, betas=(0.0, 0.0), weight_decay=0.0, **options)
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    return param, optimizer
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_only_written_elements_lose_their_f32_master_and_keep_every_bit(undo):
+    param, optimizer = without_decay(master="f32", undo=undo)
+    before = optimizer.master(param).clone()
+    words = param.detach().view(torch.int16).numpy()
+    other = [0x7FC1, 0xFF80, -0x8000, 0x0001, 0x7F80]
+    words[3:8] = torch.tensor(other, dtype=torch.int32).to(torch.int16).numpy()
+    written = param.detach()[3:8].clone()
+    now, master = next_step(param, optimizer)
+    assert torch.equal(master[:3], before[:3]) and torch.equal(master[8:], before[8:])
+    assert torch.equal(master[4:8].view(torch.int32), written[1:].float().view(torch.int32)) and bool(master[3].isnan())
+    assert torch.equal(now[4:8].view(torch.int16), written[1:].view(torch.int16)) and bool(now[3].isnan())
+    if undo:
+        optimizer.rollback()
+        assert torch.equal(param.detach()[4:8].view(torch.int16), written[1:].view(torch.int16))
+        assert torch.equal(optimizer.master(param)[8:], before[8:])
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_a_master_that_the_program_writes_counts_unless_it_writes_to_the_parameter_too(undo):
+    param, optimizer = without_decay(master="f32", undo=undo)
+    master = optimizer.state[param]["master_param"]
+    with torch.no_grad():
+        master.fill_(1.0009765625)
+    now, kept = next_step(param, optimizer)
+    assert bool((kept == 1.0009765625).all()) and bool((now == 1).all())
+
+    with torch.no_grad():
+        master.fill_(3)
+        param.fill_(5)
+    now, kept = next_step(param, optimizer)
+    assert bool((kept == 5).all()) and bool((now == 5).all())
+
+    master.data.fill_(7)
+    now, kept = next_step(param, optimizer)
+    assert bool((kept == 5).all()) and bool((now == 5).all())
+
+
+def test_reading_a_master_hides_no_later_write():
+    param, optimizer = without_decay(master="f32")
+    for value in (20.0, 30.0):
+        param.data.fill_(value)
+        assert bool((optimizer.master(param) == value).all())
+    param.data.fill_(40.0)
+    now, kept = next_step(param, optimizer)
+    assert bool((kept == 40).all()) and bool((now == 40).all())

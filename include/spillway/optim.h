@@ -73,8 +73,10 @@ typedef struct spw_tensor {
     uint32_t grad_dtype;
     // `spw_dtype` of param_copy, or SPW_DTYPE_NONE without param_copy.
     uint32_t copy_dtype;
-    // 0
-    uint32_t reserved;
+    // 1: what other code has written to param_copy counts. Before the step, each element of param that does not round to
+    // its element of param_copy becomes that element, unless both are NaN. For steps of tensors in host memory without
+    // shadow spans that write param_copy at once. 0: param_copy is only written.
+    uint32_t take_copy;
     // Number of elements. If it is 0, all other fields of the tensor are ignored.
     uint64_t n;
     // Parameter (the master weight if it is f32).
@@ -85,7 +87,7 @@ typedef struct spw_tensor {
     void *exp_avg;
     // Second moment (Adagrad: the sum of squares). NULL for Lion.
     void *exp_avg_sq;
-    // Receives the updated parameter rounded to 16 bits, in the same pass; or NULL.
+    // Receives the updated parameter rounded to 16 bits, in the same pass; or NULL. It is read only with take_copy.
     void *param_copy;
     // Options of this tensor (the option struct of the called optimizer), or NULL for the options of the call.
     const void *options;

@@ -7,6 +7,7 @@ use super::element::{Dtypes, has_bf16_moments};
 use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
 use super::split::step_split;
 use super::stochastic::Stochastic;
+use super::take::take_copy;
 use super::tensor::{Tensor, not_stochastic, split_is_not_recorded};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -14,7 +15,7 @@ use crate::error::Result;
 /// An optimizer with compiled kernels: the coefficients of one step, and the operations step and undo.
 pub trait Optimizer: Arithmetic {
     /// Steps one chunk (at most [`CHUNK`] elements). Returns the sum of squares of the scaled gradient if `squares` is
-    /// true. Records the step if the tensor has a log. Fails if a state is missing or no kernel exists for the types.
+    /// true. Records the step if the tensor has a log. Begins with what other code has written to a copy that counts. Fails if a state is missing or no kernel exists for the types.
     fn step(self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64>;
 
     /// Fails if the rule has no kernel for the types of `tensor`, which other rules may have.
@@ -72,6 +73,7 @@ impl Optimizer for AdamRule {
     fn step(self, kernel: Kernel, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
         let Some(key) = self.stochastic else { return step(kernel, self, tensor, squares) };
         check::<AdamRule>(&tensor)?;
+        take_copy(kernel, &mut tensor);
         let rule = Stochastic::new(self, key, tensor.first());
         if tensor.is_split() {
             return step_of_split(kernel, rule, &mut tensor, squares);
@@ -89,6 +91,7 @@ impl Optimizer for AdamRule {
 
 fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
     check::<R>(&tensor)?;
+    take_copy(kernel, &mut tensor);
     if tensor.is_split() {
         return step_of_split(kernel, rule, &mut tensor, squares);
     }

@@ -16,6 +16,7 @@ pub struct LentTensor {
     grad: RawSpan,
     param_copy: Option<RawSpan>,
     shadow: Option<RawStates>,
+    takes_copy: bool,
     low: Option<*mut u16>,
 }
 
@@ -48,6 +49,7 @@ impl LentTensor {
             grad: RawSpan { address: tensor.grad.address().cast_mut(), dtype: tensor.grad.dtype() },
             param_copy: tensor.param_copy.as_mut().map(RawSpan::of),
             shadow: tensor.shadow.as_mut().map(RawStates::of),
+            takes_copy: tensor.takes_copy(),
             low: tensor.is_split().then(|| tensor.low_address()),
         }
     }
@@ -71,6 +73,11 @@ impl LentTensor {
     /// True if the tensor has shadow spans.
     pub fn has_shadow(&self) -> bool {
         self.shadow.is_some()
+    }
+
+    /// True if a step takes what other code has written to the 16-bit copy.
+    pub fn takes_copy(&self) -> bool {
+        self.takes_copy
     }
 
     /// Address and bytes of the 16-bit copy of param, if there is one.
@@ -104,6 +111,7 @@ impl LentTensor {
                 param_copy.map(|copy| copy.borrow_mut(n)),
                 shadow.map(|shadow| shadow.borrow(n)),
                 self.low.map(|low| std::slice::from_raw_parts_mut(low, n)),
+                self.takes_copy && param_copy.is_some(),
             )
         }
     }

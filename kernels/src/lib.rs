@@ -12,6 +12,7 @@
 //! | `accumulate` | adds a gradient to an accumulated gradient |
 //! | `split` | the step of a bf16 parameter with a split f32 master |
 //! | `publish` | writes the 16-bit copy of a parameter without a step |
+//! | `take` | takes what other code has written to the 16-bit copy of a parameter into the parameter |
 //! | `chunk_loop` | the loop over a chunk: whole vectors, then one padded vector for the remainder |
 //! | `dtype`, `error` | element types that are known at run time; the errors of this crate |
 //! | `element` | element types in memory, and the table of supported type combinations |
@@ -40,6 +41,7 @@ mod split;
 pub mod squares;
 mod step;
 mod stochastic;
+mod take;
 mod tensor;
 mod undo;
 mod vector;
@@ -75,5 +77,6 @@ pub mod inside {
     pub use crate::chunk_loop::MAX_LANES;
     pub use crate::log::log_used;
     pub use crate::pack::{Residuals, most, pack, unpack};
+    pub use crate::take::take_copy;
     pub use crate::vector::{Body, Vector};
 }

@@ -52,6 +52,8 @@ pub struct Tensor<'a> {
     pub(super) grad: Floats<'a>,
     pub(super) param_copy: Option<FloatsMut<'a>>,
     pub(super) shadow: Option<States<'a>>,
+    /// What other code has written to `param_copy` counts (see `take`).
+    takes_copy: bool,
     /// Low bits of the master of a bf16 parameter (see `split`).
     low: Option<&'a mut [u16]>,
     log: Option<&'a mut [u8]>,
@@ -88,7 +90,7 @@ impl<'a> Tensor<'a> {
         check("exp_avg", states.exp_avg.as_ref().map(FloatsMut::len))?;
         check("exp_avg_sq", states.exp_avg_sq.as_ref().map(FloatsMut::len))?;
         check("param_copy", param_copy.as_ref().map(FloatsMut::len))?;
-        let tensor = Tensor::of_checked(states, grad, param_copy, None, None);
+        let tensor = Tensor::of_checked(states, grad, param_copy, None, None, false);
         tensor.dtypes()?.check()?;
         Ok(tensor)
     }
@@ -101,8 +103,19 @@ impl<'a> Tensor<'a> {
         param_copy: Option<FloatsMut<'a>>,
         shadow: Option<States<'a>>,
         low: Option<&'a mut [u16]>,
+        takes_copy: bool,
     ) -> Self {
-        Tensor { states, grad, param_copy, shadow, low, log: None, streams: Streams::default(), first: 0 }
+        Tensor {
+            states,
+            grad,
+            param_copy,
+            shadow,
+            takes_copy,
+            low,
+            log: None,
+            streams: Streams::default(),
+            first: 0,
+        }
     }
 
     /// A bf16 parameter whose f32 master is split: `low` holds the low bits of the master, one word per element.
@@ -117,7 +130,7 @@ impl<'a> Tensor<'a> {
         if let Some((name, length)) = lengths.into_iter().find(|(_, length)| *length != n) {
             return Err(wrong_length(name, length, n));
         }
-        let tensor = Tensor::of_checked(states, grad, None, None, Some(low));
+        let tensor = Tensor::of_checked(states, grad, None, None, Some(low), false);
         let dtypes = tensor.dtypes()?;
         if supports_split(dtypes) { Ok(tensor) } else { Err(no_split_kernel(dtypes)) }
     }
@@ -130,6 +143,17 @@ impl<'a> Tensor<'a> {
             false => {
                 Err(Error::invalid("shadow", "must have the same spans, types and lengths as the states"))
             }
+        }
+    }
+
+    /// Makes a step begin with the values that other code has written to `param_copy`: an element of the parameter that
+    /// does not round to its copy becomes the copy. Fails without a copy, and with shadow spans: after a step whose
+    /// shadow is dropped, the copy would count although no code wrote it.
+    pub fn with_copy_taken(self) -> Result<Self> {
+        match (self.param_copy.is_some(), self.shadow.is_some()) {
+            (true, false) => Ok(Tensor { takes_copy: true, ..self }),
+            (false, _) => Err(Error::invalid("take_copy", "is 1, but there is no param_copy")),
+            (true, true) => Err(Error::invalid("take_copy", "is 1, but the shadow spans are set")),
         }
     }
 
@@ -157,6 +181,11 @@ impl<'a> Tensor<'a> {
 
     pub(super) fn log_address(&mut self) -> Option<*mut u8> {
         self.log.as_mut().filter(|log| !log.is_empty()).map(|log| log.as_mut_ptr())
+    }
+
+    /// True if a step takes the values of `param_copy`.
+    pub(super) fn takes_copy(&self) -> bool {
+        self.takes_copy
     }
 
     /// True if the master of the parameter is split.
@@ -227,12 +256,23 @@ impl<'a> Tensor<'a> {
         let (low, low_rest) = self.low.map(|low| low.split_at_mut(mid)).unzip();
         let (log, log_rest) = self.log.map(|log| log.split_at_mut(log_bytes(mid))).unzip();
         (
-            Tensor { states, grad, param_copy, shadow, low, log, streams: self.streams, first: self.first },
+            Tensor {
+                states,
+                grad,
+                param_copy,
+                shadow,
+                takes_copy: self.takes_copy,
+                low,
+                log,
+                streams: self.streams,
+                first: self.first,
+            },
             Tensor {
                 states: states_rest,
                 grad: grad_rest,
                 param_copy: copy_rest,
                 shadow: shadow_rest,
+                takes_copy: self.takes_copy,
                 low: low_rest,
                 log: log_rest,
                 streams: self.streams,
@@ -248,6 +288,7 @@ impl<'a> Tensor<'a> {
             grad: self.grad,
             param_copy: self.param_copy.as_mut().map(FloatsMut::reborrow),
             shadow: self.shadow.as_mut().map(States::reborrow),
+            takes_copy: self.takes_copy,
             low: self.low.as_deref_mut(),
             log: self.log.as_deref_mut(),
             streams: self.streams,

@@ -14,6 +14,7 @@ mod stochastic;
 mod stream;
 #[cfg(target_arch = "aarch64")]
 mod sve;
+mod take;
 mod undo;
 
 use spillway_kernels::Kernel;

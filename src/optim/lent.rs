@@ -62,6 +62,17 @@ impl<O: Copy> Lent<O> {
         Ok(copies)
     }
 
+    /// Fails for a tensor whose step takes what other code has written to its copy.
+    pub fn check_copies_only_written(&self) -> Result<()> {
+        match self.tensors.iter().find(|entry| entry.tensor.takes_copy()) {
+            None => Ok(()),
+            Some(entry) => Err(Error::invalid(
+                format!("tensors[{}].take_copy", entry.index),
+                "is 1, but the copies are written after the verdict; publish them in the step, or set 0",
+            )),
+        }
+    }
+
     /// Fails for a tensor without shadow spans if `wanted`, or with shadow spans if not.
     pub fn check_shadows(&self, wanted: bool) -> Result<()> {
         let reason = match wanted {

@@ -319,7 +319,7 @@ class Tensor(Structure):
         ("state_dtype", c_uint32),
         ("grad_dtype", c_uint32),
         ("copy_dtype", c_uint32),
-        ("reserved", c_uint32),
+        ("take_copy", c_uint32),
         ("n", c_uint64),
         ("param", c_void_p),
         ("grad", c_void_p),

@@ -51,8 +51,10 @@ pub struct spw_tensor {
     pub grad_dtype: u32,
     /// `spw_dtype` of param_copy, or SPW_DTYPE_NONE without param_copy.
     pub copy_dtype: u32,
-    /// 0
-    pub reserved: u32,
+    /// 1: what other code has written to param_copy counts. Before the step, each element of param that does not round to
+    /// its element of param_copy becomes that element, unless both are NaN. For steps of tensors in host memory without
+    /// shadow spans that write param_copy at once. 0: param_copy is only written.
+    pub take_copy: u32,
     /// Number of elements. If it is 0, all other fields of the tensor are ignored.
     pub n: u64,
     /// Parameter (the master weight if it is f32).
@@ -63,7 +65,7 @@ pub struct spw_tensor {
     pub exp_avg: *mut c_void,
     /// Second moment (Adagrad: the sum of squares). NULL for Lion.
     pub exp_avg_sq: *mut c_void,
-    /// Receives the updated parameter rounded to 16 bits, in the same pass; or NULL.
+    /// Receives the updated parameter rounded to 16 bits, in the same pass; or NULL. It is read only with take_copy.
     pub param_copy: *mut c_void,
     /// Options of this tensor (the option struct of the called optimizer), or NULL for the options of the call.
     pub options: *const c_void,
@@ -142,10 +144,14 @@ pub(in crate::capi) fn no_split_masters() -> Error {
     Error::Unsupported(reason.to_string())
 }
 
-/// Copies the tensors of a call as structs of this version. Rejects param_low.
+/// Copies the tensors of a call as structs of this version. Rejects param_low and take_copy.
 pub(in crate::capi) fn read_all(tensors: In<spw_tensor>, count: u64) -> Result<Vec<spw_tensor>> {
     let mut raw = tensors.read_all(count, "tensors")?;
     no_low_bits(&raw)?;
+    match raw.iter().position(|raw| raw.n > 0 && raw.take_copy != 0) {
+        None => {}
+        Some(index) => return Err(at(index, no_taken_copies())),
+    }
     raw.iter_mut().for_each(|tensor| tensor.struct_size = size_of::<spw_tensor>() as u32);
     Ok(raw)
 }
@@ -158,14 +164,19 @@ pub(in crate::capi) fn at(index: usize, error: Error) -> Error {
     }
 }
 
-/// Rejects param_copy without copy_dtype or the reverse, and a reserved field that is set.
+/// Rejects param_copy without copy_dtype or the reverse, and take_copy that is not 0 or 1.
 pub(in crate::capi) fn check_copy(raw: &spw_tensor) -> Result<()> {
-    match (raw.reserved, raw.copy_dtype, raw.param_copy.is_null()) {
-        (1.., _, _) => Err(Error::invalid("reserved", "must be 0")),
+    match (raw.take_copy, raw.copy_dtype, raw.param_copy.is_null()) {
+        (2.., _, _) => Err(Error::invalid("take_copy", format!("is {}; pass 0 or 1", raw.take_copy))),
         (_, 0, false) => Err(Error::invalid("copy_dtype", "is SPW_DTYPE_NONE, but param_copy is not NULL")),
         (_, 1.., true) => Err(Error::invalid("param_copy", "is NULL, but copy_dtype is set")),
         _ => Ok(()),
     }
+}
+
+/// The error for a tensor with take_copy in a call that does not read param_copy.
+pub(in crate::capi) fn no_taken_copies() -> Error {
+    Error::invalid("take_copy", "must be 0: this call only writes param_copy, and does not read it")
 }
 
 /// Makes the spans of a tensor.
@@ -187,10 +198,11 @@ pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
         }
         let param_copy = optional_span(raw.param_copy, copy_dtype, raw.n, "param_copy")?;
         let tensor = Tensor::new(States { param, exp_avg, exp_avg_sq }, grad, param_copy)?;
-        match shadow_of(raw, state_dtype)? {
-            Some(shadow) => Ok(tensor.with_shadow(shadow)?),
-            None => Ok(tensor),
-        }
+        let tensor = match shadow_of(raw, state_dtype)? {
+            Some(shadow) => tensor.with_shadow(shadow)?,
+            None => tensor,
+        };
+        if raw.take_copy == 1 { Ok(tensor.with_copy_taken()?) } else { Ok(tensor) }
     }
 }
 
@@ -199,6 +211,9 @@ pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
 unsafe fn split_tensor<'a>(raw: &spw_tensor, states: States<'a>, grad: Floats<'a>) -> Result<Tensor<'a>> {
     if raw.copy_dtype != 0 || has_shadow(raw) {
         return Err(Error::invalid("param_low", "is set, so param_copy and the shadow spans must be NULL"));
+    }
+    if raw.take_copy != 0 {
+        return Err(Error::invalid("take_copy", "is 1, but there is no param_copy"));
     }
     let n = checked_length(raw.param_low, Dtype::Bf16, raw.n, "param_low")?;
     // SAFETY: not NULL, aligned, n words that fit the address space; the caller lends them to us alone.

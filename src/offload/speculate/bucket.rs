@@ -86,9 +86,13 @@ pub struct Tensors<O> {
 }
 
 impl<O: Family> Tensors<O> {
-    /// A bucket of these tensors. Errors: a tensor has shadow spans and `undo` uses none, or the reverse.
+    /// A bucket of these tensors. Errors: a tensor has shadow spans and `undo` uses none, or the reverse; what was written
+    /// to a copy counts, but the step withholds the copy.
     pub fn new(lent: Lent<O>, undo: Undo, publish: Publish) -> Result<Self> {
         lent.check_shadows(undo == Undo::Shadow)?;
+        if publish == Publish::Final {
+            lent.check_copies_only_written()?;
+        }
         Ok(Tensors { lent, undo, publish })
     }
 

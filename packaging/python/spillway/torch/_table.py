@@ -26,7 +26,7 @@ from .. import _abi, _native, _tensor_rows
 from .._groups import Rule, is_torchs
 from .._written import Sums
 from ..errors import InvalidArgumentError, SpillwayError, is_own
-from ._states import is_count, version_of_low
+from ._states import LOW, is_count, version_of_low
 from ._tensors import CODES, DTensor, Row, local, name_of, properties_of
 
 #: Most parameters of a slice.
@@ -106,8 +106,8 @@ class Table:
             length = next((number for number, other in enumerate(kinds) if other is (not kind)), len(kinds))
             mask = [other is not None for other in kinds[:length]]
             end = first + sum(mask)
-            names = [*self._rule.keys, *([self._master] if kind else [])]
-            slices.append(Slice(states, params[at : at + length], mask, rows[first:end], names, first, kind, self.grad_name))
+            own = self._master if kind else ""
+            slices.append(Slice(states, params[at : at + length], mask, rows[first:end], self._rule.keys, own, first, self.grad_name))
             first, at = end, at + length
         return slices
 
@@ -122,7 +122,7 @@ class Table:
     def _fill_row(entry: Any, row: Row, fields: list[str]) -> None:
         param, copy = row.param, row.copy
         if row.master is not None and row.master.dtype is torch.float32:
-            param, copy = row.master, row.param
+            param, copy, entry.take_copy = row.master, row.param, 1
         elif row.master is not None:
             entry.param_low = row.master.data_ptr()
         _tensor_rows.put(entry, "param", _span(param), "parameter or master")
@@ -188,7 +188,7 @@ class Table:
             for part in self._slices:
                 if self._load is not None:
                     self._load(*part.lines)
-                if not part.refresh(self._grads):
+                if not part.refresh(self._grads, self.entries):
                     return False
             if self._load is None and len(self.places) >= _MANY:
                 self._note_lines()
@@ -272,9 +272,9 @@ class Table:
                 versions = versions[count:]
 
     def noted(self) -> Iterator[tuple[torch.Tensor, tuple[tuple[int, Any], int, dict[str, Any]]]]:
-        """Each parameter with a master, its version and sum after the last step, the version of its low bits, and its states."""
+        """Each parameter with low bits, its version and sum after the last step, the version of its low bits, and its states."""
         for part in self._slices:
-            if part.has_masters:
+            if part.has_low_bits:
                 sums: Sequence[int | None] = part.sums or [None] * len(part.owners)
                 marks = zip(part.versions, sums)
                 yield from zip(part.owners, zip(marks, part.low_versions, part.inner))
@@ -295,9 +295,9 @@ class Slice:
         params: All parameters of the slice.
         mask: For each of them whether it has a row.
         rows: The rows, in the order of the parameters.
-        names: Names of the states of each row.
+        names: Names of the states of each row, without the master.
+        master: The name of the rows' masters; empty: they have none.
         first: Number of the first row in the table.
-        has_masters: The rows have masters.
         grad_name: Attribute of a parameter that holds its gradient."""
 
     def __init__(
@@ -306,9 +306,9 @@ class Slice:
         params: list[torch.Tensor],
         mask: list[bool],
         rows: list[Row],
-        names: list[str],
+        names: Iterable[str],
+        master: str,
         first: int,
-        has_masters: bool,
         grad_name: str,
     ):
         self._params, self._mask = params, None if all(mask) else mask
@@ -328,19 +328,23 @@ class Slice:
         self._grad_addresses: list[int] | None = [row.grad.data_ptr() for row in rows]
         self.grads: list[torch.Tensor] = []
         self._step_addresses: list[int] = []
-        self.has_masters = has_masters
-        #: Versions and sums of parameters with masters after the last step; None: the sums could not be taken then.
-        self.versions: list[int] = list(map(_version, self.local(self.owners))) if has_masters else []
-        self._words = Sums(self.local(self.owners) if has_masters else ())
+        self.has_masters, self.has_low_bits = bool(master), master == LOW
+        #: Versions of parameters with masters after the last step.
+        self.versions: list[int] = list(map(_version, self.local(self.owners))) if master else []
+        self._words = Sums(self.local(self.owners) if self.has_low_bits else ())
+        #: Sums of parameters with low bits after the last step; None: they could not be taken then.
         self.sums: list[int] | None = self._words.take()
-        #: Those of low bits, which a step does not change.
-        self.low_versions = list(map(version_of_low, self.inner)) if has_masters else []
+        #: The versions of low bits, which a step does not change.
+        self.low_versions = list(map(version_of_low, self.inner)) if self.has_low_bits else []
+        self._master_of = itemgetter(master) if master and not self.has_low_bits else None
+        #: The versions of f32 masters, which a step does not change, and whether a row takes no values of its parameter.
+        self._master_versions, self._ignores = self._versions_of_masters(), False
         states_of = [row.states if row.master is None else (*row.states, row.master) for row in rows]
         of_rows = list(chain.from_iterable(zip(*states_of)))
         # An address alone does not tell a state from another one that lies there now.
         self._states_same, self._state_addresses = properties_of(of_rows), list(map(_data_ptr, of_rows))
         # One getter for each name: one that gets all of them makes tuples, and takes twice as long.
-        self._getters = list(map(itemgetter, names))
+        self._getters = list(map(itemgetter, [*names, *([master] if master else [])]))
         #: Address and number of the addresses of cache lines, see note_lines().
         self.lines = (0, 0)
 
@@ -348,7 +352,7 @@ class Slice:
         """Remembers these versions and the present sums of the parameters."""
         self.sums, self.versions = None, versions
         if not late:
-            self.sums = self._words.take()
+            self.sums, self._master_versions = self._words.take(), self._versions_of_masters()
 
     def note_steps(self) -> None:
         """Remembers where the step counts lie."""
@@ -372,14 +376,16 @@ class Slice:
         self._lines = torch.cat(lines).bitwise_and_(-64).unique()
         self.lines = self._lines.data_ptr(), self._lines.numel()
 
-    def refresh(self, words: torch.Tensor) -> bool:
+    def refresh(self, words: torch.Tensor, entries: Any) -> bool:
         """Compares parameters and states with those of the last step, takes the present gradients, and writes their addresses to `words`,
-        one for each row of the table. False if something does not fit the rows."""
+        one for each of the table's `entries`. False if something does not fit the rows."""
         params = self.owners if not self.distributed else self.local(self.owners)
         if not self.has_memory(params):
             return False
-        if self.has_masters and (self.sums is None or list(map(_version, params)) != self.versions or self._words.take() != self.sums):
+        if self.has_low_bits and (self.sums is None or list(map(_version, params)) != self.versions or self._words.take() != self.sums):
             return False
+        if self._ignores or self._versions_of_masters() != self._master_versions:
+            self._choose_masters(params, entries)
         if self._step_addresses and list(map(_data_ptr, map(_step, self.inner))) != self._step_addresses:
             return False
         grads = list(map(self._grad, self._params))
@@ -402,6 +408,22 @@ class Slice:
                 words[self.rows.start : self.rows.stop].copy_(torch.frombuffer(array("Q", addresses), dtype=torch.int64))
             self._grad_addresses = addresses
         return True
+
+    def _versions_of_masters(self) -> list[int]:
+        """The versions of the f32 masters."""
+        return [] if self._master_of is None else list(map(_version, self.local(map(self._master_of, self.inner))))
+
+    def _choose_masters(self, params: Sequence[torch.Tensor], entries: Any) -> None:
+        """Lets an f32 master that the program has written to count, if the program has not written to its parameter too."""
+        written = [
+            now != before and version == known
+            for now, before, version, known in zip(
+                self._versions_of_masters(), self._master_versions, map(_version, params), self.versions
+            )
+        ]
+        for row, is_written in zip(self.rows, written):
+            entries[row].take_copy = not is_written
+        self._ignores = any(written)
 
     def has_memory(self, params: Sequence[torch.Tensor]) -> bool:
         """True if these parameters and the present states lie where those of the rows did, with their dtypes and shapes."""
